@@ -370,14 +370,16 @@ class Phase:
         """Return the phase's progress, such as "120 of 400 samples, 31 s left".
 
         Without a known total it is the time so far. The time left never rises: a phase that lasts
-        longer than estimated shows the time so far again.
+        longer than estimated shows the time so far again. A `timed` phase counts seconds in place
+        of steps; an estimated total (`about`) is shown as such.
         """
         elapsed = now - self.start
         share = self.share(now)
         about = "about " if self.about else ""
         time_text = format_seconds(elapsed)
         if share and share < 1:
-            step_seconds = elapsed - self.inner_seconds  # for the share that is done
+            # inner phases came before the steps or between them, and took no part in the share
+            step_seconds = elapsed - self.inner_seconds
             seconds_left = step_seconds / share - step_seconds
             end = now + seconds_left
             self.estimated_end = min(self.estimated_end, end)
@@ -583,10 +585,14 @@ def _format_bar(phases: Sequence[Phase], now: float) -> str:
     share = phases[-1].share(now)
     if share is None:
         return f"{names}: {description}"[:columns]
-    bar_format = f"{{desc}}: {{percentage:3.0f}}%|{{bar}}| {description}"
-    is_ascii = _encodable("█", sys.stderr) != "█"
     line = tqdm.format_meter(
-        share, 1, 1, ncols=columns, prefix=names, bar_format=bar_format, ascii=is_ascii
+        n=share,
+        total=1,
+        elapsed=1,  # not shown: the description has the time
+        ncols=columns,
+        prefix=names,
+        bar_format=f"{{desc}}: {{percentage:3.0f}}%|{{bar}}| {description}",
+        ascii=_encodable("█", sys.stderr) != "█",
     )
     return str(line)[:columns]
 

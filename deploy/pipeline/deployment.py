@@ -162,12 +162,13 @@ def convert(
 ) -> Report:
     """Write Ascend's files of a Q/DQ model by the scales of its own Q/DQ pairs.
 
-    With images, the deploy model is run in integers beside `model` in ONNX Runtime.
+    The deploy model is the file that Ascend's `atc` compiles. With images it is run in integers,
+    beside `model` in ONNX Runtime.
 
     Args beyond those of `deploy`:
         model: an ONNX file with QuantizeLinear and DequantizeLinear pairs.
-        keep_rounding: whether tensors with a pair are rounded as by it where a float operator
-            reads them too.
+        keep_rounding: whether a float operator that reads a tensor with a pair gets the values
+            that the pair rounds to, as in `model`, or those before rounding.
 
     Raises:
         ModelError: it is no ONNX model in the Q/DQ form.
@@ -326,9 +327,10 @@ def _refuse_early(
 def _compare_with_float_model(
     loaded: LoadedModel, target: Ascend, threads: int, result: BuildResult, feed: Feed, stage: Stage
 ) -> tuple[EngineRow, ...]:
-    """Return the rows of the float model, and of the fake-quant model compared with it.
+    """Return the report's rows of the float model, and of the fake-quant model compared with it.
 
-    A fake-quant model computes in float what the int8 engine computes in integers.
+    A fake-quant model computes in float what the int8 engine computes in integers. Both run on this
+    machine, whose speed says nothing of the NPU: only accuracy is measured.
 
     Args:
         loaded: the float model.

@@ -24,7 +24,7 @@ from deploy.runtimes.ort import OrtSession
 
 _MIN_CLEANED_DB = 40.0  # SQNR; a cleaned model below it computes something else than the file
 _MIN_WIDENED_DB = 25.0  # the same of a float16 file, whose cleaned model computes in float32
-# of values whose operator has a range of 1: near 0 they are no more exact than that
+# operators whose float32 results, up to 1, are rounded by about this much, also near 0
 _BOUNDED_OPERATORS = frozenset(("Sigmoid", "Softmax", "HardSigmoid", "Tanh"))
 _BOUNDED_ROUNDING = 2e-6
 _PICKING_OPERATORS = frozenset(
@@ -53,7 +53,7 @@ def read_float_model(loaded: LoadedModel) -> bytes:
 
 
 def _computes_otherwise(loaded: LoadedModel) -> bool:
-    """Whether the user's file computes something else than the loaded model, as is intended."""
+    """Whether the loaded model is meant to compute something else than the user's file."""
     is_float_file = loaded.qdq is None and not loaded.had_integer_weights
     return not is_float_file or loaded.was_training or loaded.cut_off is not None
 
@@ -91,10 +91,10 @@ def check_cleaned_model(subject: CalibrationSubject, evaluation_set: EvaluationS
     try:
         user_file = user_model if isinstance(user_model, ModelProto) else _read_user_file(loaded)
         session = OrtSession.open(user_file, threads=1, spin=False)
-        similarities = _compare_outputs(session, evaluation_set, Graph(loaded.model))
-        worst_db, output = min(similarities, default=(math.inf, ""))
-    except BackendError:  # FP32 itself is not run in the user's form either
+        similarities = list(_compare_outputs(session, evaluation_set, Graph(loaded.model)))
+    except BackendError:  # ONNX Runtime runs the cleaned form alone: there is nothing to compare
         return ""
+    worst_db, output = min(similarities, default=(math.inf, ""))
     min_db = _MIN_WIDENED_DB if loaded.was_float16 else _MIN_CLEANED_DB
     if worst_db >= min_db:
         return ""
@@ -114,7 +114,7 @@ def _compare_outputs(
     """Yield (SQNR in dB, name) of each float output of the first sample: how alike both models are.
 
     Args:
-        session: of the user's model.
+        session: of the user's model, before constants were folded and old operators rewritten.
         evaluation_set: samples with the outputs of the cleaned model.
         graph: of the cleaned model.
     """
@@ -128,7 +128,7 @@ def _compare_outputs(
                 continue
             signal = np.nan_to_num(value.astype(np.float64))
             noise = np.nan_to_num(cleaned_value.astype(np.float64)) - signal
-            # the error of a Sigmoid is relative to 1, its largest value, so near 0 it looks large;
+            # rounding is no difference: results of a Sigmoid near 0 are as inexact as those near 1;
             # nodes that only move values may stand between it and the output
             computing_node = graph.trace_back(name, MOVES)
             if computing_node is not None and computing_node.op_type in _BOUNDED_OPERATORS:

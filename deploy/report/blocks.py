@@ -240,7 +240,7 @@ def _table_html(table: Table) -> str:
     """
     heads, legend = list(table.heads), ""
     rows = [list(map(_cell_html, row)) for row in table.rows]
-    if table.drawn is not None:
+    if table.drawn is not None:  # drawings stand in a column next to the names
         drawing_head, drawings, legend_text = table.drawn
         heads.insert(1, drawing_head)
         for row, drawing in zip(rows, drawings, strict=True):
@@ -255,7 +255,7 @@ def _table_html(table: Table) -> str:
     return (
         f'{legend}<div class="scroll"><table class="{table.kind}">'
         f"<thead><tr>{head_row}</tr></thead>"
-        f"\n<tbody>{body}</tbody></table></div>{_not_printed(len(rows))}"
+        f"\n<tbody>{body}</tbody></table></div>{_unprinted_rows_note(len(rows))}"
     )
 
 
@@ -278,11 +278,11 @@ def _cell_with_head(head: str, cell: str) -> str:
     return f"<td{attribute}>{cell}</td>"
 
 
-def _not_printed(rows: int) -> str:
-    """Return the note below a table of so many rows on paper; "" if all are printed."""
-    if rows <= PRINTED:
+def _unprinted_rows_note(row_count: int) -> str:
+    """Return the note below a table on paper, which has its first rows; "" if it has all."""
+    if row_count <= PRINTED:
         return ""
-    return f'<p class="unprinted">and <span>{rows - PRINTED}</span> more rows, not printed</p>'
+    return f'<p class="unprinted">and <span>{row_count - PRINTED}</span> more rows, not printed</p>'
 
 
 def escape_markdown(text: str) -> str:

@@ -121,7 +121,8 @@ def _engine_figures(report: Findings, engine: EngineRow) -> Iterator[tuple[str, 
     """Yield (value, label) of one engine: speed over each rival, size, and accuracy.
 
     Rivals are the float engines that it replaces (`find_rivals`). Of the accuracy these are top-1,
-    the task's figure, and the error of the worst output slice, as far as there are any.
+    the task's figure, and the SQNR of the worst slice, a part of an output that is compared by
+    itself; the cosine of complete outputs if there is neither a slice nor top-1.
     """
     for rival in model.find_rivals(report.engines, engine):
         speed = figures.ratio(model.speed_over(rival, engine))
@@ -129,12 +130,12 @@ def _engine_figures(report: Findings, engine: EngineRow) -> Iterator[tuple[str, 
         yield speed, f"speed of {rival_name}, {engine.label}"
     size_ratio = tables.size_ratio(report, engine)
     if size_ratio is not None:
-        factor, comparison = figures.size_change(size_ratio)
-        if factor:
+        factor, comparison = figures.size_change(size_ratio)  # such as "2.00x" and "smaller"
+        if factor:  # "" for files of about the same size
             yield factor, f"{comparison} on disk, {engine.label}"
-    share = tables.top1(report, engine)
-    if share is not None:
-        yield figures.percent(share), f"top-1, {engine.label}"
+    top1_share = tables.top1(report, engine)
+    if top1_share is not None:
+        yield figures.percent(top1_share), f"top-1, {engine.label}"
 
     accuracy = engine.accuracy
     if accuracy is None:
@@ -145,7 +146,7 @@ def _engine_figures(report: Findings, engine: EngineRow) -> Iterator[tuple[str, 
         sqnr = figures.decibels(tables.worst_figure(accuracy, "sqnr_db"))
         worst_slice = tables.worst_label(accuracy)
         yield sqnr, f"SQNR of the worst part, {worst_slice}, {engine.label}"
-    elif share is None:
+    elif top1_share is None:
         cosine = figures.cosine(tables.worst_figure(accuracy, "cosine_mean"))
         yield cosine, f"cosine to the float model, {engine.label}"
 

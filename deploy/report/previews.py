@@ -224,13 +224,15 @@ def class_rows(
     for example in examples:
         if isinstance(example, ClassExample) and example.number in pictures:
             sample, picture = pictures[example.number]
+            float_class, float_score = example.reference
+            engine_class, engine_score = example.candidate
             row = ClassRow(
                 sample=printable_name(sample),
                 output=example.output,
-                fp32=example.reference[0],
-                fp32_value=example.reference[1],
-                engine=example.candidate[0],
-                engine_value=example.candidate[1],
+                fp32=float_class,
+                fp32_value=float_score,
+                engine=engine_class,
+                engine_value=engine_score,
                 picture=raster(picture),
             )
             rows.append(row)

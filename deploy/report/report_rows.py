@@ -81,10 +81,11 @@ def _mirrored_histogram(counts: NDArray[np.int64], full_range: float) -> Histogr
         return _single_bar(0.0, int(counts.sum()))
 
     bin_numbers = np.arange(-bins_per_side, bins_per_side + 1)
-    # the outermost bins hold only |x| == R, which is the outer edge of their neighbours
-    bin_numbers[[0, -1]] = 1 - bins_per_side, bins_per_side - 1
+    # the outermost bins hold only |x| == R, the outer edge of their neighbours: they join these
+    bin_numbers[0], bin_numbers[-1] = 1 - bins_per_side, bins_per_side - 1
 
-    # a bar has an even number of bins, half of them on each side of its middle
+    # a bar has an even number of bins, half of them on each side of its middle; at both ends a bar
+    # may be occupied in part, so that two bars more than the bins fill may be needed
     occupied_span = int(occupied[-1] - occupied[0]) + 1
     bins_per_half_bar = -(-occupied_span // (2 * (MAX_BARS - 2)))  # rounded up
     bins_per_bar = 2 * bins_per_half_bar
@@ -159,8 +160,8 @@ def clip_rows(
     """Return a row for each range of a target, the `MAX_HISTOGRAMS` worst with their histogram.
 
     The worst have the largest error, and of those without a measured error the most clipped values.
-    A range inherited from another tensor, such as a pool's output, or found on a statistic that is
-    not stored, has neither a clipped share nor a histogram.
+    A range that a tensor inherits from another one, as a pool's output does, has neither a clipped
+    share nor a histogram; nor has one whose statistic of the values is not stored.
 
     Args:
         calibrated: the calibration.
@@ -177,7 +178,8 @@ def clip_rows(
 
     rows = tensor_rows(built.ranges, clipped=clipped_by_tensor, layers=layers)
     rows_with_source = [row for row in rows if row.name in source_by_tensor]
-    rows_with_source.sort(key=lambda row: -(row.clipped or 0))  # `worst_first` keeps this order
+    # `worst_first` sorts by the error, and leaves rows of equal or no error in this order
+    rows_with_source.sort(key=lambda row: row.clipped or 0, reverse=True)
     grids = _grids(built)
     histograms: dict[str, HistogramPart] = {}
     for row in worst_first(rows_with_source)[:MAX_HISTOGRAMS]:
@@ -213,8 +215,7 @@ def _range_sources(
 ) -> Iterator[tuple[Observation, Recorder]]:
     """Yield the observed tensors whose range was found on their own values.
 
-    A range may also come from another tensor's values, such as that of a pool's output. It has
-    other extremes than the values recorded of the tensor itself, and is left out.
+    The range of a pool's output, for instance, comes from the values of its input: it is left out.
 
     Yields:
         (observation: the tensor and the statistic, recorder: the statistic of its values).
@@ -227,6 +228,7 @@ def _range_sources(
         extremes = getattr(recorder, "extremes", None)  # not every statistic has them
         if isinstance(recorder, Histogram):
             extremes = recorder.minimum, recorder.maximum
+        # a range of another tensor's values has that tensor's extremes
         if extremes == (scale.observed_min, scale.observed_max):
             yield observation, recorder
 
@@ -240,7 +242,8 @@ def _other_ranges(
     """Yield the ranges that other methods give one tensor, for comparison.
 
     Only methods that search the recorded statistic can be asked. A slow one is left out unless its
-    range is cached from an earlier search.
+    range is cached from an earlier search. A symmetric method searches a threshold for a grid: that
+    of fp8 if the target has one, else int8's.
 
     Args:
         row: the tensor, with the method that found its range.
@@ -248,17 +251,19 @@ def _other_ranges(
         calibrated: the calibration.
         grids: grids of the target's quantized nodes, by name.
     """
-    fp8_grid = grids.get(FP8.name)  # None: the thresholds are for int8
+    threshold_grid = grids.get(FP8.name)  # None stands for int8's
     is_symmetric = any(grid.symmetric for grid in grids.values())
+    # entropy is TensorRT's method, with a statistic of its own; the others share the default's
     for method in (*comparable_methods(Method.of()), Method.of("entropy")):
         if method.statistic != observation.statistic:
             continue
-        if fp8_grid is not None and method.is_int8_only:
+        if threshold_grid is not None and method.is_int8_only:
             continue
-        range_set = calibrated.ranges.with_choices(Choices(method=method))
-        scale = range_set.cached_scale(observation, symmetric=fp8_grid)
+        ranges = calibrated.ranges.with_choices(Choices(method=method))
+        scale = ranges.cached_scale(observation, symmetric=threshold_grid)
         if scale is None and method.name in _QUICK_METHODS:
-            scale = range_set.find([observation], symmetric=fp8_grid).scales.get(observation.tensor)
+            range_set = ranges.find([observation], symmetric=threshold_grid)
+            scale = range_set.scales.get(observation.tensor)
         if scale is None or scale.method == row.method:
             continue
         if is_symmetric:
@@ -289,7 +294,8 @@ _ON_SHAPES = frozenset(
     )
 )
 _KIND_ORDER = {NOISE: 0, TIME: 1}  # all other kinds of reasons come after these
-_NO_FLOAT = " is not float32"  # ending of a reason that names a tensor
+# "token_ids is not float32": nodes of such a reason are one group, whatever the tensor
+_NO_FLOAT = " is not float32"
 _ANY_NO_FLOAT = f"a tensor of it{_NO_FLOAT}"
 
 
@@ -334,7 +340,7 @@ def float_groups(targets: Sequence[TargetPart]) -> tuple[FloatGroup, ...]:
             if node.quantized:
                 continue
             reason = node.reason
-            if reason.endswith(_NO_FLOAT):  # the tensor's name does not matter
+            if reason.endswith(_NO_FLOAT):
                 reason = _ANY_NO_FLOAT
             names_by_target = names_by_group.setdefault((node.op, node.precision, reason), {})
             names_by_target.setdefault(target.name, []).append(node.name)
@@ -386,7 +392,7 @@ def _weight_row(weight: StoredWeight) -> WeightRow:
     """
     amax, used = weight.amax, weight.used
     live_channels = np.flatnonzero(amax > _DEAD_RATIO * amax.max())
-    row = WeightRow(
+    row_of_dead_weight = WeightRow(
         node=weight.node,
         op=weight.op,
         channels=amax.size,
@@ -399,16 +405,16 @@ def _weight_row(weight: StoredWeight) -> WeightRow:
         dead=amax.size - live_channels.size,
     )
     if not live_channels.size:
-        return row
+        return row_of_dead_weight
 
     live_amax, live_used = amax[live_channels], used[live_channels]
     smallest, largest = float(live_amax.min()), float(live_amax.max())
     worst_channels: list[int] = []
-    if largest > smallest:  # no channel of equal ones is the worst
+    if largest > smallest:  # channels that are all equal have no worst one
         by_used_then_amax = np.lexsort((live_amax, live_used))  # the last key sorts first
         worst_channels = live_channels[by_used_then_amax[:_LISTED_CHANNELS]].tolist()
     return replace(
-        row,
+        row_of_dead_weight,
         least=smallest,
         median=float(np.median(live_amax)),
         largest=largest,

@@ -42,6 +42,7 @@ Sections = Iterator[Section]
 _MAX_LAYERS = 10  # worst layers shown
 _MAX_LAYERS_OF_TARGET = 5  # if there are several targets
 _MAX_DRAWN_BOXES = 100  # boxes of a kind in one drawing, the best by score
+_LABEL_WIDTH, _LABEL_HEIGHT = 34, 12  # in px, of a box's class and score
 
 _RANGE_TEXT = (
     "Thin line: values seen. Bar: range kept by the scale. Tick: zero."
@@ -475,26 +476,29 @@ def _picture_reference(boxes: DrawnBoxes) -> str:
     return f'<use href="#look-{boxes.number}"/>'
 
 
-def _boxes(boxes: DrawnBoxes, group: Sequence[DrawnBox], kind: str) -> str:
+def _boxes(boxes: DrawnBoxes, group: Sequence[DrawnBox], line_style: str) -> str:
     """Draw boxes, each with its class and score, cut off at the edges of the drawing.
 
     Args:
         boxes: all boxes of the sample.
         group: those to draw.
-        kind: "kept", "lost" or "new", which gives the line its style.
+        line_style: class of the lines in the page's style: "kept", "lost" or "new".
     """
-    width, height = _drawing_size(boxes)
+    width, height = _drawing_size(boxes)  # in px, as all numbers here
     body = ""
     for box in group[:_MAX_DRAWN_BOXES]:
         left, top, right, bottom = box.corners
         x1, x2 = _clamp(left * width, width), _clamp(right * width, width)
         y1, y2 = _clamp(top * height, height), _clamp(bottom * height, height)
-        text_x = min(x1 + 2, width - 34)  # room for the text at the right edge
-        text_y = y1 - 3 if y1 > 12 else y1 + 11  # above the box, or inside it at the top edge
+        text_x = min(x1 + 2, width - _LABEL_WIDTH)
+        text_y = y1 - 3
+        if y1 <= _LABEL_HEIGHT:  # no room above the box
+            text_y = y1 + _LABEL_HEIGHT - 1
+        class_name = escape(encodable(box.kind))
         body += (
-            f'<rect class="{kind}" x="{x1:.1f}" y="{y1:.1f}" width="{max(x2 - x1, 0):.1f}"'
+            f'<rect class="{line_style}" x="{x1:.1f}" y="{y1:.1f}" width="{max(x2 - x1, 0):.1f}"'
             f' height="{max(y2 - y1, 0):.1f}"/><text x="{text_x:.1f}" y="{text_y:.1f}">'
-            f"{escape(encodable(box.kind))} {box.score:.2f}</text>"
+            f"{class_name} {box.score:.2f}</text>"
         )
     return body
 

@@ -86,6 +86,8 @@ def rewritten_notes(
 ) -> Iterator[str]:
     """Yield the notes for the user's Q/DQ model that is rewritten on a target's own grid.
 
+    A grid is the type and zero point of the integers: ONNX Runtime's is uint8, TensorRT's int8.
+
     Args:
         trained: the user's model.
         written: the Q/DQ model on the other grid.
@@ -94,13 +96,12 @@ def rewritten_notes(
         conversion: what happens to the ranges, the end of the first note.
     """
     yield f"{Path(trained.name).name} has activations in {trained.grid_text}; {conversion}."
-    float_layers = [
-        decision.node
-        for decision in decisions
-        if decision.op_type in WEIGHTED
-        and not decision.quantized
-        and decision.node not in trained.float_reasons
-    ]
+    float_layers = []
+    for decision in decisions:
+        is_float_layer = decision.op_type in WEIGHTED and not decision.quantized
+        was_int8 = decision.node not in trained.float_reasons
+        if is_float_layer and was_int8:
+            float_layers.append(decision.node)
     if float_layers:
         yield (
             "Layers that are int8 in the given model and float here, since a tensor has no scale or"

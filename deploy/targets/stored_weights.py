@@ -37,15 +37,17 @@ def compute_weight_scales(
         tensor: the weight in real units.
         axis: axis of the output channels; None for one scale.
         grid: integer or fp8 grid that stores it.
-        fits_pairs_of: the node that reads the weight, to choose scales at which no x86 CPU
-            saturates its sums of two products; None allows saturation.
+        fits_pairs_of: the node that reads the weight, if its scales are to be so large that no
+            weight pair saturates on x86 CPUs without VNNI; None allows that.
 
     Raises:
         CalibrationError: the weight is empty, or holds NaN or Inf.
     """
     weight = numpy_helper.to_array(tensor)
     scales = weight_scales(weight, axis, grid=grid)
-    if fits_pairs_of is None or _is_depthwise(weight, fits_pairs_of):  # which adds no pairs
+    if fits_pairs_of is None:
+        return scales
+    if _is_depthwise(weight, fits_pairs_of):  # its kernels add no pairs
         return scales
     return pair_scales(channel_rows(weight, fits_pairs_of), scales)
 
@@ -53,9 +55,9 @@ def compute_weight_scales(
 def fit_trained_scales(
     tensor: onnx.TensorProto, scales: NDArray[np.float32], node: onnx.NodeProto
 ) -> NDArray[np.float32]:
-    """Return the scales of a trained weight, larger for channels that saturate on x86 CPUs.
+    """Return the scales of a trained weight, larger for channels whose weight pairs saturate.
 
-    That is where the sum of two adjacent weights exceeds what their kernels hold (`PAIR_LIMIT`).
+    That is on x86 CPUs without VNNI, where the sum of a pair in steps exceeds `PAIR_LIMIT`.
 
     Args:
         tensor: the weight in real units, multiples of `scales`.
@@ -70,12 +72,12 @@ def fit_trained_scales(
     largest_sums = pair_sums(rows).max(axis=1, initial=0.0)  # of a pair, in real units
     if scales.size == 1:
         largest_sums = largest_sums.max(keepdims=True)
-    # trained weights are whole steps of their scale, so the limit itself needs no margin
+    # trained weights are multiples of their scale, so these sums are integers but for rounding
     sums_in_steps = np.rint(largest_sums / scales)
     return np.where(sums_in_steps > PAIR_LIMIT, fitting_scales, scales)
 
 
-def largest_pairs(stored: NDArray[Any], node: onnx.NodeProto) -> Float64Array | None:
+def largest_pair_sums(stored: NDArray[Any], node: onnx.NodeProto) -> Float64Array | None:
     """Return each channel's largest sum of a weight pair in steps, [C]; None if never paired."""
     if stored.dtype != np.int8 or _is_depthwise(stored, node):
         return None
@@ -105,7 +107,7 @@ _MIN_COMPLETE_SHARE = 0.99  # of the grid counts as all: on [-128, 127], 127 ste
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredWeight:
-    """One weight as a target's files hold it.
+    """One weight as a target's files hold it, from which the report makes a row.
 
     Attributes:
         node: the node that reads it.
@@ -154,7 +156,7 @@ def make_stored_weight(
         op: operator of that node.
         rows: stored values, output channels first, [C, ...].
         scales: real value of a stored 1, [C], or [1] for all channels.
-        real: `rows` holds real values, quantized only when the model runs.
+        real: whether `rows` are real values, which the model quantizes when it runs.
         pairs: each channel's largest sum of two adjacent weights in steps, [C]; None if no kernel
             adds their products in 16 bits.
     """
@@ -195,14 +197,15 @@ def _read_weights(graph: Graph, on_cpus: bool) -> Iterator[StoredWeight]:
         if weight_name not in graph.constants:  # a MatMul of two activations
             continue
         weight = numpy_helper.to_array(graph.constants[weight_name])
+        is_float = quantizer is not None
         pairs = None
-        if on_cpus and quantizer is None:
-            pairs = largest_pairs(weight, node)
+        if on_cpus and not is_float:  # models for CPUs hold integers
+            pairs = largest_pair_sums(weight, node)
         yield make_stored_weight(
             node.name,
             node.op_type,
             channel_rows(weight, node),
             numpy_helper.to_array(graph.constants[scale_name]),
-            real=quantizer is not None,
+            real=is_float,
             pairs=pairs,
         )

@@ -24,7 +24,7 @@ from deploy.graph.index import FLOAT, Graph, Nodes, by_name
 from deploy.targets.stored_weights import (
     StoredWeight,
     compute_weight_scales,
-    largest_pairs,
+    largest_pair_sums,
     make_stored_weight,
 )
 
@@ -99,7 +99,7 @@ def dynamic_weights(model: onnx.ModelProto) -> Iterator[StoredWeight]:
             integers = numpy_helper.to_array(constants[integers_name])
             scales = numpy_helper.to_array(constants[scales_name])
             name = node.name.removesuffix("/dynamic/Product")
-            pairs = largest_pairs(integers, node)
+            pairs = largest_pair_sums(integers, node)
             yield make_stored_weight(name, "MatMul", integers.T, scales, pairs=pairs)
 
 
