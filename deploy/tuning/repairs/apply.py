@@ -116,24 +116,25 @@ def _repair_phase(
     """Yield the input of repairs: every other sample computes them, the rest evaluate them.
 
     Some of the rest are held out too: they accept or reject the change of a single layer. Of few
-    samples all compute and evaluate. While it is open, the progress of the layers is shown.
+    samples all compute and evaluate, and none is held out. While it is open, the progress of the
+    layers is shown.
     """
     inputs = [sample for sample, _ in samples]
-    computing, held_out, evaluation = inputs, inputs[:0], samples
+    computing_inputs, held_out_inputs, evaluation = inputs, inputs[:0], samples
     if len(samples) >= _MIN_SPLIT:
-        value_count = sum(value.size for value in inputs[0].values())
-        computing = inputs[0::2][: max(2, _MAX_VALUES // max(value_count, 1))]
-        held_out_count = (len(computing) + 1) // 2
-        held_out = inputs[1::2][:held_out_count]
-        evaluation = samples[1::2]
-    layers = len(find_weighted_layers(request.model))
-    with phase("weights", layers, "layers", about=True) as step:
+        value_count = sum(value.size for value in inputs[0].values())  # of one sample
+        computing_count = max(2, _MAX_VALUES // max(value_count, 1))
+        computing_inputs, evaluation = inputs[0::2][:computing_count], samples[1::2]
+        # half as many as compute
+        held_out_inputs = inputs[1::2][: (len(computing_inputs) + 1) // 2]
+    layer_count = len(find_weighted_layers(request.model))
+    with phase("weights", layer_count, "layers", about=True) as show_progress:
         yield RepairInput(
             target=target,
             reference=request.model,
-            samples=computing,
-            held_out=held_out,
+            samples=computing_inputs,
+            held_out=held_out_inputs,
             evaluation=evaluation,
             threads=request.threads,
-            progress=step,
+            progress=show_progress,
         )

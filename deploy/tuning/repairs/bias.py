@@ -18,7 +18,7 @@ Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bi
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ from deploy.tuning.repairs.base import RepairInput, with_model
 from deploy.tuning.repairs.repair_layers import (
     Float64Array,
     FloatArray,
+    WeightedLayer,
     find_weighted_layers,
     read_all_quantizations,
     with_biases,
@@ -57,24 +58,7 @@ def correct_biases(
     an int8 layer that can have a bias.
     """
     original_model = repair_input.target.trial(request)
-    layers = [layer for layer in find_weighted_layers(request.model) if layer.can_have_bias]
-    float_layers = {layer.name: layer for layer in find_weighted_layers(repair_input.reference)}
-    quantized = read_all_quantizations(original_model, layers)
-    biases = []
-    for layer, patches in layer_patches(
-        repair_input.reference,
-        # weights that AMCT rounded otherwise cannot be computed from the float weights
-        [layer for layer, quantization in quantized.values() if quantization.is_nearest],
-        repair_input.samples,
-        max_patches=_PATCHES,
-        threads=repair_input.threads,
-    ):
-        _, quantization = quantized[layer.name]
-        weight = np.asarray(quantization.quantize_weight(layer), np.float32)
-        int8_patches = [quantization.quantize_inputs(values) for values in patches]
-        float_means = _mean_outputs(float_layers[layer.name].rows, patches)
-        int8_means = _mean_outputs(layer.to_rows(weight), int8_patches)
-        biases.append((layer, layer.bias_values + shrunk_mean(float_means - int8_means)))
+    biases = list(_corrected_biases(original_model, request, repair_input))
     if not biases:
         return None
 
@@ -88,6 +72,34 @@ def correct_biases(
     has_loss = any(corrected_db[name] < db - _MAX_LOSS_DB for name, db in original_db.items())
     text = f"worst part {worst_db:.1f} -> {corrected_worst_db:.1f} dB"
     return (corrected_request if has_gain and not has_loss else request), text
+
+
+def _corrected_biases(
+    int8_model: onnx.ModelProto, request: BuildRequest, repair_input: RepairInput
+) -> Iterator[tuple[WeightedLayer, Float64Array]]:
+    """Yield (layer, its bias [C_out] plus the mean that int8 takes from its output).
+
+    `int8_model`: the target's model, from which the quantization of the layers is read.
+    """
+    layers = [layer for layer in find_weighted_layers(request.model) if layer.can_have_bias]
+    # an earlier repair may have changed the weights in `request`; the goal is the float model
+    float_layers = {layer.name: layer for layer in find_weighted_layers(repair_input.reference)}
+    quantized = read_all_quantizations(int8_model, layers)
+    for layer, patches in layer_patches(
+        repair_input.reference,
+        # weights of AMCT's AdaRound do not follow from the float weights, so they are left out
+        [layer for layer, quantization in quantized.values() if quantization.is_nearest],
+        repair_input.samples,
+        max_patches=_PATCHES,
+        threads=repair_input.threads,
+    ):
+        _, quantization = quantized[layer.name]
+        weight = np.asarray(quantization.quantize_weight(layer), np.float32)
+        int8_patches = [quantization.quantize_inputs(values) for values in patches]
+        float_means = _mean_outputs(float_layers[layer.name].rows, patches)
+        int8_means = _mean_outputs(layer.to_rows(weight), int8_patches)
+        # shrunk towards 0 as far as the samples disagree
+        yield layer, layer.bias_values + shrunk_mean(float_means - int8_means)
 
 
 def _mean_outputs(rows: NDArray[Any], patches: Sequence[FloatArray]) -> Float64Array:
@@ -107,7 +119,7 @@ def _measure_sqnr(
     Raises:
         BackendError: ONNX Runtime refused the model or a sample.
     """
-    inputs, outputs = zip(*repair_input.evaluation, strict=True)
+    inputs, outputs = zip(*repair_input.evaluation, strict=True)  # those of the float model
     subject = request.subject
     metric = Metric(None, task=subject.task, declared=subject.loaded.declaration)
     form = derive_form(outputs, inputs=inputs, metric=metric)
@@ -120,7 +132,7 @@ def _measure_sqnr(
     )
     comparison = Comparison(StoredOutputs(outputs[0]), session, form=form)
 
-    def run(_: int, __: int, sample: Sample) -> Outputs:
+    def run(_worker: int, _number: int, sample: Sample) -> Outputs:
         return session.run(sample)
 
     def compare(number: int, int8_outputs: Outputs) -> None:  # samples are numbered from 1

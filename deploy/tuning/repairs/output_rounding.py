@@ -73,9 +73,10 @@ RoundedWeights = dict[str, RoundedWeight]
 def round_weights(
     request: BuildRequest, repair_input: RepairInput
 ) -> tuple[BuildRequest, str] | None:
-    """Return the request with weights rounded by output error, and a text for the report.
+    """Return the request with rounded weights, and a text for the report.
 
-    None where no weight of an int8 layer changes.
+    Each weight is rounded up or down so that the output of its layer has the least error. None
+    where no weight of an int8 layer changes.
     """
     rounded_by_weight = _round_all_weights(request, repair_input)
     arrays, error_ratios = {}, []
@@ -85,18 +86,19 @@ def round_weights(
         rounded = rounded_by_weight.get(layer.weight)
         if rounded is None or rounded.error_ratio == 1:  # 1: every weight is at its nearest integer
             continue
-        if quantization.factors is not None:  # AMCT's DMQ rounds another weight, times its factors
+        if quantization.factors is not None:  # AMCT's DMQ rounds the weight times its factors
             continue
         arrays[layer.weight] = rounded.weight
         error_ratios.append(rounded.error_ratio)
     if not arrays:
         return None
 
-    text = f"{counted(len(arrays), 'layer')}, less error on the samples that round them"
+    effect = "less error on the samples that round them"
     if np.isfinite(error_ratios).all():  # NaN without held-out samples
-        ratio = float(np.exp(np.log(np.maximum(error_ratios, _MIN_ERROR_RATIO)).mean()))
-        change = f"{100 * (ratio - 1):+.0f} %"
-        text = f"{counted(len(arrays), 'layer')}, squared error on other samples {change}"
+        mean_log = float(np.log(np.maximum(error_ratios, _MIN_ERROR_RATIO)).mean())
+        mean_ratio = math.exp(mean_log)  # the geometric mean, as suits ratios
+        effect = f"squared error on other samples {100 * (mean_ratio - 1):+.0f} %"
+    text = f"{counted(len(arrays), 'layer')}, {effect}"
     return with_model(request, with_constants(request.model, arrays)), text
 
 
@@ -110,7 +112,7 @@ def rounded_trial_builder(
     target = repair_input.target
     rounded_by_weight = _round_all_weights(request, repair_input)
     arrays = {name: rounded.weight for name, rounded in rounded_by_weight.items()}
-    loaded = with_model(request, with_constants(request.model, arrays)).subject.loaded
+    rounded_loaded = with_model(request, with_constants(request.model, arrays)).subject.loaded
     initializers = request.model.graph.initializer
     originals = {tensor.name: tensor for tensor in initializers if tensor.name in arrays}
     layers = [layer for layer in _find_exclusive_layers(request.model) if layer.weight in arrays]
@@ -118,7 +120,8 @@ def rounded_trial_builder(
     def build_trial(trial_request: BuildRequest) -> onnx.ModelProto:
         if trial_request.choices.rounded is False:
             return target.trial(trial_request)
-        subject = replace(trial_request.subject, loaded=loaded)
+        # which layers are int8 is known once the trial is built, so all get rounded weights first
+        subject = replace(trial_request.subject, loaded=rounded_loaded)
         model = target.trial(replace(trial_request, subject=subject))
         _restore_float_weights(model, layers, originals)
         return model
@@ -133,8 +136,8 @@ def _restore_float_weights(
 ) -> None:
     """Give layers that stay float their original weights back, in place.
 
-    A float weight may be a copy that was padded with channels for its layer; the weight of an int8
-    layer is a constant of another name.
+    The target may have padded a float weight with channels, in a copy for its layer; or stored it
+    in another way, and then it stays rounded. The weight of an int8 layer has another name.
     """
     dims_by_constant = {tensor.name: tensor.dims for tensor in model.graph.initializer}
     int8_layers = read_all_quantizations(model, layers)
@@ -188,7 +191,9 @@ def _round_for_targets(
 ) -> dict[str, RoundedWeights]:
     """Return target -> its rounded weights by name, all computed in one pass over the layers.
 
-    The pass goes over input patches of each layer: those of the held-out samples come last.
+    The pass goes over input patches of each layer, by sample; the samples that are held out, to
+    accept or reject the rounding, come last.
+
     `companions`: the other targets of the build; those that cannot be built are left out.
     """
     target = repair_input.target
@@ -204,17 +209,18 @@ def _round_for_targets(
     rounding_count = len(repair_input.samples)
     samples = [*repair_input.samples, *repair_input.held_out]
     weights_by_target: dict[str, RoundedWeights] = {name: {} for name in grids_by_target}
-    for layer, patches in layer_patches(
+    for layer, patches_by_sample in layer_patches(
         repair_input.reference,
         [layer for layer in layers if layer.name in rounded_layers],
         samples,
-        max_patches=_PATCHES * len(samples) // rounding_count,
+        max_patches=_PATCHES * len(samples) // rounding_count,  # `_PATCHES` of those that round
         threads=repair_input.threads,
     ):
         held_out = None
         if repair_input.held_out:
-            held_out = np.concatenate(patches[rounding_count:], axis=2)
-        inputs = LayerInputs(np.concatenate(patches[:rounding_count], axis=2), held_out)
+            held_out = np.concatenate(patches_by_sample[rounding_count:], axis=2)
+        rounding_patches = np.concatenate(patches_by_sample[:rounding_count], axis=2)
+        inputs = LayerInputs(rounding_patches, held_out)
         for name, rounded in _round_for_grids(layer, inputs, grids_by_target).items():
             weights_by_target[name][layer.weight] = rounded
         repair_input.progress()
@@ -230,8 +236,7 @@ def _round_for_grids(
     does not round its weight to nearest, is left out.
     """
     groups, out_channels, in_channels, _ = layer.channel_shape
-    # depthwise kernels add in 32 bits, not pairs of products in 16
-    adds_pairs = not is_depthwise(groups, groups * out_channels, in_channels)
+    is_depthwise_layer = is_depthwise(groups, groups * out_channels, in_channels)
     rounded_by_grid: dict[object, RoundedWeight] = {}
     rounded_by_target = {}
     for target_name, grids in grids_by_target.items():
@@ -239,9 +244,10 @@ def _round_for_grids(
         if quantization is None:
             continue
         scale = quantization.weight_scale
-        fits_pairs = grids.fits_pairs and adds_pairs
+        # kernels of a depthwise layer add in 32 bits, others a pair of products in 16
+        fits_pairs = grids.fits_pairs and not is_depthwise_layer
         channel_scales = layer.to_rows(np.broadcast_to(scale, layer.array.shape))[..., 0]
-        # one scale for the entire weight keeps other extremes than equal scales of its channels
+        # a single scale fixes the largest weight of all; one a channel, even if equal, that of each
         is_per_tensor = scale.size == 1
         grid_key = quantization.grid, is_per_tensor, channel_scales.tobytes(), fits_pairs
         if grid_key not in rounded_by_grid:
@@ -302,7 +308,8 @@ def round_weight(
         inputs: of the layer; an output channel with no less error on the held-out ones is rounded
             to nearest.
         grid: grid of the stored weight.
-        fits_pairs: whether pairs of stored weights fit 16 bits and must stay so.
+        fits_pairs: whether pairs of stored weights must stay so small that kernels of x86 CPUs can
+            add their products in 16 bits.
     """
     # arrays named rows or steps are [groups, C_out per group, K], K values of an input patch
     weight = layer.array.astype(np.float64)
@@ -313,7 +320,7 @@ def round_weight(
 
     nearest = round_to_grid(steps, grid)
     integers = nearest.copy()
-    for index, gram_matrix in enumerate(inputs.grams):
+    for index, gram_matrix in enumerate(inputs.grams):  # X X^T of the patches, block by block
         columns = slice(index * _MAX_GRAM_SIZE, (index + 1) * _MAX_GRAM_SIZE)
         # where squares overflowed float32 the weights stay rounded to nearest
         if np.isfinite(gram_matrix).all():
@@ -326,9 +333,11 @@ def round_weight(
             )
 
     if inputs.held_out is not None:
-        error_ratio = _undo_worse(steps, nearest, integers, scale_rows, inputs.held_out)
+        error_ratio = _undo_worse_rows(steps, nearest, integers, scale_rows, inputs.held_out)
+    elif (integers != nearest).any():
+        error_ratio = math.nan  # unknown
     else:
-        error_ratio = math.nan if (integers != nearest).any() else 1.0
+        error_ratio = 1.0
     changed_rows = np.clip(integers * scale_rows, *_weight_limits(weight_rows))
     # a weight that the target rounds to its integer anyway keeps its float value
     rounded_rows = np.where(integers != nearest, changed_rows, weight_rows)
@@ -352,7 +361,7 @@ def _find_fixed(
     return np.asarray(is_fixed)
 
 
-def _undo_worse(
+def _undo_worse_rows(
     steps: Float64Array,
     nearest: NDArray[np.floating],
     integers: NDArray[np.floating],
@@ -360,6 +369,8 @@ def _undo_worse(
     held_out: FloatArray,
 ) -> float:
     """Round the rows of output channels to nearest again, in place, where that has no more error.
+
+    Return the error that remains.
 
     Args:
         steps: weight / scale, [groups, C_out per group, K].
@@ -371,10 +382,13 @@ def _undo_worse(
     Returns:
         The squared error of what remains, relative to that of rounding all to nearest.
     """
-    nearest_errors, rounded_errors = (
-        np.square(block_products((codes - steps) * scales, held_out)).sum(axis=2)
-        for codes in (nearest, integers)
-    )
+
+    def row_errors(rounded_steps: NDArray[np.floating]) -> Float64Array:
+        """Return the squared output error of each output channel, [groups, C_out per group]."""
+        output_errors = block_products((rounded_steps - steps) * scales, held_out)
+        return np.asarray(np.square(output_errors).sum(axis=2), np.float64)
+
+    nearest_errors, rounded_errors = row_errors(nearest), row_errors(integers)
     is_worse = rounded_errors >= nearest_errors
     integers[is_worse] = nearest[is_worse]
     total = float(nearest_errors.sum())

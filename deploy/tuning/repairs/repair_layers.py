@@ -151,10 +151,10 @@ def find_weighted_layers(model: onnx.ModelProto) -> list[WeightedLayer]:
 def _read_layer(
     graph: Graph, read_counts: Mapping[str, int], node: onnx.NodeProto
 ) -> WeightedLayer | None:
-    """Return a node of an operator in `WEIGHTED` as a layer; None for a form without repairs.
+    """Return a node of an operator in `WEIGHTED` as a layer that repairs can change, or None.
 
-    Without repairs are a weight that is no float32 initializer, a Gemm that scales its terms or
-    transposes its input, a matrix product with a weight of more dimensions, and a computed bias.
+    None for a weight that is no float32 initializer, a Gemm that scales its terms or transposes its
+    input, a matrix product with a weight of more dimensions, and a bias that is no initializer.
     """
     weight = graph.initializers.get(node.input[1])
     if weight is None or weight.data_type != TensorProto.FLOAT:
@@ -185,7 +185,7 @@ def _read_layer(
         weight=str(node.input[1]),
         array=np.asarray(numpy_helper.to_array(weight), np.float32),
         bias=bias,
-        bias_array=_to_array(graph, bias) if bias else np.zeros(1),
+        bias_array=_to_array(graph, bias) if bias else np.zeros(1),  # for all channels
         add=add_name,
         attributes=node_attributes,
         is_only_reader=read_counts[node.input[1]] == 1,
@@ -218,22 +218,22 @@ def with_biases(
     used_names = {*read_counts, *(tensor.name for tensor in model.graph.initializer)}
     arrays: dict[str, Float64Array] = {}
     # node that adds the bias -> (old name of the bias, "" for none; new name)
-    names_by_node: dict[str, tuple[str, str]] = {}
+    bias_names_by_node: dict[str, tuple[str, str]] = {}
     for layer, values in biases:
         name = layer.bias
         if not name or read_counts[name] > 1:
             name = claim_name(f"{layer.output}_bias", used_names)
         arrays[name] = values
-        names_by_node[layer.add or layer.name] = layer.bias, name
+        bias_names_by_node[layer.add or layer.name] = layer.bias, name
 
     changed = with_constants(model, arrays)
     for node in changed.graph.node:
-        if node.name not in names_by_node:
+        if node.name not in bias_names_by_node:
             continue
-        old_name, new_name = names_by_node[node.name]
+        old_name, new_name = bias_names_by_node[node.name]
         if old_name:
             node.input[list(node.input).index(old_name)] = new_name
-        else:
+        else:  # a Conv, ConvTranspose or Gemm: its third input is the bias
             node.input[:] = [*node.input[:2], new_name]
     return changed
 
@@ -354,28 +354,28 @@ def _read_pairs(
     if input_scale.size != 1:
         return None
 
-    scales = _to_array(graph, weight_dq.input[1]).astype(np.float64)
-    axis = None
-    if scales.size > 1:
+    weight_scales = _to_array(graph, weight_dq.input[1]).astype(np.float64)
+    axis = None  # of the output channels, in the weight of the float model
+    if weight_scales.size > 1:
         axis = int(attributes(weight_dq).get("axis", 1))
-        if (node.op_type, layer.kind) == ("Conv", "ConvTranspose"):
-            # the target writes it as a Conv to tiles, whose scales repeat for each pixel of a tile
-            axis = 1  # of the output channels in the float model's ConvTranspose
-        scales = scales[: layer.out_channels]  # without padding channels
+        is_written_as_conv = layer.is_transposed_conv and node.op_type == "Conv"
+        if is_written_as_conv:
+            axis = 1
+        # those behind the layer's own are of padding channels; or, in a ConvTranspose written as a
+        # Conv that computes all pixels of a tile, the same ones again for each further pixel
+        weight_scales = weight_scales[: layer.out_channels]
 
-    low: float
-    high: float
     if graph.constants[input_dq.input[2]].data_type == TensorProto.FLOAT8E4M3FN:
         grid, low, high = FP8, FP8.qmin, FP8.qmax
     else:
         integers = np.iinfo(zero_point.dtype)
-        grid, low, high = INT8, integers.min, integers.max
+        grid, low, high = INT8, float(integers.min), float(integers.max)
     return LayerQuantization(
-        weight_scale=broadcast_parameter(scales, layer.array.ndim, axis),
+        weight_scale=broadcast_parameter(weight_scales, layer.array.ndim, axis),
         input_scale=float(input_scale.item()),
         zero_point=int(zero_point.item()),
-        low=float(low),
-        high=float(high),
+        low=low,
+        high=high,
         grid=grid,
     )
 
@@ -386,7 +386,8 @@ def _read_fake_quant(
     """Read a layer's quantization from Ascend's fake-quant model; None if the layer is float there.
 
     A fake-quant model computes in float what the chip computes in integers. It multiplies by the
-    constants that are read here, which AMCT names after the layer.
+    constants that are read here, which AMCT names after the layer, and after the nodes that
+    quantize its input: x -> Mul (scale) -> Round -> Add (offset) -> Clip (min_val, max_val) -> Sub.
     """
     input_prefix = node.input[0].removesuffix(".sub.output0")
     keys = ("scale", "offset", "min_val", "max_val")
@@ -394,26 +395,28 @@ def _read_fake_quant(
     output_scale_name = f"{node.name}.fakedequant.dqscale.output0"
     if not graph.constants.keys() >= {*input_names, output_scale_name}:
         return None
-    inverse_scale, zero_point, low, high = (float(_to_array(graph, name)) for name in input_names)
+    inverse_input_scale, zero_point, low, high = (
+        float(_to_array(graph, name)) for name in input_names
+    )
 
-    # input scale * weight scale: one value, or one for each output channel; `inverse_scale` is
-    # 1 / input scale
+    # the output is multiplied by input scale * weight scale: one value, or one for each channel
     output_scales = _to_array(graph, output_scale_name).astype(np.float64).reshape(-1)
+    channel_scales = np.broadcast_to(output_scales * inverse_input_scale, layer.out_channels)
     groups, _, _, taps = layer.channel_shape
-    channel_scales = np.broadcast_to(output_scales * inverse_scale, layer.out_channels)
-    channel_scales = channel_scales.reshape(groups, -1, 1, 1)
+    # [groups, C_out per group, C_in per group, taps], as all of a layer's weights
+    weight_scales = np.ones(layer.channel_shape) * channel_scales.reshape(groups, -1, 1, 1)
     factors = None
     balance_name = f"{node.name}.tensor_balance_factor.output0"
-    if balance_name in graph.constants:  # AMCT's DMQ: the input is multiplied by 1 / factors first
+    if balance_name in graph.constants:
+        # AMCT's DMQ divides each input channel by a factor, and multiplies its weights by it
         inverse_factors = np.asarray(_to_array(graph, balance_name), np.float32).reshape(-1)
-        channel_scales = channel_scales * inverse_factors.reshape(groups, 1, -1, 1)
+        weight_scales *= inverse_factors.reshape(groups, 1, -1, 1)
         factors = (np.float32(1) / inverse_factors).repeat(taps).reshape(groups, -1, 1)
 
-    full_scales = np.ones(layer.channel_shape) * channel_scales
-    weight_scale = layer.from_rows(full_scales).astype(np.float64)
+    weight_scale = layer.from_rows(weight_scales).astype(np.float64)
     return LayerQuantization(
         weight_scale=weight_scale,
-        input_scale=1 / inverse_scale,
+        input_scale=1 / inverse_input_scale,
         zero_point=int(zero_point),
         low=low,
         high=high,

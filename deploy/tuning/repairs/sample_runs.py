@@ -34,7 +34,8 @@ def layer_patches(
 
     A patch holds the input values that one output value is made of. An array is [groups, K, P], of
     P patches with K values each; all samples together give a layer about `max_patches`, and fewer
-    if they are small. A ConvTranspose whose pads follow from its output's size is left out.
+    if they are small. Layers are left out that have no such patches here: a ConvTranspose whose
+    pads follow from its output's size.
     """
     supported_layers = [layer for layer in layers if not _has_derived_pads(layer)]
     for portion in _split_by_memory(supported_layers, max_patches):
@@ -69,18 +70,18 @@ def _run_with_patches(
         int8_kernels=False,  # a Q/DQ model is computed as written, in float between its pairs
     )
 
-    # `number` of the sample decides which of its patches are taken
-    def run(_: int, number: int, sample: Sample) -> list[FloatArray]:
+    def run(_worker: int, number: int, sample: Sample) -> list[FloatArray]:
         values = {**sample, **session.run(sample)}
         sample_patches = []
         for layer in layers:
             count = math.ceil(_patch_share(layer) * max_patches)
+            # the number of the sample decides which of its patches are taken
             sample_patches.append(patches(layer, values[layer.input], number, count))
         return sample_patches
 
     patches_by_sample: list[list[FloatArray]] = []
 
-    def store(_: int, sample_patches: list[FloatArray]) -> None:
+    def store(_number: int, sample_patches: list[FloatArray]) -> None:
         patches_by_sample.append(sample_patches)
 
     run_in_order(samples, run, store, threads=threads)
@@ -88,7 +89,7 @@ def _run_with_patches(
 
 
 def _patch_share(layer: WeightedLayer) -> float:
-    """Return the share of the patches that a layer needs."""
+    """Return the share of `max_patches` that a layer needs: all only if a patch is large."""
     return min(max(layer.patch_size / _LARGE_PATCH, _MIN_PATCH_SHARE), 1.0)
 
 
