@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from calib8 import build
 from deploy.errors import ModelError
 from deploy.graph import edit
-from deploy.graph.edit import _find_base_name, rename_added
+from deploy.graph.edit import _find_base_name, free_added_names
 from deploy.graph.index import CachedGraph, Graph, attributes
 from deploy.runtimes.mapped_model import copy_without_initializers
 from deploy.targets.onnxruntime import qdq
@@ -181,13 +181,13 @@ def test_colliding_names_change_no_accuracy(case, tmp_path):
 
 def test_colliding_input_and_output_is_refused():
     with pytest.raises(ModelError, match="'x/scale' beside 'x'"):
-        rename_added(make_model([("Relu", "x", "x/scale")], {"x": [1]}, {"x/scale": [1]}).graph)
+        free_added_names(make_model([("Relu", "x", "x/scale")], {"x": [1]}, {"x/scale": [1]}).graph)
 
 
 def test_tensor_beside_two_outputs_is_renamed_once():
     nodes = [("Relu", "x", "t"), ("Relu", "t", "t/scale"), ("Relu", "t", "t/zero")]
     model = make_model(nodes, {"x": [1]}, {"t/scale": [1], "t/zero": [1]})
-    assert rename_added(model.graph).count("t") == 1
+    assert free_added_names(model.graph).count("t") == 1
     assert model.graph.node[2].input == ["t_own"]
 
 

@@ -56,8 +56,8 @@ from deploy.graph.edit import (
     drop_unused_domains,
     empty_default_domain,
     extract_nodes,
+    free_added_names,
     name_nodes,
-    rename_added,
     sort_nodes,
 )
 from deploy.graph.index import (
@@ -102,7 +102,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         shared_names = _count_shared_names(model.graph)
         fed_weights = _count_fed_weights(model)
         cleaned = _clean(model, fold_batchnorm)
-        renamed = rename_added(cleaned.model.graph)
+        renamed = free_added_names(cleaned.model.graph)
         _check_cleaned(cleaned.model)
         model, kernel_note = _decompose_without_kernel(cleaned.model)
     except ModelError as error:  # escape control characters, which names in a broken model may hold

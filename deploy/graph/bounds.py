@@ -74,7 +74,6 @@ _MAX_FLOAT16 = 65504 / 8  # largest float16, with a margin for values that calib
 _MAX_VANISHING = 2.0**-25  # float16 rounds this and less to 0
 _GUARDS = frozenset({"Add", "Clip", "Max", "Sub"})  # may keep a Log or divisor above 0
 _PASSING = MOVES | {"Expand", "Identity", "Tile"}  # pass values on unchanged
-_VANISHED = ", is 0 in float16"  # ends the reason about a constant
 
 
 def find_bounds(model: onnx.ModelProto) -> dict[str, Bounds]:
@@ -133,13 +132,17 @@ class _Propagation:
         `tensor` is one of its inputs. Infinite where the node tells all values apart.
         """
         op_type = node.op_type
+        # what passes values on, unchanged or with a scalar, tells apart what its readers do
         if tensor in _moved_inputs(node):
             return self._output_bounds(node)
         bounds = self._invert_arithmetic(node, tensor)
         if bounds is not None:
             return bounds
-        if op_type == "Mul":  # by a gate, such as a Sigmoid
+
+        # a product with a gate, such as a Sigmoid, is 0 below the gate's floor
+        if op_type == "Mul":
             return self._gated_bounds(node, tensor)
+        # activations, which are flat beyond their bounds
         if op_type in _SMOOTH and not self._is_amplified(node):
             return _SMOOTH[op_type]
         if op_type in _FLOORS:
@@ -301,7 +304,8 @@ def _find_logits(graph: Graph) -> list[str]:
     """Return the inputs of the Sigmoids that make scores, and the tensors they are moved from.
 
     A Sigmoid makes scores, not the values of an activation, if no layer with weights lies
-    downstream and if its output is no gate, which is multiplied by an activation.
+    downstream and if no activation is multiplied by its output (`_is_score`). The tensors are those
+    before a Reshape, Concat or the like, which have the same values.
     """
     upstream_of_layers: set[str] = set()
     for node in reversed(graph.nodes):
@@ -315,8 +319,8 @@ def _find_logits(graph: Graph) -> list[str]:
         if _is_score(graph, node):
             logits.append(node.input[0])
     for logit in logits:  # grows during the loop
-        moved_from = _moved_inputs(graph.producer.get(logit))
-        logits += [name for name in moved_from if name not in logits]
+        sources = _moved_inputs(graph.producer.get(logit))
+        logits += [source for source in sources if source not in logits]
     return logits
 
 
@@ -370,36 +374,44 @@ def find_float16_overflows(
     for node in graph.nodes:
         if node.op_type == "Constant":
             continue
-        reason = float16_overflow(graph, node, largest)
+        large_reason = _find_large(graph, node, largest)
+        vanishing_reason = "" if large_reason else _find_vanishing(graph, node)
         affected_nodes = [node]
-        if reason.endswith(_VANISHED) and node.op_type != "Div":  # a Div is such a reader itself
+        if vanishing_reason and node.op_type != "Div":  # a Div is itself such a reader
             affected_nodes += graph.readers.get(node.output[0], ())
         for affected_node in affected_nodes:
-            reasons[affected_node.name] = reasons[affected_node.name] or reason
+            reasons[affected_node.name] = (
+                reasons[affected_node.name] or large_reason or vanishing_reason
+            )
     return {name: reason for name, reason in reasons.items() if reason and name not in int8_nodes}
 
 
 def float16_overflow(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, float]) -> str:
-    """Return which input or output of a node float16 cannot hold; "" if it holds all.
+    """Return which input or output of a node float16 cannot hold, as text; "" if it holds all.
 
     Args:
         graph: the float model's, or that of a model with Q/DQ pairs.
         node: one of its nodes.
         largest: tensor of the float model -> largest |x| observed.
     """
+    return _find_large(graph, node, largest) or _find_vanishing(graph, node)
+
+
+def _find_large(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, float]) -> str:
+    """Return which input or output of a node is too large for float16, as text; "" if none is."""
     for name in (*node.input, *node.output):
         float_name = _float_name(name)
         magnitude = _max_magnitude(graph, name) or largest.get(float_name, 0.0)
         if not magnitude <= _MAX_FLOAT16:  # NaN too
             return f"|{float_name}| reaches {magnitude:.3g}, which is too near float16's 65504"
-    return _find_vanishing(graph, node)
+    return ""
 
 
 def _find_vanishing(graph: Graph, node: onnx.NodeProto) -> str:
-    """Return which constant near a node keeps a Log or divisor above 0, but becomes 0 in float16.
+    """Return a text on a constant that keeps a Log or divisor above 0 and is 0 in float16, or "".
 
-    In a / Max(b, 1e-9) the guard is the Max. It is the node itself, or is found upstream through
-    divisors and through nodes that only move values. "" if there is no such constant.
+    In a / Max(b, 1e-9) the constant is 1e-9, and the Max is its guard: the node itself, or a node
+    upstream of it past divisors and nodes that only move values.
     """
     guard: onnx.NodeProto | None = node
     while guard is not None:
@@ -415,8 +427,8 @@ def _find_vanishing(graph: Graph, node: onnx.NodeProto) -> str:
     for name in guard.input:
         magnitude = _max_magnitude(graph, name)
         if 0 < magnitude <= _MAX_VANISHING:
-            constant = f"{_float_name(name)}, {magnitude:.3g}"
-            return f"{constant}, which may keep a value above 0{_VANISHED}"
+            constant_text = f"{_float_name(name)}, {magnitude:.3g}"
+            return f"{constant_text}, which may keep a value above 0, is 0 in float16"
     return ""
 
 

@@ -256,12 +256,12 @@ def infer_types(model: onnx.ModelProto, **options: bool) -> onnx.ModelProto:
     """Return a copy with inferred types and shapes; `options` are those of ONNX's function."""
     from onnx import shape_inference
 
-    _guard_slices()
+    _guard_slices()  # else a Slice of a negative size would end the process
     op_types = [node.op_type for node in all_nodes(model.graph)]
     if _NORMS.isdisjoint(op_types):
         return shape_inference.infer_shapes(model, **options)
 
-    # norms of which ONNX infers nothing are an Identity meanwhile, whose output is the same
+    # these become Identity nodes meanwhile, whose output has the same type and shape
     substitute = copy_message(model)
     for node in all_nodes(substitute.graph):
         if node.op_type in _NORMS:
@@ -441,7 +441,7 @@ ADDED = frozenset((
 _JOINING_WORDS = ("weight", "bias")  # also in names of models, so one of ADDED must be there too
 
 
-def rename_added(graph: onnx.GraphProto) -> list[str]:
+def free_added_names(graph: onnx.GraphProto) -> list[str]:
     """Rename, in place, what is named as calib8 would name a tensor or node that it adds.
 
     calib8 appends a word of `ADDED` to a name: `T/scale` is the scale of the tensor `T`. If a model
@@ -461,10 +461,12 @@ def rename_added(graph: onnx.GraphProto) -> list[str]:
     names.discard("")
     fixed_names = names_of((*graph.input, *graph.output))
     base_names = set(names)  # the `T` of a `T/scale`
-    for name in names - fixed_names:  # these two are cut off, even if the model has no `T`
+    # calib8 takes any `T/dequantized` and `T/float` for its own tensors and reads `T` from them, so
+    # these two are renamed even if the model has no `T`
+    for name in names - fixed_names:
         base_names |= {name.removesuffix("/dequantized"), name.removesuffix("/float")}
 
-    new_name: dict[str, str] = {}
+    new_names: dict[str, str] = {}  # name -> its new name
     for name in sorted(names):
         base_name = _find_base_name(name, base_names)
         if base_name is None:
@@ -475,18 +477,18 @@ def rename_added(graph: onnx.GraphProto) -> list[str]:
                 f"an input or output must not have a name that calib8 adds for another one, got"
                 f" {name!r} beside {base_name!r}; export the model with other names"
             )
-        new_name[replaced_name] = unique_name(f"{replaced_name}_own", names)
-    if new_name:
+        new_names[replaced_name] = unique_name(f"{replaced_name}_own", names)
+    if new_names:
         for body in bodies:
-            _rename_all(body, new_name)
-    return list(new_name)
+            _rename_all(body, new_names)
+    return list(new_names)
 
 
-def _rename_all(graph: onnx.GraphProto, new_name: Mapping[str, str]) -> None:
+def _rename_all(graph: onnx.GraphProto, new_names: Mapping[str, str]) -> None:
     """Rename the nodes and tensors of one graph."""
-    rename_tensors(graph.node, new_name)
+    rename_tensors(graph.node, new_names)
     for item in (*graph.node, *graph.initializer, *declared_values(graph)):
-        item.name = new_name.get(item.name, item.name)
+        item.name = new_names.get(item.name, item.name)
 
 
 def tensor_names(*graphs: onnx.GraphProto) -> set[str]:
@@ -498,7 +500,10 @@ def tensor_names(*graphs: onnx.GraphProto) -> set[str]:
 
 
 def _find_base_name(name: str, base_names: Collection[str]) -> str | None:
-    """Return the base name to which words of `ADDED` were appended; None if there is none."""
+    """Return the base name to which words of `ADDED` are appended; None if `name` is no such name.
+
+    Of `T/scale` this is `T`, if that is among `base_names`.
+    """
     for base_name in accumulate(re.split("([/.])", name)):
         if base_name not in base_names:
             continue

@@ -135,13 +135,13 @@ def _match_hard_sigmoid(graph: Graph, node: onnx.NodeProto) -> Gate | None:
     if node.op_type not in ("HardSigmoid", "HardSwish"):
         return None
 
-    # clip(alpha * source + beta, 0, 1)
+    # clip(alpha * source + beta, 0, 1) = alpha * clip(source + beta / alpha, 0, 1 / alpha)
     attrs = attributes(node)
     alpha, beta = float(attrs.get("alpha", 0.2)), float(attrs.get("beta", 0.5))
     source, factor = node.input[0], ""
     if node.op_type == "HardSwish":  # source * HardSigmoid(source), with constants of its own
         alpha, beta, factor = 1 / 6, 0.5, source
-    if alpha <= 0 or beta == 0:
+    if alpha <= 0 or beta == 0:  # it falls or is constant; or an int8 shift of 0 has no scale
         return None
     return Gate(
         nodes=(node.name,),
@@ -155,18 +155,18 @@ def _match_hard_sigmoid(graph: Graph, node: onnx.NodeProto) -> Gate | None:
 
 
 def _match_add_clip(graph: Graph, add: onnx.NodeProto) -> Gate | None:
-    """Return the gate that starts as clip(source + shift, 0, top), an Add of a scalar and a Clip.
+    """Return the gate clip(source + shift, 0, top) that an Add of a scalar and a Clip begin.
 
-    No gate starts at an Add of 0, an Add that another node reads too, or a Clip whose lower bound
-    is not 0 or whose upper bound is not a positive constant.
+    Its factor is still to be found. None if the Add adds 0 or has another reader too, or if the
+    Clip's lower bound is not 0 or its upper bound is not a positive constant.
     """
     source = next((name for name in add.input if name not in graph.initializers), "")
     shift = graph.scalar_operand(source, add)
     clip = graph.only_reader(add.output[0], "Clip")
     if shift is None or shift == 0 or clip is None:
         return None
-    is_clipped = clip.input[0] == add.output[0]  # and is not one of the limits
-    if not is_clipped or not graph.clips_at_zero(clip):
+    is_limit = clip.input[0] != add.output[0]  # the Clip reads the sum as a limit
+    if is_limit or not graph.clips_at_zero(clip):
         return None
 
     top = graph.scalar(optional_input(clip, 2))
@@ -179,8 +179,8 @@ def _match_add_clip(graph: Graph, add: onnx.NodeProto) -> Gate | None:
 def _append_product(graph: Graph, gate: Gate) -> Gate | None:
     """Return a gate that includes the Mul or Div that alone reads its output; None without one.
 
-    A gate is factor * gain * clip(source + shift, 0, top): a positive scalar becomes part of the
-    gain, and one varying tensor the factor.
+    A gate is factor * gain * clip(source + shift, 0, top). The other operand of the Mul or Div
+    becomes part of the gain if it is a positive scalar, or the factor if it is a computed tensor.
     """
     product = graph.only_reader(gate.output, "Mul", "Div")
     if product is None:
@@ -193,7 +193,7 @@ def _append_product(graph: Graph, gate: Gate) -> Gate | None:
         if product.input[0] == gate.output:
             return replace(extended_gate, gain=gate.gain / scalar)
 
-    if product.op_type != "Mul" or gate.factor:
+    if product.op_type != "Mul" or gate.factor:  # a Div by a tensor or of a scalar is no gate
         return None
     factors = other_inputs(product, gate.output)  # none in a square of the gate
     if not factors or factors[0] in graph.initializers:

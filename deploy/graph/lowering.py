@@ -62,8 +62,8 @@ from deploy.graph.opset_forms import (
 from deploy.graph.rewrite import CannotRewrite
 
 OLDEST, NEWEST = 13, 28  # opsets whose operator changes are handled here
-# Operator -> opset that changed the meaning of the same node.
-_OTHER_MEANING = {"DFT": 20, "GroupNormalization": 21, "RoiAlign": 16}
+# operator -> opset in which the same node computes something else than before
+_OPSET_OF_NEW_MEANING = {"DFT": 20, "GroupNormalization": 21, "RoiAlign": 16}
 
 
 class _NodeBuilder:
@@ -197,8 +197,9 @@ def _write_scale_and_bias(builder: _NodeBuilder, name: str) -> None:
 def _write_group_norm(builder: _NodeBuilder) -> None:
     """Write a GroupNormalization as an InstanceNormalization of [N, groups, rest of the values].
 
-    Before opset 21 its scale and bias have a value for each group, as those of that node do. Since
-    then they have one for each channel, and are applied afterwards, on the input's own shape.
+    Before opset 21 its scale and bias have a value for each group, and so become those of the
+    InstanceNormalization. Since then they have one for each channel, and are applied afterwards, on
+    the input's own shape. The node that is added last makes the output.
     """
     _refuse_half_sums(builder)
     groups = builder.attrs["num_groups"]
@@ -221,7 +222,7 @@ def _write_group_norm(builder: _NodeBuilder) -> None:
 
 
 def _refuse_half_sums(builder: _NodeBuilder) -> None:
-    """Refuse a norm that is not float32, whose sums have another type than its input."""
+    """Refuse a norm that is not float32: it sums in float32, older operators in their own type."""
     if builder.scope.dtype(builder.source) != FLOAT:
         raise CannotRewrite("its sums are of another type than its input")
 
@@ -280,29 +281,35 @@ def lower_opset(
             f" opset {OLDEST}"
         )
 
-    lowered = infer_types(_write_functions(model, target_opset, decomposed), data_prop=True)
+    lowered = infer_types(_expand_functions(model, target_opset, decomposed), data_prop=True)
     lowering = _Lowering(decomposed)
     rewrite_nodes(lowered.graph, OpsetScope(source_opset, target_opset), lowering.lower_node)
-    del lowered.graph.value_info[:]
+    del lowered.graph.value_info[:]  # the types that were needed to rewrite the nodes
     set_opset(lowered, target_opset)
     lowered.ir_version = min(lowered.ir_version, _find_ir_version(lowered))
     _check_types(lowered)
     return LoweredModel(lowered, dict(sorted(lowering.rewritten.items())))
 
 
-def _write_functions(
+def _expand_functions(
     model: onnx.ModelProto, opset: int, decomposed: Collection[str]
 ) -> onnx.ModelProto:
-    """Return the model with operators that `opset` lacks written by ONNX's own definitions of them.
+    """Return the model with ONNX's own definitions in place of operators that `opset` lacks.
 
     ONNX defines some operators, such as Attention, as a function: nodes of older operators.
     Operators in `_WRITERS` stay: they are written later, node by node.
+
+    Args:
+        model: the model; it stays as it is.
+        opset: the opset to lower it to.
+        decomposed: operators to expand although the opset has them.
     """
     op_types = {node.op_type for node in all_nodes(model.graph) if is_standard(node)}
     unwanted_operators = []  # (domain, operator)
     for op_type in sorted(op_types.difference(_WRITERS)):
         is_unwanted = op_type in decomposed or find_schema(op_type, opset) is None
-        if is_unwanted and find_schema(op_type, opset_of(model)) is not None:
+        is_in_opset = find_schema(op_type, opset_of(model)) is not None  # of the model
+        if is_unwanted and is_in_opset:
             unwanted_operators.append(("", op_type))
     if not unwanted_operators:
         return model
@@ -312,8 +319,10 @@ def _write_functions(
         value = helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
         typed.graph.value_info.append(value)
     try:
-        inlined = inliner.inline_selected_functions(typed, unwanted_operators, False, True)
-    except Exception:  # onnx before 1.20, or a type that is not known; then the node is refused
+        inlined = inliner.inline_selected_functions(
+            typed, unwanted_operators, exclude=False, inline_schema_functions=True
+        )
+    except Exception:  # onnx before 1.20, or a type that is not known; `lower_node` then refuses it
         return model
     drop_dead(inlined.graph)
     name_nodes(inlined.graph)
@@ -333,7 +342,12 @@ class _Lowering:
     rewritten: Counter[str] = field(default_factory=Counter)
 
     def lower_node(self, node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
-        """Return the nodes that compute a node with operators of the older opset."""
+        """Return the nodes that compute a node with operators of the older opset; count it if new.
+
+        Raises:
+            ExportError: it has no form there that the files' readers, such as TensorRT's parser,
+                take.
+        """
         if not is_standard(node):
             return [node]
         opset = scope.target_opset
@@ -357,8 +371,10 @@ class _Lowering:
         op_type = node.op_type
         schema = find_schema(op_type, scope.source_opset)
         old_schema = find_schema(op_type, scope.target_opset)
-        changed_opset = _OTHER_MEANING.get(op_type, OLDEST)
-        has_other_meaning = scope.target_opset < changed_opset <= scope.source_opset
+        changed_opset = _OPSET_OF_NEW_MEANING.get(op_type)
+        has_other_meaning = (
+            changed_opset is not None and scope.target_opset < changed_opset <= scope.source_opset
+        )
         if old_schema is None or op_type in self.decomposed or has_other_meaning:
             if op_type not in _WRITERS:
                 raise CannotRewrite("no other operators are known that compute it")
@@ -368,7 +384,7 @@ class _Lowering:
 
         if schema is None or schema.since_version == old_schema.since_version:
             return [node]
-        if schema.since_version > NEWEST:  # the change may be one of meaning, not of form
+        if schema.since_version > NEWEST:  # not known here: it may have changed the meaning
             raise CannotRewrite(f"opset {schema.since_version} changed it")
         changes = find_downgrades(node, scope.source_opset, scope.target_opset)
         nodes = change_form(copy_message(node), changes, scope)

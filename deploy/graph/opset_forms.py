@@ -247,7 +247,7 @@ def _complete_pad(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     rank = len(scope.shape(node.input[0]))
     axes = [axis % rank for axis in scope.values(node.input[3], "axes").tolist()]
     no_pads = np.zeros(2 * rank, np.int64)
-    nodes = _complete_input(node, 1, axes + [rank + axis for axis in axes], no_pads, scope)
+    nodes = _complete_values(node, 1, axes + [rank + axis for axis in axes], no_pads, scope)
     del node.input[3:]
     return [*nodes, node]
 
@@ -260,7 +260,7 @@ def _complete_crop(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     rank = len(scope.shape(node.input[0]))
     drop_attribute(node, "axes")
     positive_axes = [axis % rank for axis in axes]
-    return [*_complete_input(node, 1, positive_axes, node.input[0], scope), node]
+    return [*_complete_sizes(node, 1, positive_axes, scope), node]
 
 
 def _complete_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
@@ -274,9 +274,10 @@ def _complete_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
             unknown.
     """
     attrs = attributes(node)
+    has_axes = "axes" in attrs
     has_sizes = optional_input(node, 3) != ""
     keeps_ratio = has_sizes and attrs.get("keep_aspect_ratio_policy", b"stretch") != b"stretch"
-    if "axes" not in attrs and not keeps_ratio:
+    if not has_axes and not keeps_ratio:
         return [node]
 
     shape = scope.shape(node.input[0])
@@ -292,15 +293,15 @@ def _complete_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
 
     # the inputs are the data, the region, scales and sizes
     if len(node.input) > 3:  # other axes keep their size
-        nodes += _complete_input(node, 3, axes, node.input[0], scope)
+        nodes += _complete_sizes(node, 3, axes, scope)
     else:  # other axes have the scale 1
-        nodes += _complete_input(node, 2, axes, np.ones(rank, np.float32), scope)
+        nodes += _complete_values(node, 2, axes, np.ones(rank, np.float32), scope)
     if node.input[1]:
-        scope.values(node.input[1], "region")  # raises if it is not constant
+        scope.values(node.input[1], "region")  # refuses a computed one, whose type may be another
         # the starts of all axes, then their ends; 0 and 1 for other axes
         full_region = np.repeat([0, 1], rank).astype(np.float32)
         region_axes = axes + [rank + axis for axis in axes]
-        nodes += _complete_input(node, 1, region_axes, full_region, scope)
+        nodes += _complete_values(node, 1, region_axes, full_region, scope)
     drop_attribute(node, "axes")
     drop_attribute(node, "keep_aspect_ratio_policy")
     return [*nodes, node]
@@ -322,11 +323,45 @@ def _ratio_scales(
     return np.full(len(shape), scale)
 
 
+def _complete_values(
+    node: onnx.NodeProto, index: int, axes: list[int], defaults: NDArray[Any], scope: OpsetScope
+) -> Nodes:
+    """Extend an input from some axes to all (`_complete_input`); the others get `defaults`.
+
+    `defaults`: one value for each axis.
+    """
+    return _complete_input(
+        node,
+        index,
+        axes,
+        defaults.tolist(),
+        lambda name: make_constant_node(name, defaults),
+        scope,
+    )
+
+
+def _complete_sizes(node: onnx.NodeProto, index: int, axes: list[int], scope: OpsetScope) -> Nodes:
+    """Extend an input from some axes to all (`_complete_input`); the others keep their size.
+
+    That is their size in the node's first input.
+    """
+    source = node.input[0]
+    return _complete_input(
+        node,
+        index,
+        axes,
+        list(scope.shape(source)),
+        lambda name: make_node("Shape", [source], name, f"{name}_Shape"),
+        scope,
+    )
+
+
 def _complete_input(
     node: onnx.NodeProto,
     index: int,
     axes: list[int],
-    default: str | NDArray[Any],
+    defaults: list[Any],
+    make_defaults: Callable[[str], onnx.NodeProto],
     scope: OpsetScope,
 ) -> Nodes:
     """Extend an input, such as the scales of a Resize, from the values of some axes to all axes.
@@ -338,8 +373,9 @@ def _complete_input(
         node: its input is replaced in place.
         index: index of the input, which has a value for each of `axes`.
         axes: axes counted from the front, never from the end.
-        default: values of the other axes, an array with one value for each axis; or the name of a
-            tensor whose sizes are these values.
+        defaults: a value for each axis, for those that are not in `axes`; None or a symbol if it is
+            not known.
+        make_defaults: name -> the node that makes the defaults as a tensor of this name.
         scope: the constants, shapes and names around the node.
 
     Returns:
@@ -349,13 +385,12 @@ def _complete_input(
     complete_name = scope.new_name(f"{node.output[0]}_axes")
     node.input[index] = complete_name
 
-    defaults = list(scope.shape(default)) if isinstance(default, str) else default.tolist()
     if partial_name in scope.constants:
         partial_values = scope.values(partial_name, "values")
         values = list(defaults)
         for axis, value in zip(axes, partial_values.tolist(), strict=True):
             values[axis] = value
-        if all(isinstance(value, int | float) for value in values):  # no size is symbolic
+        if all(isinstance(value, int | float) for value in values):
             return [make_constant_node(complete_name, np.array(values, partial_values.dtype))]
 
     # join the defaults and the values of some axes, and gather one value for each axis
@@ -364,13 +399,9 @@ def _complete_input(
     order_name = scope.new_name(f"{complete_name}_order")
     order = np.arange(len(defaults))
     order[axes] = len(defaults) + np.arange(len(axes))  # these values follow the defaults
-    if isinstance(default, str):
-        default_node = make_node("Shape", [default], defaults_name, f"{defaults_name}_Shape")
-    else:
-        default_node = make_constant_node(defaults_name, default)
     operands = [defaults_name, partial_name]
     return [
-        default_node,
+        make_defaults(defaults_name),
         make_node("Concat", operands, joined_name, f"{joined_name}_Concat", axis=0),
         make_constant_node(order_name, order),
         make_node("Gather", [joined_name, order_name], complete_name, f"{complete_name}_Gather"),
@@ -489,8 +520,8 @@ def _attributes_to_inputs(
     return [*nodes, node]
 
 
-def _attributes_to_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
-    """Write an Upsample, or a Resize of opset 10, as a Resize that tells positions and rounding.
+def _upsample_to_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
+    """Write an Upsample, or a Resize of opset 10, as a Resize that states how positions round.
 
     The older ones round up along an axis that they shrink, and down along one that they enlarge, as
     ONNX's tests of opset 10 and ONNX Runtime do.
@@ -502,7 +533,7 @@ def _attributes_to_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
         nodes.append(make_constant_node(node.input[1], np.array(attrs["scales"], np.float32)))
         drop_attribute(node, "scales")
 
-    rounding = "floor"
+    rounding = "floor"  # an Upsample only enlarges; so does a Resize of computed scales, as a rule
     if node.op_type == "Resize" and node.input[1] in scope.constants:
         scales = scope.values(node.input[1], "scales").astype(np.float64)
         rounding = _find_rounding(scales, attrs.get("mode", b"nearest"))
@@ -612,7 +643,7 @@ UPGRADES = (
     _change(11, "Pad", rewrite=_to_inputs("pads", "value")),
     _change(13, "ReduceSum", "Squeeze", "Unsqueeze", rewrite=_to_inputs("axes")),
     _change(18, *_REDUCE_WITH_AXES, rewrite=_to_inputs("axes")),
-    _change(11, "Resize", rewrite=_attributes_to_resize),
+    _change(11, "Resize", rewrite=_upsample_to_resize),
     _change(16, "RoiAlign", rewrite=_set_old_positions),
     _change(9, "Scan", check=_refuse("it scans a batch of sequences")),
     _change(11, "Scatter", rewrite=_rename_scatter),
@@ -620,5 +651,5 @@ UPGRADES = (
     _change(13, "Split", rewrite=_to_inputs("split")),
     _change(18, "Split", rewrite=_add_split_count),
     _change(10, "TopK", rewrite=_to_inputs("k")),
-    _change(10, "Upsample", rewrite=_attributes_to_resize),
+    _change(10, "Upsample", rewrite=_upsample_to_resize),
 )

@@ -195,11 +195,13 @@ def analyse(
     int8_nodes = [node for node in graph.nodes if not float_reasons[node.name]]
     int8_gates = tuple(gate for gate in gates if not float_reasons[gate.name])
     pairs = _place_pairs(graph, placement, int8_nodes)
-    gemm_biases = _find_gemm_biases(graph, placement, int8_nodes, requested_reasons)
-    weights = _find_weights(graph, placement, int8_nodes, gemm_biases)
+    bias_add_by_matmul = _find_bias_adds(graph, placement, int8_nodes, requested_reasons)
+    weights = _find_weights(graph, placement, int8_nodes, bias_add_by_matmul)
     decisions = _decide(
-        model.graph.node, graph, placement, float_reasons, gate_by_node, gemm_biases
+        model.graph.node, graph, placement, float_reasons, gate_by_node, bias_add_by_matmul
     )
+    # in the graph with the nodes of the gates, since one of these reads the Conv
+    bias_shifts = _find_bias_shifts(analysis.graph, placement, weights, int8_gates)
     int8_scalars = []
     if placement.quantizes_scalars:
         int8_scalars = [node.name for node in int8_nodes if has_constant_operand(graph, node)]
@@ -208,8 +210,8 @@ def analyse(
         decisions=decisions,
         pairs=pairs,
         gates=int8_gates,
-        bias_shifts=_find_bias_shifts(analysis.graph, placement, weights, int8_gates),
-        gemm_bias_adds={name: add.name for name, add in gemm_biases.items()},
+        bias_shifts=bias_shifts,
+        gemm_bias_adds={name: add.name for name, add in bias_add_by_matmul.items()},
         int8_scalars=tuple(int8_scalars),
         int8_pads=tuple(node.name for node in int8_nodes if node.op_type == "Pad"),
         weights=weights,
@@ -293,24 +295,29 @@ class _Int8Flow:
     def find_stranded_reason(self, node: onnx.NodeProto) -> str:
         """Return why a node gains nothing from int8 among its neighbours; "" if it gains.
 
-        A heavy node (Conv, Gemm, MatMul) always gains. Any other one only passes int8 on: its
-        inputs must be int8 already, and something downstream must read int8.
+        A heavy node (Conv, Gemm, MatMul) always gains, unless the user keeps readers of a Concat of
+        float tensors in float. Any other one only passes int8 on: its inputs must be int8 already,
+        and something downstream must read int8.
         """
         graph, placement = self.graph, self.placement
+        precision = placement.precision_name
         if placement.float_after_concat and reads_float_concat(graph, node, self.int8_outputs):
-            return f"it reads a Concat whose inputs are not all {placement.precision_name}"
+            return f"it reads a Concat whose inputs are not all {precision}"
         if node.op_type in placement.heavy:
             return ""
-        if placement.pairs_on_outputs:
+        is_read_in_float = False
+        if placement.pairs_on_outputs:  # ONNX Runtime
             has_int8_inputs = self.int8_outputs.issuperset(graph.data_inputs(node))
-        else:  # TensorRT fuses a residual Add into the layer that makes one of its inputs
+        else:  # TensorRT, which fuses a residual Add into the layer that makes one of its inputs
             has_int8_inputs = reads_int8(graph, node, self.int8_outputs, placement.heavy)
+            is_read_in_float = has_float_sibling(graph, node, self.reasons)
         if not has_int8_inputs:
-            return f"an input of it is not {placement.precision_name}"
-        if not placement.pairs_on_outputs and has_float_sibling(graph, node, self.reasons):
+            return f"an input of it is not {precision}"
+        if is_read_in_float:  # an average, whose input a Mul of squeeze-excite reads, too
             return "its input is read in float too"
-        if graph.tail(node) not in self.int8_reads:  # the output of its fused Relu or Clip
-            return f"nothing after it runs in {placement.precision_name}"
+        fused_output = graph.tail(node)  # of its Relu, Clip or bias Add, if one is fused into it
+        if fused_output not in self.int8_reads:
+            return f"nothing after it runs in {precision}"
         return ""
 
 
@@ -348,7 +355,7 @@ def _find_bias_shifts(
     return gate_by_conv
 
 
-def _find_gemm_biases(
+def _find_bias_adds(
     graph: Graph,
     placement: Placement,
     int8_nodes: Iterable[onnx.NodeProto],
@@ -387,7 +394,7 @@ def _decide(
     placement: Placement,
     float_reasons: Mapping[str, str],
     gate_by_node: Mapping[str, str],
-    gemm_biases: Mapping[str, onnx.NodeProto],
+    bias_add_by_matmul: Mapping[str, onnx.NodeProto],
 ) -> tuple[Decision, ...]:
     """Return one decision, int8 or float, for each node of the model.
 
@@ -400,22 +407,23 @@ def _decide(
         placement: the target's rules.
         float_reasons: node of `graph` -> why it stays float, or "".
         gate_by_node: node of a gate -> the node of `graph` that stands for it.
-        gemm_biases: MatMul -> the Add of its bias, which is fused into it too.
+        bias_add_by_matmul: name of a MatMul -> the Add of its bias, which is fused into it too.
     """
-    fused_into = {}  # output of a fused node -> name of the node that it is fused into
+    main_name_by_output = {}  # output of a fused node -> name of the node that it is fused into
     for node in graph.nodes:
         if node.op_type in placement.runnable_op_types:
-            fused_into[graph.tail(node)] = node.name
-    for matmul, add in gemm_biases.items():
-        fused_into |= {add.output[0]: matmul, graph.tail(add): matmul}
+            main_name_by_output[graph.tail(node)] = node.name
+    for matmul, add in bias_add_by_matmul.items():
+        main_name_by_output |= {add.output[0]: matmul, graph.tail(add): matmul}
 
     decisions = []
     for node in nodes:
-        planned_node = gate_by_node.get(node.name, node.name)
-        reason = float_reasons[planned_node]
-        main_node = fused_into.get(node.output[0], planned_node)
-        if reason and main_node != planned_node:
-            reason = "the node before it is float" if float_reasons[main_node] else ""
+        planned_name = gate_by_node.get(node.name, node.name)
+        main_name = main_name_by_output.get(node.output[0], planned_name)
+        reason = float_reasons[planned_name]
+        # a fused node does not count as unable to run in int8 by itself, such as a Clip
+        if reason and main_name != planned_name:
+            reason = "the node before it is float" if float_reasons[main_name] else ""
         precision = FLOAT32 if reason else placement.grid.name
         decisions.append(Decision(node.name, node.op_type, precision, reason))
     return tuple(decisions)
@@ -436,20 +444,20 @@ def _place_pairs(graph: Graph, placement: Placement, int8_nodes: Nodes) -> tuple
 
 
 def _find_paired_tensors(graph: Graph, placement: Placement, int8_nodes: Nodes) -> set[str]:
-    """Return the inputs and outputs of int8 nodes.
+    """Return the tensors with a Q/DQ pair that all readers read: inputs and outputs of int8 nodes.
 
     ONNX Runtime's int8 kernels of Gemm and MatMul can write float, which loses nothing, so their
-    output has a pair only for an int8 node that reads it.
+    output has a pair only as the input of an int8 node.
     """
     paired: set[str] = set()
     for node in int8_nodes:
         paired.update(graph.data_inputs(node))
-        if placement.pairs_everywhere:
+        if placement.pairs_everywhere:  # DLA
             paired.add(node.output[0])
         elif node.op_type == "Split":
             paired.update(node.output)
         elif node.op_type not in {"Gemm", "MatMul"}:
-            paired.add(graph.tail(node))
+            paired.add(graph.tail(node))  # after a fused Relu or Clip
     return paired
 
 
@@ -472,26 +480,25 @@ def _find_weights(
     graph: Graph,
     placement: Placement,
     int8_nodes: Iterable[onnx.NodeProto],
-    gemm_biases: Mapping[str, onnx.NodeProto],
+    bias_add_by_matmul: Mapping[str, onnx.NodeProto],
 ) -> tuple[WeightTarget, ...]:
     """Return the constant weights of int8 layers (Conv, Gemm, MatMul, ...), with their biases.
 
-    `gemm_biases`: MatMul -> the Add of its bias.
+    `bias_add_by_matmul`: name of a MatMul -> the Add of its bias, if both form one Gemm.
     """
     weights = []
     for node in int8_nodes:
         if node.op_type not in placement.heavy or node.input[1] not in graph.initializers:
             continue
         weight_name = node.input[1]
-        if node.name in gemm_biases:
-            add_inputs = gemm_biases[node.name].input
-            bias = next(name for name in add_inputs if name in graph.initializers)
-        else:
-            bias = optional_input(node, 2)
+        bias_name: str | None = optional_input(node, 2) or None
+        if node.name in bias_add_by_matmul:
+            add_inputs = bias_add_by_matmul[node.name].input
+            bias_name = next(name for name in add_inputs if name in graph.initializers)
         axis = None  # one scale for the weight
         if node.op_type not in placement.per_tensor:
             axis = _scale_axis(node, len(graph.initializers[weight_name].dims))
-        weights.append(WeightTarget(weight_name, node.name, axis, bias or None))
+        weights.append(WeightTarget(weight_name, node.name, axis, bias_name))
     return tuple(weights)
 
 

@@ -36,7 +36,7 @@ _MIN_CHANNELS_OF_GREY = 64
 _MIN_PRODUCTS = 27  # products per output value of a 3x3 window over three colours
 # ONNX Runtime moves the DequantizeLinear past data movement and then looks for the body's tensor
 # among the inputs of the If (1.31, 1.32): an assertion that no caller can catch.
-_FATAL = "which ends ONNX Runtime's process where it is dequantized"
+_CRASH_TEXT = "which ends ONNX Runtime's process where it is dequantized"
 
 
 def tile_shape(node: onnx.NodeProto, sizes: Sequence[int]) -> Tile | None:
@@ -105,19 +105,24 @@ def find_refusal(
 
 
 def _find_layer_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
-    """Return why its weight, or its place at the model's input, keeps a layer in float; else "".
-
-    A Conv at the model's input makes an output value of few products (3 channels times its window),
-    and quantizing the input then costs more than int8 saves. `placement.min_products` says how many
-    are enough; 0 puts every such Conv into int8.
-    """
+    """Return why its weight, or its place at the model's input, keeps a layer in float; else ""."""
     if node.op_type in placement.heavy:
         weight_refusal = _find_weight_refusal(graph, node, placement)
         if weight_refusal:
             return weight_refusal
-    if node.op_type != "Conv" or not placement.min_products or not _reads_model_input(graph, node):
-        return ""
+    is_first_conv = node.op_type == "Conv" and _reads_model_input(graph, node)
+    return _find_first_conv_refusal(graph, node, placement) if is_first_conv else ""
 
+
+def _find_first_conv_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
+    """Return why a Conv at the model's input is faster in float; "" if it is not.
+
+    It makes an output value of few products (3 channels times its window), and quantizing the input
+    then costs more than int8 saves. `placement.min_products` says how many are enough; 0 puts every
+    such Conv into int8.
+    """
+    if not placement.min_products:
+        return ""
     output_channels, input_channels, *window = graph.initializers[node.input[1]].dims
     products = math.prod(window) * input_channels  # for each output value
     is_slower = products < placement.min_products and not _makes_many_values(graph, node)
@@ -125,7 +130,8 @@ def _find_layer_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement
     # its kernel gathers every window, which takes many products or output channels to pay off
     if reads_grey_picture and max(output_channels, products) < _MIN_CHANNELS_OF_GREY:
         is_slower = True
-    if is_slower and not _is_pooled(graph, placement, node):
+    # in float before a pool to int8, it would cost more than it saves
+    if is_slower and not _feeds_int8_through_pool(graph, placement, node):
         return f"the first Conv has only {products} products a value, and is faster in float"
     return ""
 
@@ -135,10 +141,11 @@ def _find_glue_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement)
 
     Its attributes and constant operands decide. "" if it has a kernel.
     """
-    if placement.pairs_everywhere:  # NVIDIA's DLA, which also runs operators on constants
+    if placement.pairs_everywhere:  # NVIDIA's DLA
         dla_refusal = _find_dla_refusal(graph, node)
         if dla_refusal:
             return dla_refusal
+    # other targets than DLA run glue on a constant only if it is a scalar, if at all
     elif has_constant_operand(graph, node) and not is_scalar_glue(graph, placement, node):
         return "one of its operands is constant"
 
@@ -146,7 +153,9 @@ def _find_glue_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement)
         return _find_pad_refusal(graph, node)
     if node.op_type == "ReduceMean" and not is_global_mean(graph, node):
         return "it is the mean over other axes than a picture's"
-    kernel_refusal = _find_kernel_refusal(node) if placement.checks_kernels else ""
+    kernel_refusal = ""
+    if placement.checks_kernels:  # ONNX Runtime
+        kernel_refusal = _find_kernel_refusal(node)
     return f"{kernel_refusal} on {placement.name}" if kernel_refusal else ""
 
 
@@ -157,11 +166,12 @@ def _find_tensor_refusal(
 
     `float_tensors`: tensor without a scale -> why, such as "was 0 in every sample".
     """
-    data_inputs = graph.data_inputs(node)
-    quantized_tensors = list(data_inputs)
-    if placement.pairs_on_outputs:
+    quantized_tensors = list(graph.data_inputs(node))
+    if not quantized_tensors:
+        return "all its inputs are constant"
+    if placement.pairs_on_outputs:  # ONNX Runtime
         quantized_tensors.append(graph.tail(node))  # after a fused Relu, Clip or bias Add
-    if placement.pairs_everywhere:
+    if placement.pairs_everywhere:  # DLA, also before what is fused into the node
         quantized_tensors.append(node.output[0])
     for tensor in quantized_tensors:
         if not graph.is_float(tensor):
@@ -169,18 +179,23 @@ def _find_tensor_refusal(
         scale_owner = find_scale_owner(graph, placement, tensor)
         if scale_owner in float_tensors:
             return f"{scale_owner} {float_tensors[scale_owner]}"
-        if placement.checks_kernels and tensor in graph.captured_through_moves:
-            return f"{tensor} is moved and then read inside an If or Loop, {_FATAL}"
-    return "" if data_inputs else "all its inputs are constant"
+        if placement.checks_kernels and tensor in graph.captured_through_moves:  # ONNX Runtime
+            return f"{tensor} is moved and then read inside an If or Loop, {_CRASH_TEXT}"
+    return ""
 
 
 def _find_dla_refusal(graph: Graph, node: onnx.NodeProto) -> str:
-    """Return why NVIDIA's DLA does not run a node, whatever its sizes; "" if it may."""
+    """Return why DLA, NVIDIA's accelerator in Jetson chips, does not run a node; "" if it may.
+
+    Sizes are not checked. Source: "DLA Supported Layers and Restrictions" of TensorRT's developer
+    guide.
+    """
     attrs = attributes(node)
     data_inputs = graph.data_inputs(node)
     if node.op_type == "MatMul" and len(data_inputs) > 1:
         return "DLA multiplies by constant matrices only"
-    if node.op_type not in MOVES | {"Gemm", "MatMul"}:  # these take other ranks too
+    takes_any_rank = node.op_type in MOVES | {"Gemm", "MatMul"}
+    if not takes_any_rank:
         shapes = [graph.shapes.get(name) for name in data_inputs]
         if any(shape is not None and len(shape) != 4 for shape in shapes):
             return "DLA runs it on tensors [N, C, H, W] only"
@@ -231,9 +246,7 @@ def find_shape_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement)
         if tile_shape(node, sizes) is None:
             return f"it has no {precision} kernel: its windows overlap, have gaps or are cropped"
 
-    channel_counts = sizes[-2:]  # rows and columns of the matrix of a Gemm or MatMul
     if node.op_type == "Conv":
-        channel_counts = sizes[:2]  # output and input channels
         if not placement.allows_groups and group_count(node) != 1:
             return f"a Conv with groups has no fast {precision} kernel"
         window_size = math.prod(sizes[2:])
@@ -242,8 +255,10 @@ def find_shape_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement)
                 f"a window of {window_size} places has no {precision} kernel, which takes"
                 f" {placement.max_window} at most"
             )
-    least_channels = placement.min_channels.get(node.op_type, 0)
-    if any(count < least_channels for count in channel_counts):
+    min_channels = placement.min_channels.get(node.op_type, 0)  # 0 for a ConvTranspose
+    # output and input channels of a Conv; rows and columns of the matrix of a Gemm or MatMul
+    channel_counts = sizes[:2] if node.op_type == "Conv" else sizes[-2:]
+    if any(count < min_channels for count in channel_counts):
         return f"too few channels ({min(channel_counts)}) to be faster in {precision} than in float"
     return ""
 
@@ -297,20 +312,21 @@ def _makes_many_values(graph: Graph, node: onnx.NodeProto) -> bool:
     return is_dense or math.prod(products) >= _MIN_PRODUCTS
 
 
-def _is_pooled(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
+def _feeds_int8_through_pool(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
     """Whether a MaxPool reads a node's activation and passes it to a node that can run in int8.
 
     ONNX Runtime would move the Q from after such a pool to before it, and pooling a float Conv's
-    uint8 output costs more than the float Conv saves (an ImageNet stem, a pool and four Convs:
-    0.62x as fast as FP32 with the Conv in float, 1.7x with it in int8; before a Conv 2.8x and
-    2.6x).
+    uint8 output costs more than the float Conv saves. An ImageNet stem, a pool and four Convs run
+    0.62x as fast as FP32 with the first Conv in float, and 1.7x as fast with it in int8. With a
+    Conv in place of the pool it is 2.8x and 2.6x.
     """
     activations = [graph.tail(node)]  # the output, and what Sigmoid, Mul, ... make of it
     for tensor in activations:  # grows during the loop
         for reader in graph.readers.get(tensor, []):
             if reader.op_type == "MaxPool" and "MaxPool" in placement.glue:
                 pool_readers = graph.readers.get(reader.output[0], [])
-                return any(user.op_type in placement.runnable_op_types for user in pool_readers)
+                pool_reader_types = {pool_reader.op_type for pool_reader in pool_readers}
+                return not placement.runnable_op_types.isdisjoint(pool_reader_types)
             if reader.op_type in _ACTIVATIONS and reader.output[0] not in activations:
                 activations.append(graph.tail(reader))
     return False
