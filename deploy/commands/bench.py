@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING
 import click
 
 from deploy.commands import base
-from deploy.commands.base import THREADS, Real, html_option, json_option, put_json, quietable
-from deploy.commands.base import parse_batches as batches_of
+from deploy.commands.base import (
+    THREADS,
+    Real,
+    html_option,
+    json_option,
+    parse_batches,
+    put_json,
+    quietable,
+)
 from deploy.commands.build import end_with_verdicts, labels_option, metric_option
 from deploy.commands.image_options import (
     ImageArguments,
@@ -76,7 +83,7 @@ if TYPE_CHECKING:
 @base.measuring_option(
     "--batch",
     "batches",
-    callback=batches_of,
+    callback=parse_batches,
     metavar="N,N,...",
     help="Measure at each of these batches, such as 1,2,4,8, of a model that leaves its batch open;"
     " the rest of the report is about the smallest.",

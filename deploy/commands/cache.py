@@ -323,19 +323,11 @@ def from_qdq(
             f"{len(float_model.weights)} weights were stored as integers; they are now those"
             " integers times their scale"
         )
-    if inferred_scales is not None:
+    if inferred_scales is None:
+        scales = float_model.scales
+        _print_unpaired([name for name in trt_tensors(float_model.model) if name not in scales])
+    else:
         _print_inferred(inferred_scales)
-        return
-
-    # tensors of the float model around which the Q/DQ model had no pair
-    scales = float_model.scales
-    unpaired_names = [name for name in trt_tensors(float_model.model) if name not in scales]
-    if unpaired_names:
-        say(
-            f"{len(unpaired_names)} tensors have no pair and so no entry; TensorRT warns of a"
-            " missing scale there and runs them in float (--dla infers them):"
-            f" {list_first(unpaired_names, _MAX_NAMES)}"
-        )
 
 
 _MAX_NAMES = 5  # tensors named in a line
@@ -344,6 +336,16 @@ _INFERENCE_TEXTS = {
     "bound": "are bounds that cannot be exceeded",
     "guess": "are guesses, which may cut values off (--no-guesses leaves them out)",
 }
+
+
+def _print_unpaired(names: list[str]) -> None:
+    """Print the tensors at which the Q/DQ model has no pair, so that the cache lacks them."""
+    if names:
+        say(
+            f"{len(names)} tensors have no pair and so no entry; TensorRT warns of a missing scale"
+            " there and runs them in float (--dla infers them):"
+            f" {list_first(names, _MAX_NAMES)}"
+        )
 
 
 def _print_inferred(inferred: InferredScales) -> None:

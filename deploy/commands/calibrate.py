@@ -25,7 +25,6 @@ from deploy.errors import ConfigError
 
 if TYPE_CHECKING:
     from deploy.calibration.cluster_jobs import Cluster
-    from deploy.calibration.reuse import CachePolicy
     from deploy.targets import Target
 
 
@@ -87,7 +86,7 @@ def calibrate(
         path = out or Path(f"{model.stem}.cache")
         cache_path = path
     else:
-        number, count = _parse_shard(shard, calibration.cache)
+        number, count = _parse_shard(shard)
         choice = to_choice(dataset.limit)  # of the images of all shards
         dataset = replace(dataset, limit=replace(choice, shard=(number, count)))
         path = out or Path(f"{model.stem}.{number}-of-{count}.shard")
@@ -114,10 +113,8 @@ def calibrate(
     )
 
 
-def _parse_shard(text: str, policy: CachePolicy) -> tuple[int, int]:
+def _parse_shard(text: str) -> tuple[int, int]:
     """Return (number of the shard, from 1, number of all shards) from the text I/N of --shard.
-
-    `policy`: how the cache is used, which must leave the shard to be observed.
 
     Raises:
         ConfigError: another text, or a flag that uses a cache.
@@ -125,17 +122,12 @@ def _parse_shard(text: str, policy: CachePolicy) -> tuple[int, int]:
     number, slash, count = text.partition("/")
     if not (slash and number.isdecimal() and count.isdecimal() and len(text) < 16):
         raise ConfigError(f"--shard must read I/N, such as 2/3, got {text!r}")
-    is_given_by_flag = {
-        "--require-cache": policy.require,
-        "--trust-cache": policy.trust,
-        "--refresh": policy.refresh,
-    }
-    for flag, is_given in is_given_by_flag.items():
-        if is_given:
-            raise ConfigError(
-                f"a shard is always observed, got --shard with {flag}, which is of a cache; leave"
-                " one of them out"
-            )
+    cache_flags = base.given_flags("require_cache", "trust_cache", "refresh")
+    if cache_flags:
+        raise ConfigError(
+            f"a shard is always observed, got --shard with {cache_flags[0]}, which is of a cache;"
+            " leave one of them out"
+        )
     return int(number), int(count)
 
 

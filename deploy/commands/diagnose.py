@@ -55,7 +55,7 @@ def inspect(
       calib8 inspect model.onnx --json - | jq '.[0].tensors'
       calib8 inspect model.cache
     """  # noqa: D301 (click reads the backspace)
-    if _is_cache(path):
+    if _is_cache(path):  # all options are of models
         base.refuse_flags(base.given_flags(), without="a model")
         _inspect_cache(path)
         return

@@ -227,17 +227,18 @@ class CalibratorBatches:
         copied_count, remaining_bytes = divmod(used_bytes, sample_bytes)
         if is_copied and has_batch and not remaining_bytes:
             is_larger = copied_count > expected_count
-            if self._accept_other_count(copied_count, is_larger, window.dtype is not None):
+            is_typed = window.dtype is not None
+            if self._accept_other_count(copied_count, is_larger=is_larger, is_typed=is_typed):
                 return copied_count
         kind = "copied" if is_copied else "an allocation of"
         raise FeedError(
             f"{self.batch_title} of {self._script} must hold {expected_count} samples"
             f" (get_batch_size) of the input {describe(spec)}, {expected_bytes} bytes, got {kind}"
-            f" {used_bytes} bytes;"
-            " make get_batch_size, the allocation, the dtype and the copied bytes agree"
+            f" {used_bytes} bytes; make get_batch_size, the allocation, the dtype and the copied"
+            " bytes agree"
         )
 
-    def _accept_other_count(self, count: int, is_larger: bool, is_typed: bool) -> bool:
+    def _accept_other_count(self, count: int, *, is_larger: bool, is_typed: bool) -> bool:
         """Return whether a batch may hold more or fewer samples than expected; note it if so.
 
         A larger one may if get_batch_size says 1, a smaller one as at the end of the data. If the
@@ -245,7 +246,7 @@ class CalibratorBatches:
         would look small: so the first one may not be, and only the last one may.
 
         Args:
-            count: samples that the copied bytes are, in the input's dtype.
+            count: samples that the copied bytes make, in the input's dtype.
             is_larger: whether they are more than expected.
             is_typed: whether the dtype of the copied bytes is known.
         """

@@ -234,7 +234,7 @@ def open_iterable(
         total = min(total, limit)  # the last item may hold more samples
     if not total:
         raise FeedError(f"{name} must give samples, got none")
-    labels = unused_values.labels(counter.total)
+    labels = unused_values.labels(counter.total)  # of all samples that were read
     all_notes = [*notes, *unused_values.notes()]
     if not is_in_memory:
         first = "the first " if total == limit and not has_end else ""
