@@ -419,7 +419,7 @@ def newest_model(*, smooth=False):
 @pytest.fixture
 def build_newest(command, pictures, tmp_path, monkeypatch):
     """(model, options) -> folder and notes of a build; no TensorRT is installed."""
-    monkeypatch.setattr(sdk, "cache_reader", lambda: None)
+    monkeypatch.setattr(sdk, "cache_reading_version", lambda: None)
 
     def call(model, *options, out="out"):
         onnx.save(model, tmp_path / "net.onnx")
@@ -495,7 +495,7 @@ def test_older_installed_tensorrt_limits_the_files(build_newest, monkeypatch):
     assert "10.3.0 cannot read net.tensorrt.onnx" in notes
     assert "not read Unique" in notes
     assert "from 10.15 on: trtexec --onnx=net.tensorrt.qdq.onnx" in notes
-    monkeypatch.setattr(sdk, "cache_reader", lambda: "8.6.1")
+    monkeypatch.setattr(sdk, "cache_reading_version", lambda: "8.6.1")
     out, notes = build_newest(newest_model(), "--trt-version", "10.3.0")
     assert opset(out / "net.tensorrt.onnx") == 17
     assert "for TensorRT 8.6.1" in notes
@@ -510,11 +510,11 @@ def test_reused_cache_header_follows_installed_version(build_newest, monkeypatch
 
     assert headers() == {"10.3.0"}
     monkeypatch.setattr("deploy.pipeline.calibration_run.observe", None)  # nothing is run again
-    monkeypatch.setattr(sdk, "cache_reader", lambda: "8.6.1")
+    monkeypatch.setattr(sdk, "cache_reading_version", lambda: "8.6.1")
     assert headers() == {"8.6.1"}
     assert headers("--trt-version", "9.2.0") == {"9.2.0"}
     assert headers() == {"8.6.1"}
-    monkeypatch.setattr(sdk, "cache_reader", lambda: None)
+    monkeypatch.setattr(sdk, "cache_reading_version", lambda: None)
     assert headers() == {"8.6.1"}  # as the cache that is used again
 
 
@@ -527,6 +527,6 @@ def test_cache_from_qdq_follows_installed_version(build_newest, command, tmp_pat
         return parse(files[1].read_bytes(), origin="made").header.version
 
     assert header() == "10.3.0"
-    monkeypatch.setattr(sdk, "cache_reader", lambda: "8.6.1")
+    monkeypatch.setattr(sdk, "cache_reading_version", lambda: "8.6.1")
     assert header() == "8.6.1"
     assert header("--trt-version", "9.2.0") == "9.2.0"

@@ -269,8 +269,8 @@ def test_fp8_files_match_onnx_reference(fp8_folder, images):
     names = {path.name for path in fp8_folder.iterdir()}
     assert {"net.tensorrt.qdq.onnx", "net.tensorrt.typed.onnx", "net_trtexec.sh"} <= names
     assert not {"net.tensorrt.onnx", "net.tensorrt.cache"} & names
-    assert ParserRequirements(19).first_reading("typed", "fp8") == "10.2.0"
-    assert ParserRequirements(24).first_reading("typed", "fp8") == "10.15.0"
+    assert ParserRequirements(19).first_version("typed", "fp8") == "10.2.0"
+    assert ParserRequirements(24).first_version("typed", "fp8") == "10.15.0"
     script = (fp8_folder / "net_trtexec.sh").read_text("utf-8")
     assert "TensorRT 10 from 10.2" in script
     assert "cache)" not in script

@@ -405,12 +405,12 @@ def test_shipped_files_are_the_versions(
 
 
 def test_first_tensorrt_version_by_requirement(wording):
-    versions = [ParserRequirements(opset).first_reading() for opset in (13, 17, 18, 20, 21, 25)]
+    versions = [ParserRequirements(opset).first_version() for opset in (13, 17, 18, 20, 21, 25)]
     assert versions == ["8.0.0", "8.4.0", "10.0.0", "10.0.0", "10.15.0", "11.5.0"]
-    assert ParserRequirements(13).first_reading("typed") == "10.0.0"
-    assert ParserRequirements(19).first_reading("typed", "dla") == "11.4.1"
+    assert ParserRequirements(13).first_version("typed") == "10.0.0"
+    assert ParserRequirements(19).first_version("typed", "dla") == "11.4.1"
     norm = frozenset({"LayerNormalization", "Conv"})
-    assert ParserRequirements(17, norm).first_reading() == "8.6.0"
+    assert ParserRequirements(17, norm).first_version() == "8.6.0"
     wording.check(ParserRequirements(13, frozenset({"Mish"})).unmet("9.3.0"))
     assert "LayerNormalization" in trtexec.unsupported_operators("8.5.3")
     assert not trtexec.unsupported_operators("10.15.0")

@@ -306,7 +306,7 @@ def from_qdq(
 
     if not dla:
         base.refuse_flags(base.given_flags("no_guesses"), without="--dla")
-    version = trt_version or sdk.cache_reader() or DEFAULT_TRT_VERSION
+    version = trt_version or sdk.cache_reading_version() or DEFAULT_TRT_VERSION
     float_model, cache = cache_tools.qdq_to_cache(model, version=version)
     inferred_scales = None
     if dla:

@@ -135,26 +135,32 @@ def build_engine(
         timing_note = _set_timing_cache(config, settings)
         plan = cast("trt.IHostMemory | None", builder.build_serialized_network(network, config))
 
-    calibration_trouble = ""
-    if calibrator is not None:
-        # TensorRT swallows an exception of a callback and then fails for lack of data
-        if calibrator.error is not None:
-            raise calibrator.error
-        failed_before_calibration = plan is None and calibrator.requests == 0  # of batches
-        if not failed_before_calibration:
-            calibration_trouble = calibrator.trouble()
+    calibration_trouble = _calibration_trouble(calibrator, is_built=plan is not None)
     if plan is None:
         ending = f"; {calibration_trouble}" if calibration_trouble else ""
         raise BackendError(f"TensorRT could not build {model.name}: {log.summary()}{ending}")
     if calibration_trouble:
         raise CalibrationError(f"{calibration_trouble}; TensorRT said: {log.summary()}")
 
-    if calibrator is not None:
-        calibrator.check()
     if settings.timing_cache is not None and not timing_note:
         atomic.write_bytes(settings.timing_cache, bytes(config.get_timing_cache().serialize()))
     notes = (timing_note,) if timing_note else ()
     return BuiltEngine(bytes(plan), tuple(log.lines), notes)
+
+
+def _calibration_trouble(calibrator: Callbacks | None, *, is_built: bool) -> str:
+    """Return what went wrong in a calibration by TensorRT, as a sentence; "" if nothing did.
+
+    Raises:
+        Exception: the first one of a callback; TensorRT swallows it, and then lacks data.
+    """
+    if calibrator is None:
+        return ""
+    if calibrator.error is not None:
+        raise calibrator.error
+    if not is_built and calibrator.requests == 0:  # it failed before it asked for a batch
+        return ""
+    return calibrator.trouble()
 
 
 def calibrate(
@@ -184,7 +190,8 @@ def engine_key(
         ConfigError: a plugin library cannot be read.
     """
     options = asdict(settings)
-    # paths: of the plugins the contents count, and timings change no engine's meaning
+    # paths do not count: "plugins" below has the contents of the libraries, and a timing cache only
+    # makes the build faster
     for name in ("plugins", "timing_cache", "earlier_timing_cache"):
         options.pop(name)
     options["profiles"] = {
@@ -303,8 +310,8 @@ def _set_flags(config: trt.IBuilderConfig, settings: BuilderSettings) -> None:
         config.set_memory_pool_limit(pool, settings.workspace_mib << 20)
 
 
-# Flags of trtexec that the engine built here obeys, as sampleOptions.cpp and sampleEngines.cpp set
-# them -> the builder flag (upper case), or the attribute of the config.
+# Flags of trtexec that the engine built here obeys -> what they set, by sampleOptions.cpp and
+# sampleEngines.cpp: a flag of the builder (upper case), or an attribute of its configuration.
 ENGINE_FLAGS = {
     "--refit": "REFIT",
     "--stripWeights": "STRIP_PLAN",
@@ -326,7 +333,7 @@ def _set_flag(config: trt.IBuilderConfig, flag: str) -> None:
 
     Raises:
         AttributeError: this TensorRT does not have it.
-        ValueError: the value is not one of it.
+        ValueError: the flag is unknown or its value is wrong; its text completes "got: ...".
     """
     import tensorrt as trt
 
@@ -334,14 +341,16 @@ def _set_flag(config: trt.IBuilderConfig, flag: str) -> None:
     setting = ENGINE_FLAGS.get(name)
     if setting is None:
         raise ValueError("it is none of " + ", ".join(ENGINE_FLAGS))
-    if setting.isupper():  # a builder flag; else an attribute of the configuration
-        expected_value = "enable" if name == "--sparsity" else ""
+    is_builder_flag = setting.isupper()
+    if is_builder_flag:
+        expected_value = "enable" if name == "--sparsity" else ""  # other flags have no value
         if value != expected_value:
             raise ValueError(f"the value {value!r}")
         config.set_flag(getattr(trt.BuilderFlag, setting))
         return
 
-    getattr(config, setting)  # raises for a setting of a newer TensorRT; setattr would not
+    # an attribute of the configuration: getattr raises for that of a newer TensorRT, setattr not
+    getattr(config, setting)
     if name == "--hardwareCompatibilityLevel":
         if value not in _COMPATIBILITY_LEVELS:
             levels = ", ".join(_COMPATIBILITY_LEVELS)

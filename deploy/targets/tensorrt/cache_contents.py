@@ -180,21 +180,21 @@ def _onnx_tensors(
     float_tensors = trt_tensors(model)
     float_names = set(float_tensors)
     pool_inputs = _pool_inputs(graph, POOLING_LAYERS)
-    parsed_name = {node.output[0]: node.name for node in parsed.graph.node if node.output}
+    node_name_by_output = {node.output[0]: node.name for node in parsed.graph.node if node.output}
     layer_indices = _layer_indices(parsed, version_number)
     model_inputs = [name for name in float_tensors if name not in graph.producer]
     entries = [CacheTensor(name, name) for name in model_inputs]
     for node in graph.nodes:
         output = node.output[0]
-        # the parser makes several layers of these; what is between them has entries too
+        # the parser makes several layers of these, and the tensors between them have entries too
         if node.op_type in ("Gemm", "Softmax") and {node.input[0], output} <= float_names:
-            layer_index, node_name = layer_indices.get(output), parsed_name.get(output, "")
+            layer_index, node_name = layer_indices.get(output), node_name_by_output.get(output, "")
             entries += _inner_tensors(node, layer_index, version_number, node_name)
         for name in node.output:
             if name in float_names:
                 entries.append(CacheTensor(name, name, pool_inputs.get(name)))
 
-    # a copy that cleaning removed follows the last entry of its tensor
+    # the output of an Identity or Dropout, which cleaning removed, follows the entry of its tensor
     for copy_name, source in _removed_copies(parsed, float_names).items():
         last_index = max(i for i, entry in enumerate(entries) if entry.source == source)
         entries.insert(last_index + 1, CacheTensor(copy_name, source))
@@ -257,14 +257,16 @@ def _caffe_tensors(model: onnx.ModelProto) -> list[CacheTensor]:
 
     It flattens the input of an inner product itself, so a Flatten before a Gemm has no entry. A
     Relu works in place and takes the name of the layer before it, whose own output is then named
-    by the layer's index.
+    by the layer's index. Where that index is unknown, the output has no entry here.
     """
     graph = Graph(model)
     float_tensors = trt_tensors(model)
     pool_inputs = _pool_inputs(graph, _CAFFE_POOLS)
     model_inputs = [name for name in float_tensors if name not in graph.producer]
     entries = [CacheTensor(name, name) for name in model_inputs]
-    layer_index: int | None = 0  # None from a node on that may become several layers
+    # index of the node's layer in TensorRT's network; None once a node may be several layers, as
+    # the indices after it are unknown
+    layer_index: int | None = 0
     for node in graph.nodes:
         output = node.output[0]
         reader_types = [reader.op_type for reader in graph.readers.get(output, [])]
@@ -275,13 +277,13 @@ def _caffe_tensors(model: onnx.ModelProto) -> list[CacheTensor]:
         if kind is None:
             layer_index = None
 
-        entry_name = output
-        if reader_types == ["Relu"]:  # the Relu takes this name
-            entry_name = ""
+        entry_name: str | None = output
+        if reader_types == ["Relu"]:  # which takes this name
+            entry_name = None
             if layer_index is not None and kind is not None:
                 entry_name = unnamed_layer_output(layer_index, kind)
-        if entry_name and output in float_tensors:
-            entries.append(CacheTensor(entry_name, output, pool_inputs.get(output)))
+        if entry_name is not None and output in float_tensors:
+            entries.append(CacheTensor(entry_name, output, shares=pool_inputs.get(output)))
         if layer_index is not None:
             layer_index += 1
     return entries
@@ -435,7 +437,8 @@ def cache_notes(
         parser = likely_parser(parsed_model, reading_version(subject))
     if parser == CAFFE:
         notes.append("Tensors are named as TensorRT's Caffe parser names them.")
-    calibration_batch = subject.statistic.first_batch  # 0: the method reads sample by sample
+    # some methods read full batches, so that the last samples may be left out; 0 for the others
+    calibration_batch = subject.statistic.first_batch
     if calibration_batch:
         notes += note_left_out(subject.samples, calibration_batch, filled=subject.filled)
     infinite = [name for name, trouble in ranges.unusable.items() if trouble.is_infinite]

@@ -118,23 +118,23 @@ def match_cache(
     )
     tensor_by_entry = _find_tensors(scale_by_entry, expected)
 
-    usable_scales = {}
-    flaw_reasons = {}
+    scale_by_tensor = {}
+    flaw_by_tensor = {}
     for name, tensor in tensor_by_entry.items():
         if name in flaw_by_entry:
-            flaw_reasons[tensor] = f"has a {flaw_by_entry[name]} scale"
+            flaw_by_tensor[tensor] = f"has a {flaw_by_entry[name]} scale"
         else:
-            usable_scales[tensor] = scale_by_entry[name]
+            scale_by_tensor[tensor] = scale_by_entry[name]
     plan, owner_by_tensor = _plan_with_scales(
-        model, placement, usable_scales, flaw_reasons, expected, reasons_by_node(float_nodes)
+        model, placement, scale_by_tensor, flaw_by_tensor, expected, reasons_by_node(float_nodes)
     )
 
     # a tensor may take the scale of another one, its owner: a pool's output that of its input
-    scales = {tensor: usable_scales[owner_by_tensor[tensor]] for tensor in plan.activations}
+    scales = {tensor: scale_by_tensor[owner_by_tensor[tensor]] for tensor in plan.activations}
     used_tensors = {owner_by_tensor[tensor] for tensor in scales}
     entries = []
     for name in scale_by_entry:
-        entry_tensor = tensor_by_entry.get(name)
+        entry_tensor = tensor_by_entry.get(name)  # None if the entry is of no tensor of the model
         unused_reason = ""
         if entry_tensor is None:
             unused_reason = _why_unmatched(name, model, original)
@@ -144,10 +144,16 @@ def match_cache(
             precision = placement.precision_name
             unused_reason = f"no pair of its own: no {precision} node reads it directly"
         match_reason = "by name" if name == entry_tensor else "as TensorRT's parser names it"
-        reason = unused_reason or match_reason
-        entries.append(EntryUse(name, entry_tensor, not unused_reason, reason))
+        entries.append(
+            EntryUse(
+                name=name,
+                tensor=entry_tensor,
+                is_used=not unused_reason,
+                reason=unused_reason or match_reason,
+            )
+        )
     coverages = [
-        _coverage(tensor, owner, tensor in scales, flaw_reasons)
+        _coverage(tensor, owner, tensor in scales, flaw_by_tensor)
         for tensor, owner in owner_by_tensor.items()
     ]
     return CacheMatch(tuple(entries), tuple(coverages), plan, scales)
@@ -172,48 +178,50 @@ def _find_tensors(entry_names: Iterable[str], expected: Sequence[CacheTensor]) -
 def _plan_with_scales(
     model: onnx.ModelProto,
     placement: Placement,
-    usable_scales: Mapping[str, np.float32],
-    flaw_reasons: Mapping[str, str],
+    scale_by_tensor: Mapping[str, np.float32],
+    flaw_by_tensor: Mapping[str, str],
     expected: Sequence[CacheTensor],
     float_nodes: Mapping[str, str],
 ) -> tuple[Plan, dict[str, str]]:
     """Return the plan of the Q/DQ pairs for which the cache has a scale.
 
-    A pool output takes the scale of the pool's input, as in every TensorRT cache. Another moved
-    copy of a tensor (Flatten) has its own entry; if that is missing, it takes the tensor's scale.
+    Tensors without a scale stay in float. A tensor may take the scale of another one, its owner.
 
     Args:
         model: the cleaned float model.
         placement: where pairs stand.
-        usable_scales: tensor -> its scale in the cache.
-        flaw_reasons: tensor -> why its scale cannot be used.
+        scale_by_tensor: tensor -> its scale in the cache, if that can be used.
+        flaw_by_tensor: tensor -> why its scale in the cache cannot be used.
         expected: the entries that TensorRT would write.
         float_nodes: node -> why it stays in float.
 
     Returns:
-        The plan without the tensors that have no scale, and for every tensor that the complete plan
-        quantizes, tensor -> the tensor whose scale it takes.
+        The plan, and the owner of every tensor that is quantized where all have scales: tensor ->
+        owner. A tensor without a scale stands for itself.
     """
     owner_by_entry = scale_owners(expected)
-    pool_inputs = {entry.source: owner_by_entry[entry.name] for entry in expected}
+    # the output of a pool -> the pool's input; any other tensor -> itself
+    source_by_tensor = {entry.source: owner_by_entry[entry.name] for entry in expected}
     complete_plan = analyse(model, placement, float_nodes=float_nodes)
     owner_by_tensor = {}
-    reasons_without_scale = {}
+    reason_by_float_tensor = {}
     for pair in complete_plan.pairs:
         tensor = pair.tensor
-        pool_input = pool_inputs.get(tensor, tensor)  # the tensor itself if no pool makes it
-        moved_from = complete_plan.scale_owners.get(tensor, tensor)
-        owners = [name for name in (pool_input, tensor, moved_from) if name in usable_scales]
-        if owners:
-            owner_by_tensor[tensor] = owners[0]
-            continue
-        owner_by_tensor[tensor] = tensor
-        reason = flaw_reasons.get(tensor, "has no entry in the cache")
-        reasons_without_scale[tensor] = reason
-        # `analyse` keeps the nodes of an owner in float, and with them those of its copies
-        reasons_without_scale[moved_from] = reason
-    plan = analyse(model, placement, float_nodes=float_nodes, float_tensors=reasons_without_scale)
-    # each tensor's own scale was chosen above
+        moved_tensor = complete_plan.scale_owners.get(tensor, tensor)  # such as a Flatten's input
+        candidates = (
+            source_by_tensor.get(tensor, tensor),  # as in every cache of TensorRT
+            tensor,
+            moved_tensor,  # if a cache of another origin has no entry for its copy
+        )
+        owners = [name for name in candidates if name in scale_by_tensor]
+        owner_by_tensor[tensor] = owners[0] if owners else tensor
+        if not owners:
+            reason = flaw_by_tensor.get(tensor, "has no entry in the cache")
+            reason_by_float_tensor[tensor] = reason
+            # which has no scale either: by its name `analyse` finds the nodes that read the copy
+            reason_by_float_tensor[moved_tensor] = reason
+    plan = analyse(model, placement, float_nodes=float_nodes, float_tensors=reason_by_float_tensor)
+    # `owner_by_tensor` stands in place of the plan's owners
     return replace(plan, scale_owners={}), owner_by_tensor
 
 
@@ -239,9 +247,9 @@ def _why_unmatched(name: str, model: onnx.ModelProto, original: onnx.ModelProto 
 
 
 def _coverage(
-    tensor: str, owner: str, has_scale: bool, flaw_reasons: Mapping[str, str]
+    tensor: str, owner: str, has_scale: bool, flaw_by_tensor: Mapping[str, str]
 ) -> TensorCoverage:
     if has_scale:
         return TensorCoverage(tensor, True, "" if owner == tensor else f"with the scale of {owner}")
-    reason = flaw_reasons.get(tensor, "has no entry in the cache, or its node stays float")
+    reason = flaw_by_tensor.get(tensor, "has no entry in the cache, or its node stays float")
     return TensorCoverage(tensor, False, reason)

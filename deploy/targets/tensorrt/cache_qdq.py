@@ -193,16 +193,16 @@ def concat_groups(
 def share_scales(model: onnx.ModelProto, plan: Plan) -> Plan:
     """Return the plan with the tensors that share a scale in TensorRT's Q/DQ model.
 
-    The output of a pool has the scale of its input, as in a cache; tensors that meet in a Concat
-    have the largest of their scales; the output of any other operator that moves values has a scale
-    of its own.
+    - the output of a pool has the scale of its input, as in a cache
+    - tensors that meet in a Concat have the largest of their scales
+    - the output of any other operator that moves values has a scale of its own
 
     Returns:
         The plan with `scale_owners`, tensor -> the tensor whose scale it has, and `range_sources`,
         owner -> the tensors whose ranges its scale covers, if not only its own.
     """
     graph = Graph(model)
-    plan_without_owners = replace(plan, scale_owners={})
+    plan_without_owners = replace(plan, scale_owners={})  # those are found anew below
     paired_tensors = dict.fromkeys(pair.tensor for pair in plan.pairs)
     group_by_tensor: dict[str, frozenset[str]] = {}
     for group in concat_groups(model, plan_without_owners, paired_tensors):
@@ -214,8 +214,10 @@ def share_scales(model: onnx.ModelProto, plan: Plan) -> Plan:
         owner = _before_pools(graph, tensor)
         if tensor in group_by_tensor:
             members = sorted(group_by_tensor[tensor])
-            owner = members[0]
-        elif owner in group_by_tensor:  # a group's scale may be larger than the pool's input needs
+            owner = members[0]  # any one, but the same in every run
+        elif owner in group_by_tensor:
+            # the pool's input meets other tensors in a Concat, whose scale may be larger than its
+            # own: the pool's output does not take that
             owner = tensor
 
         if owner != tensor:
@@ -254,33 +256,34 @@ def _restore_float_weights(quantized: onnx.ModelProto, model: onnx.ModelProto) -
         model: the float model.
     """
     graph, index = quantized.graph, Graph(quantized)
-    constants = index.initializers  # of the Q/DQ model as changed so far
-    float_constants = Graph(model).initializers
-    quantizers = []
+    initializer_by_name = index.initializers
+    float_initializers = Graph(model).initializers
+    quantize_nodes = []
     for node in index.nodes:
-        if node.op_type not in TENSORRT.heavy:
-            continue
-        dequantizer = index.find_producer(node.input[1], DQ)
+        dequantizer = None
+        if node.op_type in TENSORRT.heavy:  # with a weight
+            dequantizer = index.find_producer(node.input[1], DQ)
         if dequantizer is None:
             continue
         int8_name = dequantizer.input[0]
-        if int8_name not in constants:  # restored already, for another node
+        if int8_name not in initializer_by_name:  # restored already, for another node
             continue
-        float_name = _find_float_weight(int8_name, float_constants)
-        if not float_name:
-            continue
-        if not _gives_stored_integers(dequantizer, constants, float_constants[float_name]):
+        float_name = _find_float_weight(int8_name, float_initializers)
+        if not float_name or not _gives_stored_integers(
+            dequantizer, initializer_by_name, float_initializers[float_name]
+        ):
             continue
 
+        # from here on a QuantizeLinear of the float weight makes the integers
         inputs = [float_name, *dequantizer.input[1:]]
-        quantizers.append(
+        quantize_nodes.append(
             make_node(Q, inputs, int8_name, f"{int8_name}/Q", **attributes(dequantizer))
         )
-        graph.initializer.remove(constants.pop(int8_name))
-        if float_name not in constants:
-            graph.initializer.append(float_constants[float_name])
-            constants[float_name] = float_constants[float_name]
-    replace_nodes(graph, [*quantizers, *graph.node])
+        graph.initializer.remove(initializer_by_name.pop(int8_name))
+        if float_name not in initializer_by_name:
+            graph.initializer.append(float_initializers[float_name])
+            initializer_by_name[float_name] = float_initializers[float_name]
+    replace_nodes(graph, [*quantize_nodes, *graph.node])
 
 
 def _find_float_weight(int8_name: str, float_constants: Collection[str]) -> str:
@@ -340,16 +343,16 @@ class _PairRemover:
     Attributes:
         scales: activation tensor -> scale of its pair.
         weights: weights that were stored as integers.
-        float_tensors: output of a DQ -> the float tensor in its place.
-        original_names: output of a node -> its name before quantization.
+        float_name_by_dequantized: output of a DQ -> the float tensor in its place.
+        original_name_by_tensor: output of a node -> its name before quantization.
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self.model, self.graph, self.index = model, model.graph, Graph(model)
         self.scales: dict[str, np.float32] = {}
         self.weights: list[str] = []
-        self.float_tensors: dict[str, str] = {}
-        self.original_names: dict[str, str] = {}
+        self.float_name_by_dequantized: dict[str, str] = {}
+        self.original_name_by_tensor: dict[str, str] = {}
 
     def remove_pairs(self) -> PlainModel:
         """Return the float model and its scales; the model is edited in place."""
@@ -357,16 +360,17 @@ class _PairRemover:
         for node in self.index.nodes:
             if node.op_type == DQ:
                 self._read_dequantizer(node)
-        if not self.float_tensors:
+        if not self.float_name_by_dequantized:
             raise ExportError(
                 "a Q/DQ model holds QuantizeLinear and DequantizeLinear nodes, got none; this model"
                 " is plain already"
             )
         self._refuse_unread_quantizers()
 
+        # readers of a pair read its float tensor; then each tensor gets its own name back
         float_nodes = [node for node in self.index.nodes if node.op_type not in (Q, DQ)]
-        rename_reads(float_nodes, self.float_tensors)
-        rename_tensors(float_nodes, self.original_names)
+        rename_reads(float_nodes, self.float_name_by_dequantized)
+        rename_tensors(float_nodes, self.original_name_by_tensor)
 
         # scales and zero points may be Constant nodes, which nothing reads any more
         read_tensors = self.index.outputs.union(all_reads(float_nodes))
@@ -405,7 +409,7 @@ class _PairRemover:
         int8_name, output = node.input[0], node.output[0]
         producer = self.index.producer.get(int8_name)
         if int8_name in self.index.constants:
-            self.float_tensors[output] = self._add_weight(node)
+            self.float_name_by_dequantized[output] = self._add_weight(node)
             self.weights.append(int8_name)
         elif producer is None or producer.op_type != Q:
             name = producer.op_type if producer is not None else "an input of the model"
@@ -413,7 +417,7 @@ class _PairRemover:
                 f"each DequantizeLinear follows its QuantizeLinear, got {name} before {output!r}"
             )
         elif producer.input[0] in self.index.constants:  # a float weight
-            self.float_tensors[output] = producer.input[0]
+            self.float_name_by_dequantized[output] = producer.input[0]
         else:
             self._read_activation(producer, node)
 
@@ -438,21 +442,24 @@ class _PairRemover:
         return name
 
     def _read_activation(self, quantizer: onnx.NodeProto, dequantizer: onnx.NodeProto) -> None:
-        """Record the scale of an activation's pair, and the tensor that stands in its place.
+        """Record the scale of an activation's pair, and the name of the float tensor without it.
 
-        That is the pair's input. If calib8 moved its name `t` to the output of the pair, so that it
-        is `t/float` itself, or if the output is one of the model, it is renamed to that output.
+        A pair rounds one tensor, its input, for the readers of its output. Without the pair they
+        read the input. It keeps its name, but for two cases in which it takes the output's: the
+        output is one of the model, or calib8 made the pair, and gave the name `t` of the float
+        tensor to the output and `t/float` to the input.
         """
         output = dequantizer.output[0]
-        pair_input = self.float_tensors.get(quantizer.input[0], quantizer.input[0])
+        # the input of a second pair in a row is the output of the first, which is removed too
+        pair_input = self.float_name_by_dequantized.get(quantizer.input[0], quantizer.input[0])
         scale = self._scale(quantizer, pair_input)
         if self._scale(dequantizer, pair_input) != scale:
             raise ExportError(f"the two scales of the pair on {pair_input!r} must be equal")
         float_name = pair_input
         if output in self.index.outputs or pair_input == f"{output}/float":
             float_name = output
-            self.original_names[pair_input] = output
-        self.float_tensors[output] = float_name
+            self.original_name_by_tensor[pair_input] = output
+        self.float_name_by_dequantized[output] = float_name
         if self.scales.setdefault(float_name, scale) != scale:
             raise ExportError(
                 f"a cache has one scale a tensor, got {self.scales[float_name]} and {scale} for"

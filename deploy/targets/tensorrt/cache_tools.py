@@ -151,7 +151,7 @@ class CacheFinding:
 
 
 _MAX_EQUAL_SCALES = 3  # entries that may all be equal: an input, and a pool and a reshape of it
-_FLAWS = {
+_CAUSE_BY_FLAW = {  # what a flawed scale says of its tensor, and what to do
     "zero": "always zero while calibrating",
     "inf": "infinite while calibrating, such as the mask of an attention; TensorRT keeps it in"
     " float",
@@ -207,11 +207,12 @@ def _scale_findings(cache: CalibrationCache) -> Iterator[CacheFinding]:
     for name, flaw in cache.flaws().items():
         names_by_flaw.setdefault(flaw, []).append(name)
     for flaw, names in names_by_flaw.items():
-        text = f"{len(names)} {flaw} scales ({', '.join(names[:3])}): {_FLAWS[flaw]}"
+        text = f"{len(names)} {flaw} scales ({', '.join(names[:3])}): {_CAUSE_BY_FLAW[flaw]}"
         yield CacheFinding(text, harmful=flaw in ("NaN", "negative"))
 
     entry_count = len(cache.entries)
-    if entry_count > _MAX_EQUAL_SCALES and len({entry.bits for entry in cache.entries}) == 1:
+    distinct_scales = {entry.bits for entry in cache.entries}  # float32 as integers: also for NaN
+    if entry_count > _MAX_EQUAL_SCALES and len(distinct_scales) == 1:
         text = (
             f"all {entry_count} scales are {cache.entries[0].scale:.6g}, which no calibration"
             " gives; was the file overwritten?"
@@ -231,11 +232,17 @@ def _has_conflict(cache: CalibrationCache) -> bool:
 def _header_findings(
     cache: CalibrationCache, path: Path | None, version: str | None, algorithm: str | None
 ) -> Iterator[CacheFinding]:
-    """Yield a finding for each part of the first line by which TensorRT ignores the cache.
+    """Yield a finding for each part of a cache's first line for which TensorRT will ignore it.
 
-    `version` and `algorithm`: of the TensorRT and calibrator that will read it; None to accept any.
+    TensorRT ignores the cache of another version, or of another calibrator's algorithm.
+
+    Args:
+        cache: the cache.
+        path: its file, for the command that relabels it; None if it is unknown.
+        version: "X.Y.Z" of the TensorRT that will read it; None to accept any.
+        algorithm: of the calibrator that will read it; None to accept any.
     """
-    header = cache.header
+    header = cache.header  # its label is the version as a number; None in the legacy form
     remedy = _relabel_command(path, version or header.version or "X.Y.Z", algorithm)
     if version is not None and header.label not in (None, trt_cache.version_label(version)):
         text = (
@@ -272,11 +279,13 @@ def _match_findings(match: CacheMatch) -> list[CacheFinding]:
     )
     findings = [CacheFinding(text, harmful=False)]
     foreign = _foreign_entries(match)
-    # in a cache of this model, the node of a tensor without a scale is meant to stay in float
+    # a tensor without a scale stays in float: in the model's own cache that was meant, in another
+    # model's cache it was not
     is_other_model = bool(foreign) or not match.covered_tensor_count
     for tensor in match.tensors:
         if not tensor.has_scale:
-            findings.append(CacheFinding(f"{tensor.tensor}: {tensor.reason}", is_other_model))
+            text = f"{tensor.tensor}: {tensor.reason}"
+            findings.append(CacheFinding(text, harmful=is_other_model))
     if foreign:
         names = ", ".join(entry.name for entry in foreign[:3])
         text = (
@@ -333,6 +342,7 @@ def cache_to_qdq(
         placement=TENSORRT_BY_GRID[precision],
     )
     _check_fit(match)
+    # nodes that ONNX Runtime does not know are cut off when a model is loaded, and put back here
     if rest == FP32:
         qdq_model = to_qdq(
             loaded.model, match.plan, match.scales, own_concat_scales=own_concat_scales
@@ -340,11 +350,11 @@ def cache_to_qdq(
         return loaded.with_cut_off(qdq_model), match
 
     # a cache has no observed values: the largest |x| within each scale stands for them
-    scales = cache.scales()
-    largest_values = {}
+    scale_by_entry = cache.scales()
+    largest_values = {}  # by tensor
     for entry in match.entries:
         if entry.tensor is not None:
-            largest_values[entry.tensor] = INT8_GRID.qmax * float(scales[entry.name])
+            largest_values[entry.tensor] = INT8_GRID.qmax * float(scale_by_entry[entry.name])
     typed_model, _ = to_typed(
         loaded.model,
         match.plan,
@@ -479,7 +489,7 @@ def write_cache_note(
 ) -> Path | None:
     """Write the note beside a cache: its model and what the calibration depended on.
 
-    With it C++ reuses the cache, and binds the same nodes to float32.
+    With it calib8's C++ program on a device reuses the cache, and binds the same nodes to float32.
 
     Args:
         request: the build request.
@@ -489,9 +499,9 @@ def write_cache_note(
         float32_nodes: node that must run in float32 -> its output tensor.
 
     Returns:
-        Path of the note; None if the ranges came from a file whose origin is unknown.
+        Path of the note; None if the ranges came from a cache of the user's own.
     """
-    if request.ranges.trusted is not None:
+    if request.ranges.trusted is not None:  # the user trusts a cache whose origin is unknown
         return None
     file_digest = sha256(model.SerializeToString(deterministic=True))
     fingerprint = replace(

@@ -190,13 +190,14 @@ def calibrate_on_gpu(
     shapes, batch_size = _calibration_batch(request, settings)
     fingerprint = _gpu_fingerprint(options, request, source, version, batch_size)
     stored_cache = load_gpu_cache(request.earlier_file(cache_name), fingerprint)
-    if stored_cache is not None:
+    if stored_cache is not None:  # it becomes a file of this build too
         store_gpu_cache(request.folder / cache_name, stored_cache, fingerprint)
         return stored_cache
 
     def store_now(cache: bytes) -> None:  # at once, so that a build which fails later can reuse it
         store_gpu_cache(request.folder / cache_name, cache, fingerprint)
 
+    # some samples may be repeated ones, which only fill the model's fixed batch (`filled`)
     sample_count = count_in_full_batches(
         len(request.feed), batch_size, filled=request.subject.filled
     )
@@ -215,9 +216,10 @@ def calibrate_on_gpu(
 def _gpu_fingerprint(
     options: TensorrtOptions, request: BuildRequest, source: Path, version: str, batch: int
 ) -> Fingerprint:
-    """Return what a calibration by TensorRT depends on.
+    """Return what a calibration by TensorRT depends on: its cache is valid while that is equal.
 
-    It names the ONNX file that TensorRT reads, so that on a device model and cache are enough.
+    The digest of the ONNX file that TensorRT reads is part of it, so that the C++ program on a
+    device can check, without the original model, that a model and a cache belong together.
     """
     model, stamp = read_model_and_stamp(source)
     digests = {"graph": model_digest(model), "file": stamp.file}
@@ -232,7 +234,7 @@ def _gpu_fingerprint(
         program=TENSORRT,
         rule=f"whole batches of {batch}",
         method=ALGORITHMS[str(options.calibrator)],
-        numbers={},
+        numbers={},  # of calib8's own observation, which did not run
         versions=versions,
     )
 
@@ -254,7 +256,7 @@ def _calibration_batch(
     shapes: dict[str, Shape] = {name: array.shape for name, array in sample.items()}
     for name, profile in settings.profiles.items():
         shapes[name] = profile.opt_shape
-    # rows of a batch over those of one sample; an input without a batch has as many, and gives 1
+    # how many times the rows of one sample each input has; an input without a batch has them once
     sample_counts = [1]
     for name, array in sample.items():
         if array.ndim:  # a single number has no rows
@@ -288,17 +290,17 @@ def lower_for_tensorrt(model: onnx.ModelProto, version: str) -> tuple[onnx.Model
 
 def typed_version(version: str, rest: str, features: Iterable[str]) -> str:
     """Return the first TensorRT version, from `version` on, with `rest` networks and `features`."""
-    first = ParserRequirements(OPSETS.get(rest, 0)).first_reading(*features)
+    first = ParserRequirements(OPSETS.get(rest, 0)).first_version(*features)
     return version if first is None else max(version, first, key=version_label)
 
 
 def lower_models(
     options: TensorrtOptions, models: Mapping[str, onnx.ModelProto], version: str
 ) -> tuple[dict[str, onnx.ModelProto], tuple[str, ...]]:
-    """Write each model in the opset and operators that every TensorRT which reads it knows.
+    """Return each model in an opset and operators that any TensorRT knows which is to read it.
 
-    The oldest of these is the TensorRT that the files are for, or an older one on this machine; for
-    a typed model the first later one that has networks of this type.
+    So the oldest of those decides: the TensorRT that the files are for, or an older one on this
+    machine. A typed model is only read by versions that have networks of its type.
 
     Args:
         options: options of the target.
@@ -308,7 +310,7 @@ def lower_models(
     Returns:
         Role -> lowered model, and notes on what changed.
     """
-    installed_version = sdk.cache_reader()
+    installed_version = sdk.cache_reading_version()
     oldest_version = version
     if installed_version is not None:
         oldest_version = min(version, installed_version, key=version_label)
@@ -316,7 +318,7 @@ def lower_models(
     notes: list[str] = []
     for role, model in models.items():
         reading_version = oldest_version
-        if role == TYPED or options.precision == FP8:
+        if role == TYPED or options.precision == FP8:  # from the oldest on, the first that can
             reading_version = typed_version(oldest_version, options.rest, options.features)
         lowered[role], note = lower_for_tensorrt(model, reading_version)
         if note and note not in notes:
@@ -358,14 +360,14 @@ def build_quantized_engine(
     else:
         source = files[QDQ]
 
-    is_typed = uses_typed_model or options.precision == FP8
-    settings = replace(builder_settings(options, request), typed=is_typed, dla=options.dla)
-    if uses_cache:  # a Q/DQ model has no pair at a float node, so that it needs no binding
-        settings = replace(settings, float_layers=float_layers(request))
-    chooses_types = installed.calibrators and not is_typed  # TensorRT 11 never does
-    if chooses_types:
-        settings = replace(settings, wide_layers=float32_nodes)
-
+    settings = _quantized_settings(
+        options,
+        request,
+        installed,
+        float32_nodes,
+        uses_cache=uses_cache,
+        is_typed=uses_typed_model or options.precision == FP8,
+    )
     cache_bytes = trt_cache.dump(trt_cache.relabel(cache, version=installed.release))
     key = builder.engine_key(
         installed,
@@ -387,12 +389,34 @@ def build_quantized_engine(
         return manifest.write_with_note(path, reused_plan, key), (note, *notes)
 
     cuda = open_gpu(options.device)
-    if options.calibrator is not None:
+    if options.calibrator is not None:  # TensorRT's own cache in place of calib8's
         cache_bytes = calibrate_on_gpu(options, request, source, settings, installed.version, cuda)
     callbacks = calibrator_from_cache(options, cache_bytes) if uses_cache else None
     engine = builder.build_engine(source, settings, calibrator=callbacks, cuda=cuda)
     notes = (*notes, *engine.notes, *_log_notes(engine.log, request.model))
     return manifest.write_with_note(path, engine.plan, key), notes
+
+
+def _quantized_settings(
+    options: TensorrtOptions,
+    request: BuildRequest,
+    installed: Sdk,
+    float32_nodes: Mapping[str, str],
+    *,
+    uses_cache: bool,
+    is_typed: bool,
+) -> BuilderSettings:
+    """Return the builder settings of the quantized engine: `builder_settings` and its float nodes.
+
+    `is_typed`: whether each node has the type that the model gives it.
+    """
+    settings = replace(builder_settings(options, request), typed=is_typed, dla=options.dla)
+    if uses_cache:  # a Q/DQ model has no pair at a float node, so that it needs no binding
+        settings = replace(settings, float_layers=float_layers(request))
+    chooses_types = installed.calibrators and not is_typed  # TensorRT 11 never does
+    if chooses_types:
+        settings = replace(settings, wide_layers=float32_nodes)
+    return settings
 
 
 def _check_versions(options: TensorrtOptions, installed: Sdk, request: BuildRequest) -> None:
@@ -453,23 +477,23 @@ def build_float_engines(
     """
     if options.baselines == NO_BASELINES:
         return Baselines()
-    float_model = request.unrepaired_model
-    if float_model is None:  # no speed is measured
-        if options.baselines == ALL_BASELINES:  # the default: nobody asked for them
+    float_model = request.unrepaired_model  # None where no speed is measured
+    if float_model is None:
+        if options.baselines == ALL_BASELINES:  # the option's default: no one asked for them
             return Baselines()
         note = f"no {options.baselines} engine was built to compare with: no speed is measured"
         return Baselines(notes=(note,))
 
     installed = sdk.find_sdk(options.device)
-    written: dict[str, Path] = {}  # role -> file
+    written: dict[str, Path] = {}  # role -> file that is written for these engines
     if FLOAT in files and float_model is request.model:
         float_file = files[FLOAT]
-    else:  # repairs changed the model, or only Q/DQ models were written
+    else:  # a repair changed the weights of the model there, or only Q/DQ models were written
         float_file = _write_float_model(options, request, float_model, version)
         written[PLAIN] = float_file
 
     uses_typed_model = _uses_typed_model(options, installed, files, request)
-    has_type_flags = installed.calibrators and not uses_typed_model
+    has_fp16_flag = installed.calibrators and not uses_typed_model
     cuda = open_gpu(options.device)
     base_settings = builder_settings(options, request)
     engines: dict[str, Path] = {}  # label -> engine
@@ -480,7 +504,7 @@ def build_float_engines(
         settings = replace(base_settings, int8=False, fp16=precision == FP16, bf16=False)
         source = float_file
         try:
-            if precision == FP16 and not has_type_flags:  # the model itself must be float16
+            if precision == FP16 and not has_fp16_flag:  # the model itself must be float16
                 source = _write_float16_model(request, float_model, ranges)
                 settings = replace(settings, typed=True)
                 written[FLOAT_TYPED] = source
@@ -595,7 +619,8 @@ def _reasons_of_lost_int8(tensors: Iterable[str], model: onnx.ModelProto) -> dic
             continue
         node = graph.producer.get(tensor)
         if node is None or node.name not in int8_nodes or tensor in graph.outputs:
-            continue
-        if graph.tail(node) == tensor:  # else a fused Relu or Clip makes what the layer writes
+            continue  # no int8 layer makes it, or it stays float as an output of the model
+        # of the tensors inside a fused layer, only the last one is written
+        if graph.tail(node) == tensor:
             reasons[tensor] = f"{node.op_type} {node.name} cannot write int8"
     return reasons

@@ -164,8 +164,9 @@ class _TypeConverter:
     def convert(self) -> list[onnx.NodeProto]:
         """Return the converted nodes: the graph's own, edited in place, and the Casts they need.
 
-        The scale of a QuantizeLinear has the type of its input, and that of a DequantizeLinear the
-        type of its output.
+        A node computes in the narrow type (float16 or bfloat16) where it can, else in float32. Its
+        inputs of the other type get a Cast. A Q/DQ pair needs none: the scale of a QuantizeLinear
+        has the type of its input, and that of a DequantizeLinear the type that its readers need.
 
         Raises:
             ExportError: the type of a tensor is unknown.
@@ -180,22 +181,23 @@ class _TypeConverter:
             )
         for node in self.index.nodes:
             if node.op_type == "QuantizeLinear":
-                self._set_scale_type(node, self.type_by_tensor[node.input[0]])
+                self._append_with_scale(node, self.type_by_tensor[node.input[0]])
             elif node.op_type == "DequantizeLinear":
                 output = node.output[0]
                 output_type = self.narrow_type if self._has_narrow_reader(output) else _FLOAT
-                self._set_scale_type(node, output_type)
+                self._append_with_scale(node, output_type)
                 self.type_by_tensor[output] = output_type
             else:
-                self._add_float_node(node)
+                self._append_with_casts(node)
         return self.nodes
 
-    def _set_scale_type(self, node: onnx.NodeProto, scale_type: int) -> None:
+    def _append_with_scale(self, node: onnx.NodeProto, scale_type: int) -> None:
+        """Append a QuantizeLinear or DequantizeLinear to `nodes`, with its scale in this type."""
         node.input[1] = self._as_type(node.input[1], scale_type)
         self.nodes.append(node)
 
-    def _add_float_node(self, node: onnx.NodeProto) -> None:
-        """Add a node with its float inputs in the type in which it computes."""
+    def _append_with_casts(self, node: onnx.NodeProto) -> None:
+        """Append a node to `nodes`, with its float inputs in the type in which it computes."""
         stays_float32 = self._stays_float32(node)
         compute_type = _FLOAT if stays_float32 else self.narrow_type
         for index in _typed_inputs(node):

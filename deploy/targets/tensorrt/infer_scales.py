@@ -65,7 +65,7 @@ Range = tuple[float, int]  # (largest |x|, level: how certain it is)
 _QMAX = 127
 _COPIES = MOVES | {"Identity", "Dropout", "Expand", "Tile", "DepthToSpace", "SpaceToDepth"}
 _MAXIMA = frozenset({"MaxPool", "GlobalMaxPool"})
-# Operators that keep a part of their input, or clip it.
+# Operators that pass a part of their input on, or clip it.
 _CUTS = frozenset({"Relu", "Clip", "Slice", "Split", "Gather", "Resize nearest", "Pad"})
 # Operators whose output is within the range of their input.
 _SHRINKING = _CUTS | {
@@ -100,7 +100,7 @@ class TensorRanges:
         range_by_tensor: tensor -> its range.
         constants: constant -> its largest |x|.
         saturated: tensor -> the |x| beyond which all of its readers saturate.
-        gates: tensor that only a Hard-Swish or SiLU reads -> that gate.
+        gate_by_tensor: tensor that only a Hard-Swish or SiLU reads -> that gate.
         read_tensors: tensors that a node reads, and model outputs.
     """
 
@@ -122,7 +122,7 @@ class TensorRanges:
                 self.saturated[name] = max(abs(low), abs(high))
         self.read_tensors = frozenset(self.graph.readers) | self.graph.outputs
         # tensor that only a Hard-Swish or SiLU reads -> that activation
-        self.gates = {**_find_hard_swish(self.graph), **_find_silu(self.graph)}
+        self.gate_by_tensor = {**_find_hard_swish(self.graph), **_find_silu(self.graph)}
 
     def range_of(self, name: str) -> Range | None:
         """Return the range of a tensor or constant, or None."""
@@ -144,8 +144,8 @@ def range_from_inputs(tensor_ranges: TensorRanges, name: str) -> Range | None:
         infinite if an input has no range yet.
     """
     node = tensor_ranges.graph.producer[name]
-    operator = _operator(node)
-    if operator in _UNIT_RANGE:
+    operator = _operator_with_mode(node)
+    if operator in _UNIT_RANGE:  # results of -1 to 1, whatever the input
         return 1.0, BOUND
     operands = list(node.input[:1])  # other inputs are shapes, limits or weights
     if operator in _SEVERAL_OPERANDS:
@@ -153,7 +153,7 @@ def range_from_inputs(tensor_ranges: TensorRanges, name: str) -> Range | None:
     ranges = [tensor_ranges.range_of(operand) for operand in operands]
     known_ranges = [operand_range for operand_range in ranges if operand_range is not None]
     if not known_ranges or len(known_ranges) < len(ranges):
-        return _clip_limit(tensor_ranges, node), BOUND
+        return _clip_limit(tensor_ranges, node), BOUND  # infinite, but for a Clip
 
     amaxes = [amax for amax, _ in known_ranges]
     level = max(level for _, level in known_ranges)  # a result is as uncertain as its inputs
@@ -193,13 +193,13 @@ def range_from_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
 def _range_for_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
     """Return the largest range that any reader of a tensor needs; None if none is known.
 
-    It is (largest |x|, level), where the level says how certain that is, from EQUAL to BOUND to
-    GUESS, the highest number. A reader needs no more of a tensor than its own range holds: a Clip
-    no more than its limits.
+    It is (largest |x|, level). The level says how certain that is: EQUAL (it is just that), BOUND
+    (it is no more) or GUESS, in ascending order. A reader needs no more of a tensor than its own
+    range holds: a Clip no more than its limits.
     """
     # its only reader is a Hard-Swish or SiLU, which the graph spells in several nodes
-    if name in tensor_ranges.gates:
-        return _range_for_gate(tensor_ranges, tensor_ranges.gates[name])
+    if name in tensor_ranges.gate_by_tensor:
+        return _range_for_gate(tensor_ranges, tensor_ranges.gate_by_tensor[name])
     readers = tensor_ranges.graph.readers.get(name, [])
     ranges = [_range_for_reader(tensor_ranges, name, node) for node in readers]
     needed_ranges = [reader_range for reader_range in ranges if reader_range is not None]
@@ -237,7 +237,7 @@ def _range_for_reader(tensor_ranges: TensorRanges, name: str, node: onnx.NodePro
         name: the tensor.
         node: the reader.
     """
-    operator = _operator(node)
+    operator = _operator_with_mode(node)
     output_ranges = []
     for output in node.output:
         if output in tensor_ranges.range_by_tensor:
@@ -247,7 +247,7 @@ def _range_for_reader(tensor_ranges: TensorRanges, name: str, node: onnx.NodePro
     if not output_ranges:
         return None
 
-    amax, level = max(output_ranges)  # several outputs of a Split
+    amax, level = max(output_ranges)  # that of the largest |x|; only a Split has several
     if operator == "Concat":
         return amax, max(level, BOUND)
     if operator in ("Add", "Sub", "Mul", "Div") and len(node.input) == 2:
@@ -256,10 +256,12 @@ def _range_for_reader(tensor_ranges: TensorRanges, name: str, node: onnx.NodePro
         return None
     if operator in _COPIES | _MAXIMA or (operator in _CUTS and _shrinks(tensor_ranges, node)):
         return amax, level
-    return (amax, GUESS) if operator in _MEANS else None
+    if operator in _MEANS:  # the input may hold larger values, which are then clipped
+        return amax, GUESS
+    return None
 
 
-def _operator(node: onnx.NodeProto) -> str:
+def _operator_with_mode(node: onnx.NodeProto) -> str:
     """Return the operator, Resize with its mode; one of a custom domain matches no rule."""
     if node.domain not in ("", "ai.onnx"):
         return f"{node.domain}.{node.op_type}"

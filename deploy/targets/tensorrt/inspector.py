@@ -80,7 +80,7 @@ def parse_layers(text: str) -> tuple[EngineLayer, ...]:
     for values in layers if isinstance(layers, list) else ():
         with suppress(ValueError):  # a name only, or a form of another version
             detailed_layers.append(msgspec.convert(values, _InspectedLayer))
-    return tuple(_layer(layer) for layer in detailed_layers if layer.kind not in _IDLE)
+    return tuple(_describe_layer(layer) for layer in detailed_layers if layer.kind not in _IDLE)
 
 
 class _InspectedLayer(msgspec.Struct):
@@ -91,11 +91,12 @@ class _InspectedLayer(msgspec.Struct):
     outputs: list[dict[str, Any]] | None = msgspec.field(name="Outputs", default=None)
 
 
-def _layer(layer: _InspectedLayer) -> EngineLayer:
+def _describe_layer(layer: _InspectedLayer) -> EngineLayer:
     """Return a layer with its ONNX nodes and its precision.
 
     A block that Myelin or DLA compiled, "{ForeignNode[first...last]}", has no precision: its inputs
-    say nothing of the types inside. If it does not list its nodes, only its end nodes are known.
+    say nothing of the types inside. Its nodes are known if its metadata lists them, or if it is of
+    one node; else only its first and last one are.
     """
     name, kind = layer.name, layer.kind
     metadata = layer.metadata or ""
@@ -110,7 +111,8 @@ def _layer(layer: _InspectedLayer) -> EngineLayer:
         )
     block_name = block_match[1]
     first_node, dots, last_node = block_name.partition("...")
-    if not dots or _NODE.search(metadata):  # all of its nodes are listed
+    lists_nodes = _NODE.search(metadata) is not None
+    if lists_nodes or not dots:
         return EngineLayer(name=name, kind=kind, nodes=_nodes(block_name, metadata), block=kind)
     end_nodes = _nodes(first_node, "")[0], _nodes(last_node, "")[-1]
     return EngineLayer(name=name, kind=kind, block=kind, end_nodes=end_nodes)

@@ -89,7 +89,7 @@ def find_sdk(device: int = 0) -> Sdk:
     )
 
 
-def cache_reader() -> str | None:
+def cache_reading_version() -> str | None:
     """Return the version X.Y.Z of the installed TensorRT if it reads calibration caches."""
     try:
         installed = find_sdk()
@@ -151,7 +151,8 @@ def load_plugins(libraries: Iterable[Path]) -> None:
     """Register TensorRT's plugins and those of each library, as trtexec does.
 
     Raises:
-        ConfigError: a library cannot be loaded, or `refuse_foreign_code`.
+        ConfigError: a library cannot be loaded, or is named by a configuration file that another
+            user can write.
     """
     import tensorrt as trt
 
@@ -171,7 +172,8 @@ def plugin_digests(libraries: Iterable[Path]) -> dict[str, str]:
     """Return file name -> sha256 of each plugin library, which trtexec and TensorRT then load.
 
     Raises:
-        ConfigError: a library cannot be read, or `refuse_foreign_code`.
+        ConfigError: a library cannot be read, or is named by a configuration file that another user
+            can write.
     """
     digests = {}
     for path in libraries:

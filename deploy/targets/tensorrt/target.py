@@ -229,9 +229,9 @@ class TensorRT(TensorrtOptions):
 
     def cache_version(self) -> str | None:
         """Return the installed TensorRT's version if it reads caches."""
-        from deploy.targets.tensorrt.sdk import cache_reader
+        from deploy.targets.tensorrt.sdk import cache_reading_version
 
-        return cache_reader()
+        return cache_reading_version()
 
     def cache_text(self, subject: CalibrationSubject, ranges: Ranges) -> CacheText:
         """Return the cache that TensorRT itself would write for the file, with notes."""
@@ -258,14 +258,16 @@ class TensorRT(TensorrtOptions):
         version = self.version or cache_contents.reading_version(request.subject)
         choices, placement = request.choices, self.placement
         self._check_methods(*choices.methods.values(), *filter(None, [choices.method]))
-        fp8_grid = placement.grid if self.precision == FP8 else None  # None: symmetric int8
+        # grid of the symmetric ranges; None for int8
+        fp8_grid = placement.grid if self.precision == FP8 else None
         ranges = request.ranges_of(self, symmetric=fp8_grid)
         cache = cache_contents.cache_of(request.model, ranges, version)
         match = match_cache(
             cache, request.model, float_nodes=request.float_nodes, placement=placement
         )
-        # TensorRT cannot quantize a tensor that is always 0: without an entry its node stays float
-        entries = tuple(entry for entry in cache.entries if entry.bits)
+        # a tensor that is always 0 has the scale 0 there, with which TensorRT cannot quantize:
+        # without an entry its node stays float
+        entries = tuple(entry for entry in cache.entries if entry.scale != 0)
         return _CalibratedModel(replace(cache, entries=entries), match, ranges, version)
 
     def _check_methods(self, *methods: Method) -> None:
@@ -291,16 +293,18 @@ class TensorRT(TensorrtOptions):
         complete_models = {
             role: request.with_plugin_nodes(model) for role, model in model_set.models.items()
         }
-        models, lowering_notes = engines.lower_models(self, complete_models, version)
-        files = self._write_models(request, calibrated, models, float32_nodes)
+        written_models, lowering_notes = engines.lower_models(self, complete_models, version)
+        files = self._write_models(request, calibrated, written_models, float32_nodes)
         evaluated_role = self._evaluated_role(model_set.models, version)
-        if request.plugin_decisions:  # the part without them is evaluated
+        if request.plugin_decisions:  # on the CPU only the part without plugins can be evaluated
             runnable_part = model_set.models[evaluated_role]
             files[PART] = engines.write_file(request, ".part.onnx", runnable_part)
             evaluated_role = PART
         evaluated_file = files[evaluated_role]
 
-        commands = trtexec.trtexec_commands(self, request, files, models, version, float32_nodes)
+        commands = trtexec.trtexec_commands(
+            self, request, files, written_models, version, float32_nodes
+        )
         shipped = _write_script(request, files, commands, version)
         built = self._build_engines(request, calibrated, files, float32_nodes, commands)
         if built.engine is not None:
@@ -311,6 +315,7 @@ class TensorRT(TensorrtOptions):
         return BuildResult(
             target=self.name,
             engine=built.engine,
+            # where TensorRT fails the target has failed, and nothing is evaluated in its place
             runnable=None if built.failure else evaluated_file,
             shipped=shipped,
             baselines=built.baselines.engines,
@@ -462,9 +467,14 @@ class TensorRT(TensorrtOptions):
     ) -> tuple[onnx.ModelProto | None, tuple[str, ...]]:
         """Return the typed model, a Q/DQ model whose float part is float16 or bfloat16, and notes.
 
-        It is None if that part stays float32 (`rest`), or if the model cannot be converted; then a
-        note says why. The user's own Q/DQ model, `qdq_model`, is converted itself; any other is
-        quantized anew, with scales rounded to values of the narrow type.
+        It is None if the user wants that part in float32 (`rest`), or if the model cannot be
+        converted; then a note says why.
+
+        Args:
+            request: the build request.
+            calibrated: the scales of the pairs.
+            qdq_model: the Q/DQ model. If it is the user's own, it is converted itself; else the
+                float model is quantized again, with scales rounded to values of the narrow type.
         """
         from deploy.targets.tensorrt import trained_pairs
         from deploy.targets.tensorrt.cache_qdq import to_typed
@@ -475,11 +485,11 @@ class TensorRT(TensorrtOptions):
         largest_values = calibrated.largest_magnitudes()
         try:
             if trained is not None and trained_pairs.has_tensorrt_pairs(trained):  # the user's own
-                model, float32_reasons = trained_pairs.narrow_trained_model(
+                model, reason_by_float32_node = trained_pairs.narrow_trained_model(
                     qdq_model, self.rest, largest_values
                 )
             else:
-                model, float32_reasons = to_typed(
+                model, reason_by_float32_node = to_typed(
                     request.model,
                     calibrated.match.plan,
                     calibrated.match.scales,
@@ -487,10 +497,11 @@ class TensorRT(TensorrtOptions):
                     largest_values=largest_values,
                     trained_scales={} if trained is None else trained.weight_scales,
                 )
-            request.with_plugin_nodes(model)  # raises if plugin nodes would change meaning
+            # only for its check: the plugin nodes may mean something else in this opset
+            request.with_plugin_nodes(model)
         except ExportError as error:
             return None, (f"no typed model was written: {error}",)
-        notes = _float32_notes(float32_reasons)
+        notes = _float32_notes(reason_by_float32_node)
         if trained is not None:
             notes.insert(0, trained_pairs.ROUNDED_SCALES_NOTE)
         return model, tuple(notes)
@@ -514,10 +525,13 @@ class TensorRT(TensorrtOptions):
 def _write_script(
     request: BuildRequest, files: dict[str, Path], commands: Sequence[TrtexecCommand], version: str
 ) -> tuple[Path, ...]:
-    """Write the script of the trtexec commands; return the files that TensorRT `version` needs.
+    """Write the script of the trtexec commands and add it to `files`, which are role -> path.
 
-    Those are to be shipped. The script is added to `files`, role -> path; its role tells the
-    script's argument for that TensorRT, if it needs one.
+    The script runs one of the commands, by the name that it gets as its argument. Its role names
+    that of TensorRT `version`, unless it is the command that runs without an argument.
+
+    Returns:
+        The files that TensorRT `version` needs, which are to be shipped.
     """
     from deploy.targets.tensorrt.trtexec import shipping_command, trtexec_script
 
@@ -528,7 +542,7 @@ def _write_script(
         # arguments that name a file, such as --onnx=m.onnx
         argument_values = {argument.rpartition("=")[2] for argument in command.arguments}
         shipped = [path for path in files.values() if path.name in argument_values]
-        if command != commands[0]:  # which the script runs without an argument
+        if command != commands[0]:
             role += f", with {command.name} as argument"
     path = request.folder / f"{request.name}_trtexec.sh"
     files[role] = write_script(path, trtexec_script(commands))

@@ -135,7 +135,7 @@ class ParserRequirements:
         missing = sorted(self.operators & unsupported_operators(version))
         return f"it does not read {', '.join(missing)}" if missing else ""
 
-    def first_reading(self, *features: str) -> str | None:
+    def first_version(self, *features: str) -> str | None:
         """Return the first version that reads the model and has these features, or None.
 
         `features`: boolean fields of `TensorrtFeatures`.
@@ -148,7 +148,7 @@ class ParserRequirements:
         return None
 
 
-_TYPED_ONLY = "11.0.0"  # first version whose trtexec has no precision flags
+_FIRST_TYPED_ONLY = "11.0.0"  # first version whose trtexec has no precision flags
 # feature that the typed model needs -> the machine that has it
 _MACHINES = {
     "fp8": "on a GPU of Ada, Hopper or later, ",
@@ -193,12 +193,13 @@ def trtexec_commands(
 ) -> tuple[TrtexecCommand, ...]:
     """Return the commands that build the engine on a GPU machine with these files.
 
-    For DLA the typed model runs on core 0, as does the float model with the cache up to 10.7.
+    There are up to three ways: from the float model and the cache, from the Q/DQ model, and from
+    the typed model. For DLA it is the cache up to TensorRT 10.7, and later the typed model.
 
     Args:
         options: options of the target.
         request: the build request.
-        files: role -> path.
+        files: role of a file, such as `QDQ` -> path.
         models: role -> the model in that file.
         version: TensorRT that the cache is for, "X.Y.Z".
         float32_nodes: nodes that must run in float32 if TensorRT chooses the types.
@@ -219,7 +220,7 @@ def trtexec_commands(
     commands += _typed_commands(files, requirements, version, options.features)
     common_flags = _common_flags(options, request)
     for index, command in enumerate(commands):
-        if command.arguments:  # else it only says why there is none
+        if command.arguments:  # a command without any says why no TensorRT can build the engine
             commands[index] = replace(command, arguments=(*command.arguments, *common_flags))
     return tuple(commands)
 
@@ -308,9 +309,10 @@ def _qdq_commands(
     float_type: str,
     float32_nodes: Collection[str],
 ) -> tuple[TrtexecCommand, ...]:
-    """Return the command that builds from the Q/DQ model; TensorRT chooses types of float layers.
+    """Return the command that builds from the Q/DQ model, for TensorRT up to 10; () without one.
 
-    There is none if no TensorRT before 11 reads the model, since 11 takes all types from the model.
+    TensorRT chooses the types of the float layers, as it does up to 10 only. There is no command if
+    TensorRT 11 is the first that reads the model.
 
     Args:
         files: role -> path.
@@ -318,14 +320,14 @@ def _qdq_commands(
         float_type: narrowest type of the float layers, "fp16", "bf16" or "fp32".
         float32_nodes: nodes that must run in float32.
     """
-    first_reading = requirements.first_reading()
-    if first_reading is None or version_label(first_reading) >= version_label(_TYPED_ONLY):
+    first_version = requirements.first_version()
+    if first_version is None or version_label(first_version) >= version_label(_FIRST_TYPED_ONLY):
         return ()
-    first_version = max(first_reading, _FIRST_WITH_TYPE[float_type], key=version_label)
+    first_version = max(first_version, _FIRST_WITH_TYPE[float_type], key=version_label)
     flags = [*_float_type_flags(float_type), *_precision_flags({}, float32_nodes)]
     if "QuantizeLinear" in requirements.operators:  # else --int8 makes trtexec invent ranges
         flags.insert(0, "--int8")
-    return (TrtexecCommand("qdq", _until_10(first_version), _command(files[QDQ], flags)),)
+    return (TrtexecCommand("qdq", _versions_until_10(first_version), _command(files[QDQ], flags)),)
 
 
 def _typed_commands(
@@ -336,8 +338,8 @@ def _typed_commands(
 ) -> tuple[TrtexecCommand, ...]:
     """Return the commands that build in the types of the model: one for TensorRT 10, one for 11.
 
-    TensorRT 10 has a flag for that, and 11 has no other networks. There is only the second one if
-    TensorRT 10 cannot read the model, and one without arguments if no TensorRT can.
+    TensorRT 10 has a flag for that (--stronglyTyped), and 11 builds no other way. If only TensorRT
+    11 can read the model, there is only its command; if none can, one without arguments says so.
 
     Args:
         files: role -> path.
@@ -347,25 +349,25 @@ def _typed_commands(
     """
     role = TYPED if TYPED in files else QDQ
     model = files[role]
-    first_version = requirements[role].first_reading(*features)
+    first_version = requirements[role].first_version(*features)
     if first_version is None:
         opset = requirements[role].opset
         reason = f"no TensorRT reads opset {opset} of {model.name}: export with an older one"
         return (TrtexecCommand("typed", reason),)
 
     machine = "".join(_MACHINES.get(feature, "") for feature in features)
-    needs_11 = version_label(first_version) >= version_label(_TYPED_ONLY)
+    needs_11 = version_label(first_version) >= version_label(_FIRST_TYPED_ONLY)  # 11.0.0
     condition_11 = f"{machine}with TensorRT 11"
-    if needs_11 and first_version != _TYPED_ONLY:  # a later 11
+    if needs_11 and first_version != _FIRST_TYPED_ONLY:  # a later 11
         condition_11 += f" from {first_version.removesuffix('.0')} on"
     flags_11 = [_ADJUST_FLAG] if "dla" in features else []
     command_11 = TrtexecCommand("11", condition_11, _command(model, flags_11))
     if needs_11:
         return (command_11,)
 
-    condition_10 = machine + _until_10(first_version)
+    condition_10 = machine + _versions_until_10(first_version)
     command_10 = TrtexecCommand("typed", condition_10, _command(model, ["--stronglyTyped"]))
-    if version_label(version) >= version_label(_TYPED_ONLY):
+    if version_label(version) >= version_label(_FIRST_TYPED_ONLY):
         return command_11, command_10
     return command_10, command_11
 
@@ -378,7 +380,7 @@ def _float_type_flags(float_type: str) -> list[str]:
     return [] if float_type == FP32 else [f"--{float_type}"]
 
 
-def _until_10(since: str) -> str:
+def _versions_until_10(since: str) -> str:
     """Describe the versions from `since` to 10, the last with precision flags."""
     major, minor, _ = since.split(".")
     if major != "10":
