@@ -184,12 +184,16 @@ def _sweep(
     if c_kernel is not None:
         products = np.ascontiguousarray(products, np.float64)
         fixed_bytes = np.ascontiguousarray(fixed).view(np.uint8)
-        for g, group_damping in enumerate(damping):
-            # in the order of calib8_round
-            arrays = (low[g], high[g], integers[g], slope[g], products[g])
-            addresses = [array.ctypes.data for array in arrays]
-            mask = fixed_bytes[g].ctypes.data
-            c_kernel.round_rows(rows, columns, sweeps, *addresses, float(group_damping), mask)
+        # in the order of calib8_round, the mask last
+        arrays = (low, high, integers, slope, products, fixed_bytes)
+        starts = [array.ctypes.data for array in arrays]
+        group_bytes = [array.strides[0] for array in arrays]
+        # addresses are computed: a depthwise layer has a group a channel, and views of each are slow
+        for g, group_damping in enumerate(damping.tolist()):
+            *addresses, mask = [
+                start + g * size for start, size in zip(starts, group_bytes, strict=True)
+            ]
+            c_kernel.round_rows(rows, columns, sweeps, *addresses, group_damping, mask)
         return
 
     for _ in range(sweeps):

@@ -1,14 +1,14 @@
-"""The range method that a search settles on, and what it tells the search of another target."""
+"""The range method that a search settles on, and what one target's search tells the next."""
 
 import numpy as np
 import pytest
 
 from calibrators.searches import COMPARABLE
-from deploy.method import Method
+from deploy.method import NO_CHOICES, Method
 from deploy.tuning.prices import Prices, Units
 from deploy.tuning.probe import Noise
 from deploy.tuning.search import Search, SharedFindings
-from deploy.tuning.search_options import EFFORTS
+from deploy.tuning.search_options import EFFORTS, Trial
 
 METHODS = [Method.of(name, parameters) for name, parameters in COMPARABLE]
 ASYMMETRIC = {"mse": 34.0, "lp 2.4": 35.0, "lp 3": 37.4, "minmax": 37.0, "percentile 99.99": 33.0}
@@ -57,3 +57,63 @@ def test_each_grid_has_its_best_method(changed_db, settled):
     second = run_search(ASYMMETRIC | changed_db, shared_methods, shared)
     assert second.settled_method == settled
     assert set(second.prober.tried) == {"lp 3", "minmax"}
+
+
+LAYERS = tuple(f"/c{index}" for index in range(64))
+
+
+class LayerProber:
+    """A prober of a grid on which some layers have a noise of 20 dB, the last ones nearly none."""
+
+    def __init__(self, noisy_layers):
+        self._noisy_layers = noisy_layers
+        self.trial_count = 0
+
+    def isolated_noises(self, trials, int8_nodes):
+        self.trial_count += len(trials)
+        return [self.noise(nodes) for nodes in int8_nodes]
+
+    def noise(self, int8_nodes):
+        power = 0.0
+        for name in int8_nodes:
+            quiet_power = 1e-6 if name in LAYERS[:32] else 1e-9
+            power += 1e-2 if name in self._noisy_layers else quiet_power
+        return Noise({"y": np.array([power])})
+
+
+def measure_layers(noisy_layers, method, shared):
+    """(the noisy layers that are found, number of trials) on a grid with these noisy layers."""
+    units = Units(members={name: (name,) for name in LAYERS}, borders=(), layers=LAYERS)
+    prober = LayerProber(noisy_layers)
+    search = Search(
+        prices=Prices(units=units, pairs=dict.fromkeys(LAYERS, (0.7, 1.0)), conversions={}),
+        prober=prober,
+        methods=[Method.of(method, {})],
+        effort=EFFORTS[1],
+        shared=shared,
+    )
+    int8_noise = prober.noise(LAYERS)
+    base = Trial(in_float=frozenset(), choices=NO_CHOICES, noise=int8_noise, time=0.7)
+    losses = search.layer_losses(base)
+    search.share_findings()
+    most_first = sorted(losses, key=losses.__getitem__, reverse=True)
+    return set(most_first[: len(noisy_layers)]), prober.trial_count
+
+
+FIRST_NOISY_LAYERS = {"/c3", "/c11", "/c19", "/c27"}
+
+
+def test_next_target_measures_few_layers_again():
+    shared = SharedFindings()
+    found, trial_count = measure_layers(FIRST_NOISY_LAYERS, "mse", shared)
+    assert found == FIRST_NOISY_LAYERS
+    found, next_trial_count = measure_layers(FIRST_NOISY_LAYERS, "minmax", shared)
+    assert found == FIRST_NOISY_LAYERS
+    assert next_trial_count <= trial_count / 2
+
+
+def test_next_target_finds_another_noisy_layer():
+    shared = SharedFindings()
+    measure_layers(FIRST_NOISY_LAYERS, "mse", shared)
+    found, _ = measure_layers({"/c40"}, "minmax", shared)
+    assert found == {"/c40"}

@@ -46,6 +46,7 @@ from deploy.tuning.sensitivity import (
 _NOISE_WEIGHTS = (0.0, *(2.0 ** (step / 2) for step in range(-12, 29)))
 _FIRST_STEP_SHARE = 6  # the first step along the predicted front is a sixth of it
 _ADDS_GAIN = 0.1  # loss that Adds in float must save, worth a quarter of the time
+_MAX_PRIOR_SCALE = 2.0  # of measured to predicted noise power: more comes of other layers
 _DROWNED_LOSS = 0.3  # about 10 dB: methods are compared where the noisiest layers are float
 _CLEARLY_DB = 0.5  # gain on held-back samples that a method which clips needs
 _SHARED_METHODS = 2  # of each kind: which of two nearly level methods is best differs by grid
@@ -267,28 +268,35 @@ class Search:
         """Return layer -> the loss that it adds in int8, with the range method of a trial.
 
         The noise of the layers alone (`sensitivity`) is measured once a method, then stored. What
-        another target's search measured with the same method says where to begin, and halves the
-        trials.
+        another target's search measured says where to begin, and halves the trials: the noisy
+        layers are much the same for all targets and methods. Where it does not explain the measured
+        noise of all layers together, all groups are measured.
         """
         method = self._method_label(base)
         if self.sensitivity is None or self.sensitivity.method != method:
-            max_trials = self.effort.isolated_trials
             prior = self.shared.sensitivity
-            if prior is not None and prior.method != method:
-                prior = None  # each method has its own noisy layers
-            if prior is not None:
-                max_trials //= 2
-            measured = measure_sensitivity(
-                [layer for layer in self.units.layers if layer not in self.refused],
-                partial(self._measure_isolated, base.choices),
-                first_groups=self.effort.first_groups,
-                max_trials=max_trials,
-                prior=prior,
-            )
-            # scaled to the loss that was measured with all of them together
-            fitted = measured.fitted(base.in_float, base.noise)
+            fitted = self._measure_sensitivity(base, prior)
+            if prior is not None and fitted.scale > _MAX_PRIOR_SCALE:
+                fitted = self._measure_sensitivity(base, None)
             self.sensitivity = replace(fitted, method=method)
         return self.sensitivity.loss_by_layer()
+
+    def _measure_sensitivity(self, base: Trial, prior: Sensitivity | None) -> Sensitivity:
+        """Return the noise of the layers alone, scaled to that of a trial with all of them.
+
+        `prior`: what another target's search measured; None to start without.
+        """
+        max_trials = self.effort.isolated_trials
+        if prior is not None:
+            max_trials //= 2
+        measured = measure_sensitivity(
+            [layer for layer in self.units.layers if layer not in self.refused],
+            partial(self._measure_isolated, base.choices),
+            first_groups=self.effort.first_groups,
+            max_trials=max_trials,
+            prior=prior,
+        )
+        return measured.fitted(base.in_float, base.noise)
 
     def _measure_isolated(self, choices: Choices, groups: Sequence[Group]) -> list[Noise | None]:
         """Return the noise of each group in int8 with all else in float; None if it cannot run."""

@@ -90,8 +90,8 @@ def measure_sensitivity(
         measure: groups -> noise of each with all else in float; None where it cannot run.
         first_groups: groups to begin with.
         max_trials: groups to measure at most.
-        prior: what another target's search measured with the same method; its noisiest groups are
-            measured first, and the noise of its other groups is taken over. None without one.
+        prior: what another target's search measured; its noisiest groups are measured first, and
+            the noise of its other groups is taken over. None without one.
     """
     noise_by_group: dict[Group, Noise] = {}
     groups = split_into_groups(layers, first_groups)

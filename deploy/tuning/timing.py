@@ -34,7 +34,7 @@ from deploy.tuning.search_options import Trial
 PAIRS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 
 _WARM_PROFILES = 2  # profiled runs that do not count
-_SPLIT_S = 0.3  # of timing a split on this CPU
+_SPLIT_S = 0.2  # of timing a split on this CPU
 _DEVICE_SPLIT_S = 1.0  # of timing a split on a device
 
 

@@ -35,7 +35,7 @@ _OTHER_CPU = (
 _INTERRUPTED = (
     "the search was interrupted: the best so far is built, and the next build searches again"
 )
-_VERSION = 25  # raised when a search of the same input would give another plan
+_VERSION = 26  # raised when a search of the same input would give another plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
