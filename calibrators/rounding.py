@@ -188,7 +188,7 @@ def _sweep(
         arrays = (low, high, integers, slope, products, fixed_bytes)
         starts = [array.ctypes.data for array in arrays]
         group_bytes = [array.strides[0] for array in arrays]
-        # addresses are computed: a depthwise layer has a group a channel, and views of each are slow
+        # computed: a depthwise layer has a group for each channel, and views of all are slow
         for g, group_damping in enumerate(damping.tolist()):
             *addresses, mask = [
                 start + g * size for start, size in zip(starts, group_bytes, strict=True)
