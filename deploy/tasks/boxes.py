@@ -45,9 +45,9 @@ _LAYOUTS = {
 
 
 LISTS = Form(
-    shape="a list [K, 6], [K, 7] or [K, 5], or one of [K, 4] and [K] twice",
-    values="boxes by their corners, scores and class numbers, suppressed by the model itself",
-    figure="boxes that both models have, by class and IoU over 0.5",
+    shape="one list [K, 6], [K, 7] or [K, 5]; or boxes [K, 4], scores [K] and classes [K]",
+    values="corners, score and class number of each box, after non-maximum suppression",
+    figure="boxes of both models, of the same class and with an IoU over 0.5",
     source="YOLO v10, TensorRT's NMS, Paddle, SSD's DetectionOutput, MMDetection",
 )
 

@@ -413,26 +413,25 @@ def _propose_anchor_maps(
         yield from _join_levels(levels)
 
 
-_FIGURE = "boxes that both models have, by class, IoU over 0.5, key points and masks"
+_FIGURE = "boxes of both models: same class, IoU over 0.5, matching key points and masks"
 
 # what proposes columns -> the form; tried in this order
 PROPOSALS: dict[Callable[..., Iterator[RowDecoder]], Form] = {
     _propose_separate: Form(
-        shape="[N, A, 4] or wider beside scores [N, A, C], or two a level, either transposed",
-        values="boxes, and scores most of which detect nothing; a third output of one column"
-        " multiplies them",
+        shape="boxes [N, A, 4] or wider and scores [N, A, C], also one each a level, or transposed",
+        values="boxes, and scores most of which are near 0; an objectness may be a third output",
         figure=_FIGURE,
         source="SSD, RetinaNet, DETR (Carion et al. 2020), PicoDet, YuNet, FCOS",
     ),
     _propose_anchor_maps: Form(
         shape="[N, 3 (5 + C), H, W] or [N, 3, H, W, 5 + C] for each level",
-        values="the same before decoding: boxes, an objectness, classes",
-        figure="rows that both models have, by class",
+        values="boxes before decoding, an objectness, class scores",
+        figure="cells in which both models find the same class",
         source="YOLO v3 to v7",
     ),
     _propose_joined: Form(
         shape="[N, 4 + C, A], [N, A, 5 + C] or [N, A, C + 4 (m + 1)]",
-        values="boxes, perhaps an objectness, scores, key points, an angle or weights of masks",
+        values="boxes and scores, perhaps an objectness, key points, an angle or mask coefficients",
         figure=_FIGURE,
         source="YOLO v5 to v11, YOLOX (Ge et al. 2021), RT-DETR (Zhao et al. 2023), NanoDet, YOLACT"
         " (Bolya et al. 2019)",

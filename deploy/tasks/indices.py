@@ -190,7 +190,7 @@ class Ranked(EvaluationTask):
 
 
 RANKED = Form(
-    shape="[N, k] or [N] of integers, alone or beside their scores",
+    shape="integers [N, k] or [N], alone or with scores of the same shape",
     values="class numbers, the best first",
     figure="same best class",
     source="TopK, ArgMax",
@@ -269,8 +269,8 @@ class Indices(EvaluationTask):
 
 INDICES = Form(
     shape="int32 or int64 outputs",
-    values="other class numbers and indices, from 0 on",
-    figure="equal at the same place, or as rows in any order",
+    values="class numbers and indices that no other form fits, from 0 on",
+    figure="equal values at the same place; equal rows in any order for lists",
     source="NonMaxSuppression",
 )
 

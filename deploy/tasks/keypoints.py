@@ -132,11 +132,11 @@ class Points(PointTask):
 
 
 POINTS = Form(
-    shape="points [N, K, p] or [N, K p] of 2 or 3 numbers, by `--task` up to 5",
-    values="positions in pixels, as a fraction of the picture, or from -1 to 1, and perhaps a depth"
-    " or a score; a single probability in another output",
-    figure="points within 3 % of their extent that are visible, in samples in which both models see"
-    " an object by that probability",
+    shape="points [N, K, p] or [N, K p] with p 2 or 3; with `--task` up to 5",
+    values="positions in pixels, 0 to 1 or -1 to 1, perhaps with a depth or a score; another output"
+    " may be the probability of an object",
+    figure="visible points that differ by less than 3 % of the extent of all points, in samples in"
+    " which both models see an object",
     source="MediaPipe's hands and faces, MoveNet, PFLD, InsightFace",
 )
 
@@ -369,7 +369,7 @@ def _peak_heights(likelihoods: Array) -> Floats:
 SIMCC = Form(
     shape="[N, K, r W] and [N, K, r H] for a picture of W x H",
     values="likelihoods of the columns and rows of each point",
-    figure="points within two pixels",
+    figure="points that differ by at most two pixels",
     source="SimCC (Li et al. 2022), RTMPose",
 )
 

@@ -169,7 +169,7 @@ class Pixels(PlaceTask):
 
 SEGMENTATION = Form(
     shape="[N, C, H, W], [N, H, W, C] or [N, H, W]",
-    values="scores of classes, raw ones as before a Softmax, or class numbers",
+    values="scores of classes, or class numbers",
     figure="mean IoU, pixels of the same class",
     source="DeepLab (Chen et al. 2017), SegFormer (Xie et al. 2021)",
 )
@@ -290,8 +290,8 @@ class MaskMaps(EvaluationTask):
 
 
 MASKS = Form(
-    shape="maps [N, K, H, W] of at most 4 channels, in one output or several of one shape",
-    values="0 to 1, unlike the input picture",
+    shape="maps [N, K, H, W] with K up to 4, in one output or several of one shape",
+    values="0 to 1, and not the input picture",
     figure="IoU of the pixels above 0.5, 0.3 or 0.1",
     source="saliency (U2-Net, Qin et al. 2020), text regions",
 )
@@ -380,9 +380,9 @@ def _peak_cells(value: Array) -> Integers:
 
 
 HEATMAPS = Form(
-    shape="maps [N, K, H, W], or [N, H, W, K] of the picture's aspect",
+    shape="maps [N, K, H, W], or [N, H, W, K] with the aspect ratio of the picture",
     values="one narrow peak per channel",
-    figure="peaks within a pixel",
+    figure="peaks that differ by at most one pixel",
     source="HRNet, CenterNet's key points",
 )
 

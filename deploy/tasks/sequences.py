@@ -138,10 +138,10 @@ class Steps(PlaceTask):
 
 
 STEPS = Form(
-    shape="[N, T, C] or [N, C, T]; [N, T] or [N, 1]",
-    values="probabilities of a class for each step, or their logarithms; or independent"
+    shape="[N, T, C], [N, C, T], [N, T] or [N, 1]",
+    values="probabilities of the classes of each step, or their logarithms; or independent"
     " probabilities",
-    figure="steps of the same class, or on the same side of 0.5; of several outputs the first",
+    figure="steps of the same class, or on the same side of 0.5, in the first such output",
     source="voice activity, taggers, wake words",
 )
 
@@ -300,9 +300,9 @@ class Text(EvaluationTask):
 
 
 TEXT = Form(
-    shape="[N, T, C] or [T, N, C], of pictures also [N, C, T] or [N, C, 1, T]",
-    values="scores of 11 symbols or more, the blank first or last; or one symbol per slot",
-    figure="equal texts, edits",
+    shape="[N, T, C] or [T, N, C]; for pictures also [N, C, T] or [N, C, 1, T]",
+    values="scores of 11 or more symbols, the blank first or last; or one symbol per position",
+    figure="equal texts, edit distance",
     source="CTC (Graves et al. 2006)",
 )
 

@@ -195,8 +195,7 @@ class Classes(EvaluationTask):
 
 CLASSES = Form(
     shape="[N, C], in one output or several",
-    values="probabilities or their logarithms, also with other numbers beside them; or raw scores"
-    " before a Softmax, of several outputs each sure of its class",
+    values="probabilities, their logarithms, or scores before a Softmax",
     figure="same best class",
     source="ImageNet's classifiers",
 )
@@ -323,8 +322,8 @@ class Labels(EvaluationTask):
 
 
 LABELS = Form(
-    shape="[N, C] of 4 or more",
-    values="independent probabilities, or raw scores far below 0; in a sample several above 0.5",
+    shape="[N, C] with 4 or more labels",
+    values="independent probabilities, several above 0.5 in a sample; or scores before a Sigmoid",
     figure="labels that both models have",
     source="taggers",
 )
@@ -444,9 +443,9 @@ class Embeddings(EvaluationTask):
 
 
 EMBEDDINGS = Form(
-    shape="a vector [N, D] of 32 or more",
-    values="of length 1, or distributed symmetrically about zero; or features of a picture after an"
-    " activation, hardly below 0, of a multiple of 16 channels",
+    shape="[N, D] with D 32 or more",
+    values="vectors of length 1, or values symmetric about zero; or features of a picture after an"
+    " activation, with D a multiple of 16",
     figure="same nearest neighbour, cosine",
     source="faces, sentences, CLIP",
 )
