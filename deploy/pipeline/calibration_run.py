@@ -409,18 +409,10 @@ def calibrate_run(
     evaluation_set = run.evaluation_set
     if run.stability_rule is not None:  # fewer images than the feed has may have been enough
         evaluation_set = _end_feed_at_last_observed(run, decision)
-    halves_agreement = None
-    notes = list(pass_result.notes)
-    if decision.missing:
-        halves_agreement = run.stability_monitor.end(len(feed))
-        if run.stability_rule is not None and halves_agreement is None:
-            # the monitor compares halves at 16 samples for the first time
-            notes.append(f"whether samples are enough is told from 16 on: there were {len(feed)}")
+    halves_agreement, stability_notes = _compare_halves(run, decision)
 
     ranges = Ranges(pass_result.observed, subject.method, subject.range_limits)
     target_cache = _make_target_cache(run, ranges, targets)
-    if target_cache is not None:
-        notes += target_cache.notes
     warning, has_random_outputs = _check_float_model(run, evaluation_set)
     threshold = _find_score_threshold(run, evaluation_set, is_observed=bool(decision.missing))
     # the checks above ran the float model, which the targets rarely do: its memory is free now
@@ -446,13 +438,33 @@ def calibrate_run(
         ranges,
         evaluation_set=evaluation_set,
         agreement=halves_agreement,
-        notes=tuple(notes),
+        notes=(
+            *pass_result.notes,
+            *stability_notes,
+            *(() if target_cache is None else target_cache.notes),
+        ),
         warnings=(warning,) if warning else (),
         has_random_outputs=has_random_outputs,
         score_threshold=threshold,
         outliers=calibration.outliers,
         checkpoint=checkpoint,
     )
+
+
+def _compare_halves(
+    run: CalibrationRun, decision: CacheDecision
+) -> tuple[HalvesAgreement | None, tuple[str, ...]]:
+    """Return how far the ranges of two halves of the samples agree, and notes.
+
+    None if nothing was observed, or too little to tell.
+    """
+    if not decision.missing:
+        return None, ()
+    agreement = run.stability_monitor.end(len(run.feed))
+    if run.stability_rule is None or agreement is not None:
+        return agreement, ()
+    # with a rule, halves are compared at 16 samples for the first time
+    return None, (f"whether samples are enough is told from 16 on: there were {len(run.feed)}",)
 
 
 def _check_float_model(run: CalibrationRun, evaluation_set: EvaluationSet) -> tuple[str, bool]:

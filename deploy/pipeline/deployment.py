@@ -344,7 +344,7 @@ def _compare_with_float_model(
         loaded,
         [target],
         [result],
-        calibration=EvaluationSubset(feed, feed.count),
+        calibration=EvaluationSubset(feed, feed.count),  # for latency alone, which is left out
         evaluation=feed,
         objects=None,
         duration_s=0,

@@ -206,7 +206,8 @@ def clipped_share(histogram: Histogram, scale: Scale, read_range: RangeLimits) -
     bin_starts, bin_ends = edges[:-1], edges[1:]
     is_outside = (bin_ends < min(scale.lo, 0)) | (bin_starts > max(scale.hi, 0))
     is_read = (bin_ends > read_range.floor) & (bin_starts < read_range.ceiling)
-    clipped_count = float(np.sum(histogram.signed()[is_outside & is_read]))
+    counts = histogram.signed()  # of the bins, from the most negative values on
+    clipped_count = float(counts[is_outside & is_read].sum())
     return clipped_count / max(histogram.total, 1)
 
 
