@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from calibrators.errors import CalibrationError
 from calibrators.grids import FP8, fp8_codes, round_to_grid
+from calibrators.percentile import QUANTILE
 
 Array = NDArray[Any]
 
@@ -315,25 +316,18 @@ def calibrator(
     memory: DeviceMemory,
     cache: bytes | None = None,
     keep: Callable[[bytes], object] | None = None,
-    quantile: float = 0.999999,
-    cutoff: float = 1.0,
 ) -> Callbacks:
     """Return a calibrator for `IBuilderConfig.int8_calibrator`; keep it alive until the build ends.
 
-    The arguments are those of `Callbacks`; only "legacy" uses `quantile` and `cutoff`.
+    The arguments are those of `Callbacks`.
 
     Raises:
-        CalibrationError: an unknown algorithm, a quantile or cutoff outside 0..1, or this TensorRT
-            has no calibrators (11 and later).
+        CalibrationError: an unknown algorithm, or this TensorRT has no calibrators (11 and later).
     """
     import tensorrt as trt
 
     if algorithm not in CLASSES:
         raise CalibrationError(f"TensorRT's calibrators are {sorted(CLASSES)}, got {algorithm!r}")
-    if not (0 <= quantile <= 1 and 0 <= cutoff <= 1):
-        raise CalibrationError(
-            f"a quantile and a cutoff must be in 0..1, got {quantile} and {cutoff}"
-        )
     base: Any = getattr(trt, CLASSES[algorithm], None)
     if base is None:
         raise CalibrationError(
@@ -349,10 +343,10 @@ def calibrator(
     # TensorRT requires these four of its legacy calibrator only
     class Legacy(Calibrator):
         def get_quantile(self) -> float:
-            return quantile
+            return QUANTILE
 
         def get_regression_cutoff(self) -> float:
-            return cutoff
+            return 1.0
 
         def read_histogram_cache(self, length: int) -> None:
             return None

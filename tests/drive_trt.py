@@ -126,7 +126,7 @@ def raising():
 def algorithms():
     results = {}
     for name, base in CLASSES.items():
-        calib = make(batches(1), 1, name, quantile=0.99, cutoff=0.5)
+        calib = make(batches(1), 1, name)
         builder = Builder(calib)
         results[name] = {
             "is_trt": isinstance(calib, getattr(trt, base)),

@@ -19,7 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from calib8 import build
 from calibrators.errors import CalibrationError
-from calibrators.tensorrt import Callbacks, HostMemory, calibrator
+from calibrators.tensorrt import Callbacks, HostMemory
 from deploy.calibration import store
 from deploy.calibration.fingerprint import Fingerprint
 from deploy.calibration.reuse import CachePolicy
@@ -120,9 +120,6 @@ def test_empty_addresses_end_calibration(fake, wording):
     assert arrays.get_batch(["x"]) == []
     with pytest.raises(CalibrationError) as refusal:
         arrays.check()
-    wording.check(refusal.value)
-    with pytest.raises(CalibrationError) as refusal:
-        calibrator("legacy", (), batches=1, shapes={}, memory=HostMemory(), quantile=99.9)
     wording.check(refusal.value)
     # TensorRT asks until the list is empty; what went wrong is raised by `check`.
     callbacks = callbacks_of()

@@ -53,7 +53,7 @@ def test_onnxruntime_tables_are_recognised(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_calibration_table(ranges)
     clauses = {"calibration.cache": "own calibration table", "calibration.json": "is JSON"}
-    clauses["calibration.flatbuffers"] = "calibration.flatbuffers"
+    clauses["calibration.flatbuffers"] = "binary file"
     for name, clause in clauses.items():
         with pytest.raises(CacheError, match=clause):
             parse((tmp_path / name).read_bytes(), origin="x")
@@ -127,10 +127,7 @@ def test_truncation_is_refused_within_an_entry():
         (b"TRT-8503-EntropyCalibration2\n: 3c008912\n", "line 2"),
         (b"\xef\xbb\xbf" + SMALL, "byte order mark"),
         (SMALL.decode().encode("utf-16"), "UTF-16"),
-        (b"\x80\x04\x95\x00\x00", "pickle"),
-        (b"\x93NUMPY\x01\x00", "numpy"),
         (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
-        (b"<!DOCTYPE html><html>", "web page"),
         (b'record {\n  key: "conv1"\n', "AMCT"),
         (b"ptrt\x00\x00\x00\x00", "engine"),
         (b"\x00" * 300, "binary"),
@@ -172,7 +169,7 @@ def test_legacy_header_has_no_label():
 
 def test_models_and_odd_algorithms_fail():
     model = make_model([("Relu", "x", "y")], {"x": [1]}, {"y": [1]})
-    with pytest.raises(CacheError, match="ONNX model"):
+    with pytest.raises(CacheError, match="binary file"):
         parse(model.SerializeToString(), origin="m.onnx")
     with pytest.raises(CacheError, match="algorithm"):
         from_scales({"a": np.float32(1)}, version="8.5.3", algorithm="two words")

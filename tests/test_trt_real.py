@@ -137,7 +137,7 @@ def test_tensorrt_reads_feed_or_cache(driver_report):
     assert driver_report["reused"].startswith("ok ")
     assert driver_report["reused_taken"] == 0
     assert driver_report["refused_but_fed"] == driver_report["whole"]
-    assert driver_report["algorithms"]["legacy"]["legacy"] == [0.99, 0.5]
+    assert driver_report["algorithms"]["legacy"]["legacy"] == [0.999999, 1.0]
     assert driver_report["algorithms"]["legacy"]["histogram"] is None
 
 

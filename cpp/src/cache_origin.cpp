@@ -1,7 +1,5 @@
 // What a file that is not a TensorRT calibration cache most likely is: the end of a sentence.
-#include <algorithm>
 #include <array>
-#include <cstdint>
 
 #include "calib8/cache.hpp"
 #include "calib8/text.hpp"
@@ -18,24 +16,16 @@ struct Magic {
 };
 
 constexpr std::string_view kUtf16 = "is UTF-16 text (a Windows redirect?); save it as plain UTF-8";
-constexpr std::string_view kPickle = "is a Python pickle, which is never opened here";
 constexpr std::string_view kEngine = "is a TensorRT engine, not the cache it was built from";
 
-constexpr std::array<Magic, 13> kMagic{{
+constexpr std::array<Magic, 6> kMagic{{
     {"\xef\xbb\xbfTRT-"sv, "starts with a UTF-8 byte order mark; save it as UTF-8 without BOM"},
     {"\xff\xfe"sv, kUtf16},
     {"\xfe\xff"sv, kUtf16},
     {"version https://git-lfs"sv,
      "is a Git LFS pointer; run `git lfs pull` to get the file itself"},
-    {"\x80\x02"sv, kPickle},
-    {"\x80\x03"sv, kPickle},
-    {"\x80\x04"sv, kPickle},
-    {"\x80\x05"sv, kPickle},
-    {"\x93NUMPY"sv, "is a numpy array; give it as calibration data instead"},
-    {"PK\x03\x04"sv, "is a zip archive (an .npz or a torch checkpoint?)"},
     {"ptrt"sv, kEngine},
     {"ftrt"sv, kEngine},
-    {"\x1f\x8b"sv, "is gzip-compressed; unpack it first"},
 }};
 
 bool is_binary(std::string_view data) {
@@ -44,21 +34,6 @@ bool is_binary(std::string_view data) {
     if (byte <= 0x08 || (byte >= 0x0E && byte <= 0x1F)) return true;
   }
   return false;
-}
-
-std::string binary_origin(std::string_view data) {
-  // A flatbuffer starts with the offset of its root table, little endian, inside the file.
-  std::uint32_t root = 0;
-  for (std::size_t k = std::min<std::size_t>(4, data.size()); k-- > 0;) {
-    root = (root << 8U) | static_cast<unsigned char>(data[k]);
-  }
-  if (root >= 4 && root < std::min<std::size_t>(data.size(), 4096) && root % 4 == 0) {
-    return "looks like onnxruntime's calibration.flatbuffers, which TensorRT itself cannot read";
-  }
-  if (data.front() == '\x08' && data.substr(0, 64).find('\x12') != std::string_view::npos) {
-    return "looks like an ONNX model; the cache is the text file beside it";
-  }
-  return "is a binary file of another kind";
 }
 
 std::string_view left_strip(std::string_view data) {
@@ -121,9 +96,6 @@ std::string text_origin(std::string_view data) {
     return "is JSON (onnxruntime's calibration.json, or a table of another tool), which TensorRT"
            " itself cannot read";
   }
-  const std::string page_start = text::lower(start.substr(0, 5));
-  if (page_start == "<!doc" || page_start == "<html")
-    return "is a web page; download the raw file instead";
   if (is_amct_record(data)) return "looks like a quantization record of Ascend's AMCT";
   const std::size_t colon = first_line.rfind(": ");
   if (colon != std::string_view::npos && colon > 0 && scan::is_hex(first_line.substr(colon + 2))) {
@@ -147,7 +119,8 @@ std::string likely_origin(std::string_view data) {
   for (const Magic& magic : kMagic) {
     if (starts_with(data, magic.bytes)) return std::string(magic.clause);
   }
-  return is_binary(data.substr(0, 4096)) ? binary_origin(data) : text_origin(data);
+  if (is_binary(data.substr(0, 4096))) return "is a binary file of another kind";
+  return text_origin(data);
 }
 
 }  // namespace calib8

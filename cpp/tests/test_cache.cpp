@@ -107,7 +107,7 @@ TEST_CASE("broken caches are refused with the line and the way out") {
   refused("TRT-8503-A\na: 123456789\n", "1 to 8 hex digits");
   refused("TRT-85-A\na: 1\n", "damaged first line 'TRT-85-A'");
   refused("{\"a\": 1}\n", "is JSON");
-  refused(std::string("\x80\x04K\x01.", 5), "Python pickle");
+  refused(std::string("\x80\x04K\x01.", 5), "is a binary file");
 }
 
 TEST_CASE("versions become labels and back") {

@@ -24,20 +24,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from calibrators.percentile import QUANTILE
 from deploy.errors import CacheError
 
-# First bytes (one or several forms) -> clause that follows the file's name in the error.
+# first bytes (one or several forms) -> clause that follows the file's name in the error
 _CLAUSE_BY_MAGIC: Mapping[bytes | tuple[bytes, ...], str] = {
     b"\xef\xbb\xbfTRT-": "starts with a UTF-8 byte order mark; save it as UTF-8 without BOM",
     (b"\xff\xfe", b"\xfe\xff"): "is UTF-16 text (a Windows redirect?); save it as plain UTF-8",
-    b"version https://git-lfs": ("is a Git LFS pointer; run `git lfs pull` to get the file itself"),
-    (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"): (
-        "is a Python pickle, which is never opened here"
-    ),
-    b"\x93NUMPY": "is a numpy array; give it as calibration data instead",
-    b"PK\x03\x04": "is a zip archive (an .npz or a torch checkpoint?)",
+    b"version https://git-lfs": "is a Git LFS pointer; run `git lfs pull` to get the file itself",
     (b"ptrt", b"ftrt"): "is a TensorRT engine, not the cache it was built from",
-    b"\x1f\x8b": "is gzip-compressed; unpack it first",
 }
 _ORT_LINE = re.compile(rb"\S.* [-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 _HEX_LINE = re.compile(rb".+: [0-9A-Fa-f]{1,8}")
@@ -58,18 +53,8 @@ def likely_origin(data: bytes) -> str:
         if data.startswith(magic):
             return clause
     if _UNPRINTABLE.search(data[:4096]):
-        return _binary_origin(data)
+        return "is a binary file of another kind"
     return _text_origin(data)
-
-
-def _binary_origin(data: bytes) -> str:
-    # A flatbuffer starts with the offset of its root table, little endian, inside the file.
-    root = int.from_bytes(data[:4], "little")
-    if 4 <= root < min(len(data), 4096) and root % 4 == 0:
-        return "looks like onnxruntime's calibration.flatbuffers, which TensorRT itself cannot read"
-    if data[:1] == b"\x08" and b"\x12" in data[:64]:
-        return "looks like an ONNX model; the cache is the text file beside it"
-    return "is a binary file of another kind"
 
 
 def _text_origin(data: bytes) -> str:
@@ -80,8 +65,6 @@ def _text_origin(data: bytes) -> str:
             "is JSON (onnxruntime's calibration.json, or a table of another tool), which TensorRT"
             " itself cannot read"
         )
-    if content[:5].lower() in (b"<!doc", b"<html"):
-        return "is a web page; download the raw file instead"
     if _RECORD.match(data):
         return "looks like a quantization record of Ascend's AMCT"
     first_line = data.split(b"\n", 1)[0].rstrip(b"\r")
@@ -94,6 +77,7 @@ def _text_origin(data: bytes) -> str:
             " bears the same file name but is another format; calibrate again with"
             " --target tensorrt"
         )
+    # also if it is cut off within "TRT-"
     if first_line.startswith(b"TRT-") or b"TRT-".startswith(first_line):
         return f"has the damaged first line {beginning}; write it again"
     return f"begins with {beginning}, which no known calibration tool writes"
@@ -256,20 +240,15 @@ def dump(cache: CalibrationCache) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-_DEFAULT_QUANTILE = 0.999999  # for a legacy cache that does not say
-
-
 def from_scales(
     scales: Mapping[str, np.float32],
     *,
     version: str,
     algorithm: str = ENTROPY2,
-    quantile: float = _DEFAULT_QUANTILE,
 ) -> CalibrationCache:
     """Make a cache for TensorRT `version` from tensor name -> scale (amax / 127), in order.
 
-    Only the legacy algorithm uses `quantile`. A zero scale (a tensor that is always
-    zero) and infinity are written as TensorRT writes them.
+    A zero scale (a tensor that is always zero) and infinity are written as TensorRT writes them.
 
     Raises:
         CacheError: no scales, a NaN or negative scale, or a name that no cache line can hold.
@@ -277,7 +256,7 @@ def from_scales(
     if not scales:
         raise CacheError("a calibration cache needs at least one scale, got none")
     entries = tuple(_make_entry(name, scale) for name, scale in scales.items())
-    return CalibrationCache(_make_header(version, algorithm, quantile), entries)
+    return CalibrationCache(_make_header(version, algorithm), entries)
 
 
 def relabel(
@@ -293,12 +272,15 @@ def relabel(
         return cache
     quantile, cutoff = header.quantile, header.cutoff
     if quantile is None or cutoff is None:  # it was not in the legacy form
-        quantile, cutoff = _DEFAULT_QUANTILE, 1.0
+        quantile, cutoff = QUANTILE, 1.0
     new_header = _make_header(version, algorithm or header.algorithm, quantile, cutoff)
     return replace(cache, header=replace(new_header, end=header.end))
 
 
-def _make_header(version: str, algorithm: str, quantile: float, cutoff: float = 1.0) -> Header:
+def _make_header(
+    version: str, algorithm: str, quantile: float = QUANTILE, cutoff: float = 1.0
+) -> Header:
+    """Return the first line of a cache; only that of the legacy algorithm has the two numbers."""
     label = version_label(version)
     text = f"TRT-{label}-{algorithm}"
     if algorithm == LEGACY:

@@ -42,7 +42,6 @@ from itertools import pairwise
 import numpy as np
 import onnx
 
-from calibrators.percentile import QUANTILE
 from calibrators.scales import Scale
 from deploy.calibration import DEFAULT_TRT_VERSION, trt_cache
 from deploy.calibration.observation import (
@@ -419,7 +418,6 @@ def cache_bytes(subject: CalibrationSubject, ranges: RangeSet, parser: str | Non
         _entry_scales(owners, ranges),
         version=reading_version(subject),
         algorithm=ALGORITHMS.get(subject.method.name, trt_cache.ENTROPY2),
-        quantile=QUANTILE,
     )
     return trt_cache.dump(cache)
 
