@@ -64,11 +64,10 @@ def test_worst_outliers_are_described_first():
         for digest, tensor in ratio_by_key
     ]
     assert sample_checks.describe_outliers(outliers, {d: f"image {d}.png" for d in "abcd"}) == (
-        "4 of the calibration samples stand far above the others, which costs the others int8"
-        " steps: image b.png, whose largest |x| in 'y' is 1,234 times the others' (and far off in 1"
-        " other tensor); image c.png, whose largest |x| in 'x' is 50 times the others'; image"
-        " a.png, whose largest |x| in 'x' is 9 times the others'; and 1 more; check them, or leave"
-        " them out"
+        "calibration samples that stand far above the others cost them int8 steps: image b.png"
+        " (largest |x| in 'y' 1,234 times the others', far off in 1 other tensor too), image c.png"
+        " (largest |x| in 'x' 50 times the others'), image a.png (largest |x| in 'x' 9 times the"
+        " others') and 1 more; check these samples, or leave them out"
     )
 
 
@@ -77,7 +76,7 @@ def test_outlier_is_named_again_from_cache(small_cnn, tmp_path, targets):
     cache = tmp_path / "c"
     calibration = calibrate(small_cnn, list(ROWS_WITH_OUTLIER), cache=cache, targets=targets)
     (warning,) = calibration.warnings
-    assert warning.startswith("1 of the calibration samples stands far above the others")
+    assert warning.startswith("calibration samples that stand far above the others")
     assert "sample 7 of the iterable" in warning
     assert "other tensor" in warning
     cached_calibration = calibrate(small_cnn, list(ROWS_WITH_OUTLIER), cache=cache, targets=targets)

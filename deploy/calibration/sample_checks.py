@@ -21,7 +21,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,26 +148,17 @@ def describe_outliers(outliers: Iterable[Outlier], names: Mapping[str, str]) -> 
     for outlier in sorted(outliers, key=lambda outlier: (-outlier.ratio, outlier.digests)):
         outliers_by_sample.setdefault(outlier.digests, []).append(outlier)
 
-    count = len(outliers_by_sample)
     clauses = []
-    for digests, sample_outliers in islice(outliers_by_sample.items(), _MAX_LISTED):
-        worst = _describe_worst(sample_outliers[0], len(sample_outliers))
-        clauses.append(f"{_sample_name(digests, names)}, {worst}")
-    if count > _MAX_LISTED:
-        clauses.append(f"and {count - _MAX_LISTED} more")
-    verb, pronoun = ("stands", "it") if count == 1 else ("stand", "them")
+    for digests, sample_outliers in outliers_by_sample.items():
+        worst = sample_outliers[0]
+        clause = f"largest |x| in {worst.tensor!r} {worst.ratio:,.0f} times the others'"
+        if len(sample_outliers) > 1:
+            clause += f", far off in {counted(len(sample_outliers) - 1, 'other tensor')} too"
+        clauses.append(f"{_sample_name(digests, names)} ({clause})")
     return (
-        f"{count} of the calibration samples {verb} far above the others, which costs the others"
-        f" int8 steps: {'; '.join(clauses)}; check {pronoun}, or leave {pronoun} out"
+        "calibration samples that stand far above the others cost them int8 steps:"
+        f" {list_first(clauses, _MAX_LISTED)}; check these samples, or leave them out"
     )
-
-
-def _describe_worst(worst: Outlier, tensor_count: int) -> str:
-    """Return the worst of the outliers of one sample, as a clause."""
-    text = f"whose largest |x| in {worst.tensor!r} is {worst.ratio:,.0f} times the others'"
-    if tensor_count > 1:
-        text += f" (and far off in {counted(tensor_count - 1, 'other tensor')})"
-    return text
 
 
 def _sample_name(digests: tuple[str, ...], names: Mapping[str, str]) -> str:
