@@ -351,6 +351,15 @@ def test_folders_are_labels(pictures, tmp_path, build):
     assert "one folder per class" in build.fails(*arguments, "--eval-images", pictures)
 
 
+def test_folders_label_arrays_with_a_note(tmp_path):
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        np.save(tmp_path / name / "0.npy", np.zeros((1, 3, 16, 16), np.float32))
+    feed = Dataset(source=tmp_path).open([X], labels_by_folder=True)
+    assert feed.labels == (0, 1)
+    assert "labels by folder: 2 classes, 0 is cat" in feed.notes
+
+
 def test_video_is_fed_by_frames(tmp_path, command, small_cnn, wording):
     path = tmp_path / "clip.avi"
     writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"MJPG"), 5, (32, 32))

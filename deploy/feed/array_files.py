@@ -312,7 +312,7 @@ def read_arrays(path: Path, specs: Specs) -> ArrayFileContents:
     labels = _take_labels(arrays, specs)  # removed from the arrays: the others are inputs
     item = arrays_by_input(arrays, specs, name)
     for spec in specs:
-        if spec.first_axis is FirstAxis.ROWS:  # each row is a sample: a single one may lack it
+        if spec.first_axis is FirstAxis.ROWS:  # a batch dimension, which a single sample may lack
             item[spec.name] = with_batch(item[spec.name], spec)
     if labels is not None:
         count = count_samples(item, specs, name)

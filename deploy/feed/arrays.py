@@ -208,7 +208,9 @@ class SampleCounter:
     _has_other_count: bool = False  # whether some item has other rows than a run of the model
 
     def add(self, item: Item, item_name: str) -> int:
-        """Record the rows of an item; return its number of samples, as the items so far show it.
+        """Record an item; return its number of samples: its rows, or 1 if each item is one sample.
+
+        Which of both holds is known by the items so far, this one included (`items_are_samples`).
 
         Args:
             item: arrays by input.
@@ -236,7 +238,7 @@ class SampleCounter:
                 raise FeedError(
                     f"all inputs of {item_name} must have equally many samples, got {counts_text}"
                 )
-            self._has_unequal_rows = True
+            self._has_unequal_rows = True  # so they are no samples: the item is one
 
         row_count = max(distinct_counts, default=1)
         self._has_other_count |= is_stacked or row_count != rows_of_run(self.inputs)
@@ -400,6 +402,7 @@ def _find_axis_order(sizes: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...
         # the first axis is left out: an array may hold any number of images
         if has_input_order or not _fits(transposed_sizes[1:], spec.shape[1:]):
             continue
+        # height and width
         sides = transposed_sizes[2:] if channel_axis == 1 else transposed_sizes[1:3]
         if isinstance(channels, int) and channels < min(sides):
             return axis_order

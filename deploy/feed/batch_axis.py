@@ -48,7 +48,7 @@ def mark_first_axes(
     common_rows = _find_common_rows(inputs)
     if choice != AUTO:
         has_batch = choice == FIRST
-    elif common_rows > 1:  # as many samples, unless an output has another number of rows
+    elif common_rows > 1:  # the rows are samples, unless an output has another number of them
         has_batch = all(_may_hold_samples(output.shape, common_rows) for output in outputs)
     else:
         has_batch = not _is_graph(inputs)

@@ -102,8 +102,9 @@ class CalibratorBatches:
                 f" get_batch_size gives, {self._expected_size}, got {self.batch_title} after such a"
                 f" batch; copy complete batches, of the dtype of {describe(self._specs[0])}"
             )
-        pairs = zip(self._specs, pointers, strict=True)
-        item = {spec.name: self._array(spec, pointer) for spec, pointer in pairs}
+        item: Item = {}
+        for spec, pointer in zip(self._specs, pointers, strict=True):
+            item[spec.name] = self._array(spec, pointer)  # may set `_is_last`
         self._number += 1
         return item
 
@@ -120,17 +121,7 @@ class CalibratorBatches:
         Raises:
             FeedError: see `item`.
         """
-        address = _address(pointer)
-        # the window: size of the allocated memory from the address on, and what was copied there
-        window = None if address is None else self._memory.find_window(address)
-        if address is None or window is None:
-            got = type(pointer).__name__ if address is None else f"address {address:#x}"
-            raise FeedError(
-                f"get_batch of {self._script} must give addresses of memory that was allocated by"
-                f" pycuda, cuda-python, libcudart or torch and not freed, got {got} for the input"
-                f" {spec.name!r} in {self.batch_title}"
-            )
-
+        address, window = self._find_window(spec, pointer)
         # in this order: the number of values in a batch shows the dtype of the copied bytes, and
         # the size of a sample how many samples they are
         has_batch = has_rows(spec)
@@ -143,6 +134,23 @@ class CalibratorBatches:
         data = self._memory.read(address, count * sample_bytes).view(dtype)
         shape = (count, *sample_shape) if has_batch else sample_shape
         return data.reshape(shape).astype(spec.dtype, copy=False)
+
+    def _find_window(self, spec: TensorSpec, pointer: object) -> tuple[int, AddressWindow]:
+        """Return (address of a pointer, what the script allocated and copied from there on).
+
+        Raises:
+            FeedError: it is no pointer, or not to memory of the script.
+        """
+        address = _address(pointer)
+        window = None if address is None else self._memory.find_window(address)
+        if address is not None and window is not None:
+            return address, window
+        got = type(pointer).__name__ if address is None else f"address {address:#x}"
+        raise FeedError(
+            f"get_batch of {self._script} must give addresses of memory that was allocated by"
+            f" pycuda, cuda-python, libcudart or torch and not freed, got {got} for the input"
+            f" {spec.name!r} in {self.batch_title}"
+        )
 
     def _sample_shape(
         self, spec: TensorSpec, window: AddressWindow, *, has_batch: bool
@@ -239,11 +247,11 @@ class CalibratorBatches:
         )
 
     def _accept_other_count(self, count: int, *, is_larger: bool, is_typed: bool) -> bool:
-        """Return whether a batch may hold more or fewer samples than expected; note it if so.
+        """Return whether a batch of another size than expected is accepted, and record its size.
 
-        A larger one may if get_batch_size says 1, a smaller one as at the end of the data. If the
-        dtype of the copied bytes is not known, it may be smaller than the input's. Then each batch
-        would look small: so the first one may not be, and only the last one may.
+        A larger one is if get_batch_size says 1. A smaller one is as the end of the data. But bytes
+        of unknown dtype may be smaller values than the input's, in which case every batch looks too
+        small. So of these, a smaller batch is accepted only after a complete one, as the last one.
 
         Args:
             count: samples that the copied bytes make, in the input's dtype.

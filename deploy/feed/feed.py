@@ -204,19 +204,17 @@ class _SourceOpener:
             FeedError: no samples, or samples that do not fit the inputs.
             ConfigError: options that do not apply to the source.
         """
-        if isinstance(source, RawFiles) and files is not None:
-            return self._open_raw_files(source, files)
-        if files is not None and not files.are_arrays:
-            return self._open_images(files)
         if isinstance(source, CalibratorScript):
             return self._open_calibrator(source)
-
-        # files of arrays, or a Python object, whose items are images if there is preprocessing
-        if self.dataset.preprocess is None:
-            return self._create_feed(self._open_arrays(source, files, self.specs))
         if files is None:
-            return self._open_images_in_memory(source)
-        raise ConfigError(_NO_PREPROCESSING)
+            return self._open_object(source)
+        if isinstance(source, RawFiles):
+            return self._open_raw_files(source, files)
+        if not files.are_arrays:
+            return self._open_images(files)
+        if self.dataset.preprocess is not None:
+            raise ConfigError(_NO_PREPROCESSING)
+        return self._create_feed(self._open_arrays(files, self.specs))
 
     def _open_raw_files(self, raw: RawFiles, files: SourceFiles) -> Feed:
         """Return the feed of files without a header, of arrays or pixels, for the only input.
@@ -233,7 +231,7 @@ class _SourceOpener:
             )
         (spec,) = self.specs
         # their shape and dtype may differ from the input's: they are converted below
-        arrays = self._open_arrays(raw.path, files, (raw.file_spec(spec),))
+        arrays = self._open_arrays(files, (raw.file_spec(spec),))
         has_preprocess = self.dataset.preprocess is not None
         if raw.are_images(spec, has_preprocess=has_preprocess):
             resolved = self._resolve_preprocess()
@@ -275,36 +273,37 @@ class _SourceOpener:
             )
         return self._create_feed(script.source(self.specs, self.choice.required_samples))
 
-    def _open_images_in_memory(self, source: FeedSource) -> Feed:
-        """Open a Python object whose items are images to be preprocessed."""
-        resolved = self._resolve_preprocess()
-        items, has_end = iterate_items(source)
-        images = preprocess_items(items, resolved.preprocess, self.specs[0].dtype)
-        opened = open_iterable(
-            images, self.specs, has_end=has_end, limit=self.choice.required_samples
-        )
-        return self._create_feed(opened, resolved, kind="pictures in memory")
+    def _open_object(self, source: FeedSource) -> Feed:
+        """Return the feed of a Python object, whose items are arrays, or images to be preprocessed.
 
-    def _open_arrays(
-        self, source: FeedSource, files: SourceFiles | None, specs: tuple[TensorSpec, ...]
-    ) -> ArraySource:
-        """Return the arrays of files, or of a Python object's items.
+        They are images if there is preprocessing.
+        """
+        resolved, kind = None, "arrays"
+        items, has_end = iterate_items(source)
+        if self.dataset.preprocess is not None:
+            resolved, kind = self._resolve_preprocess(), "pictures in memory"
+            items = preprocess_items(items, resolved.preprocess, self.specs[0].dtype)
+        opened = open_iterable(
+            items, self.specs, has_end=has_end, limit=self.choice.required_samples
+        )
+        return self._create_feed(opened, resolved, kind=kind)
+
+    def _open_arrays(self, files: SourceFiles, specs: tuple[TensorSpec, ...]) -> ArraySource:
+        """Return the arrays in files.
 
         Args:
-            source: the Python object; not used if there are files.
-            files: files of arrays; None for a Python object.
+            files: files of arrays.
             specs: what the arrays are to be: the model's inputs, or what raw files hold.
         """
         skip_bad = self.dataset.skip_bad
-        if files is None:
-            items, has_end = iterate_items(source)
-            return open_iterable(items, specs, has_end=has_end, limit=self.choice.required_samples)
         if files.folder is not None:
-            return open_array_folder(files.folder, files.files, specs, skip_bad=skip_bad)
+            arrays = open_array_folder(files.folder, files.files, specs, skip_bad=skip_bad)
         # one file may hold all samples; a label in a list of files applies to a file's samples
-        if len(files.files) == 1 and files.files[0].label is None:
-            return open_array_file(files.files[0].path, specs)
-        return open_array_files(files.files, specs, files.name, skip_bad=skip_bad)
+        elif len(files.files) == 1 and files.files[0].label is None:
+            arrays = open_array_file(files.files[0].path, specs)
+        else:
+            arrays = open_array_files(files.files, specs, files.name, skip_bad=skip_bad)
+        return replace(arrays, notes=(*files.notes, *arrays.notes))
 
     def _resolve_preprocess(self) -> ResolvedPreprocess:
         """Return the preprocessing for the model's only input."""

@@ -146,7 +146,7 @@ def wrap_user_errors(
     import numpy as np  # not at the top, for a quick --help
 
     try:
-        with _SURROUNDINGS.set_up(), np.errstate():
+        with _WORKING_FOLDER.of_user_code(), _restored_handlers(), np.errstate():
             yield
     except (Calib8Error, KeyboardInterrupt, Terminated):
         raise
@@ -164,8 +164,12 @@ def wrap_user_errors(
         raise error(text) from raised
 
 
-class _Surroundings:
-    """The working folder and the signal handlers, which a user's code may change in any thread."""
+class _WorkingFolder:
+    """The working folder of the process, which the user's code may change in any thread.
+
+    Calls of that code may overlap in several threads. They share the folder: the first one changes
+    to the folder that the code left last, and each that ends changes back to the original one.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -175,13 +179,8 @@ class _Surroundings:
         self._user_folder_by_original: dict[str | None, str | None] = {}
 
     @contextmanager
-    def set_up(self) -> Iterator[None]:
-        """Change to the folder that the user's last call left; restore all at the end of the body.
-
-        The working folder is the process's, so calls that overlap in several threads share it: the
-        first one finds the original folder. The handlers of SIGINT and SIGTERM are restored too.
-        """
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    def of_user_code(self) -> Iterator[None]:
+        """Change to the folder that the user's code left last; change back at the end."""
         with self._lock:
             if not self._active_calls:
                 self._original_folder = _working_folder()
@@ -192,19 +191,27 @@ class _Surroundings:
         finally:
             with self._lock:
                 self._active_calls -= 1
-                current_folder = _working_folder()
-                original_folder = self._original_folder
-                if original_folder is not None and current_folder != original_folder:
-                    self._user_folder_by_original[original_folder] = current_folder
+                user_folder, original_folder = _working_folder(), self._original_folder
+                if original_folder is not None and user_folder != original_folder:
+                    self._user_folder_by_original[original_folder] = user_folder
                     _change_folder(original_folder)
-            if threading.current_thread() is threading.main_thread():  # no other may set handlers
-                for number, handler in handlers.items():
-                    # None: C code set it, and Python cannot set it again
-                    if handler is not None and signal.getsignal(number) is not handler:
-                        signal.signal(number, handler)
 
 
-_SURROUNDINGS = _Surroundings()
+_WORKING_FOLDER = _WorkingFolder()
+
+
+@contextmanager
+def _restored_handlers() -> Iterator[None]:
+    """Restore the handlers of Ctrl-C and SIGTERM at the end."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+            for number, handler in handlers.items():
+                # None: C code set it, and Python cannot set it again
+                if handler is not None and signal.getsignal(number) is not handler:
+                    signal.signal(number, handler)
 
 
 def _change_folder(folder: str | None) -> None:
