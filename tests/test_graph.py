@@ -82,7 +82,8 @@ def test_weights_are_removed_from_inputs(model):
 
 def test_node_names_by_output_or_index(model):
     copy = edit.copy_message(model)
-    assert edit.name_nodes(model.graph) == edit.name_nodes_by_index(copy.graph) == 3
+    edit.name_nodes(model.graph)
+    edit.name_nodes_by_index(copy.graph)
     names = [[node.name for node in m.graph.node] for m in (model, copy)]
     assert names[0] == ["Constant_five", "Add_a", "mine", "If_y"]
     assert names[1] == ["Constant_0", "Add_1", "mine", "If_3"]

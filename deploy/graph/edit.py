@@ -392,37 +392,29 @@ def sort_nodes(graph: onnx.GraphProto) -> bool:
     return has_changed
 
 
-def name_nodes(graph: onnx.GraphProto) -> int:
-    """Give each node of the main graph a unique name; return the number of new names.
+def name_nodes(graph: onnx.GraphProto) -> None:
+    """Give each node of the main graph a unique name, in place.
 
     A node without a name is named after its type and first output, which do not change when other
     nodes are added or removed; a duplicate name gets a number.
     """
     names: set[str] = set()
-    new_count = 0
     for node in graph.node:
         preferred = node.name or f"{node.op_type}_{next(filter(None, node.output), 'none')}"
-        name = claim_name(preferred, names)
-        if name != node.name:
-            node.name = name
-            new_count += 1
-    return new_count
+        node.name = claim_name(preferred, names)
 
 
-def name_nodes_by_index(graph: onnx.GraphProto) -> int:
+def name_nodes_by_index(graph: onnx.GraphProto) -> None:
     """Do as `name_nodes`, by the rule that AMCT's configurations and records follow.
 
     A node without a name, or with a duplicate one, becomes '<op>_<index>'.
     """
     names = names_of(graph.node)
     earlier_names = {""}
-    new_count = 0
     for index, node in enumerate(graph.node):
         if node.name in earlier_names:
             node.name = claim_name(f"{node.op_type}_{index}", names)
-            new_count += 1
         earlier_names.add(node.name)
-    return new_count
 
 
 # last words of the names that calib8 adds, after the name of a tensor or node

@@ -247,7 +247,7 @@ def _complete_pad(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     rank = len(scope.shape(node.input[0]))
     axes = [axis % rank for axis in scope.values(node.input[3], "axes").tolist()]
     no_pads = np.zeros(2 * rank, np.int64)
-    nodes = _complete_values(node, 1, axes + [rank + axis for axis in axes], no_pads, scope)
+    nodes = _complete_input(node, 1, axes + [rank + axis for axis in axes], scope, no_pads)
     del node.input[3:]
     return [*nodes, node]
 
@@ -260,7 +260,7 @@ def _complete_crop(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     rank = len(scope.shape(node.input[0]))
     drop_attribute(node, "axes")
     positive_axes = [axis % rank for axis in axes]
-    return [*_complete_sizes(node, 1, positive_axes, scope), node]
+    return [*_complete_input(node, 1, positive_axes, scope), node]
 
 
 def _complete_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
@@ -293,15 +293,15 @@ def _complete_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
 
     # the inputs are the data, the region, scales and sizes
     if len(node.input) > 3:  # other axes keep their size
-        nodes += _complete_sizes(node, 3, axes, scope)
+        nodes += _complete_input(node, 3, axes, scope)
     else:  # other axes have the scale 1
-        nodes += _complete_values(node, 2, axes, np.ones(rank, np.float32), scope)
+        nodes += _complete_input(node, 2, axes, scope, np.ones(rank, np.float32))
     if node.input[1]:
         scope.values(node.input[1], "region")  # refuses a computed one, whose type may be another
         # the starts of all axes, then their ends; 0 and 1 for other axes
         full_region = np.repeat([0, 1], rank).astype(np.float32)
         region_axes = axes + [rank + axis for axis in axes]
-        nodes += _complete_values(node, 1, region_axes, full_region, scope)
+        nodes += _complete_input(node, 1, region_axes, scope, full_region)
     drop_attribute(node, "axes")
     drop_attribute(node, "keep_aspect_ratio_policy")
     return [*nodes, node]
@@ -323,46 +323,12 @@ def _ratio_scales(
     return np.full(len(shape), scale)
 
 
-def _complete_values(
-    node: onnx.NodeProto, index: int, axes: list[int], defaults: NDArray[Any], scope: OpsetScope
-) -> Nodes:
-    """Extend an input from some axes to all (`_complete_input`); the others get `defaults`.
-
-    `defaults`: one value for each axis.
-    """
-    return _complete_input(
-        node,
-        index,
-        axes,
-        defaults.tolist(),
-        lambda name: make_constant_node(name, defaults),
-        scope,
-    )
-
-
-def _complete_sizes(node: onnx.NodeProto, index: int, axes: list[int], scope: OpsetScope) -> Nodes:
-    """Extend an input from some axes to all (`_complete_input`); the others keep their size.
-
-    That is their size in the node's first input.
-    """
-    source = node.input[0]
-    return _complete_input(
-        node,
-        index,
-        axes,
-        list(scope.shape(source)),
-        lambda name: make_node("Shape", [source], name, f"{name}_Shape"),
-        scope,
-    )
-
-
 def _complete_input(
     node: onnx.NodeProto,
     index: int,
     axes: list[int],
-    defaults: list[Any],
-    make_defaults: Callable[[str], onnx.NodeProto],
     scope: OpsetScope,
+    defaults: NDArray[Any] | None = None,
 ) -> Nodes:
     """Extend an input, such as the scales of a Resize, from the values of some axes to all axes.
 
@@ -373,35 +339,39 @@ def _complete_input(
         node: its input is replaced in place.
         index: index of the input, which has a value for each of `axes`.
         axes: axes counted from the front, never from the end.
-        defaults: a value for each axis, for those that are not in `axes`; None or a symbol if it is
-            not known.
-        make_defaults: name -> the node that makes the defaults as a tensor of this name.
         scope: the constants, shapes and names around the node.
+        defaults: values of the other axes, as an array with one for each axis; None for the sizes
+            of the node's first input.
 
     Returns:
         The nodes that make the new input, to stand before `node`.
     """
-    partial_name = node.input[index]
+    source, partial_name = node.input[0], node.input[index]
     complete_name = scope.new_name(f"{node.output[0]}_axes")
     node.input[index] = complete_name
 
+    values = list(scope.shape(source)) if defaults is None else defaults.tolist()
+    rank = len(values)
     if partial_name in scope.constants:
         partial_values = scope.values(partial_name, "values")
-        values = list(defaults)
         for axis, value in zip(axes, partial_values.tolist(), strict=True):
             values[axis] = value
-        if all(isinstance(value, int | float) for value in values):
+        if all(isinstance(value, int | float) for value in values):  # no size is symbolic
             return [make_constant_node(complete_name, np.array(values, partial_values.dtype))]
 
     # join the defaults and the values of some axes, and gather one value for each axis
     defaults_name = scope.new_name(f"{complete_name}_whole")
     joined_name = scope.new_name(f"{complete_name}_both")
     order_name = scope.new_name(f"{complete_name}_order")
-    order = np.arange(len(defaults))
-    order[axes] = len(defaults) + np.arange(len(axes))  # these values follow the defaults
+    order = np.arange(rank)
+    order[axes] = rank + np.arange(len(axes))  # these values follow the defaults
+    if defaults is None:
+        defaults_node = make_node("Shape", [source], defaults_name, f"{defaults_name}_Shape")
+    else:
+        defaults_node = make_constant_node(defaults_name, defaults)
     operands = [defaults_name, partial_name]
     return [
-        make_defaults(defaults_name),
+        defaults_node,
         make_node("Concat", operands, joined_name, f"{joined_name}_Concat", axis=0),
         make_constant_node(order_name, order),
         make_node("Gather", [joined_name, order_name], complete_name, f"{complete_name}_Gather"),

@@ -46,16 +46,15 @@ class Placement:
         heavy: op types that gain from an int8 kernel.
         glue: op types that pass int8 on.
         keeps_scale: op types whose output must have the input's scale.
-        pairs_on_outputs: pairs after every int8 node (ONNX Runtime), else on inputs only
-            (TensorRT).
+        runs_on_onnxruntime: the rules of ONNX Runtime's integer kernels hold. Pairs stand after
+            every int8 node too, not on inputs only as for TensorRT, and biases are int32 with a
+            DequantizeLinear. A 2-D MatMul and the Add of its bias form one Gemm. An Add or Mul of a
+            tensor and a scalar is glue too, with the scalar in int8. A ConvTranspose stays float
+            unless it makes one tile of each pixel, and glue if its kernel is missing or computes
+            something else.
         pairs_everywhere: pairs on all inputs and outputs of every node that can run on the
             grid (DLA).
-        quantizes_bias: biases are int32 with a DequantizeLinear (ONNX Runtime), else float.
-        fuses_gemm_bias: a 2-D MatMul and the Add of its bias form one Gemm.
-        checks_kernels: glue stays float if ONNX Runtime's integer kernel is missing or differs.
         per_tensor: op types whose weights get one scale per tensor.
-        quantizes_scalars: an Add or Mul of a tensor and a scalar is glue too, with the scalar in
-            int8.
         passes_int8: op types that stay float between an int8 node and glue without separating them.
         float_after_concat: readers of a Concat stay float unless int8 nodes make all its inputs.
         separates_tail: op types with a pair between them and their tail.
@@ -65,7 +64,6 @@ class Placement:
         min_channels: op type -> layers with fewer input or output channels stay float.
         max_window: a Conv with a window of more elements stays float; 0 for no limit.
         allows_groups: whether a Conv may have groups.
-        requires_tiles: a ConvTranspose stays float unless it makes one tile of each pixel.
         fits_pairs: store weights so that no CPU saturates the sum of two adjacent products
             (`calibrators.weights`).
     """
@@ -75,14 +73,10 @@ class Placement:
     heavy: frozenset[str]
     glue: frozenset[str]
     keeps_scale: frozenset[str]
-    pairs_on_outputs: bool
-    quantizes_bias: bool
+    runs_on_onnxruntime: bool = False
     pairs_everywhere: bool = False
-    fuses_gemm_bias: bool = False
-    checks_kernels: bool = False
     weights: Grid = INT8
     per_tensor: frozenset[str] = frozenset()
-    quantizes_scalars: bool = False
     passes_int8: frozenset[str] = frozenset()
     float_after_concat: bool = False
     separates_tail: frozenset[str] = frozenset()
@@ -90,7 +84,6 @@ class Placement:
     min_channels: Mapping[str, int] = field(default_factory=dict)
     max_window: int = 0
     allows_groups: bool = True
-    requires_tiles: bool = False
     fits_pairs: bool = False
 
     @property
@@ -113,16 +106,11 @@ ONNXRUNTIME = Placement(
     | POOLS
     | {"Add", "Mul", "Sigmoid", "LeakyRelu", "Concat", "Resize", "Split", "ReduceMean", GATE},
     keeps_scale=MOVES | CUTS | {"MaxPool", "Resize", "Split"},
-    pairs_on_outputs=True,
-    quantizes_bias=True,
-    fuses_gemm_bias=True,
-    checks_kernels=True,
-    quantizes_scalars=True,
+    runs_on_onnxruntime=True,
     # 3 colours times 3x3 are 27 products: the int8 kernel's im2col costs as much as it saves, or
     # more (EfficientNet-Lite0 on AVX512-VNNI: 1.86x as fast as FP32 with the first Conv in int8,
     # 2.05x without; 2.07x either way in ONNX Runtime 1.32)
     min_products=32,
-    requires_tiles=True,
     fits_pairs=True,
 )
 TENSORRT = Placement(
@@ -131,8 +119,6 @@ TENSORRT = Placement(
     heavy=WEIGHTED,
     glue=POOLS | {"Add", "ReduceMean"},
     keeps_scale=MOVES | {"MaxPool", "Resize", "Split"},
-    pairs_on_outputs=False,
-    quantizes_bias=False,
     # pointwise operators, and a residual Add with them, are fused into the layer upstream
     passes_int8=MOVES | POOLS | POINTWISE | NORM | {"Concat", "Split", "Slice", "Gather", "Resize"},
 )
@@ -172,8 +158,6 @@ ASCEND = Placement(
     heavy=WEIGHTED | {"AveragePool"},
     glue=frozenset(),
     keeps_scale=frozenset(),
-    pairs_on_outputs=False,
-    quantizes_bias=True,
     per_tensor=frozenset({"Gemm", "MatMul"}),
 )
 

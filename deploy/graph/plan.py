@@ -201,9 +201,9 @@ def analyse(
         model.graph.node, graph, placement, float_reasons, gate_by_node, bias_add_by_matmul
     )
     # in the graph with the nodes of the gates, since one of these reads the Conv
-    bias_shifts = _find_bias_shifts(analysis.graph, placement, weights, int8_gates)
+    bias_shifts = _find_bias_shifts(analysis.graph, weights, int8_gates)
     int8_scalars = []
-    if placement.quantizes_scalars:
+    if placement.runs_on_onnxruntime:
         int8_scalars = [node.name for node in int8_nodes if has_constant_operand(graph, node)]
     return Plan(
         placement=placement,
@@ -306,7 +306,7 @@ class _Int8Flow:
         if node.op_type in placement.heavy:
             return ""
         is_read_in_float = False
-        if placement.pairs_on_outputs:  # ONNX Runtime
+        if placement.runs_on_onnxruntime:
             has_int8_inputs = self.int8_outputs.issuperset(graph.data_inputs(node))
         else:  # TensorRT, which fuses a residual Add into the layer that makes one of its inputs
             has_int8_inputs = reads_int8(graph, node, self.int8_outputs, placement.heavy)
@@ -329,17 +329,12 @@ def _passes_int8(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bo
 
 
 def _find_bias_shifts(
-    graph: Graph,
-    placement: Placement,
-    weights: Iterable[WeightTarget],
-    int8_gates: Iterable[Gate],
+    graph: Graph, weights: Iterable[WeightTarget], int8_gates: Iterable[Gate]
 ) -> dict[str, Gate]:
     """Return Conv -> the gate whose shift can be added to the Conv's bias.
 
     A gate is factor * clip(source + shift, 0, top), written by several nodes (see `Gate`).
     """
-    if not placement.quantizes_bias:
-        return {}
     bias_by_node = {weight.node: weight.bias for weight in weights}
     gate_by_conv = {}
     for gate in int8_gates:
@@ -367,7 +362,7 @@ def _find_bias_adds(
     whose bias is float: the layer would run in float and dequantize its weights for every input
     (a net of three such layers was 9.6 times slower than FP32). So both are planned as one layer.
     """
-    if not placement.fuses_gemm_bias:
+    if not placement.runs_on_onnxruntime:
         return {}
     add_by_matmul: dict[str, onnx.NodeProto] = {}
     for node in int8_nodes:
@@ -436,7 +431,7 @@ def _place_pairs(graph: Graph, placement: Placement, int8_nodes: Nodes) -> tuple
     front of the nodes that run in int8.
     """
     tensors = (*graph.inputs, *graph.producer)
-    if placement.pairs_everywhere or placement.pairs_on_outputs:
+    if placement.pairs_everywhere or placement.runs_on_onnxruntime:
         paired = _find_paired_tensors(graph, placement, int8_nodes)
         return tuple(QdqPair(name, None) for name in tensors if name in paired)
     readers = _find_pair_readers(graph, placement, int8_nodes)

@@ -154,7 +154,7 @@ def _find_glue_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement)
     if node.op_type == "ReduceMean" and not is_global_mean(graph, node):
         return "it is the mean over other axes than a picture's"
     kernel_refusal = ""
-    if placement.checks_kernels:  # ONNX Runtime
+    if placement.runs_on_onnxruntime:
         kernel_refusal = _find_kernel_refusal(node)
     return f"{kernel_refusal} on {placement.name}" if kernel_refusal else ""
 
@@ -169,7 +169,7 @@ def _find_tensor_refusal(
     quantized_tensors = list(graph.data_inputs(node))
     if not quantized_tensors:
         return "all its inputs are constant"
-    if placement.pairs_on_outputs:  # ONNX Runtime
+    if placement.runs_on_onnxruntime:
         quantized_tensors.append(graph.tail(node))  # after a fused Relu, Clip or bias Add
     if placement.pairs_everywhere:  # DLA, also before what is fused into the node
         quantized_tensors.append(node.output[0])
@@ -179,7 +179,7 @@ def _find_tensor_refusal(
         scale_owner = find_scale_owner(graph, placement, tensor)
         if scale_owner in float_tensors:
             return f"{scale_owner} {float_tensors[scale_owner]}"
-        if placement.checks_kernels and tensor in graph.captured_through_moves:  # ONNX Runtime
+        if placement.runs_on_onnxruntime and tensor in graph.captured_through_moves:
             return f"{tensor} is moved and then read inside an If or Loop, {_CRASH_TEXT}"
     return ""
 
@@ -240,7 +240,7 @@ def find_shape_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement)
         return ""
     sizes = list(weight.dims)
     precision = placement.precision_name
-    if placement.requires_tiles and node.op_type == "ConvTranspose":
+    if placement.runs_on_onnxruntime and node.op_type == "ConvTranspose":
         if any(name and name not in graph.initializers for name in node.input[2:]):
             return "its bias is not constant"
         if tile_shape(node, sizes) is None:
@@ -266,7 +266,7 @@ def find_shape_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement)
 def is_scalar_glue(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
     """Whether an Add or Mul of a constant can run in int8: with a scalar other than 0."""
     data_inputs = graph.data_inputs(node)
-    if not placement.quantizes_scalars or not data_inputs:
+    if not placement.runs_on_onnxruntime or not data_inputs:
         return False
     return bool(graph.scalar_operand(data_inputs[0], node))  # 0 has no scale
 

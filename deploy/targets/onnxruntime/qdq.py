@@ -129,7 +129,7 @@ def _replaced_constants(plan: Plan, read_counts: Mapping[str, int]) -> set[str]:
     counts: Counter[str] = Counter()  # reads of the layers that store the constant as integers
     for weight in plan.weights:
         counts[weight.name] += 1
-        if weight.bias is not None and plan.placement.quantizes_bias:
+        if weight.bias is not None and plan.placement.runs_on_onnxruntime:
             counts[weight.bias] += 1
     return {name for name, count in counts.items() if count == read_counts[name]}
 
@@ -275,7 +275,7 @@ class _QdqWriter:
 
     def _has_integer_bias(self, target: WeightTarget) -> bool:
         """Whether a layer's bias is stored as int32."""
-        return self.plan.placement.quantizes_bias and target.bias in self.initializers
+        return self.plan.placement.runs_on_onnxruntime and target.bias in self.initializers
 
     def _weight_scales(self, node: onnx.NodeProto, target: WeightTarget) -> Scales32:
         """Return the scales of a weight: trained ones if they fit, or those of its values.
