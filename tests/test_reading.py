@@ -659,7 +659,7 @@ def test_digests_combine_in_order_or_sorted():
     digests[7] = digests[7][:-1] + b"\0"  # what numpy's strings leave out at the end
     digests_seen, order = SampleDigests(60), [3, 7, 0, 39, 12]
     for number, digest in enumerate(digests):
-        digests_seen.record(number, digest, "it")
+        digests_seen.store_or_compare(number, digest, "it")
     for in_digest_order, arrange in ((False, list), (True, sorted)):
         joined_digests = b"".join(arrange(digests[n] for n in order))
         assert (
