@@ -189,14 +189,13 @@ class _OpenedEngine:
     """An engine, and its loading time.
 
     Attributes:
-        session: the session as a user would open it; None once it was closed.
-        is_on_device: whether another runtime than ONNX Runtime runs it.
+        session: the session as a user would open it; None of the float model if its outputs own it.
+        load_ms: the ms that opening it took.
         is_for_accuracy: whether it is opened for accuracy only: in one thread, and not timed.
     """
 
     session: Session | None
     load_ms: float
-    is_on_device: bool
     is_for_accuracy: bool = False
 
 
@@ -240,8 +239,8 @@ def _find_engine_sessions(target_engines: Mapping[str, _OpenedEngine]) -> Engine
     """
     sessions = {}
     for name, engine in target_engines.items():
-        is_reusable = engine.is_on_device or engine.is_for_accuracy
-        sessions[name] = engine.session if is_reusable else None
+        is_on_device = not isinstance(engine.session, OrtSession)
+        sessions[name] = engine.session if is_on_device or engine.is_for_accuracy else None
     return sessions
 
 
@@ -313,7 +312,7 @@ def _open_float_model(
         _first_key(samples),
         session=None if is_timed else session,
     )
-    engine = _OpenedEngine(session if is_timed else None, load_ms, is_on_device=False)
+    engine = _OpenedEngine(session if is_timed else None, load_ms)
     return engine, float_outputs, len(float_file)
 
 
@@ -333,46 +332,22 @@ def _open_engines(
         path_by_engine = dict(result.baselines)
         if result.engine is not None:
             path_by_engine[result.target] = result.engine
+        # without latency runs, ONNX Runtime opens an engine as the evaluation needs it
+        is_for_accuracy = target.runs_here and not is_timed
         for name, path in path_by_engine.items():
-            # without latency runs, ONNX Runtime opens its own engine as the evaluation needs it
-            is_for_accuracy = not is_timed and target.runs_here and path == result.runnable
+            if is_for_accuracy:
+                open_session = partial(open_single_thread, path)
+            else:
+                open_session = partial(target.open, path, threads=threads)
             try:
-                engines[name] = _open_engine(
-                    target, path, threads, is_timed=is_timed, is_for_accuracy=is_for_accuracy
-                )
+                session, load_ms = _time_loading(open_session)
             except SdkMissingError as error:  # built for another machine
                 absent[name] = str(error)
             except BackendError as error:
                 failures[name] = str(error)
+            else:
+                engines[name] = _OpenedEngine(session, load_ms, is_for_accuracy)
     return engines, failures, absent
-
-
-def _open_engine(
-    target: Target, path: Path, threads: int, *, is_timed: bool, is_for_accuracy: bool
-) -> _OpenedEngine:
-    """Open an engine, and measure how long that takes.
-
-    Args:
-        target: the target that it was built for.
-        path: file of the engine.
-        threads: threads inside one inference.
-        is_timed: whether there are latency runs.
-        is_for_accuracy: whether to open it in one thread, as the evaluation does.
-
-    Raises:
-        SdkMissingError: the runtime or device is not here.
-        BackendError: its runtime refused the engine.
-    """
-    if is_for_accuracy:
-        open_session = partial(open_single_thread, path)
-    else:
-        open_session = partial(target.open, path, threads=threads)
-    session, load_ms = _time_loading(open_session)
-    is_on_device = not isinstance(session, OrtSession)
-    if is_timed or is_for_accuracy or is_on_device:
-        return _OpenedEngine(session, load_ms, is_on_device, is_for_accuracy)
-    # a session of ONNX Runtime in several threads, which was opened for its load time alone
-    return _OpenedEngine(None, load_ms, is_on_device)
 
 
 def _first_key(samples: Evaluation) -> tuple[int, ...]:
@@ -463,9 +438,9 @@ def _make_rows(results: Sequence[BuildResult], measurements: _Measurements) -> I
             if path is not None:
                 size = path.stat().st_size
             opened_engine = measurements.engines.get(name)
-            # the types in which the layers of the engine ran, beside the planned ones
+            # the types in which the layers of the engine ran, beside those that were decided
             engine_layers = read_engine_layers(measurements.timed_sessions.get(name))
-            planned_types = () if is_baseline else result.decisions
+            decisions = () if is_baseline else result.decisions
             yield EngineRow(
                 label=label,
                 baseline=is_baseline,
@@ -476,7 +451,7 @@ def _make_rows(results: Sequence[BuildResult], measurements: _Measurements) -> I
                 threads=measurements.threads,
                 latency=measurements.latency.get(name),
                 accuracy=measurements.accuracy.get(name),
-                ran=compare_with_plan(engine_layers, planned_types),
+                ran=compare_with_plan(engine_layers, decisions),
                 notes=(failures[name],) if is_baseline and name in failures else (),
             )
 

@@ -100,6 +100,11 @@ def size_change(smaller: float) -> tuple[str, str]:
     return ratio(1 / smaller), "larger"
 
 
+def size_change_text(smaller: float) -> str:
+    """Return `size_change` as one text: "2.00x smaller"; "" for equal sizes."""
+    return " ".join(size_change(smaller)).strip()
+
+
 def encodable(text: str) -> str:
     """Make control characters, marks of direction and bytes that are not UTF-8 visible.
 

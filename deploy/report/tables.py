@@ -232,10 +232,7 @@ def _size(report: Findings) -> Iterator[ComparisonLine]:
         ratio = size_ratio(report, engine)
         if ratio is not None:
             ratios.append(ratio)
-    change = ""
-    if len(ratios) == 1:
-        factor, direction = figures.size_change(ratios[0])  # such as "2.00x" and "smaller"
-        change = f"{factor} {direction}".strip()
+    change = figures.size_change_text(ratios[0]) if len(ratios) == 1 else ""
     yield ComparisonLine("Size", tuple(cells), change)
     yield _line("Load", [engine.load_ms for engine in report.engines], figures.milliseconds)
 

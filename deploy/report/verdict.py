@@ -25,7 +25,7 @@ from deploy.metrics.levels import (
     judge_accuracy,
     question_reference,
 )
-from deploy.report.figures import size_change
+from deploy.report.figures import size_change_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,11 +318,11 @@ def _judge_gain(speed: SpeedUp, smaller: float | None, rival: str, device_kind: 
         return GOOD, text
 
     size_ratio = smaller or 1.0
-    size = " ".join(size_change(size_ratio)).strip()  # "" for files of one size
+    size_text = size_change_text(size_ratio)  # "" for files of one size
     is_clearly_slower = speed.ratio * MIN_GAIN < 1
     if size_ratio >= MIN_SHRINK and not is_clearly_slower:
-        return GOOD, f"{text}, {size}"
+        return GOOD, f"{text}, {size_text}"
     reason = f"int8 has {text} on this {device_kind}"
-    if size:
-        reason += f", and its file is {size}"
+    if size_text:
+        reason += f", and its file is {size_text}"
     return FLOAT, reason
