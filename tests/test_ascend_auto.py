@@ -351,7 +351,7 @@ def test_shortest_ranking_prefix_is_float(needed, auto_small, tmp_path, monkeypa
         float_sets.append(trial.in_float)
         return {name for name, _ in search.ranking[:needed]} <= trial.in_float
 
-    monkeypatch.setattr(BudgetSearch, "_holds", holds)
+    monkeypatch.setattr(BudgetSearch, "_check_budget", holds)
     auto_small(tmp_path, "--strategy", "binary-search")
     order = [name for name, _ in json.loads((tmp_path / RANKING).read_text())]
     int8_layers = set(settled(tmp_path).enabled())

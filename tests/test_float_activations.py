@@ -61,7 +61,7 @@ def test_downstream_model_equals_the_full_model(activations, changed, node_count
     short = activations.shorten(trial)
     assert len(short.graph.node) == node_count
     names = [value.name for value in short.graph.input]
-    for sample, values in zip(SAMPLES, activations.values, strict=True):
+    for sample, values in zip(SAMPLES, activations.values_by_sample, strict=True):
         downstream_feed = {name: {**sample, **values}[name] for name in names}
         np.testing.assert_allclose(
             run_on(short, downstream_feed), run_on(trial, sample), rtol=1e-5, atol=1e-6
@@ -82,7 +82,7 @@ def test_same_nodes_need_equal_constants(activations):
 def test_kept_activations_are_bounded(monkeypatch):
     monkeypatch.setattr(float_activations, "_MAX_BYTES", 4 * 4 * len(SAMPLES))
     activations = FloatActivations(chain(), [["B"], ["C"]], SAMPLES)
-    assert [list(values) for values in activations.values] == [["a"], ["a"]]
+    assert [list(values) for values in activations.values_by_sample] == [["a"], ["a"]]
 
 
 def test_cached_activations_serve_all_sample_sizes():
@@ -93,5 +93,5 @@ def test_cached_activations_serve_all_sample_sizes():
     short = activations.shorten(trial)
     (value,) = short.graph.input
     assert [d.dim_value for d in value.type.tensor_type.shape.dim] == [1, 0, 4]
-    for sample, values in zip(samples, activations.values, strict=True):
+    for sample, values in zip(samples, activations.values_by_sample, strict=True):
         np.testing.assert_allclose(run_on(short, values), run_on(trial, sample), rtol=1e-5)

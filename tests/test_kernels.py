@@ -79,7 +79,7 @@ def turned_model():
 )
 def test_layer_named_by_reader_is_timed(kernel, kind, node):
     layers = [kernel] if "Conv" in kind else []
-    times = attribute_kernels({kernel: 5.0}, turned_model(), layers=layers)
+    times = attribute_kernels({kernel: 5.0}, turned_model(), weighted=layers)
     assert [name for name, time in times.nodes.items() if time] == [node]
 
 
@@ -105,7 +105,7 @@ def chain(*kinds):
 )
 def test_fused_kernel_counts_for_its_layer(kinds, time_by_kernel, owner):
     model = chain(*kinds)
-    times = attribute_kernels(time_by_kernel, model, layers=time_by_kernel)
+    times = attribute_kernels(time_by_kernel, model, weighted=time_by_kernel)
     assert times.nodes[owner] == 5.0
     assert times.total == sum(time_by_kernel.values())
     other_times = attribute_kernels(time_by_kernel, model)  # these stay where they are

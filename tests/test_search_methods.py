@@ -34,7 +34,7 @@ def run_search(db_by_method, methods, shared):
     """A finished search of a model with one layer."""
     units = Units(members={"/c": ("/c",)}, borders=(), layers=("/c",))
     search = Search(
-        prices=Prices(units=units, pairs={"/c": (0.7, 1.0)}, conversions={}),
+        prices=Prices(units=units, unit_prices={"/c": (0.7, 1.0)}, conversions={}),
         prober=FakeProber(db_by_method),
         methods=methods,
         effort=EFFORTS[1],

@@ -397,14 +397,14 @@ def timed(monkeypatch, chain, *, int8, floats, other_time=0.0, pairs=()):
 
 def test_slightly_slower_int8_counts_as_equal(monkeypatch, priced):
     prices = timed(monkeypatch, priced, int8=(119, 121, 50), floats=(100, 100, 100))
-    assert prices.pairs == {"/a": (100, 100), "/b": (121, 100), "/y": (50, 100)}
+    assert prices.unit_prices == {"/a": (100, 100), "/b": (121, 100), "/y": (50, 100)}
     assert prices.measured
 
 
 def test_negligible_time_moves_no_unit(monkeypatch, priced):
     prices = timed(monkeypatch, priced, int8=(1.9, 2.2, 500), floats=(1, 1, 998))
-    assert prices.pairs["/a"] == (1, 1)  # less than a thousandth of 1000 us
-    assert prices.pairs["/b"] == (2.2, 1)
+    assert prices.unit_prices["/a"] == (1, 1)  # less than a thousandth of 1000 us
+    assert prices.unit_prices["/b"] == (2.2, 1)
 
 
 @pytest.mark.parametrize(
@@ -447,7 +447,7 @@ def test_kernels_are_timed_per_side(monkeypatch, priced):
 def test_counted_prices_are_products_without_conversion(priced):
     model, units = priced
     prices = count_prices(model, units, SAMPLE)
-    assert prices.pairs == {
+    assert prices.unit_prices == {
         "/a": (0.7 * (1024 * 144), 1024 * 144),  # 16 channels of 3x3 behind each of 1024 values
         "/b": (0.7 * (1024 * 9), 1024 * 9),  # one channel each: depthwise
         "/y": (0.7 * (512 * 16), 512 * 16),
@@ -455,8 +455,11 @@ def test_counted_prices_are_products_without_conversion(priced):
     assert set(prices.conversions.values()) == {0.0}
     assert not prices.measured
     avx2 = count_prices(model, units, SAMPLE, CPUS["avx2"])
-    assert avx2.pairs["/a"] == (pytest.approx(0.53 * 1024 * 144), 1024 * 144)
-    assert avx2.pairs["/b"] == (pytest.approx(1.5 * 2.2 * 1024 * 9), pytest.approx(2.2 * 1024 * 9))
+    assert avx2.unit_prices["/a"] == (pytest.approx(0.53 * 1024 * 144), 1024 * 144)
+    assert avx2.unit_prices["/b"] == (
+        pytest.approx(1.5 * 2.2 * 1024 * 9),
+        pytest.approx(2.2 * 1024 * 9),
+    )
     assert set(avx2.conversions.values()) >= {20.0 * 1024}
 
 
@@ -467,7 +470,7 @@ def test_layer_of_few_products_costs_its_weights():
     model = make_model(nodes, {"x": [1, 64]}, {"y": [1, 32]}, {"w": weight})
     units = group_units(model, [Decision("/y", "Gemm", "int8")])
     prices = count_prices(model, units, {"x": np.ones((1, 64), np.float32)}, CPUS["vnni"])
-    assert prices.pairs == {"/y": (0.5 * 8 * 64 * 32, 8 * 64 * 32)}
+    assert prices.unit_prices == {"/y": (0.5 * 8 * 64 * 32, 8 * 64 * 32)}
 
 
 @pytest.mark.parametrize(("kernel", "stride"), [(2, 2), (4, 2), (3, 1)])
@@ -482,7 +485,7 @@ def test_transposed_convolutions_cost_their_products(groups, outputs, kernel, st
     model = make_model([node], {"x": [1, 4, 6, 6]}, {"/y": shape}, {"w": weight})
     units = group_units(model, [Decision(node.name, "ConvTranspose", "int8")])
     prices = count_prices(model, units, {"x": np.ones((1, 4, 6, 6), np.float32)})
-    ((_, float_price),) = prices.pairs.values()
+    ((_, float_price),) = prices.unit_prices.values()
     assert float_price == pytest.approx(4 * 6 * 6 * outputs * kernel**2)
 
 
@@ -505,7 +508,9 @@ ROW = Units(
 def row(turning=1.0, units=ROW, **pairs):
     pairs = {name: (1.0, 10.0) for name in "abc"} | pairs
     conversions = dict.fromkeys("xtuy", turning)
-    return Prices(units=units, pairs=pairs, conversions=conversions, fixed_price=5.0, measured=True)
+    return Prices(
+        units=units, unit_prices=pairs, conversions=conversions, fixed_price=5.0, measured=True
+    )
 
 
 def test_nodes_of_units_are_in_model_order():

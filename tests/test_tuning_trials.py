@@ -381,7 +381,7 @@ def test_negligible_noise_is_no_float_reason(power, by_noise):
     """As of a policy whose moves, in the samples that were looked at, are at a Tanh's ends."""
     sensitivity = Sensitivity({("one",): noise(a=[power]), ("other",): noise(a=[power])})
     units = SimpleNamespace(members={"one": ["/one"], "other": ["/other"]})
-    prices = SimpleNamespace(pairs={"one": (3.0, 2.0), "other": (3.0, 2.0)}, measured=False)
+    prices = SimpleNamespace(unit_prices={"one": (3.0, 2.0), "other": (3.0, 2.0)}, measured=False)
     search = SimpleNamespace(
         units=units,
         prices=prices,

@@ -177,7 +177,9 @@ def auto_calibrate(
             uncounted=node_inputs,
             searches=records_by_search,
             everywhere=general_searches,
-            nearest=partial(_find_nearest_searches, record_plan, records_by_search, feed, threads),
+            find_nearest=partial(
+                _find_nearest_searches, record_plan, records_by_search, feed, threads
+            ),
             say=say,
             ranking=ranking,
         )

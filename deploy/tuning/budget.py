@@ -63,9 +63,9 @@ class BudgetSearch:
         max_loss: the budget, see `loss_of`.
         layers: what may be float, in the model's order.
         uncounted: those of `layers` that are only tensors.
-        searches: search of the target -> the layers that have it.
-        everywhere: those of `searches` that all layers have and that cost no time.
-        nearest: returns the search of each layer that is nearest to float.
+        searches: search of the target -> the layers that can have it.
+        everywhere: those of `searches` that all layers can have and that cost no time.
+        find_nearest: returns layer -> the search with whose range it is nearest to float.
         say: called with sentences on the progress.
         ranking: layers with their losses, in the order in which they go to float; empty until it
             is measured.
@@ -81,7 +81,7 @@ class BudgetSearch:
     uncounted: Collection[str] = ()
     searches: Mapping[str, Collection[str]]
     everywhere: Sequence[str]
-    nearest: Callable[[], Mapping[str, str]]
+    find_nearest: Callable[[], Mapping[str, str]]
     say: Callable[[str], None]
     ranking: Sequence[tuple[str, float]] = ()
     history: list[dict[str, Any]] = field(default_factory=list)
@@ -114,27 +114,28 @@ class BudgetSearch:
     def _find(self, step: Step) -> Trial | None:
         """Return the trial to build; None if only float holds the budget.
 
-        A trial is a model with some layers in float, and with a search for the ranges of each
-        layer. The first that holds the budget is built; steps that cost more come later.
+        A trial is a model with some layers in float, and with one of the target's searches for the
+        range of each layer. The first that holds the budget is built; steps that cost more come
+        later.
         """
         search = self._make_search(self._builder, step)
         base = self._try_searches_everywhere(search)
-        if self._holds(base):
+        if self._check_budget(base):
             return base
-        if self.ranking:
+        if self.ranking:  # it was given: AMCT's own rule, which tries nothing else
             return self._with_fewest_float_layers(search, base)
 
         repaired = self._try_repairs(base, step)
         if repaired is not None:
             search, base = repaired
-            if self._holds(base):
+            if self._check_budget(base):
                 return base
         losses = search.layer_losses(base)
         # a layer that cannot run alone in int8 has no measured loss
         loss_by_layer = {name: losses.get(name, 0.0) for name in self.layers}
         self.ranking = sorted(loss_by_layer.items(), key=lambda entry: -entry[1])
         swapped = self._with_swapped_searches(search, base)
-        if swapped is not base and self._holds(swapped):
+        if swapped is not base and self._check_budget(swapped):
             return swapped
         trial = self._with_fewest_float_layers(search, swapped)
         return None if trial is None else self._with_layers_back_in_int8(search, trial)
@@ -160,12 +161,12 @@ class BudgetSearch:
         )
         members = {name: (name,) for name in self.layers}
         units = Units(members=members, borders=(), layers=(*members,))
-        pairs = dict.fromkeys(members, (0.0, 1.0))
+        prices = dict.fromkeys(members, (0.0, 1.0))  # (in int8, in float)
         unlimited = SearchBudget(math.inf)
         return Search(
-            prices=Prices(units=units, pairs=pairs, conversions={}),
+            prices=Prices(units=units, unit_prices=prices, conversions={}),
             prober=make_prober(setup, self._samples, self._form, step, unlimited),
-            methods=[None],
+            methods=[None],  # the target's own: that of each layer's search
             effort=EFFORTS[_EFFORT],
         )
 
@@ -180,16 +181,17 @@ class BudgetSearch:
         return min(trials, key=_loss)
 
     def _try_repairs(self, base: Trial, step: Step) -> tuple[Search, Trial] | None:
-        """Try the repairs, with the search for each layer that is nearest to float.
+        """Try the repairs, which change constants of the float model, in place of `base`.
 
-        Later trials and the build have the repairs too, if these lose less than `base`.
+        Each layer gets the range with which it is nearest to float. If the repaired model loses
+        less than `base`, later trials and the build have the repairs too.
 
         Returns:
-            A search among repaired models and its first trial; None if it loses no less.
+            (a search among repaired models, its first trial); None if that loses no less.
         """
         # where the user configured the one search of all layers, only biases are repaired
         repairs = ("bias",) if len(self.searches) == 1 else (ROUNDING, "bias")
-        request = self.request.with_choices(replace(base.choices, searches=self.nearest()))
+        request = self.request.with_choices(replace(base.choices, searches=self.find_nearest()))
         assert request.evaluation_set is not None
         count = len(request.evaluation_set.subset)
         samples = list(request.evaluation_set.samples_with_outputs(count))
@@ -207,7 +209,7 @@ class BudgetSearch:
         """Return the trial with the fewest of the first layers of the ranking in float."""
         order = [name for name, _ in self.ranking]
         splits = [frozenset(order[:count]) for count in range(1, len(order))]
-        return find_fastest(search, base, splits, self._holds)
+        return find_fastest(search, base, splits, self._check_budget)
 
     def _with_swapped_searches(self, search: Search, base: Trial) -> Trial:
         """Return a trial in which the layers that lose most have another search that loses less."""
@@ -230,7 +232,7 @@ class BudgetSearch:
                 trial = self._by_any_search(search, best, name, best.in_float - {name})
                 if _loss(trial) <= limit:
                     best = trial
-        return best if best is holding or self._holds(best) else holding
+        return best if best is holding or self._check_budget(best) else holding
 
     def _by_any_search(
         self, search: Search, base: Trial, layer: str, in_float: frozenset[str]
@@ -243,8 +245,8 @@ class BudgetSearch:
                 choices.append(replace(base.choices, searches=searches))
         return min(search.try_choices(choices, in_float), key=_loss, default=base)
 
-    def _holds(self, trial: Trial) -> bool:
-        """Whether a trial's loss on all evaluation samples is within the budget.
+    def _check_budget(self, trial: Trial) -> bool:
+        """Run a trial on all evaluation samples; return whether its loss is within the budget.
 
         The result is reported to the user and added to `history`.
         """

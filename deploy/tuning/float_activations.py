@@ -30,7 +30,7 @@ class FloatActivations:
     """Stored inner tensors of the float model on a few samples, from which trials start.
 
     Attributes:
-        values: tensor -> array, for each sample.
+        values_by_sample: tensor -> array, for each sample.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class FloatActivations:
         for node in reference.graph.node:
             self._node_by_output |= dict.fromkeys(node.output, node)
         self._constants = {tensor.name: tensor for tensor in reference.graph.initializer}
-        self.values: list[Values] = []
+        self.values_by_sample: list[Values] = []
         stored_tensors: dict[str, None] = {}
         for int8_nodes in int8_nodes_by_trial:
             stored_tensors |= dict.fromkeys(border_tensors(reference, int8_nodes))
@@ -64,9 +64,9 @@ class FloatActivations:
         )
         for sample in samples:
             values = session.run(sample)
-            if not self.values:  # the first sample shows the size of each tensor
+            if not self.values_by_sample:  # the first sample shows the size of each tensor
                 stored_tensors = _limit_memory(stored_tensors, values, len(samples))
-            self.values.append({name: values[name] for name in stored_tensors})
+            self.values_by_sample.append({name: values[name] for name in stored_tensors})
 
     def unchanged_tensors(self, model: onnx.ModelProto) -> set[str]:
         """Return the tensors of a trial model with the same values as in the float model.
@@ -74,34 +74,32 @@ class FloatActivations:
         They are its inputs, and the outputs of nodes that are the same and read only such tensors.
         """
         constants = {tensor.name: tensor for tensor in model.graph.initializer}
-        compared_constants: set[str] = set()
+        is_equal_by_constant: dict[str, bool] = {}
         unchanged = {value.name for value in model.graph.input}
         for node in model.graph.node:
             if any(self._node_by_output.get(name) != node for name in node.output):
                 continue
             reads = set(iter_reads(node))
             read_constants = reads & constants.keys()
-            read_activations = reads - read_constants
-            if not unchanged.issuperset(read_activations):
+            if not unchanged.issuperset(reads - read_constants):
                 continue
             # a comparison reads all values of a constant, so only now, and once
-            for name in read_constants - compared_constants:
-                compared_constants.add(name)
-                if constants[name] == self._constants.get(name):
-                    unchanged.add(name)
-            if unchanged.issuperset(reads):
+            for name in read_constants - is_equal_by_constant.keys():
+                is_equal_by_constant[name] = constants[name] == self._constants.get(name)
+            if all(is_equal_by_constant[name] for name in read_constants):
                 unchanged.update(node.output)
         return unchanged
 
     def shorten(self, model: onnx.ModelProto) -> onnx.ModelProto:
         """Return a trial model that has stored tensors as inputs, without the nodes upstream.
 
-        Only tensors that the trial does not change become inputs. A dimension that varies over the
-        samples, such as the length of a text line, is left open.
+        Stored are values of the float model, so only tensors that the trial does not change become
+        inputs. A dimension that varies over the samples, such as the length of a text line, is left
+        open.
         """
         graph = model.graph
         needed = {value.name for value in graph.output}
-        stored = self.unchanged_tensors(model).intersection(self.values[0]) - needed
+        stored = self.unchanged_tensors(model).intersection(self.values_by_sample[0]) - needed
         nodes, new_inputs = [], []
         # from the outputs upstream: a node without an output that is needed is left out
         for node in reversed(graph.node):
@@ -117,7 +115,7 @@ class FloatActivations:
 
     def _make_input(self, name: str) -> onnx.ValueInfoProto:
         """Return a graph input that takes a stored tensor of each sample."""
-        arrays = [values[name] for values in self.values]
+        arrays = [values[name] for values in self.values_by_sample]
         shape = []
         for sizes in zip(*(array.shape for array in arrays), strict=True):
             shape.append(sizes[0] if len(set(sizes)) == 1 else None)

@@ -29,8 +29,8 @@ def cheapest_split(
 ) -> frozenset[Unit]:
     """Return the units to run in float for the least total price; on a tie a unit runs in int8.
 
-    It is a minimum cut of a network: a pipe is paid where its start is on the int8 end's side and
-    its end on the float end's side.
+    It is a minimum cut of a network. The cut divides the units into those on the int8 end's side
+    and those on the float end's side, and pays each pipe that leads from the former to the latter.
 
     Args:
         prices: unit -> (price in int8, price in float), each 0 or more.
@@ -43,7 +43,7 @@ def cheapest_split(
     unlimited = 1.0  # in the end more than all prices together, so that no cut pays it
     for unit, (int8, float32) in prices.items():
         least_price = min(int8, float32)  # paid on either side, so it decides nothing
-        # cut where the unit is on the float end's side, so it has float's price; then the reverse
+        # a unit on the float end's side is cut from the int8 end: this pipe has float's price
         network.add_pipe(_INT8_END, index_by_unit[unit], float32 - least_price)
         network.add_pipe(index_by_unit[unit], _FLOAT_END, int8 - least_price)
         unlimited += max(int8, float32)
@@ -107,7 +107,7 @@ class _FlowNetwork:
         path = [_INT8_END]
         while path and path[-1] != _FLOAT_END:
             start = path[-1]
-            if not untried_ends[start]:  # a dead end: go back one pipe
+            if not untried_ends[start]:  # a dead end: go back, and do not try that pipe again
                 path.pop()
                 if path:
                     untried_ends[path[-1]].pop()

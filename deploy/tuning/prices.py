@@ -14,6 +14,7 @@ conversion between int8 and float is unknown there and counts 0, so that a layer
 its loss.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ def group_units(model: onnx.ModelProto, decisions: Iterable[Decision]) -> Units:
         tail = _find_tail(graph, node, groups)
         gate_steps = _find_gate_steps(graph, node, groups)
         _join(groups, [node.name, *tail, *gate_steps])
-    for gate in find_gates(graph):
+    for gate in find_gates(graph):  # a Hard-Swish, in any of its forms, and the layer before it
         if groups.keys() >= set(gate.nodes):
             _join(groups, [*gate.nodes, *_find_gated_layer(graph, gate, groups)])
 
@@ -120,7 +121,7 @@ def find_add_units(model: onnx.ModelProto, units: Units) -> frozenset[str]:
 
 
 def _join(groups: Groups, nodes: Iterable[str]) -> None:
-    """Merge the groups of some nodes."""
+    """Merge the groups of some nodes, in place."""
     merged = frozenset[str]().union(*(groups[node] for node in nodes))
     groups |= dict.fromkeys(merged, merged)
 
@@ -149,11 +150,13 @@ def _find_gated_layer(graph: Graph, gate: Gate, groups: Groups) -> list[str]:
 
 
 def _find_gate_steps(graph: Graph, node: onnx.NodeProto, groups: Groups) -> list[str]:
-    """Return the nodes between x and the gate of Mul(x, gate(x)); empty for any other node."""
+    """Return the nodes of the gate of Mul(x, gate(x)); empty for any other node.
+
+    Such as the Sigmoid of x * Sigmoid(x), which is SiLU.
+    """
     if node.op_type != "Mul" or len(node.input) != 2:
         return []
-    # either input may be x
-    for gated, tensor in (node.input, reversed(node.input)):
+    for gated, tensor in itertools.permutations(node.input):  # either input may be x
         steps: list[str] = []
         while tensor != gated and len(steps) < _MAX_GATE_STEPS:
             maker = graph.producer.get(tensor)
@@ -253,7 +256,7 @@ class Prices:
 
     Attributes:
         units: of the model.
-        pairs: unit -> (price in int8, price in float).
+        unit_prices: unit -> (price in int8, price in float).
         conversions: tensor -> price of converting it between int8 and float.
         fixed_price: price of the nodes that are in no unit.
         measured: whether prices are times on this machine.
@@ -262,7 +265,7 @@ class Prices:
     """
 
     units: Units
-    pairs: Mapping[str, tuple[float, float]]
+    unit_prices: Mapping[str, tuple[float, float]]
     conversions: Mapping[str, float]
     fixed_price: float = 0.0
     measured: bool = False
@@ -276,7 +279,7 @@ class Prices:
     def total(self, in_float: frozenset[str]) -> float:
         """Return the price of the model with these units in float."""
         price = self.fixed_price
-        for unit, (int8, float32) in self.pairs.items():
+        for unit, (int8, float32) in self.unit_prices.items():
             price += float32 if unit in in_float else int8
         # a tensor with several readers is converted once
         float_units = in_float.union([FLOAT_SIDE])
@@ -293,7 +296,10 @@ class Prices:
 
     @property
     def measured_share(self) -> float:
-        """Measured time over summed prices with all units in int8, at most 1."""
+        """Measured time over summed prices with all units in int8, at most 1.
+
+        It is less than 1 where kernels take less time together than each by itself.
+        """
         priced = self.total(frozenset())
         return min(1.0, self.int8_total / priced) if priced else 1.0
 
@@ -312,25 +318,27 @@ class Prices:
             weight: price of a loss of 1.
             pinned: units that must be float.
         """
-        pairs = {FLOAT_SIDE: (0.0, 0.0)}  # the nodes in no unit, pinned to float below
-        for unit, (int8, float32) in self.pairs.items():
-            pairs[unit] = int8 + weight * losses.get(unit, 0.0), float32
+        # unit -> price in int8 with its loss, price in float; the nodes in no unit count as one
+        costs = {FLOAT_SIDE: (0.0, 0.0)}
+        for unit, (int8, float32) in self.unit_prices.items():
+            costs[unit] = int8 + weight * losses.get(unit, 0.0), float32
 
-        between, follows = [], []
+        conversions: list[tuple[str, str, float]] = []
+        followers: list[tuple[str, str]] = []  # (unit, the unit with which it must be float)
         layers = {*self.units.layers, FLOAT_SIDE}
         for maker, reader, tensor in self.units.borders:
-            between.append((maker, reader, self.conversions[tensor]))
+            conversions.append((maker, reader, self.conversions[tensor]))
             # a unit without weights gains nothing in int8 downstream of a float unit
             if reader not in layers and maker != FLOAT_SIDE:
-                follows.append((reader, maker))
-        float_units = cheapest_split(pairs, between, follows, pinned.union([FLOAT_SIDE]))
+                followers.append((reader, maker))
+        float_units = cheapest_split(costs, conversions, followers, pinned.union([FLOAT_SIDE]))
         return float_units.difference([FLOAT_SIDE])
 
 
 def count_prices(
     model: onnx.ModelProto, units: Units, sample: Mapping[str, Array], cpu: CpuKernels | None = None
 ) -> Prices:
-    """Return prices without measured times: the unit is the time of one float multiplication.
+    """Return prices without measured times, in times of one float multiplication.
 
     `sample`: one inference on it gives the size of each tensor. `cpu`: the CPU that is to run the
     model, one of `CPUS`; None where it is not known.
@@ -340,23 +348,27 @@ def count_prices(
     nodes = {node.name: node for node in graph.nodes}
     outputs = [str(nodes[name].output[0]) for name in units.node_names(units.members)]
     sizes = _count_values(model, [*outputs, *units.tensors], sample)
-    pairs = {}
+    unit_prices = {}
     for unit, members in units.members.items():
         int8_price = float_price = 0.0
         for name in members:
             value_count = sizes[nodes[name].output[0]]
-            int8_node, float_node = _price_node(graph, nodes[name], value_count, kernels)
-            int8_price += int8_node
-            float_price += float_node
-        pairs[unit] = int8_price, float_price
+            node_int8_price, node_float_price = _price_node(
+                graph, nodes[name], value_count, kernels
+            )
+            int8_price += node_int8_price
+            float_price += node_float_price
+        unit_prices[unit] = int8_price, float_price
     conversions = {tensor: kernels.conversion * sizes[tensor] for tensor in units.tensors}
-    return Prices(units=units, pairs=pairs, conversions=conversions)
+    return Prices(units=units, unit_prices=unit_prices, conversions=conversions)
 
 
 def _price_node(
     graph: Graph, node: onnx.NodeProto, value_count: int, kernels: CpuKernels
 ) -> tuple[float, float]:
-    """Return (price in int8, price in float) of a node, in float multiplications of a dense Conv.
+    """Return (price in int8, price in float) of a node.
+
+    The unit is the time of a float multiplication in a Conv that is not depthwise.
 
     `value_count`: number of its output values. `kernels`: price of int8 relative to float.
     """
@@ -364,36 +376,41 @@ def _price_node(
     if weight is None:
         return kernels.other * value_count, float(value_count)
 
-    # [C_out, C_in of a group, ...] of a Conv, [C_in, C_out of a group, ...] of a ConvTranspose,
-    # [C_in, C_out] of a matrix product, the other way round with transB
     dims = list(weight.dims)
-    node_attributes = attributes(node)
-    weight_count = math.prod(dims)
+    groups = attributes(node).get("group", 1)
     product_price = 1.0
-    products_per_value: float
+    if node.op_type in ("Gemm", "MatMul"):
+        int8_ratio = kernels.matrix
+    elif groups > 1 and groups == dims[0] and dims[1] == 1:
+        int8_ratio = kernels.depthwise
+        product_price = kernels.depthwise_product
+    elif math.prod(dims[2:]) == 1:
+        int8_ratio = kernels.pointwise
+    else:
+        int8_ratio = kernels.dense
+    compute_price = product_price * value_count * _products_per_value(node, dims)
+    # a layer of few products a weight waits for its weights from memory
+    float_price = max(compute_price, kernels.weight_read * math.prod(dims))
+    return int8_ratio * float_price, float_price
+
+
+def _products_per_value(node: onnx.NodeProto, dims: Sequence[int]) -> float:
+    """Return the number of multiplications by weights that an output value of a layer takes.
+
+    `dims`: shape of the weight, [C_out, C_in of a group, ...] of a Conv, [C_in, C_out of a group,
+    ...] of a ConvTranspose, [C_in, C_out] of a matrix product, the other way round with transB.
+    """
+    node_attributes = attributes(node)
     if node.op_type in ("Gemm", "MatMul"):
         columns = dims[0] if node_attributes.get("transB", 0) else dims[-1]
-        products_per_value = weight_count / max(columns, 1)
-        int8_ratio = kernels.matrix
-    else:
-        groups = node_attributes.get("group", 1)
-        if node.op_type == "ConvTranspose":
-            # each value of the input meets the kernel once, and has a stride of values as output
-            stride_size = math.prod(node_attributes.get("strides", [1]))
-            products_per_value = dims[0] / groups * math.prod(dims[2:]) / stride_size
-        else:
-            products_per_value = math.prod(dims[1:])
-        if groups > 1 and groups == dims[0] and dims[1] == 1:
-            int8_ratio = kernels.depthwise
-            product_price = kernels.depthwise_product
-        elif math.prod(dims[2:]) == 1:
-            int8_ratio = kernels.pointwise
-        else:
-            int8_ratio = kernels.dense
-    compute_price = product_price * value_count * products_per_value
-    # a layer of few products a weight waits for its weights from memory
-    float_price = max(compute_price, kernels.weight_read * weight_count)
-    return int8_ratio * float_price, float_price
+        return math.prod(dims) / max(columns, 1)
+    if node.op_type == "Conv":
+        return math.prod(dims[1:])
+    # a pixel of the input is multiplied with the entire kernel, and becomes as many pixels of the
+    # output as a step of the strides has
+    input_channels = dims[0] / int(node_attributes.get("group", 1))
+    pixel_count = math.prod(map(int, node_attributes.get("strides", [1])))
+    return input_channels * math.prod(dims[2:]) / pixel_count
 
 
 def measure_prices(
@@ -418,17 +435,18 @@ def measure_prices(
     float_times = least_kernel_times(first_float_times, profile(float_model))
     int8_times = least_kernel_times(first_int8_times, profile(int8_model))
 
-    unit_time = _sum_times(float_times, units.node_names(units.members))
-    # kernels that change the layout belong to no node: the units share them
-    layout_factor = 1 + float_times.unattributed / unit_time if unit_time else 1.0
-    pairs = {}
+    float_units_us = _sum_times(float_times, units.node_names(units.members))
+    # float kernels that belong to no node change the layout: the units share their time. Those of
+    # the int8 model are counted with its conversions
+    layout_factor = 1 + float_times.unattributed / float_units_us if float_units_us else 1.0
+    unit_prices = {}
     for unit, members in units.members.items():
-        int8_time = _sum_times(int8_times, members)
-        float_time = layout_factor * _sum_times(float_times, members)
+        int8_us = _sum_times(int8_times, members)
+        float_us = layout_factor * _sum_times(float_times, members)
         # int8 that is slower by less than the margin counts as equal
-        if int8_time <= max(MARGIN * float_time, float_time + _MIN_GAIN * float_times.total):
-            int8_time = min(int8_time, float_time)
-        pairs[unit] = int8_time, float_time
+        if int8_us <= max(MARGIN * float_us, float_us + _MIN_GAIN * float_times.total):
+            int8_us = min(int8_us, float_us)
+        unit_prices[unit] = int8_us, float_us
 
     sizes = _count_values(model, units.tensors, feeds[0])
     value_us = _conversion_us(int8_times, int8_model, sizes)
@@ -437,9 +455,9 @@ def measure_prices(
     border_us = _CONVERSION_KERNELS * kernel_us
     return Prices(
         units=units,
-        pairs=pairs,
+        unit_prices=unit_prices,
         conversions={tensor: border_us + value_us * size for tensor, size in sizes.items()},
-        fixed_price=max(float_times.total - float_times.unattributed - unit_time, 0.0),
+        fixed_price=max(float_times.total - float_times.unattributed - float_units_us, 0.0),
         measured=True,
         int8_total=int8_times.total,
     )

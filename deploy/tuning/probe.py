@@ -208,9 +208,11 @@ class Prober:
         self._isolated_samples: _TrialSamples | None = None  # made for the first isolated trial
 
         # the float model's outputs on the samples, in the form in which noise is measured
-        inputs, outputs = zip(*samples, strict=True)
-        self._form = form or derive_form(outputs, inputs=inputs, metric=metric)
-        self._temperatures = find_temperatures(self._form, outputs)
+        inputs, float_outputs = zip(*samples, strict=True)
+        self._form = form or derive_form(float_outputs, inputs=inputs, metric=metric)
+        # a list of detections has no slices: its noise is the loss of the task alone
+        self._is_detection_list = not self._form.parts and self._form.task is not None
+        self._temperatures = find_temperatures(self._form, float_outputs)
         slices = [self._to_slices(outputs, inputs, outputs) for inputs, outputs in samples]
         powers = slice_powers(self._form, slices)
         self._mean_powers = mean_powers(powers)
@@ -256,7 +258,7 @@ class Prober:
         except Calib8Error as error:
             return _TrialSamples(samples, slices, powers, error)
         extended_samples = []
-        for (sample, outputs), values in zip(samples, activations.values, strict=True):
+        for (sample, outputs), values in zip(samples, activations.values_by_sample, strict=True):
             extended_samples.append(({**sample, **values}, outputs))
         return _TrialSamples(extended_samples, slices, powers, activations)
 
@@ -278,7 +280,8 @@ class Prober:
 
     def _run(self, trials: Sequence[Choices], samples: _TrialSamples) -> list[Noise | None]:
         """Return the noise of trials, None for those that failed; equal trials run once."""
-        is_isolated = samples.activations is not None  # on other samples: other noise
+        # isolated trials run on other samples, on which the noise of the same choices differs
+        is_isolated = samples.activations is not None
         keys = [(is_isolated, choices_key(choices)) for choices in trials]
         new_trials = dict(zip(keys, trials, strict=True))
         for key in new_trials.keys() & self._noise_by_key.keys():
@@ -318,7 +321,7 @@ class Prober:
             Calib8Error: the model cannot be built or opened, or the float model could not be run.
         """
         activations = samples.activations
-        if isinstance(activations, Calib8Error):
+        if isinstance(activations, Calib8Error):  # stored, since it is the error of each trial
             raise activations
         with PROTOBUF:
             model = self._build_trial(self._request.with_added_choices(choices))
@@ -326,7 +329,7 @@ class Prober:
                 model = activations.shorten(model)
             int8_kernels = self._runs_here and not holds_fp8(model)
             data = model.SerializeToString()
-            del model
+            del model  # its weights need not be in memory while it runs
         return OrtSession.open(
             data, threads=1, spin=False, reuse_memory=True, int8_kernels=int8_kernels
         )
@@ -337,40 +340,47 @@ class Prober:
         Noise is the relative power of the error of each output slice in each sample. A sample may
         hold more tensors than the model reads.
         """
-        # a list of detections has no slices: its noise is the loss of the task alone
-        is_detection_list = not self._form.parts and self._form.task is not None
-        is_isolated = trial_samples.activations is not None  # too few samples for the task
-        comparison = None
-        if is_detection_list or (self._by_task and not is_isolated):
-            reference = StoredOutputs(trial_samples.samples[0][1])
-            comparison = Comparison(reference, session, form=self._form, metric=self._metric)
-
+        comparison = self._new_comparison(session, trial_samples)
         input_names = [spec.name for spec in session.inputs]
         # a sample with less signal than average is measured relative to the average
         signal_powers = np.maximum(trial_samples.powers, self._mean_powers)
-        powers = []
+        powers = []  # of the noise, [samples, slices]
         for index, (inputs, float_outputs) in enumerate(trial_samples.samples):
-            if self._is_stopped:
+            if self._is_stopped:  # by Ctrl-C: no one reads the result
                 break
             outputs = session.run({name: inputs[name] for name in input_names})
-            if comparison is not None:
-                is_added = self._add_to_comparison(comparison, inputs, float_outputs, outputs)
-                comparison = comparison if is_added else None
+            if comparison is not None and not self._add_to_comparison(
+                comparison, inputs, float_outputs, outputs
+            ):
+                comparison = None  # the user's metric fails, which counts as a loss of all
             float_slices = trial_samples.slices[index]
             slices = self._to_slices(outputs, inputs, float_outputs)
             powers.append(noise_powers(self._form, float_slices, slices, signal_powers[index]))
 
         accuracy = None if comparison is None else comparison.result()
-        if is_detection_list:
+        if self._is_detection_list:
             return Noise({DETECTION_LIST: _task_power(accuracy)}, accuracy=accuracy)
         labels = [part.label for part in self._form.parts]
         shares = signal_shares(trial_samples.powers, self._mean_powers).tolist()
         return Noise(
-            # [samples, slices] -> slice -> [samples]
             slice_powers=dict(zip(labels, np.array(powers).T, strict=True)),
             signal_shares=dict(zip(labels, shares, strict=True)),
             accuracy=accuracy,
         )
+
+    def _new_comparison(
+        self, session: OrtSession, trial_samples: _TrialSamples
+    ) -> Comparison | None:
+        """Return a comparison that measures the task of a trial; None if only its slices count.
+
+        A limit of loss needs the task's figure, but the samples of isolated trials are too few for
+        one. A list of detections has nothing else.
+        """
+        is_isolated = trial_samples.activations is not None
+        if not self._is_detection_list and (is_isolated or not self._by_task):
+            return None
+        reference = StoredOutputs(trial_samples.samples[0][1])
+        return Comparison(reference, session, form=self._form, metric=self._metric)
 
     def _to_slices(self, outputs: Outputs, inputs: Outputs, reference: Outputs) -> Outputs:
         """Return outputs in the form in which slices are measured.
@@ -388,7 +398,7 @@ class Prober:
     ) -> bool:
         """Add one sample to the comparison; return False if the user's metric fails on it.
 
-        The first error is stored. A trial on which the metric fails counts as a loss of all.
+        The first error is stored.
         """
         if self._metric is None or self._metric.function is None:
             comparison.add(inputs, reference, outputs)
@@ -403,7 +413,10 @@ class Prober:
 
 
 def _task_power(accuracy: Accuracy | None) -> Floats:
-    """Return the power with the loss of the task; that of `_MAX_TASK_LOSS` if the metric failed."""
+    """Return the noise power, [1], of a sample that loses as much as the task does.
+
+    That of `_MAX_TASK_LOSS` if there is no accuracy, since the user's metric failed.
+    """
     loss = 1.0 if accuracy is None else 0.0
     if accuracy is not None and accuracy.task is not None:
         loss = max(accuracy.task.lost, 0.0)
@@ -463,6 +476,7 @@ def add_score_outputs(
         model: the trial model.
         scores_by_output: output of the float model -> its scores (see `find_ranked_scores`).
     """
+    # as outputs they have the names of the float model, which a trial may not have: see below
     extended = copy_with_outputs(model, scores_by_output.values())
     graph = extended.graph
     tensors = {name for node in graph.node for name in node.output}

@@ -82,12 +82,12 @@ class Search:
         effort: how much is tried.
         weight: of loss against log(time).
         rounded: whether trials have rounded weights; None without that repair.
-        held_back_gain: returns how many dB a trial's worst slice has more than another's on samples
+        unseen_gain_db: returns how many dB a trial's worst slice has more than another's on samples
             that gave no range; None where all samples are needed for the ranges.
         shared: what other targets' searches found out; this one adds to it.
         add_units: units of Adds without weights, the residual stream.
         trial_by_key: the trials that ran, in order, by their choices.
-        settled_method: label of the method that held-back samples chose; "" while it is open.
+        settled_method: label of the method to build with; "" while it is open.
         sensitivity: noise of the layers; None until it is needed.
         refused: layers that stay float since they cannot run otherwise.
         float_adds: those of `add_units` that stay float for their common loss -> the reason.
@@ -100,7 +100,7 @@ class Search:
     effort: Effort
     weight: float = COMMON_WEIGHT
     rounded: bool | None = None
-    held_back_gain: Callable[[Trial, Trial], float | None] = lambda trial, rival: None
+    unseen_gain_db: Callable[[Trial, Trial], float | None] = lambda trial, rival: None
     shared: SharedFindings = field(default_factory=SharedFindings)
     add_units: frozenset[str] = frozenset()
     trial_by_key: dict[object, Trial] = field(default_factory=dict)
@@ -120,13 +120,13 @@ class Search:
         best = min(self.trial_by_key.values(), key=lambda trial: trial.mean_loss)
         # so much noise hides which method is best: the noisiest layers must be float first
         if best.noise.worst > _DROWNED_LOSS:
-            self._refine(best)
+            self._try_splits_by_noise(best)
             best = self.best
         best = self._settle_method(best)
         if best.noise.worst < QUIET_LOSS:
             self._try_splits(best)  # by time alone: no layer needs to be float
         else:
-            self._refine(best)
+            self._try_splits_by_noise(best)
 
     def share_findings(self) -> None:
         """Store what later searches of other targets can use, if it is the first of its kind."""
@@ -242,10 +242,10 @@ class Search:
         """Return a trial with all Adds in float if that alone saves much, else `base`.
 
         If so, the Adds are in float in all later trials. The noise is then in the residual stream
-        that they add up, where a few tokens or channels are many times larger than all others;
-        measured layer by layer, every layer next to it would be blamed.
+        that they add up, where a few tokens or channels are many times larger than all others.
+        Layer by layer, the measurement would blame each layer that writes into that stream.
         """
-        # measured prices show that the conversions around float Adds take too much time
+        # where times are measured, the conversions around float Adds take more than they save
         if self.prices.measured or not self.add_units:
             return base
         trial = self.try_split(base, base.in_float | self.add_units)
@@ -258,8 +258,8 @@ class Search:
 
     # ------------------------------------------------------------ noise of the layers
 
-    def _refine(self, base: Trial) -> None:
-        """Try splits with the methods of a trial, by the noise of each layer."""
+    def _try_splits_by_noise(self, base: Trial) -> None:
+        """Try splits with the methods of a trial, by the noise of each layer and its price."""
         base = self._with_float_adds(base)
         self.layer_losses(base)
         self._try_splits(base)
@@ -267,8 +267,8 @@ class Search:
     def layer_losses(self, base: Trial) -> dict[str, float]:
         """Return layer -> the loss that it adds in int8, with the range method of a trial.
 
-        The noise of the layers alone (`sensitivity`) is measured once a method, then stored. What
-        another target's search measured says where to begin, and halves the trials: the noisy
+        The noise of the layers alone (`sensitivity`) is measured once for a method, then stored.
+        What another target's search measured says where to begin, and halves the trials: the noisy
         layers are much the same for all targets and methods. Where it does not explain the measured
         noise of all layers together, all groups are measured.
         """
@@ -343,24 +343,20 @@ class Search:
         if not splits:
             return
         predicted_costs = [self._predicted_cost(split) for split in splits]
-        index = predicted_costs.index(min(predicted_costs))  # the center, moves to the cheapest
+        center = predicted_costs.index(min(predicted_costs))
         step = max(1, len(splits) // _FIRST_STEP_SHARE)
 
-        cost_by_index = {index: self._cost_of_split(base, splits[index])}
+        cost_by_index = {center: self._cost_of_split(base, splits[center])}
         while step and len(cost_by_index) < self.effort.split_trials:
-            compared_indices = [index]
-            for neighbour in (index - step, index + step):
-                if not 0 <= neighbour < len(splits):
-                    continue
-                is_affordable = len(cost_by_index) < self.effort.split_trials
-                if neighbour not in cost_by_index and is_affordable:
+            for neighbour in (center - step, center + step):
+                is_new = 0 <= neighbour < len(splits) and neighbour not in cost_by_index
+                if is_new and len(cost_by_index) < self.effort.split_trials:
                     cost_by_index[neighbour] = self._cost_of_split(base, splits[neighbour])
-                if neighbour in cost_by_index:
-                    compared_indices.append(neighbour)
-            cheapest = min(compared_indices, key=cost_by_index.__getitem__)
-            if cheapest == index:
+            tried = [i for i in (center, center - step, center + step) if i in cost_by_index]
+            cheapest = min(tried, key=cost_by_index.__getitem__)
+            if cheapest == center:
                 step //= 2
-            index = cheapest
+            center = cheapest
 
     def _cost_of_split(self, base: Trial, in_float: frozenset[str]) -> float:
         """Try a split with a trial's methods; return its cost, infinite where it cannot win."""
@@ -377,31 +373,31 @@ class Search:
     # ------------------------------------------------------------ methods
 
     def _settle_method(self, base: Trial) -> Trial:
-        """Choose the range method that is built; return the trial of a split with it.
+        """Choose the range method that is built; return the trial with it and `base`'s split.
 
-        Trials of other methods are not `eligible` from then on. What a range clips is rare, so the
-        few samples of a trial may not show it: held-back samples decide whether the best method
-        that clips is better than the best that does not.
+        Trials of other methods are not `eligible` from then on. A method that clips leaves rare
+        large values out of the range, which the few samples of a trial may not show. So samples
+        that gave no range decide whether the best method that clips is better than the best that
+        does not.
         """
         if len(self.methods) == 1:
             return base
         trials = self._try_methods(base.in_float, base.choices) or [base]
-        # a method that clips leaves rare large values out of the range
         trials.sort(key=lambda trial: trial.noise.mean)
         clipping_trials = [trial for trial in trials if clips(trial.choices.method)]
         unclipping_trials = [trial for trial in trials if not clips(trial.choices.method)]
         best = trials[0]
         if clipping_trials and unclipping_trials:
-            best = self._better_kind(clipping_trials[0], unclipping_trials[0])
+            best = self._choose_clipping(clipping_trials[0], unclipping_trials[0])
             self.shared.is_clipping = clips(best.choices.method)
         self.settled_method = self._method_label(best)
         return best
 
-    def _better_kind(self, clipping: Trial, unclipping: Trial) -> Trial:
+    def _choose_clipping(self, clipping: Trial, unclipping: Trial) -> Trial:
         """Return the better of two trials, of which one has ranges that clip."""
         if clipping.noise.worst >= unclipping.noise.worst:
             return unclipping
-        gain_db = self.held_back_gain(clipping, unclipping)
+        gain_db = self.unseen_gain_db(clipping, unclipping)
         if gain_db is None:
             return min(unclipping, clipping, key=lambda trial: trial.mean_loss)
         return clipping if gain_db > _CLEARLY_DB else unclipping

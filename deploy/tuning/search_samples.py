@@ -126,8 +126,9 @@ def _measure_candidates(
     remaining = iter(candidates)
     first_candidates = [next(remaining)]
     first_sample, first_outputs = first_candidates[0]
-    mean_samples = min(_MEAN_SAMPLES, _MAX_VALUES // max(_count_values(first_sample), 1))
-    form_count = max(form_samples(first_sample, first_outputs), mean_samples)
+    # a mean about which values are measured needs more samples than the form, as memory allows
+    mean_count = min(_MEAN_SAMPLES, _MAX_VALUES // max(_count_values(first_sample), 1))
+    form_count = max(form_samples(first_sample, first_outputs), mean_count)
     first_candidates += islice(remaining, form_count - 1)
     inputs, reference_outputs = zip(*first_candidates, strict=True)
     form = derive_form(reference_outputs, inputs=inputs, metric=metric)
@@ -367,7 +368,8 @@ def halved_requests(
 ) -> list[BuildRequest]:
     """Return the request with the ranges of one half of the samples, and with those of the other.
 
-    The first has the ranges of `second_half` of the evaluation samples, the second those of all
+    So each half can be run with ranges that it did not give, which shows what clipping costs. The
+    first request has the ranges of `second_half` of the evaluation samples, the second those of all
     other calibration samples. Empty where half of the samples is too little for ranges, or if the
     statistics cannot be subtracted. `count_samples` as in `with_held_out_ranges`.
     """
@@ -381,7 +383,8 @@ def halved_requests(
         return []
 
     second_keys = second_half(request.evaluation_set.subset)
-    second_statistics = ranges.compute_once("halves", ObservedStatistics)  # shared by the targets
+    # the searches of all targets share it, and add to it what their targets need
+    second_statistics = ranges.compute_once("halves", ObservedStatistics)
     missing = second_statistics.missing(demand)
     if missing:
         count_samples(len(second_keys))
@@ -405,7 +408,8 @@ def with_held_out_ranges(
 ) -> BuildRequest:
     """Return the request with the ranges of all samples but these; unchanged if that fails.
 
-    Ranges come of statistics of tensors, such as histograms, that were observed on the samples. The
+    Ranges come of statistics of tensors, such as histograms. The histograms of these samples are
+    subtracted from those of all; other statistics are observed again on the other samples. The
     request is unchanged too where the samples are so many that a few make no difference.
 
     Args:
@@ -422,35 +426,49 @@ def with_held_out_ranges(
     if not 0 < other_count < LARGE_FEED:
         return request
     subject = replace(request.subject, samples=other_count)
-    statistics = ranges.compute_once("held out", ObservedStatistics)  # shared by the targets
+    # the searches of all targets share it, and add to it what their targets need
+    statistics = ranges.compute_once("held out", ObservedStatistics)
     try:
         missing = statistics.missing(target.demand(subject))
-        subtractable = [
-            observation for observation in missing if _is_subtractable(ranges, observation)
-        ]
-        must_observe = len(subtractable) < len(missing)
-        if must_observe and not observes_again:
+        if not observes_again and not all(_is_subtractable(ranges, item) for item in missing):
             return request
-        if subtractable:
-            count_samples(len(samples))
-            held_out = observe(subtractable, samples, threads=request.threads)
-            statistics |= _subtract(ranges, subtractable, held_out)
-        if must_observe:
-            count_samples(other_count)
-            with phase("observing the other samples", other_count, "samples") as step:
-                statistics |= observe(
-                    missing,
-                    _other_samples(request, samples),
-                    observed=statistics,  # those that were subtracted are not observed again
-                    threads=request.threads,
-                    progress=step,
-                )
+        _add_statistics_without(statistics, missing, request, samples, count_samples)
     except SampleChangedError:  # a file of the user changed while it was read
         raise
     except Calib8Error:  # a target that needs all samples, a tensor that only these have
         return request
     new_ranges = Ranges(statistics, ranges.method, ranges.range_limits)
     return replace(request, subject=subject, ranges=new_ranges)
+
+
+def _add_statistics_without(
+    statistics: ObservedStatistics,
+    missing: Sequence[Observation],
+    request: BuildRequest,
+    samples: Sequence[Sample],
+    count_samples: Callable[[int], None],
+) -> None:
+    """Add the missing statistics of all samples but these to `statistics`, in place.
+
+    `request`: has the statistics of all samples. `count_samples` as in `with_held_out_ranges`.
+    """
+    ranges = request.ranges
+    subtractable = [item for item in missing if _is_subtractable(ranges, item)]
+    if subtractable:
+        count_samples(len(samples))
+        held_out = observe(subtractable, samples, threads=request.threads)
+        statistics |= _subtract(ranges, subtractable, held_out)
+    if len(subtractable) < len(missing):
+        other_count = len(request.feed) - len(samples)
+        count_samples(other_count)
+        with phase("observing the other samples", other_count, "samples") as step:
+            statistics |= observe(
+                missing,
+                _other_samples(request, samples),
+                observed=statistics,  # those that were subtracted are not observed again
+                threads=request.threads,
+                progress=step,
+            )
 
 
 def _is_subtractable(ranges: Ranges, observation: Observation) -> bool:

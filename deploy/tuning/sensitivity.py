@@ -93,6 +93,7 @@ def measure_sensitivity(
         prior: what another target's search measured; its noisiest groups are measured first, and
             the noise of its other groups is taken over. None without one.
     """
+    # what is known before, and the groups to begin with
     noise_by_group: dict[Group, Noise] = {}
     groups = split_into_groups(layers, first_groups)
     if prior is not None:

@@ -131,7 +131,8 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
     )
     # what the search of the first target finds out, for those after it
     shared: SharedFindings = setup.request.ranges.compute_once("findings", SharedFindings)
-    # the first search decided by held-out ranges whether to clip: from then on they matter less
+    # trials have ranges without their own samples, to show what clipping costs; once the first
+    # search has decided whether to clip, that is not worth another pass over the other samples
     if shared.is_clipping is not None:
         setup = replace(setup, observes_again=False)
     prober = make_prober(setup, samples, form, step, budget)
@@ -144,7 +145,7 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         effort=setup.effort,
         weight=setup.options.weight,
         rounded=setup.rounded,
-        held_back_gain=partial(_held_back_gain, setup, budget.spend),
+        unseen_gain_db=partial(_unseen_gain_db, setup, budget.spend),
         shared=shared,
         add_units=find_add_units(model, units),
     )
@@ -227,6 +228,7 @@ def make_prober(
     if ranked_scores:
         budget.spend(len(samples))
         metric = setup.options.metric
+        # a metric or task of the user's reads the class numbers themselves
         keep_outputs = metric is not None and metric.is_set
         samples = replace_by_scores(
             model, samples, keep_outputs=keep_outputs, threads=request.threads
@@ -234,13 +236,13 @@ def make_prober(
         form = None  # the given one is of the class numbers
         build_trial = partial(_trial_with_scores, build_trial, ranked_scores)
     if setup.is_held_out:
-        # on samples that its ranges come from, a trial's clipping would seem to cost nothing
+        # on samples that gave its ranges, a trial's clipping would seem to cost nothing
         inputs = [sample for sample, _ in samples]
         request = with_held_out_ranges(
             setup.target, request, inputs, budget.spend, observes_again=setup.observes_again
         )
-    # the effort's share; large samples are fewer than the effort's number
-    isolated_samples = len(samples) * effort.isolated_samples // effort.samples
+    # the same share of the samples as of the effort's, of which there are fewer if they are large
+    isolated_count = len(samples) * effort.isolated_samples // effort.samples
     return Prober(
         build_trial,
         request,
@@ -248,7 +250,7 @@ def make_prober(
         form=form,
         runs_here=setup.target.runs_here,
         threads=setup.request.threads,
-        isolated_sample_count=max(min(_MIN_SAMPLES, len(samples)), isolated_samples),
+        isolated_sample_count=max(min(_MIN_SAMPLES, len(samples)), isolated_count),
         by_task=setup.options.max_loss is not None,
         metric=setup.options.metric,
         progress=step,
@@ -354,7 +356,7 @@ def _split_chooser(
     elif not target.runs_here and setup.options.is_timed and has_device(target):
         float_choices = _float_choices(units, units.members)
         measure = DeviceTimer(target, setup.request, float_choices, samples).measure
-    # samples that one more judged trial runs
+    # samples that one more judged trial may take: to run it, and to predict its verdict
     judged_samples = setup.effort.samples + len(setup.evaluation_set.subset)
 
     def judge(trial: Trial) -> ExpectedVerdict:
@@ -384,18 +386,18 @@ def _measure_times(
     """
     request, target, units = setup.request, setup.target, search.units
     models = [target.trial(request.with_added_choices(trial.choices)) for trial in trials]
-    models.append(_model_with_float(setup, units, units.members))
-    *times_ms, float_ms = time_models(models, samples, threads=request.threads)
-    lowest_ratio = _MIN_CREDIBLE_RATIO * search.prices.measured_share
+    float_model = _model_with_float(setup, units, units.members)
+    *times_ms, float_ms = time_models([*models, float_model], samples, threads=request.threads)
     timed_trials = []
     for trial, split_ms in zip(trials, times_ms, strict=True):
-        predicted_share = search.prices.time_share(trial.in_float)
-        share = max(split_ms / float_ms, lowest_ratio * predicted_share)
+        # the sum of the kernels' times exceeds that of the model where they are many and small
+        predicted_share = search.prices.measured_share * search.prices.time_share(trial.in_float)
+        share = max(split_ms / float_ms, _MIN_CREDIBLE_RATIO * predicted_share)
         timed_trials.append(replace(trial, time=share))
     return timed_trials
 
 
-def _held_back_gain(
+def _unseen_gain_db(
     setup: SearchSetup, count_samples: Callable[[int], None], trial: Trial, rival: Trial
 ) -> float | None:
     """Return how many dB more a trial's worst slice has than its rival's, on unseen samples.
@@ -407,6 +409,7 @@ def _held_back_gain(
     if not halves:
         return None
     metric = setup.options.metric
+    # half as many as a search selects from, fewer if they are large
     max_samples = max(_MIN_COMPARED, min(CANDIDATES // 2, max_sample_count(setup.evaluation_set)))
     worst_sqnr_db = []
     for candidate in (trial, rival):
@@ -420,7 +423,7 @@ def _held_back_gain(
         )
         worst = comparison.compare(max_samples, threads=setup.request.threads).worst
         count_samples(len(comparison.keys))
-        worst_sqnr_db.append(math.inf if worst is None else worst.sqnr_db)
+        worst_sqnr_db.append(math.inf if worst is None else worst.sqnr_db)  # None: no floats
     return worst_sqnr_db[0] - worst_sqnr_db[1]
 
 

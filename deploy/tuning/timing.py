@@ -82,18 +82,18 @@ def kernel_times(
         seconds: least time; a small model runs more often.
     """
     times_by_kernel: dict[str, list[float]] = defaultdict(list)
-    layer_kernels = set()
+    weighted_kernels = set()
     for kernel, op_type, microseconds in profile_kernels(
         model, feeds, runs=runs + _WARM_PROFILES, seconds=seconds
     ):
         times_by_kernel[kernel].append(microseconds)
-        if op_type.removeprefix("Fused") in WEIGHTED:
-            layer_kernels.add(kernel)
+        if op_type.removeprefix("Fused") in WEIGHTED:  # such as FusedConv: with its Relu
+            weighted_kernels.add(kernel)
     least_times = {}
     for kernel, times in times_by_kernel.items():
         least_times[kernel] = min(times[_WARM_PROFILES:] or times)  # all, if it ran so rarely
-    pairs = [node.name for node in model.graph.node if node.op_type in PAIRS]
-    return attribute_kernels(least_times, float_model, pairs, layers=layer_kernels)
+    pair_nodes = [node.name for node in model.graph.node if node.op_type in PAIRS]
+    return attribute_kernels(least_times, float_model, pair_nodes, weighted=weighted_kernels)
 
 
 def attribute_kernels(
@@ -101,18 +101,19 @@ def attribute_kernels(
     model: onnx.ModelProto,
     extra_names: Iterable[str] = (),
     *,
-    layers: Collection[str] = (),
+    weighted: Collection[str] = (),
 ) -> KernelTimes:
-    """Return the time of each node of a model: that of the kernels whose names start with its name.
+    """Return the time of each node of a model: that of the kernels that run it.
 
-    A kernel counts to the node of the longest such name, be it the node's own or an output's. A
-    kernel that multiplies with weights counts to its layer, even if a fused node gave it the name.
+    A kernel's name starts with the name of its node, or of an output of that node; of several such
+    names the longest counts. A kernel that multiplies with weights counts to its layer, even if a
+    fused node gave it the name.
 
     Args:
         kernels: name of a kernel -> its time.
         model: its nodes are counted to.
         extra_names: names of other nodes, such as Q/DQ nodes that the model has not.
-        layers: the kernels that multiply with weights, whatever else they compute.
+        weighted: the kernels that multiply with weights, whatever else they compute.
     """
     # name that a kernel's name may start with -> name of the node
     node_by_prefix = {name: name for name in extra_names}
@@ -131,7 +132,7 @@ def attribute_kernels(
     times = dict.fromkeys(node_by_prefix.values(), 0.0)
     unattributed = 0.0
     for kernel, owner in owner_by_kernel.items():
-        if kernel in layers and owner in unweighted:
+        if kernel in weighted and owner in unweighted:
             owner = _find_layer_inside(unweighted[owner], maker_by_tensor, owners) or owner
         if owner is None:
             unattributed += kernels[kernel]
@@ -154,7 +155,7 @@ def _find_layer_inside(
     """
     layers: set[str] = set()
     visited, waiting = {end.name}, [end]
-    for node in waiting:
+    for node in waiting:  # which grows meanwhile
         for name in node.input:
             maker = maker_by_tensor.get(name)
             if maker is None or maker.name in kernel_owners:
@@ -233,18 +234,18 @@ class DeviceTimer:
         Raises:
             BackendError: an engine cannot be built or run here.
         """
+        trial_by_name = {f"split {number}": trial for number, trial in enumerate(trials)}
         with tempfile.TemporaryDirectory(dir=self._request.folder) as folder:
             if self._float_session is None:
                 self._float_session = self._open(self._float_choices, Path(folder) / "float")
             sessions = {"float": self._float_session}
-            for number, trial in enumerate(trials):
-                name = f"split {number}"
+            for name, trial in trial_by_name.items():
                 sessions[name] = self._open(trial.choices, Path(folder) / name)
             latencies = measure(sessions, self._samples, duration_s=_DEVICE_SPLIT_S)
-        float_ms, *split_times_ms = [latency.latency.p50 for latency in latencies.values()]
+        float_ms = latencies["float"].latency.p50
         timed_trials = []
-        for trial, split_ms in zip(trials, split_times_ms, strict=True):
-            timed_trials.append(replace(trial, time=split_ms / float_ms))
+        for name, trial in trial_by_name.items():
+            timed_trials.append(replace(trial, time=latencies[name].latency.p50 / float_ms))
         return timed_trials
 
     def _open(self, choices: Choices, folder: Path) -> Session:

@@ -85,13 +85,11 @@ def plan_target(
     # nodes that the plan file has in float for every target -> the reason
     pinned_nodes = match_nodes(request.model, earlier_plans.float_nodes)
     pinned = dict.fromkeys(pinned_nodes, "the plan keeps it in float")
-    earlier = _find_earlier_plan(target, options, earlier_plans)
-    # an existing plan is followed if the user asks for it, or if its search had the same input
     digest = _digest_of_input(target, request, options, has_method, repairs)
+    earlier = _find_earlier_plan(target, options, earlier_plans)
     obsolete_note = ""
     if earlier is not None:
-        is_users_choice = options.plan is not None or options.split is not None
-        obsolete_note = "" if is_users_choice else _find_obsolete(target, earlier, digest)
+        obsolete_note = _find_obsolete(target, options, earlier, digest)
         if not obsolete_note:
             _check_names(request, earlier)
             _check_precision(target, request, earlier)
@@ -109,9 +107,9 @@ def plan_target(
     if plan.interrupted:
         note = _INTERRUPTED
         digest = ""  # so that the next build searches again
-    elif earlier is not None and earlier.made_from and not options.fresh:
+    elif earlier is not None and earlier.made_from:  # not of an interrupted search
         note = obsolete_note
-    elif target.configured:
+    elif target.configured:  # the user gave the target a configuration of its own
         float_count = len(set(plan.choices.float_nodes).difference(pinned))
         note = _OVERRULED.format(target.name, float_count)
     plan = _with_pinned(replace(plan, made_from=digest), pinned)
@@ -133,11 +131,16 @@ def _find_earlier_plan(
     return earlier.with_split(options.split)
 
 
-def _find_obsolete(target: Target, plan: TargetPlan, digest: str) -> str:
-    """Return a note on why a plan does not fit; "" if it does.
+def _find_obsolete(target: Target, options: Tuning, plan: TargetPlan, digest: str) -> str:
+    """Return a note on why an existing plan is not followed; "" if it is.
+
+    A plan is followed if the user asks for it, or if its search had the same input as one would
+    have now.
 
     `digest`: of all that a search depends on now, except measured times.
     """
+    if options.plan is not None or options.split is not None:
+        return ""
     if plan.made_from != digest:
         return _REPLANNED.format(target.name)
     if plan.timed_on not in ("", cpu_name()):
@@ -241,8 +244,10 @@ def _digest_of_input(
 
     A stored plan has the digest of its search: if that of a build differs, the plan is obsolete. So
     neither the keys nor the form of their values may change.
+
+    The arguments are those of `plan_target`.
     """
-    cpu = [options.is_timed, options.cpu_kind] if target.runs_here else None
+    cpu = [options.is_timed, options.cpu_kind] if target.runs_here else None  # None: not read
     parts: dict[str, Any] = {
         "version": _VERSION,
         "model": request.digest,
