@@ -86,7 +86,7 @@ def measure_layers(noisy_layers, method, shared):
     units = Units(members={name: (name,) for name in LAYERS}, borders=(), layers=LAYERS)
     prober = LayerProber(noisy_layers)
     search = Search(
-        prices=Prices(units=units, pairs=dict.fromkeys(LAYERS, (0.7, 1.0)), conversions={}),
+        prices=Prices(units=units, unit_prices=dict.fromkeys(LAYERS, (0.7, 1.0)), conversions={}),
         prober=prober,
         methods=[Method.of(method, {})],
         effort=EFFORTS[1],
