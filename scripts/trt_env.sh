@@ -6,8 +6,7 @@
 #
 # It holds tensorrt 8.5.3.1 from PyPI (550 MB, CPython 3.8-3.10), numpy, OpenCV and onnx. `import tensorrt` also loads
 # the plugin library, which is linked to cuBLAS 11 and cuDNN 8 (2 GB of wheels) that nothing here calls: empty
-# libraries of a few KB stand in for them, and one that is called says so and aborts. On a GPU the builder knows them
-# by their symbol calib8_stand_in and takes no tactics from them.
+# libraries of a few KB stand in for them, and one that is called says so and aborts. So it is for no GPU.
 # Needs python3.10 (or $PYTHON310), gcc and nm. Exit code 3, with one sentence, where one of them is missing.
 set -euo pipefail
 

@@ -25,7 +25,7 @@ from deploy.targets.tensorrt.builder import BuilderSettings, build_engine
 from deploy.targets.tensorrt.builder import _network_flags as network_flags
 from deploy.targets.tensorrt.inspector import layer_profiler
 from deploy.targets.tensorrt.log import process_logger, record_log
-from deploy.targets.tensorrt.sdk import dtype_of, shape_of, stand_ins
+from deploy.targets.tensorrt.sdk import dtype_of, shape_of
 from deploy.targets.tensorrt.session import output_allocator
 from tests.models import make_model, save_net
 
@@ -178,7 +178,6 @@ def small_parts():
         "dtypes": {name: dtype(data_type) for name, data_type in trt.DataType.__members__.items()},
         "log": [recorder.errors, recorder.lines],
         "one_logger": process_logger() is logger,
-        "stand_ins": stand_ins(),
         "typed": [name for name, flag in flags.items() if typed_flags >> int(flag) & 1],
     }
 

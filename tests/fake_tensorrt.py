@@ -31,7 +31,7 @@ CALIBRATORS = VERSION < (11,)
 OPSETS = ((10, 15), 24), ((10,), 20), ((9,), 19), ((8, 4), 17), ((0,), 13)
 # Names that only tests look at; TensorRT has none of them.
 STATE = (
-    "Story STORY word chosen sources pools profile calibration_profile timing model inputs layers"
+    "Story STORY word chosen pools profile calibration_profile timing model inputs layers"
     " types typed"
 )
 
@@ -43,7 +43,6 @@ class Story:
         parser: errors of the parser; any makes it refuse.
         late_errors: errors that a build logs after the calibration; any makes it give None.
         loses: tensors that TensorRT finds no scale for.
-        sources: whether it lets tactic sources be set.
         configs, networks, devices: of every build, in order.
         loggers: every logger it was given.
         runs: device of every inference.
@@ -53,7 +52,7 @@ class Story:
     def __init__(self):
         self.parser, self.late_errors, self.loses = [], [], []
         self.configs, self.networks, self.devices, self.loggers, self.runs = [], [], [], [], []
-        self.sources, self.parser_flags = True, set[str]()
+        self.parser_flags = set[str]()
 
 
 STORY = Story()
@@ -338,7 +337,6 @@ class ITimingCache:
 class IBuilderConfig:
     __slots__ = (
         "chosen",
-        "sources",
         "pools",
         "profile",
         "calibration_profile",
@@ -351,7 +349,7 @@ class IBuilderConfig:
     )
 
     def __init__(self):
-        self.chosen, self.sources, self.pools = {BuilderFlag.TF32}, 0b11111, {}
+        self.chosen, self.pools = {BuilderFlag.TF32}, {}
         self.profile = self.calibration_profile = self.timing = None
         self.profiling_verbosity = ProfilingVerbosity.LAYER_NAMES_ONLY
         if CALIBRATORS:
@@ -380,13 +378,6 @@ class IBuilderConfig:
         def set_calibration_profile(self, profile):
             self.calibration_profile = profile
             return True
-
-    def get_tactic_sources(self):
-        return self.sources
-
-    def set_tactic_sources(self, sources):
-        self.sources = sources if STORY.sources else self.sources
-        return STORY.sources
 
     def set_timing_cache(self, cache, ignore_mismatch):
         self.timing = cache

@@ -5,12 +5,10 @@ import hashlib
 import json
 import re
 import shlex
-import subprocess
 import sys
 import types
 from dataclasses import replace
 from pathlib import Path
-from shutil import which
 
 import numpy as np
 import onnx
@@ -127,44 +125,6 @@ def test_empty_addresses_end_calibration(fake, wording):
     assert address_counts == [1, 1, 0]
     assert callbacks.get_batch(["x"]) == []
     assert callbacks_of().get_batch(["another"]) == []
-
-
-def test_stub_libraries_are_skipped(fake, monkeypatch, wording):
-    monkeypatch.setattr(builder, "stand_ins", lambda: ())  # whatever this environment has
-    build_engine(MODEL, BuilderSettings())
-    assert fake.config.sources == 0b11111
-    monkeypatch.setattr(builder, "stand_ins", lambda: ("CUBLAS", "CUDNN"))
-    build_engine(MODEL, BuilderSettings())
-    assert fake.config.sources == 0b11010
-    fake.trt.STORY.sources = False
-    with pytest.raises(BackendError) as refusal:
-        builder._disable_tactics(fake.config, ("CUDNN",))
-    wording.check(refusal.value)
-
-
-def test_stub_library_is_known_by_mark(tmp_path, monkeypatch):
-    compiler = which("gcc")
-    if compiler is None:
-        pytest.skip("gcc is missing")
-    library_paths = {}
-    for name, text in (("real", "int cublasCreate_v2;"), ("empty", f"int {sdk.MARK};")):
-        (tmp_path / f"{name}.c").write_text(text)
-        library_paths[name] = str(tmp_path / f"lib{name}.so")
-        command = [
-            compiler,
-            "-shared",
-            "-fPIC",
-            "-o",
-            library_paths[name],
-            str(tmp_path / f"{name}.c"),
-        ]
-        subprocess.run(command, check=True)
-    library_paths["absent"] = "libcalib8_is_not_there.so.8"
-    monkeypatch.setattr(sdk, "_LIBRARIES", library_paths)
-    assert sdk.stand_ins() == ()  # none is loaded by this process yet
-    loaded = [sdk.ctypes.CDLL(library_paths[name]) for name in ("real", "empty")]
-    assert sdk.stand_ins() == ("empty",)
-    del loaded
 
 
 def test_early_build_failure_quotes_tensorrt(fake, wording):
@@ -396,8 +356,7 @@ def gpu(tensorrt, monkeypatch):
 
 @pytest.mark.slow
 def test_float_nodes_are_pinned_in_engine(gpu, model, tmp_path, monkeypatch):
-    monkeypatch.setattr(sdk, "stand_ins", lambda: ("CUDNN",))
-    assert "tactics from CUDNN" in built_on(model, tmp_path, float_nodes=("Gemm_logits",))
+    built_on(model, tmp_path, float_nodes=("Gemm_logits",))
     (name, settings, cache) = gpu[-1]
     assert (name, settings.float_layers) == ("net.tensorrt.onnx", {"Gemm_logits": "logits"})
     assert cache == (tmp_path / "net.tensorrt.cache").read_bytes()
@@ -490,8 +449,7 @@ def test_engine_is_reused_for_equal_key(tmp_path):
     assert not manifest.read_if_made_from(path, key)
     profiles = {"x": InputShapeRange((1,), (1,), (1,))}
     keys = [
-        key_of(Sdk("8.5.3.1", True, "GPU", stand_ins=left_out), tf32=tf32, profiles=profiles)
-        for left_out, tf32 in (((), True), (("CUDNN",), True), ((), False))
+        key_of(Sdk("8.5.3.1", True, "GPU"), tf32=tf32, profiles=profiles) for tf32 in (True, False)
     ]
     library = tmp_path / "plugin.so"
     for data in (b"one", b"other"):

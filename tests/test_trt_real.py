@@ -173,7 +173,6 @@ def test_parts_without_gpu_work(driver_report):
     assert ("STRONGLY_TYPED" in parts["typed"]) != eight
     assert parts["log"] == [["wrong"], ["wrong", "said"]]
     assert parts["one_logger"]
-    assert parts["stand_ins"] == ["CUBLAS", "CUBLAS_LT", "CUDNN"][: 3 * eight]
     message = driver_report["without_gpu"]
     has_failed = "could not make a builder on this machine: " in message
     reason = "CUDA initialization failure" if eight else "factory function returned nullptr"

@@ -10,7 +10,7 @@ Sources: NVIDIA/TensorRT python/src/infer at 8.5.3, 10.16 and 11.0; migration gu
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -36,7 +36,6 @@ from deploy.targets.tensorrt.sdk import (
     load_plugins,
     plugin_digests,
     shape_of,
-    stand_ins,
 )
 from deploy.terminal import phase
 
@@ -201,7 +200,7 @@ def engine_key(
     return {
         "tensorrt": sdk.version,
         "gpu": sdk.gpu,
-        "stand_ins": list(sdk.stand_ins),
+        "stand_ins": [],  # as in the keys of engines that were built earlier
         "model_sha256": model_sha256,
         "cache_sha256": cache_sha256,
         "layers": "detailed",  # profiling verbosity, as `_set_flags` sets it
@@ -264,7 +263,6 @@ def _create_config(
         _bind_to_float(config, network, settings)
     if settings.wide_layers:  # must run in float32, which overrides the float precision before
         _bind_to_float32(config, network, settings.wide_layers)
-    _disable_tactics(config, stand_ins())
 
     profile = _create_profile(builder, network, settings)
     if profile is not None:
@@ -411,22 +409,6 @@ def _find_layers(
         names |= {layer.name} & nodes.keys()
         if names:
             yield layer, names
-
-
-def _disable_tactics(config: trt.IBuilderConfig, sources: Sequence[str]) -> None:
-    """Remove tactic sources; with none given, TensorRT's default stays."""
-    import tensorrt as trt
-
-    if not sources:
-        return
-    enabled_bits = config.get_tactic_sources()
-    for name in sources:
-        enabled_bits &= ~(1 << int(getattr(trt.TacticSource, name)))
-    if not config.set_tactic_sources(enabled_bits):
-        raise BackendError(
-            f"TensorRT must leave out {', '.join(sources)}, whose libraries are empty stand-ins"
-            " here, but refused; install the real ones"
-        )
 
 
 def _create_profile(

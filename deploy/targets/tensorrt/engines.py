@@ -376,7 +376,9 @@ def build_quantized_engine(
         cache_sha256=sha256(cache_bytes) if uses_cache else None,
     )
     key["calibrator"] = options.calibrator
-    notes = _origin_notes(installed)
+    notes: tuple[str, ...] = (
+        f"the engine belongs to TensorRT {installed.version} on {installed.gpu}",
+    )
     if options.calibrator is not None:  # TensorRT's calibration leaves out a partial batch
         _, batch_size = _calibration_batch(request, settings)
         filled = request.subject.filled
@@ -563,18 +565,6 @@ def _build_baseline(
         settings = replace(settings, earlier_timing_cache=timing_cache)
     engine = builder.build_engine(source, settings, cuda=cuda)
     return manifest.write_with_note(path, engine.plan, key), engine.notes
-
-
-def _origin_notes(installed: Sdk) -> tuple[str, ...]:
-    """Name the TensorRT and GPU of the engine, and tactic sources that were disabled."""
-    note = f"the engine belongs to TensorRT {installed.version} on {installed.gpu}"
-    if not installed.stand_ins:
-        return (note,)
-    return (
-        note,
-        f"it has no tactics from {', '.join(installed.stand_ins)}, whose libraries are empty"
-        " stand-ins on this machine; with the real ones it may be faster",
-    )
 
 
 _MISSING_SCALE = re.compile(r"Missing scale and zero-point for tensor (.+?), expect fall ?back")

@@ -1,14 +1,8 @@
-"""The TensorRT installation of this machine: its version, its GPU, and missing tactic libraries.
-
-TensorRT 8 also has tactics (kernels) from cuBLAS, cuBLASLt and cuDNN, 2 GB of libraries that
-`scripts/trt_env.sh` replaces by empty stand-ins. A call into one of those ends the process, so a
-build disables their tactics.
-"""
+"""The TensorRT installation of this machine: its version, its GPU, its types and plugins."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,29 +20,7 @@ from deploy.files.reading import read_bytes
 from deploy.files.usercode import refuse_foreign_code
 from deploy.targets.tensorrt.log import process_logger
 
-MARK = "calib8_stand_in"  # symbol that only the stand-ins export
-# trt.TacticSource -> the library that it needs.
-_LIBRARIES = {
-    "CUBLAS": "libcublas.so.11",
-    "CUBLAS_LT": "libcublasLt.so.11",
-    "CUDNN": "libcudnn.so.8",
-}
 _INSTALL = "pip install 'tensorrt>=10,<11' cuda-python"
-
-
-def stand_ins() -> tuple[str, ...]:
-    """Return the `trt.TacticSource` names whose library loaded in this process is a stand-in."""
-    return tuple(source for source, library in _LIBRARIES.items() if _is_stand_in(library))
-
-
-def _is_stand_in(library_name: str) -> bool:
-    if not hasattr(os, "RTLD_NOLOAD"):  # Windows has no stand-ins
-        return False
-    try:
-        library = ctypes.CDLL(library_name, mode=os.RTLD_LAZY | os.RTLD_NOLOAD)
-    except OSError:  # not loaded
-        return False
-    return hasattr(library, MARK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +31,11 @@ class Sdk:
         version: "X.Y.Z" or "X.Y.Z.B".
         calibrators: whether it has int8 calibrators (8.x to 10.16).
         gpu: name and compute capability of the GPU.
-        stand_ins: tactic sources to disable because their libraries are empty stand-ins.
     """
 
     version: str
     calibrators: bool
     gpu: str
-    stand_ins: tuple[str, ...] = ()
 
     @property
     def release(self) -> str:
@@ -85,7 +55,6 @@ def find_sdk(device: int = 0) -> Sdk:
         version=str(trt.__version__),
         calibrators=hasattr(trt, "IInt8EntropyCalibrator2"),
         gpu=open_gpu(device).name,
-        stand_ins=stand_ins(),
     )
 
 
