@@ -250,8 +250,6 @@ class Checkpoint:
         share = self._feed.complete_share
         if str(existing.share) != str(share):
             differences.append(f"the shard changed ({existing.share} -> {share})")
-        elif existing.share != share and not differences:  # same shard, other names of images
-            differences.append("the images changed")
 
         differing_keys = {o.key for o in self._observations}.symmetric_difference(existing.keys)
         if differing_keys:

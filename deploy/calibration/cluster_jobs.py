@@ -254,7 +254,7 @@ def shared_paths(images: FeedSource) -> Paths:
 
 def _shared_model_path(subject: CalibrationSubject, observations: Sequence[Observation]) -> str:
     """Return the path of the model's file; "" if a worker would not get the same model from it."""
-    source = subject.source
+    source = subject.loaded.source
     variants = {o.variant.key for o in observations}
     if source is None or variants != {FOLDED} or source.suffix.lower() != ".onnx":
         return ""

@@ -237,11 +237,6 @@ class CalibrationSubject:
         """Identities for a fingerprint."""
         return self.loaded.identities
 
-    @property
-    def source(self) -> Path | None:
-        """File of the model."""
-        return self.loaded.source
-
     @cached_property
     def unfolded(self) -> LoadedModel:
         """The model with its BatchNormalizations unfolded, as in the file.

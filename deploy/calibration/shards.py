@@ -84,11 +84,6 @@ class Shard(StoredStatistics):
     counted: int | None
 
     @property
-    def path(self) -> Path:
-        """The file."""
-        return self.archive
-
-    @property
     def peak_positions(self) -> set[int]:
         """Positions in the feed of the samples with peaks."""
         positions = set()
@@ -298,8 +293,8 @@ class ShardSet:
         for shard in shards:
             if shard.counted is not None:
                 raise CacheError(
-                    f"a shard that is merged must be whole, got {shard.path}, the checkpoint of a"
-                    " run that did not end; go on with that run by --resume"
+                    f"a shard that is merged must be whole, got {shard.archive}, the checkpoint of"
+                    " a run that did not end; go on with that run by --resume"
                 )
         _refuse_foreign(shards, loaded)
         self._shards = _sort_by_number(shards)
@@ -316,8 +311,8 @@ class ShardSet:
             missing = [o for o in observations if o.key not in shard.keys]
             if missing:
                 raise CacheError(
-                    f"{shard.path} lacks {len(missing)} observations that these targets need, such"
-                    f" as {missing[0].statistic.key} of {missing[0].tensor!r}; merge for the"
+                    f"{shard.archive} lacks {len(missing)} observations that these targets need,"
+                    f" such as {missing[0].statistic.key} of {missing[0].tensor!r}; merge for the"
                     " targets and options that the shards were made for"
                 )
         numbers = {position: number for number, position in enumerate(self.feed.positions, 1)}
@@ -357,17 +352,17 @@ def _refuse_foreign(shards: Sequence[Shard], loaded: LoadedModel) -> None:
     for shard in shards:
         changes = expected.changes_since(shard.made_from)
         if changes:
-            reference = str(first_shard.path)
+            reference = str(first_shard.archive)
             if shard is first_shard:
                 reference = "the model and the versions here"
             raise CacheError(
-                f"all shards must be of one calibration, {shard.path} is not that of {reference}:"
-                f" {'; '.join(changes.values())}"
+                f"all shards must be of one calibration, {shard.archive} is not that of"
+                f" {reference}: {'; '.join(changes.values())}"
             )
         if shard.share.of != first_shard.share.of:
             raise CacheError(
-                f"all shards must be of one calibration, got {first_shard.path},"
-                f" {first_shard.share}, and {shard.path}, {shard.share}"
+                f"all shards must be of one calibration, got {first_shard.archive},"
+                f" {first_shard.share}, and {shard.archive}, {shard.share}"
             )
 
 
@@ -379,7 +374,7 @@ def _sort_by_number(shards: Sequence[Shard]) -> list[Shard]:
         if registered_shard is not shard:
             raise CacheError(
                 f"every shard must be given once, got {shard.share} twice:"
-                f" {registered_shard.path} and {shard.path}"
+                f" {registered_shard.archive} and {shard.archive}"
             )
     count = shards[0].share.of
     missing = [f"{number}/{count}" for number in range(1, count + 1) if number not in by_number]

@@ -111,7 +111,7 @@ class BuildRequest:
     @property
     def source(self) -> Path | None:
         """The model's file; None of a model in memory."""
-        return self.subject.source
+        return self.subject.loaded.source
 
     @property
     def digest(self) -> str:
