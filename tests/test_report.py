@@ -130,7 +130,7 @@ def full_report(name="logits"):
     group = parts.GroupRow(variant=name, statistic="histogram", tensors=2, reused=False)
     return Report(
         title=f"{name} in int8",
-        model=parts.ModelPart(path=name, size_bytes=4000, inputs=(f"{name} float32 [N,3]",)),
+        model=parts.ModelPart(path=name, inputs=(f"{name} float32 [N,3]",)),
         feed=parts.FeedPart(source=name, samples=100, preprocess={name: [0.5]}, skipped=(name,)),
         calibration=parts.CalibrationPart(
             method="entropy", reason=name, seconds=1.5, groups=(group,)
@@ -150,7 +150,6 @@ def full_report(name="logits"):
         ),
         machine=this_machine(),
         files=(parts.FileRow(role="report", path=name), parts.FileRow(role="plan", path=name)),
-        seconds={"observe": 1.0},
         work=parts.WorkPart(
             decodes=500,
             calibration_runs={name: 100},
@@ -270,7 +269,6 @@ def test_empty_report_has_every_form():
         "engines",
         "machine",
         "files",
-        "seconds",
         "work",
         "notes",
     ],

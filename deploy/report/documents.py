@@ -166,7 +166,6 @@ class Report(PrintedResult, Findings):
         engines: the float model and every engine that was measured.
         machine: the machine that ran it.
         files: files written for no single target.
-        seconds: step -> its duration.
         work: cost of the run in inferences and decoded images.
         request: what the user asked for.
         earlier: engines of the build before this one in the same folder that were better.

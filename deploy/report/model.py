@@ -6,7 +6,7 @@ the time of a float model on the CPU says nothing about int8 on a GPU.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 
 from deploy.errors import ConfigError
@@ -77,7 +77,6 @@ class Findings:
     engines: tuple[EngineRow, ...] = ()
     machine: Machine | None = None
     files: tuple[FileRow, ...] = ()
-    seconds: Mapping[str, float] = field(default_factory=dict)
     work: WorkPart | None = None
     request: RequestPart | None = None
     earlier: tuple[EarlierPart, ...] = ()

@@ -32,7 +32,6 @@ class ModelPart:
     Attributes:
         path: of its file; its name if it was in memory.
         shapes: given to its inputs in place of the file's, as --input takes them.
-        size_bytes: of the file and its external data.
         opset: of the ONNX domain.
         nodes: number of nodes.
         inputs, outputs: as text, such as "image float32 [N,1,28,28]".
@@ -41,7 +40,6 @@ class ModelPart:
 
     path: str
     shapes: tuple[str, ...] = ()
-    size_bytes: int | None = None
     opset: int | None = None
     nodes: int | None = None
     inputs: tuple[str, ...] = ()

@@ -185,7 +185,7 @@ def _notes(report: Findings) -> Sections:
 
 
 def _calibration(report: Findings) -> Sections:
-    """Yield how the ranges were found, from which data, and the time of each step."""
+    """Yield how the ranges were found, and from which data."""
     facts = list(_calibration_facts(report))
     if not facts:
         return
@@ -198,7 +198,7 @@ def _calibration(report: Findings) -> Sections:
 
 
 def _calibration_facts(report: Findings) -> Iterator[tuple[str, str]]:
-    """Yield (term, value) on the calibration, its data, and the duration of each step."""
+    """Yield (term, value) on the calibration and its data."""
     if calibration := report.calibration:
         yield "Calibration", tables.calibration_text(report)
         if calibration.agreement:
@@ -214,8 +214,6 @@ def _calibration_facts(report: Findings) -> Iterator[tuple[str, str]]:
                 yield name, str(value)
         for text in feed.skipped:
             yield "Skipped", text
-    for step, seconds in report.seconds.items():
-        yield step, f"{seconds:.1f} s"
 
 
 def _search(report: Findings) -> Sections:
