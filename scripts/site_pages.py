@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
@@ -125,17 +126,43 @@ def _escaped(text: str) -> str:
 def _names() -> str:
     """Every public name, by the module that it comes from, for mkdocstrings.
 
-    Of a target only its options are for users; what it does with them is called by the pipeline.
+    Of a class only the fields and `of` are for users (`mkdocs.yml`), of the report some methods.
+    The signature of a target would repeat its command line.
     """
-    told = ["# Python", "Every function and class of `calib8`, then of `calib8.torch`."]
-    targets = set(calib8.TARGETS.values())
-    for value in (getattr(calib8, name) for name in calib8._IMPORT_PATHS):
-        if callable(value):
-            bare = "\n    options:\n      members: false" if value in targets else ""
-            told.append(f"::: {value.__module__}.{value.__qualname__}{bare}")
-    told += [f"::: {path.replace(':', '.')}" for path in calib8.torch._IMPORT_PATHS.values()]
-    told.append(f"`TARGETS` has the targets by name: {', '.join(calib8.TARGETS)}.")
+    told = ["# Python"]
+    for module in (calib8, calib8.torch, calib8.cache, calib8.ascend):
+        told.append(f"## {module.__name__}")
+        for name, path in _entries(module):
+            options = []
+            if name == "Report":
+                options = [f"members: {_REPORT_MEMBERS}", f"inherited_members: {_REPORT_MEMBERS}"]
+            if not path.endswith(name):
+                options.append(f"heading: {name}")
+            if name in _TARGETS:
+                options.append("show_signature: false")
+            lines = "".join(f"\n      {option}" for option in options)
+            told.append(f"::: {path}" + (f"\n    options:{lines}" if options else ""))
+    told.append(f"`calib8.TARGETS` has the targets by name: {', '.join(calib8.TARGETS)}.")
     return "\n\n".join(told)
+
+
+_REPORT_MEMBERS = "[engine, failed, unusable, rows]"
+_TARGETS = {target.__name__ for target in calib8.TARGETS.values()}
+
+
+def _entries(module: ModuleType) -> Iterator[tuple[str, str]]:
+    """(name, path for mkdocstrings) of the functions and classes of a public module."""
+    if module is calib8.torch:  # by its table, as an import would need torch
+        for name, path in module._IMPORT_PATHS.items():
+            yield name, path.replace(":", ".")
+    elif module is calib8:
+        for name in module._IMPORT_PATHS:
+            value = getattr(module, name)
+            if callable(value):
+                yield name, f"{value.__module__}.{name}"
+    else:
+        for name in module.__all__:
+            yield name, f"{module.__name__}.{name}"
 
 
 def _linked(text: str) -> str:

@@ -62,6 +62,8 @@ def test_every_public_name_has_its_entry(pages):
     for name in public_names_of(calib8):
         value = getattr(calib8, name)
         assert not callable(value) or f"::: {value.__module__}.{name}" in page, name
+    for name in (*calib8.cache.__all__, *calib8.ascend.__all__):
+        assert re.search(rf"^::: calib8\.(cache|ascend)\.{name}$", page, re.MULTILINE), name
 
 
 def test_changelog_links_to_pages(pages):

@@ -92,9 +92,9 @@ def bench(
         against: file to compare with; it must have the engine's inputs.
         threads: threads inside one operator on the CPU; None uses every core.
         warmup_ms: warm-up time per model, not measured.
-        duration_s: time measured, per model on average.
-        shapes: input name -> dimensions, for inputs with open dimensions; the shapes of other
-            inputs come from the build in the engine's folder, if there is one.
+        duration_s: seconds of timed runs for each model, on average.
+        shapes: input name -> dimensions, for inputs with dynamic dimensions; None for those of the
+            build in the engine's folder.
         seed: seed of random inputs.
         targets: targets with options; other targets use their defaults.
         streams: also measure the throughput of this many parallel sessions.
@@ -105,16 +105,16 @@ def bench(
         images: inputs, as for `deploy.pipeline.build`; the outputs of the second session are
             compared with those of the first. None uses random inputs.
         preprocess: preprocessing of images, or some of its options; the others come from the
-            model's metadata, else from its input.
+            model's metadata, else from the shape of its input.
         limit: largest number of images, or a `Choice` of them.
         skip_bad: skip unreadable images.
-        progress: report progress on stderr, where it takes over two seconds.
+        progress: report steps that take over two seconds on stderr.
 
     Raises:
         BackendError: a file that its runtime cannot load or run.
-        ConfigError: inputs that differ, a shape that does not fit, or a target or a number of
-            threads that no engine uses; a second engine together with a second runtime; batches of
-            a model with a fixed batch size, or a profile where the runtime has none.
+        ConfigError: the engines' inputs differ, a shape does not fit, no engine uses a target or
+            the number of threads, both a second engine and a second runtime are given, a model has
+            a fixed batch, or the runtime has no profiler.
         SdkMissingError: the runtime is not installed.
         FeedError: images that do not fit.
     """

@@ -86,30 +86,30 @@ def check(
     threads: int | None = None,
     progress: bool = False,
 ) -> Report:
-    """Measure the files of a build, or one engine, and judge them by a build's rules.
+    """Measure the files of a build, or one engine, and give verdicts by the rules of a build.
 
-    Nothing is built or written. Of a build, the preprocessing, the task and the limits are those it
-    was made with, where the arguments do not set others.
+    Nothing is built or written. Preprocessing, task and limits are those of the build, unless the
+    arguments set others.
 
     Args:
         path: output folder of a build, its report.json, or the file of an engine.
         images: evaluation images, as for `deploy.pipeline.build`.
-        against: the float model; None takes the one that the build names.
-        labels: class of every image, where its list does not give it, or as for `build`.
+        against: the float model; None uses that of the build.
+        labels: as for `build`.
         metric: "file.py:function" or a function, as for `build`.
-        task: name of the outputs' task; None takes the build's, or recognises it.
-        gates: limits in place of the build's, each by itself.
+        task: name of the outputs' task; None uses the build's, or recognises it.
+        gates: limits; one that is None is the build's.
         targets: targets with options for running engines; others use their defaults.
         preprocess: preprocessing, or some of its options; the others come from the build.
         limit: largest number of images, or a `Choice` of them.
         skip_bad: skip unreadable images.
-        duration_s: seconds of latency runs a model; 0 leaves speed out.
+        duration_s: seconds of latency runs for each model; 0 measures no speed.
         threads: threads inside one inference on the CPU.
-        progress: report progress on stderr, where it takes over two seconds.
+        progress: report steps that take over two seconds on stderr.
 
     Raises:
-        ConfigError: no build and no engine at `path`, an engine without `against`, or options that
-            do not fit.
+        ConfigError: `path` is no build and no engine, an engine has no `against`, or options do not
+            fit.
         CacheError: the build's folder has no manifest.
         BackendError: no file of the build can be checked here.
         ModelError, FeedError: the float model or the images cannot be read.

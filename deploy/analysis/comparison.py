@@ -456,15 +456,14 @@ def compare(
         images: as for `deploy.pipeline.build`.
         runtime: runtime of the second model, onnxruntime or openvino.
         min_sqnr_db: SQNR below which two tensors differ.
-        every: in another runtime, compare every tensor; otherwise, if the outputs differ, only as
-            many as it takes to find two neighbours of which the first agrees and the second does
-            not.
+        every: in another runtime, compare every tensor; False finds the first tensor that differs
+            by bisection.
         preprocess: preprocessing of images, or some of its options; the others come from the
-            model's metadata, else from its input.
+            model's metadata, else from the shape of its input.
         limit: largest number of images, or a `Choice` of them.
         skip_bad: skip unreadable images.
         threads: threads of one inference; None uses every core.
-        progress: report progress on stderr, where it takes over two seconds.
+        progress: report steps that take over two seconds on stderr.
 
     Raises:
         ConfigError: one model in one runtime, inputs that differ, or no shared tensor.

@@ -63,7 +63,7 @@ class Environment(PrintedResult):
 
 
 def doctor() -> Environment:
-    """Check everything; nothing runs on a device."""
+    """Check what is installed here, and what each target needs; nothing runs on a device."""
     return Environment((*_check_installation(), *_check_targets(), *_check_packages()))
 
 

@@ -302,7 +302,7 @@ def explain(
     threads: int | None = None,
     progress: bool = False,
 ) -> Explanation:
-    """Explain a build.
+    """Explain which layers of a build lose accuracy, which stay in float, and why.
 
     Args:
         folder: output folder of the build, or its report.json.
@@ -315,7 +315,7 @@ def explain(
         limit: largest number of images, or a `Choice` of them.
         skip_bad: skip unreadable images.
         threads: samples that run in parallel; the result does not depend on it.
-        progress: report progress on stderr, where it takes over two seconds.
+        progress: report steps that take over two seconds on stderr.
 
     Raises:
         ConfigError: no build, a broken report or plan, a target that the build does not have.

@@ -49,7 +49,7 @@ class Preprocess:
             image: it follows from the aspect if the other side is set, else it is the image's own.
             Inputs then differ in size.
         multiple: sides that depend on the image are rounded to multiples of it.
-        default_size: size if the model leaves its own open; a preset's usual size.
+        default_size: size if the model's is dynamic; set by presets.
         resize: "stretch"; "letterbox" keeps the aspect and pads; "short-side" resizes the short
             side to `short_side` and crops the center; "fit-height" keeps the aspect up to the
             full width and pads on the right, as text recognizers do.

@@ -206,7 +206,7 @@ def export_trained(
 
     Error and SQNR are those of the trained model: its int8 form against its own weights in float.
 
-    Args: as for `deploy.fx.qat.train`.
+    The arguments are those of `calib8.torch.qat`.
 
     Raises:
         ConfigError, ModelError, FeedError, CalibrationError, CacheError: as `train`.

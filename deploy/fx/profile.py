@@ -150,9 +150,14 @@ def profile(
     warm_up: int = 5,
     runs: int = 20,
 ) -> GraphProfile:
-    """Measure the mean time of each node over `runs` runs after `warm_up` untimed ones.
+    """Measure the mean time of each node.
 
-    `model`: in any mode, run in eval mode. `leaves`: as `deploy.fx.capture.graph_of` takes them.
+    Args:
+        model: in any mode; it runs in eval mode.
+        inputs: example inputs, or a loader whose first item holds them.
+        leaves: modules to keep as one node, by name, class name or class.
+        warm_up: number of untimed runs before the timed ones.
+        runs: number of timed runs.
     """
     inputs = as_inputs(inputs, model)
     graph_module = graph_of(in_eval_mode(model), inputs, leaves=leaves)

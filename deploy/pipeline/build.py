@@ -66,7 +66,7 @@ _NO_NUMBERS = ("str", "sequence", "map", "optional")  # dtypes of outputs that a
 
 
 @with_progress
-def build(
+def build(  # noqa: D417
     model: ModelSource | nn.Module,
     images: FeedSource | None = None,
     *,
@@ -99,41 +99,41 @@ def build(
 ) -> Report:
     """Calibrate (or reuse a calibration), build every target, measure, and write the report.
 
-    `build(module, loader)` takes a PyTorch module as it is, in any mode and on any device, and does
-    not change it: a copy is exported by the first item of the loader (a tensor, a tuple that begins
-    with the inputs, or a dict by the names of forward's arguments) and checked against torch. The
-    files have the name of its class: small_net.int8.onnx of SmallNet.
+    A PyTorch module may be in any mode and on any device, and is not changed: a copy is exported
+    with the first item of the loader (a tensor, a tuple that begins with the inputs, or a dict by
+    the names of forward's arguments) and checked against torch. The files are named after its
+    class: small_net.int8.onnx for SmallNet.
 
-    A target that fails is a row of the report with its sentence; the others are built all the same.
+    A Q/DQ model is not calibrated: the scales of its pairs are used. If a target fails, its row of
+    the report has the message, and the other targets are built.
 
-    A Q/DQ model, whoever trained it, is not calibrated: the scales of its pairs are used, and it is
-    measured on the images, if there are some.
+    The arguments that are not listed are those of `calibrate`.
 
-    Args beyond those of `calibrate`:
-        images: None for a Q/DQ model of which nothing is to be measured.
-        float_model: float reference of a Q/DQ model; None takes the model without its pairs.
-        out: folder of everything that is written; the cache too, where `cache` names none.
-        eval_images: images for the accuracy figures; None takes the calibration images.
-        labels: class of every evaluation image, where its list or loader does not give it; the path
-            of annotated objects (a COCO json, data.yaml, a folder of YOLO's or VOC's files) or of
-            a text file with a class a line; or "folders", which numbers the folders of the images.
+    Args:
+        images: images to calibrate with, as for `calibrate`; for a Q/DQ model images to measure
+            with, or None.
+        float_model: float reference of a Q/DQ model; None uses the model without its pairs.
+        out: output folder, also of the cache if `cache` names none.
+        eval_images: images for the accuracy figures; None uses the calibration images.
+        labels: class of each evaluation image, if the list or loader does not give it; a path of
+            annotated objects (a COCO json, data.yaml, a folder of YOLO's or VOC's files) or of a
+            text file with one class a line; or "folders" for one folder per class.
         metric: "file.py:function" or a function (FP32 outputs, int8 outputs, label or None) ->
-            number, more is better; called once a sample, its mean stands for the task's figure.
+            number, more is better. It is called for each sample; the mean replaces the task figure.
         task: name of the outputs' task (`deploy.tasks.TASKS`), or "none" to compare values;
             None recognises it.
-        duration_s: seconds of measuring a model; 0 leaves latency out, and time out of the search.
-            None is 3, or 0 where `tuning.cpu` names another CPU than this one.
-        effort: 0 searches nothing, 3 goes on as long as it finds something; short for
+        duration_s: seconds of latency runs for each model; 0 measures no time, in the search too.
+            None is 3, or 0 if `tuning.cpu` names another CPU than this one.
+        effort: 0 does not search, 3 searches as long as it finds something better; short for
             `tuning=Tuning(effort=...)`.
-        tuning: how much is searched for the layers that stay float and for ranges, or the plan to
-            obey.
-        gates: demands on the engines; their verdicts say whether they are met.
-        repairs: names of `deploy.tuning.repairs.REPAIRS`, `all` or `none`, to be tried and kept
-            where they help; None tries `deploy.tuning.repairs.DEFAULT` where there is a search.
-        settings: text of `calib8.toml`, which is written beside the rest; None writes none.
+        tuning: options of the search, or a plan to follow.
+        gates: the user's limits, for the verdicts.
+        repairs: names of `deploy.tuning.repairs.REPAIRS`, "all" or "none"; each is tried, and kept
+            if it helps. None tries `deploy.tuning.repairs.DEFAULT` if there is a search.
+        settings: text to write as `calib8.toml`; None writes none.
 
     Raises:
-        Calib8Error: as `calibrate`; and what the targets raised where none could be built.
+        Calib8Error: as `calibrate`, or a target's error if none could be built.
     """
     if isinstance(labels, str | Path):
         labels = read_labels(labels)

@@ -94,7 +94,7 @@ def calibrate(
 ) -> CalibrationResult:
     """Find the range of each tensor that a target quantizes, by running the model on images.
 
-    Statistics of a cache of the same model and images are used again.
+    If the cache has statistics of the same model and images, they are reused.
 
     Args:
         model: path of an ONNX file, or a model in memory, loaded or not; or a PyTorch module,
@@ -102,30 +102,29 @@ def calibrate(
         images: folder, list file, image, .npy, .npz, `RawFiles`, a `CalibratorScript`, or an
             iterable of arrays or {input: array} dicts, such as a DataLoader, whose labels are not
             used. For a PyTorch module, arrays only.
-        targets: names of `TARGETS`, or targets with options of their own.
-        method: name of a search, or a `Method` with parameters; None is the default one.
-        preprocess: how images become inputs, or some options of it by name; the rest is what the
-            model's metadata says, else what its input tells.
-        cache: file to keep the calibration in, or a policy; None keeps nothing.
-        skip_bad: leave out unreadable images.
+        targets: names of `TARGETS`, or targets with options.
+        method: name of a search, or a `Method` with parameters; None for the default.
+        preprocess: a `Preprocess`, the name of a preset, or {option: value}; options that are
+            missing come from the model's metadata, else from the shape of its input.
+        cache: file to store the calibration in, or a policy; None stores nothing.
+        skip_bad: skip unreadable images.
         limit: the largest number of images to use, or a `Choice` of them.
         batch_axis: what the first dimension of the inputs is, as for `Dataset`.
         states: inputs that take outputs of the step before, as for `Dataset`.
-        until_stable: look at 16, 32, 64 ... images, spread evenly over all, until the ranges of
-            two halves differ by less than this share (`deploy.calibration.stability`); None looks
-            at all images.
+        until_stable: use 16, 32, 64 ... images, spread evenly over all, until the ranges of two
+            halves differ by less than this share (`deploy.calibration.stability`); None uses all.
         threads: worker threads, None for up to 4 cores; the result does not depend on it.
-        float_nodes: nodes to keep in float, as `deploy.graph.index.match_nodes` reads them.
-        scheduler: address of a dask scheduler whose workers observe, or a `Cluster`; None observes
-            here. The result does not depend on it.
+        float_nodes: nodes to keep in float: names, patterns such as "/head/*", or "op:Sigmoid".
+        scheduler: address of a dask scheduler, or a `Cluster`, to calibrate on its workers; the
+            result is the same. None calibrates on this machine.
         resume: continue an interrupted run from its checkpoint.
-        checkpoint: file to save the state in from time to time; None for one beside the cache, if
+        checkpoint: file to save the state in from time to time; None for one next to the cache, if
             there is a cache. Without a cache the caller removes it.
         progress: report steps that take over two seconds on stderr.
 
     Raises:
-        ModelError, FeedError, ConfigError, CacheError, CalibrationError, BackendError: each says
-            in one sentence what was wrong and what to do.
+        ModelError, FeedError, ConfigError, CacheError, CalibrationError, BackendError: the message
+            says what is wrong and what to do.
     """
     options = CalibrationOptions(
         method=method,
@@ -163,7 +162,7 @@ def calibrate_with(
 
 
 @with_progress
-def merge(
+def merge(  # noqa: D417
     model: ModelSource,
     shards: Sequence[str | Path],
     *,
@@ -173,14 +172,16 @@ def merge(
     float_nodes: str | Iterable[str] = (),
     progress: bool = False,
 ) -> CalibrationResult:
-    """Put the shards of a calibration together; the cache is that of one run over all images.
+    """Merge the shards of a calibration; the cache is that of one run over all images.
 
-    Args beyond those of `calibrate`, of which the targets and the nodes in float must be those of
-    the shards:
-        shards: files of `calib8 calibrate --shard`, all of them, in any order.
+    The arguments that are not listed are those of `calibrate`; `targets` and `float_nodes` must be
+    those of the shards.
+
+    Args:
+        shards: all files of `calib8 calibrate --shard`, in any order.
 
     Raises:
-        CacheError: a shard is broken, missing, there twice, of another model or other images.
+        CacheError: a shard is broken, missing, given twice, or of another model or other images.
         ModelError, ConfigError, CalibrationError: as `calibrate`.
     """
     options = CalibrationOptions(

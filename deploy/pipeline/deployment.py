@@ -73,8 +73,8 @@ class TrialInputs:
     """Inputs that the deployed model is run on.
 
     Attributes:
-        dataset: images; None makes random samples.
-        shapes: input name -> dimensions, of random samples where the model leaves them open.
+        dataset: images; None for random samples.
+        shapes: input name -> dimensions, for random samples of inputs with dynamic dimensions.
     """
 
     dataset: Dataset | None = None
@@ -111,18 +111,18 @@ def deploy(
     Args:
         model: the float model, an ONNX file.
         record: AMCT's text file of the scales and offsets of each layer.
-        out: folder of everything that is written.
-        cache: TensorRT's calibration cache, in place of a record.
-        config: configuration that the record was made with, where it kept BatchNormalization apart.
-        target: with the options that do not calibrate; None is the default one.
-        inputs: samples that the files are tried on; None makes random ones.
+        out: output folder.
+        cache: TensorRT's calibration cache, instead of a record.
+        config: configuration of the record; needed if it does not fold BatchNormalization.
+        target: target with options; those for calibrating have no effect. None for the defaults.
+        inputs: samples to run the files on; None for random ones.
         threads: worker threads, None for up to 4 cores.
-        force: replace files that no build wrote.
+        force: replace files that calib8 did not write.
 
     Raises:
-        ConfigError: neither of record and cache, or both; a record that breaks a rule or is another
-            model's.
-        CacheError: a cache that knows none of the model's layers.
+        ConfigError: both or neither of record and cache are given; the record is invalid or of
+            another model.
+        CacheError: the cache has none of the model's layers.
         ModelError, FeedError, ExportError, BackendError: as `deploy.pipeline.build`.
     """
     config = None if config is None else Path(config)
@@ -150,7 +150,7 @@ def deploy(
 
 
 @guard_inputs()
-def convert(
+def convert(  # noqa: D417
     model: Path | str,
     *,
     out: Path | str,
@@ -162,13 +162,14 @@ def convert(
 ) -> Report:
     """Write Ascend's files of a Q/DQ model by the scales of its own Q/DQ pairs.
 
-    The deploy model is the file that Ascend's `atc` compiles. With images it is run in integers,
-    beside `model` in ONNX Runtime.
+    With images the deploy model is run in integers and compared with `model` in ONNX Runtime.
 
-    Args beyond those of `deploy`:
+    The arguments that are not listed are those of `deploy`.
+
+    Args:
         model: an ONNX file with QuantizeLinear and DequantizeLinear pairs.
-        keep_rounding: whether a float operator that reads a tensor with a pair gets the values
-            that the pair rounds to, as in `model`, or those before rounding.
+        keep_rounding: let float operators that read a tensor with a pair read the rounded values,
+            as in `model`; False lets them read the values before rounding.
 
     Raises:
         ModelError: it is no ONNX model in the Q/DQ form.

@@ -158,17 +158,17 @@ class Report(PrintedResult, Findings):
     Parts that a run does not have are None or empty.
 
     Attributes:
-        title: of the report.
+        title: title of the report.
         model: the input model.
         feed: the calibration data.
         calibration: how the scales were determined.
         targets: results per target, in the order requested.
         engines: the float model and every engine that was measured.
         machine: the machine that ran it.
-        files: files written for no single target.
+        files: written files that belong to no target, or to several.
         work: cost of the run in inferences and decoded images.
         request: what the user asked for.
-        earlier: engines of the build before this one in the same folder that were better.
+        earlier: engines of the previous build in this folder that were better.
         alerts: notes that need an action.
         notes: all other notes.
     """

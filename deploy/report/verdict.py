@@ -33,8 +33,9 @@ class Gates:
     """The user's limits.
 
     Attributes:
-        max_loss: lost accuracy or share of the task, 0 to 1; None uses the default limits.
-        min_speedup: over the rival (`deploy.report.model.find_rivals`); None requires nothing.
+        max_loss: largest loss of accuracy, or of the task figure, 0 to 1; None uses the default
+            limits.
+        min_speedup: least speed-up over FP32, on a GPU over its FP16; None sets no limit.
         accept: whether the command succeeds even if an engine is unusable.
 
     Raises:

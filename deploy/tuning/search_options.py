@@ -190,16 +190,17 @@ class Tuning:
     Attributes:
         effort: 0 does not search, 3 searches as long as it finds something better. None is 1, or 0
             for a target whose configuration the user gives (`Target.configured`).
-        plan: a plan to obey instead of searching; None looks in the output folder.
+        plan: a plan to follow instead of a search; None uses the one in the output folder, if it
+            fits.
         max_loss: largest loss of the task on the samples of the search; None sets no limit.
-        prefer: one of `PREFERENCES`. "accuracy" weighs loss four times as much against time; "size"
-            has most layers in int8 whatever their time.
-        cpu: one of `CPU_NAMES`, the CPU that will run ONNX Runtime's engine. Time is measured for
-            "this" alone.
+        prefer: "speed"; "accuracy" weighs loss four times as much; "size" has most layers in int8,
+            whatever their time.
+        cpu: CPU that will run ONNX Runtime's engine: "this", or, without measuring time, "any",
+            "vnni", "avx2" or "arm".
         timed: whether time measured on this machine may decide.
         fresh: search again even if there is a plan.
         metric: the user's metric or task; None uses the task of the outputs.
-        split: number of a split of the plan's front, to be built without a search.
+        split: number of a split in the plan's front, to build it without a search.
 
     Raises:
         ConfigError: an unknown effort, preference or CPU.

@@ -73,12 +73,9 @@ def _is_json(path: Path, text: str) -> bool:
 
 
 def check_file(path: Path | str, graph: LayerGraph | None = None) -> str:
-    """Check a file of any of the kinds that `calib8 build --target ascend` writes.
+    """Check any file that `calib8 build --target ascend` writes; return a sentence on its content.
 
     `graph`: layers of the file's float model; None checks less.
-
-    Returns:
-        One sentence on the file's content.
 
     Raises:
         ConfigError, ModelError: the file is invalid.

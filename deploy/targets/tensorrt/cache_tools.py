@@ -101,8 +101,10 @@ def merge_caches(
 ) -> CalibrationCache:
     """Return the union of caches, in order of first occurrence, with the first cache's header.
 
-    `caches`: at least one. `on_conflict`: which of two different scales of a tensor to take:
-    "first", "last" or "max"; "error" raises.
+    Args:
+        caches: at least one.
+        on_conflict: which scale of a tensor to use if two caches differ: "first", "last" or "max";
+            "error" raises.
 
     Raises:
         CacheError: the headers differ, or a conflict with "error".
@@ -168,15 +170,15 @@ def check_cache(
     algorithm: str | None = None,
     match: CacheMatch | None = None,
 ) -> list[CacheFinding]:
-    """Check a cache before a build.
+    """Check whether TensorRT would use a cache as expected.
 
     Args:
         cache: the cache.
-        path: its file. If its fingerprint lies beside it, the file must be the one that was written
-            with it. Findings name the file in the commands that they advise.
+        path: its file, which is compared with the fingerprint next to it, if there is one, and
+            named in the commands that the findings recommend.
         version: "X.Y.Z" of the TensorRT that will read it.
-        algorithm: of the calibrator that will read it; `trtexec --calib` needs ENTROPY2.
-        match: the cache matched to its model; None checks the cache alone.
+        algorithm: algorithm of the calibrator that will read it; `trtexec --calib` needs ENTROPY2.
+        match: the cache matched to its model; None checks only the cache.
     """
     path = None if path is None else Path(path)
     findings = [*origin_findings(path), *_scale_findings(cache)]
