@@ -129,9 +129,6 @@ class DeviceMemory(Protocol):
     def put(self, name: str, array: Array) -> int:
         """Copy a C-contiguous array to the buffer of `name`; return the buffer's address."""
 
-    def free(self) -> None:
-        """Release every buffer."""
-
 
 class HostMemory:
     """Buffers in host memory, for tests and machines without a GPU."""
@@ -143,10 +140,6 @@ class HostMemory:
         """Copy `array`; return the address of the copy."""
         self._buffers[name] = np.array(array, order="C", copy=True)
         return int(self._buffers[name].ctypes.data)
-
-    def free(self) -> None:
-        """Drop every buffer."""
-        self._buffers.clear()
 
 
 class Callbacks:

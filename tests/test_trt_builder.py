@@ -479,9 +479,9 @@ def test_warnings_and_missing_scales_are_notes(model):
     assert notes[0].startswith("TensorRT has no scale for x")
     assert notes[1].startswith("TensorRT warned of 2 more")
     assert engines._log_notes([], net) == ()
-    recorder = LogRecorder(max_severity=3)
+    recorder = LogRecorder()
     for severity, message in enumerate(["internal", "error", "warning", "info", "verbose"]):
-        recorder.record(severity, 1, message)
+        recorder.record(severity, message)
     assert recorder.errors == ["internal", "error"]
     assert recorder.warnings == ["warning"]
     assert recorder.lines == ["internal", "error", "warning", "info"]

@@ -207,7 +207,7 @@ def test_calibrator_memory_is_reused(machine):
     large = memory.put("x", np.arange(9, dtype=np.float32))
     np.testing.assert_array_equal(cuda.at(large, 36, 1).view(np.float32), np.arange(9))
     assert cuda.allocated() == 1
-    memory.free()
+    del memory
     assert cuda.allocated() == 0
     device = open_gpu()
     with device.current():

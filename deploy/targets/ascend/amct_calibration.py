@@ -283,20 +283,15 @@ class RecordPlan:
         second_scales = self._search_scales(self.second_inputs, observed)
         weight_scales = self.weight_scales(factors, roundings)
         records = {}
+        searched_inputs = []  # (layer, observation of one of its inputs, scale of that input)
         for name, input_scale in first_scales.items():
             records[name] = self._record(name, input_scale, weight_scales[name], factors, roundings)
+            searched_inputs.append((name, first_inputs[name], input_scale))
         for name, second_scale in second_scales.items():  # of a MatMul of two activations
             # AMCT stores the scale of the second input where other layers have their weight's
             scale_w = np.array([second_scale.scale])
             records[name] = replace(records[name], scale_w=scale_w, has_weight=True)
-
-        searched_inputs = []  # (layer name, observation, scale)
-        for observations, scales in (
-            (first_inputs, first_scales),
-            (self.second_inputs, second_scales),
-        ):
-            for name, observation in observations.items():
-                searched_inputs.append((name, observation, scales[name]))
+            searched_inputs.append((name, self.second_inputs[name], second_scale))
         return self._make_result(records, searched_inputs, roundings.values(), observed)
 
     def _make_result(

@@ -237,11 +237,7 @@ def _why_unmatched(name: str, model: onnx.ModelProto, original: onnx.ModelProto 
     constants = {tensor.name for tensor in model.graph.initializer}
     if name in constants or name.removesuffix("_output") in constants:
         return "a constant of the model; TensorRT reads its range from its values"
-    if name.startswith(("(Unnamed Layer* ", "(Unnamed ITensor* ")):
-        if "[Constant]" in name:
-            return "a constant that TensorRT's parser made; it is no tensor of the model"
-        return "made inside a node by TensorRT's parser; its layer number is not established"
-    if name.startswith("ONNXTRT_"):
+    if name.startswith(("(Unnamed Layer* ", "(Unnamed ITensor* ", "ONNXTRT_")):
         return "made inside a node by TensorRT's parser; it is no tensor of the model"
     return "no tensor of the model has this name"
 

@@ -291,12 +291,8 @@ class DeviceBuffer:
     def __init__(self, cuda: Cuda, size: int) -> None:
         self.size = max(size, 1)
         self.address = cuda.allocate(self.size)
-        self._finalizer = weakref.finalize(self, cuda.free, self.address)
-        self._finalizer.atexit = False  # the driver frees all memory, and may be gone by then
-
-    def free(self) -> None:
-        """Free the memory now."""
-        self._finalizer()
+        # at exit the driver frees all memory, and may be gone by then
+        weakref.finalize(self, cuda.free, self.address).atexit = False
 
 
 class CudaMemory:
@@ -314,9 +310,3 @@ class CudaMemory:
                 buffer = self._buffers[name] = DeviceBuffer(self._cuda, array.nbytes)
             self._cuda.copy_in(buffer.address, array)
             return buffer.address
-
-    def free(self) -> None:
-        """Free every buffer."""
-        for buffer in self._buffers.values():
-            buffer.free()
-        self._buffers.clear()

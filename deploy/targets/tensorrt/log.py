@@ -19,28 +19,25 @@ if TYPE_CHECKING:
 
 
 _QUOTED_WARNINGS = 3  # warnings that an error message quotes if TensorRT logged no error
+# numbers of trt.ILogger.Severity, the same in every version; a larger one is less severe
+_ERROR, _WARNING, _INFO = 1, 2, 3
 
 
 class LogRecorder:
-    """Records TensorRT's messages up to a severity, and all errors and warnings separately.
+    """Records TensorRT's messages but the verbose ones, and errors and warnings separately."""
 
-    Attributes:
-        max_severity: number of the least severe messages in `lines`; larger is less severe.
-    """
-
-    def __init__(self, max_severity: int) -> None:
-        self.max_severity = max_severity
+    def __init__(self) -> None:
         self.lines: list[str] = []
         self.errors: list[str] = []
         self.warnings: list[str] = []
 
-    def record(self, severity: int, error_severity: int, message: str) -> None:
-        """Record a message; `error_severity` is the number of `Severity.ERROR`."""
-        if severity <= error_severity:
+    def record(self, severity: int, message: str) -> None:
+        """Record a message; `severity` is the number of its trt.ILogger.Severity."""
+        if severity <= _ERROR:
             self.errors.append(message)
-        elif severity == error_severity + 1:
+        elif severity == _WARNING:
             self.warnings.append(message)
-        if severity <= self.max_severity:
+        if severity <= _INFO:
             self.lines.append(message)
 
     def summary(self) -> str:
@@ -57,15 +54,13 @@ def process_logger() -> trt.ILogger:
     """Return the one logger of this process; it prints nothing and passes on to `record_log`."""
     import tensorrt as trt
 
-    error_severity = int(trt.ILogger.Severity.ERROR)
-
     class Logger(trt.ILogger):
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
 
         def log(self, severity: trt.ILogger.Severity, msg: str) -> None:
             for recorder in tuple(_recorders):
-                recorder.record(int(severity), error_severity, msg)
+                recorder.record(int(severity), msg)
 
     return Logger()
 
@@ -73,9 +68,7 @@ def process_logger() -> trt.ILogger:
 @contextmanager
 def record_log() -> Iterator[LogRecorder]:
     """Record TensorRT's messages from all threads and objects inside the `with` block."""
-    import tensorrt as trt
-
-    recorder = LogRecorder(int(trt.ILogger.Severity.INFO))
+    recorder = LogRecorder()
     _recorders.append(recorder)
     try:
         yield recorder
