@@ -325,7 +325,7 @@ COPY = "cuda.memcpy_htod_async(self.device, self.host[: len(rows)].ravel(), self
         ("return self.batch", "return 'four'", "must give 1 or more, got 'four'"),
         ("if not len(rows):", "if True:", "must give samples, got none"),
         ("return Calibrator(", "return slice(", "without get_batch_size"),
-        ("def make_calibrator():", "def make_calibrator(path):", "without arguments"),
+        ("def make_calibrator():", "def make_calibrator(path):", "missing 1 required"),
         ("return Calibrator(", "build_engine(None, '')\n    return Calibrator(", "without a GPU"),
         ("import pycuda.driver as cuda", "import pycuda.elsewhere", "pycuda.elsewhere"),
         ("import os", "import os, sys; sys.exit(3)", "SystemExit: 3"),

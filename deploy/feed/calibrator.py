@@ -12,7 +12,6 @@ copied ones are read, whereas TensorRT reads the previous batch's samples after 
 The script runs once, when the source is opened; its arrays go to a temporary file.
 """
 
-import inspect
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from deploy.errors import ConfigError, FeedError
+from deploy.errors import FeedError
 from deploy.feed.arrays import ArraySource, has_rows
 from deploy.feed.batch_axis import rows_of_run
 from deploy.feed.loaders import open_iterable
@@ -305,7 +304,7 @@ class CalibratorScript:
         `spec`: `file.py:function`; the function takes no arguments and returns the calibrator.
 
         Raises:
-            ConfigError: no such file or function, or the function takes arguments.
+            ConfigError: no such file or function.
             FeedError: the user's code failed, or returned no calibrator.
         """
         self.spec = spec
@@ -315,7 +314,6 @@ class CalibratorScript:
             self._create = usercode.load_function(
                 spec, what="a calibrator", form="file.py:function", error=FeedError
             )
-        _refuse_arguments(self._create, spec)
         self._calibrator = self._call(self._create)
         self._was_read = False  # then another reading needs a new calibrator
         for method in ("get_batch_size", "get_batch"):
@@ -382,9 +380,9 @@ class CalibratorScript:
 
     def _read_quantile(self) -> float | None:
         """Return what a legacy calibrator's get_quantile gives; None without that method."""
-        if self._attribute("get_quantile") is None:
-            return None
         value = self._call_method("get_quantile")
+        if value is None:
+            return None
         if not isinstance(value, float | int) or not 0.5 < value <= 1:
             raise FeedError(
                 f"get_quantile of {self} must be over 0.5 and at most 1, got {value!r:.60}"
@@ -423,16 +421,3 @@ class CalibratorScript:
             return self._calibrator.get_batch(names)
         except StopIteration:  # the end; TensorRT takes any exception for it
             return None
-
-
-def _refuse_arguments(function: Any, spec: str) -> None:
-    """Refuse a function that cannot be called without arguments."""
-    try:
-        inspect.signature(function).bind()
-    except TypeError as error:
-        raise ConfigError(
-            f"the function that makes a calibrator is called without arguments, got {spec}:"
-            f" {error}; write a function that gives the calibrator its arguments"
-        ) from None
-    except ValueError:  # the signature cannot be read
-        return

@@ -1,5 +1,6 @@
 """Find image files, read lists of them, and read their bytes."""
 
+import io
 import os
 import re
 import stat
@@ -117,23 +118,17 @@ def read_list(path: Path) -> FileList:
 def _iterate_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (number, text) of each line that is neither empty nor a comment."""
     data = read_bytes(path, what=_SOURCE_KINDS, error=FeedError, max_bytes=_MAX_LIST_BYTES)
+    if b"\0" in data:
+        raise _not_a_list(path)
+    # line by line: all at once would take more memory than the bytes
+    lines = io.TextIOWrapper(io.BytesIO(data), "utf-8-sig", newline="\n")
     try:
-        text = data.decode("utf-8-sig")
+        for number, line in enumerate(lines, 1):
+            text = line.strip()
+            if text and not text.startswith("#"):
+                yield number, text
     except UnicodeDecodeError as error:
         raise _not_a_list(path) from error
-    if "\0" in text:
-        raise _not_a_list(path)
-
-    number, start = 0, 0
-    while start <= len(text):  # all lines at once would take more memory than the text
-        end = text.find("\n", start)
-        if end < 0:
-            end = len(text)
-        number += 1
-        line = text[start:end].strip()
-        start = end + 1
-        if line and not line.startswith("#"):
-            yield number, line
 
 
 def _not_a_list(path: Path) -> FeedError:

@@ -161,8 +161,6 @@ def call_loader(spec: str) -> object:
     function = load_function(spec, what="a loader", form=_LOADER_FORM, error=FeedError)
     with wrap_user_errors(f"the loader {spec}", error=FeedError):
         result: object = function()
-    if result is None:
-        raise FeedError(f"the loader {spec} must return a feed, got None; return or yield arrays")
     return result
 
 

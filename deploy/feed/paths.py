@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from deploy.errors import ConfigError, FeedError
+from deploy.errors import ConfigError, FeedError, counted
 from deploy.feed.array_files import is_array_file, is_raw_file
 from deploy.feed.arrays import ArraySource, conversion_notes, count_samples, fit_array
 from deploy.feed.file_list import FileList
@@ -308,8 +308,10 @@ def _is_statistics_of_cache(path: Path) -> bool:
 
 def _describe_unsupported(names: Sequence[str]) -> str:
     """Describe images in unsupported formats, and how to feed them."""
-    count = "1 picture" if len(names) == 1 else f"{len(names)} pictures"
-    return f"{count} in unsupported formats ({join_suffixes(names)}); save them as .jpg or .png"
+    return (
+        f"{counted(len(names), 'picture')} in unsupported formats ({join_suffixes(names)}); save"
+        " them as .jpg or .png"
+    )
 
 
 def resolve_path_list(paths: Sequence[object]) -> SourceFiles | None:

@@ -28,6 +28,7 @@ from deploy.feed.sources import (
     Sample,
     SampleSource,
     VideoSource,
+    decoded_size,
     read_remote_samples,
 )
 from deploy.feed.states import SequenceSource, spread_steps
@@ -215,7 +216,7 @@ class Feed:
         """Yield name and (height, width) of each image file; None for an unreadable image."""
         if isinstance(self._source, ImageSource):
             for index in self._chosen.good_indices():
-                yield self._source.sample_name(index), self._source.size(index)
+                yield self._source.sample_name(index), decoded_size(self._source.files[index])
 
     @property
     def positions(self) -> Sequence[int]:

@@ -234,10 +234,6 @@ class ImageSource:
         """Return the file's name."""
         return self.files.names[index]
 
-    def size(self, index: int) -> Size | None:
-        """Return (height, width) of the image as decoded; None if it cannot be decoded."""
-        return decoded_size(self.files[index])
-
     def load(self, index: int) -> RawSample:
         """Return the file's bytes, hashed, and the function that decodes and preprocesses them.
 
@@ -304,15 +300,10 @@ def check_present(files: Iterable[ImageFile], count: int, source_name: str) -> N
     missing_names = [file.name for file in files if not os.path.exists(file.path)]
     if not missing_names:
         return
-    remedy = (
-        "paths in a list are relative to it; correct the paths or links, or skip bad ones"
-        " (--skip-bad)"
-    )
-    if any("\\" in name for name in missing_names):
-        remedy = "folders are separated by /, not by \\ as in Windows"
     raise FeedError(
         f"every image must exist, {len(missing_names)} of {count} in {source_name} do not:"
-        f" {images.summarize_names(missing_names)}; {remedy}"
+        f" {images.summarize_names(missing_names)}; paths in a list are relative to it; correct the"
+        " paths or links, or skip bad ones (--skip-bad)"
     )
 
 

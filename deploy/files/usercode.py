@@ -209,8 +209,7 @@ def _restored_handlers() -> Iterator[None]:
     finally:
         if threading.current_thread() is threading.main_thread():  # no other may set handlers
             for number, handler in handlers.items():
-                # None: C code set it, and Python cannot set it again
-                if handler is not None and signal.getsignal(number) is not handler:
+                if handler is not None:  # None: C code set it, and Python cannot set it again
                     signal.signal(number, handler)
 
 
