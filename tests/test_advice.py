@@ -109,6 +109,12 @@ def test_price_is_the_sqnr_where_the_figure_is_the_same():
     assert line.endswith("about 1.43x FP32 (estimated); 1.41x with 33.0 dB: --split 2")
 
 
+def test_split_that_was_not_judged_has_no_level():
+    front = (split(1, 0.7, "good", 20.0, taken=True), split(2, 0.71, "", 33.0))
+    (line,) = speed_lines(front)
+    assert line.endswith("1.41x with 33.0 dB: --split 2")
+
+
 @pytest.mark.parametrize(("time", "is_named"), [(0.9, True), (0.96, False)])
 def test_better_verdict_is_named_while_it_wins_time(time, is_named):
     taken = split(1, 0.7, "doubtful", 15.0, taken=True)

@@ -344,7 +344,7 @@ def _accuracy_text(split: SplitRow, built: SplitRow) -> str:
     text = split.figure
     if text in ("", built.figure):  # an equal figure of the task shows no difference
         text = figures.decibels(split.sqnr_db)
-    if split.level != built.level:
+    if split.level not in ("", built.level):  # "": it was not judged
         text += f" ({split.level})"
     return text
 
