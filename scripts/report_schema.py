@@ -38,19 +38,15 @@ ADDED = {
     "Report": {"schema": {"const": SCHEMA, "description": "name and number of this contract."}},
 }
 RULES = f"""\
-`report.json`, and `--json` of `build`, `check` and `bench`, keep to `"schema": "{SCHEMA}"`.
-As long as that number stays,
+This page describes `report.json` and the `--json` of `build`, `check` and `bench`, whose schema is
+`"{SCHEMA}"`. [report.schema.json](../report.schema.json) has the same as a JSON Schema.
 
-- keys may be added: ignore those that you do not know;
-- a key keeps its name, type, unit and meaning;
-- a key without a value is left out, or null;
-- a number that JSON cannot represent is `"inf"`, `"-inf"` or `"nan"`;
-- sentences (`notes`, `alerts`, `reasons`, `reason`, `words`, `why`, `form`, `settled`) are for
+- A key keeps its name, type, unit and meaning; a change of these changes the number of the schema.
+- New keys may be added: ignore keys that you do not know.
+- A key without a value is left out, or null.
+- A number that JSON cannot represent is `"inf"`, `"-inf"` or `"nan"`.
+- Sentences (`notes`, `alerts`, `reasons`, `reason`, `words`, `why`, `form`, `settled`) are for
   people, and may change.
-
-Otherwise the number goes up, and the changelog says what changed.
-[report.schema.json](../report.schema.json) is the same as a JSON Schema, for validators and code
-generators.
 """
 
 

@@ -36,7 +36,8 @@ class Accuracy:
     Attributes:
         samples: samples compared (rows, not batches).
         outputs: one entry per output, in the reference's order.
-        top1_reference, top1_candidate: share of samples whose top-1 class is the label.
+        top1_reference: share of samples whose label is the reference's top-1 class.
+        top1_candidate: share of samples whose label is the candidate's top-1 class.
         top1_agreement: share of samples where both models have the same top-1 class. Without
             labels it is None for regression values, for outputs ranked by TopK and for tasks other
             than classification.

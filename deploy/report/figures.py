@@ -122,8 +122,10 @@ class NodeDeviation:
     """A node that does not run as planned.
 
     Attributes:
-        node, op: its name and operator.
-        planned, ran: its type in the plan and in the engine.
+        node: name of the node.
+        op: its operator.
+        planned: its type in the plan.
+        ran: its type in the engine.
     """
 
     node: str

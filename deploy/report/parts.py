@@ -160,7 +160,8 @@ class RangeRow:
 
     Attributes:
         method: name of the method.
-        lo, hi: ends of the range, in real units.
+        lo: lower end of the range, in real units.
+        hi: upper end of the range, in real units.
     """
 
     method: str
@@ -191,8 +192,10 @@ class TensorRow:
 
     Attributes:
         name: of the tensor.
-        observed_min, observed_max: extremes of its values.
-        lo, hi: its clip range.
+        observed_min: smallest observed value.
+        observed_max: largest observed value.
+        lo: lower end of the clip range.
+        hi: upper end of the clip range.
         amax: largest magnitude that its scale represents.
         method: calibration method that found the range.
         clipped: share of values outside [lo, hi], 0 to 1; None if unknown.

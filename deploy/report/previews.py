@@ -131,10 +131,11 @@ class BoxRow:
     """One sample's boxes in the float model and in an engine.
 
     Attributes:
-        sample: its name.
+        sample: name of the sample.
         threshold: score above which boxes count.
-        kept, lost, new: number of boxes of both models, of the float model only, and of the engine
-            only.
+        kept: number of boxes of both models.
+        lost: number of boxes of the float model only.
+        new: number of boxes of the engine only.
         boxes: the boxes themselves; not in JSON.
     """
 
@@ -151,10 +152,12 @@ class ClassRow:
     """One sample of another class in an engine.
 
     Attributes:
-        sample: its name.
+        sample: name of the sample.
         output: name of the output.
-        fp32, fp32_value: class of the float model, and its score.
-        engine, engine_value: class of the engine, and its score.
+        fp32: class that the float model gives.
+        fp32_value: score of this class in the float model.
+        engine: class that the engine gives.
+        engine_value: score of this class in the engine.
         picture: the sample; not in JSON.
     """
 
