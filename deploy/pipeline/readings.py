@@ -71,13 +71,13 @@ class Reading(NamedTuple):
 
 
 def list_readings(
-    calibration: CalibrationResult, used: Preprocess, *, with_scales: bool
+    calibration: CalibrationResult, used_preprocess: Preprocess, *, with_scales: bool
 ) -> Iterator[Reading]:
     """Yield other readings of the pictures: of the metadata, of swapped colors, of other scales.
 
     Args:
         calibration: the model and its calibration data.
-        used: the reading in use.
+        used_preprocess: the reading in use.
         with_scales: whether other scales are tried. A scale is left out if the model's first layer
             shows that it learned from another one.
     """
@@ -90,10 +90,10 @@ def list_readings(
             text = f"{metadata.source} says"
             yield Reading(text=text, used_text="fed", remedy=remedy, preprocess=declared)
 
-    color = used.color
+    color = used_preprocess.color
     if color in _SWAPPED_COLORS:
         other_color = _SWAPPED_COLORS[color]
-        swapped = replace(used, color=other_color)
+        swapped = replace(used_preprocess, color=other_color)
         yield Reading(
             text=other_color.upper(),
             used_text=color.upper(),
@@ -107,10 +107,10 @@ def list_readings(
     (sample,) = calibration.feed.first_samples(1)
     for preset_name, text in _TEXT_BY_PRESET.items():
         preset = PRESETS[preset_name]
-        if len(preset.mean) not in (1, used.channels):  # a mean for each of three colors
+        if len(preset.mean) not in (1, used_preprocess.channels):  # a mean for each of three colors
             continue
-        scaled = replace(used, scale=preset.scale, mean=preset.mean, std=preset.std)
-        scaled_sample = {spec.name: renormalize(sample[spec.name], used, scaled)}
+        scaled = replace(used_preprocess, scale=preset.scale, mean=preset.mean, std=preset.std)
+        scaled_sample = {spec.name: renormalize(sample[spec.name], used_preprocess, scaled)}
         input_warnings = check_input_samples([scaled_sample], scaled, model)
         if not input_warnings:
             remedy = f"check --preprocess {preset_name}"
@@ -134,10 +134,10 @@ def find_better_reading(
     Returns:
         The sentence; "" if no other reading is clearly better.
     """
-    used, loaded = calibration.feed.preprocess, calibration.loaded
+    used_preprocess, loaded = calibration.feed.preprocess, calibration.loaded
     # a sample is changed from one reading to another, so it must be a single picture
     has_single_picture = len(loaded.inputs) == 1 and calibration.feed.batch == 1
-    if used is None or not has_single_picture or loaded.qdq is not None:
+    if used_preprocess is None or not has_single_picture or loaded.qdq is not None:
         return ""
     evaluation_set = calibration.evaluation_set
     task, samples_with_outputs = recognise_first(
@@ -149,28 +149,26 @@ def find_better_reading(
     def score(inputs: Outputs, label: int | None) -> Floats:
         return sample_scores(task, inputs, evaluation_set.outputs.recompute(inputs), label)
 
-    # scores in the reading in use; a scale is doubtful if labels are missed or no box is found
+    # scores in the reading in use, what a sentence counts of them, and whether scales are tried
     labelled_samples = read_labelled(evaluation) if isinstance(task, Classes) else []
-    count_template = ""  # what the sentence says of the number of clear scores; "" if nothing
-    is_scale_doubtful = False
-    if labelled_samples:
+    if labelled_samples:  # FP32 misses most of the labels
         used_scores = [score(inputs, label) for inputs, label in labelled_samples]
         count_template = f"is right on {{}} of {len(labelled_samples)} images"
-        is_scale_doubtful = True
+        tries_scales = True
     else:
         used_scores = [
             sample_scores(task, inputs, outputs) for inputs, outputs in samples_with_outputs
         ]
-        if isinstance(task, BoxDetection):
-            count_template = "finds {} boxes"
-            is_scale_doubtful = count_clear(used_scores) <= MAX_SILENT_BOXES
+        finds_boxes = isinstance(task, BoxDetection)
+        count_template = "finds {} boxes" if finds_boxes else ""  # "": a mean probability
+        tries_scales = finds_boxes and count_clear(used_scores) <= MAX_SILENT_BOXES
 
     # scores of the same samples in other readings
-    for reading in list_readings(calibration, used, with_scales=is_scale_doubtful):
+    for reading in list_readings(calibration, used_preprocess, with_scales=tries_scales):
         samples: Iterable[tuple[Outputs, int | None]] = labelled_samples
         if not labelled_samples:
             samples = ((inputs, None) for inputs in evaluation_set.subset.spread_samples(SAMPLES))
-        scores = score_reading(samples, used_scores, score, used, reading.preprocess)
+        scores = score_reading(samples, used_scores, score, used_preprocess, reading.preprocess)
         if scores is not None and is_better(scores, used_scores):
             return describe_reading(reading, scores, used_scores, count_template)
     return ""
@@ -180,8 +178,8 @@ def score_reading(
     samples: Iterable[tuple[Outputs, int | None]],
     used_scores: Sequence[Floats],
     score: Callable[[Outputs, int | None], Floats],
-    used: Preprocess,
-    other: Preprocess,
+    used_preprocess: Preprocess,
+    other_preprocess: Preprocess,
 ) -> list[Floats] | None:
     """Return the scores of each sample in another reading.
 
@@ -192,13 +190,16 @@ def score_reading(
         samples: (inputs in the reading in use, label or None) of each.
         used_scores: scores of each in the reading in use.
         score: runs the float model on inputs; returns `sample_scores`.
-        used: the reading in use.
-        other: the other one.
+        used_preprocess: the reading in use.
+        other_preprocess: the other one.
     """
     scores: list[Floats] = []
     loss_count = 0
     for (sample, label), used_sample_scores in zip(samples, used_scores, strict=False):
-        inputs = {name: renormalize(array, used, other) for name, array in sample.items()}
+        inputs = {
+            name: renormalize(array, used_preprocess, other_preprocess)
+            for name, array in sample.items()
+        }
         scores.append(score(inputs, label))
         if confidence_of(scores[-1]) < confidence_of(used_sample_scores):
             loss_count += 1
