@@ -285,15 +285,15 @@ def test_search_restores_weights_of_float_layers(tmp_path, monkeypatch):
 
     matches, wide = [], "expand_w/expand/wide"
 
-    def give_back(engine, layers, weights):
-        original(engine, layers, weights)
+    def give_back(engine, weights, layers):
+        original(engine, weights, layers)
         tensors = constants(engine)
         if wide in tensors:
-            weight = numpy_helper.to_array(weights["expand_w"])
+            weight = numpy_helper.to_array(weights["expand"]["expand_w"])
             matches.append(np.array_equal(tensors[wide][:24], weight))
 
-    original = output_rounding._restore_float_weights
-    monkeypatch.setattr(output_rounding, "_restore_float_weights", give_back)
+    original = output_rounding.restore_constants
+    monkeypatch.setattr(output_rounding, "restore_constants", give_back)
     monkeypatch.setattr("deploy.tuning.search.QUIET_LOSS", 0.0)  # layers are looked at alone, too
     build_folder(inverted(24, window=5), tmp_path / "net", "--effort", "1", *VNNI[2:])
     assert matches

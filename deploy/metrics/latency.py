@@ -174,15 +174,13 @@ class Latency:
             return self.latency
         return self.host
 
-    def to_json(self, *, samples: bool = False) -> dict[str, object]:
-        """Return plain JSON types; `samples` adds the latency of every iteration."""
+    def to_json(self) -> dict[str, object]:
+        """Return the figures as plain JSON types, without the latency of every iteration."""
         data = {key: value for key, value in asdict(self).items() if value is not None}
         data["warnings"] = list(self.warnings)
-        data["samples_ms"] = list(self.samples_ms)
+        del data["samples_ms"]
         if not self.is_cpu_time:  # only a measurement in CPU time has the key
             del data["is_cpu_time"]
-        if not samples:
-            del data["samples_ms"]
         return data
 
 

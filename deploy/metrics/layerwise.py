@@ -14,9 +14,11 @@ first ones are compared.
 
 from collections.abc import Iterator
 
-from onnx import ModelProto, NodeProto
+from onnx import ModelProto
 
 from deploy.graph.index import PADDED_SUFFIX
+
+_Q, _DQ = "QuantizeLinear", "DequantizeLinear"
 
 
 def pair_quantized_tensors(reference: ModelProto, candidate: ModelProto) -> dict[str, str]:
@@ -66,9 +68,9 @@ def _named_tensors(model: ModelProto) -> Iterator[tuple[str, str]]:
     dequantized_by_tensor = _find_dequantized(model)
     computed_as_integers = _dequantized_from_kernels(model)
     for node in model.graph.node:
-        if node.op_type in ("QuantizeLinear", "Constant"):
+        if node.op_type in (_Q, "Constant"):
             continue
-        if _is_dequantize(node) and node.output[0] not in computed_as_integers:
+        if node.op_type == _DQ and node.output[0] not in computed_as_integers:
             continue  # yielded with the tensor in front of its pair
         for output in filter(None, node.output):  # an optional output without a name is unused
             tensor = dequantized_by_tensor.get(output, output)
@@ -85,11 +87,11 @@ def _find_dequantized(model: ModelProto) -> dict[str, str]:
     """
     dequantized_by_integers = {}
     for node in model.graph.node:
-        if _is_dequantize(node):
+        if node.op_type == _DQ:
             dequantized_by_integers[node.input[0]] = node.output[0]
     dequantized_by_tensor = {}
     for node in model.graph.node:
-        if _is_quantize(node) and node.output[0] in dequantized_by_integers:
+        if node.op_type == _Q and node.output[0] in dequantized_by_integers:
             dequantized_by_tensor[node.input[0]] = dequantized_by_integers[node.output[0]]
     for name in (*dequantized_by_tensor.values(), *_dequantized_from_kernels(model)):
         dequantized_by_tensor[name] = name
@@ -104,20 +106,10 @@ def _dequantized_from_kernels(model: ModelProto) -> set[str]:
     """
     kernel_outputs: set[str] = set()
     for node in model.graph.node:
-        if not _is_quantize(node) and node.op_type != "Constant":
+        if node.op_type not in (_Q, "Constant"):
             kernel_outputs.update(node.output)
     dequantized = set()
     for node in model.graph.node:
-        if _is_dequantize(node) and node.input[0] in kernel_outputs:
+        if node.op_type == _DQ and node.input[0] in kernel_outputs:
             dequantized.add(node.output[0])
     return dequantized
-
-
-def _is_quantize(node: NodeProto) -> bool:
-    """Whether a node rounds float values to integers."""
-    return node.op_type == "QuantizeLinear"
-
-
-def _is_dequantize(node: NodeProto) -> bool:
-    """Whether a node turns integers back into float values."""
-    return node.op_type == "DequantizeLinear"

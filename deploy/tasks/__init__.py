@@ -18,7 +18,7 @@ from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.metric import Function, Metric, metric_of
 
 _MAX_OUTPUTS = 64  # of a model with a task: outputs are compared with each other
-NO_TASK = ("none", "values")  # names that leave the task out, so that values are compared
+NO_TASK = "none"  # leaves the task out, so that values are compared
 
 
 Finder = Callable[[FirstSamples], EvaluationTask | None]
@@ -92,8 +92,8 @@ def make_metric(
     Raises:
         ConfigError: no such metric or task.
     """
-    if task is not None and task not in (*TASKS, *NO_TASK):
-        raise ConfigError(f"a task is one of {', '.join((*TASKS, NO_TASK[0]))}, got {task!r}")
+    if task is not None and task not in (*TASKS, NO_TASK):
+        raise ConfigError(f"a task is one of {', '.join((*TASKS, NO_TASK))}, got {task!r}")
     user_metric = Metric(None) if metric is None else metric_of(metric)
     return replace(user_metric, task=task or "", declared=declared or Declaration())
 
@@ -105,7 +105,7 @@ def recognise_task(samples: FirstSamples, task: str) -> tuple[EvaluationTask | N
 
     Args:
         samples: the float model's first samples.
-        task: a name of `TASKS` or `NO_TASK` that the user set; "" to recognise it.
+        task: a name of `TASKS`, or `NO_TASK`, that the user set; "" to recognise it.
 
     Raises:
         ConfigError: the outputs do not fit the user's task.
@@ -115,7 +115,7 @@ def recognise_task(samples: FirstSamples, task: str) -> tuple[EvaluationTask | N
     declared = samples.declared
     if not samples.outputs or len(samples.names) > _MAX_OUTPUTS:
         return None, ""
-    if declared.task in NO_TASK:
+    if declared.task == NO_TASK:
         return None, f"by {declared.source}"
 
     # probabilities are used without their raw scores, which say the same
@@ -130,12 +130,12 @@ def recognise_task(samples: FirstSamples, task: str) -> tuple[EvaluationTask | N
 
 
 def _fit_user_task(samples: FirstSamples, task: str) -> EvaluationTask | None:
-    """Return the task that the user set, on these outputs; None for a name of `NO_TASK`.
+    """Return the task that the user set, on these outputs; None for `NO_TASK`.
 
     Raises:
         ConfigError: the outputs do not fit it.
     """
-    if task in NO_TASK or not samples.outputs:
+    if task == NO_TASK or not samples.outputs:
         return None
     row = TASKS[task]
     distinct = first_samples.drop_outputs(samples, samples.declared.probabilities)

@@ -24,14 +24,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import numpy_helper
 
 from calibrators.grids import INT8, Grid, round_to_grid
 from calibrators.rounding import block_products, gram, round_by_output
 from calibrators.weights import is_depthwise, tight_pair_mask
 from deploy.errors import Calib8Error, counted
-from deploy.graph.edit import update_tensors
-from deploy.graph.index import pad_with_zeros, padded_name
 from deploy.method import NO_CHOICES
 from deploy.targets.base import BuildRequest, Target
 from deploy.tuning.repairs.base import RepairInput, with_model
@@ -42,6 +39,7 @@ from deploy.tuning.repairs.repair_layers import (
     WeightedLayer,
     find_weighted_layers,
     read_all_quantizations,
+    restore_constants,
     with_constants,
 )
 from deploy.tuning.repairs.sample_runs import layer_patches
@@ -113,9 +111,9 @@ def rounded_trial_builder(
     rounded_by_weight = _round_all_weights(request, repair_input)
     arrays = {name: rounded.weight for name, rounded in rounded_by_weight.items()}
     rounded_loaded = with_model(request, with_constants(request.model, arrays)).subject.loaded
-    initializers = request.model.graph.initializer
-    originals = {tensor.name: tensor for tensor in initializers if tensor.name in arrays}
     layers = [layer for layer in _find_exclusive_layers(request.model) if layer.weight in arrays]
+    original_by_weight = {tensor.name: tensor for tensor in request.model.graph.initializer}
+    originals = {layer.name: {layer.weight: original_by_weight[layer.weight]} for layer in layers}
 
     def build_trial(trial_request: BuildRequest) -> onnx.ModelProto:
         if trial_request.choices.rounded is False:
@@ -123,37 +121,11 @@ def rounded_trial_builder(
         # which layers are int8 is known once the trial is built, so all get rounded weights first
         subject = replace(trial_request.subject, loaded=rounded_loaded)
         model = target.trial(replace(trial_request, subject=subject))
-        _restore_float_weights(model, layers, originals)
+        int8_layers = read_all_quantizations(model, layers)
+        restore_constants(model, originals, originals.keys() - int8_layers.keys())
         return model
 
     return build_trial
-
-
-def _restore_float_weights(
-    model: onnx.ModelProto,
-    layers: Sequence[WeightedLayer],
-    originals: Mapping[str, onnx.TensorProto],
-) -> None:
-    """Give layers that stay float their original weights back, in place.
-
-    The target may have padded a float weight with channels, in a copy for its layer; or stored it
-    in another way, and then it stays rounded. The weight of an int8 layer has another name.
-    """
-    dims_by_constant = {tensor.name: tensor.dims for tensor in model.graph.initializer}
-    int8_layers = read_all_quantizations(model, layers)
-    restored = {}
-    for layer in layers:
-        if layer.name in int8_layers:
-            continue
-        original = originals[layer.weight]
-        padded_weight = padded_name(layer.weight, layer.name)
-        if layer.weight in dims_by_constant:
-            restored[layer.weight] = original
-        elif padded_weight in dims_by_constant:
-            dims = dims_by_constant[padded_weight]
-            values = pad_with_zeros(numpy_helper.to_array(original), dims)
-            restored[padded_weight] = numpy_helper.from_array(values, padded_weight)
-    update_tensors(model.graph.initializer, restored)
 
 
 def _round_all_weights(request: BuildRequest, repair_input: RepairInput) -> RoundedWeights:

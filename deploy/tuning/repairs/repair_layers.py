@@ -25,7 +25,7 @@ from onnx import TensorProto, numpy_helper
 
 from calibrators.grids import FP8, INT8, Grid, broadcast_parameter, round_to_grid
 from deploy.graph.edit import claim_name, copy_message, update_tensors
-from deploy.graph.index import Graph, attributes, count_reads
+from deploy.graph.index import Graph, attributes, count_reads, pad_with_zeros, padded_name
 from deploy.graph.placement import WEIGHTED
 
 FloatArray = NDArray[np.float32]
@@ -260,13 +260,27 @@ def restore_constants(
     originals: Mapping[str, Mapping[str, onnx.TensorProto]],
     layers: Iterable[str],
 ) -> None:
-    """Give layers of a model their `original_constants` back, in place."""
-    constants = {tensor.name for tensor in model.graph.initializer}
+    """Give layers of a target's model the constants of the float model back, in place.
+
+    The target may hold a constant in a copy that it padded with channels for a layer. One that it
+    holds in another form stays as it is.
+
+    Args:
+        model: the target's model.
+        originals: layer -> its constants in the float model, by name (`original_constants`).
+        layers: the layers to restore.
+    """
+    dims_by_constant = {tensor.name: tensor.dims for tensor in model.graph.initializer}
     restored: dict[str, onnx.TensorProto] = {}
     for layer in layers:
-        restored |= originals.get(layer, {})
-    present = {name: tensor for name, tensor in restored.items() if name in constants}
-    update_tensors(model.graph.initializer, present)
+        for name, tensor in originals.get(layer, {}).items():
+            padded = padded_name(name, layer)
+            if name in dims_by_constant:
+                restored[name] = tensor
+            elif padded in dims_by_constant:
+                values = pad_with_zeros(numpy_helper.to_array(tensor), dims_by_constant[padded])
+                restored[padded] = numpy_helper.from_array(values, padded)
+    update_tensors(model.graph.initializer, restored)
 
 
 _MAX_STEP_ERROR = 0.5001  # half a step, plus the error of float32 scales
