@@ -25,8 +25,8 @@ gives the same counts in C if it is built.
 counting a tensor takes only microseconds, as long as a call from Python::
 
     histogram 0 --.                       array 0 --.
-    histogram 1 --+-- addresses,          array 1 --+-- of one sample --> calib8_observe_each
-    histogram 2 --'   looked up once      array 2 --'
+    histogram 1 --+-- addresses           array 1 --+-- of one sample --> calib8_observe_each
+    histogram 2 --'                       array 2 --'
 """
 
 from __future__ import annotations
@@ -374,27 +374,6 @@ class ArrayRefused(CalibrationError):
         self.index = index
 
 
-class LocatedArrays:
-    """Arrays and their addresses, for values that arrive repeatedly in the same memory.
-
-    Attributes:
-        arrays: the arrays as the kernel reads them.
-        rows: addresses of two tables with one entry per array: address, number of values.
-    """
-
-    def __init__(self, arrays: Iterable[NDArray[np.floating]]) -> None:
-        self.arrays = [as_kernel_array(x) for x in arrays]
-        addresses = [array_address(x) for x in self.arrays]
-        sizes = [x.size for x in self.arrays]
-        self._tables = np.array([addresses, sizes], np.uintp)
-        self.rows = [array_address(table) for table in self._tables]
-
-    def put(self, index: int, x: NDArray[np.floating]) -> None:
-        """Replace the array at an index."""
-        self.arrays[index] = as_kernel_array(x)
-        self._tables[:, index] = array_address(self.arrays[index]), x.size
-
-
 class HistogramGroup:
     """Histograms that each count one array per call; not thread-safe."""
 
@@ -406,24 +385,28 @@ class HistogramGroup:
         self._rows = [array_address(table) for table in self._tables]
         self._counted_arrays = ctypes.c_size_t()
 
-    def observe(self, located: LocatedArrays) -> None:
+    def observe(self, arrays: Iterable[NDArray[np.floating]]) -> None:
         """Count each array in its histogram, as `Histogram.observe`, with one kernel call for all.
 
         Raises:
             ArrayRefused: `Histogram.observe` refuses an array.
         """
+        values = [as_kernel_array(x) for x in arrays]
         counting_kernel = kernel()
         if counting_kernel is None:
-            for index, x in enumerate(located.arrays):
+            for index, x in enumerate(values):
                 with _naming_array(index):
                     self.histograms[index].observe(x)
             return
 
+        addresses = [array_address(x) for x in values]
+        sizes = [x.size for x in values]
+        array_tables = np.array([addresses, sizes], np.uintp)
         nan_count = counting_kernel.observe_each(
             counting_kernel.instruction_set,
             len(self.histograms),
             *self._rows,
-            *located.rows,
+            *map(array_address, array_tables),
             _buffers.tables,
             ctypes.byref(self._counted_arrays),
         )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from calibrators import histogram, kernel, rounding
 from calibrators.errors import CalibrationError
-from calibrators.histogram import BINS, ArrayRefused, Histogram, HistogramGroup, LocatedArrays
+from calibrators.histogram import BINS, ArrayRefused, Histogram, HistogramGroup
 from deploy.cli import cli
 
 ROOT = Path(__file__).parent.parent
@@ -309,38 +309,26 @@ def test_group_counts_like_single_histograms(counting_kernel):
     for seed in range(3):
         for histogram_, x in zip(expected, arrays(seed), strict=True):
             histogram_.observe(x)
-        group.observe(LocatedArrays(arrays(seed)))
+        group.observe(arrays(seed))
         assert [state(h) for h in grouped] == [state(h) for h in expected]
 
 
-def test_reused_memory_is_located_once(counting_kernel):
-    rng = np.random.default_rng(3)
-    reused, expected = np.empty(5000, np.float32), [Histogram(), Histogram()]
-    grouped = [Histogram(), Histogram()]
-    group, located = HistogramGroup(grouped), LocatedArrays([reused, reused[:9]])
-    for _ in range(3):
-        reused[:] = rng.standard_normal(5000)
-        replacement = rng.standard_normal(2100).astype(np.float64)
-        located.put(1, replacement)
-        group.observe(located)
-        expected[0].observe(reused)
-        expected[1].observe(replacement)
-    assert [state(h) for h in grouped] == [state(h) for h in expected]
-    HistogramGroup([]).observe(LocatedArrays([]))
+def test_empty_group_counts_nothing(counting_kernel):
+    HistogramGroup([]).observe([])
 
 
 def test_refused_array_is_named(counting_kernel):
     histograms = [Histogram() for _ in range(3)]
     values = [np.ones(9, np.float32), np.float32([1, np.nan, np.nan]), np.ones(9, np.float32)]
     with pytest.raises(ArrayRefused, match="got 2 NaN") as refusal:
-        HistogramGroup(histograms).observe(LocatedArrays(values))
+        HistogramGroup(histograms).observe(values)
     assert refusal.value.index == 1
     assert [histogram.total for histogram in histograms] == [9, 0, 0]
 
     histograms[2].full_range = 1e-300
     values[1] = values[0]
     with pytest.raises(ArrayRefused, match="got 1e-300") as refusal:
-        HistogramGroup(histograms).observe(LocatedArrays(values))
+        HistogramGroup(histograms).observe(values)
     assert refusal.value.index == 2
     assert isinstance(refusal.value, CalibrationError)
     assert not histograms[2].counts.any()
@@ -351,5 +339,5 @@ def test_impossible_extremes_are_survived(counting_kernel):
     for low, high in ((-1e30, 1e30), (np.nan, np.nan), (np.inf, -np.inf), (0.5, -0.5)):
         recorder = Histogram()
         recorder.full_range, recorder.minimum, recorder.maximum = 1.0, low, high
-        HistogramGroup([recorder]).observe(LocatedArrays([np.full(3000, 0.25, np.float32)]))
+        HistogramGroup([recorder]).observe([np.full(3000, 0.25, np.float32)])
         assert recorder.counts[BINS + BINS // 4] == recorder.counts.sum() == 3000

@@ -46,7 +46,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, ValueInfoProto, helper
 
 from calibrators.errors import CalibrationError
-from calibrators.histogram import ArrayRefused, Histogram, HistogramGroup, LocatedArrays
+from calibrators.histogram import ArrayRefused, Histogram, HistogramGroup
 from calibrators.statistics import HistogramOf, Recorder
 from deploy.calibration.observation import (
     FOLDED,
@@ -270,47 +270,16 @@ class TapReader:
         self._tensors = tuple(tensors)
         self._tap = tap
         self._session = BufferedSession(tap.session)
-        self._last_located: LocatedArrays | None = None
-        # indices of tensors that are in no output buffer, so that each run has another array:
-        # inputs of the model, and values that are converted to float32
-        self._moving_indices: list[int] = []
 
     def run(
         self, sample: Sample, on_outputs: Callable[[Sample], None] | None = None
-    ) -> LocatedArrays:
-        """Run one sample; return the array of each tensor, valid until the next run.
+    ) -> list[NDArray[np.float32]]:
+        """Run one sample; return the values of each tensor, valid until the next run.
 
-        The elements of an array may be in any order. If this run and the last one use the same
-        output buffers, the `LocatedArrays` of the last run, which hold the addresses of the arrays,
-        are returned again, now with new values.
-
-        Args:
-            sample: input -> array.
-            on_outputs: as in `Tap.run`.
+        The values of a tensor may be in any order. Arguments as of `Tap.run`.
         """
-        last_located = self._last_located
-        self._last_located = None  # a failing run leaves none
-        if not self._session.reuses_buffers:
-            last_located = None  # frees its arrays before the run
         outputs = _run_sample(self._session, sample, on_outputs)
-
-        if last_located is None or not self._session.reuses_buffers:
-            self._last_located = self._locate(sample, outputs)
-            return self._last_located
-        for index in self._moving_indices:
-            last_located.put(index, self._tap.values_of(self._tensors[index], sample, outputs))
-        self._last_located = last_located
-        return last_located
-
-    def _locate(self, sample: Sample, outputs: Mapping[str, Array]) -> LocatedArrays:
-        """Return the arrays of all tensors, and note which of them are in no output buffer."""
-        arrays = [self._tap.values_of(name, sample, outputs) for name in self._tensors]
-        self._moving_indices = []
-        for index, name in enumerate(self._tensors):
-            is_converted = arrays[index].dtype != np.float32  # into a new array at each run
-            if name in self._tap.inputs or is_converted:
-                self._moving_indices.append(index)
-        return LocatedArrays(arrays)
+        return [self._tap.values_of(name, sample, outputs) for name in self._tensors]
 
 
 def _run_sample(
@@ -374,11 +343,11 @@ class VariantRunner:
 
         values: Mapping[str, Array] = {}
         if not self.uncounted:
-            located = reader.run(sample, report_outputs)
+            counted_values = reader.run(sample, report_outputs)
         else:  # their recorders may keep an array, so it must not lie in a reused buffer
             values = self.tap.run(sample, report_outputs)
-            located = LocatedArrays(values[o.tensor] for o in self.counted)
-        recorders.count(sample_number, located)
+            counted_values = [values[o.tensor] for o in self.counted]
+        recorders.count(sample_number, counted_values)
         waiting = recorders.record_uncounted(sample_number, values)
         if peaks is not None:
             self._add_peaks(peaks, sample_number, recorders.group.histograms, values)
@@ -418,10 +387,10 @@ class VariantRecorders:
             histograms.append(histogram)
         self.group = HistogramGroup(histograms)
 
-    def count(self, number: int, located: LocatedArrays) -> None:
-        """Record the tensors whose histograms count all samples."""
+    def count(self, number: int, values: Sequence[NDArray[np.float32]]) -> None:
+        """Record the values of the tensors whose histograms count all samples."""
         try:
-            self.group.observe(located)
+            self.group.observe(values)
         except ArrayRefused as error:
             raise name_tensor_and_sample(error, self._counted[error.index], number) from error
 
