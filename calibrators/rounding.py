@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from calibrators.errors import CalibrationError
 from calibrators.grids import INT8, Float32Array, Grid, round_to_grid
-from calibrators.kernel import kernel
+from calibrators.kernel import CountingKernel, kernel
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -176,29 +176,19 @@ def _sweep(
         damping: of each group, [G].
         fixed: weights that do not change, [G, C, K].
 
-    All arrays but `products` and `fixed` are C-contiguous. The C kernel takes a group at a time.
+    All arrays but `products` and `fixed` are C-contiguous.
     """
     low, high = ends
-    _, rows, columns = integers.shape
     c_kernel = kernel()
     if c_kernel is not None:
         products = np.ascontiguousarray(products, np.float64)
-        fixed_bytes = np.ascontiguousarray(fixed).view(np.uint8)
-        # in the order of calib8_round, the mask last
-        arrays = (low, high, integers, slope, products, fixed_bytes)
-        starts = [array.ctypes.data for array in arrays]
-        group_bytes = [array.strides[0] for array in arrays]
-        # computed: a depthwise layer has a group for each channel, and views of all are slow
-        for g, group_damping in enumerate(damping.tolist()):
-            *addresses, mask = [
-                start + g * size for start, size in zip(starts, group_bytes, strict=True)
-            ]
-            c_kernel.round_rows(rows, columns, sweeps, *addresses, group_damping, mask)
+        mask = np.ascontiguousarray(fixed)
+        _sweep_in_c(c_kernel, sweeps, (low, high, integers, slope, products, mask), damping)
         return
 
     for _ in range(sweeps):
         has_changed = False
-        for k in range(columns):
+        for k in range(integers.shape[2]):  # of all groups and channels at once
             opposite = low[:, :, k] + high[:, :, k] - integers[:, :, k]
             step = opposite - integers[:, :, k]
             curvature = (products[:, k, k] + damping)[:, None]
@@ -213,6 +203,27 @@ def _sweep(
             has_changed = True
         if not has_changed:
             break
+
+
+def _sweep_in_c(
+    c_kernel: CountingKernel,
+    sweeps: int,
+    arrays: Sequence[NDArray[Any]],
+    damping: FloatArray,
+) -> None:
+    """Do what `_sweep` does with calib8_round of the C kernel, which takes a group at a time.
+
+    `arrays`: of all groups, in the order of calib8_round; the mask, which it takes last, too.
+    """
+    _, rows, columns = arrays[0].shape
+    starts = [array.ctypes.data for array in arrays]
+    group_bytes = [array.strides[0] for array in arrays]
+    # a depthwise layer has a group for each channel: to compute addresses is faster than views
+    for g, group_damping in enumerate(damping.tolist()):
+        *addresses, mask_address = [
+            start + g * size for start, size in zip(starts, group_bytes, strict=True)
+        ]
+        c_kernel.round_rows(rows, columns, sweeps, *addresses, group_damping, mask_address)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

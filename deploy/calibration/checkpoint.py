@@ -98,12 +98,12 @@ class Checkpoint:
         self._save_start = time.monotonic()
         self._next_save = self._save_start + MIN_INTERVAL_S
         self._unsavable = _find_unsavable(observations)  # key of a statistic; None to save
-        self._resumed: Shard | None = None
+        self._resumed: Shard | None = None  # the earlier run's
+        self._existing_samples = 0  # number of samples in the earlier run's file
 
         existing = self._load_existing(force=force)
-        self._existing_samples = 0  # number of samples in the earlier run's file
-        if existing is not None and existing.counted is not None:
-            self._existing_samples = existing.counted
+        if existing is not None:
+            self._existing_samples = existing.counted or 0
         if resume and existing is not None:
             self._resume(existing)
         elif resume:

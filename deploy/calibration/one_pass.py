@@ -173,10 +173,16 @@ class _PassState:
                 waiting += runner.run(reader, recorders, peaks, number, sample, self._on_outputs)
         return waiting
 
-    def record_waiting(self, number: int, waiting: list[Waiting]) -> None:
-        """Record waiting values, in sample order."""
+    def record_waiting(self, number: int, waiting: list[Waiting], run_counts: Counter[str]) -> None:
+        """Record the order-dependent values of a sample, and count its runs, in sample order.
+
+        `run_counts`: variant key -> number of inferences, incremented.
+        """
         for observation, value in waiting:
             record(self._ordered_recorders[observation], observation, number, value)
+        for runner in self.runners:
+            if is_within_limit(runner.limit, number):
+                run_counts[runner.key] += 1
 
     def has_open_batch(self, number: int) -> bool:
         """Whether a recorder that takes several samples at once has some, but not all of them."""
@@ -358,11 +364,7 @@ def observe(
         remaining_samples = islice(remaining_samples, max(limit - resumed_count, 0))
 
     def consume(number: int, waiting: list[Waiting]) -> None:
-        """Record what waits for its turn: the values of order-dependent statistics."""
-        state.record_waiting(number, waiting)
-        for runner in state.runners:
-            if is_within_limit(runner.limit, number):
-                run_counts[runner.key] += 1
+        state.record_waiting(number, waiting, run_counts)
         progress()
 
     run_samples = partial(
