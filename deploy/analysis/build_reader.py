@@ -4,7 +4,6 @@ The JSON may have been edited: msgspec checks every value by its type in the rep
 Unknown keys are ignored.
 """
 
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from deploy.files import atomic, manifest, staging, toml
 from deploy.files.manifest import PAGES, RECORDS, SETTINGS, Manifest
 from deploy.frontends import LoadedModel, load_float_or_qdq
 from deploy.frontends.input_shapes import open_with_shapes, parse_input
-from deploy.metrics.output_errors import OutputAccuracy
+from deploy.metrics.output_errors import OutputAccuracy, sqnr_sort_key
 from deploy.metrics.output_form import SliceAccuracy
 from deploy.pipeline.results import split_rows
 from deploy.report.documents import Report, read_report
@@ -404,11 +403,6 @@ def _sort_by_sqnr(
         )
         accuracies.append(accuracy)
     return tuple(sorted(accuracies, key=lambda accuracy: sqnr_sort_key(accuracy.sqnr_db)))
-
-
-def sqnr_sort_key(decibels: float) -> float:
-    """Return a sort key: lowest SQNR first, NaN before all."""
-    return -math.inf if math.isnan(decibels) else decibels
 
 
 def _float_groups(nodes: Iterable[NodeRow]) -> Iterator[FloatNodeGroup]:

@@ -21,7 +21,6 @@ from deploy.analysis.build_reader import (
     model_notes,
     path_in_build,
     read_explanation,
-    sqnr_sort_key,
     with_stored_preprocess,
 )
 from deploy.analysis.explanation import (
@@ -43,7 +42,7 @@ from deploy.graph.edit import copy_with_outputs
 from deploy.graph.index import strip_padded_channels
 from deploy.machine import worker_threads
 from deploy.metrics.layerwise import pair_quantized_tensors
-from deploy.metrics.output_errors import RunningError, sqnr_db
+from deploy.metrics.output_errors import RunningError, sqnr_db, sqnr_sort_key
 from deploy.metrics.output_form import OutputForm, derive_form
 from deploy.pipeline.build_options import open_torch_module
 from deploy.runtimes.ort import OrtSession

@@ -4,7 +4,6 @@ NaN and Inf are never averaged away: they are reported in `Accuracy.problems`. F
 `deploy.metrics.output_errors`.
 """
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
@@ -14,7 +13,7 @@ import numpy as np
 
 from deploy.errors import ConfigError, FeedError
 from deploy.graph.index import strip_padded_channels
-from deploy.metrics.output_errors import OutputAccuracy, RunningError, plain_json
+from deploy.metrics.output_errors import OutputAccuracy, RunningError, plain_json, sqnr_sort_key
 from deploy.metrics.output_form import OutputForm, SliceAccuracy, derive_form
 from deploy.metrics.precision import GroundTruth, MeanPrecision, PrecisionTally
 from deploy.tasks import EvaluationTask, Metric, TaskFigure
@@ -365,13 +364,8 @@ class Comparison:
                     less="" if part.at else part.less,
                 )
             )
-        slice_figures.sort(key=_sqnr_order)
+        slice_figures.sort(key=lambda figures: sqnr_sort_key(figures.sqnr_db))
         return tuple(slice_figures)
-
-
-def _sqnr_order(figures: SliceAccuracy) -> float:
-    """Return what slices are sorted by: NaN, which has no order, counts as -inf."""
-    return -math.inf if math.isnan(figures.sqnr_db) else figures.sqnr_db
 
 
 def _describe_form(task: EvaluationTask | None, *, is_silent: bool) -> str:

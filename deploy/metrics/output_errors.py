@@ -188,6 +188,11 @@ def sqnr_db(signal: float, noise: float) -> float:
     return -math.inf
 
 
+def sqnr_sort_key(decibels: float) -> float:
+    """Return a sort key: the lowest SQNR first, NaN before all."""
+    return -math.inf if math.isnan(decibels) else decibels
+
+
 def cosine(reference: Array, candidate: Array) -> float:
     """Cosine of two tensors of one size, in float64; 1 if both are zero, 0 if only one is."""
     sums, _ = _pair_sums(np.asarray(reference).reshape(-1), np.asarray(candidate).reshape(-1))

@@ -33,7 +33,7 @@ from deploy.calibration.calibration_result import CalibrationResult
 from deploy.calibration.observation import Observation
 from deploy.graph.bounds import UNLIMITED, RangeLimits
 from deploy.method import Choices, Method, comparable_methods
-from deploy.metrics.output_errors import OutputAccuracy
+from deploy.metrics.output_errors import OutputAccuracy, sqnr_sort_key
 from deploy.report.parts import (
     HistogramPart,
     RangeRow,
@@ -142,12 +142,10 @@ def worst_rows(rows: Sequence[Row], limit: int) -> list[Row]:
 
 
 def _sqnr_order(sqnr_db: float | None) -> tuple[bool, float]:
-    """Return (whether it was not measured, dB) to sort by; NaN, which has no order, as -inf."""
+    """Return what rows are sorted by: those whose SQNR was not measured come last."""
     if sqnr_db is None:
         return True, 0.0
-    if math.isnan(sqnr_db):
-        return False, -math.inf
-    return False, sqnr_db
+    return False, sqnr_sort_key(sqnr_db)
 
 
 MAX_HISTOGRAMS = 24  # tensors of a target whose histogram is drawn
