@@ -89,16 +89,12 @@ def deployment_options(command: Callable[..., Report]) -> CommandFunction:
 
 
 _OPTIONS: Sequence[Decorator] = (
-    base.general_option(
-        "-o", "--out", type=FILE, required=True, help="Folder of everything that is written."
-    ),
+    base.general_option("-o", "--out", type=FILE, required=True, help="Output folder."),
     shape_option(),
-    input_options("Run on these, and tell how far the outputs are from the model's"),
+    input_options("Compare the outputs with the model's on these"),
     target_field_options(lambda option: option.flag in _FILE_FLAGS),
     base.threads_option(section=base.GENERAL),
-    base.general_option(
-        "--force", is_flag=True, help="Write over files that calib8 did not write."
-    ),
+    base.general_option("--force", is_flag=True, help="Overwrite files that calib8 did not write."),
     json_option,
 )
 
@@ -185,9 +181,7 @@ def check(path: Path, model: Path | None) -> None:
 )
 @quietable()
 @click.argument("model", type=base.MODEL_FILE)
-@base.general_option(
-    "-o", "--out", type=FILE, default=Path("build"), help="Folder of everything that is written."
-)
+@base.general_option("-o", "--out", type=FILE, default=Path("build"), help="Output folder.")
 @base.calibration_option(
     "--ascend-config", type=base.INPUT, help="AMCT's simplified .cfg, or its quant config JSON."
 )
@@ -210,9 +204,9 @@ def check(path: Path, model: Path | None) -> None:
     "--strategy",
     type=click.Choice(["gain", "binary-search"]),
     default="gain",
-    help="How layers are picked: by what the outputs lose, other searches, DMQ, adaptive rounding"
-    " and corrected biases being tried before float; or by AMCT's ranking of layers alone, of which"
-    " a prefix goes to float.",
+    help="How layers are chosen: gain, by the loss at the outputs, after other searches, DMQ,"
+    " adaptive rounding and bias correction were tried; binary-search, the first layers of AMCT's"
+    " ranking.",
 )
 @image_options
 @keep_float_option
@@ -234,7 +228,7 @@ def auto(
     refresh: bool,
     verbose: bool,
 ) -> None:
-    """Leave layers of MODEL in float, as few as hold the budget; write them, and how it went."""
+    """Leave as few layers of MODEL in float as --max-loss allows, and write the files."""
     from deploy.calibration.reuse import CachePolicy
     from deploy.feed.annotations import Annotations
     from deploy.feed.evaluation import BY_FOLDER, apply_labels, read_labels
@@ -324,14 +318,14 @@ def _say_result(result: AutoCalibration, model: Path) -> None:
     "--cache",
     type=base.INPUT,
     metavar="FILE",
-    help="In place of RECORD: a TensorRT calibration cache, whose scales the inputs of the layers"
-    " get, symmetric; weights get theirs by ARQ.",
+    help="In place of RECORD: a TensorRT calibration cache with the scales of the layers' inputs;"
+    " the scales of weights are those of ARQ.",
 )
 @base.calibration_option(
     "--ascend-config",
     type=base.INPUT,
     metavar="FILE",
-    help="Configuration that RECORD was made with, where it kept BatchNormalization apart.",
+    help="Configuration of RECORD, if it does not fold BatchNormalization.",
 )
 @deployment_options
 def deploy_scales(
@@ -341,10 +335,10 @@ def deploy_scales(
     ascend_config: Path | None,
     **options: Any,
 ) -> Report:
-    """Write deploy and fake-quant models of MODEL by the scales of RECORD (AMCT's save_model).
+    """Write deploy and fake-quant models of MODEL with the scales of RECORD (AMCT's save_model).
 
-    RECORD is AMCT's or calib8's own, edited or not; layers that it lacks stay float. Nothing is
-    calibrated. With --images the result is judged beside MODEL.
+    RECORD may be AMCT's or calib8's, edited or not; layers without an entry stay float. Nothing is
+    calibrated. With --images the result is compared with MODEL.
 
     \b
     Examples:
@@ -363,16 +357,16 @@ def deploy_scales(
 @base.calibration_option(
     "--keep-rounding/--no-keep-rounding",
     default=True,
-    help="Round what float operators read, such as the shortcut of an Add, as the model's pairs do;"
-    " without it four operators less for each such tensor, and a little farther from the model.",
+    help="Let float operators, such as an Add, read the values that the model's pairs round to."
+    " This takes four operators for each such tensor; without them the result is less exact.",
 )
 @deployment_options
 def convert_pairs(model: Path, keep_rounding: bool, **options: Any) -> Report:
-    """Write deploy and fake-quant models of a Q/DQ model by its own scales.
+    """Write deploy and fake-quant models of a Q/DQ model with its own scales.
 
-    The model may be of calib8 qat or export --qdq, ONNX Runtime, ModelOpt or NNCF, trained for
-    int8 or calibrated. Weights keep their integers. With --images the result is run in integers
-    beside the model in ONNX Runtime. (AMCT: convert_qat_model.)
+    The model may be of calib8 qat or export --qdq, ONNX Runtime, ModelOpt or NNCF. Weights keep
+    their integers. With --images the result is run in integers and compared with the model in ONNX
+    Runtime. (AMCT: convert_qat_model.)
 
     \b
     Examples:

@@ -25,9 +25,9 @@ PRESET_NAMES = (  # of `deploy.feed.preprocess`, repeated here so that --help im
 )
 PREPROCESS = {
     "preset": f"Preset: how images become inputs: {PRESET_NAMES}.",
-    "size": "Input size as HxW, or N for NxN; 48x* or native keep sides of each image. Default: the"
-    " model's size.",
-    "multiple": "Round the sides that --size leaves to the image to multiples of N.",
+    "size": "Input size as HxW, or N for NxN; with 48x* or native, sides depend on the image."
+    " Default: the model's size.",
+    "multiple": "Round sides that depend on the image to multiples of N.",
     "resize": "How to resize: stretch, letterbox, short-side or fit-height.",
     "short_side": "Short side in pixels before the centre crop.",
     "interpolation": "OpenCV's: nearest, linear, cubic, area or lanczos.",
@@ -132,8 +132,9 @@ _RAW = (
     base.image_option(
         "--raw-dtype",
         metavar="NAME",
-        help="Their dtype, little-endian, such as float16; uint8 files are pictures, unless the"
-        " input is uint8 and no preprocessing is given.  [default: the input's]",
+        help="Dtype of .bin and .raw files, little-endian, such as float16; uint8 files are"
+        " pictures, unless the input is uint8 and no preprocessing is given.  [default: the"
+        " input's]",
     ),
 )
 
@@ -214,7 +215,7 @@ _STABILITY_OPTIONS = (
     base.image_option(
         "--stable-within",
         type=Real(),
-        help="For --until-stable: by which share of its range the halves may differ."
+        help="For --until-stable: largest difference of the halves, as a share of a range."
         "  [default: 0.2]",
     ),
 )
@@ -290,7 +291,7 @@ state_option = base.image_option(
     multiple=True,
     metavar="IN=OUT",
     help="The input IN is the output OUT of the step before, and zeros at the start of a sequence;"
-    " may be repeated. States that names and shapes show are found.",
+    " may be repeated. Pairs that names and shapes show need no option.",
 )
 
 skip_bad_option = base.image_option("--skip-bad", is_flag=True, help="Skip unreadable images.")

@@ -110,8 +110,7 @@ class Ascend:
         None,
         metavar="N",
         minimum=1,
-        help="Images in one AMCT batch, the unit of HFMG, DMQ and batch_num; default: the model's"
-        " batch size.",
+        help="Images in a batch of HFMG, DMQ and batch_num; default: the model's batch size, or 1.",
         changes_observations=True,
     )
     aipp: bool = option(False, flag="--aipp/--no-aipp", help="Preprocessing inside the .om (AIPP).")
@@ -123,14 +122,14 @@ class Ascend:
     source_size: str | None = option(
         None,
         metavar="HxW",
-        help="Size of the frames: AIPP crops their center if the calibration did, else the report"
-        " says how DVPP or the host resizes them.",
+        help="Size of the frames, if it is not the input's: AIPP crops their center, or the report"
+        " says how to resize them before.",
     )
     csc: str | None = option(
         None, choices=STANDARDS, help="Color standard of nv12 and nv21; default: bt601-narrow."
     )
     dynamic_aipp: bool = option(
-        False, help="AIPP whose parameters the program on the device sets at every inference."
+        False, help="AIPP whose parameters the program on the device sets for every inference."
     )
     first_layer_int8: bool = option(
         False, help="Run AIPP and the first convolution fused in int8; implies --aipp."

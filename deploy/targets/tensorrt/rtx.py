@@ -69,7 +69,7 @@ class TensorRTForRTX:
         INT8,
         flag="--rtx-precision",
         choices=(INT8, FP8),
-        help="Grid of what is quantized; fp8 is for GPUs from Ada on.",
+        help="Type of quantized tensors; fp8 is for GPUs from Ada on.",
         changes_placement=True,
     )
     max_batch: int = option(

@@ -40,7 +40,7 @@ class TensorrtOptions:
     precision: str = option(
         INT8,
         choices=(INT8, FP8),
-        help="Grid of what is quantized; fp8 is for GPUs from Ada and Hopper on.",
+        help="Type of quantized tensors; fp8 is for GPUs from Ada and Hopper on.",
         changes_placement=True,
     )
     form: str = option(
@@ -50,10 +50,10 @@ class TensorrtOptions:
         help="What the engine is built from.",
     )
     rest: str = option(
-        FP16, choices=(FP16, BF16, FP32), help="Type of what is not quantized, in the engine."
+        FP16, choices=(FP16, BF16, FP32), help="Type of layers that are not quantized."
     )
     workspace_mib: int | None = option(
-        None, flag="--workspace", metavar="MIB", minimum=1, help="Scratch memory of the builder."
+        None, flag="--workspace", metavar="MIB", minimum=1, help="Memory of the builder."
     )
     max_batch: int = option(8, minimum=1, help="Largest batch of a dynamic engine.")
     cuda_graph: bool = option(
@@ -105,7 +105,7 @@ class TensorrtOptions:
         None,
         metavar="FILE",
         help="File of TensorRT's tactic timings to read and to add to, for faster builds."
-        "  [default: one of the build]",
+        "  [default: tensorrt.timing]",
         writes="timing cache",
     )
     trtexec_flags: tuple[str, ...] = option(
