@@ -13,8 +13,9 @@ Source: MindStudio's msaccucmp, FusionRuleParser and QuantFilter.
 """
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -197,25 +198,52 @@ def write_models(
     Raises:
         ExportError: a file cannot be written, or a node cannot be expressed for this CANN.
     """
+    subject = request.subject
+    refuse_other_domains(subject.loaded)
+    files: dict[str, Path] = {}
+    contents = chain(
+        _make_texts(recipe, float16_tensors),
+        _make_models(recipe, request, cann, float16_tensors, writes_modified=bool(weight_sharers)),
+    )
+    for role, ending, content in contents:
+        path = request.folder / f"{subject.loaded.name}_{ending}"
+        files[role] = atomic.write_bytes(path, content)
+        del content  # before the next one is made
+    return files
+
+
+def _make_texts(
+    recipe: Recipe, float16_tensors: Collection[str]
+) -> Iterator[tuple[str, str, bytes]]:
+    """Yield (role, ending of the file's name, content) of the config, if any, and of the record."""
+    if recipe.config is not None:
+        yield "quant config", "config.json", write_config(recipe.config).encode()
+    records = {}
+    for name, record in recipe.records.items():
+        is_float16 = recipe.layers[name].layer.output in float16_tensors
+        records[name] = replace(record, is_float16=is_float16)
+    yield "record", "record.txt", write_record(records).encode()
+
+
+def _make_models(
+    recipe: Recipe,
+    request: BuildRequest,
+    cann: str,
+    float16_tensors: Collection[str],
+    *,
+    writes_modified: bool,
+) -> Iterator[tuple[str, str, bytes]]:
+    """Yield (role, ending of the file's name, content) of each model and of the fusion mapping.
+
+    A model is deleted before the next one is made, since each has all weights.
+
+    `writes_modified`: whether AMCT needs the float model even if its weights are the user's own.
+    """
     model, layers, subject = recipe.model, recipe.layers, request.subject
     loaded = subject.loaded
-    refuse_other_domains(loaded)
-    files: dict[str, Path] = {}
-
-    def write(role: str, ending: str, data: bytes) -> None:
-        files[role] = atomic.write_bytes(request.folder / f"{loaded.name}_{ending}", data)
-
-    if recipe.config is not None:
-        write("quant config", "config.json", write_config(recipe.config).encode())
-    records = {
-        name: replace(record, is_float16=layers[name].layer.output in float16_tensors)
-        for name, record in recipe.records.items()
-    }
-    write("record", "record.txt", write_record(records).encode())
-
     trim_memory()  # what quantizing the weights took
     fake_quant = _make_fake_quant(recipe, float16_tensors)
-    write("fake-quant model", "fake_quant_model.onnx", _take_bytes(fake_quant))
+    yield "fake-quant model", "fake_quant_model.onnx", _take_bytes(fake_quant)
     del fake_quant
     trim_memory()
 
@@ -229,22 +257,21 @@ def write_models(
     if float16_tensors:
         deploy = to_float16(deploy, float16_tensors)
     deploy = loaded.with_cut_off(deploy)
-    write("deploy model", "deploy_model.onnx", _take_bytes(deploy))
+    yield "deploy model", "deploy_model.onnx", _take_bytes(deploy)
     original = subject.model if subject.original is None else subject.original
     mapping = fusion_mapping(deploy, original, name=loaded.name)
     del deploy
 
     qdq = loaded.with_cut_off(amct_qdq_model(lowered, layers))
-    write("Q/DQ model", "amct_qdq.onnx", _take_bytes(qdq))
+    yield "Q/DQ model", "amct_qdq.onnx", _take_bytes(qdq)
     del qdq
 
     # the float model that the scales belong to, where its weights are not the user's own
-    has_rounding = any(record.rounded_weight is not None for record in records.values())
-    if weight_sharers or has_rounding or request.is_repaired:
+    has_rounding = any(record.rounded_weight is not None for record in recipe.records.values())
+    if writes_modified or has_rounding or request.is_repaired:
         modified = loaded.with_cut_off(modified_model(model, layers))
-        write("modified model", "modified_model.onnx", _take_bytes(modified))
-    write("fusion mapping", "quant.json", mapping.encode())
-    return files
+        yield "modified model", "modified_model.onnx", _take_bytes(modified)
+    yield "fusion mapping", "quant.json", mapping.encode()
 
 
 def _make_fake_quant(recipe: Recipe, float16_tensors: Collection[str]) -> onnx.ModelProto:

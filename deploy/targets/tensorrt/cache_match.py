@@ -135,7 +135,6 @@ def match_cache(
     entries = []
     for name in scale_by_entry:
         entry_tensor = tensor_by_entry.get(name)  # None if the entry is of no tensor of the model
-        unused_reason = ""
         if entry_tensor is None:
             unused_reason = _why_unmatched(name, model, original)
         elif name in flaw_by_entry:
@@ -143,20 +142,21 @@ def match_cache(
         elif entry_tensor not in used_tensors:
             precision = placement.precision_name
             unused_reason = f"no pair of its own: no {precision} node reads it directly"
-        match_reason = "by name" if name == entry_tensor else "as TensorRT's parser names it"
-        entries.append(
-            EntryUse(
-                name=name,
-                tensor=entry_tensor,
-                is_used=not unused_reason,
-                reason=unused_reason or match_reason,
-            )
-        )
+        else:
+            unused_reason = ""
+        entries.append(_entry_use(name, entry_tensor, unused_reason))
     coverages = [
         _coverage(tensor, owner, tensor in scales, flaw_by_tensor)
         for tensor, owner in owner_by_tensor.items()
     ]
     return CacheMatch(tuple(entries), tuple(coverages), plan, scales)
+
+
+def _entry_use(name: str, tensor: str | None, unused_reason: str) -> EntryUse:
+    """Return the use of an entry; `unused_reason` is "" if a pair uses its scale."""
+    match_reason = "by name" if name == tensor else "as TensorRT's parser names it"
+    reason = unused_reason or match_reason
+    return EntryUse(name=name, tensor=tensor, is_used=not unused_reason, reason=reason)
 
 
 def _find_tensors(entry_names: Iterable[str], expected: Sequence[CacheTensor]) -> dict[str, str]:

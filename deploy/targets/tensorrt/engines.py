@@ -351,22 +351,15 @@ def build_quantized_engine(
     """
     installed = sdk.find_sdk(options.device)
     _check_versions(options, installed, request)
-    uses_cache = _uses_cache(options, installed, request)
-    uses_typed_model = _uses_typed_model(options, installed, files, request)
-    if uses_cache:
-        source = files[FLOAT]
-    elif uses_typed_model:
-        source = files[TYPED]
-    else:
-        source = files[QDQ]
-
+    source_role = _source_role(options, installed, files, request)
+    source, uses_cache = files[source_role], source_role == FLOAT
     settings = _quantized_settings(
         options,
         request,
         installed,
         float32_nodes,
         uses_cache=uses_cache,
-        is_typed=uses_typed_model or options.precision == FP8,
+        is_typed=source_role == TYPED or options.precision == FP8,
     )
     cache_bytes = trt_cache.dump(trt_cache.relabel(cache, version=installed.release))
     key = builder.engine_key(
@@ -450,15 +443,14 @@ def _uses_cache(options: TensorrtOptions, installed: Sdk, request: BuildRequest)
     return installed.calibrators and options.form in forms and options.precision == INT8
 
 
-def _uses_typed_model(
+def _source_role(
     options: TensorrtOptions, installed: Sdk, files: Mapping[str, Path], request: BuildRequest
-) -> bool:
-    """Return whether the engine is built from the typed model, whose types it takes."""
-    return (
-        not _uses_cache(options, installed, request)
-        and TYPED in files
-        and features_of(installed.release).typed
-    )
+) -> str:
+    """Return the role of the model in `files` that the quantized engine is built from."""
+    if _uses_cache(options, installed, request):
+        return FLOAT
+    can_read_typed = features_of(installed.release).typed
+    return TYPED if TYPED in files and can_read_typed else QDQ
 
 
 def build_float_engines(
@@ -494,8 +486,9 @@ def build_float_engines(
         float_file = _write_float_model(options, request, float_model, version)
         written[PLAIN] = float_file
 
-    uses_typed_model = _uses_typed_model(options, installed, files, request)
-    has_fp16_flag = installed.calibrators and not uses_typed_model
+    # as the quantized engine, in which TensorRT may choose float16 or take the model's types
+    is_typed = _source_role(options, installed, files, request) == TYPED
+    has_fp16_flag = installed.calibrators and not is_typed
     cuda = open_gpu(options.device)
     base_settings = builder_settings(options, request)
     engines: dict[str, Path] = {}  # label -> engine
