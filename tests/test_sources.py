@@ -150,6 +150,13 @@ def test_list_of_stacked_files_with_labels(tmp_path):
         list(stream)
 
 
+def test_set_labels_replace_those_of_the_source():
+    feed = open_feed([(BATCH[:1], 3), (BATCH[1:2], 4)], [X])
+    assert feed.labels == (3, 4)
+    feed.set_labels([1, 2])
+    assert feed.labels == (1, 2)
+
+
 def test_labels_are_read_from_npz_files(tmp_path):
     (tmp_path / "arrays").mkdir()
     for number, array in enumerate(BATCH):

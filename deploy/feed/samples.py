@@ -194,6 +194,7 @@ class Feed:
                 f" labels for {self.entry_count}"
             )
         self._user_labels = dict(zip(self._chosen.indices, labels, strict=True))
+        self._bad_count_of_labels = None
 
     @property
     def names(self) -> tuple[str, ...]:
