@@ -124,6 +124,7 @@ class SplitChooser:
             for index in range(1, len(points) - 1):
                 faster, slower = points[index - 1], points[index + 1]
                 if points[index].key != choice.key:
+                    # both are shares of the float model: of its time, and of what it predicts
                     time_gap = slower.time - faster.time
                     gaps[index] = time_gap + faster.worst_loss - slower.worst_loss
             del points[min(gaps, key=gaps.__getitem__)]
@@ -162,11 +163,11 @@ class SplitChooser:
         """
         judged_trials: list[Trial] = []
         for trial in sorted(self._candidates(), key=self.search.cost):
-            if trial.key not in self._verdict_by_key:
+            if trial.key not in self._verdict_by_key:  # it would have to be judged
                 # one that loses as much at more cost cannot have a better verdict
                 if any(cheaper.worst_loss <= trial.worst_loss for cheaper in judged_trials):
                     continue
-                if judged_trials and not self.can_judge():
+                if judged_trials and not self.can_judge():  # the budget is spent
                     break
             judged_trials.append(trial)
             if self._expected_level(trial) == GOOD:
@@ -188,7 +189,10 @@ class SplitChooser:
         return [self._with_time(trial) for trial in trials if trial.key in self._timed_by_key]
 
     def _time_likely_trials(self) -> None:
-        """Measure and store the times of likely trials; from an error on, times are predicted."""
+        """Measure and store the times of trials that may win (`_likely_trials`).
+
+        If that fails, no measured time counts any more: all are predicted.
+        """
         if self.measure is None:
             return
         untimed = {trial.key: trial for trial in self._likely_trials()}
@@ -235,25 +239,34 @@ class SplitChooser:
             counts = range(1, len(noisiest_layers))
             splits = [pinned.union(noisiest_layers[:count]) for count in counts]
         else:
-            lower_time, good_time = self._time_bounds(level)
-            splits = []
-            for split in self.search.predicted_front():
-                time = self.search.prices.time_share(split)
-                is_between = time > _TIME_STEP * lower_time and _TIME_STEP * time < good_time
-                if is_between and self._is_worthwhile(split, time):
-                    splits.append(split)
-                    lower_time = time  # the next one must be slower by a step
+            splits = self._predicted_splits(level)
 
         def is_good_enough(trial: Trial) -> bool:
             return _is_as_good(self._expected_level(trial), level)
 
         find_fastest(self.search, base, splits, is_good_enough, self.can_judge)
 
+    def _predicted_splits(self, level: str) -> list[frozenset[str]]:
+        """Return the splits of the predicted front that may be the fastest with a verdict.
+
+        The fastest first, each slower than the one before by a step that is worth another trial.
+        """
+        slower_than, faster_than = self._time_bounds(level)
+        splits = []
+        for split in self.search.predicted_front():
+            time = self.search.prices.time_share(split)
+            is_between = slower_than * _TIME_STEP < time < faster_than / _TIME_STEP
+            if is_between and self._is_worthwhile(split, time):
+                splits.append(split)
+                slower_than = time
+        return splits
+
     def _time_bounds(self, level: str) -> tuple[float, float]:
         """Return the times between which the fastest split with this verdict must be.
 
-        They are those of the slowest split with a worse verdict and of the fastest that is as good,
-        predicted, as shares of the float model's; 0 and infinity without one.
+        The first is that of the slowest split with a worse verdict, 0 without one; the second that
+        of the fastest split which is as good, infinite without one. Both are predicted, as shares
+        of the float model's time.
         """
         slowest_worse, fastest_good = 0.0, math.inf
         for trial in self.search.eligible:

@@ -197,25 +197,26 @@ class VerdictPredictor:
     def predict(self, model: onnx.ModelProto, *, noise: float) -> ExpectedVerdict:
         """Return the expected verdict on the engine of a model, from as few samples as will do.
 
-        `noise`: loss of its worst slice in the search. It counts too where the float model finds
-        so few boxes or labels that their count shows no loss.
+        `noise`: loss of the model's worst slice in the search. A high one makes the verdict
+        doubtful where the float model finds so few boxes or labels that their count shows no loss.
         """
         reasons: dict[str, str] = {}  # level of a verdict -> why
-        task_loss, hides_loss = None, False
+        task_loss, is_loss_hidden = None, False
         try:
             for accuracy in self._accuracies(model):
-                if any(output.not_finite[0] for output in accuracy.outputs):
+                reference_not_finite = [output.not_finite[0] for output in accuracy.outputs]
+                if any(reference_not_finite):
                     return ExpectedVerdict()  # FP32 itself is not finite: no split helps
                 reasons = _find_reasons(accuracy, self.max_loss)
                 task_loss = measure_loss(accuracy, self.max_loss)
-                hides_loss = task_loss is not None and self._hides_loss(task_loss, noise)
-                if not hides_loss and _is_certain(reasons, accuracy, task_loss):
+                is_loss_hidden = task_loss is not None and self._hides_loss(task_loss, noise)
+                if not is_loss_hidden and _is_certain(reasons, accuracy, task_loss):
                     break  # more samples would hardly change the verdict
         except BackendError:  # reported when the engine is built
             return ExpectedVerdict()
 
         doubtful = reasons.get(DOUBTFUL, "")
-        if not doubtful and task_loss is not None and hides_loss:
+        if not doubtful and task_loss is not None and is_loss_hidden:
             doubtful = f"{task_loss.words}, too few to show what int8 loses"
         return ExpectedVerdict(
             unusable=reasons.get(UNUSABLE, ""), doubtful=doubtful, task_loss=task_loss
@@ -320,7 +321,9 @@ class GrowingComparison:
 
     @phase("checking accuracy")
     def compare(self, max_samples: int, *, threads: int) -> Accuracy:
-        """Return the accuracy on `max_samples` samples, or on all; those that ran stay counted.
+        """Return the accuracy on `max_samples` samples, or on all.
+
+        Samples of earlier calls count too, and do not run again.
 
         Raises:
             BackendError: ONNX Runtime refused a sample.
