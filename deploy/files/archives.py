@@ -107,16 +107,17 @@ def read_array_header(stream: IO[bytes], max_bytes: int) -> ArrayHeader:
 
     from numpy.lib import format as npy_format
 
+    header_readers = {
+        (1, 0): npy_format.read_array_header_1_0,
+        (2, 0): npy_format.read_array_header_2_0,
+    }
     version = npy_format.read_magic(stream)
-    if version not in ((1, 0), (2, 0)):
+    if version not in header_readers:
         raise ValueError(f"numpy format {version} is not known")
     try:
         with HEADER_LOCK, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # numpy warns about headers written by Python 2
-            if version == (1, 0):
-                shape, is_fortran, dtype = npy_format.read_array_header_1_0(stream)
-            else:
-                shape, is_fortran, dtype = npy_format.read_array_header_2_0(stream)
+            shape, is_fortran, dtype = header_readers[version](stream)
     except (tokenize.TokenError, OverflowError, RecursionError) as error:
         raise ValueError(f"its header is damaged: {error}") from error
 
