@@ -88,11 +88,13 @@ def _divergences(counts: NDArray[np.float64]) -> NDArray[np.float64]:
     kept_counts, total = sums[kept_bins], counts.sum()
     last_count, outliers = counts[kept_bins - 1], total - kept_counts
 
+    # sum p ln p; the outliers change the term of the last bin
     kept_bin_terms = _prefix_sums(_xlogx(counts))[kept_bins]
     p_terms = kept_bin_terms - _xlogx(last_count) + _xlogx(last_count + outliers)
+
+    # sum p ln(s / n): each level is a run of bins, whose term is computed once for all i
     run_terms = _run_terms(sums, occupied)
     level_terms = np.take(run_terms, _run_of_level()).sum(axis=1)
-
     last_level_start = _level_starts()[:, LEVELS - 1]
     last_level_bins = np.maximum(occupied[kept_bins] - occupied[last_level_start], 1)
     last_mean = (kept_counts - sums[last_level_start]) / last_level_bins

@@ -107,8 +107,8 @@ def tight_pair_mask(weight_steps: NDArray[np.floating]) -> NDArray[np.bool_]:
 
     `weight_steps`: weight / scale of `pair_scales`, [C_out, C_in of a group, ...], as the mask.
     """
-    largest_sum = PAIR_LIMIT - PAIR_ROUNDING
-    is_tight = pair_sums(weight_steps) > largest_sum - PAIR_ROUNDING
+    max_sum = PAIR_LIMIT - PAIR_ROUNDING  # 126
+    is_tight = pair_sums(weight_steps) > max_sum - PAIR_ROUNDING
     out_channels, in_channels, *kernel = weight_steps.shape
     weight_count, stride = _flatten(weight_steps).shape[1], pair_stride(weight_steps.shape)
     # one column more than weights: the last weight may be the first of a pair

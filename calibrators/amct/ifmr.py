@@ -279,21 +279,35 @@ def staircase_losses(
         squares: sum of the squares of the data.
         candidates: clip ranges and scales.
     """
-    scale = candidates.scale.astype(np.float64)
+    lowest_codes, highest_codes = _code_ends(candidates)
+    max_steps = int((highest_codes - lowest_codes).max())
+    block_size = max(_MAX_STEPS // max_steps, 1)  # with 16 bits a few, to bound memory
+    losses = []
+    for start in range(0, len(candidates.lo), block_size):
+        block = candidates.part(start, start + block_size)
+        losses.append(_block_losses(count_below, count, total, squares, block))
+    return np.concatenate(losses)
+
+
+def _code_ends(candidates: Candidates) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the lowest and the highest code of each candidate, [K] each, never equal."""
     lowest_code = np.rint(candidates.lo / candidates.scale).astype(np.int64)
     highest_code = np.rint(candidates.hi / candidates.scale).astype(np.int64)
-    # a range near 0, of scale 1, has one code: it gets a step above all data, as reduceat needs one
-    highest_code = np.maximum(highest_code, lowest_code + 1)
+    # a range near 0, of scale 1, has one code: the next one is above all data
+    return lowest_code, np.maximum(highest_code, lowest_code + 1)
+
+
+def _block_losses(
+    count_below: Callable[[Float64Array], tuple[Float64Array, Float64Array]],
+    count: float,
+    total: float,
+    squares: float,
+    candidates: Candidates,
+) -> Float64Array:
+    """Return `staircase_losses` of a few candidates, computed at once."""
+    scale = candidates.scale.astype(np.float64)
+    lowest_code, highest_code = _code_ends(candidates)
     step_counts = highest_code - lowest_code
-
-    block_size = max(_MAX_STEPS // int(step_counts.max()), 1)
-    if step_counts.size > block_size:  # for 16 bits, a few candidates at a time, to bound memory
-        losses = []
-        for start in range(0, step_counts.size, block_size):
-            block = candidates.part(start, start + block_size)
-            losses.append(staircase_losses(count_below, count, total, squares, block))
-        return np.concatenate(losses)
-
     # the steps of all candidates one after the other; those of a candidate begin at its start
     starts = np.concatenate(([0], np.cumsum(step_counts)[:-1]))
     code_below = np.arange(step_counts.sum()) - np.repeat(starts - lowest_code, step_counts)

@@ -51,7 +51,7 @@ def fuse_gates(model: onnx.ModelProto, context: RewriteContext) -> None:
     if not replacements:
         return
     rebuild(model.graph, replaced_nodes(model, replacements))
-    if opset_of(model) < _HARD_SWISH_OPSET:  # which a gate may have become
+    if opset_of(model) < _HARD_SWISH_OPSET:  # a gate may be one now
         set_opset(model, _HARD_SWISH_OPSET)
 
 

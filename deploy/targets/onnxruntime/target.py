@@ -405,7 +405,7 @@ class _PairedModel:
     def engine(self, cpu: str) -> onnx.ModelProto:
         """Return the model rewritten for ONNX Runtime's kernels on a kind of CPU.
 
-        `self.model` is no longer the model with pairs as planned: most rewrites change it.
+        Most rewrites change `self.model` itself, so its pairs as planned must be read before.
 
         `cpu`: "this" for that of this machine, or a key of `KERNELS`; any other counts as avx2, on
             which the rewrites gain least.
