@@ -107,21 +107,12 @@ def kernel() -> CountingKernel | None:
     """Return the kernel to use; None for numpy and OpenCV.
 
     Raises:
-        CalibrationError: `CALIB8_COUNTING` has an unknown value, or "c" without a kernel.
+        CalibrationError: `CALIB8_COUNTING` has an unknown value.
     """
     requested = os.environ.get(KERNEL_VARIABLE, "")
-    if requested not in ("", "c", "opencv"):
-        raise CalibrationError(f"{KERNEL_VARIABLE} must be c, opencv or unset, got {requested!r}")
-    if requested == "opencv":
-        return None
-
-    library_kernel, reason = _load_own_kernel()
-    if library_kernel is None and requested == "c":
-        raise CalibrationError(
-            f"{KERNEL_VARIABLE}=c needs the C kernel, which {reason}; install calib8 where there is"
-            " a C compiler, or unset it"
-        )
-    return library_kernel
+    if requested not in ("", "opencv"):
+        raise CalibrationError(f"{KERNEL_VARIABLE} must be opencv or unset, got {requested!r}")
+    return None if requested else _load_own_kernel()[0]
 
 
 def describe_kernel() -> str:

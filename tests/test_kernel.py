@@ -201,16 +201,12 @@ def test_kernel_choice_is_reported(installed_kernel, counting_kernels, monkeypat
     assert counting_line() == f"counting: C kernel ({counting_kernels[-1].name})"
     monkeypatch.setenv(kernel.KERNEL_VARIABLE, "opencv")
     assert counting_line() == "counting: numpy and OpenCV (CALIB8_COUNTING=opencv)"
-    monkeypatch.setenv(kernel.KERNEL_VARIABLE, "c")
-    assert counting_line() == f"counting: C kernel ({counting_kernels[-1].name})"
     monkeypatch.setenv(kernel.KERNEL_VARIABLE, "fortran")
-    assert "must be c, opencv or unset, got 'fortran'" in counting_line()
+    assert "must be opencv or unset, got 'fortran'" in counting_line()
     kernel._load_own_kernel.cache_clear()
     monkeypatch.delenv(kernel.KERNEL_VARIABLE)
     installed_kernel.unlink()
     assert counting_line() == "counting: numpy and OpenCV (the C kernel is not built here)"
-    monkeypatch.setenv(kernel.KERNEL_VARIABLE, "c")
-    assert "the C kernel" in counting_line()
 
 
 def test_unknown_kernel_name_is_refused(run, refusal, small_cnn, pictures, monkeypatch, tmp_path):
@@ -218,7 +214,7 @@ def test_unknown_kernel_name_is_refused(run, refusal, small_cnn, pictures, monke
     kernel.kernel.cache_clear()
     command = ["build", small_cnn, "--images", pictures, "--effort", 0, "--duration", 0]
     err = refusal(*command, "--out", tmp_path / "out")
-    assert err == "calib8: error: CALIB8_COUNTING must be c, opencv or unset, got 'fortran'"
+    assert err == "calib8: error: CALIB8_COUNTING must be opencv or unset, got 'fortran'"
     assert run("--version")[0] == 1
 
 
