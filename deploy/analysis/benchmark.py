@@ -85,7 +85,7 @@ def bench(
     skip_bad: bool = False,
     progress: bool = False,
 ) -> Report:
-    """Measure an engine, and optionally a second one, each on the target of its file suffix.
+    """Measure the latency of an engine, or of two in turn; the file suffix selects the target.
 
     Args:
         engine: an ONNX file, which runs on the CPU, or an engine of a target, such as TensorRT's.

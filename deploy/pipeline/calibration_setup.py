@@ -109,8 +109,10 @@ def calibrate(
         cache: file to store the calibration in, or a policy; None stores nothing.
         skip_bad: skip unreadable images.
         limit: the largest number of images to use, or a `Choice` of them.
-        batch_axis: what the first dimension of the inputs is, as for `Dataset`.
-        states: inputs that take outputs of the step before, as for `Dataset`.
+        batch_axis: what the first dimension of the inputs is: "0", a batch; "none", a part of each
+            sample; "auto", what the shapes of model and samples show.
+        states: input -> output of the previous step that it takes, beyond those that names and
+            shapes show.
         until_stable: use 16, 32, 64 ... images, spread evenly over all, until the ranges of two
             halves differ by less than this share (`deploy.calibration.stability`); None uses all.
         threads: worker threads, None for up to 4 cores; the result does not depend on it.
