@@ -134,12 +134,7 @@ def derive_form(
     task, declared_by = recognise_task(first, metric.task)
     uncovered = () if task is None else _find_uncovered(task, first)
 
-    # the recognised task knows the slices of its outputs
-    task_slices = {} if task is None else task.parts
-    slices = {}
-    for name in reference_outputs[0]:
-        slices[name] = task_slices[name] if name in task_slices else _slice_output(name, first)
-
+    slices = {name: _slice_output(name, task, first) for name in reference_outputs[0]}
     # slice as it is measured -> mean to subtract from it, or None
     scores = _find_cell_scores(slices, first)
     mean_by_part: dict[OutputSlice, Array | None] = {}
@@ -323,11 +318,16 @@ def _describe_slice(part: OutputSlice, values: Arrays) -> str:
     return f"{text} of {finite.min():.3g} to {finite.max():.3g}"
 
 
-def _slice_output(name: str, samples: FirstSamples) -> tuple[OutputSlice, ...]:
+def _slice_output(
+    name: str, task: EvaluationTask | None, samples: FirstSamples
+) -> tuple[OutputSlice, ...]:
     """Return the slices of an output, each of a unit of its own; none for integers.
 
-    An output that repeats an input with a small change is one slice: that change.
+    The recognised task knows the slices of its outputs. An output that repeats an input with a
+    small change is one slice: that change.
     """
+    if task is not None and name in task.parts:
+        return task.parts[name]
     if name not in samples.all_output_names:  # it is missing in some samples
         return (OutputSlice(output=name),)
     values = samples.arrays(name)

@@ -152,18 +152,21 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
     chooser = _split_chooser(setup, search, form, timed_samples, budget)
     built_trial, is_interrupted = _run_and_choose(search, chooser)
     search.share_findings()
+    plan = _make_plan(search, chooser, built_trial)
+    return replace(plan, interrupted=is_interrupted), prober.trial_count
 
+
+def _make_plan(search: Search, chooser: SplitChooser, built_trial: Trial) -> TargetPlan:
+    """Return the plan that builds a trial, with the reason for each node in float."""
     float_nodes = float_reasons(search, built_trial)
-    plan = TargetPlan(
+    return TargetPlan(
         choices=replace(built_trial.choices, float_nodes=float_nodes),
         precision=search.precision,
         settled=_describe(search, built_trial),
         front=chooser.front(built_trial),
         timed_on=cpu_name() if search.prices.measured else "",
-        failed=_describe_failures(prober),
-        interrupted=is_interrupted,
+        failed=_describe_failures(search.prober),
     )
-    return plan, prober.trial_count
 
 
 def _run_and_choose(search: Search, chooser: SplitChooser) -> tuple[Trial, bool]:
