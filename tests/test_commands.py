@@ -19,9 +19,8 @@ from calib8 import __version__
 from deploy.calibration.reuse import CachePolicy
 from deploy.cli import cli, main
 from deploy.commands import base
-from deploy.commands.base import parse_trt_version
 from deploy.commands.image_options import parse_size_option
-from deploy.errors import ConfigError, FeedError
+from deploy.errors import CacheError, ConfigError, FeedError
 from deploy.feed.sampling import Choice
 from deploy.report.verdict import Gates
 from deploy.runtimes.ort import OrtSession
@@ -242,6 +241,12 @@ def test_wrong_command_line_is_one_line(arguments, code, message, run):
 def test_python_value_outside_limits_is_refused(target, options, message):
     with pytest.raises(ConfigError, match=message):
         target(**options)
+
+
+@pytest.mark.parametrize("version", ["10.3", "8.6", "8.10.0"])
+def test_wrong_tensorrt_version_is_refused_early(version):
+    with pytest.raises(CacheError, match=version):
+        CachePolicy(trt_version=version)
 
 
 def test_python_text_becomes_path_or_target(small_cnn, wording):
@@ -484,14 +489,6 @@ def test_group_command_is_suggested_once(arguments, run):
 
 def test_size_of_one_number_is_a_square():
     assert parse_size_option("640") == (640, 640)
-
-
-@pytest.mark.parametrize(
-    ("text", "version"), [("10.3", "10.3.0"), ("10.14.1", "10.14.1"), ("8.6", "8.6"), (None, None)]
-)
-def test_tensorrt_version_is_completed(text, version, capsys):
-    assert parse_trt_version(None, None, text) == version
-    assert ("10.3.0" in capsys.readouterr().err) == (text == "10.3")
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc")

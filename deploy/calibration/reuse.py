@@ -64,6 +64,9 @@ class CachePolicy:
         refresh: calibrate even if the cache fits.
         trt_version: TensorRT version that will read the cache; None for the default.
         force: replace files that calib8 did not write.
+
+    Raises:
+        CacheError: `trt_version` is not of the form X.Y.Z.
     """
 
     path: Path | None = None
@@ -76,6 +79,8 @@ class CachePolicy:
     def __post_init__(self) -> None:
         if self.path is not None:  # may be text
             object.__setattr__(self, "path", Path(self.path))
+        if self.trt_version is not None:  # now, not when a calibration is to be written
+            trt_cache.version_label(self.trt_version)
 
     @property
     def reuse_flag(self) -> str:

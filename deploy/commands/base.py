@@ -7,7 +7,6 @@ sections in the order of a user's work.
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
 from pathlib import Path
@@ -18,7 +17,7 @@ from click.core import ParameterSource
 
 from deploy.errors import ConfigError
 from deploy.files.reading import refuse_address
-from deploy.terminal import say, say_data, say_lines, separate_stdout, show_progress, without_text
+from deploy.terminal import say_data, say_lines, separate_stdout, show_progress, without_text
 
 MODEL, IMAGES, CALIBRATION, CACHE = "Model", "Images", "Calibration", "Cache"
 SEARCH, TARGETS, MEASURING, GENERAL = "Search", "Targets", "Measuring", "General"
@@ -264,14 +263,6 @@ class Real(click.FloatRange):
 
     def _describe_range(self) -> str:
         return "" if self.min is None and self.max is None else super()._describe_range()
-
-
-def parse_trt_version(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:
-    """Parse a version of TensorRT: 10.3 as 10.3.0; 8.6 stays, since it may be 8.6.0 or 8.6.1."""
-    if text is None or not re.fullmatch(r"\d{2}\.\d{1,2}", text, re.ASCII):
-        return text
-    say(f"--trt-version {text} is read as {text}.0", err=True)
-    return f"{text}.0"
 
 
 def parse_batches(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, ...]:

@@ -134,7 +134,6 @@ def merge(paths: tuple[Path, ...], out: Path, on_conflict: str) -> None:
     "--trt-version",
     required=True,
     metavar="X.Y.Z",
-    callback=base.parse_trt_version,
     help="TensorRT version that will read it.",
 )
 @_ALGORITHM
@@ -164,7 +163,6 @@ def relabel(path: Path, trt_version: str, algorithm: str | None, out: Path) -> N
 @click.option(
     "--trt-version",
     metavar="X.Y.Z",
-    callback=base.parse_trt_version,
     help="TensorRT version that will read it.",
 )
 @_ALGORITHM
@@ -276,7 +274,6 @@ def to_qdq(
 @click.option(
     "--trt-version",
     metavar="X.Y.Z",
-    callback=base.parse_trt_version,
     help="TensorRT version that will read the cache.  [default: the installed one, else"
     f" {DEFAULT_TRT_VERSION}]",
 )

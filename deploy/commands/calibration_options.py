@@ -205,7 +205,6 @@ def calibration_options(command: CommandFunction) -> CommandFunction:
         base.cache_option(
             "--trt-version",
             metavar="X.Y.Z",
-            callback=base.parse_trt_version,
             help="TensorRT that is to read the cache.  [default: the TensorRT that builds here,"
             f" else that of the cache that is there, else {DEFAULT_TRT_VERSION}]",
         ),
