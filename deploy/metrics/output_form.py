@@ -127,6 +127,7 @@ def derive_form(
     """
     metric = metric or Metric(None)
     samples = _split_samples(reference_outputs, inputs, metric.declared)
+    # the first few show the form, however many there are; means are those of all
     sample_count = form_samples(samples.inputs[0], samples.outputs[0])
     first = replace(
         samples, inputs=samples.inputs[:sample_count], outputs=samples.outputs[:sample_count]
@@ -280,9 +281,9 @@ def _describe_task(
 
     `declared_by`: who set or declared the task, or that there is none; "" if the values show it.
     """
-    declared_text = f", {declared_by}" if declared_by else ""
     if task is None:
-        return declared_text and f"no task{declared_text}"
+        return f"no task, {declared_by}" if declared_by else ""
+    declared_text = f", {declared_by}" if declared_by else ""
     descriptions = []
     for name in samples.all_output_names:
         if task.covered and name not in task.covered:

@@ -73,7 +73,10 @@ def to_table(value: Array | None, layout: Layout) -> Array:
 
     Args:
         value: the output of one sample; None if the model does not give it.
-        layout: which dimensions are anchors and columns; the shapes stand at `ROWS` and the others.
+        layout: which dimensions are the A anchors and the R columns. `ROWS`: [1, A, R] or [A, R].
+            `COLUMNS`: [1, R, A], or [1, A] of one column. `MAP`: [1, R, H, W]. `ANCHOR_MAP`:
+            [1, 3 R, H, W] or [1, k, H, W, R]. Of a list of K boxes, `LIST`: [.., K, R];
+            `LIST_NUMBERS`: [.., K].
 
     Raises:
         OtherShapeError: the output does not have the layout.

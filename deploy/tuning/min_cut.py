@@ -51,7 +51,7 @@ def cheapest_split(
         network.add_pipe(index_by_unit[unit], index_by_unit[other], price)
         network.add_pipe(index_by_unit[other], index_by_unit[unit], price)
         unlimited += price
-    for unit, other in follows:
+    for unit, other in follows:  # never paid, so `unit` is not int8 where `other` is float
         network.add_pipe(index_by_unit[unit], index_by_unit[other], unlimited)
     for unit in pinned:
         network.add_pipe(index_by_unit[unit], _FLOAT_END, unlimited)

@@ -89,7 +89,7 @@ def group_units(model: onnx.ModelProto, decisions: Iterable[Decision]) -> Units:
     groups: Groups = {node.name: frozenset([node.name]) for node in int8_nodes}
     for node in int8_nodes:
         tail = _find_tail(graph, node, groups)
-        gate_steps = _find_gate_steps(graph, node, groups)
+        gate_steps = _find_gate_steps(graph, node, groups)  # of x * Sigmoid(x) the Sigmoid
         _join(groups, [node.name, *tail, *gate_steps])
     for gate in find_gates(graph):  # a Hard-Swish, in any of its forms, and the layer before it
         if groups.keys() >= set(gate.nodes):

@@ -244,7 +244,7 @@ def make_prober(
         request = with_held_out_ranges(
             setup.target, request, inputs, budget.spend, observes_again=setup.observes_again
         )
-    # the same share of the samples as of the effort's, of which there are fewer if they are large
+    # the effort runs isolated layers on some of its samples; of fewer samples, on the same share
     isolated_count = len(samples) * effort.isolated_samples // effort.samples
     return Prober(
         build_trial,
@@ -426,7 +426,8 @@ def _unseen_gain_db(
         )
         worst = comparison.compare(max_samples, threads=setup.request.threads).worst
         count_samples(len(comparison.keys))
-        worst_sqnr_db.append(math.inf if worst is None else worst.sqnr_db)  # None: no floats
+        # None: no output is compared by value, so nothing is lost
+        worst_sqnr_db.append(math.inf if worst is None else worst.sqnr_db)
     return worst_sqnr_db[0] - worst_sqnr_db[1]
 
 

@@ -20,18 +20,15 @@ from deploy.tuning.search_options import Tuning
 from deploy.tuning.target_search import SearchSetup, cpu_name, run_search
 
 _REPLANNED = (
-    "the plan of {} in the folder was made with other images or options, so it was searched again;"
-    " --plan obeys a plan as it is"
+    "the plan of {} in the folder was made with other images or options, or timed on another CPU,"
+    " so it was searched again; --plan obeys a plan as it is"
 )
 _OVERRULED = (
     "--effort was given, so the configuration of {} is a start only: {} nodes of it stay in float;"
     " without --effort it is followed as it is"
 )
 _NO_TARGET = "the plan {} has no [{}], so nothing was chosen for it, and nothing was searched"
-_OTHER_CPU = (
-    "the plan of {} in the folder was timed on another CPU ({}), so it was searched again; --plan"
-    " obeys a plan as it is"
-)
+
 _INTERRUPTED = (
     "the search was interrupted: the best so far is built, and the next build searches again"
 )
@@ -87,13 +84,10 @@ def plan_target(
     pinned = dict.fromkeys(pinned_nodes, "the plan keeps it in float")
     digest = _digest_of_input(target, request, options, has_method, repairs)
     earlier = _find_earlier_plan(target, options, earlier_plans)
-    obsolete_note = ""
-    if earlier is not None:
-        obsolete_note = _find_obsolete(target, options, earlier, digest)
-        if not obsolete_note:
-            _check_names(request, earlier)
-            _check_precision(target, request, earlier)
-            return PlannedTarget(plan=_with_pinned(earlier, pinned), reused=True)
+    if earlier is not None and _is_followed(options, earlier, digest):
+        _check_names(request, earlier)
+        _check_precision(target, request, earlier)
+        return PlannedTarget(plan=_with_pinned(earlier, pinned), reused=True)
 
     # no search without effort, nor where the user's plan has nothing for this target
     if options.level == 0 or options.plan is not None:
@@ -108,7 +102,7 @@ def plan_target(
         note = _INTERRUPTED
         digest = ""  # so that the next build searches again
     elif earlier is not None and earlier.made_from:  # not of an interrupted search
-        note = obsolete_note
+        note = _REPLANNED.format(target.name)
     elif target.configured:  # the user gave the target a configuration of its own
         float_count = len(set(plan.choices.float_nodes).difference(pinned))
         note = _OVERRULED.format(target.name, float_count)
@@ -131,21 +125,14 @@ def _find_earlier_plan(
     return earlier.with_split(options.split)
 
 
-def _find_obsolete(target: Target, options: Tuning, plan: TargetPlan, digest: str) -> str:
-    """Return a note on why an existing plan is not followed; "" if it is.
-
-    A plan is followed if the user asks for it, or if its search had the same input as one would
-    have now.
+def _is_followed(options: Tuning, plan: TargetPlan, digest: str) -> bool:
+    """Whether the user asks for an existing plan, or a search would have the same input now.
 
     `digest`: of all that a search depends on now, except measured times.
     """
     if options.plan is not None or options.split is not None:
-        return ""
-    if plan.made_from != digest:
-        return _REPLANNED.format(target.name)
-    if plan.timed_on not in ("", cpu_name()):
-        return _OTHER_CPU.format(target.name, plan.timed_on)
-    return ""
+        return True
+    return plan.made_from == digest and plan.timed_on in ("", cpu_name())
 
 
 def _search(

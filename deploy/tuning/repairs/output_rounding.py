@@ -342,8 +342,6 @@ def _undo_worse_rows(
 ) -> float:
     """Round the rows of output channels to nearest again, in place, where that has no more error.
 
-    Return the error that remains.
-
     Args:
         steps: weight / scale, [groups, C_out per group, K].
         nearest: `steps` rounded to nearest.
