@@ -2,8 +2,7 @@
 
 `cpp/src/kernel/count.c` counts values into bins, else OpenCV does; `round.c` rounds weights, else
 numpy does. Both give the same numbers. Installation compiles the kernel if there is a C compiler,
-and wheels contain it. `CALIB8_COUNTING` selects "c" or "opencv"; if unset, the kernel is used if
-available::
+and wheels contain it. It is used if available, unless `CALIB8_COUNTING` is "opencv"::
 
     installed with a compiler, or from a wheel of this platform    _count.so next to this file
     otherwise, or CALIB8_COUNTING=opencv                           None
