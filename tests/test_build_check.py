@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -12,7 +13,10 @@ import pytest
 from onnx import numpy_helper
 
 import calib8
+from deploy.analysis.build_check import _change_alerts
+from deploy.analysis.build_reader import Verification
 from deploy.errors import BackendError, CacheError, ConfigError, ExportError
+from deploy.targets.base import BuildResult
 
 PREPROCESS = {"mean": 0.5, "std": 0.25}
 QUICK = {"duration_s": 0, "preprocess": PREPROCESS, "tuning": calib8.Tuning(effort=0)}
@@ -239,3 +243,12 @@ def test_less_effort_replaces_no_searched_build(small_cnn, pictures, tmp_path):
     calib8.build(small_cnn, pictures, out=tmp_path, targets="tensorrt", **QUICK)
     force = calib8.CachePolicy(force=True)
     calib8.build(small_cnn, pictures, out=tmp_path, cache=force, **QUICK)
+
+
+def test_similar_file_name_in_error_hides_no_alert(tmp_path):
+    known_files = SimpleNamespace(files={"net.onnx": "", "old-net.onnx": ""})
+    changed = dict.fromkeys(known_files.files, "is missing")
+    verification = Verification(tmp_path, known_files, changed, cache_changed=False)
+    results = [BuildResult(target="onnxruntime", error="old-net.onnx is missing; build again")]
+    (alert,) = _change_alerts(verification, results)
+    assert alert.endswith(": net.onnx")

@@ -123,7 +123,8 @@ def bench(
     if runtime == "openvino":
         sources = _add_openvino(sources)
     metric = make_metric(None, task)
-    if metric.is_set and (images is None or len(sources) < 2):
+    has_comparison = images is not None and len(sources) > 1
+    if metric.is_set and not has_comparison:
         raise ConfigError("a task is judged on --images, against another model; give both")
     _refuse_unused_targets(targets, sources)
 
@@ -131,7 +132,7 @@ def bench(
     _refuse_unsupported(engines, threads=threads, batches=batches, profile=profile)
     sessions = {label: engine.session for label, engine in engines.items()}
     input_specs = _shared_inputs(sessions)
-    accuracies: dict[str, Accuracy] = {}
+    accuracies: dict[str, Accuracy] = {}  # label -> accuracy, of the second engine
     if images is None:
         make_inputs, notes = _choose_random_inputs(
             engines.values(), input_specs, shapes or {}, seed
@@ -140,38 +141,39 @@ def bench(
         dataset = to_dataset(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
         feed = _open_images(dataset, engines, input_specs)
         make_inputs, notes = partial(_take_images, feed), preprocessing_notes(feed)
-        declared = _read_declaration(engines.values())
-        declared = replace(declared, batch_inputs=batch_inputs(feed.specs))
-        accuracies = _compare_outputs(sessions, feed, replace(metric, declared=declared))
+        accuracies = _compare_outputs(engines, feed, metric)
 
-    batch_sizes: list[int | None] = [*sorted(set(batches))] or [None]
-    latencies = {}
+    batch_sizes: list[int | None] = [*sorted(set(batches))] or [None]  # None is the model's own
+    latencies_by_batch: dict[int | None, dict[str, Latency]] = {}
     for batch in batch_sizes:
-        inputs = make_inputs(batch)
-        latencies[batch] = _measure_batch(sessions, inputs, batch, warmup_ms, duration_s)
+        latencies_by_batch[batch] = _measure_batch(
+            sessions, make_inputs(batch), batch, warmup_ms, duration_s
+        )
 
     # all other figures are of the smallest batch
-    inputs, latency_by_label = make_inputs(batch_sizes[0]), latencies[batch_sizes[0]]
+    inputs, latency_by_label = make_inputs(batch_sizes[0]), latencies_by_batch[batch_sizes[0]]
     kernels: dict[str, tuple[KernelTime, ...]] = {}
     if profile:
         kernels = _time_kernels(
             engines, inputs, latency_by_label, threads=threads, duration_s=duration_s
         )
     rows = []
-    for label, measured in engines.items():
-        stream_notes = _measure_streams(measured, streams, inputs, threads, warmup_ms, duration_s)
+    for label, loaded_engine in engines.items():
+        stream_notes = _measure_streams(
+            loaded_engine, streams, inputs, threads, warmup_ms, duration_s
+        )
         row = EngineRow(
             label=label,
             reference=len(engines) > 1 and label == next(iter(engines)),
-            path=str(measured.path),
-            size_bytes=model_size(measured.path),
-            load_ms=measured.load_ms,
-            threads=measured.session.threads,
+            path=str(loaded_engine.path),
+            size_bytes=model_size(loaded_engine.path),
+            load_ms=loaded_engine.load_ms,
+            threads=loaded_engine.session.threads,
             latency=latency_by_label[label],
-            sweep=_make_batch_rows(label, latencies),
+            sweep=_make_batch_rows(label, latencies_by_batch),
             kernels=kernels.get(label, ()),
             accuracy=accuracies.get(label),
-            ran=compare_with_plan(read_engine_layers(measured.session)),
+            ran=compare_with_plan(read_engine_layers(loaded_engine.session)),
             notes=(*stream_notes, *_output_notes(accuracies.get(label))),
         )
         rows.append(row)
@@ -196,21 +198,27 @@ def _open_images(
 
 
 def _compare_outputs(
-    sessions: Mapping[str, Session], feed: Feed, metric: Metric
+    engines: Mapping[str, _LoadedEngine], feed: Feed, metric: Metric
 ) -> dict[str, Accuracy]:
-    """Return the accuracy of the second of two sessions by its label; {} for a single one."""
-    if len(sessions) < 2:
+    """Return label of the second of two engines -> its accuracy; {} for a single engine.
+
+    `metric`: the user's task; what the model files declare of their outputs is added here.
+    """
+    if len(engines) < 2:
         return {}
     from deploy.pipeline.evaluate import compare_sessions  # imports much else
 
-    _, candidate_label = sessions
-    reference, candidate = sessions.values()
+    declaration = _read_declaration(engines.values())
+    declaration = replace(declaration, batch_inputs=batch_inputs(feed.specs))
+    _, candidate_label = engines
+    reference, candidate = (engine.session for engine in engines.values())
+    metric = replace(metric, declared=declaration)
     return {candidate_label: compare_sessions(reference, candidate, feed, metric)}
 
 
 @dataclass(frozen=True, slots=True)
 class _EngineSource:
-    """A model file, and the target or runtime that opens it."""
+    """A model file, and the target, or the class of sessions, whose `open` opens it."""
 
     path: Path
     runtime: Target | type[OpenvinoSession]
@@ -285,9 +293,9 @@ def find_target(path: Path, targets: Sequence[Target]) -> Target:
 
 
 def _add_openvino(sources: Mapping[str, _EngineSource]) -> dict[str, _EngineSource]:
-    """Return label -> the same engine in ONNX Runtime, and in OpenVINO.
+    """Return two sources by their labels: an engine in ONNX Runtime, and the same in OpenVINO.
 
-    `sources`: the engine to measure, which must be a single one that ONNX Runtime opens.
+    `sources`: the engine to measure; several, or one that is no ONNX model, are refused.
     """
     if len(sources) > 1:
         raise ConfigError(
@@ -372,6 +380,7 @@ def _refuse_unsupported(
         batches: the user's batch sizes, which need an open batch.
         profile: whether kernels are to be timed.
     """
+    # a session on the CPU has the user's number of threads, any other one has none
     thread_counts = [engine.session.threads for engine in engines.values()]
     if threads is not None and threads not in thread_counts:
         raise ConfigError(
@@ -433,11 +442,14 @@ def _measure_batch(
 
 
 def _make_batch_rows(
-    label: str, latencies: Mapping[int | None, Mapping[str, Latency]]
+    label: str, latencies_by_batch: Mapping[int | None, Mapping[str, Latency]]
 ) -> tuple[BatchRow, ...]:
-    """Return a row for each batch size that an engine was measured at."""
+    """Return a row for each batch size that an engine was measured at.
+
+    `latencies_by_batch`: batch size, None for the model's own -> label -> latency.
+    """
     rows = []
-    for batch, latency_by_label in latencies.items():
+    for batch, latency_by_label in latencies_by_batch.items():
         if batch is not None:
             latency = latency_by_label[label]
             p50_s = max(latency.run_time.p50, 1e-6) / 1e3
@@ -448,14 +460,17 @@ def _make_batch_rows(
 def _time_kernels(
     engines: Mapping[str, _LoadedEngine],
     inputs: Feeds,
-    latency: Mapping[str, Latency],
+    latency_by_label: Mapping[str, Latency],
     *,
     threads: int | None,
     duration_s: float,
 ) -> dict[str, tuple[KernelTime, ...]]:
     """Return label -> kernels of the engine, the slowest first.
 
-    `latency`: label -> the engine's latency, by which the number of profiled runs is chosen.
+    A kernel computes one node, or several that are fused. Profiling slows a session down, so each
+    engine is opened once more for it.
+
+    `latency_by_label`: by an engine's latency the number of profiled runs is chosen.
     """
     kernels = {}
     for label, engine in engines.items():
@@ -465,7 +480,7 @@ def _time_kernels(
             inputs,
             open_session=partial(engine.open, threads=threads),
             duration_ms=1e3 * duration_s,
-            p50_ms=latency[label].run_time.p50,
+            p50_ms=latency_by_label[label].run_time.p50,
         )
     return kernels
 
@@ -477,8 +492,8 @@ def _measure_streams(
     threads: int | None,
     warmup_ms: float,
     duration_s: float,
-) -> Iterator[str]:
-    """Measure the throughput of parallel sessions, and yield it as a note; none for one stream.
+) -> tuple[str, ...]:
+    """Measure the throughput of parallel sessions; return it as a note, () for a single stream.
 
     On a CPU the sessions share the cores.
 
@@ -491,19 +506,20 @@ def _measure_streams(
         duration_s: measured time.
     """
     if stream_count <= 1:
-        return
+        return ()
     stream_threads = threads or max(usable_cores() // stream_count, 1)
     sessions = [engine.open(threads=stream_threads) for _ in range(stream_count)]
     with timed_phase("streams", warmup_ms / 1000 + duration_s):
         rate = throughput(sessions, inputs, warmup_ms=warmup_ms, duration_s=duration_s)
     streams = f"{stream_count} streams at once"
-    if not isinstance(sessions[0], ReportsLayers):  # on the CPU
+    runs_on_cpu = not isinstance(sessions[0], ReportsLayers)  # TensorRT's sessions do
+    if runs_on_cpu:
         streams += f", {counted(stream_threads, 'thread')} each"
-    yield f"{streams}: {rate:,.0f} inferences a second"
+    return (f"{streams}: {rate:,.0f} inferences a second",)
 
 
 def model_size(path: Path) -> int:
-    """Return the bytes of an ONNX file and of the external data that it names.
+    """Return the bytes of a model file that was loaded, and of the external data that it names.
 
     A file in ONNX Runtime's own format names none.
 
@@ -514,14 +530,13 @@ def model_size(path: Path) -> int:
     total = len(data)
     try:
         model = onnx.load_model_from_string(data)
-    except Exception:  # protobuf's DecodeError: the session was opened, so this is no ONNX protobuf
+    except Exception:  # protobuf's DecodeError: of a file in the runtime's own format
         return total
-    # several weights may lie in one file
-    external_files = set()
+    external_files = set()  # several weights may lie in one file
     for tensor in filter(uses_external_data, model.graph.initializer):
         external_files.add(path.parent / ExternalDataInfo(tensor).location)
     for file in external_files:
-        if file.is_file():
+        if file.is_file():  # else it was removed after the model was loaded
             total += file.stat().st_size
     return total
 

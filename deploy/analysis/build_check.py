@@ -13,7 +13,7 @@ Nothing is built, and nothing is written.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 _MAX_NAMES = 3  # files named in a sentence
 _ADAPTABLE = (".sh", ".py", "_README.txt")  # ends of files that users may change as they like
-_INPUT_SAMPLES = 8  # samples whose inputs are looked at for odd preprocessing
+_INPUT_SAMPLES = 8  # images that are looked at for odd preprocessing
 
 
 @with_progress
@@ -134,15 +134,15 @@ def check(
         reference,
         shipped.targets,
         shipped.results,
-        calibration=EvaluationSubset(feed, feed.count),
+        calibration=EvaluationSubset(feed, feed.count),  # not used beside evaluation samples
         evaluation=feed,
         objects=apply_labels(labels, feed),
         metric=make_metric(metric, task or shipped.task or None, loaded.declaration),
         duration_s=duration_s,
         threads=worker_threads(threads),
     )
-    is_calibration = feed.manifest()["sha256"] == shipped.calibration_digest
-    figures = replace(figures, on_calibration=is_calibration)
+    has_calibration_images = feed.manifest()["sha256"] == shipped.calibration_digest
+    figures = replace(figures, on_calibration=has_calibration_images)
     if metric is None and shipped.metric:
         alert = f"the build was judged by its own metric, {shipped.metric}; --metric gives it here"
         shipped = replace(shipped, alerts=(*shipped.alerts, alert))
@@ -202,21 +202,14 @@ def _read_build(
     chosen_targets: list[Target] = []
     results = []
     for part in report.targets:
-        if part.name in TARGETS:
+        if part.name in TARGETS:  # else it is of a newer calib8, or the report was edited
             chosen_targets.append(target_by_name.get(part.name) or TARGETS[part.name]())
             results.append(_stored_result(build, part, verification.changed))
 
-    # the build's own task, metric, and images
-    task = metric = digest = ""
-    for engine in report.engines:
-        if engine.accuracy is None:
-            continue
-        task = task or engine.accuracy.set_task
-        figure = engine.accuracy.task
-        if figure is not None and figure.task == "metric":
-            metric = metric or figure.figure
-    if report.feed is not None and not request.is_quantized:  # its images calibrated
-        digest = report.feed.digest or ""
+    task, metric = _read_task_and_metric(report)
+    calibration_digest = ""
+    if report.feed is not None and not request.is_quantized:  # a Q/DQ model is not calibrated
+        calibration_digest = report.feed.digest or ""
     stored_preprocess = report.feed.preprocess if report.feed else {}
     shipped = _ShippedFiles(
         title=f"calib8: the files of {build.name}, checked against {loaded.source or loaded.name}",
@@ -227,10 +220,23 @@ def _read_build(
         gates=Gates(max_loss=request.max_loss, min_speedup=request.min_speedup),
         task=task,
         metric=metric,
-        calibration_digest=digest,
+        calibration_digest=calibration_digest,
         alerts=(*_change_alerts(verification, results), *reference_alerts),
     )
     return shipped, with_stored_preprocess(dataset, stored_preprocess, build.path)
+
+
+def _read_task_and_metric(report: Report) -> tuple[str, str]:
+    """Return the names of the task and of the metric that the user set in a build; "" without."""
+    task = metric = ""
+    for engine in report.engines:
+        if engine.accuracy is None:
+            continue
+        task = task or engine.accuracy.set_task
+        task_figure = engine.accuracy.task
+        if task_figure is not None and task_figure.task == "metric":
+            metric = metric or task_figure.figure
+    return task, metric
 
 
 def _load_reference(
@@ -239,7 +245,7 @@ def _load_reference(
     *,
     is_quantized: bool,
 ) -> tuple[LoadedModel, tuple[str, ...]]:
-    """Return (the float model of a build, sentences on it).
+    """Return (the float model of a build, alerts on it).
 
     Args:
         build: the build.
@@ -247,9 +253,9 @@ def _load_reference(
         is_quantized: whether a Q/DQ model was built, whose float model is another file.
     """
     model = build.report.model
-    float_model = (build.options or {}).get("float")
-    if against is None and float_model and os.path.isfile(float_model):
-        against = Path(float_model)
+    float_path = (build.options or {}).get("float")
+    if against is None and float_path and os.path.isfile(float_path):
+        against = Path(float_path)
     loaded = load_float_model(
         model.path if model else "",
         build.path,
@@ -258,11 +264,11 @@ def _load_reference(
         flag="--against",
     )
     if is_quantized and loaded.qdq is None:
-        return loaded, ()  # no model that the manifest knows
+        return loaded, ()  # the manifest has the digest of the Q/DQ model, not that of this one
     alerts = list(model_notes(build.path, loaded))
-    if against is None and float_model:
+    if against is None and float_path:
         alerts.append(
-            f"the build was compared with the float model {float_model}, which is not here;"
+            f"the build was compared with the float model {float_path}, which is not here;"
             " --against names it"
         )
     return loaded, tuple(alerts)
@@ -271,8 +277,9 @@ def _load_reference(
 def _stored_result(build: StoredBuild, part: TargetPart, changes: Mapping[str, str]) -> BuildResult:
     """Return the files of a target that can be run, at their paths now.
 
-    Files that are not run, such as the model that `atc` compiles, must be as the build wrote them:
-    running others says nothing of them.
+    They are its engine, its runnable model, which ONNX Runtime runs with the engine's numerics, and
+    its baselines, float engines for the comparison of speed. `error` says which file is missing, or
+    may not be as the build wrote it.
 
     Args:
         build: the build.
@@ -286,7 +293,8 @@ def _stored_result(build: StoredBuild, part: TargetPart, changes: Mapping[str, s
     engine: Path | None = None
     baselines = {}
     for row in build.report.engines:
-        if row.target != part.name or row.reference or row.path is None:
+        is_float_model = row.reference  # of the build, which no target has made
+        if row.target != part.name or is_float_model or row.path is None:
             continue
         path = path_in_build(row.path, build.path)
         if not row.baseline:
@@ -294,21 +302,16 @@ def _stored_result(build: StoredBuild, part: TargetPart, changes: Mapping[str, s
         elif path.is_file():
             baselines[row.label] = path
     runnable = path_in_build(part.runnable, build.path) if part.runnable else None
-
-    # files that are run must exist; others of the target must also be unchanged
-    missing = [path.name for path in (engine, runnable) if path and not path.is_file()]
-    if missing:
-        return replace(result, error=f"{missing[0]} is missing; build again, or copy it back")
-    folder = build.path.parent
-    models_run = {engine, runnable, *baselines.values()}
-    for file in part.files:
-        path = path_in_build(file.path, build.path)
-        change = changes.get(path.relative_to(folder).as_posix())
-        if change and path not in models_run and not path.name.endswith(_ADAPTABLE):
-            return replace(result, error=f"{path.name} {change}; build again, or copy it back")
-
     if engine is None and runnable is None:
         return replace(result, error="the build wrote no file of it that can be run here")
+
+    missing_names = [path.name for path in (engine, runnable) if path and not path.is_file()]
+    if missing_names:
+        fault = f"{missing_names[0]} is missing"
+    else:
+        fault = _find_changed(build, part, changes, {engine, runnable, *baselines.values()})
+    if fault:
+        return replace(result, error=f"{fault}; build again, or copy it back")
     decisions = [Decision(row.name, row.op, row.precision, row.reason) for row in part.nodes]
     return replace(
         result,
@@ -320,13 +323,35 @@ def _stored_result(build: StoredBuild, part: TargetPart, changes: Mapping[str, s
     )
 
 
+def _find_changed(
+    build: StoredBuild, part: TargetPart, changes: Mapping[str, str], run_files: Set[Path | None]
+) -> str:
+    """Return which file of a target is not as the build wrote it, as text; "" if all are.
+
+    A file that is run may differ: its figures show by how much. So may a script, which users adapt.
+    Of any other file, such as the model that `atc` compiles, the figures of others say nothing.
+
+    Args:
+        build: the build.
+        part: of the report, on this target.
+        changes: file of the build -> "is missing", or that it was changed.
+        run_files: the files that are run.
+    """
+    for file in part.files:
+        path = path_in_build(file.path, build.path)
+        change = changes.get(path.relative_to(build.path.parent).as_posix())
+        if change and path not in run_files and not path.name.endswith(_ADAPTABLE):
+            return f"{path.name} {change}"
+    return ""
+
+
 def _change_alerts(verification: Verification, results: Sequence[BuildResult]) -> Iterator[str]:
     """Yield sentences on files that are not as the build wrote them, unless an error names them."""
-    folder, files = verification.folder, verification.manifest.files
-    errors = "\n".join(result.error for result in results)
+    folder, known_files = verification.folder, verification.manifest.files
+    errors = [result.error for result in results]
     changed, missing = [], []
     for name in verification.changed:
-        if Path(name).name in errors:
+        if any(error.startswith(f"{Path(name).name} ") for error in errors):
             continue
         if (folder / name).is_file():
             changed.append(name)
@@ -341,7 +366,7 @@ def _change_alerts(verification: Verification, results: Sequence[BuildResult]) -
     foreign = []
     for result in results:
         for path in {result.engine, result.runnable, *result.baselines.values()}:
-            if path is not None and path.relative_to(folder).as_posix() not in files:
+            if path is not None and path.relative_to(folder).as_posix() not in known_files:
                 foreign.append(path.name)
     if foreign:
         names = list_first(sorted(foreign), _MAX_NAMES)
@@ -353,11 +378,11 @@ def _read_engine(
     against: Path | str | onnx.ModelProto | LoadedModel | None,
     targets: Sequence[Target],
 ) -> _ShippedFiles:
-    """Return one engine as the files to check, of the target that its suffix shows.
+    """Return an engine and its float model as files to check; its suffix names the target.
 
     Args:
         path: file of the engine.
-        against: the float model, which is required.
+        against: the float model; None is refused.
         targets: targets with options, which open the files of their suffixes.
 
     Raises:
@@ -370,7 +395,9 @@ def _read_engine(
         )
     loaded = load_float_or_qdq(against)
     target = find_target(path, targets)
-    decisions = _engine_decisions(path) if target.runs_here else (_INT8_ENGINE,)
+    decisions: tuple[Decision, ...] = (_UNLISTED_INT8,)
+    if target.runs_here:  # an ONNX file
+        decisions = _engine_decisions(path)
     if not any(decision.quantized for decision in decisions):
         raise ConfigError(
             f"an int8 engine is checked, got {path} without QuantizeLinear and integer operators;"
@@ -391,7 +418,8 @@ def _read_engine(
     )
 
 
-_INT8_ENGINE = Decision("engine", "engine", "int8")  # of a runtime that does not list its nodes
+# stands for the nodes of an engine that is no ONNX file, and so cannot be read: it counts as int8
+_UNLISTED_INT8 = Decision("engine", "engine", "int8")
 
 
 def _engine_decisions(path: Path) -> tuple[Decision, ...]:
@@ -417,7 +445,7 @@ def _refuse_unusable(shipped: _ShippedFiles) -> None:
 def _make_report(
     shipped: _ShippedFiles, figures: Figures, feed: Feed, source: str, gates: Gates
 ) -> Report:
-    """Return the report on the files: a row and a verdict for each, without files to ship.
+    """Return the report on the files: a row and a verdict for each.
 
     Args:
         shipped: the files.
@@ -432,17 +460,18 @@ def _make_report(
         limits = replace(limits, max_loss=gates.max_loss)
     if gates.min_speedup is not None:
         limits = replace(limits, min_speedup=gates.min_speedup)
+    # a sample of a fixed batch has several images
     spread_samples = list(feed.spread_samples(max(1, _INPUT_SAMPLES // feed.batch)))
-    doubts = check_input_samples(spread_samples, feed.preprocess, loaded.model)
+    input_doubts = check_input_samples(spread_samples, feed.preprocess, loaded.model)
     rows = engine_rows(
         figures,
         shipped.results,
         limits,
-        Stage(shipped.folder),
+        Stage(shipped.folder),  # nothing is staged: the files are where they are published
         classes=loaded.classes,
-        doubts=doubts,
+        doubts=input_doubts,
     )
-    alerts = (*shipped.alerts, *_absent_alerts(shipped.results, figures.absent), *doubts)
+    alerts = (*shipped.alerts, *_absent_alerts(shipped.results, figures.absent), *input_doubts)
     return Report(
         title=shipped.title,
         model=model_part(loaded),

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from deploy.analysis.build_reader import StoredBuild, read_stored_build
 from deploy.errors import ConfigError, counted
-from deploy.report import Report, figures, model
+from deploy.report import Report, figures
 from deploy.report.blocks import Bullets, Section, Table, block_html, sections_html
-from deploy.report.model import to_plain_object
+from deploy.report.model import find_rivals, speed_over, to_plain_object
 from deploy.report.page import page, verdicts
 from deploy.report.parts import EngineRow
 from deploy.report.screen import align_columns, entries
@@ -150,9 +150,9 @@ def _summarize(build: StoredBuild, engine: EngineRow) -> EngineSummary:
         summary = replace(summary, effort=build.options.get("effort", _DEFAULT_EFFORT))
     if engine.latency is not None:
         summary = replace(summary, p50_ms=engine.latency.latency.p50)
-    rivals = model.find_rivals(build.report.engines, engine)
-    if rivals:
-        summary = replace(summary, speed_up=model.speed_over(rivals[0], engine))
+    rivals = find_rivals(build.report.engines, engine)
+    if rivals:  # measured float engines, the main one first
+        summary = replace(summary, speed_up=speed_over(rivals[0], engine))
     accuracy = engine.accuracy
     if accuracy is not None and (accuracy.parts or accuracy.outputs):
         summary = replace(summary, sqnr_db=worst_figure(accuracy, "sqnr_db"))
@@ -183,10 +183,10 @@ def _describe_task(engine: EngineRow) -> str:
 
 
 def _differences(builds: Sequence[StoredBuild]) -> Iterator[SettingDifference]:
-    """Yield the options and circumstances that differ, unless the table of engines shows them."""
+    """Yield the options and facts that differ, unless the table of engines shows them."""
     builds_settings = []
     for build in builds:
-        builds_settings.append({**dict(_circumstances(build)), **(build.options or {})})
+        builds_settings.append({**dict(_build_facts(build)), **(build.options or {})})
     for name in dict.fromkeys(chain.from_iterable(builds_settings)):
         values = tuple(settings.get(name, "") for settings in builds_settings)
         if len(set(values)) > 1 and name not in _COLUMN_OPTIONS:
@@ -198,10 +198,10 @@ def _shorten(value: str) -> str:
     return value if len(value) <= _MAX_TEXT else f"{value[:_MAX_TEXT]}..."
 
 
-def _circumstances(build: StoredBuild) -> Iterator[tuple[str, str]]:
+def _build_facts(build: StoredBuild) -> Iterator[tuple[str, str]]:
     """Yield (name, value) of the model, images, targets and machine of a build.
 
-    A build without a file of options, such as one from Python, has the options of its targets here.
+    A build from Python has no file of options; the options of its targets are facts instead.
     """
     report = build.report
     if report.model:
@@ -209,7 +209,7 @@ def _circumstances(build: StoredBuild) -> Iterator[tuple[str, str]]:
     if report.feed:
         yield "images", report.feed.source
         yield "samples", str(report.feed.samples)
-        yield "pictures", report.feed.prepared
+        yield "pictures", report.feed.prepared  # their preprocessing as text
     yield "target", ", ".join(target.name for target in report.targets)
     if build.options is None:
         for target in report.targets:

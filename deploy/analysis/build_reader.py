@@ -138,7 +138,7 @@ def verify(folder: Path | str) -> Verification:
 
 
 def read_stored_build(folder: Path | str) -> StoredBuild:
-    """Read a build.
+    """Read the report of a build, and the options that it was made with.
 
     `folder`: output folder of the build, or its report.json.
 
@@ -326,11 +326,10 @@ def _explain_target(
         notes: of the build, among which those on repairs are.
     """
     target_plan = plan.targets.get(target.name, TargetPlan())
-    if target.search is not None:
-        # the split into int8 and float nodes that was built, and those that could be
-        settled, front = target.search.settled, target.search.front
-    else:  # a plan without a search, such as one that the user gave
-        settled, front = target_plan.settled, tuple(split_rows(target_plan))
+    # the split into int8 and float nodes that was built, and those that can be built
+    built_split, front = target_plan.settled, tuple(split_rows(target_plan))
+    if target.search is not None:  # else the plan needed none, such as one that the user gave
+        built_split, front = target.search.settled, target.search.front
     explanation = TargetExplanation(
         name=target.name,
         error=target.error,
@@ -339,17 +338,19 @@ def _explain_target(
         layers=_sort_by_sqnr(target.layers),
         modules=target.modules,
         repairs=tuple(filter(_is_repair_note, (*notes, *target.notes))),
-        settled=settled,
+        settled=built_split,
         front=front,
         methods={tensor: method.label for tensor, method in target_plan.choices.methods.items()},
         clipped=_clipped_ranges(target.tensors),
         runnable=target.runnable or None,
     )
-    if engine is None:
-        return explanation
+    return explanation if engine is None else _add_engine(explanation, engine)
 
-    # then ONNX Runtime is the target, and its int8 kernels show the errors
-    is_native = bool(target.runnable) and engine.path == target.runnable
+
+def _add_engine(explanation: TargetExplanation, engine: EngineRow) -> TargetExplanation:
+    """Return the explanation of a target with the verdict and accuracy of its engine."""
+    # an engine that ONNX Runtime runs is one for it, and its int8 kernels show the errors
+    is_native = explanation.runnable is not None and engine.path == explanation.runnable
     explanation = replace(explanation, native=is_native)
     if engine.verdict is not None:
         level, reasons = engine.verdict.level, engine.verdict.reasons

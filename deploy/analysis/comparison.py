@@ -180,24 +180,24 @@ def _to_json(difference: TensorDifference) -> dict[str, object]:
 def _measure_pairs(
     pairs: Mapping[str, str],
     runs: Iterable[tuple[Tensors, Tensors, Tensors]],
-    rows: Collection[str],
+    batched_inputs: Collection[str],
 ) -> AccuracyByTensor:
-    """Return the accuracy of every pair of float tensors; pairs without values are left out.
+    """Return the accuracy of every pair of float tensors; pairs of empty tensors are left out.
 
     Args:
         pairs: name of a tensor of the first model -> name of the second one's.
         runs: (inputs, tensors of the first model, tensors of the second one) of each sample, each
             by its own names.
-        rows: inputs each of whose rows is one sample.
+        batched_inputs: names of the inputs whose first axis counts samples.
     """
     comparison: TensorComparison | None = None
-    for sample, first_tensors, second_tensors in runs:
+    for inputs, first_tensors, second_tensors in runs:
         if comparison is None:  # which tensors hold floats is known from the first run on
             float_pairs = dict(_select_float_pairs(pairs, first_tensors, second_tensors))
             if not float_pairs:
                 return {}
-            comparison = TensorComparison(float_pairs, rows)
-        comparison.add(sample, first_tensors, second_tensors)
+            comparison = TensorComparison(float_pairs, batched_inputs)
+        comparison.add(inputs, first_tensors, second_tensors)
     if comparison is None:
         return {}
     accuracies = zip(comparison.pairs, comparison.result(), strict=True)
@@ -223,7 +223,7 @@ class _CutModels:
         first_model: the reference, run in ONNX Runtime.
         second_model: the model that runs in OpenVINO.
         samples: a file for each sample.
-        rows: inputs each of whose rows is one sample.
+        batched_inputs: names of the inputs whose first axis counts samples.
         folder: folder for temporary files.
         threads: threads of one inference; None uses every core.
         min_sqnr_db: SQNR below which two tensors differ.
@@ -234,15 +234,17 @@ class _CutModels:
     first_model: ModelProto
     second_model: ModelProto
     samples: Sequence[Path]
-    rows: Collection[str]
+    batched_inputs: Collection[str]
     folder: Path
     threads: int | None
     min_sqnr_db: float
     accuracies: AccuracyByTensor = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def outputs_agree(self, outputs: Mapping[str, str]) -> bool:
-        """Whether the outputs of the complete models agree.
+    def compare_outputs(self, outputs: Mapping[str, str]) -> bool:
+        """Add the accuracies of the complete models' outputs; return whether they agree.
+
+        `outputs`: name of an output of the first model -> name of the second one's.
 
         Raises:
             BackendError: OpenVINO cannot run the second model.
@@ -251,8 +253,11 @@ class _CutModels:
         self.accuracies |= accuracies
         return self._is_agreement(accuracies)
 
-    def tensor_agrees(self, first_name: str, second_name: str) -> bool:
-        """Whether a tensor agrees; also true if it cannot be compared or holds no floats."""
+    def compare_tensor(self, first_name: str, second_name: str) -> bool:
+        """Add the accuracy of a tensor; return whether it agrees.
+
+        True also if it cannot be compared, on which there is a note, or holds no floats.
+        """
         try:
             accuracies = self._compare(
                 extract_output(self.first_model, first_name),
@@ -266,9 +271,10 @@ class _CutModels:
         return self._is_agreement(accuracies)
 
     def note_fixed_shapes(self, outputs: Mapping[str, str]) -> None:
-        """Add a note on whether closing the model's open dimensions helps; none if all are closed.
+        """Add a note on whether the outputs agree if open dimensions are closed.
 
-        OpenVINO computes some models with open dimensions wrongly.
+        OpenVINO computes some models with open dimensions wrongly. They are closed to the shapes of
+        the first sample. There is no note if all are closed already.
 
         `outputs`: name of an output of the first model -> name of the second one's.
         """
@@ -281,10 +287,10 @@ class _CutModels:
             accuracies = self._compare(
                 self.first_model, self.second_model, outputs, fix_shapes=True
             )
-        except BackendError:  # the model runs with open dimensions only
+        except BackendError:  # such as samples of several shapes
             return
         worst_db = min((accuracy.sqnr_db for accuracy in accuracies.values()), default=math.nan)
-        result = "agree" if self._is_agreement(accuracies) else "part as well"
+        result = "agree" if self._is_agreement(accuracies) else "differ as well"
         self.notes.append(
             f"With the input's open dimensions closed the outputs {result} ({worst_db:.1f} dB)."
         )
@@ -323,7 +329,7 @@ class _CutModels:
                 values = _read_arrays(result_file).values()
                 yield sample, session.run(sample), dict(zip(names, values, strict=True))
 
-        return _measure_pairs(pairs, run_samples(), self.rows)
+        return _measure_pairs(pairs, run_samples(), self.batched_inputs)
 
 
 def _output_names(model: ModelProto) -> list[str]:
@@ -358,9 +364,11 @@ def _compare_cut_models(
     threads: int | None,
     *,
     min_sqnr_db: float,
-    every: bool,
+    compares_all: bool,
 ) -> tuple[AccuracyByTensor, list[str]]:
     """Compare tensors with models that are cut off after each of them.
+
+    An added output would change what OpenVINO fuses, and so what it computes.
 
     Args:
         first_model: the reference, run in ONNX Runtime.
@@ -369,8 +377,8 @@ def _compare_cut_models(
         feed: the samples.
         threads: threads of one inference; None uses every core.
         min_sqnr_db: SQNR below which two tensors differ.
-        every: whether every tensor is compared, or only as many as it takes to find where the
-            models begin to differ.
+        compares_all: whether every tensor is compared, or only as many as it takes to find where
+            the models begin to differ.
 
     Returns:
         (accuracy of the compared tensors in the order of `pairs`, notes on those that could not be
@@ -385,28 +393,28 @@ def _compare_cut_models(
             first_model=first_model,
             second_model=second_model,
             samples=_write_samples(feed, folder),
-            rows=batch_inputs(feed.specs),
+            batched_inputs=batch_inputs(feed.specs),
             folder=folder,
             threads=threads,
             min_sqnr_db=min_sqnr_db,
         )
-        outputs_agree = cut_models.outputs_agree(outputs)
-        if not outputs_agree:
+        outputs_agree = cut_models.compare_outputs(outputs)
+        if not outputs_agree:  # open dimensions may be the cause
             cut_models.note_fixed_shapes(outputs)
         compared_count = len(inner_names)
-        if not every:  # by halving
+        if not compares_all:  # each comparison halves the number of tensors left to compare
             compared_count = compared_count.bit_length()
         with phase("comparing", compared_count, "tensors") as show_progress:
 
-            def tensor_agrees(name: str) -> bool:
+            def compare_tensor(name: str) -> bool:
                 show_progress()
-                return cut_models.tensor_agrees(name, pairs[name])
+                return cut_models.compare_tensor(name, pairs[name])
 
-            if every:
+            if compares_all:
                 for name in inner_names:
-                    tensor_agrees(name)
+                    compare_tensor(name)
             elif not outputs_agree:
-                _bisect(inner_names, tensor_agrees)
+                _bisect(inner_names, compare_tensor)
     accuracies = cut_models.accuracies
     return {name: accuracies[name] for name in pairs if name in accuracies}, cut_models.notes
 
@@ -478,17 +486,12 @@ def compare(
             " alone; name a second model, or another runtime with --runtime"
         )
     dataset = to_dataset(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
+    # a PyTorch module is exported with the first item of the images, which the result puts back
     first_model, dataset = _read_model(first, dataset)
     second_model = first_model
     if second is not None:
         second_model, dataset = _read_model(second, dataset)
     _refuse_other_inputs(first_model, second_model)
-    session = OrtSession.open(first_model, threads=threads)  # it knows the types of the inputs
-    path = Path(first) if isinstance(first, str | Path) else None
-    feed = dataset.open(
-        mark_first_axes(session.inputs, session.outputs),
-        metadata_preprocess=read_metadata_preprocess(first_model, path),
-    )
     output_names = _output_names(first_model)
     pairs = _pair_tensors(first_model, second_model, output_names)
     if not pairs:
@@ -498,11 +501,18 @@ def compare(
             " it"
         )
 
+    feed = _open_feed(dataset, first, first_model, threads)
     by_cut_models = runtime != "onnxruntime"
     notes: list[str] = []
     if by_cut_models:
         accuracies, notes = _compare_cut_models(
-            first_model, second_model, pairs, feed, threads, min_sqnr_db=min_sqnr_db, every=every
+            first_model,
+            second_model,
+            pairs,
+            feed,
+            threads,
+            min_sqnr_db=min_sqnr_db,
+            compares_all=every,
         )
     else:
         accuracies = _compare_tapped_models(first_model, second_model, pairs, feed, threads)
@@ -510,8 +520,8 @@ def compare(
     layers: list[TensorDifference] = []
     outputs: list[TensorDifference] = []
     for name, accuracy in accuracies.items():
-        difference = _make_difference(name, node_by_output, accuracy)
-        (outputs if name in output_names else layers).append(difference)
+        differences = outputs if name in output_names else layers
+        differences.append(_make_difference(name, node_by_output, accuracy))
     return ModelComparison(
         first=f"{_describe(first)} in onnxruntime",
         second=f"{_describe(first if second is None else second)} in {runtime}",
@@ -538,6 +548,23 @@ def _read_model(
     user_model = find_user_model(opened_model)
     assert user_model is not None
     return read_source(user_model)[1], replace(dataset, source=source)
+
+
+def _open_feed(dataset: Dataset, first: object, model: ModelProto, threads: int | None) -> Feed:
+    """Open the dataset for the first model.
+
+    Args:
+        dataset: the images or arrays.
+        first: the first model as the user gave it; metadata may lie beside its file.
+        model: the same model.
+        threads: threads of the session that reads the types of its inputs.
+    """
+    session = OrtSession.open(model, threads=threads)
+    path = Path(first) if isinstance(first, str | Path) else None
+    return dataset.open(
+        mark_first_axes(session.inputs, session.outputs),
+        metadata_preprocess=read_metadata_preprocess(model, path),
+    )
 
 
 def _describe(model: object) -> str:

@@ -68,7 +68,7 @@ def doctor() -> Environment:
 
 
 def _check_installation() -> Iterator[EnvironmentCheck]:
-    """Check calib8 itself, the kernel that counts, the required packages, and the CPU."""
+    """Check calib8, its C kernel that counts histograms, the required packages, and the CPU."""
     machine = this_machine()
     system = f"Python {platform.python_version()}, {machine.os}"
     yield EnvironmentCheck("calib8", True, f"{__version__}, {system}")

@@ -58,7 +58,6 @@ _MAX_IMAGES = 5  # images shown, the worst ones
 _MAX_TENSORS = 5  # inner tensors whose channels are measured, the worst ones
 _MAX_CHANNELS = 3  # channels shown of a tensor
 _SILENT_SHARE = 1e-6  # of a tensor's signal: a channel with less has nothing to lose
-_ARRAY_SUFFIXES = {".npy", ".npz"}
 
 
 def _run_images(
@@ -88,16 +87,16 @@ def _run_images(
         FeedError: an image that cannot be read.
         BackendError: ONNX Runtime refused one of the models.
     """
-    candidate = read_model(runnable)
-    candidate_names = pair_quantized_tensors(loaded.model, candidate)
-    pairs = {}
+    int8_model = read_model(runnable)
+    int8_name_by_float = pair_quantized_tensors(loaded.model, int8_model)
+    pairs = {}  # of inner tensors, as outputs of both models: float name -> int8 name
     for name in layers[:_MAX_TENSORS]:
-        if name in candidate_names:
-            pairs[name] = candidate_names[name]
+        if name in int8_name_by_float:
+            pairs[name] = int8_name_by_float[name]
     float_session = _open(copy_with_outputs(loaded.model, pairs), int8_kernels=True)
-    int8_session = _open(copy_with_outputs(candidate, pairs.values()), int8_kernels=is_native)
+    int8_session = _open(copy_with_outputs(int8_model, pairs.values()), int8_kernels=is_native)
     output_names = [spec.name for spec in loaded.outputs if spec.dtype != "str"]
-    _check_outputs(output_names, candidate, runnable)
+    _check_outputs(output_names, int8_model, runnable)
 
     def run_float_model(sample: Sample) -> Outputs:
         return _select(float_session.run(sample), output_names)
@@ -109,19 +108,20 @@ def _run_images(
     def run_models(_worker: int, _number: int, sample: Sample) -> tuple[Outputs, Outputs, Outputs]:
         return sample, float_session.run(sample), int8_session.run(sample)
 
-    def add_batch(_number: int, batch: tuple[Outputs, Outputs, Outputs]) -> None:
-        inputs, _, _ = batch
-        length = batch_length(inputs, loaded.declaration.batch_inputs)
-        for image, float_tensors, int8_tensors in split_batches(length, *batch):
-            if worst_images.count >= feed.count:
-                break  # the last fixed batch is filled up with the first image
-            float_outputs = _select(float_tensors, output_names)
-            worst_images.add(image, float_outputs, _select(int8_tensors, output_names))
-            _add_channels(channel_sums, pairs, float_tensors, int8_tensors)
-        show_progress()
-
     with phase("running images", len(feed), "samples") as show_progress, feed.samples() as samples:
-        run_in_order(samples, run_models, add_batch, threads=threads)
+
+        def add_sample(_number: int, arrays: tuple[Outputs, Outputs, Outputs]) -> None:
+            """Add each image of a sample, which is (its inputs, float tensors, int8 tensors)."""
+            length = batch_length(arrays[0], loaded.declaration.batch_inputs)
+            for image, float_tensors, int8_tensors in split_batches(length, *arrays):
+                if worst_images.count >= feed.count:
+                    break  # the last fixed batch is filled up with the first image
+                float_outputs = _select(float_tensors, output_names)
+                worst_images.add(image, float_outputs, _select(int8_tensors, output_names))
+                _add_channels(channel_sums, pairs, float_tensors, int8_tensors)
+            show_progress()
+
+        run_in_order(samples, run_models, add_sample, threads=threads)
     channels: list[ChannelLoss] = []
     for name, sums in channel_sums.items():
         channels += sums.worst(name)
@@ -212,9 +212,28 @@ class _WorstImages:
     ) -> tuple[float, ImageLoss]:
         """Return (rank, loss) of an image; the worst image has the lowest rank.
 
-        Images are ranked by the SQNR of their worst slice; without slices by the task's figure.
+        Images are ranked by the SQNR of their worst slice; without slices by the task's figure, a
+        share that is 1 where both models say the same.
         """
-        worst_slice, worst_db = "", math.nan
+        worst_label, worst_db = self._find_worst_slice(inputs, reference, candidate)
+        rank = sqnr_sort_key(worst_db) if worst_label else math.inf
+        task_text = ""
+        if self.form.task is not None:
+            tally = self.form.task.tally()
+            tally.add(inputs, reference, candidate)
+            figure = tally.result()
+            if figure is not None:
+                task_text = figure.count
+                if not worst_label and not math.isnan(figure.value):
+                    rank = figure.value
+        return rank, ImageLoss(name="", part=worst_label, sqnr_db=worst_db, task=task_text)
+
+    def _find_worst_slice(
+        self, inputs: Outputs, reference: Outputs, candidate: Outputs
+    ) -> tuple[str, float]:
+        """Return (label, SQNR) of the output slice of lowest SQNR; ("", NaN) without slices."""
+        worst_label, worst_db = "", math.nan
+        # both are prepared by what the float model's outputs show
         reference_values = self.form.prepare(reference, inputs, reference)
         candidate_values = self.form.prepare(candidate, inputs, reference)
         for part in self.form.parts:
@@ -224,20 +243,9 @@ class _WorstImages:
             expected = part.of(reference_values[part.output])
             error.add(expected, part.of(candidate_values[part.output]), 1)
             db = error.result().sqnr_db
-            if not worst_slice or sqnr_sort_key(db) < sqnr_sort_key(worst_db):
-                worst_slice, worst_db = part.label, db
-
-        rank = sqnr_sort_key(worst_db) if worst_slice else math.inf
-        task = ""
-        if self.form.task is not None:
-            tally = self.form.task.tally()
-            tally.add(inputs, reference, candidate)
-            figure = tally.result()
-            if figure is not None:
-                task = figure.count
-                if not worst_slice and not math.isnan(figure.value):
-                    rank = figure.value
-        return rank, ImageLoss(name="", part=worst_slice, sqnr_db=worst_db, task=task)
+            if not worst_label or sqnr_sort_key(db) < sqnr_sort_key(worst_db):
+                worst_label, worst_db = part.label, db
+        return worst_label, worst_db
 
 
 @dataclass(slots=True)
@@ -275,7 +283,7 @@ class ChannelSums:
         total_signal, total_noise = self.sums.sum(axis=1).tolist()
         losses = []
         for channel, (signal, noise) in enumerate(self.sums.T.tolist()):
-            if signal <= _SILENT_SHARE * total_signal:  # false for NaN
+            if signal <= _SILENT_SHARE * total_signal:  # false for NaN, whose channel is shown
                 continue
             loss = ChannelLoss(
                 tensor=tensor,
@@ -321,9 +329,9 @@ def explain(
         ModelError, FeedError, BackendError: from running images.
     """
     explanation = read_explanation(Path(folder))
-    explained = _select_targets(explanation, targets)
+    explained_targets = _select_targets(explanation, targets)
     if images is None:
-        return replace(explanation, targets=explained)
+        return replace(explanation, targets=explained_targets)
 
     dataset = to_dataset(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
     if model is not None:
@@ -337,7 +345,7 @@ def explain(
     feed = loaded.open_samples(dataset)
     loaded = loaded.with_inputs(feed.specs)
     targets_with_results = []
-    for target in explained:
+    for target in explained_targets:
         if target.runnable is None:
             note = "no file of it can be run in ONNX Runtime"
             results = ImageResults(samples=0, notes=(note,))

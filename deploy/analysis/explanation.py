@@ -224,15 +224,17 @@ def _target_lines(target: TargetExplanation, max_rows: int | None) -> Iterator[s
         return
     yield f"{target.name}: {target.level or 'no verdict'}"
     yield from entries("Why", target.reasons)
-    if target.task and target.task not in target.reasons:
+    if target.task and target.task not in target.reasons:  # else it is shown as a reason
         yield from entry("Task", target.task)
-    yield from _accuracy_lines("Parts", "part of the outputs", target.parts, {}, max_rows)
+    yield from _accuracy_lines("Parts", "part of the outputs", target.parts, max_rows, modules={})
     yield from _float_node_lines(target, max_rows)
     tensor_head = "inner tensor, the worst first"
-    yield from _accuracy_lines("Layers", tensor_head, target.layers, target.modules, max_rows)
+    yield from _accuracy_lines(
+        "Layers", tensor_head, target.layers, max_rows, modules=target.modules
+    )
     yield from _search_lines(target)
     yield from _clipping_lines(target, max_rows)
-    if target.held is not None:
+    if target.held is not None:  # the user gave images
         yield from _image_lines(target.held)
 
 
@@ -240,8 +242,9 @@ def _accuracy_lines(
     label: str,
     name_head: str,
     tensors: Sequence[TensorAccuracy],
-    modules: Mapping[str, str],
     max_rows: int | None,
+    *,
+    modules: Mapping[str, str],
 ) -> Iterator[str]:
     """Yield a table of SQNR and cosine of output slices or inner tensors.
 
@@ -249,8 +252,8 @@ def _accuracy_lines(
         label: in the margin.
         name_head: head of the column of names.
         tensors: the rows, the worst first.
-        modules: tensor -> path of the PyTorch module that makes it.
         max_rows: number of rows; None for all.
+        modules: tensor -> path of the PyTorch module that makes it.
     """
     rows = []
     for tensor in tensors:

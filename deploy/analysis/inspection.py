@@ -146,10 +146,10 @@ def inspect(
         ModelError: the model cannot be read.
         ConfigError: no such target, or no node matches `float_nodes`.
     """
-    if not isinstance(targets, str | Sequence):
+    if not isinstance(targets, str | Sequence):  # one target; `make_targets` takes a single name
         targets = (targets,)
     chosen_targets = make_targets(targets)
-    model, _ = open_torch_module(model, images)
+    model, _ = open_torch_module(model, images)  # exports a module; the images are not run
     loaded = load(model)
     float_names = match_nodes(loaded.model, float_nodes)
     inspections = []
