@@ -18,8 +18,8 @@ variable points to a temporary file without a name::
 The descriptor is never touched, so other output is neither lost nor late, whenever the process
 ends. Without such a variable (not glibc, not macOS) images are decoded without the warnings.
 
-Several threads decode at once, and a warning cannot be attributed to one of them. If one appears,
-every thread that was decoding then decodes its image again while no other thread does.
+Several threads decode at once, and a warning cannot be attributed to one of them. If one of damage
+appears, every thread that was decoding then decodes its image again while no other thread does.
 """
 
 import ctypes
@@ -31,8 +31,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -45,7 +44,7 @@ from deploy.tensors import Array
 T = TypeVar("T")
 
 MAX_PIXELS = 1 << 28  # of an image: 768 MB when decoded
-_MAX_OUTPUT_BYTES = 1 << 16  # that are read of a decoder's output
+_MAX_OUTPUT_BYTES = 1 << 24  # that are read of what decoders printed during a capture
 _UNBUFFERED = 2  # _IONBF of the C library
 # libjpeg's warnings on pixels, not those on a profile, a revision or a color transform
 _DAMAGE_WARNING = re.compile(
@@ -83,7 +82,11 @@ def decode_image(data: bytes, name: str, *, grey: bool, deep: bool = False) -> A
     flag = cv2.IMREAD_GRAYSCALE if grey else cv2.IMREAD_COLOR
     if deep and headers.read_bit_depth(data) == 16:
         flag |= cv2.IMREAD_ANYDEPTH
-    pixels, warnings = call_and_capture(lambda: _decode_with_opencv(data, flag))
+    decode = partial(_decode_with_opencv, data, flag)
+    pixels, warnings = call_and_capture(decode, exclusive=False)
+    may_be_damaged = pixels is None or any(map(_DAMAGE_WARNING.search, warnings))
+    if warnings and may_be_damaged:  # the warnings may be of another thread's image
+        pixels, warnings = call_and_capture(decode, exclusive=True)
     damage_warnings = list(filter(_DAMAGE_WARNING.search, warnings))
     if damage_warnings:
         raise FeedError(
@@ -165,31 +168,21 @@ def capture_decoder_output() -> Iterator[list[str]]:
     if capture is None:
         yield []
         return
-    with capture.capture(exclusive=True) as output:
-        yield output.lines
+    with capture.capture(exclusive=True) as lines:
+        yield lines
 
 
-def call_and_capture(decode: Callable[[], T]) -> tuple[T, list[str]]:
-    """Call `decode` and return its result and the lines that it printed.
+def call_and_capture(decode: Callable[[], T], *, exclusive: bool) -> tuple[T, list[str]]:
+    """Call `decode`; return its result and the lines that decoders printed meanwhile.
 
-    Other threads may decode meanwhile. If lines appeared that may be theirs, `decode` is called
-    again while no other thread decodes.
+    `exclusive`: let no other thread decode meanwhile; else the lines may be those of another one.
     """
     capture = _stderr_capture()
     if capture is None:
         return decode(), []
-    with capture.capture(exclusive=False) as output:
+    with capture.capture(exclusive=exclusive) as lines:
         result = decode()
-    if output.lines and not output.was_exclusive:
-        with capture.capture(exclusive=True) as output:
-            result = decode()
-    return result, output.lines
-
-
-@dataclass(slots=True)
-class _DecoderOutput:
-    lines: list[str] = field(default_factory=list)
-    was_exclusive: bool = False  # whether no other thread was decoding
+    return result, lines
 
 
 class _StderrCapture:
@@ -200,17 +193,16 @@ class _StderrCapture:
         self._original_stream: int | None = None
         self._changed = threading.Condition()
         self._active_count = 0  # captures that have begun and not ended, each in its thread
-        self._begun_count = 0  # captures that ever began
         self._exclusive_count = 0  # captures that exclude other threads or wait to do so
 
     @contextmanager
-    def capture(self, *, exclusive: bool) -> Iterator[_DecoderOutput]:
-        """Capture what decoders print on stderr in the body; the result is filled at its end.
+    def capture(self, *, exclusive: bool) -> Iterator[list[str]]:
+        """Capture the lines that decoders print on stderr in the body; they are there at its end.
 
         `exclusive`: wait until no other thread decodes, and let none begin before the end of the
         body; else other threads decode too, and their lines are captured as well.
         """
-        output = _DecoderOutput()
+        lines: list[str] = []
         with self._changed:
             if exclusive:
                 self._exclusive_count += 1
@@ -218,21 +210,16 @@ class _StderrCapture:
             else:  # those that wait to be exclusive go first
                 self._changed.wait_for(lambda: not self._exclusive_count)
             self._active_count += 1
-            self._begun_count += 1
-            number = self._begun_count  # of this capture
-            is_alone = self._active_count == 1
-            if is_alone:
+            if self._active_count == 1:
                 self._original_stream, self._stderr.value = self._stderr.value, self._stream
             size_before = os.fstat(self._descriptor).st_size
         try:
-            yield output
+            yield lines
         finally:
             with self._changed:
                 if exclusive:
                     self._exclusive_count -= 1
-                # no other capture was in progress at the beginning, and none has begun since
-                output.was_exclusive = is_alone and self._begun_count == number
-                output.lines += self._end(size_before)
+                lines += self._end(size_before)
 
     def _end(self, size_before: int) -> list[str]:
         """Return the lines printed since; the last thread restores the C library's stderr.
