@@ -283,6 +283,22 @@ def test_export_is_checked_in_two_batches():
         check_float_export(exported, model, [X])
 
 
+def test_nan_outputs_of_one_form_are_reported():
+    model, broken = tiny(1), tiny(1)
+    exported = to_onnx(model, [X])
+    for tensor in exported.graph.initializer:
+        if tensor.data_type == onnx.TensorProto.FLOAT:
+            nan = np.full(tensor.dims, np.nan, np.float32)
+            tensor.CopyFrom(onnx.numpy_helper.from_array(nan, tensor.name))
+    with pytest.raises(ExportError, match="nan"):
+        check_float_export(exported, model, [X])
+    with torch.no_grad():
+        broken[2].bias += float("nan")
+    result = measure_mode("static", model, broken, [(X,)])
+    assert np.isnan(result.max_error)
+    assert "all 0" not in format_modes([result])
+
+
 def zeros():
     model = nn.Linear(3, 2)
     nn.init.zeros_(model.weight)

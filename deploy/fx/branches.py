@@ -60,20 +60,22 @@ def _merge(graph_module: fx.GraphModule, node: fx.Node) -> tuple[str, str] | Non
         return None
     # the smaller kernel is added to the larger one; of equal kernels, the first one remains
     larger, smaller = sorted(branches, key=_kernel_size, reverse=True)
-    if larger.call.args[0] is not smaller.call.args[0]:
+    if larger.call.args[0] is not smaller.call.args[0]:  # they read different tensors
         return None
-    if not isinstance(larger.module, nn.Conv2d):
+    if not isinstance(larger.module, nn.Conv2d):  # both are norms
         return None
     if is_norm(smaller.module):
         convolution = _as_convolution(smaller.module, larger.module.groups)
+        if convolution is None:
+            return None
         smaller = smaller._replace(module=convolution)
-    if smaller.module is None or not _fits(larger.module, smaller.module):
+    if not _covers(larger.module, smaller.module):
         return None
 
-    names = str(larger.call.target), str(smaller.call.target)
-    replace_submodule(graph_module, names[0], _sum_branches(larger, smaller))
+    layer_name, merged_name = str(larger.call.target), str(smaller.call.target)
+    replace_submodule(graph_module, layer_name, _sum_branches(larger, smaller))
     replace_node(node, larger.call)
-    return names
+    return layer_name, merged_name
 
 
 def _find_branches(graph_module: fx.GraphModule, node: fx.Node) -> list["_Branch"]:
@@ -131,8 +133,8 @@ def _as_convolution(norm: nn.Module, groups: int) -> nn.Conv2d | None:
     return convolution
 
 
-def _fits(larger: nn.Conv2d, smaller: nn.Conv2d) -> bool:
-    """Return whether the kernel of a convolution can be added to a larger one.
+def _covers(larger: nn.Conv2d, smaller: nn.Conv2d) -> bool:
+    """Return whether the kernel of a convolution covers a smaller one, which can be added to it.
 
     Both must have the same channels, stride and groups and no dilation, and the smaller kernel must
     read the pixels in the center of the larger one: its padding is smaller by as many pixels as the

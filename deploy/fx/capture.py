@@ -27,7 +27,7 @@ from deploy.fx.model_inputs import (
     match_arguments,
     positional_parameters,
     split_item,
-    takes_any_number,
+    takes_variadic_inputs,
 )
 from deploy.fx.plain_copy import plain_copy, unwrap
 from deploy.fx.source import user_code_line
@@ -43,7 +43,8 @@ def as_inputs(batch: Any, model: nn.Module | None = None) -> tuple[Any, ...]:
     A tuple or list holds the arguments, a tensor or dict is the only one, and anything else is a
     loader. numpy arrays become tensors.
 
-    `model`: takes the inputs; None if `batch` is no loader.
+    `model`: the model of the forward, which tells the inputs in an item of a loader from its
+    labels; None if `batch` cannot be a loader.
 
     Raises:
         FeedError: the loader's first item does not hold the inputs of the model's forward.
@@ -60,6 +61,7 @@ def as_inputs(batch: Any, model: nn.Module | None = None) -> tuple[Any, ...]:
         return tuple(tensors)
     tensor_by_name = dict(zip(names, tensors, strict=True))
     ordered_names, dict_argument = match_arguments(model, names)
+    # positional arguments have no names: the tensors must be all of the first ones
     if dict_argument is not None or ordered_names != argument_names(model, len(names)):
         raise FeedError(
             f"example inputs are the first arguments of {type(model).__name__}'s forward, in order,"
@@ -76,7 +78,7 @@ def _tensor_of_array(value: Any) -> Any:
 def select_arguments(batch: Any, model: nn.Module) -> tuple[Any, ...]:
     """Return a batch as arguments, without the values after the last one that forward takes."""
     arguments = as_inputs(batch)
-    if takes_any_number(model):
+    if takes_variadic_inputs(model):
         return arguments
     return arguments[: len(positional_parameters(model))]
 

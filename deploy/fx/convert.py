@@ -109,9 +109,9 @@ def convert(prepared: nn.Module, custom: CustomClasses | None = None) -> nn.Modu
 
     Args:
         prepared: model of `deploy.fx.prepare`, calibrated or trained.
-        custom: class in the prepared model -> quantized class with `from_observed`, or else
-            `from_float`. The former is an observed class (static) or a float class (dynamic,
-            weight-only) of the user.
+        custom: the user's classes: class of a module in `prepared` -> quantized class to put in its
+            place, whose `from_observed`, or else `from_float`, makes it from the module. In static
+            mode `prepare` has put observed classes there, in the others float ones.
 
     Raises:
         CalibrationError: a tensor has no range, or a weight is not finite.
@@ -120,10 +120,10 @@ def convert(prepared: nn.Module, custom: CustomClasses | None = None) -> nn.Modu
     replacements: dict[nn.Module, nn.Module] = {}  # a shared module is converted once
     for name, module in list(converted.named_modules(remove_duplicate=False)):
         replacement = replacements.get(module) or _convert_module(module, name, custom or {})
-        if replacement is None or not name:
+        if replacement is None or not name:  # "" is the model itself
             continue
         replacements[module] = replacement
-        if not _is_inside_replaced(name, converted, module):
+        if _is_at(name, converted, module):  # else it went with a parent that was replaced
             replace_submodule(converted, name, replacement)
 
     for module in converted.modules():
@@ -179,12 +179,12 @@ def _is_zero_pad(graph_module: fx.GraphModule, node: fx.Node) -> bool:
     return isinstance(module, _PADDING) and not module.value
 
 
-def _is_inside_replaced(name: str, model: nn.Module, module: nn.Module) -> bool:
-    """Return whether a parent was replaced already, so that the name no longer finds `module`."""
+def _is_at(name: str, model: nn.Module, module: nn.Module) -> bool:
+    """Return whether a model still has a module under a name."""
     try:
-        return model.get_submodule(name) is not module
+        return model.get_submodule(name) is module
     except AttributeError:
-        return True
+        return False
 
 
 Recorders = dict[nn.Module, Recorder]  # by FakeQuant or RangeMonitor
@@ -195,10 +195,11 @@ def record_statistics(
 ) -> tuple[Recorders, int]:
     """Record the values of all observed tensors; return (recorders, number of runs).
 
-    A recorder gathers a statistic, such as a histogram, of one tensor: of each `RangeMonitor`, and
-    of each quantizer without one, that data reached. A statistic whose range depends on the first
-    samples has a lead: a statistic that reads these samples before, for the initial range. It
-    takes samples one by one, as in a build.
+    A recorder gathers a statistic, such as a histogram, of one tensor. Each `RangeMonitor` and each
+    quantizer without monitors gets one, if data reaches it.
+
+    Some statistics need an initial range: they have a `lead`, a statistic that is recorded before
+    on the first samples. Then samples are taken one by one, for equal results to a build.
 
     Args:
         model: prepared, in eval mode, with its quantizers off.
@@ -214,9 +215,9 @@ def record_statistics(
     if lead is None:
         return _record_pass(model, batches, statistic, {})
 
-    lead_size = lead.samples or 1
+    lead_size = lead.samples or 1  # samples of TensorRT's first batch
     all_samples = chain.from_iterable(map(_samples, batches))
-    samples = _in_full_batches(all_samples, lead_size)
+    samples = _drop_partial_batch(all_samples, lead_size)
     lead_samples = list(islice(samples, lead_size))
     try:
         lead_recorders, _ = _record_pass(model, lead_samples, lead, {})
@@ -236,8 +237,8 @@ def _record_pass(
 ) -> tuple[Recorders, int]:
     """Run a model for all batches and record its tensors; return (recorders, number of runs).
 
-    `lead_recorders`: recorders of the statistic's first samples, whose ranges its own start with;
-    empty if it needs none.
+    `lead_recorders`: module -> recorder of the lead, whose range a new recorder starts with; empty
+    if the statistic has no lead.
     """
     recorders: Recorders = {}
     hook = partial(_record, recorders, statistic, lead_recorders)
@@ -273,9 +274,10 @@ def _record(
     """Record the values of a quantized or monitored tensor, as a forward pre-hook of its module.
 
     Args:
-        recorders: by module; the module gets its own with its first values.
+        recorders: module -> recorder; a recorder is added with the first values of a module.
         statistic: makes the recorders.
-        lead_recorders: recorders of the statistic's first samples, whose ranges its own start with.
+        lead_recorders: module -> recorder of the first samples, whose range a new recorder starts
+            with; empty if the statistic needs none.
         module: quantizer or monitor that reads the tensor.
         inputs: arguments of its forward, the tensor.
 
@@ -305,8 +307,12 @@ def _sample(index: int, tensor: torch.Tensor) -> torch.Tensor:
     return tensor[index : index + 1] if has_batch(tensor) else tensor
 
 
-def _in_full_batches(samples: Iterable[Any], size: int) -> Iterator[Any]:
-    """Yield the samples without those of a partial last batch."""
+def _drop_partial_batch(samples: Iterable[Any], size: int) -> Iterator[Any]:
+    """Yield the samples without those of a partial last batch.
+
+    Raises:
+        FeedError: there is no full batch.
+    """
     iterator = iter(samples)
     has_full_batch = False
     while len(batch := list(islice(iterator, size))) == size:
@@ -355,6 +361,7 @@ def calibrate(
     quantizers = [module for module in prepared.modules() if isinstance(module, FakeQuant)]
     for quantizer in quantizers:
         search.check(quantizer.grid)
+    # values are recorded in float; weights are rounded if the tool of the search does so
     set_phase(prepared, observe=False, quantize=False, weights=search.rounded_weights)
     with eval_mode(prepared):
         recorders, run_count = record_statistics(prepared, batches, search.statistic)
@@ -362,22 +369,27 @@ def calibrate(
         raise FeedError("calibration needs at least one batch, got none")
     with phase("ranges", len(quantizers), "tensors") as step:
         for quantizer in quantizers:
-            quantizer.set_range(*_find_range(quantizer, recorders, search))
+            scale, zero_point = _find_scale(quantizer, recorders, search)
+            quantizer.set_range(scale, zero_point)
             step()
     set_phase(prepared, observe=False, quantize=True)
     return run_count
 
 
-def _find_range(
+def _find_scale(
     quantizer: FakeQuant, recorders: Recorders, search: ActivationSearch
 ) -> ScaleAndZero:
-    """Return (scale, zero_point) of a quantizer, from its own tensor or from its monitors."""
-    ranges = []
+    """Return (scale, zero_point) of a quantizer, from its own tensor or from its monitors.
+
+    Raises:
+        CalibrationError: no data reached one of them.
+    """
+    scales = []
     for source in quantizer.monitors or [quantizer]:
         if source not in recorders:
             raise no_range_error(quantizer.name)
-        ranges.append(search.find_scale(recorders[source], quantizer.grid, source.reach))
-    return widest_range(ranges, quantizer.grid)
+        scales.append(search.find_scale(recorders[source], quantizer.grid, source.reach))
+    return widest_range(scales, quantizer.grid)
 
 
 def float_form(prepared: nn.Module) -> nn.Module:

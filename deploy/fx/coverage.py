@@ -66,7 +66,8 @@ def measure_coverage(
         quantized_classes: the user's classes with int8 weights.
     """
     class_by_name = {name: type(module) for name, module in model.named_modules()}
-    is_factor_by_id = _find_factors(converted)  # parameters that a graph reads without a layer
+    # id of a parameter that a graph reads without a layer -> whether it is a factor of a product
+    is_factor_by_id = _find_factors(converted)
     int8_layers: list[str] = []
     float_layers: list[tuple[str, str]] = []  # (name, class)
     float_reasons: dict[str, str] = {}

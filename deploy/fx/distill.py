@@ -63,14 +63,15 @@ class Distiller:
     ):
         folded_teacher, _ = fold_batch_norms(teacher, inputs)
         self.teacher = folded_teacher.requires_grad_(False)
+        # names of layers whose outputs are compared: (in the student, in the teacher)
         self.pairs = list(layers) or _last_convolution(student, self.teacher)
         # name of a layer -> its output in the last forward, stored by hooks
         self._student_maps: dict[str, torch.Tensor] = {}
         self._teacher_maps: dict[str, torch.Tensor] = {}
         self._hooks: list[Any] = []
         for student_layer, teacher_layer in self.pairs:
-            self._record("student", student, student_layer, self._student_maps)
-            self._record("teacher", self.teacher, teacher_layer, self._teacher_maps)
+            self._add_hook("student", student, student_layer, self._student_maps)
+            self._add_hook("teacher", self.teacher, teacher_layer, self._teacher_maps)
 
     def loss(self, inputs: tuple[Any, ...], output: Any) -> torch.Tensor:
         """Return the loss of the student's last forward against the teacher's, as a scalar.
@@ -108,10 +109,10 @@ class Distiller:
         for hook in self._hooks:
             hook.remove()
 
-    def _record(
+    def _add_hook(
         self, role: str, model: nn.Module, name: str, maps: dict[str, torch.Tensor]
     ) -> None:
-        """Store the output of a module in `maps` in each forward."""
+        """Add a hook that stores the output of a module in `maps` in each forward."""
         if name not in dict(model.named_modules()):
             raise ConfigError(f"the {role} has no module {name!r} to distil")
 

@@ -8,7 +8,7 @@ cannot convert down. The exported model is then cleaned up: output names, metada
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -171,7 +171,7 @@ def to_onnx(
     copies = [torch.clone(tensor) for tensor in inputs]
     shapes = None
     if dynamic_batch:
-        copies = [repeat_single_sample(tensor) for tensor in copies]
+        copies = [repeat_single_sample(tensor) for tensor in copies]  # a batch of 1 would be fixed
         batch = torch.export.Dim("batch")
         shapes = ({0: batch},) * len(copies)
     try:
@@ -184,7 +184,7 @@ def to_onnx(
     name_outputs(exported, program.exported_program)
     version_by_domain = {entry.domain: entry.version for entry in exported.opset_import}
     written_opset = version_by_domain.get("", 0)
-    if written_opset != opset:
+    if written_opset != opset:  # the exporter could not convert to it
         raise ExportError(
             f"this model cannot be written at opset {opset}: torch's exporter kept {written_opset};"
             f" ask for {written_opset}, or use operators that opset {opset} has"
@@ -211,10 +211,17 @@ def _inputs_with_fixed_batch(exported: onnx.ModelProto) -> list[str]:
 def run_exporter(
     model: nn.Module, inputs: tuple[Any, ...], shapes: Any, opset: int, *, optimize: bool = True
 ) -> Any:
-    """Return the program of torch's exporter, run silently; errors are the exporter's own.
+    """Export a model to ONNX with torch's exporter, silently; return the exporter's program.
 
-    `model` is a copy: values other than tensors that it returns, such as a size, are None from here
-    on, as the exporter fails at them.
+    The exporter fails at outputs that are no tensors, such as a size. So `model` gets a hook that
+    returns None for them, which stays: give a copy. Errors are the exporter's own.
+
+    Args:
+        model: the model.
+        inputs: example inputs.
+        shapes: their dynamic dimensions, as for torch.export; None if all are fixed.
+        opset: of the default domain.
+        optimize: let the exporter optimize the ONNX model.
     """
     model.register_forward_hook(lambda _module, _inputs, returned: _tensors_only(returned))
     with quiet():
@@ -298,43 +305,62 @@ def compare_with_torch(
             saturate them.
     """
     session = OrtSession.open(exported, threads=1, optimize=optimized, int8_kernels=kernels)
-    max_difference = max_output = 0.0
-    sample_count = output_count = 0
-    same_argmax: list[NDArray[np.bool_]] = []  # for each row of the last output
-    # an output that is the same for every sample agrees whatever was exported; batches of one
-    # sample show only whether an output varies in itself
-    varies_between_samples: list[bool] = []
-    varies_in_sample: list[bool] = []
-    for batch in batches:
-        torch_outputs, onnx_outputs = _run_both(model, session, batch)
-        max_difference = max(max_difference, largest_difference(torch_outputs, onnx_outputs))
-        max_output = max(max_output, largest_magnitude(torch_outputs))
-
-        batch_size = len(batch[0]) if batch[0].ndim else 1
-        if batch_size > 1:
-            varies_between_samples += map(_varies, torch_outputs)
-        else:
-            varies_in_sample += map(_varies, torch_outputs)
-        last_output = torch_outputs[-1].cpu().numpy()
-        same_argmax.append(_same_argmax(last_output, onnx_outputs[-1].numpy()))
-        sample_count += batch_size
-        output_count = len(torch_outputs)
+    compared = [_compare_batch(model, session, batch) for batch in batches]
+    max_difference = float(np.max([batch.max_difference for batch in compared]))
+    has_same_argmax = np.concatenate([batch.has_same_argmax for batch in compared])
+    row_count = len(has_same_argmax)
 
     difference_in_steps = None
     quantizers = [module for module in model.modules() if isinstance(module, FixedQuant)]
-    if quantizers and output_count == 1:
+    if quantizers and compared[0].output_count == 1:
         difference_in_steps = max_difference / float(quantizers[-1].scale)
-    has_same_argmax = np.concatenate(same_argmax)
-    row_count = len(has_same_argmax)
+    # one sample shows only whether its output varies in itself
+    batches_of_several = [batch for batch in compared if batch.samples > 1]
     return ExportAgreement(
-        samples=sample_count,
+        samples=sum(batch.samples for batch in compared),
         max_difference=max_difference,
-        max_output=max_output,
+        max_output=max(batch.max_output for batch in compared),
         argmax=int(has_same_argmax.sum()) / max(row_count, 1),
         codes=difference_in_steps,
         batches=tuple(sorted({len(batch[0]) for batch in batches if batch[0].ndim})),
-        depends_on_input=any(varies_between_samples or varies_in_sample),
+        depends_on_input=any(batch.varies for batch in batches_of_several or compared),
         argmax_rows=row_count,
+    )
+
+
+class _ComparedBatch(NamedTuple):
+    """Outputs of torch and ONNX Runtime for one batch.
+
+    Attributes:
+        samples: number of samples.
+        output_count: number of outputs.
+        max_difference: largest absolute difference; NaN if one is.
+        max_output: largest absolute value of torch's.
+        has_same_argmax: for each row of the last output.
+        varies: whether an output of torch's varies between samples; for one sample, in itself.
+    """
+
+    samples: int
+    output_count: int
+    max_difference: float
+    max_output: float
+    has_same_argmax: NDArray[np.bool_]
+    varies: bool
+
+
+def _compare_batch(
+    model: nn.Module, session: OrtSession, batch: Sequence[torch.Tensor]
+) -> _ComparedBatch:
+    """Run a batch in torch and ONNX Runtime, and compare the outputs."""
+    torch_outputs, onnx_outputs = _run_both(model, session, batch)
+    last_output = torch_outputs[-1].cpu().numpy()
+    return _ComparedBatch(
+        samples=len(batch[0]) if batch[0].ndim else 1,
+        output_count=len(torch_outputs),
+        max_difference=largest_difference(torch_outputs, onnx_outputs),
+        max_output=largest_magnitude(torch_outputs),
+        has_same_argmax=_same_argmax(last_output, onnx_outputs[-1].numpy()),
+        varies=any(map(_varies, torch_outputs)),
     )
 
 

@@ -115,9 +115,9 @@ class FakeQuant(nn.Module):
         observe: whether a forward updates the moving averages.
         enabled: whether a forward rounds.
         calls_per_batch: number of tensors that share this range.
-        has_range: whether a range was set; if it was loaded, `seen` > 0 instead.
-        calls: calls in the present batch.
-        pending: extremes of the present batch.
+        has_range: whether `set_range` was called; a range that was loaded has `seen` > 0 instead.
+        calls_in_batch: number of calls in the present batch.
+        batch_extremes: (minimum, maximum) of these calls.
         lo: lower end of the range.
         hi: upper end of the range.
         scale: float32, the real value of a step.
@@ -135,15 +135,18 @@ class FakeQuant(nn.Module):
         super().__init__()
         self.grid = grid
         self.name = name
-        self.momentum = momentum
-        self.reach: RangeLimits | None = None
-        self.monitors: list[nn.Module] = []
         self.observe = False
         self.enabled = False
-        self.calls_per_batch = 1
+        # of the search of the range
+        self.reach: RangeLimits | None = None
+        self.monitors: list[nn.Module] = []
         self.has_range = False
-        self.calls = 0
-        self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        # of the moving averages, see `update`
+        self.momentum = momentum
+        self.calls_per_batch = 1
+        self.calls_in_batch = 0
+        self.batch_extremes: tuple[torch.Tensor, torch.Tensor] | None = None
+        # stored in checkpoints, in this order
         self.register_buffer("lo", torch.zeros(()))
         self.register_buffer("hi", torch.zeros(()))
         self.register_buffer("scale", torch.ones(()))
@@ -175,7 +178,7 @@ class FakeQuant(nn.Module):
         Raises:
             CalibrationError: there is no range.
         """
-        if not self.has_range and not self.calls and not int(self.seen):
+        if not self.has_range and not self.calls_in_batch and not int(self.seen):
             raise no_range_error(self.name)
         return self.scale, self.zero_point
 
@@ -187,9 +190,8 @@ class FakeQuant(nn.Module):
         """Update the moving averages of minimum and maximum with one tensor of a batch.
 
         Tensors that share the range arrive one after the other, `calls_per_batch` of them in a
-        batch. Their extremes are collected in `pending`, and enter the averages with the last one.
-        The first batch has no average yet: its extremes are the range at once. Scale and zero point
-        are set anew from the range.
+        batch. Their extremes are collected in `batch_extremes`, and enter the averages with the
+        last one. Scale and zero point are set anew from the range.
 
         Raises:
             CalibrationError: the tensor has NaN or Inf.
@@ -202,15 +204,15 @@ class FakeQuant(nn.Module):
         if self.reach is not None:  # beyond it the readers saturate
             limits = (self.reach.floor, self.reach.ceiling)
             lo, hi = lo.clamp(*limits), hi.clamp(*limits)
-        if self.pending is not None:
-            lo = torch.minimum(lo, self.pending[0])
-            hi = torch.maximum(hi, self.pending[1])
-        self.pending = (lo, hi)
-        self.calls += 1
+        if self.batch_extremes is not None:
+            lo = torch.minimum(lo, self.batch_extremes[0])
+            hi = torch.maximum(hi, self.batch_extremes[1])
+        self.batch_extremes = (lo, hi)
+        self.calls_in_batch += 1
 
         is_first_batch = not int(self.seen)
-        is_batch_complete = self.calls == self.calls_per_batch
-        if is_first_batch:
+        is_batch_complete = self.calls_in_batch == self.calls_per_batch
+        if is_first_batch:  # there is no average yet: the extremes so far are the range
             self.lo.copy_(lo)
             self.hi.copy_(hi)
         elif is_batch_complete:
@@ -224,7 +226,7 @@ class FakeQuant(nn.Module):
 
     def start_batch(self) -> None:
         """Start a new batch, also after one that was interrupted."""
-        self.calls, self.pending = 0, None
+        self.calls_in_batch, self.batch_extremes = 0, None
 
     def _update_average(self, lo: torch.Tensor, hi: torch.Tensor) -> None:
         if self.momentum == 1:

@@ -68,23 +68,23 @@ class _Rewriter:
     def replace_layer(self, node: fx.Node) -> None:
         """Replace a functional convolution or linear, if its weight is no computed one."""
         options = _layer_arguments(node)
-        source, weight = options.pop("input"), options["weight"]
+        input_node, weight = options.pop("input"), options["weight"]
         if not _is_parameter(weight) or not _is_parameter_or_none(options["bias"]):
             return
         kind, suffix = _LAYERS[node.target]
-        self._replace(node, source, kind, _module_name(weight, suffix), _name_tensors(options))
+        self._replace(node, input_node, kind, _module_name(weight, suffix), _name_tensors(options))
 
     def replace_product(self, node: fx.Node) -> None:
         """Replace x @ weight."""
-        source, weight = node.all_input_nodes
+        input_node, weight = node.all_input_nodes
         options = {"weight": weight.target, "bias": None, "transposed": True}
-        self._replace(node, source, nn.Linear, _module_name(weight, "linear"), options)
+        self._replace(node, input_node, nn.Linear, _module_name(weight, "linear"), options)
 
     def replace_norm(self, node: fx.Node) -> None:
         """Replace a functional BatchNorm, unless it uses the statistics of the batch."""
         options = batch_norm_arguments(node)
         assert options is not None
-        source, mean = options.pop("input"), options["running_mean"]
+        input_node, mean = options.pop("input"), options["running_mean"]
         uses_batch_statistics = options.pop("training") and not self.graph_module.training
         if uses_batch_statistics or mean is None:
             return
@@ -93,43 +93,44 @@ class _Rewriter:
         if not isinstance(options["momentum"], float):
             return
         name = _module_name(mean, "norm")
-        self._replace(node, source, ChannelNorm, name, _name_tensors(options))
+        self._replace(node, input_node, ChannelNorm, name, _name_tensors(options))
 
     def _replace(
         self,
         node: fx.Node,
-        source: fx.Node,
+        input_node: fx.Node,
         kind: type[nn.Module],
         name: str,
         options: dict[str, Any],
     ) -> None:
         """Replace a call of a function by a call of a module, which is added at its first call.
 
-        The node stays if the name of the module is in use: by a module of the user, or for the same
-        weight with other options.
+        The node stays if the name is taken: a module of the user has it, or the new module of
+        another call that has the same weight but other options.
 
         Args:
             node: calls the function.
-            source: its input tensor.
+            input_node: its input tensor.
             kind: class of the module.
             name: of the module.
-            options: arguments of the function by name, tensors by their names in the model.
+            options: arguments of the call: name -> value, or for a tensor its name in the model,
+                such as "fc.weight".
         """
-        if kind is nn.Linear and self._is_name_used(name, options):
+        if kind is nn.Linear and self._is_name_taken(name, options):
             # several products with weights of one module: name the layer after the weight
             layer_suffix = name.rpartition(".")[2]
             name = f"{options['weight']}_{layer_suffix}"
-        if self._is_name_used(name, options):
+        if self._is_name_taken(name, options):
             return
         if name not in self.options_by_name:
             self.graph_module.add_submodule(name, self._create_module(kind, options))
             self.options_by_name[name] = options
         with node.graph.inserting_before(node):
-            call = node.graph.call_module(name, (source,))
+            call = node.graph.call_module(name, (input_node,))
         call.meta.update(node.meta)
         replace_node(node, call)
 
-    def _is_name_used(self, name: str, options: dict[str, Any]) -> bool:
+    def _is_name_taken(self, name: str, options: dict[str, Any]) -> bool:
         """Return whether a new module with other options, or one of the user's, has this name."""
         if name in self.options_by_name:
             return self.options_by_name[name] != options
@@ -141,8 +142,8 @@ class _Rewriter:
     def _create_module(self, kind: Any, options: dict[str, Any]) -> nn.Module:
         """Return a module that computes a function with these options, and has its parameters.
 
-        `options`: arguments of the function by name, tensors by their names in the model;
-        "transposed" for a weight [C_in, C_out], which is copied.
+        `options`: as for `_replace`; "transposed" if the weight is [C_in, C_out], which a Linear
+        does not take: it gets a transposed copy.
         """
         is_training = self.graph_module.training
         if kind is ChannelNorm:
@@ -154,20 +155,17 @@ class _Rewriter:
             is_trained = isinstance(weight, nn.Parameter) and weight.requires_grad
             weight = nn.Parameter(weight.detach().t().contiguous(), is_trained)
         output_channels, input_channels, *kernel_size = weight.shape
-        hyperparameters = {}
+        conv_options = {}
         if kind is not nn.Linear:
             input_channels *= options["groups"]
-            hyperparameters["kernel_size"] = tuple(kernel_size)
+            conv_options["kernel_size"] = tuple(kernel_size)
             for key in ("stride", "padding", "dilation", "groups"):
                 value = options[key]
                 # torch.fx's immutable lists become tuples, which the modules take
-                hyperparameters[key] = tuple(value) if isinstance(value, list) else value
+                conv_options[key] = tuple(value) if isinstance(value, list) else value
+        # on meta, the parameters have no memory before they are replaced
         module = kind(
-            input_channels,
-            output_channels,
-            bias=bias is not None,
-            device="meta",
-            **hyperparameters,
+            input_channels, output_channels, bias=bias is not None, device="meta", **conv_options
         )
         module.register_parameter("weight", as_parameter(weight))
         if bias is not None:

@@ -37,7 +37,7 @@ from deploy.fx.norms import (
     FrozenNorm,
     freeze_affines,
     has_view,
-    inputs_per_channel,
+    inputs_per_channel_of_view,
     is_norm,
     keeps_channels,
     norm_factors,
@@ -107,12 +107,12 @@ def fuse(
         ModelError: the model cannot be captured.
     """
     graph_module, report = fold_batch_norms(model, inputs)
-    fused_relus: set[fx.Node] = set()  # a shared layer has several ReLUs, fused with the first one
+    # a layer that is called several times has a ReLU after each call: all are fused at once
+    fused_relus: set[fx.Node] = set()
     for node in list(graph_module.graph.nodes):
         if node not in fused_relus and is_relu(graph_module, node):
             fused_relus |= _fuse_relu(graph_module, node, report)
-    report.skipped = list(dict.fromkeys(report.skipped))
-    _clean(graph_module)
+    _delete_unused_modules(graph_module)
     return graph_module, report
 
 
@@ -132,15 +132,15 @@ def fold_batch_norms(
     graph_module = graph_of(in_eval_mode(model), inputs)
     layers_to_modules(graph_module)
     report = FuseReport()
-    fold_into_previous(graph_module, _norms(graph_module), report)
+    fold_into_previous(graph_module, _norm_calls(graph_module), report)
     # branches such as RepVGG's are convolutions only once their norms are folded
     report.fused += [("Branches", names) for names in merge_branches(graph_module)]
     # the remaining norms have no layer before them
-    for norm in _norms(graph_module):
-        _fold_into_reader(graph_module, norm, report)
-    _clean(graph_module)
+    for norm_call in _norm_calls(graph_module):
+        _fold_into_reader(graph_module, norm_call, report)
+    _delete_unused_modules(graph_module)
 
-    unfolded_norms = {node.target for node in _norms(graph_module)}
+    unfolded_norms = {norm_call.target for norm_call in _norm_calls(graph_module)}
     report.norms_left = len(unfolded_norms)
     report.skipped = list(dict.fromkeys(report.skipped))  # a shared norm has several calls
     graph_module.meta[UNFOLDED_NORMS] = dict(report.skipped)
@@ -185,7 +185,7 @@ def _norms_with_reasons(model: nn.Module) -> Iterator[str]:
     for module in model.modules():
         if isinstance(module, fx.GraphModule):
             reasons = module.meta.get(UNFOLDED_NORMS, {})  # from before quantizers were inserted
-            for node in _norms(module):
+            for node in _norm_calls(module):
                 reason = reasons.get(str(node.target)) or reason_not_foldable(module, node)
                 yield f"{node.target} ({reason or 'its layer stays in float'})"
 
@@ -218,7 +218,7 @@ def is_relu(graph_module: fx.GraphModule, node: fx.Node) -> bool:
 def reason_not_foldable(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
     """Return why the BatchNorm at `norm` cannot fold into the layer before it; None if it can."""
     reason = _reason_at_call(graph_module, norm)
-    if reason is None and not _norms_of_all_calls(graph_module, norm):
+    if reason is None and not _foldable_calls(graph_module, norm):
         layer = path_to_layer(graph_module, norm)[-1]
         return f"{layer.target} is called at several places"
     return reason
@@ -237,17 +237,17 @@ def _reason_at_call(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
     for node in reversed(path):  # another reader would get normalized values
         reader_count = len(readers_of(node))
         if reader_count > 1:
-            name = node.target if node is layer_call else node.name
-            return f"the output of {name} has {reader_count} users"
+            shown_name = layer_call.target if node is layer_call else node.name
+            return f"the output of {shown_name} has {reader_count} users"
 
-    module = called_module(graph_module, norm)
-    if not _has_factors(module):
+    norm_module = called_module(graph_module, norm)
+    if not _has_running_statistics(norm_module):
         return "it keeps no running statistics"
     if has_view(graph_module, path):
-        if keeps_channels(layer, path, norm_factors(module)[0].numel()):
+        if keeps_channels(layer, path, norm_factors(norm_module)[0].numel()):
             return None
         return f"a view after {layer_call.target} moves its channels"
-    if isinstance(layer, nn.Linear) and not _is_flat(layer_call, module):
+    if isinstance(layer, nn.Linear) and not _outputs_matrix(layer_call, norm_module):
         return "only BatchNorm1d folds into Linear"
     return None
 
@@ -258,41 +258,44 @@ def calls_of_module(graph_module: fx.GraphModule, layer_call: fx.Node) -> list[f
     return [call for call, module in module_calls(graph_module) if module is layer]
 
 
-def _norms_of_all_calls(graph_module: fx.GraphModule, norm: fx.Node) -> list[fx.Node]:
-    """Return the calls of a norm that fold with it into the layer before; [] if it cannot fold.
+def _foldable_calls(graph_module: fx.GraphModule, norm_call: fx.Node) -> list[fx.Node]:
+    """Return all calls of a norm if it can fold into the layer before it, else [].
 
-    A layer that is called several times has one weight, so the norm folds only if it follows each
-    of these calls: all of them foldable, and no other norm among them.
+    All calls of a layer have the same weight. So a norm folds into the layer only if it follows
+    every call of it, and each time in a way that can fold.
 
-    `norm`: one call of the norm.
+    `norm_call`: one of the calls; it can fold by itself.
     """
-    layer_calls = calls_of_module(graph_module, path_to_layer(graph_module, norm)[-1])
+    layer_call = path_to_layer(graph_module, norm_call)[-1]
+    layer_calls = calls_of_module(graph_module, layer_call)
     if len(layer_calls) == 1:
-        return [norm]
-    norm_calls = []
-    for norm_call in _norms(graph_module):
-        if path_to_layer(graph_module, norm_call)[-1] in layer_calls:
-            if _reason_at_call(graph_module, norm_call) is not None:
+        return [norm_call]
+
+    norm_calls = []  # of this norm, or of another one that follows the same layer
+    for call in _norm_calls(graph_module):
+        if path_to_layer(graph_module, call)[-1] in layer_calls:
+            if _reason_at_call(graph_module, call) is not None:
                 return []
-            norm_calls.append(norm_call)
-    # a shared module may be called under several names, of which only one would be replaced
+            norm_calls.append(call)
+    if len(norm_calls) < len(layer_calls):  # a call of the layer has no norm after it
+        return []
+    # a module may be called under several names, of which only one would be replaced
     norm_names = {call.target for call in norm_calls}
     layer_names = {call.target for call in layer_calls}
-    has_one_name_each = len(norm_names) == len(layer_names) == 1
-    return norm_calls if has_one_name_each and len(norm_calls) == len(layer_calls) else []
+    return norm_calls if len(norm_names) == len(layer_names) == 1 else []
 
 
-def _norms(graph_module: fx.GraphModule) -> list[fx.Node]:
+def _norm_calls(graph_module: fx.GraphModule) -> list[fx.Node]:
     return [node for node, module in module_calls(graph_module) if is_norm(module)]
 
 
-def _has_factors(norm: nn.Module | None) -> bool:
+def _has_running_statistics(norm: nn.Module | None) -> bool:
     return isinstance(norm, FrozenNorm) or getattr(norm, "running_var", None) is not None
 
 
-def _is_flat(layer: fx.Node, norm: nn.Module | None) -> bool:
-    """Return whether the Linear's output is [N, C]; if its rank is unknown, guess by the norm."""
-    rank = layer.meta.get("rank")
+def _outputs_matrix(linear_call: fx.Node, norm: nn.Module | None) -> bool:
+    """Return whether a Linear's output is [N, C]; if its rank is unknown, guess by the norm."""
+    rank = linear_call.meta.get("rank")
     if rank is None:
         return isinstance(norm, nn.BatchNorm1d)
     return bool(rank == 2)
@@ -303,14 +306,14 @@ def _fold_into_layer(
 ) -> set[fx.Node]:
     """Fold a norm and its other calls after the same layer; return the removed nodes."""
     layer_call = path_to_layer(graph_module, norm)[-1]
-    norms = _norms_of_all_calls(graph_module, norm)
+    norm_calls = _foldable_calls(graph_module, norm)
     layer, module = called_module(graph_module, layer_call), called_module(graph_module, norm)
     assert layer is not None and module is not None
     replace_submodule(graph_module, str(layer_call.target), _with_norm_after(layer, module))
     report.fused.append((f"{_kind(layer)}+BN", (str(layer_call.target), str(norm.target))))
-    for node in norms:
-        _remove(node)
-    return set(norms)
+    for norm_call in norm_calls:
+        _remove(norm_call)
+    return set(norm_calls)
 
 
 def _remove(node: Any) -> None:
@@ -320,9 +323,11 @@ def _remove(node: Any) -> None:
 
 def _fold_into_reader(graph_module: fx.GraphModule, norm: fx.Node, report: FuseReport) -> None:
     """Fold a norm into the layer that is its only reader, in place, or report why not."""
-    path = path_to_reader(graph_module, norm)  # [] if it has several readers
-    repeats = _inputs_per_channel(graph_module, norm, path) if path else 0
-    if not repeats:  # it folds into no layer
+    path = path_to_reader(graph_module, norm)  # the nodes from its reader to that layer
+    inputs_of_channel = 0  # of the layer; 0 if it cannot take the norm
+    if path:  # it has only one reader
+        inputs_of_channel = _inputs_fed_by_channel(graph_module, norm, path)
+    if not inputs_of_channel:
         reason = reason_not_foldable(graph_module, norm)
         if reason == NO_LAYER_BEFORE:
             reason = f"{reason}, and {_describe_reader(graph_module, path)} after it"
@@ -333,7 +338,7 @@ def _fold_into_reader(graph_module: fx.GraphModule, norm: fx.Node, report: FuseR
     layer_name = str(layer_call.target)
     layer = called_module(graph_module, layer_call)
     assert layer is not None
-    folded = _with_norm_before(layer, called_module(graph_module, norm), repeats)
+    folded = _with_norm_before(layer, called_module(graph_module, norm), inputs_of_channel)
     replace_submodule(graph_module, layer_name, folded)
     report.fused.append((f"BN+{_kind(layer)}", (layer_name, str(norm.target))))
     _remove(norm)
@@ -349,7 +354,7 @@ def _describe_reader(graph_module: fx.GraphModule, path: list[fx.Node]) -> str:
     return str(path[-1].name) if reader is None else type(reader).__name__
 
 
-def _inputs_per_channel(graph_module: fx.GraphModule, norm: fx.Node, path: list[fx.Node]) -> int:
+def _inputs_fed_by_channel(graph_module: fx.GraphModule, norm: fx.Node, path: list[fx.Node]) -> int:
     """Return how many consecutive inputs of a layer one channel of the norm before it feeds.
 
     It is 1 without a view between them; flatten(1) of [N, C, H, W] before a Linear makes it H * W.
@@ -361,16 +366,16 @@ def _inputs_per_channel(graph_module: fx.GraphModule, norm: fx.Node, path: list[
     layer_call = path[-1]
     norm_module: Any = called_module(graph_module, norm)
     layer: Any = called_module(graph_module, layer_call)
-    if not _has_factors(norm_module) or not called_once(graph_module, layer_call):
+    if not _has_running_statistics(norm_module) or not called_once(graph_module, layer_call):
         return 0
     if has_view(graph_module, path):
         channels = norm_factors(norm_module)[0].numel()
-        return inputs_per_channel(layer, norm, channels)
+        return inputs_per_channel_of_view(layer, norm, channels)
     if isinstance(layer, nn.Linear):
-        can_fold = _is_flat(layer_call, norm_module)
+        can_fold = _outputs_matrix(layer_call, norm_module)
     else:
         can_fold = isinstance(layer, CONVS) and not _pads(layer)
-    return 1 if can_fold else 0
+    return 1 if can_fold else 0  # without a view, each channel is one input
 
 
 def _pads(conv: Any) -> bool:
@@ -428,8 +433,8 @@ def scale_outputs(layer: Any, weight: torch.Tensor, factor: torch.Tensor) -> tor
 def _fuse_relu(graph_module: fx.GraphModule, relu: fx.Node, report: FuseReport) -> set[fx.Node]:
     """Fuse a ReLU with the layer before it, in place; return the removed ReLU nodes.
 
-    A layer with several calls needs a ReLU after each, and loses them all. Nothing is removed if
-    the ReLU follows no layer, or if the layer's output has other readers.
+    Every call of the layer must have a ReLU as its only reader; all these ReLUs are removed. Else
+    nothing is, and the reason goes to `report`, unless the ReLU follows no layer.
     """
     layer_call: Any = relu.args[0]
     layer = called_module(graph_module, layer_call)
@@ -441,9 +446,11 @@ def _fuse_relu(graph_module: fx.GraphModule, relu: fx.Node, report: FuseReport) 
     for call in calls_of_module(graph_module, layer_call):
         readers = list(call.users)
         has_only_relu = len(readers) == 1 and is_relu(graph_module, readers[0])
-        has_other_name = str(call.target) != layer_name  # of a shared module
-        if has_other_name or not has_only_relu:
-            report.skipped.append((relu.name, f"{layer_name} has another user or call"))
+        # of a module with two names only one would be replaced
+        is_other_name = str(call.target) != layer_name
+        if is_other_name or not has_only_relu:
+            skipped = (relu.name, f"{layer_name} has another user or call")
+            report.skipped.append(skipped)
             return set()
         relus.update(readers)
 
@@ -471,6 +478,6 @@ def _kind(module: nn.Module) -> str:
     return "Linear" if isinstance(module, nn.Linear) else "Conv"
 
 
-def _clean(graph_module: fx.GraphModule) -> None:
+def _delete_unused_modules(graph_module: fx.GraphModule) -> None:
     graph_module.delete_all_unused_submodules()
     refresh(graph_module)

@@ -29,10 +29,12 @@ def minimum_scales(
 
     x86 CPUs without VNNI multiply two neighboring weights with their inputs and add the products
     in 16 bits, which saturate. With a scale of at least this limit, the integers of the largest
-    pair of an output are small enough.
+    pair of an output are so small that its products fit.
 
-    `weight`: of a Conv, ConvTranspose or Linear, in real units. `transposed`: it is that of a
-    ConvTranspose, [C_in, C_out, ...].
+    Args:
+        weight: of a Conv, ConvTranspose or Linear, in real units.
+        transposed: it is that of a ConvTranspose, [C_in, C_out, ...].
+        groups: of the convolution.
     """
     # a depthwise kernel adds no pairs, and a grouped ConvTranspose stays in float
     if is_depthwise(groups, *weight.shape[:2]) or (transposed and groups > 1):
@@ -40,9 +42,9 @@ def minimum_scales(
     rows = weight.transpose(0, 1) if transposed else weight
     # the weights of an output, input channels last: kernels add the products of two neighbors
     weights_by_output = rows.detach().float().movedim(1, -1).flatten(1)
-    padded = functional.pad(weights_by_output, (0, 2))  # the last weight may lack a neighbor
+    padded = functional.pad(weights_by_output, (0, 1))  # a neighbor for the last weight
     step = pair_stride(rows.shape)
-    first, second = padded[:, 0:-2:step], padded[:, 1:-1:step]
+    first, second = padded[:, :-1:step], padded[:, 1::step]
 
     # products of opposite sign do not add up
     have_same_sign = (first > 0) == (second > 0)
@@ -184,14 +186,14 @@ def weight_quantizer(
         layer: Conv, ConvTranspose or Linear.
         axis: channel axis, or None for one scale.
         bits: 2 to 8.
-        fits_pairs: limit the scales so that no CPU saturates (possible with 8 bits only).
+        fits_pairs: limit the scales so that no CPU saturates, see `minimum_scales`.
     """
-    if not fits_pairs or bits != 8:
+    if not fits_pairs or bits < 8:  # fewer bits never saturate
         return WeightQuant(axis, bits)
     transposed = isinstance(layer, TRANSPOSED)
     groups = int(getattr(layer, "groups", 1))
-    limits = partial(minimum_scales, transposed=transposed, groups=groups)
-    return WeightQuant(axis, bits, limits)
+    find_minimum_scales = partial(minimum_scales, transposed=transposed, groups=groups)
+    return WeightQuant(axis, bits, find_minimum_scales)
 
 
 class QatLayer(nn.Module):
@@ -307,7 +309,7 @@ class IntLayer(ExportedModule):
         quant.enabled = True
         rounded = quant(weight)
         quant.enabled = was_enabled
-        return torch.round(rounded / self._aligned(self.weight_scale)).to(torch.int8)
+        return torch.round(rounded / self._along_axis(self.weight_scale)).to(torch.int8)
 
     def round_bias(self, input_scale: torch.Tensor) -> None:
         """Round the bias to multiples of input scale times weight scale, in place.
@@ -319,24 +321,24 @@ class IntLayer(ExportedModule):
         """
         if self.bias is None:
             return
-        scale = self.weight_scale
-        minimum_by_channel = self.bias.abs().double() / (input_scale * _MAX_BIAS)
-        # channels may share a scale, which must be wide enough for the largest bias of them
+        scale = self.weight_scale  # [C_out], or [1] for all channels
+        minimum_by_channel = self.bias.abs().double() / (input_scale * _MAX_BIAS)  # [C_out]
+        # one scale for all channels must be wide enough for the largest bias of them
         minimum_scale = minimum_by_channel.reshape(-1, scale.numel()).amax(0)
         widened_scale = torch.maximum(scale.double(), minimum_scale).to(scale)
-        ratio = self._aligned(scale.double() / widened_scale.double())
+        # a weight is integer times scale: with a larger scale its integer is smaller
+        ratio = self._along_axis(scale.double() / widened_scale.double())
         self.weight_int.copy_(torch.round(self.weight_int * ratio))
         self.weight_scale.copy_(widened_scale)
 
-        channels_per_scale = len(self.bias) // widened_scale.numel()
-        bias_step = input_scale * widened_scale.repeat(channels_per_scale)
+        bias_step = input_scale * widened_scale
         self.bias.copy_(torch.round(self.bias / bias_step) * bias_step)
 
     def weight(self) -> torch.Tensor:
         """Return the weight in real units, float32."""
         if self.exporting:
             return self.symbolic()
-        scale = self._aligned(self.weight_scale)
+        scale = self._along_axis(self.weight_scale)
         return self.weight_int.to(scale.dtype) * scale
 
     def symbolic(self) -> torch.Tensor:
@@ -361,5 +363,5 @@ class IntLayer(ExportedModule):
         """Return the layer's output, computed in float from the integers."""
         return apply_layer(self.layer, x, self.weight(), self.bias)
 
-    def _aligned(self, scale: torch.Tensor) -> torch.Tensor:
+    def _along_axis(self, scale: torch.Tensor) -> torch.Tensor:
         return _align(scale, self.axis, self.layer_dims)

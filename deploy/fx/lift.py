@@ -93,10 +93,15 @@ _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 def lift_program(
     program: ExportedProgram, model: nn.Module, inputs: Sequence[Any]
 ) -> fx.GraphModule:
-    """Return the graph of `program` over the modules of `model`.
+    """Return an exported program as a graph that calls the layers of its model again.
 
-    `model`: the exported model; its modules and parameters keep their names. `inputs`: positional
-    arguments of the export: tensors, or containers of them.
+    torch.export flattens a model to single operations; here those of one call of a layer become a
+    call of the layer.
+
+    Args:
+        program: the program of torch.export.
+        model: the exported model; its modules and parameters keep their names.
+        inputs: positional arguments of the export: tensors, or containers of them.
 
     Raises:
         ModelError: an output is not a tensor, a number, or a tuple, list or dict of them.
@@ -169,7 +174,7 @@ class _Lifter:
                 self._add_node(node)
 
     def add_outputs(self) -> None:
-        values = fx.node.map_arg(self.program.graph.output_node().args[0], self._value)
+        values = fx.node.map_arg(self.program.graph.output_node().args[0], self._lifted_value)
         spec = self.program.call_spec.out_spec
         assert spec is not None
         returned = pytree.tree_unflatten(values, spec)
@@ -191,8 +196,8 @@ class _Lifter:
                 value = self.graph.call_function(operator.getitem, (value, index))
         return value
 
-    def _value(self, node: fx.Node) -> Any:
-        """Return the lifted node or value; a parameter is added where it is first used."""
+    def _lifted_value(self, node: fx.Node) -> Any:
+        """Return a node's node or value in the new graph; a parameter is added at its first use."""
         if node not in self.lifted:
             self.lifted[node] = self._add_tensor(node)
         return self.lifted[node]
@@ -209,12 +214,9 @@ class _Lifter:
         return self.graph.get_attr(name)
 
     def _layer_call_of(self, node: fx.Node) -> str | None:
-        """Return "<layer>@<its call>" if `node` is part of the call of a layer, else None.
-
-        torch.export notes the modules whose forward a node was recorded in, outermost first: a key
-        that differs from call to call -> (qualified name, class). A name ends in "@1", "@2", ...
-        for further calls of the module.
-        """
+        """Return "<layer>@<its call>" if `node` is part of the call of a layer, else None."""
+        # nn_module_stack: the modules in whose forward torch.export recorded the node, outermost
+        # first, as {key of the call: ("layer1.conv@1", class)}; @1 is the second call of a module
         for call_key, (numbered_name, _) in node.meta.get("nn_module_stack", {}).items():
             name = re.sub(r"@[0-9]+", "", numbered_name)
             try:
@@ -228,54 +230,59 @@ class _Lifter:
     def _add_layer(self, name: str, nodes: list[fx.Node]) -> bool:
         """Add one call of a layer in place of the nodes that it was exported as.
 
-        Return False, and add nothing, if the nodes read several tensors besides the layer's own, or
-        if several of their results are read by other nodes.
+        Return False, and add nothing, unless the nodes read exactly one tensor besides the layer's
+        parameters and buffers, and exactly one of their results is read by other nodes.
 
-        `name`: qualified name of the layer. `nodes`: nodes of the program in one call of it.
+        Args:
+            name: qualified name of the layer.
+            nodes: nodes of the program in one call of it.
         """
         layer = self.model.get_submodule(name)
         layer_tensors = {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
         call_nodes = set(nodes)
-        inputs: set[fx.Node] = set()
-        outputs = []
+        input_nodes: set[fx.Node] = set()
+        output_nodes = []
         for node in nodes:
             for source in set(node.all_input_nodes) - call_nodes:
-                if _is_tensor(source) and id(self._attribute_of(source)) not in layer_tensors:
-                    inputs.add(source)
+                if _is_tensor(source) and id(self._parameter_of(source)) not in layer_tensors:
+                    input_nodes.add(source)
             if not node.users.keys() <= call_nodes:
-                outputs.append(node)
-        if len(inputs) != 1 or len(outputs) != 1:
+                output_nodes.append(node)
+        if len(input_nodes) != 1 or len(output_nodes) != 1:
             return False
 
         self.modules_and_tensors[name] = layer
-        lifted_input = self._value(inputs.pop())
-        self._set(outputs[0], self.graph.call_module(name, (lifted_input,)))
+        lifted_input = self._lifted_value(input_nodes.pop())
+        self._set_lifted(output_nodes[0], self.graph.call_module(name, (lifted_input,)))
         return True
 
-    def _attribute_of(self, node: fx.Node) -> Any:
+    def _parameter_of(self, node: fx.Node) -> Any:
         """Return the parameter or buffer of a placeholder, None for any other node."""
         if node.op != "placeholder" or node.name not in self._name_by_placeholder:
             return None
         return tensor_of(self.model, self._name_by_placeholder[node.name])
 
     def _add_node(self, node: fx.Node) -> None:
-        """Add a node of the program that belongs to no layer, or the value that it stands for."""
+        """Add a node of the program that belongs to no layer, unless it stands for a known value.
+
+        Such a value is recorded in `lifted` instead.
+        """
         if getattr(node.target, "__name__", "") in _REGIONS:
             self._add_region(node)
             return
         if node.target is operator.getitem:
             source: Any = node.args[0]
-            values = self._value(source)
+            values = self._lifted_value(source)
             if isinstance(values, tuple):  # the outputs of a region, which was inlined
                 self.lifted[node] = values[node.args[1]]
                 return
         if node.target is torch.ops.aten.item.default:
             number = self._constant_value(node)
-            if number is not None:
+            if number is not None:  # x.item() of a constant x is a plain number
                 self.lifted[node] = number
                 return
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._value)
-        self._set(node, add_call(self.graph, node, args, kwargs))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._lifted_value)
+        self._set_lifted(node, add_call(self.graph, node, args, kwargs))
 
     def _constant_value(self, node: fx.Node) -> Any:
         """Return the value of a node computed only from the model's constants, or None."""
@@ -293,7 +300,8 @@ class _Lifter:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), value_by_source.__getitem__)
         return target(*args, **kwargs)
 
-    def _set(self, node: fx.Node, call: fx.Node) -> None:
+    def _set_lifted(self, node: fx.Node, call: fx.Node) -> None:
+        """Record the call that stands for a node in the new graph; give it the node's shapes."""
         self.lifted[node] = call
         call.meta["nn_module_stack"] = node.meta.get("nn_module_stack", {})
         if _is_tensor(node):
@@ -301,21 +309,21 @@ class _Lifter:
             call.meta["sizes"] = sizes_of(node.meta["val"])
 
     def _add_region(self, node: fx.Node) -> None:
-        """Inline a region under `torch.no_grad()` or autocast, which is a graph of its own.
+        """Inline a region under `torch.no_grad()` or autocast, which is a separate graph.
 
-        The arguments of its node are the options of the region, its graph, and the graph's inputs.
+        `node`: its arguments are (*options of the region, its graph, *inputs of the graph).
         """
         args: list[Any] = list(node.args)
-        while not _is_attribute(args[0]):  # an option
+        while not _is_attribute(args[0]):  # an option; the graph is an attribute of the program
             args.pop(0)
         subgraph_node, *region_inputs = args
         region = getattr(self.program.graph_module, str(subgraph_node.target))
         placeholders = region.graph.find_nodes(op="placeholder")
         for placeholder, region_input in zip(placeholders, region_inputs, strict=True):
             is_node = isinstance(region_input, fx.Node)  # else a number
-            self.lifted[placeholder] = self._value(region_input) if is_node else region_input
+            self.lifted[placeholder] = self._lifted_value(region_input) if is_node else region_input
         self.add_nodes(region.graph.nodes)
-        self.lifted[node] = tuple(map(self._value, region.graph.output_node().args[0]))
+        self.lifted[node] = tuple(map(self._lifted_value, region.graph.output_node().args[0]))
 
 
 def is_layer(module: nn.Module) -> bool:

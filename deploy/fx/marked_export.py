@@ -72,7 +72,7 @@ def export_named(
     Every tensor of the graph gets a marker node before the export, so that its name is still known
     after the exporter's optimizations.
 
-    `is_opaque`: tells whether a call of a module is opaque: replaced by a `OpaqueStandIn`.
+    `is_opaque`: tells whether a call of a module is opaque: replaced by an `OpaqueStandIn`.
 
     Raises:
         ModelError: torch.export cannot follow the graph.
@@ -82,12 +82,18 @@ def export_named(
     _insert_markers(marked)
     program = _run_exporter(marked, pytree.tree_map(_to_float_on_cpu, tuple(inputs)))
 
-    named_by_duplicate = _remove_markers(program.model)
+    first_name_by_name = _remove_markers(program.model)
     with quiet():
         program.optimize()
     model: onnx.ModelProto = program.model_proto
     _name_split_outputs(model, graph_module)
-    return _match_nodes(clean_model(clean_exported(model)), graph_module, named_by_duplicate)
+    cleaned = clean_model(clean_exported(model))
+    onnx_graph = Graph(cleaned)
+    return ExportedGraph(
+        model=cleaned,
+        tensors=_find_tensors(onnx_graph, graph_module, first_name_by_name),
+        graph_nodes=_find_implemented_nodes(onnx_graph, graph_module),
+    )
 
 
 def _float_copy(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -209,35 +215,36 @@ def _remove_markers(model: Any) -> dict[str, str]:
     """Remove the marker nodes from an ONNX model (of onnx_ir), and name tensors after them.
 
     A marker follows each tensor of the graph, and has the name of the graph node that computes it.
+    If several nodes have the same tensor, it is named after the first of them.
 
-    Return name of each graph node -> name of the node after which its tensor is named: another one
-    if two nodes have the same tensor.
+    Returns:
+        Name of each graph node -> name of the first node with the same tensor: mostly its own.
     """
-    first_name: dict[Any, str] = {}  # marked value -> name of its first node
-    named_by_duplicate = {}
+    first_name_by_value: dict[Any, str] = {}  # of onnx_ir values, which are tensors
+    first_name_by_name = {}
     for node in list(model.graph):
         if node.domain != MARKER_DOMAIN or node.op_type != MARKER:
             continue
         (source,), (marked,) = node.inputs, node.outputs
         name = node.attributes["name"].as_string()
-        named_by_duplicate[name] = first_name.setdefault(source, name)
+        first_name_by_name[name] = first_name_by_value.setdefault(source, name)
         marked.replace_all_uses_with(source, replace_graph_outputs=True)
         model.graph.remove(node, safe=True)
 
-    for value, name in first_name.items():
+    for value, name in first_name_by_value.items():
         value.name = f"{NODE_PREFIX}{name}"
     model.opset_imports.pop(MARKER_DOMAIN, None)
-    return named_by_duplicate
+    return first_name_by_name
 
 
 def _name_split_outputs(model: onnx.ModelProto, graph_module: fx.GraphModule) -> None:
     """Name the outputs of each Split after the graph nodes that take them; in place.
 
     In the graph, `chunk` and `split` return a tuple, from which getitem nodes take the tensors. The
-    exporter's optimizer makes a Split of them, whose outputs may have lost their names.
+    exporter's optimizer makes a Split of them, whose outputs may have lost these nodes' names.
     """
-    graph = Graph(model)
-    new_names: dict[str, str] = {}
+    onnx_graph = Graph(model)
+    new_name_by_output: dict[str, str] = {}
     for node in graph_module.graph.nodes:
         if node.op != "call_function" or node.target not in (torch.chunk, torch.split):
             continue
@@ -245,53 +252,54 @@ def _name_split_outputs(model: onnx.ModelProto, graph_module: fx.GraphModule) ->
         for user in node.users:
             if user.target is operator.getitem:  # a cat may read all outputs at once
                 item_by_index[user.args[1]] = user
-        for reader in graph.readers.get(f"{NODE_PREFIX}{node.args[0].name}", []):
-            if reader.op_type != "Split":
+        split_input = f"{NODE_PREFIX}{node.args[0].name}"
+        for onnx_node in onnx_graph.readers.get(split_input, []):
+            if onnx_node.op_type != "Split":
                 continue
-            for index, name in enumerate(reader.output):
-                is_named = name.startswith(NODE_PREFIX) or name in new_names
-                if index in item_by_index and not is_named:
-                    new_names[name] = f"{NODE_PREFIX}{item_by_index[index].name}"
-    rename_values(model.graph, new_names)
+            for index, output in enumerate(onnx_node.output):
+                has_name = output.startswith(NODE_PREFIX) or output in new_name_by_output
+                if index in item_by_index and not has_name:
+                    new_name_by_output[output] = f"{NODE_PREFIX}{item_by_index[index].name}"
+    rename_values(model.graph, new_name_by_output)
 
 
-def _match_nodes(
-    model: onnx.ModelProto, graph_module: fx.GraphModule, named_by_duplicate: Mapping[str, str]
-) -> ExportedGraph:
-    """Match the nodes of a graph with the tensors and nodes of its ONNX model, by name.
+def _find_tensors(
+    onnx_graph: Graph, graph_module: fx.GraphModule, first_name_by_name: Mapping[str, str]
+) -> dict[fx.Node, str]:
+    """Return graph node -> the ONNX tensor of its output, if the ONNX model has it.
 
-    A tensor that is named after a graph node (`NODE_PREFIX` and its name) holds its output. The
-    ONNX node that makes it implements the graph node, and so do the ONNX nodes upstream whose
-    outputs have no such name: a graph node may need several of them.
-
-    Args:
-        model: ONNX model exported from the graph.
-        graph_module: the graph.
-        named_by_duplicate: name of a graph node -> name of the first node with the same output,
-            after which the tensor is named.
+    `first_name_by_name`: name of a graph node -> name of the first node with the same output, after
+    which the tensor is named.
     """
-    graph = Graph(model)
-    onnx_tensors = {*graph.inputs, *graph.producer}
+    onnx_tensors = {*onnx_graph.inputs, *onnx_graph.producer}
     tensor_by_node: dict[fx.Node, str] = {}
-    node_by_tensor: dict[str, fx.Node] = {}
     for node in graph_module.graph.nodes:
-        own_tensor = f"{NODE_PREFIX}{node.name}"
-        node_by_tensor[own_tensor] = node
-        shared_tensor = f"{NODE_PREFIX}{named_by_duplicate.get(node.name, node.name)}"
-        if own_tensor in onnx_tensors:
-            tensor_by_node[node] = own_tensor
-        elif shared_tensor in onnx_tensors:
-            tensor_by_node[node] = shared_tensor
+        # the node's own name comes first: `_name_split_outputs` may have given it to a tensor
+        for name in (node.name, first_name_by_name.get(node.name, node.name)):
+            tensor = f"{NODE_PREFIX}{name}"
+            if tensor in onnx_tensors:
+                tensor_by_node[node] = tensor
+                break
+    return tensor_by_node
 
+
+def _find_implemented_nodes(
+    onnx_graph: Graph, graph_module: fx.GraphModule
+) -> dict[str, frozenset[fx.Node]]:
+    """Return name of an ONNX node -> the graph nodes that it implements, wholly or in part.
+
+    An ONNX node whose output is named after a graph node implements that node. An ONNX node whose
+    outputs have no such name is a step inside of what its readers implement.
+    """
+    node_by_tensor = {f"{NODE_PREFIX}{node.name}": node for node in graph_module.graph.nodes}
     implemented_nodes: dict[str, frozenset[fx.Node]] = {}
-    for onnx_node in reversed(graph.nodes):  # readers before the nodes that they read
+    for onnx_node in reversed(onnx_graph.nodes):  # readers before the nodes that they read
         graph_nodes: set[fx.Node] = set()
         for output in onnx_node.output:
             if output in node_by_tensor:
                 graph_nodes.add(node_by_tensor[output])
                 continue
-            # inside a graph node, or the second name of a tensor that is an output twice
-            for reader in graph.readers.get(output, []):
+            for reader in onnx_graph.readers.get(output, []):
                 graph_nodes |= implemented_nodes[reader.name]
         implemented_nodes[onnx_node.name] = frozenset(graph_nodes)
-    return ExportedGraph(model, tensor_by_node, implemented_nodes)
+    return implemented_nodes

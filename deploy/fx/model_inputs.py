@@ -40,11 +40,12 @@ _NO_DEFAULT = Parameter.empty
 def accept_named_inputs(model: nn.Module, names: Sequence[str | None]) -> list[int]:
     """Make `model` take one positional tensor for each name; return their order.
 
+    Its class is changed in place to one with such a forward, unless its forward is such already.
     The names are arguments of forward, or the keys of a dict if forward takes a single argument of
     another name.
 
     Args:
-        model: its class is changed in place, unless its forward takes the inputs so already.
+        model: the model.
         names: input names in any order; None for the first inputs, which are positional.
 
     Returns:
@@ -57,23 +58,23 @@ def accept_named_inputs(model: nn.Module, names: Sequence[str | None]) -> list[i
         return list(range(len(names)))
     positional_names = _names(positional_parameters(model))
     unnamed_count = names.count(None)
-    named = list(filter(None, names))
-    is_unnamed_first = list(names) == [None] * unnamed_count + named
-    if not is_unnamed_first or len(positional_names) < unnamed_count:
+    given_names = list(filter(None, names))
+    names_with_unnamed_first = [None] * unnamed_count + given_names
+    if list(names) != names_with_unnamed_first or len(positional_names) < unnamed_count:
         shown_names = [name or "no name" for name in names]
         raise ConfigError(
             "inputs without a name are the first arguments of forward, in order and before those"
             f" with one, got {', '.join(shown_names)} for forward({', '.join(positional_names)})"
         )
-    complete_names = positional_names[:unnamed_count] + named
+    complete_names = positional_names[:unnamed_count] + given_names
     duplicates = {name for name in complete_names if complete_names.count(name) > 1}
     if duplicates:
         raise ConfigError(f"input names must be unique, got {', '.join(sorted(duplicates))} twice")
 
-    ordered, dict_argument = match_arguments(model, complete_names)
-    if ordered != _argument_names(model):  # arguments with defaults may be left out
-        model.__class__ = make_named_class(type(model), ordered, dict_argument=dict_argument)
-    return [complete_names.index(name) for name in ordered]
+    ordered_names, dict_argument = match_arguments(model, complete_names)
+    if ordered_names != _argument_names(model):  # some are left out, or are keys of a dict
+        model.__class__ = make_named_class(type(model), ordered_names, dict_argument=dict_argument)
+    return [complete_names.index(name) for name in ordered_names]
 
 
 def match_arguments(model: nn.Module, names: Sequence[str]) -> tuple[list[str], str | None]:
@@ -123,11 +124,12 @@ def _find_dict_argument(model: nn.Module, names: Sequence[str]) -> str | None:
     if has_all_required and (takes_any_keyword or not unknown_names):
         return None
 
-    # a dict is the only argument, or the only one without a default
+    # a dict is the only argument, or the only one without a default, and no name is an argument
     dict_candidates = required or arguments
-    are_keys = len(unknown_names) == len(names)
-    if are_keys and len(dict_candidates) == 1 and not _is_tensor(dict_candidates[0]):
-        return dict_candidates[0].name
+    if len(dict_candidates) == 1 and len(unknown_names) == len(names):
+        (candidate,) = dict_candidates
+        if not _is_annotated_as_tensor(candidate):
+            return candidate.name
 
     signature = ", ".join(str(parameter).partition(":")[0] for parameter in _parameters(model))
     message = (
@@ -144,12 +146,13 @@ def _find_dict_argument(model: nn.Module, names: Sequence[str]) -> str | None:
 def make_named_class(
     kind: type[nn.Module], names: Sequence[str], *, dict_argument: str | None
 ) -> type[nn.Module]:
-    """Return a subclass of the same name whose forward takes the tensors in order, without names.
+    """Return a subclass of a model's class whose forward takes the inputs as positional tensors.
 
     Args:
-        kind: class of the model.
-        names: of the tensors: arguments of the forward of `kind`, or keys of a dict.
-        dict_argument: its argument that takes them in a dict; None if they are keywords.
+        kind: class of the model; the subclass has the same name.
+        names: of the inputs, in order: arguments of the forward of `kind`, or keys of a dict.
+        dict_argument: the argument of that forward that takes all inputs in a dict; None if it
+            takes each of them as a keyword.
     """
 
     def forward(self: nn.Module, *tensors: torch.Tensor) -> Any:
@@ -158,7 +161,7 @@ def make_named_class(
             return kind.forward(self, tensor_by_name)
         return kind.forward(self, **tensor_by_name)
 
-    # the export names the model's inputs after this signature
+    # the export names the model's inputs after this signature; a key need not be an identifier
     arguments = [_to_identifier(name) for name in names]
     forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *arguments)]
@@ -166,8 +169,8 @@ def make_named_class(
     attributes = {
         "forward": forward,
         "__module__": kind.__module__,
-        "_calib8_inputs": tuple(arguments),
-        "_calib8_dict": dict_argument,
+        "_calib8_inputs": tuple(arguments),  # read by `input_names`
+        "_calib8_dict": dict_argument,  # read by `dict_input_note`
     }
     return type(kind.__name__, (kind,), attributes)
 
@@ -193,7 +196,7 @@ def positional_parameters(model: nn.Module) -> list[Parameter]:
     return _parameters(model, _POSITIONAL)
 
 
-def takes_any_number(model: nn.Module) -> bool:
+def takes_variadic_inputs(model: nn.Module) -> bool:
     """Return whether forward has `*args`."""
     return bool(_parameters(model, (Parameter.VAR_POSITIONAL,)))
 
@@ -209,7 +212,7 @@ def _parameters(model: nn.Module, kinds: Container[Any] = _ALL_KINDS) -> list[Pa
     return [parameter for parameter in parameters if parameter.kind in kinds]
 
 
-def _is_tensor(parameter: Parameter) -> bool:
+def _is_annotated_as_tensor(parameter: Parameter) -> bool:
     return parameter.annotation in (torch.Tensor, "torch.Tensor", "Tensor")
 
 
@@ -221,7 +224,7 @@ def _names(parameters: Iterable[Parameter]) -> list[str]:
     return [parameter.name for parameter in parameters]
 
 
-def return_dict(model: nn.Module, output: object) -> None:
+def return_dataclass_as_dict(model: nn.Module, output: object) -> None:
     """Make a model that returns a dataclass return a dict of its fields, in place.
 
     torch.export knows no dataclass; the keys name the outputs.
@@ -263,7 +266,7 @@ def first_item(source: Any) -> tuple[Any, Any]:
         raise FeedError(
             f"the calibration data must give samples, got none from a {type(source).__name__}"
         ) from None
-    # an iterator would go on after its first item
+    # an iterator, or a CalibrationDataReader of ONNX Runtime, would go on after its first item
     is_read_once = isinstance(source, Iterator) or hasattr(source, "get_next")
     return item, chain([item], iterator) if is_read_once else source
 
@@ -284,31 +287,33 @@ def split_item(model: nn.Module, item: Any) -> tuple[list[torch.Tensor], list[st
     Whether a dict has all arguments that forward needs is checked by `match_arguments`.
 
     Raises:
-        FeedError: it has too few, or something else than arrays.
+        FeedError: the item has fewer inputs, or values that are no arrays.
     """
     if _is_series(item) and item and isinstance(item[0], Mapping):
         item = item[0]  # labels follow the dict
     required_names = _names(_required(positional_parameters(model)))
     if isinstance(item, Mapping):
-        arrays = {str(name): value for name, value in item.items() if hasattr(value, "__array__")}
-        names = _names_of_inputs(model, arrays)
-        values = [arrays[name] for name in names]
+        array_by_name = {
+            str(key): value for key, value in item.items() if hasattr(value, "__array__")
+        }
+        names = _names_of_inputs(model, array_by_name)
+        inputs = [array_by_name[name] for name in names]
         min_count = 1
     else:
         names = []
-        values = list(item) if _is_series(item) else [item]
-        min_count = len(required_names) or 1
-        if not takes_any_number(model):
-            values = values[:min_count]  # labels follow the inputs
+        inputs = list(item) if _is_series(item) else [item]
+        min_count = len(required_names) or 1  # if all arguments have defaults, the first one
+        if not takes_variadic_inputs(model):
+            inputs = inputs[:min_count]  # labels follow them
 
     item_name = "the first item of the calibration data"
-    if len(values) < min_count:
+    if len(inputs) < min_count:
         arguments = required_names or _names(_parameters(model))
         raise FeedError(
             f"{item_name} must hold the inputs of forward, {', '.join(arguments)}, got"
-            f" {len(values) or 'none'}; yield a tuple of them, or a dict by these names"
+            f" {len(inputs) or 'none'}; yield a tuple of them, or a dict by these names"
         )
-    return [_to_tensor(value, item_name) for value in values], names
+    return [_to_tensor(value, item_name) for value in inputs], names
 
 
 def _names_of_inputs(model: nn.Module, names: Iterable[str]) -> list[str]:
@@ -409,9 +414,9 @@ def _float_to_float32(tensor: torch.Tensor) -> torch.Tensor:
 def read_sample(path: Path, model: nn.Module) -> tuple[torch.Tensor, ...]:
     """Read the inputs of one run from an .npy file, or from an .npz file with an array per input.
 
-    Arrays in an archive are named arr_0, arr_1, ... as by `numpy.savez(path, a, b)`, or as the
-    inputs of the model, which is then changed in place to take them in order
-    (`accept_named_inputs`).
+    Arrays in an archive are named arr_0, arr_1, ... as by `numpy.savez(path, a, b)`, in the order
+    of the inputs. Or they have the names of the model's inputs; then the model is changed in place
+    to take them in the order in which they are returned (`accept_named_inputs`).
 
     Raises:
         FeedError: the file is damaged, holds objects, or its names are not the model's inputs.
@@ -422,8 +427,10 @@ def read_sample(path: Path, model: nn.Module) -> tuple[torch.Tensor, ...]:
             f"a sample is an .npy or .npz file, got {path}; write it with numpy.savez"
         )
     array_by_name = _read_arrays(path)
-    names = _order_names(list(array_by_name), model, path)
-    arrays = [array_by_name[name] for name in names]
+    ordered_names = [f"arr_{number}" for number in range(len(array_by_name))]
+    if array_by_name.keys() != set(ordered_names):
+        ordered_names = _accept_array_names(model, list(array_by_name), path)
+    arrays = [array_by_name[name] for name in ordered_names]
     try:
         return tuple(map(array_to_tensor, arrays))
     except TypeError as error:
@@ -451,16 +458,14 @@ def _read_arrays(path: Path) -> dict[str, Array]:
             raise FeedError(f"{path} must be a sound file of arrays, got: {error}") from error
 
 
-def _order_names(names: list[str], model: nn.Module, path: Path) -> list[str]:
-    """Return the names of a file's arrays in the order of the model's inputs.
+def _accept_array_names(model: nn.Module, names: list[str], path: Path) -> list[str]:
+    """Change a model in place to take the arrays of a file; return their names in its order.
 
-    The order is that of the numbers in arr_0, arr_1, ..., or else that of the model's arguments,
-    which `accept_named_inputs` makes positional, in place. The array of an .npy file, "", is its
-    first one.
+    `names`: of the model's inputs, or "" for the array of an .npy file, which is the first input.
+
+    Raises:
+        FeedError: a name is not an input of the model, or one is missing.
     """
-    numbered_names = [f"arr_{number}" for number in range(len(names))]
-    if sorted(names) == sorted(numbered_names):
-        return numbered_names
     try:
         order = accept_named_inputs(model, [name or None for name in names])
     except ConfigError as error:

@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from deploy.fx.comparison import check_same_outputs, largest_difference, tensors_of
-from deploy.fx.convert import calibrate, convert, scale_table, set_phase
+from deploy.fx.convert import calibrate, convert, scale_table
 from deploy.fx.graph_text import format_columns
 from deploy.fx.prepare import MODES, prepare_part
 from deploy.fx.range_search import ActivationSearch, search_for
@@ -37,9 +38,9 @@ class ModeResult:
         mode: its name; "float" for the model itself.
         size: bytes of weights and constants.
         ratio: bytes of the float model divided by `size`.
-        max_error: largest absolute difference of any output value.
+        max_error: largest absolute difference of any output value; NaN if only one form has a NaN.
         sqnr_db: signal-to-quantization-noise ratio of the outputs in dB; inf if they are equal,
-            NaN if all outputs are 0.
+            NaN if all outputs are 0, or if some are NaN.
     """
 
     mode: str
@@ -68,19 +69,17 @@ def quantize_model(
         batches: calibration data.
         mode: static, dynamic or weight-only.
         target: target whose grid is used.
-        search: range search of static mode; None for the default of `build` for the target.
         only: submodule to quantize; None for the entire model.
+        search: range search of static mode; None for the default of `build` for the target.
         options: as for `prepare`.
     """
     options |= {"target": target, "mode": mode}
     prepared = prepare_part(model, only, inputs, **options)
-    if mode != "dynamic":  # dynamic quantizers are always on
+    if mode != "dynamic":  # whose quantizers are always on: the outputs differ already
         check_same_outputs(model, prepared, inputs, "tracing and folding BatchNorm")
     if mode == "static":
         inputs_of_runs = [tuple(batch) for batch in batches]
         calibrate(prepared, inputs_of_runs, search=search or search_for(target))
-    else:
-        set_phase(prepared, observe=False, quantize=True)
     return convert(prepared)
 
 
@@ -94,7 +93,8 @@ def measure_mode(
     For a trained model pass its own float form (`float_form`): a comparison with the model before
     training would measure what was learned.
     """
-    signal_power = noise_power = max_error = 0.0
+    signal_power = noise_power = 0.0
+    errors = []
     with torch.no_grad():
         for batch in batches:
             outputs = tensors_of(converted(*batch))
@@ -103,12 +103,13 @@ def measure_mode(
                 difference = (reference - output).double()
                 signal_power += float(reference.double().square().sum())
                 noise_power += float(difference.square().sum())
-                max_error = max(max_error, largest_difference(reference, output))
+                errors.append(largest_difference(reference, output))
     size = stored_bytes(converted)
     ratio = used_bytes(model, batches[0]) / max(size, 1)
     sqnr = math.nan  # of outputs that are all 0
     if signal_power or noise_power:
         sqnr = sqnr_db(signal_power, noise_power)
+    max_error = float(np.max(errors))  # NaN if one is, which `max` would lose
     return ModeResult(mode, size, ratio, max_error, sqnr)
 
 
@@ -132,7 +133,9 @@ def format_modes(results: Sequence[ModeResult]) -> str:
     """Format the results as a table."""
     rows = [("Mode", "Bytes", "Smaller", "Max error", "SQNR dB")]
     for result in results:
-        quality = "all 0" if math.isnan(result.sqnr_db) else f"{result.sqnr_db:.1f}"
+        quality = f"{result.sqnr_db:.1f}"
+        if math.isnan(result.sqnr_db) and result.max_error == 0:
+            quality = "all 0"
         numbers = (f"{result.ratio:.2f}x", f"{result.max_error:.4g}", quality)
         rows.append((result.mode, str(result.size), *numbers))
     return format_columns(rows)

@@ -87,10 +87,10 @@ def keeps_channels(layer: Any, path: list[Any], channels: int) -> bool:
     return sizes is not None and layer.out_channels == channels == prod(sizes[1:])
 
 
-def inputs_per_channel(layer: Any, norm: fx.Node, channels: int) -> int:
-    """Return how many consecutive inputs of a Linear belong to one channel of the norm.
+def inputs_per_channel_of_view(layer: Any, norm: fx.Node, channels: int) -> int:
+    """Return how many consecutive inputs of a Linear belong to one channel of a norm before a view.
 
-    0 if the inputs are not those of the norm's channels.
+    0 if the view does not give the Linear all values of the norm's channels.
     """
     sizes = norm.meta.get("sizes")
     if not isinstance(layer, nn.Linear) or sizes is None or sizes[1] != channels:

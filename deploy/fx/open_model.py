@@ -42,7 +42,7 @@ from deploy.fx.model_inputs import (
     example_inputs,
     first_item,
     floats_to_float32,
-    return_dict,
+    return_dataclass_as_dict,
     split_item,
 )
 from deploy.fx.plain_copy import plain_copy
@@ -96,7 +96,8 @@ def _export_checked(
 ) -> tuple[onnx.ModelProto, str | None]:
     """Return the export of a float32 or converted model in eval mode, and a warning or None.
 
-    A float export is checked; the warning says that this proves nothing. The graph's name, which is
+    A float model is exported in fused form and compared with torch; the warning is that its outputs
+    do not depend on the input, so that the comparison proves nothing. The graph's name, which is
     that of the files of `build`, is the class in snake case.
     """
     warning = None
@@ -124,7 +125,8 @@ def open_module(
 ) -> tuple[LoadedModel | onnx.ModelProto, Any]:
     """Export a module in memory by its first calibration sample; return (model, all samples).
 
-    A module that `convert` made is returned with its Q/DQ pairs, not loaded.
+    The model is a `LoadedModel`; for a module that `convert` made, which is not a float model, it
+    is the ONNX model with its Q/DQ pairs.
 
     Args:
         model: any mode and device, not changed; float16 and the like become float32.
@@ -147,26 +149,47 @@ def open_module(
     copied = plain_copy(model).eval().cpu()
     item, samples = first_item(images)
     tensors, names = split_item(copied, item)
-    # torch.export passes the tensors without names, in the model's order
+
+    # change the copy so that torch.export can follow it: inputs by position, float32, a dict output
     order = accept_named_inputs(copied, names or [None] * len(tensors))
-    notes = [convert_to_float32(copied), dict_input_note(copied)]
+    dtype_note = convert_to_float32(copied)
     item_inputs = floats_to_float32(tensors[index] for index in order)
     batch_inputs, output = _find_batch_inputs(copied, item_inputs)
-    return_dict(copied, output)
-    try:
-        exported, warning = _export_checked(copied, batch_inputs)
-    except (ModelError, ExportError):  # perhaps the model fixes its batch
-        if item_inputs[0].ndim == batch_inputs[0].ndim:  # the item is a batch: fix its size
-            batch_inputs = item_inputs
-        exported, warning = _export_checked(copied, batch_inputs, dynamic_batch=False)
-        batch_size = len(batch_inputs[0])
-        notes.append(f"the model fixes its batch, here to the {batch_size} of the first item")
+    return_dataclass_as_dict(copied, output)
+
+    exported, export_notes = _export_batched(copied, item_inputs, batch_inputs)
     if _is_converted(copied):
         return exported, samples
-    return _load_model(exported, type(copied).__name__, [*notes, warning]), samples
+    notes = [dtype_note, dict_input_note(copied), *export_notes]
+    return _load_model(exported, type(copied).__name__, notes), samples
 
 
-_SAMPLE_RANKS: dict[type, int] = {nn.Conv1d: 2, nn.Conv2d: 3, nn.Conv3d: 4}  # [C, ...]
+def _export_batched(
+    model: nn.Module,
+    item_inputs: tuple[torch.Tensor, ...],
+    batch_inputs: tuple[torch.Tensor, ...],
+) -> tuple[onnx.ModelProto, list[str | None]]:
+    """Return the export with a dynamic batch, or a fixed one if the model fixes it, and notes.
+
+    Args:
+        model: as for `_export_checked`.
+        item_inputs: the inputs in the first item of the user's data.
+        batch_inputs: inputs with a batch axis, made from them by `_find_batch_inputs`.
+    """
+    try:
+        exported, warning = _export_checked(model, batch_inputs)
+        return exported, [warning]
+    except (ModelError, ExportError):  # perhaps the model fixes its batch
+        is_item_batch = item_inputs[0].ndim == batch_inputs[0].ndim  # else it is a single sample
+        if is_item_batch:  # of which batch_inputs has two samples only
+            batch_inputs = item_inputs
+        exported, warning = _export_checked(model, batch_inputs, dynamic_batch=False)
+        batch_size = len(batch_inputs[0])
+        note = f"the model fixes its batch, here to the {batch_size} of the first item"
+        return exported, [note, warning]
+
+
+_SAMPLE_RANK_BY_LAYER: dict[type, int] = {nn.Conv1d: 2, nn.Conv2d: 3, nn.Conv3d: 4}  # [C, ...]
 
 
 def _find_batch_inputs(
@@ -182,9 +205,10 @@ def _find_batch_inputs(
     """
     two_samples = tuple(map(_first_two_samples, item_inputs))
     batch_of_one = tuple(x[None] for x in item_inputs)
+    # the first candidate for which the model runs is taken; a model of a fixed batch needs the item
     candidates = [two_samples, item_inputs, batch_of_one]
-    # a convolution runs for both, so the rank of its samples decides
-    sample_ranks = {_SAMPLE_RANKS.get(type(module)) for module in model.modules()}
+    # a convolution runs for samples and for batches, so the rank of its samples decides
+    sample_ranks = {_SAMPLE_RANK_BY_LAYER.get(type(module)) for module in model.modules()}
     if item_inputs[0].ndim in sample_ranks:
         candidates = [batch_of_one, two_samples, item_inputs]
 
@@ -196,9 +220,10 @@ def _find_batch_inputs(
             if inputs is item_inputs:
                 item_error = error
     assert item_error is not None  # since item_inputs are a candidate
-    if (note := dict_input_note(model)) is None:
+    dict_note = dict_input_note(model)  # None unless forward takes its inputs in a dict
+    if dict_note is None:
         raise item_error
-    message = f"{item_error}; {note}: name its keys as the arguments of forward"
+    message = f"{item_error}; {dict_note}: name its keys as the arguments of forward"
     raise ModelError(message) from item_error
 
 
@@ -215,7 +240,7 @@ def open_torch(
     names: Sequence[str | None] = (),
     weights: Path | None = None,
 ) -> LoadedModel:
-    """Export the float model of `file.py:factory`, fused and checked against torch, and load it.
+    """Export the float model of `file.py:factory` to ONNX, compare it with torch, and load it.
 
     Args:
         spec: file and function, whose code is run; or a named model.
@@ -246,7 +271,8 @@ def open_torch(
 
     file, _, factory = spec.rpartition(":")
     loaded = _load_model(exported, f"{Path(file).name}:{factory}", [*notes, warning])
-    return replace(loaded, name=f"{Path(file).stem}-{Path(factory).stem}")
+    factory_name = Path(factory).stem  # a named model may be a file, such as yolov8n.yaml
+    return replace(loaded, name=f"{Path(file).stem}-{factory_name}")
 
 
 def _load_model(exported: onnx.ModelProto, source: str, notes: Sequence[str | None]) -> LoadedModel:
@@ -271,11 +297,11 @@ def check_suffix(path: Path) -> None:
 def write_fused(
     path: Path, fused: nn.Module, model: nn.Module, inputs: Sequence[torch.Tensor]
 ) -> str:
-    """Write a fused model with a dynamic batch; return a sentence on its agreement with the model.
+    """Write a fused model with a dynamic batch; return a sentence on the check of its outputs.
 
     Args:
         path: a file of one of `SUFFIXES`: an ONNX model, or a program for torch.export.load.
-        fused: the fused model.
+        fused: the model with norms folded and ReLUs fused.
         model: the model before fusing, to compare the outputs of the ONNX model with.
         inputs: example inputs, batch first.
 
@@ -288,11 +314,11 @@ def write_fused(
         sentence = str(check_float_export(exported, model, inputs))
         write_model(path, exported)
         return sentence
-    _write_program(path, fused, inputs)
+    _write_checked_program(path, fused, inputs)  # raises if the outputs differ
     return f"the program against the fused model: equal within {CAPTURE_TOLERANCE:g} of the output"
 
 
-def _write_program(path: Path, fused: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+def _write_checked_program(path: Path, fused: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
     """Write the torch.export program of a model with a dynamic batch, after a check of its outputs.
 
     Raises:

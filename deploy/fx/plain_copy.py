@@ -22,7 +22,11 @@ _WEIGHT_HOOKS = (WeightNorm, SpectralNorm, BasePruningMethod)
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
-    """Return a deep copy without wrappers, each weight a parameter, in the mode of the model.
+    """Return a deep copy without wrappers, in which every weight is a parameter.
+
+    Wrappers are those of DataParallel and torch.compile. A weight is no parameter if it is computed
+    in every forward, such as by weight norm; its present value becomes one. Each module stays in
+    its mode, train or eval.
 
     Raises:
         ModelError: see `unwrap`; or the model cannot be copied, or has NaN among its weights.
@@ -32,7 +36,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
     # weights that hooks compute are detached for the copy, as a grad_fn cannot be deep-copied
     hook_weights: list[tuple[nn.Module, str, torch.Tensor]] = []  # (module, name, weight)
     for module in model.modules():
-        for name in map(_tensor_name, _weight_hooks(module)):
+        for name in map(_computed_name, _weight_hooks(module)):
             hook_weights.append((module, name, getattr(module, name)))
     for module, name, weight in hook_weights:
         setattr(module, name, weight.detach())
@@ -52,7 +56,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
             replace_submodule(copied, name, unwrapped)
     for module in copied.modules():
         module._compiled_call_impl = None  # of module.compile(), which is a wrapper without a class
-        _compute_once(module)
+        _fix_computed_weights(module)
     return copied
 
 
@@ -109,7 +113,7 @@ def _wrapped_model(model: Any) -> nn.Module | None:
 
 
 def _computed_tensors(module: nn.Module) -> list[str]:
-    names = list(map(_tensor_name, _weight_hooks(module)))
+    names = list(map(_computed_name, _weight_hooks(module)))
     if parametrize.is_parametrized(module):
         parametrizations: Any = module.parametrizations
         names = [*parametrizations, *names]
@@ -120,21 +124,22 @@ def _weight_hooks(module: nn.Module) -> list[Any]:
     return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _WEIGHT_HOOKS)]
 
 
-def _tensor_name(hook: Any) -> str:
+def _computed_name(hook: Any) -> str:
+    """Return the name of the weight that a hook computes."""
     if isinstance(hook, BasePruningMethod):
         return str(hook._tensor_name)
     return str(hook.name)
 
 
-def _compute_once(module: nn.Module) -> None:
-    """Replace each computed weight by a parameter with its present value."""
+def _fix_computed_weights(module: nn.Module) -> None:
+    """Replace each computed weight by a parameter with its present value, in place."""
     for hook in _weight_hooks(module):
         if isinstance(hook, WeightNorm):
             remove_weight_norm(module, hook.name)
         elif isinstance(hook, SpectralNorm):
             remove_spectral_norm(module, hook.name)
         else:
-            prune.remove(module, _tensor_name(hook))
+            prune.remove(module, _computed_name(hook))
     if parametrize.is_parametrized(module):
         _remove_parametrizations(module)
 

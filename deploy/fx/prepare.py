@@ -16,7 +16,7 @@ calls that a runtime sees as several operators are decomposed first::
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -91,7 +91,7 @@ ATTENTION = functional.scaled_dot_product_attention
 def decompose_calls(graph_module: fx.GraphModule) -> None:
     """Decompose, in place, the calls inside of which a runtime may run something in int8."""
     for node in list(graph_module.graph.nodes):
-        _pad_before(graph_module, node)
+        _separate_padding(graph_module, node)
         if node.target in SILUS or isinstance(called_module(graph_module, node), nn.SiLU):
             _replace_call(node, _silu)
         elif node.target is ATTENTION and _is_decomposable(node):
@@ -99,10 +99,12 @@ def decompose_calls(graph_module: fx.GraphModule) -> None:
     refresh(graph_module)
 
 
-def _pad_before(graph_module: fx.GraphModule, node: fx.Node) -> None:
-    """Move the padding of a convolution into a separate node, unless it pads with zeros.
+def _separate_padding(graph_module: fx.GraphModule, node: fx.Node) -> None:
+    """Move the padding of a convolution into a separate node, in place, unless it pads with zeros.
 
-    It is done for all calls of the module: the other ones find it without padding.
+    A Conv of ONNX can pad only with zeros, so other padding is a Pad before it, and the plan may
+    quantize the tensor between them. All calls of the module get a separate node at once, since the
+    module loses its padding.
     """
     module = called_module(graph_module, node)
     layer: Any = module.layer if isinstance(module, QatLayer) else module
@@ -270,7 +272,7 @@ def prepare(
         _check_skip(graph_module, skip)
         _merge_norms(graph_module, skip)
 
-    # the decomposition needs shapes, and its new nodes get theirs after it
+    # the decomposition reads shapes, and its new nodes need theirs for the placement
     _set_shapes(graph_module, inputs)
     decompose_calls(graph_module)
     _set_shapes(graph_module, inputs)
@@ -286,17 +288,17 @@ def prepare(
         grid = grid_with_bits(placement.grid, bits)
         observers = _insert_observers(graph_module, placement.sites, grid, momentum)
         _set_sources(graph_module, placement, observers)
-        _swap_custom(graph_module, custom, grid, bits, momentum, observers)
+        _replace_custom(graph_module, custom, grid, bits, momentum, observers)
     elif mode == "dynamic":
-        _insert_dynamic(graph_module, placement.weights)
-    else:  # float products cannot saturate
+        _insert_dynamic(graph_module, placement.is_per_channel)
+    else:  # weight-only: products are computed in float, which cannot saturate
         placement = replace(placement, fits_pairs=False)
     _wrap_weights(graph_module, placement, bits, linear_only=mode == "dynamic")
 
     graph_module.meta[FLOAT_REASONS] = dict(placement.reasons)
     graph_module.delete_all_unused_submodules()
     refresh(graph_module)
-    return graph_module.to(device_of(graph_module))
+    return graph_module.to(device_of(graph_module))  # new quantizers are on the CPU
 
 
 def _is_opaque(graph_module: fx.GraphModule, leaves: Leaves, node: fx.Node) -> bool:
@@ -418,10 +420,10 @@ def _insert(
             reader.replace_input_with(tensor, quantized)
 
 
-def _insert_dynamic(graph_module: fx.GraphModule, weights: Mapping[str, bool]) -> None:
+def _insert_dynamic(graph_module: fx.GraphModule, quantized_layers: Container[str]) -> None:
     """Insert a dynamic quantizer before each Linear with a quantized weight."""
     for node, module in module_calls(graph_module):
-        if isinstance(module, nn.Linear) and str(node.target) in weights:
+        if isinstance(module, nn.Linear) and str(node.target) in quantized_layers:
             source = node.args[0]
             name = f"quant_{source.name}"
             if not hasattr(graph_module, name):
@@ -429,7 +431,7 @@ def _insert_dynamic(graph_module: fx.GraphModule, weights: Mapping[str, bool]) -
             _insert(graph_module, source, {node}, name)
 
 
-def _swap_custom(
+def _replace_custom(
     graph_module: fx.GraphModule,
     custom: CustomClasses,
     grid: Grid,
@@ -453,12 +455,13 @@ def _swap_custom(
         if observed_class is None:
             continue
         name = str(node.target)
-        module.qconfig = CustomConfig(grid, name, bits)
+        module.qconfig = CustomConfig(grid, name, bits)  # where torch's `from_float` reads it
         observed = observed_class.from_float(module)
         if not hasattr(observed, "activation_post_process"):  # torch's name for an observer
             if node not in observers:  # the plan leaves the tensor in float
-                site = QuantizationSite(node, None, "")
-                observers |= _insert_observers(graph_module, [site], grid, momentum)
+                site = QuantizationSite(tensor=node, readers=None, group="")
+                new_observers = _insert_observers(graph_module, [site], grid, momentum)
+                observers.update(new_observers)
             observed.activation_post_process = observers[node]
         replace_submodule(graph_module, name, observed)
 
@@ -468,21 +471,22 @@ def _wrap_weights(
 ) -> None:
     """Give each layer whose weight the placement quantizes a weight quantizer, in place.
 
-    `linear_only`: leave convolutions in float, which have no dynamic form.
+    `linear_only`: leave convolutions in float, as dynamic quantization does.
     """
     kinds = (nn.Linear,) if linear_only else WEIGHTED
     calls = graph_module.graph.find_nodes(op="call_module")
     for name in dict.fromkeys(str(node.target) for node in calls):
         module: Any = graph_module.get_submodule(name)
-        is_merged = isinstance(module, QatLayer)  # with its BatchNorm
-        is_quantizable = is_merged or isinstance(module, kinds)
-        if name not in placement.weights or not is_quantizable:
+        # `_merge_norms` has made a QatLayer of a layer and its BatchNorm, without a quantizer
+        has_merged_norm = isinstance(module, QatLayer)
+        is_quantizable = has_merged_norm or isinstance(module, kinds)
+        if name not in placement.is_per_channel or not is_quantizable:
             continue
 
-        layer = module.layer if is_merged else module
-        axis = channel_axis(layer, placement.weights[name])
+        layer = module.layer if has_merged_norm else module
+        axis = channel_axis(layer, placement.is_per_channel[name])
         quantizer = weight_quantizer(layer, axis, bits, fits_pairs=placement.fits_pairs)
-        if is_merged:
+        if has_merged_norm:
             module.weight_quant = quantizer
         else:
             replace_submodule(graph_module, name, QatLayer(layer, quantizer))
@@ -495,21 +499,26 @@ def _merge_norms(graph_module: fx.GraphModule, skip: Sequence[str]) -> None:
     after a layer of `skip`, which stays in float as it is.
     """
     reason_by_norm: dict[str, str] = {}
-    for node, norm in module_calls(graph_module):
+    for norm_call, norm in module_calls(graph_module):
         if not is_norm(norm):
             continue
-        layer_call: Any = node.args[0]
-        layer = called_module(graph_module, layer_call)
-        is_adjacent = isinstance(layer, FOLDABLE) and called_once(graph_module, layer_call)
-        reason = reason_not_foldable(graph_module, node)
-        if reason is None and not is_adjacent:  # a view or dropout lies between, or several calls
+        layer_call: Any = norm_call.args[0]
+        layer: Any = called_module(graph_module, layer_call)
+        reason = reason_not_foldable(graph_module, norm_call)
+        if reason is None and not isinstance(layer, FOLDABLE):  # a view or dropout lies between
+            reason = NORM_NOT_ADJACENT
+        if reason is None and not called_once(graph_module, layer_call):
             reason = NORM_NOT_ADJACENT
         if reason is not None:
-            reason_by_norm[str(node.target)] = reason
-        elif layer is not None and str(layer_call.target) not in skip:
-            # without a weight quantizer, which `_wrap_weights` inserts if the plan has one
-            merged = QatConvBn(layer, norm, nn.Identity())
-            replace_submodule(graph_module, str(layer_call.target), merged.train(layer.training))
-            replace_node(node, layer_call)
+            reason_by_norm[str(norm_call.target)] = reason
+            continue
+        layer_name = str(layer_call.target)
+        if layer_name in skip:
+            continue
+        no_quantizer = nn.Identity()  # `_wrap_weights` replaces it if the plan quantizes the weight
+        merged = QatConvBn(layer, norm, no_quantizer)
+        merged.train(layer.training)
+        replace_submodule(graph_module, layer_name, merged)
+        replace_node(norm_call, layer_call)
     graph_module.meta[UNFOLDED_NORMS] = reason_by_norm
     graph_module.recompile()

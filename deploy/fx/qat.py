@@ -142,7 +142,7 @@ def train(
         CacheError: the checkpoint is broken or of another training.
     """
     task = order_inputs(task)
-    for name in computed_weights(task.model):
+    for name in computed_weights(task.model):  # such as by weight norm
         report(f"{name} is computed from other tensors in the model; it is trained directly")
     task = _move_task(task, device)
     target = resolve_target(target)
@@ -157,19 +157,39 @@ def train(
         report(f"before training (PTQ, {bits} bits): {score_before:.4f}")
 
     trainer = _Trainer(task, prepared)
-    # tells whether a checkpoint is of this training; the data is not looked at
+    settings = _training_settings(task, target, bits, search.label)
+    losses = _train_epochs(trainer, settings, checkpoint, report)
+    trainer.close()
+
+    set_phase(prepared.eval(), observe=False, quantize=True)
+    converted = convert(prepared, task.convert)
+    score_after = _evaluate(task, converted)
+    return TrainingResult(prepared.cpu(), converted.cpu(), tuple(losses), score_before, score_after)
+
+
+def _train_epochs(
+    trainer: "_Trainer",
+    settings: Mapping[str, object],
+    checkpoint: Path | None,
+    report: Callable[[str], object],
+) -> list[float]:
+    """Train all epochs, or those after a checkpoint; return the mean loss of each, also before it.
+
+    Args:
+        trainer: trains an epoch.
+        settings: `_training_settings`, by which a checkpoint of another training is refused.
+        checkpoint: as for `train`.
+        report: called with one line per epoch.
+    """
+    task, prepared, optimizer = trainer.task, trainer.prepared, trainer.optimizer
     fingerprints = training_fingerprint(
-        task.model,
-        prepared,
-        trainer.optimizer,
-        teacher=task.teacher,
-        settings=_training_settings(task, target, bits, search.label),
+        task.model, prepared, optimizer, teacher=task.teacher, settings=settings
     )
-    losses: list[float] = []  # mean loss of each epoch
+    losses: list[float] = []
     if checkpoint is not None:
         refuse_unwritable(checkpoint)
         if checkpoint.exists():
-            losses = load_checkpoint(checkpoint, fingerprints, prepared, trainer.optimizer)
+            losses = load_checkpoint(checkpoint, fingerprints, prepared, optimizer)
             report(f"going on after epoch {len(losses)} of {checkpoint}")
 
     remaining_epochs = range(len(losses), task.epochs)
@@ -178,14 +198,9 @@ def train(
             losses.append(trainer.run_epoch(epoch))
             report(f"epoch {epoch + 1}/{task.epochs}: loss {losses[-1]:.4f}")
             if checkpoint is not None:
-                save_checkpoint(checkpoint, fingerprints, prepared, trainer.optimizer, losses)
+                save_checkpoint(checkpoint, fingerprints, prepared, optimizer, losses)
             step()
-    trainer.close()
-
-    set_phase(prepared.eval(), observe=False, quantize=True)
-    converted = convert(prepared, task.convert)
-    score_after = _evaluate(task, converted)
-    return TrainingResult(prepared.cpu(), converted.cpu(), tuple(losses), score_before, score_after)
+    return losses
 
 
 def _training_settings(task: Task, target: Target, bits: int, search_label: str) -> dict[str, Any]:

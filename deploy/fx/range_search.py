@@ -130,13 +130,14 @@ def search_for(target: str | Target, method: Method | str | None = None) -> Acti
         ConfigError: there is no such target or method.
     """
     target = resolve_target(target)
-    if method is None:
+    if method is None:  # a target with its own search is ascend
         return IfmrSearch() if target.own_method else DEFAULT_SEARCH
     if isinstance(method, str):
         method = Method.from_label(method)
-    # a range may end where its readers saturate, which TensorRT's own methods do not know
-    is_tensorrt_method = target.name == "tensorrt" and method.name in UNFOLDED_METHODS
-    return MethodSearch(method, bounded=not is_tensorrt_method)
+    # a search ends a range where all readers saturate, such as at 6 before a ReLU6; methods that
+    # imitate TensorRT's calibrators (UNFOLDED_METHODS) look at the values alone, as these do
+    imitates_tensorrt = target.name == "tensorrt" and method.name in UNFOLDED_METHODS
+    return MethodSearch(method, bounded=not imitates_tensorrt)
 
 
 def widest_range(params: Sequence[ScaleAndZero], grid: Grid) -> ScaleAndZero:

@@ -63,7 +63,8 @@ class GraphPlacement:
         grid: grid of the activations.
         sites: quantized tensors, in the graph's order.
         sources: group -> the tensors whose ranges determine its scale, each with its reach.
-        weights: qualified name of a layer -> whether its weight has a scale per channel.
+        is_per_channel: qualified name of a quantized layer -> whether its weight has a scale per
+            channel, not one.
         reasons: qualified name of a layer in float -> why.
         fits_pairs: whether weight scales are limited so that no CPU saturates.
     """
@@ -71,7 +72,7 @@ class GraphPlacement:
     grid: Grid
     sites: tuple[QuantizationSite, ...]
     sources: Mapping[str, Sources]
-    weights: Mapping[str, bool]
+    is_per_channel: Mapping[str, bool]
     reasons: Mapping[str, str] = field(default_factory=dict)
     fits_pairs: bool = False
 
@@ -97,7 +98,7 @@ def place_quantizers(
         skip: qualified names of layers to leave in float.
         share: kinds of operators whose inputs and output share a scale, in addition to those of
             the target: add, concat, pool, keep.
-        is_opaque: tells whether a call of a module is opaque and stays in float.
+        is_opaque: tells whether nothing inside of a call of a module is quantized.
 
     Raises:
         ConfigError: `share` has an unknown kind.
@@ -113,7 +114,8 @@ def place_quantizers(
     for onnx_node in exported.graph_nodes:
         if not set(skip).isdisjoint(mapper.find_layers(onnx_node)):
             float_reasons[onnx_node] = FLOAT_BY_USER
-    # plan again until every node in int8 has a tensor or layer in the graph
+    # Nodes for which the graph has no place for a quantizer must stay in float. A plan with them in
+    # float may quantize other tensors, so it is made again until none of its nodes is such.
     for _ in range(_MAX_PLANS):
         plan = target.plan(exported.model, float_reasons)
         unmapped_reasons = dict(mapper.find_unmapped(plan))
@@ -126,7 +128,7 @@ def place_quantizers(
         grid=plan.placement.grid,
         sites=mapper.map_sites(plan, groups),
         sources=_find_sources(exported, plan, groups),
-        weights=mapper.map_weights(plan),
+        is_per_channel=mapper.map_weights(plan),
         reasons=mapper.map_reasons(plan),
         fits_pairs=plan.placement.fits_pairs,
     )
@@ -158,22 +160,23 @@ class _PlanMapper:
             yield from self._layers_of([source for source in sources if source not in tensors])
 
     def find_unmapped(self, plan: Plan) -> Iterator[tuple[str, str]]:
-        """Yield (ONNX node, reason) for nodes in int8 that have no place for a quantizer.
+        """Yield (ONNX node, reason) for nodes in int8 whose quantizers have no place in the graph.
 
-        A pair needs a graph node with its tensor, a weight a layer of the graph.
+        The quantizer of a pair (QuantizeLinear and DequantizeLinear on a tensor) follows the graph
+        node that computes the tensor; that of a weight belongs to a layer.
         """
-        graph = Graph(self.exported.model)
+        onnx_graph = Graph(self.exported.model)
         mapped_tensors = set(self.exported.tensors.values())
         int8_nodes = set(plan.int8_nodes)
         for pair in plan.pairs:
             if pair.tensor in mapped_tensors:
                 continue
-            nodes = list(graph.readers.get(pair.tensor, []))
-            if pair.tensor in graph.producer:
-                nodes.append(graph.producer[pair.tensor])
-            for node in nodes:  # readers in float read the tensor itself, not the pair
-                if node.name in int8_nodes:
-                    yield node.name, INSIDE_CALL
+            onnx_nodes = list(onnx_graph.readers.get(pair.tensor, []))
+            if pair.tensor in onnx_graph.producer:
+                onnx_nodes.append(onnx_graph.producer[pair.tensor])
+            for onnx_node in onnx_nodes:
+                if onnx_node.name in int8_nodes:  # one in float does not need the pair
+                    yield onnx_node.name, INSIDE_CALL
 
         for weight in plan.weights:
             if next(self.find_layers(weight.node), None) is None:
@@ -220,32 +223,34 @@ class _PlanMapper:
                 yield from self._find_edges(tensor, graph_node)
 
     def _find_edges(self, tensor: str, reader: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """Yield the edges (node, its reader) on which a graph node gets the values of a tensor.
+        """Yield each edge of the graph, (node, its reader), where a quantizer of a tensor belongs.
 
-        An edge is where a quantizer belongs. It lies upstream of `reader` itself if the nodes
-        between them are no nodes of the ONNX model, such as padding that became part of its
-        convolution: such a node is quantized before it, unless it has other readers.
+        Mostly it is the edge from the node that computes the tensor to `reader`. But nodes between
+        them may have no tensor in the ONNX model: of x -> pad -> conv it may have one Conv that
+        pads. Then x is quantized before the pad, on the edge (x, pad). If the pad has other
+        readers, which read float values, it is the edge (pad, conv).
 
         Args:
             tensor: tensor of the ONNX model.
             reader: graph node whose ONNX node reads it.
         """
-        tensors = self.exported.tensors
+        tensor_by_node = self.exported.tensors
         for source in reader.all_input_nodes:
             if not is_float(source) and not _has_several_outputs(source):
                 continue  # a size, which has no scale
             has_other_readers = len(source.users) > 1
-            if source not in tensors:  # the ONNX model computes it inside the reader
+            if source not in tensor_by_node:  # such as the pad
                 upstream_edges = list(self._find_edges(tensor, source))
                 if upstream_edges and is_float(source) and has_other_readers:
                     yield source, reader
                 else:
                     yield from upstream_edges
-            elif tensors[source] == tensor:
+            elif tensor_by_node[source] == tensor:
                 # a node that returns its input, such as dropout, has the tensor of its input
-                inputs = [node for node in source.all_input_nodes if tensors.get(node) == tensor]
-                if inputs and not has_other_readers:
-                    yield inputs[0], source
+                inputs = source.all_input_nodes
+                originals = [node for node in inputs if tensor_by_node.get(node) == tensor]
+                if originals and not has_other_readers:
+                    yield originals[0], source
                 else:
                     yield source, reader
 
@@ -257,12 +262,15 @@ def _has_several_outputs(node: fx.Node) -> bool:
 def _find_groups(model: onnx.ModelProto, plan: Plan, share: Sequence[str]) -> dict[str, str]:
     """Return quantized tensor -> name of its group, whose tensors share a scale.
 
-    A group is named after one of its tensors. The plan has groups of its own; around an operator of
-    `share` the groups of all its inputs and its output become one, that of its first input.
+    A group is named after one of its tensors. The plan has groups of its own; the groups of an
+    operator's inputs and output become one if `share` has its kind.
+
+    `share`: kinds of operators, keys of `SHARED_SCALE_OPS`.
     """
     group_by_tensor: dict[str, str] = {}
     for pair in plan.pairs:
-        group_by_tensor[pair.tensor] = plan.scale_owners.get(pair.tensor, pair.tensor)
+        scale_owner = plan.scale_owners.get(pair.tensor, pair.tensor)
+        group_by_tensor[pair.tensor] = scale_owner
     sharing_ops = set[str]().union(*(SHARED_SCALE_OPS[kind] for kind in share))
     graph = Graph(model)
     for node in graph.nodes:

@@ -110,11 +110,11 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def order_inputs(task: Task) -> Task:
-    """Return the task with models, inputs and batches that are tensors in order, without names.
+    """Return a task whose inputs are a dict as one whose inputs are tensors in order.
 
-    A task whose inputs are tensors already is returned as it is; else they are one dict. The new
-    models share their modules with the task's models. `evaluate` still gets a model that is called
-    like the task's.
+    A task whose inputs are tensors already is returned as it is. The models and batches of the new
+    task take and hold such tensors too; the models share their modules with the old ones. Only
+    `evaluate`, which is the user's, still gets a model that takes the inputs by name.
 
     Raises:
         ConfigError: the inputs are something else, or do not fit the model's forward.
@@ -207,10 +207,10 @@ class ForwardArguments:
         return ((self.tensors(*as_inputs(samples)), labels) for samples, labels in batches)
 
     def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of a call by the names of the tensors.
+        """Return input name -> value for a call of the forward with these arguments.
 
-        Arguments that have their default value are left out, and those in a dict or `**kwargs` have
-        their own names.
+        A dict argument and `**kwargs` stand for the inputs in them. An argument with its default
+        value, such as None, is no input.
 
         Raises:
             FeedError: the forward cannot be called so.

@@ -88,13 +88,14 @@ def strip_prefix(state: Mapping[str, torch.Tensor], model: nn.Module) -> Mapping
     DataParallel adds `module.`, torch.compile `_orig_mod.`, a training module the name of its
     attribute, possibly along with other tensors: the weights of a loss, or the step count of
     averaged weights. The state dict is returned as it is if it has the model's names without a
-    prefix, or not exactly these names under one prefix.
+    prefix, or if the names under no prefix, or under several, are exactly the model's.
     """
     model_names = set(model.state_dict())
     if model_names <= set(state):
         return state
-    first_name = min(model_names)
-    prefixes = [name.removesuffix(first_name) for name in state if name.endswith(f".{first_name}")]
+    sample_name = min(model_names)  # any name of the model finds the candidates for a prefix
+    suffix = f".{sample_name}"
+    prefixes = [name.removesuffix(sample_name) for name in state if name.endswith(suffix)]
     matches = []
     for prefix in prefixes:
         weights = {}

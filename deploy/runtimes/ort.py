@@ -36,7 +36,7 @@ _EXTERNAL_ENTRY = b"\x0a\x08location"
 
 # These drop a Relu or Clip before a QuantizeLinear with the same lower bound. For fp8 the first
 # takes that bound for 0, and the second fails.
-_CLIP_DROPPERS = ("ReluQuantRewrite", "ClipQuantRewrite")
+_FP8_BREAKING_OPTIMIZERS = ("ReluQuantRewrite", "ClipQuantRewrite")
 
 # This fuses two Convs and the Add of their outputs even if one of these is a model output: the
 # model then does not load (ONNX Runtime 1.32; grouped Convs with several channels per group).
@@ -171,7 +171,7 @@ def _make_options(
     return options
 
 
-def _save_optimized_model(options: onnxruntime.SessionOptions, path: Path) -> None:
+def _request_optimized_model(options: onnxruntime.SessionOptions, path: Path) -> None:
     """Let a session write its optimized model to a path, with large weights in a file beside it."""
     options.optimized_model_filepath = str(path)
     entry = "session.optimized_model_external_initializers_"
@@ -295,12 +295,12 @@ class OrtSession(CpuSession):
             optimize: False disables graph optimization, so that every tensor of the file exists.
             spin: idle threads spin within a run instead of sleeping, which saves microseconds and
                 occupies the cores; worth it only for timing.
-            reuse_memory: keep memory between runs; None: only if threads spin. A session of a few
-                runs then allocates no new pages, and frees all of them at its end.
+            reuse_memory: keep memory between runs, in an arena; None keeps it if threads spin,
+                since a session of only a few runs needs none.
             int8_kernels: False computes a Q/DQ model as written, in float between its pairs, with
                 its weights quantized once: for a model in another runtime's form. A `ModelProto`
                 with fp8 pairs always runs so, since there are no fp8 kernels.
-            trace: prefix of the profile's path.
+            trace: record a profile; the prefix of its path.
             save_to: path to write the optimized model to, with its larger weights in a file next to
                 it.
 
@@ -319,11 +319,11 @@ class OrtSession(CpuSession):
             options.enable_profiling = True
             options.profile_file_prefix = str(trace)
         if save_to is not None:
-            _save_optimized_model(options, save_to)
+            _request_optimized_model(options, save_to)
         disabled_optimizers: Sequence[str] = ()
         if not int8_kernels or holds_fp8(model):
             options.add_session_config_entry("session.disable_quant_qdq", "1")
-            disabled_optimizers = _CLIP_DROPPERS  # wrong, or failing, for the pairs that remain
+            disabled_optimizers = _FP8_BREAKING_OPTIMIZERS
 
         _LOADING_OPTIONS.add(options)  # so that a signal can cancel the loading
         try:
@@ -442,15 +442,15 @@ def profile_kernels(
         feeds: inputs, used in turn.
         runs: minimum number of runs.
         threads: threads inside one operator.
-        seconds: minimum duration, but at most 64 runs.
+        seconds: time for which more runs follow, up to 64 in all: a profile has every kernel run.
     """
     with tempfile.TemporaryDirectory(prefix="calib8-") as folder:
         session = OrtSession.open(model, threads=threads, trace=Path(folder) / "trace")
         end = time.perf_counter() + seconds
-        run_count = 0
-        while run_count < runs or (run_count < _MAX_TRACED_RUNS and time.perf_counter() < end):
-            session.run(feeds[run_count % len(feeds)])
-            run_count += 1
+        for number in range(max(runs, _MAX_TRACED_RUNS)):
+            if number >= runs and time.perf_counter() >= end:
+                break
+            session.run(feeds[number % len(feeds)])
         events = json.loads(Path(session.end_trace()).read_text(encoding="utf-8"))
     return [
         (event["name"].removesuffix(_KERNEL_SUFFIX), event["args"]["op_name"], float(event["dur"]))
@@ -481,17 +481,21 @@ def _loadable(model: Model) -> Iterator[str | bytes]:
     with ExitStack() as stack:
         mapped_path = ""
         if not isinstance(model, Path | str | bytes):
-            with suppress(OSError):  # the disk is full or read-only: bytes do too
-                mapped_path = _write_large(model, stack)
+            with suppress(OSError):  # the disk is full or read-only: the bytes are loaded instead
+                mapped_path = _write_if_large(model, stack)
         source = mapped_path or model_source(model)
         size = len(source) if isinstance(source, bytes) else os.path.getsize(source)
         if mapped_path or size >= _LARGE_MODEL_BYTES:
-            stack.enter_context(large_blocks_returned())  # weights are copied two to four times
+            # weights are copied two to four times: return the memory of the copies to the system
+            stack.enter_context(large_blocks_returned())
         yield source
 
 
-def _write_large(model: ModelProto, stack: ExitStack) -> str:
-    """Write a large model into a folder that lasts as long as `stack`; return its path, else ""."""
+def _write_if_large(model: ModelProto, stack: ExitStack) -> str:
+    """Write a large model into a folder that lasts as long as `stack`; return its path.
+
+    Return "", and write nothing, for a small model.
+    """
     sizes = mapped_tensors(model)
     if sum(sizes.values()) < _LARGE_MODEL_VALUES:
         return ""

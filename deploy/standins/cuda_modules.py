@@ -99,21 +99,30 @@ def cudart_modules(memory: Memory) -> dict[str, ModuleType]:
 def _common_functions(
     memory: Memory,
     success: enum.IntEnum,
+    *,
     pointer_class: type[int],
     prefix: str,
-    *names: str,
+    allocations: str,
+    releases: str,
+    copies: str,
+    handles: str,
+    no_operations: str,
 ) -> dict[str, Any]:
     """Return name -> stand-in, for the functions that CUDA's runtime and driver API have in common.
 
-    Each of them returns a tuple that begins with the error code, as cuda-python's do.
+    Each of them returns a tuple that begins with the error code, as cuda-python's do. The names of
+    functions are without `prefix`, separated by spaces.
 
     Args:
         memory: where the functions allocate.
         success: the API's code for success, which every call returns.
         pointer_class: class of the allocated addresses.
         prefix: of all names.
-        names: five texts with the names, separated by spaces, of the functions that allocate, free,
-            copy, return a handle of a stream or the like, and do nothing.
+        allocations: names of the functions that allocate.
+        releases: that free an allocation.
+        copies: that copy.
+        handles: that return a handle, of a stream, device or context.
+        no_operations: that do nothing here.
     """
 
     def allocate(size: Any, *flags: Any) -> tuple[Any, int]:
@@ -133,10 +142,16 @@ def _common_functions(
     def do_nothing(*arguments: Any) -> tuple[Any]:
         return (success,)
 
-    functions = (allocate, free, copy, get_handle, do_nothing)
+    names_by_function: dict[Callable[..., Any], str] = {
+        allocate: allocations,
+        free: releases,
+        copy: copies,
+        get_handle: handles,
+        do_nothing: no_operations,
+    }
     function_by_name = {}
-    for function, function_names in zip(functions, names, strict=True):
-        for name in function_names.split():
+    for function, names in names_by_function.items():
+        for name in names.split():
             function_by_name[f"{prefix}{name}"] = function
     return function_by_name
 
@@ -153,13 +168,13 @@ def runtime_names(memory: Memory) -> dict[str, Any]:
         **_common_functions(
             memory,
             success,
-            int,
-            "cuda",
-            _CUDART_ALLOCATIONS,
-            _CUDART_RELEASES,
-            _CUDART_COPIES,
-            _CUDART_STREAMS,
-            _CUDART_NO_OPERATIONS,
+            pointer_class=int,
+            prefix="cuda",
+            allocations=_CUDART_ALLOCATIONS,
+            releases=_CUDART_RELEASES,
+            copies=_CUDART_COPIES,
+            handles=_CUDART_STREAMS,
+            no_operations=_CUDART_NO_OPERATIONS,
         ),
         "cudaMemset": fill,
         "cudaMemsetAsync": fill,
@@ -177,14 +192,14 @@ def driver_names(memory: Memory) -> dict[str, Any]:
         **_common_functions(
             memory,
             CUresult.CUDA_SUCCESS,
-            Handle,
-            "cu",
-            "MemAlloc MemAllocHost MemAllocManaged",
-            "MemFree MemFreeHost",
-            "MemcpyHtoD MemcpyHtoDAsync MemcpyDtoH MemcpyDtoHAsync MemcpyDtoD",
-            "DeviceGet CtxCreate DevicePrimaryCtxRetain StreamCreate CtxGetCurrent",
-            "Init CtxPushCurrent CtxPopCurrent CtxSetCurrent CtxSynchronize CtxDestroy"
-            " StreamSynchronize StreamDestroy",
+            pointer_class=Handle,
+            prefix="cu",
+            allocations="MemAlloc MemAllocHost MemAllocManaged",
+            releases="MemFree MemFreeHost",
+            copies="MemcpyHtoD MemcpyHtoDAsync MemcpyDtoH MemcpyDtoHAsync MemcpyDtoD",
+            handles="DeviceGet CtxCreate DevicePrimaryCtxRetain StreamCreate CtxGetCurrent",
+            no_operations="Init CtxPushCurrent CtxPopCurrent CtxSetCurrent CtxSynchronize"
+            " CtxDestroy StreamSynchronize StreamDestroy",
         ),
         "CUdeviceptr": Handle,
         "CUstream": Handle,

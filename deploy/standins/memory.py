@@ -67,7 +67,8 @@ def address_of(value: object) -> int | None:
 def array_bytes(value: object, size: int | None) -> CopySource:
     """Return the bytes of an array, or the first `size` of them; all if `size` is None.
 
-    With them come the array's dtype and, if they are all of it in C order, its shape.
+    The result also has the array's dtype, and its shape if the bytes are the entire array in C
+    order.
 
     Raises:
         ValueError: it is no array, is not contiguous, or has fewer bytes.
@@ -86,10 +87,11 @@ def array_bytes(value: object, size: int | None) -> CopySource:
     data: Bytes = array.reshape(-1, order="A").view(np.uint8)
     if size is not None and not 0 <= size <= data.size:
         raise ValueError(f"a copy must not read beyond its array, got {size} bytes of {data.size}")
-    if isinstance(value, bytes | bytearray | memoryview):  # of unknown dtype
+    if isinstance(value, bytes | bytearray | memoryview):  # they may hold values of any dtype
         return CopySource(data[:size])
     is_complete = array.flags.c_contiguous and size in (None, data.size)
-    return CopySource(data[:size], array.dtype.name, array.shape if is_complete else None)
+    shape = array.shape if is_complete else None
+    return CopySource(data[:size], dtype=array.dtype.name, shape=shape)
 
 
 def read_process_memory(address: int, size: int) -> Bytes:
@@ -264,7 +266,7 @@ class Memory:
         block, offset = self._find_block(address)
         if block is None:
             return None
-        return _merge_copies(block.size - offset, offset, block.copies)
+        return _window_at(offset, block)
 
     def read(self, address: int, size: int) -> Bytes:
         """Return a copy of `size` bytes at any address of this process.
@@ -340,21 +342,19 @@ class Memory:
         return (block if offset < max(block.size, 1) else None), offset
 
 
-def _merge_copies(room: int, offset: int, copies: list[BlockCopy]) -> AddressWindow:
-    """Return the memory from an offset on, with what was copied there without a gap.
+def _window_at(offset: int, block: _Block) -> AddressWindow:
+    """Return the memory of an allocation from an offset on, and what this batch's copies put there.
 
-    Args:
-        room: bytes from the offset to the end of the allocation.
-        offset: position in the allocation.
-        copies: those of this batch.
+    Copies count that follow each other from the offset on without a gap.
     """
-    end = offset
+    end = offset  # of the copies so far
     adjacent = []
-    for copy in sorted(copies, key=lambda copy: copy.offset):
-        # it begins where the last one ends, or before, and ends behind it
+    for copy in sorted(block.copies, key=lambda copy: copy.offset):
+        # it begins at this end, or before, and ends behind it
         if copy.offset <= end < copy.offset + copy.size:
             adjacent.append(copy)
             end = copy.offset + copy.size
+    room = block.size - offset
     if not adjacent:
         return AddressWindow(room)
     first_copy = adjacent[0]
@@ -362,9 +362,9 @@ def _merge_copies(room: int, offset: int, copies: list[BlockCopy]) -> AddressWin
     is_one_array = len(adjacent) == 1 and first_copy.offset == offset
     return AddressWindow(
         room,
-        end - offset,
-        first_copy.dtype if has_one_dtype else None,
-        first_copy.shape if is_one_array else None,
+        copied=end - offset,
+        dtype=first_copy.dtype if has_one_dtype else None,
+        shape=first_copy.shape if is_one_array else None,
     )
 
 
