@@ -359,12 +359,12 @@ def test_remaining_norms_are_named(run, tmp_path):
 
 SIX_OPCODES = """\
 opcode         name     target            args          kwargs
--------------  -------  ----------------  ------------  ----------
+-------------  -------  ----------------  ------------  ------------
 placeholder    x        x                 ()            {}
 get_attr       scale    scale             ()            {}
 call_function  add      operator.add      (%x, %scale)  {}
 call_module    linear   linear            (%add,)       {}
-call_method    clamp    clamp             (%linear,)    {min: 0.0}
+call_method    clamp    clamp             (%linear,)    {'min': 0.0}
 call_function  topk     torch.topk        (%clamp, 2)   {}
 call_function  getitem  operator.getitem  (%topk, 0)    {}
 output         output   output            (%getitem,)   {}

@@ -286,9 +286,8 @@ def test_exporter_refuses_fallbacks(wording):
     def branch(self, x):
         return x * 2 if x.sum() > 0 else x - 1
 
-    with pytest.raises(errors.ModelError) as raised:
+    with pytest.raises(errors.ModelError, match=r"torch\.where"):
         to_onnx(module(branch), [torch.ones(2, 3)])
-    wording.check(raised.value)
     fixed = module(lambda self, x: x.reshape(2, 3) * 2)
     with pytest.raises(errors.ModelError, match="--static-batch"):
         to_onnx(fixed, [torch.ones(2, 3)])

@@ -31,7 +31,7 @@ from deploy.fx.model_inputs import (
 )
 from deploy.fx.plain_copy import plain_copy, unwrap
 from deploy.fx.source import user_code_line
-from deploy.fx.trace import Leaves, explain_capture_failure, trace
+from deploy.fx.trace import Leaves, explain_export_failure, trace
 from deploy.terminal import phase
 
 CAPTURE_TOLERANCE = 1e-4  # relative to the largest output
@@ -209,7 +209,7 @@ def _export_and_lift(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
         return lift_program(program, model, inputs)
     except Exception as error:
         run_model(model, inputs)  # if it does not run, that is the reason
-        raise ModelError(explain_capture_failure(dynamic_error or error, model)) from error
+        raise ModelError(explain_export_failure(dynamic_error or error, model)) from error
 
 
 def _export(

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from deploy.errors import ConfigError, ModelError
+from deploy.errors import ModelError
 from deploy.fx.comparison import tensors_of
 from deploy.fx.fuse import CONVS, fold_batch_norms
 from deploy.fx.int8_layers import QatLayer
+from deploy.fx.trace import submodule
 
 _TEMPERATURE = 4.0  # T of the formulas
 
@@ -70,8 +71,8 @@ class Distiller:
         self._teacher_maps: dict[str, torch.Tensor] = {}
         self._hooks: list[Any] = []
         for student_layer, teacher_layer in self.pairs:
-            self._add_hook("student", student, student_layer, self._student_maps)
-            self._add_hook("teacher", self.teacher, teacher_layer, self._teacher_maps)
+            self._store_outputs(student, student_layer, self._student_maps)
+            self._store_outputs(self.teacher, teacher_layer, self._teacher_maps)
 
     def loss(self, inputs: tuple[Any, ...], output: Any) -> torch.Tensor:
         """Return the loss of the student's last forward against the teacher's, as a scalar.
@@ -109,17 +110,15 @@ class Distiller:
         for hook in self._hooks:
             hook.remove()
 
-    def _add_hook(
-        self, role: str, model: nn.Module, name: str, maps: dict[str, torch.Tensor]
+    def _store_outputs(
+        self, model: nn.Module, name: str, output_by_name: dict[str, torch.Tensor]
     ) -> None:
-        """Add a hook that stores the output of a module in `maps` in each forward."""
-        if name not in dict(model.named_modules()):
-            raise ConfigError(f"the {role} has no module {name!r} to distil")
+        """Add a hook to a submodule that stores its output in `output_by_name` in each forward."""
 
         def store(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
-            maps[name] = output
+            output_by_name[name] = output
 
-        self._hooks.append(model.get_submodule(name).register_forward_hook(store))
+        self._hooks.append(submodule(model, name).register_forward_hook(store))
 
 
 def _last_convolution(student: nn.Module, teacher: nn.Module) -> list[tuple[str, str]]:

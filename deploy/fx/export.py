@@ -8,7 +8,7 @@ cannot convert down. The exported model is then cleaned up: output names, metada
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import onnx
@@ -29,7 +29,7 @@ from deploy.fx.comparison import (
 )
 from deploy.fx.device import quiet
 from deploy.fx.fakequant import ExportedModule, FakeQuant, FixedQuant
-from deploy.fx.trace import failing_line, root_cause
+from deploy.fx.trace import explain_export_failure
 from deploy.graph.edit import (
     copy_message,
     drop_unread,
@@ -174,11 +174,14 @@ def to_onnx(
         copies = [repeat_single_sample(tensor) for tensor in copies]  # a batch of 1 would be fixed
         batch = torch.export.Dim("batch")
         shapes = ({0: batch},) * len(copies)
+    exportable = _exportable_copy(model)
     try:
-        program = run_exporter(_exportable_copy(model), tuple(copies), shapes, opset)
+        program = run_exporter(exportable, tuple(copies), shapes, opset)
     except Exception as error:  # torch.export and the exporter share no error class
         run_model(model, inputs)  # if it does not run, that is the reason
-        raise ModelError(explain_export_failure(error, dynamic_batch)) from error
+        fixed_batch = FIXED_BATCH if dynamic_batch else ""
+        message = explain_export_failure(error, exportable, fixed_batch=fixed_batch)
+        raise ModelError(message) from error
 
     exported = program.model_proto
     name_outputs(exported, program.exported_program)
@@ -305,62 +308,40 @@ def compare_with_torch(
             saturate them.
     """
     session = OrtSession.open(exported, threads=1, optimize=optimized, int8_kernels=kernels)
-    compared = [_compare_batch(model, session, batch) for batch in batches]
-    max_difference = float(np.max([batch.max_difference for batch in compared]))
-    has_same_argmax = np.concatenate([batch.has_same_argmax for batch in compared])
-    row_count = len(has_same_argmax)
+    sample_counts, differences, magnitudes = [], [], []
+    same_argmax: list[NDArray[np.bool_]] = []  # for each row of the last output
+    varies: list[bool] = []  # for each batch
+    output_count = 0
+    for batch in batches:
+        torch_outputs, onnx_outputs = _run_both(model, session, batch)
+        sample_counts.append(len(batch[0]) if batch[0].ndim else 1)
+        differences.append(largest_difference(torch_outputs, onnx_outputs))
+        magnitudes.append(largest_magnitude(torch_outputs))
+        last_output = torch_outputs[-1].cpu().numpy()
+        same_argmax.append(_same_argmax(last_output, onnx_outputs[-1].numpy()))
+        output_count = len(torch_outputs)
+        varies.append(any(map(_varies, torch_outputs)))
 
+    max_difference = float(np.max(differences))  # NaN if one is, which `max` may lose
     difference_in_steps = None
     quantizers = [module for module in model.modules() if isinstance(module, FixedQuant)]
-    if quantizers and compared[0].output_count == 1:
+    if quantizers and output_count == 1:
         difference_in_steps = max_difference / float(quantizers[-1].scale)
-    # one sample shows only whether its output varies in itself
-    batches_of_several = [batch for batch in compared if batch.samples > 1]
+    has_same_argmax = np.concatenate(same_argmax)
+    row_count = len(has_same_argmax)
+    # a batch of one sample shows only whether an output varies in itself
+    varies_between_samples = [
+        is_varying for is_varying, count in zip(varies, sample_counts, strict=True) if count > 1
+    ]
     return ExportAgreement(
-        samples=sum(batch.samples for batch in compared),
+        samples=sum(sample_counts),
         max_difference=max_difference,
-        max_output=max(batch.max_output for batch in compared),
+        max_output=max(magnitudes),
         argmax=int(has_same_argmax.sum()) / max(row_count, 1),
         codes=difference_in_steps,
         batches=tuple(sorted({len(batch[0]) for batch in batches if batch[0].ndim})),
-        depends_on_input=any(batch.varies for batch in batches_of_several or compared),
+        depends_on_input=any(varies_between_samples or varies),
         argmax_rows=row_count,
-    )
-
-
-class _ComparedBatch(NamedTuple):
-    """Outputs of torch and ONNX Runtime for one batch.
-
-    Attributes:
-        samples: number of samples.
-        output_count: number of outputs.
-        max_difference: largest absolute difference; NaN if one is.
-        max_output: largest absolute value of torch's.
-        has_same_argmax: for each row of the last output.
-        varies: whether an output of torch's varies between samples; for one sample, in itself.
-    """
-
-    samples: int
-    output_count: int
-    max_difference: float
-    max_output: float
-    has_same_argmax: NDArray[np.bool_]
-    varies: bool
-
-
-def _compare_batch(
-    model: nn.Module, session: OrtSession, batch: Sequence[torch.Tensor]
-) -> _ComparedBatch:
-    """Run a batch in torch and ONNX Runtime, and compare the outputs."""
-    torch_outputs, onnx_outputs = _run_both(model, session, batch)
-    last_output = torch_outputs[-1].cpu().numpy()
-    return _ComparedBatch(
-        samples=len(batch[0]) if batch[0].ndim else 1,
-        output_count=len(torch_outputs),
-        max_difference=largest_difference(torch_outputs, onnx_outputs),
-        max_output=largest_magnitude(torch_outputs),
-        has_same_argmax=_same_argmax(last_output, onnx_outputs[-1].numpy()),
-        varies=any(map(_varies, torch_outputs)),
     )
 
 
@@ -465,24 +446,6 @@ def _tensors_only(returned: Any) -> Any:
         return leaf if isinstance(leaf, torch.Tensor) else None
 
     return pytree.tree_map(none_unless_tensor, returned)
-
-
-def explain_export_failure(error: Exception, dynamic_batch: bool) -> str:
-    """Return one sentence on why torch.export or the exporter failed, with the user's line."""
-    cause = root_cause(error)
-    kind = type(cause).__name__
-    message = first_line(cause)
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    if lines and lines[0].endswith(":"):  # a heading, which says nothing without the next line
-        message = " ".join(lines[:2])
-
-    text = f"torch.export must be able to follow the model, got {kind}: {message[:300]}"
-    if line := failing_line(cause) or failing_line(error):
-        text += f" at {line}"
-    text += "; "
-    if dynamic_batch and "DataDependent" not in kind:
-        text += f"{FIXED_BATCH}, or "
-    return f"{text}rewrite what depends on data"
 
 
 def _same_argmax(expected: NDArray[Any], output: NDArray[Any]) -> NDArray[np.bool_]:

@@ -330,7 +330,7 @@ def _fold_into_reader(graph_module: fx.GraphModule, norm: fx.Node, report: FuseR
     if not inputs_of_channel:
         reason = reason_not_foldable(graph_module, norm)
         if reason == NO_LAYER_BEFORE:
-            reason = f"{reason}, and {_describe_reader(graph_module, path)} after it"
+            reason = f"{reason}, nor one without zero padding as its only reader"
         report.skipped.append((str(norm.target), str(reason)))
         return
 
@@ -342,16 +342,6 @@ def _fold_into_reader(graph_module: fx.GraphModule, norm: fx.Node, report: FuseR
     replace_submodule(graph_module, layer_name, folded)
     report.fused.append((f"BN+{_kind(layer)}", (layer_name, str(norm.target))))
     _remove(norm)
-
-
-def _describe_reader(graph_module: fx.GraphModule, path: list[fx.Node]) -> str:
-    """Describe the reader of a norm into which it cannot fold."""
-    if not path:
-        return "several readers"
-    reader = called_module(graph_module, path[-1])
-    if isinstance(reader, CONVS):
-        return "a Conv that pads with zeros" if _pads(reader) else "a Conv with other inputs"
-    return str(path[-1].name) if reader is None else type(reader).__name__
 
 
 def _inputs_fed_by_channel(graph_module: fx.GraphModule, norm: fx.Node, path: list[fx.Node]) -> int:

@@ -49,20 +49,22 @@ def format_columns(rows: Sequence[Sequence[str]]) -> str:
     return join_visible(line.rstrip() for line in lines) + "\n"
 
 
-def _text(value: Any) -> str:
-    """Return repr of a value, with nodes and functions as their names."""
+class _Name(str):
+    """A text that is its own repr, without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _text(arguments: Any) -> str:
+    """Return repr of a node's arguments, with nodes and functions as their names."""
+    return _ADDRESS.sub("", repr(fx.node.map_aggregate(arguments, _named)))
+
+
+def _named(value: Any) -> Any:
+    """Return a node or a function as its name; any other value is returned as it is."""
     if isinstance(value, fx.Node):
-        return f"%{value.name}"
-    if isinstance(value, tuple):
-        comma = "," if len(value) == 1 else ""
-        return f"({', '.join(map(_text, value))}{comma})"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_text, value))}]"
-    if isinstance(value, dict):
-        entries = [f"{key}: {_text(item)}" for key, item in value.items()]
-        return "{" + ", ".join(entries) + "}"
-    if isinstance(value, slice):
-        return f"slice({_text(value.start)}, {_text(value.stop)}, {_text(value.step)})"
+        return _Name(f"%{value.name}")
     if callable(value) and hasattr(value, "__name__"):
-        return target_name(value)
-    return _ADDRESS.sub("", repr(value))
+        return _Name(target_name(value))
+    return value

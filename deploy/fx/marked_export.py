@@ -28,12 +28,12 @@ from deploy.fx.device import quiet
 from deploy.fx.export import (
     OPSET,
     clean_exported,
-    explain_export_failure,
     rename_values,
     run_exporter,
 )
 from deploy.fx.int8_layers import QatLayer, folded_layer
 from deploy.fx.plain_copy import replace_submodule
+from deploy.fx.trace import explain_export_failure
 from deploy.graph.index import Graph
 from deploy.terminal import phase
 
@@ -207,8 +207,7 @@ def _run_exporter(marked: fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
         try:
             return run_exporter(marked, inputs, None, OPSET, optimize=False)
         except Exception:
-            message = explain_export_failure(dynamic_error, dynamic_batch=False)
-            raise ModelError(message) from dynamic_error
+            raise ModelError(explain_export_failure(dynamic_error, marked)) from dynamic_error
 
 
 def _remove_markers(model: Any) -> dict[str, str]:

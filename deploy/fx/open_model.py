@@ -32,7 +32,7 @@ from deploy.fx.capture import (
     run_model,
 )
 from deploy.fx.device import quiet
-from deploy.fx.export import OPSET, check_float_export, explain_export_failure, to_onnx
+from deploy.fx.export import FIXED_BATCH, OPSET, check_float_export, to_onnx
 from deploy.fx.fakequant import ExportedModule
 from deploy.fx.fuse import fuse_for_export
 from deploy.fx.model_inputs import (
@@ -47,6 +47,7 @@ from deploy.fx.model_inputs import (
 )
 from deploy.fx.plain_copy import plain_copy
 from deploy.fx.source import load_module, random_weights_note
+from deploy.fx.trace import explain_export_failure
 from deploy.terminal import phase
 from deploy.version import __version__
 
@@ -331,7 +332,8 @@ def _write_checked_program(path: Path, fused: nn.Module, inputs: Sequence[torch.
         with quiet():
             program = torch.export.export(fused, repeated, dynamic_shapes=shapes)
     except Exception as error:  # torch.export has no error class of its own
-        raise ModelError(explain_export_failure(error, dynamic_batch=True)) from error
+        message = explain_export_failure(error, fused, fixed_batch=FIXED_BATCH)
+        raise ModelError(message) from error
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # has paths of this machine
     check_capture(program.module(), fused, inputs)

@@ -67,7 +67,7 @@ from deploy.fx.operations import (
 from deploy.fx.plain_copy import in_eval_mode, plain_copy, replace_submodule
 from deploy.fx.range_search import resolve_target
 from deploy.fx.target_placement import GraphPlacement, QuantizationSite, place_quantizers
-from deploy.fx.trace import Leaves, submodule
+from deploy.fx.trace import Leaves, names_module, submodule
 from deploy.targets import Target
 
 BITS = (2, 3, 4, 5, 6, 7, 8)
@@ -264,12 +264,12 @@ def prepare(
     if norms == "fold":
         graph_module = graph_of(in_eval_mode(model), inputs, leaves=opaque)
         graph_module, _ = fold_batch_norms(graph_module)
-        _check_skip(graph_module, skip)
     else:
         graph_module = graph_of(model, inputs, leaves=opaque)
         layers_to_modules(graph_module)
         fold_frozen(graph_module)
-        _check_skip(graph_module, skip)
+    _check_skip(graph_module, skip)
+    if norms == "train":
         _merge_norms(graph_module, skip)
 
     # the decomposition reads shapes, and its new nodes need theirs for the placement
@@ -305,8 +305,7 @@ def _is_opaque(graph_module: fx.GraphModule, leaves: Leaves, node: fx.Node) -> b
     """Return whether a `call_module` node stays one node: a leaf or an unknown module."""
     module = called_module(graph_module, node)
     assert module is not None
-    names = (str(node.target), type(module).__name__, type(module))
-    if any(leaf in names for leaf in leaves):
+    if any(names_module(leaf, str(node.target), module) for leaf in leaves):
         return True
     is_quantizable = is_layer(module) or isinstance(module, QatLayer)
     return not is_quantizable and not is_norm(module)

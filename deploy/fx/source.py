@@ -118,25 +118,17 @@ _MAKERS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def load_factory(spec: str) -> Callable[[], Any]:
-    """Return the function `make` for the spec `path/to/net.py:make`.
+def call_factory(spec: str) -> Any:
+    """Call the function of the spec `path/to/net.py:make` without arguments; return its result.
 
     Raises:
         ConfigError: the spec is not `file.py:name`, or there is no such file or name.
-        ModelError: importing the file failed; the message gives the user's file and line.
+        ModelError: importing the file or the call failed; the message gives the user's file and
+            line.
     """
-    return usercode.load_function(  # type: ignore[no-any-return]
+    factory = usercode.load_function(
         spec, what="a model in PyTorch", form="file.py:factory", error=ModelError
     )
-
-
-def call_factory(spec: str) -> Any:
-    """Call the factory of `spec` without arguments and return its result.
-
-    Raises:
-        ConfigError, ModelError: as `load_factory`, or the factory itself failed.
-    """
-    factory = load_factory(spec)
     with wrap_user_errors(spec):
         return factory()
 
@@ -147,7 +139,7 @@ def load_module(spec: str, weights: Path | None = None) -> nn.Module:
     `spec`: `file.py:factory`, or a name such as timm:resnet18.
 
     Raises:
-        ConfigError, ModelError: as `load_factory`; or the result is not a module or is TorchScript,
+        ConfigError, ModelError: as `call_factory`; or the result is not a module or is TorchScript,
             or the weights do not fit.
         SdkMissingError: the package of a named model, or safetensors, is not installed.
     """

@@ -79,7 +79,7 @@ def refuse_hooks(module: nn.Module, what: str) -> None:
 Leaves = Sequence[str | type[nn.Module]]  # qualified names, class names and classes of modules
 
 
-def _names_module(leaf: str | type[nn.Module], name: str, module: nn.Module) -> bool:
+def names_module(leaf: str | type[nn.Module], name: str, module: nn.Module) -> bool:
     """Return whether a leaf is the name of a module, its class, or the name of its class."""
     if isinstance(leaf, str):
         return leaf in (name, type(module).__name__)
@@ -117,7 +117,7 @@ class LeafTracer(fx.Tracer):
         return bool(super().is_leaf_module(m, module_qualified_name))
 
     def _is_chosen(self, m: nn.Module, name: str) -> bool:
-        return any(_names_module(leaf, name, m) for leaf in self.leaves)
+        return any(names_module(leaf, name, m) for leaf in self.leaves)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """Record the call of a module; the hooks of a layer become separate nodes."""
@@ -179,7 +179,7 @@ def _check_leaves(model: nn.Module, leaves: Leaves) -> None:
     modules = dict(model.named_modules())
     missing: set[str] = set()
     for leaf in leaves:
-        if not any(_names_module(leaf, name, module) for name, module in modules.items()):
+        if not any(names_module(leaf, name, module) for name, module in modules.items()):
             missing.add(leaf if isinstance(leaf, str) else leaf.__name__)
     if missing:
         raise ConfigError(
@@ -239,8 +239,16 @@ def _rewrite_hint(text: str) -> str:
 _LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<")
 
 
-def explain_capture_failure(error: BaseException, model: nn.Module) -> str:
-    """Return one sentence on a failure: module, file and line, torch's message, and a remedy."""
+def explain_export_failure(error: BaseException, model: nn.Module, *, fixed_batch: str = "") -> str:
+    """Return one sentence on a failure of torch.export or of torch's exporter to ONNX.
+
+    It has the module, the user's file and line, torch's message and remedies.
+
+    Args:
+        error: what was raised.
+        model: the model that was exported.
+        fixed_batch: the remedy of a fixed batch; "" if the batch was fixed.
+    """
     cause = root_cause(error)
     name = innermost_module(error, model) or innermost_module(cause, model)
     description = type(model.get_submodule(name)).__name__
@@ -248,10 +256,13 @@ def explain_capture_failure(error: BaseException, model: nn.Module) -> str:
         description += f" ({name})"
     if line := failing_line(cause) or failing_line(error):
         description += f" at {line}"
-    message = " ".join(str(cause).split()).partition(" (unhinted")[0][:160]
+    message = " ".join(str(cause).split()).partition(" (unhinted")[0][:300]
+    remedy = _remedy(cause, name)
+    if fixed_batch and "DataDependent" not in type(cause).__name__:
+        remedy = f"{fixed_batch}, or {remedy}"
     return (
         f"torch.export must be able to follow the model, and cannot follow {description}"
-        f" ({type(cause).__name__}: {message}); {_remedy(cause, name)}"
+        f" ({type(cause).__name__}: {message}); {remedy}"
     )
 
 
@@ -293,4 +304,4 @@ def _remedy(error: BaseException, name: str) -> str:
         if name:
             remedy += f"; profile can keep that module as one node with --leaf {name}"
         return remedy
-    return "it must run in eval mode for inputs of the shapes given, by tensor operations alone"
+    return "write it by tensor operations alone, which run in eval mode for inputs of these shapes"

@@ -262,11 +262,32 @@ class Memory:
             raise
 
     def find_window(self, address: int) -> AddressWindow | None:
-        """Return the memory behind an address; None if the script did not allocate it."""
+        """Return the memory behind an address; None if the script did not allocate it.
+
+        Of the copies of this batch, those count that follow each other from there without a gap.
+        """
         block, offset = self._find_block(address)
         if block is None:
             return None
-        return _window_at(offset, block)
+        room = block.size - offset
+        end = offset  # of the copies so far
+        adjacent = []
+        for copy in sorted(block.copies, key=lambda copy: copy.offset):
+            # it begins at this end, or before, and ends behind it
+            if copy.offset <= end < copy.offset + copy.size:
+                adjacent.append(copy)
+                end = copy.offset + copy.size
+        if not adjacent:
+            return AddressWindow(room)
+        first_copy = adjacent[0]
+        has_one_dtype = all(copy.dtype == first_copy.dtype for copy in adjacent)
+        is_one_array = len(adjacent) == 1 and first_copy.offset == offset
+        return AddressWindow(
+            room,
+            copied=end - offset,
+            dtype=first_copy.dtype if has_one_dtype else None,
+            shape=first_copy.shape if is_one_array else None,
+        )
 
     def read(self, address: int, size: int) -> Bytes:
         """Return a copy of `size` bytes at any address of this process.
@@ -340,32 +361,6 @@ class Memory:
         block = self._blocks[start]
         offset = address - start
         return (block if offset < max(block.size, 1) else None), offset
-
-
-def _window_at(offset: int, block: _Block) -> AddressWindow:
-    """Return the memory of an allocation from an offset on, and what this batch's copies put there.
-
-    Copies count that follow each other from the offset on without a gap.
-    """
-    end = offset  # of the copies so far
-    adjacent = []
-    for copy in sorted(block.copies, key=lambda copy: copy.offset):
-        # it begins at this end, or before, and ends behind it
-        if copy.offset <= end < copy.offset + copy.size:
-            adjacent.append(copy)
-            end = copy.offset + copy.size
-    room = block.size - offset
-    if not adjacent:
-        return AddressWindow(room)
-    first_copy = adjacent[0]
-    has_one_dtype = all(copy.dtype == first_copy.dtype for copy in adjacent)
-    is_one_array = len(adjacent) == 1 and first_copy.offset == offset
-    return AddressWindow(
-        room,
-        copied=end - offset,
-        dtype=first_copy.dtype if has_one_dtype else None,
-        shape=first_copy.shape if is_one_array else None,
-    )
 
 
 def _copy_to_array(target: object, source: CopySource) -> None:
