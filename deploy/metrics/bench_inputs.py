@@ -115,12 +115,12 @@ def read_calibration_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Return input -> the shape it was calibrated with, for inputs with open dimensions.
 
-    An engine is timed on inputs of that shape if the user gives none. It stands in the manifest of
-    the build that wrote the engine's file, which lies next to it; empty without a manifest.
+    Engines are timed on inputs of that shape if the user gives none. It stands in the manifest of
+    the build that wrote an engine's file, which lies next to that file; empty without a manifest.
 
     Args:
-        paths: files of the engine and of the models beside it; the first with a manifest counts.
-        inputs: specs of the engine's inputs.
+        paths: files of the engines; the first with a manifest counts.
+        inputs: specs of their inputs.
     """
     for path in paths:
         try:

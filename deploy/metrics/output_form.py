@@ -206,7 +206,7 @@ def _choose_measures(
     if task is None or name not in task.parts:  # slices of the task have their weights already
         slices = [replace(part, at=part.at or scores.get(part)) for part in slices]
 
-    # beside slices that scores weight, the others say little without such a weight
+    # of an output with weighted slices, only these may have a mean
     is_weighted = any(part.at for part in slices)
     may_have_mean = not is_weighted and (are_points or is_uncovered)
     measured = {}

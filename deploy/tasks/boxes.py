@@ -221,7 +221,7 @@ class _BoxTally(ThresholdTally["BoxDetection"]):
         reference = scale_to_pixels(reference, size)
         candidate = scale_to_pixels(candidate, size)
         example = BoxExample(
-            number=self.samples - 1,
+            number=self.samples - 1,  # `add` has counted this sample already
             size=size,
             threshold=threshold,
             kept=reference.at(kept),

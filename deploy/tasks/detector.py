@@ -305,7 +305,8 @@ class RowDecoder:
             OtherShapeError: an output has another shape.
         """
         scores = read_columns(self.scores, outputs)
-        if scores.shape[1] != (self.classes or 0) + (self.background is not None):
+        has_background = self.background is not None
+        if scores.shape[1] != (self.classes or 0) + int(has_background):
             raise OtherShapeError
         scores = activate(scores, self.activation)
         if self.background is not None:

@@ -327,6 +327,7 @@ def _pair_tables(tables: Sequence[_RowTable], *, is_set: bool) -> RowDecoder | N
     other_tables = [table for table in tables if table is not boxes]
     score_tables = _find_score_tables(other_tables)
     gates: list[Columns] = []
+    # of two outputs that may be scores, one has a single column: the gate
     if len(score_tables) == 2 and score_tables[1].width == 1:
         gates = [score_tables.pop().columns]
     elif len(score_tables) == 2 and score_tables[0].width == 1:
@@ -536,7 +537,7 @@ def _find_activation(rows: Floats, class_count: int, *, is_set: bool) -> _Activa
     column_count = rows.shape[1]
     background = _find_background(rows)
     if background is None and is_set:
-        background = column_count - 1
+        background = column_count - 1  # where DETR and most others have it
     if are_in_unit_range(rows):  # they are probabilities already
         if column_count == 1 or not sums_to_one(rows).all():
             return _Activation("")

@@ -76,11 +76,12 @@ class Points(PointTask):
         """
         has_object = self._has_object(reference)
         agree_on_object = has_object == self._has_object(candidate)
-        # flags of the points of each output, [K]; none without an object
-        present, matching = [np.zeros(0, np.bool_)], [np.zeros(0, np.bool_)]
+        no_points = np.zeros(0, np.bool_)
+        if agree_on_object and not has_object:
+            return no_points, no_points
+
+        present, matching = [no_points], [no_points]  # flags of the points of each output, [K]
         for name, point_width in self.outputs.items():
-            if agree_on_object and not has_object:
-                continue
             if reference[name].size % point_width:
                 continue  # a flat output of varying length may hold no whole points
             is_present = self._confidences(name, reference) > MIN_VISIBLE

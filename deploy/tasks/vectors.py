@@ -154,6 +154,7 @@ class _ClassTally(TaskTally["Classes"]):
             candidate=(candidate_class, float(scores[candidate_class])),
         )
         margin = float(reference_scores[reference_class] - reference_scores[candidate_class])
+        # `offer` drops a difference of 0; only samples that differ are examples here
         self.examples.offer(example, difference=max(margin, _MIN_DIFFERENCE), predictions=0)
 
     @property

@@ -193,6 +193,7 @@ class Prober:
         progress: Callable[[], None] = lambda: None,
         count_samples: Callable[[int], None] = lambda _: None,
     ) -> None:
+        """Measure the float model's outputs. The arguments are described at the class."""
         self._build_trial = build_trial
         self._request = request
         self._runs_here = runs_here

@@ -301,6 +301,7 @@ class GrowingComparison:
         int8_kernels: bool,
         labels: Sequence[int] | None = None,
     ) -> None:
+        """Open the models; no sample has run. The arguments are described at the class."""
         self._sessions = []
         for model in models:
             session = OrtSession.open(
