@@ -215,8 +215,9 @@ def trtexec_commands(
         commands.append(
             _cache_command(request, files, requirements, version, options.rest, float32_nodes)
         )
-        if not options.dla:
-            commands += _qdq_commands(files, requirements[QDQ], options.rest, float32_nodes)
+        qdq_command = _qdq_command(files, requirements[QDQ], options.rest, float32_nodes)
+        if qdq_command is not None and not options.dla:
+            commands.append(qdq_command)
     commands += _typed_commands(files, requirements, version, options.features)
     common_flags = _common_flags(options, request)
     for index, command in enumerate(commands):
@@ -303,13 +304,13 @@ def _cache_command(
     return TrtexecCommand("cache", f"on a GPU machine with TensorRT {version}", arguments)
 
 
-def _qdq_commands(
+def _qdq_command(
     files: Mapping[str, Path],
     requirements: ParserRequirements,
     float_type: str,
     float32_nodes: Collection[str],
-) -> tuple[TrtexecCommand, ...]:
-    """Return the command that builds from the Q/DQ model, for TensorRT up to 10; () without one.
+) -> TrtexecCommand | None:
+    """Return the command that builds from the Q/DQ model, for TensorRT up to 10; None without one.
 
     TensorRT chooses the types of the float layers, as it does up to 10 only. There is no command if
     TensorRT 11 is the first that reads the model.
@@ -322,12 +323,12 @@ def _qdq_commands(
     """
     first_version = requirements.first_version()
     if first_version is None or version_label(first_version) >= version_label(_FIRST_TYPED_ONLY):
-        return ()
+        return None
     first_version = max(first_version, _FIRST_WITH_TYPE[float_type], key=version_label)
     flags = [*_float_type_flags(float_type), *_precision_flags({}, float32_nodes)]
     if "QuantizeLinear" in requirements.operators:  # else --int8 makes trtexec invent ranges
         flags.insert(0, "--int8")
-    return (TrtexecCommand("qdq", _versions_until_10(first_version), _command(files[QDQ], flags)),)
+    return TrtexecCommand("qdq", _versions_until_10(first_version), _command(files[QDQ], flags))
 
 
 def _typed_commands(
