@@ -132,6 +132,24 @@ def test_outputs_of_other_shapes_are_not_compared(swapped, monkeypatch):
     assert (comparison.max_npu_difference, comparison.min_amct_cosine) == (0, 1)
 
 
+@pytest.mark.parametrize(("first", "swapped", "is_equal"), [(0.5, True, False), (0.0, False, True)])
+def test_nan_of_one_model_is_a_difference(first, swapped, is_equal, monkeypatch):
+    """The logarithm is NaN where the layer gives 0, as the model does that rounds 0.5 to it."""
+    nodes = [("MatMul", "x w", "z", "mm"), ("Sub", "z h", "d"), ("Log", "d", "y")]
+    constants = {"w": np.eye(2), "h": np.float32([0.5])}
+    model = build_net(nodes, {"x": [1, 2]}, {"y": [1, 2]}, constants)
+    record = LayerRecord(scale_d=np.float32(1), offset_d=-3, scale_w=np.float32([2**-7]))
+    layers = quantize_layers(model, find_layers(model), {"mm": record})
+
+    def make_model(model, layers, *, npu_rounding):
+        return fake_quant_model(model, layers, npu_rounding=npu_rounding != swapped)
+
+    monkeypatch.setattr("deploy.targets.ascend.executor.fake_quant_model", make_model)
+    comparison = compare_deploy_model(model, layers, [{"x": np.float32([[first, 0.75]])}])
+    assert (comparison.max_npu_difference == 0) == is_equal
+    assert ("look into" in comparison.sentence()) != is_equal
+
+
 def test_executor_convolution_is_exact_integer_arithmetic():
     """Against plain int64 sums, with extreme codes that saturate where int16 pairs are added."""
     weight, feed = np.full((2, 64, 3, 3), -1.0), {"x": np.ones((1, 64, 3, 3), np.float32)}

@@ -425,7 +425,7 @@ class DeployComparison:
             f" {self.max_npu_difference:.1g} of the fake-quant model with AscendQuant's rounding,"
             f" cosine {self.min_amct_cosine:.5f} with AMCT's rounding"
         )
-        if self.max_npu_difference > _MAX_DIFFERENCE:
+        if not self.max_npu_difference <= _MAX_DIFFERENCE:  # also for NaN
             text += "; look into this before deploying"
         # layers with 16-bit activations: AMCT does not check whether their sums fit int32
         if self.sum_share_by_layer:
@@ -492,7 +492,8 @@ def compare_deploy_model(
             # rounding may change a shape, such as the number of boxes after suppression
             if is_float and value.shape == npu_value.shape == amct_value.shape:
                 npu_difference = _relative_difference(value, npu_value)
-                max_npu_difference = max(max_npu_difference, npu_difference)
+                # `max` would lose a NaN
+                max_npu_difference = float(np.maximum(max_npu_difference, npu_difference))
                 min_amct_cosine = min(min_amct_cosine, cosine(value, amct_value))
     return DeployComparison(
         samples=len(samples),
@@ -503,10 +504,14 @@ def compare_deploy_model(
 
 
 def _relative_difference(value: NDArray[Any], reference: NDArray[Any]) -> float:
-    """Return the largest difference, relative to the largest magnitude of `value`."""
-    largest = float(np.abs(value).max()) or 1.0
+    """Return the largest difference, relative to the largest magnitude of `value`.
+
+    It is NaN if only one of them has a NaN.
+    """
+    largest = float(np.nan_to_num(np.abs(value)).max()) or 1.0
+    is_equal = (value == reference) | (np.isnan(value) & np.isnan(reference))
     with np.errstate(invalid="ignore"):  # both may overflow to the same infinity
-        differences = np.where(value == reference, 0, np.abs(value - reference))
+        differences = np.where(is_equal, 0, np.abs(value - reference))
     return float(differences.max()) / largest
 
 
