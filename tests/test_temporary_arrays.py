@@ -28,7 +28,7 @@ from deploy.tensors import TensorSpec
     ids=["float", "big endian, turned", "empty", "one number", "flags", "text"],
 )
 def test_temporary_array_comes_back_equal(array):
-    scratch = TemporaryArrays("test-")
+    scratch = TemporaryArrays()
     scratch.add(np.ones(5))
     position = scratch.add(array)
     scratch.add(np.zeros(7))
@@ -41,7 +41,7 @@ def test_temporary_array_comes_back_equal(array):
 
 def test_python_objects_are_refused():
     with pytest.raises(ValueError, match="Python objects"):
-        TemporaryArrays("test-").add(np.array([{}], object))
+        TemporaryArrays().add(np.array([{}], object))
 
 
 class CyclicGarbage:

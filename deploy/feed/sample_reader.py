@@ -26,7 +26,7 @@ from deploy.feed.pixels import Previews
 from deploy.feed.preprocess import Preprocess
 from deploy.feed.sampling import ChosenSamples
 from deploy.feed.sources import ImageSource, Sample, SampleSource
-from deploy.feed.temporary_arrays import ArrayLocation, TemporaryArrays
+from deploy.feed.temporary_arrays import ItemStore
 from deploy.machine import worker_threads
 from deploy.tensors import Array
 from deploy.terminal import phase
@@ -43,37 +43,37 @@ class SampleCache:
         self._accepted_indices = indices
         self._max_bytes = max_bytes
         self._used_bytes = 0
-        self._locations: dict[int, dict[str, ArrayLocation]] = {}
-        self._store: TemporaryArrays | None = None
+        self._positions: dict[int, int] = {}  # index -> position of the sample in the store
+        self._store: ItemStore | None = None
         self._lock = threading.Lock()
 
     def __contains__(self, index: object) -> bool:
-        return index in self._locations
+        return index in self._positions
 
     def add(self, index: int, sample: Mapping[str, Array]) -> None:
         """Cache a sample if it is one of those to cache and there is room."""
         with self._lock:
-            if index not in self._accepted_indices or index in self._locations:
+            if index not in self._accepted_indices or index in self._positions:
                 return
             sample_bytes = sum(np.asarray(array).nbytes for array in sample.values())
             if self._used_bytes + sample_bytes > self._max_bytes:
                 return
             try:
                 if self._store is None:
-                    self._store = TemporaryArrays("calib8-")
-                locations = {name: self._store.add(array) for name, array in sample.items()}
-            except (OSError, ValueError):  # disk full, or not a plain array
+                    self._store = ItemStore()
+                self._store.append(sample)
+            except (OSError, FeedError, ValueError):  # disk full, or not a plain array
                 self._accepted_indices = ()
                 return
             self._used_bytes += sample_bytes
-            self._locations[index] = locations
+            self._positions[index] = len(self._store) - 1
 
     def get(self, index: int) -> dict[str, Array] | None:
         """Return a cached sample; None for any other."""
-        locations, store = self._locations.get(index), self._store
-        if locations is None or store is None:
+        position, store = self._positions.get(index), self._store
+        if position is None or store is None:
             return None
-        return {name: store.get(location) for name, location in locations.items()}
+        return store[position]
 
 
 @dataclass(frozen=True, slots=True)

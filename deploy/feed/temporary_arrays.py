@@ -7,9 +7,11 @@ and Python 3.11 sometimes fails at that in several threads (python/cpython#10690
 import tempfile
 import threading
 import weakref
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -32,14 +34,14 @@ class ArrayLocation:
 class TemporaryArrays:
     """Temporary store of arrays in a file; several threads may write and read."""
 
-    def __init__(self, prefix: str) -> None:
-        """Create the file, with a name that starts with `prefix` until it is unlinked.
+    def __init__(self) -> None:
+        """Create the file.
 
         Raises:
             OSError: the disk is full.
         """
         # unbuffered: a buffer would retry data that a full disk refused before every read
-        self._file: FileIO = tempfile.TemporaryFile(prefix=prefix, buffering=0)  # noqa: SIM115
+        self._file: FileIO = tempfile.TemporaryFile(prefix="calib8-", buffering=0)  # noqa: SIM115
         self._lock = threading.Lock()
         weakref.finalize(self, _close, self._file)
 
@@ -53,7 +55,7 @@ class TemporaryArrays:
         values = np.ascontiguousarray(array)
         if values.dtype.hasobject:
             raise ValueError("it holds Python objects")
-        unwritten = _view_bytes(values)
+        unwritten = memoryview(values.reshape(-1).view(np.uint8).data)
         with self._lock:
             location = ArrayLocation(self._file.seek(0, 2), values.dtype, np.shape(array))
             while unwritten:
@@ -62,20 +64,10 @@ class TemporaryArrays:
 
     def get(self, location: ArrayLocation) -> Array:
         """Return the array at `location` as a new, writable array."""
-        array = np.empty(location.shape, location.dtype)
-        unread = _view_bytes(array)
         with self._lock:
             self._file.seek(location.start)
-            while unread:
-                count = self._file.readinto(unread)
-                if not count:
-                    raise OSError("a temporary file must hold what was written to it, got less")
-                unread = unread[count:]
-        return array
-
-
-def _view_bytes(array: Array) -> memoryview:
-    return memoryview(array.reshape(-1).view(np.uint8).data)
+            values: Array = np.fromfile(self._file, location.dtype, prod(location.shape))
+        return values.reshape(location.shape)
 
 
 def _close(file: FileIO) -> None:
@@ -87,14 +79,15 @@ class ItemStore:
     """Items in a temporary file that is removed with the object; several threads may read."""
 
     def __init__(self) -> None:
-        self._store = TemporaryArrays("calib8-feed-")
+        self._store = TemporaryArrays()
         self._locations: list[dict[str, ArrayLocation]] = []
 
-    def append(self, item: Item) -> None:
+    def append(self, item: Mapping[str, Array]) -> None:
         """Append an item.
 
         Raises:
             FeedError: the disk is full.
+            ValueError: an array holds Python objects.
         """
         try:
             locations = {name: self._store.add(array) for name, array in item.items()}
