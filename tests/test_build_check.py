@@ -252,3 +252,18 @@ def test_similar_file_name_in_error_hides_no_alert(tmp_path):
     results = [BuildResult(target="onnxruntime", error="old-net.onnx is missing; build again")]
     (alert,) = _change_alerts(verification, results)
     assert alert.endswith(": net.onnx")
+
+
+def test_list_of_paths_gets_the_builds_preprocessing(shipped, pictures):
+    paths = sorted(pictures.iterdir())
+    report = check(shipped, paths)
+    built_engine = calib8.report(shipped).engine("onnxruntime")
+    assert sqnr_db(report.engine("onnxruntime")) == pytest.approx(sqnr_db(built_engine), abs=1e-3)
+
+
+def test_folder_of_arrays_gets_no_preprocessing(shipped, tmp_path):
+    rng = np.random.default_rng(3)
+    for number in range(2):
+        array = rng.uniform(-2, 2, (1, 3, 16, 16)).astype(np.float32)
+        np.save(tmp_path / f"{number}.npy", array)
+    assert check(shipped, tmp_path).engine("onnxruntime").accuracy is not None

@@ -20,8 +20,8 @@ from deploy.analysis.explanation import (
     TensorAccuracy,
 )
 from deploy.errors import CacheError, ConfigError
-from deploy.feed.feed import Dataset, FeedSource
-from deploy.feed.paths import RawFiles
+from deploy.feed.feed import Dataset, is_array_dataset
+from deploy.feed.paths import RawFiles, resolve_path_list
 from deploy.feed.preprocess import Preprocess, apply_user_options
 from deploy.files import atomic, manifest, staging, toml
 from deploy.files.manifest import PAGES, RECORDS, SETTINGS, Manifest
@@ -45,7 +45,6 @@ from deploy.tuning.reasons import (
 )
 from deploy.tuning.repairs import REPAIRS
 
-_ARRAY_SUFFIXES = {".npy", ".npz"}
 _CHANGED = "was changed after it was written"
 _KIND_ORDER = (NOISE, TIME, CONSEQUENCE, RULE)
 
@@ -293,7 +292,7 @@ def with_stored_preprocess(dataset: Dataset, stored: Mapping[str, object], repor
         ConfigError: the report has no preprocessing of calib8.
     """
     user_options = {} if dataset.preprocess is None else dataset.preprocess
-    if not isinstance(user_options, Mapping) or not stored or _is_array(dataset.source):
+    if not isinstance(user_options, Mapping) or not stored or _has_arrays(dataset):
         return dataset
     try:
         preprocess = Preprocess.from_json(dict(stored))
@@ -305,12 +304,18 @@ def with_stored_preprocess(dataset: Dataset, stored: Mapping[str, object], repor
     return replace(dataset, preprocess=apply_user_options(preprocess, user_options))
 
 
-def _is_array(images: FeedSource) -> bool:
-    """Whether samples are arrays as the model takes them, without a preprocessing."""
-    if isinstance(images, RawFiles):
-        return images.dtype != "uint8"
-    if isinstance(images, str | Path):
-        return Path(images).suffix.lower() in _ARRAY_SUFFIXES
+def _has_arrays(dataset: Dataset) -> bool:
+    """Whether samples are arrays as the model takes them; items of a Python object count as such.
+
+    Raises:
+        FeedError: there are no files, or both images and arrays.
+    """
+    source = dataset.source
+    if isinstance(source, RawFiles):
+        return source.dtype != "uint8"
+    is_path_list = isinstance(source, list | tuple) and resolve_path_list(source) is not None
+    if is_path_list or isinstance(source, str | os.PathLike):
+        return is_array_dataset(dataset, ())
     return True
 
 
