@@ -1,7 +1,6 @@
 """Pixels: preprocessing, damaged pictures, and pictures in the report."""
 
 import base64
-import functools
 import json
 import os
 import re
@@ -22,7 +21,7 @@ from hypothesis import strategies as st
 from deploy.errors import ConfigError, FeedError
 from deploy.feed import decoding as decoding_module
 from deploy.feed import headers, pixels, preprocess, sources
-from deploy.feed.decoding import call_and_capture, capture_decoder_output, decode_image
+from deploy.feed.decoding import capture_decoder_output, decode_image
 from deploy.feed.feed import Dataset, open_feed
 from deploy.feed.pixels import input_to_image, preprocess_image, resize_to_input
 from deploy.feed.preprocess import PRESETS, Preprocess, complete_preprocess, with_options
@@ -394,15 +393,12 @@ def test_damage_behind_valid_checksums_is_reported(tmp_path, capfd, wording):
     assert capfd.readouterr().err == ""
 
 
-def make_decoder(data):
-    return functools.partial(cv2.imdecode, np.frombuffer(data, np.uint8), 1)
-
-
 def test_harmless_decoder_messages_refuse_nothing(tmp_path, capfd):
     profile = PNG[:33] + png_chunk(b"iCCP", b"x\0\0" + zlib.compress(b"junk" * 40)) + PNG[33:]
     revision = JPEG.replace(b"JFIF\0\1", b"JFIF\0\7", 1)
     for data, suffix, word in ((profile, ".png", "iCCP"), (revision, ".jpg", "revision")):
-        lines = call_and_capture(make_decoder(data), exclusive=True)[1]
+        with capture_decoder_output() as lines:
+            cv2.imdecode(np.frombuffer(data, np.uint8), 1)
         assert any(word in line for line in lines)
         feed, samples = feed_bytes(tmp_path, data, suffix)
         assert len(samples) == 2
@@ -415,13 +411,15 @@ def test_harmless_decoder_messages_refuse_nothing(tmp_path, capfd):
 DECODER_PROGRAM = """
 import sys
 import cv2, numpy
-from deploy.feed.decoding import call_and_capture, capture_decoder_output
+from deploy.feed.decoding import capture_decoder_output
 data = numpy.fromfile(sys.argv[1], "uint8")
 with capture_decoder_output() as said:
     print("a progress bar", file=sys.stderr, flush=True)
 assert said == []
 cv2.imdecode(data, 1)
-assert call_and_capture(lambda: cv2.imdecode(data, 1), exclusive=False)[1]
+with capture_decoder_output(exclusive=False) as said:
+    cv2.imdecode(data, 1)
+assert said
 """  # in a process of its own, where no thread of an earlier test still decodes
 
 
@@ -465,8 +463,8 @@ def test_decoder_messages_stay_with_their_picture(capfd):
     ],
 )
 def test_decoder_messages_that_mean_damage(monkeypatch, messages, damage):
-    capture = lambda decode, exclusive: (decode(), [messages])  # noqa: E731
-    monkeypatch.setattr(decoding_module, "call_and_capture", capture)
+    capture = lambda exclusive=True: nullcontext([messages])  # noqa: E731
+    monkeypatch.setattr(decoding_module, "capture_decoder_output", capture)
     with pytest.raises(FeedError, match=messages) if damage else nullcontext():
         decode_image(JPEG, "it.jpg", grey=False)
 
@@ -588,7 +586,8 @@ def test_picture_uses_shorter_encoding():
     assert raster(rough) == raster(rough.copy())
     head, data = raster(flat).uri.split(",")
     assert head == "data:image/png;base64"
-    np.testing.assert_array_equal(make_decoder(base64.b64decode(data))(), flat)
+    png = np.frombuffer(base64.b64decode(data), np.uint8)
+    np.testing.assert_array_equal(cv2.imdecode(png, 1), flat)
 
 
 def select_views(folder, count=4, **options):

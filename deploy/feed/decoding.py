@@ -29,10 +29,10 @@ import sys
 import tempfile
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -40,8 +40,6 @@ from deploy.errors import FeedError
 from deploy.feed import headers
 from deploy.feed.images import printable_name
 from deploy.tensors import Array
-
-T = TypeVar("T")
 
 MAX_PIXELS = 1 << 28  # of an image: 768 MB when decoded
 _MAX_OUTPUT_BYTES = 1 << 24  # that are read of what decoders printed during a capture
@@ -82,11 +80,12 @@ def decode_image(data: bytes, name: str, *, grey: bool, deep: bool = False) -> A
     flag = cv2.IMREAD_GRAYSCALE if grey else cv2.IMREAD_COLOR
     if deep and headers.read_bit_depth(data) == 16:
         flag |= cv2.IMREAD_ANYDEPTH
-    decode = partial(_decode_with_opencv, data, flag)
-    pixels, warnings = call_and_capture(decode, exclusive=False)
+    with capture_decoder_output(exclusive=False) as warnings:
+        pixels = _decode_with_opencv(data, flag)
     may_be_damaged = pixels is None or any(map(_DAMAGE_WARNING.search, warnings))
     if warnings and may_be_damaged:  # the warnings may be of another thread's image
-        pixels, warnings = call_and_capture(decode, exclusive=True)
+        with capture_decoder_output() as warnings:
+            pixels = _decode_with_opencv(data, flag)
     damage_warnings = list(filter(_DAMAGE_WARNING.search, warnings))
     if damage_warnings:
         raise FeedError(
@@ -159,30 +158,17 @@ def _import_quiet_opencv() -> Any:
 
 
 @contextmanager
-def capture_decoder_output() -> Iterator[list[str]]:
+def capture_decoder_output(*, exclusive: bool = True) -> Iterator[list[str]]:
     """Capture the lines that decoders print in the body; the list is filled at the end.
 
-    Other threads that decode wait until the body ends.
+    `exclusive`: other threads that decode wait until the body ends; else the lines may be theirs.
     """
     capture = _stderr_capture()
     if capture is None:
         yield []
         return
-    with capture.capture(exclusive=True) as lines:
-        yield lines
-
-
-def call_and_capture(decode: Callable[[], T], *, exclusive: bool) -> tuple[T, list[str]]:
-    """Call `decode`; return its result and the lines that decoders printed meanwhile.
-
-    `exclusive`: let no other thread decode meanwhile; else the lines may be those of another one.
-    """
-    capture = _stderr_capture()
-    if capture is None:
-        return decode(), []
     with capture.capture(exclusive=exclusive) as lines:
-        result = decode()
-    return result, lines
+        yield lines
 
 
 class _StderrCapture:
