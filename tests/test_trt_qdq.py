@@ -153,8 +153,8 @@ def test_conversion_accounts_for_all_entries():
     reason_by_entry = {entry.name: entry.reason for entry in matched.entries if not entry.is_used}
     assert "zero" in reason_by_entry["stem_relu"]
     assert "no tensor" in reason_by_entry["elsewhere"]
-    assert "constant" in reason_by_entry["(Unnamed Layer* 9) [Constant]_output"]
-    assert "layer number" in reason_by_entry["(Unnamed Layer* 9) [Shuffle]_output"]
+    assert "parser" in reason_by_entry["(Unnamed Layer* 9) [Constant]_output"]
+    assert "parser" in reason_by_entry["(Unnamed Layer* 9) [Shuffle]_output"]
     assert "folding" in reason_by_entry["stem_out"]
     gaps = {tensor.tensor: tensor.reason for tensor in matched.tensors if not tensor.has_scale}
     assert set(gaps) == {"both", "stem_relu", "last_relu"}
