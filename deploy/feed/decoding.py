@@ -80,12 +80,7 @@ def decode_image(data: bytes, name: str, *, grey: bool, deep: bool = False) -> A
     flag = cv2.IMREAD_GRAYSCALE if grey else cv2.IMREAD_COLOR
     if deep and headers.read_bit_depth(data) == 16:
         flag |= cv2.IMREAD_ANYDEPTH
-    with capture_decoder_output(exclusive=False) as warnings:
-        pixels = _decode_with_opencv(data, flag)
-    may_be_damaged = pixels is None or any(map(_DAMAGE_WARNING.search, warnings))
-    if warnings and may_be_damaged:  # the warnings may be of another thread's image
-        with capture_decoder_output() as warnings:
-            pixels = _decode_with_opencv(data, flag)
+    pixels, warnings = _decode_and_capture(data, flag)
     damage_warnings = list(filter(_DAMAGE_WARNING.search, warnings))
     if damage_warnings:
         raise FeedError(
@@ -121,6 +116,21 @@ def _find_png_damage(data: bytes) -> str | None:
             return None
         offset = end
     return "cut short"
+
+
+def _decode_and_capture(data: bytes, flag: int) -> tuple[Array | None, list[str]]:
+    """Return (pixels, None if OpenCV refuses the data; lines that its decoder printed).
+
+    The lines may be those of another thread's image, unless they tell of damage: then the image is
+    decoded again while no other thread decodes.
+    """
+    with capture_decoder_output(exclusive=False) as lines:
+        pixels = _decode_with_opencv(data, flag)
+    may_be_damaged = pixels is None or any(map(_DAMAGE_WARNING.search, lines))
+    if lines and may_be_damaged:
+        with capture_decoder_output() as lines:
+            pixels = _decode_with_opencv(data, flag)
+    return pixels, lines
 
 
 def _decode_with_opencv(data: bytes, flag: int) -> Array | None:
