@@ -11,21 +11,9 @@ reduced, then the other end, each with the best other end, twice::
 
 The error is that of the histogram: values are at the centre of their bin, and clipped to the range.
 A bin is at least 8 times finer than an int8 step; 16-bit steps are finer than the bins, and then
-only clipping counts. Source: R. Banner et al., "Post training 4-bit quantization of convolutional
+only clipping counts. Errors are computed in float32 first, and in float64 only of the ranges that
+may be best. Source: R. Banner et al., "Post training 4-bit quantization of convolutional
 networks", arXiv:1810.05723, section 2; the search is a plain scan.
-
-**Fast squared error** (`Ramps`), for integer grids of at most 8 bits: it finds the ranges that may
-be best, and only among candidates within `TOLERANCE` are errors summed over bins. A value c is
-rounded to the nearest of the levels 0, s, 2s, ... on its side of 0. Each midpoint (q + 1/2) s that
-it lies beyond takes 2 s (c - midpoint) from c^2::
-
-    (c - level)^2 = c^2 - 2 s [ (c - s/2)+ + (c - 3s/2)+ + ... ]        to the last level
-
-    G(b) = sum of counts * (c - b)+     is linear between bin centres, so that two cumulative sums
-                                        of the counts give it anywhere
-
-A range of 255 steps costs 255 evaluations of G. The rounding error is about 1e-15 of the sum of
-squares.
 
 **Lp** minimizes the sum of |x - stored x|^p with p > 2. The squared error trades the few extreme
 values for fine steps. In a detector these few are the detections, rare in the calibration images
@@ -53,8 +41,6 @@ from calibrators.scales import Scale
 
 FloatArray = NDArray[np.float64]
 
-TOLERANCE = 1e-11  # of the sum of squares; candidates closer to the best are summed over bins
-_RANGES_PER_BLOCK = 40  # ranges per block, whose levels fit in a core's cache
 _RATIOS = np.concatenate([np.arange(100, 20, -1), np.arange(20, 0, -0.5)]) / 100
 _BINS_PER_BLOCK = 1 << 15  # bins per block of ranges, which fit in a core's cache
 _QUICK_BITS = 8  # with these a step is a thousand times the float32 rounding error of the end
@@ -62,86 +48,10 @@ _QUICK_TOLERANCE = 1e-3  # of the least error, per power: many times the float32
 _MIN_QUICK_ERROR = 1e-30  # smaller errors are near the float32 minimum
 
 
-@dataclass(frozen=True, slots=True)
-class Ramps:
-    """G on both sides of 0, for one tensor: the ramps (c - b)+ of all bins, summed.
-
-    Lengths are in bins; values below 0 are mirrored, and follow those above 0 in both arrays.
-
-    Attributes:
-        heights: [2 * (B + 1)] G at -1/2, 1/2, 3/2, ... bins; values above 0 first.
-        slopes: [2 * (B + 1)] decrease of G from there to the next bin.
-        squares: sum of counts * c^2.
-    """
-
-    heights: FloatArray
-    slopes: FloatArray
-    squares: float
-
-    @classmethod
-    def of(cls, above: NDArray[np.int64], below: NDArray[np.int64]) -> Ramps:
-        """Return G for [B] counts of bins above and below 0, centred at 1/2, 3/2, ... bins."""
-        counts = np.zeros((2, above.size + 1), np.int64)
-        counts[0, :-1], counts[1, :-1] = above, below
-        slopes = _reverse_cumsum(counts)
-        centres = np.arange(above.size) + 0.5
-        squares = float(((above + below) * (centres * centres)).sum())
-        heights = _reverse_cumsum(slopes).ravel().astype(np.float64)
-        return cls(heights, slopes.ravel().astype(np.float64), squares)
-
-    def errors(self, steps: FloatArray, lowest: FloatArray, highest: FloatArray) -> FloatArray:
-        """Return the summed squared errors of K ranges, [K], in squared bins.
-
-        Args:
-            steps: [K] step widths, in bins.
-            lowest: [K] levels at the lower end, integers <= 0.
-            highest: [K] levels at the upper end, integers >= 0.
-        """
-        if not self.slopes[self.slopes.size // 2]:  # no value is below 0
-            lowest = np.zeros_like(lowest)
-        sums = []
-        for block in _blocks(steps.size, _RANGES_PER_BLOCK):
-            sums.append(self._midpoint_sums(steps[block], lowest[block], highest[block]))
-        return np.asarray(self.squares - 2 * steps * np.concatenate(sums), np.float64)
-
-    def _midpoint_sums(
-        self, steps: FloatArray, lowest: FloatArray, highest: FloatArray
-    ) -> FloatArray:
-        """Return the sum of G over the midpoints between neighbouring levels of each range, [K].
-
-        The squared error of a range follows from this sum. G(b) is the sum of counts * (c - b)
-        over the bin centres c that are further from 0 than b, on the same side. On each side,
-        entry j of `heights` is G at j - 1/2 bins; from one entry to the next, G falls linearly.
-
-        Arguments as in `errors`.
-        """
-        midpoint_counts = (highest - lowest)[:, None]
-        midpoint_numbers = np.arange(int(midpoint_counts.max(initial=0)))
-        midpoints = (midpoint_numbers + (lowest + 0.5)[:, None]) * steps[:, None]  # in bins
-
-        # the entry of G below each midpoint, and the distance from it
-        entries_per_side = self.heights.size // 2
-        positions = np.abs(midpoints) + 0.5  # entry j is at j - 1/2 bins
-        np.minimum(positions, entries_per_side - 1, out=positions)  # beyond the last bin G is 0
-        entries = positions.astype(np.int64)
-        distances = positions - entries
-        entries[midpoints < 0] += entries_per_side  # the side below 0 comes second
-
-        heights = self.heights[entries] - self.slopes[entries] * distances
-        # all rows are as long as the one of the range with the most levels
-        heights *= midpoint_numbers < midpoint_counts
-        return np.asarray(heights.sum(axis=1), np.float64)
-
-
 def _blocks(count: int, size: int) -> Iterator[slice]:
     """Yield slices of at most `size` elements that cover `count` elements in order."""
     for start in range(0, count, size):
         yield slice(start, start + size)
-
-
-def _reverse_cumsum(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the sums from each element to the end of its row, [2, N]."""
-    return np.asarray(np.cumsum(rows[:, ::-1], axis=1)[:, ::-1])
 
 
 def mse(histogram: Histogram, *, symmetric: Grid = INT8, affine: Grid = UINT8) -> Scale:
@@ -237,52 +147,25 @@ class _Bins:
 
     Attributes:
         centres, counts: [B] centres in real units and counts of the occupied bins.
-        ramps: the bins for the fast squared error; None for another grid or power.
-        width: width of a bin, in real units.
     """
 
     centres: FloatArray
     counts: NDArray[np.int64]
     grid: Grid
     power: float
-    ramps: Ramps | None
-    width: float
 
     @classmethod
-    def of(
-        cls,
-        histogram: Histogram,
-        centres: FloatArray,
-        counts: NDArray[np.int64],
-        grid: Grid,
-        power: float,
-    ) -> _Bins:
+    def of(cls, centres: FloatArray, counts: NDArray[np.int64], grid: Grid, power: float) -> _Bins:
         """Return the occupied bins, without the one around 0, which clipping does not affect.
 
         Args:
-            histogram: statistics of the tensor, for the width of a bin.
-            centres: centres of the bins, in real units.
-            counts: number of values in each: [BINS] of |x|, or [2 * BINS - 1] of x.
+            centres: centres of all bins, in real units.
+            counts: number of values in each.
             grid: grid that ranges are searched for.
             power: power of the errors.
         """
         is_used = (counts > 0) & (np.abs(centres) > 0)
-        ramps = None
-        if power == 2 and _is_quick(grid):
-            if counts.size == BINS:  # bins of |x|
-                above, below = counts, np.zeros(BINS, np.int64)
-            else:  # bins of x: those below 0, the one around 0, those above 0
-                above = np.append(0, counts[BINS:])
-                below = np.append(0, counts[: BINS - 1][::-1])
-            ramps = Ramps.of(above, below)
-        return cls(
-            centres=centres[is_used],
-            counts=counts[is_used],
-            grid=grid,
-            power=power,
-            ramps=ramps,
-            width=histogram.full_range / BINS,
-        )
+        return cls(centres=centres[is_used], counts=counts[is_used], grid=grid, power=power)
 
     def best(self, lows: FloatArray, highs: FloatArray) -> int:
         """Return the index of the [K] range with the least error; the first on ties."""
@@ -296,15 +179,6 @@ class _Bins:
         return int(candidates[np.argmin(errors)])
 
     def _candidates(self, lows: FloatArray, highs: FloatArray) -> NDArray[np.intp]:
-        """Return the indices of the ranges that may be best."""
-        if self.ramps is None:
-            return self._candidates_in_float32(lows, highs)
-        steps = _steps(lows, highs, self.grid)
-        lowest, highest = np.rint(lows / steps), np.rint(highs / steps)
-        sums = self.ramps.errors(steps / self.width, lowest, highest)
-        return np.flatnonzero(sums <= sums.min() + TOLERANCE * self.ramps.squares)
-
-    def _candidates_in_float32(self, lows: FloatArray, highs: FloatArray) -> NDArray[np.intp]:
         """Return the indices of the ranges whose error in float32 is nearly the least.
 
         Only among these are errors computed in float64. All indices are returned where float32 is
@@ -386,9 +260,10 @@ def _quick_errors(
 
     error = np.subtract(values, centres, out=values)
     np.abs(error, out=error)
-    if power == 3:  # products are much faster than np.power
+    if power in (2, 3):  # products are much faster than np.power
         cost = error * error
-        cost *= error
+        if power == 3:
+            cost *= error
     else:
         cost = np.power(error, np.float32(power), out=error)
     cost *= counts
@@ -410,7 +285,7 @@ def _symmetric(histogram: Histogram, grid: Grid, power: float) -> float:
     """Return the threshold of |x| with the least error; the largest |x| if all values are 0."""
     counts = histogram.magnitudes(BINS)
     centres = (np.arange(BINS) + 0.5) * histogram.full_range / BINS
-    bins = _Bins.of(histogram, centres, counts, grid, power)
+    bins = _Bins.of(centres, counts, grid, power)
     if not bins.counts.size:
         return histogram.amax
     highs = histogram.amax * _RATIOS
@@ -424,7 +299,7 @@ def _affine(histogram: Histogram, grid: Grid, power: float) -> tuple[float, floa
     end is searched with the other one fixed.
     """
     edges = histogram.edges()
-    bins = _Bins.of(histogram, (edges[:-1] + edges[1:]) / 2, histogram.signed(), grid, power)
+    bins = _Bins.of((edges[:-1] + edges[1:]) / 2, histogram.signed(), grid, power)
     low, high = min(histogram.minimum, 0.0), max(histogram.maximum, 0.0)
     if not bins.counts.size:
         return low, high

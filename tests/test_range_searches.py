@@ -1,4 +1,4 @@
-"""Searches for a range, by the histogram: percentiles, errors, ramps, tails."""
+"""Searches for a range, by the histogram: percentiles, errors, tails."""
 
 import math
 from dataclasses import replace
@@ -13,7 +13,7 @@ from calibrators import mse as ranges_by_error
 from calibrators.errors import CalibrationError
 from calibrators.grids import INT4, INT8, UINT8, dequantize, quantize, unsigned_grid
 from calibrators.histogram import BINS, Histogram
-from calibrators.mse import _RATIOS, Ramps, _Bins, lp, mse, range_errors
+from calibrators.mse import _RATIOS, _Bins, lp, mse, range_errors
 from calibrators.percentile import extend_by_tail, minmax, percentile, quantile, tail_length
 from calibrators.searches import LpParams, PercentileParams
 
@@ -202,23 +202,6 @@ def test_mse_equals_the_exhaustive_search(seed):
     for symmetric, affine in ((INT8, UINT8), (INT4, UINT4)):
         scale = mse(h, symmetric=symmetric, affine=affine)
         assert (scale.amax, scale.lo, scale.hi) == by_bins(h, symmetric, affine)
-
-
-@given(seeds)
-@settings(max_examples=25)
-def test_ramps_equal_nearest_level_errors(seed):
-    rng = np.random.default_rng(seed)
-    above, below = rng.integers(0, 9, (2, 64)) * rng.integers(0, 2, (2, 1))
-    centres = np.arange(64) + 0.5
-    steps = rng.uniform(0.1, 9, 90)  # finer than a bin, and wider than all
-    lowest, highest = -rng.integers(0, 300, 90) * 1.0, rng.integers(0, 300, 90) * 1.0
-    ramp_errors = Ramps.of(above, below).errors(steps, lowest, highest)
-    for step, low, high, error in zip(steps, lowest, highest, ramp_errors, strict=True):
-        levels = np.arange(low, high + 1) * step
-        distances = [np.square(side[:, None] - levels).min(axis=1) for side in (centres, -centres)]
-        assert error == pytest.approx(
-            distances[0] @ above + distances[1] @ below, rel=1e-9, abs=1e-7
-        )
 
 
 def test_tails_of_known_distributions():
