@@ -130,7 +130,7 @@ def auto_calibrate(
     """Choose the layers in int8 and the search of each layer's range, and write the files.
 
     A search is an algorithm that finds a layer's range, such as IFMR. As few layers as possible go
-    to float, so that the loss of accuracy holds a budget.
+    to float, only so many that the loss of accuracy is at most `max_loss`.
 
     Args:
         target: the target.
@@ -161,12 +161,13 @@ def auto_calibrate(
             with phase("ranking the layers"):
                 samples = evaluation.first_samples(_RANKING_SAMPLES)
                 ranking = rank_layers(record_plan.model, quantized_layers, samples, threads=threads)
-        # an input of a node (an entry with an index) can be float too, but is no layer to count
+        # some entries, which have an index, are no layer but one input of a node such as an Add;
+        # these can be float too, but are not counted
         node_inputs = [
             name for name, layer in record_plan.layers.items() if layer.input_index is not None
         ]
-        # DMQ, which balances the channels of a layer's input, costs a multiplication more in front
-        # of the layer, and not every layer can have it
+        # searches that all layers can have: DMQ, which balances the channels of a layer's input,
+        # is not one, and costs a multiplication more in front of the layer
         general_searches = [name for name in records_by_search if not is_balanced(name)]
         budget_search = BudgetSearch(
             target=target,
@@ -210,7 +211,7 @@ def _write_files(
 ) -> AutoCalibration:
     """Write ranking, history and config; models and record if a layer stays in int8.
 
-    A record is AMCT's text file of scales and offsets.
+    The record is AMCT's text file of scales and offsets.
 
     Args:
         target: the target.
@@ -244,10 +245,11 @@ def _write_files(
         float16_tensors=find_float16_tensors(final_request.subject),
         weight_sharers=find_weight_sharers(record_plan.graph.layers.values(), record_plan.graph),
     )
-    int8_inputs_and_layers = calibrated.records.values()
+    # a record is of a layer, or of one input of a node such as an Add, which is not counted
+    layer_count = sum(not record.is_node_input for record in calibrated.records.values())
     return AutoCalibration(
         config=config,
-        int8_layers=sum(not record.is_node_input for record in int8_inputs_and_layers),
+        int8_layers=layer_count,
         notes=tuple(_change_notes(budget_search, final_request, record_plan)),
         paths=(*paths, *model_paths.values()),
     )

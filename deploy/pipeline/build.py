@@ -239,8 +239,9 @@ def build_with(
         results = discard_failed(results, figures.failures, stage)
 
         saved_model = _save_model(build, stage)
+        calibration = _doubt_preprocessing(build, calibration, figures)
         report = write_report(
-            _doubt_preprocessing(build, calibration, figures),
+            calibration,
             results,
             figures,
             stage,
@@ -253,7 +254,7 @@ def build_with(
         )
         if options.settings is not None:
             atomic.write_text(stage.temporary_folder / manifest.SETTINGS, options.settings)
-        replaceable_names = None  # any, with --force
+        replaceable_names = None  # --force replaces every file
         if not options.calibration.cache.force:
             replaceable_names = build.cache_and_plan_names
         origin = build_origin(calibration, options.targets, build.outside_cache)
@@ -291,7 +292,7 @@ def _request_part(build: PreparedBuild) -> RequestPart:
     effort_by_target = {}
     for target in options.targets:
         effort_by_target[target.name] = tuning.for_target(target).level
-    # an exported model that is no file with other input shapes was made from a PyTorch module
+    # a model was exported here from a PyTorch module, or from a file to change its input shapes
     is_module = build.loaded.exported is not None and build.loaded.resized_file is None
     return RequestPart(
         effort=effort_by_target,
@@ -453,13 +454,13 @@ def _measure_on_images(
     except (Calib8Error, MemoryError, OSError):
         raise
     except Exception:
-        failures: dict[str, str] = {}
+        failures: dict[str, str] = {}  # of the targets that fail when they are measured alone
         for target, result in zip(targets, results, strict=True):
             try:
                 measure([target], [result], duration_s=0)
             except Exception as error:
                 failures[target.name] = str(with_log(error, build.loaded.name, stage))
-        if not failures or len(failures) == len(targets):
+        if not failures or len(failures) == len(targets):  # then no target is the cause
             raise
 
     # a target that failed has no files to measure
@@ -477,7 +478,7 @@ def _evaluation_notes(
 ) -> Iterator[str]:
     """Yield notes on the evaluation images, and on the metric that the search went by.
 
-    `shared_count`: number of evaluation images that calibrated too.
+    `shared_count`: number of evaluation images that are calibration images too.
     """
     skipped_outputs = []
     for spec in build.loaded.outputs:

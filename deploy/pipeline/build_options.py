@@ -430,7 +430,9 @@ def _refuse_evaluation_options(options: BuildOptions) -> None:
 
 
 def _calibration_flags(images: object, options: BuildOptions) -> list[str]:
-    """Return the flags that the user gave although a Q/DQ model, which is not calibrated, has none.
+    """Return the flags of calibration and search that the user gave for a Q/DQ model.
+
+    They would do nothing: its pairs are its calibration, and nothing is searched.
 
     `images`: source of the images.
     """
@@ -443,7 +445,7 @@ def _calibration_flags(images: object, options: BuildOptions) -> list[str]:
         "--trust-cache": calibration.cache.trust,
         "--refresh": calibration.cache.refresh,
         "--keep-float": bool(calibration.float_nodes),
-        # 0 is what a Q/DQ model gets anyway, and the default need not come from the user
+        # 0 is right for a Q/DQ model, and the default may not have been given by the user
         "--effort": tuning.level not in (0, DEFAULT_EFFORT),
         "--plan": tuning.plan is not None,
         "--until-stable": calibration.until_stable is not None,

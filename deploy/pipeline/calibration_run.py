@@ -183,7 +183,7 @@ def open_dataset(
         feed=feed,
         name=describe_source(dataset.source),
         shard=shard_text,
-        is_readable=True,
+        is_readable=True,  # unlike those of merged shards, of which statistics alone are here
         observe=observe_images,
     )
 
@@ -260,8 +260,8 @@ def observe_here(run: CalibrationRun, decision: CacheDecision, threads: int) -> 
         CacheError: a checkpoint from which the run cannot go on.
         FeedError, BackendError, CalibrationError: as the pass.
     """
-    # some statistics start from others, which are recorded on the first samples before the pass;
-    # a checkpoint holds the statistics of the pass itself (`main`)
+    # some statistics start from others, which are recorded on the first samples before the pass:
+    # the preliminary ones. A checkpoint holds those of the pass itself, the main ones
     schedule = schedule_observations(decision.missing, decision.observed)
     checkpoint = _open_checkpoint(run, schedule.main)
     observed = decision.observed
@@ -367,8 +367,8 @@ def use_trusted_cache(run: CalibrationRun) -> CalibrationResult:
     if path is None:
         raise ConfigError("a cache to be trusted must be named, got none; give --cache")
     for target, observations in run.observations_by_target.items():
-        # a target that observes another form of the model than the folded one needs statistics,
-        # not ranges
+        # the ranges are of tensors of the folded model; what a target observes in another form of
+        # the model is more than a range
         if any(observation.variant.key != FOLDED for observation in observations):
             raise ConfigError(
                 f"a trusted cache holds one symmetric range a tensor, of which the target {target}"
@@ -407,7 +407,7 @@ def calibrate_run(
     pass_result = run.images.observe(run, decision, threads)
 
     evaluation_set = run.evaluation_set
-    if run.stability_rule is not None:  # fewer images than the feed has may have been enough
+    if run.stability_rule is not None:  # it may have ended the pass before the last image
         evaluation_set = _end_feed_at_last_observed(run, decision)
     halves_agreement, stability_notes = _compare_halves(run, decision)
 
@@ -415,7 +415,7 @@ def calibrate_run(
     target_cache = _make_target_cache(run, ranges, targets)
     warning, has_random_outputs = _check_float_model(run, evaluation_set)
     threshold = _find_score_threshold(run, evaluation_set, is_observed=bool(decision.missing))
-    # the checks above ran the float model, which the targets rarely do: its memory is free now
+    # the checks above ran the float model; targets rarely do, so its memory is freed
     evaluation_set.outputs.close_session()
     trim_memory()
 
@@ -492,14 +492,15 @@ def _find_score_threshold(
     Args:
         run: the calibration.
         evaluation_set: samples with the float model's outputs, none if nothing is built.
-        is_observed: whether anything was observed in this run.
+        is_observed: whether anything was observed in this run; if not, nothing new is found.
     """
     subject = run.subject
     if run.policy.path is not None:
         earlier_threshold = read_score_threshold(run.policy.path, subject.identities)
         if earlier_threshold is not None:
             return earlier_threshold
-    if not is_observed or not run.evaluation_count:
+    has_outputs = bool(run.evaluation_count)
+    if not is_observed or not has_outputs:
         return None
     metric = Metric(None, task=subject.task, declared=subject.loaded.declaration)
     with suppress(ConfigError):  # outputs of another task than the user's: the build refuses them
@@ -528,7 +529,7 @@ def _make_calibration(
     pass_result: PassResult,
     score_threshold: float | None,
 ) -> Calibration:
-    """Return the statistics of the cache and of this run, as the cache stores them.
+    """Return the content of the cache: the statistics that it had, and those of this run.
 
     Args:
         run: the calibration.
@@ -536,7 +537,7 @@ def _make_calibration(
         pass_result: all statistics.
         score_threshold: score above which boxes or labels count; None for other tasks.
     """
-    run_fingerprint = make_fingerprint(run.subject, run.feed.manifest())
+    run_fingerprint = make_fingerprint(run.subject, run.feed.manifest())  # of model and images
     stability_rule = run.stability_rule
     if decision.stored is not None and not decision.missing:
         # nothing was observed: the rule of the earlier run decided how many images were enough

@@ -301,7 +301,7 @@ def _calibrate_images(
         )
     if options.method is not None:
         _refuse_unused_method(observations_by_target, subject)
-    if images.shard is not None:
+    if images.shard is not None:  # statistics that depend on the images' order cannot be merged
         refuse_ordered(observations, images.shard)
 
     stability_rule = None
@@ -376,14 +376,14 @@ def use_qdq_calibration(
     Args:
         loaded: the model without its pairs.
         qdq: its pairs.
-        dataset: images to try it on; None makes samples up.
+        dataset: images to try it on; None takes random samples.
         targets: the targets.
         trt_version: TensorRT that is to read the cache; None for the one that builds here.
 
     Raises:
         Calib8Error: no target can be built for, or the images cannot be opened.
     """
-    if dataset is None:  # random samples, which are not used for accuracy
+    if dataset is None:  # then no accuracy is measured
         dataset = Dataset(source=random_feeds(loaded.inputs, count=_RANDOM_SAMPLES))
         name = "random numbers"
     else:
@@ -399,7 +399,8 @@ def use_qdq_calibration(
         method=Method.of(),  # the default one; nothing is searched
         trt_version=trt_version or _find_trt_version(targets),
     )
-    _, failures = _collect_observations(targets, subject)  # for the failures: nothing is observed
+    # nothing is observed, but a target that demands the impossible cannot be built for
+    _, failures = _collect_observations(targets, subject)
     return CalibrationResult(
         subject=subject,
         images=name,
@@ -471,7 +472,7 @@ def _choose_checkpoint(options: CalibrationOptions) -> Path | None:
         ConfigError: --resume, but there can be no checkpoint.
     """
     policy = options.cache
-    conflicting_flag = policy.reuse_flag  # "" if nothing has to be taken from the cache
+    conflicting_flag = policy.reuse_flag  # of a cache that must have all: no image is run
     if options.until_stable is not None:
         conflicting_flag = "--until-stable"
     if options.resume and conflicting_flag:
@@ -515,8 +516,9 @@ def _make_monitor(
     """
     compared_observations = []
     for observation in observations:
-        # the method searches a range in this statistic, and half of the samples have one too
-        if observation.statistic == subject.statistic and not observation.is_order_dependent:
+        # ranges are searched in this statistic; half of the samples have none that needs an order
+        has_range = observation.statistic == subject.statistic
+        if has_range and not observation.is_order_dependent:
             compared_observations.append(observation)
     if stability_rule is not None:
         refuse_until_stable(feed, observations, compared_observations, trusted=is_trusted)

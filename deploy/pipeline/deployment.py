@@ -245,7 +245,7 @@ class _Deployment:
                 "scales": {"name": self.scales.name, "sha256": sha256(scale_bytes)},
                 "targets": [self.target.name],
             }
-            publish_build(origin, stage, replaceable=None if force else ())
+            publish_build(origin, stage, replaceable=None if force else ())  # None: every file
         return report
 
     def _make_report(self, result: BuildResult, feed: Feed, stage: Stage) -> Report:
@@ -345,7 +345,7 @@ def _compare_with_float_model(
         loaded,
         [target],
         [result],
-        calibration=EvaluationSubset(feed, feed.count),  # for latency alone, which is left out
+        calibration=EvaluationSubset(feed, feed.count),  # only latency would be measured on it
         evaluation=feed,
         objects=None,
         duration_s=0,
@@ -376,22 +376,22 @@ def _compare_with_qdq_model(
     """
     # computed in float as written: integer kernels of an older x86 CPU may saturate
     reference = OrtSession.open(qdq_model, threads=threads, int8_kernels=False)
-    arithmetic = "Compared in integers, as the NPU computes."
+    arithmetic_note = "Compared in integers, as the NPU computes."
     try:
         deploy_model = read_model(result.files["deploy model"])
         candidate: Session = open_deploy(deploy_model, threads=threads)
     except ModelError as error:  # sums that the executor cannot add up exactly
         fake_quant_path = result.files["fake-quant model"]
         candidate = OrtSession.open(fake_quant_path, threads=threads, optimize=False)
-        arithmetic = f"Compared as the fake-quant model: {error}."
+        arithmetic_note = f"Compared as the fake-quant model: {error}."
 
-    float_name = f"Here FP32 means {path.name} in ONNX Runtime."
+    fp32_note = f"Here FP32 means {path.name} in ONNX Runtime."
     return (
         EngineRow(label="Q/DQ", reference=True, path=str(path)),
         EngineRow(
             label=result.precision,
             target=result.target,
             accuracy=compare_sessions(reference, candidate, feed),
-            notes=(arithmetic, float_name),
+            notes=(arithmetic_note, fp32_note),
         ),
     )

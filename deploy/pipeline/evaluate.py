@@ -80,8 +80,9 @@ def _truncates_float16() -> bool:
 def _quantize_float16_in_float32(model: Path | onnx.ModelProto) -> Path | onnx.ModelProto:
     """Return a model in which each QuantizeLinear of float16 values reads them cast to float32.
 
-    The integers that it makes are then rounded to the nearest. A model without such nodes is
-    returned as it is, so that its weights are not read for nothing.
+    Older ONNX Runtimes round float16 values towards zero, and float32 values to the nearest, as
+    they should (`_truncates_float16`). A model without such nodes is returned as it is, so that its
+    weights are not read for nothing.
     """
     if isinstance(model, Path):
         without_weights = onnx.load(model, load_external_data=False)
@@ -132,15 +133,15 @@ def compare_inner_tensors(
     engine_sessions: EngineSessions,
     samples: Iterable[Sample],
 ) -> InnerTensors:
-    """Compare all inner tensors that both models share, one sample in memory at a time.
+    """Compare the inner tensors of each target's runnable file with the float model's.
 
-    The sessions hold all weights once more, and are closed when this returns.
+    The runnable file is a model for ONNX Runtime that computes what the engine computes. One sample
+    is in memory at a time.
 
     Args:
         loaded: the float model.
         results: results whose runnable file is compared.
-        engine_sessions: engines that can be opened here; a model of ONNX Runtime with the same
-            numbers stands in for any other.
+        engine_sessions: engines that can be opened here; for any other its runnable file stands in.
         samples: the samples to compare on.
     """
     opened_targets: dict[str, tuple[Session, TensorComparison]] = {}
@@ -174,9 +175,9 @@ def compare_inner_tensors(
 def _open_with_inner_tensors(
     loaded: LoadedModel, result: BuildResult, *, stand_in: bool
 ) -> tuple[Session, TensorComparison] | None:
-    """Return (session of a target's runnable file, comparison of its tensors); None without any.
+    """Return (session of a target's runnable file, comparison of its tensors with the float ones).
 
-    All tensors that both models have are outputs of the session.
+    The tensors that both models have are outputs of the session. None if there are none.
 
     Args:
         loaded: the float model.
@@ -200,18 +201,19 @@ def find_candidates(
 
     A target is evaluated by its engine. If that was not opened here, its runnable file stands in, a
     model for ONNX Runtime that computes the same numbers; targets without one are left out.
-    Baselines, float engines that were built for a target, are evaluated on a device alone.
+    Baselines, float engines that were built for a target, are evaluated if they have a session.
 
     Args:
         results: files of each target.
-        engine_sessions: the engines that were opened here.
+        engine_sessions: engines that were opened here; None for a session in several threads,
+            while the evaluation needs one in a single thread.
     """
     candidates: dict[str, Session] = {}
     failures: dict[str, str] = {}
     for result in results:
         session = engine_sessions.get(result.target)
-        if session is None:  # not opened here, or opened in several threads
-            has_opened_engine = result.target in engine_sessions
+        if session is None:
+            has_opened_engine = result.target in engine_sessions  # but in several threads
             path = result.runnable
             if path is None and has_opened_engine:
                 path = result.engine
@@ -295,13 +297,13 @@ def choose_evaluation(
         objects: annotated objects on the evaluation samples, in place of labels; None without.
         metric: what the user set to evaluate by.
     """
-    if evaluation is None:
+    if evaluation is None:  # of some calibration samples, outputs are stored under these keys
         return Evaluation(
             feed=calibration, labels=None, find_key=calibration.sample_key, metric=metric
         )
     labels: Sequence[int] | GroundTruth | None = objects
     if objects is None and evaluation.labels is not None:
-        labels = _Labels(evaluation)
+        labels = _Labels(evaluation)  # which follows the feed when a bad image is skipped
     return Evaluation(feed=evaluation, labels=labels, metric=metric)
 
 
@@ -416,8 +418,9 @@ class _EvaluationPass:
     def compare(self, outputs: _SampleOutputs) -> None:
         """Compare a sample's outputs of all candidates with the float model's.
 
-        Called by one thread, in the order of the samples, so that one inference at a time runs on a
-        device; `run` ran the candidates in ONNX Runtime. Images that a report may show are stored.
+        Candidates on a device are run here, those in ONNX Runtime by `run`: one thread calls this,
+        in the order of the samples, and a device runs one inference at a time. Images that a report
+        may show are stored.
         """
         self._run_candidates(outputs, on_device=True)
         for name, comparison in self._comparisons.items():

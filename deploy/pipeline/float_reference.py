@@ -114,9 +114,9 @@ def _compare_outputs(
     """Yield (SQNR in dB, name) of each float output of the first sample: how alike both models are.
 
     Args:
-        session: of the user's model, before constants were folded and old operators rewritten.
+        session: runs the user's model, before constants were folded and old operators rewritten.
         evaluation_set: samples with the outputs of the cleaned model.
-        graph: of the cleaned model.
+        graph: graph of the cleaned model.
     """
     for sample, cleaned_outputs in evaluation_set.samples_with_outputs(1):
         inputs = {spec.name: sample[spec.name].astype(spec.dtype) for spec in session.inputs}
@@ -124,12 +124,12 @@ def _compare_outputs(
             cleaned_value = cleaned_outputs.get(name)
             if value.dtype.kind != "f" or cleaned_value is None:
                 continue
-            if cleaned_value.shape != value.shape:  # as the number of boxes that an NMS picks
+            if cleaned_value.shape != value.shape:  # an NMS may pick another number of boxes
                 continue
             signal = np.nan_to_num(value.astype(np.float64))
             noise = np.nan_to_num(cleaned_value.astype(np.float64)) - signal
-            # rounding is no difference: results of a Sigmoid near 0 are as inexact as those near 1;
-            # nodes that only move values may stand between it and the output
+            # the node that computed the output, upstream of those that only move values. Rounding
+            # is no difference: a Sigmoid is as inexact near 0 as near 1, whatever the ratio there
             computing_node = graph.trace_back(name, MOVES)
             if computing_node is not None and computing_node.op_type in _BOUNDED_OPERATORS:
                 noise[np.abs(noise) <= _BOUNDED_ROUNDING] = 0

@@ -148,7 +148,7 @@ def measure_engines(
     )
 
     float_row = EngineRow(
-        label="FP32 on the CPU" if devices else "FP32",  # even if a device runs the others
+        label="FP32 on the CPU" if devices else "FP32",  # it runs there in either case
         reference=True,
         path=str(loaded.source) if loaded.source else None,
         size_bytes=float_size,
@@ -290,8 +290,8 @@ def _open_float_model(
 ) -> tuple[_OpenedEngine, ReferenceOutputs, int]:
     """Return (the float model's engine, its outputs, its size in bytes).
 
-    The outputs are computed on demand. Without latency runs one session is enough for both, and the
-    outputs own it.
+    The outputs are computed on demand, in a session that they own. With latency runs the engine has
+    another session, in several threads; without, it has none (`_OpenedEngine.session`).
 
     Args:
         loaded: the float model.
@@ -307,7 +307,7 @@ def _open_float_model(
         open_session = partial(open_single_thread, float_file)
     session, load_ms = _time_loading(open_session)
     float_outputs = ReferenceOutputs(
-        lambda: open_single_thread(read_float_model(loaded)),  # the bytes are not held until then
+        lambda: open_single_thread(read_float_model(loaded)),  # read again: no bytes are held
         [spec.name for spec in loaded.outputs],
         _first_key(samples),
         session=None if is_timed else session,
@@ -332,7 +332,8 @@ def _open_engines(
         path_by_engine = dict(result.baselines)
         if result.engine is not None:
             path_by_engine[result.target] = result.engine
-        # without latency runs, ONNX Runtime opens an engine as the evaluation needs it
+        # the evaluation runs engines of ONNX Runtime in one thread: without latency runs they are
+        # opened so at once
         is_for_accuracy = target.runs_here and not is_timed
         for name, path in path_by_engine.items():
             if is_for_accuracy:
@@ -401,7 +402,8 @@ def _measure_latency(
 ) -> dict[str, Latency]:
     """Return the latency of all sessions; none if `duration_s` is 0.
 
-    Sessions on a device are timed apart from the others, during whose runs it would cool down.
+    Sessions take turns, but not those on a device with those on the CPU: while one on the CPU runs,
+    a device would cool down.
     """
     if duration_s <= 0:
         return {}
@@ -422,7 +424,7 @@ def _measure_latency(
 def _make_rows(results: Sequence[BuildResult], measurements: _Measurements) -> Iterator[EngineRow]:
     """Yield the rows of each target's baselines, float engines built for it, and of its engine.
 
-    `measurements`: what was measured; without images nothing.
+    `measurements`: figures of the engines; empty if nothing was measured.
     """
     failures = measurements.failures
     for result in results:
@@ -432,15 +434,13 @@ def _make_rows(results: Sequence[BuildResult], measurements: _Measurements) -> I
             label = name
             if not is_baseline and len(results) == 1:
                 label = result.precision  # such as int8, beside FP32
-            size = None
             if result.target in failures:  # then `discard_failed` removes the target's files
                 path = None
-            if path is not None:
-                size = path.stat().st_size
+            size = None if path is None else path.stat().st_size
             opened_engine = measurements.engines.get(name)
-            # the types in which the layers of the engine ran, beside those that were decided
+            # the types in which the engine ran its layers are compared with the planned ones
             engine_layers = read_engine_layers(measurements.timed_sessions.get(name))
-            decisions = () if is_baseline else result.decisions
+            planned_types = () if is_baseline else result.decisions
             yield EngineRow(
                 label=label,
                 baseline=is_baseline,
@@ -451,7 +451,7 @@ def _make_rows(results: Sequence[BuildResult], measurements: _Measurements) -> I
                 threads=measurements.threads,
                 latency=measurements.latency.get(name),
                 accuracy=measurements.accuracy.get(name),
-                ran=compare_with_plan(engine_layers, decisions),
+                ran=compare_with_plan(engine_layers, planned_types),
                 notes=(failures[name],) if is_baseline and name in failures else (),
             )
 
@@ -461,7 +461,8 @@ def _find_lossy_layers(
 ) -> dict[str, tuple[OutputAccuracy, ...]]:
     """Return target -> figures of its inner tensors, without those that int8 clamps by design.
 
-    Values that it clamps, since a Relu downstream does so too, look like a loss and are none.
+    Values below 0 that only a Relu reads, for instance, may be clamped to 0 already by int8: the
+    tensor differs from the float model's, but nothing is lost.
 
     Args:
         inner_tensors: figures of the inner tensors of each target.
@@ -514,7 +515,7 @@ def _sample_notes(
     inner_tensor_text = ""
     if inner_tensor_samples:
         inner_tensor_text = f", that of inner tensors on {inner_tensor_samples} of these"
-    if evaluation is None:
+    if evaluation is None:  # the ranges fit these images, so int8 looks better than on new ones
         yield (
             f"accuracy was measured on {sample_count} of the calibration images{inner_tensor_text};"
             " --eval-images gives others, which tell more"
@@ -523,8 +524,8 @@ def _sample_notes(
             yield "labels of images that calibrate are not used; --eval-images takes both"
     elif inner_tensor_text:
         yield f"accuracy was measured on {sample_count} evaluation images{inner_tensor_text}"
-    # states are what a recurrent model hands on to its next call; if the samples are sequences,
-    # each engine got the states that it computed itself, so their errors are in the figures
+    # states are what a recurrent model hands on to its next call. If the samples are sequences, an
+    # engine's calls got its own states, errors included; if not, a note says what is not measured
     has_sequences = bool(calibration.states)
     if not has_sequences:
         yield from state_notes(accuracy.values())
@@ -533,7 +534,8 @@ def _sample_notes(
 def state_notes(accuracies: Iterable[Accuracy]) -> Iterator[str]:
     """Yield a note that errors which add up in states from call to call are not measured.
 
-    A state is an output that the next call takes as an input (`Accuracy.carried`).
+    A state is an output that the next call takes as an input (`Accuracy.carried`). There is no note
+    if no state has an error.
     """
     state_texts = set()
     for accuracy in accuracies:

@@ -84,7 +84,7 @@ def list_readings(
     loaded, subject = calibration.loaded, calibration.subject
     spec, metadata = loaded.inputs[0], loaded.metadata_preprocess
     if metadata is not None and metadata.preprocess is not None:
-        with suppress(ConfigError, FeedError):  # a note says that it is not followed
+        with suppress(ConfigError, FeedError):  # metadata that cannot be followed, as a note says
             declared, _ = complete_preprocess(metadata.preprocess, spec)
             remedy = "leave --preprocess, --color, --mean and --std out"
             text = f"{metadata.source} says"
@@ -103,11 +103,11 @@ def list_readings(
 
     if not with_scales or not spec.dtype.startswith("float"):
         return
-    model = subject.read_original() or subject.model
+    model = subject.read_original() or subject.model  # whose first layer a scale must fit
     (sample,) = calibration.feed.first_samples(1)
     for preset_name, text in _TEXT_BY_PRESET.items():
         preset = PRESETS[preset_name]
-        if len(preset.mean) not in (1, used_preprocess.channels):  # a mean for each of three colors
+        if len(preset.mean) not in (1, used_preprocess.channels):  # three colors, but gray pictures
             continue
         scaled = replace(used_preprocess, scale=preset.scale, mean=preset.mean, std=preset.std)
         scaled_sample = {spec.name: renormalize(sample[spec.name], used_preprocess, scaled)}
@@ -135,7 +135,7 @@ def find_better_reading(
         The sentence; "" if no other reading is clearly better.
     """
     used_preprocess, loaded = calibration.feed.preprocess, calibration.loaded
-    # a sample is changed from one reading to another, so it must be a single picture
+    # samples are converted from the reading in use to others: each must be a single picture
     has_single_picture = len(loaded.inputs) == 1 and calibration.feed.batch == 1
     if used_preprocess is None or not has_single_picture or loaded.qdq is not None:
         return ""
@@ -149,7 +149,9 @@ def find_better_reading(
     def score(inputs: Outputs, label: int | None) -> Floats:
         return sample_scores(task, inputs, evaluation_set.outputs.recompute(inputs), label)
 
-    # scores in the reading in use, what a sentence counts of them, and whether scales are tried
+    # of the reading in use: its scores, and what the sentence counts in them ("": nothing, it has
+    # the mean probability). Other scales are tried only if FP32 misses labels or finds next to
+    # nothing, since a wrong scale can saturate scores, which looks sure
     labelled_samples = read_labelled(evaluation) if isinstance(task, Classes) else []
     if labelled_samples:  # FP32 misses most of the labels
         used_scores = [score(inputs, label) for inputs, label in labelled_samples]
@@ -160,11 +162,11 @@ def find_better_reading(
             sample_scores(task, inputs, outputs) for inputs, outputs in samples_with_outputs
         ]
         finds_boxes = isinstance(task, BoxDetection)
-        count_template = "finds {} boxes" if finds_boxes else ""  # "": a mean probability
+        count_template = "finds {} boxes" if finds_boxes else ""
         tries_scales = finds_boxes and count_clear(used_scores) <= MAX_SILENT_BOXES
 
-    # scores of the same samples in other readings
     for reading in list_readings(calibration, used_preprocess, with_scales=tries_scales):
+        # the same samples; without labels they are read again for each reading, one at a time
         samples: Iterable[tuple[Outputs, int | None]] = labelled_samples
         if not labelled_samples:
             samples = ((inputs, None) for inputs in evaluation_set.subset.spread_samples(SAMPLES))
@@ -183,12 +185,12 @@ def score_reading(
 ) -> list[Floats] | None:
     """Return the scores of each sample in another reading.
 
-    None once the float model was less sure of more than `MAX_LOSSES` samples than in the reading in
-    use: the other samples are not run then.
+    A loss is a sample of which the float model is less sure than in the reading in use. None after
+    more than `MAX_LOSSES` of them, without running the other samples.
 
     Args:
-        samples: (inputs in the reading in use, label or None) of each.
-        used_scores: scores of each in the reading in use.
+        samples: (inputs in the reading in use, label or None) of each sample.
+        used_scores: scores of each sample in the reading in use.
         score: runs the float model on inputs; returns `sample_scores`.
         used_preprocess: the reading in use.
         other_preprocess: the other one.
@@ -200,8 +202,9 @@ def score_reading(
             name: renormalize(array, used_preprocess, other_preprocess)
             for name, array in sample.items()
         }
-        scores.append(score(inputs, label))
-        if confidence_of(scores[-1]) < confidence_of(used_sample_scores):
+        other_scores = score(inputs, label)
+        scores.append(other_scores)
+        if confidence_of(other_scores) < confidence_of(used_sample_scores):
             loss_count += 1
         if loss_count > MAX_LOSSES:
             return None
@@ -262,16 +265,19 @@ def describe_reading(
 ) -> str:
     """Return a sentence on a reading that is better than the one in use.
 
-    `count_template`: what is counted, such as "finds {} boxes"; "" for the mean probability.
+    Such as "FP32 finds 14 boxes as RGB, 10 as BGR; check --color rgb".
+
+    Args:
+        reading: the better reading.
+        scores: scores of each sample in it.
+        used_scores: scores of each sample in the reading in use.
+        count_template: what is counted, such as "finds {} boxes"; "" for the mean probability.
     """
     if count_template:
-        count, used_count = count_clear(scores), count_clear(used_scores)
-        better_text = f"{count_template.format(count)} as {reading.text}"
-        text = f"{better_text}, {used_count} as {reading.used_text}"
+        count_text = count_template.format(count_clear(scores))
+        used_text = str(count_clear(used_scores))
     else:
-        percent, used_percent = 100 * np.mean(scores), 100 * np.mean(used_scores)
-        text = (
-            f"is {percent:.0f} % sure as {reading.text}, {used_percent:.0f} % as"
-            f" {reading.used_text}"
-        )
-    return f"FP32 {text}; {reading.remedy}"
+        count_text = f"is {100 * np.mean(scores):.0f} % sure"
+        used_text = f"{100 * np.mean(used_scores):.0f} %"
+    better_text = f"{count_text} as {reading.text}"
+    return f"FP32 {better_text}, {used_text} as {reading.used_text}; {reading.remedy}"

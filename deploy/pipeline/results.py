@@ -170,7 +170,7 @@ def compare_with_earlier(report: Report, earlier: Report | None) -> Report:
     """Return the report with what the build before tells of this one, filled into two fields.
 
     `report.earlier` gets the engines that were better before. `report.request.followed` gets the
-    advice that the user has followed, such as to use more images: it is not given again.
+    names of advice that the user has followed, such as to use more images: it is not given again.
 
     `earlier`: report of the build of the same model that was in the folder before; None without.
     """
@@ -183,6 +183,7 @@ def compare_with_earlier(report: Report, earlier: Report | None) -> Report:
         if _sample_count(report) > _sample_count(earlier):
             followed_advice.append(IMAGES)
         better_engines = tuple(_better_engines(report, earlier))
+    # advice to search longer is `--prefer accuracy --effort 2`, and other advice is one split
     if request.prefer == "accuracy" and max(request.effort.values(), default=0) > 1:
         followed_advice.append(EFFORT)
     for target in report.targets:
@@ -203,7 +204,8 @@ def _sample_count(report: Report) -> int:
 def _better_engines(report: Report, earlier: Report) -> Iterator[EarlierPart]:
     """Yield the engines of an earlier build that were better, with the flags that build them.
 
-    A split is a choice of the layers that stay float, and a user may take a faster one on purpose.
+    A split is a choice of the layers that stay float. If this build has a faster split than the
+    earlier one, it is left out: a user may take a less accurate split on purpose.
     """
     engine_by_target = report.engine_by_target
     earlier_engine_by_target = earlier.engine_by_target
@@ -216,8 +218,8 @@ def _better_engines(report: Report, earlier: Report) -> Iterator[EarlierPart]:
         if not _is_worse(engine, earlier_engine):
             continue
         split, earlier_split = target.built_split, earlier_split_by_target.get(target.name)
-        is_faster_split = split and earlier_split and split.time < earlier_split.time
-        if is_faster_split:
+        has_faster_split = split and earlier_split and split.time < earlier_split.time
+        if has_faster_split:
             continue
 
         flags = _earlier_flags(earlier, earlier_split, report, target)
@@ -233,7 +235,7 @@ def _earlier_flags(
 ) -> str:
     """Return the options of `calib8 build` that build a target as an earlier build did.
 
-    They are a `--split` if the search of this build found the split of the earlier one too.
+    They are a `--split`, a number of this build's search, if it found the earlier split too.
 
     Args:
         earlier: report of the earlier build.
@@ -246,9 +248,9 @@ def _earlier_flags(
     """
     if earlier_split and target.search:
         for split in target.search.front:
-            # the same split, which this search may have numbered differently and not built
-            renumbered_split = replace(split, number=earlier_split.number, taken=True)
-            if renumbered_split == earlier_split and not split.taken:
+            # one split may have another number in each search, and be built (taken) in one alone
+            comparable_split = replace(split, number=earlier_split.number, taken=True)
+            if comparable_split == earlier_split and not split.taken:
                 return f"--split {split.number}"
 
     request, earlier_request = report.request or earlier.request, earlier.request
@@ -444,7 +446,7 @@ def _judge_engine(
 ) -> Verdict:
     """Return the verdict on one engine.
 
-    Its speed is compared with that of its first rival, a float engine on the same device.
+    Its speed and size are compared with those of its first rival, a float engine on its device.
 
     Args:
         row: the engine.
@@ -456,13 +458,13 @@ def _judge_engine(
         missing_rival = "a float engine on its device" if row.on_device else "FP32"
         return judge(accuracy=row.accuracy, speed=None, rival=missing_rival)
     rival = rivals[0]
-    smaller = None
+    size_ratio = None
     if rival.size_bytes and row.size_bytes:
-        smaller = rival.size_bytes / row.size_bytes
+        size_ratio = rival.size_bytes / row.size_bytes
     return judge(
         accuracy=row.accuracy,
         speed=row.speed,
-        smaller=smaller,
+        size_ratio=size_ratio,
         rival="FP32" if rival.reference else rival.label,
         device_kind="device" if row.on_device else "CPU",
     )
@@ -477,10 +479,10 @@ def _calibration_part(
     counts the tensors of which the same statistic was recorded in the same variant, a form of the
     model that was run.
     """
-    method = calibration.ranges.chosen_by
+    method = calibration.ranges.chosen_by  # of targets that have no method of their own
     used_methods = {result.method for result in results if result.method}
     if used_methods and method not in used_methods:
-        method = ""  # every target that was built searches ranges in its own way
+        method = ""  # there is no such target
     is_qdq_model = calibration.loaded.qdq is not None
     observed_now = set(calibration.observed_now)
     tensor_counts = Counter[tuple[str, str, bool]]()  # by (variant, statistic, is reused)
@@ -524,11 +526,10 @@ def _target_part(
     error = result.error or figures.failures.get(result.target, "")
     layers = figures.layers.get(result.target, ())
     observations = calibration.observations_by_target.get(result.target, ())
-    # statistics of a cache, or of no run at all, were enough for this target
+    # nothing that this target needs was observed in this run: the cache had all of it
     has_reused_statistics = set(calibration.observed_now).isdisjoint(observations)
     search = None
-    # `settled` is the text on the trial that was built; "" without a search
-    if planned is not None and planned.plan.settled:
+    if planned is not None and planned.plan.settled:  # the text on the trial that was built
         search = SearchPart(
             reused=planned.reused,
             probes=planned.probes,

@@ -61,7 +61,7 @@ def search_targets(
         ConfigError: a plan that does not fit the model.
     """
     plan_path = stage.folder / plan_name(calibration.loaded)
-    # the user's plan, else that of the build before, which is followed where its input is the same
+    # the user's plan, or that of the build before: a target for which it holds is not searched
     earlier_plan = find_plan(plan_path, tuning, calibration.loaded.digest)
     request = _make_request(targets, calibration, stage, threads, tuning.cpu)
     plans = {}
@@ -90,7 +90,7 @@ def search_targets(
                 note=f"nothing was searched for {target.name}: {known_error}",
             )
 
-    # the plan file has what was searched, and what the user's or the earlier plan says of the rest
+    # the plan file has what was searched, and of other targets what the earlier plan says
     is_searched = any(planned.searched for planned in plans.values())
     has_plan = is_searched or tuning.plan is not None or bool(earlier_plan.targets)
     if not has_plan:
@@ -141,7 +141,7 @@ def build_targets(
             continue
 
         names_before = stage.file_names()
-        choices = plans[target.name].plan.choices
+        choices = plans[target.name].plan.choices  # layers in float, and methods of ranges
         try:
             with phase(target.name):
                 result = _build_target(target, request.with_choices(choices), repairs(target))
@@ -202,10 +202,10 @@ def discard_failed(
 
 
 def _discard_engines(result: BuildResult, stage: Stage) -> BuildResult:
-    """Remove the engines of a target, and its other files unless they are for another machine.
+    """Remove the engines of a target; files from which another machine can build them stay.
 
-    An engine such as TensorRT's was built from an ONNX file, from which another machine can build
-    it too. If the engine is itself the file that ONNX Runtime runs, nothing else is of use.
+    An engine such as TensorRT's was built from an ONNX file, which stays. If the engine is itself
+    the file that ONNX Runtime runs, all files of the target are removed.
     """
     engine_paths = {path for path in (result.engine, *result.baselines.values()) if path}
     is_built_from_onnx = result.engine is not None and result.engine != result.runnable
@@ -218,7 +218,8 @@ def _discard_engines(result: BuildResult, stage: Stage) -> BuildResult:
 
     discarded_names = []
     for path in discarded_paths:
-        discarded_names += [path.name, f"{path.name}.json"]  # what an engine was built with
+        # an engine has a .json beside it: what it was built with
+        discarded_names += [path.name, f"{path.name}.json"]
     stage.discard(discarded_names)
     return replace(
         result, engine=None, runnable=None, shipped=(), baselines={}, files=remaining_files
@@ -228,9 +229,9 @@ def _discard_engines(result: BuildResult, stage: Stage) -> BuildResult:
 def _make_request(
     targets: Sequence[Target], calibration: CalibrationResult, stage: Stage, threads: int, cpu: str
 ) -> BuildRequest:
-    """Return what all targets are built from; the choices of each one's plan are added later.
+    """Return what all targets are built from; the choices of each target's plan are added later.
 
-    Each target sees all that are built (`companions`), since a repair is computed for all at once.
+    Each target is given all that are built (`companions`): a repair is computed for them together.
     """
     buildable_targets = tuple(t for t in targets if t.name not in calibration.failures)
     return BuildRequest(

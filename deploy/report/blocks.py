@@ -129,9 +129,7 @@ class Section:
     @property
     def heading(self) -> str:
         """The title with the number of rows."""
-        if self.rows == 0:
-            return self.title
-        return f"{self.title} ({self.rows})"
+        return f"{self.title} ({self.rows})" if self.rows else self.title
 
 
 def block_html(block: Block) -> str:

@@ -145,11 +145,10 @@ _BAR_GAP, _MIN_BAR_WIDTH = 0.4, 0.6  # in px; between bars, and of a bar among m
 
 
 def weight_strip(row: WeightRow) -> str:
-    """Draw a weight's channels as bars on a logarithmic scale.
+    """Draw a weight's channels as bars on a logarithmic scale; "" for a weight of zeros.
 
-    A bar is the largest |w| of a channel, or the least of these in a run of several channels. ""
-    without `row.strip`, the bars' values, which only the worst weights have; and for a weight of
-    zeros.
+    `row.strip` has the value of each bar: the largest |w| of a channel, or the least of these in a
+    run of several channels. Only the worst weights have it; "" without.
     """
     if not row.strip or not row.largest > 0:
         return ""
@@ -207,8 +206,7 @@ def latency_figure(engines: Sequence[EngineRow], *, on_device: bool = False) -> 
     """Draw the distribution of all measured iterations, one curve per engine, with its p50.
 
     "" without measured iterations. Iterations beyond the end of the axis are only counted; an
-    engine with few iterations has no curve, which would look like a distribution. The curves are a
-    drawing inside the drawing, which is stretched to the width of the page; letters are not.
+    engine with few iterations has no curve, which would look like a distribution.
 
     Args:
         engines: all engines of the report.
@@ -239,6 +237,7 @@ def latency_figure(engines: Sequence[EngineRow], *, on_device: bool = False) -> 
     unit = "ms per inference"
     if not_drawn_count:
         unit += f"; {counted(not_drawn_count, 'slower iteration')} not drawn"
+    # the curves are a drawing inside the drawing: they are stretched to the page, texts are not
     return (
         f'<ul class="legend">{legend}</ul>'
         f'<svg class="wide" width="100%" height="{_HEIGHT}" role="img">'
@@ -429,12 +428,12 @@ def _bar_pieces(row: TensorRow, start: float, end: float) -> Iterator[tuple[str,
     """
     start = max(start, row.observed_min)
     end = min(end, row.observed_max)
-    if start >= end:  # all its values are equal
+    if start >= end:  # a bar without width: all its values are equal
         kind = "kept" if row.lo <= end <= row.hi else "cut"
         yield kind, end, end
         return
 
-    # the kept piece: the range, which always holds 0, as far as the bar reaches
+    # the kept piece is the clip range, with 0, which it always holds, as far as the bar reaches
     kept_start = min(max(min(row.lo, 0.0), start), end)
     kept_end = min(max(max(row.hi, 0.0), start), end)
     pieces = (("cut", start, kept_start), ("kept", kept_start, kept_end), ("cut", kept_end, end))
@@ -471,6 +470,7 @@ def front_figure(front: Sequence[SplitRow]) -> str:
     if len(splits) < 2:
         return ""
 
+    # both axes with their ticks
     time_axis, sqnr_axis = _time_axis(splits), _sqnr_axis(splits)
     body = _floor_line("100%", _FRONT_FLOOR_Y)
     for value, label in _ticks(time_axis.lo, time_axis.hi):
@@ -479,18 +479,19 @@ def front_figure(front: Sequence[SplitRow]) -> str:
         y = f"{sqnr_axis.position(value):.1f}"
         body += f'<line class="grid" x1="0" x2="100%" y1="{y}" y2="{y}"/>'
         body += _text("", "0", y, f"{label} dB")
+    body += _text("end", "100%", str(_FRONT_HEIGHT - 3), "time, FP32 = 1")
 
+    # a point for the float model and each split, of a class in the page's style
     body += _front_point("time", time_axis.percent(1.0), _EXACT_Y, "FP32", is_left=True)
     for split in splits:
-        split_y: float = _EXACT_Y  # of an infinite SQNR: the outputs equal the float model's
+        y_position: float = _EXACT_Y  # of an infinite SQNR: the outputs equal the float model's
         if math.isfinite(split.sqnr_db):
-            split_y = sqnr_axis.position(split.sqnr_db)
-        kind = "kept" if split.taken else "tried"
+            y_position = sqnr_axis.position(split.sqnr_db)
+        kind = "kept" if split.taken else "tried"  # taken: it was built
         # names are left and right in turn, so that points above each other do not hide them
         is_left = split.number % 2 == 1
         x = time_axis.percent(split.time)
-        body += _front_point(kind, x, split_y, str(split.number), is_left=is_left)
-    body += _text("end", "100%", str(_FRONT_HEIGHT - 3), "time, FP32 = 1")
+        body += _front_point(kind, x, y_position, str(split.number), is_left=is_left)
     return (
         f'<svg class="wide" width="100%" height="{_FRONT_HEIGHT}" role="img">'
         f"<title>Time and SQNR of the splits</title>{body}</svg>"

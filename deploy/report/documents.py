@@ -120,9 +120,9 @@ def _main_figures(report: Findings) -> Iterator[tuple[str, str]]:
 def _engine_figures(report: Findings, engine: EngineRow) -> Iterator[tuple[str, str]]:
     """Yield (value, label) of one engine: speed over each rival, size, and accuracy.
 
-    Rivals are the float engines that it replaces (`find_rivals`). Of the accuracy these are top-1,
+    Rivals are the float engines that it replaces (`find_rivals`). Figures of accuracy are top-1,
     the task's figure, and the SQNR of the worst slice, a part of an output that is compared by
-    itself; the cosine of complete outputs if there is neither a slice nor top-1.
+    itself. An engine that has neither top-1 nor slices has the cosine of complete outputs instead.
     """
     for rival in model.find_rivals(report.engines, engine):
         speed = figures.ratio(model.speed_over(rival, engine))

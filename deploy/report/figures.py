@@ -91,18 +91,18 @@ def ratio(value: float) -> str:
     return f"{value:.2f}x"
 
 
-def size_change(smaller: float) -> tuple[str, str]:
+def size_change(size_ratio: float) -> tuple[str, str]:
     """Return ("2.00x", "smaller"), or "larger" if the file grew; empty texts for equal sizes."""
-    if ratio(smaller) == ratio(1):
+    if ratio(size_ratio) == ratio(1):
         return "", ""
-    if smaller > 1:
-        return ratio(smaller), "smaller"
-    return ratio(1 / smaller), "larger"
+    if size_ratio > 1:
+        return ratio(size_ratio), "smaller"
+    return ratio(1 / size_ratio), "larger"
 
 
-def size_change_text(smaller: float) -> str:
+def size_change_text(size_ratio: float) -> str:
     """Return `size_change` as one text: "2.00x smaller"; "" for equal sizes."""
-    return " ".join(size_change(smaller)).strip()
+    return " ".join(size_change(size_ratio)).strip()
 
 
 def encodable(text: str) -> str:
@@ -114,7 +114,7 @@ def encodable(text: str) -> str:
 
 
 DEVIATION_HEADS = ("node", "operator", "planned in", "runs in")
-_GRIDS = ("int8", "uint8", "fp8")  # layer types that count as quantized
+_QUANTIZED_TYPES = ("int8", "uint8", "fp8")  # layer types that count as quantized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +178,8 @@ def compare_with_plan(
 ) -> EngineLayersPart | None:
     """Compare an engine's layers with the plan of its model; None without layers.
 
-    A layer runs one or several nodes; a block, such as a DLA's loadable, many, without their types.
+    A layer runs one or several nodes. A block, such as a DLA's loadable, is a layer of many nodes
+    that does not tell their types.
 
     Args:
         layers: as the engine's runtime reports them.
@@ -187,36 +188,36 @@ def compare_with_plan(
     if not layers:
         return None
 
-    computing = [layer for layer in layers if not layer.reformat]  # others change the layout only
-    blocks = [layer for layer in computing if layer.block]
+    computing_layers = [layer for layer in layers if not layer.reformat]
+    blocks = [layer for layer in computing_layers if layer.block]
     decisions = list(plan)
-    type_by_node = _type_by_node(computing)
-    unreported = [decision.node for decision in decisions if decision.node not in type_by_node]
+    type_by_node = _type_by_node(computing_layers)
+    untyped_nodes = [decision.node for decision in decisions if decision.node not in type_by_node]
     nodes_in_blocks: set[str] = set()
     for block in blocks:
-        nodes_in_blocks.update(_block_nodes(block, unreported))
+        nodes_in_blocks.update(_block_nodes(block, untyped_nodes))
 
     quantized = [decision for decision in decisions if decision.quantized]
     quantized_in_blocks, unnamed = [], []
     for decision in quantized:
         if decision.node in nodes_in_blocks:
             quantized_in_blocks.append(decision.node)
-        elif decision.node not in type_by_node:
+        elif decision.node not in type_by_node:  # fused into another node's layer, or removed
             unnamed.append(decision.node)
 
     planned_types = sorted({decision.precision for decision in quantized})
     deviations = list(_find_deviations(decisions, type_by_node))
     return EngineLayersPart(
-        layers=len(computing) - len(blocks),
-        precisions=dict(Counter(layer.precision for layer in computing if layer.precision)),
-        reformats=len(layers) - len(computing),
+        layers=len(computing_layers) - len(blocks),
+        precisions=dict(Counter(layer.precision for layer in computing_layers if layer.precision)),
+        reformats=len(layers) - len(computing_layers),
         planned=len(quantized) if decisions else None,
         grid=" or ".join(planned_types) or None,
         unnamed=tuple(unnamed),
         inside=tuple(quantized_in_blocks),
         blocks=_count_blocks(blocks),
-        lost=tuple(deviation for deviation in deviations if deviation.ran not in _GRIDS),
-        gained=tuple(deviation for deviation in deviations if deviation.ran in _GRIDS),
+        lost=tuple(deviation for deviation in deviations if deviation.ran not in _QUANTIZED_TYPES),
+        gained=tuple(deviation for deviation in deviations if deviation.ran in _QUANTIZED_TYPES),
     )
 
 
@@ -231,7 +232,7 @@ def _find_deviations(
         engine_type = type_by_node.get(decision.node)
         if engine_type is None:
             continue
-        runs_quantized = engine_type in _GRIDS
+        runs_quantized = engine_type in _QUANTIZED_TYPES
         if decision.quantized != runs_quantized:
             yield NodeDeviation(
                 node=decision.node, op=decision.op_type, planned=decision.precision, ran=engine_type
@@ -244,7 +245,7 @@ def _type_by_node(layers: Iterable[EngineLayer]) -> dict[str, str]:
     for layer in layers:
         if layer.precision:
             for node in layer.nodes:
-                if type_by_node.get(node) not in _GRIDS:
+                if type_by_node.get(node) not in _QUANTIZED_TYPES:
                     type_by_node[node] = layer.precision
     return type_by_node
 
@@ -281,7 +282,7 @@ def quantized_layers(part: EngineLayersPart) -> str:
     """Return the number of quantized layers: "12 of 31"."""
     if not part.precisions:
         return "the engine does not tell"
-    quantized = sum(part.precisions.get(grid, 0) for grid in _GRIDS)
+    quantized = sum(part.precisions.get(grid, 0) for grid in _QUANTIZED_TYPES)
     text = f"{quantized} of {part.layers}"
     if part.blocks:
         text += f", and {part.blocks}"

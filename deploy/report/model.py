@@ -144,10 +144,10 @@ class Findings:
         for engine in self.engines:
             for text in _engine_notes(engine, self.target_of(engine)):
                 labels_by_text.setdefault(text, []).append(engine.label)
-        # notes of a measured target are among those of its engine
-        measured_targets = {engine.target for engine in self.engines if not engine.reference}
+        # a target without an engine: the notes of the others are among those of their engines
+        targets_with_engine = {engine.target for engine in self.engines if not engine.reference}
         for target in self.targets:
-            if target.name not in measured_targets:
+            if target.name not in targets_with_engine:
                 for text in target.notes:
                     labels_by_text.setdefault(text, []).append(target.name)
 
@@ -222,6 +222,7 @@ def to_plain(value: object) -> object:
         plain: dict[str, object] = {}
         for stored_field in fields(value):
             item = getattr(value, stored_field.name)
+            # drawings are for the page only
             if stored_field.metadata != DRAWN and item not in (None, (), {}):
                 plain[stored_field.name] = to_plain(item)
         return plain

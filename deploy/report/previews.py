@@ -245,16 +245,24 @@ def class_rows(
 def _box_row(
     example: BoxExample, sample: str, picture: Array, class_names: Mapping[int, str]
 ) -> BoxRow:
-    """Return the row of one sample with boxes; `sample`: its name."""
-    to_boxes = partial(_drawn_boxes, size=example.size, class_names=class_names)
+    """Return the row of one sample with boxes, those of the float model and of an engine.
+
+    Args:
+        example: the boxes: `kept` of the float model, which match `found` of the engine; `lost`
+            of the float model only, and `new` of the engine only.
+        sample: name of the sample.
+        picture: uint8 [h, w, 3].
+        class_names: class -> name.
+    """
+    to_drawn_boxes = partial(_drawn_boxes, size=example.size, class_names=class_names)
     boxes = DrawnBoxes(
         number=example.number,
         picture=raster(picture),
         size=example.size,
-        matched_fp32=to_boxes(example.kept),
-        matched_engine=to_boxes(example.found),
-        lost=to_boxes(example.lost),
-        new=to_boxes(example.new),
+        matched_fp32=to_drawn_boxes(example.kept),
+        matched_engine=to_drawn_boxes(example.found),
+        lost=to_drawn_boxes(example.lost),
+        new=to_drawn_boxes(example.new),
     )
     return BoxRow(
         sample=printable_name(sample),

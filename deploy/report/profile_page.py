@@ -129,7 +129,8 @@ def _lay_row(row: Sequence[float], area: Area) -> tuple[list[Area], Area]:
         areas, remaining = _lay_row(row, area.transposed)
         return [row_area.transposed for row_area in areas], remaining.transposed
 
-    # a column at the left; a tiny row may find no height to lie in
+    # the row is a column at the left of the area, `depth` wide. Rounding may leave an area without
+    # height to the last row: its rectangles are empty
     depth = sum(row) / area.height if area.height else 0.0
     areas, y = [], area.y
     for size in row:
@@ -175,10 +176,10 @@ def _draw_tile(tile: Tile, area: Area) -> str:
     name = tile.name
     if len(name) > max_letters:
         name = f"{name[: max(max_letters - 1, 0)]}…"
-    has_room = area.height >= _NAME_HEIGHT
-    kind = f"c{tile.kind}"  # class in the page's style
-    if tile.parts:  # they leave a strip for the name, if there is room
-        has_room, kind = _has_name_above(area), "whole"
+    # its class in the page's style, and whether it is high enough for the name
+    kind, has_room = f"c{tile.kind}", area.height >= _NAME_HEIGHT
+    if tile.parts:  # which are drawn later, below the name
+        kind, has_room = "whole", _has_name_above(area)
     text = ""
     if max_letters >= 3 and has_room:
         text = f'<text x="{area.x + 3:.1f}" y="{area.y + 11.5:.1f}">{escape(name)}</text>'
@@ -246,7 +247,7 @@ def _module_tiles(nodes: Iterable[NodeCost], path: tuple[str, ...]) -> tuple[Til
     nodes_by_submodule: dict[str, list[NodeCost]] = {}
     tiles = []
     for node in nodes:
-        module_path = list(filter(None, node.module.split(".")))
+        module_path = list(filter(None, node.module.split(".")))  # [] if it is in no submodule
         if len(module_path) > len(path):
             submodule = module_path[len(path)]
             nodes_by_submodule.setdefault(submodule, []).append(node)

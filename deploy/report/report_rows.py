@@ -66,16 +66,16 @@ def histogram_part(recorder: Recorder) -> HistogramPart | None:
 def _mirrored_histogram(counts: NDArray[np.int64], full_range: float) -> HistogramPart | None:
     """Return the bars of a histogram whose bins mirror each other; None if it is empty.
 
-    Bins and bars are numbered from the one around 0, which is number 0; those of negative values
-    have negative numbers.
+    A bar is the sum of several bins. Bins and bars are numbered from the one around 0, which is
+    number 0; those of negative values have negative numbers.
 
     Args:
         counts: [2 B + 1], of B bins on each side and one around 0.
         full_range: R, the magnitude at which the last bins end; 0 if all values are 0.
     """
     bins_per_side = counts.size // 2  # B
-    occupied = np.flatnonzero(counts)
-    if not occupied.size:
+    occupied_bins = np.flatnonzero(counts)
+    if not occupied_bins.size:
         return None
     if not full_range:
         return _single_bar(0.0, int(counts.sum()))
@@ -84,16 +84,16 @@ def _mirrored_histogram(counts: NDArray[np.int64], full_range: float) -> Histogr
     # the outermost bins hold only |x| == R, the outer edge of their neighbours: they join these
     bin_numbers[0], bin_numbers[-1] = 1 - bins_per_side, bins_per_side - 1
 
-    # a bar has an even number of bins, half of them on each side of its middle; at both ends a bar
-    # may be occupied in part, so that two bars more than the bins fill may be needed
-    occupied_span = int(occupied[-1] - occupied[0]) + 1
+    # the middle of bar number 0 is at 0, and a bar has an even number of bins. The first and the
+    # last bar may be occupied in part, so the bars between them must hold all bins
+    occupied_span = int(occupied_bins[-1] - occupied_bins[0]) + 1
     bins_per_half_bar = -(-occupied_span // (2 * (MAX_BARS - 2)))  # rounded up
     bins_per_bar = 2 * bins_per_half_bar
     bar_distances = (np.abs(bin_numbers) + bins_per_half_bar) // bins_per_bar
-    bar_numbers = (np.sign(bin_numbers) * bar_distances)[occupied]
+    bar_numbers = (np.sign(bin_numbers) * bar_distances)[occupied_bins]
 
     first_bar = int(bar_numbers[0])
-    sums = np.bincount(bar_numbers - first_bar, counts[occupied]).astype(np.int64)
+    sums = np.bincount(bar_numbers - first_bar, counts[occupied_bins]).astype(np.int64)
     width = bins_per_bar * full_range / bins_per_side
     return HistogramPart(start=(first_bar - 0.5) * width, width=width, counts=tuple(sums.tolist()))
 
@@ -224,11 +224,11 @@ def _range_sources(
         scale = built.ranges.get(observation.tensor)
         if recorder is None or scale is None:
             continue
-        extremes = getattr(recorder, "extremes", None)  # not every statistic has them
+        own_extremes = getattr(recorder, "extremes", None)  # not every statistic has them
         if isinstance(recorder, Histogram):
-            extremes = recorder.minimum, recorder.maximum
-        # a range of another tensor's values has that tensor's extremes
-        if extremes == (scale.observed_min, scale.observed_max):
+            own_extremes = recorder.minimum, recorder.maximum
+        # a scale has the extremes of the values that its range was found on
+        if own_extremes == (scale.observed_min, scale.observed_max):
             yield observation, recorder
 
 
@@ -241,18 +241,18 @@ def _other_ranges(
     """Yield the ranges that other methods give one tensor, for comparison.
 
     Only methods that search the recorded statistic can be asked. A slow one is left out unless its
-    range is cached from an earlier search. A symmetric method searches a threshold for a grid: that
-    of fp8 if the target has one, else int8's.
+    range is cached from an earlier search. A symmetric method searches a threshold for one grid:
+    fp8 if the target has fp8 nodes, else int8.
 
     Args:
         row: the tensor, with the method that found its range.
-        observation: of the tensor: which statistic was recorded.
+        observation: the tensor, and the statistic that was recorded of it.
         calibrated: the calibration.
         grids: grids of the target's quantized nodes, by name.
     """
-    threshold_grid = grids.get(FP8.name)  # None stands for int8's
+    threshold_grid = grids.get(FP8.name)  # None stands for int8
     is_symmetric = any(grid.symmetric for grid in grids.values())
-    # entropy is TensorRT's method, with a statistic of its own; the others share the default's
+    # methods that search the default method's statistic, and TensorRT's, which searches its own
     for method in (*comparable_methods(Method.of()), Method.of("entropy")):
         if method.statistic != observation.statistic:
             continue
@@ -329,8 +329,8 @@ class FloatGroup:
 def float_groups(targets: Sequence[TargetPart]) -> tuple[FloatGroup, ...]:
     """Group float nodes of all targets by operator and reason.
 
-    Order: those that would lose most in int8, those that would be slower in it, the largest groups;
-    shape arithmetic comes last.
+    First come the nodes that would lose most in int8, then those that would be slower in int8, then
+    the largest groups; shape arithmetic comes last.
     """
     # (operator, precision, reason) -> target -> names of nodes
     names_by_group: dict[tuple[str, str, str], dict[str, list[str]]] = {}
@@ -339,7 +339,7 @@ def float_groups(targets: Sequence[TargetPart]) -> tuple[FloatGroup, ...]:
             if node.quantized:
                 continue
             reason = node.reason
-            if reason.endswith(_NO_FLOAT):
+            if reason.endswith(_NO_FLOAT):  # one group, whichever tensor the reason names
                 reason = _ANY_NO_FLOAT
             names_by_target = names_by_group.setdefault((node.op, node.precision, reason), {})
             names_by_target.setdefault(target.name, []).append(node.name)

@@ -110,7 +110,7 @@ def labelled_table(
         return
 
     names, *values = zip(heads, *rows, strict=False)  # a tuple for each column, the head first
-    columns = [column for column in (*values, names) if any(column[1:])]
+    columns = [column for column in (*values, names) if any(column[1:])]  # any cell has a text
     table_rows = list(zip(*columns, strict=True))
     yield from _with_label(label, align_columns(table_rows, left_columns=(len(columns) - 1,)))
 
@@ -195,7 +195,7 @@ def _decisions(report: Findings) -> Iterator[str]:
     yield from _int8_nodes(report)
     yield from _failures(report)
 
-    yield from entries("Ship", dict.fromkeys(_shipped_files(report)))
+    yield from entries("Ship", dict.fromkeys(_shipped_files(report)))  # each file once
     # an alert that a verdict quotes is on the screen already
     verdict_text = "\n".join(engine.verdict.text for engine in report.engines if engine.verdict)
     alerts = [alert for alert in report.all_alerts if alert not in verdict_text]
@@ -261,15 +261,15 @@ def find_alternative(front: Sequence[SplitRow], built: SplitRow) -> SplitRow | N
     """Return the split that is most worth knowing beside the one that was built.
 
     A split says which layers are int8 and which float; the front has those that no other split
-    beats in both time and error. In this order: a split of a better level that still wins time; a
-    clearly faster one of the same level or the next; one with clearly more SQNR for little time. A
-    level is the verdict that the search expects, such as "good".
+    beats in both time and error. A level is the verdict that the search expects, such as "good".
+    Of these kinds the first that has a split decides: a better level; clearly faster, at most one
+    level worse; clearly more SQNR for little time. All must be faster than the float model.
 
     Args:
         front: the splits, whose times are multiples of the float model's.
         built: the one of them that was built.
     """
-    built_rank = rank_of(built.level)
+    built_rank = rank_of(built.level)  # 0 is the best level
     max_rank = min(built_rank + 1, _RANKS[DOUBTFUL])
     better, faster, more_exact = [], [], []
     for split in front:
@@ -306,22 +306,23 @@ def speed_texts(report: Findings) -> Iterator[str]:
         built = target.built_split
         if built is None or target.search is None:
             continue
-        speed, text, is_news = _built_speed(report, target, built)
+        speed, text, is_informative = _built_speed(report, target, built)
         alternative = find_alternative(target.search.front, built)
         if alternative is not None:
+            # `time` of both splits comes from the search, `speed` may be measured
             alternative_speed = figures.ratio(speed * built.time / alternative.time)
             accuracy = _accuracy_text(alternative, built)
             text += f"; {alternative_speed} with {accuracy}: --split {alternative.number}"
         if len(report.targets) > 1:
             text = f"{target.name}: {text}"
-        if is_news or alternative is not None:
+        if is_informative or alternative is not None:
             yield text
 
 
 def _built_speed(report: Findings, target: TargetPart, built: SplitRow) -> tuple[float, str, bool]:
-    """Return (speed of a target's engine over the float model's, its text, whether it is news).
+    """Return (a target's speed over a float engine's, its text, whether it is informative).
 
-    A measured speed is no news: the table of engines shows it.
+    A measured speed is not, since the table of engines shows it; nor is a speed that is assumed.
     """
     engine = report.engine_by_target.get(target.name)
     if engine is not None and engine.speed is not None:
@@ -330,13 +331,13 @@ def _built_speed(report: Findings, target: TargetPart, built: SplitRow) -> tuple
         return engine.speed.ratio, f"{figures.ratio(engine.speed.ratio)} {rival_label}", False
 
     speed = 1 / built.time
-    source, is_news = "estimated", True
+    source, is_informative = "estimated", True
     if _has_device_script(target):
-        # the device is not here: the search assumed the same gain for every int8 layer, which is
-        # all that this speed says if every layer is int8
+        # the device is not here: the search assumed that each int8 layer takes this share of its
+        # time. If every layer is int8, the speed is this assumption and nothing else
         source = f"if int8 takes {ASSUMED_INT8_TIME} of the time"
-        is_news = built.float_layers > 0
-    return speed, f"about {figures.ratio(speed)} FP32 ({source})", is_news
+        is_informative = built.float_layers > 0
+    return speed, f"about {figures.ratio(speed)} FP32 ({source})", is_informative
 
 
 def _accuracy_text(split: SplitRow, built: SplitRow) -> str:
@@ -362,10 +363,10 @@ IMAGES, EFFORT = "images", "effort"  # names of steps that are offered once
 
 
 def next_steps(report: Findings) -> Iterator[str]:
-    """Yield what to do next: one step for each engine, then the scripts to run on the devices.
+    """Yield what to do next: the most promising step for each engine, then the scripts to run.
 
-    Of an engine's steps the first, the most promising, is yielded. The script of an unusable engine
-    is left out: it is to be built again first.
+    Scripts run on the devices. That of an unusable engine is left out: it is to be built again
+    first.
     """
     unusable_targets = set()
     for engine in report.engines:
@@ -379,7 +380,7 @@ def next_steps(report: Findings) -> Iterator[str]:
         is_in_question = verdict.blames_float or verdict.has_few
         if not steps and not is_in_question:
             steps += _use_steps(report, engine, target)
-        yield from steps[:1]
+        yield from steps[:1]  # the most promising
     for target in report.targets:
         for file in target.files:
             if file.role in _DEVICE_SCRIPTS and target.name not in unusable_targets:
@@ -390,9 +391,9 @@ def next_steps(report: Findings) -> Iterator[str]:
 def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> Iterator[str]:
     """Yield the steps that may give a better engine of a target, the most promising first.
 
-    None for a good engine, unless the build before it was better. A step is a command, with words
-    on when or why to use it. A build of a model in memory has no file of options, so that no
-    command repeats it.
+    A step is a command, with words on when or why to use it. A good engine has none, unless the
+    build before it was better. A build is repeated with its file of options, which a build of a
+    model in memory does not have.
 
     Args:
         report: the results of the build.
@@ -400,30 +401,30 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
         verdict: on the engine.
     """
     request = report.request or RequestPart()
-    options = path_of(report.files, OPTIONS)
-    build = f"calib8 build --config {shlex.quote(options)}"
-    build_target = build
+    options_file = path_of(report.files, OPTIONS)
+    command = f"calib8 build --config {shlex.quote(options_file)}"
+    target_command = command
     if len(report.targets) > 1:
-        build_target += f" --target {target.name}"
-    if options:
+        target_command += f" --target {target.name}"
+    if options_file:
         for earlier in report.earlier:
             if earlier.target == target.name:
-                yield f"as before: {build_target} {earlier.flags}"
+                yield f"as before: {target_command} {earlier.flags}"
     if verdict.level not in (DOUBTFUL, UNUSABLE):
         return
 
-    if options:
-        yield from _data_steps(verdict, request, build)
+    if options_file:
+        yield from _data_steps(verdict, request, command)
     if verdict.blames_float or verdict.has_few:
         return  # another build of the same data would be no better
-    if options and (split := _better_split(target, verdict, request)):
+    if options_file and (split := _better_split(target, verdict, request)):
         speed = figures.ratio(1 / split.time)
         accuracy = split.figure or figures.decibels(split.sqnr_db)
-        yield f"for {accuracy} at about {speed}: {build_target} --split {split.number}"
+        yield f"for {accuracy} at about {speed}: {target_command} --split {split.number}"
     if request.is_quantized:
         yield "the float model that it was made from: calib8 build FLOAT.onnx --images FOLDER"
-    elif options and not verdict.gated:  # no limit that the user set is missed
-        yield from _effort_steps(request, request.effort.get(target.name, 0), options)
+    elif options_file and not verdict.gated:  # no limit that the user set is missed
+        yield from _effort_steps(request, request.effort.get(target.name, 0), options_file)
         if report.model:
             yield f"use the float model: {report.model.path}"
     if page := path_of(report.files, REPORT):

@@ -254,7 +254,7 @@ def _nodes(report: Findings) -> Sections:
         float_heads.append("on")
     float_rows: list[list[Cell]] = []
     for group in float_groups(targets):
-        for node_names, target_names in group.nodes_and_targets:
+        for node_names, target_names in group.nodes_and_targets:  # targets with the same nodes
             cells: list[Cell] = [group.op, node_names, group.reason]
             if has_several:
                 cells.append(", ".join(target_names))
@@ -399,14 +399,14 @@ def _examples(report: Findings) -> Sections:
     samples_in_page: set[int] = set()  # indices of samples whose picture is in the page already
     for engine in report.engines:
         drawings = ""
-        is_folded = bool(samples_in_page)
+        is_folded = bool(samples_in_page)  # an engine above has boxes
         for row in engine.boxes:
             if row.boxes is not None:
                 is_in_page = row.boxes.number in samples_in_page
                 drawings += _box_pair(row, row.boxes, engine.label, is_in_page=is_in_page)
                 samples_in_page.add(row.boxes.number)
         if drawings:
-            text = _BOX_TEXT.format(engine.boxes[0].threshold)
+            text = _BOX_TEXT.format(engine.boxes[0].threshold)  # the same for all its boxes
             body = f'<p class="sub">{text}</p><div class="pairs">{drawings}</div>'
             title = f"Boxes of FP32 and {engine.label}"
             yield Section(title, (Drawing(body),), folded=is_folded)

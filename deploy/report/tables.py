@@ -220,7 +220,7 @@ def _line(
 def _size(report: Findings) -> Iterator[ComparisonLine]:
     """Yield the line of file sizes, and the line of load times.
 
-    For a single int8 engine the first says too how many times as small as the float model it is.
+    If there is one int8 engine only, the first line also compares it: "2.00x smaller".
     """
     cells, ratios = [], []
     for engine in report.engines:
@@ -258,11 +258,13 @@ def _latency(report: Findings) -> Iterator[ComparisonLine]:
             smallest_batches.append(engine.sweep[0].batch if engine.sweep else None)
         yield _line("Batch", smallest_batches, str)
     run_count = min((latency.queries for latency in latencies if latency), default=0)
-    for figure, min_runs in _MIN_RUNS_BY_FIGURE.items():
+    for figure, min_runs in _MIN_RUNS_BY_FIGURE.items():  # p50, p90, ...
         if run_count >= min_runs:
             change = _speed_text(report) if figure == "p50" else ""  # speeds are compared by p50
             yield _line(f"{name} {figure}", latencies, partial(_time, "latency", figure), change)
-    yield _line("Spread (std / mean)", latencies, lambda x: f"{x.latency.cv_percent:.3g} %")
+    yield _line(
+        "Spread (std / mean)", latencies, lambda latency: f"{latency.latency.cv_percent:.3g} %"
+    )
     for label, clock in _DEVICE_CLOCKS.items():
         yield _line(label, latencies, partial(_time, clock, "p50"))
     yield _line("Throughput", latencies, lambda latency: figures.rate(latency.throughput_qps))
@@ -297,7 +299,7 @@ def _speed_text(report: Findings) -> str:
     texts = []
     for rival in rivals:
         text = figures.ratio(model.speed_over(rival, engine))
-        if engine.speed and rival is rivals[0]:  # measured beside this one, with an interval
+        if engine.speed and rival is rivals[0]:  # the main rival: `speed.text` has an interval too
             text = engine.speed.text
         if not rival.reference:
             text += f" of {rival.label}"
@@ -321,15 +323,28 @@ def _accuracy(report: Findings) -> Iterator[ComparisonLine]:
     yield from _precision(report, "mAP .50", "_50")
     for label in _distinct(map(task_label, measured)):
         yield _task_line(report, label)
-    yield _line("Top-1 agreement", accuracies, lambda x: figures.percent(x.top1_agreement))
+    yield _line(
+        "Top-1 agreement", accuracies, lambda accuracy: figures.percent(accuracy.top1_agreement)
+    )
 
     label, change = "SQNR", ""
     if worst_labels := _distinct(map(worst_label, measured)):
         label, change = "SQNR, worst part", f"of {', '.join(worst_labels)}"
-    yield _line(label, accuracies, lambda x: figures.decibels(worst_figure(x, "sqnr_db")), change)
-    yield _line("Cosine", accuracies, lambda x: figures.cosine(worst_figure(x, "cosine_mean")))
     yield _line(
-        "Cosine, worst", accuracies, lambda x: figures.cosine(worst_figure(x, "cosine_min"))
+        label,
+        accuracies,
+        lambda accuracy: figures.decibels(worst_figure(accuracy, "sqnr_db")),
+        change,
+    )
+    yield _line(
+        "Cosine",
+        accuracies,
+        lambda accuracy: figures.cosine(worst_figure(accuracy, "cosine_mean")),
+    )
+    yield _line(
+        "Cosine, worst",
+        accuracies,
+        lambda accuracy: figures.cosine(worst_figure(accuracy, "cosine_min")),
     )
 
 
@@ -352,14 +367,13 @@ def _top1_line(report: Findings) -> ComparisonLine:
 
 
 def _task_line(report: Findings, label: str) -> ComparisonLine:
-    """Return the line of the task's figure, such as "27 of 28 boxes".
+    """Return the line of the task's figure, such as "27 of 28 boxes"; `label`: its name.
 
-    It compares an engine with the float model, which has no figure itself; but a user's own metric
-    has a value for the float model too. `label`: name of the figure.
+    The figure compares an engine with the float model, whose own cell is empty. Only a user's own
+    metric has a value for the float model too: the accuracy of each engine holds it.
     """
     accuracies = [engine.accuracy for engine in report.engines if engine.accuracy]
-    # the accuracy of every engine has the float model's value too
-    float_model_values = _distinct(map(own_metric_value, accuracies))
+    float_model_values = _distinct(map(own_metric_value, accuracies))  # none, or one
     cells = []
     for engine in report.engines:
         if engine.reference and float_model_values:
@@ -376,10 +390,10 @@ def _precision(report: Findings, label: str, suffix: str) -> Iterator[Comparison
 
     Args:
         report: the results.
-        label: of the line.
-        suffix: of the fields of `MeanPrecision`: "" over all IoUs, "_50" at IoU .50.
+        label: name of the line.
+        suffix: ending of the fields of `MeanPrecision`: "" over all IoUs, "_50" at IoU .50.
     """
-    # each engine's `MeanPrecision` holds its own value, and the float model's on the same samples
+    # a `MeanPrecision` holds the engine's value (candidate) and the float model's (reference)
     float_model_value: float | None = None
     values: list[float | None] = []
     for engine in report.engines:
@@ -393,7 +407,7 @@ def _precision(report: Findings, label: str, suffix: str) -> Iterator[Comparison
         return
     changes = [value - float_model_value for value in values if value is not None]
     for index, engine in enumerate(report.engines):
-        if engine.reference:
+        if engine.reference:  # the float model's own row
             values[index] = float_model_value
     cells = tuple(map(figures.percent, values))
     yield ComparisonLine(label, cells, figures.points(min(changes)))

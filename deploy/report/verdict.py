@@ -120,7 +120,7 @@ def verdict(
     speed: SpeedUp | None,
     int8: bool,
     gates: Gates,
-    smaller: float | None = None,
+    size_ratio: float | None = None,
     rival: str = "FP32",
     device_kind: str = "CPU",
     doubts: Sequence[str] = (),
@@ -136,7 +136,7 @@ def verdict(
         speed: beside its rival; None if one of them was not measured.
         int8: whether any of its nodes is quantized.
         gates: the user's limits.
-        smaller: size of its rival's file as a multiple of its own; None if one is not known.
+        size_ratio: size of its rival's file as a multiple of its own; None if one is not known.
         rival: name of the float engine that its speed is compared with.
         device_kind: "CPU" or "device".
         doubts: sentences on calibration data that is no good or not what the model learned from;
@@ -150,7 +150,7 @@ def verdict(
     if gates.min_speedup is not None:
         findings.append(_judge_speed_limit(speed, gates.min_speedup, rival))
     elif int8 and speed is not None:  # two float engines differ only by noise
-        findings.append(_judge_gain(speed, smaller, rival, device_kind))
+        findings.append(_judge_gain(speed, size_ratio, rival, device_kind))
     if not int8:
         findings.append((FLOAT, "no layer could be int8, the report says why"))
     if not findings:
@@ -161,13 +161,14 @@ def verdict(
     reasons, too_few = _order_reasons([*causes, *_worst_first(findings)], level)
     loss_index = _find_loss_reason(reasons, losses)
     if loss_index is not None:
+        # too few calibration samples go before too few samples that the loss is measured on
         calibrates_with_few = any("calibration" in sentence for sentence in too_few)
         if accuracy is not None and not calibrates_with_few:
             too_few = [*_describe_too_few(accuracy), *too_few]
         if on_calibration:
             reasons[loss_index] += " (on calibration images)"
     if too_few:
-        # one sentence says enough; it follows the figure that it puts in question
+        # one such sentence is enough; it follows the figure of the loss, which it puts in question
         reasons.insert(0 if loss_index is None else loss_index + 1, too_few[0])
         if level == GOOD:
             level = DOUBTFUL
@@ -221,9 +222,9 @@ def _judge_accuracy(
         losses += judge_accuracy(accuracy, max_loss)
 
     if has_random_outputs:
-        # a model whose runs differ cannot be blamed for its outputs: causes count as losses
+        # what looks like a fault of the float model may come from its random numbers
         losses, causes = [*causes, *losses], []
-        # random numbers only make figures worse, so good ones stand; so do those of labels
+        # random numbers only make figures worse: if all are good they stand, as labels' figures do
         is_good = bool(losses) and all(level == GOOD for level, _ in losses)
         has_labels = accuracy is not None and accuracy.top1_reference is not None
         if not is_good and not has_labels:
@@ -244,7 +245,7 @@ def _judge_doubt(doubt: str) -> _Finding:
 
 
 def _describe_too_few(accuracy: Accuracy) -> Iterator[str]:
-    """Yield how many more samples are needed, if the accuracy counts too few of them or of objects.
+    """Yield how many more samples are needed, if the accuracy is a share of too few things.
 
     Such as "12 boxes are too few; about 70 more photos with objects would do". New samples are
     assumed to hold as many objects each as the present ones.
@@ -259,11 +260,12 @@ def _describe_too_few(accuracy: Accuracy) -> Iterator[str]:
         sample_text = " photos with objects"
         if counted_things not in ("boxes", "objects"):
             sample_text = f" samples with {counted_things}"
+    if missing <= 0:
+        return
     missing_text = str(missing)
     if missing > 20:
         missing_text = f"about {math.ceil(missing / 10) * 10}"
-    if missing > 0:
-        yield f"{count} {counted_things} are too few; {missing_text} more{sample_text} would do"
+    yield f"{count} {counted_things} are too few; {missing_text} more{sample_text} would do"
 
 
 def _find_counted(accuracy: Accuracy) -> tuple[str, int]:
@@ -301,14 +303,14 @@ def _judge_speed_limit(speed: SpeedUp | None, min_speedup: float, rival: str) ->
     return GOOD, f"{text}, within the limit of {min_speedup:g}x"
 
 
-def _judge_gain(speed: SpeedUp, smaller: float | None, rival: str, device_kind: str) -> _Finding:
+def _judge_gain(speed: SpeedUp, size_ratio: float | None, rival: str, device_kind: str) -> _Finding:
     """Return what int8 gains: time, or size at no clear loss of time; else that FP32 is better.
 
     A gain of time is a speed `MIN_GAIN` times the rival's; a clear loss is as much the other way.
 
     Args:
         speed: beside its rival; the middle of its interval counts.
-        smaller: size of the rival's file as a multiple of its own; None if unknown.
+        size_ratio: size of the rival's file as a multiple of its own; None if unknown.
         rival: name of the float engine that it is compared with.
         device_kind: "CPU" or "device".
     """
@@ -318,7 +320,7 @@ def _judge_gain(speed: SpeedUp, smaller: float | None, rival: str, device_kind: 
             text += ", which is too noisy to be sure of"
         return GOOD, text
 
-    size_ratio = smaller or 1.0
+    size_ratio = size_ratio or 1.0
     size_text = size_change_text(size_ratio)  # "" for files of one size
     is_clearly_slower = speed.ratio * MIN_GAIN < 1
     if size_ratio >= MIN_SHRINK and not is_clearly_slower:

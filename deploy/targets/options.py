@@ -132,6 +132,7 @@ def _complete_option(field: dataclasses.Field[Any], annotation: Any) -> Option:
     `annotation`: type of the field, such as `int`, `Path | None` or `tuple[str, ...]`.
     """
     declared: Option = field.metadata[_KEY]
+    # types inside of `T | None` and `tuple[T, ...]`; a plain type has none
     value_types = [kind for kind in get_args(annotation) if kind is not type(None)]
     dashed_name = field.name.replace("_", "-")
     flag = f"--{dashed_name}"

@@ -69,9 +69,10 @@ def _shape_range(sample_counts: Mapping[SampleShapes, int]) -> ShapeRange:
 
     `sample_counts`: the input shapes of a sample -> number of samples that have them.
     """
-    ordered_shapes = sorted(sample_counts, key=_value_count)  # each once, fewest values first
+    # samples in the order of their number of values, those of the same shapes as one entry
+    ordered_shapes = sorted(sample_counts, key=_value_count)
     counts_so_far = list(accumulate(sample_counts[shapes] for shapes in ordered_shapes))
-    median_number = (counts_so_far[-1] + 1) // 2  # of the samples in this order, from 1
+    median_number = (counts_so_far[-1] + 1) // 2  # of the median sample, from 1
     median_shapes = ordered_shapes[bisect_left(counts_so_far, median_number)]
 
     shapes_by_input: dict[str, list[Shape]] = {}

@@ -38,7 +38,8 @@ def compute_weight_scales(
         axis: axis of the output channels; None for one scale.
         grid: integer or fp8 grid that stores it.
         fits_pairs_of: the node that reads the weight, if its scales are to be so large that no
-            weight pair saturates on x86 CPUs without VNNI; None allows that.
+            pair of adjacent weights saturates: x86 CPUs without VNNI add two products in 16 bits.
+            None allows that.
 
     Raises:
         CalibrationError: the weight is empty, or holds NaN or Inf.
@@ -57,7 +58,8 @@ def fit_trained_scales(
 ) -> NDArray[np.float32]:
     """Return the scales of a trained weight, larger for channels whose weight pairs saturate.
 
-    That is on x86 CPUs without VNNI, where the sum of a pair in steps exceeds `PAIR_LIMIT`.
+    A pair is two adjacent weights, whose products x86 CPUs without VNNI add in 16 bits. They
+    saturate if the sum of the two weights, in steps of the scale, exceeds `PAIR_LIMIT`.
 
     Args:
         tensor: the weight in real units, multiples of `scales`.
@@ -69,7 +71,7 @@ def fit_trained_scales(
         return scales
     rows = channel_rows(weight, node)
     fitting_scales = pair_scales(rows, scales)
-    largest_sums = pair_sums(rows).max(axis=1, initial=0.0)  # of a pair, in real units
+    largest_sums = pair_sums(rows).max(axis=1, initial=0.0)  # of each channel, in real units
     if scales.size == 1:
         largest_sums = largest_sums.max(keepdims=True)
     # trained weights are multiples of their scale, so these sums are integers but for rounding
@@ -146,7 +148,7 @@ def make_stored_weight(
     rows: NDArray[Any],
     scales: NDArray[Any],
     *,
-    real: bool = False,
+    is_float: bool = False,
     pairs: Float64Array | None = None,
 ) -> StoredWeight:
     """Return the `StoredWeight` of stored values and scales.
@@ -156,18 +158,18 @@ def make_stored_weight(
         op: operator of that node.
         rows: stored values, output channels first, [C, ...].
         scales: real value of a stored 1, [C], or [1] for all channels.
-        real: whether `rows` are real values, which the model quantizes when it runs.
+        is_float: whether `rows` are in real units, and quantized by the model when it runs.
         pairs: each channel's largest sum of two adjacent weights in steps, [C]; None if no kernel
             adds their products in 16 bits.
     """
     if rows.dtype.kind not in "iuf":  # fp8, which numpy itself cannot compare
         rows = rows.astype(np.float32)
     axes = tuple(range(1, rows.ndim))
-    largest = rows.max(axis=axes).astype(np.float64)
+    largest = rows.max(axis=axes).astype(np.float64)  # since -(-128) is no int8
     smallest = rows.min(axis=axes).astype(np.float64)
     amax = np.maximum(largest, -smallest)
     float64_scales = np.asarray(scales, np.float64).reshape(-1)
-    if not real:
+    if not is_float:
         amax = amax * float64_scales
     return StoredWeight(node=node, op=op, amax=amax, scales=float64_scales, pairs=pairs)
 
@@ -206,6 +208,6 @@ def _read_weights(graph: Graph, on_cpus: bool) -> Iterator[StoredWeight]:
             node.op_type,
             channel_rows(weight, node),
             numpy_helper.to_array(graph.constants[scale_name]),
-            real=is_float,
+            is_float=is_float,
             pairs=pairs,
         )
