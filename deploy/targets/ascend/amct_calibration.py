@@ -31,7 +31,7 @@ from calibrators.amct.arq import (
     channel_max,
     weight_channel_max,
 )
-from calibrators.amct.ifmr import AscendScale, IfmrHistogram
+from calibrators.amct.ifmr import AscendScale
 from calibrators.amct.recorders import (
     ChannelMax,
     ChannelMaxOf,
@@ -119,7 +119,6 @@ class CalibrationRecord:
     Attributes:
         records: layer -> its record.
         ranges: tensor -> clip range of its scale.
-        activation_bytes: memory of the activations that exact IFMR kept.
         adaround_ratios: (smallest, largest) ratio of a layer's output error with AdaRound to that
             with rounding to nearest, at the sampled positions; None without AdaRound layers.
         zero_layers: layers whose input was always zero; their scale is 1 and means nothing.
@@ -129,7 +128,6 @@ class CalibrationRecord:
 
     records: dict[str, LayerRecord]
     ranges: dict[str, Scale] = field(default_factory=dict)
-    activation_bytes: int = 0
     adaround_ratios: tuple[float, float] | None = None
     zero_layers: tuple[str, ...] = ()
     underflow_layers: tuple[str, ...] = ()
@@ -312,13 +310,12 @@ class RecordPlan:
             roundings: AdaRound's results.
             observed: the statistics.
         """
-        ranges, recorders = {}, {}
+        ranges = {}
         zero_layers: dict[str, None] = {}  # a layer with two such inputs counts once
         underflow_layers: dict[str, None] = {}
         for name, observation, input_scale in searched_inputs:
             recorder = observed.recorder(observation)
             assert isinstance(recorder, InputRecorder)
-            recorders[observation.key] = recorder
             ranges[observation.tensor] = clip_range(input_scale, recorder, self._entries[name])
             largest = max(map(abs, recorder.extremes))
             if largest == 0:
@@ -329,7 +326,6 @@ class RecordPlan:
         return CalibrationRecord(
             records=records,
             ranges=ranges,
-            activation_bytes=_count_stored_bytes(recorders.values()),
             adaround_ratios=error_ratio_range(roundings),
             zero_layers=tuple(zero_layers),
             underflow_layers=tuple(underflow_layers),
@@ -500,12 +496,6 @@ class RecordPlan:
             bins = entry.activation.num_of_bins
             return HfmgOf(nbins=bins, samples=samples, samples_per_batch=self.samples_per_batch)
         return IfmrOf(samples=samples, exact=self.exact)
-
-
-def _count_stored_bytes(recorders: Iterable[InputRecorder]) -> int:
-    """Return the memory of the float32 activations that exact IFMR stored."""
-    exact_recorders = [r for r in recorders if isinstance(r, IfmrHistogram) and r.exact]
-    return sum(4 * recorder.total for recorder in exact_recorders)
 
 
 @contextmanager

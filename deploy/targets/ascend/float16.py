@@ -57,7 +57,7 @@ def find_float16_tensors(subject: CalibrationSubject) -> frozenset[str]:
     names |= {t.name for t in inferred.graph.initializer if t.data_type == _FLOAT16}
     for node in subject.model.graph.node:
         # a float16 output is cast from a tensor of another name, which was float16 in the file
-        if _is_cast(node, _FLOAT16) and node.output[0] in names:
+        if _casts_to_float16(node) and node.output[0] in names:
             names.add(node.input[0])
     return frozenset(names)
 
@@ -123,11 +123,11 @@ class _Float16Writer:
         """Drop unused Casts, and those of float16 to itself, whose inputs are renamed."""
         renamed = {}
         for node in nodes:
-            is_no_change = _is_cast(node, _FLOAT16) and node.input[0] in self.tensors_in_float16
+            is_no_change = _casts_to_float16(node) and node.input[0] in self.tensors_in_float16
             # an input of the model, which no node makes, keeps its name
             if is_no_change and node.input[0] in self.index.producer:
                 renamed[node.input[0]] = node.output[0]
-        nodes = [n for n in nodes if not (_is_cast(n, _FLOAT16) and n.input[0] in renamed)]
+        nodes = [n for n in nodes if not (_casts_to_float16(n) and n.input[0] in renamed)]
         rename_tensors(nodes, renamed)
         read_tensors = _read_tensors(nodes) | self.index.outputs
         return [node for node in nodes if node.op_type != "Cast" or node.output[0] in read_tensors]
@@ -288,5 +288,5 @@ def _read_tensors(nodes: Iterable[onnx.NodeProto]) -> set[str]:
     return {name for node in nodes for name in iter_reads(node)}
 
 
-def _is_cast(node: onnx.NodeProto, dtype: int) -> bool:
-    return node.op_type == "Cast" and attributes(node)["to"] == dtype
+def _casts_to_float16(node: onnx.NodeProto) -> bool:
+    return node.op_type == "Cast" and attributes(node)["to"] == _FLOAT16

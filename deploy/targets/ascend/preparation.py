@@ -243,9 +243,6 @@ def calibration_notes(calibrated: CalibrationRecord, plan: RecordPlan) -> Iterat
     yield f"Scales: {describe_algorithms(plan.config)} over {_describe_batches(plan)}."
     yield from _rounding_notes(calibrated, plan)
     yield from plan.config.notes
-    if calibrated.activation_bytes:
-        mebibytes = calibrated.activation_bytes / 2**20
-        yield f"Exact IFMR kept {mebibytes:.1f} MiB of activations in memory."
     zero_layers, underflow_layers = calibrated.zero_layers, calibrated.underflow_layers
     if zero_layers:
         yield (

@@ -21,6 +21,7 @@ from deploy.graph.plan import Plan, analyse, reasons_by_node
 from deploy.targets.tensorrt.cache_contents import CacheTensor, cache_tensors, scale_owners
 
 _LEGACY_VERSION = "6.0.1"  # version assumed for the legacy form, whose header has none
+_FOREIGN = "no tensor of the model has this name"  # reason of an entry of another model, perhaps
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,11 @@ class EntryUse:
     tensor: str | None
     is_used: bool
     reason: str
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it is of a tensor that the model does not have."""
+        return self.reason == _FOREIGN
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +245,7 @@ def _why_unmatched(name: str, model: onnx.ModelProto, original: onnx.ModelProto 
         return "a constant of the model; TensorRT reads its range from its values"
     if name.startswith(("(Unnamed Layer* ", "(Unnamed ITensor* ", "ONNXTRT_")):
         return "made inside a node by TensorRT's parser; it is no tensor of the model"
-    return "no tensor of the model has this name"
+    return _FOREIGN
 
 
 def _coverage(

@@ -29,7 +29,7 @@ from deploy.frontends.onnx_reader import read_model
 from deploy.graph.placement import TENSORRT_BY_GRID
 from deploy.method import Method
 from deploy.targets.base import BuildRequest
-from deploy.targets.tensorrt.cache_match import CacheMatch, EntryUse, match_cache
+from deploy.targets.tensorrt.cache_match import CacheMatch, match_cache
 from deploy.targets.tensorrt.cache_qdq import PlainModel, from_qdq, to_qdq, to_typed
 from deploy.targets.tensorrt.infer_scales import InferredScales, infer_missing_scales
 from deploy.targets.tensorrt.trt_options import FP32, INT8
@@ -280,7 +280,7 @@ def _match_findings(match: CacheMatch) -> list[CacheFinding]:
         f" (the cache has {len(match.entries)}: TensorRT's calibrators list every tensor)"
     )
     findings = [CacheFinding(text, harmful=False)]
-    foreign = _foreign_entries(match)
+    foreign = [entry for entry in match.entries if entry.is_foreign]
     # a tensor without a scale stays in float: in the model's own cache that was meant, in another
     # model's cache it was not
     is_other_model = bool(foreign) or not match.covered_tensor_count
@@ -296,15 +296,6 @@ def _match_findings(match: CacheMatch) -> list[CacheFinding]:
         )
         findings.append(CacheFinding(text, harmful=len(foreign) == len(match.entries)))
     return findings
-
-
-def _foreign_entries(match: CacheMatch) -> list[EntryUse]:
-    """Return the entries of tensors that the model does not have."""
-    return [
-        entry
-        for entry in match.entries
-        if entry.tensor is None and entry.reason.startswith("no tensor")
-    ]
 
 
 def cache_to_qdq(
@@ -377,7 +368,7 @@ def _check_fit(match: CacheMatch) -> None:
             f"a cache must fit its model, got {count} entries of which none can be used; the first"
             f" is {first_entry.name!r}: {first_entry.reason}"
         )
-    foreign = _foreign_entries(match)
+    foreign = [entry for entry in match.entries if entry.is_foreign]
     if 2 * len(foreign) > count:
         raise CacheError(
             f"a cache must be its model's, got {len(foreign)} of {count} entries of tensors that"

@@ -76,16 +76,15 @@ def import_tensorrt() -> Any:
     try:
         import tensorrt as trt
     except (ImportError, OSError) as error:
-        raise SdkMissingError(
-            f"an engine is built by TensorRT, which is not on this machine ({error}); on a GPU"
-            f" machine: {_INSTALL}"
-        ) from error
-    if not hasattr(trt, "Builder"):  # a folder of type stubs can be imported too
-        raise SdkMissingError(
-            "an engine is built by TensorRT, and `tensorrt` is an empty package on this machine;"
-            f" on a GPU machine: {_INSTALL}"
-        )
-    return trt
+        reason = str(error)
+    else:
+        if hasattr(trt, "Builder"):
+            return trt
+        reason = "`tensorrt` is an empty package"  # a folder of type stubs can be imported too
+    raise SdkMissingError(
+        f"an engine is built by TensorRT, which is not on this machine ({reason}); on a GPU"
+        f" machine: {_INSTALL}"
+    )
 
 
 # names of a trt.DataType that numpy or `calibrators.tensorrt` calls otherwise, and the other ones
