@@ -43,7 +43,7 @@ THIN = {"w": (8, 3, 3, 3), "b": (8,), "v": (4, 8, 3, 3)}
 def test_pair_stands_behind_the_relu():
     model = make(f"c = {LAYER}(x, w, b) y = Relu(c)", CONV)
     plan = analyse(model, ONNXRUNTIME)
-    assert all(d.int8 for d in plan.decisions)
+    assert all(d.quantized for d in plan.decisions)
     assert paired_tensors(model) == ["x", "y"]
     assert [(w.name, w.axis, w.bias) for w in plan.weights] == [("w", 0, "b")]
     assert paired_tensors(model, TENSORRT) == ["x"]
@@ -103,12 +103,12 @@ def test_int8_add_takes_only_one_number():
     channel_model = make(nodes, {**CONV, "three": (1, 4, 1, 1)})
     scalar_model = make(nodes, {**CONV, "three": 3})
     decisions = analyse(channel_model, ONNXRUNTIME).decisions
-    float_reasons = {d.node: d.reason for d in decisions if not d.int8}
+    float_reasons = {d.node: d.reason for d in decisions if not d.quantized}
     assert list(float_reasons) == ["Add_e"]
     assert "operands is constant" in float_reasons["Add_e"]
     assert paired_tensors(channel_model) == ["x", "c", "s", "m", "d", "e", "y"]
     plan = analyse(scalar_model, ONNXRUNTIME)
-    assert all(d.int8 for d in plan.decisions)
+    assert all(d.quantized for d in plan.decisions)
     assert plan.int8_scalars == ("Add_e",)
     plan = analyse(scalar_model, TENSORRT)
     assert "constant" in reason_by_node(plan)["Add_e"]
@@ -167,4 +167,4 @@ def test_decisions_name_the_placement_grid(placement):
     model = make(f"c = {LAYER}(x, w, b) r = Relu(c) y = Erf(r)", CONV)
     decisions, grid = analyse(model, placement).decisions, placement.grid.name
     assert [d.precision for d in decisions] == [grid, grid, "float32"]
-    assert all(d.int8 == d.quantized == (not d.reason) for d in decisions)
+    assert all(d.quantized == (not d.reason) for d in decisions)

@@ -84,7 +84,7 @@ def with_fused_gates(model: onnx.ModelProto, graph: Graph | None = None) -> onnx
 
 def precisions(model: onnx.ModelProto, placement=ONNXRUNTIME, **options) -> dict[str, str]:
     decisions = analyse(load(model).model, placement, **options).decisions
-    return {d.node: d.reason if not d.int8 else "int8" for d in decisions}
+    return {d.node: d.reason if not d.quantized else "int8" for d in decisions}
 
 
 def build_int8(model: onnx.ModelProto, folder: Path, *options: str) -> onnx.ModelProto:

@@ -92,8 +92,19 @@ class BuildComparison(PrintedResult):
     notes: tuple[str, ...] = ()
 
     def to_screen(self) -> str:
-        """Return the comparison as plain text."""
-        return to_screen(self)
+        """Return the comparison as plain text, without colours."""
+        blocks = [
+            [f"{counted(len(self.names), 'build')} compared"],
+            list(_engine_table(self)),
+            list(entries("Why", _reasons(self))),
+            list(entries("They differ", _difference_lines(self))),
+            list(entries("Notes", self.notes)),
+        ]
+        return "\n\n".join(join_visible(block) for block in blocks if block) + "\n"
+
+    def to_json(self) -> dict[str, object]:
+        """Return plain JSON types; infinite and NaN numbers become "inf", "-inf" or "nan"."""
+        return to_plain_object({"schema": BUILDS_SCHEMA, **asdict(self)})
 
 
 def report(*folders: Path | str) -> Report | BuildComparison:
@@ -233,18 +244,6 @@ def _notes(builds: Sequence[StoredBuild]) -> Iterator[str]:
         yield "they were calibrated with different images"
 
 
-def to_screen(builds: BuildComparison) -> str:
-    """Return the comparison as plain text, without colours."""
-    blocks = [
-        [f"{counted(len(builds.names), 'build')} compared"],
-        list(_engine_table(builds)),
-        list(entries("Why", _reasons(builds))),
-        list(entries("They differ", _difference_lines(builds))),
-        list(entries("Notes", builds.notes)),
-    ]
-    return "\n\n".join(join_visible(block) for block in blocks if block) + "\n"
-
-
 def to_html(builds: BuildComparison) -> str:
     """Return the comparison as a page in the style of a build's report."""
     title = f"calib8: {counted(len(builds.names), 'build')} compared"
@@ -263,11 +262,6 @@ def to_html(builds: BuildComparison) -> str:
         *sections_html(list(_sections(builds))),
     )
     return page(title, "\n".join(body))
-
-
-def to_json(builds: BuildComparison) -> dict[str, object]:
-    """Return plain JSON types; infinite and NaN numbers become "inf", "-inf" or "nan"."""
-    return to_plain_object({"schema": BUILDS_SCHEMA, **asdict(builds)})
 
 
 def _cells(engine: EngineSummary) -> list[str]:

@@ -194,26 +194,20 @@ class Explanation(PrintedResult):
     preprocess: Mapping[str, object] = field(default_factory=dict)
     targets: tuple[TargetExplanation, ...] = ()
 
-    def to_screen(self) -> str:
-        """Return the explanation with the worst rows of each table."""
-        return to_screen(self)
+    def to_screen(self, *, everything: bool = False) -> str:
+        """Return the explanation as plain text, with the worst rows of each table or all rows."""
+        max_rows = None if everything else _MAX_ROWS
+        head = [
+            self.title,
+            *entry("Report", self.report),
+            *entry("Plan", self.plan or "none"),
+        ]
+        targets = [list(_target_lines(target, max_rows)) for target in self.targets]
+        return "\n\n".join(map(join_visible, [head, *targets])) + "\n"
 
-
-def to_screen(explanation: Explanation, *, everything: bool = False) -> str:
-    """Return the explanation as plain text, without colours."""
-    max_rows = None if everything else _MAX_ROWS
-    head = [
-        explanation.title,
-        *entry("Report", explanation.report),
-        *entry("Plan", explanation.plan or "none"),
-    ]
-    targets = [list(_target_lines(target, max_rows)) for target in explanation.targets]
-    return "\n\n".join(map(join_visible, [head, *targets])) + "\n"
-
-
-def to_json(explanation: Explanation) -> dict[str, object]:
-    """Return plain JSON types; infinite and NaN numbers become "inf", "-inf" or "nan"."""
-    return to_plain_object({"schema": SCHEMA, **asdict(explanation)})
+    def to_json(self) -> dict[str, object]:
+        """Return plain JSON types; infinite and NaN numbers become "inf", "-inf" or "nan"."""
+        return to_plain_object({"schema": SCHEMA, **asdict(self)})
 
 
 def _target_lines(target: TargetExplanation, max_rows: int | None) -> Iterator[str]:

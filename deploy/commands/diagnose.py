@@ -209,15 +209,14 @@ def explain(
       calib8 explain build/ --images held/
     """  # noqa: D301 (click reads the backspace)
     from deploy.analysis.explain_build import explain as explain_build
-    from deploy.analysis.explanation import to_json, to_screen
 
     if json_path == Path("-"):
         base.refuse_flags(base.given_flags("everything"), without="the text")
     explanation = explain_build(
         folder, targets=target, images=dataset, model=model, threads=threads
     )
-    put_json(json_path, lambda: to_json(explanation))
-    say_screen(to_screen(explanation, everything=everything))
+    put_json(json_path, explanation.to_json)
+    say_screen(explanation.to_screen(everything=everything))
 
 
 @click.command(cls=base.SectionedCommand)
@@ -248,7 +247,7 @@ def report(folders: tuple[Path, ...], html_path: Path | None, json_path: Path | 
     if html_path is not None:
         write_text(html_path, build_comparison.to_html(comparison))
     say_screen(comparison.to_screen())
-    put_json(json_path, lambda: build_comparison.to_json(comparison))
+    put_json(json_path, comparison.to_json)
 
 
 @click.command()

@@ -374,15 +374,14 @@ def find_float16_overflows(
     for node in graph.nodes:
         if node.op_type == "Constant":
             continue
-        large_reason = _find_large(graph, node, largest)
-        vanishing_reason = "" if large_reason else _find_vanishing(graph, node)
+        reason = _find_large(graph, node, largest)
         affected_nodes = [node]
-        if vanishing_reason and node.op_type != "Div":  # a Div is itself such a reader
-            affected_nodes += graph.readers.get(node.output[0], ())
+        if not reason:
+            reason = _find_vanishing(graph, node)
+            if reason and node.op_type != "Div":  # a Div is itself such a reader
+                affected_nodes += graph.readers.get(node.output[0], ())
         for affected_node in affected_nodes:
-            reasons[affected_node.name] = (
-                reasons[affected_node.name] or large_reason or vanishing_reason
-            )
+            reasons[affected_node.name] = reasons[affected_node.name] or reason
     return {name: reason for name, reason in reasons.items() if reason and name not in int8_nodes}
 
 

@@ -19,7 +19,7 @@ from functools import cached_property
 
 import onnx
 
-from calibrators.grids import FP8, INT8, UINT8
+from calibrators.grids import FP8, INT8
 from deploy.graph.gates import Gate, collapse_gates, find_gates
 from deploy.graph.index import (
     GATE,
@@ -68,11 +68,6 @@ class Decision:
     def quantized(self) -> bool:
         """Whether the node is not float."""
         return self.precision not in FLOATS
-
-    @property
-    def int8(self) -> bool:
-        """Whether the node runs on 8-bit integers, signed or not."""
-        return self.precision in (INT8.name, UINT8.name)
 
 
 def quantized_precision(decisions: Iterable[Decision]) -> str:
