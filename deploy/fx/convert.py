@@ -198,8 +198,8 @@ def record_statistics(
     A recorder gathers a statistic, such as a histogram, of one tensor. Each `RangeMonitor` and each
     quantizer without monitors gets one, if data reaches it.
 
-    Some statistics need an initial range: they have a `lead`, a statistic that is recorded before
-    on the first samples. Then samples are taken one by one, for equal results to a build.
+    Some statistics need an initial range: their `lead`, another statistic, is recorded first, on
+    the first samples. They take samples one by one, as in a build.
 
     Args:
         model: prepared, in eval mode, with its quantizers off.
@@ -215,7 +215,7 @@ def record_statistics(
     if lead is None:
         return _record_pass(model, batches, statistic, {})
 
-    lead_size = lead.samples or 1  # samples of TensorRT's first batch
+    lead_size = lead.samples or 1  # one batch of TensorRT, which drops a partial one
     all_samples = chain.from_iterable(map(_samples, batches))
     samples = _drop_partial_batch(all_samples, lead_size)
     lead_samples = list(islice(samples, lead_size))

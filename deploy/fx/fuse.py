@@ -439,8 +439,8 @@ def _fuse_relu(graph_module: fx.GraphModule, relu: fx.Node, report: FuseReport) 
         # of a module with two names only one would be replaced
         is_other_name = str(call.target) != layer_name
         if is_other_name or not has_only_relu:
-            skipped = (relu.name, f"{layer_name} has another user or call")
-            report.skipped.append(skipped)
+            reason = f"{layer_name} has another user or call"
+            report.skipped.append((relu.name, reason))
             return set()
         relus.update(readers)
 

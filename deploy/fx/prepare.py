@@ -114,6 +114,7 @@ def _separate_padding(graph_module: fx.GraphModule, node: fx.Node) -> None:
         with graph_module.graph.inserting_before(call):
             padded = graph_module.graph.call_function(
                 functional.pad,
+                # the padding in the form that `pad` takes
                 (call.args[0], layer._reversed_padding_repeated_twice),
                 {"mode": str(layer.padding_mode)},
             )
@@ -506,7 +507,7 @@ def _merge_norms(graph_module: fx.GraphModule, skip: Sequence[str]) -> None:
         reason = reason_not_foldable(graph_module, norm_call)
         if reason is None and not isinstance(layer, FOLDABLE):  # a view or dropout lies between
             reason = NORM_NOT_ADJACENT
-        if reason is None and not called_once(graph_module, layer_call):
+        if reason is None and not called_once(graph_module, layer_call):  # several norms, one layer
             reason = NORM_NOT_ADJACENT
         if reason is not None:
             reason_by_norm[str(norm_call.target)] = reason

@@ -182,6 +182,7 @@ def _train_epochs(
         report: called with one line per epoch.
     """
     task, prepared, optimizer = trainer.task, trainer.prepared, trainer.optimizer
+    # of the models and the settings; the data is not looked at
     fingerprints = training_fingerprint(
         task.model, prepared, optimizer, teacher=task.teacher, settings=settings
     )

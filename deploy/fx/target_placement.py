@@ -37,7 +37,6 @@ SHARED_SCALE_OPS = {
 }
 INSIDE_CALL = "a tensor inside it would be quantized, but it is a single call in PyTorch"
 NO_LAYER = "its weight does not belong to a layer: write it as a Conv or Linear of torch.nn"
-_MAX_PLANS = 16  # each new plan keeps more nodes in float
 
 
 @dataclass(slots=True)
@@ -115,8 +114,9 @@ def place_quantizers(
         if not set(skip).isdisjoint(mapper.find_layers(onnx_node)):
             float_reasons[onnx_node] = FLOAT_BY_USER
     # Nodes for which the graph has no place for a quantizer must stay in float. A plan with them in
-    # float may quantize other tensors, so it is made again until none of its nodes is such.
-    for _ in range(_MAX_PLANS):
+    # float may quantize other tensors, so it is made again until none of its nodes is such: each
+    # plan keeps more nodes in float.
+    while True:
         plan = target.plan(exported.model, float_reasons)
         unmapped_reasons = dict(mapper.find_unmapped(plan))
         if unmapped_reasons.keys() <= float_reasons.keys():

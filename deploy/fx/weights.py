@@ -87,8 +87,8 @@ def strip_prefix(state: Mapping[str, torch.Tensor], model: nn.Module) -> Mapping
 
     DataParallel adds `module.`, torch.compile `_orig_mod.`, a training module the name of its
     attribute, possibly along with other tensors: the weights of a loss, or the step count of
-    averaged weights. The state dict is returned as it is if it has the model's names without a
-    prefix, or if the names under no prefix, or under several, are exactly the model's.
+    averaged weights. The state dict is returned as it is if it has the model's names already, or if
+    there is no prefix, or more than one, without which its names are the model's.
     """
     model_names = set(model.state_dict())
     if model_names <= set(state):

@@ -68,9 +68,6 @@ class ILogger:
     Severity = Severity
     INTERNAL_ERROR, ERROR, WARNING, INFO, VERBOSE = Severity
 
-    def __init__(self) -> None:
-        pass
-
 
 class Logger(ILogger):
     """A logger that discards all messages."""
@@ -84,9 +81,6 @@ class Logger(ILogger):
 
 class IInt8Calibrator:
     """Base class of all calibrators, without a cache."""
-
-    def __init__(self) -> None:
-        pass
 
     def read_calibration_cache(self) -> Any:
         """Return None: there is no cache."""
