@@ -262,17 +262,7 @@ def prepare(
     custom = custom or {}
     inputs = as_inputs(inputs, model)
     opaque = [*leaves, *custom]  # modules that stay one node
-    if norms == "fold":
-        graph_module = graph_of(in_eval_mode(model), inputs, leaves=opaque)
-        graph_module, _ = fold_batch_norms(graph_module)
-    else:
-        graph_module = graph_of(model, inputs, leaves=opaque)
-        layers_to_modules(graph_module)
-        fold_frozen(graph_module)
-    _check_skip(graph_module, skip)
-    if norms == "train":
-        _merge_norms(graph_module, skip)
-
+    graph_module = _graph_without_norms(model, inputs, norms, opaque, skip)
     # the decomposition reads shapes, and its new nodes need theirs for the placement
     _set_shapes(graph_module, inputs)
     decompose_calls(graph_module)
@@ -300,6 +290,27 @@ def prepare(
     graph_module.delete_all_unused_submodules()
     refresh(graph_module)
     return graph_module.to(device_of(graph_module))  # new quantizers are on the CPU
+
+
+def _graph_without_norms(
+    model: nn.Module, inputs: Sequence[Any], norms: str, opaque: Leaves, skip: Sequence[str]
+) -> fx.GraphModule:
+    """Return a graph of a copy of a model whose BatchNorms are part of the layers before them.
+
+    Those that cannot be stay. The arguments are those of `prepare`; `opaque` are modules that stay
+    one node.
+    """
+    if norms == "fold":
+        graph_module = graph_of(in_eval_mode(model), inputs, leaves=opaque)
+        graph_module, _ = fold_batch_norms(graph_module)
+        _check_skip(graph_module, skip)
+        return graph_module
+    graph_module = graph_of(model, inputs, leaves=opaque)
+    layers_to_modules(graph_module)
+    fold_frozen(graph_module)
+    _check_skip(graph_module, skip)
+    _merge_norms(graph_module, skip)
+    return graph_module
 
 
 def _is_opaque(graph_module: fx.GraphModule, leaves: Leaves, node: fx.Node) -> bool:
