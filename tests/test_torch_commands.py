@@ -495,7 +495,7 @@ def branching(net, x):
             module(branching, own=InMemory()),
             [PIXELS],
             ModelError,
-            r"follow the model, got GuardOnData.* at .*test_torch_commands.py:[0-9]+:"
+            r"cannot follow Net at .*test_torch_commands.py:[0-9]+:"
             " return net.own",
         ),
         (lambda: torch.jit.script(nn.ReLU()), [PIXELS], ModelError, "is TorchScript; give"),
