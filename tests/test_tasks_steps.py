@@ -480,7 +480,7 @@ def test_a_state_is_no_reason_against_classes_and_is_told(held, tmp_path):
     assert " of 24 samples keep FP32's top-1 class" in " ".join(said.split())
     report = json.loads((out / "report.json").read_text())
     (said,) = (note for note in report["notes"] if "the next call" in note)
-    assert "(h_next like h)" in said and "compare whole sequences too" in said
+    assert "(h_next as h)" in said and "compare whole sequences too" in said
 
 
 @pytest.mark.parametrize(("decibel", "told"), [(50.0, 1), (math.nan, 1), (140.0, 0), (math.inf, 0)])

@@ -214,7 +214,7 @@ def build_with(
     options = build.options
     with number_phases(*build.steps), stage_files(options.out) as stage:
         calibration = _calibrate(build, stage)
-        # how outputs are counted: calibration finds the score from which a box or label counts
+        # calibration finds the score from which a box or label counts
         metric = replace(
             build.metric,
             threshold=calibration.score_threshold,

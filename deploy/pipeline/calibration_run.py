@@ -432,17 +432,16 @@ def calibrate_run(
     checkpoint = pass_result.checkpoint
     if checkpoint is not None and run.policy.path is not None:  # the cache holds all of it now
         checkpoint.path.unlink(missing_ok=True)
+    notes = (*pass_result.notes, *stability_notes)
+    if target_cache is not None:
+        notes += target_cache.notes
     return _make_result(
         run,
         decision,
         ranges,
         evaluation_set=evaluation_set,
         agreement=halves_agreement,
-        notes=(
-            *pass_result.notes,
-            *stability_notes,
-            *(() if target_cache is None else target_cache.notes),
-        ),
+        notes=notes,
         warnings=(warning,) if warning else (),
         has_random_outputs=has_random_outputs,
         score_threshold=threshold,
@@ -607,7 +606,7 @@ def _make_result(
     if checkpoint is not None and cache is None:  # else it was removed when the cache was written
         remaining_checkpoint = checkpoint.path
     input_doubts: tuple[str, ...] = ()
-    if run.images.is_readable:
+    if run.images.is_readable:  # of merged shards only statistics are here
         input_doubts = tuple(check_feed_inputs(subject, feed))
     return CalibrationResult(
         subject=subject,

@@ -472,7 +472,7 @@ def _choose_checkpoint(options: CalibrationOptions) -> Path | None:
         ConfigError: --resume, but there can be no checkpoint.
     """
     policy = options.cache
-    conflicting_flag = policy.reuse_flag  # of a cache that must have all: no image is run
+    conflicting_flag = policy.reuse_flag  # of a cache that is only read: no image is run then
     if options.until_stable is not None:
         conflicting_flag = "--until-stable"
     if options.resume and conflicting_flag:
@@ -516,7 +516,8 @@ def _make_monitor(
     """
     compared_observations = []
     for observation in observations:
-        # ranges are searched in this statistic; half of the samples have none that needs an order
+        # the method searches ranges in this statistic; two halves can be compared by it unless it
+        # depends on the order of the samples
         has_range = observation.statistic == subject.statistic
         if has_range and not observation.is_order_dependent:
             compared_observations.append(observation)

@@ -128,8 +128,8 @@ def _compare_outputs(
                 continue
             signal = np.nan_to_num(value.astype(np.float64))
             noise = np.nan_to_num(cleaned_value.astype(np.float64)) - signal
-            # the node that computed the output, upstream of those that only move values. Rounding
-            # is no difference: a Sigmoid is as inexact near 0 as near 1, whatever the ratio there
+            # results of a Sigmoid near 0 are as inexact as those near 1: within its rounding they
+            # are equal. Nodes that only move its values may stand between it and the output
             computing_node = graph.trace_back(name, MOVES)
             if computing_node is not None and computing_node.op_type in _BOUNDED_OPERATORS:
                 noise[np.abs(noise) <= _BOUNDED_ROUNDING] = 0

@@ -290,8 +290,8 @@ def _open_float_model(
 ) -> tuple[_OpenedEngine, ReferenceOutputs, int]:
     """Return (the float model's engine, its outputs, its size in bytes).
 
-    The outputs are computed on demand, in a session that they own. With latency runs the engine has
-    another session, in several threads; without, it has none (`_OpenedEngine.session`).
+    The outputs are computed on demand, in a session of one thread. With latency runs the engine has
+    a session of its own, in `threads`; without, the one session that is opened is the outputs'.
 
     Args:
         loaded: the float model.
@@ -306,14 +306,14 @@ def _open_float_model(
     else:
         open_session = partial(open_single_thread, float_file)
     session, load_ms = _time_loading(open_session)
+    engine_session, output_session = (session, None) if is_timed else (None, session)
     float_outputs = ReferenceOutputs(
         lambda: open_single_thread(read_float_model(loaded)),  # read again: no bytes are held
         [spec.name for spec in loaded.outputs],
         _first_key(samples),
-        session=None if is_timed else session,
+        session=output_session,
     )
-    engine = _OpenedEngine(session if is_timed else None, load_ms)
-    return engine, float_outputs, len(float_file)
+    return _OpenedEngine(engine_session, load_ms), float_outputs, len(float_file)
 
 
 def _open_engines(
@@ -543,12 +543,12 @@ def state_notes(accuracies: Iterable[Accuracy]) -> Iterator[str]:
             input_name = accuracy.carried.get(output.name)  # of the next call
             is_lossless = output.sqnr_db >= _LOSSLESS_DB  # False for NaN
             if input_name is not None and not is_lossless:
-                state_texts.add(f"{output.name} like {input_name}")
+                state_texts.add(f"{output.name} as {input_name}")
     if state_texts:
         yield (
-            f"some outputs are what the next call is fed ({', '.join(sorted(state_texts))}): here"
-            " every call got what was fed, so that what int8 loses from call to call is not in"
-            " these figures; compare whole sequences too"
+            f"some outputs are inputs of the next call ({', '.join(sorted(state_texts))}): here"
+            " every call got the inputs of its sample, so that what int8 loses from call to call is"
+            " not in these figures; compare whole sequences too"
         )
 
 

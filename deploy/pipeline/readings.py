@@ -82,14 +82,16 @@ def list_readings(
             shows that it learned from another one.
     """
     loaded, subject = calibration.loaded, calibration.subject
+    # what the metadata declare, if they can be followed; if not, a note says so
     spec, metadata = loaded.inputs[0], loaded.metadata_preprocess
     if metadata is not None and metadata.preprocess is not None:
-        with suppress(ConfigError, FeedError):  # metadata that cannot be followed, as a note says
+        with suppress(ConfigError, FeedError):
             declared, _ = complete_preprocess(metadata.preprocess, spec)
             remedy = "leave --preprocess, --color, --mean and --std out"
             text = f"{metadata.source} says"
             yield Reading(text=text, used_text="fed", remedy=remedy, preprocess=declared)
 
+    # red and blue swapped
     color = used_preprocess.color
     if color in _SWAPPED_COLORS:
         other_color = _SWAPPED_COLORS[color]
@@ -101,9 +103,10 @@ def list_readings(
             preprocess=swapped,
         )
 
+    # other scales, if the first layer of the model as it was given shows nothing against them
     if not with_scales or not spec.dtype.startswith("float"):
         return
-    model = subject.read_original() or subject.model  # whose first layer a scale must fit
+    model = subject.read_original() or subject.model
     (sample,) = calibration.feed.first_samples(1)
     for preset_name, text in _TEXT_BY_PRESET.items():
         preset = PRESETS[preset_name]
@@ -149,22 +152,22 @@ def find_better_reading(
     def score(inputs: Outputs, label: int | None) -> Floats:
         return sample_scores(task, inputs, evaluation_set.outputs.recompute(inputs), label)
 
-    # of the reading in use: its scores, and what the sentence counts in them ("": nothing, it has
-    # the mean probability). Other scales are tried only if FP32 misses labels or finds next to
-    # nothing, since a wrong scale can saturate scores, which looks sure
-    labelled_samples = read_labelled(evaluation) if isinstance(task, Classes) else []
-    if labelled_samples:  # FP32 misses most of the labels
+    # the scores in the reading in use, and what the sentence counts in them
+    is_detector = isinstance(task, BoxDetection)
+    labelled_samples = [] if is_detector else read_labelled(evaluation)
+    if labelled_samples:
         used_scores = [score(inputs, label) for inputs, label in labelled_samples]
         count_template = f"is right on {{}} of {len(labelled_samples)} images"
-        tries_scales = True
     else:
         used_scores = [
             sample_scores(task, inputs, outputs) for inputs, outputs in samples_with_outputs
         ]
-        finds_boxes = isinstance(task, BoxDetection)
-        count_template = "finds {} boxes" if finds_boxes else ""
-        tries_scales = finds_boxes and count_clear(used_scores) <= MAX_SILENT_BOXES
+        count_template = "finds {} boxes" if is_detector else ""  # "": it has a mean probability
 
+    # a wrong scale can saturate scores, which looks sure, so other scales are tried only if the
+    # float model misses most labels or finds next to no boxes
+    finds_few_boxes = is_detector and count_clear(used_scores) <= MAX_SILENT_BOXES
+    tries_scales = finds_few_boxes or bool(labelled_samples)
     for reading in list_readings(calibration, used_preprocess, with_scales=tries_scales):
         # the same samples; without labels they are read again for each reading, one at a time
         samples: Iterable[tuple[Outputs, int | None]] = labelled_samples

@@ -183,7 +183,7 @@ def compare_with_earlier(report: Report, earlier: Report | None) -> Report:
         if _sample_count(report) > _sample_count(earlier):
             followed_advice.append(IMAGES)
         better_engines = tuple(_better_engines(report, earlier))
-    # advice to search longer is `--prefer accuracy --effort 2`, and other advice is one split
+    # this build itself may follow advice: to search longer, or to build a split of the front
     if request.prefer == "accuracy" and max(request.effort.values(), default=0) > 1:
         followed_advice.append(EFFORT)
     for target in report.targets:
@@ -253,7 +253,7 @@ def _earlier_flags(
             if comparable_split == earlier_split and not split.taken:
                 return f"--split {split.number}"
 
-    request, earlier_request = report.request or earlier.request, earlier.request
+    request, earlier_request = report.request, earlier.request
     if request is None or earlier_request is None:
         return ""
     # advice that was followed, and limits, do not change the engines
@@ -479,10 +479,10 @@ def _calibration_part(
     counts the tensors of which the same statistic was recorded in the same variant, a form of the
     model that was run.
     """
-    method = calibration.ranges.chosen_by  # of targets that have no method of their own
+    method = calibration.ranges.chosen_by
     used_methods = {result.method for result in results if result.method}
     if used_methods and method not in used_methods:
-        method = ""  # there is no such target
+        method = ""  # every target that was built finds its ranges in a way of its own
     is_qdq_model = calibration.loaded.qdq is not None
     observed_now = set(calibration.observed_now)
     tensor_counts = Counter[tuple[str, str, bool]]()  # by (variant, statistic, is reused)
@@ -529,7 +529,7 @@ def _target_part(
     # nothing that this target needs was observed in this run: the cache had all of it
     has_reused_statistics = set(calibration.observed_now).isdisjoint(observations)
     search = None
-    if planned is not None and planned.plan.settled:  # the text on the trial that was built
+    if planned is not None and planned.plan.settled:  # a text; "" if nothing was searched
         search = SearchPart(
             reused=planned.reused,
             probes=planned.probes,

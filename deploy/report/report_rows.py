@@ -85,7 +85,7 @@ def _mirrored_histogram(counts: NDArray[np.int64], full_range: float) -> Histogr
     bin_numbers[0], bin_numbers[-1] = 1 - bins_per_side, bins_per_side - 1
 
     # the middle of bar number 0 is at 0, and a bar has an even number of bins. The first and the
-    # last bar may be occupied in part, so the bars between them must hold all bins
+    # last bar may hold few bins, so the bars between them must have room for all occupied bins
     occupied_span = int(occupied_bins[-1] - occupied_bins[0]) + 1
     bins_per_half_bar = -(-occupied_span // (2 * (MAX_BARS - 2)))  # rounded up
     bins_per_bar = 2 * bins_per_half_bar

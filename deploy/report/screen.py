@@ -262,8 +262,9 @@ def find_alternative(front: Sequence[SplitRow], built: SplitRow) -> SplitRow | N
 
     A split says which layers are int8 and which float; the front has those that no other split
     beats in both time and error. A level is the verdict that the search expects, such as "good".
-    Of these kinds the first that has a split decides: a better level; clearly faster, at most one
-    level worse; clearly more SQNR for little time. All must be faster than the float model.
+    Returned is a split of a better level; without one, a clearly faster split, at most one level
+    worse; without one, a split with clearly more SQNR for little time. None if there is none of
+    these that is faster than the float model.
 
     Args:
         front: the splits, whose times are multiples of the float model's.

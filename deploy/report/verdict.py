@@ -136,7 +136,7 @@ def verdict(
         speed: beside its rival; None if one of them was not measured.
         int8: whether any of its nodes is quantized.
         gates: the user's limits.
-        size_ratio: size of its rival's file as a multiple of its own; None if one is not known.
+        size_ratio: size of its rival's file over that of its own; None if one is not known.
         rival: name of the float engine that its speed is compared with.
         device_kind: "CPU" or "device".
         doubts: sentences on calibration data that is no good or not what the model learned from;
@@ -222,7 +222,7 @@ def _judge_accuracy(
         losses += judge_accuracy(accuracy, max_loss)
 
     if has_random_outputs:
-        # what looks like a fault of the float model may come from its random numbers
+        # a cause may come from the random numbers, so it counts as a loss
         losses, causes = [*causes, *losses], []
         # random numbers only make figures worse: if all are good they stand, as labels' figures do
         is_good = bool(losses) and all(level == GOOD for level, _ in losses)
@@ -310,7 +310,7 @@ def _judge_gain(speed: SpeedUp, size_ratio: float | None, rival: str, device_kin
 
     Args:
         speed: beside its rival; the middle of its interval counts.
-        size_ratio: size of the rival's file as a multiple of its own; None if unknown.
+        size_ratio: size of the rival's file over that of the int8 engine; None if unknown.
         rival: name of the float engine that it is compared with.
         device_kind: "CPU" or "device".
     """

@@ -148,7 +148,7 @@ def make_stored_weight(
     rows: NDArray[Any],
     scales: NDArray[Any],
     *,
-    is_float: bool = False,
+    in_real_units: bool = False,
     pairs: Float64Array | None = None,
 ) -> StoredWeight:
     """Return the `StoredWeight` of stored values and scales.
@@ -158,7 +158,8 @@ def make_stored_weight(
         op: operator of that node.
         rows: stored values, output channels first, [C, ...].
         scales: real value of a stored 1, [C], or [1] for all channels.
-        is_float: whether `rows` are in real units, and quantized by the model when it runs.
+        in_real_units: whether `rows` are not stored integers or fp8, but real values, which the
+            model quantizes when it runs.
         pairs: each channel's largest sum of two adjacent weights in steps, [C]; None if no kernel
             adds their products in 16 bits.
     """
@@ -169,7 +170,7 @@ def make_stored_weight(
     smallest = rows.min(axis=axes).astype(np.float64)
     amax = np.maximum(largest, -smallest)
     float64_scales = np.asarray(scales, np.float64).reshape(-1)
-    if not is_float:
+    if not in_real_units:
         amax = amax * float64_scales
     return StoredWeight(node=node, op=op, amax=amax, scales=float64_scales, pairs=pairs)
 
@@ -208,6 +209,6 @@ def _read_weights(graph: Graph, on_cpus: bool) -> Iterator[StoredWeight]:
             node.op_type,
             channel_rows(weight, node),
             numpy_helper.to_array(graph.constants[scale_name]),
-            is_float=is_float,
+            in_real_units=is_float,
             pairs=pairs,
         )
