@@ -36,18 +36,6 @@ class _Compiled:
         return dict(enumerate(self.session.run(None, feed)))
 
 
-class _Model:
-    def __init__(self, proto):
-        self.proto = proto
-
-    def reshape(self, shapes):
-        """With closed dimensions an Add is an Add."""
-        assert all(size > 0 for shape in shapes.values() for size in shape)
-        for node in self.proto.graph.node:
-            if node.op_type == "Sub":
-                node.op_type = "Add"
-
-
 class Core:
     def read_model(self, source):
         model = onnx.load_from_string(source) if isinstance(source, bytes) else onnx.load(source)
@@ -58,8 +46,8 @@ class Core:
                 raise RuntimeError("Exception from src/x.cpp:1:\nOperation Cosh is not supported\n")
             if node.op_type == "Add":
                 node.op_type = "Sub"
-        return _Model(model)
+        return model
 
     def compile_model(self, model, device, settings):
         assert device == "CPU"
-        return _Compiled(model.proto, settings)
+        return _Compiled(model, settings)

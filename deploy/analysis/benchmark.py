@@ -143,7 +143,9 @@ def bench(
         make_inputs, notes = partial(_take_images, feed), preprocessing_notes(feed)
         accuracies = _compare_outputs(engines, feed, metric)
 
-    batch_sizes: list[int | None] = [*sorted(set(batches))] or [None]  # None is the model's own
+    batch_sizes: list[int | None] = [*sorted(set(batches))]
+    if not batch_sizes:
+        batch_sizes = [None]  # the model's own
     latencies_by_batch: dict[int | None, dict[str, Latency]] = {}
     for batch in batch_sizes:
         latencies_by_batch[batch] = _measure_batch(
@@ -344,13 +346,17 @@ def _load_engine(source: _EngineSource, *, threads: int | None) -> _LoadedEngine
     return _LoadedEngine(source.path, source.runtime, session, min(times_ms))
 
 
+def _read_onnx_models(engines: Iterable[_LoadedEngine]) -> Iterator[tuple[onnx.ModelProto, Path]]:
+    """Yield (model, its file) of the engines that are ONNX files."""
+    for engine in engines:
+        if engine.path.suffix.lower() == ".onnx":
+            yield parse_model(model_bytes(engine.path), str(engine.path)), engine.path
+
+
 def _find_metadata_preprocess(engines: Iterable[_LoadedEngine]) -> MetadataPreprocess | None:
     """Return the preprocessing in the metadata of the first ONNX model that has some."""
-    for engine in engines:
-        if engine.path.suffix.lower() != ".onnx":
-            continue
-        model = parse_model(model_bytes(engine.path), str(engine.path))
-        preprocess = read_metadata_preprocess(model, engine.path)
+    for model, path in _read_onnx_models(engines):
+        preprocess = read_metadata_preprocess(model, path)
         if preprocess:
             return preprocess
     return None
@@ -358,10 +364,8 @@ def _find_metadata_preprocess(engines: Iterable[_LoadedEngine]) -> MetadataPrepr
 
 def _read_declaration(engines: Iterable[_LoadedEngine]) -> Declaration:
     """Return what the first ONNX model declares of its outputs."""
-    for engine in engines:
-        if engine.path.suffix.lower() == ".onnx":
-            model = parse_model(model_bytes(engine.path), str(engine.path))
-            return read_declaration(model, engine.path)
+    for model, path in _read_onnx_models(engines):
+        return read_declaration(model, path)
     return Declaration()
 
 

@@ -6,7 +6,6 @@ would change what the runtime fuses.
 
 from __future__ import annotations
 
-import math
 import tempfile
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from onnx import ModelProto, NodeProto, TensorShapeProto
+from onnx import ModelProto, NodeProto
 
 from deploy.errors import BackendError, ConfigError
 from deploy.feed.batch_axis import batch_inputs, mark_first_axes
@@ -228,7 +227,7 @@ class _CutModels:
         threads: threads of one inference; None uses every core.
         min_sqnr_db: SQNR below which two tensors differ.
         accuracies: tensor -> its accuracy, of those compared so far.
-        notes: sentences on tensors that could not be compared, and on closed dimensions.
+        notes: sentences on tensors that could not be compared.
     """
 
     first_model: ModelProto
@@ -270,42 +269,12 @@ class _CutModels:
         self.accuracies |= accuracies
         return self._is_agreement(accuracies)
 
-    def note_fixed_shapes(self, outputs: Mapping[str, str]) -> None:
-        """Add a note on whether the outputs agree if open dimensions are closed.
-
-        OpenVINO computes some models with open dimensions wrongly. They are closed to the shapes of
-        the first sample. There is no note if all are closed already.
-
-        `outputs`: name of an output of the first model -> name of the second one's.
-        """
-        dimensions: list[TensorShapeProto.Dimension] = []
-        for value in self.second_model.graph.input:
-            dimensions += value.type.tensor_type.shape.dim
-        if all(dimension.HasField("dim_value") for dimension in dimensions):
-            return
-        try:
-            accuracies = self._compare(
-                self.first_model, self.second_model, outputs, fix_shapes=True
-            )
-        except BackendError:  # such as samples of several shapes
-            return
-        worst_db = min((accuracy.sqnr_db for accuracy in accuracies.values()), default=math.nan)
-        result = "agree" if self._is_agreement(accuracies) else "differ as well"
-        self.notes.append(
-            f"With the input's open dimensions closed the outputs {result} ({worst_db:.1f} dB)."
-        )
-
     def _is_agreement(self, accuracies: AccuracyByTensor) -> bool:
         """Whether all tensors are above the limit; NaN is below."""
         return all(accuracy.sqnr_db >= self.min_sqnr_db for accuracy in accuracies.values())
 
     def _compare(
-        self,
-        first_model: ModelProto,
-        second_model: ModelProto,
-        pairs: Mapping[str, str],
-        *,
-        fix_shapes: bool = False,
+        self, first_model: ModelProto, second_model: ModelProto, pairs: Mapping[str, str]
     ) -> AccuracyByTensor:
         """Run two models over all samples, the second in OpenVINO; compare these outputs.
 
@@ -315,11 +284,10 @@ class _CutModels:
             first_model: the reference.
             second_model: the model for OpenVINO.
             pairs: name of an output of the first model -> name of the second one's.
-            fix_shapes: fix open dimensions of the second model to the first sample's shapes.
         """
         session = OrtSession.open(first_model, threads=self.threads)
         result_files = run_in_subprocess(
-            second_model, self.samples, self.folder, threads=self.threads, fix_shapes=fix_shapes
+            second_model, self.samples, self.folder, threads=self.threads
         )
         names = _output_names(second_model)
 
@@ -399,8 +367,6 @@ def _compare_cut_models(
             min_sqnr_db=min_sqnr_db,
         )
         outputs_agree = cut_models.compare_outputs(outputs)
-        if not outputs_agree:  # open dimensions may be the cause
-            cut_models.note_fixed_shapes(outputs)
         compared_count = len(inner_names)
         if not compares_all:  # each comparison halves the number of tensors left to compare
             compared_count = compared_count.bit_length()

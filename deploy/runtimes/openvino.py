@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,6 @@ class OpenvinoSession(CpuSession):
         model: Model,
         *,
         threads: int | None = None,
-        shapes: Mapping[str, Sequence[int]] | None = None,
     ) -> OpenvinoSession:
         """Load a model from a file or from memory.
 
@@ -59,7 +58,6 @@ class OpenvinoSession(CpuSession):
         Args:
             model: path of an ONNX file (with its external data next to it), its bytes, or a proto.
             threads: threads of one inference; None uses every core available to this process.
-            shapes: input name -> dimensions, to fix those that the model leaves open.
 
         Raises:
             SdkMissingError: OpenVINO is not installed.
@@ -75,10 +73,7 @@ class OpenvinoSession(CpuSession):
         source = model_source(model)
         try:
             core = openvino.Core()
-            network = core.read_model(source)
-            if shapes:
-                network.reshape({name: list(shape) for name, shape in shapes.items()})
-            compiled = core.compile_model(network, "CPU", settings)
+            compiled = core.compile_model(core.read_model(source), "CPU", settings)
         except Exception as error:  # OpenVINO's exceptions share no base but RuntimeError
             open_error = cls._open_error(model, openvino.__version__, error)
             raise BackendError(f"{open_error}; run it in ONNX Runtime only") from error
@@ -97,7 +92,6 @@ def run_in_subprocess(
     folder: Path,
     *,
     threads: int | None = None,
-    fix_shapes: bool = False,
 ) -> list[Path]:
     """Run samples in a separate process, so that a crash of OpenVINO does not end this one.
 
@@ -106,7 +100,6 @@ def run_in_subprocess(
         samples: one .npz of inputs per sample.
         folder: for the output files; those of an earlier run are overwritten.
         threads: see `OpenvinoSession.open`.
-        fix_shapes: fix open dimensions of the inputs to the first sample's shapes.
 
     Returns:
         One .npz of outputs per sample.
@@ -118,7 +111,7 @@ def run_in_subprocess(
     _import_openvino()
     path = folder / "model.onnx"
     path.write_bytes(model.SerializeToString())
-    arguments = [str(path), str(threads or usable_cores()), "fixed" if fix_shapes else "open"]
+    arguments = [str(path), str(threads or usable_cores())]
     output_files = []
     for number, sample in enumerate(samples):
         output_file = folder / f"outputs-{number}.npz"
@@ -144,13 +137,10 @@ def run_in_subprocess(
 
 
 def _process_main(args: Sequence[str]) -> int:
-    """Run a process of `run_in_subprocess`; args: model, threads, shapes, then file pairs."""
-    path, threads, shapes, *files = args
+    """Run a process of `run_in_subprocess`; args: model, threads, then file pairs."""
+    path, threads, *files = args
     try:
-        fixed_shapes = None
-        if shapes == "fixed":
-            fixed_shapes = {name: array.shape for name, array in _load_arrays(files[0]).items()}
-        session = OpenvinoSession.open(Path(path), threads=int(threads), shapes=fixed_shapes)
+        session = OpenvinoSession.open(Path(path), threads=int(threads))
         for sample, output_file in zip(files[::2], files[1::2], strict=True):
             outputs = session.run(_load_arrays(sample))
             # by number: a name may hold characters that a zip entry must not
