@@ -399,7 +399,7 @@ def use_qdq_calibration(
         method=Method.of(),  # the default one; nothing is searched
         trt_version=trt_version or _find_trt_version(targets),
     )
-    # nothing is observed, but a target that demands the impossible cannot be built for
+    # nothing is observed, but what a target demands shows whether it can be built
     _, failures = _collect_observations(targets, subject)
     return CalibrationResult(
         subject=subject,

@@ -393,7 +393,8 @@ class _EvaluationPass:
         self._candidates = candidates
         self._evaluation = evaluation
         self._result = EvaluationResult()
-        # a recurrent model hands states on from sample to sample: each candidate gets its own
+        # a recurrent model hands states on from sample to sample: each candidate gets its own, and
+        # drops them when the next sequence begins (is_one_pass)
         states = evaluation.feed.states
         self._own_states = {name: OwnStates(states, is_one_pass=True) for name in candidates}
         labels, metric = evaluation.labels, evaluation.metric
@@ -492,11 +493,11 @@ class CandidateImages:
         `example_numbers`: numbers, from 0, of the samples whose images may be shown.
         """
         batch = batch_length(sample, self._batch_inputs)
-        start = self._sample_count
+        first_number = self._sample_count
         self._sample_count += batch
         for number in self._stored.keys() - set(example_numbers):
             del self._stored[number]
-        example_rows = [row for row in range(batch) if start + row in example_numbers]
+        example_rows = [row for row in range(batch) if first_number + row in example_numbers]
         if not example_rows:
             return
 
@@ -504,7 +505,7 @@ class CandidateImages:
         for row in example_rows:
             image = self._feed.to_image(samples[row])
             if image is not None:
-                self._stored[start + row] = shrink_image(image, _PICTURE_SIDE)
+                self._stored[first_number + row] = shrink_image(image, _PICTURE_SIDE)
 
     def select(self, numbers: Iterable[int]) -> Pictures:
         """Return sample number -> (name, image uint8 [h, w, 3] RGB)."""

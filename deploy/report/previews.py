@@ -221,7 +221,10 @@ def class_rows(
 ) -> tuple[ClassRow, ...]:
     """Return rows of the samples to which the two models assign different classes.
 
-    The arguments are those of `box_rows`; samples without a picture are left out.
+    Args:
+        examples: samples where the models differ.
+        pictures: index of a sample -> its name and picture, uint8 [h, w, 3]; samples without one
+            are left out.
     """
     rows = []
     for example in examples:
