@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,9 +49,10 @@ _QUICK_TOLERANCE = 1e-3  # of the least error, per power: many times the float32
 _MIN_QUICK_ERROR = 1e-30  # smaller errors are near the float32 minimum
 
 
-def _blocks(count: int, size: int) -> Iterator[slice]:
-    """Yield slices of at most `size` elements that cover `count` elements in order."""
-    for start in range(0, count, size):
+def _blocks(range_count: int, bin_count: int) -> Iterator[slice]:
+    """Yield slices that divide ranges into blocks whose bins fit in a core's cache."""
+    size = max(_BINS_PER_BLOCK // max(bin_count, 1), 1)
+    for start in range(0, range_count, size):
         yield slice(start, start + size)
 
 
@@ -109,36 +111,63 @@ def range_errors(
         grid: values that are stored.
         power: 2 for the squared error.
     """
-    block_size = max(_BINS_PER_BLOCK // max(centres.size, 1), 1)
+    steps, lowest, highest = _levels(lows, highs, grid)
     errors = []
-    for block in _blocks(lows.size, block_size):
-        errors.append(_block_errors(centres, counts, lows[block], highs[block], grid, power))
+    for block in _blocks(lows.size, centres.size):
+        levels = (steps[block], lowest[block], highest[block])
+        errors.append(_block_errors(centres, counts, *levels, grid, power))
     return np.concatenate(errors)
 
 
 def _block_errors(
-    centres: FloatArray,
-    counts: NDArray[np.int64],
-    lows: FloatArray,
-    highs: FloatArray,
+    centres: NDArray[np.floating],
+    counts: NDArray[Any],
+    steps: NDArray[np.floating],
+    lowest: NDArray[np.floating],
+    highest: NDArray[np.floating],
     grid: Grid,
     power: float,
 ) -> FloatArray:
-    """Return `range_errors` of a few ranges, [K], from all their [K, B] errors at once."""
-    steps = _steps(lows, highs, grid)[:, None]
-    clipped_centres = np.clip(centres[None, :], lows[:, None], highs[:, None])
-    errors = round_to_grid(clipped_centres / steps, grid) * steps
+    """Return `range_errors` of a few ranges, [K], from all their [K, B] errors at once.
+
+    They are computed in float32 if all arrays are, else in float64.
+
+    Args:
+        centres: [B] centres of the bins.
+        counts: [B] number of values in each.
+        steps: [K] step width of each range, in the unit of the centres.
+        lowest: [K] lowest stored value of each range, in steps.
+        highest: [K] highest stored value, in steps.
+        grid: values that are stored.
+        power: power of the errors.
+    """
+    errors = round_to_grid(centres[None, :] / steps[:, None], grid)
+    np.clip(errors, lowest[:, None], highest[:, None], out=errors)
+    errors *= steps[:, None]  # each centre as the range stores it
     errors -= centres
-    costs = errors * errors if power == 2 else np.abs(errors) ** power
+    if power in (2, 3):  # products are much faster than powers
+        costs = errors * errors
+        if power == 3:
+            costs *= np.abs(errors)
+    else:
+        costs = np.abs(errors) ** power
     costs *= counts
     # numpy's pairwise sum has the same order everywhere, unlike a matrix product
-    return np.asarray(costs.sum(axis=1), np.float64)
+    return np.asarray(costs.sum(axis=1, dtype=np.float64), np.float64)
 
 
-def _steps(lows: FloatArray, highs: FloatArray, grid: Grid) -> FloatArray:
-    """Return the step width of each range, in real units; 1 for an empty range."""
+def _levels(
+    lows: FloatArray, highs: FloatArray, grid: Grid
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Return (step width, lowest and highest stored value in steps) of each range, [K] each.
+
+    An empty range has the step 1.
+    """
     steps = (highs - lows) / grid.steps
-    return np.where(steps > 0, steps, 1.0)
+    steps = np.where(steps > 0, steps, 1.0)
+    lowest = np.asarray(round_to_grid(lows / steps, grid), np.float64)
+    highest = np.asarray(round_to_grid(highs / steps, grid), np.float64)
+    return steps, lowest, highest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,30 +226,22 @@ class _Bins:
         centres = (self.centres / unit).astype(np.float32)
         counts = (self.counts / self.counts.sum()).astype(np.float32)
 
-        steps = _steps(lows, highs, self.grid)
-        step_widths = (steps / unit).astype(np.float32)
-        lowest_integers = np.rint(lows / steps).astype(np.float32)
-        highest_integers = np.rint(highs / steps).astype(np.float32)
+        steps, lowest, highest = _levels(lows, highs, self.grid)
+        steps32 = (steps / unit).astype(np.float32)
+        lowest32, highest32 = lowest.astype(np.float32), highest.astype(np.float32)
         # a value outside these bounds is clipped, by more than the half step that rounding costs
         lower_bounds, upper_bounds = (lows - steps / 2) / unit, (highs + steps / 2) / unit
 
-        block_size = max(_BINS_PER_BLOCK // max(centres.size, 1), 1)
         block_errors: list[FloatArray] = []
         min_error = np.inf
-        for block in _blocks(lows.size, block_size):
+        for block in _blocks(lows.size, centres.size):
             clipping_error = _clipping_error(
                 centres, counts, lower_bounds[block.start], upper_bounds[block.start], self.power
             )
             if clipping_error > tolerance * min_error:
                 break  # the ranges that follow clip even more
-            errors = _quick_errors(
-                centres,
-                counts,
-                step_widths[block],
-                lowest_integers[block],
-                highest_integers[block],
-                self.power,
-            )
+            levels = (steps32[block], lowest32[block], highest32[block])
+            errors = _block_errors(centres, counts, *levels, self.grid, self.power)
             block_errors.append(errors)
             min_error = min(min_error, float(errors.min()))
         if min_error < _MIN_QUICK_ERROR:  # high powers of small errors lose precision
@@ -231,43 +252,6 @@ class _Bins:
 def _is_quick(grid: Grid) -> bool:
     """Whether the quick errors hold on a grid: an integer grid of few bits."""
     return grid.kind == "integer" and grid.bits <= _QUICK_BITS
-
-
-def _quick_errors(
-    centres: NDArray[np.float32],
-    counts: NDArray[np.float32],
-    steps: NDArray[np.float32],
-    lowest: NDArray[np.float32],
-    highest: NDArray[np.float32],
-    power: float,
-) -> FloatArray:
-    """Return the sums of |error|^power of K integer ranges, [K], computed in float32.
-
-    Arrays are updated in place, to stay in a core's cache.
-
-    Args:
-        centres: [B] centres of the bins.
-        counts: [B] number of values in each.
-        steps: [K] step width of each range, in the unit of the centres.
-        lowest: [K] integer at the lower end of each range.
-        highest: [K] integer at the upper end.
-        power: power of the errors.
-    """
-    values = centres[None, :] * (1 / steps)[:, None]
-    np.rint(values, out=values)
-    np.clip(values, lowest[:, None], highest[:, None], out=values)
-    values *= steps[:, None]  # each centre as the range stores it
-
-    error = np.subtract(values, centres, out=values)
-    np.abs(error, out=error)
-    if power in (2, 3):  # products are much faster than np.power
-        cost = error * error
-        if power == 3:
-            cost *= error
-    else:
-        cost = np.power(error, np.float32(power), out=error)
-    cost *= counts
-    return np.asarray(cost.sum(axis=1, dtype=np.float64))
 
 
 def _clipping_error(
