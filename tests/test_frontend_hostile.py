@@ -70,7 +70,7 @@ def filled(number):
 MODEL_BYTES = mixed_model().SerializeToString()
 FILES = {
     "empty": (b"", "empty file"),
-    "text": (b"hello, this is a text file\n" * 40, "text file"),
+    "text": (b"hello, this is a text file\n" * 40, "not ONNX"),
     "pickle": (pickle.dumps({"a": list(range(99))}), "pickle"),
     "torch zip": (b"PK\x03\x04" + bytes(64), "net.py:make --weights FILE"),
     "safetensors": (struct.pack("<Q", 64) + b'{"w":{"dtype"', "net.py:make --weights FILE"),

@@ -164,27 +164,47 @@ def bench(
         stream_notes = _measure_streams(
             loaded_engine, streams, inputs, threads, warmup_ms, duration_s
         )
-        row = EngineRow(
-            label=label,
-            reference=len(engines) > 1 and label == next(iter(engines)),
-            path=str(loaded_engine.path),
-            size_bytes=model_size(loaded_engine.path),
-            load_ms=loaded_engine.load_ms,
-            threads=loaded_engine.session.threads,
-            latency=latency_by_label[label],
-            sweep=_make_batch_rows(label, latencies_by_batch),
-            kernels=kernels.get(label, ()),
-            accuracy=accuracies.get(label),
-            ran=compare_with_plan(read_engine_layers(loaded_engine.session)),
-            notes=(*stream_notes, *_output_notes(accuracies.get(label))),
-        )
+        row = _make_row(label, loaded_engine, latencies_by_batch, accuracies.get(label))
+        row = replace(row, kernels=kernels.get(label, ()), notes=(*stream_notes, *row.notes))
         rows.append(row)
+    if len(rows) > 1:
+        rows[0] = replace(rows[0], reference=True)
     file_names = dict.fromkeys(loaded_engine.path.name for loaded_engine in engines.values())
     return Report(
         title=f"Latency of {' and '.join(file_names)}",
         engines=tuple(rows),
         machine=replace(this_machine(), devices=find_devices(sessions)),
         notes=notes,
+    )
+
+
+def _make_row(
+    label: str,
+    engine: _LoadedEngine,
+    latencies_by_batch: Mapping[int | None, Mapping[str, Latency]],
+    accuracy: Accuracy | None,
+) -> EngineRow:
+    """Return the row of an engine in the report, whose latency is that of the smallest batch.
+
+    Args:
+        label: of the engine.
+        engine: the engine.
+        latencies_by_batch: batch size, the smallest first, None for the model's own -> label ->
+            latency.
+        accuracy: of the engine; None for the reference, or without images.
+    """
+    latency_by_label = next(iter(latencies_by_batch.values()))
+    return EngineRow(
+        label=label,
+        path=str(engine.path),
+        size_bytes=model_size(engine.path),
+        load_ms=engine.load_ms,
+        threads=engine.session.threads,
+        latency=latency_by_label[label],
+        sweep=_make_batch_rows(label, latencies_by_batch),
+        accuracy=accuracy,
+        ran=compare_with_plan(read_engine_layers(engine.session)),
+        notes=tuple(_output_notes(accuracy)),
     )
 
 

@@ -75,7 +75,8 @@ def parse_model(data: bytes, shown: str) -> onnx.ModelProto:
         model.ParseFromString(data)
     except DecodeError as error:
         raise ModelError(
-            f"{shown} must be an ONNX model, got {_describe_bytes(data)}; export or copy it again"
+            f"{shown} must be an ONNX model, got bytes that do not parse (not ONNX, or truncated);"
+            " export or copy it again"
         ) from error
     if not model.HasField("graph") or not model.opset_import or not model.ir_version:
         raise ModelError(
@@ -111,13 +112,6 @@ def _refuse_other_formats(data: bytes, shown: str) -> None:
     for start, magic, kind, remedy in _OTHER_FORMATS:
         if data[start : start + len(magic)] == magic:
             raise ModelError(f"{shown} must be an ONNX model, got a file that is {kind}; {remedy}")
-
-
-def _describe_bytes(data: bytes) -> str:
-    head = data[:512]
-    if all(byte in b"\t\n\r" or 32 <= byte < 127 for byte in head):
-        return "a text file"
-    return "bytes that do not parse (not ONNX, or truncated)"
 
 
 def _external_tensors(message: Any) -> Iterator[onnx.TensorProto]:
