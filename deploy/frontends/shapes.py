@@ -58,9 +58,9 @@ def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
     file_values = list(map(copy_message, model.graph.value_info))
     del model.graph.value_info[:]
     light_model = without_values(model)  # None if there are no large weights to leave out
-    # inference passes on the values of constants, which Concats of Concats may double each time
-    propagates_values = _largest_joined(model.graph) <= _MAX_JOINED
     with checks.refuse_errors("shapes of the model must fit together"):
+        # inference passes on the values of constants, which Concats of Concats may double each time
+        propagates_values = _largest_joined(model.graph) <= _MAX_JOINED
         inferred = infer_types(light_model or model, data_prop=propagates_values)
     if light_model is not None:
         replace_field(model.graph.output, inferred.graph.output)
