@@ -18,8 +18,8 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from deploy.fx.norms import is_norm, norm_factors
-from deploy.fx.operations import called_module, is_op, replace_node
+from deploy.fx.norms import has_factors, is_norm, norm_factors
+from deploy.fx.operations import called_module, called_once, is_op, replace_node
 from deploy.fx.plain_copy import replace_submodule
 
 
@@ -99,15 +99,12 @@ class _Branch(NamedTuple):
 def _find_module(graph_module: fx.GraphModule, call: fx.Node) -> nn.Module | None:
     """Return the module of a branch that can be merged, or None."""
     module = called_module(graph_module, call)
-    if module is None or len(call.users) > 1:
-        return None
-    if len(graph_module.graph.find_nodes(op="call_module", target=call.target)) > 1:
+    if module is None or len(call.users) > 1 or not called_once(graph_module, call):
         return None
     if type(module) is nn.Conv2d:
         is_mergeable = module.padding_mode == "zeros" and not isinstance(module.padding, str)
     else:
-        has_statistics = getattr(module, "running_var", 0) is not None
-        is_mergeable = is_norm(module) and has_statistics
+        is_mergeable = is_norm(module) and has_factors(module)
     return module if is_mergeable else None
 
 

@@ -33,9 +33,8 @@ from deploy.fx.capture import as_inputs, has_batch, select_arguments
 from deploy.fx.comparison import eval_mode, tensors_of
 from deploy.fx.device import device_of, map_tensors, move_tensors
 from deploy.fx.fakequant import FakeQuant, FixedQuant, no_range_error
-from deploy.fx.fuse import called_once
 from deploy.fx.int8_layers import IntLayer, QatConvBn, QatLayer, WeightQuant, folded_layer
-from deploy.fx.operations import arguments_by_name, called_module, module_calls
+from deploy.fx.operations import arguments_by_name, called_module, called_once, module_calls
 from deploy.fx.plain_copy import replace_submodule
 from deploy.fx.range_search import DEFAULT_SEARCH, ActivationSearch, ScaleAndZero, widest_range
 from deploy.graph.bounds import RangeLimits

@@ -36,6 +36,7 @@ from deploy.fx.functional_layers import functions_to_modules
 from deploy.fx.norms import (
     FrozenNorm,
     freeze_affines,
+    has_factors,
     has_view,
     inputs_per_channel_of_view,
     is_norm,
@@ -45,7 +46,15 @@ from deploy.fx.norms import (
     path_to_reader,
     readers_of,
 )
-from deploy.fx.operations import called_module, is_op, module_calls, refresh, replace_node
+from deploy.fx.operations import (
+    called_module,
+    called_once,
+    calls_of_module,
+    is_op,
+    module_calls,
+    refresh,
+    replace_node,
+)
 from deploy.fx.plain_copy import in_eval_mode, replace_submodule
 from deploy.terminal import PrintedResult, join_visible
 
@@ -205,11 +214,6 @@ def fuse_for_export(model: nn.Module, inputs: Sequence[Any] | None = None) -> nn
     return folded
 
 
-def called_once(graph_module: fx.GraphModule, node: fx.Node) -> bool:
-    """Return whether no other node calls the module of `node`."""
-    return len(calls_of_module(graph_module, node)) == 1
-
-
 def is_relu(graph_module: fx.GraphModule, node: fx.Node) -> bool:
     """Return whether `node` is a ReLU, as module, function or method."""
     return isinstance(called_module(graph_module, node), nn.ReLU) or is_op(node, "relu")
@@ -241,7 +245,7 @@ def _reason_at_call(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
             return f"the output of {shown_name} has {reader_count} users"
 
     norm_module = called_module(graph_module, norm)
-    if not _has_running_statistics(norm_module):
+    if not has_factors(norm_module):
         return "it keeps no running statistics"
     if has_view(graph_module, path):
         if keeps_channels(layer, path, norm_factors(norm_module)[0].numel()):
@@ -250,12 +254,6 @@ def _reason_at_call(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
     if isinstance(layer, nn.Linear) and not _outputs_matrix(layer_call, norm_module):
         return "only BatchNorm1d folds into Linear"
     return None
-
-
-def calls_of_module(graph_module: fx.GraphModule, layer_call: fx.Node) -> list[fx.Node]:
-    """Return all calls of the module that a node calls."""
-    layer = called_module(graph_module, layer_call)
-    return [call for call, module in module_calls(graph_module) if module is layer]
 
 
 def _foldable_calls(graph_module: fx.GraphModule, norm_call: fx.Node) -> list[fx.Node]:
@@ -287,10 +285,6 @@ def _foldable_calls(graph_module: fx.GraphModule, norm_call: fx.Node) -> list[fx
 
 def _norm_calls(graph_module: fx.GraphModule) -> list[fx.Node]:
     return [node for node, module in module_calls(graph_module) if is_norm(module)]
-
-
-def _has_running_statistics(norm: nn.Module | None) -> bool:
-    return isinstance(norm, FrozenNorm) or getattr(norm, "running_var", None) is not None
 
 
 def _outputs_matrix(linear_call: fx.Node, norm: nn.Module | None) -> bool:
@@ -356,7 +350,7 @@ def _inputs_fed_by_channel(graph_module: fx.GraphModule, norm: fx.Node, path: li
     layer_call = path[-1]
     norm_module: Any = called_module(graph_module, norm)
     layer: Any = called_module(graph_module, layer_call)
-    if not _has_running_statistics(norm_module) or not called_once(graph_module, layer_call):
+    if not has_factors(norm_module) or not called_once(graph_module, layer_call):
         return 0
     if has_view(graph_module, path):
         channels = norm_factors(norm_module)[0].numel()

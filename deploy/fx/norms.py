@@ -176,6 +176,11 @@ def is_norm(module: nn.Module | None) -> bool:
     return any(isinstance(module, kind) and forward is kind.forward for kind in TORCH_NORMS)
 
 
+def has_factors(norm: nn.Module | None) -> bool:
+    """Return whether `norm_factors` exist: the norm is frozen, or keeps running statistics."""
+    return isinstance(norm, FrozenNorm) or getattr(norm, "running_var", None) is not None
+
+
 def norm_factors(norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (factor, shift), [C] each, of a norm in eval mode: y = x * factor + shift."""
     if isinstance(norm, FrozenNorm):

@@ -53,6 +53,17 @@ def module_calls(graph_module: fx.GraphModule) -> Iterator[tuple[fx.Node, Any]]:
         yield node, called_module(graph_module, node)
 
 
+def calls_of_module(graph_module: fx.GraphModule, call: fx.Node) -> list[fx.Node]:
+    """Return all calls of the module that a node calls, also under other names of the module."""
+    called = called_module(graph_module, call)
+    return [node for node, module in module_calls(graph_module) if module is called]
+
+
+def called_once(graph_module: fx.GraphModule, call: fx.Node) -> bool:
+    """Return whether no other node calls the module that a node calls."""
+    return len(calls_of_module(graph_module, call)) == 1
+
+
 def replace_node(node: fx.Node, replacement: fx.Node) -> None:
     """Let the readers of a node read another one, and remove the node."""
     node.replace_all_uses_with(replacement)

@@ -38,8 +38,6 @@ from deploy.fx.fuse import (
     CONVS,
     FOLDABLE,
     UNFOLDED_NORMS,
-    called_once,
-    calls_of_module,
     fold_batch_norms,
     fold_frozen,
     layers_to_modules,
@@ -59,6 +57,8 @@ from deploy.fx.norms import is_norm
 from deploy.fx.operations import (
     arguments_by_name,
     called_module,
+    called_once,
+    calls_of_module,
     module_calls,
     propagate_shapes,
     refresh,
