@@ -132,6 +132,8 @@ def bench(
     _refuse_unsupported(engines, threads=threads, batches=batches, profile=profile)
     sessions = {label: engine.session for label, engine in engines.items()}
     input_specs = _shared_inputs(sessions)
+
+    # random inputs, or images, on which the engines are compared too
     accuracies: dict[str, Accuracy] = {}  # label -> accuracy, of the second engine
     if images is None:
         make_inputs, notes = _choose_random_inputs(
@@ -159,6 +161,8 @@ def bench(
         kernels = _time_kernels(
             engines, inputs, latency_by_label, threads=threads, duration_s=duration_s
         )
+
+    # a row of the report for each engine, the reference first
     rows = []
     for label, loaded_engine in engines.items():
         stream_notes = _measure_streams(

@@ -94,7 +94,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
     try:
         path, model, stamp = read_source(source)
         checks.check_fields(model)
-        digest = model_digest(model)
+        digest = model_digest(model)  # of the user's model, before anything changes
         metadata_preprocess = read_metadata_preprocess(model, path)
         classes = read_class_names(model)
         integer_weights_note = restore_float_weights(model)
