@@ -302,8 +302,7 @@ class Search:
         """Return the noise of each group in int8 with all else in float; None if it cannot run."""
         all_float = {*self.units.layers, *self.float_adds}
         trials = [self._with_float(choices, all_float.difference(group)) for group in groups]
-        node_names = [self.units.node_names(group) for group in groups]
-        return self.prober.isolated_noises(trials, node_names)
+        return self.prober.isolated_noises(trials)
 
     # ------------------------------------------------------------ splits
 
