@@ -42,6 +42,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.errors import CalibrationError
+from calibrators.grids import Value
 from calibrators.kernel import SCRATCH, HistogramState, kernel
 
 BINS = 4096  # bins per side: two for each of TensorRT's 2048
@@ -107,17 +108,15 @@ def close_range(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     return closed
 
 
-def halve_resolution(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Merge bins pairwise, outwards from bin 0, to the histogram of the doubled range."""
-    merged = np.zeros_like(counts)
-    half = BINS // 2
-    # index k goes to trunc(k / 2): -1, 0 and 1 meet in 0; 2 and 3 in 1; ...; BINS in BINS / 2
-    merged[BINS] = counts[BINS - 1 : BINS + 2].sum()
-    merged[BINS + 1 : BINS + half] = counts[BINS + 2 : 2 * BINS].reshape(-1, 2).sum(axis=1)
-    merged[BINS - half + 1 : BINS] = counts[1 : BINS - 1].reshape(-1, 2).sum(axis=1)
-    merged[BINS + half] = counts[-1]
-    merged[BINS - half] = counts[0]
-    return merged
+def halve_resolution(values: NDArray[Value]) -> NDArray[Value]:
+    """Merge bins pairwise, outwards from bin 0, to the histogram of the doubled range.
+
+    `values`: counts or sums of the bins -n to n, [2 n + 1].
+    """
+    side = values.size // 2
+    # -1, 0 and 1 meet in 0; 2 and 3 in 1; ...
+    merged_bins = np.trunc(np.arange(-side, side + 1) / 2).astype(np.int64)
+    return np.bincount(merged_bins + side, values, values.size).astype(values.dtype)
 
 
 class Histogram(HistogramState):

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.errors import CalibrationError
-from calibrators.grids import FP8, fp8_codes, round_to_grid
+from calibrators.grids import BFLOAT16, FP8, fp8_codes, round_to_grid
 from calibrators.percentile import QUANTILE
 
 Array = NDArray[Any]
@@ -70,8 +70,10 @@ def to_device(array: Array, dtype: str) -> Array:
         ValueError: a number does not fit, or its kind is another. The message goes after "must
             be", as in "int8 from -128 to 127, got 300".
     """
-    if dtype == "bfloat16":
-        return _to_bfloat16(np.asarray(array, np.float32, order="C"))
+    if dtype == "bfloat16":  # the upper half of a float32
+        with np.errstate(invalid="ignore"):  # NaN stays NaN
+            rounded = round_to_grid(np.asarray(array, np.float32, order="C"), BFLOAT16)
+        return (rounded.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
     if dtype == "float8":
         grid_values = round_to_grid(np.asarray(array, np.float32, order="C"), FP8)
         return fp8_codes(np.clip(grid_values, FP8.qmin, FP8.qmax))
@@ -102,14 +104,6 @@ def from_device(bits: Array, dtype: str) -> Array:
     if dtype == "float8":
         return _float8()[bits]
     return bits.copy()
-
-
-def _to_bfloat16(values: Array) -> Array:
-    """Round float32 to its upper 16 bits, ties to even; NaN stays NaN."""
-    bits = values.view(np.uint32)
-    even = (bits >> np.uint32(16)) & np.uint32(1)
-    rounded = ((bits.astype(np.uint64) + 0x7FFF + even) >> np.uint64(16)).astype(np.uint16)
-    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
 
 
 @cache

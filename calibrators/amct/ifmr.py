@@ -40,7 +40,7 @@ from calibrators.amct.arq import (
 )
 from calibrators.errors import CalibrationError
 from calibrators.grids import Float32Array
-from calibrators.histogram import range_for
+from calibrators.histogram import halve_resolution, range_for
 from calibrators.statistics import Arrays
 
 Float64Array = NDArray[np.float64]
@@ -433,12 +433,10 @@ class IfmrHistogram:
     def _widen(self, amax: float) -> None:
         """Double the range until it covers `amax`; each doubling joins bin 2 k with 2 k + 1."""
         target = range_for(amax)
-        bin_numbers = np.arange(-FINE_BINS, FINE_BINS + 1)  # 0 is the bin around 0
-        merged_index = np.trunc(bin_numbers / 2).astype(np.int64) + FINE_BINS
         self.full_range = self.full_range or target
         while self.full_range < target:
-            self.counts = np.bincount(merged_index, self.counts, bin_numbers.size).astype(np.int64)
-            self.sums = np.bincount(merged_index, self.sums, bin_numbers.size).astype(np.float64)
+            self.counts = halve_resolution(self.counts)
+            self.sums = halve_resolution(self.sums)
             self.sums[FINE_BINS] = 0.0
             self.full_range *= 2
 
