@@ -98,20 +98,10 @@ def _integers_around(graph: Graph, node: onnx.NodeProto) -> tuple[str, str] | No
     quantize = graph.only_reader(node.output[0], "QuantizeLinear")
     if dequantize is None or quantize is None:
         return None
-    grid = _constant_grid(graph, dequantize)
-    if grid is None or grid != _constant_grid(graph, quantize):
+    params = [graph.scalar(name) for name in dequantize.input[1:]]  # scale and zero point
+    if None in params or params != [graph.scalar(name) for name in quantize.input[1:]]:
         return None
     return dequantize.input[0], quantize.output[0]
-
-
-def _constant_grid(graph: Graph, node: onnx.NodeProto) -> list[list[float]] | None:
-    """Return scale and zero point; None unless they are constants."""
-    grid = []
-    for name in node.input[1:]:
-        if name not in graph.initializers:
-            return None
-        grid.append(numpy_helper.to_array(graph.initializers[name]).reshape(-1).tolist())
-    return grid
 
 
 class _PixelCopies(ReplacementNodes):

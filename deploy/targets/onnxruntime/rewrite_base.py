@@ -149,12 +149,12 @@ class ReplacementNodes:
         ordered = self.make("Gather", [sizes.name, self.constant("order", order)], "ordered")
         operands = [ordered.name, self.constant("times", factors)]
         if channels is None:
-            shape = self.make("Mul", operands, "shape")
-            return shape.name, [sizes, ordered, shape]
-        larger = self.make("Mul", operands, "larger")
-        parts = [larger.name, self.constant("channels", [channels])]
-        shape = self.make("Concat", parts, "shape", axis=0)
-        return shape.name, [sizes, ordered, larger, shape]
+            shape_nodes = [self.make("Mul", operands, "shape")]
+        else:
+            larger = self.make("Mul", operands, "larger")
+            parts = [larger.name, self.constant("channels", [channels])]
+            shape_nodes = [larger, self.make("Concat", parts, "shape", axis=0)]
+        return shape_nodes[-1].name, [sizes, ordered, *shape_nodes]
 
 
 def replaced_nodes(

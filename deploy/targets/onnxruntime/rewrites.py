@@ -14,7 +14,7 @@ A rewrite puts operators with a fast (or correct) kernel in place of others and 
     pad_stems         first Conv of 3 channels    -> the same with 4, by the CPU
     with_tiles        ConvTranspose without overlap -> Conv of one pixel and copies
 
-Each stays because a model gains at least 3 % of its time or 0.5 dB by it; `gain` in `REWRITES`
+Each stays because a model gains at least 3 % of its time or 0.5 dB by it; `REWRITES`
 holds the figure (one thread, AVX512-VNNI; AVX2 for unfuse_biases and share_reads). On a CPU without
 VNNI `pad_stems` and `widen_depthwise` gain less or lose, so they ask its kernels.
 
@@ -57,12 +57,10 @@ class Rewrite:
 
     Attributes:
         apply: changes the model in place, or returns a changed copy.
-        gain: the largest measured gain: time without it over time with it, or SQNR.
         for_given_pairs: whether Q/DQ models of the user, kept as they are, get it too.
     """
 
     apply: Callable[[onnx.ModelProto, RewriteContext], onnx.ModelProto | None]
-    gain: str
     for_given_pairs: bool = False
 
 
@@ -342,16 +340,17 @@ def unfuse_biases(model: onnx.ModelProto, context: RewriteContext) -> None:
             bias.dims.insert(0, 1)
 
 
+# largest measured gain: time without it over time with it, or SQNR
 REWRITES = (
-    Rewrite(write_means, "MobileNetV3-small of timm 1.16"),
-    Rewrite(keep_apart, "AveragePool with padding and ceil_mode 19.9 -> 33.1 dB"),
-    Rewrite(unfuse_biases, "ConvNeXt 1.2", for_given_pairs=True),
-    Rewrite(fuse_gates, "PP-OCR cls 1.30"),
-    Rewrite(share_reads, "Convs with GELU 1.15"),
-    Rewrite(fix_averages, "AveragePool with ceil_mode 14.7 -> 35.3 dB"),
-    Rewrite(write_softmax, "YOLOv8n 1.09"),
-    Rewrite(write_upsampling, "ESPCN with Resize 1.18"),
-    Rewrite(widen_depthwise, "PP-OCR cls 1.33"),
-    Rewrite(pad_stems, "ShuffleNetV2 1.13"),
-    Rewrite(with_tiles, "PP-OCR det 1.06", for_given_pairs=True),
+    Rewrite(write_means),  # MobileNetV3-small of timm 1.16
+    Rewrite(keep_apart),  # AveragePool with padding and ceil_mode 19.9 -> 33.1 dB
+    Rewrite(unfuse_biases, for_given_pairs=True),  # ConvNeXt 1.2
+    Rewrite(fuse_gates),  # PP-OCR cls 1.30
+    Rewrite(share_reads),  # Convs with GELU 1.15
+    Rewrite(fix_averages),  # AveragePool with ceil_mode 14.7 -> 35.3 dB
+    Rewrite(write_softmax),  # YOLOv8n 1.09
+    Rewrite(write_upsampling),  # ESPCN with Resize 1.18
+    Rewrite(widen_depthwise),  # PP-OCR cls 1.33
+    Rewrite(pad_stems),  # ShuffleNetV2 1.13
+    Rewrite(with_tiles, for_given_pairs=True),  # PP-OCR det 1.06
 )

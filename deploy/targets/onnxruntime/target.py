@@ -313,19 +313,16 @@ class OnnxRuntime:
         self, decisions: tuple[Decision, ...], weights: tuple[StoredWeight, ...]
     ) -> list[str]:
         """Return notes on a model that stays float, and on weights that may saturate."""
-        from deploy.runtimes.ort import cpu_kind
-
         notes = []
         if not any(decision.quantized for decision in decisions):
             notes.append("the entire model stays in float; the nodes say why")
         count = sum(weight.saturates for weight in weights)
         if count:
-            this_cpu = ", of which this is one," if cpu_kind() == "avx2" else ""
             reason = "weights are kept as the given model has them"
             if self.full_weights:
                 reason = "--full-weights lets weights take all of int8"
             notes.append(
-                f"x86 CPUs without VNNI{this_cpu} add two products in 16 bits and can saturate in"
+                "x86 CPUs without VNNI add two products in 16 bits and can saturate in"
                 f" {counted(count, 'layer')} of the int8 model, since {reason}"
             )
         return notes
@@ -345,12 +342,11 @@ class OnnxRuntime:
 
 def _ranges_of_pairs(plan: Plan, ranges: RangeSet) -> dict[str, Scale]:
     """Return tensor -> range, for the tensors that get a pair."""
-    pair_ranges = {name: ranges.scales[name] for name in plan.activations}
-    for gate in plan.bias_shifts.values():
-        # the layer upstream adds the shift of a gate (such as Hard-Swish, which adds 3) to its
-        # bias; the sum has a pair, and the source alone has none
-        pair_ranges.pop(gate.source, None)
-    return pair_ranges
+    # the layer upstream adds the shift of a gate (such as Hard-Swish, which adds 3) to its bias;
+    # the sum has a pair, and the source alone has none
+    shifted_sources = {gate.source for gate in plan.bias_shifts.values()}
+    names = [name for name in plan.activations if name not in shifted_sources]
+    return {name: ranges.scales[name] for name in names}
 
 
 def _write_program(request: BuildRequest, engine: Path) -> Path | None:
