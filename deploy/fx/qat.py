@@ -151,7 +151,7 @@ def train(
     search = search_for(target, task.method)
     batches = task.calibration() if task.calibration else _first_inputs(task)
     calibrate(prepared, batches, search=search)
-    report(f"ranges by {search.label}, {task.ranges}")
+    report(f"ranges by {search.label}, {task.ranges}")  # such as "mse, learned"
     score_before = _evaluate(task, prepared)
     if score_before is not None:
         report(f"before training (PTQ, {bits} bits): {score_before:.4f}")

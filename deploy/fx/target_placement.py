@@ -271,7 +271,7 @@ def _find_groups(model: onnx.ModelProto, plan: Plan, share: Sequence[str]) -> di
     for pair in plan.pairs:
         scale_owner = plan.scale_owners.get(pair.tensor, pair.tensor)
         group_by_tensor[pair.tensor] = scale_owner
-    sharing_ops = set[str]().union(*(SHARED_SCALE_OPS[kind] for kind in share))
+    sharing_ops = {op_type for kind in share for op_type in SHARED_SCALE_OPS[kind]}
     graph = Graph(model)
     for node in graph.nodes:
         if node.op_type not in sharing_ops:
