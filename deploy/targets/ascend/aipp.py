@@ -239,7 +239,7 @@ def _plan_frame(preprocess: Preprocess, source: AippSource) -> FramePlan | None:
     if frame_size == input_size or source.dynamic:
         return None
     is_larger = frame_size[0] >= input_size[0] and frame_size[1] >= input_size[1]
-    # the calibration resized no such frame either, it only cropped the center
+    # "short-side" shrinks only frames above that size: the calibration just cropped the center
     is_cropped_only = preprocess.resize == "short-side" and min(frame_size) <= preprocess.short
     if is_larger and is_cropped_only:
         return None
@@ -402,13 +402,14 @@ def _describe_input(parameters: Any, preprocess: Preprocess, source: AippSource)
 def _set_normalization(parameters: Any, preprocess: Preprocess) -> str:
     """Set means and factors of the channels; return a sentence on their float16 error.
 
-    AIPP computes ``(pixel - mean_chn - min_chn) * var_reci_chn``: the mean's integer part and its
-    fraction are separate, and fraction and factor are float16.
+    `preprocess` computes ``(pixel * scale - mean) / std``, and AIPP the same as
+    ``(pixel - mean_chn - min_chn) * var_reci_chn``: the mean's integer part and its fraction are
+    separate, and fraction and factor are float16.
     """
     pixels = np.array([0.0, 255.0])  # the error is linear in the pixel, so its ends show the most
     max_error = 0.0
     for channel in range(1 if preprocess.color == "grey" else 3):
-        mean = _channel_value(preprocess.mean, channel) / preprocess.scale
+        mean = _channel_value(preprocess.mean, channel) / preprocess.scale  # in pixel units
         factor = preprocess.scale / _channel_value(preprocess.std, channel)
         if not 0 <= mean <= 255:
             raise ExportError(
@@ -416,7 +417,8 @@ def _set_normalization(parameters: Any, preprocess: Preprocess) -> str:
                 " preprocess on the host"
             )
         mean_integer = int(mean)
-        mean_fraction, factor16 = float(np.float16(mean - mean_integer)), float(np.float16(factor))
+        mean_fraction = float(np.float16(mean - mean_integer))
+        factor16 = float(np.float16(factor))
         if not 2.0**-14 <= factor16 <= 65504:
             raise ExportError(
                 f"AIPP holds 1 / std in float16, got {factor:g} for channel {channel};"
@@ -427,8 +429,10 @@ def _set_normalization(parameters: Any, preprocess: Preprocess) -> str:
         getattr(parameters, f"var_reci_chn_{channel}").append(factor16)
 
         exact = (pixels - mean) * factor
-        error = np.abs((pixels - mean_integer - mean_fraction) * factor16 - exact).max()
-        max_error = max(max_error, float(error / max(np.abs(exact).max(), 1e-9)))
+        computed = (pixels - mean_integer - mean_fraction) * factor16
+        error = np.abs(computed - exact).max()
+        full_scale = max(np.abs(exact).max(), 1e-9)
+        max_error = max(max_error, float(error / full_scale))
     return (
         f"AIPP holds its factors in float16: inputs differ by at most {max_error:.2g} of full"
         " scale."
@@ -491,8 +495,9 @@ def measure_aipp_error(
     for expected in batch:
         pixels = input_to_image(expected[None], preprocess)
         assert pixels is not None
-        framed = _pad_to_source(pixels, aipp.parameters)  # AIPP's crop takes the padding away
-        computed = run_aipp(aipp.parameters, to_source_format(framed, preprocess, source))
+        padded = _pad_to_source(pixels, aipp.parameters)  # AIPP's crop takes the padding away
+        picture = to_source_format(padded, preprocess, source)
+        computed = run_aipp(aipp.parameters, picture)
         errors.append(float(np.abs(computed - expected).mean() / full_scale))
     return max(errors)
 

@@ -167,7 +167,7 @@ class RecordPlan:
     _arq: WeightScales = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self._entries:
+        if not self._settings_by_layer:
             raise ConfigError("a configuration must leave a layer to quantize, got none enabled")
         refuse_padless_deconvs(self.model, self.layers, self.config)
         if self.batch_count < self.config.batch_num:
@@ -191,10 +191,10 @@ class RecordPlan:
     @cached_property
     def layers(self) -> dict[str, Layer]:
         """Enabled layers and tensor_quantize inputs, in the model's order."""
-        return self.graph.select(self._entries)
+        return self.graph.select(self._settings_by_layer)
 
     @cached_property
-    def _entries(self) -> Mapping[str, LayerConfig]:
+    def _settings_by_layer(self) -> Mapping[str, LayerConfig]:
         return self.config.entries()
 
     @cached_property
@@ -207,7 +207,7 @@ class RecordPlan:
         variant = Variant(self.model_key, lambda _: self.model)
         observations = {}
         for name, layer in self.layers.items():
-            if self._entries[name].dmq_balancer_param is not None:
+            if self._settings_by_layer[name].dmq_balancer_param is not None:
                 axis = 1 if layer.rank else -1
                 statistic = ChannelMaxOf(axis=axis, samples=self._dmq_sample_count)
                 observations[name] = Observation(variant, layer.input, statistic, name)
@@ -259,7 +259,9 @@ class RecordPlan:
         return Variant(self._key(), self._make_model, needs=self._needed_observations)
 
     def _observation(self, name: str, tensor: str) -> Observation:
-        return Observation(self._variant, tensor, self._statistic(self._entries[name]), name)
+        return Observation(
+            self._variant, tensor, self._statistic(self._settings_by_layer[name]), name
+        )
 
     @property
     def observations(self) -> tuple[Observation, ...]:
@@ -274,7 +276,7 @@ class RecordPlan:
             CalibrationError: activations or weights with NaN or Inf, or scales that are not finite.
         """
         factors, roundings = self.dmq_factors(observed), self.round_weights(observed)
-        # AMCT searches the layers that DMQ balances first; the record file has this order too
+        # the layers that DMQ balances come first, as in AMCT's searches and its record file
         names = sorted(self.first_inputs, key=lambda name: name not in factors)
         first_inputs = {name: self.first_inputs[name] for name in names}
         first_scales = self._search_scales(first_inputs, observed)
@@ -283,26 +285,28 @@ class RecordPlan:
         records = {}
         searched_inputs = []  # (layer, observation of one of its inputs, scale of that input)
         for name, input_scale in first_scales.items():
-            records[name] = self._record(name, input_scale, weight_scales[name], factors, roundings)
+            records[name] = self._make_layer_record(
+                name, input_scale, weight_scales[name], factors, roundings
+            )
             searched_inputs.append((name, first_inputs[name], input_scale))
         for name, second_scale in second_scales.items():  # of a MatMul of two activations
             # AMCT stores the scale of the second input where other layers have their weight's
             scale_w = np.array([second_scale.scale])
             records[name] = replace(records[name], scale_w=scale_w, has_weight=True)
             searched_inputs.append((name, self.second_inputs[name], second_scale))
-        return self._make_result(records, searched_inputs, roundings.values(), observed)
+        return self._make_calibration_record(records, searched_inputs, roundings.values(), observed)
 
-    def _make_result(
+    def _make_calibration_record(
         self,
         records: dict[str, LayerRecord],
         searched_inputs: Iterable[tuple[str, Observation, AscendScale]],
         roundings: Iterable[RoundedWeights],
         observed: ObservedStatistics,
     ) -> CalibrationRecord:
-        """Return the records with what the report shows of the searches.
+        """Return the records, with the results of the searches that the report shows.
 
-        That is the clip range of each input, and the layers whose input AMCT's scale cannot
-        represent.
+        These are the clip range of each input, and the layers whose inputs are all 0, or round to 0
+        with the scale that AMCT's search found.
 
         Args:
             records: layer -> its record.
@@ -316,7 +320,9 @@ class RecordPlan:
         for name, observation, input_scale in searched_inputs:
             recorder = observed.recorder(observation)
             assert isinstance(recorder, InputRecorder)
-            ranges[observation.tensor] = clip_range(input_scale, recorder, self._entries[name])
+            ranges[observation.tensor] = clip_range(
+                input_scale, recorder, self._settings_by_layer[name]
+            )
             largest = max(map(abs, recorder.extremes))
             if largest == 0:
                 zero_layers[name] = None
@@ -338,7 +344,7 @@ class RecordPlan:
         result_by_search: dict[object, AscendScale] = {}
         scales = {}
         for name, observation in observations.items():
-            params = search_params(self._entries[name])
+            params = search_params(self._settings_by_layer[name])
             search = (observation, params)
             if search not in result_by_search:
                 with _in_layer(name):
@@ -350,7 +356,7 @@ class RecordPlan:
             scales[name] = result_by_search[search]
         return scales
 
-    def _record(
+    def _make_layer_record(
         self,
         name: str,
         input_scale: AscendScale,
@@ -362,7 +368,7 @@ class RecordPlan:
 
         A layer without a weight has 8 bits there, as in AMCT.
         """
-        layer, settings = self.layers[name], self._entries[name]
+        layer, settings = self.layers[name], self._settings_by_layer[name]
         return LayerRecord(
             scale_d=input_scale.scale,
             offset_d=input_scale.offset,
@@ -422,7 +428,7 @@ class RecordPlan:
         """Return the DMQ factors of a layer."""
         layer = self.layers[name]
         weight_maxima = _weight_channel_maxima(read_constant(self._index, layer.weight), layer)
-        strength = self._entries[name].dmq_balancer_param
+        strength = self._settings_by_layer[name].dmq_balancer_param
         assert strength is not None
         try:
             return balance_factors(maxima.values, weight_maxima, strength=strength)
@@ -437,7 +443,7 @@ class RecordPlan:
             return np.zeros(0, np.float32)
         if not layer.weight:
             return np.ones(1, np.float32)
-        params = self._entries[layer.name].weight
+        params = self._settings_by_layer[layer.name].weight
         rows = self._weight_rows(layer, factors)
         return arq(rows, bits=params.num_bits, channel_wise=bool(params.channel_wise))
 

@@ -266,19 +266,20 @@ def rewrite_inputs(
         inverse_factors: layer name -> 1 / DMQ factors, float32 [C_in]; a Mul before the layer
             multiplies its input by them.
     """
-    out = copy_without_initializers(model, weights, placeholders=True)
+    # placeholders keep the places of the weights that `update_tensors` fills in below
+    rewritten = copy_without_initializers(model, weights, placeholders=True)
     nodes: Nodes = []
-    for node in out.graph.node:
+    for node in rewritten.graph.node:
         if node.op_type == "Constant" and node.output[0] in weights:
             continue  # the weight becomes an initializer
         if node.name in inverse_factors:
             shape = (1, -1, *[1] * layers[node.name].rank)
             nodes += multiply_input(node, inverse_factors[node.name].reshape(shape))
         nodes.append(node)
-    update_tensors(out.graph.initializer, weights)
-    replace_nodes(out.graph, nodes)
-    drop_initializer_inputs(out.graph)
-    return out
+    update_tensors(rewritten.graph.initializer, weights)
+    replace_nodes(rewritten.graph, nodes)
+    drop_initializer_inputs(rewritten.graph)  # a graph of IR 3 lists them as inputs too
+    return rewritten
 
 
 # attribute of AscendDequant for packed 4-bit weights: AMCT marks them nowhere, and ATC ignores
@@ -287,7 +288,7 @@ PACKED = "wts_type"
 
 
 def deploy_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:
-    """Return the model for atc: layers on integers, between AscendQuant and AscendDequant nodes.
+    """Return the model for atc: layers in integers, between AscendQuant and AscendDequant nodes.
 
     The activation offset is not folded into the bias: atc does that when it compiles.
 
@@ -307,12 +308,12 @@ def deploy_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> on
     for quant_layer in layers.values():
         # a tensor_quantize input has an AscendAntiQuant instead, without packed scales
         if quant_layer.layer.input_index is None:
-            values = pack_dequant_scales(quant_layer.dequant)
+            packed_scales = pack_dequant_scales(quant_layer.dequant)
             parameter = helper.make_tensor(
                 f"{quant_layer.layer.name}.dequant.param",
                 onnx.TensorProto.UINT64,
-                values.shape,
-                values.tolist(),
+                packed_scales.shape,
+                packed_scales.tolist(),
             )
             deploy.graph.initializer.append(parameter)
     return deploy
@@ -409,24 +410,22 @@ _MAX_GRID_ERROR = 0.01  # steps: float32 error of a weight that is an integer ti
 
 
 def modified_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:
-    """Return the float model whose weights AMCT rounds to the nearest as AdaRound rounded them.
+    """Return the float model with weights that give AdaRound's integers when AMCT rounds them.
 
-    They are AdaRound's integers times their scale, divided by DMQ's factors. AMCT's record has the
-    scales, but no integers.
+    AMCT's record has the scales, but not the integers, and AMCT rounds to the nearest. So a weight
+    becomes AdaRound's integers times their scale, divided by DMQ's factors.
     """
     index = Graph(model)
     new_weights = {}
     for quant_layer in layers.values():
-        if quant_layer.record.rounded_weight is None:
+        layer, record = quant_layer.layer, quant_layer.record
+        if record.rounded_weight is None:
             continue
-        weight_name, layer = quant_layer.layer.weight, quant_layer.layer
         shape = read_weight_rows(index, layer).shape
-        rows = quant_layer.record.rounded_weight.reshape(shape) * by_row(
-            quant_layer.record.scale_w, len(shape)
-        )
-        inverse_factors = np.asarray(1 / quant_layer.record.factors, np.float32)
+        rows = record.rounded_weight.reshape(shape) * by_row(record.scale_w, len(shape))
+        inverse_factors = np.asarray(1 / record.factors, np.float32)
         weight = balanced_weight(from_rows(rows, layer), layer, inverse_factors)
-        new_weights[weight_name] = numpy_helper.from_array(weight, weight_name)
+        new_weights[layer.weight] = numpy_helper.from_array(weight, layer.weight)
     return rewrite_inputs(model, new_weights)
 
 
@@ -438,8 +437,8 @@ def find_unrounded_layers(
 ) -> list[str]:
     """Return the AdaRound layers whose float weights are not integers times the record's scale.
 
-    A record of AdaRound belongs to the model that was saved with its rounded weights (see
-    `modified_model`). Such a layer shows that another model was given.
+    A record of AdaRound belongs to the model that was saved with the rounded weights (see
+    `modified_model`). If the result is not empty, the user gave another model.
 
     `adaround_names`: layers that AdaRound rounded; those without record or layer are left out.
     """
@@ -450,7 +449,7 @@ def find_unrounded_layers(
             continue
         layer, record = graph.layers[name], records[name]
         rows = read_weight_rows(index, layer, record.factors)
-        integers = rows / by_row(record.scale_w, rows.ndim)  # if the weights are on the grid
-        if np.abs(integers - np.rint(integers)).max() > _MAX_GRID_ERROR:
+        codes = rows / by_row(record.scale_w, rows.ndim)  # integers if AdaRound's weights are here
+        if np.abs(codes - np.rint(codes)).max() > _MAX_GRID_ERROR:
             unrounded.append(name)
     return unrounded

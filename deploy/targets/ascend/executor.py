@@ -281,8 +281,9 @@ class _IntegerWriter:
             node.input[0] = self.subtract_zero(part)
             self.nodes.append(node)
         elif node.op_type in ("Gemm", "MatMul") and node.input[1] in self.parts_by_tensor:
-            # both factors are activations, of 8 bits
-            (part,), (second_part,) = parts, self.parts_by_tensor[node.input[1]]
+            # both factors are activations, of 8 bits: one part each
+            (part,) = parts
+            (second_part,) = self.parts_by_tensor[node.input[1]]
             zeros = [self.add_constant(np.uint8(zero)) for zero in (part.zero, second_part.zero)]
             tensors = part.tensor, second_part.tensor
             self.emit("MatMulInteger", *tensors, *zeros, output=node.output[0])

@@ -281,7 +281,7 @@ def _other_weights_alert(layer_names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _record_notes(path: Path, unfolded: Collection[str], ignored: Collection[str]) -> Iterator[str]:
-    """Yield notes on a record: what of it could not be used as it is.
+    """Yield notes on a record: how it was used, and which entries could not be.
 
     Args:
         path: the record.
@@ -301,8 +301,8 @@ def _record_notes(path: Path, unfolded: Collection[str], ignored: Collection[str
 def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
     """Return the recipe (model, scales, integers) of a build from a TensorRT calibration cache.
 
-    The cache has the scales of the activations, which are symmetric. AMCT's ARQ gives those of the
-    weights, from the weights alone.
+    The cache has symmetric scales of the activations. The weights' scales come from ARQ, AMCT's
+    search that needs nothing but the weights.
 
     Args:
         subject: the model.
@@ -315,7 +315,7 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
     cache = read_cache(path)
     model, graph = prepare_model(subject.model)
     match = match_cache(cache, subject.model, original=subject.original, placement=ASCEND)
-    # only for the scales of ARQ, which reads the weights alone: no sample runs through this plan
+    # a calibration plan only for ARQ: no sample runs through it
     config = default_config(graph, activation_offset=False)
     plan = RecordPlan(model=model, graph=graph, config=config, model_key="", samples=1)
     # the default config uses neither DMQ (factors) nor AdaRound (roundings)
@@ -337,8 +337,8 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
             " model's own cache (`calib8 cache check --model` tells more)"
         )
 
-    reason_by_tensor = {tensor.tensor: tensor.reason for tensor in match.tensors}
-    float_reasons = {}
+    reason_by_tensor = {coverage.tensor: coverage.reason for coverage in match.tensors}
+    float_reasons = {}  # completes "its input ..."
     for name, layer in graph.layers.items():
         if name not in records:
             reason = reason_by_tensor.get(layer.input) or f"has no scale in {path.name}"
@@ -414,9 +414,11 @@ def _find_unfolded_layers(
     folded_index, unfolded_index = Graph(folded_model), Graph(unfolded_model)
     names = []
     for name, record in records.items():
-        folded = _scale_distance(folded_index, folded_graph.layers.get(name), record)
-        unfolded = _scale_distance(unfolded_index, unfolded_graph.layers.get(name), record)
-        if folded is not None and unfolded is not None and unfolded < folded:
+        folded_distance = _scale_distance(folded_index, folded_graph.layers.get(name), record)
+        unfolded_distance = _scale_distance(unfolded_index, unfolded_graph.layers.get(name), record)
+        if folded_distance is None or unfolded_distance is None:  # not a layer of both models
+            continue
+        if unfolded_distance < folded_distance:
             names.append(name)
     return names
 

@@ -149,7 +149,10 @@ class _Float16Writer:
             self.new_constants[name] = constant
 
     def rewrite(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
-        """Set the types of a node, in place; yield it, and the Casts before and after it."""
+        """Yield a node with the types of its tensors set, in place, and the Casts that it needs.
+
+        Casts between float16 and float32 of the model itself stay; they are only recorded here.
+        """
         if is_standard(node) and node.op_type != "Cast":
             yield from self.rewrite_standard(node)
             return
@@ -194,14 +197,15 @@ class _Float16Writer:
         inputs = list(zip(input_variables, node.input, strict=True))
         outputs = list(zip(output_variables, node.output, strict=True))
 
+        # which type variables are float16 in this node
         common_variables = {*input_variables} & {*output_variables}
         if node.name in self.float32_nodes:
             float16_variables = set[str]()
         elif common_variables:
-            variables_of_outputs = {
+            variables_of_float16_outputs = {
                 variable for variable, name in outputs if name in self.tensors_to_be_float16
             }
-            float16_variables = variables_of_outputs & common_variables
+            float16_variables = variables_of_float16_outputs & common_variables
         else:  # such as a comparison, whose outputs have another type: the inputs decide
             float16_variables = {variable for variable, name in inputs if self.is_float16(name)}
 

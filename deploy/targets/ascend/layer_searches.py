@@ -291,6 +291,7 @@ def _compare_outputs(
     """
     index = Graph(model)
     twins = {name: _open_twin(model, index, quant_layer) for name, quant_layer in layers.items()}
+    # the float model yields the inputs and outputs of all layers; its own inputs are in the sample
     tapped_tensors: set[str] = set()
     for quant_layer in layers.values():
         tapped_tensors.update((quant_layer.layer.output, *quant_layer.layer.activations))
@@ -316,7 +317,7 @@ def _compare_outputs(
 
 
 def _open_twin(model: onnx.ModelProto, index: Graph, quant_layer: QuantLayer) -> OrtSession:
-    """Return the int8 form of a layer by itself, with the Add of a MatMul's bias."""
+    """Open the int8 form of a layer as a model of its own, with the Add of a MatMul's bias."""
     layer = quant_layer.layer
     nodes = [node for node in model.graph.node if node.name in (layer.node, layer.bias_add)]
     inputs = [
@@ -325,8 +326,8 @@ def _open_twin(model: onnx.ModelProto, index: Graph, quant_layer: QuantLayer) ->
     ]
     outputs = [ValueInfoProto(name=layer.output)]
     float_layer = extract_nodes(model, nodes, (), inputs=inputs, outputs=outputs)
-    read = {name for node in nodes for name in node.input}
-    for name in sorted(read & set(index.constants)):
+    read_tensors = {name for node in nodes for name in node.input}
+    for name in sorted(read_tensors & set(index.constants)):
         float_layer.graph.initializer.append(copy_tensor(index.constants[name], name))
     return OrtSession.open(
         fake_quant_model(float_layer, {layer.name: quant_layer}), threads=1, spin=False

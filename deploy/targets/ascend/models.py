@@ -156,7 +156,7 @@ def _make_mapping_node(
         original_outputs: (original node, output index) that makes each output; None for an output
             that the original does not have.
     """
-    names = {"s": original_nodes} if original_nodes else {}
+    names = {"s": original_nodes} if original_nodes else {}  # "s": a list of strings, as in CANN
     return {
         "name": name,
         "type": kind,

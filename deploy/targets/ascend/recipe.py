@@ -174,7 +174,7 @@ def _read_qdq_layers(index: Graph) -> tuple[dict[str, _QdqLayerParams], dict[str
             continue
         try:
             input_pair = input_grid(node, index)
-            _refuse_other_bits(input_pair)
+            _refuse_unless_8_bit(input_pair)
             weight_scales = np.ones(1, np.float32)
             if node.op_type != "AveragePool":  # which has no weight
                 weight_scales = _read_weight_scales(node, index)
@@ -192,13 +192,13 @@ def _read_qdq_layers(index: Graph) -> tuple[dict[str, _QdqLayerParams], dict[str
 def _read_weight_scales(node: onnx.NodeProto, index: Graph) -> Float32Array:
     """Return the scales of a layer's weight, [C_out] or [1]."""
     weight_pair, scales = weight_grid(node, index)
-    _refuse_other_bits(weight_pair)
+    _refuse_unless_8_bit(weight_pair)
     if weight_pair.int8_zero.any():
         raise UnfitError("its weight has a zero point, and Ascend's have none")
     return scales
 
 
-def _refuse_other_bits(grid: PairGrid) -> None:
+def _refuse_unless_8_bit(grid: PairGrid) -> None:
     if not grid.is_8_bit:
         raise UnfitError(f"it is quantized to {grid.dtype}, and Ascend's layers to int8")
 
@@ -250,10 +250,11 @@ def _fit_weight_scales(
 ) -> tuple[Float32Array, str]:
     """Return the weight scales of a Q/DQ layer in a form that Ascend takes.
 
-    They are the model's own if Ascend takes them. With others the weight is rounded again.
+    They are the model's own if Ascend takes them. Else they are new ones, with which the weight is
+    rounded again.
 
     Returns:
-        (scales, reason for other ones): `_ONE_MATRIX_SCALE` or `_NO_ROOM_FOR_SUMS`; "" if they are
+        (scales, reason for new ones): `_ONE_MATRIX_SCALE` or `_NO_ROOM_FOR_SUMS`; "" if they are
         the model's own.
     """
     channel_scales = params.scale_w

@@ -436,17 +436,18 @@ class Ascend:
     def record_plan(self, subject: CalibrationSubject) -> RecordPlan:
         """Return the plan of the calibration: which layers are quantized, what is observed.
 
-        The configuration and --keep-float choose the layers. The plan's model keeps the
-        BatchNormalizations that AMCT would not fold, while `subject.model` has none.
+        The configuration and --keep-float choose the layers. In `subject.model` every
+        BatchNormalization is folded into its layer; the plan's model keeps those that AMCT would
+        not fold.
         """
         from deploy.calibration.observation import FOLDED
         from deploy.targets.ascend.amct_calibration import RecordPlan
 
         model, graph = prepare_model(subject.model)
         config = self._resolve_config(graph, subject)
-        model_key = FOLDED  # statistics of models with one key may be used for one another
+        model_key = FOLDED  # models with equal keys share their stored statistics
         unfolded_deconvs = []
-        if self.configured:  # then as AMCT, which folds none into a ConvTranspose
+        if self.configured:  # with a configuration of AMCT, which folds none into a ConvTranspose
             unfolded_deconvs = find_unfolded_deconvs(subject.unfolded.model)
         if not config.do_fusion or config.skip_fusion_layers or unfolded_deconvs:
             model, graph = unfuse_batchnorms(subject, config, unfolded=unfolded_deconvs)

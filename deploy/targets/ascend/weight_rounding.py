@@ -149,7 +149,10 @@ class AdaRoundSteps:
     def _make_step(
         self, layer: Layer, node: onnx.NodeProto, earlier_steps: Mapping[str, AdaStep]
     ) -> AdaStep:
-        """Return the AdaRound step of a layer: its search parameters and two observations.
+        """Return the AdaRound step of a layer: what to observe, and with which values to search.
+
+        The step rounds the weights up or down so that the layer's outputs come close to those of
+        the float model, the targets.
 
         Args:
             layer: the layer.
@@ -164,7 +167,7 @@ class AdaRoundSteps:
         weight_config = self.config.layers[layer.name].weight
         params = AdaParams(**{key: getattr(weight_config, key) for key in ADA})
         is_matrix = layer.kind in ("Gemm", "MatMul")
-        window = None
+        window = None  # how the kernel moves over the input; a matrix has none
         if not is_matrix:
             is_transposed = layer.kind == "ConvTranspose"
             window = make_window(attributes(node), weight_rows.shape[2:], transposed=is_transposed)
@@ -207,8 +210,9 @@ class AdaRoundSteps:
         The targets are its outputs in the float model. The inputs are those of the model in which
         the layers before it have AdaRound's weights.
 
-        An observation is made after those in its `needs`. So one layer's values are in memory at a
-        time: the targets come after the inputs of the layer before, and the inputs after them.
+        An observation is made after those in its `needs`, here one after the other, so that only
+        one layer's values are in memory: first the inputs of the layer before, then this layer's
+        targets, then its inputs.
 
         Args:
             layer: the layer.

@@ -200,7 +200,7 @@ def engine_key(
     return {
         "tensorrt": sdk.version,
         "gpu": sdk.gpu,
-        "stand_ins": [],  # as in the keys of engines that were built earlier
+        "stand_ins": [],  # without meaning now; engines built earlier have it in their keys
         "model_sha256": model_sha256,
         "cache_sha256": cache_sha256,
         "layers": "detailed",  # profiling verbosity, as `_set_flags` sets it
@@ -331,7 +331,8 @@ def _set_flag(config: trt.IBuilderConfig, flag: str) -> None:
 
     Raises:
         AttributeError: this TensorRT does not have it.
-        ValueError: the flag is unknown or its value is wrong; its text completes "got: ...".
+        ValueError: the flag is unknown or its value is wrong; the caller writes its text after
+            "got: ".
     """
     import tensorrt as trt
 
@@ -339,7 +340,7 @@ def _set_flag(config: trt.IBuilderConfig, flag: str) -> None:
     setting = ENGINE_FLAGS.get(name)
     if setting is None:
         raise ValueError("it is none of " + ", ".join(ENGINE_FLAGS))
-    is_builder_flag = setting.isupper()
+    is_builder_flag = setting.isupper()  # a member of BuilderFlag, such as REFIT
     if is_builder_flag:
         expected_value = "enable" if name == "--sparsity" else ""  # other flags have no value
         if value != expected_value:
@@ -347,7 +348,8 @@ def _set_flag(config: trt.IBuilderConfig, flag: str) -> None:
         config.set_flag(getattr(trt.BuilderFlag, setting))
         return
 
-    # an attribute of the configuration: getattr raises for that of a newer TensorRT, setattr not
+    # else an attribute of the configuration: reading it raises AttributeError if this TensorRT is
+    # too old to have it, which setting it would not
     getattr(config, setting)
     if name == "--hardwareCompatibilityLevel":
         if value not in _COMPATIBILITY_LEVELS:

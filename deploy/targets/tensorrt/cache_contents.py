@@ -435,15 +435,16 @@ def cache_notes(
         parser = likely_parser(parsed_model, reading_version(subject))
     if parser == CAFFE:
         notes.append("Tensors are named as TensorRT's Caffe parser names them.")
-    # some methods read full batches, so that the last samples may be left out; 0 for the others
+    # samples in a batch, for a method that reads full batches only and so may leave out the last
+    # samples; 0 for other methods
     calibration_batch = subject.statistic.first_batch
     if calibration_batch:
         notes += note_left_out(subject.samples, calibration_batch, filled=subject.filled)
-    infinite = [name for name, trouble in ranges.unusable.items() if trouble.is_infinite]
-    if infinite:
+    infinite_tensors = [name for name, trouble in ranges.unusable.items() if trouble.is_infinite]
+    if infinite_tensors:
         notes.append(
-            f"{len(infinite)} tensors held infinity ({', '.join(infinite[:3])}); TensorRT leaves"
-            " such tensors in float."
+            f"{len(infinite_tensors)} tensors held infinity ({', '.join(infinite_tensors[:3])});"
+            " TensorRT leaves such tensors in float."
         )
     if subject.method.name == "legacy":
         notes.append(

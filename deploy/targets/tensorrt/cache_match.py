@@ -202,8 +202,8 @@ def _plan_with_scales(
         float_nodes: node -> why it stays in float.
 
     Returns:
-        The plan, and the owner of every tensor that is quantized where all have scales: tensor ->
-        owner. A tensor without a scale stands for itself.
+        The plan, and tensor -> owner, for each tensor that would be quantized if the cache had all
+        scales. The owner of a tensor without a scale is the tensor itself.
     """
     owner_by_entry = scale_owners(expected)
     # the output of a pool -> the pool's input; any other tensor -> itself
@@ -213,19 +213,20 @@ def _plan_with_scales(
     reason_by_float_tensor = {}
     for pair in complete_plan.pairs:
         tensor = pair.tensor
-        moved_tensor = complete_plan.scale_owners.get(tensor, tensor)  # such as a Flatten's input
+        # the tensor whose values it has: for a Flatten's output the Flatten's input
+        copied_tensor = complete_plan.scale_owners.get(tensor, tensor)
         candidates = (
             source_by_tensor.get(tensor, tensor),  # as in every cache of TensorRT
             tensor,
-            moved_tensor,  # if a cache of another origin has no entry for its copy
+            copied_tensor,  # for a cache of another tool, without an entry for the copy
         )
         owners = [name for name in candidates if name in scale_by_tensor]
         owner_by_tensor[tensor] = owners[0] if owners else tensor
         if not owners:
             reason = flaw_by_tensor.get(tensor, "has no entry in the cache")
             reason_by_float_tensor[tensor] = reason
-            # which has no scale either: by its name `analyse` finds the nodes that read the copy
-            reason_by_float_tensor[moved_tensor] = reason
+            # it has no scale either, and `analyse` finds the readers of the copy by its name
+            reason_by_float_tensor[copied_tensor] = reason
     plan = analyse(model, placement, float_nodes=float_nodes, float_tensors=reason_by_float_tensor)
     # `owner_by_tensor` stands in place of the plan's owners
     return replace(plan, scale_owners={}), owner_by_tensor

@@ -168,8 +168,8 @@ def concat_groups(
 ) -> list[frozenset[str]]:
     """Return the groups of two or more `tensors` that meet in a Concat and so share a scale.
 
-    Concats with a common tensor form one group. A tensor that has the scale of another one, its
-    owner, stands in the group by its owner. For DLA a pool joins its input and output too.
+    Concats with a common tensor form one group. In place of a tensor that takes the scale of
+    another one, its owner, the owner is in the group. For DLA a pool joins its input and output.
     """
     joining_operators = {"Concat"}
     if plan.placement.pairs_everywhere:  # DLA
@@ -179,8 +179,8 @@ def concat_groups(
     for node in model.graph.node:
         if node.op_type not in joining_operators:
             continue
-        names = [*node.input, *node.output]
-        group = candidates.intersection(plan.scale_owners.get(name, name) for name in names)
+        owners = [plan.scale_owners.get(name, name) for name in (*node.input, *node.output)]
+        group = candidates.intersection(owners)
         overlapping_groups = [earlier for earlier in groups if earlier & group]
         for earlier in overlapping_groups:
             groups.remove(earlier)
@@ -202,7 +202,7 @@ def share_scales(model: onnx.ModelProto, plan: Plan) -> Plan:
         owner -> the tensors whose ranges its scale covers, if not only its own.
     """
     graph = Graph(model)
-    plan_without_owners = replace(plan, scale_owners={})  # those are found anew below
+    plan_without_owners = replace(plan, scale_owners={})  # the owners are determined below
     paired_tensors = dict.fromkeys(pair.tensor for pair in plan.pairs)
     group_by_tensor: dict[str, frozenset[str]] = {}
     for group in concat_groups(model, plan_without_owners, paired_tensors):
@@ -211,24 +211,24 @@ def share_scales(model: onnx.ModelProto, plan: Plan) -> Plan:
     scale_owners, range_sources = {}, {}
     for tensor in paired_tensors:
         members = [tensor]  # tensors with one scale
-        owner = _before_pools(graph, tensor)
+        owner = _input_of_pools(graph, tensor)
         if tensor in group_by_tensor:
             members = sorted(group_by_tensor[tensor])
             owner = members[0]  # any one, but the same in every run
         elif owner in group_by_tensor:
-            # the pool's input meets other tensors in a Concat, whose scale may be larger than its
-            # own: the pool's output does not take that
+            # In a Concat the pool's input takes the largest of several scales. The pool's output
+            # has no need of that one, and keeps a scale of its own.
             owner = tensor
 
         if owner != tensor:
             scale_owners[tensor] = owner
-        sources = tuple(dict.fromkeys(_before_pools(graph, member) for member in members))
+        sources = tuple(dict.fromkeys(_input_of_pools(graph, member) for member in members))
         if sources != (owner,):
             range_sources[owner] = sources
     return replace(plan, scale_owners=scale_owners, range_sources=range_sources)
 
 
-def _before_pools(graph: Graph, tensor: str) -> str:
+def _input_of_pools(graph: Graph, tensor: str) -> str:
     """Return the tensor upstream of any pools: the one whose scale `tensor` has in a cache."""
     node = graph.producer.get(tensor)
     while node is not None and node.op_type in POOLING_LAYERS:
@@ -269,20 +269,21 @@ def _restore_float_weights(quantized: onnx.ModelProto, model: onnx.ModelProto) -
         if int8_name not in initializer_by_name:  # restored already, for another node
             continue
         float_name = _find_float_weight(int8_name, float_initializers)
-        if not float_name or not _gives_stored_integers(
-            dequantizer, initializer_by_name, float_initializers[float_name]
-        ):
+        if not float_name:
+            continue
+        float_weight = float_initializers[float_name]
+        if not _gives_stored_integers(dequantizer, initializer_by_name, float_weight):
             continue
 
-        # from here on a QuantizeLinear of the float weight makes the integers
+        # the int8 tensor becomes the output of a QuantizeLinear with the scales of its DQ node
         inputs = [float_name, *dequantizer.input[1:]]
         quantize_nodes.append(
             make_node(Q, inputs, int8_name, f"{int8_name}/Q", **attributes(dequantizer))
         )
         graph.initializer.remove(initializer_by_name.pop(int8_name))
-        if float_name not in initializer_by_name:
-            graph.initializer.append(float_initializers[float_name])
-            initializer_by_name[float_name] = float_initializers[float_name]
+        if float_name not in initializer_by_name:  # else added already, for another node
+            graph.initializer.append(float_weight)
+            initializer_by_name[float_name] = float_weight
     replace_nodes(graph, [*quantize_nodes, *graph.node])
 
 
@@ -442,12 +443,9 @@ class _PairRemover:
         return name
 
     def _read_activation(self, quantizer: onnx.NodeProto, dequantizer: onnx.NodeProto) -> None:
-        """Record the scale of an activation's pair, and the name of the float tensor without it.
+        """Record the scale of an activation's pair, and the float tensor that replaces its output.
 
-        A pair rounds one tensor, its input, for the readers of its output. Without the pair they
-        read the input. It keeps its name, but for two cases in which it takes the output's: the
-        output is one of the model, or calib8 made the pair, and gave the name `t` of the float
-        tensor to the output and `t/float` to the input.
+        Without the pair, the readers of its output read its input.
         """
         output = dequantizer.output[0]
         # the input of a second pair in a row is the output of the first, which is removed too
@@ -455,6 +453,9 @@ class _PairRemover:
         scale = self._scale(quantizer, pair_input)
         if self._scale(dequantizer, pair_input) != scale:
             raise ExportError(f"the two scales of the pair on {pair_input!r} must be equal")
+        # The float tensor keeps the name of the pair's input, but for two cases. An output of the
+        # model must keep its own name. And calib8, when it put a pair on a tensor `t`, gave its
+        # name to the pair's output and called the input `t/float`.
         float_name = pair_input
         if output in self.index.outputs or pair_input == f"{output}/float":
             float_name = output

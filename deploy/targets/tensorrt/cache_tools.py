@@ -234,7 +234,7 @@ def _has_conflict(cache: CalibrationCache) -> bool:
 def _header_findings(
     cache: CalibrationCache, path: Path | None, version: str | None, algorithm: str | None
 ) -> Iterator[CacheFinding]:
-    """Yield a finding for each part of a cache's first line for which TensorRT will ignore it.
+    """Yield findings on a cache's first line: its version and algorithm.
 
     TensorRT ignores the cache of another version, or of another calibrator's algorithm.
 
@@ -244,9 +244,11 @@ def _header_findings(
         version: "X.Y.Z" of the TensorRT that will read it; None to accept any.
         algorithm: of the calibrator that will read it; None to accept any.
     """
-    header = cache.header  # its label is the version as a number; None in the legacy form
+    header = cache.header
     remedy = _relabel_command(path, version or header.version or "X.Y.Z", algorithm)
-    if version is not None and header.label not in (None, trt_cache.version_label(version)):
+    # the label is the version as a number; the legacy form has none, and any version reads it
+    is_labeled = header.label is not None
+    if version is not None and is_labeled and header.label != trt_cache.version_label(version):
         text = (
             f"TensorRT {version} ignores a cache of {header.version} and calibrates again, with"
             f" nothing but a log line; run: {remedy}"
@@ -342,21 +344,25 @@ def cache_to_qdq(
         )
         return loaded.with_cut_off(qdq_model), match
 
-    # a cache has no observed values: the largest |x| within each scale stands for them
-    scale_by_entry = cache.scales()
-    largest_values = {}  # by tensor
-    for entry in match.entries:
-        if entry.tensor is not None:
-            largest_values[entry.tensor] = INT8_GRID.qmax * float(scale_by_entry[entry.name])
     typed_model, _ = to_typed(
         loaded.model,
         match.plan,
         match.scales,
         float_type=rest,
-        largest_values=largest_values,
+        largest_values=_largest_values(cache, match),
         own_concat_scales=own_concat_scales,
     )
     return loaded.with_cut_off(typed_model), match
+
+
+def _largest_values(cache: CalibrationCache, match: CacheMatch) -> dict[str, float]:
+    """Return tensor -> the largest |x| within its scale; a cache has no observed values."""
+    scale_by_entry = cache.scales()
+    return {
+        entry.tensor: INT8_GRID.qmax * float(scale_by_entry[entry.name])
+        for entry in match.entries
+        if entry.tensor is not None
+    }
 
 
 def _check_fit(match: CacheMatch) -> None:
@@ -443,6 +449,7 @@ def compare_with_script_cache(script_cache: bytes, new_cache: trt_cache.Calibrat
         differences = compare_caches(old_cache, new_cache)
     except CacheError as error:
         return f"the script's own cache was not compared: {error}"
+    # a tensor has no first scale if it is not in the old cache, no second if not in the new one
     changed = [
         difference
         for difference in differences

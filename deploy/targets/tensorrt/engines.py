@@ -256,7 +256,7 @@ def _calibration_batch(
     shapes: dict[str, Shape] = {name: array.shape for name, array in sample.items()}
     for name, profile in settings.profiles.items():
         shapes[name] = profile.opt_shape
-    # how many times the rows of one sample each input has; an input without a batch has them once
+    # samples in the batch by each input's rows: 1 for an input without a batch, so the most counts
     sample_counts = [1]
     for name, array in sample.items():
         if array.ndim:  # a single number has no rows

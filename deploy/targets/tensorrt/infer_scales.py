@@ -191,11 +191,11 @@ def range_from_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
 
 
 def _range_for_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
-    """Return the largest range that any reader of a tensor needs; None if none is known.
+    """Return the range that the readers of a tensor need: the largest of theirs; None if unknown.
 
-    It is (largest |x|, level). The level says how certain that is: EQUAL (it is just that), BOUND
-    (it is no more) or GUESS, in ascending order. A reader needs no more of a tensor than its own
-    range holds: a Clip no more than its limits.
+    A range is (largest |x|, level). The level tells how certain it is: EQUAL (exact), BOUND (an
+    upper limit) or GUESS, in ascending order. A reader may need less than the tensor holds: a Clip
+    needs no values beyond its limits.
     """
     # its only reader is a Hard-Swish or SiLU, which the graph spells in several nodes
     if name in tensor_ranges.gate_by_tensor:

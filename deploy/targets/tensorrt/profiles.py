@@ -32,9 +32,9 @@ def sample_profiles(
     Args:
         request: the build request.
         max_batch: largest batch, if the batch is dynamic.
-        fixed: accept the shapes only that the engine is tuned for, as DLA does.
-        batch_shapes: shapes of a batch that the engine is tuned for; empty for those of the median
-            sample.
+        fixed: accept only the shapes that the engine is tuned for, as DLA does.
+        batch_shapes: input -> the shape that the engine is tuned for; empty to tune it for the
+            sample of median size.
     """
     sample_range = sample_shape_range(request)
     return profiles_for(

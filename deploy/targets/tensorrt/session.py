@@ -369,10 +369,11 @@ class TensorrtSession:
                     f" {tensor.name!r}: {self._log.summary()}"
                 )
             self._allocate_static(tensor, array.shape)
+            # the values too: output shapes may depend on those of an input that holds a shape
             self._host_arrays[tensor.name][...] = array
         for tensor in self._outputs:
             shape = shape_of(self._context.get_tensor_shape(tensor.name))
-            if -1 in shape:
+            if -1 in shape:  # it depends on values that the engine computes
                 self._allocate_dynamic(tensor)
             else:
                 self._allocate_static(tensor, shape)

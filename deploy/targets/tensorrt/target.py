@@ -453,7 +453,7 @@ class TensorRT(TensorrtOptions):
             ]
             return model, tuple(missing_notes)
         if trained_pairs.has_tensorrt_pairs(trained):
-            return trained_pairs.trained_model(trained), (unchanged_note(trained),)
+            return trained_pairs.dequantize_biases(trained), (unchanged_note(trained),)
         model = to_qdq(
             request.model, match.plan, match.scales, trained_scales=trained.weight_scales
         )
@@ -467,7 +467,7 @@ class TensorRT(TensorrtOptions):
     ) -> tuple[onnx.ModelProto | None, tuple[str, ...]]:
         """Return the typed model, a Q/DQ model whose float part is float16 or bfloat16, and notes.
 
-        It is None if the user wants that part in float32 (`rest`), or if the model cannot be
+        The model is None if the user wants the float part in float32 (`rest`), or if it cannot be
         converted; then a note says why.
 
         Args:
@@ -481,10 +481,10 @@ class TensorRT(TensorrtOptions):
 
         if self.rest == FP32:
             return None, ()
-        trained = request.trained
+        trained = request.trained  # the user's own Q/DQ model; None for a float model
         largest_values = calibrated.largest_magnitudes()
         try:
-            if trained is not None and trained_pairs.has_tensorrt_pairs(trained):  # the user's own
+            if trained is not None and trained_pairs.has_tensorrt_pairs(trained):
                 model, reason_by_float32_node = trained_pairs.narrow_trained_model(
                     qdq_model, self.rest, largest_values
                 )
@@ -497,7 +497,7 @@ class TensorRT(TensorrtOptions):
                     largest_values=largest_values,
                     trained_scales={} if trained is None else trained.weight_scales,
                 )
-            # only for its check: the plugin nodes may mean something else in this opset
+            # the result is not used: this raises if plugin nodes mean something else in this opset
             request.with_plugin_nodes(model)
         except ExportError as error:
             return None, (f"no typed model was written: {error}",)

@@ -33,19 +33,20 @@ def has_tensorrt_pairs(trained: QdqCalibration) -> bool:
     return reads_weights and trained.all_pairs_are("int8", symmetric=True)
 
 
-def trained_model(trained: QdqCalibration) -> onnx.ModelProto:
-    """Return the user's Q/DQ model with int32 biases dequantized; TensorRT needs float biases."""
+def dequantize_biases(trained: QdqCalibration) -> onnx.ModelProto:
+    """Return the user's Q/DQ model with float biases, as TensorRT needs them, in place of int32."""
     model = copy_message(trained.model)
     graph = Graph(model)
     nodes = []
     for node in graph.nodes:
-        stored = graph.constants.get(node.input[0]) if node.op_type == DQ else None
         bias = None
-        if stored is not None and stored.data_type == onnx.TensorProto.INT32:  # weights are int8
-            bias = dequantize_constant(node, graph)
+        if node.op_type == DQ:
+            stored = graph.constants.get(node.input[0])
+            if stored is not None and stored.data_type == onnx.TensorProto.INT32:  # weights: int8
+                bias = dequantize_constant(node, graph)
         if bias is None:
             nodes.append(node)
-        else:
+        else:  # it takes the place of the DequantizeLinear
             model.graph.initializer.append(numpy_helper.from_array(bias, node.output[0]))
     rebuild(model.graph, nodes)
     return model
