@@ -11,7 +11,7 @@ from calibrators.searches import DEFAULT_METHOD
 from deploy.errors import BackendError
 from deploy.method import Method, comparable_methods
 from deploy.runtimes.ort import OrtSession
-from deploy.tuning import probe, target_search
+from deploy.tuning import float_activations, probe, target_search
 from tests.test_tuning import ran, save_feed, spoiled
 
 # The failures are made where a trial's session is opened: by what the trial has in int8, so that
@@ -30,7 +30,7 @@ def layers_in_int8(model):
 def build_failing(tmp_path, monkeypatch):
     """(model -> whether ONNX Runtime refuses to load it, arguments) -> a build."""
 
-    def run(refused, *arguments, out="o"):
+    def run(refused, *arguments, where=probe, out="o"):
         class Refusing(OrtSession):
             @classmethod
             def open(cls, model, **options):
@@ -39,7 +39,7 @@ def build_failing(tmp_path, monkeypatch):
                     raise BackendError(WHY)
                 return super().open(model, **options)
 
-        monkeypatch.setattr(probe, "OrtSession", Refusing)
+        monkeypatch.setattr(where, "OrtSession", Refusing)
         feed = ("--images", save_feed(tmp_path), "--duration", 0)
         built = ran(spoiled(tmp_path), *feed, *arguments, out=tmp_path / out)
         assert built.code == 0
@@ -71,9 +71,15 @@ def test_untestable_layer_is_not_blamed(build_failing):
     assert f" of {probes} trials could not be run; the first: {WHY}" in note
 
 
-def test_search_continues_without_single_layer_trials(build_failing):
-    # trials of splits have more than one layer in int8
-    built = build_failing(lambda model: len(layers_in_int8(model)) == 1, "--accept")
+@pytest.mark.parametrize(
+    ("where", "refused"),
+    [
+        (probe, lambda model: len(layers_in_int8(model)) == 1),  # those tried whole have more
+        (float_activations, lambda model: True),  # the float model that tells what goes in
+    ],
+)
+def test_search_continues_without_single_layer_trials(where, refused, build_failing):
+    built = build_failing(refused, "--accept", where=where)
     assert nameless(built) == []
     (note,) = notes(built)
     assert WHY in note

@@ -10,7 +10,7 @@ from deploy.calibration import one_pass
 from deploy.metrics.levels import DOUBTFUL, UNUSABLE
 from deploy.runtimes.ort import OrtSession
 from deploy.targets import TARGETS
-from deploy.tuning import probe, search_options, search_samples
+from deploy.tuning import float_activations, probe, search_options, search_samples
 from deploy.tuning.search_options import EFFORTS, SearchBudget
 from tests.test_tuning import SAME, ran, save_feed, saved
 
@@ -65,7 +65,7 @@ def runs(monkeypatch):
 
     observe = one_pass.observe
     monkeypatch.setattr(search_samples, "observe", observing)
-    for module in (probe, search_samples):
+    for module in (probe, float_activations, search_samples):
         monkeypatch.setattr(module, "OrtSession", counting(module.__name__.rpartition(".")[2]))
     return count_by_runner
 

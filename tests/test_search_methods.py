@@ -69,9 +69,9 @@ class LayerProber:
         self._noisy_layers = noisy_layers
         self.trial_count = 0
 
-    def isolated_noises(self, trials):
+    def isolated_noises(self, trials, int8_nodes):
         self.trial_count += len(trials)
-        return [self.noise(set(LAYERS).difference(trial.float_nodes)) for trial in trials]
+        return [self.noise(nodes) for nodes in int8_nodes]
 
     def noise(self, int8_nodes):
         power = 0.0

@@ -467,11 +467,11 @@ def test_layers_alone_run_on_some_samples():
         target.trial, request, doubled(1, -3, 2), runs_here=True, threads=1, isolated_sample_count=2
     )
     off = Choices(method=Method.of("minmax"))
-    (full_noise,), (single_noise,) = prober.noises([off]), prober.isolated_noises([off])
+    (full_noise,), (single_noise,) = prober.noises([off]), prober.isolated_noises([off], [["/y"]])
     assert full_noise.slice_powers["y"].shape == (3,)
     assert single_noise.slice_powers["y"] == pytest.approx([0.25, 0.25])
     broken = Choices(float_nodes={"/y": "why"})
-    assert prober.isolated_noises([broken, off]) == [None, single_noise]
+    assert prober.isolated_noises([broken, off], [["/y"], ["/y"]]) == [None, single_noise]
     assert (prober.trial_count, target.built) == (3, 3)
 
 
@@ -492,7 +492,7 @@ def test_layers_alone_run_where_they_lose_most(count, has_noise):
         isolated_sample_count=count,
     )
     prober.noises([NO_CHOICES])
-    (noise,) = prober.isolated_noises([NO_CHOICES])
+    (noise,) = prober.isolated_noises([NO_CHOICES], [["/y"]])
     assert list(noise.slice_powers["y"] > 0) == has_noise
 
 

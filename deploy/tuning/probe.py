@@ -43,6 +43,7 @@ from deploy.runtimes.ort import OrtSession, holds_fp8
 from deploy.targets.base import BuildRequest
 from deploy.tasks import Metric
 from deploy.tasks.rows import Floats, Outputs
+from deploy.tuning.float_activations import FloatActivations
 from deploy.tuning.slice_signals import (
     apply_temperature,
     find_temperatures,
@@ -140,16 +141,17 @@ class _TrialSamples:
     """Samples of trials.
 
     Attributes:
-        samples: inputs and the float model's outputs.
+        samples: inputs, with stored inner tensors if there are any, and float outputs.
         slices: the float outputs in the form in which slices are measured.
         powers: power of every slice in every sample, [samples, slices].
-        is_isolated: whether they are for trials of a few layers alone.
+        activations: of the float model, from which isolated trials start; None for other trials,
+            an error if the float model could not be run.
     """
 
     samples: Sequence[ReferenceSample]
     slices: Sequence[Outputs]
     powers: Floats
-    is_isolated: bool = False
+    activations: FloatActivations | Calib8Error | None = None
 
 
 class Prober:
@@ -225,20 +227,41 @@ class Prober:
         """Return the noise of several trials, run in parallel; None for one that could not run."""
         return self._run(trials, self._samples)
 
-    def isolated_noises(self, trials: Sequence[Choices]) -> list[Noise | None]:
+    def isolated_noises(
+        self, trials: Sequence[Choices], int8_nodes: Sequence[Sequence[str]]
+    ) -> list[Noise | None]:
         """Return the noise of a few layers alone, on a few samples (`_select_isolated`).
 
-        `trials`: choices that keep everything else in float.
+        Only the nodes downstream of the int8 nodes run, from stored values of the float model.
+
+        Args:
+            trials: choices that keep everything else in float.
+            int8_nodes: names of the nodes of each trial.
         """
         if self._isolated_samples is None:
-            indices = self._select_isolated()
-            self._isolated_samples = _TrialSamples(
-                samples=[self._samples.samples[index] for index in indices],
-                slices=[self._samples.slices[index] for index in indices],
-                powers=self._samples.powers[indices],
-                is_isolated=True,
-            )
+            self._isolated_samples = self._store_activations(int8_nodes)
         return self._run(trials, self._isolated_samples)
+
+    def _store_activations(self, int8_nodes: Sequence[Sequence[str]]) -> _TrialSamples:
+        """Return the samples of isolated trials, with inner tensors of the float model as inputs.
+
+        An isolated trial has a few layers in int8 and starts from these tensors. If the float model
+        cannot run, every isolated trial reports that error.
+        """
+        self._count_samples(self._isolated_sample_count)
+        indices = self._select_isolated()
+        samples = [self._samples.samples[index] for index in indices]
+        slices = [self._samples.slices[index] for index in indices]
+        powers = self._samples.powers[indices]
+        try:
+            inputs = [sample for sample, _ in samples]
+            activations = FloatActivations(self._request.model, int8_nodes, inputs)
+        except Calib8Error as error:
+            return _TrialSamples(samples, slices, powers, error)
+        extended_samples = []
+        for (sample, outputs), values in zip(samples, activations.values_by_sample, strict=True):
+            extended_samples.append(({**sample, **values}, outputs))
+        return _TrialSamples(extended_samples, slices, powers, activations)
 
     def _select_isolated(self) -> list[int]:
         """Return the indices of some samples, in order: the strongest, and those that lose most.
@@ -259,7 +282,8 @@ class Prober:
     def _run(self, trials: Sequence[Choices], samples: _TrialSamples) -> list[Noise | None]:
         """Return the noise of trials, None for those that failed; equal trials run once."""
         # isolated trials run on other samples, on which the noise of the same choices differs
-        keys = [(samples.is_isolated, choices_key(choices)) for choices in trials]
+        is_isolated = samples.activations is not None
+        keys = [(is_isolated, choices_key(choices)) for choices in trials]
         new_trials = dict(zip(keys, trials, strict=True))
         for key in new_trials.keys() & self._noise_by_key.keys():
             del new_trials[key]
@@ -283,22 +307,27 @@ class Prober:
     def _attempt(self, samples: _TrialSamples, choices: Choices) -> Noise | Calib8Error:
         """Return the noise of one trial, or why it could not be built or run."""
         try:
-            return self._measure(self._open(choices), samples)
+            return self._measure(self._open(choices, samples), samples)
         except Calib8Error as error:
             return error
         finally:
             self._progress()
 
-    def _open(self, choices: Choices) -> OrtSession:
-        """Build and open a trial model.
+    def _open(self, choices: Choices, samples: _TrialSamples) -> OrtSession:
+        """Build and open a trial model, or its part downstream of stored activations.
 
         protobuf's messages must not be used by several threads, so models are built one at a time.
 
         Raises:
-            Calib8Error: the model cannot be built or opened.
+            Calib8Error: the model cannot be built or opened, or the float model could not be run.
         """
+        activations = samples.activations
+        if isinstance(activations, Calib8Error):  # stored, since it is the error of each trial
+            raise activations
         with PROTOBUF:
             model = self._build_trial(self._request.with_added_choices(choices))
+            if activations is not None:
+                model = activations.shorten(model)
             int8_kernels = self._runs_here and not holds_fp8(model)
             data = model.SerializeToString()
             del model  # its weights need not be in memory while it runs
@@ -309,16 +338,18 @@ class Prober:
     def _measure(self, session: OrtSession, trial_samples: _TrialSamples) -> Noise:
         """Run a trial model on the samples; return its noise against the float model's outputs.
 
-        Noise is the relative power of the error of each output slice in each sample.
+        Noise is the relative power of the error of each output slice in each sample. A sample may
+        hold more tensors than the model reads.
         """
         comparison = self._new_comparison(session, trial_samples)
+        input_names = [spec.name for spec in session.inputs]
         # a sample with less signal than average is measured relative to the average
         signal_powers = np.maximum(trial_samples.powers, self._mean_powers)
         powers = []  # of the noise, [samples, slices]
         for index, (inputs, float_outputs) in enumerate(trial_samples.samples):
             if self._is_stopped:  # by Ctrl-C: no one reads the result
                 break
-            outputs = session.run(inputs)
+            outputs = session.run({name: inputs[name] for name in input_names})
             if comparison is not None and not self._add_to_comparison(
                 comparison, inputs, float_outputs, outputs
             ):
@@ -346,7 +377,8 @@ class Prober:
         A limit of loss needs the task's figure, but the samples of isolated trials are too few for
         one. A list of detections has nothing else.
         """
-        if not self._is_detection_list and (trial_samples.is_isolated or not self._by_task):
+        is_isolated = trial_samples.activations is not None
+        if not self._is_detection_list and (is_isolated or not self._by_task):
             return None
         reference = StoredOutputs(trial_samples.samples[0][1])
         return Comparison(reference, session, form=self._form, metric=self._metric)

@@ -302,7 +302,8 @@ class Search:
         """Return the noise of each group in int8 with all else in float; None if it cannot run."""
         all_float = {*self.units.layers, *self.float_adds}
         trials = [self._with_float(choices, all_float.difference(group)) for group in groups]
-        return self.prober.isolated_noises(trials)
+        node_names = [self.units.node_names(group) for group in groups]
+        return self.prober.isolated_noises(trials, node_names)
 
     # ------------------------------------------------------------ splits
 
