@@ -98,7 +98,7 @@ def test_om_receives_the_calibration_input(source, color, standard):
         assert swapped > 3 * error
 
 
-@pytest.mark.parametrize("size", [None, (40, 60), (64, 96), (40, 120), (24, 36)])
+@pytest.mark.parametrize("size", [None, (40, 60), (64, 96), (40, 120), (24, 36), (36, 54)])
 @pytest.mark.parametrize("resize", RESIZES)
 @pytest.mark.parametrize("source", COLORS)
 @pytest.mark.parametrize("color", ["rgb", "bgr", "grey"])
@@ -135,7 +135,7 @@ def test_host_and_aipp_reproduce_calibration_inputs(color, source, resize, size)
 
 def test_frame_is_cropped_at_even_offsets():
     source = AippSource(color="nv12", size=(38, 54), standard="bt709-full")
-    files = aipp.write_aipp(replace(RGB, resize="short-side", short_side=40), source)
+    files = aipp.write_aipp(replace(RGB, resize="short-side", short_side=38), source)
     assert (files.parameters.load_start_pos_h, files.parameters.load_start_pos_w) == (2, 2)
     frame = np.zeros((38, 54, 3), np.uint8)
     frame[2:34, 2:50] = picture()

@@ -181,8 +181,8 @@ def write_aipp(preprocess: Preprocess, source: AippSource) -> AippConfig:
     message = message_class("InsertNewOps")()
     if source.dynamic:  # the file has only the picture's size, the host sets all else
         message.aipp_op.append(_make_dynamic(parameters))
-        text = print_text(parameters).replace("\n", ", ").strip(", ")
-        settings = text.removeprefix("aipp_mode: static, ")
+        one_line = print_text(parameters).replace("\n", ", ").strip(", ")
+        settings = one_line.removeprefix("aipp_mode: static, ")
         host_notes.append(f"Dynamic AIPP: the host sets, by aclmdlSetAIPP..., {settings}.")
     else:
         message.aipp_op.append(parameters)
@@ -239,13 +239,12 @@ def _plan_frame(preprocess: Preprocess, source: AippSource) -> FramePlan | None:
     if frame_size == input_size or source.dynamic:
         return None
     is_larger = frame_size[0] >= input_size[0] and frame_size[1] >= input_size[1]
-    # "short-side" shrinks only frames above that size: the calibration just cropped the center
-    is_cropped_only = preprocess.resize == "short-side" and min(frame_size) <= preprocess.short
+    # top and left are negative where the resized frame is cropped
+    (height, width), (top, left) = resized_geometry(frame_size, preprocess)
+    is_cropped_only = preprocess.resize == "short-side" and (height, width) == frame_size
     if is_larger and is_cropped_only:
         return None
 
-    # top and left are negative where the resized frame is cropped
-    (height, width), (top, left) = resized_geometry(frame_size, preprocess)
     if not source.is_yuv:
         return FramePlan(
             frame=frame_size, resized=(height, width), corner=(top, left), stored=input_size

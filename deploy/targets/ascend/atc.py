@@ -216,7 +216,7 @@ def write_om(
     """
     shapes = sample_shape_range(request)
     notes = _shape_notes(shapes)
-    # the script names files relative to its folder, which the user may move
+    # the script names files of the build relative to its folder, which the user may move
     names = {role: Path(path.name) for role, path in files.items()}
     command = atc_command(
         names["deploy model"],
@@ -256,10 +256,11 @@ def write_readme(
 ) -> None:
     """Write <model>_README.txt; `host_notes` are the steps that the user's program has to do."""
     notes = list(host_notes)
-    if modified := files.get("modified model"):
+    modified_model = files.get("modified model")
+    if modified_model is not None:
         notes.append(
-            f"the record and the configuration belong to {modified.name}: give AMCT, `calib8 ascend"
-            " deploy` and --ascend-config that model in place of the original"
+            f"the record and the configuration belong to {modified_model.name}: give AMCT, `calib8"
+            " ascend deploy` and --ascend-config that model in place of the original"
         )
     for flag in options.extra:
         if _find_file(flag) is not None:

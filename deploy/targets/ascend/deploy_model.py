@@ -92,9 +92,10 @@ def rewrite_layers(
             input is rounded to int8 and back, and its node computes in float.
         replacement: makes the nodes and tensors of this kind of model.
     """
-    out = copy_without_weights(model, layers)
-    rewriter = _LayerRewriter(out, replacement)
-    # the Add of a MatMul's bias belongs to the layer: its output is dequantized
+    rewritten = copy_without_weights(model, layers)
+    rewriter = _LayerRewriter(rewritten, replacement)
+    # the Add of a MatMul's bias belongs to the layer: not the MatMul's output is dequantized, but
+    # the Add's
     layer_by_last_node = {
         quant_layer.layer.bias_add or name: quant_layer
         for name, quant_layer in layers.items()
@@ -102,7 +103,7 @@ def rewrite_layers(
     }
     inputs_by_node = group_tensor_inputs(layers)
     nodes: Nodes = []
-    for node in out.graph.node:
+    for node in rewritten.graph.node:
         for quant_layer in inputs_by_node.get(node.name, ()):
             nodes += rewriter.round_input(node, quant_layer)
         if node.name in layers:
@@ -111,7 +112,7 @@ def rewrite_layers(
         if node.name in layer_by_last_node:
             nodes += rewriter.leave(node, layer_by_last_node[node.name])
     rewriter.finish(nodes)
-    return out
+    return rewritten
 
 
 def copy_without_weights(
@@ -176,8 +177,11 @@ class _LayerRewriter:
         return nodes
 
     def quantize(self, node: onnx.NodeProto, index: int, quant_layer: QuantLayer) -> Nodes:
-        """Quantize a node's input; inputs with equal tensor, scale and width share the nodes."""
-        nodes: Nodes = []
+        """Let a node's input read the quantized tensor; return the nodes that make it, if new.
+
+        Inputs with equal tensor, scale, offset and width share it.
+        """
+        new_nodes: Nodes = []
         tensor = node.input[index]
         key = (
             tensor,
@@ -186,11 +190,10 @@ class _LayerRewriter:
             quant_layer.record.act_bits,
         )
         if key not in self.quantized_by_input:
-            nodes, self.quantized_by_input[key] = self.replacement.quantize_input(
-                quant_layer, tensor
-            )
+            new_nodes, quantized = self.replacement.quantize_input(quant_layer, tensor)
+            self.quantized_by_input[key] = quantized
         node.input[index] = self.quantized_by_input[key]
-        return nodes
+        return new_nodes
 
     def round_input(self, node: onnx.NodeProto, quant_layer: QuantLayer) -> Nodes:
         """Quantize and dequantize a tensor_quantize input."""

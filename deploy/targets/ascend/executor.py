@@ -460,8 +460,9 @@ def compare_deploy_model(
         ModelError: the sums of a layer are too large to be exact.
     """
     layer_by_sum = {}  # tensor of a layer's integer sums -> layer name
-    for layer_name, layer in layers.items():
-        if layer.record.act_bits == 16:  # its sums may exceed int32, so they become outputs
+    for layer_name, quant_layer in layers.items():
+        # its sums may exceed int32: they become outputs, to be measured
+        if quant_layer.record.act_bits == 16:
             layer_by_sum[f"{layer_name}_output0"] = layer_name
     deploy_session = open_deploy(
         deploy_model(model, layers), threads=threads, extra_outputs=tuple(layer_by_sum)

@@ -376,9 +376,10 @@ class _RecordedModel(NamedTuple):
 def _model_as_recorded(
     subject: CalibrationSubject, records: Mapping[str, LayerRecord], config_path: Path | None
 ) -> _RecordedModel:
-    """Return the model in which the same BatchNormalizations are folded as when it was recorded.
+    """Return the model with the same BatchNormalizations folded as when its record was made.
 
-    All are, but where the configuration, the record's entries or its scales show otherwise.
+    These are all of them, unless the configuration, the record's entries or its scales show that
+    one was not folded.
 
     Args:
         subject: the model.
@@ -390,10 +391,10 @@ def _model_as_recorded(
     fusion_config = config or QuantConfig()  # whose defaults fold all
     unfolded: list[str] = []
     if fusion_config.do_fusion:
-        names = [name for name, record in records.items() if record.skip_fusion]
-        skipped_names = (*fusion_config.skip_fusion_layers, *names)
+        recorded_names = [name for name, record in records.items() if record.skip_fusion]
+        skipped_names = (*fusion_config.skip_fusion_layers, *recorded_names)
         fusion_config = replace(fusion_config, skip_fusion_layers=skipped_names)
-        unfolded = _find_unfolded_layers(subject, records)
+        unfolded = _find_unfolded_layers(subject, records)  # by their scales
     if not fusion_config.do_fusion or fusion_config.skip_fusion_layers or unfolded:
         model, graph = unfuse_batchnorms(subject, fusion_config, unfolded=unfolded)
         if config_path is not None:  # its checks depend on the form of the model

@@ -82,12 +82,10 @@ def _make_quant(quant_layer: QuantLayer, tensor: str, *, npu_rounding: bool) -> 
     }
     nodes = [make_constant(f"{name}.{key}", np.float32(value)) for key, value in values.items()]
     scale, offset, minimum, maximum = (node.output[0] for node in nodes)
-    round_codes: list[tuple[str, list[str]]] = [("Round", []), ("Add", [offset])]
-    if npu_rounding:
-        round_codes.reverse()
+    add_offset, round_codes = ("Add", [offset]), ("Round", list[str]())
     operators = [
         ("Mul", [scale]),
-        *round_codes,
+        *((add_offset, round_codes) if npu_rounding else (round_codes, add_offset)),
         ("Clip", [minimum, maximum]),
         ("Sub", [offset]),
     ]
@@ -120,24 +118,24 @@ def _make_anti_quant(quant_layer: QuantLayer, integers: str) -> tuple[Nodes, str
 def amct_qdq_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:
     """Return the model with a pair (QuantizeLinear, DequantizeLinear) on each layer's input.
 
-    Its weights are int8 with a DequantizeLinear. Layers that cannot be expressed so stay float.
+    Its weights are int8 with a DequantizeLinear. Layers that pairs cannot express stay float.
 
     Args:
         model: float model, nodes named; opset 13 or later if weights are per channel.
         layers: layer name -> its integers and scales.
     """
-    out = copy_message(model)
+    qdq_model = copy_message(model)
     writer = _AmctQdqWriter(
         {name: quant_layer for name, quant_layer in layers.items() if can_be_pairs(quant_layer)}
     )
     nodes: Nodes = []
-    for node in out.graph.node:
+    for node in qdq_model.graph.node:
         nodes += writer.rewrite(node)
         nodes.append(node)
-    update_tensors(out.graph.initializer, writer.tensors)
-    rebuild(out.graph, nodes)
-    drop_initializer_inputs(out.graph)
-    return out
+    update_tensors(qdq_model.graph.initializer, writer.tensors)
+    rebuild(qdq_model.graph, nodes)
+    drop_initializer_inputs(qdq_model.graph)
+    return qdq_model
 
 
 def can_be_pairs(quant_layer: QuantLayer) -> bool:
@@ -179,9 +177,8 @@ class _AmctQdqWriter:
         nodes: Nodes = []
         if node.name in self.layer_by_add:
             quant_layer = self.layer_by_add[node.name]
-            node.input[list(node.input).index(quant_layer.layer.bias)] = self.store_bias(
-                quant_layer
-            )
+            bias_position = list(node.input).index(quant_layer.layer.bias)
+            node.input[bias_position] = self.store_bias(quant_layer)
         for quant_layer in self.inputs_by_node.get(node.name, ()):
             nodes += self.add_pair(quant_layer, node, quant_layer.layer.input_index or 0)
         if node.name not in self.layers:
@@ -227,11 +224,15 @@ class _AmctQdqWriter:
         ]
 
     def dequantize_weight(self, quant_layer: QuantLayer, node: onnx.NodeProto) -> onnx.NodeProto:
-        """Return the DequantizeLinear of the int8 weight, which a Gemm reads untransposed."""
+        """Let a layer read its int8 weight through a DequantizeLinear; return that node.
+
+        The stored weight of a Gemm is not transposed, so that its transB goes.
+        """
         assert quant_layer.weight is not None
         name, scales = quant_layer.layer.name, quant_layer.record.scale_w
+        axis = None
         if scales.size == 1:  # one for the tensor, as a scalar
-            scales, axis = scales.reshape(()), None
+            scales = scales.reshape(())
         else:  # one for each output channel
             axis = 1 if quant_layer.layer.kind == "ConvTranspose" else 0
         inputs = [

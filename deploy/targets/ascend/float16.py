@@ -95,9 +95,13 @@ class _Float16Writer:
         tensors_to_be_float16: Collection[str],
         float32_nodes: Collection[str],
     ) -> None:
+        """Start before the first node, where only inputs of the model are float16.
+
+        The arguments are the attributes of the same names.
+        """
         self.graph, self.index, self.opset = model.graph, Graph(model), opset_of(model)
         self.tensors_to_be_float16, self.float32_nodes = tensors_to_be_float16, float32_nodes
-        # inputs of the model; `rewrite` adds the float16 tensors that each node makes
+        # `rewrite` adds the float16 tensors that each node makes
         self.tensors_in_float16 = {
             value.name
             for value in model.graph.input
@@ -249,7 +253,8 @@ class _Float16Writer:
             return
         constant = self.index.constants.get(name)
         if constant is not None:
-            is_float = constant.data_type == _FLOAT32  # float constants are float32 in this model
+            # the model stores its float constants in float32; constants of integers stay
+            is_float = constant.data_type == _FLOAT32
             if wanted_type == _FLOAT32 or not is_float:
                 return
 

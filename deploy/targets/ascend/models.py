@@ -258,7 +258,7 @@ def _make_models(
         deploy = to_float16(deploy, float16_tensors)
     deploy = loaded.with_cut_off(deploy)
     yield "deploy model", "deploy_model.onnx", _take_bytes(deploy)
-    original = subject.model if subject.original is None else subject.original
+    original = subject.original or subject.model
     mapping = fusion_mapping(deploy, original, name=loaded.name)
     del deploy
 

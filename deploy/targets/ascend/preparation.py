@@ -102,11 +102,12 @@ def unfuse_batchnorms(
 ) -> tuple[onnx.ModelProto, LayerGraph]:
     """Return the model with only those BatchNormalizations folded that the config allows.
 
+    The nodes not to fold are marked in the model before any folding; then all others are folded.
+
     Args:
         subject: the model.
         config: its do_fusion and skip_fusion_layers are used.
-        unfolded: layers that stay as they are: no node downstream, not even a Mul, is folded into
-            them.
+        unfolded: layers into which no node downstream is folded, not even a Mul.
 
     Returns:
         As `prepare_model`.
@@ -126,7 +127,7 @@ def unfuse_batchnorms(
         reads_skipped = not skipped_tensors.isdisjoint(node.input)
         if reads_unfolded or (reads_skipped and node.op_type == NORM):
             excluded_nodes.add(node.name)
-        # folding also passes through nodes that only move values
+        # folding passes through nodes that only move values, and so do these marks
         is_move = node.op_type in MOVES or node.op_type == "Concat"
         if node.name in unfolded or (is_move and reads_unfolded):
             unfolded_tensors.add(node.output[0])

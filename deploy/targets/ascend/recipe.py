@@ -109,6 +109,9 @@ def recipe_from_qdq(
     preprocess = read_metadata_preprocess(quantized, path)
     model = prepare_qdq_model(quantized)
     params_by_layer, float_reasons = _read_qdq_layers(Graph(model))
+    # Only the float model shows which layers fit the hardware. A layer that does not is a float
+    # operator, whose input may keep its rounding: then the pairs are removed again, without the
+    # parameters of that layer.
     has_refused_layers = True
     while has_refused_layers:
         unpaired = remove_pairs(model, params_by_layer, keep_rounding=keep_rounding)
@@ -118,8 +121,6 @@ def recipe_from_qdq(
         layers = quantized_layers.layers
         float_reasons |= quantized_layers.refusal_by_layer
         has_refused_layers = bool(layers) and len(layers) < len(params_by_layer)
-        # a refused layer is a float operator, whose input may keep its rounding: so the pairs are
-        # removed once more, without its parameters
         params_by_layer = {name: params_by_layer[name] for name in layers}
 
     if not layers:
@@ -356,18 +357,15 @@ def precision_notes(
         atc_flags: flags of atc; with one that sets the precision there is no note on nodes that
             overflow float16.
     """
-    count = sum(quant_layer.layer.two_activations for quant_layer in recipe.layers.values())
-    if count:
+    layers = [quant_layer.layer for quant_layer in recipe.layers.values()]
+    product_count = sum(layer.two_activations for layer in layers)
+    if product_count:
         yield (
-            f"MatMuls of two activations in int8: {count}. Huawei says that this gains on Atlas A2,"
-            " A3 and 200I/500 A2 alone, and loses accuracy on other chips."
+            f"MatMuls of two activations in int8: {product_count}. Huawei says that this gains on"
+            " Atlas A2, A3 and 200I/500 A2 alone, and loses accuracy on other chips."
         )
     yield from bit_width_notes(recipe.records)
-    float16_layers = [
-        name
-        for name, quant_layer in recipe.layers.items()
-        if quant_layer.layer.output in float16_tensors
-    ]
+    float16_layers = [layer.name for layer in layers if layer.output in float16_tensors]
     if float16_layers:
         yield (
             f"{summarize_layers(float16_layers)} read and give float16, as in the file; calibration"

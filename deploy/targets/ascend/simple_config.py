@@ -105,7 +105,7 @@ def _read_layers(
 ) -> tuple[dict[str, LayerConfig], list[str]]:
     """Return the settings of each layer, and the layers that get 8 bits in place of 16.
 
-    Those are layers whose activations common_config has in 16 bits, which their type cannot have.
+    Those get the 16-bit activations of common_config, but have a type that cannot have them.
 
     Args:
         message: the configuration.
@@ -129,8 +129,8 @@ def _read_layers(
         except ConfigError as error:
             raise ConfigError(f"{error} (in layer {name!r})") from None
         # where another section asks for 16 bits, `resolve_config` refuses them
-        is_common = _first_with(sections, "activations") is common_section
-        if is_common and not takes_activations(layer, entry.activation.num_bits):
+        uses_common_bits = _first_with(sections, "activations") is common_section
+        if uses_common_bits and not takes_activations(layer, entry.activation.num_bits):
             entry = replace(entry, activation=replace(entry.activation, num_bits=8))
             if name not in skipped:
                 lowered_to_8_bits.append(name)

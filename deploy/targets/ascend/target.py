@@ -315,7 +315,10 @@ class Ascend:
         return plan, replace(calibrated, records=records), layers, config
 
     def build(self, request: BuildRequest) -> BuildResult:
-        """Write config, record, deploy, fake-quant and Q/DQ models, AIPP; run an installed `atc`.
+        """Quantize the model and write all files; compile them to an .om if `atc` is installed.
+
+        The files are the config, the record of scales, the deploy, fake-quant and Q/DQ models, and
+        the AIPP configuration.
 
         Raises:
             ConfigError: the configuration, the chip or a flag of atc breaks a rule.

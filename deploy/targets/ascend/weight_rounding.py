@@ -309,10 +309,10 @@ def _find_activation(index: Graph, tensor: str, channels: tuple[int, int]) -> Ad
 def round_layer(
     step: AdaStep, weight: Float32Array, observed: ObservedStatistics, *, progress: str
 ) -> RoundedWeights:
-    """Round a layer's weight by AdaRound; return the recorder of its inputs with the integers.
+    """Round a layer's weight by AdaRound; return the recorder of its inputs, with the integers.
 
-    The recorder stores them, so that they are computed once: one that has them already, such as
-    from a store, is returned as it is.
+    The recorder stores the integers, so that they are computed once. If it has them already, such
+    as from the statistics of an earlier run, it is returned as it is.
 
     Args:
         step: the layer's step.
@@ -338,7 +338,8 @@ def round_layer(
     with phase(f"AdaRound {progress}", iterations, "iterations of channel blocks") as count_step:
         integers = join_blocks(problem, _search_blocks(problem, step.params, count_step))
     nearest_error = output_error(problem, round_to_nearest(problem))
-    rounding.set_result(integers, scale, (nearest_error, output_error(problem, integers)))
+    adaround_error = output_error(problem, integers)
+    rounding.set_result(integers, scale, (nearest_error, adaround_error))
     return rounding
 
 

@@ -261,7 +261,8 @@ def _create_config(
 
     if settings.float_layers:  # must not run in int8
         _bind_to_float(config, network, settings)
-    if settings.wide_layers:  # must run in float32, which overrides the float precision before
+    # must run in float32; second, since a layer of both keeps the precision that is set last
+    if settings.wide_layers:
         _bind_to_float32(config, network, settings.wide_layers)
 
     profile = _create_profile(builder, network, settings)
@@ -269,6 +270,7 @@ def _create_config(
         config.add_optimization_profile(profile)
     if calibrator is not None:
         config.int8_calibrator = cast("trt.IInt8Calibrator", calibrator)
+        # the types in which TensorRT reads the batches
         calibrator.expect({tensor.name: dtype_of(tensor.dtype) for tensor in _inputs_of(network)})
         if profile is not None:
             config.set_calibration_profile(profile)
@@ -434,12 +436,8 @@ def _create_profile(
                     " give its shapes"
                 )
             shapes = settings.profiles[name]
-            profile.set_shape(
-                name,
-                trt.Dims(list(shapes.min_shape)),
-                trt.Dims(list(shapes.opt_shape)),
-                trt.Dims(list(shapes.max_shape)),
-            )
+            limits = (shapes.min_shape, shapes.opt_shape, shapes.max_shape)
+            profile.set_shape(name, *[trt.Dims(list(shape)) for shape in limits])
             is_needed = True
         if tensor.is_shape_tensor:
             if name not in settings.values:

@@ -205,6 +205,9 @@ def _inner_tensors(
 ) -> list[CacheTensor]:
     """List the tensors that the parser creates inside a Gemm or Softmax, if their name is known.
 
+    From TensorRT 10.0 on they are named after their node. Before 8.4 those of a Gemm are named by
+    the indices of its layers. Between the two no names are known.
+
     Args:
         node: the Gemm or Softmax.
         layer_index: index of its first layer in TensorRT's network; None if not known.
@@ -366,10 +369,11 @@ def reading_version(subject: CalibrationSubject) -> str:
 def tensorrt_observations(
     subject: CalibrationSubject, parser: str | None
 ) -> tuple[Observation, ...] | None:
-    """Return the observations that a method which imitates a TensorRT calibrator makes; else None.
+    """Return the observations of a method that imitates a TensorRT calibrator; None for others.
 
-    Such a method (`UNFOLDED_METHODS`) observes the tensors that a cache lists, in the model with
-    BatchNormalization nodes, and with each Gemm as a product and an Add if the cache lists both.
+    Such a method (`UNFOLDED_METHODS`) observes the tensors that a cache lists, in the model as
+    TensorRT reads it: no BatchNormalization is folded, and a Gemm is a product and an Add if the
+    cache lists the product.
 
     Raises:
         ConfigError: the model was given in memory, already cleaned.

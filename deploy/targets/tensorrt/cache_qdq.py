@@ -98,7 +98,7 @@ def to_qdq(
     if _is_fp8(plan):  # weights are stored as fp8, since TensorRT does not quantize them to it
         return _with_fp8_ir(write_qdq(at_opset(model, FP8_OPSET), plan, ranges))
     quantized = write_qdq(model, plan, ranges, trained_scales=trained_scales)
-    _restore_float_weights(quantized, model)
+    _restore_float_weights(quantized, model)  # `write_qdq` stores int8 weights
     return quantized
 
 
@@ -455,7 +455,7 @@ class _PairRemover:
             raise ExportError(f"the two scales of the pair on {pair_input!r} must be equal")
         # The float tensor keeps the name of the pair's input, but for two cases. An output of the
         # model must keep its own name. And calib8, when it put a pair on a tensor `t`, gave its
-        # name to the pair's output and called the input `t/float`.
+        # name to the output of the pair and called the input `t/float`.
         float_name = pair_input
         if output in self.index.outputs or pair_input == f"{output}/float":
             float_name = output

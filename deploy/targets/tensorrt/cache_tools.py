@@ -283,8 +283,8 @@ def _match_findings(match: CacheMatch) -> list[CacheFinding]:
     )
     findings = [CacheFinding(text, harmful=False)]
     foreign = [entry for entry in match.entries if entry.is_foreign]
-    # a tensor without a scale stays in float: in the model's own cache that was meant, in another
-    # model's cache it was not
+    # A tensor without a scale stays in float. The model's own cache leaves it out on purpose,
+    # another model's cache does not know it.
     is_other_model = bool(foreign) or not match.covered_tensor_count
     for tensor in match.tensors:
         if not tensor.has_scale:
@@ -344,25 +344,22 @@ def cache_to_qdq(
         )
         return loaded.with_cut_off(qdq_model), match
 
+    # a cache has no observed values: the largest |x| within each scale stands for them
+    scale_by_entry = cache.scales()
+    largest_values = {
+        entry.tensor: INT8_GRID.qmax * float(scale_by_entry[entry.name])
+        for entry in match.entries
+        if entry.tensor is not None
+    }
     typed_model, _ = to_typed(
         loaded.model,
         match.plan,
         match.scales,
         float_type=rest,
-        largest_values=_largest_values(cache, match),
+        largest_values=largest_values,
         own_concat_scales=own_concat_scales,
     )
     return loaded.with_cut_off(typed_model), match
-
-
-def _largest_values(cache: CalibrationCache, match: CacheMatch) -> dict[str, float]:
-    """Return tensor -> the largest |x| within its scale; a cache has no observed values."""
-    scale_by_entry = cache.scales()
-    return {
-        entry.tensor: INT8_GRID.qmax * float(scale_by_entry[entry.name])
-        for entry in match.entries
-        if entry.tensor is not None
-    }
 
 
 def _check_fit(match: CacheMatch) -> None:

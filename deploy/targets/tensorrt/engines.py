@@ -297,10 +297,10 @@ def typed_version(version: str, rest: str, features: Iterable[str]) -> str:
 def lower_models(
     options: TensorrtOptions, models: Mapping[str, onnx.ModelProto], version: str
 ) -> tuple[dict[str, onnx.ModelProto], tuple[str, ...]]:
-    """Return each model in an opset and operators that any TensorRT knows which is to read it.
+    """Return each model in the opset and operators of the oldest TensorRT that is to read it.
 
-    So the oldest of those decides: the TensorRT that the files are for, or an older one on this
-    machine. A typed model is only read by versions that have networks of its type.
+    That is the TensorRT that the files are for, or the one on this machine if that is older. A
+    typed model is only read by versions that have networks of its type.
 
     Args:
         options: options of the target.
@@ -318,7 +318,7 @@ def lower_models(
     notes: list[str] = []
     for role, model in models.items():
         reading_version = oldest_version
-        if role == TYPED or options.precision == FP8:  # from the oldest on, the first that can
+        if role == TYPED or options.precision == FP8:  # the first one from the oldest on that can
             reading_version = typed_version(oldest_version, options.rest, options.features)
         lowered[role], note = lower_for_tensorrt(model, reading_version)
         if note and note not in notes:
@@ -352,7 +352,8 @@ def build_quantized_engine(
     installed = sdk.find_sdk(options.device)
     _check_versions(options, installed, request)
     source_role = _source_role(options, installed, files, request)
-    source, uses_cache = files[source_role], source_role == FLOAT
+    source = files[source_role]
+    uses_cache = source_role == FLOAT  # in place of Q/DQ pairs in the model
     settings = _quantized_settings(
         options,
         request,
@@ -368,14 +369,12 @@ def build_quantized_engine(
         model_sha256=sha256(source.read_bytes()),
         cache_sha256=sha256(cache_bytes) if uses_cache else None,
     )
-    key["calibrator"] = options.calibrator
-    notes: tuple[str, ...] = (
-        f"the engine belongs to TensorRT {installed.version} on {installed.gpu}",
-    )
+    key["calibrator"] = options.calibrator  # then TensorRT computes another cache
+    notes = [f"the engine belongs to TensorRT {installed.version} on {installed.gpu}"]
     if options.calibrator is not None:  # TensorRT's calibration leaves out a partial batch
         _, batch_size = _calibration_batch(request, settings)
         filled = request.subject.filled
-        notes = (*notes, *note_left_out(len(request.feed), batch_size, filled=filled))
+        notes += note_left_out(len(request.feed), batch_size, filled=filled)
 
     path = request.folder / f"{request.name}.engine"
     reused_plan = manifest.read_if_made_from(request.earlier_file(path.name), key)
@@ -384,12 +383,12 @@ def build_quantized_engine(
         return manifest.write_with_note(path, reused_plan, key), (note, *notes)
 
     cuda = open_gpu(options.device)
-    if options.calibrator is not None:  # TensorRT's own cache in place of calib8's
+    if options.calibrator is not None:  # a new cache in place of calib8's
         cache_bytes = calibrate_on_gpu(options, request, source, settings, installed.version, cuda)
     callbacks = calibrator_from_cache(options, cache_bytes) if uses_cache else None
     engine = builder.build_engine(source, settings, calibrator=callbacks, cuda=cuda)
-    notes = (*notes, *engine.notes, *_log_notes(engine.log, request.model))
-    return manifest.write_with_note(path, engine.plan, key), notes
+    notes += (*engine.notes, *_log_notes(engine.log, request.model))
+    return manifest.write_with_note(path, engine.plan, key), tuple(notes)
 
 
 def _quantized_settings(
@@ -482,13 +481,14 @@ def build_float_engines(
     written: dict[str, Path] = {}  # role -> file that is written for these engines
     if FLOAT in files and float_model is request.model:
         float_file = files[FLOAT]
-    else:  # a repair changed the weights of the model there, or only Q/DQ models were written
+    else:  # a repair changed the weights in that file, or only Q/DQ models were written
         float_file = _write_float_model(options, request, float_model, version)
         written[PLAIN] = float_file
 
-    # as the quantized engine, in which TensorRT may choose float16 or take the model's types
+    # Float16 comes about as in the quantized engine, so that the two compare: by a flag of the
+    # builder, with which TensorRT chooses each layer's type, or by the types in the model.
     is_typed = _source_role(options, installed, files, request) == TYPED
-    has_fp16_flag = installed.calibrators and not is_typed
+    uses_fp16_flag = installed.calibrators and not is_typed
     cuda = open_gpu(options.device)
     base_settings = builder_settings(options, request)
     engines: dict[str, Path] = {}  # label -> engine
@@ -499,7 +499,7 @@ def build_float_engines(
         settings = replace(base_settings, int8=False, fp16=precision == FP16, bf16=False)
         source = float_file
         try:
-            if precision == FP16 and not has_fp16_flag:  # the model itself must be float16
+            if precision == FP16 and not uses_fp16_flag:  # the model itself must be float16
                 source = _write_float16_model(request, float_model, ranges)
                 settings = replace(settings, typed=True)
                 written[FLOAT_TYPED] = source

@@ -237,7 +237,8 @@ class _TypeConverter:
             self.float32_reasons[node.name] = "a subgraph reads it"
             return True
         if node.op_type in _MOVES and data_input not in self.index.initializers:
-            return bool(self.type_by_tensor[data_input] == _FLOAT)  # it stays what it is
+            # it copies values, and so has the type of its input
+            return bool(self.type_by_tensor[data_input] == _FLOAT)
         reason = self._overflow(node)
         if reason:
             self.float32_reasons[node.name] = reason
@@ -335,11 +336,11 @@ def find_float32_layers(
         return {}, {}
     graph = Graph(model)
     overflows = find_float16_overflows(graph, largest_values, int8_nodes=quantized)
-    layers, reasons = {}, {}
+    output_by_node, reason_by_node = {}, {}
     for node in graph.nodes:
-        # TensorRT finds the layer of a node by its name or its only output
+        # the layer of a node is found by the node's name or its only output
         has_float_output = len(node.output) == 1 and graph.is_float(node.output[0])
         if node.name in overflows and has_float_output:
-            layers[node.name] = str(node.output[0])
-            reasons[node.name] = overflows[node.name]
-    return layers, reasons
+            output_by_node[node.name] = str(node.output[0])
+            reason_by_node[node.name] = overflows[node.name]
+    return output_by_node, reason_by_node

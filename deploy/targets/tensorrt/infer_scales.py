@@ -200,7 +200,8 @@ def _range_for_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
     # its only reader is a Hard-Swish or SiLU, which the graph spells in several nodes
     if name in tensor_ranges.gate_by_tensor:
         return _range_for_gate(tensor_ranges, tensor_ranges.gate_by_tensor[name])
-    readers = tensor_ranges.graph.readers.get(name, [])
+    graph = tensor_ranges.graph
+    readers = graph.readers.get(name, [])
     ranges = [_range_for_reader(tensor_ranges, name, node) for node in readers]
     needed_ranges = [reader_range for reader_range in ranges if reader_range is not None]
     if not needed_ranges:
@@ -208,7 +209,6 @@ def _range_for_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
 
     amaxes = {amax for amax, _ in needed_ranges}
     level = max(level for _, level in needed_ranges)
-    graph = tensor_ranges.graph
     is_read_outside = name in graph.outputs or name in graph.captured  # by the user or a subgraph
     if len(needed_ranges) < len(readers) or is_read_outside:
         level = GUESS  # some reader may need a larger range
@@ -227,10 +227,10 @@ def _range_for_gate(tensor_ranges: TensorRanges, gate: SelfGate) -> Range | None
 
 
 def _range_for_reader(tensor_ranges: TensorRanges, name: str, node: onnx.NodeProto) -> Range | None:
-    """Return the range that one reader of a tensor needs of it, from those of the reader's outputs.
+    """Return the range that one reader of a tensor needs, from the ranges of the reader's outputs.
 
-    It is (largest |x|, level). None if an output has no range yet, or if no rule leads from it back
-    to the tensor: a Conv or Gemm says nothing of the size of its input.
+    It is (largest |x|, level), or None if an output has no range yet, or if its range tells nothing
+    of the tensor's, as that of a Conv or Gemm.
 
     Args:
         tensor_ranges: the ranges that are known so far.

@@ -265,8 +265,8 @@ class TensorRT(TensorrtOptions):
         match = match_cache(
             cache, request.model, float_nodes=request.float_nodes, placement=placement
         )
-        # a tensor that is always 0 has the scale 0 there, with which TensorRT cannot quantize:
-        # without an entry its node stays float
+        # A tensor that is always 0 has scale 0, with which TensorRT cannot quantize. Without an
+        # entry in the cache its node stays float.
         entries = tuple(entry for entry in cache.entries if entry.scale != 0)
         return _CalibratedModel(replace(cache, entries=entries), match, ranges, version)
 
@@ -527,8 +527,8 @@ def _write_script(
 ) -> tuple[Path, ...]:
     """Write the script of the trtexec commands and add it to `files`, which are role -> path.
 
-    The script runs one of the commands, by the name that it gets as its argument. Its role names
-    that of TensorRT `version`, unless it is the command that runs without an argument.
+    The script's argument is the name of the command to run; without one it runs the first. If
+    TensorRT `version` needs another command, the script's role tells which argument to give.
 
     Returns:
         The files that TensorRT `version` needs, which are to be shipped.
