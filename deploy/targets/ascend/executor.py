@@ -459,13 +459,13 @@ def compare_deploy_model(
         BackendError: ONNX Runtime refuses a model or a sample.
         ModelError: the sums of a layer are too large to be exact.
     """
-    layer_by_sum = {}  # tensor of a layer's integer sums -> layer name
+    layer_by_sums_tensor = {}  # tensor of a layer's integer sums -> layer name
     for layer_name, quant_layer in layers.items():
         # its sums may exceed int32: they become outputs, to be measured
         if quant_layer.record.act_bits == 16:
-            layer_by_sum[f"{layer_name}_output0"] = layer_name
+            layer_by_sums_tensor[f"{layer_name}_output0"] = layer_name
     deploy_session = open_deploy(
-        deploy_model(model, layers), threads=threads, extra_outputs=tuple(layer_by_sum)
+        deploy_model(model, layers), threads=threads, extra_outputs=tuple(layer_by_sums_tensor)
     )
     deploy_runs = [deploy_session.run(sample) for sample in samples]
     del deploy_session  # each session has all weights, so one is open at a time
@@ -481,27 +481,28 @@ def compare_deploy_model(
     amct_runs = run_fake_quant(npu_rounding=False)
 
     max_npu_difference, min_amct_cosine = 0.0, 1.0
-    max_sum_shares = dict.fromkeys(layer_by_sum.values(), 0.0)
+    max_share_by_layer = dict.fromkeys(layer_by_sums_tensor.values(), 0.0)
     runs = zip(deploy_runs, npu_runs, amct_runs, strict=True)
     for outputs, npu_outputs, amct_outputs in runs:
-        for sum_name, layer_name in layer_by_sum.items():
-            sums = outputs.pop(sum_name)
+        for sums_tensor, layer_name in layer_by_sums_tensor.items():
+            sums = outputs.pop(sums_tensor)  # the fake-quant models have no such output
             share = float(np.abs(sums).max()) / _INT32_END
-            max_sum_shares[layer_name] = max(max_sum_shares[layer_name], share)
+            max_share_by_layer[layer_name] = max(max_share_by_layer[layer_name], share)
+
         for name, value in outputs.items():
             npu_value, amct_value = npu_outputs[name], amct_outputs[name]
             is_float = value.dtype.kind == "f" and value.size > 0
             # rounding may change a shape, such as the number of boxes after suppression
             if is_float and value.shape == npu_value.shape == amct_value.shape:
                 npu_difference = _relative_difference(value, npu_value)
-                # `max` would lose a NaN
+                # NumPy's maximum, since `max` would lose a NaN
                 max_npu_difference = float(np.maximum(max_npu_difference, npu_difference))
                 min_amct_cosine = min(min_amct_cosine, cosine(value, amct_value))
     return DeployComparison(
         samples=len(samples),
         max_npu_difference=max_npu_difference,
         min_amct_cosine=min_amct_cosine,
-        sum_share_by_layer=max_sum_shares,
+        sum_share_by_layer=max_share_by_layer,
     )
 
 

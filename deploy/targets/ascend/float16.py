@@ -213,6 +213,7 @@ class _Float16Writer:
         else:  # such as a comparison, whose outputs have another type: the inputs decide
             float16_variables = {variable for variable, name in inputs if self.is_float16(name)}
 
+        # the tensors that have another type than the node computes in get a Cast
         for position, (variable, name) in enumerate(inputs):
             if variable in float16_variables:
                 yield from self.cast_input(node, position, name, _FLOAT16)

@@ -273,6 +273,7 @@ def _layer_or_float_reason(node: onnx.NodeProto, index: Graph) -> Layer | str:
         if rank != 2:
             return f"a pool must have a 2-D kernel, got {rank}-D"
         return replace(layer, rank=rank)
+
     weight = index.constants.get(node.input[1]) if len(node.input) > 1 else None
     if weight is None:
         if _multiplies_activations(node, index):
@@ -291,7 +292,7 @@ def _layer_or_float_reason(node: onnx.NodeProto, index: Graph) -> Layer | str:
     trans_b = bool(node_attributes.get("transB", 0))
     if node.op_type == "Conv":
         channels_in = weight.dims[1] * group
-    else:
+    else:  # a ConvTranspose or Gemm: input channels first, unless it is transposed
         channels_in = weight.dims[1 if trans_b else 0]
     spatial_rank = len(weight.dims) - 2  # 0 for a Gemm
     return replace(layer, group=group, rank=spatial_rank, trans_b=trans_b, channels_in=channels_in)

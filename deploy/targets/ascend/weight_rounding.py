@@ -172,6 +172,7 @@ class AdaRoundSteps:
             is_transposed = layer.kind == "ConvTranspose"
             window = make_window(attributes(node), weight_rows.shape[2:], transposed=is_transposed)
 
+        # the search reads the layer's outputs and inputs at the same sampled positions
         max_positions = self._count_positions(layer.group * patch_size)
         target_statistic = TargetsOf(
             samples=self.samples, max_positions=max_positions, channels_last=is_matrix

@@ -114,16 +114,18 @@ def match_cache(
     Raises:
         CacheError: the cache has two scales for one tensor.
     """
+    # which tensor each entry of the cache names
     scale_by_entry = cache.scales()
     flaw_by_entry = cache.flaws()
-    expected = cache_tensors(
+    expected_entries = cache_tensors(
         model,
         version=cache.header.version or _LEGACY_VERSION,
         parser=parser,
         original=original,
     )
-    tensor_by_entry = _find_tensors(scale_by_entry, expected)
+    tensor_by_entry = _find_tensors(scale_by_entry, expected_entries)
 
+    # which tensors get a pair: those that have a usable scale, and an int8 or fp8 reader
     scale_by_tensor = {}
     flaw_by_tensor = {}
     for name, tensor in tensor_by_entry.items():
@@ -132,12 +134,19 @@ def match_cache(
         else:
             scale_by_tensor[tensor] = scale_by_entry[name]
     plan, owner_by_tensor = _plan_with_scales(
-        model, placement, scale_by_tensor, flaw_by_tensor, expected, reasons_by_node(float_nodes)
+        model,
+        placement,
+        scale_by_tensor,
+        flaw_by_tensor,
+        expected_entries,
+        reasons_by_node(float_nodes),
     )
 
     # a tensor may take the scale of another one, its owner: a pool's output that of its input
     scales = {tensor: scale_by_tensor[owner_by_tensor[tensor]] for tensor in plan.activations}
     used_tensors = {owner_by_tensor[tensor] for tensor in scales}
+
+    # which entries are used, and why the others are not
     entries = []
     for name in scale_by_entry:
         entry_tensor = tensor_by_entry.get(name)  # None if the entry is of no tensor of the model
@@ -186,7 +195,7 @@ def _plan_with_scales(
     placement: Placement,
     scale_by_tensor: Mapping[str, np.float32],
     flaw_by_tensor: Mapping[str, str],
-    expected: Sequence[CacheTensor],
+    expected_entries: Sequence[CacheTensor],
     float_nodes: Mapping[str, str],
 ) -> tuple[Plan, dict[str, str]]:
     """Return the plan of the Q/DQ pairs for which the cache has a scale.
@@ -198,16 +207,16 @@ def _plan_with_scales(
         placement: where pairs stand.
         scale_by_tensor: tensor -> its scale in the cache, if that can be used.
         flaw_by_tensor: tensor -> why its scale in the cache cannot be used.
-        expected: the entries that TensorRT would write.
+        expected_entries: the entries that TensorRT would write.
         float_nodes: node -> why it stays in float.
 
     Returns:
         The plan, and tensor -> owner, for each tensor that would be quantized if the cache had all
         scales. The owner of a tensor without a scale is the tensor itself.
     """
-    owner_by_entry = scale_owners(expected)
+    owner_by_entry = scale_owners(expected_entries)
     # the output of a pool -> the pool's input; any other tensor -> itself
-    source_by_tensor = {entry.source: owner_by_entry[entry.name] for entry in expected}
+    source_by_tensor = {entry.source: owner_by_entry[entry.name] for entry in expected_entries}
     complete_plan = analyse(model, placement, float_nodes=float_nodes)
     owner_by_tensor = {}
     reason_by_float_tensor = {}

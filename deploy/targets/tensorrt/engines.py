@@ -362,6 +362,8 @@ def build_quantized_engine(
         uses_cache=uses_cache,
         is_typed=source_role == TYPED or options.precision == FP8,
     )
+
+    # an engine of an earlier build is reused if all that it depends on is equal
     cache_bytes = trt_cache.dump(trt_cache.relabel(cache, version=installed.release))
     key = builder.engine_key(
         installed,
@@ -369,7 +371,8 @@ def build_quantized_engine(
         model_sha256=sha256(source.read_bytes()),
         cache_sha256=sha256(cache_bytes) if uses_cache else None,
     )
-    key["calibrator"] = options.calibrator  # then TensorRT computes another cache
+    key["calibrator"] = options.calibrator  # by it TensorRT makes another cache, see below
+
     notes = [f"the engine belongs to TensorRT {installed.version} on {installed.gpu}"]
     if options.calibrator is not None:  # TensorRT's calibration leaves out a partial batch
         _, batch_size = _calibration_batch(request, settings)
@@ -383,7 +386,7 @@ def build_quantized_engine(
         return manifest.write_with_note(path, reused_plan, key), (note, *notes)
 
     cuda = open_gpu(options.device)
-    if options.calibrator is not None:  # a new cache in place of calib8's
+    if options.calibrator is not None:  # TensorRT's cache in place of calib8's
         cache_bytes = calibrate_on_gpu(options, request, source, settings, installed.version, cuda)
     callbacks = calibrator_from_cache(options, cache_bytes) if uses_cache else None
     engine = builder.build_engine(source, settings, calibrator=callbacks, cuda=cuda)
