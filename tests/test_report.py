@@ -347,7 +347,7 @@ def test_screen_shows_speed_size_and_accuracy():
     assert "-0.25 points" in text
     assert len(text.splitlines()) <= 16
     assert "Ship          logits" in text
-    assert "Next          calib8 bench logits --threads 1" in text  # the model was in memory
+    assert "Next          calib8 bench logits\n" in text  # the model was in memory
     assert "entropy, calibrated in 1.5 s: logits" in to_markdown(full_report())
 
 
@@ -362,12 +362,12 @@ def test_float_model_ships_where_int8_is_not_worth_it(level):
 @pytest.mark.parametrize(
     ("verdict", "speed", "effort", "message"),
     [
-        (Verdict("good", ()), (1.5, 1.4, 1.6), 1, "bench m.onnx --against m.onnx --threads 1"),
+        (Verdict("good", ()), (1.5, 1.4, 1.6), 1, "calib8 bench m.int8.onnx --against m.onnx"),
         (
             Verdict("good", ()),
             (1.5, 0.9, 2),
             1,
-            "on a quiet machine: calib8 bench m.onnx --against m.onnx",
+            "on a quiet machine: calib8 bench m.int8.onnx --against m.onnx",
         ),
         (
             Verdict("keep FP32", ()),
@@ -406,7 +406,8 @@ def test_every_verdict_has_a_next_step(verdict, speed, effort, message):
     report = full_report("m.onnx")
     (target,), (fp32, int8) = report.targets, report.engines
     ratio, low, high = speed
-    row = dataclasses.replace(int8, verdict=verdict, speed=SpeedUp(ratio=ratio, low=low, high=high))
+    speed_up = SpeedUp(ratio=ratio, low=low, high=high)
+    row = dataclasses.replace(int8, path="m.int8.onnx", verdict=verdict, speed=speed_up)
     paths = {"report": "o/report.html", "options": "o/calib8.toml"}
     files = tuple(parts.FileRow(role=role, path=path) for role, path in paths.items())
     request = parts.RequestPart(effort={target.name: effort})

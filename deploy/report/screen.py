@@ -512,7 +512,7 @@ def _use_steps(report: Findings, engine: EngineRow, target: TargetPart) -> Itera
     if program := path_of(target.files, _PROGRAM):
         yield f"python {shlex.quote(program)} PICTURE"
     if bench:
-        yield f"{bench} --threads 1"
+        yield bench
 
 
 def _has_device_script(target: TargetPart) -> bool:
@@ -524,11 +524,11 @@ def _bench_command(report: Findings, engine: EngineRow) -> str:
     """Return the command that measures an engine beside its float model; "" without files."""
     if not report.model or not engine.path:
         return ""
-    models = shlex.quote(engine.path)
+    command = f"calib8 bench {shlex.quote(engine.path)}"
     # a model in memory has a name, no path; a file of another size is not to be compared
     if PurePath(report.model.path).suffix and not report.model.shapes:
-        models = f"{shlex.quote(report.model.path)} --against {models}"
-    return f"calib8 bench {models}"
+        command += f" --against {shlex.quote(report.model.path)}"
+    return command
 
 
 def split_name(target: TargetPart, split: SplitRow) -> str:
