@@ -489,7 +489,7 @@ def measure_aipp_error(
     batch = next(iter(sample.values()))
     if layout_of(batch) != "nchw" or not np.issubdtype(batch.dtype, np.floating):
         return None
-    full_scale = 255 * preprocess.scale / min(preprocess.std)
+    full_scale = 255 * preprocess.scale / min(preprocess.std)  # of the model's input
     errors = []
     for expected in batch:
         pixels = input_to_image(expected[None], preprocess)

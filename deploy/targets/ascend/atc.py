@@ -124,8 +124,10 @@ def atc_command(
                 f"a quantized model takes fixed shapes, got {list(shape)} for {name!r}"
             )
     is_4d = all(len(shape) == 4 for shape in shapes.values())
-    # all CANN versions accept commands without the scalars; "name:" is documented from 8.0 on
-    texts = [f"{name}:{','.join(map(str, shape))}" for name, shape in shapes.items() if shape]
+    # without scalars, which would be "name:": that is documented from CANN 8.0 on only
+    input_shapes = [
+        f"{name}:{','.join(map(str, shape))}" for name, shape in shapes.items() if shape
+    ]
     command = [
         "atc",
         "--framework=5",
@@ -133,8 +135,8 @@ def atc_command(
         f"--output={output}",
         f"--soc_version={options.soc or CHIP}",
     ]
-    if texts:
-        command.append(f"--input_shape={';'.join(texts)}")
+    if input_shapes:
+        command.append(f"--input_shape={';'.join(input_shapes)}")
     command.append(f"--input_format={'NCHW' if is_4d else 'ND'}")
     if aipp is not None:
         command.append(f"--insert_op_conf={aipp}")

@@ -107,11 +107,11 @@ def rewrite_layers(
         for quant_layer in inputs_by_node.get(node.name, ()):
             nodes += rewriter.round_input(node, quant_layer)
         if node.name in layers:
-            nodes += rewriter.enter(node, layers[node.name])
+            nodes += rewriter.convert_to_integers(node, layers[node.name])
         nodes.append(node)
         if node.name in layer_by_last_node:
-            nodes += rewriter.leave(node, layer_by_last_node[node.name])
-    rewriter.finish(nodes)
+            nodes += rewriter.dequantize_output(node, layer_by_last_node[node.name])
+    rewriter.update_graph(nodes)
     return rewritten
 
 
@@ -148,7 +148,7 @@ class _LayerRewriter:
         self.quantized_by_input: dict[tuple[str, float, int, int], str] = {}
         self.bias_by_add: dict[str, str] = {}
 
-    def enter(self, node: onnx.NodeProto, quant_layer: QuantLayer) -> Nodes:
+    def convert_to_integers(self, node: onnx.NodeProto, quant_layer: QuantLayer) -> Nodes:
         """Give a layer quantized inputs, integer weight and bias; return the new nodes before it.
 
         Args:
@@ -158,9 +158,9 @@ class _LayerRewriter:
         nodes: Nodes = []
         if quant_layer.inverse_factors is not None:
             nodes += multiply_input(node, quant_layer.inverse_factors)
-        nodes += self.quantize(node, 0, quant_layer)
+        nodes += self.quantize_input(node, 0, quant_layer)
         if quant_layer.second_factor is not None:
-            nodes += self.quantize(node, 1, quant_layer.second_factor)
+            nodes += self.quantize_input(node, 1, quant_layer.second_factor)
         if quant_layer.weight is not None:
             weight = self.replacement.store_weight(quant_layer, quant_layer.weight)
             self.tensors[node.input[1]] = numpy_helper.from_array(weight, node.input[1])
@@ -176,7 +176,7 @@ class _LayerRewriter:
         clear_transposition(node)
         return nodes
 
-    def quantize(self, node: onnx.NodeProto, index: int, quant_layer: QuantLayer) -> Nodes:
+    def quantize_input(self, node: onnx.NodeProto, index: int, quant_layer: QuantLayer) -> Nodes:
         """Let a node's input read the quantized tensor; return the nodes that make it, if new.
 
         Inputs with equal tensor, scale, offset and width share it.
@@ -199,16 +199,20 @@ class _LayerRewriter:
         """Quantize and dequantize a tensor_quantize input."""
         index = quant_layer.layer.input_index
         assert index is not None
-        nodes = self.quantize(node, index, quant_layer)
+        nodes = self.quantize_input(node, index, quant_layer)
         float_nodes, node.input[index] = self.replacement.dequantize_input(
             quant_layer, node.input[index]
         )
         return [*nodes, *float_nodes]
 
-    def leave(self, node: onnx.NodeProto, quant_layer: QuantLayer) -> Nodes:
-        """Return the nodes after the layer, or after the Add of a MatMul's bias."""
+    def dequantize_output(self, node: onnx.NodeProto, quant_layer: QuantLayer) -> Nodes:
+        """Let a layer make an integer tensor; return the nodes that make the float one from it.
+
+        `node`: the layer, or the Add of a MatMul's bias.
+        """
         if node.name in self.bias_by_add:
-            node.input[list(node.input).index(quant_layer.layer.bias)] = self.bias_by_add[node.name]
+            bias_position = list(node.input).index(quant_layer.layer.bias)
+            node.input[bias_position] = self.bias_by_add[node.name]
         float_output, integer_output = node.output[0], f"{quant_layer.layer.name}_output0"
         node.output[0] = integer_output
         return self.replacement.dequantize_output(quant_layer, integer_output, float_output)
@@ -221,7 +225,7 @@ class _LayerRewriter:
         self.tensors[name] = numpy_helper.from_array(bias.astype(self.replacement.bias_type), name)
         return name
 
-    def finish(self, nodes: Nodes) -> None:
+    def update_graph(self, nodes: Nodes) -> None:
         """Write tensors and nodes into the graph: replaced initializers keep their place."""
         constants = [node for node in nodes if node.op_type == "Constant"]
         unreplaced_constants = [node for node in constants if node.output[0] not in self.tensors]

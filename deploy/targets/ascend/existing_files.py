@@ -209,8 +209,8 @@ def recipe_from_record(
         unrecorded_names = [name for name in enabled_names if name not in records]
         quant_config = disable_layers(quant_config, unrecorded_names)
 
-    # AdaRound and repairs change the weights before a record is made, and save the modified model;
-    # with the user's own weights the record's scales give wrong integers
+    # A record made after AdaRound or a repair belongs to the modified model that was saved with it.
+    # If the user gave the original model instead, the record's scales give wrong integers.
     adaround_layers = read_adaround_layers(text)
     if adaround_layers:
         layers_with_other_weights = find_unrounded_layers(model, graph, records, adaround_layers)

@@ -54,9 +54,9 @@ def find_float16_tensors(subject: CalibrationSubject) -> frozenset[str]:
 
     values = (*inferred.graph.input, *inferred.graph.output, *inferred.graph.value_info)
     names = {value.name for value in values if value.type.tensor_type.elem_type == _FLOAT16}
-    names |= {t.name for t in inferred.graph.initializer if t.data_type == _FLOAT16}
+    names |= {tensor.name for tensor in inferred.graph.initializer if tensor.data_type == _FLOAT16}
     for node in subject.model.graph.node:
-        # a float16 output is cast from a tensor of another name, which was float16 in the file
+        # `subject.model` makes a float16 output in float32 under another name, and casts it
         if _casts_to_float16(node) and node.output[0] in names:
             names.add(node.input[0])
     return frozenset(names)

@@ -322,7 +322,7 @@ def _float_reason_of_weight(
     weight_name, op, rank = node.input[1], node.op_type, len(weight.dims)
     has_readers_elsewhere = weight_name in index.captured or weight_name in index.outputs
     if len(index.readers[weight_name]) > 1 or has_readers_elsewhere:
-        return SHARED_WEIGHT  # its integers have the scales of one layer alone
+        return SHARED_WEIGHT  # as integers it has the scales of one layer, wrong for other readers
     supported_ranks, ranks_text = _WEIGHT_RANKS[op]
     if rank not in supported_ranks:
         return f"a {op} weight must be {ranks_text}, got {rank}-D"

@@ -81,9 +81,9 @@ def prepare_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
 def _choose_weights_to_copy(
     copy_count_by_weight: Mapping[str, int], constants: Mapping[str, onnx.TensorProto]
 ) -> set[str]:
-    """Return the weights, smallest first, whose copies for all their nodes fit the limit of bytes.
+    """Return the weights whose copies, one for each node, fit the limit of bytes; smallest first.
 
-    Those of a cell unrolled over hundreds of steps may not.
+    The copies of a recurrent cell that is unrolled over hundreds of steps may not fit.
     """
     copy_bytes = {
         name: 4 * math.prod(constants[name].dims) * count

@@ -375,7 +375,7 @@ class Ascend:
 
         float16_tensors = find_float16_tensors(request.subject)
         layers = [quant_layer.layer for quant_layer in recipe.layers.values()]
-        weight_sharers = find_weight_sharers(layers, recipe.graph)  # names of layers
+        weight_sharers = find_weight_sharers(layers, recipe.graph)  # layers that read one weight
         files = write_models(
             recipe,
             request,

@@ -282,7 +282,7 @@ class AdaRoundSteps:
 def _find_activation(index: Graph, tensor: str, channels: tuple[int, int]) -> AdaActivation:
     """Return the activation that is the only reader of a tensor, if AMCT's AdaRound knows it.
 
-    Without one, the result is the activation that changes nothing.
+    Else the result is the activation that changes nothing, `AdaActivation()`.
 
     `channels`: (groups, output channels of a group) of the layer that makes the tensor.
     """

@@ -195,7 +195,7 @@ def _onnx_tensors(
 
     # the output of an Identity or Dropout, which cleaning removed, follows the entry of its tensor
     for copy_name, source in _removed_copies(parsed, float_names).items():
-        last_index = max(i for i, entry in enumerate(entries) if entry.source == source)
+        last_index = max(index for index, entry in enumerate(entries) if entry.source == source)
         entries.insert(last_index + 1, CacheTensor(copy_name, source))
     return entries
 

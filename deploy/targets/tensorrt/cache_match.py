@@ -261,6 +261,7 @@ def _why_unmatched(name: str, model: onnx.ModelProto, original: onnx.ModelProto 
 def _coverage(
     tensor: str, owner: str, has_scale: bool, flaw_by_tensor: Mapping[str, str]
 ) -> TensorCoverage:
+    """Return whether the cache has a scale for a tensor, that of its owner, or why not."""
     if has_scale:
         return TensorCoverage(tensor, True, "" if owner == tensor else f"with the scale of {owner}")
     reason = flaw_by_tensor.get(tensor, "has no entry in the cache, or its node stays float")

@@ -197,7 +197,7 @@ def calibrate_on_gpu(
     def store_now(cache: bytes) -> None:  # at once, so that a build which fails later can reuse it
         store_gpu_cache(request.folder / cache_name, cache, fingerprint)
 
-    # some samples may be repeated ones, which only fill the model's fixed batch (`filled`)
+    # samples that only fill up the model's fixed batch (`filled`) repeat others
     sample_count = count_in_full_batches(
         len(request.feed), batch_size, filled=request.subject.filled
     )

@@ -114,6 +114,7 @@ def _describe_layer(layer: _InspectedLayer) -> EngineLayer:
     lists_nodes = _NODE.search(metadata) is not None
     if lists_nodes or not dots:
         return EngineLayer(name=name, kind=kind, nodes=_nodes(block_name, metadata), block=kind)
+    # either end may itself be the name of several fused nodes
     end_nodes = _nodes(first_node, "")[0], _nodes(last_node, "")[-1]
     return EngineLayer(name=name, kind=kind, block=kind, end_nodes=end_nodes)
 
