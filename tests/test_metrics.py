@@ -416,13 +416,13 @@ PLACES = accuracy(part(6.5), top1_reference=0.9, top1_candidate=0.9)
         (None, {"speed": 1.06}, GOOD),
         (None, {"speed": 0.99}, FLOAT),
         # noise is no merit: the middle of the interval decides
-        (None, {"speed": (0.77, 0.68, 1.10), "smaller": 0.93}, FLOAT),
-        (None, {"speed": (0.98, 0.94, 1.14), "smaller": 1.04}, FLOAT),
+        (None, {"speed": (0.77, 0.68, 1.10), "size_ratio": 0.93}, FLOAT),
+        (None, {"speed": (0.98, 0.94, 1.14), "size_ratio": 1.04}, FLOAT),
         # nor does a gain of size make up for a clear loss of time
-        (None, {"speed": (0.98, 0.94, 1.14), "smaller": 1.34}, GOOD),
-        (None, {"speed": (0.98, 0.94, 1.14), "smaller": 1.33}, FLOAT),
-        (None, {"speed": (0.96, 0.95, 0.97), "smaller": 3.9}, GOOD),
-        (None, {"speed": (0.94, 0.93, 1.14), "smaller": 3.9}, FLOAT),
+        (None, {"speed": (0.98, 0.94, 1.14), "size_ratio": 1.34}, GOOD),
+        (None, {"speed": (0.98, 0.94, 1.14), "size_ratio": 1.33}, FLOAT),
+        (None, {"speed": (0.96, 0.95, 0.97), "size_ratio": 3.9}, GOOD),
+        (None, {"speed": (0.94, 0.93, 1.14), "size_ratio": 3.9}, FLOAT),
         (None, {"speed": 1.5, "min_speedup": 1.5}, GOOD),
         (None, {"speed": 1.49, "min_speedup": 1.5}, UNUSABLE),
         (None, {"speed": 0.5, "min_speedup": 0.4}, GOOD),
@@ -571,16 +571,43 @@ def test_what_is_good_is_told_only_where_nothing_is_worse():
     [
         ((1.2, 1.1, 1.3), GOOD, "1.20x (1.10 to 1.30) the speed of FP32"),
         ((0.99, 0.97, 1.02), FLOAT, "int8 has 0.99x (0.97 to 1.02) the speed of FP32 on this CPU"),
-        (
-            (1.1, 0.8, 1.2),
-            GOOD,
-            "1.10x (0.80 to 1.20) the speed of FP32, which is too noisy to be sure of",
-        ),
     ],
 )
-def test_a_speed_recommends_int8_or_fp32_or_says_that_noise_hides_it(speed, level, reason):
+def test_a_speed_recommends_int8_or_fp32(speed, level, reason):
     outcome = judge(speed=speed)
-    assert outcome.level == level and reason in outcome.text
+    assert outcome.level == level and reason in outcome.text and "noisy" not in outcome.text
+
+
+@pytest.mark.parametrize(
+    ("speed", "min_speedup", "level"),
+    [
+        ((1.1, 0.8, 1.2), None, GOOD),
+        ((0.99, 0.8, 1.2), None, FLOAT),
+        ((1.81, 0.8, 14.8), 1.2, GOOD),
+        ((1.1, 1.05, 1.3), 1.2, UNUSABLE),
+    ],
+)
+def test_noise_is_named_at_every_limit(speed, min_speedup, level):
+    outcome = judge(speed=speed, min_speedup=min_speedup)
+    assert outcome.level == level and "noisy" in outcome.text
+    surer = judge(speed=(speed[0], speed[0], speed[0]), min_speedup=min_speedup)
+    assert surer.level == level and "noisy" not in surer.text
+
+
+@pytest.mark.parametrize(
+    ("figures", "percent"),
+    [
+        (accuracy(top1_reference=0.9, top1_candidate=0.8, classes=10), 10),
+        (accuracy(task=task(0.7)), 30),
+        (accuracy(part(cosine=0.95)), 5),
+    ],
+)
+def test_verdict_names_the_users_loss_limit(figures, percent):
+    missed = judge(figures, max_loss=0.02)
+    assert missed.level == UNUSABLE and missed.gated
+    assert f"a loss of {percent} %, above the limit of 2 %" in missed.reasons[0]
+    assert "within the limit of 50 %" in judge(figures, max_loss=0.5).reasons[0]
+    assert "limit" not in judge(figures).text
 
 
 class Given:

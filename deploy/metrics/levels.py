@@ -145,10 +145,12 @@ def judge_accuracy(accuracy: Accuracy, max_loss: float | None) -> LevelReasons:
     for problem in accuracy.problems:
         yield UNUSABLE, problem
     loss = measure_loss(accuracy, max_loss)
-    if loss is not None:
+    if loss is None:
+        yield from _doubt_silent_model(accuracy)
+    elif max_loss is None or math.isnan(loss.share):
         yield loss.level, loss.words
     else:
-        yield from _doubt_silent_model(accuracy)
+        yield loss.level, f"{loss.words}, {_limit_text(loss, max_loss)}"
 
     # outputs that the task says nothing of are judged by their SQNR, as without a task
     worst_uncovered = None
@@ -167,6 +169,14 @@ def judge_accuracy(accuracy: Accuracy, max_loss: float | None) -> LevelReasons:
         output = next(output for output in accuracy.outputs if output.name == worst.output)
         limits = _TASK_PART_LIMITS if has_task else _PART_LIMITS
         yield _level(-output.sqnr_db, limits), f"{output.sqnr_db:.1f} dB in {output.name}"
+
+
+def _limit_text(loss: TaskLoss, max_loss: float) -> str:
+    """Return whether a loss is within the user's limit, as text; the loss too if it is not."""
+    limit_text = f"the limit of {100 * max_loss:g} %"
+    if loss.level == GOOD:
+        return f"within {limit_text}"
+    return f"a loss of {100 * loss.share:.4g} %, above {limit_text}"
 
 
 def _rate_slice(part: SliceAccuracy, *, has_task: bool, has_limit: bool) -> tuple[str, str]:

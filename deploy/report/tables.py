@@ -300,7 +300,7 @@ def _speed_text(report: Findings) -> str:
     for rival in rivals:
         text = figures.ratio(model.speed_over(rival, engine))
         if engine.speed and rival is rivals[0]:  # the main rival: `speed.text` has an interval too
-            text = engine.speed.text
+            text = engine.speed.text + (", too noisy" if engine.speed.is_noisy else "")
         if not rival.reference:
             text += f" of {rival.label}"
         texts.append(text)

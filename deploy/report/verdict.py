@@ -110,6 +110,7 @@ MIN_OBJECTS = 40  # fewer boxes, labels or points hide a loss of 0.025
 MIN_SAMPLES = 30  # fewer samples hide that of one class in 30
 # sentences of `_describe_too_few`, `question_reference` and `deploy.calibration.input_checks`
 _TOO_FEW = re.compile(r"\d+ (?P<things>.+) (?:is|are) too few; (?P<missing>.+) would do")
+_TOO_NOISY = ", which is too noisy to be sure of"
 _KEPT = " kept"  # ending of a figure that counts things, such as "boxes kept"
 _Finding = tuple[str, str]  # level, and the reason as a sentence
 
@@ -297,10 +298,12 @@ def _judge_speed_limit(speed: SpeedUp | None, min_speedup: float, rival: str) ->
     if speed is None:
         reason = f"its speed, {min_speedup:g}x that of {rival} at least, is not measured"
         return DOUBTFUL, reason
-    text = f"{speed.text} the speed of {rival}"
-    if speed.ratio < min_speedup:
-        return UNUSABLE, f"{text}, below the limit of {min_speedup:g}x"
-    return GOOD, f"{text}, within the limit of {min_speedup:g}x"
+    is_below = speed.ratio < min_speedup
+    text = f"{speed.text} the speed of {rival}, {'below' if is_below else 'within'}"
+    text += f" the limit of {min_speedup:g}x"
+    if speed.low < min_speedup <= speed.high:
+        text += _TOO_NOISY
+    return UNUSABLE if is_below else GOOD, text
 
 
 def _judge_gain(speed: SpeedUp, size_ratio: float | None, rival: str, device_kind: str) -> _Finding:
@@ -315,17 +318,16 @@ def _judge_gain(speed: SpeedUp, size_ratio: float | None, rival: str, device_kin
         device_kind: "CPU" or "device".
     """
     text = f"{speed.text} the speed of {rival}"
+    noise_text = _TOO_NOISY if speed.is_noisy else ""
     if speed.ratio >= MIN_GAIN:
-        if speed.low <= 1:
-            text += ", which is too noisy to be sure of"
-        return GOOD, text
+        return GOOD, text + noise_text
 
     size_ratio = size_ratio or 1.0
     size_text = size_change_text(size_ratio)  # "" for files of one size
     is_clearly_slower = speed.ratio * MIN_GAIN < 1
     if size_ratio >= MIN_SHRINK and not is_clearly_slower:
-        return GOOD, f"{text}, {size_text}"
-    reason = f"int8 has {text} on this {device_kind}"
+        return GOOD, f"{text}{noise_text}, {size_text}"
+    reason = f"int8 has {text} on this {device_kind}{noise_text}"
     if size_text:
         reason += f", and its file is {size_text}"
     return FLOAT, reason
