@@ -72,6 +72,8 @@ def test_check_repeats_the_builds_figures(shipped, pictures):
         assert sqnr_db(engine) == pytest.approx(sqnr_db(built_engine), abs=1e-3)
         assert engine.verdict == built_engine.verdict
         assert engine.path == built_engine.path
+    assert "Ship" in built.to_screen()
+    assert "Ship" not in report.to_screen()  # nothing was written
     assert report.request.max_loss == 0.5
     assert not report.failed
     assert file_bytes(shipped) == before

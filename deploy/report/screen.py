@@ -2,7 +2,7 @@
 
 The screen of a build has what a user decides by: verdict, speed, size, task, what the images were
 taken for, the files to ship, warnings that need an action, and the next command. All else is on the
-page and in the Markdown text, which `-v` prints in its place.
+page and in report.md, and `-v` prints it in place of the screen.
 
 The front of a search in one line::
 
@@ -195,7 +195,8 @@ def _decisions(report: Findings) -> Iterator[str]:
     yield from _int8_nodes(report)
     yield from _failures(report)
 
-    yield from entries("Ship", dict.fromkeys(_shipped_files(report)))  # each file once
+    if report.written:  # a check writes nothing: its files are those of a build
+        yield from entries("Ship", dict.fromkeys(_shipped_files(report)))  # each file once
     # an alert that a verdict quotes is on the screen already
     verdict_text = "\n".join(engine.verdict.text for engine in report.engines if engine.verdict)
     alerts = [alert for alert in report.all_alerts if alert not in verdict_text]
@@ -203,7 +204,7 @@ def _decisions(report: Findings) -> Iterator[str]:
     yield from entries("Warning", urgent_texts[:_MAX_ALERTS])
     note_count = counted(len(report.warnings), "note")  # alerts and all other notes
     if page := path_of(report.files, REPORT):
-        yield from entry("Report", f"{page}  (all figures and {note_count}; -v prints it)")
+        yield from entry("Report", f"{page}  (all figures and {note_count}; as text: report.md)")
     yield from entries("Next", dict.fromkeys(next_steps(report)))
 
 
