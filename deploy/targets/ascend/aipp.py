@@ -238,12 +238,10 @@ def _plan_frame(preprocess: Preprocess, source: AippSource) -> FramePlan | None:
     # with dynamic AIPP the program on the device sets the crop itself
     if frame_size == input_size or source.dynamic:
         return None
-    is_larger = frame_size[0] >= input_size[0] and frame_size[1] >= input_size[1]
     # top and left are negative where the resized frame is cropped
     (height, width), (top, left) = resized_geometry(frame_size, preprocess)
-    is_cropped_only = preprocess.resize == "short-side" and (height, width) == frame_size
-    if is_larger and is_cropped_only:
-        return None
+    if preprocess.resize == "short-side" and (height, width) == frame_size:
+        return None  # it is only cropped
 
     if not source.is_yuv:
         return FramePlan(

@@ -360,7 +360,7 @@ class TensorrtSession:
         import tensorrt as trt
 
         if self._graph is not None:
-            self._graph.forget()
+            self._graph.forget()  # it was captured with the old shapes and addresses
         for tensor in self._inputs:
             array = arrays[tensor.name]
             if not self._context.set_input_shape(tensor.name, trt.Dims(list(array.shape))):

@@ -281,7 +281,7 @@ class TensorRT(TensorrtOptions):
             )
 
     def build(self, request: BuildRequest) -> BuildResult:
-        """Write the files, and the engine if TensorRT and a GPU are available."""
+        """Write models, cache and script; build the engine if TensorRT and a GPU are available."""
         from deploy.targets.tensorrt import cache_contents, engines, trtexec
 
         calibrated = self.calibrate_scales(request)
@@ -295,8 +295,10 @@ class TensorRT(TensorrtOptions):
         }
         written_models, lowering_notes = engines.lower_models(self, complete_models, version)
         files = self._write_models(request, calibrated, written_models, float32_nodes)
+
+        # which file is run on the CPU to measure the accuracy
         evaluated_role = self._evaluated_role(model_set.models, version)
-        if request.plugin_decisions:  # on the CPU only the part without plugins can be evaluated
+        if request.plugin_decisions:  # only the part without plugin nodes can run there
             runnable_part = model_set.models[evaluated_role]
             files[PART] = engines.write_file(request, ".part.onnx", runnable_part)
             evaluated_role = PART

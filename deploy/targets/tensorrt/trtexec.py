@@ -219,9 +219,10 @@ def trtexec_commands(
         if qdq_command is not None and not options.dla:
             commands.append(qdq_command)
     commands += _typed_commands(files, requirements, version, options.features)
+
     common_flags = _common_flags(options, request)
     for index, command in enumerate(commands):
-        if command.arguments:  # a command without any says why no TensorRT can build the engine
+        if command.arguments:  # else it only says why no TensorRT can build the engine
             commands[index] = replace(command, arguments=(*command.arguments, *common_flags))
     return tuple(commands)
 
@@ -356,6 +357,7 @@ def _typed_commands(
         reason = f"no TensorRT reads opset {opset} of {model.name}: export with an older one"
         return (TrtexecCommand("typed", reason),)
 
+    # a condition says in words where a command runs: on which machine, with which TensorRT
     machine = "".join(_MACHINES.get(feature, "") for feature in features)
     needs_11 = version_label(first_version) >= version_label(_FIRST_TYPED_ONLY)  # 11.0.0
     condition_11 = f"{machine}with TensorRT 11"
