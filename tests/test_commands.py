@@ -55,7 +55,7 @@ def build_call(monkeypatch, named_files):
         return ""
 
     monkeypatch.setattr("deploy.report.to_screen", show_screen)
-    monkeypatch.setattr("deploy.report.to_markdown", show_everything)
+    monkeypatch.setattr("deploy.report.to_text", show_everything)
     return recorded
 
 

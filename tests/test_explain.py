@@ -430,4 +430,4 @@ def test_verbose_build_lists_splits(small_cnn, pictures, searched_build, tmp_pat
     out = shutil.copytree(searched_build, tmp_path / "again")
     for flags, shown in ([], False), (["--verbose"], True):
         screen = build(small_cnn, pictures, out, *BOTH, *flags)
-        assert ("## Splits for tensorrt" in screen) == shown
+        assert ("\nSplits for tensorrt\n" in screen) == shown

@@ -21,7 +21,17 @@ from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.latency import Latency, SpeedUp, Timing, speed_up
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.metrics.precision import MeanPrecision
-from deploy.report import Report, blocks, figures, parts, to_html, to_json, to_markdown, to_screen
+from deploy.report import (
+    Report,
+    blocks,
+    figures,
+    parts,
+    to_html,
+    to_json,
+    to_markdown,
+    to_screen,
+    to_text,
+)
 from deploy.report.charts import latency_figure, range_bar
 from deploy.report.model import Findings, with_speed
 from deploy.report.page import POLICY, SCRIPT, STYLE
@@ -256,6 +266,7 @@ def test_empty_report_has_every_form():
     assert to_json(report) == {"schema": "calib8-report/2", "title": "nothing"}
     assert to_screen(report) == "nothing\n"
     assert to_markdown(report) == "# nothing\n"
+    assert to_text(report) == "nothing\n"
     assert Page(to_html(report)).texts.count("nothing") == 2
 
 
@@ -275,7 +286,7 @@ def test_empty_report_has_every_form():
 )
 def test_every_part_can_stand_alone(part):
     report = Report(**{part: getattr(full_report(), part)})
-    for form in (to_screen, to_markdown, to_html):
+    for form in (to_screen, to_text, to_markdown, to_html):
         assert form(report)
     Page(to_html(report))
     json.dumps(to_json(report), allow_nan=False)
@@ -311,9 +322,15 @@ def test_hostile_names_stay_text():
     assert not re.search(r"^# no heading", markdown, re.MULTILINE)
     assert not [line for line in markdown.splitlines() if line[:1] == "|" and "<script>" in line]
     assert "\x1b" not in to_screen(full_report(HOSTILE))
-    for form in (to_html, to_markdown):
+    for form in (to_html, to_markdown, to_text):
         assert all(line.isprintable() for line in form(full_report(HOSTILE)).split("\n"))
-    for form in (to_screen, to_markdown, to_html, lambda report: json.dumps(to_json(report))):
+    for form in (
+        to_screen,
+        to_text,
+        to_markdown,
+        to_html,
+        lambda report: json.dumps(to_json(report)),
+    ):
         form(full_report(HOSTILE)).encode("utf-8")
 
 
@@ -336,6 +353,17 @@ def test_markdown_rows_have_equal_cell_counts():
             tables.append([])
     assert len(tables) > 5
     assert all(len(set(cells)) <= 1 for cells in tables)
+
+
+def test_text_has_everything_without_escapes():
+    command = "pip install 'tensorrt>=10,<11'; make\\_[x]_*.sh | #`"
+    text = to_text(full_report(command))
+    markdown = to_markdown(full_report(command))
+    assert command in text
+    assert text.count(command) == markdown.count(blocks.escape_markdown(command))
+    assert "\n|" not in text
+    titles = re.findall("^## (.*)$", markdown.replace("\\", ""), re.MULTILINE)
+    assert re.findall("^(.*)\n=+$", text, re.MULTILINE) == titles
 
 
 def test_screen_shows_speed_size_and_accuracy():

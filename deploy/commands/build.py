@@ -136,7 +136,7 @@ def build(
     from deploy.feed.evaluation import read_labels
     from deploy.pipeline.build import build_with
     from deploy.pipeline.build_options import BuildOptions
-    from deploy.report import to_markdown, to_screen
+    from deploy.report import to_screen, to_text
 
     calibration.refuse_ignored(targets)
     _refuse_unfed_float(model, images)
@@ -160,7 +160,7 @@ def build(
     resolved_model = resolve_model(model, input_texts, weights)
     report = build_with(resolved_model, dataset if dataset.source else None, options)
     if calibration.verbose:
-        say_lines(to_markdown(report))
+        say_lines(to_text(report))
     else:
         say_screen(to_screen(report))
     end_with_verdicts(report, json_path, accept=gates.accept)

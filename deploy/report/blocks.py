@@ -176,7 +176,7 @@ def block_markdown(block: Block) -> str:
 
 def _row_markdown(row: Sequence[Cell]) -> str:
     """Return the row of a table as a line of Markdown."""
-    return f"| {' | '.join(escape_markdown(_cell_text(cell)) for cell in row)} |"
+    return f"| {' | '.join(escape_markdown(cell_text(cell)) for cell in row)} |"
 
 
 def sections_html(sections: Sequence[Section]) -> Iterator[str]:
@@ -259,13 +259,13 @@ def _table_html(table: Table) -> str:
 
 def _cell_html(cell: Cell) -> str:
     """Return a cell's text as HTML; many names are folded under their number."""
-    text = breakable(_cell_text(cell))
+    text = breakable(cell_text(cell))
     if isinstance(cell, str) or len(cell) <= _MAX_UNFOLDED_NAMES:
         return text
     return f"<details><summary>{len(cell)} nodes</summary>{text}</details>"
 
 
-def _cell_text(cell: Cell) -> str:
+def cell_text(cell: Cell) -> str:
     """Return a cell as plain text; several names with commas."""
     return cell if isinstance(cell, str) else ", ".join(cell)
 

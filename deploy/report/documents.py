@@ -1,6 +1,6 @@
-"""The report as an HTML page, as Markdown, and as a value with a `repr` and a notebook's display.
+"""The report as an HTML page, as Markdown, as plain text, and as a value that a notebook displays.
 
-Both texts are made of the same `Section`s. The page's main results are open and first: verdict,
+All are made of the same `Section`s. The page's main results are open and first: verdict,
 speed, size, accuracy, worst layers. The rest is folded under headings.
 """
 
@@ -16,10 +16,17 @@ from deploy.files.reading import convert, read_json
 from deploy.metrics.levels import LEVELS
 from deploy.report import figures, model, tables
 from deploy.report.blocks import (
+    Block,
     Bullets,
+    Drawing,
+    Facts,
+    Heading,
+    Paragraph,
     Section,
+    Table,
     block_html,
     block_markdown,
+    cell_text,
     escape_markdown,
     sections_html,
     sections_markdown,
@@ -28,13 +35,14 @@ from deploy.report.blocks import (
 from deploy.report.model import Findings
 from deploy.report.page import page, tiles, verdicts
 from deploy.report.parts import EngineRow, FileRow
-from deploy.report.screen import to_screen
+from deploy.report.screen import align_columns, to_screen
 from deploy.report.sections import SECTIONS
-from deploy.terminal import PrintedResult
+from deploy.terminal import PrintedResult, join_visible
 
 _MAX_REPORT_BYTES = 1 << 30  # a report has a row for every tensor
 _MAX_FILE_SIZE = 1 << 63  # bytes of a file
 _MAX_TEXT = 60  # characters of a value in a message
+_MAX_COLUMN = 40  # characters to which the cells of a text are aligned; longer ones are not cut
 _WAY_OUT = "build again with this calib8"
 # The frame isolates the page's style from the notebook's.
 _FRAME = (
@@ -63,6 +71,36 @@ def to_markdown(report: Findings) -> str:
         *sections_markdown(_sections(report)),
     )
     return figures.encodable("\n\n".join(filter(None, parts)) + "\n")
+
+
+def to_text(report: Findings) -> str:
+    """Return plain text for a terminal, in which names and commands are as they are typed."""
+    parts = [join_visible([report.title]), _block_text(Bullets(list(_head_facts(report))))]
+    for section in _sections(report):
+        texts = list(filter(None, map(_block_text, section.blocks)))
+        if texts:  # else it has drawings only
+            underline = "=" * len(section.title)
+            parts += [join_visible((section.title, underline)), *texts]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _block_text(block: Block) -> str:
+    """Return a block as plain text, with the columns of a table aligned; "" for a drawing."""
+    match block:
+        case Paragraph(text, link):
+            return join_visible([f"{text} {link}".rstrip()])
+        case Heading(text):
+            return join_visible([text])
+        case Bullets(sentences):
+            return join_visible(f"- {text}" for text in sentences)
+        case Facts(pairs):
+            return join_visible(f"- {term}: {text}" for term, text in pairs)
+        case Table(heads, rows):
+            texts = [list(map(cell_text, row)) for row in (heads, *rows)]
+            columns = range(len(heads))
+            return join_visible(align_columns(texts, columns, max_width=_MAX_COLUMN))
+        case Drawing():
+            return ""
 
 
 def _sections(report: Findings) -> list[Section]:

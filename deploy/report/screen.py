@@ -79,13 +79,17 @@ def _with_label(label: str, lines: Iterable[str]) -> Iterator[str]:
         label = ""
 
 
-def align_columns(rows: Sequence[Sequence[str]], left_columns: Collection[int]) -> Iterator[str]:
+def align_columns(
+    rows: Sequence[Sequence[str]], left_columns: Collection[int], *, max_width: int | None = None
+) -> Iterator[str]:
     """Yield rows as lines of text, in which every column has one width.
 
     Cells are aligned to the right, those of the columns with an index in `left_columns` to the
-    left.
+    left. A cell longer than `max_width` moves the cells behind it in its own row only.
     """
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    if max_width is not None:
+        widths = [min(width, max_width) for width in widths]
     for row in rows:
         cells = []
         for index, cell in enumerate(row):
