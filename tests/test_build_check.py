@@ -227,6 +227,18 @@ def test_images_of_a_qdq_build_did_not_calibrate(shipped, small_cnn, pictures, r
     assert not check(tmp_path / "qdq", pictures, against=moved).alerts
 
 
+def test_pictures_after_arrays_need_their_preprocessing(small_cnn, pictures, tmp_path):
+    arrays = list(np.random.default_rng(1).random((8, 1, 3, 16, 16), np.float32))
+    options = {key: value for key, value in QUICK.items() if key != "preprocess"}
+    calib8.build(small_cnn, arrays, out=tmp_path, **options)
+
+    unnamed = check(tmp_path, pictures)
+    assert any("fed arrays" in alert and "--mean" in alert for alert in unnamed.alerts)
+    assert "fed arrays" in unnamed.engine("int8").verdict.reasons[0]
+    for report in (check(tmp_path, pictures, preprocess=PREPROCESS), check(tmp_path, arrays)):
+        assert "fed arrays" not in f"{report.alerts} {report.engine('int8').verdict}"
+
+
 def test_speed_limit_without_timing_is_doubtful(shipped, pictures):
     report = check(shipped, pictures, gates=calib8.Gates(min_speedup=1.2))
     assert report.engine("onnxruntime").verdict.level == "doubtful"

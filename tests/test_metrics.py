@@ -772,5 +772,5 @@ def test_few_do_not_hide_a_cause_that_drops_the_figure():
     doubt = "the calibration data is of another unit; give --scale"
     outcome = judge(FEW["20 samples are too few; 10 more would do"], doubts=(doubt,))
     assert outcome.level == DOUBTFUL
-    assert outcome.reasons[0].endswith("the calibration data is of another unit")
+    assert outcome.reasons[0].endswith(doubt)
     assert not outcome.has_few

@@ -1,5 +1,6 @@
 """Pictures in another color order or scale than the model learned from."""
 
+import re
 from pathlib import Path
 
 import cv2
@@ -65,8 +66,9 @@ def test_right_colors_are_no_warning(red_detector, warnings_of):
 
 def test_swapped_colors_are_named(red_detector, warnings_of):
     text = warnings_of(red_detector(), "--color", "bgr")
-    assert "Warning FP32 finds 16 boxes as RGB, 0 as BGR; check --color rgb" in text
-    assert "Verdict doubtful: the float model's inputs are in question: FP32 finds 16" in text
+    doubt = "FP32 finds 16 boxes as RGB, 0 as BGR; check --color rgb"
+    assert f"Verdict doubtful: the float model's inputs are in question: {doubt}" in text
+    assert text.count(doubt) == 1
 
 
 def test_metadata_that_fits_better_is_named(red_detector, warnings_of):
@@ -76,7 +78,8 @@ def test_metadata_that_fits_better_is_named(red_detector, warnings_of):
 
 def test_pixels_that_are_divided_needlessly_are_named(red_detector, warnings_of):
     text = warnings_of(red_detector(scale=1 / 255), "--preprocess", "unit")
-    assert "FP32 finds 16 boxes as pixels of 0 to 255, 0 as fed; check --preprocess raw" in text
+    assert "FP32 finds 16 boxes with pixels of 0 to 255, 0 as they are fed now" in text
+    assert "check --preprocess raw" in text
 
 
 def test_preset_that_is_right_by_labels_is_named(run, tmp_path):
@@ -84,8 +87,12 @@ def test_preset_that_is_right_by_labels_is_named(run, tmp_path):
     images = ("--images", folder / "calib.txt", "--eval-images", folder / "eval.txt")
     options = ("--limit", 8, "--effort", 0, "--duration", 0, "--out", tmp_path / "o")
     _, out, _ = run("build", folder / "fashion.onnx", *images, *options)
-    text = "FP32 is right on 14 of 16 images as values of -1 to 1, 2 as fed; check --preprocess"
-    assert f"Warning {text} minus-one-to-one" in " ".join(out.split())
+    text = " ".join(out.split())
+    assert "FP32 gets 14 of 16 images right with values of -1 to 1, 2 as they are fed now" in text
+
+    (repair,) = re.findall(r"check (--preprocess [\w-]+)", text)
+    _, repaired, _ = run("build", folder / "fashion.onnx", *images, *options, *repair.split())
+    assert "Verdict       good" in repaired
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,10 @@ if TYPE_CHECKING:
 
 _MAX_NAMES = 3  # files named in a sentence
 _ADAPTABLE = (".sh", ".py", "_README.txt")  # ends of files that users may change as they like
+_FED_ARRAYS = (
+    "the build was fed arrays, so the preprocessing of these images is unknown; name it with"
+    " --preprocess, or --mean and --std"
+)
 _INPUT_SAMPLES = 8  # images that are looked at for odd preprocessing
 
 
@@ -165,6 +169,7 @@ class _ShippedFiles:
         metric: name of the metric that judged the build; "" without.
         calibration_digest: of the build's calibration images; "" if unknown.
         alerts: sentences on files that are not as the build wrote them.
+        image_doubts: sentences on the preprocessing, for evaluation samples that are images.
     """
 
     title: str
@@ -177,6 +182,7 @@ class _ShippedFiles:
     metric: str = ""
     calibration_digest: str = ""
     alerts: tuple[str, ...] = ()
+    image_doubts: tuple[str, ...] = ()
 
 
 def _read_build(
@@ -211,6 +217,12 @@ def _read_build(
     if report.feed is not None and not request.is_quantized:  # a Q/DQ model is not calibrated
         calibration_digest = report.feed.digest or ""
     stored_preprocess = report.feed.preprocess if report.feed else {}
+    is_preprocess_known = bool(
+        report.feed is None  # no images were needed, so no arrays either
+        or stored_preprocess
+        or dataset.preprocess
+        or loaded.metadata_preprocess
+    )
     shipped = _ShippedFiles(
         title=f"calib8: the files of {build.name}, checked against {loaded.source or loaded.name}",
         loaded=loaded,
@@ -222,6 +234,7 @@ def _read_build(
         metric=metric,
         calibration_digest=calibration_digest,
         alerts=(*_change_alerts(verification, results), *reference_alerts),
+        image_doubts=() if is_preprocess_known else (_FED_ARRAYS,),
     )
     return shipped, with_stored_preprocess(dataset, stored_preprocess, build.path)
 
@@ -463,6 +476,8 @@ def _make_report(
     # a sample of a fixed batch has several images
     spread_samples = list(feed.spread_samples(max(1, _INPUT_SAMPLES // feed.batch)))
     input_doubts = check_input_samples(spread_samples, feed.preprocess, loaded.model)
+    if feed.preprocess is not None:
+        input_doubts += shipped.image_doubts
     rows = engine_rows(
         figures,
         shipped.results,

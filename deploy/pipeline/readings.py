@@ -48,8 +48,10 @@ _TEXT_BY_PRESET = {
     "unit": "pixels / 255",
     "raw": "pixels of 0 to 255",
     "minus-one-to-one": "values of -1 to 1",
+    "grey-half": "values of -1 to 1",
     "imagenet": "ImageNet's mean and std",
 }
+_AS_FED = "as they are fed now"
 
 Outputs = Mapping[str, Array]
 
@@ -58,8 +60,8 @@ class Reading(NamedTuple):
     """A color order and scale of pixel values that the model may have learned from.
 
     Attributes:
-        text, used_text: this reading and the one in use, as in the sentence "FP32 finds 14 boxes as
-            `text`, 10 as `used_text`", such as RGB and BGR.
+        text, used_text: this reading and the one in use, as in the sentence "FP32 finds 14 boxes
+            `text`, 10 `used_text`", such as "as RGB" and "as BGR".
         remedy: what the user should check.
         preprocess: the preprocessing; its size and resize are not used.
     """
@@ -88,8 +90,8 @@ def list_readings(
         with suppress(ConfigError, FeedError):
             declared, _ = complete_preprocess(metadata.preprocess, spec)
             remedy = "leave --preprocess, --color, --mean and --std out"
-            text = f"{metadata.source} says"
-            yield Reading(text=text, used_text="fed", remedy=remedy, preprocess=declared)
+            text = f"as {metadata.source} says"
+            yield Reading(text=text, used_text=_AS_FED, remedy=remedy, preprocess=declared)
 
     # red and blue swapped
     color = used_preprocess.color
@@ -97,8 +99,8 @@ def list_readings(
         other_color = _SWAPPED_COLORS[color]
         swapped = replace(used_preprocess, color=other_color)
         yield Reading(
-            text=other_color.upper(),
-            used_text=color.upper(),
+            text=f"as {other_color.upper()}",
+            used_text=f"as {color.upper()}",
             remedy=f"check --color {other_color}",
             preprocess=swapped,
         )
@@ -108,16 +110,17 @@ def list_readings(
         return
     model = subject.read_original() or subject.model
     (sample,) = calibration.feed.first_samples(1)
-    for preset_name, text in _TEXT_BY_PRESET.items():
+    for preset_name, value_text in _TEXT_BY_PRESET.items():
         preset = PRESETS[preset_name]
-        if len(preset.mean) not in (1, used_preprocess.channels):  # three colors, but gray pictures
-            continue
+        if preset.color is not None and preset.channels != used_preprocess.channels:
+            continue  # the user could not set this preset for the model's input
         scaled = replace(used_preprocess, scale=preset.scale, mean=preset.mean, std=preset.std)
         scaled_sample = {spec.name: renormalize(sample[spec.name], used_preprocess, scaled)}
         input_warnings = check_input_samples([scaled_sample], scaled, model)
         if not input_warnings:
             remedy = f"check --preprocess {preset_name}"
-            yield Reading(text=text, used_text="fed", remedy=remedy, preprocess=scaled)
+            text = f"with {value_text}"
+            yield Reading(text=text, used_text=_AS_FED, remedy=remedy, preprocess=scaled)
 
 
 @phase("trying other colors and scales")
@@ -157,7 +160,7 @@ def find_better_reading(
     labelled_samples = [] if is_detector else read_labelled(evaluation)
     if labelled_samples:
         used_scores = [score(inputs, label) for inputs, label in labelled_samples]
-        count_template = f"is right on {{}} of {len(labelled_samples)} images"
+        count_template = f"gets {{}} of {len(labelled_samples)} images right"
     else:
         used_scores = [
             sample_scores(task, inputs, outputs) for inputs, outputs in samples_with_outputs
@@ -282,5 +285,5 @@ def describe_reading(
     else:
         count_text = f"is {100 * np.mean(scores):.0f} % sure"
         used_text = f"{100 * np.mean(used_scores):.0f} %"
-    better_text = f"{count_text} as {reading.text}"
-    return f"FP32 {better_text}, {used_text} as {reading.used_text}; {reading.remedy}"
+    better_text = f"{count_text} {reading.text}"
+    return f"FP32 {better_text}, {used_text} {reading.used_text}; {reading.remedy}"

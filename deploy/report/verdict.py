@@ -241,8 +241,7 @@ def _judge_doubt(doubt: str) -> _Finding:
     """Return the finding on calibration data that a sentence puts in question."""
     if _TOO_FEW.fullmatch(doubt):
         return DOUBTFUL, doubt
-    problem, _, _ = doubt.partition(";")  # without what to do
-    return DOUBTFUL, f"{FLOAT_MODEL}'s inputs are in question: {problem}"
+    return DOUBTFUL, f"{FLOAT_MODEL}'s inputs are in question: {doubt}"
 
 
 def _describe_too_few(accuracy: Accuracy) -> Iterator[str]:
