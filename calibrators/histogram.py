@@ -296,7 +296,7 @@ class Histogram(HistogramState):
         }
 
     def clamped(self, floor: float, ceiling: float) -> Histogram:
-        """Return the histogram with all values clamped to [floor, ceiling], to a bin.
+        """Return the histogram with all values clamped to [floor, ceiling], as exact as bins are.
 
         Readers of the tensor do not distinguish values beyond these bounds, so that a clip range
         should spend no integers on them.

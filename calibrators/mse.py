@@ -235,11 +235,12 @@ class _Bins:
         block_errors: list[FloatArray] = []
         min_error = np.inf
         for block in _blocks(lows.size, centres.size):
+            # least one of all ranges that follow: the block's first range holds all of them
             clipping_error = _clipping_error(
                 centres, counts, lower_bounds[block.start], upper_bounds[block.start], self.power
             )
             if clipping_error > tolerance * min_error:
-                break  # the ranges that follow clip even more
+                break
             levels = (steps32[block], lowest32[block], highest32[block])
             errors = _block_errors(centres, counts, *levels, self.grid, self.power)
             block_errors.append(errors)

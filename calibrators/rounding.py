@@ -162,7 +162,9 @@ def _sweep(
     damping: FloatArray,
     fixed: NDArray[np.bool_],
 ) -> None:
-    """Let every weight take its other side if that lowers the error, until none changes.
+    """Move each weight to its other integer, above or below, if that lowers the error.
+
+    The weights are visited one after the other until none changes.
 
     The error of a row of weights w with the integers q is |(q - w) X|^2, with H = X X^T of the
     inputs X. If integer k changes by s, the error changes by ``2 s slope + s^2 (H_kk + damping)``.
@@ -213,7 +215,7 @@ def _sweep_in_c(
 ) -> None:
     """Do what `_sweep` does with calib8_round of the C kernel, which takes a group at a time.
 
-    `arrays`: of all groups, in the order of calib8_round; the mask, which it takes last, too.
+    `arrays`: low, high, integers, slope, products and the mask of fixed weights, of all groups.
     """
     _, rows, columns = arrays[0].shape
     starts = [array.ctypes.data for array in arrays]
@@ -314,8 +316,8 @@ def extract_patches(
     for tap in np.ndindex(window.kernel):  # position in the window
         input_positions = []
         for axis, axis_positions in enumerate(output_positions):
-            start = tap[axis] * window.dilations[axis] - paddings[axis][0]
-            input_positions.append(_tap_positions(window, axis, axis_positions, start))
+            tap_offset = tap[axis] * window.dilations[axis] - paddings[axis][0]
+            input_positions.append(_tap_positions(window, axis, axis_positions, tap_offset))
         values_by_tap.append(_read_values(value, batch, input_positions))
     patches = np.stack(values_by_tap, axis=2)  # [P, C, taps]
     patches = patches.reshape(len(positions), window.group, -1)  # [P, groups, K]

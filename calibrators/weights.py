@@ -101,14 +101,15 @@ def tight_pair_mask(weight_steps: NDArray[np.floating]) -> NDArray[np.bool_]:
 
     A pair are two weights whose products an older x86 CPU adds in 16 bits: neighbours where a
     channel's weights are ordered position by position, and at each position channel by channel.
-    Pairs start at every second weight, with an odd number of channels at every one. The largest
-    pair of a channel, up to 126 steps, may set its scale. Rounded up, another pair gains less than
-    2 steps: if it could become the largest, both its weights are in the mask.
+    Pairs start at every second weight, with an odd number of channels at every one.
+
+    `pair_scales` limits the largest pair of a channel to 126 steps. Rounding both weights of a pair
+    up adds less than 2, so a pair above 124 steps could become larger than that and change the
+    scale: its weights are in the mask.
 
     `weight_steps`: weight / scale of `pair_scales`, [C_out, C_in of a group, ...], as the mask.
     """
-    max_sum = PAIR_LIMIT - PAIR_ROUNDING  # 126
-    is_tight = pair_sums(weight_steps) > max_sum - PAIR_ROUNDING
+    is_tight = pair_sums(weight_steps) > PAIR_LIMIT - 2 * PAIR_ROUNDING  # 124 steps
     out_channels, in_channels, *kernel = weight_steps.shape
     weight_count, stride = _flatten(weight_steps).shape[1], pair_stride(weight_steps.shape)
     # one column more than weights: the last weight may be the first of a pair

@@ -148,7 +148,8 @@ class Tiles:
         """
         groups, rows, row_width = weight.shape
         tile_count, tile_size = tile_layout(row_width)
-        # the positions of an iteration, in tiles too; none is padded, so a few may be left out
+        # an iteration takes its positions in tiles too, which are not padded: it leaves out the few
+        # that do not fill a tile
         position_count = min(len(inputs), _MAX_POSITIONS)
         batch_shape = tile_layout(position_count, drop_remainder=True)
         padding = tile_count * tile_size - row_width

@@ -186,10 +186,10 @@ def candidate_runs(counts: NDArray[np.int32]) -> NDArray[np.int64]:
     min_distance = math.ceil(bin_count / 4)  # between the ends of a run
     runs = []
     while right - left > min_distance:
-        # at each end, the fewest bins that hold the values of a cut
+        # at each end, cut the fewest bins that hold the values of a cut
         next_left = min(bisect_left(counts_below, counts_below[left] + values_per_cut), right)
-        values_left_of_cut = counts_below[right + 1] - values_per_cut
-        first_cut_bin = bisect_right(counts_below, values_left_of_cut) - 1
+        max_count_below_cut = counts_below[right + 1] - values_per_cut
+        first_cut_bin = bisect_right(counts_below, max_count_below_cut) - 1
         next_right = max(first_cut_bin - 1, next_left)
         if right - next_right >= next_left - left:
             right = next_right
@@ -241,10 +241,11 @@ def _losses(
         bits: width of the grid.
     """
     has_more_codes_than_bins = bits > 8  # 16 bits: then the float64 loss is no faster
-    # an overflow makes losses infinite, and so equal, in AMCT, unlike in float64
+    # cubes that overflow float32 make AMCT's losses infinite, and so equal, unlike float64's
     span = float(width) * counts.size
-    largest_cubes = span**3 * float(counts.sum()) / max(float(width), 1e-30)  # as in `_cubes`
-    if has_more_codes_than_bins or largest_cubes > _MAX_CUBES:
+    # bound of the values in `_integrate_square`
+    max_cubes = span**3 * float(counts.sum()) / max(float(width), 1e-30)
+    if has_more_codes_than_bins or max_cubes > _MAX_CUBES:
         return np.array([_loss32(counts, left, right, width, bits) for left, right in runs])
 
     losses_in_bins = _fast_losses(counts, runs, bits)
@@ -260,17 +261,19 @@ def _losses(
 def _fast_losses(counts: NDArray[np.int32], runs: NDArray[np.int64], bits: int) -> Float64Array:
     """Return the L2 losses, [K] float64, in units of the squared bin width.
 
-    First every value x counts with the centre c of the last code. Each boundary t between codes
-    above x then moves it one code down, by their spacing d, which takes 2 d (t - x) from its
-    squared error. G(t) is the sum of t - x over the values below t::
+    The squared errors are summed as if every value x had the last code, of centre c, and then
+    corrected. A value below a boundary t between two codes really has a lower one: each such
+    boundary lowers its squared error by 2 d (t - x), where d is the spacing of the codes. With G(t)
+    the sum of t - x over the values below t::
 
         loss = sum (x - c)^2  -  2 d * sum of G over the boundaries
 
     Positions are in bins, from the lower end of the histogram.
     """
     counts_below = np.concatenate(([0.0], np.cumsum(counts, dtype=np.float64)))
-    g_at_edges = np.concatenate(([0.0], np.cumsum(counts_below[:-1] + counts / 2)))
     half_counts = counts / 2.0
+    # G of each edge: over a bin, G grows by the count below the bin's middle
+    g_at_edges = np.concatenate(([0.0], np.cumsum(counts_below[:-1] + half_counts)))
 
     # moments of the histogram, each bin spread evenly over its width, with a variance of 1/12
     bin_centres = np.arange(counts.size) + 0.5
@@ -287,7 +290,8 @@ def _fast_losses(counts: NDArray[np.int32], runs: NDArray[np.int64], bits: int) 
         boundaries = run_starts[block, None] + spacing[block, None] * np.arange(1, code_count)
         bins = boundaries.astype(np.int32)
         fractions = boundaries - bins  # of the bin that each boundary is in
-        # from the edge below, G grows by the count below a point, which grows evenly in a bin
+        # the slope of G is the count below, which grows evenly in a bin; from the bin's lower edge
+        # to the boundary it has this mean
         mean_slopes = half_counts[bins] * fractions + counts_below[bins]
         g_at_boundaries = mean_slopes * fractions + g_at_edges[bins]
         g_sums[block] = g_at_boundaries.sum(axis=1)
@@ -317,29 +321,30 @@ def _loss32(
         return np.float32(0)
     with np.errstate(over="ignore", invalid="ignore"):
         density = counts.astype(np.float32) / width
-        begin = np.arange(-left, counts.size - left).astype(np.float32) * width
-        end = np.arange(1 - left, counts.size + 1 - left).astype(np.float32) * width
+        bin_start = np.arange(-left, counts.size - left).astype(np.float32) * width
+        bin_end = np.arange(1 - left, counts.size + 1 - left).astype(np.float32) * width
         # first and last code that each bin overlaps; positions are from the start of the run
-        begin_code = np.clip(np.floor(begin / step), 0, 2**bits - 1).astype(np.float32)
-        end_code = np.clip(np.floor(end / step), 0, 2**bits - 1).astype(np.float32)
-        has_one_code = begin_code == end_code
+        first_code = np.clip(np.floor(bin_start / step), 0, 2**bits - 1).astype(np.float32)
+        last_code = np.clip(np.floor(bin_end / step), 0, 2**bits - 1).astype(np.float32)
+        has_one_code = first_code == last_code
 
         # the parts of each bin, by their ends relative to the centre of their code
         half_step = step * np.float32(0.5)
-        first_centre = begin_code * step + half_step
-        first_part_end = np.where(has_one_code, end - first_centre, half_step)
-        loss = _cubes(begin - first_centre, first_part_end, density)
-        loss_of_code = _cubes(-half_step, half_step, density)
-        later_loss = (end_code - begin_code - np.float32(1)) * loss_of_code
-        later_loss += _cubes(-half_step, end - end_code * step - half_step, density)
-        later_loss = np.where(has_one_code, np.float32(0), later_loss)
-        return np.float32(np.sum(loss + later_loss, dtype=np.float32))
+        first_centre = first_code * step + half_step
+        first_part_end = np.where(has_one_code, bin_end - first_centre, half_step)
+        first_part_loss = _integrate_square(bin_start - first_centre, first_part_end, density)
+        complete_code_loss = _integrate_square(-half_step, half_step, density)
+        other_parts_loss = (last_code - first_code - np.float32(1)) * complete_code_loss
+        last_part_end = bin_end - last_code * step - half_step
+        other_parts_loss += _integrate_square(-half_step, last_part_end, density)
+        other_parts_loss = np.where(has_one_code, np.float32(0), other_parts_loss)
+        return np.float32(np.sum(first_part_loss + other_parts_loss, dtype=np.float32))
 
 
-def _cubes(
+def _integrate_square(
     low: Float32Array | np.float32, high: Float32Array | np.float32, density: Float32Array
 ) -> Float32Array:
-    """Return the integral of x^2 * density from low to high: of the cubes of both ends."""
+    """Return the integral of x^2 * density from low to high: (high^3 - low^3) / 3 * density."""
     cubes = (high * high * high - low * low * low) / np.float32(3) * density
     return np.asarray(cubes, np.float32)
 

@@ -266,8 +266,8 @@ def staircase_losses(
     """Return the mean over x of (s q(x) - x)^2 for every candidate: s its scale, q(x) the code.
 
     As a function of x, the code q is a staircase: at the boundary (c + 0.5) s it steps from c to
-    c + 1. Expanded, the mean needs only two sums over the data, each of which starts from the
-    highest code h and corrects the data below every boundary::
+    c + 1. The square is expanded, so that only sum q x and sum q^2 are needed. They are computed as
+    if all data had the highest code h, then corrected for the data below each boundary::
 
         sum q x  =  h sum x     -  sum over boundaries of (sum of x below it)
         sum q^2  =  h^2 count   -  sum over boundaries of (2 c + 1) (number of x below it)
@@ -304,20 +304,27 @@ def _block_losses(
     squares: float,
     candidates: Candidates,
 ) -> Float64Array:
-    """Return `staircase_losses` of a few candidates, computed at once."""
+    """Return `staircase_losses` of a few candidates, computed at once.
+
+    Arrays over all steps hold those of the first candidate, then those of the second, and so on.
+    """
     scale = candidates.scale.astype(np.float64)
     lowest_code, highest_code = _code_ends(candidates)
     step_counts = highest_code - lowest_code
-    # the steps of all candidates one after the other; those of a candidate begin at its start
-    starts = np.concatenate(([0], np.cumsum(step_counts)[:-1]))
-    code_below = np.arange(step_counts.sum()) - np.repeat(starts - lowest_code, step_counts)
-    code_below = code_below.astype(np.float64)
+    starts = np.concatenate(([0], np.cumsum(step_counts)[:-1]))  # first step of each candidate
+
+    # the code below each step: lowest_code, lowest_code + 1, ... of each candidate
+    step_in_candidate = np.arange(step_counts.sum()) - np.repeat(starts, step_counts)
+    code_below = np.repeat(lowest_code.astype(np.float64), step_counts) + step_in_candidate
     boundaries = (code_below + 0.5) * np.repeat(scale, step_counts)
+
+    # both sums over the data; `reduceat` adds up the steps of each candidate
     counts_below, sums_below = count_below(boundaries)
     sum_qx = highest_code * total - np.add.reduceat(sums_below, starts)
     sum_qq = np.square(highest_code.astype(np.float64)) * count
     sum_qq -= np.add.reduceat((2.0 * code_below + 1.0) * counts_below, starts)
-    return np.asarray((squares - 2 * scale * sum_qx + scale * scale * sum_qq) / count, np.float64)
+    squared_error = squares - 2 * scale * sum_qx + scale * scale * sum_qq
+    return squared_error / count
 
 
 def _refine_losses(
@@ -506,7 +513,8 @@ class _Density:
         """Return the density of a histogram of 2 * FINE_BINS + 1 bins that has counts.
 
         Its values count as spread evenly around the mean of their bin, as far as the bin allows.
-        The first and the last bin have no width: values exactly at -R and R are counted there.
+        The first and the last bin have no width, since they count the values exactly at -R and R:
+        both their edges are -R, or R.
         """
         width = (histogram.full_range or 1.0) / FINE_BINS
         positive_edges = width * np.arange(1, FINE_BINS + 1)
@@ -523,7 +531,8 @@ class _Density:
 
         counts_below = np.concatenate(([0.0], np.cumsum(counts)))
         sums_below = np.concatenate(([0.0], np.cumsum(counts * mean)))
-        squares = float((counts * (mean**2 + half_width**2 / 3)).sum())
+        mean_squares = mean**2 + half_width**2 / 3  # of each bin: mean squared, plus variance
+        squares = float((counts * mean_squares).sum())
         lows, highs = mean - half_width, mean + half_width
         return cls(edges, lows, highs, counts_below, sums_below, squares)
 
@@ -555,12 +564,12 @@ class _Density:
         if k == 1:
             return extreme
         rank = k if smallest else size - k  # number of values below the end
-        edge = np.searchsorted(self.counts_below, rank, "left" if smallest else "right")
-        bin_index = int(edge) - 1
-        bin_index = min(max(bin_index, 0), self.lows.size - 1)
-        below_bin = self.counts_below[bin_index]
-        bin_count = float(self.counts_below[bin_index + 1] - below_bin)
-        share = (rank - below_bin) / max(bin_count, 1.0)
+        # the bin that holds the end; at an edge, the last of the values below, or the next above
+        edge = int(np.searchsorted(self.counts_below, rank, "left" if smallest else "right"))
+        bin_index = min(max(edge - 1, 0), self.lows.size - 1)
+        count_below_bin = self.counts_below[bin_index]
+        bin_count = self.counts_below[bin_index + 1] - count_below_bin
+        share = (rank - count_below_bin) / max(bin_count, 1.0)
         low, high = self.lows[bin_index], self.highs[bin_index]
         value = float(low + share * (high - low))
         return max(value, extreme) if smallest else min(value, extreme)

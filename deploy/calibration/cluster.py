@@ -323,7 +323,7 @@ class ClusterRun:
 
     def _collect_versions(self) -> Mapping[str, object]:
         """Return name of each machine -> its versions by program, or the error of asking."""
-        kind = self._job.kind  # of the images: OpenCV's version counts only for image files
+        kind = self._job.kind  # of the samples: OpenCV's version matters only for image files
         client = self._client
         versions: dict[str, object] = {}
         try:

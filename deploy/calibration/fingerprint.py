@@ -203,10 +203,10 @@ _EQUALITY_BY_PART = {"model": _is_same_model, "decoder": _is_same_decoder}
 
 
 def _difference(old: object, new: object) -> str:
-    """Return how two values of a part differ, as text: "old -> new" of strings, or of each field.
+    """Return how two values of a part of the fingerprint differ, for the user.
 
-    A field whose values are long is only named; "" for digests and other types, which tell a user
-    nothing.
+    It is "old -> new" for two strings, or that of each field for two mappings; a field with long
+    values is only named. "" for digests and other types, which tell a user nothing.
     """
     if isinstance(old, str) and isinstance(new, str):
         if len(old) == _DIGEST_LENGTH:

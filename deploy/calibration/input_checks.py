@@ -272,7 +272,7 @@ def check_input_samples(
     inputs = _inputs_with_values(samples)
     images = [name for name in inputs if layout_of(samples[0][name]) is not None]
     constant_inputs = [name for name in inputs if _is_constant_input(samples, name)]
-    # one of several may be constant: the initial state of a recurrent model is 0
+    # only if all are constant: the initial state of a recurrent model is 0 in every sample
     contents = images or inputs
     if contents and set(contents) <= set(constant_inputs):
         return [_constant_warning(len(samples), samples[0][contents[0]])]

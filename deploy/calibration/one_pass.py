@@ -468,8 +468,8 @@ def _observe_preliminary(
     with phase("what it is made from"):
         while remaining:
             ready = [o for o in remaining if not observed.missing(o.variant.needs)]
-            # ordered statistics are recorded one sample after the other whatever the threads; of
-            # the others, several threads would record parts, and only histograms can be merged
+            # ordered statistics are recorded sample by sample, with any number of threads; others
+            # would be recorded in a part for each thread, and only histograms can be merged
             are_all_ordered = all(o.statistic.ordered for o in ready)
             usable_threads = threads if are_all_ordered else 1
             new = observe(ready, samples, observed=observed, threads=usable_threads, runs=runs)

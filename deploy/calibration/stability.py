@@ -163,18 +163,19 @@ def refuse_until_stable(
     *,
     trusted: bool,
 ) -> None:
-    """Refuse options that --until-stable cannot work with.
+    """Refuse --until-stable with options that it cannot work with.
 
     Args:
         feed: the samples.
         observations: what is observed.
-        searched: those of the observations whose ranges the method searches.
+        searched: observations whose ranges --method searches; the others have no range to compare.
         trusted: whether ranges come from a cache as it is (--trust-cache).
 
     Raises:
         ConfigError: one of them is not possible with it.
     """
     ordered = order_dependent_keys(observations)
+    # the end of the message below
     if trusted:
         conflict = "--trust-cache, with which none is observed; leave one of them out"
     elif feed.share is not None:

@@ -60,12 +60,12 @@ class _RegionConv:
     Attributes:
         node: the Conv.
         is_depthwise: whether it has the region's channels as groups.
-        axes: axes of its weight that get longer: 0 for its output, 1 for its input.
+        longer_axes: axes of its weight that get longer: 0 for its output, 1 for its input.
     """
 
     node: onnx.NodeProto
     is_depthwise: bool = False
-    axes: set[int] = field(default_factory=set)
+    longer_axes: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -162,9 +162,9 @@ def _find_region(graph: Graph, depthwise: onnx.NodeProto) -> _Region | None:
 def _add_conv(graph: Graph, region: _Region, node: onnx.NodeProto, tensor: str) -> list[str] | None:
     """Add to the region a Conv that reads or makes one of its tensors.
 
-    Return the tensors that get more channels with the Conv: input and output if it is depthwise, []
-    of any other, since the region ends there. None if the Conv cannot have more channels: its
-    constants are computed or shared, or it has groups or channels of another number.
+    Return the tensors that must get more channels if the Conv does: input and output of a depthwise
+    one; [] for any other, where the region ends. None if the Conv cannot get more channels: its
+    constants are computed or shared, or its groups or channels are not as many as the region's.
     """
     constants = [_find_constant(graph, node, position) for position in constant_positions(node)]
     weight = constants[0] if constants else None
@@ -174,7 +174,7 @@ def _add_conv(graph: Graph, region: _Region, node: onnx.NodeProto, tensor: str) 
     out_channels, in_channels = weight.dims[:2]
     if group_count(node) == out_channels == region.channels and in_channels == 1:
         conv.is_depthwise = True
-        conv.axes.add(0)
+        conv.longer_axes.add(0)  # of the weight [channels, 1, ...]
         return [node.input[0], node.output[0]]
 
     is_input, is_output = tensor == node.input[0], tensor == node.output[0]
@@ -185,11 +185,11 @@ def _add_conv(graph: Graph, region: _Region, node: onnx.NodeProto, tensor: str) 
     if is_input:
         if in_channels != region.channels:
             return None
-        conv.axes.add(1)
+        conv.longer_axes.add(1)  # input channels of the weight
     if is_output:
         if out_channels != region.channels:
             return None
-        conv.axes.add(0)
+        conv.longer_axes.add(0)  # output channels of the weight
     return []
 
 
@@ -228,13 +228,14 @@ def _reduces_pixels(graph: Graph, node: onnx.NodeProto) -> bool:
 def _is_worthwhile(graph: Graph, context: RewriteContext, region: _Region) -> bool:
     """Whether a region's depthwise Convs gain enough time by a multiple of 16 channels.
 
-    Gain: the products of their channels so far, times what each takes longer today. Cost: the
-    products with the added channels, in all Convs, times what each takes. The unit of time is that
-    of one product in a depthwise int8 Conv of a multiple of 16 channels; `context.kernels` has the
+    Gain: each product of the present channels becomes faster by `extra_time`. Cost: all Convs of
+    the region, the dense ones too, compute products with the added channels. The unit of time is
+    one product in a depthwise int8 Conv of a multiple of 16 channels; `context.kernels` has the
     times of other products, measured for the CPU.
     """
     kernels, float_graph = context.kernels, context.float_graph
-    if region.channels % CHANNELS_AT_ONCE == 8:  # half a block costs less than another rest
+    # 8 channels beyond a multiple of 16 cost less than any other number beyond
+    if region.channels % CHANNELS_AT_ONCE == 8:
         extra_time = kernels.eight_extra
     else:
         extra_time = kernels.uneven_extra
@@ -245,16 +246,16 @@ def _is_worthwhile(graph: Graph, context: RewriteContext, region: _Region) -> bo
         assert weight is not None
         is_int8 = unshared_integers(graph, conv.node) is not None
         pixels = _pixel_count(float_graph.shapes.get(output_by_name.get(name, "")))
-        channel_products = math.prod(weight.dims) / region.channels * pixels
-        added_products = channel_products * region.added_channels
+        products_per_channel = math.prod(weight.dims) / region.channels * pixels
+        added_products = products_per_channel * region.added_channels
         if conv.is_depthwise:
             cost += added_products  # times 1, the unit; near enough for float32 too
             if is_int8:
-                gain += channel_products * region.channels * extra_time
+                gain += products_per_channel * region.channels * extra_time
         else:
             product_time = kernels.int8 if is_int8 else kernels.float32
-            # inputs, outputs or both may be added
-            cost += len(conv.axes) * added_products * product_time
+            # added once for each axis that gets longer: input or output channels, or both
+            cost += len(conv.longer_axes) * added_products * product_time
     return gain > _MIN_GAIN * cost
 
 
@@ -271,8 +272,8 @@ def _widen_region(model: onnx.ModelProto, graph: Graph, region: _Region) -> None
     added = region.added_channels
     for conv in region.convs.values():
         node = conv.node
-        append_zero_channels(model, graph, node, WEIGHT, conv.axes, added)
-        if BIAS in constant_positions(node) and 0 in conv.axes:
+        append_zero_channels(model, graph, node, WEIGHT, conv.longer_axes, added)
+        if BIAS in constant_positions(node) and 0 in conv.longer_axes:
             append_zero_channels(model, graph, node, BIAS, [0], added)
         if conv.is_depthwise:
             by_name(node.attribute)["group"].i = region.channels + added

@@ -46,12 +46,12 @@ def fuse_gates(model: onnx.ModelProto, context: RewriteContext) -> None:
         fused_nodes = fused_gate.write()
         if len(fused_nodes) < len(gate_nodes):  # else the gate is as short as it can be
             replacements |= {name: [] for name in gate.nodes}
-            replacements[gate.name] = fused_nodes  # all of them stand where one of its nodes was
+            replacements[gate.name] = fused_nodes  # a gate has the name of one of its nodes
             model.graph.initializer.extend(fused_gate.constants)
     if not replacements:
         return
     rebuild(model.graph, replaced_nodes(model, replacements))
-    if opset_of(model) < _HARD_SWISH_OPSET:  # a gate may be one now
+    if opset_of(model) < _HARD_SWISH_OPSET:  # a gate may be a HardSwish node now
         set_opset(model, _HARD_SWISH_OPSET)
 
 

@@ -190,14 +190,14 @@ class _QdqWriter:
         if self.weight_bits != self.weight_grid.bits:  # the user wants fewer, see `write_qdq`
             self.weight_grid = signed_grid(self.weight_bits)
         self.nodes: dict[str, onnx.NodeProto] = by_name(self.graph.node)
-        # `graph` lacks those that become integers
+        # from the float model, since `graph` lacks the weights that become integers
         self.initializers: dict[str, onnx.TensorProto] = by_name(self.float_model.graph.initializer)
         self.producer = map_producers(self.graph.node)
         self.constant_nodes: Nodes = []
         self.nodes_after: dict[str, Nodes] = {}
         self.replacements: dict[str, Nodes] = {}
-        # no method: the gate writer would then refer to this writer, and this cycle would hold both
-        # models in memory until Python looks for cycles
+        # a partial, not a method of this writer: the gate writer would refer back to it, and such a
+        # cycle holds both models in memory until Python's garbage collector runs
         self.constant = partial(_add_constant, self.graph, self.initializers)
         self.gate_writer = GateWriter(self.constant, self.constant_nodes)
         self.gate_offsets = {gate.output: gate.offset for gate in plan.gates if gate.offset}

@@ -127,7 +127,7 @@ class _PixelCopies(ReplacementNodes):
         shape, shape_nodes = self._write_shape(source)
         axes = self.constant("axes", [2, 4])
         repeats = self.constant("often", [1, 1, self.row_factor, 1, self.column_factor, 1])
-        # the output of a node that `make` returns has the node's name
+        # `make` names a node and its output NAME/suffix, by its third argument
         channels_last = self.make("Transpose", [source], "turned", perm=[0, 2, 3, 1])
         spread = self.make("Unsqueeze", [channels_last.name, axes], "apart")
         repeated = self.make("Tile", [spread.name, repeats], "repeated")

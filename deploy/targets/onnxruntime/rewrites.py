@@ -122,8 +122,9 @@ def _why_no_pool(node: onnx.NodeProto, scope: RewriteScope) -> str:
 def _write_pool(mean: onnx.NodeProto, scope: RewriteScope) -> Nodes:
     """Return the nodes in place of one ReduceMean; the pool gets the mean's name.
 
-    A mean without keepdims is a pool and a Reshape, which works on integers as well. So if its
-    output is quantized, a pair of the same scale stands before the Reshape too.
+    A mean without keepdims becomes a pool and a Reshape that drops the axes of size 1. If its
+    output is quantized, a pair of the same scale follows the pool too, so that the pool has an int8
+    output and the Reshape moves integers.
     """
     source, output, name = mean.input[0], mean.output[0], mean.name
     if attributes(mean).get("keepdims", 1):

@@ -131,7 +131,7 @@ def _preparing_fields(preprocess: Preprocess) -> dict[str, object]:
 
     They are numbers, lists, and expressions or lines of Python as text.
     """
-    # where the resized picture stands in the input, a key of _COPY_LINES
+    # where the resized picture is copied to in the input, a key of _COPY_LINES
     position = "top-left"
     if preprocess.resize == "letterbox":
         position = preprocess.anchor
@@ -389,10 +389,13 @@ class _BoxExtras:
 
 
 def _box_extras(decoder: RowDecoder, *, is_relative: bool) -> _BoxExtras:
-    """Return the code for key points, masks or angles; `is_relative`: places are shares."""
+    """Return the lines of the written program for key points, masks or angles of boxes.
+
+    `is_relative`: coordinates are shares of the picture's size, else pixels.
+    """
     if decoder.point_width:
-        numbers = decoder.point_width
-        extra = f'columns(outputs, "extra").reshape(len(boxes), -1, {numbers})[kept, :, :2]'
+        width = decoder.point_width  # numbers of a point, of which x and y are the first
+        extra = f'columns(outputs, "extra").reshape(len(boxes), -1, {width})[kept, :, :2]'
         extra += " * [WIDTH, HEIGHT]" if is_relative else ""
         return _BoxExtras(extra, _RECTANGLE + _POINT_MARKS)
     if decoder.mask_maps:

@@ -401,10 +401,11 @@ class _PairedModel:
     def engine(self, cpu: str) -> onnx.ModelProto:
         """Return the model rewritten for ONNX Runtime's kernels on a kind of CPU.
 
-        Most rewrites change `self.model` itself, so its pairs as planned must be read before.
+        Most rewrites change `self.model` itself: what must be known of the planned pairs is read
+        before this call.
 
-        `cpu`: "this" for that of this machine, or a key of `KERNELS`; any other counts as avx2, on
-            which the rewrites gain least.
+        `cpu`: "this" for this machine's kind, or a key of `KERNELS`. Any other kind counts as avx2,
+            on which the rewrites gain least.
         """
         from deploy.runtimes.ort import cpu_kind
         from deploy.targets.onnxruntime.rewrite_base import KERNELS, RewriteContext

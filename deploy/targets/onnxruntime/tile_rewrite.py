@@ -165,7 +165,7 @@ class _TiledLayer(ReplacementNodes):
             factors = [1, rows, columns]
             row_shape, shape_nodes = self.scaled_shape(tiles, [0, 2, 3], factors, self.channels)
 
-        # the output of a node that `make` returns has the node's name
+        # `make` names a node and its output NAME/suffix, by its third argument
         channels_last = self.make("Transpose", [tiles], "turned", perm=[0, 2, 3, 1])
         cut_tiles = self.make("Reshape", [channels_last.name, cut_shape], "cut")
         tile_rows = self.make("Transpose", [cut_tiles.name], "moved", perm=[0, 1, 3, 2, 4])

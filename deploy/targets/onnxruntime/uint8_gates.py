@@ -65,13 +65,15 @@ def fit_output_offset(scale: np.float32, zero: int, offset: float) -> ShiftedPar
 def fit_input_shift(scale: np.float32, zero: int, shift: float) -> ShiftedParams:
     """Choose parameters of x such that x + shift has the same integers and a lower zero point.
 
-    The range of x is extended down to -shift, where x + shift is 0::
+    The range of x is extended down to -shift, where x + shift is 0, and its scale widened until the
+    shift is an integer number of steps::
 
         x            |0 ........... zero ........... 255|
         x + shift    |0 .. zero - steps ............ 255|     the same integers
 
-    The parameters stay as they are, without steps, if the shift is not positive or far from an
-    integer number of steps, and if x is never negative: the end at 0 may be that of a fused Relu.
+    The parameters stay as they are, with 0 steps, in three cases: the shift is less than a few
+    steps; the scale would be widened too much; or x is never negative, since the end of its range
+    at 0 may be that of a fused Relu.
 
     Args:
         scale: scale of the range of x.
@@ -82,7 +84,8 @@ def fit_input_shift(scale: np.float32, zero: int, shift: float) -> ShiftedParams
         The parameters of x, and the steps from the zero point of x + shift to that of x.
     """
     unshifted = ShiftedParams(scale, zero)
-    below_zero, above_zero = zero * float(scale), (255 - zero) * float(scale)  # of the range
+    # lengths of the range of x on both sides of 0
+    below_zero, above_zero = zero * float(scale), (255 - zero) * float(scale)
     min_scale = (above_zero + max(below_zero, shift)) / 255  # of a range that reaches to -shift
     steps = int(shift / min_scale)
     if zero == 0 or steps < _MIN_SHIFT_STEPS:
@@ -203,9 +206,9 @@ class GateWriter:
     ) -> tuple[str, Nodes]:
         """Add the offset to a gate's product; return (tensor that the Mul is to write, new nodes).
 
-        An offset of an integer number of steps takes no node: the zero point of `quantize` is
-        replaced, and the Mul writes the gate's output. Else the product gets a pair of its own and
-        an int8 Add.
+        An offset of an integer number of steps takes no node: the Mul writes the gate's output, and
+        another zero point in `quantize` than in its DequantizeLinear adds the offset. Else the
+        product gets a pair of its own and an int8 Add.
 
         Args:
             gate: the gate.
