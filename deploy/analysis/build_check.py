@@ -277,7 +277,8 @@ def _load_reference(
         flag="--against",
     )
     if is_quantized and loaded.qdq is None:
-        return loaded, ()  # the manifest has the digest of the Q/DQ model, not that of this one
+        # no alert that it is another file than the manifest names: that is the Q/DQ model
+        return loaded, ()
     alerts = list(model_notes(build.path, loaded))
     if against is None and float_path:
         alerts.append(
@@ -306,7 +307,7 @@ def _stored_result(build: StoredBuild, part: TargetPart, changes: Mapping[str, s
     engine: Path | None = None
     baselines = {}
     for row in build.report.engines:
-        is_float_model = row.reference  # of the build, which no target has made
+        is_float_model = row.reference  # the float model of the build, no file of a target
         if row.target != part.name or is_float_model or row.path is None:
             continue
         path = path_in_build(row.path, build.path)
@@ -341,8 +342,9 @@ def _find_changed(
 ) -> str:
     """Return which file of a target is not as the build wrote it, as text; "" if all are.
 
-    A file that is run may differ: its figures show by how much. So may a script, which users adapt.
-    Of any other file, such as the model that `atc` compiles, the figures of others say nothing.
+    A file that is run may differ, since its own figures are measured here. So may a script, which
+    users adapt. Any other file, such as the model that `atc` compiles, must be the build's, since
+    nothing measured here would show its change.
 
     Args:
         build: the build.
@@ -408,8 +410,9 @@ def _read_engine(
         )
     loaded = load_float_or_qdq(against)
     target = find_target(path, targets)
+    # nodes of an ONNX file can be listed; for any other engine one decision stands for all
     decisions: tuple[Decision, ...] = (_UNLISTED_INT8,)
-    if target.runs_here:  # an ONNX file
+    if target.runs_here:
         decisions = _engine_decisions(path)
     if not any(decision.quantized for decision in decisions):
         raise ConfigError(
@@ -473,8 +476,9 @@ def _make_report(
         limits = replace(limits, max_loss=gates.max_loss)
     if gates.min_speedup is not None:
         limits = replace(limits, min_speedup=gates.min_speedup)
-    # a sample of a fixed batch has several images
-    spread_samples = list(feed.spread_samples(max(1, _INPUT_SAMPLES // feed.batch)))
+    # samples spread over the feed; with a fixed batch, each has several images
+    sample_count = max(1, _INPUT_SAMPLES // feed.batch)
+    spread_samples = list(feed.spread_samples(sample_count))
     input_doubts = check_input_samples(spread_samples, feed.preprocess, loaded.model)
     if feed.preprocess is not None:
         input_doubts += shipped.image_doubts

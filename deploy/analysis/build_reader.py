@@ -246,7 +246,8 @@ def load_float_model(
         written: the model's path as the report has it.
         report: path of the report.
         model: the user's model; None takes that of the report.
-        shapes: of the inputs in place of the file's, as the report has them.
+        shapes: texts such as "x=1x3x96x96", the input shapes that the build set in place of the
+            file's.
         flag: the command's option that names the model.
 
     Raises:
@@ -328,12 +329,12 @@ def _explain_target(
         target: of the report.
         engine: its engine; None if none was measured.
         plan: the plan file of the build.
-        notes: of the build, among which those on repairs are.
+        notes: of the build; those on repairs of this or any target are shown.
     """
     target_plan = plan.targets.get(target.name, TargetPlan())
-    # the split into int8 and float nodes that was built, and those that can be built
+    # a split says which nodes are int8: the one that was built, and all that can be built
     built_split, front = target_plan.settled, tuple(split_rows(target_plan))
-    if target.search is not None:  # else the plan needed none, such as one that the user gave
+    if target.search is not None:  # else no search was needed, such as for a plan of the user's
         built_split, front = target.search.settled, target.search.front
     explanation = TargetExplanation(
         name=target.name,
@@ -354,7 +355,7 @@ def _explain_target(
 
 def _add_engine(explanation: TargetExplanation, engine: EngineRow) -> TargetExplanation:
     """Return the explanation of a target with the verdict and accuracy of its engine."""
-    # an engine that ONNX Runtime runs is one for it, and its int8 kernels show the errors
+    # ONNX Runtime itself runs the engine, so its int8 kernels make the errors to explain
     is_native = explanation.runnable is not None and engine.path == explanation.runnable
     explanation = replace(explanation, native=is_native)
     if engine.verdict is not None:
@@ -414,14 +415,15 @@ def _sort_by_sqnr(
 def _float_groups(nodes: Iterable[NodeRow]) -> Iterator[FloatNodeGroup]:
     """Yield float nodes grouped by reason, those kept by a rule also by operator.
 
-    Noise comes first, the lowest SQNR before the others; then time, then the rest.
+    Groups kept in float because of their noise come first, the lowest SQNR before the others; then
+    those because of time, then the rest.
     """
     nodes_by_group: dict[tuple[str, str], list[NodeRow]] = {}
     for node in nodes:
         if node.quantized:
             continue
         group_key = (node.reason, node.op)
-        if reason_kind(node.reason) in (NOISE, TIME):  # nodes that were tried together
+        if reason_kind(node.reason) in (NOISE, TIME):  # the search tried these nodes together
             group_key = (node.reason, "")
         nodes_by_group.setdefault(group_key, []).append(node)
 

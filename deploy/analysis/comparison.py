@@ -185,8 +185,8 @@ def _measure_pairs(
 
     Args:
         pairs: name of a tensor of the first model -> name of the second one's.
-        runs: (inputs, tensors of the first model, tensors of the second one) of each sample, each
-            by its own names.
+        runs: (inputs, tensors of the first model, tensors of the second one) of each sample; each
+            model's tensors have the names in that model.
         batched_inputs: names of the inputs whose first axis counts samples.
     """
     comparison: TensorComparison | None = None
@@ -253,9 +253,10 @@ class _CutModels:
         return self._is_agreement(accuracies)
 
     def compare_tensor(self, first_name: str, second_name: str) -> bool:
-        """Add the accuracy of a tensor; return whether it agrees.
+        """Compare one tensor of both models, add its accuracy, and return whether it agrees.
 
-        True also if it cannot be compared, on which there is a note, or holds no floats.
+        A tensor that holds no floats counts as agreeing. So does one that cannot be compared, on
+        which there is a note.
         """
         try:
             accuracies = self._compare(
@@ -334,9 +335,9 @@ def _compare_cut_models(
     min_sqnr_db: float,
     compares_all: bool,
 ) -> tuple[AccuracyByTensor, list[str]]:
-    """Compare tensors with models that are cut off after each of them.
+    """Compare tensors with OpenVINO's, each in a model that is cut off after it.
 
-    An added output would change what OpenVINO fuses, and so what it computes.
+    All tensors as outputs of one model would change what OpenVINO fuses, and so what it computes.
 
     Args:
         first_model: the reference, run in ONNX Runtime.
@@ -354,7 +355,7 @@ def _compare_cut_models(
     """
     output_names = _output_names(first_model)
     inner_names = [name for name in pairs if name not in output_names]
-    outputs = {name: pairs[name] for name in pairs if name in output_names}
+    output_pairs = {name: pairs[name] for name in pairs if name in output_names}
     with tempfile.TemporaryDirectory() as work_folder:
         folder = Path(work_folder)
         cut_models = _CutModels(
@@ -366,9 +367,9 @@ def _compare_cut_models(
             threads=threads,
             min_sqnr_db=min_sqnr_db,
         )
-        outputs_agree = cut_models.compare_outputs(outputs)
+        outputs_agree = cut_models.compare_outputs(output_pairs)
         compared_count = len(inner_names)
-        if not compares_all:  # each comparison halves the number of tensors left to compare
+        if not compares_all:  # each step of `_bisect` halves the tensors: log2 of their number
             compared_count = compared_count.bit_length()
         with phase("comparing", compared_count, "tensors") as show_progress:
 
@@ -386,18 +387,20 @@ def _compare_cut_models(
 
 
 def _bisect(names: Sequence[str], agrees: Callable[[str], bool]) -> None:
-    """Call `agrees` until two neighbours are found, the first of which agrees, the second not.
+    """Find by bisection the tensor at which two models begin to differ.
 
-    ::
+    Nothing is returned: `agrees` records each comparison. At the end two neighbours are compared,
+    of which the first agrees and the second does not::
 
         agrees  ?  ?  ?  ?  ?  ?  ?  differs        the inputs agree,
                          agrees                     the outputs differ
                                differs
                             agrees ^
 
-    `names`: of tensors in the model's order; `agrees`: whether a tensor agrees, which it records.
+    `names`: of tensors in the model's order; `agrees`: compares one tensor.
     """
-    low, high = -1, len(names)  # the inputs, before the first tensor; the outputs, after the last
+    # below `low` all agrees (-1 are the model's inputs), from `high` on nothing (the outputs)
+    low, high = -1, len(names)
     while high - low > 1:
         middle = (low + high) // 2
         if agrees(names[middle]):
@@ -452,7 +455,8 @@ def compare(
             " alone; name a second model, or another runtime with --runtime"
         )
     dataset = to_dataset(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
-    # a PyTorch module is exported with the first item of the images, which the result puts back
+    # a PyTorch module is exported with the first item of the images, so `dataset` is replaced by
+    # one that yields this item again
     first_model, dataset = _read_model(first, dataset)
     second_model = first_model
     if second is not None:
@@ -468,6 +472,7 @@ def compare(
         )
 
     feed = _open_feed(dataset, first, first_model, threads)
+    # OpenVINO gives its outputs only, so each tensor is made the output of a model of its own
     by_cut_models = runtime != "onnxruntime"
     notes: list[str] = []
     if by_cut_models:
@@ -605,7 +610,8 @@ def _make_difference(
 ) -> TensorDifference:
     """Return the row of a tensor, with the node that computes it.
 
-    A QuantizeLinear or DequantizeLinear only rounds: then it is the node upstream of them.
+    For the output of a QuantizeLinear or DequantizeLinear, which only round, that is the node
+    upstream of them.
 
     Args:
         tensor: name of the tensor.
@@ -613,7 +619,7 @@ def _make_difference(
         accuracy: errors of the tensor.
     """
     node = node_by_output.get(tensor)
-    if node is None:  # an output that is an input or a weight
+    if node is None:  # an output of the model that is an input or a weight, too
         return TensorDifference(tensor=tensor, node=tensor, operator="input", accuracy=accuracy)
     while node.op_type in (Q, DQ) and node.input[0] in node_by_output:
         node = node_by_output[node.input[0]]

@@ -89,10 +89,11 @@ def _run_images(
     """
     int8_model = read_model(runnable)
     int8_name_by_float = pair_quantized_tensors(loaded.model, int8_model)
-    pairs = {}  # of inner tensors, as outputs of both models: float name -> int8 name
+    pairs = {}  # name of an inner tensor of the float model -> its name in the int8 model
     for name in layers[:_MAX_TENSORS]:
         if name in int8_name_by_float:
             pairs[name] = int8_name_by_float[name]
+    # both models get the inner tensors as outputs too
     float_session = _open(copy_with_outputs(loaded.model, pairs), int8_kernels=True)
     int8_session = _open(copy_with_outputs(int8_model, pairs.values()), int8_kernels=is_native)
     output_names = [spec.name for spec in loaded.outputs if spec.dtype != "str"]
@@ -108,6 +109,7 @@ def _run_images(
     def run_models(_worker: int, _number: int, sample: Sample) -> tuple[Outputs, Outputs, Outputs]:
         return sample, float_session.run(sample), int8_session.run(sample)
 
+    # several samples run at a time; their results are added one after the other, in order
     with phase("running images", len(feed), "samples") as show_progress, feed.samples() as samples:
 
         def add_sample(_number: int, arrays: tuple[Outputs, Outputs, Outputs]) -> None:
@@ -122,6 +124,7 @@ def _run_images(
             show_progress()
 
         run_in_order(samples, run_models, add_sample, threads=threads)
+
     channels: list[ChannelLoss] = []
     for name, sums in channel_sums.items():
         channels += sums.worst(name)
@@ -212,8 +215,8 @@ class _WorstImages:
     ) -> tuple[float, ImageLoss]:
         """Return (rank, loss) of an image; the worst image has the lowest rank.
 
-        Images are ranked by the SQNR of their worst slice; without slices by the task's figure, a
-        share that is 1 where both models say the same.
+        Images are ranked by the SQNR of their worst output slice. Without slices they are ranked by
+        the task's figure, a share that is 1 if both models predict the same.
         """
         worst_label, worst_db = self._find_worst_slice(inputs, reference, candidate)
         rank = sqnr_sort_key(worst_db) if worst_label else math.inf
@@ -233,7 +236,7 @@ class _WorstImages:
     ) -> tuple[str, float]:
         """Return (label, SQNR) of the output slice of lowest SQNR; ("", NaN) without slices."""
         worst_label, worst_db = "", math.nan
-        # both are prepared by what the float model's outputs show
+        # the scores of the float model weight the values of both
         reference_values = self.form.prepare(reference, inputs, reference)
         candidate_values = self.form.prepare(candidate, inputs, reference)
         for part in self.form.parts:

@@ -137,7 +137,7 @@ def inspect(
     """Apply the rules of targets to a model, without a calibration.
 
     Args:
-        model: path of an ONNX file, or a model in memory, loaded or not; or a PyTorch module.
+        model: path of an ONNX file, an onnx.ModelProto, a loaded model or a PyTorch module.
         images: for a PyTorch module, samples as for `deploy.pipeline.build`; the first exports it.
         targets: names in `TARGETS`, or targets with options; or one of these.
         float_nodes: nodes to keep in float: names, patterns, `op:` types, `@` files.
@@ -146,7 +146,7 @@ def inspect(
         ModelError: the model cannot be read.
         ConfigError: no such target, or no node matches `float_nodes`.
     """
-    if not isinstance(targets, str | Sequence):  # one target; `make_targets` takes a single name
+    if not isinstance(targets, str | Sequence):  # a Target object alone
         targets = (targets,)
     chosen_targets = make_targets(targets)
     model, _ = open_torch_module(model, images)  # exports a module; the images are not run
@@ -154,9 +154,10 @@ def inspect(
     float_names = match_nodes(loaded.model, float_nodes)
     inspections = []
     for target in chosen_targets:
+        plan = target.plan(loaded.model, float_names)
         inspection = TargetInspection(
             name=target.name,
-            nodes=node_rows(target.plan(loaded.model, float_names).decisions, loaded.model),
+            nodes=node_rows(plan.decisions, loaded.model),
             tensors=tuple(target.scaled_tensors(loaded.model, float_names)),
         )
         inspections.append(inspection)

@@ -204,15 +204,16 @@ def unfold_large(graph: onnx.GraphProto, folded_by_output: Mapping[str, onnx.Nod
     """Put folded nodes back whose result makes the file larger; return their number.
 
     The size of a result is compared with that of its recipe: the nodes that compute it, and the
-    constants which these read, without those that the file needs anyway. The weight of a layer
-    counts as int8, in which it will be stored, and its recipe with all constants: only a folded
-    weight can become int8.
+    constants that these read. Constants that the file stores anyway cost nothing.
+
+    A layer's weight is compared by its size in int8, since only a folded weight can be stored in
+    int8. All constants of its recipe count, since they would be stored in float besides.
 
     Args:
         graph: changes; it still has the constants that folded nodes read.
         folded_by_output: tensor -> the folded node that made it.
     """
-    sizes = {tensor.name: tensor.ByteSize() for tensor in graph.initializer}
+    sizes = {tensor.name: tensor.ByteSize() for tensor in graph.initializer}  # in bytes
     reads = count_reads(graph)
     weight_reads = Counter(node.input[1] for node in graph.node if node.op_type in WEIGHTED)
     large_results = []
@@ -220,8 +221,8 @@ def unfold_large(graph: onnx.GraphProto, folded_by_output: Mapping[str, onnx.Nod
         if name in reads and sizes[name] > _MAX_GROWTH:
             large_results.append(name)
 
-    available = set(reads)  # tensors that the file needs anyway, and a recipe may read at no cost
-    restored: set[str] = set()
+    available = set(reads)  # tensors that a recipe may read at no cost
+    restored: set[str] = set()  # outputs of the nodes that are put back
     for name in large_results:
         if weight_reads[name] == reads[name]:  # only layers read it, as their weight
             result_size = sizes[name] // _INT8_RATIO
@@ -234,7 +235,7 @@ def unfold_large(graph: onnx.GraphProto, folded_by_output: Mapping[str, onnx.Nod
         if recomputed and result_size > recipe_size + _MAX_GROWTH:
             restored |= recomputed
             available |= recomputed | stored
-            available.remove(name)  # its value is not stored: in every recipe it counts again
+            available.remove(name)  # no longer stored: a later recipe must include its own nodes
 
     if restored:
         restored_nodes = [node for name, node in folded_by_output.items() if name in restored]
@@ -264,8 +265,8 @@ def _find_recipe(
         if tensor in available or tensor in recomputed_tensors:
             continue
         node = folded_by_output.get(tensor)
-        # not worth it: a Constant is as large as its value, a Shape would read an activation, and
-        # of a node with several outputs all would have to be put back
+        # not recomputed, since a Constant is as large as its value, a Shape would read an
+        # activation, and a node with several outputs would replace all of them
         if node is None or node.op_type in ("Constant", "Shape") or len(node.output) > 1:
             stored_tensors.add(tensor)
         else:
@@ -300,7 +301,7 @@ def _make_dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
     Raises:
         ModelError: an index lies outside, or the tensor has far more elements than values.
     """
-    shape = tuple(sparse.dims)  # not negative: `check_fields` has seen to that
+    shape = tuple(sparse.dims)  # `check_fields` has refused negative sizes
     values, indices = to_array(sparse.values), to_array(sparse.indices)
     size = math.prod(shape)
     # a file of a few bytes may declare a tensor that no memory holds
@@ -309,9 +310,9 @@ def _make_dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
         if indices.ndim == 2:
             indices = np.ravel_multi_index(tuple(indices.T), shape)
         is_inside = indices.shape == values.shape and np.all((indices >= 0) & (indices < size))
-        if not is_inside or size > max_size:  # numpy raises the same below for other faults
+        if not is_inside or size > max_size:  # refused below, as what numpy raises
             raise IndexError(f"{indices.size} indices in {shape}")
-        zero = b"" if values.dtype.hasobject else 0  # of text, or of numbers
+        zero = b"" if values.dtype.hasobject else 0  # the default of text, or of numbers
         dense = np.full(size, zero, values.dtype)
         dense[indices] = values
     except (IndexError, ValueError, TypeError) as error:

@@ -111,7 +111,7 @@ def prepare_qdq_model(quantized: onnx.ModelProto) -> onnx.ModelProto:
     _remove_clips_of_codes(model)
     _move_quantizers(model)
     if COMPLETIONS.keys().isdisjoint(node.op_type for node in all_nodes(model.graph)):
-        return model
+        return model  # it has no node that `complete_axes` would change
     # `complete_axes` needs inferred shapes; if it changes nothing, the model is returned without
     # them, so that the files written from it declare no more types than the user's file
     typed_model = infer_shapes(copy_message(model))
@@ -125,8 +125,10 @@ def _remove_clips_of_codes(model: onnx.ModelProto) -> None:
 
         x --> Q --> Clip(-127, 127) --> DQ     becomes     x --> Q --> DQ
 
-    Weights become the clipped integers. On an activation, only a Clip goes that leaves out no code,
-    or -128 alone; any other stays: its pair has fewer bits, and is refused later.
+    "Codes" are the integers that a QuantizeLinear makes. A Clip on an activation is removed only if
+    it lets all codes pass, or all but -128 (`_is_implied`); any other stays, since its pair has
+    fewer than 8 bits, and is refused later. A Clip on a weight is folded: the clipped integers are
+    stored.
     """
     index = Graph(model)
     clips = [node for node in index.nodes if node.op_type == "Clip" and _clips_codes(node, index)]
@@ -172,14 +174,14 @@ def _move_quantizers(model: onnx.ModelProto) -> None:
         x --> Q --> Transpose --> DQ     becomes     x --> Transpose --> Q --> DQ
 
     Then a DequantizeLinear stands directly behind it, where `remove_pairs` looks for it. "Codes"
-    are the integers that a QuantizeLinear makes. One with a scale per channel stays, since its
-    channels might be cut or reordered.
+    are the integers that a QuantizeLinear makes. A QuantizeLinear with a scale per channel stays,
+    since its channels might be cut or reordered.
     """
     index = Graph(model)
     names = tensor_names(model.graph)
     quantizer_by_codes = {node.output[0]: node for node in index.nodes if node.op_type == Q}
     nodes: Nodes = []
-    replaced_codes: set[str] = set()
+    replaced_codes: set[str] = set()  # made by a quantizer that got a copy behind a later node
     for node in index.nodes:
         nodes.append(node)
         if node.op_type not in _MOVES_AND_CUTS or node.input[0] not in quantizer_by_codes:
@@ -189,17 +191,18 @@ def _move_quantizers(model: onnx.ModelProto) -> None:
         if grid is None or not grid.is_per_tensor:
             continue
         if node.op_type == "Pad" and not _make_pad_float(node, grid, index):
-            continue
+            continue  # it pads with another value than 0
         replaced_codes.add(quantizer.output[0])
         moved_quantizer = _move_behind(node, quantizer, names)
+        # the next node may move it again
         quantizer_by_codes[moved_quantizer.output[0]] = moved_quantizer
         nodes.append(moved_quantizer)
 
     if not replaced_codes:
         return
-    # the first quantizer stays if something else reads its codes
-    unread = replaced_codes.difference(index.outputs, all_reads(nodes))
-    rebuild(model.graph, [node for node in nodes if unread.isdisjoint(node.output)])
+    # remove the original quantizers, but for those whose codes something else reads
+    unread_codes = replaced_codes.difference(index.outputs, all_reads(nodes))
+    rebuild(model.graph, [node for node in nodes if unread_codes.isdisjoint(node.output)])
 
 
 def _move_behind(
@@ -240,13 +243,15 @@ def _make_pad_float(pad: onnx.NodeProto, grid: PairGrid, index: Graph) -> bool:
 def remove_pairs(
     model: onnx.ModelProto, int8_layers: Collection[str], *, keep_rounding: bool
 ) -> StrippedModel:
-    """Return a float copy of a Q/DQ model, and the scales and zero points of the removed pairs.
+    """Return a float copy of a Q/DQ model, and the grids of the removed pairs.
+
+    The grid of a pair is its scale, zero point and integer type.
 
     Args:
         model: with unique node names.
         int8_layers: names of the layers that round and saturate their input themselves.
-        keep_rounding: whether the readers of a pair that are no such layers read Div, Round, Clip
-            and Mul instead, which do what the pair did; else they read the float source.
+        keep_rounding: whether all other readers of a pair get a Div, Round, Clip and Mul in its
+            place, which round and saturate as it did; else they read the unrounded float tensor.
 
     Raises:
         ModelError: integer operators, or pairs that cannot be removed.
@@ -263,7 +268,7 @@ def remove_pairs(
                 " model in that form, with float inputs and outputs"
             )
     grids = {}
-    for tensor, tensor_grids in stripper.grids.items():
+    for tensor, tensor_grids in stripper.grids.items():  # by the names before `run` renamed some
         final_name = stripper.new_names.get(tensor, tensor)
         grids[final_name] = tuple(tensor_grids)
     return StrippedModel(float_model, stripper.float_read_pairs, grids)
@@ -303,11 +308,15 @@ class _Stripper:
         return names
 
     def run(self) -> None:
-        """Let every reader of a Q/DQ pair read a float tensor, then drop the pairs."""
+        """Remove the Q/DQ pairs of activations; their readers read float tensors instead.
+
+        Pairs on constants, such as weights, stay: `fold_constants` turns them into float constants
+        later.
+        """
         nodes: Nodes = []
-        removed_codes: set[str] = set()
+        removed_codes: set[str] = set()  # outputs of the QuantizeLinear nodes that are left out
         for node in self.graph.node:
-            if self.constants.issuperset(iter_reads(node)):  # as a pair of a weight, folded later
+            if self.constants.issuperset(iter_reads(node)):  # it may be part of a weight's pair
                 self.constants.update(node.output)
                 nodes.append(node)
             elif node.op_type == Q:
@@ -316,9 +325,11 @@ class _Stripper:
             elif node.op_type == DQ and node.input[0] in removed_codes:
                 nodes += self._replace_pair(node)
             else:
-                if self._cannot_be_negative(node):  # `_find_chain` asks for it
-                    self.non_negative.update(node.output)
+                if self._cannot_be_negative(node):
+                    self.non_negative.update(node.output)  # a later pair behind it needs no Clip
                 nodes.append(node)
+
+        # first the readers of pairs read other tensors, then tensors get their final names
         rename_reads(nodes, self.float_by_pair_output)
         self._name_weights_by_layer()
         rename_tensors(nodes, self.new_names)
@@ -335,17 +346,18 @@ class _Stripper:
                     self.new_names[name] = claim_name(f"{node.name}.{role}", self.names)
 
     def _replace_pair(self, dequantizer: onnx.NodeProto) -> Nodes:
-        """Return the nodes in place of a Q/DQ pair: usually none, and its readers read its source.
+        """Return the nodes that take the place of a Q/DQ pair, usually none.
 
-        If a float operator, a subgraph or the user reads the pair, these may need a chain of nodes
-        that rounds or clips as the pair does (`_find_chain`). Int8 layers never do: they round
-        their input themselves.
+        Int8 layers read the pair's source, the float tensor that it quantized, since they round
+        their input themselves. So do float operators, subgraphs and the user, unless they need a
+        chain of nodes that rounds or clips as the pair does (`_find_chain`).
         """
         index = self.index
         output = dequantizer.output[0]
         quantizer = index.producer[dequantizer.input[0]]
         source = quantizer.input[0]
-        source = self.float_by_pair_output.get(source, source)  # if it is a pair's output itself
+        # the source may itself be the output of a pair, which was replaced before
+        source = self.float_by_pair_output.get(source, source)
         readers = index.readers.get(output, [])
         int8_readers = []
         for reader in readers:
@@ -357,13 +369,16 @@ class _Stripper:
             self.float_read_pairs += 1
             chain = self._find_chain(dequantizer, source)
             if chain:
-                for reader in int8_readers:  # the others are redirected to the end of the chain
+                for reader in int8_readers:  # `run` lets all other readers read the chain's result
                     reader.input[0] = source
                 return self._write_chain(dequantizer, source, chain)
         return self._bypass_pair(dequantizer, source)
 
     def _bypass_pair(self, dequantizer: onnx.NodeProto, source: str) -> Nodes:
-        """Let all readers of a pair read its source.
+        """Let all readers of a pair read its source, the float tensor that it quantized.
+
+        The source takes the name of the pair's output if that is an output of the model, or if
+        calib8 wrote the pair: it renames a tensor NAME to NAME/float, and the pair makes NAME.
 
         Returns:
             []; or, if the pair makes an output of the model and the source cannot take its name,
@@ -371,14 +386,13 @@ class _Stripper:
         """
         output = dequantizer.output[0]
         self._add_grid(source, dequantizer)
-        is_output = output in self.index.outputs
-        if not is_output:
+        is_model_output = output in self.index.outputs
+        if not is_model_output:
             self.float_by_pair_output[output] = source
-        # calib8 gives the name of a tensor to the pair behind it, and calls the tensor NAME/float
-        pair_has_its_name = source == f"{output}/float"
-        if (is_output or pair_has_its_name) and self._can_be_renamed(source):
+        takes_name = is_model_output or source == f"{output}/float"
+        if takes_name and self._can_be_renamed(source):
             self.new_names[source] = output
-        elif is_output:
+        elif is_model_output:
             name = f"{dequantizer.name}/float"
             return [make_node("Identity", [source], output, name)]
         return []
@@ -386,16 +400,18 @@ class _Stripper:
     def _write_chain(
         self, dequantizer: onnx.NodeProto, source: str, chain: Mapping[str, tuple[float, ...]]
     ) -> Nodes:
-        """Return the nodes of a chain from `_find_chain`; the pair's readers read its result.
+        """Return the nodes that apply a chain of operators to a pair's source, in its place.
+
+        The readers of the pair read the result of the chain.
 
         Args:
             dequantizer: of the pair.
-            source: the tensor that the first node reads.
-            chain: operator -> its constants, in the order of the nodes.
+            source: the float tensor that the pair quantized.
+            chain: operator -> its constants, in the order of the nodes (from `_find_chain`).
         """
         output = dequantizer.output[0]
-        result = output  # an output of the model keeps its name; else the name says what it is
-        if output not in self.index.outputs:
+        result = output
+        if output not in self.index.outputs:  # a name such as source/div-round-clip-mul
             result = claim_name(f"{source}/{'-'.join(chain).lower()}", self.names)
         self.float_by_pair_output[output] = result
         self._add_grid(result, dequantizer)
@@ -421,10 +437,11 @@ class _Stripper:
     def _find_chain(self, dequantizer: onnx.NodeProto, source: str) -> dict[str, tuple[float, ...]]:
         """Return the operators, in order, that float readers need in place of a pair.
 
-        With `keep_rounding` these do what the pair does. Without it, only a Clip at 0 is needed, if
-        the pair did what a Relu would do: its lowest code stands for 0, and its source may be
-        negative. The tool that wrote the pair has left out the Relu then. A pair whose lowest code
-        stands for 0 is also added to `non_negative`.
+        With `keep_rounding` these do what the pair does. Without it, they need only a Clip at 0,
+        and this only if the pair did the work of a Relu that the tool which wrote it left out: its
+        lowest code stands for 0, although its source may be negative.
+
+        The output of a pair whose lowest code stands for 0 is also added to `non_negative`.
 
         Returns:
             Operator -> its constants, in the order in which they run; {} if the readers can read
@@ -437,7 +454,8 @@ class _Stripper:
                 f" got another on {source!r}; export the model in that form"
             )
         scale, zero = grid.scale.item(), grid.zero.item()
-        lowest_step, highest_step = grid.min_code - zero, grid.max_code - zero  # in steps of scale
+        # the values of the lowest and highest code, in multiples of the scale
+        lowest_step, highest_step = grid.min_code - zero, grid.max_code - zero
         if lowest_step == 0:
             self.non_negative.add(dequantizer.output[0])
         if self.keep_rounding:

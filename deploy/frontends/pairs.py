@@ -153,7 +153,9 @@ def input_grid(node: onnx.NodeProto, index: Graph, input_index: int = 0) -> Pair
 
 
 def weight_grid(node: onnx.NodeProto, index: Graph) -> tuple[PairGrid, NDArray[np.float32]]:
-    """Return the integer grid of a layer's weight, and the scales of the layer's output channels.
+    """Return the grid of a layer's weight, and the scales of the layer's output channels.
+
+    The grid holds scales, zero points and integer type as the DequantizeLinear has them.
 
     Returns:
         (grid, scales), the scales float32 [C_out], or [1] for one scale of all channels. They are
@@ -165,7 +167,7 @@ def weight_grid(node: onnx.NodeProto, index: Graph) -> tuple[PairGrid, NDArray[n
     dequantizer, permutation = _find_dequantizer(node.input[1], index, {"Cast", "Transpose"})
     if dequantizer is None:
         raise UnfitError("its weight is not quantized")
-    # integers are stored, or float values, of which a QuantizeLinear makes the integers
+    # the model stores integers, or float values, of which a QuantizeLinear makes the integers
     stored_name = dequantizer.input[0]
     quantizer = index.find_producer(stored_name, Q)
     if quantizer is not None:
@@ -176,17 +178,19 @@ def weight_grid(node: onnx.NodeProto, index: Graph) -> tuple[PairGrid, NDArray[n
     if grid.scale.size == 1:
         return grid, grid.scale.reshape(1)
 
-    sizes = list(index.constants[stored_name].dims)
-    rank = len(sizes)
-    axis = int(attributes(dequantizer).get("axis", 1))  # of the stored weight
-    if not -rank <= axis < rank or grid.scale.shape != (sizes[axis],):
+    stored_shape = list(index.constants[stored_name].dims)
+    rank = len(stored_shape)
+    scale_axis = int(attributes(dequantizer).get("axis", 1))  # of the stored weight
+    if not -rank <= scale_axis < rank or grid.scale.shape != (stored_shape[scale_axis],):
         raise UnfitError("its weight has several scales a channel")
-    weight_axes = permutation or list(range(rank))  # of the layer: the stored axis that each one is
-    if sorted(weight_axes) != list(range(rank)):
+
+    # the layer may read the stored weight transposed: axis of its weight -> stored axis
+    stored_axes = permutation or list(range(rank))
+    if sorted(stored_axes) != list(range(rank)):
         raise UnfitError("its weight is turned in a way that does not fit it")
-    if weight_axes[channel_axis(node, rank)] != axis % rank:
+    if stored_axes[channel_axis(node, rank)] != scale_axis % rank:
         raise UnfitError("its weight has no scale by output channel")
-    if node.op_type == "ConvTranspose":  # whose weight is [C_in, C_out / groups, ...]
+    if node.op_type == "ConvTranspose":  # its weight is [C_in, C_out / groups, ...]
         return grid, np.tile(grid.scale, group_count(node))
     return grid, grid.scale.copy()
 

@@ -106,7 +106,7 @@ class CutOffNodes:
             ExportError: a cut-off node has no form in the opset of `model`.
         """
         opset = opset_of(model)
-        if opset < opset_of(self.model):  # append the cut-off nodes in the older opset
+        if opset < opset_of(self.model):  # lower the cut-off nodes first
             lowered = lower_opset(self.model, opset=opset).model
             # the outputs as in the file: lowering declares the types that it infers
             replace_field(lowered.graph.output, self.model.graph.output)
@@ -204,7 +204,8 @@ def cut_unknown_nodes(model: onnx.ModelProto) -> CutOffNodes | None:
 def _extract_cut_model(model: onnx.ModelProto, graph: Graph, cut_nodes: Nodes) -> onnx.ModelProto:
     """Return a model of the nodes to cut off, with the constants that they read.
 
-    Its inputs and outputs are those of the entire model, which `CutOffNodes.append_to` restores.
+    It declares the inputs and outputs of the entire model, not those of the cut nodes, so that
+    `CutOffNodes.append_to` can restore them. So it cannot run by itself.
 
     Args:
         model: the entire model.
@@ -242,15 +243,15 @@ def _find_unknown_and_downstream(nodes: Iterable[onnx.NodeProto]) -> set[int]:
 
 
 def _add_constant_nodes(graph: Graph, cut_indices: set[int]) -> None:
-    """Add to `cut_indices` the nodes that compute constants which only cut-off nodes read.
+    """Add to `cut_indices` the nodes that compute constants for cut-off nodes alone.
 
-    Else these constants would become outputs of the model that is calibrated.
+    A constant that a remaining node computes for a cut-off one would become an output of the model.
 
     Args:
         graph: of the model; its nodes are sorted.
         cut_indices: indices of the nodes to cut off.
     """
-    constant_tensors = set(graph.constants)
+    constant_tensors = set(graph.constants)  # stored ones, then those computed from them too
     for node in graph.nodes:
         if constant_tensors.issuperset(iter_reads(node)):
             constant_tensors.update(node.output)
@@ -266,7 +267,7 @@ def _add_constant_nodes(graph: Graph, cut_indices: set[int]) -> None:
         if is_constant and is_read_by_cut and not is_read_by_remaining:
             cut_indices.add(index)
         if index in cut_indices:
-            # the cut-off part copies stored constants, so a Constant node need not follow it
+            # stored constants are copied (`_extract_cut_model`), so Constant nodes are not cut off
             cut_reads.update(set(iter_reads(node)).difference(graph.constants))
         else:
             remaining_reads.update(iter_reads(node))
@@ -275,7 +276,9 @@ def _add_constant_nodes(graph: Graph, cut_indices: set[int]) -> None:
 def _reduce_to(
     model: onnx.ModelProto, remaining_nodes: Nodes, cut_nodes: Nodes, complete_graph: Graph
 ) -> None:
-    """Reduce a model to the nodes that remain, in place; what others read of them is an output.
+    """Reduce a model to the nodes that remain, in place.
+
+    A tensor that they compute for cut-off nodes becomes an output of the model.
 
     Args:
         model: changes.
@@ -287,8 +290,7 @@ def _reduce_to(
     produced = all_outputs(remaining_nodes)
     retain_named(graph.output, produced)
     outputs = names_of(graph.output)
-    for name in dict.fromkeys(all_reads(cut_nodes)):
-        # neither a constant nor an input of the model becomes an output
+    for name in dict.fromkeys(all_reads(cut_nodes)):  # each once and in order
         if name in produced and name not in outputs and name not in complete_graph.constants:
             dtype = complete_graph.dtypes.get(name, onnx.TensorProto.UNDEFINED)
             shape = complete_graph.shapes.get(name)

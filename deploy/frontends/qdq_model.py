@@ -85,10 +85,10 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
 
 
 def _find_cleaned_grids(stripped: StrippedModel, cleaned: onnx.ModelProto) -> PairGrids:
-    """Return the grids of the removed pairs, by the tensors of the cleaned model.
+    """Return tensor of the cleaned model -> grids (scale, zero point, type) of its removed pairs.
 
-    A tensor behind a Cast that cleaning removed has the values of the Cast's input, and so its
-    grids go to that. The grids of other tensors that cleaning removed are left out.
+    If cleaning removed a Cast or the like, its output had the values of its input, and so the grids
+    of the output go to the input. The grids of other tensors that cleaning removed are left out.
     """
     producer = Graph(stripped.model).producer
     cleaned_tensors = tensor_names(cleaned.graph)
@@ -139,8 +139,7 @@ def _check_pairs(model: onnx.ModelProto, index: Graph) -> Iterator[PairGrid]:
             grid = read_pair_grid(node, index)
             if node.input[0] in constant_tensors:
                 constant_tensors.update(node.output)
-                # biases are int32
-                if grid.dtype not in ("int8", "uint8", "int32"):
+                if grid.dtype not in ("int8", "uint8", "int32"):  # int32 is for biases
                     raise UnfitError(f"it is quantized to {grid.dtype}")
                 yield grid
             else:
@@ -157,7 +156,8 @@ def _check_pairs(model: onnx.ModelProto, index: Graph) -> Iterator[PairGrid]:
 def _check_activation_pair(node: onnx.NodeProto, grid: PairGrid, index: Graph) -> None:
     """Refuse a Q or DQ of an activation unless it has one 8-bit scale and a partner.
 
-    A DequantizeLinear must read a Q with an equal scale and zero point; so a Q only needs a DQ.
+    A DequantizeLinear must read a QuantizeLinear with an equal scale and zero point. A Q only needs
+    a reader that is a DQ, since the grids of both are compared when that DQ is checked.
     """
     if not grid.is_per_tensor:
         raise UnfitError("it has a scale a channel")
@@ -165,7 +165,7 @@ def _check_activation_pair(node: onnx.NodeProto, grid: PairGrid, index: Graph) -
         raise UnfitError(f"it is quantized to {grid.dtype}")
     if node.op_type == Q:
         reader_types = [reader.op_type for reader in index.readers.get(node.output[0], [])]
-        if "Clip" in reader_types:  # of the integers, as `prepare_qdq_model` has left it
+        if "Clip" in reader_types:  # `prepare_qdq_model` leaves only such that remove integers
             raise UnfitError("a Clip leaves fewer than 8 bits of it")
         if DQ not in reader_types:
             raise UnfitError("no DequantizeLinear reads it")
@@ -194,7 +194,7 @@ def _read_pairs(
         name: of the file or model.
         index: of `model`.
         float_model: the cleaned model without pairs.
-        grids: tensor of the float model -> grids of its pairs.
+        grids: tensor of the float model -> grids (scale, zero point, type) of its pairs.
         constant_grids: grids of the pairs on constants.
     """
     float_index = Graph(float_model)
@@ -232,8 +232,8 @@ def _read_layers(
 ) -> tuple[dict[str, NDArray[np.float32]], dict[str, str], frozenset[str]]:
     """Read from the pairs which nodes run in int8, and with which scales of their weights.
 
-    A node runs in int8 if a pair stands on all that it reads and, unless it has a weight, on what
-    it makes. A tail (the Relu or Clip behind a node) runs as part of that node.
+    A node runs in int8 if there is a Q/DQ pair on each of its inputs and, unless it has a weight,
+    on its output. A tail (the Relu or Clip behind a node) runs as part of that node.
 
     Args:
         index: of the model with pairs.
@@ -249,10 +249,10 @@ def _read_layers(
         node.name for node in index.nodes if _has_output_pair(node, index)
     )
     qdq_node_by_name = by_name(index.nodes)
-    for node in float_index.nodes:
+    for node in float_index.nodes:  # in graph order: a node comes before its tail
         if _is_tail(node, float_index):
-            head = float_index.producer[node.input[0]]
-            if head.name not in float_reasons:  # runs in int8, and its tail with it
+            main_node = float_index.producer[node.input[0]]
+            if main_node.name not in float_reasons:  # it runs in int8, and its tail with it
                 continue
         qdq_node = qdq_node_by_name.get(node.name)
         if qdq_node is None:  # a Clip that was inserted in place of a pair

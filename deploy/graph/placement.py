@@ -283,8 +283,8 @@ def int8_inputs(graph: Graph, node: onnx.NodeProto, heavy: Collection[str]) -> l
     """Return the inputs that a node reads in int8: all but the main branch of a residual Add.
 
     TensorRT fuses such an Add into the heavy node (Conv, Gemm, MatMul) that makes its main branch,
-    which therefore is never written. If heavy nodes make both inputs, the main branch is the one on
-    the longer path, as in ModelOpt's partitioning; the other one is the shortcut.
+    so that this tensor is never written and needs no Q/DQ pair. If heavy nodes make both inputs,
+    the main branch is the one farther from the model's input, as in ModelOpt's partitioning.
     """
     inputs = graph.data_inputs(node)
     if node.op_type != "Add":
@@ -296,7 +296,7 @@ def int8_inputs(graph: Graph, node: onnx.NodeProto, heavy: Collection[str]) -> l
     ]
     if not fusable_inputs:
         return inputs
-    # of two equally long paths the last one, hence the reversed order
+    # of two inputs of the same depth, `max` shall take the last one
     main_branch = max(reversed(fusable_inputs), key=lambda name: graph.depths.get(name, 0))
     return [name for name in inputs if name != main_branch]
 

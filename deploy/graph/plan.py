@@ -175,10 +175,11 @@ def analyse(
     """
     if analysis is None:
         analysis = ModelAnalysis(model)
-    # if the target runs gates (Hard-Swish, squeeze-excite) in int8, one node stands for each gate
+    # a gate (Hard-Swish, squeeze-excite) has several nodes; if the target runs gates in int8, the
+    # graph below has one node in place of those of each gate
     gates = analysis.gates if GATE in placement.glue else ()
     graph = analysis.collapsed if gates else analysis.graph
-    gate_by_node: dict[str, str] = {}  # node of a gate -> the node that stands for the gate
+    gate_by_node: dict[str, str] = {}  # node of a gate -> the one node in its place
     for gate in gates:
         gate_by_node |= dict.fromkeys(gate.nodes, gate.name)
     requested_reasons = {}  # node that the caller keeps in float -> why
@@ -195,9 +196,9 @@ def analyse(
     decisions = _decide(
         model.graph.node, graph, placement, float_reasons, gate_by_node, bias_add_by_matmul
     )
-    # in the graph with the nodes of the gates, since one of these reads the Conv
+    # found in the graph that still has all nodes of the gates, of which the first reads a Conv
     bias_shifts = _find_bias_shifts(analysis.graph, weights, int8_gates)
-    int8_scalars = []
+    int8_scalars = []  # Adds and Muls of a constant, which is stored in int8
     if placement.runs_on_onnxruntime:
         int8_scalars = [node.name for node in int8_nodes if has_constant_operand(graph, node)]
     return Plan(
@@ -231,7 +232,7 @@ def _find_float_reasons(
         refusal = find_refusal(graph, node, placement, requested_reasons, float_tensors)
         reasons[node.name] = refusal
 
-    # TensorRT's DLA runs each layer in int8 that can, whatever is around it
+    # DLA, a part of NVIDIA's Jetson chips, runs every layer in int8 that can, whatever is around it
     has_changed = not placement.pairs_everywhere
     while has_changed:
         has_changed = False
@@ -291,8 +292,8 @@ class _Int8Flow:
         """Return why a node gains nothing from int8 among its neighbours; "" if it gains.
 
         A heavy node (Conv, Gemm, MatMul) always gains, unless the user keeps readers of a Concat of
-        float tensors in float. Any other one only passes int8 on: its inputs must be int8 already,
-        and something downstream must read int8.
+        float tensors in float. Any other node only passes int8 on: its inputs must be int8 already,
+        and a node downstream must read its output in int8.
         """
         graph, placement = self.graph, self.placement
         precision = placement.precision_name
@@ -308,9 +309,10 @@ class _Int8Flow:
             is_read_in_float = has_float_sibling(graph, node, self.reasons)
         if not has_int8_inputs:
             return f"an input of it is not {precision}"
-        if is_read_in_float:  # an average, whose input a Mul of squeeze-excite reads, too
+        if is_read_in_float:  # such as an average pool whose input a float Mul reads too
             return "its input is read in float too"
-        fused_output = graph.tail(node)  # of its Relu, Clip or bias Add, if one is fused into it
+        # the output of the Relu, Clip or bias Add that is fused into the node, if there is one
+        fused_output = graph.tail(node)
         if fused_output not in self.int8_reads:
             return f"nothing after it runs in {precision}"
         return ""
@@ -336,7 +338,8 @@ def _find_bias_shifts(
         conv = graph.find_producer(gate.source, "Conv")
         if conv is None or conv.name not in bias_by_node:
             continue
-        # any other use of the source, as the factor of a Hard-Swish is, needs it without the shift
+        # another reader of the source needs it without the shift, and so does a Hard-Swish, whose
+        # source is its factor too
         if graph.only_reader(gate.source) is None or gate.source == gate.factor:
             continue
         bias = bias_by_node[conv.name]
@@ -366,7 +369,7 @@ def _find_bias_adds(
         add = find_bias_add(graph, node)
         if add is None or add.name in requested_reasons:  # the user keeps the Add in float
             continue
-        if not is_scalar_glue(graph, placement, add):  # else it has an int8 kernel of its own
+        if not is_scalar_glue(graph, placement, add):  # an Add of a scalar runs in int8 by itself
             add_by_matmul[node.name] = add
     return add_by_matmul
 
@@ -411,7 +414,8 @@ def _decide(
         planned_name = gate_by_node.get(node.name, node.name)
         main_name = main_name_by_output.get(node.output[0], planned_name)
         reason = float_reasons[planned_name]
-        # a fused node does not count as unable to run in int8 by itself, such as a Clip
+        # a fused node, such as a Clip, has a reason since it cannot run in int8 by itself; what
+        # counts is the node that it is fused into
         if reason and main_name != planned_name:
             reason = "the node before it is float" if float_reasons[main_name] else ""
         precision = FLOAT32 if reason else placement.grid.name

@@ -39,22 +39,22 @@ _MIN_PRODUCTS = 27  # products per output value of a 3x3 window over three colou
 _CRASH_TEXT = "which ends ONNX Runtime's process where it is dequantized"
 
 
-def tile_shape(node: onnx.NodeProto, sizes: Sequence[int]) -> Tile | None:
+def tile_shape(node: onnx.NodeProto, weight_shape: Sequence[int]) -> Tile | None:
     """Return (rows, columns) of the tile of output pixels that a ConvTranspose makes of each pixel.
 
     Args:
         node: any node.
-        sizes: shape of its weight, [c, m / groups, k, l].
+        weight_shape: of its weight, [c, m / groups, k, l].
 
     Returns:
         None if it is not a 2-D ConvTranspose without groups, or if its windows overlap, have gaps
         or are cropped.
     """
-    if node.op_type != "ConvTranspose" or len(sizes) != 4:
+    if node.op_type != "ConvTranspose" or len(weight_shape) != 4:
         return None
     attrs = attributes(node)
-    rows, columns = sizes[2:]
-    if rows == columns == 1:  # a plain 1x1 Conv: nothing is to be laid out as tiles
+    rows, columns = weight_shape[2:]
+    if rows == columns == 1:  # a plain 1x1 Conv: each pixel stays one pixel
         return None
     if attrs.get("strides", [1, 1]) != [rows, columns] or _has_groups_or_gaps(attrs):
         return None
@@ -117,20 +117,20 @@ def _find_layer_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement
 def _find_first_conv_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
     """Return why a Conv at the model's input is faster in float; "" if it is not.
 
-    It makes an output value of few products (3 channels times its window), and quantizing the input
-    then costs more than int8 saves. `placement.min_products` says how many are enough; 0 puts every
-    such Conv into int8.
+    Such a Conv sums few products for each output value (3 channels times its window), so that
+    quantizing its input costs more than int8 saves.
     """
-    if not placement.min_products:
+    if not placement.min_products:  # the target runs every such Conv in int8
         return ""
     output_channels, input_channels, *window = graph.initializers[node.input[1]].dims
     products = math.prod(window) * input_channels  # for each output value
     is_slower = products < placement.min_products and not _makes_many_values(graph, node)
     reads_grey_picture = input_channels == 1 and len(window) > 1
-    # its kernel gathers every window, which takes many products or output channels to pay off
+    # over one channel, the int8 kernel gathers every window, which costs more than it saves unless
+    # there are many products or output channels
     if reads_grey_picture and max(output_channels, products) < _MIN_CHANNELS_OF_GREY:
         is_slower = True
-    # in float before a pool to int8, it would cost more than it saves
+    # if int8 nodes follow through a MaxPool, a float Conv makes the pool slower, see there
     if is_slower and not _feeds_int8_through_pool(graph, placement, node):
         return f"the first Conv has only {products} products a value, and is faster in float"
     return ""
@@ -141,11 +141,11 @@ def _find_glue_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement)
 
     Its attributes and constant operands decide. "" if it has a kernel.
     """
-    if placement.pairs_everywhere:  # NVIDIA's DLA
+    if placement.pairs_everywhere:  # NVIDIA's DLA, which takes constant operands
         dla_refusal = _find_dla_refusal(graph, node)
         if dla_refusal:
             return dla_refusal
-    # other targets than DLA run glue on a constant only if it is a scalar, if at all
+    # of the other targets, only ONNX Runtime takes a constant operand, and only a scalar
     elif has_constant_operand(graph, node) and not is_scalar_glue(graph, placement, node):
         return "one of its operands is constant"
 
@@ -156,7 +156,9 @@ def _find_glue_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement)
     kernel_refusal = ""
     if placement.runs_on_onnxruntime:
         kernel_refusal = _find_kernel_refusal(node)
-    return f"{kernel_refusal} on {placement.name}" if kernel_refusal else ""
+    if kernel_refusal:
+        return f"{kernel_refusal} on {placement.name}"
+    return ""
 
 
 def _find_tensor_refusal(
@@ -171,7 +173,7 @@ def _find_tensor_refusal(
         return "all its inputs are constant"
     if placement.runs_on_onnxruntime:
         quantized_tensors.append(graph.tail(node))  # after a fused Relu, Clip or bias Add
-    if placement.pairs_everywhere:  # DLA, also before what is fused into the node
+    if placement.pairs_everywhere:  # on DLA, also the tensor between the node and a fused Relu
         quantized_tensors.append(node.output[0])
     for tensor in quantized_tensors:
         if not graph.is_float(tensor):
@@ -238,26 +240,27 @@ def find_shape_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement)
     weight = graph.initializers.get(node.input[1])
     if weight is None:
         return ""
-    sizes = list(weight.dims)
+    weight_shape = list(weight.dims)
     precision = placement.precision_name
     if placement.runs_on_onnxruntime and node.op_type == "ConvTranspose":
         if any(name and name not in graph.initializers for name in node.input[2:]):
             return "its bias is not constant"
-        if tile_shape(node, sizes) is None:
+        if tile_shape(node, weight_shape) is None:
             return f"it has no {precision} kernel: its windows overlap, have gaps or are cropped"
 
     if node.op_type == "Conv":
         if not placement.allows_groups and group_count(node) != 1:
             return f"a Conv with groups has no fast {precision} kernel"
-        window_size = math.prod(sizes[2:])
+        window_size = math.prod(weight_shape[2:])
         if placement.max_window and window_size > placement.max_window:
             return (
                 f"a window of {window_size} places has no {precision} kernel, which takes"
                 f" {placement.max_window} at most"
             )
-    min_channels = placement.min_channels.get(node.op_type, 0)  # 0 for a ConvTranspose
-    # output and input channels of a Conv; rows and columns of the matrix of a Gemm or MatMul
-    channel_counts = sizes[:2] if node.op_type == "Conv" else sizes[-2:]
+    min_channels = placement.min_channels.get(node.op_type, 0)
+    # output and input channels: the first axes of a Conv's weight, the last ones of a matrix (a
+    # ConvTranspose has no minimum)
+    channel_counts = weight_shape[:2] if node.op_type == "Conv" else weight_shape[-2:]
     if any(count < min_channels for count in channel_counts):
         return f"too few channels ({min(channel_counts)}) to be faster in {precision} than in float"
     return ""
@@ -315,10 +318,10 @@ def _makes_many_values(graph: Graph, node: onnx.NodeProto) -> bool:
 def _feeds_int8_through_pool(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
     """Whether a MaxPool reads a node's activation and passes it to a node that can run in int8.
 
-    ONNX Runtime would move the Q from after such a pool to before it, and pooling a float Conv's
-    uint8 output costs more than the float Conv saves. An ImageNet stem, a pool and four Convs run
-    0.62x as fast as FP32 with the first Conv in float, and 1.7x as fast with it in int8. With a
-    Conv in place of the pool it is 2.8x and 2.6x.
+    Then a float Conv is slow: ONNX Runtime moves the QuantizeLinear from after the pool to before
+    it, and pooling in uint8 costs more than the float Conv saves. An ImageNet stem, a pool and four
+    Convs run 0.62x as fast as FP32 with the first Conv in float, and 1.7x with it in int8. With a
+    Conv in place of the pool it is 2.8x (float) and 2.6x.
     """
     activations = [graph.tail(node)]  # the output, and what Sigmoid, Mul, ... make of it
     for tensor in activations:  # grows during the loop
