@@ -280,6 +280,7 @@ def test_options_override_metadata(wording):
         (114.0,),
     )
     assert with_options.origin == f"{metadata.source}, but for size, mean"
+    assert not resolve_preprocess({"size": (64, 64)}, None, spec).origin  # half the user's own
     with_preset = resolve_preprocess(PRESETS["imagenet"], metadata, spec)
     assert (with_preset.origin, with_preset.preprocess.resize) == ("", "short-side")
     assert with_preset.notes == (
@@ -305,7 +306,7 @@ def test_size_unlike_input_is_noted():
     cropped = make_metadata(**(YOLO | {"task": "classify", "imgsz": "700"}))
     classes = resolve_preprocess(None, cropped, fixed)
     assert classes.preprocess.resize == "stretch"
-    assert not classes.origin
+    assert classes.origin == "calib8's default"
     assert "700x700 pixels" in classes.notes[0]
     wrong = resolve_preprocess(None, MetadataPreprocess("it", Preprocess(color="grey")), fixed)
     assert "not followed: grey images" in wrong.notes[0]

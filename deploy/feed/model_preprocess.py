@@ -42,7 +42,7 @@ class ResolvedPreprocess:
     """Preprocessing that is complete.
 
     Attributes:
-        origin: source of the preprocessing if it is the model.
+        origin: the model's metadata or the default; empty if neither is followed.
     """
 
     preprocess: Preprocess
@@ -81,11 +81,11 @@ def resolve_preprocess(
 
     options = _options(requested)
     if model_preprocess is None:
-        changed_default = None  # without options: a note tells of the default
+        changed_default, origin = None, "calib8's default"  # without options; a note tells of it
         if options:
-            changed_default = apply_user_options(default_preprocess(spec), options)
+            changed_default, origin = apply_user_options(default_preprocess(spec), options), ""
         preprocess, notes = complete_preprocess(changed_default, spec)
-        return ResolvedPreprocess(preprocess, notes=(*metadata_notes, *notes))
+        return ResolvedPreprocess(preprocess, origin=origin, notes=(*metadata_notes, *notes))
 
     if "size" in options:  # the model's short side belongs to another size
         model_preprocess = dataclasses.replace(model_preprocess, short_side=None)

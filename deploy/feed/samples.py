@@ -45,7 +45,7 @@ class Feed:
 
     Attributes:
         preprocess: the complete preprocessing, None for arrays.
-        origin: where the preprocessing comes from if from the model; else empty.
+        origin: where the preprocessing comes from: the model or the default; else empty.
         batch: rows of every sample: 1, or as many as the model fixes.
         kind: of the samples, such as "images" or "arrays".
         specs: the model's inputs, with what their first dimension is for these samples.
@@ -77,7 +77,7 @@ class Feed:
             specs: the model's inputs.
             preprocess: complete preprocessing of images.
             notes: for the user.
-            origin: where the preprocessing comes from if from the model.
+            origin: where the preprocessing comes from: the model or the default; else empty.
             share: which shard the samples are; None if there are no shards.
             skipped: index -> why the sample there is known to be bad.
         """
