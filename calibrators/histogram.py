@@ -381,7 +381,7 @@ class HistogramGroup:
         states = [ctypes.addressof(histogram) for histogram in self.histograms]
         counts = [array_address(histogram.counts) for histogram in self.histograms]
         self._tables = np.array([states, counts], np.uintp)
-        self._rows = [array_address(table) for table in self._tables]
+        self._table_addresses = [array_address(table) for table in self._tables]
         self._counted_arrays = ctypes.c_size_t()
 
     def observe(self, arrays: Iterable[NDArray[np.floating]]) -> None:
@@ -401,10 +401,12 @@ class HistogramGroup:
         addresses = [array_address(x) for x in values]
         sizes = [x.size for x in values]
         array_tables = np.array([addresses, sizes], np.uintp)
+        # the kernel reads the addresses of the histograms' states and counts from one table each,
+        # and those of the arrays and their sizes
         nan_count = counting_kernel.observe_each(
             counting_kernel.instruction_set,
             len(self.histograms),
-            *self._rows,
+            *self._table_addresses,
             *map(array_address, array_tables),
             _buffers.tables,
             ctypes.byref(self._counted_arrays),

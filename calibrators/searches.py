@@ -99,7 +99,7 @@ def _import_search(module: str, name: str, *parameter_names: str) -> Callable[..
         name: the function.
         parameter_names: fields of the parameters that the function takes as arguments.
 
-    A search with `by_grid` gets the two grids, too; others get none.
+    `grids` are the symmetric and the affine grid for a search with `by_grid`, and none for others.
     """
 
     def search(histogram: Histogram, params: Params, *grids: Grid | None) -> Scale:

@@ -147,12 +147,12 @@ def ifmr(x: NDArray[np.floating], params: IfmrParams | None = None) -> AscendSca
     hi = kth_value(data, params.max_percentile, smallest=False)
     candidates = make_candidates(np.float32(hi), np.float32(lo), params)
 
-    # with more bits, or beyond these extremes, AMCT's float32 loss is mostly rounding error,
-    # overflows or underflows, so that the exact losses do not show which candidates may be AMCT's
+    # exact losses show which candidates may be AMCT's best, unless AMCT's float32 loss is mostly
+    # rounding error, overflows or underflows: with more bits, or beyond these extremes
     amax = max(abs(float(data[0])), abs(float(data[-1])))
     is_in_range = amax > 1e-12 and amax * amax * data.size < 1e37
-    has_exact_float32_losses = params.bits <= 8 and is_in_range
-    if data.size >= _MIN_SORTED_SIZE and has_exact_float32_losses:
+    is_accurate_in_float32 = params.bits <= 8 and is_in_range
+    if data.size >= _MIN_SORTED_SIZE and is_accurate_in_float32:
         losses = _refine_losses(data, candidates, _sorted_losses(data, candidates))
     else:
         losses = np.array([loss32(data, candidates, i) for i in range(len(candidates.hi))])
@@ -398,13 +398,13 @@ class IfmrHistogram:
         self.total += data.size
         self.minimum = min(self.minimum, float(data.min()))
         self.maximum = max(self.maximum, float(data.max()))
-        if not self.counts.size:
+        if not self.counts.size:  # all values so far are stored
             if self.exact or self.total <= MAX_STORED_VALUES:
                 self._chunks.append(data.copy())
                 return
             self.start_counting()
         self._widen(max(abs(self.minimum), abs(self.maximum)))
-        for chunk in (*self._chunks, data):
+        for chunk in (*self._chunks, data):  # the stored values are counted first
             self._count(chunk)
         self._chunks.clear()
 

@@ -355,7 +355,9 @@ def _observe_share(job: ClusterJob, share: Share, samples: Sequence[RemoteSample
     except FeedError:
         if feed.count:
             raise
-        peaks = Peaks()  # all samples were skipped; the client fails if no piece has a good one
+        # all samples of this piece were skipped, so its shard is empty; the client fails only if no
+        # piece has a good sample
+        peaks = Peaks()
     return make_shard(feed, job.identities, peaks, observed)
 
 

@@ -348,8 +348,8 @@ def update_cache(
     if stored is not None and _is_up_to_date(
         decision, stored, calibration, subject.trt_version, cache_text
     ):
-        # a build's manifest lists the files of its stage; and a failed build saved its cache
-        # elsewhere
+        # a cache that is up to date is copied in two cases: into the stage of a build, whose
+        # manifest lists it; and from where an earlier build that failed saved it
         is_staged = stage is not None and stage.staged_path(path) is not None
         if is_staged or stored.path != path:
             _write(path, stage, partial(store.copy_stored, stored))

@@ -319,7 +319,8 @@ class _QdqWriter:
             steps = broadcast_parameter(scales, array.ndim, target.axis)
             integers = quantize(array, steps, 0, grid)
         else:
-            integers = self.memoize(  # the next build of a search has most of them too
+            # a search builds the model many times, mostly with the same integers
+            integers = self.memoize(
                 (target.name, target.axis, grid, scales.tobytes()),
                 lambda: quantize_weight(
                     numpy_helper.to_array(tensor), scales, target.axis, grid=grid
@@ -327,7 +328,7 @@ class _QdqWriter:
             )
         stored_name = target.name
         weights_so_far = {weight for weight, *_ in self.dequantized_weights}
-        if target.name in weights_so_far:  # with other scales
+        if target.name in weights_so_far:  # it is stored already, with other scales
             stored_name = f"{target.name}/{node.name}"
         dequantized = self._dequantized(stored_name, integers, scales, target.axis, grid)
         self.dequantized_weights[key] = dequantized

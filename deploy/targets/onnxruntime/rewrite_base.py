@@ -199,8 +199,8 @@ def append_zero_channels(
 ) -> None:
     """Append zeros to a Conv's weight or bias, in place, float or read through a DequantizeLinear.
 
-    The node reads a padded copy of the constant. Scales of integers, of which there is one for each
-    output channel, are padded too, with the last scale.
+    The node reads a padded copy of the constant. If integers get more output channels, scales and
+    zero points of each channel are padded too, with the last value.
 
     Args:
         model: gets the new constants.

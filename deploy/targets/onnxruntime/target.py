@@ -240,9 +240,9 @@ class OnnxRuntime:
         placement = self._static_placement
         if request.trained is not None:  # a layer that was trained in int8 stays, however small
             placement = replace(placement, min_products=0)
-        float_nodes, float_tensors = request.float_nodes.items(), ranges.reasons.items()
+        plan_key = ("plan", self, tuple(request.float_nodes.items()), tuple(ranges.reasons.items()))
         plan: Plan = memoize(
-            ("plan", self, tuple(float_nodes), tuple(float_tensors)),
+            plan_key,
             lambda: analyse(
                 request.model,
                 placement,

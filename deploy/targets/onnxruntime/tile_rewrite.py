@@ -52,7 +52,7 @@ def with_tiles(model: onnx.ModelProto, context: RewriteContext) -> onnx.ModelPro
     replacements: dict[str, Nodes] = {}
     shapes: list[onnx.ValueInfoProto] = []
     for node in graph.nodes:
-        quantize = _find_quantize(graph, node)  # None for other nodes, and in float
+        quantize = _find_quantize(graph, node)  # None for other nodes, or if it stays float
         weight = stored_integers(graph, node, WEIGHT)
         if quantize is None or weight is None:
             continue
