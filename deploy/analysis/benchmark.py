@@ -133,8 +133,8 @@ def bench(
     sessions = {label: engine.session for label, engine in engines.items()}
     input_specs = _shared_inputs(sessions)
 
-    # random inputs, or images, on which the engines are compared too
-    accuracies: dict[str, Accuracy] = {}  # label -> accuracy, of the second engine
+    # random inputs, or images, for which the outputs of the engines are compared too
+    accuracies: dict[str, Accuracy] = {}  # label of the second engine -> its accuracy
     if images is None:
         make_inputs, notes = _choose_random_inputs(
             engines.values(), input_specs, shapes or {}, seed
@@ -145,7 +145,7 @@ def bench(
         make_inputs, notes = partial(_take_images, feed), preprocessing_notes(feed)
         accuracies = _compare_outputs(engines, feed, metric)
 
-    batch_sizes: list[int | None] = [*sorted(set(batches))]
+    batch_sizes: list[int | None] = [*sorted(set(batches))]  # the smallest first
     if not batch_sizes:
         batch_sizes = [None]  # the model's own
     latencies_by_batch: dict[int | None, dict[str, Latency]] = {}
@@ -155,7 +155,9 @@ def bench(
         )
 
     # all other figures are of the smallest batch
-    inputs, latency_by_label = make_inputs(batch_sizes[0]), latencies_by_batch[batch_sizes[0]]
+    smallest_batch = batch_sizes[0]
+    inputs = make_inputs(smallest_batch)
+    latency_by_label = latencies_by_batch[smallest_batch]
     kernels: dict[str, tuple[KernelTime, ...]] = {}
     if profile:
         kernels = _time_kernels(
@@ -319,9 +321,10 @@ def find_target(path: Path, targets: Sequence[Target]) -> Target:
 
 
 def _add_openvino(sources: Mapping[str, _EngineSource]) -> dict[str, _EngineSource]:
-    """Return two sources by their labels: an engine in ONNX Runtime, and the same in OpenVINO.
+    """Return label -> source of the same engine twice: run in ONNX Runtime, and in OpenVINO.
 
-    `sources`: the engine to measure; several, or one that is no ONNX model, are refused.
+    `sources`: label -> the one engine to measure; two engines, or one that is no ONNX model, are
+    refused.
     """
     if len(sources) > 1:
         raise ConfigError(
@@ -408,7 +411,7 @@ def _refuse_unsupported(
         batches: the user's batch sizes, which need an open batch.
         profile: whether kernels are to be timed.
     """
-    # a session on the CPU has the user's number of threads, any other one has none
+    # a session on the CPU was opened with the user's number, that of another device has no number
     thread_counts = [engine.session.threads for engine in engines.values()]
     if threads is not None and threads not in thread_counts:
         raise ConfigError(
@@ -498,7 +501,8 @@ def _time_kernels(
     A kernel computes one node, or several that are fused. Profiling slows a session down, so each
     engine is opened once more for it.
 
-    `latency_by_label`: by an engine's latency the number of profiled runs is chosen.
+    `latency_by_label`: label -> latency of the engine, from which the number of profiled runs
+    follows.
     """
     kernels = {}
     for label, engine in engines.items():
@@ -558,7 +562,7 @@ def model_size(path: Path) -> int:
     total = len(data)
     try:
         model = onnx.load_model_from_string(data)
-    except Exception:  # protobuf's DecodeError: of a file in the runtime's own format
+    except Exception:  # DecodeError of protobuf: the file is in the runtime's own format
         return total
     external_files = set()  # several weights may lie in one file
     for tensor in filter(uses_external_data, model.graph.initializer):

@@ -138,13 +138,14 @@ def check(
         reference,
         shipped.targets,
         shipped.results,
-        calibration=EvaluationSubset(feed, feed.count),  # not used beside evaluation samples
+        calibration=EvaluationSubset(feed, feed.count),  # not used, as there are evaluation samples
         evaluation=feed,
         objects=apply_labels(labels, feed),
         metric=make_metric(metric, task or shipped.task or None, loaded.declaration),
         duration_s=duration_s,
         threads=worker_threads(threads),
     )
+    # the verdict states if the images are those that the build was calibrated with
     has_calibration_images = feed.manifest()["sha256"] == shipped.calibration_digest
     figures = replace(figures, on_calibration=has_calibration_images)
     if metric is None and shipped.metric:
@@ -361,7 +362,7 @@ def _find_changed(
 
 
 def _change_alerts(verification: Verification, results: Sequence[BuildResult]) -> Iterator[str]:
-    """Yield sentences on files that are not as the build wrote them, unless an error names them."""
+    """Yield sentences on changed, missing or foreign files, unless an error names them already."""
     folder, known_files = verification.folder, verification.manifest.files
     errors = [result.error for result in results]
     changed, missing = [], []
@@ -378,7 +379,7 @@ def _change_alerts(verification: Verification, results: Sequence[BuildResult]) -
     if missing:
         yield f"missing in the folder, and not needed here: {list_first(missing, _MAX_NAMES)}"
 
-    foreign = []
+    foreign = []  # files that are checked, but are not in the manifest
     for result in results:
         for path in {result.engine, result.runnable, *result.baselines.values()}:
             if path is not None and path.relative_to(folder).as_posix() not in known_files:

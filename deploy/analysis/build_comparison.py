@@ -162,7 +162,7 @@ def _summarize(build: StoredBuild, engine: EngineRow) -> EngineSummary:
     if engine.latency is not None:
         summary = replace(summary, p50_ms=engine.latency.latency.p50)
     rivals = find_rivals(build.report.engines, engine)
-    if rivals:  # measured float engines, the main one first
+    if rivals:  # measured float engines of the build, of which the first is the main one
         summary = replace(summary, speed_up=speed_over(rivals[0], engine))
     accuracy = engine.accuracy
     if accuracy is not None and (accuracy.parts or accuracy.outputs):

@@ -96,6 +96,7 @@ class Verification(PrintedResult):
             lines.append(f"{name} is of an earlier build")
         if self.manifest.cache is not None:
             cache_path, _ = self.manifest.cache
+            # the cache may lie outside of the build's folder, and so be missing on this machine
             state = "is not here: it was kept elsewhere"
             if self.cache_changed:
                 state = _CHANGED

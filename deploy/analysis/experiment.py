@@ -211,7 +211,7 @@ def _quantize_by_scales(
 def _quantize_by_search(
     values: Real, method: Method, *, axis: int | None, dtype: str
 ) -> Experiment:
-    """Quantize by the scales that a method finds, one for all values or one for each channel."""
+    """Quantize by the scales that `method` finds: one for all values, or one for each channel."""
     if dtype not in GRIDS:
         raise ConfigError(
             f"a search finds the scale of {' or '.join(GRIDS)}, got {dtype}; give its --scale and"

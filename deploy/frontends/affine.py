@@ -110,10 +110,10 @@ class JoinedLayers:
     def axis(
         self, ranks: Sequence[int], constants: Mapping[str, onnx.TensorProto]
     ) -> tuple[int, int]:
-        """Return (axis of the channels, rank) of the tensor that the layers make.
+        """Return (axis of the channels, rank) of a layer's output, or of a Concat of several.
 
         Args:
-            ranks: of the layers' outputs.
+            ranks: of the layers' outputs, one for each part.
             constants: hold the axes of Squeeze and Unsqueeze.
 
         Raises:
@@ -224,20 +224,20 @@ class _AffineFold:
         self.fold_counts: Counter[str] = Counter()
 
     def fold(self, node: onnx.NodeProto) -> Nodes:
-        """Fold a node into one or several layers; no node stands in its place.
+        """Fold a node into the layers that make its input; return [], the nodes in its place.
 
         Raises:
-            CannotRewrite: that is not exact.
+            CannotRewrite: the folded layers would not compute exactly the same.
         """
         joined = self._find_layers(self._varying_input(node))
-        # A negative variance or a huge gamma gives NaN or Inf: the layers then stay unchanged.
+        # a negative variance or a huge gamma gives NaN or Inf, which `_fold_layers` refuses
         with np.errstate(all="ignore"):
             weights_and_biases = self._fold_layers(joined, node)
 
         for part, (weight, bias) in zip(joined.parts, weights_and_biases, strict=True):
             self._store(part.layer, weight, bias, f"{node.output[0]}_bias")
         self._rename_tensors(joined, node.output[0])
-        for renamed_node in joined.nodes:  # the next node to fold may read the new names
+        for renamed_node in joined.nodes:  # index the new names for the next node to fold
             self.producers |= dict.fromkeys(renamed_node.output, renamed_node)
         self.fold_counts[node.op_type] += 1
         return []
@@ -281,14 +281,14 @@ class _AffineFold:
     def _fold_layers(
         self, joined: JoinedLayers, node: onnx.NodeProto
     ) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-        """Return (new weight, new bias) of each layer, into which an affine node is folded.
+        """Return (new weight, new bias) of each layer, after an affine node is folded into them.
 
         Args:
             joined: the layers.
             node: the BatchNormalization, Mul, Div, Add or Sub.
 
         Raises:
-            CannotRewrite: that is not exact.
+            CannotRewrite: the folded layers would not compute exactly the same.
         """
         layers = [part.layer for part in joined.parts]
         weights, biases, channel_counts = [], [], []

@@ -180,8 +180,8 @@ class LoadedModel:
     def open_samples(self, dataset: Dataset, *, labels_by_folder: bool = False) -> Feed:
         """Open samples in the form of this model's inputs.
 
-        A recurrent model gives some inputs, its states, to itself: they are the outputs of its
-        previous step, so it is run while samples are read.
+        Some inputs of a recurrent model, its states, are outputs of its previous step. So the model
+        is run while samples are read.
 
         Args:
             dataset: the user's images or arrays.
@@ -257,7 +257,7 @@ def read_uncleaned_model(
 ) -> onnx.ModelProto | None:
     """Return the user's model before it is cleaned; one in memory is returned as it is.
 
-    A file is parsed without its external data, for readers of the graph alone.
+    A file is parsed without its external data, so only the graph may be used.
 
     Args:
         model: the model from the user: a path, or a model in memory.

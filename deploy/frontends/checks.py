@@ -39,7 +39,7 @@ def check_fields(message: Message) -> None:
     Args:
         message: a model, or any part of one, whose parts are checked too.
     """
-    # of a tensor, dense or sparse; ONNX's shape inference ends the process at a negative size
+    # only tensors have `dims`; ONNX's shape inference ends the process at a negative size
     sizes = list(getattr(message, "dims", ()))
     if min(sizes, default=0) < 0:
         raise ModelError(
@@ -47,7 +47,8 @@ def check_fields(message: Message) -> None:
             f" '{getattr(message, 'name', '')}'; export the model again"
         )
     for field, value in message.ListFields():
-        parts = value if isinstance(value, MutableSequence) else [value]  # repeated, or single
+        # a repeated field of protobuf has several parts, any other field has one
+        parts = value if isinstance(value, MutableSequence) else [value]
         if field.message_type:
             for part in parts:
                 check_fields(part)

@@ -83,8 +83,8 @@ def fold_constants(
     or produce more than 2**20 elements (and more than they read).
 
     Args:
-        model: changes.
-        folded_by_output: gets the nodes that became initializers, by their outputs; may be None.
+        model: changed in place.
+        folded_by_output: gets output -> node of those that became initializers; may be None.
         chosen: node -> whether it may become an initializer.
     """
     graph = model.graph

@@ -138,7 +138,7 @@ def open_with_shapes(path: Path, inputs: Sequence[InputRequest]) -> LoadedModel:
         loaded = load_onnx(resized_model, True)
         _refuse_failing_run(loaded)
     except ModelError as error:
-        reason, _, _ = str(error).partition("; ")  # without its advice, for another one stands here
+        reason, _, _ = str(error).partition("; ")  # without its advice, which does not fit here
         raise type(error)(
             f"{path} must take inputs of other sizes to be given {shapes_text}"
             f" (--input): {reason}; export the model at this size"
@@ -198,7 +198,9 @@ def _set_shape(value: onnx.ValueInfoProto, request: InputRequest) -> None:
 
 
 def _refuse_fixed_sizes(file_model: onnx.ModelProto, resized_model: onnx.ModelProto) -> None:
-    """Refuse a model if a Reshape, Resize or the like still makes a size of the file.
+    """Refuse a model whose Reshape, Resize or the like has a size of the file built in.
+
+    Such a node makes the file's output shape from an input of another shape.
 
     Args:
         file_model: with the shapes of the file.
@@ -218,7 +220,7 @@ def _refuse_fixed_sizes(file_model: onnx.ModelProto, resized_model: onnx.ModelPr
         file_input_shape, file_output_shape = (file_shapes[name] for name in tensors)
         input_shape, output_shape = (shapes[name] for name in tensors)
         is_fixed = input_shape != file_input_shape and output_shape == file_output_shape
-        # Reshape to [-1, 1024] puts the larger size into the batch
+        # Reshape to [-1, 1024] gives a larger input as several samples
         input_keeps_batch = input_shape[:1] == file_input_shape[:1]
         output_keeps_batch = output_shape[:1] == file_output_shape[:1]
         makes_samples = node.op_type == "Reshape" and input_keeps_batch and not output_keeps_batch

@@ -412,7 +412,7 @@ def restore_float_weights(model: onnx.ModelProto) -> str | None:
     weights = []
     for node in filter(is_quantized_node, graph.nodes):
         values = dequantize_constant(node, graph)
-        if values is None or node.output[0] in graph.outputs:  # None: of an activation
+        if values is None or node.output[0] in graph.outputs:  # `values`: None for an activation
             return None
         weights.append(numpy_helper.from_array(values, node.output[0]))
     if len(weights) < len(quantized):  # the others are in subgraphs
@@ -439,7 +439,7 @@ def dequantize_constant(node: onnx.NodeProto, graph: Graph) -> NDArray[Any] | No
 
     attrs = attributes(node)
     axis, block_size = int(attrs.get("axis", 1)), int(attrs.get("block_size", 0))
-    steps = codes.astype(np.int64)  # differences to the zero point
+    steps = codes.astype(np.int64)  # codes minus zero point
     if zero_points:
         zero_point = _broadcast(zero_points[0], codes.shape, axis, block_size)
         if zero_point is None:

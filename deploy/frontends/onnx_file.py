@@ -152,12 +152,12 @@ def _mark_inputs(
 
 
 def _mixes_rows(model: onnx.ModelProto, inputs: Sequence[TensorSpec]) -> bool:
-    """Whether all rows of an input are one sample, as shown by running the model on random values.
+    """Whether all rows of an input belong to one sample, as runs on random values show.
 
-    Then a second row changes the outputs of the first one. In a batch it does not, and a model with
-    hard-coded sizes refuses a second row, or ignores it.
+    Then another second row changes the outputs of the first row too. If each row is a sample, it
+    does not; and a model with hard-coded sizes refuses a second row, or ignores it.
     """
-    # shapes of two rows for the inputs whose first dimension is open
+    # shapes with two rows in the inputs whose first dimension is open
     shapes = {}
     open_names = []
     for spec in inputs:
@@ -167,6 +167,7 @@ def _mixes_rows(model: onnx.ModelProto, inputs: Sequence[TensorSpec]) -> bool:
             open_names.append(spec.name)
         shapes[spec.name] = tuple(sizes)
     try:
+        # both rows, the first row alone, and the first row with another second row
         two_rows, other_rows = random_feeds(inputs, shapes=shapes, count=2)
         first_row, other_second_row = dict(two_rows), dict(two_rows)
         for name in open_names:
@@ -177,7 +178,7 @@ def _mixes_rows(model: onnx.ModelProto, inputs: Sequence[TensorSpec]) -> bool:
         outputs = session.run(two_rows)
         repeated_outputs = session.run(two_rows)
         changed_outputs = session.run(other_second_row)
-    except Calib8Error:  # a row too many, or an input that cannot be made up
+    except Calib8Error:  # the model refuses two rows, or random values
         return False
 
     has_affected_output = False
@@ -289,7 +290,7 @@ class _CleanedModel:
 def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
     """Return the model in float32, opset 13 or newer, for inference; `model` may change.
 
-    Every step that changed something adds a note for the user, any other step "" or None.
+    Each step adds a note for the user to `notes`, "" or None if it changed nothing.
     """
     model.ir_version = max(model.ir_version, _OLDEST_IR)
     freed_count = drop_initializer_inputs(model.graph)  # IR 3 lists weights as inputs
@@ -326,7 +327,7 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
     model, lowering_note = lower_to_runtime(model)
     notes += [opset_note, lowering_note]
 
-    # constants first: norms are folded only if their parameters are constant
+    # fold constants first, since a norm is folded only if its parameters are constant
     model, folding_notes = _fold(model)
     notes += folding_notes
     training_norms = end_training_mode(model)
@@ -388,11 +389,11 @@ def _decompose_without_kernel(model: onnx.ModelProto) -> tuple[onnx.ModelProto, 
     if load_error is None:
         return model, ""
     op_types = _find_missing_kernels(model)
-    try:
+    try:  # `lower_opset` decomposes operators, here without a change of the opset
         decomposed = lower_opset(model, opset=opset_of(model), decomposed=op_types)
     except ExportError:
         raise _refusal_of(load_error) from load_error
-    folded, _ = _fold(infer_shapes(decomposed.model))  # a definition has Constants and Casts
+    folded, _ = _fold(infer_shapes(decomposed.model))  # ONNX's definitions add Constants and Casts
     load_error = _find_load_error(folded)
     if load_error is not None:
         raise _refusal_of(load_error) from load_error
@@ -522,8 +523,8 @@ def _count_inlined(
 def _fold(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
     """Return the model with its constants folded and idle nodes removed, and notes.
 
-    It takes several rounds, since each change makes others possible: a Cast that is removed leaves
-    a constant, and a node such as Pad gets all its axes (`complete_axes`) once these are constant.
+    It takes several rounds, since each change makes others possible: without a Cast, the node
+    behind it reads a constant, and `complete_axes` rewrites a Pad once its axes are constant.
     """
     identities = constants = casts = 0
     completed: Counter[str] = Counter()

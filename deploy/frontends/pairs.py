@@ -215,7 +215,7 @@ def _find_dequantizer(
         if node.op_type == "Transpose":
             if permutation:
                 return None, []
-            permutation = attributes(node).get("perm", [1, 0])  # without it, of a matrix
+            permutation = attributes(node).get("perm", [1, 0])  # the default of a matrix
         node = index.producer.get(node.input[0])
     if node is None or node.op_type != DQ:
         return None, []
@@ -241,7 +241,8 @@ def _zero_points(node: onnx.NodeProto, index: Graph, scale: NDArray[np.float32])
             raise UnfitError("its zero point is computed")
         return to_array(index.constants[name])
 
-    # a DequantizeLinear has the type of what it reads, a QuantizeLinear that of its attribute
+    # without a zero point, the type is that of the codes which a DequantizeLinear reads, or that in
+    # the attribute of a QuantizeLinear
     if node.op_type == DQ:
         codes = index.constants.get(node.input[0])
         if codes is not None:

@@ -58,7 +58,7 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
     index = Graph(model)
     constant_grids = tuple(_check_pairs(model, index))
     stripped = remove_pairs(model, (), keep_rounding=False)
-    # a folded norm would change weights, which their scales would then not fit
+    # folding norms would change the weights, and the scales of the pairs would not fit them
     loaded = load_onnx(stripped.model, fold_batchnorm=False)
     if loaded.cut_off is not None:
         raise ModelError(
@@ -81,7 +81,8 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
         notes=(*_make_notes(qdq, _count_ambiguous(grids)), *loaded.notes),
         qdq=qdq,
     )
-    return loaded_original.with_inputs(loaded.inputs)  # also into the original's declaration
+    # `with_inputs` also writes the inputs into the original's declaration
+    return loaded_original.with_inputs(loaded.inputs)
 
 
 def _find_cleaned_grids(stripped: StrippedModel, cleaned: onnx.ModelProto) -> PairGrids:

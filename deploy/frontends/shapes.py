@@ -50,7 +50,8 @@ def clear_negative_sizes(graph: onnx.GraphProto) -> None:
 def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return the model with all shapes and types inferred anew; use it in place of `model`.
 
-    Those of the file stay where inference gives none. `model` changes, and may be what is returned.
+    A tensor for which inference finds none keeps those that the model declared. `model` itself
+    changes, and may be what is returned.
 
     Raises:
         ModelError: the shapes contradict each other.
@@ -59,7 +60,8 @@ def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
     del model.graph.value_info[:]
     light_model = without_values(model)  # None if there are no large weights to leave out
     with checks.refuse_errors("shapes of the model must fit together"):
-        # inference passes on the values of constants, which Concats of Concats may double each time
+        # with data_prop, inference also computes constants; in Concats of Concats these may double
+        # each time, up to any size
         propagates_values = _largest_joined(model.graph) <= _MAX_JOINED
         inferred = infer_types(light_model or model, data_prop=propagates_values)
     if light_model is not None:

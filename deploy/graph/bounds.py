@@ -127,12 +127,12 @@ class _Propagation:
         return _find_loosest(self.bounds[name] for name in node.output if name)
 
     def _needed_by(self, node: onnx.NodeProto, tensor: str) -> Bounds:
-        """Return (floor, ceiling) beyond which `node` no longer tells values of `tensor` apart.
+        """Return (floor, ceiling) for an input of a node; values beyond give the same output.
 
-        `tensor` is one of its inputs. Infinite where the node tells all values apart.
+        A Relu has the floor 0: all values below it become 0. A bound is infinite if there is none.
         """
         op_type = node.op_type
-        # what passes values on, unchanged or with a scalar, tells apart what its readers do
+        # a node that moves values, or adds or multiplies by a scalar, has the bounds of its readers
         if tensor in _moved_inputs(node):
             return self._output_bounds(node)
         bounds = self._invert_arithmetic(node, tensor)
@@ -152,14 +152,17 @@ class _Propagation:
         return self._clip_bounds(node) or _UNBOUNDED
 
     def _invert_arithmetic(self, node: onnx.NodeProto, tensor: str) -> Bounds | None:
-        """Return the bounds that an Add, Sub, Mul or Div with a scalar needs; None for others."""
+        """Return the bounds of x in x + 2, x - 2, x * 2 or x / 2, for any scalar; else None.
+
+        They are the bounds of the node's output, with the arithmetic undone. `tensor` is x.
+        """
         op_type = node.op_type
         if op_type not in ("Add", "Sub", "Mul", "Div"):
             return None
         scalar = self._scalar_operand(tensor, node)
         if scalar is None or (scalar == 0 and op_type in ("Mul", "Div")):
             return None
-        if op_type in ("Sub", "Div") and node.input[0] != tensor:
+        if op_type in ("Sub", "Div") and node.input[0] != tensor:  # 2 - x or 2 / x
             return None
 
         low, high = self._output_bounds(node)
@@ -301,11 +304,11 @@ def find_range_limits(model: onnx.ModelProto) -> dict[str, RangeLimits]:
 
 
 def _find_logits(graph: Graph) -> list[str]:
-    """Return the inputs of the Sigmoids that make scores, and the tensors they are moved from.
+    """Return the logits: inputs of the Sigmoids that make scores, and the tensors they come from.
 
     A Sigmoid makes scores, not the values of an activation, if no layer with weights lies
-    downstream and if no activation is multiplied by its output (`_is_score`). The tensors are those
-    before a Reshape, Concat or the like, which have the same values.
+    downstream and if no activation is multiplied by its output (`_is_score`). The tensors upstream
+    of a Reshape, Concat or the like have the same values as the logits, and so are included.
     """
     upstream_of_layers: set[str] = set()
     for node in reversed(graph.nodes):
@@ -362,8 +365,8 @@ def find_float16_overflows(
 ) -> dict[str, str]:
     """Return node -> why it must not compute in float16: a large value, or a constant that gets 0.
 
-    Where an Add or Max of such a constant keeps its output above 0, the readers of that output,
-    such as a Log, must compute in float32 too.
+    An Add or Max of such a constant keeps its output above 0. The readers of that output, such as a
+    Log, must then compute in float32 too.
 
     Args:
         graph: the float model's.
@@ -409,11 +412,11 @@ def _find_large(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, float]
 def _find_vanishing(graph: Graph, node: onnx.NodeProto) -> str:
     """Return a text on a constant that keeps a Log or divisor above 0 and is 0 in float16, or "".
 
-    In a / Max(b, 1e-9) the constant is 1e-9, and the Max is its guard: the node itself, or a node
-    upstream of it past divisors and nodes that only move values.
+    In a / Max(b, 1e-9) the constant is 1e-9, and the Max is called the guard. It is the node
+    itself, or the node that makes its divisor, past nodes that only move values.
     """
     guard: onnx.NodeProto | None = node
-    while guard is not None:
+    while guard is not None:  # go upstream to the first node that may be the guard
         if guard.op_type == "Div":
             upstream_tensor = guard.input[1]
         elif guard.op_type in _PASSING:

@@ -136,17 +136,17 @@ def retain_named(repeated: Any, names: Collection[str]) -> None:
 def replace_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
     """Make `nodes` the nodes of a graph, in this order.
 
-    Nodes of the graph that are among them are moved, not copied, so that references to them stay
-    valid; nodes from elsewhere are copied; all others are removed.
+    Nodes that the graph has already are moved, not copied, so that references to them stay valid.
+    Nodes from elsewhere are copied. Nodes of the graph that are not among `nodes` are removed.
     """
     new_nodes, graph_nodes = list(nodes), list(graph.node)
     own_ids = {id(node) for node in graph_nodes}
-    position_by_id: dict[int, int] = {}  # of the nodes that the graph shall have
+    position_by_id: dict[int, int] = {}  # id of a node -> its position in the new order
     for position, node in enumerate(new_nodes):
         if id(node) not in own_ids:
             graph.node.append(node)  # copies it
             node = graph.node[-1]
-            graph_nodes.append(node)  # a reference: else another node could get its id
+            graph_nodes.append(node)  # holds a reference: else Python could give its id again
         position_by_id[id(node)] = position
     assert len(position_by_id) == len(new_nodes), "a node can stand in one place only"
 
@@ -261,7 +261,8 @@ def infer_types(model: onnx.ModelProto, **options: bool) -> onnx.ModelProto:
     if _NORMS.isdisjoint(op_types):
         return shape_inference.infer_shapes(model, **options)
 
-    # these become Identity nodes meanwhile, whose output has the same type and shape
+    # in a copy, norms become Identity nodes during inference: their output has the same type and
+    # shape
     substitute = copy_message(model)
     for node in all_nodes(substitute.graph):
         if node.op_type in _NORMS:
@@ -282,7 +283,7 @@ def _guard_slices() -> None:
     """
     from onnx import defs, shape_inference
 
-    error = shape_inference.InferenceError
+    error = shape_inference.InferenceError  # raised to ONNX's inference, which refuses the model
 
     def infer_if_positive(infer: Callable[[Any], None], context: Any) -> None:
         input_type = context.get_input_type(0)
@@ -434,11 +435,11 @@ _JOINING_WORDS = ("weight", "bias")  # also in names of models, so one of ADDED 
 
 
 def free_added_names(graph: onnx.GraphProto) -> list[str]:
-    """Rename, in place, what is named as calib8 would name a tensor or node that it adds.
+    """Rename, in place, the tensors and nodes whose names calib8 would give to those that it adds.
 
-    calib8 appends a word of `ADDED` to a name: `T/scale` is the scale of the tensor `T`. If a model
+    calib8 names what it adds to a tensor `T` by a suffix in `ADDED`, such as `T/scale`. If a model
     has both `T` and a `T/scale` of its own, `T/scale` is renamed. If that is an input or output of
-    the model, whose name must stay, `T` is renamed.
+    the model, whose name must stay, `T` is renamed instead.
 
     Returns:
         The names that were replaced.
@@ -452,9 +453,9 @@ def free_added_names(graph: onnx.GraphProto) -> list[str]:
         names |= names_of(body.node)
     names.discard("")
     fixed_names = names_of((*graph.input, *graph.output))
-    base_names = set(names)  # the `T` of a `T/scale`
-    # calib8 takes any `T/dequantized` and `T/float` for its own tensors and reads `T` from them, so
-    # these two are renamed even if the model has no `T`
+    base_names = set(names)  # every `T` for which calib8 may add a `T/scale`
+    # calib8 takes any `T/dequantized` and `T/float` for its own, so these two are renamed even if
+    # the model has no `T`
     for name in names - fixed_names:
         base_names |= {name.removesuffix("/dequantized"), name.removesuffix("/float")}
 

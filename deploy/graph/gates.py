@@ -105,8 +105,8 @@ def find_gates(graph: Graph) -> tuple[Gate, ...]:
 def collapse_gates(nodes: Iterable[onnx.NodeProto], gates: Iterable[Gate]) -> Nodes:
     """Return the nodes with the nodes of each gate replaced by one `GATE` node.
 
-    It stands in place of the gate's last node and has its name. If two gates end in the same node,
-    a Mul of both, the second one is replaced and the first one stays as it is.
+    The new node stands in place of the gate's last node and has its name. If two gates end in the
+    same node, which multiplies both, only the second one is replaced.
     """
     gate_by_last_node: dict[str, Gate] = by_name(gates)
     dropped_nodes: set[str] = set()
@@ -116,7 +116,8 @@ def collapse_gates(nodes: Iterable[onnx.NodeProto], gates: Iterable[Gate]) -> No
     for node in nodes:
         if node.name in gate_by_last_node:
             gate = gate_by_last_node[node.name]
-            inputs = list(dict.fromkeys([gate.source, gate.factor]))  # one tensor in a Hard-Swish
+            # in a Hard-Swish both are the same tensor, which is read once
+            inputs = list(dict.fromkeys([gate.source, gate.factor]))
             collapsed.append(make_node(GATE, inputs, gate.output, gate.name))
         elif node.name not in dropped_nodes:
             collapsed.append(node)
@@ -126,7 +127,8 @@ def collapse_gates(nodes: Iterable[onnx.NodeProto], gates: Iterable[Gate]) -> No
 def _match_hard_sigmoid(graph: Graph, node: onnx.NodeProto) -> Gate | None:
     """Return the gate, gain * clip(source + shift, 0, top), that starts at a node; else None.
 
-    Its factor is still to be found; a HardSwish is a complete gate, with its source as the factor.
+    The tensor that it multiplies, its factor, is found later. Only a HardSwish is a complete gate:
+    its factor is its source.
     """
     if node.domain not in ONNX_DOMAINS:
         return None
@@ -141,7 +143,7 @@ def _match_hard_sigmoid(graph: Graph, node: onnx.NodeProto) -> Gate | None:
     source, factor = node.input[0], ""
     if node.op_type == "HardSwish":  # source * HardSigmoid(source), with constants of its own
         alpha, beta, factor = 1 / 6, 0.5, source
-    if alpha <= 0 or beta == 0:  # it falls or is constant; or an int8 shift of 0 has no scale
+    if alpha <= 0 or beta == 0:  # a falling or constant gate; a shift of 0, which has no int8 scale
         return None
     return Gate(
         nodes=(node.name,),
@@ -155,18 +157,18 @@ def _match_hard_sigmoid(graph: Graph, node: onnx.NodeProto) -> Gate | None:
 
 
 def _match_add_clip(graph: Graph, add: onnx.NodeProto) -> Gate | None:
-    """Return the gate clip(source + shift, 0, top) that an Add of a scalar and a Clip begin.
+    """Return the gate clip(source + shift, 0, top) that an Add of a scalar and a Clip compute.
 
-    Its factor is still to be found. None if the Add adds 0 or has another reader too, or if the
-    Clip's lower bound is not 0 or its upper bound is not a positive constant.
+    The tensor that it multiplies, its factor, is found later. None if the Add adds 0 or has another
+    reader too, or if the Clip's lower bound is not 0 or its upper bound not a positive constant.
     """
     source = next((name for name in add.input if name not in graph.initializers), "")
     shift = graph.scalar_operand(source, add)
     clip = graph.only_reader(add.output[0], "Clip")
     if shift is None or shift == 0 or clip is None:
         return None
-    is_limit = clip.input[0] != add.output[0]  # the Clip reads the sum as a limit
-    if is_limit or not graph.clips_at_zero(clip):
+    clips_sum = clip.input[0] == add.output[0]  # else the sum is one of the Clip's limits
+    if not clips_sum or not graph.clips_at_zero(clip):
         return None
 
     top = graph.scalar(optional_input(clip, 2))
@@ -193,9 +195,10 @@ def _append_product(graph: Graph, gate: Gate) -> Gate | None:
         if product.input[0] == gate.output:
             return replace(extended_gate, gain=gate.gain / scalar)
 
-    if product.op_type != "Mul" or gate.factor:  # a Div by a tensor or of a scalar is no gate
+    # a Div by a tensor, or of a scalar by the gate, does not belong to it; nor does a second factor
+    if product.op_type != "Mul" or gate.factor:
         return None
-    factors = other_inputs(product, gate.output)  # none in a square of the gate
+    factors = other_inputs(product, gate.output)  # empty if the Mul squares the gate
     if not factors or factors[0] in graph.initializers:
         return None
     return replace(extended_gate, factor=factors[0])

@@ -263,15 +263,15 @@ class Graph:
 
     @cached_property
     def captured_through_moves(self) -> frozenset[str]:
-        """Tensors that may reach a subgraph through data movement, such as a Reshape.
+        """Tensors whose values a subgraph reads after data movement, such as a Reshape.
 
-        If y = Reshape(x) is read in the branch of an If, this has x. In int8, x would end ONNX
-        Runtime's process (`deploy.graph.refusal`).
+        If the branch of an If reads y = Reshape(x), this set has x. With x in int8, ONNX Runtime
+        ends the process (`deploy.graph.refusal`).
         """
         if not self.captured:
             return frozenset()
         moved_tensors: set[str] = set()
-        subgraph_reads = set(self.captured)  # directly, or after data movement
+        subgraph_reads = set(self.captured)  # tensors read directly, or after data movement
         for node in reversed(self.nodes):
             is_read_in_subgraph = not subgraph_reads.isdisjoint(node.output)
             if node.op_type in _MOVING and is_read_in_subgraph:

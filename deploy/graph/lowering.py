@@ -308,22 +308,22 @@ def _expand_functions(
     unwanted_operators = []  # (domain, operator)
     for op_type in sorted(op_types.difference(_WRITERS)):
         is_unwanted = op_type in decomposed or find_schema(op_type, opset) is None
-        is_in_opset = find_schema(op_type, opset_of(model)) is not None  # of the model
-        if is_unwanted and is_in_opset:
+        has_definition = find_schema(op_type, opset_of(model)) is not None
+        if is_unwanted and has_definition:
             unwanted_operators.append(("", op_type))
     if not unwanted_operators:
         return model
 
     typed = infer_types(model, data_prop=True)
-    for tensor in typed.graph.initializer:  # the inliner asks for types of constants too
+    for tensor in typed.graph.initializer:  # the inliner looks up the types of constants here
         value = helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
         typed.graph.value_info.append(value)
     try:
         inlined = inliner.inline_selected_functions(
             typed, unwanted_operators, exclude=False, inline_schema_functions=True
         )
-    except Exception:  # onnx before 1.20, or a type that is not known; `lower_node` then refuses it
-        return model
+    except Exception:  # onnx before 1.20, or a type that is not known
+        return model  # then `lower_node` refuses these operators
     drop_dead(inlined.graph)
     name_nodes(inlined.graph)
     return inlined
@@ -366,7 +366,9 @@ class _Lowering:
     def _write_older_form(self, node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
         """Return the nodes that compute a node in the older opset; the node if it may stay.
 
-        Either other operators compute it (`_WRITERS`), or its operator takes its older form.
+        Other operators compute it (`_WRITERS`) if the older opset lacks its operator, if that
+        computed something else there, or if it is to be decomposed. Else its operator takes its
+        older form.
         """
         op_type = node.op_type
         schema = find_schema(op_type, scope.source_opset)
@@ -383,12 +385,12 @@ class _Lowering:
             return builder.finish()
 
         if schema is None or schema.since_version == old_schema.since_version:
-            return [node]
-        if schema.since_version > NEWEST:  # not known here: it may have changed the meaning
+            return [node]  # it has the same form in both opsets
+        if schema.since_version > NEWEST:  # its changes are not known here
             raise CannotRewrite(f"opset {schema.since_version} changed it")
         changes = find_downgrades(node, scope.source_opset, scope.target_opset)
         nodes = change_form(copy_message(node), changes, scope)
-        if nodes[-1].op_type == op_type:  # else the rules made an Identity of it
+        if nodes[-1].op_type == op_type:  # else `change_form` made an Identity of it
             _drop_new_attributes(nodes[-1], schema, old_schema)
         return nodes
 
@@ -439,7 +441,7 @@ def _find_ir_version(model: onnx.ModelProto) -> int:
 
 
 def _check_types(model: onnx.ModelProto) -> None:
-    """Check types and shapes with ONNX, of all nodes not downstream of a custom operator."""
+    """Check with ONNX the types and shapes of all nodes that do not depend on a custom operator."""
     checked = copy_message(model)
     custom_results: set[str] = set()
     standard_nodes = []

@@ -221,7 +221,7 @@ def _inputs_to_axes(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
 def _add_split_sizes(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     """Rewrite a Split of opset 18, with `num_outputs`, for opset 17: give the sizes of its slices.
 
-    Equal slices need no sizes: there they are the default.
+    Equal slices need no sizes: they are the default of opset 17.
     """
     attrs = attributes(node)
     slice_count = attrs.get("num_outputs")
@@ -291,13 +291,13 @@ def _complete_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
         del node.input[2:]
         node.input.append(name)
 
-    # the inputs are the data, the region, scales and sizes
-    if len(node.input) > 3:  # other axes keep their size
+    # inputs 0 to 3 of a Resize: the data, the region, scales and sizes, of which it has one
+    if len(node.input) > 3:  # sizes: other axes keep theirs
         nodes += _complete_input(node, 3, axes, scope)
-    else:  # other axes have the scale 1
+    else:  # scales: other axes get 1
         nodes += _complete_input(node, 2, axes, scope, np.ones(rank, np.float32))
     if node.input[1]:
-        scope.values(node.input[1], "region")  # refuses a computed one, whose type may be another
+        scope.values(node.input[1], "region")  # raises CannotRewrite if the region is computed
         # the starts of all axes, then their ends; 0 and 1 for other axes
         full_region = np.repeat([0, 1], rank).astype(np.float32)
         region_axes = axes + [rank + axis for axis in axes]
@@ -359,7 +359,7 @@ def _complete_input(
         if all(isinstance(value, int | float) for value in values):  # no size is symbolic
             return [make_constant_node(complete_name, np.array(values, partial_values.dtype))]
 
-    # join the defaults and the values of some axes, and gather one value for each axis
+    # not all known: nodes join the defaults and the partial values, and gather one for each axis
     defaults_name = scope.new_name(f"{complete_name}_whole")
     joined_name = scope.new_name(f"{complete_name}_both")
     order_name = scope.new_name(f"{complete_name}_order")
@@ -467,7 +467,7 @@ def _attributes_to_inputs(
 ) -> Nodes:
     """Move the attributes `names` to constant inputs: the second input, the third, and so on.
 
-    An attribute that the node does not have becomes an input left out ("").
+    For an attribute that the node does not have, the input is left out (its name is "").
     """
     attrs = attributes(node)
     nodes: Nodes = []
@@ -478,9 +478,9 @@ def _attributes_to_inputs(
             node.input.append("")
             continue
         values = np.array(attrs[name])
-        if name == "k":  # of TopK: an input of one element, where others are lists or scalars
+        if name == "k":  # TopK reads its number as a list of one element
             values = values.reshape(1)
-        if values.dtype.kind == "f":
+        if values.dtype.kind == "f":  # limits have the type of the data
             dtype = scope.dtypes.get(node.input[0]) or FLOAT
             values = values.astype(helper.tensor_dtype_to_np_dtype(dtype))
         node.input.append(scope.new_name(f"{node.output[0]}_{name}"))
@@ -493,8 +493,8 @@ def _attributes_to_inputs(
 def _upsample_to_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     """Write an Upsample, or a Resize of opset 10, as a Resize that states how positions round.
 
-    The older ones round up along an axis that they shrink, and down along one that they enlarge, as
-    ONNX's tests of opset 10 and ONNX Runtime do.
+    The older operators say nothing of it. ONNX's tests of opset 10 and ONNX Runtime round up along
+    an axis that shrinks, and down along an axis that grows.
     """
     attrs = attributes(node)
     nodes: Nodes = []
@@ -503,7 +503,7 @@ def _upsample_to_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
         nodes.append(make_constant_node(node.input[1], np.array(attrs["scales"], np.float32)))
         drop_attribute(node, "scales")
 
-    rounding = "floor"  # an Upsample only enlarges; so does a Resize of computed scales, as a rule
+    rounding = "floor"  # an Upsample only enlarges; a Resize of computed scales usually does
     if node.op_type == "Resize" and node.input[1] in scope.constants:
         scales = scope.values(node.input[1], "scales").astype(np.float64)
         rounding = _find_rounding(scales, attrs.get("mode", b"nearest"))
@@ -531,8 +531,9 @@ def _find_rounding(scales: NDArray[np.float64], mode: bytes) -> str:
 def _softmax_over_axis(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     """Write a Softmax (LogSoftmax, Hardmax) of before opset 13 in its newer form, over one axis.
 
-    It was over all axes from `axis` on, taken as one. If those after `axis` have size 1, the newer
-    form computes the same; else the input becomes a matrix and the output gets its shape again.
+    The older form is over `axis` and all later axes, taken as one. If these have size 1, the newer
+    form computes the same. Else the input is flattened to a matrix, the newer form runs over its
+    rows, and the output gets the shape of the input again.
     """
     axis = attributes(node).get("axis", 1)
     source, output = node.input[0], node.output[0]

@@ -224,8 +224,8 @@ def _find_float_reasons(
     """Return node -> why it stays float; "" if it runs in int8.
 
     First the nodes that cannot run in int8 are refused, then those that gain nothing among their
-    neighbours. Since each of the latter may be the neighbour of another, this is repeated until
-    nothing changes.
+    neighbours. A node that becomes float changes the neighbours of others, so the second step is
+    repeated until nothing changes.
     """
     reasons = {}
     for node in graph.nodes:

@@ -46,7 +46,8 @@ def read_ultralytics(metadata: ModelMetadata) -> StoredPreprocess | None:
         ConfigError: the model is for another task, or has invalid values.
     """
     if metadata.text("author") != "Ultralytics":
-        keys = {key for key in metadata.properties if not key.startswith("onnx.")}  # ONNX Runtime's
+        # YOLOv5 writes no author but certain keys; those of "onnx." are ONNX Runtime's
+        keys = {key for key in metadata.properties if not key.startswith("onnx.")}
         return StoredPreprocess(find_preset("yolo"), " YOLOv5") if keys == _YOLOV5_KEYS else None
 
     size = _parse_size(metadata.text("imgsz"))

@@ -89,7 +89,7 @@ def timm_preprocess(data: Mapping[str, Any]) -> Preprocess:
     share = parse_number(data.get("crop_pct"), "crop_pct", default=_DEFAULT_SHARE)
     crop_mode = data.get("crop_mode") or "center"
     interpolation = plain_word(data.get("interpolation") or "bicubic")
-    is_stretched = crop_mode == "squash" and share == 1  # of a smaller share, timm crops it too
+    is_stretched = crop_mode == "squash" and share == 1  # with a smaller share, timm crops besides
     is_cropped = crop_mode == "center" and 0 < share <= 1
     if interpolation not in INTERPOLATIONS or not (is_stretched or is_cropped):
         raise ConfigError(
@@ -186,8 +186,8 @@ def _add_arithmetic(preprocess: Preprocess, data: Mapping[str, Any]) -> Preproce
 def _read_resize_and_crop(data: Mapping[str, Any], kind: str) -> Preprocess:
     """Return preprocessing with the size, crop and interpolation of a Hugging Face processor.
 
-    It stretches the picture to a height and a width, or resizes the short side and crops the
-    centre. ConvNext's processor does one or the other by the size.
+    The processor stretches the picture to a height and a width, or resizes the short side and crops
+    the centre. That of ConvNext does the one or the other, depending on the size.
 
     Args:
         data: its configuration, `preprocessor_config.json`.
