@@ -61,7 +61,8 @@ def percentile(histogram: Histogram, *, percent: float) -> Scale:
     if maximum > 0:
         hi = min(maximum, max(_real_quantile(histogram, share), 0.0))
     return Scale(
-        lo=min(lo, maximum),  # if all values share a bin, its quantiles may lie beyond them
+        # quantiles are exact to a bin, so they may lie beyond all values
+        lo=min(lo, maximum),
         hi=max(hi, minimum),
         amax=min(amax, histogram.amax),
         observed_min=minimum,

@@ -94,12 +94,12 @@ class Checkpoint:
         self._feed = feed
         self._observations = observations
         self._peaks = peaks
-        self._saved = 0  # number of samples in the file that this run wrote or resumed from
+        self._saved_samples = 0  # in the file that this run wrote or resumed from
         self._save_start = time.monotonic()
         self._next_save = self._save_start + MIN_INTERVAL_S
-        self._unsavable = _find_unsavable(observations)  # key of a statistic; None to save
-        self._resumed: Shard | None = None  # the earlier run's
-        self._existing_samples = 0  # number of samples in the earlier run's file
+        self._unsavable_statistic = _find_unsavable(observations)  # if any, nothing is saved
+        self._resumed: Shard | None = None  # checkpoint of the earlier run
+        self._existing_samples = 0  # in the earlier run's file
 
         existing = self._load_existing(force=force)
         if existing is not None:
@@ -127,12 +127,14 @@ class Checkpoint:
     def is_due(self) -> bool:
         """Whether it is time for a checkpoint; starts the clock of its cost, as workers pause."""
         self._save_start = time.monotonic()
-        return self._unsavable is None and self._save_start >= self._next_save
+        return self._unsavable_statistic is None and self._save_start >= self._next_save
 
     def save(self, sample_count: int, observed: ObservedStatistics) -> None:
         """Write the statistics of the first samples; a full disk does not end the run."""
-        has_new_samples = sample_count > self._saved and sample_count >= self._existing_samples
-        if self._unsavable is None and has_new_samples:
+        has_new_samples = (
+            sample_count > self._saved_samples and sample_count >= self._existing_samples
+        )
+        if self._unsavable_statistic is None and has_new_samples:
             self._write(sample_count, observed)
         now = time.monotonic()
         self._next_save = now + max(MIN_INTERVAL_S, INTERVAL_RATIO * (now - self._save_start))
@@ -152,7 +154,7 @@ class Checkpoint:
         )
         try:
             atomic.write_bytes(self.path, data)
-            self._saved = sample_count
+            self._saved_samples = sample_count
         except ExportError as error:
             note = f"no checkpoint could be kept: {error}"
             if note not in self.notes:
@@ -179,11 +181,13 @@ class Checkpoint:
 
     def _resume_hint(self) -> str:
         """Return what the next run can resume from, as a sentence."""
-        if self._unsavable is not None:
-            return f"the next run starts over, since no checkpoint holds {self._unsavable!r}"
-        if not self._saved:
+        if self._unsavable_statistic is not None:
+            return (
+                f"the next run starts over, since no checkpoint holds {self._unsavable_statistic!r}"
+            )
+        if not self._saved_samples:
             return ""
-        progress = self._describe_progress(self._saved)
+        progress = self._describe_progress(self._saved_samples)
         return f"{progress} are kept in {self.path}: --resume goes on from there"
 
     def _describe_progress(self, number: int) -> str:
@@ -239,7 +243,7 @@ class Checkpoint:
 
         self._peaks.add_rows(existing.peaks, number_by_position)
         self._resumed = existing
-        self._saved = self.counted = counted
+        self._saved_samples = self.counted = counted
         self.notes.append(
             f"went on from {self.path}, with {self._describe_progress(counted)} counted"
         )

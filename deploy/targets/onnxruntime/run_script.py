@@ -306,8 +306,8 @@ _MAX_SHARE = 2  # of a side of the input, that a place relative to it reaches
 def _box_text(task: BoxDetection, outputs: Outputs) -> str:
     """Return the Python functions, as text, that decode the boxes of a detector and draw them.
 
-    Return "" if the program cannot decode them: their coding has no lines here, or the outputs have
-    several layouts (such as rows and maps).
+    Return "" if the program cannot decode them: there are no lines for their coding, or for the
+    layout of the outputs, which may be several (such as rows and maps) or maps for each anchor.
     """
     decoder = task.decoder
     if decoder.is_list:
