@@ -67,7 +67,7 @@ def block_products(
     groups, rows, inner = left.shape
     columns = right.shape[2]
     total = np.zeros((groups, rows, columns))
-    # with few rows or columns, blocks are longer along K, so that each has 64^3 products, too
+    # blocks of few rows or columns are longer along K, so that each has 64^3 products all the same
     block_area = min(rows, _BLOCK_SIZE) * min(columns, _BLOCK_SIZE)
     depth_step = max(_BLOCK_SIZE, _BLOCK_SIZE**3 // block_area)
     for start in range(0, rows, _BLOCK_SIZE):

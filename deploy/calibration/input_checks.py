@@ -428,7 +428,7 @@ def _compare_units(data: Moments, training: Moments) -> str:
 
 
 def _compare_with_bias(bias: Floats, outputs: Moments, values: Sequence[Array]) -> str:
-    """Return a warning from the size of a Conv's bias beside its outputs, or "".
+    """Return a warning if a Conv's outputs are far smaller or larger than its bias, or "".
 
     A bias was learned for inputs of the training data's unit, so both have about one size.
 

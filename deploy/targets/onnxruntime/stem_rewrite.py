@@ -87,7 +87,8 @@ def _pad_input(node: onnx.NodeProto, scope: RewriteScope) -> Nodes:
     append_zero_channels(scope.model, scope.graph, node, WEIGHT, [1], added_channels)
 
     source, scale, zero_point = scope.graph.producer[node.input[0]].input
-    padded = padded_name(source, node.name)  # a node may be called as a tensor that gets wider
+    # a name of its own, since a tensor that gets more channels may have the node's name
+    padded = padded_name(source, node.name)
     pads = np.zeros(2 * rank, np.int64)  # before each axis, then after each
     pads[rank + 1] = added_channels
     pads_name = scope.add_constant(f"{padded}/pads", pads)
