@@ -305,7 +305,7 @@ class Comparison:
         precision = None
         if self._precision is not None:
             precision = self._precision.result()
-        # agreement of the top-1 classes is reported only if the task covers every output
+        # with other outputs beside the task's, the agreement of top-1 classes is not reported
         task_name = ""
         if form.task is not None and (figure is None or not figure.beside):
             task_name = form.task.name
@@ -360,7 +360,7 @@ class Comparison:
                     cosine_mean=figures.cosine_mean,
                     cosine_min=figures.cosine_min,
                     max_abs_error=figures.max_abs_error,
-                    # a slice that scores weight is rated like any other, though about its mean
+                    # slices with `less` are rated by limits of their own, weighted ones as usual
                     less="" if part.at else part.less,
                 )
             )

@@ -58,15 +58,15 @@ def _without_padding(tensor: str) -> str:
 
 
 def _named_tensors(model: ModelProto) -> Iterator[tuple[str, str]]:
-    """Yield (name of a tensor, name of the tensor that layers read in its place).
+    """Yield (name to find a tensor by, name of the tensor that layers read in its place).
 
-    The latter is the output of the tensor's Q/DQ pair (a QuantizeLinear and its DequantizeLinear),
-    or the tensor itself without one. Each is yielded under both names, without the suffix that
-    marks additional channels. Constants are left out: they are weights, which another writer of
-    models stores as initializers.
+    Layers read the output of a tensor's Q/DQ pair (QuantizeLinear, DequantizeLinear), or the tensor
+    itself if it has no pair. It can be found by both names, without the suffix that marks a tensor
+    padded with channels. Constants are left out: they are weights, which other models hold as
+    initializers.
     """
     dequantized_by_tensor = _find_dequantized(model)
-    computed_as_integers = _dequantized_from_kernels(model)
+    computed_as_integers = _dequantized_from_kernels(model)  # no QuantizeLinear before the DQ
     for node in model.graph.node:
         if node.op_type in (_Q, "Constant"):
             continue
@@ -79,13 +79,13 @@ def _named_tensors(model: ModelProto) -> Iterator[tuple[str, str]]:
 
 
 def _find_dequantized(model: ModelProto) -> dict[str, str]:
-    """Return tensor -> tensor that layers read in its place, the output of a DequantizeLinear.
+    """Return tensor -> tensor that layers read in its place, the output of a DequantizeLinear (DQ).
 
-    The keys are inputs of QuantizeLinears, and the outputs of DequantizeLinears, which stand for
-    themselves: if every reader reads int8, the output of the pair has the float tensor's name
-    (`deploy.targets.onnxruntime.qdq`).
+    The keys are the inputs of Q/DQ pairs. The outputs of DQs are keys too, with themselves as
+    values, since the float model's tensor may be found under their name: if every reader reads
+    int8, the pair's output has that name (`deploy.targets.onnxruntime.qdq`).
     """
-    dequantized_by_integers = {}
+    dequantized_by_integers = {}  # input of a DQ -> its output
     for node in model.graph.node:
         if node.op_type == _DQ:
             dequantized_by_integers[node.input[0]] = node.output[0]

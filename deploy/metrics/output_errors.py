@@ -363,8 +363,9 @@ _MIN_MEAN_DB = 3.0  # SQNR of their mean from which only what deviates from it c
 def find_usual_values(samples: Arrays, weights: Arrays | None = None) -> Array | None:
     """Return the mean over samples [1, ...], if the values vary little about it; else None.
 
-    They do if most of the signal, the sum of squares, is the mean's. A model that always gives the
-    mean would look good, so only the deviation from it is measured then.
+    They vary little if the mean's squares are most of the sum of all squares, the signal. Then even
+    a model that always gives the mean would have a good SQNR, so the caller measures the deviation
+    from the mean.
 
     Args:
         samples: the array of each sample.
@@ -381,7 +382,9 @@ def find_usual_values(samples: Arrays, weights: Arrays | None = None) -> Array |
         return find_large_mean(values, np.stack(weights))
     may_be_probabilities = values.min() >= 0 and values.max() <= 1
     if may_be_probabilities and not are_relative(values.reshape(len(samples), -1)):
-        return None  # probabilities near 1 deviate little from their mean, and are no regression
+        # probabilities near 1 vary little too, but their value counts; of numbers from 0 to 1 only
+        # those such as relative coordinates or ratios are measured about their mean
+        return None
     return find_large_mean(values, np.ones(values.shape))
 
 

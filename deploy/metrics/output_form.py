@@ -48,7 +48,7 @@ from deploy.tasks.slices import (
 from deploy.tensors import Array
 
 _LISTED_SLICES = 4  # slices that a sentence lists
-_MAP = 4  # dimensions of maps
+_MAP_DIMENSIONS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,9 @@ class OutputForm:
         prepared = {**outputs}
         for part in self.parts:
             name = part.output
+            # `less` names what is subtracted: the mean, or else an input
             is_minus_input = bool(part.less) and part not in self.means
-            if is_minus_input:  # no scores weight such a slice
+            if is_minus_input:  # the complete output, which no scores weight
                 prepared[name] = subtract_input(outputs[name], inputs[part.less], part.resize)
                 continue
             # slices are changed in place below, so their output is copied first
@@ -127,7 +128,7 @@ def derive_form(
     """
     metric = metric or Metric(None)
     samples = _split_samples(reference_outputs, inputs, metric.declared)
-    # the first few show the form, however many there are; means are those of all
+    # a fixed number of samples shows the task and the slices; means are those of all samples
     sample_count = form_samples(samples.inputs[0], samples.outputs[0])
     first = replace(
         samples, inputs=samples.inputs[:sample_count], outputs=samples.outputs[:sample_count]
@@ -136,14 +137,14 @@ def derive_form(
     uncovered = () if task is None else _find_uncovered(task, first)
 
     slices = {name: _slice_output(name, task, first) for name in reference_outputs[0]}
+    scores = _find_cell_scores(slices, first)  # slice -> scores that say where it counts
     # slice as it is measured -> mean to subtract from it, or None
-    scores = _find_cell_scores(slices, first)
     mean_by_part: dict[OutputSlice, Array | None] = {}
     for name, output_slices in slices.items():
         is_uncovered = task is None or name in uncovered
-        measured = _choose_measures(name, output_slices, task, is_uncovered, samples, scores)
-        slices[name] = tuple(measured)
-        mean_by_part |= measured
+        mean_by_slice = _choose_measures(name, output_slices, task, is_uncovered, samples, scores)
+        slices[name] = tuple(mean_by_slice)
+        mean_by_part |= mean_by_slice
 
     parts = list(mean_by_part)
     if not parts and task is None:  # integers alone, which still are equal or not
@@ -184,7 +185,9 @@ def _choose_measures(
     samples: FirstSamples,
     scores: Mapping[OutputSlice, OutputSlice],
 ) -> dict[OutputSlice, Array | None]:
-    """Return the slices of an output as they are measured, each with its mean to subtract, or None.
+    """Return how the slices of an output are measured: slice -> mean to subtract first, or None.
+
+    A slice may also be weighted: its cells then count by their scores (its field `at`).
 
     ============================  ==================================================
     outputs that the task reads   as the task slices and weights them, without a mean
@@ -201,27 +204,28 @@ def _choose_measures(
         scores: slice -> scores that say where it counts.
     """
     are_points = isinstance(task, Points) and name in task.outputs
-    if task is not None and not are_points and name in (*task.parts, *task.covered):
-        return dict.fromkeys(slices)
+    is_read_by_task = task is not None and name in (*task.parts, *task.covered)
+    if is_read_by_task and not are_points:
+        return dict.fromkeys(slices)  # without a mean
     if task is None or name not in task.parts:  # slices of the task have their weights already
         slices = [replace(part, at=part.at or scores.get(part)) for part in slices]
 
-    # of an output with weighted slices, only these may have a mean
-    is_weighted = any(part.at for part in slices)
-    may_have_mean = not is_weighted and (are_points or is_uncovered)
-    measured = {}
+    # if any slice of the output is weighted, the other slices get no mean
+    has_weighted = any(part.at for part in slices)
+    unweighted_may_have_mean = not has_weighted and (are_points or is_uncovered)
+    mean_by_slice = {}
     for part in slices:
         mean = None
-        if part.at is not None or may_have_mean:
+        if part.at is not None or unweighted_may_have_mean:
             mean = _find_mean(part, samples, are_points=are_points)
         if mean is not None:
             part = replace(part, less=USUAL)
-        measured[part] = mean
-    return measured
+        mean_by_slice[part] = mean
+    return mean_by_slice
 
 
 def _find_mean(part: OutputSlice, samples: FirstSamples, *, are_points: bool) -> Array | None:
-    """Return the mean that a slice varies little about; None if it has none.
+    """Return the mean over samples that a slice varies little about; None if it has none.
 
     Key points, or a few numbers a sample, have a mean for each number. A value per time step, such
     as a pitch, has one for all steps.
@@ -230,9 +234,8 @@ def _find_mean(part: OutputSlice, samples: FirstSamples, *, are_points: bool) ->
     """
     values = [part.of(outputs[part.output]) for outputs in samples.outputs]
     if part.at is None:  # no scores weight the slice
-        # a single one of many numbers, such as of a feature map, means nothing
         if not are_points and values[0].size > FEW:
-            return None
+            return None  # such as a feature map, whose single numbers have no meaning
         return find_usual_values(values)
     weights = [part.weights(outputs) for outputs in samples.outputs]
     if are_points:
@@ -247,21 +250,24 @@ def _find_mean(part: OutputSlice, samples: FirstSamples, *, are_points: bool) ->
 
 
 def _find_uncovered(task: EvaluationTask, samples: FirstSamples) -> tuple[str, ...]:
-    """Return the outputs that the figure of a task says nothing of.
+    """Return the outputs whose error the figure of a task does not show.
 
-    Outputs that add nothing to what the task reads are left out, too.
+    Left out are outputs that the task reads, and those that only repeat what it reads: states,
+    scores before their activation, and maps of an earlier stage of the network.
     """
     if not task.covered:  # the task does not tell beforehand which outputs it reads
         return ()
     covered = {*task.covered, *task.lists}
-    covered |= {*find_states(samples)}  # the next call takes them
-    covered |= {*samples.declared.probabilities}  # scores before their activation
+    covered |= {*find_states(samples)}  # inputs of the next call
+    covered |= {*samples.declared.probabilities}  # raw scores of outputs of probabilities
     map_shapes = set()
     for name in covered:
-        map_shapes |= {value.shape for value in samples.arrays(name) if value.ndim == _MAP}
+        map_shapes |= {
+            value.shape for value in samples.arrays(name) if value.ndim == _MAP_DIMENSIONS
+        }
     uncovered = []
     for name, values in samples.float_outputs.items():
-        # maps as of the task, such as those of an earlier stage of the network
+        # a map of the shape of a covered one is taken for that of an earlier stage
         is_stage = any(value.shape in map_shapes for value in values)
         if name not in covered and not is_stage:
             uncovered.append(name)
@@ -274,10 +280,10 @@ def _describe_task(
     slices: SlicesByOutput,
     declared_by: str,
 ) -> str:
-    """Return why the outputs are of a task, as text; "" if nothing shows a task.
+    """Return the task of the outputs and what shows it, as text; "" if nothing shows a task.
 
-    That is the task, who declared it, and the slices of its outputs with their shapes and values,
-    as in "boxes, by config.json beside the model: dets [N, ?, 5] of 0 to 640".
+    What shows it is who declared it, and the slices of its outputs with their shapes and values, as
+    in "boxes, by config.json beside the model: dets [N, ?, 5] of 0 to 640".
 
     `declared_by`: who set or declared the task, or that there is none; "" if the values show it.
     """
@@ -288,9 +294,10 @@ def _describe_task(
     for name in samples.all_output_names:
         if task.covered and name not in task.covered:
             continue
+        # the complete output, unless it is divided
         parts = [part for part in slices[name] if part.axis] or [OutputSlice(output=name)]
         for part in parts:
-            unweighted = replace(part, at=None)  # the label of a weighted slice names its scores
+            unweighted = replace(part, at=None)  # else its label would name the scores too
             descriptions.append(_describe_slice(unweighted, samples.arrays(name)))
     hidden_count = len(descriptions) - _LISTED_SLICES
     text = f"{task.name}{declared_text}: {', '.join(descriptions[:_LISTED_SLICES])}"
@@ -322,10 +329,10 @@ def _describe_slice(part: OutputSlice, values: Arrays) -> str:
 def _slice_output(
     name: str, task: EvaluationTask | None, samples: FirstSamples
 ) -> tuple[OutputSlice, ...]:
-    """Return the slices of an output, each of a unit of its own; none for integers.
+    """Return the slices of an output, such as its boxes and its scores; none for integers.
 
-    The recognised task knows the slices of its outputs. An output that repeats an input with a
-    small change is one slice: that change.
+    The values of a slice have one unit. The recognised task knows the slices of its outputs. An
+    output that repeats an input with a small change is one slice: that change.
     """
     if task is not None and name in task.parts:
         return task.parts[name]

@@ -165,7 +165,7 @@ def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
         return slices
     if scores.layout == LIST_NUMBERS:
         slices[scores.output] = (OutputSlice(output=scores.output),)
-    elif len(shapes.pop()) > 2:  # [K, 6] would be read as a batch of K samples
+    elif len(shapes.pop()) > 2:  # a list without a batch, [K, 6], would be read as K samples
         stop = scores.start + 1
         column = OutputSlice(output=scores.output, axis=-1, start=scores.start, stop=stop)
         slices[scores.output] = (column,)

@@ -187,9 +187,10 @@ def _find_ends(outputs: Collection[str], makers: Makers) -> dict[str, str]:
 def _find_repeats(
     outputs: Collection[str], makers: Makers, ends: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Find the outputs that repeat another output: as its Softmax or Sigmoid, or as its ArgMax.
+    """Find the outputs of raw scores and of ArgMax that say the same as another output.
 
-    Classifiers often give raw scores, their probabilities and their best class as three outputs.
+    Classifiers often give raw scores, their probabilities (the Softmax or Sigmoid of the scores)
+    and their best class (the ArgMax) as three outputs.
 
     Args:
         outputs: names of the outputs.
@@ -203,19 +204,23 @@ def _find_repeats(
     outputs_by_origin: dict[str, list[str]] = {}
     for output in outputs:
         outputs_by_origin.setdefault(_find_origin(output, makers), []).append(output)
-    probabilities, best_classes = {}, {}
+    probabilities: dict[str, str] = {}
+    best_classes: dict[str, str] = {}
     for group in outputs_by_origin.values():  # outputs that are computed from the same scores
-        score_outputs = [output for output in group if ends.get(output) != "classes"]
-        activated_outputs = []
-        for output in score_outputs:
-            if ends.get(output) in ("softmax", "sigmoid"):
-                activated_outputs.append(output)
+        class_outputs, raw_outputs, activated_outputs = [], [], []
         for output in group:
-            if output not in score_outputs:
-                if score_outputs:
-                    best_classes[output] = (activated_outputs or score_outputs)[0]
-            elif activated_outputs and output not in activated_outputs:
-                probabilities[output] = activated_outputs[0]
+            end = ends.get(output)
+            if end == "classes":
+                class_outputs.append(output)
+            elif end in ("softmax", "sigmoid"):
+                activated_outputs.append(output)
+            else:
+                raw_outputs.append(output)
+        if activated_outputs:
+            probabilities |= dict.fromkeys(raw_outputs, activated_outputs[0])
+        score_outputs = activated_outputs or raw_outputs
+        if score_outputs:
+            best_classes |= dict.fromkeys(class_outputs, score_outputs[0])
     return probabilities, best_classes
 
 

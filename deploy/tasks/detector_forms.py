@@ -119,8 +119,8 @@ def find_detector(samples: FirstSamples, *, is_set: bool = False) -> RowDecoder 
 def _read_tables(samples: FirstSamples) -> Iterator[_RowTable]:
     """Yield each output as a table of rows, once for every layout that its shape allows.
 
-    Outputs with NaN or Inf are left out. Of maps, only those are read that have the sides of a
-    detector's levels: the picture's sides divided by a stride.
+    Outputs with NaN or Inf are left out, and maps whose sides are not the picture's sides divided
+    by a stride, as those of a detector's levels are.
     """
     picture_size = samples.picture_size
     for name, layout in itertools.product(samples.names, LAYOUT_DIMENSIONS):
@@ -132,9 +132,11 @@ def _read_tables(samples: FirstSamples) -> Iterator[_RowTable]:
             tables = [columns.of(outputs) for outputs in samples.outputs]
         except OtherShapeError:  # the output cannot have this layout
             continue
-        if len({table.shape[1] for table in tables}) > 1:
-            continue  # samples differ in their number of columns
-        rows, row_count = np.concatenate(tables), len(tables[0])
+        column_counts = {table.shape[1] for table in tables}
+        if len(column_counts) > 1:  # the samples differ
+            continue
+        rows = np.concatenate(tables)  # of all samples
+        row_count = len(tables[0])  # of one sample
         if np.isfinite(rows).all():
             grid = find_grid(row_count, picture_size)
             grids = () if grid is None else (grid,)
@@ -173,18 +175,21 @@ def _are_classes(values: Arrays, axis: int) -> bool:
 
 
 def _split_columns(table: _RowTable, class_count: int, *, is_set: bool) -> Iterator[RowDecoder]:
-    """Propose which columns of a table are boxes, objectness and classes, by their ranges.
+    """Propose which columns of a table are boxes, objectness and classes, by their values.
 
-    Two orders are proposed: classes, and then distributions of a box's distances from its cell
-    (NanoDet); or boxes, perhaps an objectness (whether there is any object), classes, and further
-    columns, such as key points (YOLO).
+    Two orders are proposed::
+
+        NanoDet   classes | distributions of a box's distances from its cell
+        YOLO      box | objectness, if any | classes | further columns, such as key points
+
+    An objectness is the probability that there is any object.
 
     Args:
-        table: a single output.
+        table: an output as rows [anchors, columns].
         class_count: number of classes that the model's file declares; 0 if unknown.
         is_set: whether columns after the boxes may be raw scores, too.
     """
-    # classes, then distributions
+    # NanoDet's order
     classes_end = _count_probabilities(table, 0)
     if _have_wide_coding(table, classes_end):
         yield RowDecoder(
@@ -193,7 +198,7 @@ def _split_columns(table: _RowTable, class_count: int, *, is_set: bool) -> Itera
             grids=table.grids,
         )
 
-    # boxes, then an objectness and classes (together the scores), then further columns
+    # YOLO's order; the scores are the objectness and the classes
     score_count = _count_probabilities(table, _BOX)
     if not score_count and is_set:
         score_count = table.width - _BOX
@@ -201,6 +206,7 @@ def _split_columns(table: _RowTable, class_count: int, *, is_set: bool) -> Itera
         return
     scores_end = _BOX + score_count
     if class_count and score_count >= class_count:
+        # only outputs [1, anchors, columns] have an objectness; what remains are further columns
         has_objectness = table.columns.layout == ROWS and score_count > class_count
         scores_end = _BOX + int(has_objectness) + class_count
     else:
@@ -249,11 +255,11 @@ def _has_objectness(scores: Array, layout: Layout) -> bool:
     first_mean = float(scores[:, 0].mean())
     best_other_mean = float(scores[:, 1:].max(axis=1).mean())
     if first_mean < best_other_mean and best_other_mean > MAX_EMPTY_SCORE:
-        # the other columns do not say that most rows hold no object: does the first one?
+        # the other columns are high in rows without an object too, so an objectness must tell them
         return _are_mostly_empty(scores[:, 0])
 
-    # the classes are low as well: only YOLO v5 and v7 then have an objectness, which is the highest
-    # column; transposed outputs (YOLO v8) have none
+    # the other columns are low as well; then only YOLO v5 and v7 have an objectness, which is the
+    # highest column. Their outputs are rows; YOLO v8 has transposed ones, without an objectness
     detects_anything = max(first_mean, best_other_mean) > MIN_QUIET_SCORE
     return layout == ROWS and detects_anything and first_mean >= best_other_mean
 
@@ -475,15 +481,21 @@ def _confirm(proposed: RowDecoder, samples: FirstSamples, *, is_set: bool) -> Ro
 def _with_activations(
     proposed: RowDecoder, samples: FirstSamples, *, is_set: bool
 ) -> RowDecoder | None:
-    """Return a proposed decoder with its activations and classes; None if no activation fits.
+    """Return a proposed decoder with its number of classes and the activations of its scores.
 
-    The arguments are those of `_confirm`.
+    An activation is the Sigmoid or Softmax that the model's outputs still lack to be probabilities.
+    None if no activation fits the scores.
+
+    Args:
+        proposed: columns of scores, boxes and gates (columns that multiply the scores).
+        samples: the first samples.
+        is_set: whether the user or the file says that the outputs are those of a detector.
     """
     score_rows = _read_rows(proposed.scores, samples)
     activation: _Activation | None
     if _are_separate(proposed):
         activation = _find_activation(score_rows, samples.declared.classes, is_set=is_set)
-    else:  # beside boxes there are neither a Softmax nor a class for the background
+    else:  # scores in one output with boxes never have a Softmax, nor a class for the background
         activation = _Activation(_missing_sigmoid(score_rows))
     if activation is None:
         return None
@@ -527,23 +539,27 @@ class _Activation(NamedTuple):
 
 
 def _find_activation(rows: Floats, class_count: int, *, is_set: bool) -> _Activation | None:
-    """Return how scores in an output of their own become probabilities; None if that is unknown.
+    """Return how the scores of a detector become probabilities; None if that is unknown.
+
+    The result names the missing activation, "" for scores that are probabilities already, and the
+    column of the background (no object), if there is one. The scores are outputs without boxes.
 
     Args:
-        rows: scores [rows, n] of outputs without boxes.
+        rows: scores [rows, n].
         class_count: number of classes that the file declares; 0 if unknown.
         is_set: whether the user or the file says that they are scores.
     """
-    column_count = rows.shape[1]
+    column_count = rows.shape[1]  # classes, perhaps with the background
     background = _find_background(rows)
     if background is None and is_set:
         background = column_count - 1  # where DETR and most others have it
     if are_in_unit_range(rows):  # they are probabilities already
         if column_count == 1 or not sums_to_one(rows).all():
             return _Activation("")
+        # a Softmax needs a background for the rows without an object
         return None if background is None else _Activation("", background)
 
-    # in front of a Softmax there is one column more than classes: the background
+    # raw scores; in front of a Softmax there is one column more than classes: the background
     if class_count == column_count:
         return _Activation("sigmoid")
     if column_count > 1 and class_count == column_count - 1:
@@ -551,7 +567,7 @@ def _find_activation(rows: Floats, class_count: int, *, is_set: bool) -> _Activa
     activation = _find_raw_activation(rows)
     if activation is not None or not is_set:
         return activation
-    # scores that are all below 0 let a row have no class, which a Softmax does not
+    # where all scores of most rows are below 0, these rows have no class: a Softmax would give one
     if column_count == 1 or np.median(rows.max(axis=1)) < 0:
         return _Activation("sigmoid")
     return _Activation("softmax", background)
@@ -612,10 +628,11 @@ def _to_relative(numbers: Floats, size: ImageSize | None) -> Floats | None:
 
 
 def _read_extra(decoder: RowDecoder, samples: FirstSamples) -> RowDecoder:
-    """Return the decoder with the meaning of its further columns, if they have one.
+    """Return the decoder with the meaning of its further columns, which are no boxes or scores.
 
-    They are weights of masks if another output holds as many prototype maps; an angle if there is
-    one; or key points that move with their boxes.
+    They are weights of masks if another output holds as many prototype maps; the angle of a box if
+    there is a single column of angles; or key points that move with their boxes. If none of these
+    fits, the decoder is returned as it is.
     """
     if not decoder.extra:
         return decoder
@@ -669,17 +686,18 @@ def slice_detector(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput
     """Return output -> the slices whose errors are measured; empty if boxes are not decoded.
 
     An output that holds both boxes and scores has a slice for its boxes, one for its scores, and
-    one for the columns after them, such as key points. Outputs of boxes alone are weighted by the
-    scores of the same rows, since boxes where nothing is are arbitrary.
+    one for the columns after them, such as key points. If boxes and scores are separate outputs,
+    the boxes are weighted by the scores of the same rows, since boxes without an object are
+    arbitrary.
     """
     if not decoder.box_columns:
         return {}
     if _are_separate(decoder):
         return _slice_separate_outputs(decoder, samples)
 
-    # a single output: only outputs of boxes alone come in several levels
+    # boxes and scores are columns of a single output, so each tuple holds the columns of one level
     boxes = decoder.box_columns[0]
-    # an objectness (the gate) and the classes are one slice, and begin at the objectness
+    # the slice of the scores begins at the objectness (a gate) if there is one, else at the classes
     scores = (decoder.gates or decoder.scores)[0]
     axis = -1 if scores.layout == ROWS else 1
     starts = {boxes.start, scores.start}
@@ -704,18 +722,18 @@ def _slice_separate_outputs(decoder: RowDecoder, samples: FirstSamples) -> Slice
 
 
 def _find_weights(decoder: RowDecoder, samples: FirstSamples) -> list[OutputSlice]:
-    """Return, for each level, the slice of scores that says which rows hold an object.
+    """Return, for each level, the slice of an output that says which rows hold an object.
 
-    That is the scores of the classes, without the background; or the gates that multiply them, such
-    as an objectness. Whichever has the lower mean is taken: it is near 0 where no object is, and
-    the other may have any value there.
+    It holds either the scores of the classes, without the background, or the gates that multiply
+    them, such as an objectness. The one with the lower mean is taken: that is near 0 where no
+    object is, and the other may have any value there.
     """
     scores = []
     for columns in decoder.scores:
         weight = _weight_slice(columns, decoder.activation, samples)
-        if decoder.background == 0:  # the classes are the columns behind it
+        if decoder.background == 0:  # the first column: the classes follow
             weight = replace(weight, start=1, stop=1 + (decoder.classes or 0))
-        elif decoder.background is not None:
+        elif decoder.background is not None:  # the last column
             weight = replace(weight, stop=decoder.background)
         scores.append(weight)
     gates = []

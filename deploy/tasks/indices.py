@@ -278,7 +278,8 @@ INDICES = Form(
 def find_integers(samples: FirstSamples) -> Indices | None:
     """Return the outputs of class numbers or indices; None without such.
 
-    Lists of varying length, and selections of NonMaxSuppression, are compared in any order of rows.
+    The rows of lists of varying length, and of NonMaxSuppression's selections, are compared in any
+    order; all other outputs place by place.
     """
     arrays_by_name = {}  # outputs whose integers may be class numbers or indices
     for name in samples.all_output_names:

@@ -162,15 +162,16 @@ def fit_keypoints(name: str, samples: FirstSamples) -> Points | None:
 def find_keypoints(samples: FirstSamples) -> Points | None:
     """Return the key points of outputs that are coordinates in the picture; None without such.
 
-    What says whether a point is visible is its third number, or the scores in another output, or
-    the only output of a single probability: whether there is an object (`presence`).
+    Whether a point is visible is shown by its third number, by scores in another output, or by the
+    only output that is a single probability: whether there is an object at all (`presence`).
     """
     size = samples.picture_size
     if size is None:
         return None
-    presence = _find_presence(samples)
+    presence = _find_presence(samples)  # name of that output, "" without one
     arrays_by_slice = {OutputSlice(output=name): samples.arrays(name) for name in samples.names}
-    scores_by_slice = find_cell_scores(arrays_by_slice)  # of the points of complete outputs
+    # output of points -> output with a score of each point
+    scores_by_slice = find_cell_scores(arrays_by_slice)
 
     widths: dict[str, int] = {}  # output -> numbers per point
     slices: SlicesByOutput = {}
@@ -218,8 +219,8 @@ def _slice_points(name: str, values: Arrays, scores: OutputSlice | None) -> Slic
 def _find_point_width(values: Arrays, size: ImageSize) -> int:
     """Return how many numbers a key point has, 2 (x, y) or 3; 0 if an output holds no key points.
 
-    The numbers of a point are the last dimension. A flat output, [1, K p], does not show them:
-    there each point must be near the one before.
+    An output [1, K, p] of K points shows that number as its last dimension. A flat output [1, K p]
+    does not: there it is the number by which each point is near the one before.
 
     Args:
         values: the output's arrays for the first few samples.
@@ -231,12 +232,13 @@ def _find_point_width(values: Arrays, size: ImageSize) -> int:
         return 0
     if not all(value.shape == shape and is_floating(value) for value in values):
         return 0
-    if is_vector(values[0]):
+    if is_vector(values[0]):  # flat
         point_width = _find_width_by_order(values, _POINT_WIDTHS)
         is_ordered, min_points = True, MIN_ORDERED
     else:
         point_width = shape[-1]
-        is_ordered, min_points = _find_width_by_order(values, (point_width,)) > 0, MIN_COUNT
+        is_ordered = _find_width_by_order(values, (point_width,)) > 0
+        min_points = MIN_COUNT
     if point_width not in _POINT_WIDTHS:
         return 0
 
@@ -250,8 +252,8 @@ def _find_point_width(values: Arrays, size: ImageSize) -> int:
 def _find_width_by_order(values: Arrays, widths: Sequence[int]) -> int:
     """Return how many numbers of a flat output are one point; 0 if they are no points in order.
 
-    Points of a contour or a face are near the ones before: so the numbers correlate with those one
-    point before them.
+    Points of a contour or a face are near the point before. So each number correlates with the
+    same number of the point before, which is as many places in front of it as a point has numbers.
 
     Args:
         values: an output's arrays for the first few samples, of equal size.
@@ -261,7 +263,7 @@ def _find_width_by_order(values: Arrays, widths: Sequence[int]) -> int:
     length = vectors.shape[1]
     if (vectors[:, 1:] <= vectors[:, :-1]).all():  # sorted scores
         return 0
-    best_width, best_order = 1, MIN_ORDER
+    best_width, best_order = 1, MIN_ORDER  # order: mean correlation with the point before
     for width in (1, *widths):  # 1: a signal, each of whose numbers is near the one before
         if length % width or length < width * MIN_ORDERED:
             continue  # no whole points, or too few to show an order
@@ -280,7 +282,7 @@ def _to_rows(value: Array, point_width: int) -> Floats:
 
 
 def _lie_inside(rows: Floats, size: ImageSize, *, in_order: bool) -> bool:
-    """Whether the first two numbers of each point are coordinates about the picture's middle.
+    """Whether the first two numbers of each point are coordinates spread over the picture.
 
     Args:
         rows: points [samples, K, numbers], in pixels or relative to the picture's side: 0 to 1, or
@@ -290,7 +292,7 @@ def _lie_inside(rows: Floats, size: ImageSize, *, in_order: bool) -> bool:
             anything.
     """
     positions = rows[:, :, :2]
-    if np.abs(positions).max() > MAX_RELATIVE_COORDINATE:
+    if np.abs(positions).max() > MAX_RELATIVE_COORDINATE:  # in pixels
         return _are_central(positions / max(size))
     if np.ptp(rows.sum(axis=2)) < MAX_END_DISTANCE:
         return False  # numbers with the same sum everywhere are probabilities of classes

@@ -111,8 +111,8 @@ class _PixelTally(PlaceTally["Pixels"]):
         """
         pixels = self.places
         pixel_count = pixels.reference.total()
-        # a few pixels would weigh as much in the mean as a large class; beside the background alone
-        # they are all that there is
+        # a class of a few pixels would weigh as much in the mean as a large one, so rare classes
+        # are left out; unless all but the background are rare
         classes = self._frequent_classes(int(MAX_RARE_SHARE * pixel_count) + 1)
         if len(classes) < 2:
             classes = self._frequent_classes(MIN_CLASS_PIXELS)

@@ -165,14 +165,15 @@ def fit_steps(name: str, samples: FirstSamples) -> Steps | None:
 def find_steps(samples: FirstSamples) -> Steps | None:
     """Return the first output with a class for each step of a sequence, else None.
 
-    Also None if another output has numbers for the same steps, such as the size of what begins
-    there: then agreement of the classes is not enough.
+    The output holds the probabilities of the classes. None too if another output has numbers for
+    the same steps, such as the length of the event that begins there: then it would not be enough
+    that the classes agree.
     """
     float_outputs = drop_outputs(samples, find_states(samples)).float_outputs
     decisions = [name for name in float_outputs if _are_decisions(name, samples)]
     arrays = itertools.chain.from_iterable(float_outputs.values())
     if decisions and all(map(is_vector, arrays)):
-        # one probability a step: its two classes are the sides of 0.5
+        # one probability a step: below 0.5 is one class, above it the other
         return Steps(decisions[0], classes=2, axis=None)
 
     axis_by_output = {}  # output of probabilities -> dimension of the classes
@@ -200,26 +201,28 @@ def _are_decisions(name: str, samples: FirstSamples) -> bool:
     Sigmoid.
     """
     values = samples.arrays(name)
-    has_other_end = samples.declared.ends.get(name, "sigmoid") != "sigmoid"
-    if has_other_end or values[0].ndim == 0 or not all(map(is_vector, values)):
+    end = samples.declared.ends.get(name)  # kind of the operator that computes the output
+    if end not in (None, "sigmoid"):
+        return False
+    if values[0].ndim == 0 or not all(map(is_vector, values)):
         return False
     probabilities = np.concatenate([value.reshape(-1) for value in values])
     if not are_in_unit_range(probabilities):
         return False
 
     step_counts = {value.size for value in values}
-    if step_counts == {1}:
+    if step_counts == {1}:  # a single probability a sample
         max_undecided_share = 0.5
     else:
         max_undecided_share = MAX_BETWEEN_SHARE
-        # an output in the shape of an input may be an autoencoder's
+        # an output in the shape of an input may be an autoencoder's copy of it
         if min(step_counts) < MIN_ORDERED or _is_input_shape(values[0], samples):
             return False
         # scores that sum to 1 are those of classes
         if all(sums_to_one(value.reshape(-1)).all() for value in values):
             return False
-    has_both_ends = bool(probabilities.min() < LOW and probabilities.max() > HIGH)
-    return has_both_ends and are_undecided(probabilities).mean() <= max_undecided_share
+    has_low_and_high = bool(probabilities.min() < LOW and probabilities.max() > HIGH)
+    return has_low_and_high and are_undecided(probabilities).mean() <= max_undecided_share
 
 
 def _is_input_shape(value: Array, samples: FirstSamples) -> bool:
@@ -355,7 +358,7 @@ def _has_symbol_after_blank(steps: Array, blank: int) -> bool:
 def _find_blank(samples: Arrays) -> int | None:
     """Return the number of the blank, CTC's most frequent symbol; None if the scores are no text.
 
-    CTC's symbols are peaks: few steps in a row have the same symbol, or lie between two blanks.
+    In CTC's text a symbol lasts few steps, and few steps lie between two blanks.
 
     `samples`: scores of the symbols at each step, [T, C], of each sample.
     """
@@ -367,7 +370,7 @@ def _find_blank(samples: Arrays) -> int | None:
     if not is_frequent or blank not in (0, symbol_count - 1):  # by convention the first or last
         return None
 
-    # all samples in a row, a blank before each
+    # the steps of all samples one after the other, with a blank before each sample
     symbols = np.concatenate([np.insert(sample, 0, blank) for sample in best_symbols])
     previous, current = symbols[:-1], symbols[1:]
     is_symbol = current != blank

@@ -256,19 +256,20 @@ class _Rows:
 
 
 def _read_rows(samples: Arrays, axis: int) -> _Rows | None:
-    """Return the peak of each row along an axis, and whether the row lies in [0, 1].
+    """Return the largest magnitude in each row along an axis, and whether the row lies in [0, 1].
 
-    A row is everything at one index of that axis, such as a channel. None if the samples differ in
-    their number of rows, or the rows have too few values.
+    A row is everything at one index of that axis, such as a channel, in all samples. None if the
+    samples differ in their number of rows, or the rows have too few values.
 
     `samples`: an output's arrays for the first few samples. `axis`: 1 or -1.
     """
-    tables = []
+    tables = []  # of each sample, [rows, values of a row]
     for sample in samples:
         if sample.ndim < 2 or not sample.size or not is_floating(sample):
             return None
         tables.append(np.moveaxis(sample, axis, 0).reshape(sample.shape[axis], -1))
-    if len({len(table) for table in tables}) > 1 or not 2 <= len(tables[0]) <= _MAX_ROWS:
+    row_counts = {len(table) for table in tables}
+    if len(row_counts) > 1 or not 2 <= len(tables[0]) <= _MAX_ROWS:
         return None
     values = np.concatenate(tables, axis=1)
     if values.shape[1] < MIN_ROW_VALUES:
@@ -293,9 +294,10 @@ def _split_spans(rows: _Rows, start: int, stop: int) -> Iterator[tuple[int, int]
 def _gap(rows: _Rows, start: int, cut: int, stop: int) -> float:
     """Return how many times as large the values on one side of a cut are as those on the other.
 
-    The sides are the rows [start, cut) and [cut, stop), such as boxes in pixels and scores of 0 to
-    1. The least peak on the side with the larger values is divided by the largest peak on the
-    other. 0 if both sides may have one unit.
+    The sides are the rows [start, cut) and [cut, stop) of an output, such as boxes in pixels and
+    scores of 0 to 1. The result is the smallest peak (largest magnitude in a row) of the side with
+    the larger values, divided by the largest peak of the other side; 0 if nothing shows that the
+    sides differ in their unit.
     """
     large, small = slice(start, cut), slice(cut, stop)
     if rows.peak[large].min() <= rows.peak[small].max():
@@ -304,8 +306,8 @@ def _gap(rows: _Rows, start: int, cut: int, stop: int) -> float:
     if small_peak < MAX_SILENT_PEAK:
         return 0.0  # rows near 0 show no unit
     if rows.in_unit_range[large].any():
-        return 0.0  # both sides may be probabilities
+        return 0.0  # rows of 0 to 1 on the large side: both sides may be probabilities
     has_single_row = min(cut - start, stop - cut) < 2
     if has_single_row and not rows.in_unit_range[small].all():
-        return 0.0  # a single channel of a feature map may well stand out
+        return 0.0  # a single row that stands out may be a channel of a feature map
     return float(rows.peak[large].min()) / small_peak

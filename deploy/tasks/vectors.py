@@ -205,28 +205,31 @@ CLASSES = Form(
 def find_classes(samples: FirstSamples) -> Classes | None:
     """Return the classes of outputs that are a vector of scores per sample; None without such.
 
-    The scores are probabilities, or raw scores in front of a Softmax, in every output. Only a model
-    of pictures may have other vectors beside its probabilities, such as an age or features.
+    All of these outputs are probabilities, or all are raw scores in front of a Softmax. Every
+    output of the model must be such; only a model of pictures may have other vectors beside its
+    probabilities, such as an age or features.
     """
     vectors = _read_vectors(samples)
     candidates = {}  # output -> rows [samples, C] that may be scores
     for name in samples.names:
         rows = vectors.get(name)
-        # TopK's values are sorted: their places are not the numbers of classes
-        if rows is None or rows.shape[1] < 2 or are_sorted(rows):
+        if rows is None or rows.shape[1] < 2:
+            continue
+        if are_sorted(rows):  # TopK's values, whose places are not the numbers of classes
             continue
         if samples.has_pictures and are_features(rows):
             continue
         candidates[name] = rows
 
     names = [name for name, rows in candidates.items() if are_probabilities_or_logs(rows)]
+    allows_others = False
     if names:
         all_are_vectors = len(vectors) == len(samples.names)
         allows_others = samples.has_pictures and all_are_vectors
     else:
         names = _find_raw_scores(candidates, samples)
-        allows_others = False
-    if not names or (len(names) < len(samples.names) and not allows_others):
+    has_others = len(names) < len(samples.names)
+    if not names or (has_others and not allows_others):
         return None
     return Classes(tuple(names), tuple(candidates[name].shape[1] for name in names))
 
@@ -348,7 +351,7 @@ def find_labels(samples: FirstSamples) -> Labels | None:
 def _are_labels(rows: Floats, *, raw: bool, min_labels: int) -> bool:
     """Whether vectors [samples, C] are independent probabilities of labels, most of them near 0.
 
-    Of labels, in contrast to classes, a sample may have several or none.
+    A sample has exactly one class, but may have several labels or none.
 
     Args:
         rows: probabilities, or raw scores.
@@ -361,7 +364,7 @@ def _are_labels(rows: Floats, *, raw: bool, min_labels: int) -> bool:
         return False
     label_counts = np.count_nonzero(probabilities > 0.5, axis=1)
     if raw:
-        # a classifier's raw scores may well have two above 0 in one sample
+        # a classifier's raw scores may have two above 0 in one sample, but hardly on average
         has_labels = label_counts.mean() >= 2 and _are_label_logits(rows)
     else:
         # probabilities that sum to 1 are those of classes
