@@ -129,9 +129,9 @@ class RunningError:
             self.not_finite[1] += not candidate_is_finite
             if not reference_is_finite or not candidate_is_finite:
                 return
-            # finite values whose squares overflow: the figures become Inf or NaN
+            # all values are finite, but their squares overflow: the figures become Inf or NaN
         self.sums += sums
-        # the sum begins as a single 0; rows of another length than the first have no mean with it
+        # the sum begins as a single 0; a row whose length differs from the first is not added
         if self.reference_sum is not None and self.reference_sum.size in (1, reference.size):
             self.reference_sum = self.reference_sum + reference.astype(np.float64)
         self.max_values = max(self.max_values, reference.size)
@@ -164,7 +164,8 @@ class RunningError:
         if self.reference_sum is not None:
             # sum r^2 - (sum r)^2 / n: only the deviation from the mean; n is 0 if all were empty
             signal -= float(np.square(self.reference_sum).sum()) / max(self.samples, 1)
-        # the cosine of single values is only their sign, so one is taken over all samples
+        # if samples are single values, a cosine of each would only show its sign: then there is one
+        # cosine over all samples
         cosine_mean = cosine_min = _cosine(self.sums)
         if self.max_values > 1:
             cosine_mean, cosine_min = self.cosine_sum / self.samples, self.cosine_min
@@ -268,8 +269,8 @@ class RepeatedInput(NamedTuple):
 def find_repeated_input(samples: Arrays, inputs: Sequence[Outputs]) -> RepeatedInput | None:
     """Return the input that an output repeats with a small change in all samples; or None.
 
-    A denoiser or a super resolution does so: its input, perhaps resized, would have a good SQNR
-    already. Of several inputs and interpolations, the pair with the smallest change is returned.
+    A denoiser or an upscaler does so: its input, perhaps resized, has a good SQNR against the
+    output already. Of several inputs and interpolations, the pair with the smallest change counts.
 
     Args:
         samples: the output's array of each sample.

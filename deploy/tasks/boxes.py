@@ -156,7 +156,7 @@ def _is_list(decoder: RowDecoder, samples: FirstSamples) -> bool:
 def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
     """Return output -> its slices that are compared by value: the scores, if all lists are as long.
 
-    Boxes and classes are not compared: rows are sorted by score, so equal rows may be other boxes.
+    Boxes and classes are not: rows are sorted by score, so row 3 of two models may be two objects.
     """
     slices: SlicesByOutput = dict.fromkeys(decoder.list_outputs, ())
     (scores,) = decoder.scores

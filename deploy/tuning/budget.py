@@ -112,17 +112,17 @@ class BudgetSearch:
         return None if trial is None else self._builder.final(trial.choices)
 
     def _find(self, step: Step) -> Trial | None:
-        """Return the trial to build; None if only float holds the budget.
+        """Return the trial to build: the first whose loss is within the budget; None without one.
 
-        A trial is a model with some layers in float, and with one of the target's searches for the
-        range of each layer. The first that holds the budget is built; steps that cost more come
-        later.
+        A trial is a model with some layers in float, and, for each layer in int8, one of the
+        target's searches for its range. Cheap steps come first: all layers in int8, then repairs,
+        then other searches for some layers, and at last layers in float.
         """
         search = self._make_search(self._builder, step)
         base = self._try_searches_everywhere(search)
         if self._check_budget(base):
             return base
-        if self.ranking:  # it was given: AMCT's own rule, which tries nothing else
+        if self.ranking:  # the user gave it: then AMCT's rule holds, which tries nothing else
             return self._with_fewest_float_layers(search, base)
 
         repaired = self._try_repairs(base, step)

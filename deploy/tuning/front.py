@@ -118,15 +118,17 @@ class SplitChooser:
                 points.append(trial)
                 least_loss = min(least_loss, trial.worst_loss)
 
-        # of too many, both ends and what is built stay; the one of nearest neighbours goes first
+        # if there are too many, those that differ least from their neighbours go; both ends, and
+        # the trial that is built, stay
         while len(points) > MAX_POINTS:
             gaps: dict[int, float] = {}
             for index in range(1, len(points) - 1):
                 faster, slower = points[index - 1], points[index + 1]
                 if points[index].key != choice.key:
-                    # both are shares of the float model: of its time, and of what it predicts
+                    # time and loss are both shares of the float model's, so they can be added
                     time_gap = slower.time - faster.time
-                    gaps[index] = time_gap + faster.worst_loss - slower.worst_loss
+                    loss_gap = faster.worst_loss - slower.worst_loss
+                    gaps[index] = time_gap + loss_gap
             del points[min(gaps, key=gaps.__getitem__)]
         return points
 
@@ -157,20 +159,20 @@ class SplitChooser:
     def _choose_tried(self) -> Trial:
         """Return the cheapest of the trials with the best expected verdict.
 
-        A trial is a model with some layers in float that was run on a few samples; its cost is that
-        of its time and loss. To judge it takes a run on the evaluation samples, so only trials that
-        can win are judged, the cheapest first.
+        A trial is a model with some layers in float that was run on a few samples; its cost weighs
+        its time and its loss. Its verdict is expected from a run on the evaluation samples (it is
+        judged), which takes long. So only trials that can win are judged, the cheapest first.
         """
         judged_trials: list[Trial] = []
         for trial in sorted(self._candidates(), key=self.search.cost):
-            if trial.key not in self._verdict_by_key:  # it would have to be judged
-                # one that loses as much at more cost cannot have a better verdict
+            if trial.key not in self._verdict_by_key:  # not judged yet: may it win at all?
+                # a trial that loses as much at more cost cannot have a better verdict
                 if any(cheaper.worst_loss <= trial.worst_loss for cheaper in judged_trials):
                     continue
                 if judged_trials and not self.can_judge():  # the budget is spent
                     break
             judged_trials.append(trial)
-            if self._expected_level(trial) == GOOD:
+            if self._expected_level(trial) == GOOD:  # this call judges the trial
                 break
 
         # of equal verdicts `min` returns the first trial, which is the cheapest
@@ -223,14 +225,14 @@ class SplitChooser:
         """Try splits by halving, to find the fastest one with this verdict or a better one.
 
         A split says which layers are in float. Those that are tried become trials of the search;
-        nothing is returned. That a slower split has a verdict at least as good is assumed.
+        nothing is returned. A slower split is assumed to have a verdict at least as good.
 
         Args:
             level: the verdict. For GOOD and DOUBTFUL the splits are predicted from the price and
-                the loss of each layer. FLOAT is a split that may be as slow as the float model:
-                for it, ever more of the noisiest layers are in float.
+                the loss of each layer. FLOAT allows a split as slow as the float model: then more
+                and more of the noisiest layers are in float.
         """
-        # all have the range methods of the trial of least loss
+        # all splits have the range methods of the trial of least loss
         base = min(self._candidates(), key=lambda trial: trial.worst_loss)
         losses = self.search.layer_losses(base)
         if level == FLOAT:
@@ -264,9 +266,12 @@ class SplitChooser:
     def _time_bounds(self, level: str) -> tuple[float, float]:
         """Return the times between which the fastest split with this verdict must be.
 
-        The first is that of the slowest split with a worse verdict, 0 without one; the second that
-        of the fastest split which is as good, infinite without one. Both are predicted, as shares
-        of the float model's time.
+        A slower split has more layers in float, so its verdict is taken to be at least as good.
+
+        Returns:
+            (time of the slowest split with a worse verdict, 0 without one; time of the fastest
+            split that is as good, infinite without one), as predicted shares of the float model's
+            time.
         """
         slowest_worse, fastest_good = 0.0, math.inf
         for trial in self.search.eligible:

@@ -29,13 +29,14 @@ def cheapest_split(
 ) -> frozenset[Unit]:
     """Return the units to run in float for the least total price; on a tie a unit runs in int8.
 
-    It is a minimum cut of a network. The cut divides the units into those on the int8 end's side
-    and those on the float end's side, and pays each pipe that leads from the former to the latter.
+    The units are nodes of a network of pipes between an int8 end and a float end. A cut divides
+    them into those that stay with either end, and its price is that of all pipes from the int8 side
+    to the float side. So pipes stand for the prices, and the cheapest cut is the result.
 
     Args:
         prices: unit -> (price in int8, price in float), each 0 or more.
         between: (unit, unit, price if one is int8 and the other float).
-        follows: (unit, other): the unit must be float where the other is float.
+        follows: (unit, other unit): the first must be float if the other is.
         pinned: units that must be float.
     """
     index_by_unit = {unit: index for index, unit in enumerate(prices, start=2)}  # 0, 1: the ends

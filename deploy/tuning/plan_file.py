@@ -314,8 +314,8 @@ def _read_target(path: Path, name: str, table: object) -> TargetPlan:
 
     `path`, `name`: file and name of the table, for messages.
     """
-    # a table of the front holds the choices of a split and its figures; it is read once for each,
-    # since either class leaves out the keys of the other
+    # a table of the front holds both the choices of a split and its row of figures. Each of the two
+    # classes reads its own keys of it and skips the others, so the table is read twice
     rule = f"[{name}] of {path} must be the plan of a target"
     target = convert(table, _TargetTable, rule=rule, error=ConfigError, way_out=_BUILD_AGAIN)
     rows = convert(table, _RowsTable, rule=rule, error=ConfigError, way_out=_BUILD_AGAIN).front

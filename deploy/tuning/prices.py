@@ -89,7 +89,7 @@ def group_units(model: onnx.ModelProto, decisions: Iterable[Decision]) -> Units:
     groups: Groups = {node.name: frozenset([node.name]) for node in int8_nodes}
     for node in int8_nodes:
         tail = _find_tail(graph, node, groups)
-        gate_steps = _find_gate_steps(graph, node, groups)  # of x * Sigmoid(x) the Sigmoid
+        gate_steps = _find_gate_steps(graph, node, groups)  # such as the Sigmoid of x * Sigmoid(x)
         _join(groups, [node.name, *tail, *gate_steps])
     for gate in find_gates(graph):  # a Hard-Swish, in any of its forms, and the layer before it
         if groups.keys() >= set(gate.nodes):
@@ -150,14 +150,14 @@ def _find_gated_layer(graph: Graph, gate: Gate, groups: Groups) -> list[str]:
 
 
 def _find_gate_steps(graph: Graph, node: onnx.NodeProto, groups: Groups) -> list[str]:
-    """Return the nodes of the gate of Mul(x, gate(x)); empty for any other node.
+    """Return the nodes that compute gate(x), for a node Mul(x, gate(x)); empty for any other node.
 
     Such as the Sigmoid of x * Sigmoid(x), which is SiLU.
     """
     if node.op_type != "Mul" or len(node.input) != 2:
         return []
-    for gated, tensor in itertools.permutations(node.input):  # either input may be x
-        steps: list[str] = []
+    for gated, tensor in itertools.permutations(node.input):  # either input may be x, the gated one
+        steps: list[str] = []  # from the gate's output back to x
         while tensor != gated and len(steps) < _MAX_GATE_STEPS:
             maker = graph.producer.get(tensor)
             if maker is None or maker.name not in groups or maker.op_type in WEIGHTED:
@@ -370,7 +370,8 @@ def _price_node(
 
     The unit is the time of a float multiplication in a Conv that is not depthwise.
 
-    `value_count`: number of its output values. `kernels`: price of int8 relative to float.
+    `value_count`: number of its output values. `kernels`: for each kind of layer, the price of int8
+    relative to float.
     """
     weight = graph.initializers.get(node.input[1]) if node.op_type in WEIGHTED else None
     if weight is None:
@@ -389,7 +390,7 @@ def _price_node(
     else:
         int8_ratio = kernels.dense
     compute_price = product_price * value_count * _products_per_value(node, dims)
-    # a layer of few products a weight waits for its weights from memory
+    # a layer that uses each weight only a few times waits for its weights from memory
     float_price = max(compute_price, kernels.weight_read * math.prod(dims))
     return int8_ratio * float_price, float_price
 
@@ -430,14 +431,15 @@ def measure_prices(
         feeds: input -> array, of one shape.
     """
     profile = partial(kernel_times, feeds=feeds, float_model=model, runs=_RUNS, seconds=_SECONDS)
-    # in turns: a disturbance hits one round of each
+    # two rounds of either model, in turns, and the least time of both: another process may disturb
+    # a round
     first_float_times, first_int8_times = profile(float_model), profile(int8_model)
     float_times = least_kernel_times(first_float_times, profile(float_model))
     int8_times = least_kernel_times(first_int8_times, profile(int8_model))
 
     float_units_us = _sum_times(float_times, units.node_names(units.members))
-    # float kernels that belong to no node change the layout: the units share their time. Those of
-    # the int8 model are counted with its conversions
+    # float kernels that belong to no node change the layout: their time is divided among the units.
+    # Those of the int8 model are counted with its conversions
     layout_factor = 1 + float_times.unattributed / float_units_us if float_units_us else 1.0
     unit_prices = {}
     for unit, members in units.members.items():
@@ -450,7 +452,7 @@ def measure_prices(
 
     sizes = _count_values(model, units.tensors, feeds[0])
     value_us = _conversion_us(int8_times, int8_model, sizes)
-    # the fastest kernel stands for the fixed time of every kernel
+    # a kernel takes some time however few its values are: that of the fastest one
     kernel_us = min((time for time in int8_times.nodes.values() if time > 0), default=0.0)
     border_us = _CONVERSION_KERNELS * kernel_us
     return Prices(

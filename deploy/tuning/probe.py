@@ -338,14 +338,14 @@ class Prober:
     def _measure(self, session: OrtSession, trial_samples: _TrialSamples) -> Noise:
         """Run a trial model on the samples; return its noise against the float model's outputs.
 
-        Noise is the relative power of the error of each output slice in each sample. A sample may
-        hold more tensors than the model reads.
+        Noise is the power of the error of each output slice in each sample, relative to that of the
+        float model's slice (the signal). A sample may hold more tensors than the model reads.
         """
-        comparison = self._new_comparison(session, trial_samples)
+        comparison = self._new_comparison(session, trial_samples)  # None if no accuracy is needed
         input_names = [spec.name for spec in session.inputs]
-        # a sample with less signal than average is measured relative to the average
+        # in a sample with less signal than average, noise is relative to the average
         signal_powers = np.maximum(trial_samples.powers, self._mean_powers)
-        powers = []  # of the noise, [samples, slices]
+        powers_by_sample = []  # of the noise, [samples, slices]
         for index, (inputs, float_outputs) in enumerate(trial_samples.samples):
             if self._is_stopped:  # by Ctrl-C: no one reads the result
                 break
@@ -353,18 +353,19 @@ class Prober:
             if comparison is not None and not self._add_to_comparison(
                 comparison, inputs, float_outputs, outputs
             ):
-                comparison = None  # the user's metric fails, which counts as a loss of all
+                comparison = None  # the user's metric failed: there is no accuracy
             float_slices = trial_samples.slices[index]
             slices = self._to_slices(outputs, inputs, float_outputs)
-            powers.append(noise_powers(self._form, float_slices, slices, signal_powers[index]))
+            powers = noise_powers(self._form, float_slices, slices, signal_powers[index])
+            powers_by_sample.append(powers)
 
         accuracy = None if comparison is None else comparison.result()
-        if self._is_detection_list:
+        if self._is_detection_list:  # it has no slices: the loss of the task counts as its noise
             return Noise({DETECTION_LIST: _task_power(accuracy)}, accuracy=accuracy)
         labels = [part.label for part in self._form.parts]
         shares = signal_shares(trial_samples.powers, self._mean_powers).tolist()
         return Noise(
-            slice_powers=dict(zip(labels, np.array(powers).T, strict=True)),
+            slice_powers=dict(zip(labels, np.array(powers_by_sample).T, strict=True)),
             signal_shares=dict(zip(labels, shares, strict=True)),
             accuracy=accuracy,
         )

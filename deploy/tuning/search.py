@@ -245,7 +245,7 @@ class Search:
         that they add up, where a few tokens or channels are many times larger than all others.
         Layer by layer, the measurement would blame each layer that writes into that stream.
         """
-        # where times are measured, the conversions around float Adds take more than they save
+        # by measured times, the conversions around float Adds cost more than the Adds win
         if self.prices.measured or not self.add_units:
             return base
         trial = self.try_split(base, base.in_float | self.add_units)
@@ -267,10 +267,10 @@ class Search:
     def layer_losses(self, base: Trial) -> dict[str, float]:
         """Return layer -> the loss that it adds in int8, with the range method of a trial.
 
-        The noise of the layers alone (`sensitivity`) is measured once for a method, then stored.
-        What another target's search measured says where to begin, and halves the trials: the noisy
-        layers are much the same for all targets and methods. Where it does not explain the measured
-        noise of all layers together, all groups are measured.
+        The noise of each layer alone in int8 (`sensitivity`) is measured once for a method, then
+        stored. The noisy layers are much the same for all targets, so the measurement starts from
+        that of another target's search, if there is one, with half the trials. If the result does
+        not explain the noise of all layers together, it is measured again from the start.
         """
         method = self._method_label(base)
         if self.sensitivity is None or self.sensitivity.method != method:
@@ -376,13 +376,12 @@ class Search:
         """Choose the range method that is built; return the trial with it and `base`'s split.
 
         Trials of other methods are not `eligible` from then on. A method that clips leaves rare
-        large values out of the range, which the few samples of a trial may not show. So samples
-        that gave no range decide whether the best method that clips is better than the best that
-        does not.
+        large values out of the range. The few samples of a trial may hold none of them, so the best
+        method that clips and the best that does not are compared on samples that gave no range.
         """
         if len(self.methods) == 1:
             return base
-        trials = self._try_methods(base.in_float, base.choices) or [base]
+        trials = self._try_methods(base.in_float, base.choices) or [base]  # if none could run
         trials.sort(key=lambda trial: trial.noise.mean)
         clipping_trials = [trial for trial in trials if clips(trial.choices.method)]
         unclipping_trials = [trial for trial in trials if not clips(trial.choices.method)]

@@ -122,11 +122,11 @@ def _measure_candidates(
     The signal, [samples, slices], shows where the float model found something. The form says which
     slices the outputs have, and what their task is.
     """
-    # the first candidates are in memory, since their form must be known to measure them
+    # the first candidates give the form, which must be known before any is measured
     remaining = iter(candidates)
     first_candidates = [next(remaining)]
     first_sample, first_outputs = first_candidates[0]
-    # a mean about which values are measured needs more samples than the form, as memory allows
+    # the form holds means of values that vary little: they take more samples, as memory allows
     mean_count = min(_MEAN_SAMPLES, _MAX_VALUES // max(_count_values(first_sample), 1))
     form_count = max(form_samples(first_sample, first_outputs), mean_count)
     first_candidates += islice(remaining, form_count - 1)
@@ -370,12 +370,14 @@ def second_half(subset: EvaluationSubset) -> frozenset[int]:
 def halved_requests(
     target: Target, request: BuildRequest, count_samples: Callable[[int], None]
 ) -> list[BuildRequest]:
-    """Return the request with the ranges of one half of the samples, and with those of the other.
+    """Return two requests, each with the ranges of one half of the calibration samples.
 
     So each half can be run with ranges that it did not give, which shows what clipping costs. The
     first request has the ranges of `second_half` of the evaluation samples, the second those of all
-    other calibration samples. Empty where half of the samples is too little for ranges, or if the
-    statistics cannot be subtracted. `count_samples` as in `with_held_out_ranges`.
+    other calibration samples: their statistics are those of all samples minus those of the first.
+    Empty if half of the samples are too few for ranges, or if the statistics cannot be subtracted.
+
+    `count_samples`: called with the number of samples that are run here.
     """
     assert request.evaluation_set is not None
     ranges = request.ranges
@@ -454,7 +456,15 @@ def _add_statistics_without(
 ) -> None:
     """Add the missing statistics of all samples but these to `statistics`, in place.
 
-    `request`: has the statistics of all samples. `count_samples` as in `with_held_out_ranges`.
+    Histograms of these samples are subtracted from those of all samples; other statistics, which
+    cannot be subtracted, are observed on all other samples.
+
+    Args:
+        statistics: changed.
+        missing: the statistics to add.
+        request: has the statistics of all samples.
+        samples: to leave out.
+        count_samples: called with the number of samples that are run for it.
     """
     ranges = request.ranges
     subtractable = [item for item in missing if _is_subtractable(ranges, item)]

@@ -129,10 +129,10 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         len(setup.request.feed),
         partial(_count_products, model, units, samples[0][0]),
     )
-    # what the search of the first target finds out, for those after it
+    # what the searches of the build's targets have found out so far
     shared: SharedFindings = setup.request.ranges.compute_once("findings", SharedFindings)
-    # trials have ranges without their own samples, to show what clipping costs; once the first
-    # search has decided whether to clip, that is not worth another pass over the other samples
+    # trials run on samples that gave no ranges, to show what clipping costs; once the first search
+    # has decided whether to clip, that is not worth another pass over all other samples
     if shared.is_clipping is not None:
         setup = replace(setup, observes_again=False)
     prober = make_prober(setup, samples, form, step, budget)
@@ -359,7 +359,7 @@ def _split_chooser(
     elif not target.runs_here and setup.options.is_timed and has_device(target):
         float_choices = _float_choices(units, units.members)
         measure = DeviceTimer(target, setup.request, float_choices, samples).measure
-    # samples that one more judged trial may take: to run it, and to predict its verdict
+    # most samples that one more trial takes: to run it, and to predict its verdict
     judged_samples = setup.effort.samples + len(setup.evaluation_set.subset)
 
     def judge(trial: Trial) -> ExpectedVerdict:
@@ -383,9 +383,9 @@ def _measure_times(
 ) -> list[Trial]:
     """Return the trials with measured times, as a share of the float model's.
 
-    All models are timed in turns, as they would be deployed. On a busy machine float may never have
-    run undisturbed, and int8 then seems to win more than its kernels do. So a share far below the
-    one that the kernels' times predict is raised.
+    All models are timed in turns, as they would be deployed. If other processes disturbed every run
+    of the float model, int8 seems faster than it is. So a share is never far below that which the
+    times of the single kernels predict.
     """
     request, target, units = setup.request, setup.target, search.units
     models = [target.trial(request.with_added_choices(trial.choices)) for trial in trials]
@@ -393,7 +393,7 @@ def _measure_times(
     *times_ms, float_ms = time_models([*models, float_model], samples, threads=request.threads)
     timed_trials = []
     for trial, split_ms in zip(trials, times_ms, strict=True):
-        # the sum of the kernels' times exceeds that of the model where they are many and small
+        # the times of many small kernels add up to more than the model's: `measured_share` corrects
         predicted_share = search.prices.measured_share * search.prices.time_share(trial.in_float)
         share = max(split_ms / float_ms, _MIN_CREDIBLE_RATIO * predicted_share)
         timed_trials.append(replace(trial, time=share))

@@ -79,11 +79,12 @@ def plan_target(
         ConfigError: a plan with nodes that the model does not have, or made for another grid; a
             split that the plan does not have.
     """
-    # nodes that the plan file has in float for every target -> the reason
+    # node that the plan file has in float for every target -> the reason
     pinned_nodes = match_nodes(request.model, earlier_plans.float_nodes)
     pinned = dict.fromkeys(pinned_nodes, "the plan keeps it in float")
     digest = _digest_of_input(target, request, options, has_method, repairs)
     earlier = _find_earlier_plan(target, options, earlier_plans)
+    # the user asked for that plan, or it was made from the same input
     if earlier is not None and _is_followed(options, earlier, digest):
         _check_names(request, earlier)
         _check_precision(target, request, earlier)
@@ -101,8 +102,8 @@ def plan_target(
     if plan.interrupted:
         note = _INTERRUPTED
         digest = ""  # so that the next build searches again
-    elif earlier is not None and earlier.made_from:  # not of an interrupted search
-        note = _REPLANNED.format(target.name)
+    elif earlier is not None and earlier.made_from:  # "" after an interrupted search
+        note = _REPLANNED.format(target.name)  # its input has changed
     elif target.configured:  # the user gave the target a configuration of its own
         float_count = len(set(plan.choices.float_nodes).difference(pinned))
         note = _OVERRULED.format(target.name, float_count)

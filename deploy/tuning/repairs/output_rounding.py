@@ -163,8 +163,8 @@ def _round_for_targets(
 ) -> dict[str, RoundedWeights]:
     """Return target -> its rounded weights by name, all computed in one pass over the layers.
 
-    The pass goes over input patches of each layer, by sample; the samples that are held out, to
-    accept or reject the rounding, come last.
+    For each layer the pass gives the input patches of every sample. Those of the first samples
+    round the weights; those of the last ones are held out, to accept or reject the rounding.
 
     `companions`: the other targets of the build; those that cannot be built are left out.
     """
@@ -185,7 +185,7 @@ def _round_for_targets(
         repair_input.reference,
         [layer for layer in layers if layer.name in rounded_layers],
         samples,
-        max_patches=_PATCHES * len(samples) // rounding_count,  # `_PATCHES` of those that round
+        max_patches=_PATCHES * len(samples) // rounding_count,  # `_PATCHES` in those that round
         threads=repair_input.threads,
     ):
         held_out = None
@@ -219,7 +219,8 @@ def _round_for_grids(
         # kernels of a depthwise layer add in 32 bits, others a pair of products in 16
         fits_pairs = grids.fits_pairs and not is_depthwise_layer
         channel_scales = layer.to_rows(np.broadcast_to(scale, layer.array.shape))[..., 0]
-        # a single scale fixes the largest weight of all; one a channel, even if equal, that of each
+        # the largest weight of each scale stays as it is: of the tensor, or of each channel; so
+        # equal scales of channels do not give the result of a single scale
         is_per_tensor = scale.size == 1
         grid_key = quantization.grid, is_per_tensor, channel_scales.tobytes(), fits_pairs
         if grid_key not in rounded_by_grid:

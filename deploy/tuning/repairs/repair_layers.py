@@ -375,8 +375,8 @@ def _read_pairs(
         is_written_as_conv = layer.is_transposed_conv and node.op_type == "Conv"
         if is_written_as_conv:
             axis = 1
-        # those behind the layer's own are of padding channels; or, in a ConvTranspose written as a
-        # Conv that computes all pixels of a tile, the same ones again for each further pixel
+        # scales after those of the layer's channels belong to padding channels; or they repeat the
+        # first ones, in a ConvTranspose that is written as a Conv with channels for several pixels
         weight_scales = weight_scales[: layer.out_channels]
 
     if graph.constants[input_dq.input[2]].data_type == TensorProto.FLOAT8E4M3FN:
@@ -422,7 +422,8 @@ def _read_fake_quant(
     factors = None
     balance_name = f"{node.name}.tensor_balance_factor.output0"
     if balance_name in graph.constants:
-        # AMCT's DMQ divides each input channel by a factor, and multiplies its weights by it
+        # AMCT's DMQ divides each input channel by a factor and multiplies its weights by it; the
+        # model holds the inverse of the factor
         inverse_factors = np.asarray(_to_array(graph, balance_name), np.float32).reshape(-1)
         weight_scales *= inverse_factors.reshape(groups, 1, -1, 1)
         factors = (np.float32(1) / inverse_factors).repeat(taps).reshape(groups, -1, 1)
