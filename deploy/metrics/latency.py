@@ -233,7 +233,7 @@ def _stretch_ratios(rival_ms: Sequence[float], engine_ms: Sequence[float]) -> li
 
     A stretch is a tenth of the iterations, in order; its ratio is that of the medians. The ratios
     show how far the speed-up varies with the load of the machine. The lowest and the highest are
-    left out as outliers. Fewer than ten iterations are a stretch each, and all count.
+    left out as outliers. Of fewer than ten iterations each is a stretch, and all ratios count.
     """
     stretch_count = min(_STRETCHES, len(rival_ms), len(engine_ms))
     if stretch_count == 0:

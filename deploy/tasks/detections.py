@@ -224,8 +224,8 @@ def match_detections(
 ) -> list[list[tuple[int, int]]]:
     """Match the reference's boxes with the candidate's, at each score threshold.
 
-    Boxes match by class, IoU above `IOU`, and key points or masks. Each of the candidate's boxes
-    matches one; the reference's boxes choose in descending order of score.
+    Boxes match if they have the same class, an IoU above `IOU`, and similar key points or masks.
+    A box is in one pair at most; the reference's boxes choose theirs in descending order of score.
 
     Returns:
         For each threshold, pairs of indices among the boxes above it.
@@ -234,7 +234,7 @@ def match_detections(
     ious = box_ious(reference.boxes, candidate.boxes)
     ious[reference.classes[:, None] != candidate.classes[None, :]] = 0
     if reference.shapes is not None and candidate.shapes is not None:
-        for index, candidate_index in np.argwhere(ious > IOU):  # the others match in no case
+        for index, candidate_index in np.argwhere(ious > IOU):  # the other pairs never match
             shape = reference.shapes.at([index])
             candidate_shape = candidate.shapes.at([candidate_index])
             boxes = reference.boxes[index], candidate.boxes[candidate_index]

@@ -276,7 +276,9 @@ class RowDecoder:
             scores = self.read_scores(outputs)
             # few rows are likely objects: only these are decoded
             likely = np.flatnonzero(scores.max(axis=1) > MIN_SCORE)
-            if not self.coding:  # a square for each row, which only that of the same row overlaps
+            # boxes cannot be decoded: squares that overlap none of another row stand for them, so
+            # that detections are matched by row
+            if not self.coding:
                 return detections_by_score(anchor_squares(likely), scores[likely])
             return self._decode(scores, likely, image_size(inputs), outputs)
         except OtherShapeError:

@@ -287,7 +287,8 @@ def _propose_separate(
 
     levels: list[RowDecoder] = []
     paired_outputs: set[str] = set()
-    # an output [1, a, b] is a table of a rows and one of b rows: the larger number counts anchors
+    # an output [1, a, b] was read as a table of a rows and as one of b rows: the larger number is
+    # that of the anchors, so it is tried first
     for _, table_by_output in sorted(tables_by_row_count.items(), reverse=True):
         level = _pair_tables([*table_by_output.values()], is_set=is_set)
         if level is not None and paired_outputs.isdisjoint(table_by_output):
@@ -409,7 +410,7 @@ def _propose_anchor_maps(
     for table in tables:
         if table.columns.layout != ANCHOR_MAP or table.width <= _BOX + 1:
             continue
-        # in contrast to the numbers of boxes, an objectness is near 0 nearly everywhere
+        # an objectness is near 0 nearly everywhere, the numbers of boxes are not
         probabilities = _to_probabilities(table.rows)
         objectness = probabilities[:, _BOX].mean()
         box_median = np.median(probabilities[:, :_BOX])

@@ -340,7 +340,7 @@ def find_text(samples: FirstSamples) -> Text | None:
             continue
         blank = _find_blank(tables)
         if blank is not None:
-            # CTC alone repeats a symbol over several steps, which are then merged
+            # only CTC's text has blanks between symbols; there equal steps in a row are one symbol
             is_ctc = any(_has_symbol_after_blank(steps, blank) for steps in tables)
             return Text(name, tables[0].shape[1], blank, axis, merged=is_ctc)
     return None

@@ -88,7 +88,7 @@ class Top1:
         labels = self._batch_labels(self.labels, first_sample, batch)
         self.reference_hits += int((reference_classes == labels).sum())
         self.candidate_hits += int((classes == labels).sum())
-        # labels may be numbered from 1, or with a background that the model lacks
+        # hits if the labels were numbered one higher or lower: from 1, or with a background class
         for shift in (1, -1):
             shifted_classes = (reference_classes + shift) % self._class_limit
             self.shifts[shift] += int((labels == shifted_classes).sum())

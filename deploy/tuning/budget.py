@@ -189,7 +189,7 @@ class BudgetSearch:
         Returns:
             (a search among repaired models, its first trial); None if that loses no less.
         """
-        # where the user configured the one search of all layers, only biases are repaired
+        # if the user's configuration leaves one search for all layers, only biases are repaired
         repairs = ("bias",) if len(self.searches) == 1 else (ROUNDING, "bias")
         request = self.request.with_choices(replace(base.choices, searches=self.find_nearest()))
         assert request.evaluation_set is not None

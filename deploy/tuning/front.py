@@ -193,7 +193,8 @@ class SplitChooser:
     def _time_likely_trials(self) -> None:
         """Measure and store the times of trials that may win (`_likely_trials`).
 
-        If that fails, no measured time counts any more: all are predicted.
+        If that fails, measured times are dropped and all times are predicted: the two kinds cannot
+        be compared.
         """
         if self.measure is None:
             return

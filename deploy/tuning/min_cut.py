@@ -98,7 +98,7 @@ class _FlowNetwork:
         return distances
 
     def _find_path(self, distances: Mapping[int, int], untried_ends: list[list[int]]) -> list[int]:
-        """Return one path of fewest pipes from the int8 end to the float end; empty without one.
+        """Return one shortest path of pipes from the int8 end to the float end; empty without one.
 
         Args:
             distances: node -> number of pipes from it to the float end.

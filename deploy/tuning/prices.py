@@ -398,8 +398,11 @@ def _price_node(
 def _products_per_value(node: onnx.NodeProto, dims: Sequence[int]) -> float:
     """Return the number of multiplications by weights that an output value of a layer takes.
 
-    `dims`: shape of the weight, [C_out, C_in of a group, ...] of a Conv, [C_in, C_out of a group,
-    ...] of a ConvTranspose, [C_in, C_out] of a matrix product, the other way round with transB.
+    `dims`: shape of the weight::
+
+        Conv             [C_out, C_in of a group, *kernel]
+        ConvTranspose    [C_in, C_out of a group, *kernel]
+        MatMul, Gemm     [C_in, C_out], or [C_out, C_in] with transB
     """
     node_attributes = attributes(node)
     if node.op_type in ("Gemm", "MatMul"):
@@ -407,8 +410,8 @@ def _products_per_value(node: onnx.NodeProto, dims: Sequence[int]) -> float:
         return math.prod(dims) / max(columns, 1)
     if node.op_type == "Conv":
         return math.prod(dims[1:])
-    # a pixel of the input is multiplied with the entire kernel, and becomes as many pixels of the
-    # output as a step of the strides has
+    # ConvTranspose: a pixel of the input is multiplied with the entire kernel, and gives as many
+    # pixels of the output as the product of the strides
     input_channels = dims[0] / int(node_attributes.get("group", 1))
     pixel_count = math.prod(map(int, node_attributes.get("strides", [1])))
     return input_channels * math.prod(dims[2:]) / pixel_count

@@ -478,10 +478,10 @@ def add_score_outputs(
         model: the trial model.
         scores_by_output: output of the float model -> its scores (see `find_ranked_scores`).
     """
-    # as outputs they have the names of the float model, which a trial may not have: see below
+    # the new outputs have the float model's names for the scores, whatever the trial calls them
     extended = copy_with_outputs(model, scores_by_output.values())
     graph = extended.graph
-    tensors = {name for node in graph.node for name in node.output}
+    tensors = {name for node in graph.node for name in node.output}  # with a node that makes them
     for output, trial_scores in find_ranked_scores(model).items():
         float_scores = scores_by_output.get(output, trial_scores)
         if float_scores not in tensors:  # the trial has them under another name

@@ -339,7 +339,7 @@ class Search:
 
         A split whose time alone costs more than the cheapest trial cannot win and is not tried.
         """
-        splits = self.predicted_front()
+        splits = self.predicted_front()  # the fastest first
         if not splits:
             return
         predicted_costs = [self._predicted_cost(split) for split in splits]
@@ -352,8 +352,9 @@ class Search:
                 is_new = 0 <= neighbour < len(splits) and neighbour not in cost_by_index
                 if is_new and len(cost_by_index) < self.effort.split_trials:
                     cost_by_index[neighbour] = self._cost_of_split(base, splits[neighbour])
-            tried = [i for i in (center, center - step, center + step) if i in cost_by_index]
-            cheapest = min(tried, key=cost_by_index.__getitem__)
+            nearby = (center, center - step, center + step)
+            tried_indices = [index for index in nearby if index in cost_by_index]
+            cheapest = min(tried_indices, key=cost_by_index.__getitem__)
             if cheapest == center:
                 step //= 2
             center = cheapest

@@ -81,9 +81,10 @@ def measure_sensitivity(
     max_trials: int,
     prior: Sensitivity | None = None,
 ) -> Sensitivity:
-    """Return the noise of groups of layers; the noisiest groups are halved until they are layers.
+    """Return the noise of groups of layers, the noisiest ones divided down to single layers.
 
-    Noise is the error of the model's outputs where this group alone is in int8.
+    Noise is the error of the model's outputs if a group alone is in int8. The noisiest group is
+    halved and its halves are measured, again and again, as long as trials are left.
 
     Args:
         layers: units with weights, in the model's order.
@@ -93,7 +94,7 @@ def measure_sensitivity(
         prior: what another target's search measured; its noisiest groups are measured first, and
             the noise of its other groups is taken over. None without one.
     """
-    # what is known before, and the groups to begin with
+    # what an earlier search measured, and the groups to begin with
     noise_by_group: dict[Group, Noise] = {}
     groups = split_into_groups(layers, first_groups)
     if prior is not None:
@@ -115,7 +116,7 @@ def measure_sensitivity(
         noise_by_half = _measure_runnable(halves, measure)
         trial_count += 2
         if len(noise_by_half) < len(halves):
-            unsplittable.add(group)  # a half cannot run: the noise of the group is all there is
+            unsplittable.add(group)  # a half cannot run, so the noise of the whole group stays
         else:
             del noise_by_group[group]
             noise_by_group |= noise_by_half

@@ -146,7 +146,9 @@ def _find_layer_inside(
     maker_by_tensor: Mapping[str, onnx.NodeProto],
     kernel_owners: Collection[str | None],
 ) -> str | None:
-    """Return the one layer that is fused into a kernel; None if none or several can be.
+    """Return the only layer that may be fused into a kernel; None without one, or with several.
+
+    It is searched for upstream of the node that gave the kernel its name.
 
     Args:
         end: the node that the kernel is named after, the last of the fused ones.
@@ -155,7 +157,7 @@ def _find_layer_inside(
     """
     layers: set[str] = set()
     visited, waiting = {end.name}, [end]
-    for node in waiting:  # which grows meanwhile
+    for node in waiting:  # grows inside the loop
         for name in node.input:
             maker = maker_by_tensor.get(name)
             if maker is None or maker.name in kernel_owners:

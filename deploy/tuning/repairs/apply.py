@@ -115,9 +115,9 @@ def _repair_phase(
 ) -> Iterator[RepairInput]:
     """Yield the input of repairs: every other sample computes them, the rest evaluate them.
 
-    Some of the rest are held out too: they accept or reject the change of a single layer. Of few
-    samples all compute and evaluate, and none is held out. While it is open, the progress of the
-    layers is shown.
+    Some of those that evaluate also accept or reject the change of a single layer (`held_out`). If
+    samples are few, all of them compute and evaluate, and none is held out. While the context is
+    open, the progress of the layers is shown.
     """
     inputs = [sample for sample, _ in samples]
     computing_inputs, held_out_inputs, evaluation = inputs, inputs[:0], samples

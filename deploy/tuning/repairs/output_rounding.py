@@ -341,7 +341,9 @@ def _undo_worse_rows(
     scales: Float64Array,
     held_out: FloatArray,
 ) -> float:
-    """Round the rows of output channels to nearest again, in place, where that has no more error.
+    """Round output channels to nearest again, in place, where rounding by error gained nothing.
+
+    An output channel is a row of K weights. Its errors are compared on held-out samples.
 
     Args:
         steps: weight / scale, [groups, C_out per group, K].
@@ -351,7 +353,7 @@ def _undo_worse_rows(
         held_out: patches, [groups, K, P].
 
     Returns:
-        The squared error of what remains, relative to that of rounding all to nearest.
+        The squared error of the resulting weights, relative to that of rounding all to nearest.
     """
 
     def row_errors(rounded_steps: NDArray[np.floating]) -> Float64Array:

@@ -374,7 +374,7 @@ def _read_pairs(
         axis = int(attributes(weight_dq).get("axis", 1))
         is_written_as_conv = layer.is_transposed_conv and node.op_type == "Conv"
         if is_written_as_conv:
-            axis = 1
+            axis = 1  # a ConvTranspose has its output channels there
         # scales after those of the layer's channels belong to padding channels; or they repeat the
         # first ones, in a ConvTranspose that is written as a Conv with channels for several pixels
         weight_scales = weight_scales[: layer.out_channels]
