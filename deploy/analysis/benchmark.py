@@ -145,9 +145,8 @@ def bench(
         make_inputs, notes = partial(_take_images, feed), preprocessing_notes(feed)
         accuracies = _compare_outputs(engines, feed, metric)
 
-    batch_sizes: list[int | None] = [*sorted(set(batches))]  # the smallest first
-    if not batch_sizes:
-        batch_sizes = [None]  # the model's own
+    # the smallest first; without batches, None for the model's own size
+    batch_sizes: list[int | None] = [*sorted(set(batches))] or [None]
     latencies_by_batch: dict[int | None, dict[str, Latency]] = {}
     for batch in batch_sizes:
         latencies_by_batch[batch] = _measure_batch(
@@ -190,13 +189,13 @@ def _make_row(
     latencies_by_batch: Mapping[int | None, Mapping[str, Latency]],
     accuracy: Accuracy | None,
 ) -> EngineRow:
-    """Return the row of an engine in the report, whose latency is that of the smallest batch.
+    """Return the report's row of an engine; its latency is that of the smallest batch.
 
     Args:
         label: of the engine.
         engine: the engine.
-        latencies_by_batch: batch size, the smallest first, None for the model's own -> label ->
-            latency.
+        latencies_by_batch: batch size (the smallest first; None for the model's own) -> label of an
+            engine -> its latency.
         accuracy: of the engine; None for the reference, or without images.
     """
     latency_by_label = next(iter(latencies_by_batch.values()))

@@ -411,7 +411,7 @@ def _read_engine(
         )
     loaded = load_float_or_qdq(against)
     target = find_target(path, targets)
-    # nodes of an ONNX file can be listed; for any other engine one decision stands for all
+    # the nodes of an ONNX file can be listed; any other engine counts as int8, by one decision
     decisions: tuple[Decision, ...] = (_UNLISTED_INT8,)
     if target.runs_here:
         decisions = _engine_decisions(path)
@@ -478,8 +478,7 @@ def _make_report(
     if gates.min_speedup is not None:
         limits = replace(limits, min_speedup=gates.min_speedup)
     # samples spread over the feed; with a fixed batch, each has several images
-    sample_count = max(1, _INPUT_SAMPLES // feed.batch)
-    spread_samples = list(feed.spread_samples(sample_count))
+    spread_samples = list(feed.spread_samples(max(1, _INPUT_SAMPLES // feed.batch)))
     input_doubts = check_input_samples(spread_samples, feed.preprocess, loaded.model)
     if feed.preprocess is not None:
         input_doubts += shipped.image_doubts

@@ -281,13 +281,14 @@ def model_notes(report: Path, loaded: LoadedModel) -> Iterator[str]:
 
 
 def with_stored_preprocess(dataset: Dataset, stored: Mapping[str, object], report: Path) -> Dataset:
-    """Return images with the preprocessing of a build, where the user's options set no other.
+    """Return images with the preprocessing of a build, changed by the options that the user set.
 
-    Arrays, which are fed as they are, are returned unchanged.
+    Arrays are fed as they are, so a dataset of arrays is returned unchanged. So is one whose
+    preprocessing the user set completely.
 
     Args:
         dataset: images with the user's preprocessing, or some options of it.
-        stored: preprocessing as the report has it; {} without.
+        stored: the build's preprocessing, as JSON from its report; {} if it has none.
         report: path of the report.
 
     Raises:

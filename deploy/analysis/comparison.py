@@ -552,7 +552,7 @@ def _pair_tensors(
 ) -> dict[str, str]:
     """Return tensor of the first model -> tensor of the second one, the shared outputs last.
 
-    An output is compared as it is given, not in front of a DequantizeLinear.
+    An output is compared as the model returns it, also if a DequantizeLinear makes it.
     """
     pairs = pair_tensors_by_name(first_model, second_model)
     second_outputs = _output_names(second_model)

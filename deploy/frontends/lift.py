@@ -216,14 +216,14 @@ TRAINING_NOTES = {
 def end_training_mode(model: onnx.ModelProto) -> Counter[str]:
     """Write BatchNormalization nodes in training mode for inference, in place.
 
-    One with stored statistics uses these; one without becomes an InstanceNormalization if each
-    sample runs alone. Any other stays, and the user gets a note on it.
+    A node with stored statistics uses these. A node without them becomes an InstanceNormalization
+    if each sample runs alone, else it stays. `TRAINING_NOTES` has a note for each case.
 
     Args:
         model: opset 13 or newer, with folded constants and inferred shapes.
 
     Returns:
-        Outcome, "inference", "instances" or "training" (`TRAINING_NOTES`) -> number of nodes.
+        Outcome ("inference", "instances" or, if it stays, "training") -> number of nodes.
     """
     node_counts: Counter[str] = Counter()
     opset = opset_of(model)
@@ -349,8 +349,8 @@ def _half_type_attributes(graph: onnx.GraphProto) -> Iterator[onnx.AttributeProt
 def drop_casts(graph: onnx.GraphProto, types: dict[str, int]) -> int:
     """Remove casts to the type that a tensor already has, in place; return their number.
 
-    Exporters of mixed precision leave them behind. ONNX Runtime drops them too, but here they
-    would separate a Conv from its bias. A cast that produces a graph output stays.
+    Exporters of mixed precision leave such casts behind. ONNX Runtime drops them too, but later:
+    here they would separate a Conv from its bias. A cast that produces a graph output stays.
 
     Args:
         graph: with sorted nodes.
@@ -366,7 +366,10 @@ def drop_casts(graph: onnx.GraphProto, types: dict[str, int]) -> int:
 
 
 def _insert_casts(graph: onnx.GraphProto) -> None:
-    """Cast float16 inputs to float32, and the float32 results of float16 outputs back, in place."""
+    """Cast float16 inputs to float32, and the float32 results of float16 outputs back, in place.
+
+    The casts to outputs are marked in their doc_string, for readers of the written files.
+    """
     produced = all_outputs(graph.node)
     names = tensor_names(graph)
     float32_names: dict[str, str] = {}  # input or output -> the tensor that the nodes use instead

@@ -467,7 +467,7 @@ def inline_functions(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
     functions = {(function.domain, function.name): function for function in model.functions}
     try:
         node_count = _count_inlined(all_nodes(model.graph), functions, {})
-    except RecursionError:  # a chain of calls longer than that is no sensible model either
+    except RecursionError:  # functions nested so deeply are refused like too many nodes
         node_count = _MAX_NODES + 1
     if node_count > _MAX_NODES:
         raise ModelError(
@@ -505,7 +505,7 @@ def _count_inlined(
     Args:
         nodes: of the graph or of a function.
         functions: (domain, name) -> function.
-        counts: (domain, name) -> number of a function's nodes; gets those that are missing.
+        counts: (domain, name) -> number of a function's nodes, inlined; filled here, {} at first.
     """
     count = 0
     for node in nodes:
@@ -514,7 +514,7 @@ def _count_inlined(
             count += 1
             continue
         if key not in counts:
-            counts[key] = 0  # for a call of itself inside
+            counts[key] = 0  # what a call of itself inside counts
             counts[key] = _count_inlined(all_nodes(functions[key]), functions, counts)
         count += counts[key]
     return count

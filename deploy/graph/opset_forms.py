@@ -266,8 +266,8 @@ def _complete_crop(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
 def _complete_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     """Return the nodes of a Resize of all axes, in place of one whose `axes` are only some.
 
-    Sizes that keep the ratio of the sides (keep_aspect_ratio_policy) become scales. A Resize of all
-    axes without that policy stays as it is.
+    If the sizes are limits within which the ratio of the sides is kept (keep_aspect_ratio_policy),
+    scales replace them. A Resize of all axes without that policy stays as it is.
 
     Raises:
         CannotRewrite: sizes that keep the ratio of the sides need known shapes; the rank is

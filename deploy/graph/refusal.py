@@ -153,11 +153,10 @@ def _find_glue_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement)
         return _find_pad_refusal(graph, node)
     if node.op_type == "ReduceMean" and not is_global_mean(graph, node):
         return "it is the mean over other axes than a picture's"
-    kernel_refusal = ""
     if placement.runs_on_onnxruntime:
         kernel_refusal = _find_kernel_refusal(node)
-    if kernel_refusal:
-        return f"{kernel_refusal} on {placement.name}"
+        if kernel_refusal:
+            return f"{kernel_refusal} on {placement.name}"
     return ""
 
 

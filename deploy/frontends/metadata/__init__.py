@@ -68,7 +68,7 @@ def read_class_names(model: onnx.ModelProto) -> dict[int, str]:
         return {}
     try:
         names = ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):  # the file may come from anybody
+    except (ValueError, SyntaxError, RecursionError, MemoryError):  # as of a malicious text
         return {}
     if isinstance(names, list):
         names = dict(enumerate(names))
