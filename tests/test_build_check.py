@@ -142,13 +142,14 @@ def test_changed_scripts_are_alerts(copy, pictures):
 def test_model_in_memory_is_saved_for_later_checks(small_cnn, pictures, tmp_path):
     """A build that was moved still has the model that no file of the user's holds."""
     model = onnx.load(small_cnn)
-    calib8.build(model, pictures, out=tmp_path / "first", **QUICK)
+    built = calib8.build(model, pictures, out=tmp_path / "first", **QUICK)
     folder = (tmp_path / "first").rename(tmp_path / "moved")
     name = Path(calib8.report(folder).model.path).name
     assert onnx.load(folder / "calib8" / name) == model
     report = check(folder, pictures)
     assert not report.failed
     assert not report.alerts
+    assert report.engine("FP32").size_bytes == built.engine("FP32").size_bytes
     assert calib8.explain(folder, images=pictures).targets[0].held.samples > 0
 
 
