@@ -170,6 +170,7 @@ def test_float_reasons_are_ordered_by_kind(changed_copy):
         "onnxruntime",
     )
     assert "5 of 5 nodes" in text
+    assert text.count(reasons.NOISE_NOTE) == 1
     labels = [
         "by noise    Conv a",
         "Conv b",

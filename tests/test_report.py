@@ -42,6 +42,7 @@ from deploy.report.verdict import Verdict
 from deploy.targets import OnnxRuntime
 from deploy.targets.base import BuildResult
 from deploy.terminal import visible
+from deploy.tuning.reasons import NOISE_NOTE
 
 HOSTILE = "\x1b[31m\u202e\udcff<script>alert('x')</script>|`*_[a](b)&\"\n# no heading"
 
@@ -791,6 +792,9 @@ def test_float_nodes_are_grouped_by_cost():
     assert [group.names[0] for group in groups] == ["d", "c", "m", "r0", "s0", "u0"]
     assert groups[-1].reason == "a tensor of it is not float32"
     assert len(groups[-1].names) == 5
+    for count in (0, len(rows)):
+        text = to_markdown(target_report(nodes=tuple(rows[:count])))
+        assert (NOISE_NOTE in text) == (count > 0)
 
 
 def test_sections_have_unique_ids_and_links():

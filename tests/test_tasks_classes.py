@@ -12,6 +12,9 @@ from deploy.metrics.accuracy import Accuracy, Comparison, StoredOutputs
 from deploy.metrics.levels import DOUBTFUL, GOOD, UNUSABLE, judge_accuracy
 from deploy.metrics.output_errors import USUAL, OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy, derive_form
+from deploy.report import Report, to_screen
+from deploy.report.parts import EngineRow
+from deploy.report.verdict import Verdict
 from deploy.tasks import Metric
 from deploy.tasks.evaluation_task import TaskFigure
 from deploy.tasks.indices import NO_CLASS, CountedPlaces, PlaceCounts
@@ -161,6 +164,16 @@ def test_embeddings_keep_their_neighbours():
     assert found.words.startswith(f"{round(found.value * 12)} of 12 nearest neighbours")
     _, few = figure(references[:4], references[:4])
     assert few.figure == "mean cosine" and few.value == pytest.approx(1)
+
+
+@pytest.mark.parametrize("set_task", ["", "embeddings"])
+def test_screen_questions_only_recognised_embeddings(set_task):
+    vectors = rng().standard_normal((12, 64)).astype(np.float32)
+    outputs = [{"e": vector[None]} for vector in vectors]
+    form = derive_form(outputs, inputs=[fed()] * 12, metric=Metric(None, task=set_task))
+    accuracy = Accuracy(samples=12, outputs=(), why=form.reason)
+    engine = EngineRow(label="int8", accuracy=accuracy, verdict=Verdict(GOOD, ()))
+    assert ("--task classes" in to_screen(Report(engines=(engine,)))) == (not set_task)
 
 
 def skewed(number, *, positive=False):

@@ -10,7 +10,7 @@ from deploy.report.screen import entries, entry, labelled_table
 from deploy.report.tables import FRONT_HEADS, split_row
 from deploy.terminal import PrintedResult, join_visible
 from deploy.tuning.plan_file import SplitRow
-from deploy.tuning.reasons import CONSEQUENCE, NOISE, RULE, TIME
+from deploy.tuning.reasons import CONSEQUENCE, NOISE, NOISE_NOTE, RULE, TIME
 
 SCHEMA = "calib8-explanation/1"
 _MAX_ROWS = 10  # rows of a table unless all are asked for
@@ -267,6 +267,8 @@ def _float_node_lines(target: TargetExplanation, max_rows: int | None) -> Iterat
         lines = [_describe_group(group, max_rows) for group in groups[:max_groups]]
         yield from entries(label, lines)
         yield from _count_hidden(groups, max_groups)
+        if groups and kind == NOISE:
+            yield from entry("", f"({NOISE_NOTE})")
 
 
 def _describe_group(group: FloatNodeGroup, max_rows: int | None) -> str:

@@ -168,6 +168,7 @@ def _verdicts(report: Findings) -> Iterator[str]:
 
 # labels of the lines that one screen shows
 _SHORT = ("Size", "Latency p50", "CPU time p50")
+_EMBEDDINGS = "taken for embeddings by the values; --task classes if they are scores of classes"
 _TASKS = ("Top-1", "mAP .50:.95")
 _WITHOUT_TASK = ("Top-1 agreement", "SQNR", "SQNR, worst part")
 
@@ -187,6 +188,10 @@ def _short_table(report: Findings) -> Iterator[str]:
 
 def _decisions(report: Findings) -> Iterator[str]:
     """Yield the lines below the short table, down to the files to ship and what to do next."""
+    accuracies = [engine.accuracy for engine in report.engines if engine.accuracy]
+    # such figures puzzle the user of a classifier; a task that is declared has its source there
+    if any(accuracy.why.startswith("embeddings:") for accuracy in accuracies):
+        yield from entry("Task", _EMBEDDINGS)
     yield from entries("Speed", speed_texts(report))
     yield from entries("Device", report.device_texts)
     if report.feed:

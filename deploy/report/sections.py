@@ -36,6 +36,7 @@ from deploy.report.parts import TensorRow
 from deploy.report.previews import BoxRow, ClassRow, DrawnBox, DrawnBoxes, Raster, ViewRow
 from deploy.report.report_rows import float_groups, worst_first, worst_rows, worst_weights
 from deploy.report.tables import target_suffix
+from deploy.tuning.reasons import NOISE, NOISE_NOTE, reason_kind
 
 Sections = Iterator[Section]
 
@@ -246,14 +247,17 @@ def _nodes(report: Findings) -> Sections:
     for target in targets:
         coverage, operators = tables.coverage(target), tables.quantized_operators(target)
         rows.append((target.name, coverage, operators, target.method, target.options_text))
-    blocks = [Table(["target", "nodes", "operators", "ranges by", "options"], rows, "words")]
+    blocks: list[Block] = [
+        Table(["target", "nodes", "operators", "ranges by", "options"], rows, "words")
+    ]
 
     has_several = len(report.targets) > 1
     float_heads = ["float operator", "nodes", "why it stays float"]
     if has_several:
         float_heads.append("on")
     float_rows: list[list[Cell]] = []
-    for group in float_groups(targets):
+    groups = float_groups(targets)
+    for group in groups:
         for node_names, target_names in group.nodes_and_targets:  # targets with the same nodes
             cells: list[Cell] = [group.op, node_names, group.reason]
             if has_several:
@@ -261,6 +265,8 @@ def _nodes(report: Findings) -> Sections:
             float_rows.append(cells)
     if float_rows:
         blocks.append(Table(float_heads, float_rows, "words"))
+    if any(reason_kind(group.reason) == NOISE for group in groups):
+        blocks.append(Paragraph(f"{NOISE_NOTE}."))
     yield Section("Nodes", blocks)
 
 
