@@ -212,7 +212,7 @@ def _shorten(value: str) -> str:
 def _build_facts(build: StoredBuild) -> Iterator[tuple[str, str]]:
     """Yield (name, value) of the model, images, targets and machine of a build.
 
-    A build from Python has no file of options; the options of its targets are facts instead.
+    A build from Python has no file of options; for it the options of each target are yielded too.
     """
     report = build.report
     if report.model:

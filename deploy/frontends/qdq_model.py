@@ -125,7 +125,9 @@ def _with_standard_pairs(original: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _check_pairs(model: onnx.ModelProto, index: Graph) -> Iterator[PairGrid]:
-    """Check every Q/DQ pair, and yield the grids of those on constants, such as weights.
+    """Check every Q/DQ pair, and yield the grids of the nodes on constants, such as weights.
+
+    A grid is the scale, zero point and integer type of a QuantizeLinear or DequantizeLinear.
 
     Raises:
         ModelError: names a node that does not fit, and why.

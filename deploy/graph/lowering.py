@@ -198,8 +198,8 @@ def _write_group_norm(builder: _NodeBuilder) -> None:
     """Write a GroupNormalization as an InstanceNormalization of [N, groups, rest of the values].
 
     Before opset 21 its scale and bias have a value for each group, and so become those of the
-    InstanceNormalization. Since then they have one for each channel, and are applied afterwards, on
-    the input's own shape. The node that is added last makes the output.
+    InstanceNormalization. From opset 21 on they have one for each channel, and are applied
+    afterwards, in the shape of the input. The node that is added last makes the output.
     """
     _refuse_half_sums(builder)
     groups = builder.attrs["num_groups"]

@@ -438,7 +438,7 @@ def _place_pairs(graph: Graph, placement: Placement, int8_nodes: Nodes) -> tuple
 
 
 def _find_paired_tensors(graph: Graph, placement: Placement, int8_nodes: Nodes) -> set[str]:
-    """Return the tensors with a Q/DQ pair that all readers read: inputs and outputs of int8 nodes.
+    """Return the tensors whose Q/DQ pair all their readers use: inputs and outputs of int8 nodes.
 
     ONNX Runtime's int8 kernels of Gemm and MatMul can write float, which loses nothing, so their
     output has a pair only as the input of an int8 node.

@@ -93,7 +93,7 @@ def parse_object(text: str, name: str) -> dict[str, Any]:
 
 
 def parse_numbers(value: object, name: str) -> tuple[float, ...]:
-    """Return one number, or one per channel; `value` may be "[0.5, 0.5]" or "127.5 127.5".
+    """Return one number, or one per channel; a text may be "[0.5, 0.5]" or "127.5 127.5".
 
     Raises:
         ConfigError: not numbers, or too many.
