@@ -202,7 +202,7 @@ class Comparison:
 
         self._samples += sample_count
         self._buffered_batches.append(batch)
-        # the slices and the task (the form) are derived once there are enough samples
+        # batches wait in the buffer until they show the form: the slices and the task
         samples_for_form = form_samples(batch.inputs, batch.reference, sample_count)
         if self._form is not None or self._samples >= samples_for_form:
             self._count_buffered()

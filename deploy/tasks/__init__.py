@@ -168,8 +168,8 @@ def _recognise(samples: FirstSamples, rows: Sequence[TaskRow]) -> EvaluationTask
 def _try_without_argmax(samples: FirstSamples, rows: Iterable[TaskRow]) -> EvaluationTask | None:
     """Return the first task that fits the outputs, in three attempts; or None.
 
-    Scores and their ArgMax say the same. So the outputs are tried without ArgMax, then all of them
-    (the ArgMax may be of another task), then without the scores, whose form may be unknown.
+    Scores and their ArgMax say the same. So the outputs are tried without the ArgMax; then all of
+    them, since it may be another task's; then without the scores, which may fit no task.
 
     `rows`: the tasks to try, in this order.
     """

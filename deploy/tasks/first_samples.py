@@ -88,8 +88,9 @@ def drop_outputs(samples: FirstSamples, names: Collection[str]) -> FirstSamples:
 def find_states(samples: FirstSamples) -> dict[str, str]:
     """Return output -> input that takes it at the next call, for the states of a recurrent model.
 
-    An output is a state if it has an input's shape and type. Empty if all outputs or all inputs
-    would be states: then the model may rebuild its input, as an autoencoder does.
+    An output is taken for a state if it has an input's shape and type. If that holds for all
+    outputs or for all inputs, the model may rebuild its input, as an autoencoder does: then the
+    result is empty.
     """
     input_by_state: dict[str, str] = {}
     input_names = samples.inputs[0] if samples.inputs else {}

@@ -288,7 +288,7 @@ def find_integers(samples: FirstSamples) -> Indices | None:
 
     is_list_by_name = {}  # output -> whether its rows are in any order
     for name, arrays in arrays_by_name.items():
-        # beside other outputs, integers that are equal in all samples may be a constant
+        # integers that are equal in all samples may be a constant, unless they are all there is
         is_constant = len({value.tobytes() for value in arrays}) == 1
         if is_constant and len(arrays_by_name) < len(samples.all_output_names):
             continue

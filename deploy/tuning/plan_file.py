@@ -129,7 +129,7 @@ class TargetPlan:
 
         built_split = split_by_number[number]
         row, choices = built_split.row, built_split.choices
-        # a node that is float in the plan's own split too keeps its reason
+        # a node that is float in the plan that is built now, too, keeps its reason there
         reason = f"split {number} of the plan keeps it in float"
         float_nodes = dict.fromkeys(choices.float_nodes, reason)
         for name in float_nodes.keys() & self.choices.float_nodes.keys():

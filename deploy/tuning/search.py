@@ -118,7 +118,7 @@ class Search:
         """
         self._try_all_in_int8()
         best = min(self.trial_by_key.values(), key=lambda trial: trial.mean_loss)
-        # so much noise hides which method is best: the noisiest layers must be float first
+        # much noise of a few layers hides which method is best, so these become float first
         if best.noise.worst > _DROWNED_LOSS:
             self._try_splits_by_noise(best)
             best = self.best

@@ -236,7 +236,7 @@ def make_prober(
         samples = replace_by_scores(
             model, samples, keep_outputs=keep_outputs, threads=request.threads
         )
-        form = None  # the given one is of the class numbers
+        form = None  # `form` is that of the class numbers
         build_trial = partial(_trial_with_scores, build_trial, ranked_scores)
     if setup.is_held_out:
         # on samples that gave its ranges, a trial's clipping would seem to cost nothing
@@ -405,8 +405,8 @@ def _unseen_gain_db(
 ) -> float | None:
     """Return how many dB more a trial's worst slice has than its rival's, on unseen samples.
 
-    Half of the samples run with ranges of the other half, and the other way round, so that no
-    sample runs with ranges that it gave. None where no ranges can be made from half of the samples.
+    Either half of the samples runs with the ranges of the other half, so that no sample runs with
+    ranges that it gave. None if no ranges can be made from half of the samples.
     """
     halves = halved_requests(setup.target, setup.request, count_samples)
     if not halves:
@@ -416,7 +416,7 @@ def _unseen_gain_db(
     max_samples = max(_MIN_COMPARED, min(CANDIDATES // 2, max_sample_count(setup.evaluation_set)))
     worst_sqnr_db = []
     for candidate in (trial, rival):
-        # of the two models, each runs the half that gave no range to it
+        # one model for either half; it runs on the samples that did not give its ranges
         models = [setup.build_trial(half.with_added_choices(candidate.choices)) for half in halves]
         comparison = GrowingComparison(
             models,
