@@ -224,8 +224,7 @@ def find_classes(samples: FirstSamples) -> Classes | None:
     names = [name for name, rows in candidates.items() if are_probabilities_or_logs(rows)]
     allows_others = False
     if names:
-        all_are_vectors = len(vectors) == len(samples.names)
-        allows_others = samples.has_pictures and all_are_vectors
+        allows_others = samples.has_pictures and len(vectors) == len(samples.names)
     else:
         names = _find_raw_scores(candidates, samples)
     has_others = len(names) < len(samples.names)

@@ -372,9 +372,8 @@ def _read_pairs(
     axis = None  # of the output channels, in the weight of the float model
     if weight_scales.size > 1:
         axis = int(attributes(weight_dq).get("axis", 1))
-        is_written_as_conv = layer.is_transposed_conv and node.op_type == "Conv"
-        if is_written_as_conv:
-            axis = 1  # a ConvTranspose has its output channels there
+        if layer.is_transposed_conv and node.op_type == "Conv":  # a ConvTranspose written as a Conv
+            axis = 1  # where the ConvTranspose has its output channels
         # scales after those of the layer's channels belong to padding channels; or they repeat the
         # first ones, in a ConvTranspose that is written as a Conv with channels for several pixels
         weight_scales = weight_scales[: layer.out_channels]
