@@ -402,7 +402,7 @@ class ProgressReporter:
         clock: returns seconds.
         is_terminal: whether stderr is a terminal on which a line can be redrawn.
         numbered: names of the run's phases, in order, for their numbers.
-        phases: the phases now open.
+        phases: "loading" or the last numbered phase that ended, then the phases now open.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -417,7 +417,7 @@ class ProgressReporter:
 
     def __post_init__(self) -> None:
         self._start = self._last_line = self.clock()
-        # shown while no other phase is open
+        # shown while no other phase is open; later the last step of the run is
         self.phases = [Phase(name="loading", start=self._start, has_line=True)]
 
     def begin(self) -> None:
@@ -445,6 +445,8 @@ class ProgressReporter:
         with self._lock:
             self.phases.remove(phase)
             self.phases[-1].inner_seconds += self.clock() - phase.start
+            if phase.number and len(self.phases) == 1:
+                self.phases = [phase]  # what comes before the next step belongs to this one
 
     def step(self, phase: Phase) -> None:
         """Count one more step."""
@@ -578,7 +580,7 @@ def _format_bar(phases: Sequence[Phase], now: float) -> str:
     """
     from tqdm import tqdm
 
-    shown_phases = phases[1:] or phases  # the first, "loading", only while it is alone
+    shown_phases = phases[1:] or phases  # the first only while it is alone
     names = ": ".join(f"{phase.number}{phase.name}" for phase in shown_phases)
     description = phases[-1].describe(now)
     columns = terminal_columns()

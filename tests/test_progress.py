@@ -117,6 +117,19 @@ def test_phase_line_repeats_every_10_s(plain_lines):
     assert plain_lines(12.0) == "calib8: accuracy: 120 of 400 samples, 28 s left\n"
 
 
+def test_numbered_phase_shows_until_the_next(plain_lines):
+    reporter = plain_lines.reporter
+    reporter.numbered = ("targets", "layers")
+    targets = Phase(name="targets")
+    assert plain_lines(10.0) == "calib8: loading: 10 s\n"
+    reporter.enter(targets)
+    reporter.leave(targets)
+    unnumbered_phase = Phase(name="loading the engines", start=15.0)
+    reporter.enter(unnumbered_phase)
+    reporter.leave(unnumbered_phase)
+    assert plain_lines(20.0) == "calib8: targets: 20 s\n"
+
+
 def test_quick_phases_print_after_10_s(plain_lines):
     printed = []
     for number in range(12):
