@@ -110,7 +110,7 @@ MIN_OBJECTS = 40  # fewer boxes, labels or points hide a loss of 0.025
 MIN_SAMPLES = 30  # fewer samples hide that of one class in 30
 # sentences of `_describe_too_few`, `question_reference` and `deploy.calibration.input_checks`
 _TOO_FEW = re.compile(r"\d+ (?P<things>.+) (?:is|are) too few; (?P<missing>.+) would do")
-_TOO_NOISY = ", which is too noisy to be sure of"
+_TOO_NOISY = ", too noisy to be sure of"
 _KEPT = " kept"  # ending of a figure that counts things, such as "boxes kept"
 _Finding = tuple[str, str]  # level, and the reason as a sentence
 
