@@ -444,6 +444,9 @@ def test_every_verdict_has_a_next_step(verdict, speed, effort, message):
     (step,) = [*next_steps(report)] or [""]
     assert message in step
     assert bool(message) == bool(step)
+    untimed = dataclasses.replace(report, request=dataclasses.replace(request, is_untimed=True))
+    build = "build --config o/calib8.toml"
+    assert [*next_steps(untimed)] == [step.replace(build, f"{build} --duration 3")]
 
 
 @pytest.mark.parametrize(

@@ -316,6 +316,7 @@ def _request_part(build: PreparedBuild) -> RequestPart:
         has_evaluation=build.evaluation is not None,
         is_module=is_module,
         is_quantized=build.loaded.qdq is not None,
+        is_untimed=options.duration_s == 0,  # not None, which is 0 for another CPU
     )
 
 

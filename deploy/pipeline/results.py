@@ -256,12 +256,13 @@ def _earlier_flags(
     request, earlier_request = report.request, earlier.request
     if request is None or earlier_request is None:
         return ""
-    # advice that was followed, and limits, do not change the engines
+    # advice that was followed, limits and latency runs do not change the engines
     comparable_request = replace(
         request,
         followed=earlier_request.followed,
         max_loss=earlier_request.max_loss,
         min_speedup=earlier_request.min_speedup,
+        is_untimed=earlier_request.is_untimed,
     )
     if comparable_request == earlier_request:
         return ""

@@ -370,6 +370,7 @@ _DEVICE_SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "atc command, with the chip as argument": ("where atc is, for its chip", ("Ascend310P3",)),
 }
 _PROGRAM = "program that runs it"  # role of a file of ONNX Runtime's target
+_DURATION_S = 3  # default of a build's latency runs
 IMAGES, EFFORT = "images", "effort"  # names of steps that are offered once
 
 
@@ -414,6 +415,8 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
     request = report.request or RequestPart()
     options_file = path_of(report.files, OPTIONS)
     command = f"calib8 build --config {shlex.quote(options_file)}"
+    if request.is_untimed and not all(map(_has_device_script, report.targets)):
+        command += f" --duration {_DURATION_S}"  # the file of options has 0
     target_command = command
     if len(report.targets) > 1:
         target_command += f" --target {target.name}"
@@ -435,7 +438,7 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
     if request.is_quantized:
         yield "the float model that it was made from: calib8 build FLOAT.onnx --images FOLDER"
     elif options_file and not verdict.gated:  # no limit that the user set is missed
-        yield from _effort_steps(request, request.effort.get(target.name, 0), options_file)
+        yield from _effort_steps(request, request.effort.get(target.name, 0), options_file, command)
         if report.model:
             yield f"use the float model: {report.model.path}"
     if page := path_of(report.files, REPORT):
@@ -456,12 +459,15 @@ def _data_steps(verdict: Verdict, request: RequestPart, build: str) -> Iterator[
         yield f"with the preprocessing that the model was trained with: {build} {preprocessing}"
 
 
-def _effort_steps(request: RequestPart, effort: int, options: str) -> Iterator[str]:
+def _effort_steps(request: RequestPart, effort: int, options: str, build: str) -> Iterator[str]:
     """Yield builds that search longer, and training with int8 for a PyTorch model.
 
-    `effort`: that of the target's search so far; `options`: path of the build's options.
+    Args:
+        request: what the user asked for.
+        effort: that of the target's search so far.
+        options: path of the build's options.
+        build: the command that repeats the build.
     """
-    build = f"calib8 build --config {shlex.quote(options)}"
     if effort == 0:
         yield f"{build} --effort 1"
     if request.has_method:
