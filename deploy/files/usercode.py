@@ -209,7 +209,9 @@ def _restored_handlers() -> Iterator[None]:
     finally:
         if threading.current_thread() is threading.main_thread():  # no other may set handlers
             for number, handler in handlers.items():
-                if handler is not None:  # None: C code set it, and Python cannot set it again
+                # None: C code set it, and Python cannot set it again. An unchanged one stays, since
+                # setting it would undo that the system acts on the second SIGINT (deploy.signals)
+                if handler is not None and signal.getsignal(number) is not handler:
                     signal.signal(number, handler)
 
 
