@@ -252,6 +252,7 @@ ALLOWED_DOORS = {
     "deploy.cli": "where what stdout did not take goes",
     "deploy.feed.array_files": "maps of what was opened, and of its own temporary files",
     "deploy.feed.images": "pictures",
+    "deploy.feed.temporary_arrays": "its own temporary file, which has no name",
     "deploy.files.atomic": "descriptors of what it writes, and those that hold locks",
     "deploy.machine": "the system's description of the processor",
     "deploy.runtimes.openvino": "its own temporary files, in its own process",

@@ -146,7 +146,7 @@ def test_a_task_that_is_set_holds_for_the_search_and_the_verdict(
     assert asked == {"embeddings"}
     result, out = accuracy(small_cnn, "--task", "none")
     assert asked == {"embeddings", "none"} and result["task"] is None and "SQNR" in out
-    report = calib8.build(small_cnn, pictures, out=tmp_path / "p", task="values", duration_s=0)
+    report = calib8.build(small_cnn, pictures, out=tmp_path / "p", task="none", duration_s=0)
     assert report.engines[1].accuracy.task is None
 
 
