@@ -281,7 +281,7 @@ def _affine(histogram: Histogram, grid: Grid, power: float) -> tuple[float, floa
     """Return the range (low, high) with the least error on an affine grid.
 
     Candidates for an end are shares (`_RATIOS`) of the extreme of the data on its side of 0. Each
-    end is searched with the other one fixed.
+    end is searched with the other one fixed. `power`: exponent of the error.
     """
     edges = histogram.edges()
     bins = _Bins.of((edges[:-1] + edges[1:]) / 2, histogram.signed(), grid, power)
@@ -291,14 +291,14 @@ def _affine(histogram: Histogram, grid: Grid, power: float) -> tuple[float, floa
     lows, highs = low * _RATIOS, high * _RATIOS
 
     @cache  # the second round often repeats the first
-    def best_low(high: float) -> float:
-        return float(lows[bins.best(lows, np.full(_RATIOS.size, high))])
+    def best_low(fixed_high: float) -> float:
+        return float(lows[bins.best(lows, np.full(_RATIOS.size, fixed_high))])
 
     @cache
-    def best_high(low: float) -> float:
-        return float(highs[bins.best(np.full(_RATIOS.size, low), highs)])
+    def best_high(fixed_low: float) -> float:
+        return float(highs[bins.best(np.full(_RATIOS.size, fixed_low), highs)])
 
-    # each end twice, first the one further from 0
+    # each end twice, first the one further from 0: high, low, high, low or low, high, low, high
     starts_with_high = high >= -low
     if starts_with_high:
         high = best_high(low)

@@ -115,7 +115,8 @@ def derive_form(
 ) -> OutputForm:
     """Return the task of a model's outputs, and the slices of them that are measured.
 
-    Both are derived from the values of the first samples.
+    Both are derived from the values of the first samples. A slice is a part of an output that is
+    compared by itself, such as the scores of a detector.
 
     Args:
         reference_outputs: the float model's outputs, one mapping per sample or batch.
@@ -134,28 +135,31 @@ def derive_form(
         samples, inputs=samples.inputs[:sample_count], outputs=samples.outputs[:sample_count]
     )
     task, declared_by = recognise_task(first, metric.task)
+    # outputs that the figure of the task says nothing of
     uncovered = () if task is None else _find_uncovered(task, first)
 
     slices = {name: _slice_output(name, task, first) for name in reference_outputs[0]}
-    scores = _find_cell_scores(slices, first)  # slice -> scores that say where it counts
-    # slice as it is measured -> mean to subtract from it, or None
-    mean_by_part: dict[OutputSlice, Array | None] = {}
+    # slice -> the slice of its scores: where these are low (a hidden landmark) no error counts
+    scores = _find_cell_scores(slices, first)
+    # values that hardly vary are measured without their mean: measured slice -> mean, None for none
+    mean_by_measured: dict[OutputSlice, Array | None] = {}
+    measured_slices: dict[str, tuple[OutputSlice, ...]] = {}
     for name, output_slices in slices.items():
         is_uncovered = task is None or name in uncovered
         mean_by_slice = _choose_measures(name, output_slices, task, is_uncovered, samples, scores)
-        slices[name] = tuple(mean_by_slice)
-        mean_by_part |= mean_by_slice
+        measured_slices[name] = tuple(mean_by_slice)
+        mean_by_measured |= mean_by_slice
 
-    parts = list(mean_by_part)
-    if not parts and task is None:  # integers alone, which still are equal or not
+    parts = list(mean_by_measured)
+    if not parts and task is None:  # all outputs are integers: complete outputs, equal or not
         parts = [OutputSlice(output=name) for name in reference_outputs[0]]
     return OutputForm(
         parts=tuple(parts),
         task=task,
         states=find_states(first),
-        means={part: mean for part, mean in mean_by_part.items() if mean is not None},
+        means={part: mean for part, mean in mean_by_measured.items() if mean is not None},
         uncovered=uncovered,
-        reason=_describe_task(task, first, slices, declared_by),
+        reason=_describe_task(task, first, measured_slices, declared_by),
         set_task=metric.task,
         batch_inputs=metric.declared.batch_inputs,
     )

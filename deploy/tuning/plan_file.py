@@ -127,9 +127,9 @@ class TargetPlan:
             numbers = ", ".join(map(str, split_by_number)) or "none"
             raise ConfigError(f"a split must be one of the plan's, {numbers}, got {number}")
 
-        built_split = split_by_number[number]
-        row, choices = built_split.row, built_split.choices
-        # a node that is float in the plan that is built now, too, keeps its reason there
+        chosen_split = split_by_number[number]
+        row, choices = chosen_split.row, chosen_split.choices
+        # a node that this plan has in float too keeps its reason, which says more
         reason = f"split {number} of the plan keeps it in float"
         float_nodes = dict.fromkeys(choices.float_nodes, reason)
         for name in float_nodes.keys() & self.choices.float_nodes.keys():

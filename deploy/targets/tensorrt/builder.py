@@ -193,6 +193,7 @@ def engine_key(
     # makes the build faster
     for name in ("plugins", "timing_cache", "earlier_timing_cache"):
         options.pop(name)
+    # the names of these keys stay too: they are in the keys of engines built earlier
     options["profiles"] = {
         name: {"least": shapes.min_shape, "best": shapes.opt_shape, "most": shapes.max_shape}
         for name, shapes in settings.profiles.items()

@@ -77,23 +77,34 @@ def correct_biases(
 def _corrected_biases(
     int8_model: onnx.ModelProto, request: BuildRequest, repair_input: RepairInput
 ) -> Iterator[tuple[WeightedLayer, Float64Array]]:
-    """Yield (layer, its bias [C_out] plus the mean that int8 takes from its output).
+    """Yield (layer, its corrected bias [C_out]).
+
+    That is its bias plus the mean of the float model's output less that of the int8 layer's, of
+    each output channel. A patch has the inputs of one output position; rows are the weights, a row
+    for each output channel.
 
     `int8_model`: the target's model, from which the quantization of the layers is read.
     """
     layers = [layer for layer in find_weighted_layers(request.model) if layer.can_have_bias]
     # an earlier repair may have changed the weights in `request`; the goal is the float model
     float_layers = {layer.name: layer for layer in find_weighted_layers(repair_input.reference)}
-    quantized = read_all_quantizations(int8_model, layers)
-    for layer, patches in layer_patches(
-        repair_input.reference,
+    quantization_by_name = {}
+    nearest_layers = []
+    for layer, quantization in read_all_quantizations(int8_model, layers).values():
         # weights of AMCT's AdaRound do not follow from the float weights, so they are left out
-        [layer for layer, quantization in quantized.values() if quantization.is_nearest],
+        if quantization.is_nearest:
+            quantization_by_name[layer.name] = quantization
+            nearest_layers.append(layer)
+
+    patches_by_layer = layer_patches(
+        repair_input.reference,
+        nearest_layers,
         repair_input.samples,
         max_patches=_PATCHES,
         threads=repair_input.threads,
-    ):
-        _, quantization = quantized[layer.name]
+    )
+    for layer, patches in patches_by_layer:
+        quantization = quantization_by_name[layer.name]
         weight = np.asarray(quantization.quantize_weight(layer), np.float32)
         int8_patches = [quantization.quantize_inputs(values) for values in patches]
         float_means = _mean_outputs(float_layers[layer.name].rows, patches)
