@@ -745,6 +745,15 @@ def a_scale_a_channel():
     return net.model(1, 3)
 
 
+def weight_of_shape(operator, shape, attributes=()):
+    """A layer whose int8 weight has a scale for each of 4 channels."""
+    net = Pairs()
+    axis = min(len(shape) - 1, 1)
+    net.int8(np.ones(shape, np.int8), "w", scale=[0.1] * 4, zero=np.zeros(4, np.int8), axis=axis)
+    net.add(operator, "xd w", "y", "layer", dict(attributes))
+    return net.model(1, 4, 2, 2)
+
+
 def codes_as_an_output():
     model = two_convs()
     model.graph.output.append(make_value("xd.q", [1, 3, 6, 6], TensorProto.UINT8))
@@ -764,8 +773,14 @@ def codes_as_an_output():
             "must form pairs",
         ),
         (two_convs(opset=10), "opset 11 or newer"),
+        (weight_of_shape("Gemm", [4]), "must load the model"),
+        (weight_of_shape("ConvTranspose", [4]), "must load the model"),
+        (weight_of_shape("ConvTranspose", [4, 4, 1, 1], {"group": -1}), "must load the model"),
     ],
-    ids=["none", "no layer", "integers", "a channel", "output", "alone", "old"],
+    ids=[
+        *("none", "no layer", "integers", "a channel", "output", "alone", "old"),
+        *("Gemm of a vector", "ConvTranspose of a vector", "negative groups"),
+    ],
 )
 def test_invalid_qdq_model_is_refused(model, match, ended, tmp_path):
     path = save_net(model, tmp_path / "m.onnx")

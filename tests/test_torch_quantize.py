@@ -308,6 +308,8 @@ def test_mode_is_measured_beside_empty_outputs():
     result = measure_mode("static", model, model, [[torch.ones(1, 3)]])
     assert result.max_error == 0
     assert result.sqnr_db == np.inf
+    silent = module(lambda self, x: None)
+    assert measure_mode("static", silent, silent, [[torch.ones(1, 3)]]).max_error == 0
 
 
 def test_calibration_keeps_modes_of_modules():

@@ -108,6 +108,8 @@ def test_computed_weights_are_reported(wording):
     with pytest.raises(ModelError) as raised:
         prepare(model, [X])
     wording.check(raised.value)
+    with pytest.raises(ModelError, match="must be copied"):
+        to_onnx(model.eval(), [X])
 
 
 def wrapped():

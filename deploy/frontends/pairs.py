@@ -188,10 +188,11 @@ def weight_grid(node: onnx.NodeProto, index: Graph) -> tuple[PairGrid, NDArray[n
     stored_axes = permutation or list(range(rank))
     if sorted(stored_axes) != list(range(rank)):
         raise UnfitError("its weight is turned in a way that does not fit it")
-    if stored_axes[channel_axis(node, rank)] != scale_axis % rank:
+    if stored_axes.index(scale_axis % rank) != channel_axis(node, rank):
         raise UnfitError("its weight has no scale by output channel")
     if node.op_type == "ConvTranspose":  # its weight is [C_in, C_out / groups, ...]
-        return grid, np.tile(grid.scale, group_count(node))
+        # nothing has checked the model yet, so its number of groups may be wrong
+        return grid, np.tile(grid.scale, max(group_count(node), 1))
     return grid, grid.scale.copy()
 
 

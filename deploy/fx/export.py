@@ -29,6 +29,7 @@ from deploy.fx.comparison import (
 )
 from deploy.fx.device import quiet
 from deploy.fx.fakequant import ExportedModule, FakeQuant, FixedQuant
+from deploy.fx.plain_copy import deep_copy
 from deploy.fx.trace import explain_export_failure
 from deploy.graph.edit import (
     copy_message,
@@ -161,8 +162,8 @@ def to_onnx(
         dynamic_batch: make the batch dynamic, named "batch".
 
     Raises:
-        ModelError: the model does not run for the inputs, torch.export cannot follow it, or it
-            fixes the batch.
+        ModelError: the model cannot be copied, it does not run for the inputs, torch.export cannot
+            follow it, or it fixes the batch.
         ExportError: the exporter cannot write this opset.
     """
     if any(isinstance(module, FakeQuant) for module in model.modules()):
@@ -434,7 +435,7 @@ def _varies(output: torch.Tensor) -> bool:
 
 def _exportable_copy(model: nn.Module) -> nn.Module:
     """Return a copy of `model` whose quantizers emit ONNX operators."""
-    exportable = copy.deepcopy(model).eval()
+    exportable = deep_copy(model).eval()
     for module in exportable.modules():
         if isinstance(module, ExportedModule):
             module.exporting = True

@@ -109,7 +109,7 @@ def measure_mode(
     sqnr = math.nan  # of outputs that are all 0
     if signal_power or noise_power:
         sqnr = sqnr_db(signal_power, noise_power)
-    max_error = float(np.max(errors))  # NaN if one is, which `max` would lose
+    max_error = float(np.max(errors, initial=0.0))  # NaN if one is, which `max` loses
     return ModeResult(mode, size, ratio, max_error, sqnr)
 
 

@@ -41,12 +41,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
     for module, name, weight in hook_weights:
         setattr(module, name, weight.detach())
     try:
-        copied = copy.deepcopy(model)
-    except Exception as error:  # a user's module may hold anything
-        raise ModelError(
-            f"a model must be copied before it is changed, got {type(error).__name__}:"
-            f" {first_line(error)}; keep open files, locks and computed tensors out of its modules"
-        ) from error
+        copied = deep_copy(model)
     finally:
         for module, name, weight in hook_weights:
             setattr(module, name, weight)
@@ -58,6 +53,21 @@ def plain_copy(model: nn.Module) -> nn.Module:
         module._compiled_call_impl = None  # of module.compile(), which is a wrapper without a class
         _fix_computed_weights(module)
     return copied
+
+
+def deep_copy(model: nn.Module) -> nn.Module:
+    """Return a deep copy of a model as it is.
+
+    Raises:
+        ModelError: one of its modules holds something that cannot be copied.
+    """
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:  # a user's module may hold anything
+        raise ModelError(
+            f"a model must be copied before it is changed, got {type(error).__name__}:"
+            f" {first_line(error)}; keep open files, locks and computed tensors out of its modules"
+        ) from error
 
 
 def in_eval_mode(model: nn.Module) -> nn.Module:
