@@ -346,21 +346,23 @@ def _half_type_attributes(graph: onnx.GraphProto) -> Iterator[onnx.AttributeProt
                 yield attribute
 
 
-def drop_casts(graph: onnx.GraphProto, types: dict[str, int]) -> int:
+def drop_casts(graph: onnx.GraphProto, dtypes: dict[str, int]) -> int:
     """Remove casts to the type that a tensor already has, in place; return their number.
 
-    Exporters of mixed precision leave such casts behind. ONNX Runtime drops them too, but later:
-    here they would separate a Conv from its bias. A cast that produces a graph output stays.
+    Exporters of mixed precision leave such casts behind. ONNX Runtime drops them too, but only when
+    it runs the model: before that they would separate a Conv from its bias. A cast that produces a
+    graph output stays.
 
     Args:
         graph: with sorted nodes.
-        types: tensor -> its element type.
+        dtypes: tensor -> its element type.
     """
 
     def keeps_type(node: onnx.NodeProto) -> bool:
-        if node.op_type != "Cast" or not types.get(node.input[0]):
+        if node.op_type != "Cast":
             return False
-        return bool(attributes(node).get("to") == types[node.input[0]])
+        dtype = dtypes.get(node.input[0])  # None or 0 (UNDEFINED) if it is unknown
+        return bool(dtype) and bool(attributes(node).get("to") == dtype)
 
     return bypass(graph, keeps_type)
 

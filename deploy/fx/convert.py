@@ -236,23 +236,23 @@ def _record_pass(
 ) -> tuple[Recorders, int]:
     """Run a model for all batches and record its tensors; return (recorders, number of runs).
 
-    `lead_recorders`: module -> recorder of the lead, whose range a new recorder starts with; empty
-    if the statistic has no lead.
+    `lead_recorders`: module -> recorder of `statistic.lead`, another statistic that was recorded
+    first and whose range a new recorder starts with; empty if there is none.
     """
     recorders: Recorders = {}
-    hook = partial(_record, recorders, statistic, lead_recorders)
+    record_hook = partial(_record, recorders, statistic, lead_recorders)
     handles = []
     for module in model.modules():
-        # the range of a quantizer with monitors comes from their tensors
+        # a quantizer with monitors takes its range from them, so only they are observed
         is_observed_quantizer = isinstance(module, FakeQuant) and not module.monitors
         if is_observed_quantizer or isinstance(module, RangeMonitor):
-            handles.append(module.register_forward_pre_hook(hook))
+            handles.append(module.register_forward_pre_hook(record_hook))
 
     run_count = 0
     device = device_of(model)
-    total = len(batches) if isinstance(batches, Sized) else None
+    batch_count = len(batches) if isinstance(batches, Sized) else None
     try:
-        with phase("calibration", total, "batches") as step, torch.no_grad():
+        with phase("calibration", batch_count, "batches") as step, torch.no_grad():
             for batch in batches:
                 model(*move_tensors(select_arguments(batch, model), device))
                 run_count += 1

@@ -463,7 +463,7 @@ def _compare_halves(
     if run.stability_rule is None or agreement is not None:
         return agreement, ()
     # with a rule, halves are compared at 16 samples for the first time
-    return None, (f"whether samples are enough is told from 16 on: there were {len(run.feed)}",)
+    return None, (f"whether samples are enough is judged from 16 on: there were {len(run.feed)}",)
 
 
 def _check_float_model(run: CalibrationRun, evaluation_set: EvaluationSet) -> tuple[str, bool]:

@@ -191,8 +191,8 @@ def score_reading(
 ) -> list[Floats] | None:
     """Return the scores of each sample in another reading.
 
-    A loss is a sample of which the float model is less sure than in the reading in use. None after
-    more than `MAX_LOSSES` of them, without running the other samples.
+    None once the float model is less sure of more than `MAX_LOSSES` samples than in the reading in
+    use; the other samples do not run then.
 
     Args:
         samples: (inputs in the reading in use, label or None) of each sample.
@@ -202,7 +202,7 @@ def score_reading(
         other_preprocess: the other one.
     """
     scores: list[Floats] = []
-    loss_count = 0
+    less_sure_count = 0
     for (sample, label), used_sample_scores in zip(samples, used_scores, strict=False):
         inputs = {
             name: renormalize(array, used_preprocess, other_preprocess)
@@ -211,8 +211,8 @@ def score_reading(
         other_scores = score(inputs, label)
         scores.append(other_scores)
         if confidence_of(other_scores) < confidence_of(used_sample_scores):
-            loss_count += 1
-        if loss_count > MAX_LOSSES:
+            less_sure_count += 1
+        if less_sure_count > MAX_LOSSES:
             return None
     return scores
 

@@ -246,7 +246,7 @@ def _header_findings(
     """
     header = cache.header
     remedy = _relabel_command(path, version or header.version or "X.Y.Z", algorithm)
-    # the label is the version as a number; the legacy form has none, and any version reads it
+    # the label is the version as a number; the legacy form, which any version reads, has none
     is_labeled = header.label is not None
     if version is not None and is_labeled and header.label != trt_cache.version_label(version):
         text = (
@@ -479,9 +479,9 @@ def _largest_change(changed: Sequence[ScaleDifference]) -> str:
 
 def write_cache_note(
     request: BuildRequest,
-    cache: Path,
-    text: bytes,
-    model: onnx.ModelProto,
+    cache_path: Path,
+    cache_bytes: bytes,
+    float_model: onnx.ModelProto,
     float32_nodes: Mapping[str, str],
 ) -> Path | None:
     """Write the note beside a cache: its model and what the calibration depended on.
@@ -490,21 +490,22 @@ def write_cache_note(
 
     Args:
         request: the build request.
-        cache: path of the cache.
-        text: the bytes of the cache.
-        model: the float model as it was written.
+        cache_path: path of the cache.
+        cache_bytes: content of the cache.
+        float_model: the float model as it was written.
         float32_nodes: node that must run in float32 -> its output tensor.
 
     Returns:
         Path of the note; None if the ranges came from a cache of the user's own.
     """
-    if request.ranges.trusted is not None:  # the user trusts a cache whose origin is unknown
+    if request.ranges.trusted is not None:  # a cache of the user's own: its origin is unknown
         return None
-    file_digest = sha256(model.SerializeToString(deterministic=True))
+    file_digest = sha256(float_model.SerializeToString(deterministic=True))
     fingerprint = replace(
         make_fingerprint(request.subject, request.manifest),
-        model={"graph": model_digest(model), "file": file_digest},
+        model={"graph": model_digest(float_model), "file": file_digest},
         method=request.chosen_ranges.chosen_by,
     )
-    note = store.make_text_only_json(text, fingerprint, float32_layers=float32_nodes)
-    return atomic.write_bytes(store.sidecars(cache)[0], note)
+    note_bytes = store.make_text_only_json(cache_bytes, fingerprint, float32_layers=float32_nodes)
+    note_path, _ = store.sidecars(cache_path)
+    return atomic.write_bytes(note_path, note_bytes)
