@@ -121,8 +121,6 @@ int32 = DataType.INT32
 bool = DataType.BOOL
 if VERSION >= (9,):
     bfloat16, int64 = DataType.BF16, DataType.INT64
-_SOURCES = "CUBLAS CUBLAS_LT CUDNN EDGE_MASK_CONVOLUTIONS JIT_CONVOLUTIONS"
-TacticSource = _enum("TacticSource", ((8,), _SOURCES), gone="CUBLAS CUBLAS_LT CUDNN")
 MemoryPoolType = _enum("MemoryPoolType", ((8,), "WORKSPACE DLA_MANAGED_SRAM"))
 TensorIOMode = _enum("TensorIOMode", ((8,), "NONE INPUT OUTPUT"))
 TensorLocation = _enum("TensorLocation", ((8,), "DEVICE HOST"))

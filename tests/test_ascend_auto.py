@@ -26,7 +26,7 @@ from deploy.targets.ascend.record import read_record
 from deploy.tuning.budget import BudgetSearch
 from deploy.tuning.repairs.repair_layers import find_weighted_layers, read_all_quantizations
 from tests.models import run_net
-from tests.vendor_models import calibrate_amct, save_net
+from tests.vendor_models import calibrate_amct, plan_amct, save_net
 
 
 @pytest.fixture(scope="module")
@@ -387,9 +387,7 @@ def test_auto_takes_no_labels_of_objects(refusal, small_cnn, data, tmp_path):
 def test_threads_sharing_plans_get_all_weights(parts, monkeypatch):
     model, graph, _, samples = parts
     config = default_config(graph, batch_num=len(samples))
-    plan = RecordPlan(
-        model=model, graph=graph, config=config, model_key="float", samples=len(samples)
-    )
+    plan = plan_amct(model, graph, samples, config)
     observed = observe(plan.observations, samples, runs=Counter())
     plain = RecordPlan._weight
 

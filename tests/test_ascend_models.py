@@ -21,7 +21,7 @@ from deploy.errors import BackendError, ExportError, FeedError
 from deploy.frontends import load
 from deploy.graph.edit import name_nodes_by_index
 from deploy.targets.ascend import deploy_model
-from deploy.targets.ascend.amct_calibration import RecordPlan, observation_model
+from deploy.targets.ascend.amct_calibration import observation_model
 from deploy.targets.ascend.config import default_config, read_config, resolve_config
 from deploy.targets.ascend.executor import compare_deploy_model
 from deploy.targets.ascend.fake_quant import fake_quant_model
@@ -29,7 +29,7 @@ from deploy.targets.ascend.layers import find_layers
 from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import LayerRecord, read_record
 from tests.models import run_net
-from tests.vendor_models import build_net, calibrate_amct, fetch_model
+from tests.vendor_models import build_net, calibrate_amct, fetch_model, plan_amct
 
 CASES = Path(__file__).parent / "golden" / "amct" / "cases"
 NAMES = ["small_default", "small_dmq", "small_hfmg_sym", "small_ifmr_asym", "small_mixed"]
@@ -175,14 +175,7 @@ def test_exact_values_are_kept_on_request(default, monkeypatch):
     config, batches = config_of("small_default", graph), inputs("small_default")
     records = {}
     for exact in (True, False):
-        plan = RecordPlan(
-            model=model,
-            graph=graph,
-            config=config,
-            model_key="float",
-            samples=len(batches),
-            exact=exact,
-        )
+        plan = plan_amct(model, graph, batches, config, exact=exact)
         observed = observe(plan.observations, batches, runs=Counter())
         assert {histogram.stored_values is not None for histogram in observed.values()} == {exact}
         records[exact] = plan.record(observed).records

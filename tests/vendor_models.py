@@ -119,7 +119,13 @@ def fetch_model(package, version, file):
 def calibrate_amct(model, graph, batches, config, *, exact=False):
     """Observe a model on these batches, dicts of input name -> array; return AMCT's record."""
     batches = list(batches)
-    plan = RecordPlan(
+    plan = plan_amct(model, graph, batches, config, exact=exact)
+    return plan.record(observe(plan.observations, batches, runs=Counter()))
+
+
+def plan_amct(model, graph, batches, config, *, exact=False):
+    """Return AMCT's plan for a model: what it observes on these batches, for its record."""
+    return RecordPlan(
         model=model,
         graph=graph,
         config=config,
@@ -127,4 +133,3 @@ def calibrate_amct(model, graph, batches, config, *, exact=False):
         samples=len(batches),
         exact=exact,
     )
-    return plan.record(observe(plan.observations, batches, runs=Counter()))
