@@ -495,15 +495,22 @@ def compare_deploy_model(
             # rounding may change a shape, such as the number of boxes after suppression
             if is_float and value.shape == npu_value.shape == amct_value.shape:
                 npu_difference = _relative_difference(value, npu_value)
-                # NumPy's maximum, since `max` would lose a NaN
+                amct_cosine = _cosine_of_numbers(value, amct_value)
+                # NumPy's maximum and minimum, since Python's would lose a NaN
                 max_npu_difference = float(np.maximum(max_npu_difference, npu_difference))
-                min_amct_cosine = min(min_amct_cosine, cosine(value, amct_value))
+                min_amct_cosine = float(np.minimum(min_amct_cosine, amct_cosine))
     return DeployComparison(
         samples=len(samples),
         max_npu_difference=max_npu_difference,
         min_amct_cosine=min_amct_cosine,
         sum_share_by_layer=max_share_by_layer,
     )
+
+
+def _cosine_of_numbers(value: NDArray[Any], reference: NDArray[Any]) -> float:
+    """Return the cosine without the values that are NaN in both; NaN if only one has a NaN."""
+    is_compared = ~(np.isnan(value) & np.isnan(reference))
+    return cosine(value[is_compared], reference[is_compared])
 
 
 def _relative_difference(value: NDArray[Any], reference: NDArray[Any]) -> float:

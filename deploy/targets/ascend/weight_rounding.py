@@ -403,6 +403,7 @@ def _search_blocks(
             return [job.result() for job in jobs]
         except BaseException:
             is_stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)  # blocks that no thread has begun
             raise
 
 
