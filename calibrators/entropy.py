@@ -71,11 +71,12 @@ def divergence(counts: NDArray[np.float64], kept_bins: int) -> float:
 
 
 def _divergences(counts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the KL divergence for every number i of kept bins, 128 to 2048: [1921] float64.
+    """Return KL(P, Q) for every number i of bins that are kept, 128 to 2048: [1921] float64.
 
-    P has the count p of each kept bin, the last of which also has the outliers: all counts beyond.
-    Q has in each occupied bin of a level the mean s / n: s the sum of the level's counts without
-    outliers, n the number of its occupied bins. With A all counts and S the kept ones::
+    P has the count p of each kept bin; the last one also has the outliers, all counts beyond it.
+    Q has one value for the occupied bins of a level, the mean s / n: s is the sum of the level's
+    counts without outliers, n the number of its occupied bins. With A the sum of all counts and S
+    that of the kept bins::
 
         A * KL = sum p ln p  -  sum p ln(s / n)  +  A ln(S / A)
 
@@ -83,28 +84,29 @@ def _divergences(counts: NDArray[np.float64]) -> NDArray[np.float64]:
 
     Sums over bins are differences of prefix sums: entry i is the sum of the bins before bin i.
     """
-    kept_bins = np.arange(LEVELS, BINS + 1)
-    sums, occupied = _prefix_sums(counts), _prefix_sums(counts > 0)
-    kept_counts, total = sums[kept_bins], counts.sum()
-    last_count, outliers = counts[kept_bins - 1], total - kept_counts
+    kept_bins = np.arange(LEVELS, BINS + 1)  # every i; arrays below have a value for each
+    counts_before, occupied_before = _prefix_sums(counts), _prefix_sums(counts > 0)
+    kept_sums, total = counts_before[kept_bins], counts.sum()
+    last_count, outliers = counts[kept_bins - 1], total - kept_sums
 
     # sum p ln p; the outliers change the term of the last bin
     kept_bin_terms = _prefix_sums(_xlogx(counts))[kept_bins]
     p_terms = kept_bin_terms - _xlogx(last_count) + _xlogx(last_count + outliers)
 
     # sum p ln(s / n): each level is a run of bins, whose term is computed once for all i
-    run_terms = _run_terms(sums, occupied)
+    run_terms = _run_terms(counts_before, occupied_before)
     level_terms = np.take(run_terms, _run_of_level()).sum(axis=1)
     last_level_start = _level_starts()[:, LEVELS - 1]
-    last_level_bins = np.maximum(occupied[kept_bins] - occupied[last_level_start], 1)
-    last_mean = (kept_counts - sums[last_level_start]) / last_level_bins
+    last_level_bins = occupied_before[kept_bins] - occupied_before[last_level_start]
+    last_level_sum = kept_sums - counts_before[last_level_start]
+    last_mean = last_level_sum / np.maximum(last_level_bins, 1)
     outlier_terms = outliers * np.log(np.where(last_mean > 0, last_mean, 1.0))
 
     with np.errstate(divide="ignore", invalid="ignore"):
-        kept_terms = total * np.log(kept_counts / total)
-        kl = (p_terms - level_terms - outlier_terms + kept_terms) / total
+        total_terms = total * np.log(kept_sums / total)  # A ln(S / A)
+        kl = (p_terms - level_terms - outlier_terms + total_terms) / total
     # where q is 0 and p is not: no kept count at all, or outliers in an empty last bin
-    is_infinite = (kept_counts == 0) | ((last_count == 0) & (outliers > 0))
+    is_infinite = (kept_sums == 0) | ((last_count == 0) & (outliers > 0))
     return np.where(is_infinite, np.inf, kl)
 
 

@@ -401,8 +401,8 @@ class HistogramGroup:
         addresses = [array_address(x) for x in values]
         sizes = [x.size for x in values]
         array_tables = np.array([addresses, sizes], np.uintp)
-        # the kernel reads the addresses of the histograms' states and counts from one table each,
-        # and those of the arrays and their sizes
+        # the kernel takes four tables: the addresses of the histograms' states and of their counts,
+        # the addresses of the arrays, and their sizes
         nan_count = counting_kernel.observe_each(
             counting_kernel.instruction_set,
             len(self.histograms),

@@ -229,13 +229,14 @@ class _Bins:
         steps, lowest, highest = _levels(lows, highs, self.grid)
         steps32 = (steps / unit).astype(np.float32)
         lowest32, highest32 = lowest.astype(np.float32), highest.astype(np.float32)
-        # a value outside these bounds is clipped, by more than the half step that rounding costs
+        # values outside these bounds are clipped by more than half a step, the most that rounding
+        # costs
         lower_bounds, upper_bounds = (lows - steps / 2) / unit, (highs + steps / 2) / unit
 
         block_errors: list[FloatArray] = []
         min_error = np.inf
         for block in _blocks(lows.size, centres.size):
-            # least one of all ranges that follow: the block's first range holds all of them
+            # the least clipping error of all remaining ranges, which the block's first one contains
             clipping_error = _clipping_error(
                 centres, counts, lower_bounds[block.start], upper_bounds[block.start], self.power
             )
@@ -281,7 +282,7 @@ def _affine(histogram: Histogram, grid: Grid, power: float) -> tuple[float, floa
     """Return the range (low, high) with the least error on an affine grid.
 
     Candidates for an end are shares (`_RATIOS`) of the extreme of the data on its side of 0. Each
-    end is searched with the other one fixed. `power`: exponent of the error.
+    end is searched twice, with the other one fixed. `power`: exponent of the error.
     """
     edges = histogram.edges()
     bins = _Bins.of((edges[:-1] + edges[1:]) / 2, histogram.signed(), grid, power)
@@ -298,13 +299,11 @@ def _affine(histogram: Histogram, grid: Grid, power: float) -> tuple[float, floa
     def best_high(fixed_low: float) -> float:
         return float(highs[bins.best(np.full(_RATIOS.size, fixed_low), highs)])
 
-    # each end twice, first the one further from 0: high, low, high, low or low, high, low, high
-    starts_with_high = high >= -low
-    if starts_with_high:
-        high = best_high(low)
-    low = best_low(high)
-    high = best_high(low)
-    low = best_low(high)
-    if not starts_with_high:
-        high = best_high(low)
+    starts_with_high = high >= -low  # with the end further from 0
+    for _ in range(2):
+        if starts_with_high:
+            high = best_high(low)
+        low = best_low(high)
+        if not starts_with_high:
+            high = best_high(low)
     return low, high

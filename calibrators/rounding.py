@@ -191,17 +191,17 @@ def _sweep(
     for _ in range(sweeps):
         has_changed = False
         for k in range(integers.shape[2]):  # of all groups and channels at once
-            opposite = low[:, :, k] + high[:, :, k] - integers[:, :, k]
-            step = opposite - integers[:, :, k]
+            other_integer = low[:, :, k] + high[:, :, k] - integers[:, :, k]
+            step = other_integer - integers[:, :, k]
             curvature = (products[:, k, k] + damping)[:, None]
             error_change = 2 * step * slope[:, :, k] + step * step * curvature
-            group, row = np.nonzero((error_change < 0) & ~fixed[:, :, k])
-            if not group.size:
+            groups, rows = np.nonzero((error_change < 0) & ~fixed[:, :, k])  # weights to move
+            if not groups.size:
                 continue
-            weight_step = step[group, row]
-            integers[group, row, k] = opposite[group, row]
-            slope[group, row] += weight_step[:, None] * products[group, k]
-            slope[group, row, k] += weight_step * damping[group]
+            weight_step = step[groups, rows]
+            integers[groups, rows, k] = other_integer[groups, rows]
+            slope[groups, rows] += weight_step[:, None] * products[groups, k]
+            slope[groups, rows, k] += weight_step * damping[groups]
             has_changed = True
         if not has_changed:
             break
@@ -305,7 +305,8 @@ def extract_patches(
     """
     if window is None:
         rows = np.asarray(value, np.float32).reshape(-1, value.shape[-1])
-        return np.ascontiguousarray(rows[sample_positions(seed, len(rows), max_count)].T)[None]
+        row_numbers = sample_positions(seed, len(rows), max_count)
+        return np.ascontiguousarray(rows[row_numbers].T)[None]
 
     sizes = value.shape[2:]
     paddings = window.paddings(sizes)

@@ -227,13 +227,16 @@ def find_trouble(histogram: Histogram) -> str | None:
 def search_scale(
     histogram: Histogram,
     search: Callable[[Histogram], Scale],
-    reach: tuple[float, float, float] | None = None,
+    reach: tuple[float, float, float] | None,
 ) -> Scale:
-    """Search the clip range of a tensor without trouble (see `find_trouble`).
+    """Search the clip range of a tensor within the values that its readers distinguish.
 
-    `search`: histogram -> range. `reach`: (floor, ceiling, limit) in real units: clamp the values
-    to the first two, then extend the range for rare large values up to the third
-    (`calibrators.percentile`).
+    Args:
+        histogram: statistics of the tensor, without trouble (see `find_trouble`).
+        search: histogram -> range.
+        reach: (floor, ceiling, limit) in real units: values are clamped to the first two before the
+            search; then the range is extended for rare large values, up to the third
+            (`calibrators.percentile`). None to search the values as they are.
     """
     if reach is None:
         return search(histogram)

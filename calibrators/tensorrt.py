@@ -341,6 +341,7 @@ def calibrator(
         def write_histogram_cache(self, pointer: Any, length: int) -> None:
             return None
 
-    return (Legacy if algorithm == "legacy" else Calibrator)(
+    calibrator_class = Legacy if algorithm == "legacy" else Calibrator
+    return calibrator_class(
         feed, batches=batches, shapes=shapes, memory=memory, cache=cache, keep=keep
     )

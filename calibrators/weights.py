@@ -99,13 +99,14 @@ def pair_stride(shape: Sequence[int]) -> int:
 def tight_pair_mask(weight_steps: NDArray[np.floating]) -> NDArray[np.bool_]:
     """Return a mask of the weights that must be rounded to nearest, so that the scales stay.
 
-    A pair are two weights whose products an older x86 CPU adds in 16 bits: neighbours where a
-    channel's weights are ordered position by position, and at each position channel by channel.
-    Pairs start at every second weight, with an odd number of channels at every one.
+    An older x86 CPU adds the products of two neighbouring weights, a pair, in 16 bits, which can
+    overflow. An output channel's weights lie in channels-last order: position by position in the
+    window, and at each position one input channel after the other. Pairs start at every second
+    weight, or at every weight if the number of input channels is odd.
 
     `pair_scales` limits the largest pair of a channel to 126 steps. Rounding both weights of a pair
-    up adds less than 2, so a pair above 124 steps could become larger than that and change the
-    scale: its weights are in the mask.
+    up adds less than 2, so a pair above 124 steps could exceed the limit and change the scale: its
+    weights are in the mask.
 
     `weight_steps`: weight / scale of `pair_scales`, [C_out, C_in of a group, ...], as the mask.
     """

@@ -241,15 +241,15 @@ def _losses(
         bits: width of the grid.
     """
     has_more_codes_than_bins = bits > 8  # 16 bits: then the float64 loss is no faster
-    # cubes that overflow float32 make AMCT's losses infinite, and so equal, unlike float64's
+    # `_integrate_square` takes cubes of distances, at most of this size. If they overflow, AMCT's
+    # float32 losses are infinite, and so all equal; float64 losses would not be.
     span = float(width) * counts.size
-    # bound of the values in `_integrate_square`
     max_cubes = span**3 * float(counts.sum()) / max(float(width), 1e-30)
     if has_more_codes_than_bins or max_cubes > _MAX_CUBES:
         return np.array([_loss32(counts, left, right, width, bits) for left, right in runs])
 
-    losses_in_bins = _fast_losses(counts, runs, bits)
-    losses: Float64Array = losses_in_bins * float(width) ** 2
+    losses_in_squared_bins = _fast_losses(counts, runs, bits)
+    losses: Float64Array = losses_in_squared_bins * float(width) ** 2
     steps = width * (runs[:, 1] - runs[:, 0] + 1).astype(np.float32) / np.float32(2**bits)
     losses[steps < FLT_EPSILON] = 0.0  # AMCT's loss of such a step, see `_loss32`
     for index in np.flatnonzero(losses <= losses.min() * (1 + _MARGIN)):

@@ -304,25 +304,27 @@ def _block_losses(
     squares: float,
     candidates: Candidates,
 ) -> Float64Array:
-    """Return `staircase_losses` of a few candidates, computed at once.
+    """Return `staircase_losses`, whose arguments it takes, of a few candidates at once.
 
-    Arrays over all steps hold those of the first candidate, then those of the second, and so on.
+    The code q(x) of a candidate goes up in steps. Arrays over all steps hold those of the first
+    candidate, then those of the second, and so on.
     """
     scale = candidates.scale.astype(np.float64)
     lowest_code, highest_code = _code_ends(candidates)
     step_counts = highest_code - lowest_code
-    starts = np.concatenate(([0], np.cumsum(step_counts)[:-1]))  # first step of each candidate
+    first_steps = np.concatenate(([0], np.cumsum(step_counts)[:-1]))  # of each candidate
 
     # the code below each step: lowest_code, lowest_code + 1, ... of each candidate
-    step_in_candidate = np.arange(step_counts.sum()) - np.repeat(starts, step_counts)
+    step_in_candidate = np.arange(step_counts.sum()) - np.repeat(first_steps, step_counts)
     code_below = np.repeat(lowest_code.astype(np.float64), step_counts) + step_in_candidate
     boundaries = (code_below + 0.5) * np.repeat(scale, step_counts)
 
-    # both sums over the data; `reduceat` adds up the steps of each candidate
+    # sum q x and sum q^2 over the data: as if all had the highest code, less what the data below
+    # each boundary have less; `reduceat` adds up the steps of each candidate
     counts_below, sums_below = count_below(boundaries)
-    sum_qx = highest_code * total - np.add.reduceat(sums_below, starts)
+    sum_qx = highest_code * total - np.add.reduceat(sums_below, first_steps)
     sum_qq = np.square(highest_code.astype(np.float64)) * count
-    sum_qq -= np.add.reduceat((2.0 * code_below + 1.0) * counts_below, starts)
+    sum_qq -= np.add.reduceat((2.0 * code_below + 1.0) * counts_below, first_steps)
     squared_error = squares - 2 * scale * sum_qx + scale * scale * sum_qq
     return squared_error / count
 

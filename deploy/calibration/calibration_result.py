@@ -164,15 +164,19 @@ class CalibrationResult(PrintedResult):
             everything: also the number of images and inferences.
             notes: further sentences.
         """
-        origin = "reused" if self.reused else f"written in {self.seconds:.1f} s"
         path = file or self.cache
-        if path is None:
-            path, origin = Path(self.loaded.name), f"observed in {self.seconds:.1f} s"
+        if path is None:  # no file was written
+            path = Path(self.loaded.name)
+            action = f"observed in {self.seconds:.1f} s"
+        elif self.reused:
+            action = "reused"
+        else:
+            action = f"written in {self.seconds:.1f} s"
         reason = self.reason
         if self.feed.share is not None:
             reason = f"shard {self.feed.share} of {self.feed.share.count} samples"
         lines = [
-            f"{path}: {origin} ({reason})",
+            f"{path}: {action} ({reason})",
             f"{len(self.ranges.observed)} observations of {self.feed.count} images",
         ]
         for target, observations in self.observations_by_target.items():
@@ -183,8 +187,8 @@ class CalibrationResult(PrintedResult):
             lines.append(self.agreement.sentence)
         if everything:
             lines.append(self.cost)
-        for tensor, reason in self.range_set.reasons.items():
-            lines.append(f"no scale for {tensor}: it {reason}")
+        for tensor, trouble in self.range_set.reasons.items():
+            lines.append(f"no scale for {tensor}: it {trouble}")
         lines += [*self.doubts, *self.warnings, *self.resumed, *self.notes]
         return join_visible([*lines, *preprocessing_notes(self.feed), *notes])
 

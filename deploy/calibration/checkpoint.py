@@ -140,11 +140,16 @@ class Checkpoint:
         self._next_save = now + max(MIN_INTERVAL_S, INTERVAL_RATIO * (now - self._save_start))
 
     def _write(self, sample_count: int, observed: ObservedStatistics) -> None:
-        """Replace the file by the statistics of the first samples, or note why not."""
+        """Replace the checkpoint's file by the statistics of the first samples, or note why not.
+
+        Args:
+            sample_count: how many samples the statistics hold.
+            observed: the statistics.
+        """
         sample_positions = self._feed.positions[:: self._feed.batch]  # of each sample's first image
         digests, skipped = self._feed.progress_after(sample_count)
         data = shards.serialize_shard(
-            share=self._feed.complete_share,  # of the run, which may be one of several shards
+            share=self._feed.complete_share,  # the images of this run, which may be one shard
             made_from=self._fingerprint,
             digests=digests,
             skipped=skipped,
@@ -155,7 +160,7 @@ class Checkpoint:
         try:
             atomic.write_bytes(self.path, data)
             self._saved_samples = sample_count
-        except ExportError as error:
+        except ExportError as error:  # such as a full disk: the run itself goes on
             note = f"no checkpoint could be kept: {error}"
             if note not in self.notes:
                 self.notes.append(note)

@@ -193,8 +193,8 @@ class ShardMerger:
             FeedError: the worker's images differ from those here.
         """
         shard = shards.parse_shard(data, Path(f"piece {share}"))
-        origin = shard_fingerprint(self._identities, self._feed.settings, share)
-        changes = origin.changes_since(shard.made_from)
+        expected_origin = shard_fingerprint(self._identities, self._feed.settings, share)
+        changes = expected_origin.changes_since(shard.made_from)
         if shard.share != share or changes:
             difference = "; ".join(changes.values()) or f"it is piece {shard.share} of others"
             raise BackendError(
@@ -482,7 +482,7 @@ class ClusterRun:
             result: tuple[str, bytes | cluster_jobs.PieceFailure] = future.result(
                 timeout=10 * TICK_S
             )
-        except TIMEOUT_ERRORS:
+        except TIMEOUT_ERRORS:  # the caller waits for the piece again
             raise
         except Exception as error:  # the piece killed several workers, or is not unpickled there
             raise BackendError(

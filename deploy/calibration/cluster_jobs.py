@@ -395,7 +395,8 @@ def _load_model(path: str, digest: str) -> onnx.ModelProto:
 def _open_share(job: ClusterJob, share: Share) -> Feed:
     """Return the feed of a share whose images this worker reads from their path.
 
-    Each thread of a worker keeps the feed of its last job, so that a folder is listed once.
+    Each thread of a worker keeps the feed of its last job in `_last_feed`, so that a folder is
+    listed once and not for each share.
     """
     remedy = "give a path that all machines share, or send them (--send images)"
     if getattr(_last_feed, "job_key", None) != job.key:
@@ -414,6 +415,7 @@ def _open_share(job: ClusterJob, share: Share) -> Feed:
             raise FeedError(f"{error}; {remedy}") from error
         _last_feed.job_key, _last_feed.feed = job.key, feed
     complete_feed: Feed = _last_feed.feed
+    # the share that has this number here; it differs if this machine sees other images
     share_here = complete_feed.get_share((share.number, share.of))
     if share_here != share:
         raise FeedError(

@@ -223,16 +223,17 @@ def check_feed_inputs(subject: CalibrationSubject, feed: Feed) -> list[str]:
 
 def _check_variety(feed: Feed, samples: Samples) -> Iterator[str]:
     """Yield a doubt if too few samples are different, or if all of `samples` hardly differ."""
-    different = feed.count - feed.duplicate_count
-    min_different = MIN_DIFFERENT_SAMPLES
-    if feed.duplicate_count >= different:  # most are copies
-        min_different *= 2
-    if different < min_different:
-        samples_are = "calibration sample is" if different == 1 else "calibration samples are"
-        if different < feed.count:
-            samples_are = f"different {samples_are}"
-        yield f"{different} {samples_are} too few; 100 or more would do"
+    distinct_count = feed.count - feed.duplicate_count
+    min_count = MIN_DIFFERENT_SAMPLES
+    if feed.duplicate_count >= distinct_count:  # most are copies
+        min_count *= 2
+    if distinct_count < min_count:
+        clause = "calibration sample is" if distinct_count == 1 else "calibration samples are"
+        if distinct_count < feed.count:
+            clause = f"different {clause}"
+        yield f"{distinct_count} {clause} too few; 100 or more would do"
         return
+
     for sample in samples[1:]:
         if not _are_nearly_equal(samples[0], sample):
             return
@@ -272,10 +273,11 @@ def check_input_samples(
     inputs = _inputs_with_values(samples)
     images = [name for name in inputs if layout_of(samples[0][name]) is not None]
     constant_inputs = [name for name in inputs if _is_constant_input(samples, name)]
-    # only if all are constant: the initial state of a recurrent model is 0 in every sample
-    contents = images or inputs
-    if contents and set(contents) <= set(constant_inputs):
-        return [_constant_warning(len(samples), samples[0][contents[0]])]
+    # an input may be constant, such as the initial state of a recurrent model, which is 0 in every
+    # sample; all images may not, nor all inputs of a model without images
+    required_inputs = images or inputs
+    if required_inputs and set(required_inputs) <= set(constant_inputs):
+        return [_constant_warning(len(samples), samples[0][required_inputs[0]])]
 
     for name in inputs:
         if name in constant_inputs:
@@ -409,13 +411,13 @@ def _compare_with_training(
 def _compare_units(data: Moments, training: Moments) -> str:
     """Return a warning if the data has another unit than the training data, or "".
 
-    Even other images than those of training have about their spread and their mean. Spreads are
-    shares of training's standard deviation, and so are the distances of the means.
+    In the same unit even other images have about the mean and the spread of training. Both are
+    compared in standard deviations of training, for the median channel.
     """
     live_channels = _live_channels(training)
-    deviation = np.sqrt(training.variance[live_channels])
-    offsets = np.abs(data.mean - training.mean)[live_channels] / deviation
-    spreads = np.sqrt(data.variance[live_channels]) / deviation
+    training_deviation = np.sqrt(training.variance[live_channels])
+    offsets = np.abs(data.mean - training.mean)[live_channels] / training_deviation
+    spreads = np.sqrt(data.variance[live_channels]) / training_deviation
     offset, spread = float(np.median(offsets)), float(np.median(spreads))
     has_same_unit = MIN_UNIT_RATIO < spread < MAX_UNIT_RATIO and offset < MAX_UNIT_RATIO
     if has_same_unit or not np.isfinite(offset + spread):
@@ -437,12 +439,13 @@ def _compare_with_bias(bias: Floats, outputs: Moments, values: Sequence[Array]) 
         outputs: moments of that Conv's outputs for the samples.
         values: arrays of the model's input, one for each sample.
     """
+    is_image = values[0].ndim == 4
     bias_size = float(np.sqrt(np.mean(np.square(bias))))
     output_size = float(np.sqrt(np.mean(outputs.variance)))
     if bias_size == 0 or not np.isfinite(output_size):
         return ""
     ratio = output_size / bias_size
-    if ratio < MIN_BIAS_RATIO and values[0].ndim == 4:
+    if ratio < MIN_BIAS_RATIO and is_image:
         return (
             "the calibration data is too small: the outputs of the model's first Conv"
             f" vary by {_round(ratio)} times the Conv's own bias"

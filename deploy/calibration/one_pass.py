@@ -115,15 +115,15 @@ class _PassState:
         if peaks is not None:
             self._worker_peaks = [Peaks() for _ in range(threads)]
 
-        # slices: the sets of recorders for order-free statistics; successive samples take turns
+        # slices: the sets of recorders of order-free statistics, which samples use in turn
         self._has_halves = has_halves
         self._slice_count = threads
         if has_halves:
             # every other slice belongs to one half, so their number is even; it is larger than the
             # number of threads, since `alternate_halves` moves a sample to its neighbor's slice
             self._slice_count += 2 - threads % 2
-        # what slices are merged into, so that a slice that was returned does not change; None if
-        # none is returned before the end
+        # the sum of slices that `halves` or `take_snapshot` returned, which must not change any
+        # more; None if neither is called
         self._total: _Recorders | None = None
         if has_halves or has_snapshots:
             self._total = self._make_recorders(self._order_free)
@@ -334,15 +334,16 @@ def observe(
     observed = observed or ObservedStatistics({})
     threads = max(1, threads)
     run_counts: Counter[str] = Counter() if runs is None else runs
-    # models that depend on the first samples are built from statistics of these, before the pass
+
+    # before the pass: statistics of the first samples, which some models and histograms depend on
     schedule = schedule_observations(observations, observed)
-    feed = iter(samples)
-    first_samples = list(islice(feed, schedule.preliminary_sample_count))
+    sample_stream = iter(samples)
+    first_samples = list(islice(sample_stream, schedule.preliminary_sample_count))
     if schedule.preliminary:
         observed = _observe_preliminary(
             schedule.preliminary, observed, first_samples, threads, run_counts
         )
-    if not schedule.main:
+    if not schedule.main:  # the first samples were enough
         return _select(observed, schedule.missing)
 
     state = _PassState(
@@ -357,8 +358,9 @@ def observe(
     pause, resumed_count = NO_PAUSE, 0
     if checkpoint is not None:
         pause, resumed_count = _resume(checkpoint, state, schedule.main)
+
     # the pass runs the first samples again, but none that a checkpoint has counted
-    remaining_samples: Iterator[Sample] = chain(first_samples[resumed_count:], feed)
+    remaining_samples: Iterator[Sample] = chain(first_samples[resumed_count:], sample_stream)
     limit = sample_limit(schedule.main)
     if limit is not None:
         remaining_samples = islice(remaining_samples, max(limit - resumed_count, 0))
@@ -433,18 +435,18 @@ class ObservationSchedule:
 def schedule_observations(
     observations: Iterable[Observation], observed: ObservedStatistics
 ) -> ObservationSchedule:
-    """Return the schedule of those observations that are not in `observed`.
+    """Return which observations to make before the pass and in it, without those in `observed`.
 
     Preliminary are those from which a variant of the model is made (`Variant.needs`), and those
     that fix the range of a histogram before it counts (`Observation.lead`).
     """
     missing = observed.missing(with_needs(observations, observed))
-    required: list[Observation] = []
+    prerequisites: list[Observation] = []
     for observation in missing:
-        required += observation.variant.needs
+        prerequisites += observation.variant.needs
         if observation.lead is not None:
-            required.append(observation.lead)
-    preliminary = observed.missing(with_needs(required, observed))
+            prerequisites.append(observation.lead)
+    preliminary = observed.missing(with_needs(prerequisites, observed))
     return ObservationSchedule(
         missing=missing,
         preliminary=preliminary,
@@ -460,20 +462,23 @@ def _observe_preliminary(
     threads: int,
     runs: Counter[str],
 ) -> ObservedStatistics:
-    """Return `observed` with the preliminary observations, made on the first samples.
+    """Return `observed` with the preliminary observations added, made on the first samples.
 
-    There are several passes if the variant of an observation is made from others of them.
+    An observation waits until those are made that its variant of the model is built from (`needs`),
+    so the samples are run once or several times.
     """
     remaining = list(observations)
     with phase("what it is made from"):
         while remaining:
             ready = [o for o in remaining if not observed.missing(o.variant.needs)]
-            # ordered statistics are recorded sample by sample, with any number of threads; others
-            # would be recorded in a part for each thread, and only histograms can be merged
+            # several threads only if all statistics are recorded in sample order: others would be
+            # recorded separately in each thread, and of these only histograms can be merged
             are_all_ordered = all(o.statistic.ordered for o in ready)
             usable_threads = threads if are_all_ordered else 1
-            new = observe(ready, samples, observed=observed, threads=usable_threads, runs=runs)
-            observed = observed.merged_with(new)
+            statistics = observe(
+                ready, samples, observed=observed, threads=usable_threads, runs=runs
+            )
+            observed = observed.merged_with(statistics)
             remaining = list(observed.missing(remaining))
     return observed
 
@@ -507,15 +512,15 @@ def count_workers(observations: Iterable[Observation], model: onnx.ModelProto, t
 
 
 def refuse_full_disk(folder: Path, model: onnx.ModelProto, targets: int) -> None:
-    """Refuse a folder that takes no files, or no int8 weights of each target.
+    """Refuse a folder that is not writable, or too full for the int8 weights of all targets.
 
     Raises:
         ExportError: it is not writable, or its disk has too little space.
     """
-    refuse_unwritable(folder / "report.json")
+    refuse_unwritable(folder / "report.json")  # one of the files to come
     existing_folder = next(p for p in (folder, *folder.absolute().parents) if p.is_dir())
     float_bytes = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
-    required = targets * float_bytes // _FLOAT_BYTES
+    required = targets * float_bytes // _FLOAT_BYTES  # one byte for each float weight
     free = shutil.disk_usage(existing_folder).free
     if required > free:
         raise ExportError(

@@ -260,7 +260,8 @@ def _match_cache(
     if invalidating_changes:
         raise CacheError("; ".join(invalidating_changes))
 
-    # needs are observations that the model is built from; read those that are stored, too
+    # read what the cache holds of the observations, and of those that variants of the model are
+    # built from (their needs)
     usable: Iterable[Observation] = with_needs(observations)
     if "order" in changes:
         usable = [o for o in usable if not o.is_order_dependent]
@@ -270,7 +271,7 @@ def _match_cache(
     reason = _describe_match(stored, changes, missing)
     reason += _describe_programs(stored.fingerprint, fingerprint)
     if stop_rule is not None:
-        # ranges of the missing ones may be stable after another number of samples
+        # the missing ranges may be stable only after another number of samples than the stored
         if missing:
             reason += "; what is observed until it is stable is observed at once"
             raise CacheError(reason)
@@ -339,7 +340,8 @@ def update_cache(
         calibration: all observations that this run uses, stored or new.
         ranges: the ranges in them.
         cache_text: TensorRT's text if a target has its own form; None for the text of every tensor.
-        stage: staged files of a build, with which a cache in the same folder appears.
+        stage: files of a build that appear together at its end, with a cache in the same folder;
+            None outside a build.
     """
     path = policy.path
     if path is None:
@@ -433,10 +435,10 @@ def _select_retained(keys: Iterable[Key], observed: ObservedStatistics) -> list[
 
 
 def _complete_text(subject: CalibrationSubject, ranges: Ranges) -> bytes:
-    """Return TensorRT's text of all tensors of the cleaned model whose ranges were searched.
+    """Return TensorRT's cache text: a scale for each tensor of the model whose range was searched.
 
-    If no target of this run searches ranges, it has those of the largest observed values. Names
-    that the format cannot hold are left out.
+    If no target of this run searches ranges, the scales are those of the largest observed values.
+    Names that the format cannot hold are left out.
     """
     graph = subject.model.graph
     tensors = [value.name for value in graph.input]
@@ -444,6 +446,7 @@ def _complete_text(subject: CalibrationSubject, ranges: Ranges) -> bytes:
         tensors += node.output
     observations = subject.histogram_observations(tensors)
     range_set = ranges.find(o for o in observations if o.key in ranges.observed)
+    # the header names a calibrator of TensorRT: that of the largest values, or the usual one
     algorithm = trt_cache.ENTROPY2
     if all(scale.method == "minmax" for scale in range_set.scales.values()):
         algorithm = trt_cache.MINMAX

@@ -163,7 +163,7 @@ def refuse_until_stable(
     *,
     trusted: bool,
 ) -> None:
-    """Refuse --until-stable with options that it cannot work with.
+    """Refuse --until-stable with samples, observations or options that it cannot work with.
 
     Args:
         feed: the samples.
@@ -172,10 +172,10 @@ def refuse_until_stable(
         trusted: whether ranges come from a cache as it is (--trust-cache).
 
     Raises:
-        ConfigError: one of them is not possible with it.
+        ConfigError: --until-stable is not possible here (names the conflict).
     """
-    ordered = order_dependent_keys(observations)
-    # the end of the message below
+    ordered_statistics = order_dependent_keys(observations)
+    # the message below ends in the conflict: "... compares the ranges ..., got {conflict}"
     if trusted:
         conflict = "--trust-cache, with which none is observed; leave one of them out"
     elif feed.share is not None:
@@ -186,10 +186,10 @@ def refuse_until_stable(
         )
     elif feed.states:
         conflict = f"steps that need {', '.join(feed.states)} of the steps before; leave it out"
-    elif ordered:
+    elif ordered_statistics:
         conflict = (
-            f"{', '.join(ordered)}, which is defined by the order of all images; take a target and"
-            " a method without it"
+            f"{', '.join(ordered_statistics)}, which is defined by the order of all images; take a"
+            " target and a method without it"
         )
     elif not list(searched):
         conflict = "none whose ranges a method searches; take a target that follows --method"

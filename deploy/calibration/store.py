@@ -308,8 +308,8 @@ def load_calibration(path: Path) -> StoredCalibration:
             f"{path} was made by {fingerprint.by} and has no statistics next to it (--trust-cache"
             " uses it as it is)"
         )
-    packed = read_cache_file(npz_path)
-    if sha256(packed) != statistics_digest:
+    statistics_bytes = read_cache_file(npz_path)
+    if sha256(statistics_bytes) != statistics_digest:
         raise CacheError(f"{npz_path} was changed after {json_path.name} was written")
     return StoredCalibration(
         cache_text=cache_text,
@@ -319,7 +319,7 @@ def load_calibration(path: Path) -> StoredCalibration:
         stop_rule=document.until,
         path=path,
         archive=npz_path,
-        packed=packed,
+        packed=statistics_bytes,
         _document=document_bytes,
     )
 

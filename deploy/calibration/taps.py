@@ -190,12 +190,15 @@ class BufferedSession:
 
         Outputs are bound to buffers once two samples in a row have the same shapes and dtypes.
         """
-        if not self._can_bind or _forms(sample) != self._input_forms:
+        has_same_shapes = _forms(sample) == self._input_forms  # as the sample before
+        if not self._can_bind or not has_same_shapes:
             return self._run_unbound(sample)
         try:
             if self._bound is None:
-                if not self._is_trimmed:  # only once: shapes may change often, and it takes time
-                    trim_memory()  # of the first run, without buffers
+                # memory of the runs without buffers is given back once: shapes may change often,
+                # and it takes time
+                if not self._is_trimmed:
+                    trim_memory()
                 self._is_trimmed = True
                 self._bound = self._session.bind_outputs(self._output_forms)
             self._bound.run(sample)
@@ -324,9 +327,9 @@ class VariantRunner:
         sample: Sample,
         on_outputs: OutputCallback | None,
     ) -> list[Waiting]:
-        """Run one sample, record order-free statistics, return the values that must wait.
+        """Run one sample, record its order-free statistics, and return the other values.
 
-        These are of order-dependent statistics: they wait until all samples before are recorded.
+        These wait for the samples before: their statistics depend on the order of samples.
 
         Args:
             reader: the thread's reader of the tensors that are counted in histograms.
@@ -344,7 +347,7 @@ class VariantRunner:
         values: Mapping[str, Array] = {}
         if not self.uncounted:
             counted_values = reader.run(sample, report_outputs)
-        else:  # their recorders may keep an array, so it must not lie in a reused buffer
+        else:  # uncounted values may be kept as they are, so they must not lie in a reused buffer
             values = self.tap.run(sample, report_outputs)
             counted_values = [values[o.tensor] for o in self.counted]
         recorders.count(sample_number, counted_values)
@@ -413,8 +416,8 @@ def make_runners(
 ) -> list[VariantRunner]:
     """Return one `VariantRunner` for each variant of the model, in order of first use.
 
-    A variant is a form of the model that is run. Its observations are split into those by the usual
-    histogram, which one call counts for all tensors, and the others (`counted`, `uncounted`).
+    A variant is a form of the model that is run. Its observations are split in two: those by the
+    usual histogram (`counted`), which one call counts for all tensors, and others (`uncounted`).
 
     Args:
         observations: what the pass records.
@@ -424,19 +427,19 @@ def make_runners(
     runners = []
     for variant, variant_observations in group_by_variant(observations).items():
         tensors = list(dict.fromkeys(o.tensor for o in variant_observations))
-        unordered = set(tensors)  # tensors whose values may come in any order
+        in_any_order = set(tensors)  # tensors whose values may come in any order
         counted: list[Observation] = []
         uncounted: list[Observation] = []
         for observation in variant_observations:
             if observation.statistic.ordered:  # it depends on the order of values and samples
-                unordered.discard(observation.tensor)
+                in_any_order.discard(observation.tensor)
             if observation.statistic == usual_histogram:
                 counted.append(observation)
             else:
                 uncounted.append(observation)
         runner = VariantRunner(
             key=variant.key,
-            tap=Tap(variant.make(observed), tensors, in_any_order=unordered),
+            tap=Tap(variant.make(observed), tensors, in_any_order=in_any_order),
             counted=counted,
             uncounted=uncounted,
             limit=sample_limit(variant_observations),
