@@ -67,6 +67,7 @@ class MovedLayer:
         Raises:
             CannotRewrite: the axis is unknown.
         """
+        # for each axis after the moves, the axis of the layer's output that it comes from
         layer_axes: list[int | None] = list(range(rank))
         for node in self.moves:
             layer_axes = _follow_axes(node, layer_axes, constants)
@@ -122,7 +123,8 @@ class JoinedLayers:
         layouts = {part.axis(rank, constants) for part, rank in zip(self.parts, ranks, strict=True)}
         axis, rank = next(iter(layouts))
         concat_axis = axis if self.concat is None else attributes(self.concat).get("axis", axis)
-        if len(layouts) > 1 or concat_axis not in (axis, axis - rank):
+        is_along_channels = concat_axis in (axis, axis - rank)  # it may count from the end
+        if len(layouts) > 1 or not is_along_channels:
             raise CannotRewrite("the Concat is not along the channels")
         return axis, rank
 
@@ -224,7 +226,7 @@ class _AffineFold:
         self.fold_counts: Counter[str] = Counter()
 
     def fold(self, node: onnx.NodeProto) -> Nodes:
-        """Fold a node into the layers that make its input; return [], the nodes in its place.
+        """Fold a node into the layers that make its input; return []: no node takes its place.
 
         Raises:
             CannotRewrite: the folded layers would not compute exactly the same.
@@ -238,7 +240,7 @@ class _AffineFold:
             self._store(part.layer, weight, bias, f"{node.output[0]}_bias")
         self._rename_tensors(joined, node.output[0])
         for renamed_node in joined.nodes:  # index the new names for the next node to fold
-            self.producers |= dict.fromkeys(renamed_node.output, renamed_node)
+            self.producers[renamed_node.output[0]] = renamed_node
         self.fold_counts[node.op_type] += 1
         return []
 
@@ -377,7 +379,7 @@ def _read_affine(
         if axis != 1:  # where a BatchNormalization always has its channels
             raise CannotRewrite("its channels are not those of the layer")
         return _read_norm(node, weights, channels)
-    constant_name = next(name for name in reversed(node.input) if name in weights)
+    constant_name = next(name for name in node.input if name in weights)
     array = _float_constant(weights, constant_name).astype(np.float64)
     values = _broadcast_to_channels(array, channels, axis, rank)
     ones, zeros = np.ones(channels), np.zeros(channels)
@@ -385,7 +387,9 @@ def _read_affine(
         return values, zeros
     if node.op_type == "Div":
         return 1 / values, zeros
-    return ones, values if node.op_type == "Add" else -values
+    if node.op_type == "Add":
+        return ones, values
+    return ones, -values  # a Sub
 
 
 def _broadcast_to_channels(
@@ -461,7 +465,7 @@ def _scale_bias(
 
     Args:
         layer: the layer.
-        bias: its bias so far; None without one.
+        bias: its bias before folding; None if it has none.
         scale: [C].
         shift: [C].
 

@@ -185,7 +185,7 @@ class LoadedModel:
 
         Args:
             dataset: the user's images or arrays.
-            labels_by_folder: number the subfolders and use the numbers as class labels.
+            labels_by_folder: the class of an image is its subfolder, numbered from 0 by name.
 
         Raises:
             FeedError, ConfigError: as `Dataset.open`.

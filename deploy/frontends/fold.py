@@ -84,7 +84,7 @@ def fold_constants(
 
     Args:
         model: changed in place.
-        folded_by_output: gets output -> node of those that became initializers; may be None.
+        folded_by_output: filled here: tensor -> the folded node that made it; may be None.
         chosen: node -> whether it may become an initializer.
     """
     graph = model.graph
@@ -201,7 +201,7 @@ def _has_small_results(
 
 
 def unfold_large(graph: onnx.GraphProto, folded_by_output: Mapping[str, onnx.NodeProto]) -> int:
-    """Put folded nodes back whose result makes the file larger; return their number.
+    """Put folded nodes back whose stored result makes the file larger; return their number.
 
     The size of a result is compared with that of its recipe: the nodes that compute it, and the
     constants that these read. Constants that the file stores anyway cost nothing.
@@ -210,69 +210,71 @@ def unfold_large(graph: onnx.GraphProto, folded_by_output: Mapping[str, onnx.Nod
     int8. All constants of its recipe count, since they would be stored in float besides.
 
     Args:
-        graph: changes; it still has the constants that folded nodes read.
+        graph: the graph after folding, which changes; no constant has been dropped from it yet.
         folded_by_output: tensor -> the folded node that made it.
     """
     sizes = {tensor.name: tensor.ByteSize() for tensor in graph.initializer}  # in bytes
-    reads = count_reads(graph)
-    weight_reads = Counter(node.input[1] for node in graph.node if node.op_type in WEIGHTED)
+    read_counts = count_reads(graph)
+    weight_read_counts = Counter(node.input[1] for node in graph.node if node.op_type in WEIGHTED)
     large_results = []
     for name in folded_by_output:
-        if name in reads and sizes[name] > _MAX_GROWTH:
+        if name in read_counts and sizes[name] > _MAX_GROWTH:
             large_results.append(name)
 
-    available = set(reads)  # tensors that a recipe may read at no cost
-    restored: set[str] = set()  # outputs of the nodes that are put back
+    free_tensors = set(read_counts)  # the file has them anyway: a recipe reads them at no cost
+    restored_outputs: set[str] = set()  # of the nodes that are put back
     for name in large_results:
-        if weight_reads[name] == reads[name]:  # only layers read it, as their weight
+        if weight_read_counts[name] == read_counts[name]:  # only layers read it, as their weight
             result_size = sizes[name] // _INT8_RATIO
-            recomputed, stored = _find_recipe(name, folded_by_output, available=())
+            recipe = _find_recipe(name, folded_by_output, free_tensors=())
         else:
             result_size = sizes[name]
-            recomputed, stored = _find_recipe(name, folded_by_output, available=available - {name})
-        recipe_size = sum(folded_by_output[output].ByteSize() for output in recomputed)
-        recipe_size += sum(sizes[constant] for constant in stored)
-        if recomputed and result_size > recipe_size + _MAX_GROWTH:
-            restored |= recomputed
-            available |= recomputed | stored
-            available.remove(name)  # no longer stored: a later recipe must include its own nodes
+            recipe = _find_recipe(name, folded_by_output, free_tensors=free_tensors - {name})
+        recipe_outputs, recipe_constants = recipe
+        recipe_size = sum(folded_by_output[output].ByteSize() for output in recipe_outputs)
+        recipe_size += sum(sizes[constant] for constant in recipe_constants)
+        if recipe_outputs and result_size > recipe_size + _MAX_GROWTH:
+            restored_outputs |= recipe_outputs
+            free_tensors |= recipe_outputs | recipe_constants
+            free_tensors.remove(name)  # no longer stored: a recipe that reads it includes its nodes
 
-    if restored:
-        restored_nodes = [node for name, node in folded_by_output.items() if name in restored]
-        replace_nodes(graph, [*restored_nodes, *graph.node])
-        drop_initializers(graph, restored)
-    return len(restored)
+    if restored_outputs:
+        nodes = [node for name, node in folded_by_output.items() if name in restored_outputs]
+        replace_nodes(graph, [*nodes, *graph.node])
+        drop_initializers(graph, restored_outputs)
+    return len(restored_outputs)
 
 
 def _find_recipe(
-    name: str, folded_by_output: Mapping[str, onnx.NodeProto], *, available: Collection[str]
+    name: str, folded_by_output: Mapping[str, onnx.NodeProto], *, free_tensors: Collection[str]
 ) -> tuple[set[str], set[str]]:
-    """Find the recipe of a constant: folded nodes that would compute it, and what they would read.
+    """Find the recipe of a constant: the folded nodes that compute it, and the constants they read.
 
-    With these nodes put back, the file need not store the constant.
+    A folded node was removed from the graph, and its outputs are stored as constants. With the
+    nodes of the recipe put back, the file need not store this constant.
 
     Args:
         name: of the constant.
         folded_by_output: tensor -> the folded node that made it.
-        available: tensors that the file has anyway; they are not part of the recipe.
+        free_tensors: tensors that the file has anyway; they are not part of the recipe.
 
     Returns:
         (outputs of the nodes to put back, constants that these nodes read and the file must store).
     """
-    recomputed_tensors, stored_tensors = set[str](), set[str]()
+    node_outputs, constants = set[str](), set[str]()
     pending_tensors = [name]
     for tensor in pending_tensors:  # grows during the loop
-        if tensor in available or tensor in recomputed_tensors:
+        if tensor in free_tensors or tensor in node_outputs:
             continue
         node = folded_by_output.get(tensor)
-        # not recomputed, since a Constant is as large as its value, a Shape would read an
-        # activation, and a node with several outputs would replace all of them
+        # These nodes are not put back: a Constant is as large as its tensor, a Shape would read an
+        # activation, and of a node with several outputs the file may store the others.
         if node is None or node.op_type in ("Constant", "Shape") or len(node.output) > 1:
-            stored_tensors.add(tensor)
+            constants.add(tensor)
         else:
-            recomputed_tensors.add(tensor)
+            node_outputs.add(tensor)
             pending_tensors += iter_reads(node)
-    return recomputed_tensors, stored_tensors
+    return node_outputs, constants
 
 
 def write_dense(graph: onnx.GraphProto) -> int:
@@ -304,16 +306,16 @@ def _make_dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
     shape = tuple(sparse.dims)  # `check_fields` has refused negative sizes
     values, indices = to_array(sparse.values), to_array(sparse.indices)
     size = math.prod(shape)
-    # a file of a few bytes may declare a tensor that no memory holds
+    # a file of a few bytes may declare a tensor that does not fit into memory
     max_size = max(_MAX_DENSE, _MAX_ELEMENTS_PER_VALUE * values.size)
     try:
         if indices.ndim == 2:
             indices = np.ravel_multi_index(tuple(indices.T), shape)
         is_inside = indices.shape == values.shape and np.all((indices >= 0) & (indices < size))
-        if not is_inside or size > max_size:  # refused below, as what numpy raises
+        if not is_inside or size > max_size:  # handled below, like the errors that numpy raises
             raise IndexError(f"{indices.size} indices in {shape}")
-        zero = b"" if values.dtype.hasobject else 0  # the default of text, or of numbers
-        dense = np.full(size, zero, values.dtype)
+        missing_value = b"" if values.dtype.hasobject else 0  # numpy stores text as objects
+        dense = np.full(size, missing_value, values.dtype)
         dense[indices] = values
     except (IndexError, ValueError, TypeError) as error:
         raise ModelError(

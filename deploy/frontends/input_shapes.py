@@ -160,17 +160,17 @@ def _set_shapes(model: onnx.ModelProto, inputs: Sequence[InputRequest]) -> list[
 
     The shapes of other tensors are removed, since they follow from those of the inputs.
     """
-    values = list(runtime_inputs(model.graph))
-    value_by_name = {value.name: value for value in values}
+    model_inputs = list(runtime_inputs(model.graph))
+    input_by_name = {value.name: value for value in model_inputs}
     texts = []
     for position, request in enumerate(inputs):
-        name = request.name
-        if name is None and position < len(values):
-            name = values[position].name
-        value = value_by_name.get(name or "")
-        if value is None:  # no such name, or more shapes than inputs
+        name = request.name or ""
+        if not name and position < len(model_inputs):
+            name = model_inputs[position].name
+        value = input_by_name.get(name)
+        if value is None:  # no such name; or, for name "", more shapes than inputs
             raise ConfigError(
-                f"--input gives shapes of the model's inputs, {', '.join(value_by_name)}, got"
+                f"--input gives shapes of the model's inputs, {', '.join(input_by_name)}, got"
                 f" {name or f'{len(inputs)} of them'}; name these"
             )
         _set_shape(value, request)
@@ -198,9 +198,9 @@ def _set_shape(value: onnx.ValueInfoProto, request: InputRequest) -> None:
 
 
 def _refuse_fixed_sizes(file_model: onnx.ModelProto, resized_model: onnx.ModelProto) -> None:
-    """Refuse a model whose Reshape, Resize or the like has a size of the file built in.
+    """Refuse a model in which a Reshape, Resize or the like has a fixed size, that of the file.
 
-    Such a node makes the file's output shape from an input of another shape.
+    Such a node makes an output of the file's shape although its input has another one.
 
     Args:
         file_model: with the shapes of the file.
@@ -210,17 +210,17 @@ def _refuse_fixed_sizes(file_model: onnx.ModelProto, resized_model: onnx.ModelPr
         ModelError: a node's input has another shape than in the file, and its output has not, or a
             Reshape makes several samples of one.
     """
-    file_shapes, shapes = _shapes_of_a_sample(file_model), _shapes_of_a_sample(resized_model)
+    file_shapes, new_shapes = _shapes_of_a_sample(file_model), _shapes_of_a_sample(resized_model)
     for node in resized_model.graph.node:
         if node.op_type not in _SIZED or not node.input or not node.output:
             continue
         tensors = (node.input[0], node.output[0])
-        if not all(name in file_shapes and name in shapes for name in tensors):
+        if not all(name in file_shapes and name in new_shapes for name in tensors):
             continue
         file_input_shape, file_output_shape = (file_shapes[name] for name in tensors)
-        input_shape, output_shape = (shapes[name] for name in tensors)
+        input_shape, output_shape = (new_shapes[name] for name in tensors)
         is_fixed = input_shape != file_input_shape and output_shape == file_output_shape
-        # Reshape to [-1, 1024] gives a larger input as several samples
+        # a Reshape to [-1, 1024] makes several samples of one larger sample
         input_keeps_batch = input_shape[:1] == file_input_shape[:1]
         output_keeps_batch = output_shape[:1] == file_output_shape[:1]
         makes_samples = node.op_type == "Reshape" and input_keeps_batch and not output_keeps_batch

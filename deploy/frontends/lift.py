@@ -141,16 +141,17 @@ def _lift(parts: Sequence[onnx.ModelProto], opset: int) -> None:
 
 
 def _lift_node(node: onnx.NodeProto, scope: OpsetScope, *, read_tensors: set[str]) -> Nodes:
-    """Return a node in the form of the newer opset, with nodes for what it reads as inputs there.
+    """Return a node in its form of the target opset, behind nodes that make its new inputs.
 
-    `read_tensors`: all tensors that any node reads.
+    An input is new if it is an attribute in the source opset. `read_tensors`: all tensors that any
+    node reads.
     """
     changes = find_upgrades(node, scope.source_opset, scope.target_opset)
     if not changes:
         return [node]
     lifted = copy_message(node)
     if node.op_type == "Dropout" and read_tensors.isdisjoint(node.output[1:]):
-        del lifted.output[1:]  # its mask, which is bool from opset 10 on, is not read
+        del lifted.output[1:]  # its mask, whose type changed in opset 10
     try:
         return change_form(lifted, changes, scope)
     except _FORM_ERRORS as error:
@@ -172,17 +173,18 @@ def complete_axes(model: onnx.ModelProto) -> Counter[str]:
     Returns:
         Operator -> number of the nodes that were written over all axes.
     """
-    completed: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     if COMPLETIONS.keys().isdisjoint(node.op_type for node in all_nodes(model.graph)):
-        return completed
-    opset, names = opset_of(model), tensor_names(*all_graphs(model.graph))
-    scope = OpsetScope(source_opset=opset, target_opset=opset, tensor_names=names)
-    rewrite_nodes(model.graph, scope, partial(_complete_node, completed=completed))
-    return completed
+        return counts
+    opset = opset_of(model)
+    names = tensor_names(*all_graphs(model.graph))
+    same_opset = OpsetScope(source_opset=opset, target_opset=opset, tensor_names=names)
+    rewrite_nodes(model.graph, same_opset, partial(_complete_node, counts=counts))
+    return counts
 
 
-def _complete_node(node: onnx.NodeProto, scope: OpsetScope, *, completed: Counter[str]) -> Nodes:
-    """Return the nodes of a node written over all axes, which `completed` counts, or the node."""
+def _complete_node(node: onnx.NodeProto, scope: OpsetScope, *, counts: Counter[str]) -> Nodes:
+    """Return the nodes of a node written over all axes, which `counts` counts, or the node."""
     if node.op_type not in COMPLETIONS or node.domain:
         return [node]
     try:
@@ -191,7 +193,7 @@ def _complete_node(node: onnx.NodeProto, scope: OpsetScope, *, completed: Counte
         return [node]
     if len(nodes) == 1:
         return [node]
-    completed[node.op_type] += 1
+    counts[node.op_type] += 1
     return nodes
 
 
@@ -229,6 +231,7 @@ def end_training_mode(model: onnx.ModelProto) -> Counter[str]:
     opset = opset_of(model)
     if not any(_is_training(node, opset) for node in all_nodes(model.graph)):
         return node_counts
+    # a norm whose updated statistics are read cannot leave training mode
     read_tensors = set[str]().union(*map(count_reads, all_graphs(model.graph)))
 
     def write_for_inference(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
@@ -401,10 +404,10 @@ _DEQUANTIZE = "DequantizeLinear"
 
 
 def restore_float_weights(model: onnx.ModelProto) -> str | None:
-    """Make weights float if nothing else in the model is quantized, in place; return a note.
+    """Make integer weights float if nothing else is quantized, in place; return a note or None.
 
-    The model stays as it is if a node quantizes, if an activation or a tensor of a subgraph is
-    dequantized, or if a dequantized weight is an output.
+    All weights stay if a node quantizes, if an activation or a tensor of a subgraph is dequantized,
+    or if a dequantized weight is an output.
 
     Raises:
         ModelError: a constant's bytes do not fit its shape and type.
@@ -416,8 +419,8 @@ def restore_float_weights(model: onnx.ModelProto) -> str | None:
     graph = Graph(model)
     weights = []
     for node in filter(is_quantized_node, graph.nodes):
-        values = dequantize_constant(node, graph)
-        if values is None or node.output[0] in graph.outputs:  # `values`: None for an activation
+        values = dequantize_constant(node, graph)  # None for an activation
+        if values is None or node.output[0] in graph.outputs:
             return None
         weights.append(numpy_helper.from_array(values, node.output[0]))
     if len(weights) < len(quantized):  # the others are in subgraphs
@@ -432,10 +435,10 @@ def restore_float_weights(model: onnx.ModelProto) -> str | None:
 def dequantize_constant(node: onnx.NodeProto, graph: Graph) -> NDArray[Any] | None:
     """Return the values that a DequantizeLinear makes of constant integers, as ONNX defines them.
 
-    That is (codes - zero point) * scale, in float32. None if a tensor that it reads is computed, of
-    another type, or of a shape that does not fit.
+    That is (codes - zero point) * scale, computed in float32, in the type of the scale. None if a
+    tensor that it reads is computed, of another type, or of a shape that does not fit.
     """
-    names = list(filter(None, node.input))  # codes, scales and, if it has any, zero points
+    names = list(filter(None, node.input))  # codes, scales and perhaps zero points
     if not 2 <= len(names) <= 3 or not graph.constants.keys() >= set(names):
         return None
     codes, scales, *zero_points = (to_array(graph.constants[name]) for name in names)
@@ -453,7 +456,8 @@ def dequantize_constant(node: onnx.NodeProto, graph: Graph) -> NDArray[Any] | No
     scale = _broadcast(scales, codes.shape, axis, block_size)
     if scale is None:
         return None
-    return np.asarray(steps.astype(np.float32) * scale.astype(np.float32), scales.dtype)
+    values = steps.astype(np.float32) * scale.astype(np.float32)
+    return np.asarray(values, scales.dtype)
 
 
 def _broadcast(
@@ -461,8 +465,8 @@ def _broadcast(
 ) -> NDArray[Any] | None:
     """Return scales or zero points in a form that broadcasts to weights of `shape`.
 
-    They are one value, one for each index of `axis`, or, with a block size, one for each block of
-    values along `axis`, of which the last block may be shorter. None if they are none of these.
+    They are one value for all weights, one for each index of `axis`, or one for each block of
+    `block_size` weights along `axis`. None if their shape is none of these.
     """
     if values.size == 1:
         return values.reshape(())
@@ -470,7 +474,8 @@ def _broadcast(
         return None
     if block_size and values.ndim == len(shape):
         repeated = np.repeat(values, block_size, axis=axis)
-        size = min(shape[axis], repeated.shape[axis])  # cut what the last block has beyond the end
+        # the last block may be shorter: cut off what it has beyond the last weight
+        size = min(shape[axis], repeated.shape[axis])
         repeated = np.take(repeated, range(size), axis=axis)
         return repeated if repeated.shape == shape else None
     if values.ndim != 1 or values.size != shape[axis]:

@@ -99,23 +99,23 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         classes = read_class_names(model)
         integer_weights_note = restore_float_weights(model)
         _check_original(model)
-        shared_names = _count_shared_names(model.graph)
-        fed_weights = _count_fed_weights(model)
+        shared_name_count = _count_shared_names(model.graph)
+        fed_weight_count = _count_fed_weights(model)
         cleaned = _clean(model, fold_batchnorm)
-        renamed = free_added_names(cleaned.model.graph)
+        renamed_tensors = free_added_names(cleaned.model.graph)
         _check_cleaned(cleaned.model)
         model, kernel_note = _decompose_without_kernel(cleaned.model)
     except ModelError as error:  # escape control characters, which names in a broken model may hold
         raise type(error)(visible(str(error))) from error.__cause__
 
     notes = [
-        _note("Renamed {} whose name another node has.", shared_names, "node"),
+        _note("Renamed {} whose name another node has.", shared_name_count, "node"),
         integer_weights_note,
         *cleaned.notes,
         kernel_note,
     ]
-    if renamed:
-        notes.append(f"Renamed {', '.join(renamed)}: calib8 adds tensors of such names.")
+    if renamed_tensors:
+        notes.append(f"Renamed {', '.join(renamed_tensors)}: calib8 adds tensors of such names.")
     inputs = tuple(map(make_spec, model.graph.input))
     outputs = tuple(map(make_spec, model.graph.output))
     loaded = LoadedModel(
@@ -127,8 +127,8 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         inputs=inputs,
         outputs=outputs,
         was_float16=cleaned.was_float16,
-        has_shared_names=shared_names > 0,
-        fed_weights=fed_weights,
+        has_shared_names=shared_name_count > 0,
+        fed_weights=fed_weight_count,
         stamp=stamp,
         cut_off=cleaned.cut_off,
         metadata_preprocess=metadata_preprocess,
@@ -152,12 +152,13 @@ def _mark_inputs(
 
 
 def _mixes_rows(model: onnx.ModelProto, inputs: Sequence[TensorSpec]) -> bool:
-    """Whether all rows of an input belong to one sample, as runs on random values show.
+    """Whether all rows of an input belong to one sample, and are not a batch of samples.
 
-    Then another second row changes the outputs of the first row too. If each row is a sample, it
-    does not; and a model with hard-coded sizes refuses a second row, or ignores it.
+    The model is run on random values. If the rows belong to one sample, a change of the second row
+    changes the outputs of the first row too. In a batch it does not; and a model with hard-coded
+    sizes refuses a second row, or ignores it.
     """
-    # shapes with two rows in the inputs whose first dimension is open
+    # two rows in each input whose first dimension is open
     shapes = {}
     open_names = []
     for spec in inputs:
@@ -167,21 +168,21 @@ def _mixes_rows(model: onnx.ModelProto, inputs: Sequence[TensorSpec]) -> bool:
             open_names.append(spec.name)
         shapes[spec.name] = tuple(sizes)
     try:
-        # both rows, the first row alone, and the first row with another second row
+        # the feeds: both rows, the first row alone, and the first row with another second row
         two_rows, other_rows = random_feeds(inputs, shapes=shapes, count=2)
-        first_row, other_second_row = dict(two_rows), dict(two_rows)
+        first_row, changed_second_row = dict(two_rows), dict(two_rows)
         for name in open_names:
             first_row[name] = two_rows[name][:1]
-            other_second_row[name] = np.concatenate([two_rows[name][:1], other_rows[name][1:]])
+            changed_second_row[name] = np.concatenate([two_rows[name][:1], other_rows[name][1:]])
         session = OrtSession.open(model, threads=1)
         first_row_outputs = session.run(first_row)
         outputs = session.run(two_rows)
         repeated_outputs = session.run(two_rows)
-        changed_outputs = session.run(other_second_row)
+        changed_outputs = session.run(changed_second_row)
     except Calib8Error:  # the model refuses two rows, or random values
         return False
 
-    has_affected_output = False
+    has_changed_output = False
     for name, values in outputs.items():
         if values.dtype.kind not in "biuf":  # no numbers
             continue
@@ -190,10 +191,10 @@ def _mixes_rows(model: onnx.ModelProto, inputs: Sequence[TensorSpec]) -> bool:
         changed_values = changed_outputs[name]
         if np.array_equal(values, changed_values):
             continue
-        has_affected_output = True
+        has_changed_output = True
         if not _first_row_differs(first_row_outputs[name].shape, values, changed_values):
             return False  # the second row changes its own part only, as in a batch
-    return has_affected_output
+    return has_changed_output
 
 
 def _first_row_differs(first_row_shape: Sequence[int], values: Array, changed: Array) -> bool:
@@ -526,28 +527,28 @@ def _fold(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
     It takes several rounds, since each change makes others possible: without a Cast, the node
     behind it reads a constant, and `complete_axes` rewrites a Pad once its axes are constant.
     """
-    identities = constants = casts = 0
-    completed: Counter[str] = Counter()
-    folded_nodes: dict[str, onnx.NodeProto] = {}
+    identity_count = folded_count = cast_count = 0
+    completed_counts: Counter[str] = Counter()  # operator -> nodes rewritten by `complete_axes`
+    folded_by_output: dict[str, onnx.NodeProto] = {}
     for _ in range(_ROUNDS):
-        old_counts = (identities, constants, casts)
-        completed += complete_axes(model)
+        old_counts = (identity_count, folded_count, cast_count)
+        completed_counts += complete_axes(model)
         model = infer_shapes(model)
-        identities += remove_identity(model.graph)
-        constants += fold_constants(model, folded_nodes)
-        casts += drop_casts(model.graph, Graph(model).dtypes)
-        if (identities, constants, casts) == old_counts:
+        identity_count += remove_identity(model.graph)
+        folded_count += fold_constants(model, folded_by_output)
+        cast_count += drop_casts(model.graph, Graph(model).dtypes)
+        if (identity_count, folded_count, cast_count) == old_counts:
             break
-    unfolded = unfold_large(model.graph, folded_nodes)
-    dead = drop_dead(model.graph)
-    completed_note = f"Wrote {checks.list_counts(completed)} of some axes over all axes."
+    unfolded_count = unfold_large(model.graph, folded_by_output)
+    dead_count = drop_dead(model.graph)
+    completed_note = f"Wrote {checks.list_counts(completed_counts)} of some axes over all axes."
     return model, [
-        completed_note if completed else "",
-        _note("Folded {}.", constants - unfolded, "constant node"),
-        _note("Kept {}, whose stored results would be larger.", unfolded, "constant node"),
-        _note("Removed {}.", identities, "Identity or Dropout node"),
-        _note("Removed {} to the type that the tensor has.", casts, "cast"),
-        _note("Removed {} that no output needs.", dead, "node"),
+        completed_note if completed_counts else "",
+        _note("Folded {}.", folded_count - unfolded_count, "constant node"),
+        _note("Kept {}, whose stored results would be larger.", unfolded_count, "constant node"),
+        _note("Removed {}.", identity_count, "Identity or Dropout node"),
+        _note("Removed {} to the type that the tensor has.", cast_count, "cast"),
+        _note("Removed {} that no output needs.", dead_count, "node"),
     ]
 
 

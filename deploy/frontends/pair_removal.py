@@ -112,8 +112,8 @@ def prepare_qdq_model(quantized: onnx.ModelProto) -> onnx.ModelProto:
     _move_quantizers(model)
     if COMPLETIONS.keys().isdisjoint(node.op_type for node in all_nodes(model.graph)):
         return model  # it has no node that `complete_axes` would change
-    # `complete_axes` needs inferred shapes; if it changes nothing, the model is returned without
-    # them, so that the files written from it declare no more types than the user's file
+    # `complete_axes` needs inferred shapes. If it changes nothing, return the model without them:
+    # the files written from it then declare no more types than the user's file.
     typed_model = infer_shapes(copy_message(model))
     return typed_model if complete_axes(typed_model) else model
 
@@ -142,11 +142,11 @@ def _remove_clips_of_codes(model: onnx.ModelProto) -> None:
         makes_codes = not clipped_tensors.isdisjoint(node.output)
         return node.name in clip_names or makes_codes or node.op_type == "Constant"
 
-    # fold the Clips of weights, and the limits of the others, so that `_is_implied` can read them
+    # fold the Clips of weights; of the other Clips only the limits, for `_is_implied` to read
     fold_constants(model, chosen=is_clip_or_input)
     folded_index = Graph(model)
     bypass(model.graph, lambda node: node.name in clip_names and _is_implied(node, folded_index))
-    drop_unread(model.graph)  # the limits
+    drop_unread(model.graph)  # the limits of the removed Clips
 
 
 def _clips_codes(clip: onnx.NodeProto, index: Graph) -> bool:
@@ -181,7 +181,7 @@ def _move_quantizers(model: onnx.ModelProto) -> None:
     names = tensor_names(model.graph)
     quantizer_by_codes = {node.output[0]: node for node in index.nodes if node.op_type == Q}
     nodes: Nodes = []
-    replaced_codes: set[str] = set()  # made by a quantizer that got a copy behind a later node
+    replaced_codes: set[str] = set()  # outputs of the quantizers that have a moved copy
     for node in index.nodes:
         nodes.append(node)
         if node.op_type not in _MOVES_AND_CUTS or node.input[0] not in quantizer_by_codes:
@@ -191,7 +191,7 @@ def _move_quantizers(model: onnx.ModelProto) -> None:
         if grid is None or not grid.is_per_tensor:
             continue
         if node.op_type == "Pad" and not _make_pad_float(node, grid, index):
-            continue  # it pads with another value than 0
+            continue  # it stays: it pads with another value than 0
         replaced_codes.add(quantizer.output[0])
         moved_quantizer = _move_behind(node, quantizer, names)
         # the next node may move it again
@@ -200,7 +200,7 @@ def _move_quantizers(model: onnx.ModelProto) -> None:
 
     if not replaced_codes:
         return
-    # remove the original quantizers, but for those whose codes something else reads
+    # remove the original quantizers; one stays if its codes have other readers or are an output
     unread_codes = replaced_codes.difference(index.outputs, all_reads(nodes))
     rebuild(model.graph, [node for node in nodes if unread_codes.isdisjoint(node.output)])
 
@@ -208,12 +208,17 @@ def _move_quantizers(model: onnx.ModelProto) -> None:
 def _move_behind(
     node: onnx.NodeProto, quantizer: onnx.NodeProto, names: set[str]
 ) -> onnx.NodeProto:
-    """Let a node that reads codes work on floats; return the QuantizeLinear of its output.
+    """Let a node that reads codes read floats instead; return a QuantizeLinear for its output.
+
+    "Codes" are the integers that a QuantizeLinear makes.
 
     Args:
-        node: changes: it reads what the quantizer reads, and makes a float tensor.
-        quantizer: makes the codes that the node reads; unchanged.
-        names: of all tensors; gets that of the float tensor.
+        node: changes: it reads the float tensor that the quantizer reads, and makes a new one.
+        quantizer: makes the codes that the node reads; it is copied.
+        names: of all tensors; the name of the new float tensor is added.
+
+    Returns:
+        The copy of the quantizer; it makes the codes that the node made, under the same name.
     """
     float_source, codes = quantizer.input[0], node.output[0]
     float_output = claim_name(f"{float_source}/{node.op_type.lower()}", names)
@@ -250,8 +255,8 @@ def remove_pairs(
     Args:
         model: with unique node names.
         int8_layers: names of the layers that round and saturate their input themselves.
-        keep_rounding: whether all other readers of a pair get a Div, Round, Clip and Mul in its
-            place, which round and saturate as it did; else they read the unrounded float tensor.
+        keep_rounding: put Div, Round, Clip and Mul in the place of a pair for its other readers,
+            which round and saturate as it did. Without it, these read the unrounded float tensor.
 
     Raises:
         ModelError: integer operators, or pairs that cannot be removed.
@@ -268,8 +273,8 @@ def remove_pairs(
                 " model in that form, with float inputs and outputs"
             )
     grids = {}
-    for tensor, tensor_grids in stripper.grids.items():  # by the names before `run` renamed some
-        final_name = stripper.new_names.get(tensor, tensor)
+    for tensor, tensor_grids in stripper.grids.items():
+        final_name = stripper.new_names.get(tensor, tensor)  # `run` renamed some tensors
         grids[final_name] = tuple(tensor_grids)
     return StrippedModel(float_model, stripper.float_read_pairs, grids)
 
@@ -329,7 +334,7 @@ class _Stripper:
                     self.non_negative.update(node.output)  # a later pair behind it needs no Clip
                 nodes.append(node)
 
-        # first the readers of pairs read other tensors, then tensors get their final names
+        # let the readers of the removed pairs read float tensors; then give tensors their new names
         rename_reads(nodes, self.float_by_pair_output)
         self._name_weights_by_layer()
         rename_tensors(nodes, self.new_names)
@@ -348,15 +353,16 @@ class _Stripper:
     def _replace_pair(self, dequantizer: onnx.NodeProto) -> Nodes:
         """Return the nodes that take the place of a Q/DQ pair, usually none.
 
-        Int8 layers read the pair's source, the float tensor that it quantized, since they round
-        their input themselves. So do float operators, subgraphs and the user, unless they need a
-        chain of nodes that rounds or clips as the pair does (`_find_chain`).
+        The source of a pair is the float tensor that it quantized. Int8 layers will read the
+        source, since they round their input themselves. Float operators, subgraphs and the user
+        read it too, unless they need a chain of nodes that rounds or clips as the pair did
+        (`_find_chain`).
         """
         index = self.index
         output = dequantizer.output[0]
         quantizer = index.producer[dequantizer.input[0]]
         source = quantizer.input[0]
-        # the source may itself be the output of a pair, which was replaced before
+        # the source may be the output of an earlier pair, which is already replaced
         source = self.float_by_pair_output.get(source, source)
         readers = index.readers.get(output, [])
         int8_readers = []
@@ -369,7 +375,9 @@ class _Stripper:
             self.float_read_pairs += 1
             chain = self._find_chain(dequantizer, source)
             if chain:
-                for reader in int8_readers:  # `run` lets all other readers read the chain's result
+                # here int8 layers get the source; later `run` lets the other readers of the pair
+                # read the result of the chain
+                for reader in int8_readers:
                     reader.input[0] = source
                 return self._write_chain(dequantizer, source, chain)
         return self._bypass_pair(dequantizer, source)
@@ -377,8 +385,9 @@ class _Stripper:
     def _bypass_pair(self, dequantizer: onnx.NodeProto, source: str) -> Nodes:
         """Let all readers of a pair read its source, the float tensor that it quantized.
 
-        The source takes the name of the pair's output if that is an output of the model, or if
-        calib8 wrote the pair: it renames a tensor NAME to NAME/float, and the pair makes NAME.
+        The source takes the name of the pair's output if that is an output of the model. It also
+        does if calib8 wrote the pair: calib8 renamed a tensor NAME to NAME/float, and let the pair
+        make NAME.
 
         Returns:
             []; or, if the pair makes an output of the model and the source cannot take its name,
@@ -389,8 +398,8 @@ class _Stripper:
         is_model_output = output in self.index.outputs
         if not is_model_output:
             self.float_by_pair_output[output] = source
-        takes_name = is_model_output or source == f"{output}/float"
-        if takes_name and self._can_be_renamed(source):
+        is_pair_of_calib8 = source == f"{output}/float"
+        if (is_model_output or is_pair_of_calib8) and self._can_be_renamed(source):
             self.new_names[source] = output
         elif is_model_output:
             name = f"{dequantizer.name}/float"
@@ -400,9 +409,9 @@ class _Stripper:
     def _write_chain(
         self, dequantizer: onnx.NodeProto, source: str, chain: Mapping[str, tuple[float, ...]]
     ) -> Nodes:
-        """Return the nodes that apply a chain of operators to a pair's source, in its place.
+        """Return the nodes that apply a chain of operators to a pair's source.
 
-        The readers of the pair read the result of the chain.
+        They take the pair's place: its readers will read the result of the chain.
 
         Args:
             dequantizer: of the pair.
@@ -410,7 +419,7 @@ class _Stripper:
             chain: operator -> its constants, in the order of the nodes (from `_find_chain`).
         """
         output = dequantizer.output[0]
-        result = output
+        result = output  # an output of the model keeps its name
         if output not in self.index.outputs:  # a name such as source/div-round-clip-mul
             result = claim_name(f"{source}/{'-'.join(chain).lower()}", self.names)
         self.float_by_pair_output[output] = result
@@ -437,9 +446,9 @@ class _Stripper:
     def _find_chain(self, dequantizer: onnx.NodeProto, source: str) -> dict[str, tuple[float, ...]]:
         """Return the operators, in order, that float readers need in place of a pair.
 
-        With `keep_rounding` these do what the pair does. Without it, they need only a Clip at 0,
-        and this only if the pair did the work of a Relu that the tool which wrote it left out: its
-        lowest code stands for 0, although its source may be negative.
+        With `keep_rounding`, these operators round and saturate as the pair did. Without it, only a
+        pair that also did the work of a Relu needs an operator, a Clip at 0: some tools leave out a
+        Relu before a pair whose lowest code stands for 0.
 
         The output of a pair whose lowest code stands for 0 is also added to `non_negative`.
 
@@ -461,7 +470,7 @@ class _Stripper:
         if self.keep_rounding:
             limits = (lowest_step, highest_step)
             return {"Div": (scale,), "Round": (), "Clip": limits, "Mul": (scale,)}
-        if lowest_step == 0 and source not in self.non_negative:
+        if lowest_step == 0 and source not in self.non_negative:  # the pair did a Relu's work
             return {"Clip": (0.0, scale * highest_step)}
         return {}
 

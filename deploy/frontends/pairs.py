@@ -167,7 +167,7 @@ def weight_grid(node: onnx.NodeProto, index: Graph) -> tuple[PairGrid, NDArray[n
     dequantizer, permutation = _find_dequantizer(node.input[1], index, {"Cast", "Transpose"})
     if dequantizer is None:
         raise UnfitError("its weight is not quantized")
-    # the model stores integers, or float values, of which a QuantizeLinear makes the integers
+    # the model stores the integers, or floats from which a QuantizeLinear computes them
     stored_name = dequantizer.input[0]
     quantizer = index.find_producer(stored_name, Q)
     if quantizer is not None:
@@ -178,13 +178,14 @@ def weight_grid(node: onnx.NodeProto, index: Graph) -> tuple[PairGrid, NDArray[n
     if grid.scale.size == 1:
         return grid, grid.scale.reshape(1)
 
-    stored_shape = list(index.constants[stored_name].dims)
+    # several scales: their axis must be that of the layer's output channels
+    stored_shape = tuple(index.constants[stored_name].dims)
     rank = len(stored_shape)
     scale_axis = int(attributes(dequantizer).get("axis", 1))  # of the stored weight
     if not -rank <= scale_axis < rank or grid.scale.shape != (stored_shape[scale_axis],):
         raise UnfitError("its weight has several scales a channel")
 
-    # the layer may read the stored weight transposed: axis of its weight -> stored axis
+    # the layer may read the stored weight transposed: its axis i is the stored axis stored_axes[i]
     stored_axes = permutation or list(range(rank))
     if sorted(stored_axes) != list(range(rank)):
         raise UnfitError("its weight is turned in a way that does not fit it")
@@ -197,14 +198,14 @@ def weight_grid(node: onnx.NodeProto, index: Graph) -> tuple[PairGrid, NDArray[n
 
 
 def _find_dequantizer(
-    tensor: str, index: Graph, passing: Collection[str]
+    tensor: str, index: Graph, skipped_types: Collection[str]
 ) -> tuple[onnx.NodeProto | None, list[int]]:
     """Return the DequantizeLinear from which a tensor comes, and how its output was transposed.
 
     Args:
         tensor: name of the tensor.
         index: of the model.
-        passing: types of the nodes that may stand between the two.
+        skipped_types: types of the nodes that may stand between the DequantizeLinear and `tensor`.
 
     Returns:
         (node, permutation); (None, []) without such a node, or if several nodes transpose; the
@@ -212,7 +213,7 @@ def _find_dequantizer(
     """
     permutation: list[int] = []
     node = index.producer.get(tensor)
-    while node is not None and node.op_type in passing:
+    while node is not None and node.op_type in skipped_types:
         if node.op_type == "Transpose":
             if permutation:
                 return None, []
@@ -242,8 +243,8 @@ def _zero_points(node: onnx.NodeProto, index: Graph, scale: NDArray[np.float32])
             raise UnfitError("its zero point is computed")
         return to_array(index.constants[name])
 
-    # without a zero point, the type is that of the codes which a DequantizeLinear reads, or that in
-    # the attribute of a QuantizeLinear
+    # no zero point: a DequantizeLinear reads codes of the type that is looked for, and a
+    # QuantizeLinear may name it in an attribute
     if node.op_type == DQ:
         codes = index.constants.get(node.input[0])
         if codes is not None:

@@ -108,7 +108,7 @@ class CutOffNodes:
         opset = opset_of(model)
         if opset < opset_of(self.model):  # lower the cut-off nodes first
             lowered = lower_opset(self.model, opset=opset).model
-            # the outputs as in the file: lowering declares the types that it infers
+            # lowering also declares the types that it infers; declare the outputs as in the file
             replace_field(lowered.graph.output, self.model.graph.output)
             return CutOffNodes(lowered).append_to(model)
         self._refuse_newer_forms(opset)
@@ -164,7 +164,7 @@ def cut_unknown_nodes(model: onnx.ModelProto) -> CutOffNodes | None:
     """Cut a model before the nodes that ONNX Runtime does not know, in place.
 
     The unknown nodes and all nodes downstream are cut off, and the nodes that compute constants for
-    these alone. What they read of the remaining nodes becomes an output of the model.
+    these alone. A tensor that a remaining node computes for them becomes an output of the model.
 
     Args:
         model: without functions.
@@ -179,19 +179,21 @@ def cut_unknown_nodes(model: onnx.ModelProto) -> CutOffNodes | None:
     unknown_nodes = list(filter(is_unknown_node, model.graph.node))
     if not unknown_nodes:
         return None
-    _import_domains(model, unknown_nodes)
+    _import_domains(model, unknown_nodes)  # without it, `infer_shapes` refuses the model
     sort_nodes(model.graph)
-    graph = Graph(infer_shapes(model))
+    complete_graph = Graph(infer_shapes(model))
     cut_indices = _find_unknown_and_downstream(model.graph.node)
-    _add_constant_nodes(graph, cut_indices)
+    _add_constant_nodes(complete_graph, cut_indices)
     cut_nodes: Nodes = []
     remaining_nodes: Nodes = []
     for index, node in enumerate(model.graph.node):
-        part_nodes = cut_nodes if index in cut_indices else remaining_nodes
-        part_nodes.append(node)
+        if index in cut_indices:
+            cut_nodes.append(node)
+        else:
+            remaining_nodes.append(node)
 
-    cut_off = CutOffNodes(_extract_cut_model(model, graph, cut_nodes))
-    _reduce_to(model, remaining_nodes, cut_nodes, graph)
+    cut_off = CutOffNodes(_extract_cut_model(model, complete_graph, cut_nodes))
+    _reduce_to(model, remaining_nodes, cut_nodes, complete_graph)
     if not model.graph.output:
         raise ModelError(
             "calib8 calibrates the part of a model before nodes that onnxruntime does not know,"
@@ -245,19 +247,20 @@ def _find_unknown_and_downstream(nodes: Iterable[onnx.NodeProto]) -> set[int]:
 def _add_constant_nodes(graph: Graph, cut_indices: set[int]) -> None:
     """Add to `cut_indices` the nodes that compute constants for cut-off nodes alone.
 
-    A constant that a remaining node computes for a cut-off one would become an output of the model.
+    If such a node remained, its constant would become an output of the model. Stored constants
+    (initializers and Constant nodes) need not be cut off: `_extract_cut_model` copies them.
 
     Args:
         graph: of the model; its nodes are sorted.
         cut_indices: indices of the nodes to cut off.
     """
-    constant_tensors = set(graph.constants)  # stored ones, then those computed from them too
+    constant_tensors = set(graph.constants)  # the stored ones, then also those computed from them
     for node in graph.nodes:
         if constant_tensors.issuperset(iter_reads(node)):
             constant_tensors.update(node.output)
 
     # from the last node to the first, so that the readers of a node are known
-    cut_reads: set[str] = set()  # tensors that the cut-off nodes read, but for stored constants
+    cut_reads: set[str] = set()  # tensors that the cut-off nodes read, without stored constants
     remaining_reads = set(graph.outputs)
     for index in reversed(range(len(graph.nodes))):
         node = graph.nodes[index]
@@ -267,7 +270,6 @@ def _add_constant_nodes(graph: Graph, cut_indices: set[int]) -> None:
         if is_constant and is_read_by_cut and not is_read_by_remaining:
             cut_indices.add(index)
         if index in cut_indices:
-            # stored constants are copied (`_extract_cut_model`), so Constant nodes are not cut off
             cut_reads.update(set(iter_reads(node)).difference(graph.constants))
         else:
             remaining_reads.update(iter_reads(node))
@@ -278,7 +280,7 @@ def _reduce_to(
 ) -> None:
     """Reduce a model to the nodes that remain, in place.
 
-    A tensor that they compute for cut-off nodes becomes an output of the model.
+    A tensor that a remaining node computes and a cut-off node reads becomes an output of the model.
 
     Args:
         model: changes.

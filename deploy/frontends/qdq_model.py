@@ -88,8 +88,8 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
 def _find_cleaned_grids(stripped: StrippedModel, cleaned: onnx.ModelProto) -> PairGrids:
     """Return tensor of the cleaned model -> grids (scale, zero point, type) of its removed pairs.
 
-    If cleaning removed a Cast or the like, its output had the values of its input, and so the grids
-    of the output go to the input. The grids of other tensors that cleaning removed are left out.
+    Cleaning removes each Cast, Identity or Dropout whose output equals its input; the grids of the
+    output then go to the input. The grids of other tensors that cleaning removed are left out.
     """
     producer = Graph(stripped.model).producer
     cleaned_tensors = tensor_names(cleaned.graph)
@@ -173,7 +173,8 @@ def _check_activation_pair(node: onnx.NodeProto, grid: PairGrid, index: Graph) -
         raise UnfitError(f"it is quantized to {grid.dtype}")
     if node.op_type == Q:
         reader_types = [reader.op_type for reader in index.readers.get(node.output[0], [])]
-        if "Clip" in reader_types:  # `prepare_qdq_model` leaves only such that remove integers
+        # `prepare_qdq_model` has removed the Clips that let all integers pass
+        if "Clip" in reader_types:
             raise UnfitError("a Clip leaves fewer than 8 bits of it")
         if DQ not in reader_types:
             raise UnfitError("no DequantizeLinear reads it")
@@ -193,9 +194,10 @@ def _read_pairs(
     grids: PairGrids,
     constant_grids: tuple[PairGrid, ...],
 ) -> QdqCalibration:
-    """Return what a calibration of the float model would find, read from the Q/DQ pairs.
+    """Return the calibration of the float model that the Q/DQ pairs describe.
 
-    A tensor with several pairs gets the widest of their ranges.
+    The pairs of a tensor give its range (of several pairs, the widest), those of a weight its
+    scales, and a node without pairs is float.
 
     Args:
         model: with its pairs.
@@ -215,7 +217,7 @@ def _read_pairs(
     return QdqCalibration(
         model=model,
         name=name,
-        scales=spread_ranges(float_index, range_by_tensor),
+        scales=spread_ranges(float_index, range_by_tensor),  # also over a Transpose, MaxPool, ...
         weight_scales=weight_scales,
         float_reasons=float_reasons,
         nodes_with_output_pair=nodes_with_output_pair,
@@ -260,7 +262,7 @@ def _read_layers(
     for node in float_index.nodes:  # in graph order: a node comes before its tail
         if _is_tail(node, float_index):
             main_node = float_index.producer[node.input[0]]
-            if main_node.name not in float_reasons:  # it runs in int8, and its tail with it
+            if main_node.name not in float_reasons:  # the tail runs in int8 as part of this node
                 continue
         qdq_node = qdq_node_by_name.get(node.name)
         if qdq_node is None:  # a Clip that was inserted in place of a pair

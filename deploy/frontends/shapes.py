@@ -50,8 +50,8 @@ def clear_negative_sizes(graph: onnx.GraphProto) -> None:
 def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return the model with all shapes and types inferred anew; use it in place of `model`.
 
-    A tensor for which inference finds none keeps those that the model declared. `model` itself
-    changes, and may be what is returned.
+    A tensor for which inference finds none keeps those that the model declared. `model` changes,
+    and is itself returned if it has large weights.
 
     Raises:
         ModelError: the shapes contradict each other.
@@ -64,7 +64,7 @@ def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
         # each time, up to any size
         propagates_values = _largest_joined(model.graph) <= _MAX_JOINED
         inferred = infer_types(light_model or model, data_prop=propagates_values)
-    if light_model is not None:
+    if light_model is not None:  # it has no weights: return `model`, with what was inferred
         replace_field(model.graph.output, inferred.graph.output)
         model.graph.value_info.extend(inferred.graph.value_info)
         inferred = model

@@ -46,7 +46,7 @@ def read_ultralytics(metadata: ModelMetadata) -> StoredPreprocess | None:
         ConfigError: the model is for another task, or has invalid values.
     """
     if metadata.text("author") != "Ultralytics":
-        # YOLOv5 writes no author but certain keys; those of "onnx." are ONNX Runtime's
+        # YOLOv5 writes no author, but exactly two keys; keys with "onnx." are ONNX Runtime's
         keys = {key for key in metadata.properties if not key.startswith("onnx.")}
         return StoredPreprocess(find_preset("yolo"), " YOLOv5") if keys == _YOLOV5_KEYS else None
 
@@ -116,20 +116,20 @@ def read_openvino(metadata: ModelMetadata) -> StoredPreprocess | None:
     if not any(values.values()):
         return None
     resize_type = values["resize_type"] or "standard"
-    units = metadata.text(f"{_PATH}intensity_mode") or ""
-    has_max_value = bool(metadata.text(f"{_PATH}intensity_max_value"))
+    pixel_units = metadata.text(f"{_PATH}intensity_mode") or ""
+    has_max_value = bool(metadata.text(f"{_PATH}intensity_max_value"))  # of pixels over 255
     if _is_true(metadata, "embedded_processing"):
         raise ConfigError("its model preprocesses its input itself")
-    if resize_type not in _RESIZES or units not in _UNITS or has_max_value:
+    if resize_type not in _RESIZES or pixel_units not in _UNITS or has_max_value:
         raise ConfigError(
             f"its resize_type must be one of {', '.join(_RESIZES)} and its intensity_mode"
-            f" scale_to_unit or none, got {short_text(resize_type)} and {short_text(units)}"
+            f" scale_to_unit or none, got {short_text(resize_type)} and {short_text(pixel_units)}"
         )
     color = "rgb" if _is_true(metadata, "reverse_input_channels") else "bgr"
     preprocess = replace(
         _RESIZES[resize_type],
         color=color,
-        scale=_UNITS[units],
+        scale=_UNITS[pixel_units],
         mean=parse_numbers(values["mean_values"] or "0", "mean_values"),
         std=parse_numbers(values["scale_values"] or "1", "scale_values"),
         pad=parse_numbers(metadata.text(f"{_PATH}pad_value") or "0", "pad_value"),
@@ -189,7 +189,7 @@ def read_paddle(metadata: ModelMetadata) -> StoredPreprocess | None:
         steps[name] = operator
     if "Resize" not in steps or "Permute" not in steps:
         raise ConfigError(f"its steps must resize and permute, got {', '.join(steps) or 'none'}")
-    preprocess = replace(_read_resize(steps["Resize"]), scale=1.0)
+    preprocess = replace(_read_resize(steps["Resize"]), scale=1.0)  # pixels of 0 to 255
     if "NormalizeImage" in steps:
         preprocess = _add_normalization(preprocess, steps["NormalizeImage"])
     return StoredPreprocess(preprocess)

@@ -37,7 +37,7 @@ TIMM_FILE = "config.json"
 # Pillow smooths when it shrinks, like OpenCV's area and unlike its linear and cubic
 INTERPOLATIONS = {"bilinear": "area", "bicubic": "area", "lanczos": "lanczos", "nearest": "nearest"}
 _CFG = "pretrained_cfg"
-_DEFAULT_SHARE = 0.875  # of the short side that timm crops
+_DEFAULT_CROP_SHARE = 0.875  # of the short side that timm crops
 _NAMES = ("mean", "std", "input_size", "crop_pct", "crop_mode", "interpolation")
 
 
@@ -75,8 +75,8 @@ def read_timm_config(metadata: ModelMetadata) -> StoredPreprocess | None:
 def timm_preprocess(data: Mapping[str, Any]) -> Preprocess:
     """Return the preprocessing of timm's data configuration; missing values have timm's defaults.
 
-    timm resizes the short side to input_size / crop_pct and cuts the centre out, or stretches the
-    picture to the input ("squash").
+    timm resizes the short side to input_size / crop_pct and crops the centre ("center"), or
+    stretches the picture to the input ("squash").
 
     Raises:
         ConfigError: unsupported preprocessing, or invalid values.
@@ -86,19 +86,22 @@ def timm_preprocess(data: Mapping[str, Any]) -> Preprocess:
     if max(map(abs, mean)) > 1 or max(std) > 1:
         raise ConfigError(f"its mean and std must be those of pixels / 255, got {short_text(mean)}")
     channels, side = _channels_and_side(data.get("input_size"))
-    share = parse_number(data.get("crop_pct"), "crop_pct", default=_DEFAULT_SHARE)
+    crop_share = parse_number(data.get("crop_pct"), "crop_pct", default=_DEFAULT_CROP_SHARE)
     crop_mode = data.get("crop_mode") or "center"
     interpolation = plain_word(data.get("interpolation") or "bicubic")
-    is_stretched = crop_mode == "squash" and share == 1  # with a smaller share, timm crops besides
-    is_cropped = crop_mode == "center" and 0 < share <= 1
+    # with a smaller share, timm also crops what it has stretched; this is not supported
+    is_stretched = crop_mode == "squash" and crop_share == 1
+    is_cropped = crop_mode == "center" and 0 < crop_share <= 1
     if interpolation not in INTERPOLATIONS or not (is_stretched or is_cropped):
         raise ConfigError(
             f"its crop must be of the centre, by a share up to 1, and its interpolation one of"
-            f" {', '.join(INTERPOLATIONS)}, got {short_text(crop_mode)}, {share:g} and"
+            f" {', '.join(INTERPOLATIONS)}, got {short_text(crop_mode)}, {crop_share:g} and"
             f" {short_text(interpolation)}"
         )
-    if side is None and share != _DEFAULT_SHARE:
-        raise ConfigError(f"its crop_pct is a share of an input_size, got {share:g} and no size")
+    if side is None and crop_share != _DEFAULT_CROP_SHARE:
+        raise ConfigError(
+            f"its crop_pct is a share of an input_size, got {crop_share:g} and no size"
+        )
 
     preprocess = Preprocess(
         resize="stretch" if is_stretched else "short-side",
@@ -110,7 +113,7 @@ def timm_preprocess(data: Mapping[str, Any]) -> Preprocess:
     if side is None:
         return preprocess
     if is_cropped:
-        preprocess = replace(preprocess, short_side=math.floor(side / share))
+        preprocess = replace(preprocess, short_side=math.floor(side / crop_share))
     return replace(preprocess, default_size=(side, side))
 
 
@@ -187,7 +190,7 @@ def _read_resize_and_crop(data: Mapping[str, Any], kind: str) -> Preprocess:
     """Return preprocessing with the size, crop and interpolation of a Hugging Face processor.
 
     The processor stretches the picture to a height and a width, or resizes the short side and crops
-    the centre. That of ConvNext does the one or the other, depending on the size.
+    the centre. ConvNext's processor does one or the other, depending on the size.
 
     Args:
         data: its configuration, `preprocessor_config.json`.
