@@ -71,6 +71,10 @@ def test_swapped_colors_are_named(red_detector, warnings_of):
     assert text.count(doubt) == 1
 
 
+def test_reading_without_more_boxes_is_unnamed(red_detector, warnings_of):
+    assert "FP32 finds" not in warnings_of(red_detector(scale=0.3), "--color", "bgr")
+
+
 def test_metadata_that_fits_better_is_named(red_detector, warnings_of):
     text = warnings_of(red_detector(metadata=METADATA), "--color", "bgr")
     assert "FP32 finds 16 boxes as the model's metadata (Ultralytics 8.2.46" in text

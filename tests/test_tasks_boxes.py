@@ -515,6 +515,23 @@ def test_a_distribution_stands_where_its_cell_is():
     assert all(np.abs(found - one).max(axis=1).min() < 1e-3 for one in wanted)
 
 
+@pytest.mark.parametrize("shares", [[4, 1], [3, 1, 1]])
+def test_a_frequent_first_class_is_no_objectness(shares):
+    """In rows, as of the 100 best queries of RT-DETR."""
+
+    def rows(number):
+        boxes, scores = yolo(number)
+        best = np.argsort(-scores.max(axis=1))[:100]
+        boxes, scores = boxes[best], scores[best]
+        groups = np.split(scores, np.cumsum(shares)[:-1], axis=1)
+        merged = [group.max(axis=1, keepdims=True) for group in groups]
+        return {"y": np.concatenate([boxes, *merged], axis=1)[None].astype(np.float32)}
+
+    references = [rows(n) for n in range(8)]
+    read, same = figure(references, references)
+    assert read.task.decoder.classes == len(shares) and same.words.startswith("48 of 48 boxes")
+
+
 @pytest.mark.parametrize("form", [v5, v8])
 def test_declared_classes_tell_an_objectness(form):
     """Beside mask weights, as YOLO v5 and v8 for segmentation have them."""

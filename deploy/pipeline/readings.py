@@ -177,7 +177,11 @@ def find_better_reading(
         if not labelled_samples:
             samples = ((inputs, None) for inputs in evaluation_set.subset.spread_samples(SAMPLES))
         scores = score_reading(samples, used_scores, score, used_preprocess, reading.preprocess)
-        if scores is not None and is_better(scores, used_scores):
+        if scores is None or not is_better(scores, used_scores):
+            continue
+        # surer of boxes that the sentence does not count
+        finds_no_more = is_detector and count_clear(scores) <= count_clear(used_scores)
+        if not finds_no_more:
             return describe_reading(reading, scores, used_scores, count_template)
     return ""
 

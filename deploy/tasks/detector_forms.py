@@ -252,8 +252,8 @@ def _has_objectness(scores: Array, layout: Layout) -> bool:
     """
     if scores.shape[1] < 2:
         return False
-    first_mean = float(scores[:, 0].mean())
-    best_other_mean = float(scores[:, 1:].max(axis=1).mean())
+    best_others = scores[:, 1:].max(axis=1)
+    first_mean, best_other_mean = float(scores[:, 0].mean()), float(best_others.mean())
     if first_mean < best_other_mean and best_other_mean > MAX_EMPTY_SCORE:
         # the other columns are high in rows without an object too, so an objectness must tell them
         return _are_mostly_empty(scores[:, 0])
@@ -261,7 +261,10 @@ def _has_objectness(scores: Array, layout: Layout) -> bool:
     # the other columns are low as well; then only YOLO v5 and v7 have an objectness, which is the
     # highest column. Their outputs are rows; YOLO v8 has transposed ones, without an objectness
     detects_anything = max(first_mean, best_other_mean) > MIN_QUIET_SCORE
-    return layout == ROWS and detects_anything and first_mean >= best_other_mean
+    if layout != ROWS or not detects_anything or first_mean < best_other_mean:
+        return False
+    # a row with an object has a class; the rows of a frequent first class have no other class
+    return float(np.average(best_others, weights=scores[:, 0])) > MAX_EMPTY_SCORE
 
 
 def _are_mostly_empty(best_scores: Array) -> bool:
