@@ -104,9 +104,9 @@ def test_preset_that_is_right_by_labels_is_named(run, tmp_path):
     [(13, 3, True), (12, 4, False), (6, 0, True), (5, 0, False), (0, 0, False)],
 )
 def test_better_reading_wins_a_sign_test(wins, losses, better):
-    used_scores = [np.array([0.7])] * 16
+    current_scores = [np.array([0.7])] * 16
     scores = [0.99] * wins + [0.6] * losses + [0.7] * (16 - wins - losses)
-    assert is_better([np.array([score]) for score in scores], used_scores) is better
+    assert is_better([np.array([score]) for score in scores], current_scores) is better
 
 
 def test_small_gain_is_not_better():

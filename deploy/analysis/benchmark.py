@@ -142,7 +142,8 @@ def bench(
     else:
         dataset = to_dataset(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
         feed = _open_images(dataset, engines, input_specs)
-        make_inputs, notes = partial(_take_images, feed), preprocessing_notes(feed)
+        make_inputs = partial(_take_images, feed)
+        notes = preprocessing_notes(feed)
         accuracies = _compare_outputs(engines, feed, metric)
 
     # the smallest first; without batches, None for the model's own size
@@ -235,12 +236,11 @@ def _compare_outputs(
         return {}
     from deploy.pipeline.evaluate import compare_sessions  # imports much else
 
+    (_, reference), (label, candidate) = engines.items()
     declaration = _read_declaration(engines.values())
     declaration = replace(declaration, batch_inputs=batch_inputs(feed.specs))
-    _, candidate_label = engines
-    reference, candidate = (engine.session for engine in engines.values())
     metric = replace(metric, declared=declaration)
-    return {candidate_label: compare_sessions(reference, candidate, feed, metric)}
+    return {label: compare_sessions(reference.session, candidate.session, feed, metric)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ def check(
         ModelError, FeedError: the float model or the images cannot be read.
     """
     dataset = to_dataset(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
-    dataset = replace(dataset, split="val")
+    dataset = replace(dataset, split="val")  # of a data.yaml, if the images are one
     if against is not None:
         against, source = open_torch_module(against, dataset.source)
         dataset = replace(dataset, source=source)
@@ -218,8 +218,9 @@ def _read_build(
     if report.feed is not None and not request.is_quantized:  # a Q/DQ model is not calibrated
         calibration_digest = report.feed.digest or ""
     stored_preprocess = report.feed.preprocess if report.feed else {}
+    # a build from arrays does not know how images are prepared for the model
     is_preprocess_known = bool(
-        report.feed is None  # no images were needed, so no arrays either
+        report.feed is None  # the build used no images, and no arrays either
         or stored_preprocess
         or dataset.preprocess
         or loaded.metadata_preprocess
@@ -278,7 +279,7 @@ def _load_reference(
         flag="--against",
     )
     if is_quantized and loaded.qdq is None:
-        # no alert that it is another file than the manifest names: that is the Q/DQ model
+        # the manifest names the Q/DQ model, so a float model is rightly another file: no alert
         return loaded, ()
     alerts = list(model_notes(build.path, loaded))
     if against is None and float_path:

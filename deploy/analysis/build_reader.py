@@ -334,7 +334,7 @@ def _explain_target(
         notes: of the build; those on repairs of this or any target are shown.
     """
     target_plan = plan.targets.get(target.name, TargetPlan())
-    # a split says which nodes are int8: the one that was built, and all that can be built
+    # a split says which nodes run in int8: the one that was built, and others that can be built
     built_split, front = target_plan.settled, tuple(split_rows(target_plan))
     if target.search is not None:  # else no search was needed, such as for a plan of the user's
         built_split, front = target.search.settled, target.search.front

@@ -70,7 +70,7 @@ def _run_images(
     threads: int,
     task: str,
 ) -> ImageResults:
-    """Run images on one target; return the worst images and channels.
+    """Run images through the float model and a target's; return the worst images and channels.
 
     Args:
         loaded: the float model.
@@ -93,7 +93,7 @@ def _run_images(
     for name in layers[:_MAX_TENSORS]:
         if name in int8_name_by_float:
             pairs[name] = int8_name_by_float[name]
-    # both models get the inner tensors as outputs too
+    # the inner tensors become outputs of both models, next to the models' own
     float_session = _open(copy_with_outputs(loaded.model, pairs), int8_kernels=True)
     int8_session = _open(copy_with_outputs(int8_model, pairs.values()), int8_kernels=is_native)
     output_names = [spec.name for spec in loaded.outputs if spec.dtype != "str"]
@@ -102,18 +102,20 @@ def _run_images(
     def run_float_model(sample: Sample) -> Outputs:
         return _select(float_session.run(sample), output_names)
 
+    # the form of the outputs (slices, task) follows from the float model's outputs for a few images
     metric = Metric(None, task=task, declared=loaded.declaration)
-    worst_images = _WorstImages(_derive_feed_form(feed, run_float_model, metric))
+    output_form = _derive_feed_form(feed, run_float_model, metric)
+    worst_images = _WorstImages(output_form)
     channel_sums = {name: ChannelSums() for name in pairs}
 
     def run_models(_worker: int, _number: int, sample: Sample) -> tuple[Outputs, Outputs, Outputs]:
+        """Return (inputs, float tensors, int8 tensors) of a sample."""
         return sample, float_session.run(sample), int8_session.run(sample)
 
-    # several samples run at a time; their results are added one after the other, in order
     with phase("running images", len(feed), "samples") as show_progress, feed.samples() as samples:
 
         def add_sample(_number: int, arrays: tuple[Outputs, Outputs, Outputs]) -> None:
-            """Add each image of a sample, which is (its inputs, float tensors, int8 tensors)."""
+            """Add what `run_models` returned for a sample, which has one image or more."""
             length = batch_length(arrays[0], loaded.declaration.batch_inputs)
             for image, float_tensors, int8_tensors in split_batches(length, *arrays):
                 if worst_images.count >= feed.count:
@@ -123,6 +125,7 @@ def _run_images(
                 _add_channels(channel_sums, pairs, float_tensors, int8_tensors)
             show_progress()
 
+        # several samples run at a time, but they are added one after the other, in order
         run_in_order(samples, run_models, add_sample, threads=threads)
 
     channels: list[ChannelLoss] = []
@@ -236,18 +239,19 @@ class _WorstImages:
     ) -> tuple[str, float]:
         """Return (label, SQNR) of the output slice of lowest SQNR; ("", NaN) without slices."""
         worst_label, worst_db = "", math.nan
-        # the scores of the float model weight the values of both
+        # the float model's scores weight the values of both models, hence `reference` in both calls
         reference_values = self.form.prepare(reference, inputs, reference)
         candidate_values = self.form.prepare(candidate, inputs, reference)
-        for part in self.form.parts:
-            if part.output not in reference or part.output not in candidate:
+        for output_slice in self.form.parts:
+            name, label = output_slice.output, output_slice.label
+            if name not in reference or name not in candidate:
                 continue
-            error = RunningError(part.label)
-            expected = part.of(reference_values[part.output])
-            error.add(expected, part.of(candidate_values[part.output]), 1)
+            error = RunningError(label)
+            expected = output_slice.of(reference_values[name])
+            error.add(expected, output_slice.of(candidate_values[name]), 1)
             db = error.result().sqnr_db
             if not worst_label or sqnr_sort_key(db) < sqnr_sort_key(worst_db):
-                worst_label, worst_db = part.label, db
+                worst_label, worst_db = label, db
         return worst_label, worst_db
 
 

@@ -179,7 +179,7 @@ class Ranges:
         with phase("ranges", len(observations), "tensors") as step:
             for observation in observations:
                 histogram = self.histogram(observation)
-                trouble = find_trouble(histogram)
+                trouble = find_trouble(histogram)  # why the values have no range, such as all 0
                 if trouble is None:
                     scales[observation.tensor] = self._scale(observation, histogram, symmetric)
                 else:
@@ -188,9 +188,7 @@ class Ranges:
                 step()
         return RangeSet(scales=scales, unusable=unusable)
 
-    def cached_scale(
-        self, observation: Observation, *, symmetric: Grid | None = None
-    ) -> Scale | None:
+    def cached_scale(self, observation: Observation, *, symmetric: Grid | None) -> Scale | None:
         """Return the range of one tensor if it is cached; never searches."""
         key = observation.key, self._method_of(observation).label, symmetric
         return self._scales.get(key)

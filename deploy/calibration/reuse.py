@@ -326,7 +326,7 @@ def update_cache(
     ranges: Ranges,
     *,
     cache_text: bytes | None,
-    stage: Stage | None = None,
+    stage: Stage | None,
 ) -> None:
     """Write the cache, unless its files are already up to date.
 

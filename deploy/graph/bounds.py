@@ -321,7 +321,7 @@ def _find_logits(graph: Graph) -> list[str]:
             continue
         if _is_score(graph, node):
             logits.append(node.input[0])
-    for logit in logits:  # grows during the loop
+    for logit in logits:  # the list grows during the loop, so that it goes upstream step by step
         sources = _moved_inputs(graph.producer.get(logit))
         logits += [source for source in sources if source not in logits]
     return logits
@@ -410,10 +410,11 @@ def _find_large(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, float]
 
 
 def _find_vanishing(graph: Graph, node: onnx.NodeProto) -> str:
-    """Return a text on a constant that keeps a Log or divisor above 0 and is 0 in float16, or "".
+    """Return a text on a constant that guards a Log or a division and is 0 in float16, or "".
 
-    In a / Max(b, 1e-9) the constant is 1e-9, and the Max is called the guard. It is the node
-    itself, or the node that makes its divisor, past nodes that only move values.
+    In a / Max(b, 1e-9) the Max is the guard and 1e-9 its constant, which keeps the divisor above 0.
+    The guard is the node itself or, if the node is a Div, what makes its divisor. Between the two
+    there may be nodes that only move values.
     """
     guard: onnx.NodeProto | None = node
     while guard is not None:  # go upstream to the first node that may be the guard
@@ -447,15 +448,13 @@ def _float_name(name: str) -> str:
     return name.removesuffix("/dequantized").removesuffix("/float")
 
 
-def make_window(
-    attrs: Mapping[str, Any], kernel: Sequence[int], *, transposed: bool = False
-) -> ConvWindow:
+def make_window(attrs: Mapping[str, Any], kernel: Sequence[int], *, transposed: bool) -> ConvWindow:
     """Return the window of a Conv or ConvTranspose.
 
     Args:
         attrs: the node's attributes.
         kernel: sizes of its weight's spatial axes.
-        transposed: for a ConvTranspose, without auto_pad and output_shape.
+        transposed: whether it is a ConvTranspose, which must have no auto_pad or output_shape.
     """
     rank = len(kernel)
     return ConvWindow(

@@ -231,21 +231,25 @@ def rename_tensors(nodes: Iterable[onnx.NodeProto], new_name: Mapping[str, str])
 def bypass(graph: onnx.GraphProto, passes: Callable[[onnx.NodeProto], bool]) -> int:
     """Remove nodes that only pass their input on, in place; return their number.
 
-    Their readers read their input instead. A node that produces a graph output stays, as the
+    Readers of a removed node read its input instead. A node that makes a graph output stays, as the
     output's name must stay.
+
+    Args:
+        graph: the graph, its nodes in topological order.
+        passes: whether a node only passes its first input on.
     """
     outputs = names_of(graph.output)
-    new_name: dict[str, str] = {}
-    remaining = []
+    source_by_output: dict[str, str] = {}  # output of a removed node -> what to read instead
+    remaining_nodes = []
     for node in graph.node:
         if passes(node) and node.output[0] not in outputs:
-            new_name[node.output[0]] = new_name.get(node.input[0], node.input[0])
+            source_by_output[node.output[0]] = source_by_output.get(node.input[0], node.input[0])
         else:
-            remaining.append(node)
-    if new_name:
-        rename_reads(remaining, new_name)
-        replace_nodes(graph, remaining)
-    return len(new_name)
+            remaining_nodes.append(node)
+    if source_by_output:
+        rename_reads(remaining_nodes, source_by_output)
+        replace_nodes(graph, remaining_nodes)
+    return len(source_by_output)
 
 
 # Norms whose output is of the type and shape of their input, which ONNX 1.23 does not infer.
@@ -453,9 +457,9 @@ def free_added_names(graph: onnx.GraphProto) -> list[str]:
         names |= names_of(body.node)
     names.discard("")
     fixed_names = names_of((*graph.input, *graph.output))
-    base_names = set(names)  # every `T` for which calib8 may add a `T/scale`
-    # calib8 takes any `T/dequantized` and `T/float` for its own, so these two are renamed even if
-    # the model has no `T`
+    # every `T` for which calib8 may add a `T/scale`; also the T of each `T/dequantized` and
+    # `T/float`, even if the model has no `T`: calib8 takes these two for its own
+    base_names = set(names)
     for name in names - fixed_names:
         base_names |= {name.removesuffix("/dequantized"), name.removesuffix("/float")}
 
@@ -464,13 +468,13 @@ def free_added_names(graph: onnx.GraphProto) -> list[str]:
         base_name = _find_base_name(name, base_names)
         if base_name is None:
             continue
-        replaced_name = base_name if name in fixed_names else name
-        if replaced_name in fixed_names:
+        name_to_replace = base_name if name in fixed_names else name
+        if name_to_replace in fixed_names:
             raise ModelError(
                 f"an input or output must not have a name that calib8 adds for another one, got"
                 f" {name!r} beside {base_name!r}; export the model with other names"
             )
-        new_names[replaced_name] = unique_name(f"{replaced_name}_own", names)
+        new_names[name_to_replace] = unique_name(f"{name_to_replace}_own", names)
     if new_names:
         for body in bodies:
             _rename_all(body, new_names)

@@ -106,7 +106,7 @@ def collapse_gates(nodes: Iterable[onnx.NodeProto], gates: Iterable[Gate]) -> No
     """Return the nodes with the nodes of each gate replaced by one `GATE` node.
 
     The new node stands in place of the gate's last node and has its name. If two gates end in the
-    same node, which multiplies both, only the second one is replaced.
+    same Mul, whose factors they are, only the second one is replaced.
     """
     gate_by_last_node: dict[str, Gate] = by_name(gates)
     dropped_nodes: set[str] = set()

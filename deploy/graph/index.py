@@ -263,7 +263,7 @@ class Graph:
 
     @cached_property
     def captured_through_moves(self) -> frozenset[str]:
-        """Tensors whose values a subgraph reads after data movement, such as a Reshape.
+        """Tensors that nodes which move data, such as a Reshape, pass on to a subgraph.
 
         If the branch of an If reads y = Reshape(x), this set has x. With x in int8, ONNX Runtime
         ends the process (`deploy.graph.refusal`).
@@ -271,7 +271,9 @@ class Graph:
         if not self.captured:
             return frozenset()
         moved_tensors: set[str] = set()
-        subgraph_reads = set(self.captured)  # tensors read directly, or after data movement
+        # tensors that a subgraph reads, as they are or moved; the loop goes upstream, so that it
+        # meets all readers of a tensor before the node that makes it
+        subgraph_reads = set(self.captured)
         for node in reversed(self.nodes):
             is_read_in_subgraph = not subgraph_reads.isdisjoint(node.output)
             if node.op_type in _MOVING and is_read_in_subgraph:

@@ -364,11 +364,11 @@ class _Lowering:
         return nodes
 
     def _write_older_form(self, node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
-        """Return the nodes that compute a node in the older opset; the node if it may stay.
+        """Return the nodes that compute a node in the older opset; the node itself if it may stay.
 
-        Other operators compute it (`_WRITERS`) if the older opset lacks its operator, if that
-        computed something else there, or if it is to be decomposed. Else its operator takes its
-        older form.
+        A function of `_WRITERS` writes it with other operators in three cases: the older opset
+        lacks its operator, the operator computed something else there, or it is to be decomposed.
+        In all other cases the node keeps its operator and takes the form of the older opset.
         """
         op_type = node.op_type
         schema = find_schema(op_type, scope.source_opset)

@@ -296,7 +296,7 @@ def int8_inputs(graph: Graph, node: onnx.NodeProto, heavy: Collection[str]) -> l
     ]
     if not fusable_inputs:
         return inputs
-    # of two inputs of the same depth, `max` shall take the last one
+    # `max` takes the first of equals, so with `reversed` the last input of the greatest depth
     main_branch = max(reversed(fusable_inputs), key=lambda name: graph.depths.get(name, 0))
     return [name for name in inputs if name != main_branch]
 

@@ -196,7 +196,7 @@ def analyse(
     decisions = _decide(
         model.graph.node, graph, placement, float_reasons, gate_by_node, bias_add_by_matmul
     )
-    # found in the graph that still has all nodes of the gates, of which the first reads a Conv
+    # in the graph where a gate still has all its nodes: its first node, an Add, may read a Conv
     bias_shifts = _find_bias_shifts(analysis.graph, weights, int8_gates)
     int8_scalars = []  # Adds and Muls of a constant, which is stored in int8
     if placement.runs_on_onnxruntime:
@@ -232,7 +232,8 @@ def _find_float_reasons(
         refusal = find_refusal(graph, node, placement, requested_reasons, float_tensors)
         reasons[node.name] = refusal
 
-    # DLA, a part of NVIDIA's Jetson chips, runs every layer in int8 that can, whatever is around it
+    # on DLA, a part of NVIDIA's Jetson chips, every node that can run in int8 does: neighbours do
+    # not matter
     has_changed = not placement.pairs_everywhere
     while has_changed:
         has_changed = False
@@ -301,15 +302,15 @@ class _Int8Flow:
             return f"it reads a Concat whose inputs are not all {precision}"
         if node.op_type in placement.heavy:
             return ""
-        is_read_in_float = False
         if placement.runs_on_onnxruntime:
             has_int8_inputs = self.int8_outputs.issuperset(graph.data_inputs(node))
+            is_input_read_in_float = False  # which does not matter there
         else:  # TensorRT, which fuses a residual Add into the layer that makes one of its inputs
             has_int8_inputs = reads_int8(graph, node, self.int8_outputs, placement.heavy)
-            is_read_in_float = has_float_sibling(graph, node, self.reasons)
+            is_input_read_in_float = has_float_sibling(graph, node, self.reasons)
         if not has_int8_inputs:
             return f"an input of it is not {precision}"
-        if is_read_in_float:  # such as an average pool whose input a float Mul reads too
+        if is_input_read_in_float:  # such as an average pool whose input a float Mul reads too
             return "its input is read in float too"
         # the output of the Relu, Clip or bias Add that is fused into the node, if there is one
         fused_output = graph.tail(node)
@@ -406,12 +407,13 @@ def _decide(
     for node in graph.nodes:
         if node.op_type in placement.runnable_op_types:
             main_name_by_output[graph.tail(node)] = node.name
-    for matmul, add in bias_add_by_matmul.items():
+    for matmul, add in bias_add_by_matmul.items():  # the Add, and a Relu or Clip after it
         main_name_by_output |= {add.output[0]: matmul, graph.tail(add): matmul}
 
     decisions = []
     for node in nodes:
-        planned_name = gate_by_node.get(node.name, node.name)
+        planned_name = gate_by_node.get(node.name, node.name)  # of the node of `graph`
+        # of the node that it is fused into, or its own
         main_name = main_name_by_output.get(node.output[0], planned_name)
         reason = float_reasons[planned_name]
         # a fused node, such as a Clip, has a reason since it cannot run in int8 by itself; what

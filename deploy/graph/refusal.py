@@ -130,7 +130,7 @@ def _find_first_conv_refusal(graph: Graph, node: onnx.NodeProto, placement: Plac
     # there are many products or output channels
     if reads_grey_picture and max(output_channels, products) < _MIN_CHANNELS_OF_GREY:
         is_slower = True
-    # if int8 nodes follow through a MaxPool, a float Conv makes the pool slower, see there
+    # before a MaxPool that int8 nodes read, a float Conv would make the pool slower
     if is_slower and not _feeds_int8_through_pool(graph, placement, node):
         return f"the first Conv has only {products} products a value, and is faster in float"
     return ""

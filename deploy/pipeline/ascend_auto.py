@@ -153,7 +153,8 @@ def auto_calibrate(
             evaluation_set=make_evaluation_set(feed, subject.model, _REPAIR_SAMPLES),
             threads=threads,
         )
-        record_plan, _, quantized_layers, _ = target.quantize(request)  # with the default search
+        # with the default search of each layer; the records and the configuration are not used
+        record_plan, _, quantized_layers, _ = target.quantize(request)
         records_by_search = target.records(request)
 
         ranking: list[tuple[str, float]] = []  # (layer, loss); AMCT's strategy alone needs it

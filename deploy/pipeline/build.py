@@ -477,12 +477,12 @@ def _measure_on_images(
             raise
 
     # a target that failed has no files to measure
-    results_without_failed = []
+    measurable_results = []
     for result in results:
         if result.target in failures:
             result = BuildResult(target=result.target, error=failures[result.target])
-        results_without_failed.append(result)
-    figures = measure(targets, results_without_failed, duration_s=build.duration_s)
+        measurable_results.append(result)
+    figures = measure(targets, measurable_results, duration_s=build.duration_s)
     return replace(figures, failures={**figures.failures, **failures})
 
 

@@ -260,8 +260,8 @@ def observe_here(run: CalibrationRun, decision: CacheDecision, threads: int) -> 
         CacheError: a checkpoint from which the run cannot go on.
         FeedError, BackendError, CalibrationError: as the pass.
     """
-    # some statistics start from others, which are recorded on the first samples before the pass:
-    # the preliminary ones. A checkpoint holds those of the pass itself, the main ones
+    # preliminary statistics are recorded on the first samples before the pass, since others start
+    # from them; a checkpoint holds the main ones, which are those of the pass
     schedule = schedule_observations(decision.missing, decision.observed)
     checkpoint = _open_checkpoint(run, schedule.main)
     observed = decision.observed
@@ -498,8 +498,7 @@ def _find_score_threshold(
         earlier_threshold = read_score_threshold(run.policy.path, subject.identities)
         if earlier_threshold is not None:
             return earlier_threshold
-    has_outputs = bool(run.evaluation_count)
-    if not is_observed or not has_outputs:
+    if not is_observed or not run.evaluation_count:
         return None
     metric = Metric(None, task=subject.task, declared=subject.loaded.declaration)
     with suppress(ConfigError):  # outputs of another task than the user's: the build refuses them

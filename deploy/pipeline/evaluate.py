@@ -213,14 +213,15 @@ def find_candidates(
     for result in results:
         session = engine_sessions.get(result.target)
         if session is None:
-            has_opened_engine = result.target in engine_sessions  # but in several threads
+            # an engine that was opened, but in several threads, is opened again in one
+            is_own_engine = result.target in engine_sessions
             path = result.runnable
-            if path is None and has_opened_engine:
+            if path is None and is_own_engine:
                 path = result.engine
             if path is None:
                 continue
             try:
-                session = open_single_thread(path, stand_in=not has_opened_engine)
+                session = open_single_thread(path, stand_in=not is_own_engine)
             except BackendError as error:
                 failures[result.target] = str(error)
                 continue
@@ -434,7 +435,8 @@ class _EvaluationPass:
                     count=self._evaluation.feed.unpadded_count,
                 )
 
-        possible_examples: set[int] = set()  # numbers of samples that are worth showing so far
+        # numbers of the samples so far that a report may show: where an engine differs most
+        possible_examples: set[int] = set()
         for comparison in self._comparisons.values():
             possible_examples.update(comparison.watched)
         self._images.add(outputs.sample, possible_examples)

@@ -300,13 +300,13 @@ def _open_float_model(
         is_timed: whether there are latency runs.
     """
     float_file = read_float_model(loaded)
-    open_session: Callable[[], Session]
+    engine_session: Session | None = None
+    output_session: Session | None = None
     if is_timed:
-        open_session = partial(OrtSession.open, float_file, threads=threads)
+        open_engine = partial(OrtSession.open, float_file, threads=threads)
+        engine_session, load_ms = _time_loading(open_engine)
     else:
-        open_session = partial(open_single_thread, float_file)
-    session, load_ms = _time_loading(open_session)
-    engine_session, output_session = (session, None) if is_timed else (None, session)
+        output_session, load_ms = _time_loading(partial(open_single_thread, float_file))
     float_outputs = ReferenceOutputs(
         lambda: open_single_thread(read_float_model(loaded)),  # read again: no bytes are held
         [spec.name for spec in loaded.outputs],
@@ -332,8 +332,8 @@ def _open_engines(
         path_by_engine = dict(result.baselines)
         if result.engine is not None:
             path_by_engine[result.target] = result.engine
-        # the evaluation runs engines of ONNX Runtime in one thread: without latency runs they are
-        # opened so at once
+        # the evaluation runs engines of ONNX Runtime in one thread; without latency runs the same
+        # session serves both
         is_for_accuracy = target.runs_here and not is_timed
         for name, path in path_by_engine.items():
             if is_for_accuracy:
@@ -524,8 +524,8 @@ def _sample_notes(
             yield "labels of images that calibrate are not used; --eval-images takes both"
     elif inner_tensor_text:
         yield f"accuracy was measured on {sample_count} evaluation images{inner_tensor_text}"
-    # states are what a recurrent model hands on to its next call. If the samples are sequences, an
-    # engine's calls got its own states, errors included; if not, a note says what is not measured
+    # a recurrent model hands states on to its next call. Samples that are sequences measure what
+    # errors in these do; for other samples a note says that it is not measured
     has_sequences = bool(calibration.states)
     if not has_sequences:
         yield from state_notes(accuracy.values())

@@ -60,26 +60,26 @@ class Reading(NamedTuple):
     """A color order and scale of pixel values that the model may have learned from.
 
     Attributes:
-        text, used_text: this reading and the one in use, as in the sentence "FP32 finds 14 boxes
-            `text`, 10 `used_text`", such as "as RGB" and "as BGR".
+        text, current_text: this reading and the one in use, as in the sentence "FP32 finds 14 boxes
+            `text`, 10 `current_text`", such as "as RGB" and "as BGR".
         remedy: what the user should check.
         preprocess: the preprocessing; its size and resize are not used.
     """
 
     text: str
-    used_text: str
+    current_text: str
     remedy: str
     preprocess: Preprocess
 
 
 def list_readings(
-    calibration: CalibrationResult, used_preprocess: Preprocess, *, with_scales: bool
+    calibration: CalibrationResult, current_preprocess: Preprocess, *, with_scales: bool
 ) -> Iterator[Reading]:
     """Yield other readings of the pictures: of the metadata, of swapped colors, of other scales.
 
     Args:
         calibration: the model and its calibration data.
-        used_preprocess: the reading in use.
+        current_preprocess: the reading in use.
         with_scales: whether other scales are tried. A scale is left out if the model's first layer
             shows that it learned from another one.
     """
@@ -91,16 +91,16 @@ def list_readings(
             declared, _ = complete_preprocess(metadata.preprocess, spec)
             remedy = "leave --preprocess, --color, --mean and --std out"
             text = f"as {metadata.source} says"
-            yield Reading(text=text, used_text=_AS_FED, remedy=remedy, preprocess=declared)
+            yield Reading(text=text, current_text=_AS_FED, remedy=remedy, preprocess=declared)
 
     # red and blue swapped
-    color = used_preprocess.color
+    color = current_preprocess.color
     if color in _SWAPPED_COLORS:
         other_color = _SWAPPED_COLORS[color]
-        swapped = replace(used_preprocess, color=other_color)
+        swapped = replace(current_preprocess, color=other_color)
         yield Reading(
             text=f"as {other_color.upper()}",
-            used_text=f"as {color.upper()}",
+            current_text=f"as {color.upper()}",
             remedy=f"check --color {other_color}",
             preprocess=swapped,
         )
@@ -112,15 +112,15 @@ def list_readings(
     (sample,) = calibration.feed.first_samples(1)
     for preset_name, value_text in _TEXT_BY_PRESET.items():
         preset = PRESETS[preset_name]
-        if preset.color is not None and preset.channels != used_preprocess.channels:
+        if preset.color is not None and preset.channels != current_preprocess.channels:
             continue  # the user could not set this preset for the model's input
-        scaled = replace(used_preprocess, scale=preset.scale, mean=preset.mean, std=preset.std)
-        scaled_sample = {spec.name: renormalize(sample[spec.name], used_preprocess, scaled)}
+        scaled = replace(current_preprocess, scale=preset.scale, mean=preset.mean, std=preset.std)
+        scaled_sample = {spec.name: renormalize(sample[spec.name], current_preprocess, scaled)}
         input_warnings = check_input_samples([scaled_sample], scaled, model)
         if not input_warnings:
             remedy = f"check --preprocess {preset_name}"
             text = f"with {value_text}"
-            yield Reading(text=text, used_text=_AS_FED, remedy=remedy, preprocess=scaled)
+            yield Reading(text=text, current_text=_AS_FED, remedy=remedy, preprocess=scaled)
 
 
 @phase("trying other colors and scales")
@@ -140,10 +140,10 @@ def find_better_reading(
     Returns:
         The sentence; "" if no other reading is clearly better.
     """
-    used_preprocess, loaded = calibration.feed.preprocess, calibration.loaded
-    # samples are converted from the reading in use to others: each must be a single picture
+    current_preprocess, loaded = calibration.feed.preprocess, calibration.loaded
+    # a sample is converted from one reading to another, so it must be a single picture
     has_single_picture = len(loaded.inputs) == 1 and calibration.feed.batch == 1
-    if used_preprocess is None or not has_single_picture or loaded.qdq is not None:
+    if current_preprocess is None or not has_single_picture or loaded.qdq is not None:
         return ""
     evaluation_set = calibration.evaluation_set
     task, samples_with_outputs = recognise_first(
@@ -153,44 +153,48 @@ def find_better_reading(
         return ""
 
     def score(inputs: Outputs, label: int | None) -> Floats:
+        """Run the float model on a sample's inputs; return the scores of its outputs."""
         return sample_scores(task, inputs, evaluation_set.outputs.recompute(inputs), label)
 
     # the scores in the reading in use, and what the sentence counts in them
     is_detector = isinstance(task, BoxDetection)
     labelled_samples = [] if is_detector else read_labelled(evaluation)
     if labelled_samples:
-        used_scores = [score(inputs, label) for inputs, label in labelled_samples]
+        current_scores = [score(inputs, label) for inputs, label in labelled_samples]
         count_template = f"gets {{}} of {len(labelled_samples)} images right"
     else:
-        used_scores = [
+        current_scores = [
             sample_scores(task, inputs, outputs) for inputs, outputs in samples_with_outputs
         ]
-        count_template = "finds {} boxes" if is_detector else ""  # "": it has a mean probability
+        # "" for a classifier: the sentence has its mean probability in place of a count
+        count_template = "finds {} boxes" if is_detector else ""
 
     # a wrong scale can saturate scores, which looks sure, so other scales are tried only if the
     # float model misses most labels or finds next to no boxes
-    finds_few_boxes = is_detector and count_clear(used_scores) <= MAX_SILENT_BOXES
+    finds_few_boxes = is_detector and count_clear(current_scores) <= MAX_SILENT_BOXES
     tries_scales = finds_few_boxes or bool(labelled_samples)
-    for reading in list_readings(calibration, used_preprocess, with_scales=tries_scales):
-        # the same samples; without labels they are read again for each reading, one at a time
+    for reading in list_readings(calibration, current_preprocess, with_scales=tries_scales):
+        # the same samples as above; without labels they are read anew, one at a time
         samples: Iterable[tuple[Outputs, int | None]] = labelled_samples
         if not labelled_samples:
             samples = ((inputs, None) for inputs in evaluation_set.subset.spread_samples(SAMPLES))
-        scores = score_reading(samples, used_scores, score, used_preprocess, reading.preprocess)
-        if scores is None or not is_better(scores, used_scores):
+        scores = score_reading(
+            samples, current_scores, score, current_preprocess, reading.preprocess
+        )
+        if scores is None or not is_better(scores, current_scores):
             continue
-        # surer of boxes that the sentence does not count
-        finds_no_more = is_detector and count_clear(scores) <= count_clear(used_scores)
+        # a detector may be surer of its boxes and find no more: the sentence has only their number
+        finds_no_more = is_detector and count_clear(scores) <= count_clear(current_scores)
         if not finds_no_more:
-            return describe_reading(reading, scores, used_scores, count_template)
+            return describe_reading(reading, scores, current_scores, count_template)
     return ""
 
 
 def score_reading(
     samples: Iterable[tuple[Outputs, int | None]],
-    used_scores: Sequence[Floats],
+    current_scores: Sequence[Floats],
     score: Callable[[Outputs, int | None], Floats],
-    used_preprocess: Preprocess,
+    current_preprocess: Preprocess,
     other_preprocess: Preprocess,
 ) -> list[Floats] | None:
     """Return the scores of each sample in another reading.
@@ -200,21 +204,21 @@ def score_reading(
 
     Args:
         samples: (inputs in the reading in use, label or None) of each sample.
-        used_scores: scores of each sample in the reading in use.
+        current_scores: scores of each sample in the reading in use.
         score: runs the float model on inputs; returns `sample_scores`.
-        used_preprocess: the reading in use.
+        current_preprocess: the reading in use.
         other_preprocess: the other one.
     """
     scores: list[Floats] = []
     less_sure_count = 0
-    for (sample, label), used_sample_scores in zip(samples, used_scores, strict=False):
-        inputs = {
-            name: renormalize(array, used_preprocess, other_preprocess)
+    for (sample, label), current_sample_scores in zip(samples, current_scores, strict=False):
+        converted_sample = {
+            name: renormalize(array, current_preprocess, other_preprocess)
             for name, array in sample.items()
         }
-        other_scores = score(inputs, label)
+        other_scores = score(converted_sample, label)
         scores.append(other_scores)
-        if confidence_of(other_scores) < confidence_of(used_sample_scores):
+        if confidence_of(other_scores) < confidence_of(current_sample_scores):
             less_sure_count += 1
         if less_sure_count > MAX_LOSSES:
             return None
@@ -257,20 +261,20 @@ def count_clear(scores: Sequence[Floats]) -> int:
     return int((np.concatenate(scores) > _BOX_SCORE).sum())
 
 
-def is_better(scores: Sequence[Floats], used_scores: Sequence[Floats]) -> bool:
+def is_better(scores: Sequence[Floats], current_scores: Sequence[Floats]) -> bool:
     """Whether the float model is clearly surer than with the preprocessing in use."""
-    confidences = np.array([list(map(confidence_of, rows)) for rows in (scores, used_scores)])
+    confidences = np.array([list(map(confidence_of, rows)) for rows in (scores, current_scores)])
     signs = np.sign(confidences[0] - confidences[1])
     is_chance = signs.sum() < MIN_DEVIATIONS * sqrt(np.abs(signs).sum())
-    total, used_total = confidences.sum(axis=1)
+    total, current_total = confidences.sum(axis=1)
     is_noise = count_clear(scores) > MAX_BOXES * len(scores)
-    return bool(not is_chance and not is_noise and total > MIN_GAIN * used_total)
+    return bool(not is_chance and not is_noise and total > MIN_GAIN * current_total)
 
 
 def describe_reading(
     reading: Reading,
     scores: Sequence[Floats],
-    used_scores: Sequence[Floats],
+    current_scores: Sequence[Floats],
     count_template: str,
 ) -> str:
     """Return a sentence on a reading that is better than the one in use.
@@ -280,14 +284,14 @@ def describe_reading(
     Args:
         reading: the better reading.
         scores: scores of each sample in it.
-        used_scores: scores of each sample in the reading in use.
+        current_scores: scores of each sample in the reading in use.
         count_template: what is counted, such as "finds {} boxes"; "" for the mean probability.
     """
     if count_template:
         count_text = count_template.format(count_clear(scores))
-        used_text = str(count_clear(used_scores))
+        current_text = str(count_clear(current_scores))
     else:
         count_text = f"is {100 * np.mean(scores):.0f} % sure"
-        used_text = f"{100 * np.mean(used_scores):.0f} %"
+        current_text = f"{100 * np.mean(current_scores):.0f} %"
     better_text = f"{count_text} {reading.text}"
-    return f"FP32 {better_text}, {used_text} {reading.used_text}; {reading.remedy}"
+    return f"FP32 {better_text}, {current_text} {reading.current_text}; {reading.remedy}"

@@ -249,12 +249,12 @@ def _is_worthwhile(graph: Graph, context: RewriteContext, region: _Region) -> bo
         products_per_channel = math.prod(weight.dims) / region.channels * pixels
         added_products = products_per_channel * region.added_channels
         if conv.is_depthwise:
-            cost += added_products  # times 1, the unit; near enough for float32 too
+            cost += added_products  # times 1, the unit, which a float32 product takes roughly too
             if is_int8:
                 gain += products_per_channel * region.channels * extra_time
         else:
             product_time = kernels.int8 if is_int8 else kernels.float32
-            # added once for each axis that gets longer: input or output channels, or both
+            # the weight gets longer on one axis, input or output channels, or on both
             cost += len(conv.longer_axes) * added_products * product_time
     return gain > _MIN_GAIN * cost
 

@@ -52,7 +52,7 @@ def _has_constant_weight(graph: Graph, node: onnx.NodeProto) -> bool:
 
 
 def write_dynamic(
-    model: onnx.ModelProto, names: Iterable[str], grid: Grid, *, fits_pairs: bool = True
+    model: onnx.ModelProto, names: Iterable[str], grid: Grid, *, fits_pairs: bool
 ) -> onnx.ModelProto:
     """Return a copy whose MatMuls of these names are dynamically quantized.
 

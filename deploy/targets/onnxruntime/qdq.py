@@ -113,7 +113,7 @@ def write_qdq(
         writer.write_weight(shifted_weight)
     for pair in plan.pairs:
         writer.write_pair(pair)
-    # these replace nodes by others that read and write the integers of the pairs
+    # after the pairs: the following read and write the integers of these
     for gate in plan.gates:
         writer.write_gate(gate)
     for name in plan.int8_scalars:
@@ -223,10 +223,11 @@ class _QdqWriter:
         tensor = pair.tensor
         producer = self.producer.get(tensor)
         if pair.consumers is None and producer is not None:
-            # all readers read the pair: it gets the tensor's name, and they stay as they are
+            # all readers read the pair: its DequantizeLinear gets the tensor's name, and they stay
+            # as they are
             float_name, dequantized_name = f"{tensor}/float", tensor
             producer.output[list(producer.output).index(tensor)] = float_name
-        else:
+        else:  # only named readers, or a graph input, whose name stays: these readers change
             float_name, dequantized_name = tensor, f"{tensor}/dequantized"
             for node in self.graph.node:
                 if pair.consumers is None or node.name in pair.consumers:
@@ -285,7 +286,7 @@ class _QdqWriter:
         tensor, grid = self.initializers[target.name], self.weight_grid
         trained = self.trained_scales.get(target.node)
         scales = matching_scales(trained, tuple(tensor.dims), target.axis)  # None if of other shape
-        # whether scales must keep the sum of two products of this node within 16 bits
+        # whether the scales must keep the sum of two products, which old CPUs add in 16 bits, small
         fits_pairs = self.plan.placement.fits_pairs
         if scales is not None and fits_pairs:
             scales = fit_trained_scales(tensor, scales, node)
@@ -314,12 +315,12 @@ class _QdqWriter:
         if key in self.dequantized_weights:
             return self.dequantized_weights[key]
 
-        if is_trained:  # a trained weight may use the lowest integer, -128
+        if is_trained:  # it may use the lowest integer, -128, which `quantize_weight` leaves out
             array = numpy_helper.to_array(tensor)
             steps = broadcast_parameter(scales, array.ndim, target.axis)
             integers = quantize(array, steps, 0, grid)
         else:
-            # a search builds the model many times, mostly with the same integers
+            # computed once for a search, which builds the model many times with the same integers
             integers = self.memoize(
                 (target.name, target.axis, grid, scales.tobytes()),
                 lambda: quantize_weight(

@@ -40,7 +40,7 @@ def write_upsampling(model: onnx.ModelProto, context: RewriteContext) -> None:
         return
     graph = Graph(model)
     replacements: dict[str, Nodes] = {}
-    shapes: list[onnx.ValueInfoProto] = []
+    declarations: list[onnx.ValueInfoProto] = []
     for node in graph.nodes:
         if node.op_type != "Resize":
             continue
@@ -55,14 +55,15 @@ def write_upsampling(model: onnx.ModelProto, context: RewriteContext) -> None:
         copies = _PixelCopies(node.name, factors, sizes)
         replacements[node.name] = copies.write(source, output)
         quantize = graph.readers[node.output[0]][0]
-        replacements[quantize.name] = []
+        replacements[quantize.name] = []  # the copies make its output
         model.graph.initializer.extend(copies.constants)
         channels = sizes[1] if isinstance(sizes[1], int) else None
-        shapes.append(copies.rows(channels))
+        declarations.append(copies.declare_pixel_rows(channels))
     if replacements:
         rebuild(model.graph, replaced_nodes(model, replacements))
         drop_dead(model.graph)  # DequantizeLinears that only the Resize read
-        model.graph.value_info.extend(shapes)
+        # ONNX Runtime changes the layout of the Convs downstream only if it knows this rank
+        model.graph.value_info.extend(declarations)
 
 
 def _repeat_factors(graph: Graph, node: onnx.NodeProto) -> tuple[int, int] | None:

@@ -129,8 +129,8 @@ class ReplacementNodes:
         self.constants.append(numpy_helper.from_array(np.array(values, order="C"), name))
         return name
 
-    def rows(self, channels: int | None) -> onnx.ValueInfoProto:
-        """Return the rank of NAME/rows, so that ONNX Runtime changes the next Convs' layout."""
+    def declare_pixel_rows(self, channels: int | None) -> onnx.ValueInfoProto:
+        """Return the declaration of NAME/rows, [N, H, W, C]; only C may be known."""
         sizes = [None, None, None, channels]
         return helper.make_tensor_value_info(f"{self.name}/rows", onnx.TensorProto.UINT8, sizes)
 

@@ -389,23 +389,24 @@ class _BoxExtras:
 
 
 def _box_extras(decoder: RowDecoder, *, is_relative: bool) -> _BoxExtras:
-    """Return the lines of the written program for key points, masks or angles of boxes.
+    """Return the lines of the written program that read and draw key points, masks or angles.
 
     `is_relative`: coordinates are shares of the picture's size, else pixels.
     """
     if decoder.point_width:
         width = decoder.point_width  # numbers of a point, of which x and y are the first
-        extra = f'columns(outputs, "extra").reshape(len(boxes), -1, {width})[kept, :, :2]'
-        extra += " * [WIDTH, HEIGHT]" if is_relative else ""
-        return _BoxExtras(extra, _RECTANGLE + _POINT_MARKS)
+        points = f'columns(outputs, "extra").reshape(len(boxes), -1, {width})[kept, :, :2]'
+        points += " * [WIDTH, HEIGHT]" if is_relative else ""
+        return _BoxExtras(expression=points, outline=_RECTANGLE + _POINT_MARKS)
     if decoder.mask_maps:
         maps = f"outputs[{decoder.mask_maps!a}][0]"
-        extra = f'np.tensordot(columns(outputs, "extra")[kept], {maps}, 1)'
         return _BoxExtras(
-            extra, _RECTANGLE + _MASK_TINT, _template_part("map", interpolation="LINEAR")
+            expression=f'np.tensordot(columns(outputs, "extra")[kept], {maps}, 1)',
+            outline=_RECTANGLE + _MASK_TINT,
+            functions=_template_part("map", interpolation="LINEAR"),
         )
     if decoder.has_angle:
-        return _BoxExtras('columns(outputs, "extra")[kept]', _ROTATED)
+        return _BoxExtras(expression='columns(outputs, "extra")[kept]', outline=_ROTATED)
     return _BoxExtras()
 
 

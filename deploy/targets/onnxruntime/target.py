@@ -166,8 +166,10 @@ class OnnxRuntime:
     ) -> tuple[Observation, ...]:
         """Return observations of all tensors of a Q/DQ model, since any may lack a scale in it.
 
+        Options that would change the model's own pairs or weights are refused first.
+
         Raises:
-            ConfigError: an option is set that would change the pairs or weights of the model.
+            ConfigError: such an option is set.
         """
         from deploy.targets.prequantized import refuse_options
 
@@ -401,8 +403,7 @@ class _PairedModel:
     def engine(self, cpu: str) -> onnx.ModelProto:
         """Return the model rewritten for ONNX Runtime's kernels on a kind of CPU.
 
-        Most rewrites change `self.model` itself: what must be known of the planned pairs is read
-        before this call.
+        Call it last: most rewrites change `self.model` itself, which has the planned pairs.
 
         `cpu`: "this" for this machine's kind, or a key of `KERNELS`. Any other kind counts as avx2,
             on which the rewrites gain least.
@@ -419,7 +420,7 @@ class _PairedModel:
             float_graph=self.analysis.graph,
             float_nodes=frozenset(float_nodes),
             float_gates=tuple(float_gates),
-            has_given_pairs=self.plan is None,  # then the pairs are the user's
+            has_given_pairs=self.plan is None,  # without a plan, the pairs are the user's
             kernels=KERNELS.get(kind, KERNELS["avx2"]),
         )
         return apply_rewrites(self.model, context)

@@ -50,7 +50,7 @@ def with_tiles(model: onnx.ModelProto, context: RewriteContext) -> onnx.ModelPro
     model = copy_message(model)
     graph = Graph(model)
     replacements: dict[str, Nodes] = {}
-    shapes: list[onnx.ValueInfoProto] = []
+    declarations: list[onnx.ValueInfoProto] = []
     for node in graph.nodes:
         quantize = _find_quantize(graph, node)  # None for other nodes, or if it stays float
         weight = stored_integers(graph, node, WEIGHT)
@@ -68,11 +68,12 @@ def with_tiles(model: onnx.ModelProto, context: RewriteContext) -> onnx.ModelPro
         moves = tiled_layer.write_moves(quantize, sizes or (None,) * 4)
         replacements[quantize.name] = [quantize, *moves]
         model.graph.initializer.extend(tiled_layer.constants)
-        shapes.append(tiled_layer.rows(channels))
+        declarations.append(tiled_layer.declare_pixel_rows(channels))
     if replacements:
         replace_nodes(model.graph, replaced_nodes(model, replacements))
         drop_dead(model.graph)
-        model.graph.value_info.extend(shapes)
+        # ONNX Runtime changes the layout of the Convs downstream only if it knows this rank
+        model.graph.value_info.extend(declarations)
     return model
 
 
