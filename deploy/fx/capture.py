@@ -40,11 +40,11 @@ CAPTURE_TOLERANCE = 1e-4  # relative to the largest output
 def as_inputs(batch: Any, model: nn.Module | None = None) -> tuple[Any, ...]:
     """Return the positional arguments of a forward from a batch, or from a loader's first item.
 
-    A tuple or list holds the arguments, a tensor or dict is the only one, and anything else is a
-    loader. numpy arrays become tensors.
+    A tuple or list holds the arguments, a tensor or dict is the only argument, and anything else is
+    a loader. numpy arrays become tensors.
 
-    `model`: the model of the forward, which tells the inputs in an item of a loader from its
-    labels; None if `batch` cannot be a loader.
+    `model`: the model of the forward. Its arguments tell the inputs in a loader's item from the
+    labels. None if `batch` cannot be a loader.
 
     Raises:
         FeedError: the loader's first item does not hold the inputs of the model's forward.
@@ -61,7 +61,7 @@ def as_inputs(batch: Any, model: nn.Module | None = None) -> tuple[Any, ...]:
         return tuple(tensors)
     tensor_by_name = dict(zip(names, tensors, strict=True))
     ordered_names, dict_argument = match_arguments(model, names)
-    # positional arguments have no names: the tensors must be all of the first ones
+    # passed by position, the tensors must be the first arguments, without one left out
     if dict_argument is not None or ordered_names != argument_names(model, len(names)):
         raise FeedError(
             f"example inputs are the first arguments of {type(model).__name__}'s forward, in order,"

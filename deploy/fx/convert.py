@@ -122,7 +122,7 @@ def convert(prepared: nn.Module, custom: CustomClasses | None = None) -> nn.Modu
         if replacement is None or not name:  # "" is the model itself
             continue
         replacements[module] = replacement
-        if _is_at(name, converted, module):  # else it went with a parent that was replaced
+        if _is_at(name, converted, module):  # else its parent was replaced, and it is gone
             replace_submodule(converted, name, replacement)
 
     for module in converted.modules():
@@ -197,8 +197,8 @@ def record_statistics(
     A recorder gathers a statistic, such as a histogram, of one tensor. Each `RangeMonitor` and each
     quantizer without monitors gets one, if data reaches it.
 
-    Some statistics need an initial range: their `lead`, another statistic, is recorded first, on
-    the first samples. They take samples one by one, as in a build.
+    A statistic may need an initial range. Then another statistic, its `lead`, is recorded first, on
+    the first samples, and samples are taken one by one, as in a build.
 
     Args:
         model: prepared, in eval mode, with its quantizers off.
@@ -214,7 +214,7 @@ def record_statistics(
     if lead is None:
         return _record_pass(model, batches, statistic, {})
 
-    lead_size = lead.samples or 1  # one batch of TensorRT, which drops a partial one
+    lead_size = lead.samples or 1  # a batch of TensorRT, which leaves out a partial last batch
     all_samples = chain.from_iterable(map(_samples, batches))
     samples = _drop_partial_batch(all_samples, lead_size)
     lead_samples = list(islice(samples, lead_size))
@@ -270,15 +270,15 @@ def _record(
     module: nn.Module,
     inputs: Any,
 ) -> None:
-    """Record the values of a quantized or monitored tensor, as a forward pre-hook of its module.
+    """Record the values of the tensor that a quantizer or monitor reads; its forward pre-hook.
 
     Args:
         recorders: module -> recorder; a recorder is added with the first values of a module.
         statistic: makes the recorders.
-        lead_recorders: module -> recorder of the first samples, whose range a new recorder starts
-            with; empty if the statistic needs none.
-        module: quantizer or monitor that reads the tensor.
-        inputs: arguments of its forward, the tensor.
+        lead_recorders: module -> recorder that has seen the first samples; a new recorder starts
+            with its range. Empty if the statistic needs no initial range.
+        module: the quantizer or monitor.
+        inputs: arguments of its forward: (tensor,).
 
     Raises:
         CalibrationError: NaN or Inf in the tensor.

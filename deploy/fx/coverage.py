@@ -66,7 +66,8 @@ def measure_coverage(
         quantized_classes: the user's classes with int8 weights.
     """
     class_by_name = {name: type(module) for name, module in model.named_modules()}
-    # id of a parameter that a graph reads without a layer -> whether it is a factor of a product
+    # id of a parameter that a graph reads without a layer -> whether it is a weight: a factor of a
+    # product
     is_factor_by_id = _find_factors(converted)
     int8_layers: list[str] = []
     float_layers: list[tuple[str, str]] = []  # (name, class)
@@ -80,7 +81,7 @@ def measure_coverage(
         if isinstance(module, FixedQuant | DynamicQuant):
             quantizer_count += 1
         if any(name.startswith(f"{layer}.") for layer in int8_layers):
-            continue  # inside a layer that counts already
+            continue  # it is inside an int8 layer, which is counted
         if isinstance(module, (IntLayer, *quantized_classes)):
             int8_layers.append(name)
         else:

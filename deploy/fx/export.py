@@ -75,14 +75,14 @@ def clean_exported(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def name_outputs(model: onnx.ModelProto, program: ExportedProgram | None) -> None:
-    """Name outputs returned in a dict by their key, nested ones `outer_inner`; in place.
+    """Name outputs that forward returns in a dict by their key, in place.
 
-    A key that is the name of an input or of another output already gets "_out" at its end. Outputs
-    in tuples and lists keep the names that the exporter gave them.
+    Nested keys give `outer_inner`. If an input or another output has the name already, "_out" is
+    appended. Outputs in tuples and lists keep the names that the exporter gave them.
     """
     if program is None or program.call_spec.out_spec is None:
         return
-    paths = _tensor_paths(program)  # keys that lead to each output in what forward returns
+    paths = _tensor_paths(program)  # for each output, the keys that lead to it
     outputs = [value.name for value in model.graph.output]
     if len(paths) != len(outputs) or len({*outputs}) != len(outputs):
         return  # a tensor that is returned twice has one name
@@ -311,7 +311,7 @@ def compare_with_torch(
     session = OrtSession.open(exported, threads=1, optimize=optimized, int8_kernels=kernels)
     sample_counts, differences, magnitudes = [], [], []
     same_argmax: list[NDArray[np.bool_]] = []  # for each row of the last output
-    varies: list[bool] = []  # for each batch
+    varies: list[bool] = []  # for each batch, whether an output varies between samples (`_varies`)
     output_count = 0
     for batch in batches:
         torch_outputs, onnx_outputs = _run_both(model, session, batch)
@@ -330,7 +330,8 @@ def compare_with_torch(
         difference_in_steps = max_difference / float(quantizers[-1].scale)
     has_same_argmax = np.concatenate(same_argmax)
     row_count = len(has_same_argmax)
-    # a batch of one sample shows only whether an output varies in itself
+    # in a batch of one sample, an output can only vary between its values; that counts only if all
+    # batches are of one sample
     varies_between_samples = [
         is_varying for is_varying, count in zip(varies, sample_counts, strict=True) if count > 1
     ]
@@ -370,7 +371,7 @@ def _run_both(
 def check_float_export(
     exported: onnx.ModelProto, model: nn.Module, inputs: Sequence[torch.Tensor]
 ) -> ExportAgreement:
-    """Check a float export with `compare_with_torch`, a dynamic batch with two batch sizes.
+    """Check a float export with `compare_with_torch`; a dynamic batch with two batch sizes.
 
     Outputs may differ by `FLOAT_TOLERANCE` of the largest, or by `ROUNDING_FACTOR` times the
     model's own float32 error, measured against float64.

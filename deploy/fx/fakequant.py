@@ -49,14 +49,14 @@ def lsq_round(
     *,
     shared: int,
 ) -> torch.Tensor:
-    """Round x to a grid with the gradients of LSQ; float32, same shape.
+    """Round x to a grid, with the gradients of learned step sizes (LSQ); float32, same shape.
 
     Args:
         x: real values.
-        scale: one step, or one per channel in a shape that broadcasts to that of x.
+        scale: step size, or one per channel in a shape that broadcasts to that of x.
         zero: zero point, scalar.
         limits: qmin and qmax.
-        shared: number of values that share a step.
+        shared: number of values that share a step size.
     """
     result: torch.Tensor = _LsqRound.apply(x.float(), scale, zero, limits, shared)
     return result
@@ -137,11 +137,11 @@ class FakeQuant(nn.Module):
         self.name = name
         self.observe = False
         self.enabled = False
-        # of the search of the range
+        # for the search of the range
         self.reach: RangeLimits | None = None
         self.monitors: list[nn.Module] = []
         self.has_range = False
-        # of the moving averages, see `update`
+        # for the moving averages, see `update`
         self.momentum = momentum
         self.calls_per_batch = 1
         self.calls_in_batch = 0
@@ -187,10 +187,10 @@ class FakeQuant(nn.Module):
         return self.scale_and_zero()
 
     def update(self, x: torch.Tensor) -> None:
-        """Update the moving averages of minimum and maximum with one tensor of a batch.
+        """Update the moving averages of minimum and maximum (`lo`, `hi`) with one tensor.
 
-        Tensors that share the range arrive one after the other, `calls_per_batch` of them in a
-        batch. Their extremes are collected in `batch_extremes`, and enter the averages with the
+        `calls_per_batch` tensors share the range, and arrive one after the other in each batch. The
+        extremes of all of them are collected in `batch_extremes`; the averages are updated at the
         last one. Scale and zero point are set anew from the range.
 
         Raises:
@@ -201,7 +201,7 @@ class FakeQuant(nn.Module):
             raise CalibrationError(
                 f"calibration needs finite values, got NaN or Inf in {self.name}"
             )
-        if self.reach is not None:  # beyond it the readers saturate
+        if self.reach is not None:  # no reader can tell the values beyond it apart
             limits = (self.reach.floor, self.reach.ceiling)
             lo, hi = lo.clamp(*limits), hi.clamp(*limits)
         if self.batch_extremes is not None:
@@ -212,7 +212,7 @@ class FakeQuant(nn.Module):
 
         is_first_batch = not int(self.seen)
         is_batch_complete = self.calls_in_batch == self.calls_per_batch
-        if is_first_batch:  # there is no average yet: the extremes so far are the range
+        if is_first_batch:  # there is no average yet: take the extremes so far
             self.lo.copy_(lo)
             self.hi.copy_(hi)
         elif is_batch_complete:

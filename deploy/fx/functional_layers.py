@@ -105,8 +105,8 @@ class _Rewriter:
     ) -> None:
         """Replace a call of a function by a call of a module, which is added at its first call.
 
-        The node stays if the name is taken: a module of the user has it, or the new module of
-        another call that has the same weight but other options.
+        The node stays if the module's name is taken: by a module of the user, or by a module that
+        was added for a call with the same weight and other options.
 
         Args:
             node: calls the function.
@@ -117,7 +117,7 @@ class _Rewriter:
                 such as "fc.weight".
         """
         if kind is nn.Linear and self._is_name_taken(name, options):
-            # several products with weights of one module: name the layer after the weight
+            # one module may have several weights that are multiplied: name the layer after its own
             layer_suffix = name.rpartition(".")[2]
             name = f"{options['weight']}_{layer_suffix}"
         if self._is_name_taken(name, options):
@@ -140,10 +140,12 @@ class _Rewriter:
         return tensor_of(self.graph_module, name) if name else None
 
     def _create_module(self, kind: Any, options: dict[str, Any]) -> nn.Module:
-        """Return a module that computes a function with these options, and has its parameters.
+        """Return a module of a class that computes the function called with these options.
 
-        `options`: as for `_replace`; "transposed" if the weight is [C_in, C_out], which a Linear
-        does not take: it gets a transposed copy.
+        It has the parameters of the call. Only a weight [C_in, C_out] ("transposed" in `options`)
+        is copied, since a Linear needs its transpose.
+
+        `options`: as for `_replace`.
         """
         is_training = self.graph_module.training
         if kind is ChannelNorm:
@@ -161,9 +163,9 @@ class _Rewriter:
             conv_options["kernel_size"] = tuple(kernel_size)
             for key in ("stride", "padding", "dilation", "groups"):
                 value = options[key]
-                # torch.fx's immutable lists become tuples, which the modules take
+                # torch.fx has immutable lists, but the modules take tuples
                 conv_options[key] = tuple(value) if isinstance(value, list) else value
-        # on meta, the parameters have no memory before they are replaced
+        # on the device "meta": these parameters take no memory, and are replaced right away
         module = kind(
             input_channels, output_channels, bias=bias is not None, device="meta", **conv_options
         )

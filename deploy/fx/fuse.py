@@ -231,14 +231,14 @@ def reason_not_foldable(graph_module: fx.GraphModule, norm: fx.Node) -> str | No
 def _reason_at_call(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
     """Return why one call of a BatchNorm cannot fold into the layer before it; None if it can.
 
-    Other calls of the same layer are left to `reason_not_foldable`.
+    `reason_not_foldable` also looks at the other calls of the layer.
     """
     path = path_to_layer(graph_module, norm)  # from the norm upstream, through views and dropout
     layer_call = path[-1]
     layer = called_module(graph_module, layer_call)
     if not isinstance(layer, FOLDABLE):
         return NO_LAYER_BEFORE
-    for node in reversed(path):  # another reader would get normalized values
+    for node in reversed(path):  # a second reader of a node would get normalized values
         reader_count = len(readers_of(node))
         if reader_count > 1:
             shown_name = layer_call.target if node is layer_call else node.name
@@ -269,7 +269,7 @@ def _foldable_calls(graph_module: fx.GraphModule, norm_call: fx.Node) -> list[fx
     if len(layer_calls) == 1:
         return [norm_call]
 
-    norm_calls = []  # of this norm, or of another one that follows the same layer
+    norm_calls = []  # all that follow the layer, of this norm or of others
     for call in _norm_calls(graph_module):
         if path_to_layer(graph_module, call)[-1] in layer_calls:
             if _reason_at_call(graph_module, call) is not None:
@@ -277,7 +277,8 @@ def _foldable_calls(graph_module: fx.GraphModule, norm_call: fx.Node) -> list[fx
             norm_calls.append(call)
     if len(norm_calls) < len(layer_calls):  # a call of the layer has no norm after it
         return []
-    # a module may be called under several names, of which only one would be replaced
+    # one norm must follow the layer; and if one of them has several names in the model (a shared
+    # module), folding would replace it under one name only
     norm_names = {call.target for call in norm_calls}
     layer_names = {call.target for call in layer_calls}
     return norm_calls if len(norm_names) == len(layer_names) == 1 else []
@@ -317,11 +318,12 @@ def _remove(node: Any) -> None:
 
 def _fold_into_reader(graph_module: fx.GraphModule, norm: fx.Node, report: FuseReport) -> None:
     """Fold a norm into the layer that is its only reader, in place, or report why not."""
-    path = path_to_reader(graph_module, norm)  # the nodes from its reader to that layer
-    inputs_of_channel = 0  # of the layer; 0 if it cannot take the norm
-    if path:  # it has only one reader
+    path = path_to_reader(graph_module, norm)  # from the norm's reader to that layer
+    inputs_of_channel = 0  # inputs of the layer for each channel of the norm; 0: it cannot fold
+    if path:  # the norm has only one reader
         inputs_of_channel = _inputs_fed_by_channel(graph_module, norm, path)
     if not inputs_of_channel:
+        # why it did not fold into the layer before it either
         reason = reason_not_foldable(graph_module, norm)
         if reason == NO_LAYER_BEFORE:
             reason = f"{reason}, nor one without zero padding as its only reader"
@@ -339,11 +341,11 @@ def _fold_into_reader(graph_module: fx.GraphModule, norm: fx.Node, report: FuseR
 
 
 def _inputs_fed_by_channel(graph_module: fx.GraphModule, norm: fx.Node, path: list[fx.Node]) -> int:
-    """Return how many consecutive inputs of a layer one channel of the norm before it feeds.
+    """Return how many consecutive inputs of a layer come from one channel of the norm before it.
 
-    It is 1 without a view between them; flatten(1) of [N, C, H, W] before a Linear makes it H * W.
-    0 if the norm cannot fold into the layer, for example a convolution with zero padding: the
-    padded zeros are not normalized.
+    These are 1, or with flatten(1) of [N, C, H, W] between the norm and a Linear H * W. Return 0 if
+    the norm cannot fold into the layer, such as into a convolution with zero padding: the padded
+    zeros are not normalized.
 
     `path`: the nodes from the norm's reader to the call of the layer.
     """
@@ -417,8 +419,9 @@ def scale_outputs(layer: Any, weight: torch.Tensor, factor: torch.Tensor) -> tor
 def _fuse_relu(graph_module: fx.GraphModule, relu: fx.Node, report: FuseReport) -> set[fx.Node]:
     """Fuse a ReLU with the layer before it, in place; return the removed ReLU nodes.
 
-    Every call of the layer must have a ReLU as its only reader; all these ReLUs are removed. Else
-    nothing is, and the reason goes to `report`, unless the ReLU follows no layer.
+    Every call of the layer must have a ReLU as its only reader; all these ReLUs are removed. If one
+    has not, none is removed, and `report` gets the reason. A ReLU after something else than a layer
+    stays, without a reason.
     """
     layer_call: Any = relu.args[0]
     layer = called_module(graph_module, layer_call)
@@ -430,7 +433,7 @@ def _fuse_relu(graph_module: fx.GraphModule, relu: fx.Node, report: FuseReport) 
     for call in calls_of_module(graph_module, layer_call):
         readers = list(call.users)
         has_only_relu = len(readers) == 1 and is_relu(graph_module, readers[0])
-        # of a module with two names only one would be replaced
+        # a module that is called by two names would be replaced under one of them only
         is_other_name = str(call.target) != layer_name
         if is_other_name or not has_only_relu:
             reason = f"{layer_name} has another user or call"

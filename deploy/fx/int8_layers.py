@@ -27,9 +27,9 @@ def minimum_scales(
 ) -> torch.Tensor | None:
     """Return the lower limits of a weight's scales, float32 [C_out]; None if there are none.
 
-    x86 CPUs without VNNI multiply two neighboring weights with their inputs and add the products
-    in 16 bits, which saturate. With a scale of at least this limit, the integers of the largest
-    pair of an output are so small that its products fit.
+    x86 CPUs without VNNI add the products of two neighboring weights and their inputs in 16 bits,
+    which saturate. A larger scale gives smaller integers. With a scale of at least the limit, the
+    sum of any pair of an output channel fits into 16 bits.
 
     Args:
         weight: of a Conv, ConvTranspose or Linear, in real units.
@@ -39,14 +39,14 @@ def minimum_scales(
     # a depthwise kernel adds no pairs, and a grouped ConvTranspose stays in float
     if is_depthwise(groups, *weight.shape[:2]) or (transposed and groups > 1):
         return None
-    rows = weight.transpose(0, 1) if transposed else weight
-    # the weights of an output, input channels last: kernels add the products of two neighbors
+    rows = weight.transpose(0, 1) if transposed else weight  # [C_out, C_in, ...]
+    # [C_out, n]: the weights of an output channel, input channels last, in the kernels' order
     weights_by_output = rows.detach().float().movedim(1, -1).flatten(1)
     padded = functional.pad(weights_by_output, (0, 1))  # a neighbor for the last weight
     step = pair_stride(rows.shape)
     first, second = padded[:, :-1:step], padded[:, 1::step]
 
-    # products of opposite sign do not add up
+    # if the signs of a pair differ, its sum is no larger than the larger product
     have_same_sign = (first > 0) == (second > 0)
     sums = (first.abs() + second.abs()).clamp(max=torch.finfo(torch.float32).max)
     larger = torch.maximum(first.abs(), second.abs())
@@ -314,7 +314,7 @@ class IntLayer(ExportedModule):
     def round_bias(self, input_scale: torch.Tensor) -> None:
         """Round the bias to multiples of input scale times weight scale, in place.
 
-        Runtimes store it as int32 in these steps, silently clipped. If it would not fit, because
+        Runtimes store it as int32 in these steps, and silently clip it. If it would not fit, since
         the input scale is tiny, the weight scale is widened.
 
         `input_scale`: scale of the layer's input, a scalar.
@@ -323,10 +323,10 @@ class IntLayer(ExportedModule):
             return
         scale = self.weight_scale  # [C_out], or [1] for all channels
         minimum_by_channel = self.bias.abs().double() / (input_scale * _MAX_BIAS)  # [C_out]
-        # one scale for all channels must be wide enough for the largest bias of them
+        # like `scale`; a single scale must be wide enough for the largest bias of all channels
         minimum_scale = minimum_by_channel.reshape(-1, scale.numel()).amax(0)
         widened_scale = torch.maximum(scale.double(), minimum_scale).to(scale)
-        # a weight is integer times scale: with a larger scale its integer is smaller
+        # a weight is integer times scale: where the scale gets wider, the integer gets smaller
         ratio = self._along_axis(scale.double() / widened_scale.double())
         self.weight_int.copy_(torch.round(self.weight_int * ratio))
         self.weight_scale.copy_(widened_scale)

@@ -228,14 +228,14 @@ class _Lifter:
         return None
 
     def _add_layer(self, name: str, nodes: list[fx.Node]) -> bool:
-        """Add one call of a layer in place of the nodes that it was exported as.
+        """Add one call of a layer to the new graph, in place of the operations it was exported as.
 
-        Return False, and add nothing, unless the nodes read exactly one tensor besides the layer's
-        parameters and buffers, and exactly one of their results is read by other nodes.
+        Return False, and add nothing, unless these operations read exactly one tensor besides the
+        layer's parameters and buffers, and exactly one of their results is read by other nodes.
 
         Args:
             name: qualified name of the layer.
-            nodes: nodes of the program in one call of it.
+            nodes: nodes of the exported program: the operations of one call of the layer.
         """
         layer = self.model.get_submodule(name)
         layer_tensors = {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
@@ -263,9 +263,9 @@ class _Lifter:
         return tensor_of(self.model, self._name_by_placeholder[node.name])
 
     def _add_node(self, node: fx.Node) -> None:
-        """Add a node of the program that belongs to no layer, unless it stands for a known value.
+        """Add an operation of the exported program that belongs to no layer to the new graph.
 
-        Such a value is recorded in `lifted` instead.
+        If it stands for a value that is already known, that value is put into `lifted` instead.
         """
         if getattr(node.target, "__name__", "") in _REGIONS:
             self._add_region(node)
@@ -314,7 +314,7 @@ class _Lifter:
         `node`: its arguments are (*options of the region, its graph, *inputs of the graph).
         """
         args: list[Any] = list(node.args)
-        while not _is_attribute(args[0]):  # an option; the graph is an attribute of the program
+        while not _is_attribute(args[0]):  # drop the options: only the graph is an attribute
             args.pop(0)
         subgraph_node, *region_inputs = args
         region = getattr(self.program.graph_module, str(subgraph_node.target))

@@ -69,10 +69,11 @@ def export_named(
 ) -> ExportedGraph:
     """Export a graph whose shapes are known (`propagate_shapes`) to a cleaned float ONNX model.
 
-    Every tensor of the graph gets a marker node before the export, so that its name is still known
-    after the exporter's optimizations.
+    Each float tensor of the graph goes through a marker node, which keeps its name in the export
+    until the ONNX tensor is named after it.
 
-    `is_opaque`: tells whether a call of a module is opaque: replaced by an `OpaqueStandIn`.
+    `is_opaque`: whether a call of a module is exported as a stand-in (`OpaqueStandIn`), in which
+    nothing can be quantized.
 
     Raises:
         ModelError: torch.export cannot follow the graph.
@@ -213,13 +214,14 @@ def _run_exporter(marked: fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
 def _remove_markers(model: Any) -> dict[str, str]:
     """Remove the marker nodes from an ONNX model (of onnx_ir), and name tensors after them.
 
-    A marker follows each tensor of the graph, and has the name of the graph node that computes it.
-    If several nodes have the same tensor, it is named after the first of them.
+    A marker follows each tensor, and has the name of the graph node that computes it. Several graph
+    nodes may have the same ONNX tensor, which then has several markers; it is named after the first
+    of these nodes.
 
     Returns:
         Name of each graph node -> name of the first node with the same tensor: mostly its own.
     """
-    first_name_by_value: dict[Any, str] = {}  # of onnx_ir values, which are tensors
+    first_name_by_value: dict[Any, str] = {}  # value: a tensor in onnx_ir
     first_name_by_name = {}
     for node in list(model.graph):
         if node.domain != MARKER_DOMAIN or node.op_type != MARKER:
@@ -237,10 +239,10 @@ def _remove_markers(model: Any) -> dict[str, str]:
 
 
 def _name_split_outputs(model: onnx.ModelProto, graph_module: fx.GraphModule) -> None:
-    """Name the outputs of each Split after the graph nodes that take them; in place.
+    """Name the outputs of each ONNX Split after the graph nodes of these tensors, in place.
 
     In the graph, `chunk` and `split` return a tuple, from which getitem nodes take the tensors. The
-    exporter's optimizer makes a Split of them, whose outputs may have lost these nodes' names.
+    exporter's optimizer makes one Split of all these nodes, and may drop their names.
     """
     onnx_graph = Graph(model)
     new_name_by_output: dict[str, str] = {}
@@ -249,7 +251,7 @@ def _name_split_outputs(model: onnx.ModelProto, graph_module: fx.GraphModule) ->
             continue
         item_by_index: dict[Any, fx.Node] = {}  # index of an output -> getitem node that takes it
         for user in node.users:
-            if user.target is operator.getitem:  # a cat may read all outputs at once
+            if user.target is operator.getitem:  # else it reads the entire tuple, such as a cat
                 item_by_index[user.args[1]] = user
         split_input = f"{NODE_PREFIX}{node.args[0].name}"
         for onnx_node in onnx_graph.readers.get(split_input, []):
@@ -273,7 +275,7 @@ def _find_tensors(
     onnx_tensors = {*onnx_graph.inputs, *onnx_graph.producer}
     tensor_by_node: dict[fx.Node, str] = {}
     for node in graph_module.graph.nodes:
-        # the node's own name comes first: `_name_split_outputs` may have given it to a tensor
+        # first the node's own name, which `_name_split_outputs` may have given to a tensor
         for name in (node.name, first_name_by_name.get(node.name, node.name)):
             tensor = f"{NODE_PREFIX}{name}"
             if tensor in onnx_tensors:
@@ -285,10 +287,10 @@ def _find_tensors(
 def _find_implemented_nodes(
     onnx_graph: Graph, graph_module: fx.GraphModule
 ) -> dict[str, frozenset[fx.Node]]:
-    """Return name of an ONNX node -> the graph nodes that it implements, wholly or in part.
+    """Return name of an ONNX node -> the graph nodes that it computes, alone or as one step of it.
 
-    An ONNX node whose output is named after a graph node implements that node. An ONNX node whose
-    outputs have no such name is a step inside of what its readers implement.
+    An ONNX node whose output is named after a graph node computes that node. If an output has no
+    such name, the ONNX node is a step in computing what its readers compute.
     """
     node_by_tensor = {f"{NODE_PREFIX}{node.name}": node for node in graph_module.graph.nodes}
     implemented_nodes: dict[str, frozenset[fx.Node]] = {}

@@ -59,8 +59,8 @@ def accept_named_inputs(model: nn.Module, names: Sequence[str | None]) -> list[i
     positional_names = _names(positional_parameters(model))
     unnamed_count = names.count(None)
     given_names = list(filter(None, names))
-    names_with_unnamed_first = [None] * unnamed_count + given_names
-    if list(names) != names_with_unnamed_first or len(positional_names) < unnamed_count:
+    is_unnamed_first = list(names) == [None] * unnamed_count + given_names
+    if not is_unnamed_first or len(positional_names) < unnamed_count:
         shown_names = [name or "no name" for name in names]
         raise ConfigError(
             "inputs without a name are the first arguments of forward, in order and before those"
@@ -72,7 +72,8 @@ def accept_named_inputs(model: nn.Module, names: Sequence[str | None]) -> list[i
         raise ConfigError(f"input names must be unique, got {', '.join(sorted(duplicates))} twice")
 
     ordered_names, dict_argument = match_arguments(model, complete_names)
-    if ordered_names != _argument_names(model):  # some are left out, or are keys of a dict
+    # the class stays if the names are all arguments of forward, in order
+    if ordered_names != _argument_names(model):
         model.__class__ = make_named_class(type(model), ordered_names, dict_argument=dict_argument)
     return [complete_names.index(name) for name in ordered_names]
 
@@ -124,7 +125,8 @@ def _find_dict_argument(model: nn.Module, names: Sequence[str]) -> str | None:
     if has_all_required and (takes_any_keyword or not unknown_names):
         return None
 
-    # a dict is the only argument, or the only one without a default, and no name is an argument
+    # an argument may be the dict if it is the only one (without a default) and no name is an
+    # argument of forward
     dict_candidates = required or arguments
     if len(dict_candidates) == 1 and len(unknown_names) == len(names):
         (candidate,) = dict_candidates
@@ -266,7 +268,7 @@ def first_item(source: Any) -> tuple[Any, Any]:
         raise FeedError(
             f"the calibration data must give samples, got none from a {type(source).__name__}"
         ) from None
-    # an iterator, or a CalibrationDataReader of ONNX Runtime, would go on after its first item
+    # an iterator, or a CalibrationDataReader of ONNX Runtime, has lost the item: put it back
     is_read_once = isinstance(source, Iterator) or hasattr(source, "get_next")
     return item, chain([item], iterator) if is_read_once else source
 

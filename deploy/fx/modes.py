@@ -75,7 +75,7 @@ def quantize_model(
     """
     options |= {"target": target, "mode": mode}
     prepared = prepare_part(model, only, inputs, **options)
-    if mode != "dynamic":  # whose quantizers are always on: the outputs differ already
+    if mode != "dynamic":  # dynamic quantizers cannot be off, so there the outputs differ already
         check_same_outputs(model, prepared, inputs, "tracing and folding BatchNorm")
     if mode == "static":
         inputs_of_runs = [tuple(batch) for batch in batches]
@@ -105,12 +105,12 @@ def measure_mode(
                 noise_power += float(difference.square().sum())
                 errors.append(largest_difference(reference, output))
     size = stored_bytes(converted)
-    ratio = used_bytes(model, batches[0]) / max(size, 1)
-    sqnr = math.nan  # of outputs that are all 0
+    size_ratio = used_bytes(model, batches[0]) / max(size, 1)
+    sqnr = math.nan  # if all outputs are 0
     if signal_power or noise_power:
         sqnr = sqnr_db(signal_power, noise_power)
-    max_error = float(np.max(errors, initial=0.0))  # NaN if one is, which `max` loses
-    return ModeResult(mode, size, ratio, max_error, sqnr)
+    max_error = float(np.max(errors, initial=0.0))  # NaN if any error is; `max` may lose it
+    return ModeResult(mode, size, size_ratio, max_error, sqnr)
 
 
 def compare_modes(

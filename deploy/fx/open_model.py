@@ -182,7 +182,7 @@ def _export_batched(
         return exported, [warning]
     except (ModelError, ExportError):  # perhaps the model fixes its batch
         is_item_batch = item_inputs[0].ndim == batch_inputs[0].ndim  # else it is a single sample
-        if is_item_batch:  # of which batch_inputs has two samples only
+        if is_item_batch:  # take all of it: `batch_inputs` may have two of its samples only
             batch_inputs = item_inputs
         exported, warning = _export_checked(model, batch_inputs, dynamic_batch=False)
         batch_size = len(batch_inputs[0])
@@ -198,17 +198,18 @@ def _find_batch_inputs(
 ) -> tuple[tuple[torch.Tensor, ...], Any]:
     """Return inputs with a batch axis that the model runs for, and its output for them.
 
-    `item_inputs`: the inputs in the first item of the user's data, which is a batch or, without a
-    batch axis, a single sample. To save time, two samples of a batch are taken.
+    `item_inputs`: the inputs in the first item of the user's data. They are a batch, or a single
+    sample without a batch axis; which of the two is found by running the model.
 
     Raises:
         ModelError: the model runs for none; the message is that for `item_inputs`.
     """
-    two_samples = tuple(map(_first_two_samples, item_inputs))
+    two_samples = tuple(map(_first_two_samples, item_inputs))  # of a batch: faster than all of it
     batch_of_one = tuple(x[None] for x in item_inputs)
     # the first candidate for which the model runs is taken; a model of a fixed batch needs the item
     candidates = [two_samples, item_inputs, batch_of_one]
-    # a convolution runs for samples and for batches, so the rank of its samples decides
+    # A convolution runs for a sample as well as for a batch. So if the inputs have the rank of a
+    # sample of one of the model's convolutions, they are tried as a sample first.
     sample_ranks = {_SAMPLE_RANK_BY_LAYER.get(type(module)) for module in model.modules()}
     if item_inputs[0].ndim in sample_ranks:
         candidates = [batch_of_one, two_samples, item_inputs]

@@ -33,7 +33,8 @@ def plain_copy(model: nn.Module) -> nn.Module:
     """
     model = unwrap(model)
     refuse_nan(model)
-    # weights that hooks compute are detached for the copy, as a grad_fn cannot be deep-copied
+    # weights that hooks compute are detached while the model is copied: torch copies none with a
+    # gradient function
     hook_weights: list[tuple[nn.Module, str, torch.Tensor]] = []  # (module, name, weight)
     for module in model.modules():
         for name in map(_computed_name, _weight_hooks(module)):
@@ -50,7 +51,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
         if name and (unwrapped := unwrap(module, name)) is not module:
             replace_submodule(copied, name, unwrapped)
     for module in copied.modules():
-        module._compiled_call_impl = None  # of module.compile(), which is a wrapper without a class
+        module._compiled_call_impl = None  # undo module.compile(), a wrapper without its own class
         _fix_computed_weights(module)
     return copied
 

@@ -103,8 +103,10 @@ def _separate_padding(graph_module: fx.GraphModule, node: fx.Node) -> None:
     """Move the padding of a convolution into a separate node, in place, unless it pads with zeros.
 
     A Conv of ONNX can pad only with zeros, so other padding is a Pad before it, and the plan may
-    quantize the tensor between them. All calls of the module get a separate node at once, since the
-    module loses its padding.
+    quantize the tensor between them. The module loses its padding, so every call of it gets a
+    padding node here.
+
+    `node`: one call of the convolution; nothing happens if it is something else.
     """
     module = called_module(graph_module, node)
     layer: Any = module.layer if isinstance(module, QatLayer) else module
@@ -263,7 +265,7 @@ def prepare(
     inputs = as_inputs(inputs, model)
     opaque = [*leaves, *custom]  # modules that stay one node
     graph_module = _graph_without_norms(model, inputs, norms, opaque, skip)
-    # the decomposition reads shapes, and its new nodes need theirs for the placement
+    # the decomposition reads shapes, and adds nodes whose shapes the placement reads
     _set_shapes(graph_module, inputs)
     decompose_calls(graph_module)
     _set_shapes(graph_module, inputs)
@@ -297,8 +299,9 @@ def _graph_without_norms(
 ) -> fx.GraphModule:
     """Return a graph of a copy of a model whose BatchNorms are part of the layers before them.
 
-    Those that cannot be stay. The arguments are those of `prepare`; `opaque` are modules that stay
-    one node.
+    With norms="fold" they are folded into the weights, with "train" merged to be trained. Norms for
+    which this is impossible stay. The arguments are those of `prepare`; `opaque` are modules that
+    stay one node.
     """
     if norms == "fold":
         graph_module = graph_of(in_eval_mode(model), inputs, leaves=opaque)
@@ -450,7 +453,9 @@ def _replace_custom(
     momentum: float,
     observers: dict[fx.Node, FakeQuant],
 ) -> None:
-    """Replace each custom float module by its observed class, with an observer of its output.
+    """Replace each custom float module by its observed form, with an observer of its output.
+
+    An observer is a fake quantizer. An observed module that has its own observer keeps it.
 
     Args:
         graph_module: the graph, edited in place.
@@ -506,8 +511,8 @@ def _wrap_weights(
 def _merge_norms(graph_module: fx.GraphModule, skip: Sequence[str]) -> None:
     """Merge each BatchNorm with the layer before it, in place, to train them as one.
 
-    Left alone: norms that cannot fold, with the reason in the graph's `meta`, and norms
-    after a layer of `skip`, which stays in float as it is.
+    A norm stays if it cannot be merged, and the graph's `meta` gets the reason. It also stays after
+    a layer of `skip`, which is left in float.
     """
     reason_by_norm: dict[str, str] = {}
     for norm_call, norm in module_calls(graph_module):
@@ -518,7 +523,8 @@ def _merge_norms(graph_module: fx.GraphModule, skip: Sequence[str]) -> None:
         reason = reason_not_foldable(graph_module, norm_call)
         if reason is None and not isinstance(layer, FOLDABLE):  # a view or dropout lies between
             reason = NORM_NOT_ADJACENT
-        if reason is None and not called_once(graph_module, layer_call):  # several norms, one layer
+        # each call of the layer would need a merged layer with its own norm
+        if reason is None and not called_once(graph_module, layer_call):
             reason = NORM_NOT_ADJACENT
         if reason is not None:
             reason_by_norm[str(norm_call.target)] = reason

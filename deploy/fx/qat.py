@@ -173,16 +173,16 @@ def _train_epochs(
     checkpoint: Path | None,
     report: Callable[[str], object],
 ) -> list[float]:
-    """Train all epochs, or those after a checkpoint; return the mean loss of each, also before it.
+    """Train all epochs, or those that a checkpoint lacks; return the mean loss of every epoch.
 
     Args:
         trainer: trains an epoch.
-        settings: `_training_settings`, by which a checkpoint of another training is refused.
+        settings: `_training_settings`: a checkpoint with other settings is refused.
         checkpoint: as for `train`.
         report: called with one line per epoch.
     """
     task, prepared, optimizer = trainer.task, trainer.prepared, trainer.optimizer
-    # of the models and the settings; the data is not looked at
+    # of the models and settings, not of the data: a checkpoint must have equal ones
     fingerprints = training_fingerprint(
         task.model, prepared, optimizer, teacher=task.teacher, settings=settings
     )

@@ -38,13 +38,13 @@ def training_fingerprint(
     prepared model: its ranges may be rounded differently on another machine.
     """
     shapes = [(name, list(value.shape)) for name, value in prepared.state_dict().items()]
-    groups = []  # options of each group of parameters
+    group_options = []  # of each group of parameters
     for group in optimizer.param_groups:
-        groups.append({key: value for key, value in group.items() if key != "params"})
+        group_options.append({key: value for key, value in group.items() if key != "params"})
     parts: dict[str, object] = {
         "form of the model": shapes,
         "float weights": _hash_values(model),
-        "optimizer": (type(optimizer).__name__, groups),
+        "optimizer": (type(optimizer).__name__, group_options),
         "teacher": None if teacher is None else _hash_values(teacher),
     }
     parts |= settings

@@ -134,8 +134,8 @@ def search_for(target: str | Target, method: Method | str | None = None) -> Acti
         return IfmrSearch() if target.own_method else DEFAULT_SEARCH
     if isinstance(method, str):
         method = Method.from_label(method)
-    # a search ends a range where all readers saturate, such as at 6 before a ReLU6; methods that
-    # imitate TensorRT's calibrators (UNFOLDED_METHODS) look at the values alone, as these do
+    # A bounded search ends a range where all readers saturate, such as at 6 before a ReLU6.
+    # TensorRT's own calibrators look at the values alone, so methods that imitate them do too.
     imitates_tensorrt = target.name == "tensorrt" and method.name in UNFOLDED_METHODS
     return MethodSearch(method, bounded=not imitates_tensorrt)
 

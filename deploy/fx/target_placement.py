@@ -113,9 +113,9 @@ def place_quantizers(
     for onnx_node in exported.graph_nodes:
         if not set(skip).isdisjoint(mapper.find_layers(onnx_node)):
             float_reasons[onnx_node] = FLOAT_BY_USER
-    # Nodes for which the graph has no place for a quantizer must stay in float. A plan with them in
-    # float may quantize other tensors, so it is made again until none of its nodes is such: each
-    # plan keeps more nodes in float.
+    # Where the graph has no place for a quantizer, the node stays in float. The next plan then may
+    # quantize other tensors without a place, so plan until there is none: each plan has more nodes
+    # in float.
     while True:
         plan = target.plan(exported.model, float_reasons)
         unmapped_reasons = dict(mapper.find_unmapped(plan))
@@ -162,8 +162,8 @@ class _PlanMapper:
     def find_unmapped(self, plan: Plan) -> Iterator[tuple[str, str]]:
         """Yield (ONNX node, reason) for nodes in int8 whose quantizers have no place in the graph.
 
-        The quantizer of a pair (QuantizeLinear and DequantizeLinear on a tensor) follows the graph
-        node that computes the tensor; that of a weight belongs to a layer.
+        For a pair (QuantizeLinear and DequantizeLinear on a tensor), the place is behind the graph
+        node that computes the tensor; for a weight, it is in a layer.
         """
         onnx_graph = Graph(self.exported.model)
         mapped_tensors = set(self.exported.tensors.values())
@@ -175,7 +175,7 @@ class _PlanMapper:
             if pair.tensor in onnx_graph.producer:
                 onnx_nodes.append(onnx_graph.producer[pair.tensor])
             for onnx_node in onnx_nodes:
-                if onnx_node.name in int8_nodes:  # one in float does not need the pair
+                if onnx_node.name in int8_nodes:  # a node in float does not need the pair
                     yield onnx_node.name, INSIDE_CALL
 
         for weight in plan.weights:
@@ -223,11 +223,11 @@ class _PlanMapper:
                 yield from self._find_edges(tensor, graph_node)
 
     def _find_edges(self, tensor: str, reader: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """Yield each edge of the graph, (node, its reader), where a quantizer of a tensor belongs.
+        """Yield the edges of the graph, (node, its reader), on which a tensor is to be quantized.
 
         Mostly it is the edge from the node that computes the tensor to `reader`. But nodes between
-        them may have no tensor in the ONNX model: of x -> pad -> conv it may have one Conv that
-        pads. Then x is quantized before the pad, on the edge (x, pad). If the pad has other
+        them may have no tensor in the ONNX model: x -> pad -> conv may be one Conv there, which
+        pads. Then x is quantized before the pad, on the edge (x, pad). But if the pad has other
         readers, which read float values, it is the edge (pad, conv).
 
         Args:
@@ -239,14 +239,14 @@ class _PlanMapper:
             if not is_float(source) and not _has_several_outputs(source):
                 continue  # a size, which has no scale
             has_other_readers = len(source.users) > 1
-            if source not in tensor_by_node:  # such as the pad
+            if source not in tensor_by_node:  # it is inside of an ONNX node, like the pad
                 upstream_edges = list(self._find_edges(tensor, source))
                 if upstream_edges and is_float(source) and has_other_readers:
                     yield source, reader
                 else:
                     yield from upstream_edges
             elif tensor_by_node[source] == tensor:
-                # a node that returns its input, such as dropout, has the tensor of its input
+                # a node that returns its input, such as dropout, has the same tensor as its input
                 inputs = source.all_input_nodes
                 originals = [node for node in inputs if tensor_by_node.get(node) == tensor]
                 if originals and not has_other_readers:
@@ -262,8 +262,8 @@ def _has_several_outputs(node: fx.Node) -> bool:
 def _find_groups(model: onnx.ModelProto, plan: Plan, share: Sequence[str]) -> dict[str, str]:
     """Return quantized tensor -> name of its group, whose tensors share a scale.
 
-    A group is named after one of its tensors. The plan has groups of its own; the groups of an
-    operator's inputs and output become one if `share` has its kind.
+    A group is named after one of its tensors. The groups are those of the plan; but for an operator
+    of a kind in `share`, the groups of its inputs and output are joined to one.
 
     `share`: kinds of operators, keys of `SHARED_SCALE_OPS`.
     """
@@ -276,7 +276,7 @@ def _find_groups(model: onnx.ModelProto, plan: Plan, share: Sequence[str]) -> di
     for node in graph.nodes:
         if node.op_type not in sharing_ops:
             continue
-        # the tail is the output of a Relu or the like that runs as part of the node
+        # the tail: the output of a Relu or the like that runs as part of the node, else its own
         tensors = [*node.input, node.output[0], graph.tail(node)]
         joined_groups = [group_by_tensor[name] for name in tensors if name in group_by_tensor]
         for tensor, group in group_by_tensor.items():

@@ -110,11 +110,11 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def order_inputs(task: Task) -> Task:
-    """Return a task whose inputs are a dict as one whose inputs are tensors in order.
+    """Return a task with a dict of inputs as a task whose inputs are tensors in a fixed order.
 
-    A task whose inputs are tensors already is returned as it is. The models and batches of the new
-    task take and hold such tensors too; the models share their modules with the old ones. Only
-    `evaluate`, which is the user's, still gets a model that takes the inputs by name.
+    A task whose inputs are tensors already is returned as it is. In the new task, models take the
+    tensors in this order, and batches hold them so; the models share their modules with the old
+    ones. Only the user's `evaluate` still gets a model that takes the inputs by name.
 
     Raises:
         ConfigError: the inputs are something else, or do not fit the model's forward.
@@ -209,7 +209,7 @@ class ForwardArguments:
     def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return input name -> value for a call of the forward with these arguments.
 
-        A dict argument and `**kwargs` stand for the inputs in them. An argument with its default
+        The entries of a dict argument and of `**kwargs` are inputs. An argument with its default
         value, such as None, is no input.
 
         Raises:

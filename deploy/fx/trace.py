@@ -163,8 +163,8 @@ def trace(
     except Exception as error:  # whatever the user's forward raises on symbolic values
         raise ModelError(_explain(error, model, tracer)) from error
     graph_module = fx.GraphModule(model, graph, type(model).__name__)
-    # what the hooks of a layer do are nodes now: the graph gets a copy of the layer without hooks,
-    # which shares its parameters
+    # the hooks of these layers are nodes of the graph now: replace each layer by a copy without
+    # hooks, which shares its parameters
     for name in sorted(tracer.unhooked):
         unhooked_layer = copy.copy(graph_module.get_submodule(name))
         for hooks in _HOOKS:
@@ -247,7 +247,7 @@ def explain_export_failure(error: BaseException, model: nn.Module, *, fixed_batc
     Args:
         error: what was raised.
         model: the model that was exported.
-        fixed_batch: the remedy of a fixed batch; "" if the batch was fixed.
+        fixed_batch: the remedy "export with a fixed batch", in words; "" if that was done.
     """
     cause = root_cause(error)
     name = innermost_module(error, model) or innermost_module(cause, model)
@@ -256,6 +256,7 @@ def explain_export_failure(error: BaseException, model: nn.Module, *, fixed_batc
         description += f" ({name})"
     if line := failing_line(cause) or failing_line(error):
         description += f" at {line}"
+    # torch's message repeats its condition in another form, "(unhinted: ...)"
     message = " ".join(str(cause).split()).partition(" (unhinted")[0][:300]
     remedy = _remedy(cause, name)
     if fixed_batch and "DataDependent" not in type(cause).__name__:

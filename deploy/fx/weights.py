@@ -65,7 +65,8 @@ def _find_states(
 ) -> Iterator[tuple[str, Mapping[str, torch.Tensor]]]:
     """Yield (path of keys, state dict) of each state dict in a checkpoint.
 
-    `path`: keys that lead to `checkpoint`, joined by dots. `depth`: of the dicts that are searched.
+    `path`: keys that lead to `checkpoint`, joined by dots. `depth`: how many levels of dicts below
+    `checkpoint` are searched.
     """
     if _is_state(checkpoint):
         yield path, checkpoint
@@ -74,7 +75,7 @@ def _find_states(
         return
     parts = {key: value for key, value in checkpoint.items() if isinstance(value, dict)}
     for key in STATE_DICT_KEYS:
-        if key in parts:
+        if key in parts:  # search only what is under the usual key
             parts = {key: parts[key]}
             break
     for key, part in parts.items():
@@ -87,24 +88,25 @@ def strip_prefix(state: Mapping[str, torch.Tensor], model: nn.Module) -> Mapping
 
     DataParallel adds `module.`, torch.compile `_orig_mod.`, a training module the name of its
     attribute, possibly along with other tensors: the weights of a loss, or the step count of
-    averaged weights. The state dict is returned as it is if it has the model's names already, or if
-    there is no prefix, or more than one, without which its names are the model's.
+    averaged weights. The state dict is returned unchanged if it has the model's names already, or
+    if not exactly one prefix fits.
     """
     model_names = set(model.state_dict())
     if model_names <= set(state):
         return state
-    sample_name = min(model_names)  # any name of the model finds the candidates for a prefix
+    # what stands before one name of the model may be the prefix of all of them
+    sample_name = min(model_names)
     suffix = f".{sample_name}"
     prefixes = [name.removesuffix(sample_name) for name in state if name.endswith(suffix)]
-    matches = []
+    fitting_weights = []  # of each prefix that fits
     for prefix in prefixes:
         weights = {}
         for name, tensor in state.items():
             if name.startswith(prefix):
                 weights[name.removeprefix(prefix)] = tensor
         if set(weights) == model_names:
-            matches.append(weights)
-    return matches[0] if len(matches) == 1 else state
+            fitting_weights.append(weights)
+    return fitting_weights[0] if len(fitting_weights) == 1 else state
 
 
 def _is_state(value: Mapping[Any, Any]) -> bool:

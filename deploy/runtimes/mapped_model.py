@@ -53,7 +53,7 @@ def write_mapped(model: ModelProto, names: Collection[str], folder: Path) -> Pat
         for tensor in model.graph.initializer:
             if tensor.name not in names:
                 continue
-            file.seek(-(-file.tell() // _ALIGNMENT) * _ALIGNMENT)  # the next page
+            file.seek(-(-file.tell() // _ALIGNMENT) * _ALIGNMENT)  # round up to the next page
             offset, data = file.tell(), tensor.raw_data
             file.write(data)
             placeholder = placeholder_by_name[tensor.name]

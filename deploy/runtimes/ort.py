@@ -323,7 +323,8 @@ class OrtSession(CpuSession):
         disabled_optimizers: Sequence[str] = ()
         if not int8_kernels or holds_fp8(model):
             options.add_session_config_entry("session.disable_quant_qdq", "1")
-            disabled_optimizers = _FP8_BREAKING_OPTIMIZERS  # a file may hold fp8 too
+            # also without int8 kernels: `holds_fp8` cannot see the fp8 pairs of a file
+            disabled_optimizers = _FP8_BREAKING_OPTIMIZERS
 
         _LOADING_OPTIONS.add(options)  # so that a signal can cancel the loading
         try:

@@ -264,27 +264,27 @@ class Memory:
     def find_window(self, address: int) -> AddressWindow | None:
         """Return the memory behind an address; None if the script did not allocate it.
 
-        Of the copies of this batch, those count that follow each other from there without a gap.
+        `copied`, `dtype` and `shape` are of the copies of this batch that follow each other from
+        this address without a gap.
         """
         block, offset = self._find_block(address)
         if block is None:
             return None
         room = block.size - offset
-        end = offset  # of the copies so far
-        adjacent = []
+        copied_end = offset  # bytes from `offset` to this one were copied without a gap
+        adjacent_copies = []
         for copy in sorted(block.copies, key=lambda copy: copy.offset):
-            # it begins at this end, or before, and ends behind it
-            if copy.offset <= end < copy.offset + copy.size:
-                adjacent.append(copy)
-                end = copy.offset + copy.size
-        if not adjacent:
+            if copy.offset <= copied_end < copy.offset + copy.size:  # the copy goes on from there
+                adjacent_copies.append(copy)
+                copied_end = copy.offset + copy.size
+        if not adjacent_copies:
             return AddressWindow(room)
-        first_copy = adjacent[0]
-        has_one_dtype = all(copy.dtype == first_copy.dtype for copy in adjacent)
-        is_one_array = len(adjacent) == 1 and first_copy.offset == offset
+        first_copy = adjacent_copies[0]
+        has_one_dtype = all(copy.dtype == first_copy.dtype for copy in adjacent_copies)
+        is_one_array = len(adjacent_copies) == 1 and first_copy.offset == offset
         return AddressWindow(
             room,
-            copied=end - offset,
+            copied=copied_end - offset,
             dtype=first_copy.dtype if has_one_dtype else None,
             shape=first_copy.shape if is_one_array else None,
         )
