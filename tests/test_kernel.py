@@ -257,7 +257,7 @@ def test_kernel_rounds_weights_like_numpy(
             patch.setattr(
                 rounding, "kernel", lambda counting_kernel=counting_kernel: counting_kernel
             )
-            rounded_weights.append(rounding.round_by_output(steps, products, fixed=fixed, sweeps=3))
+            rounded_weights.append(rounding.round_by_output(steps, products, fixed=fixed))
     assert (rounded_weights[0] == rounded_weights[1]).all()
 
 

@@ -24,7 +24,12 @@ def find_outliers(*amaxes: float) -> list[tuple[int, float]]:
     for number, amax in enumerate(amaxes, 1):
         largest = sample_checks.largest_magnitude(np.array([[amax / 2, -amax]], np.float32))
         peaks.add(OBSERVATION_KEY, number, largest)
-    return [(number, ratio) for _, number, ratio in peaks.outliers()]
+    return list_outliers(peaks)
+
+
+def list_outliers(peaks: Peaks) -> list[tuple[int, float]]:
+    outliers = peaks.outliers(lambda number: (number,))
+    return [(*outlier.digests, outlier.ratio) for outlier in outliers]
 
 
 def test_outliers_are_found():
@@ -54,7 +59,7 @@ def test_merged_peaks_find_same_outliers():
             part_peaks[number % part_count].add(OBSERVATION_KEY, number, float(value))
         for peaks in part_peaks[1:]:
             part_peaks[0].merge(peaks)
-        assert [(n, t) for _, n, t in part_peaks[0].outliers()] == expected
+        assert list_outliers(part_peaks[0]) == expected
 
 
 def test_worst_outliers_are_described_first():

@@ -18,7 +18,7 @@ import pytest
 
 from calib8 import calibrate
 from deploy import terminal
-from deploy.calibration.sample_checks import Outlier
+from deploy.calibration.sample_checks import Outlier, Peaks
 from deploy.cli import main
 from deploy.terminal import Phase, phase, show_progress
 from tests.models import read_markdown
@@ -422,7 +422,7 @@ def test_quiet_prints_warnings(model_and_images, tmp_path, run, monkeypatch):
     warning = "a picture stands out"
     run_of = "deploy.pipeline.calibration_run"
     find_outlier = lambda peaks, _: [Outlier(*peaks.rows(range(99))[0][:2], (), 9.0)]  # noqa: E731
-    monkeypatch.setattr(f"{run_of}.identify_outliers", find_outlier)
+    monkeypatch.setattr(Peaks, "outliers", find_outlier)
     monkeypatch.setattr(f"{run_of}.describe_outliers", lambda *_: warning)
     assert run("calibrate", *model_and_images, "-o", tmp_path / "c", "-q") == (
         0,

@@ -158,10 +158,9 @@ def redistribute(
 
     # the new bins of both edges of each old bin
     lower_edges = old_lo + old_width * np.arange(bin_count)
-    upper_edges = lower_edges + old_width
-    last_bin = bin_count - 1
-    lower_bins = np.clip((lower_edges - new_lo) // new_width, 0, last_bin).astype(np.int64)
-    upper_bins = np.clip((upper_edges - new_lo) // new_width, 0, last_bin).astype(np.int64)
+    edges = np.stack([lower_edges, lower_edges + old_width])
+    positions = (edges - new_lo) // new_width
+    lower_bins, upper_bins = np.clip(positions, 0, bin_count - 1).astype(np.int64)
 
     with np.errstate(divide="ignore", invalid="ignore"):  # old bins without width
         lower_shares = (new_lo + (lower_bins + 1) * new_width - lower_edges) / old_width
@@ -321,11 +320,11 @@ def _loss32(
         return np.float32(0)
     with np.errstate(over="ignore", invalid="ignore"):
         density = counts.astype(np.float32) / width
-        bin_start = np.arange(-left, counts.size - left).astype(np.float32) * width
-        bin_end = np.arange(1 - left, counts.size + 1 - left).astype(np.float32) * width
-        # first and last code that each bin overlaps; positions are from the start of the run
-        first_code = np.clip(np.floor(bin_start / step), 0, 2**bits - 1).astype(np.float32)
-        last_code = np.clip(np.floor(bin_end / step), 0, 2**bits - 1).astype(np.float32)
+        # the edges of the bins, from the start of the run, and the code at each
+        edges = np.arange(-left, counts.size + 1 - left).astype(np.float32) * width
+        codes = np.clip(np.floor(edges / step), 0, 2**bits - 1).astype(np.float32)
+        bin_start, bin_end = edges[:-1], edges[1:]
+        first_code, last_code = codes[:-1], codes[1:]  # that each bin overlaps
         has_one_code = first_code == last_code
 
         # the parts of each bin, by their ends relative to the centre of their code

@@ -113,8 +113,11 @@ class Peaks:
         else:
             heapq.heappushpop(peaks, peak)
 
-    def outliers(self) -> Iterator[tuple[TensorKey, int, float]]:
-        """Yield (tensor, number of the sample, ratio to the largest other sample)."""
+    def outliers(self, digests: Callable[[int], tuple[str, ...]]) -> Iterator[Outlier]:
+        """Yield the samples that stand out, tensor by tensor.
+
+        `digests`: number of a sample -> sha256 (hex) of each of its images or rows.
+        """
         for key in sorted(self._largest):
             sample_count = self._sample_counts[key]
             if sample_count < _MIN_SAMPLES:
@@ -125,18 +128,8 @@ class Peaks:
                 base = peaks[count][0]
                 if 0 < OUTLIER_RATIO * base < peaks[count - 1][0]:
                     for amax, number in peaks[:count]:
-                        yield key, -number, amax / base
+                        yield Outlier(*key, digests(-number), amax / base)
                     break
-
-
-def identify_outliers(
-    peaks: Peaks, digests: Callable[[int], tuple[str, ...]]
-) -> tuple[Outlier, ...]:
-    """Return the outliers of a pass, identified by digest instead of sample number.
-
-    `digests`: number of a sample -> sha256 (hex) of each of its images or rows.
-    """
-    return tuple(Outlier(*key, digests(number), ratio) for key, number, ratio in peaks.outliers())
 
 
 def describe_outliers(outliers: Iterable[Outlier], names: Mapping[str, str]) -> str:

@@ -243,17 +243,13 @@ class Tap:
         computed = [name for name in tensors if name not in self.inputs]
         self.session, self.blocked = _open_tapped(model, computed, in_any_order)
 
-    def output_of(self, tensor: str) -> str:
-        """Return the output that holds the values of a tensor."""
-        return self.blocked.get(tensor, tensor)
-
     def values_of(
         self, tensor: str, sample: Sample, outputs: Mapping[str, Array]
     ) -> NDArray[np.float32]:
         """Return the values of a tensor from a sample and its outputs."""
         if tensor in self.inputs:
             return np.asarray(sample[tensor], np.float32)
-        return outputs[self.output_of(tensor)]
+        return outputs[self.blocked.get(tensor, tensor)]
 
     def run(
         self, sample: Sample, on_outputs: Callable[[Sample], None] | None = None

@@ -54,7 +54,6 @@ from deploy.calibration.sample_checks import (
     Peaks,
     StabilityRule,
     describe_outliers,
-    identify_outliers,
 )
 from deploy.calibration.shards import ShardSet, refuse_ordered
 from deploy.calibration.stability import StabilityMonitor
@@ -543,7 +542,7 @@ def _make_calibration(
     return Calibration(
         observed=pass_result.observed,
         fingerprint=decision.combined_fingerprint(run_fingerprint),
-        outliers=(*decision.outliers, *identify_outliers(run.peaks, run.feed.sample_digests)),
+        outliers=(*decision.outliers, *run.peaks.outliers(run.feed.sample_digests)),
         stop_rule=stability_rule,
         score_threshold=score_threshold,
     )

@@ -45,7 +45,6 @@ from deploy.tuning.repairs.repair_layers import (
 from deploy.tuning.repairs.sample_runs import layer_patches
 
 _PATCHES = 1024  # input patches of a layer, over all samples
-_SWEEPS = 2  # a third one changes one weight in a hundred
 _MAX_GRAM_SIZE = 1200  # values of a patch in one Gram matrix; larger ones are split
 _MIN_ERROR_RATIO = 1e-12  # whose logarithm is finite
 
@@ -301,7 +300,6 @@ def round_weight(
                 steps[:, :, columns],
                 gram_matrix,
                 fixed=is_fixed[:, :, columns],
-                sweeps=_SWEEPS,
                 grid=grid,
             )
 
