@@ -187,7 +187,7 @@ def test_cache_reuse_needs_equal_samples(calibrated, tmp_path):
     original_bytes = [path.read_bytes() for path in store.cache_files(tmp_path / "a.cache")]
     out = calibrated("a.cache", "--until-stable", "--require-cache")
     assert "ran no inference" in out
-    assert "observations of 32 images" in out
+    assert "statistics of tensors from 32 images" in out
     assert "within 20 % by mse" in out
     assert [path.read_bytes() for path in store.cache_files(tmp_path / "a.cache")] == original_bytes
     assert "count 32 -> 100" in calibrated.fails("a.cache", "--require-cache")

@@ -21,6 +21,7 @@ from deploy.calibration.observation import (
 )
 from deploy.calibration.ranges import NoScaleReason, Ranges, RangeSet
 from deploy.calibration.reference_outputs import EvaluationSet
+from deploy.calibration.reuse import NO_CACHE
 from deploy.calibration.sample_checks import HalvesAgreement, Peaks
 from deploy.errors import ConfigError
 from deploy.feed.feed import FeedSource, preprocessing_notes
@@ -176,8 +177,8 @@ class CalibrationResult(PrintedResult):
         if self.feed.share is not None:
             reason = f"shard {self.feed.share} of {self.feed.share.count} samples"
         lines = [
-            f"{path}: {action} ({reason})",
-            f"{len(self.ranges.observed)} observations of {self.feed.count} images",
+            f"{path}: {action}" if reason.endswith(NO_CACHE) else f"{path}: {action} ({reason})",
+            f"{len(self.ranges.observed)} statistics of tensors from {self.feed.count} images",
         ]
         for target, observations in self.observations_by_target.items():
             is_searched = not set(self.searched).isdisjoint(observations)
