@@ -4,6 +4,8 @@ import numpy as np
 
 from deploy.metrics.accuracy import Comparison
 from deploy.metrics.output_form import derive_form
+from deploy.tasks import Metric
+from deploy.tasks.declarations import Declaration
 from deploy.tasks.detector import AnchorGrid
 
 SIZE = (160, 224)  # height, width of the picture
@@ -19,10 +21,11 @@ def fed(size=SIZE):
     return {"images": np.zeros((1, 3, *size), np.float32)}
 
 
-def figure(references, candidates, inputs=None):
-    """Form and figure of two models' outputs, one mapping a sample."""
+def figure(references, candidates, inputs=None, ends=None):
+    """Form and figure of two models' outputs, one mapping a sample; `ends`: what the graph says."""
     inputs = inputs or [fed()] * len(references)
-    form = derive_form(references, inputs=inputs)
+    metric = Metric(None, declared=Declaration(ends=ends or {}))
+    form = derive_form(references, inputs=inputs, metric=metric)
     assert form.task is not None
     tally = form.task.tally()
     for one in zip(inputs, references, candidates, strict=True):
@@ -38,8 +41,9 @@ def compare(reference, candidate, samples, *, labels=None, count=None):
     return comparison.result()
 
 
-def same_task(outputs, inputs=None):
-    task = derive_form(outputs, inputs=inputs or [fed()] * len(outputs)).task
+def same_task(outputs, inputs=None, ends=None):
+    metric = Metric(None, declared=Declaration(ends=ends or {}))
+    task = derive_form(outputs, inputs=inputs or [fed()] * len(outputs), metric=metric).task
     return None if task is None else task.name
 
 

@@ -26,7 +26,6 @@ from deploy.tasks.detector import (
     Columns,
     RowDecoder,
 )
-from deploy.tasks.indices import Ranked
 from deploy.tasks.keypoints import Points, SimccPoints
 from deploy.tasks.maps import HeatMaps, MaskMaps, Pixels
 from deploy.tasks.sequences import Text
@@ -205,7 +204,7 @@ def one_hot(shape, places):
             "y class dog 1.00, class 3 0.00",
         ),
         (Labels("y", 3, raw=True), {"y": np.float32([[-9, -9, 9]])}, "dog 1.00"),
-        (Ranked("y", 1), {"y": np.int64([[2]])}, "class dog"),
+        (Classes(("y",), (1,), are_numbers=True), {"y": np.int64([[2]])}, "class dog"),
         (Text("y", 4, 0), {"y": np.eye(4)[[2, 2, 0, 2]][None]}, "dogdog"),
         (
             Pixels("y", 4),

@@ -5,7 +5,7 @@ NaN and Inf are never averaged away: they are reported in `Accuracy.problems`. F
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any
 
@@ -19,8 +19,6 @@ from deploy.metrics.precision import GroundTruth, MeanPrecision, PrecisionTally
 from deploy.tasks import EvaluationTask, Metric, TaskFigure
 from deploy.tasks.boxes import BoxDetection
 from deploy.tasks.evaluation_task import Example, TaskTally, ThresholdTally
-from deploy.tasks.indices import Ranked
-from deploy.tasks.metric import MetricTally
 from deploy.tasks.rows import AlikeOutputs, Outputs, batch_length, split_batches
 from deploy.tasks.slices import OutputSlice, form_samples
 from deploy.tasks.top1 import Top1
@@ -239,8 +237,8 @@ class Comparison:
             if part in form.means and part.at is None:
                 error.reference_sum = np.zeros(1)  # only what varies about the mean is signal
 
-        if isinstance(form.task, Classes | Ranked):  # the output with the classes comes first
-            self._top1 = Top1(self._labels, form.task.covered[0])
+        if isinstance(form.task, Classes):  # the output with the classes comes first
+            self._top1 = Top1(self._labels, form.task.outputs[0])
         if form.task is not None:
             self._task_tally = form.task.tally()
         if isinstance(self._task_tally, ThresholdTally):
@@ -255,8 +253,7 @@ class Comparison:
         self._precision = PrecisionTally(form.task.decoder, self._objects)
 
     def _count(self, form: OutputForm, batch: _Batch) -> None:
-        """Add a batch to the top-1 classes, the slices' errors and every tally."""
-        self._top1.add(batch.reference, batch.candidate, batch.length)
+        """Add a batch to the slices' errors and every tally."""
         reference = form.prepare(batch.reference, batch.inputs, batch.reference)
         candidate = form.prepare(batch.candidate, batch.inputs, batch.reference)
         for part, error in self._slice_errors.items():
@@ -264,16 +261,12 @@ class Comparison:
             candidate_slice = part.of(candidate[part.output])
             error.add(reference_slice, candidate_slice, batch.length)
 
-        tallies: list[TaskTally[Any] | MetricTally | PrecisionTally] = []
-        for tally in (self._metric_tally, self._task_tally, self._precision):
-            if tally is not None:
-                tallies.append(tally)
-        if not tallies:
-            return
+        tallies = (self._top1, self._metric_tally, self._task_tally, self._precision)
         samples = split_batches(batch.length, batch.inputs, batch.reference, batch.candidate)
         for inputs, sample_reference, sample_candidate in samples:
             for tally in tallies:
-                tally.add(inputs, sample_reference, sample_candidate)
+                if tally is not None:
+                    tally.add(inputs, sample_reference, sample_candidate)
 
     @property
     def watched(self) -> frozenset[int]:
@@ -313,7 +306,7 @@ class Comparison:
         return Accuracy(
             samples=self._samples,
             outputs=outputs,
-            **asdict(self._top1.result(task_name)),
+            **self._top1.result(task_name),
             parts=self._slice_figures(form, outputs),
             task=figure,
             precision=precision,

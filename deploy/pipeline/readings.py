@@ -151,6 +151,8 @@ def find_better_reading(
     )
     if not isinstance(task, BoxDetection | Classes):
         return ""
+    if isinstance(task, Classes) and task.are_numbers:  # without scores
+        return ""
 
     def score(inputs: Outputs, label: int | None) -> Floats:
         """Run the float model on a sample's inputs; return the scores of its outputs."""

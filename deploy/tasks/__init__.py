@@ -67,8 +67,8 @@ TASKS: dict[str, TaskRow] = {
     ),
     "labels": TaskRow([vectors.find_labels], [vectors.LABELS], _fit_largest(vectors.fit_labels)),
     "classes": TaskRow(
-        [indices.find_ranked, vectors.find_classes],
-        [indices.RANKED, vectors.CLASSES],
+        [vectors.find_ranked, vectors.find_classes],
+        [vectors.RANKED, vectors.CLASSES],
         vectors.fit_classes,
     ),
     "embeddings": TaskRow(

@@ -1,10 +1,7 @@
-"""Whole numbers: classes that the model has ranked, class numbers, and indices of what it selects.
+"""Whole numbers: class numbers, and indices of what the model selects.
 
-`find_ranked`: TopK's values and indices, its indices alone, or ArgMax's index. The figure is the
-top-1 agreement; its text says how often FP32's class is among the candidate's best k.
-
-`find_integers`: other class numbers and indices, such as those that NonMaxSuppression selects. They
-are equal or not, at the same place or, in lists of varying length, as rows in any order.
+`find_integers`: class numbers and indices, such as those that NonMaxSuppression selects. They are
+equal or not, at the same place or, in lists of varying length, as rows in any order.
 
 `PlaceCounts` counts class numbers at places, here and for steps and pixels.
 """
@@ -19,8 +16,7 @@ import numpy as np
 
 from deploy.tasks.evaluation_task import EvaluationTask, Form, TaskFigure, TaskTally
 from deploy.tasks.first_samples import FirstSamples
-from deploy.tasks.rows import Integers, Outputs, are_indices, is_index_type
-from deploy.tasks.slices import OutputSlice, SlicesByOutput
+from deploy.tasks.rows import Integers, Outputs, is_index_type
 from deploy.tasks.thresholds import MOST_SHARE
 from deploy.tensors import Array
 
@@ -142,85 +138,6 @@ def best_classes(scores: Array) -> Integers:
     classes = np.asarray(scores.argmax(axis=1), np.int64)
     classes[np.isnan(scores).any(axis=1)] = NO_CLASS
     return classes
-
-
-@dataclass(slots=True)
-class _RankedTally(TaskTally["Ranked"]):
-    """Counts samples with equal classes."""
-
-    top1_matches: int = 0
-    top_k_matches: int = 0
-
-    def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        reference_classes = reference[self.task.output].reshape(-1).tolist()
-        classes = candidate[self.task.output].reshape(-1).tolist()
-        if reference_classes and classes:
-            self.top1_matches += int(reference_classes[0] == classes[0])
-            self.top_k_matches += int(reference_classes[0] in classes)
-
-    def result(self) -> TaskFigure:
-        text = f"{self.top_k_matches} among the best {self.task.count}"
-        return self.top1(self.top1_matches, self.samples, text if self.task.count > 1 else "")
-
-
-@dataclass(frozen=True, slots=True)
-class Ranked(EvaluationTask):
-    """Class numbers, the best first.
-
-    Attributes:
-        output: name of the output.
-        count: number of classes of a sample.
-    """
-
-    output: str
-    count: int
-    name = "classes"
-    tally_type = _RankedTally
-
-    @property
-    def covered(self) -> tuple[str, ...]:
-        """The classes and their scores."""
-        return (self.output, *self.parts)
-
-    @property
-    def form(self) -> str:
-        """How the outputs are interpreted."""
-        best = "the best class" if self.count == 1 else f"the best {self.count} classes"
-        return f"{self.output}: {best}"
-
-
-RANKED = Form(
-    shape="integers [N, k] or [N], alone or with scores of the same shape",
-    values="class numbers, the best first",
-    figure="same best class",
-    source="TopK, ArgMax",
-)
-
-
-def find_ranked(samples: FirstSamples) -> Ranked | None:
-    """Return classes that the model has ranked: TopK's indices or a single class; None if none are.
-
-    They may be alone, or beside one output of the same shape, their scores.
-    """
-    names, first_outputs = samples.names, samples.outputs[0]
-    if len(names) > 2 or len({first_outputs[name].shape for name in names}) != 1:
-        return None
-    for name in names:
-        values = samples.arrays(name)
-        if not all(_is_class(value) or are_indices(value, 1) for value in values):
-            continue
-        parts: SlicesByOutput = {name: ()}
-        for score_name in names:
-            if score_name != name:
-                parts[score_name] = (OutputSlice(output=score_name),)
-        return Ranked(name, values[0].size, parts=parts)
-    return None
-
-
-def _is_class(value: Array) -> bool:
-    """Whether it is one integer, [1] or [1, 1], that may be a class."""
-    is_single = value.dtype.kind in "iu" and value.ndim > 0 and value.size == 1
-    return is_single and int(value.reshape(-1)[0]) >= 0
 
 
 @dataclass(slots=True)

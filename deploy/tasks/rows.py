@@ -1,7 +1,6 @@
 """Rows of batches: splitting a batch into samples, and tests on rows of values.
 
-The tests derive what values mean: probabilities that sum to 1, relative values, TopK's falling
-values and their indices.
+The tests derive what values mean: probabilities that sum to 1, relative values, raw scores.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,7 +15,6 @@ from deploy.tasks.thresholds import (
     MAX_LOGIT_DRIFT,
     MAX_TANH,
     MIN_ROW_VALUES,
-    MIN_SORTED_VALUES,
     MIN_VARIATION,
     MOST_SHARE,
     SUM_ROUNDING,
@@ -212,63 +210,6 @@ def activate(scores: Array, activation: str, axis: int = -1) -> Array:
         return np.asarray(power / power.sum(axis=axis, keepdims=True))
 
 
-def are_ranked(scores: Array, batch: int) -> bool:
-    """Whether all rows of [N, C >= 3] descend, or all ascend, as TopK's values do."""
-    steps = np.diff(scores.reshape(batch, -1), axis=1)
-    return bool(steps.shape[1] > 1 and ((steps <= 0).all() or (steps >= 0).all()))
-
-
-def are_sorted(rows: Floats) -> bool:
-    """Whether rows [N, C] are sorted, as TopK's values are.
-
-    A few probabilities that sum to 1 may be in the same order in every sample.
-    """
-    is_wide = rows.shape[1] >= MIN_SORTED_VALUES
-    return are_ranked(rows, len(rows)) and (is_wide or not sums_to_one(rows).all())
-
-
-def are_indices(numbers: Array, batch: int) -> bool:
-    """Whether each row of integers [N, k] may be TopK's indices: not negative, all different."""
-    if not is_index_type(numbers) or numbers.ndim < 2 or numbers.shape[0] != batch:
-        return False
-    if not 0 < numbers.size == batch * numbers.shape[1]:
-        return False
-    rows = np.sort(numbers.reshape(batch, -1), axis=1)
-    return bool(rows.min() >= 0 and (np.diff(rows, axis=1) > 0).all())
-
-
 def is_index_type(numbers: Array) -> bool:
     """Whether it is of int32, int64 or the like: smaller types are quantized values."""
     return numbers.dtype.kind in "iu" and numbers.dtype.itemsize >= _MIN_INDEX_BYTES
-
-
-def find_indices(outputs: Outputs, name: str, batch: int) -> str | None:
-    """Return the output of TopK's indices if an output is one of TopK's two; else None.
-
-    TopK gives two outputs of one shape: the largest values, and their indices.
-
-    Args:
-        outputs: of a batch.
-        name: the output that may be TopK's values or its indices.
-        batch: number of samples.
-    """
-    for pair_name, value in outputs.items():
-        if value.shape != outputs[name].shape:
-            continue
-        if _is_topk_pair(outputs[name], value, batch):
-            return pair_name
-        if _is_topk_pair(value, outputs[name], batch):
-            return name
-    return None
-
-
-def _is_topk_pair(values: Array, indices: Array, batch: int) -> bool:
-    """Whether an output holds TopK's falling values, and another of its shape their indices."""
-    if values.dtype.kind != "f" or not values.ndim or not values.size:
-        return False
-    if not is_index_type(indices):
-        return False
-    if values.size == batch == indices.shape[0]:  # a maximum and its index
-        return True
-    falls = bool((np.diff(values.reshape(batch, -1), axis=1) <= 0).all())
-    return falls and are_indices(indices, batch)

@@ -41,7 +41,6 @@ MIN_NEIGHBOUR_VECTORS = 8  # vectors that have a nearest neighbour
 MIN_EMBEDDING_SIZE = 32  # numbers of an embedding; of as many raw scores the best stands out
 MIN_STAND_OUT = 1.2  # best raw score, relative to the expected maximum of normal numbers
 MAX_TANH = 1.05  # values of few raw scores, which leave the range of a Tanh
-MIN_SORTED_VALUES = 5  # fewer probabilities may be in one order in every sample
 MAX_LOGIT_DRIFT = 0.5  # deviation of few raw scores' mean, relative to that of the scores
 MAX_POSE_NUMBERS = 6  # numbers of a pose: angles, a rotation, a direction
 MAX_COMMON_MOTION = 0.5  # variance of a pose's mean, relative to independent numbers

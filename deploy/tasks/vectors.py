@@ -7,6 +7,8 @@ hardly changes from sample to sample. Very few may be angles of a pose: these mu
 other. Several outputs of few raw scores each, such as the characters of
 a licence plate, must all be confident of their class.
 
+`find_ranked`: the class numbers of a TopK or an ArgMax.
+
 `find_labels`: independent probabilities, nearly all near 0 or 1, or their raw scores, nearly all
 below 0, whereas those of a Softmax are centred at 0. Some samples must have several above 0.5.
 
@@ -42,7 +44,6 @@ from deploy.tasks.rows import (
     are_comparable,
     are_in_unit_range,
     are_probabilities_or_logs,
-    are_sorted,
     are_undecided,
     correlate,
     is_floating,
@@ -51,7 +52,7 @@ from deploy.tasks.rows import (
     sums_to_one,
     to_probabilities,
 )
-from deploy.tasks.slices import split_output
+from deploy.tasks.slices import OutputSlice, SlicesByOutput, split_output
 from deploy.tasks.thresholds import (
     FEATURE_FACTOR,
     LABEL_THRESHOLDS,
@@ -78,6 +79,7 @@ from deploy.tensors import Array
 
 _MIN_DIFFERENCE = 1e-12  # another class is a difference, even if both scores are equal
 _MAX_VECTORS = 64  # vectors stored
+_MAX_LISTED = 5  # best classes of a sample among which FP32's is searched
 
 
 def _read_vectors(samples: FirstSamples) -> dict[str, Floats]:
@@ -119,34 +121,54 @@ def fit_embeddings(name: str, samples: FirstSamples) -> "Embeddings | None":
     return Embeddings(name, rows.shape[1])
 
 
+def _rank_classes(value: Array) -> list[int]:
+    """Return the best classes of an output of scores or class numbers, at most five.
+
+    A list of numbers has the best one first. Scores that are not finite have no classes.
+    """
+    row = value.reshape(-1)
+    if value.dtype.kind in "iu":
+        return [int(number) for number in row[:_MAX_LISTED]]
+    if not is_floating(value):
+        return []
+    return [int(number) for number in np.argsort(-row, kind="stable")[:_MAX_LISTED]]
+
+
 @dataclass(slots=True)
 class _ClassTally(TaskTally["Classes"]):
-    """Counts samples with equal classes."""
+    """Counts outputs of samples with equal classes."""
 
     compared: int = 0
     top1_matches: int = 0
-    top5_matches: int = 0
+    listed_matches: int = 0
     examples: ExampleSelection[ClassExample] = field(default_factory=ExampleSelection)
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         for name in self.task.outputs:
             self.compared += 1
-            if is_floating(reference[name]) and are_comparable(reference[name], candidate[name]):
-                self._compare(name, reference[name].reshape(-1), candidate[name].reshape(-1))
+            reference_classes = _rank_classes(reference[name])
+            classes = _rank_classes(candidate[name])
+            if not reference_classes or reference[name].shape != candidate[name].shape:
+                continue
+            self.listed_matches += reference_classes[0] in classes
+            if classes[:1] == reference_classes[:1]:
+                self.top1_matches += 1
+            elif classes and not self.task.are_numbers:
+                self._offer_example(name, reference, candidate, reference_classes[0], classes[0])
 
-    def _compare(self, name: str, reference_scores: Array, scores: Array) -> None:
-        """Compare the scores [C] of one sample in one output.
+    def _offer_example(
+        self,
+        name: str,
+        reference: Outputs,
+        candidate: Outputs,
+        reference_class: int,
+        candidate_class: int,
+    ) -> None:
+        """Offer the sample that was counted last, whose class changes, to be shown.
 
-        A sample whose class changes is an example to show. Those with the largest margin between
-        both classes in FP32's scores are shown first.
+        Those with the largest margin between both classes in FP32's scores are shown first.
         """
-        reference_class = int(reference_scores.argmax())
-        best_classes = np.argsort(-scores, kind="stable")[:5].tolist()
-        candidate_class = best_classes[0]
-        self.top5_matches += reference_class in best_classes
-        self.top1_matches += reference_class == candidate_class
-        if reference_class == candidate_class:
-            return
+        reference_scores, scores = reference[name].reshape(-1), candidate[name].reshape(-1)
         example = ClassExample(
             number=self.samples - 1,  # `add` has counted this sample already
             output=name,
@@ -167,10 +189,11 @@ class _ClassTally(TaskTally["Classes"]):
         return self.examples.result()
 
     def result(self) -> TaskFigure:
-        top5_text = ""
-        if max(self.task.counts) > 10:
-            top5_text = f"{self.top5_matches} among the best five"
-        return self.top1(self.top1_matches, self.compared, top5_text)
+        listed_count = min(_MAX_LISTED, *self.task.counts)
+        listed_text = ""
+        if listed_count > 1 and (self.task.are_numbers or max(self.task.counts) > 10):
+            listed_text = f"{self.listed_matches} among the best {listed_count}"
+        return self.top1(self.top1_matches, self.compared, listed_text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,19 +202,58 @@ class Classes(EvaluationTask):
 
     Attributes:
         outputs: names of the outputs.
-        counts: number of classes of each.
+        counts: number of classes of each, or of the class numbers that it lists.
+        are_numbers: whether outputs are class numbers, the best one first, and not scores.
     """
 
     outputs: tuple[str, ...]
     counts: tuple[int, ...]
+    are_numbers: bool = False
     name = "classes"
     tally_type = _ClassTally
 
     @property
+    def covered(self) -> tuple[str, ...]:
+        """The outputs of classes, and the scores of class numbers."""
+        return (*self.outputs, *self.parts)
+
+    @property
     def form(self) -> str:
         """How the outputs are interpreted."""
-        counts = [str(count) for count in dict.fromkeys(self.counts)]
-        return f"{', '.join(self.outputs)}: {' and '.join(counts)} classes"
+        counts = " and ".join(str(count) for count in dict.fromkeys(self.counts))
+        classes = f"{counts} classes"
+        if self.are_numbers:
+            classes = "the best class" if counts == "1" else f"the best {classes}"
+        return f"{', '.join(self.outputs)}: {classes}"
+
+
+RANKED = Form(
+    shape="integers [N, k] or [N], alone or with scores of the same shape",
+    values="the indices of a TopK at the end of the graph, or one class number",
+    figure="same best class",
+    source="TopK, ArgMax",
+)
+
+
+def find_ranked(samples: FirstSamples) -> Classes | None:
+    """Return the class numbers of a TopK or an ArgMax at the end of the graph; None without such.
+
+    They may be alone, or beside one output of the same shape, their scores.
+    """
+    names, first_outputs = samples.names, samples.outputs[0]
+    if len(names) > 2 or len({first_outputs[name].shape for name in names}) != 1:
+        return None
+    for name in names:
+        value = first_outputs[name]
+        is_ranking = value.size == 1 or samples.declared.ends.get(name) == "ranked"
+        if not is_ranking or not value.ndim or value.dtype.kind not in "iu":
+            continue
+        parts: SlicesByOutput = {name: ()}
+        for score_name in names:
+            if score_name != name:
+                parts[score_name] = (OutputSlice(output=score_name),)
+        return Classes((name,), (value.size,), are_numbers=True, parts=parts)
+    return None
 
 
 CLASSES = Form(
@@ -215,7 +277,8 @@ def find_classes(samples: FirstSamples) -> Classes | None:
         rows = vectors.get(name)
         if rows is None or rows.shape[1] < 2:
             continue
-        if are_sorted(rows):  # TopK's values, whose places are not the numbers of classes
+        # TopK's values, whose places are not the numbers of classes
+        if samples.declared.ends.get(name) == "ranked":
             continue
         if samples.has_pictures and are_features(rows):
             continue
@@ -338,7 +401,7 @@ def find_labels(samples: FirstSamples) -> Labels | None:
         return None
     (name,) = samples.names
     labels, rows = fit_labels(name, samples), _read_vectors(samples).get(name)
-    if labels is None or rows is None or are_sorted(rows):
+    if labels is None or rows is None:
         return None
     if not samples.has_pictures and sequences.find_steps(samples) is not None:
         return None

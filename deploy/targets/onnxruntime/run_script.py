@@ -29,7 +29,6 @@ from deploy.tasks.detector import (
     RowDecoder,
 )
 from deploy.tasks.evaluation_task import EvaluationTask
-from deploy.tasks.indices import Ranked
 from deploy.tasks.keypoints import Points, SimccPoints
 from deploy.tasks.maps import HeatMaps, MaskMaps, Pixels
 from deploy.tasks.rows import Outputs
@@ -162,13 +161,13 @@ def _task_text(task: EvaluationTask | None, outputs: Outputs) -> str:
 
     Outputs of a task without such functions are listed by their shapes and ranges ("values").
     """
+    if isinstance(task, Classes) and task.are_numbers:
+        return _template_part("ranked", output=ascii(task.outputs[0]))
     if isinstance(task, Classes):
         return _template_part("classes", outputs=ascii(task.outputs))
     if isinstance(task, Labels):
         sigmoid = _SIGMOID if task.raw else ""
         return _template_part("labels", output=ascii(task.output), sigmoid=sigmoid)
-    if isinstance(task, Ranked):
-        return _template_part("ranked", output=ascii(task.output))
     if isinstance(task, Text) and task.axis == 2:  # the program reads symbols in the last dimension
         merged = _MERGED_STEPS if task.merged else ""
         fields = {"symbols": task.symbols, "blank": task.blank, "merged": merged}
