@@ -82,7 +82,7 @@ def test_metadata_that_fits_better_is_named(red_detector, warnings_of):
 
 def test_pixels_that_are_divided_needlessly_are_named(red_detector, warnings_of):
     text = warnings_of(red_detector(scale=1 / 255), "--preprocess", "unit")
-    assert "FP32 finds 16 boxes with pixels of 0 to 255, 0 as they are fed now" in text
+    assert "FP32 finds 16 boxes with pixels of 0 to 255, 0 with the present preprocessing" in text
     assert "check --preprocess raw" in text
 
 
@@ -92,7 +92,10 @@ def test_preset_that_is_right_by_labels_is_named(run, tmp_path):
     options = ("--limit", 8, "--effort", 0, "--duration", 0, "--out", tmp_path / "o")
     _, out, _ = run("build", folder / "fashion.onnx", *images, *options)
     text = " ".join(out.split())
-    assert "FP32 gets 14 of 16 images right with values of -1 to 1, 2 as they are fed now" in text
+    assert (
+        "FP32 gets 14 of 16 images right with values of -1 to 1, 2 with the present preprocessing"
+        in text
+    )
 
     (repair,) = re.findall(r"check (--preprocess [\w-]+)", text)
     _, repaired, _ = run("build", folder / "fashion.onnx", *images, *options, *repair.split())

@@ -132,7 +132,8 @@ def _find_first_conv_refusal(graph: Graph, node: onnx.NodeProto, placement: Plac
         is_slower = True
     # before a MaxPool that int8 nodes read, a float Conv would make the pool slower
     if is_slower and not _feeds_int8_through_pool(graph, placement, node):
-        return f"the first Conv has only {products} products a value, and is faster in float"
+        count_text = f"only {products} multiplications per output value"
+        return f"the first Conv has {count_text}, and is faster in float"
     return ""
 
 

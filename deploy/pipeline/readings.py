@@ -51,7 +51,7 @@ _TEXT_BY_PRESET = {
     "grey-half": "values of -1 to 1",
     "imagenet": "ImageNet's mean and std",
 }
-_AS_FED = "as they are fed now"
+_AS_FED = "with the present preprocessing"
 
 Outputs = Mapping[str, Array]
 
