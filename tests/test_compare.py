@@ -141,6 +141,33 @@ def test_output_of_one_model_is_named(tmp_path, model_a, sample_file):
     assert "not compared" not in screen_of(model_a, model_a, "--images", sample_file)
 
 
+@pytest.mark.parametrize("second_end", ["y = ArgMax <axis = 1> (c)", "y = Neg (c)"])
+def test_class_numbers_are_named_as_uncompared(tmp_path, sample_file, second_end):
+    models = []
+    for number, end in enumerate(("y = ArgMax <axis = 1> (c)", second_end)):
+        path = tmp_path / f"{number}.onnx"
+        model = onnx.load(save(path, CHAIN.replace("y = Neg (c)", end)))
+        if "ArgMax" in end:
+            model.graph.output[0].type.tensor_type.elem_type = TensorProto.INT64
+        models.append(save_net(model, path))
+    screen = screen_of(*models, "--images", sample_file)
+    assert "not compared: 'y'" in screen and "The models agree" not in screen
+
+
+def test_states_are_computed_as_in_builds(tmp_path):
+    nodes = "s = Add (x, h) k = Mul (s, factor) y = Neg (s) hn = Tanh (k)"
+    shapes = {"x": [1, 4], "h": [1, 4]}, {"y": [1, 4], "hn": [1, 4]}
+    models = []
+    for factor in (1, 1.01):
+        model = make_model(nodes, *shapes, {"factor": np.float32(factor)})
+        models.append(save_net(model, tmp_path / f"{factor}.onnx"))
+    steps = np.random.default_rng(0).normal(0, 1, (5, 1, 4)).astype(np.float32)
+    comparison = compare(*models, steps, min_sqnr_db=50)
+    assert comparison.samples == 5
+    # the second model gets the first one's states, so the inputs of a step are the same
+    assert comparison.first_difference.tensor == "k"
+
+
 def test_incomparable_models_are_refused(tmp_path, model_a, refusal):
     other_output = save(tmp_path / "o.onnx", "z = Relu (x)", out="z")
     other_input = save(tmp_path / "f.onnx", "y = Relu (w)", x="w")

@@ -22,6 +22,7 @@ from deploy.feed.feed import Dataset, FeedSource, preprocessing_notes, to_datase
 from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.samples import Feed
 from deploy.feed.sampling import Limit
+from deploy.feed.states import Recurrence, find_states
 from deploy.frontends.checks import type_name
 from deploy.frontends.metadata import read_metadata_preprocess
 from deploy.frontends.onnx_file import read_source
@@ -126,6 +127,8 @@ class ModelComparison(PrintedResult):
     def summary(self) -> str:
         """The tensor from which the models differ, in one sentence."""
         difference = self.first_difference
+        if difference is None and not self.outputs:
+            return f"No tensor is below {self.min_sqnr_db:g} dB, but no output was compared."
         if difference is None:
             return f"The models agree: no tensor is below {self.min_sqnr_db:g} dB."
         return (
@@ -505,7 +508,7 @@ def compare(
         shared_count=len(pairs),
         notes=(
             *preprocessing_notes(feed),
-            *_unshared_notes(first_model, second_model),
+            *_uncompared_notes(first_model, second_model, accuracies),
             *notes,
         ),
     )
@@ -528,13 +531,20 @@ def _open_feed(dataset: Dataset, first: object, model: ModelProto, threads: int 
         dataset: the images or arrays.
         first: the first model as the user gave it; metadata may lie beside its file.
         model: the same model.
-        threads: threads of the session that reads the types of its inputs.
+        threads: threads of the session that reads the types of its inputs, and runs its states.
     """
     session = OrtSession.open(model, threads=threads)
     path = Path(first) if isinstance(first, str | Path) else None
     return dataset.open(
         mark_first_axes(session.inputs, session.outputs),
         metadata_preprocess=read_metadata_preprocess(model, path),
+        # both models get the states of the first one, so that a tensor's error is of one step
+        recurrence=Recurrence(
+            inputs=session.inputs,
+            outputs=tuple(_output_names(model)),
+            states=find_states(session.inputs, session.outputs),
+            run=session.run,
+        ),
     )
 
 
@@ -563,9 +573,14 @@ def _pair_tensors(
     return pairs
 
 
-def _unshared_notes(first_model: ModelProto, second_model: ModelProto) -> Iterator[str]:
-    """Yield notes on the outputs that only one model has."""
+def _uncompared_notes(
+    first_model: ModelProto, second_model: ModelProto, compared_names: Collection[str]
+) -> Iterator[str]:
+    """Yield notes on the outputs that only one model has, and on those without float values."""
     first_outputs, second_outputs = _output_names(first_model), _output_names(second_model)
+    for name in first_outputs:
+        if name in second_outputs and name not in compared_names:
+            yield f"not compared: {name!r}, which has no float values to compare"
     for position, names, other_names in (
         ("first", first_outputs, second_outputs),
         ("second", second_outputs, first_outputs),
