@@ -540,7 +540,7 @@ def _open_feed(dataset: Dataset, first: object, model: ModelProto, threads: int 
         metadata_preprocess=read_metadata_preprocess(model, path),
         # both models get the states of the first one, so that a tensor's error is of one step
         recurrence=Recurrence(
-            inputs=session.inputs,
+            inputs=tuple(session.inputs),
             outputs=tuple(_output_names(model)),
             states=find_states(session.inputs, session.outputs),
             run=session.run,

@@ -317,7 +317,9 @@ def _image_lines(results: ImageResults) -> Iterator[str]:
     """Yield tables of the worst of the user's images, and of the worst channels on them."""
     image_rows = []
     for image in results.images:
-        image_rows.append([image.name, figures.decibels(image.sqnr_db), image.part, image.task])
+        # boxes in a list, for example, are compared by the task alone
+        sqnr = figures.decibels(image.sqnr_db) if image.part else ""
+        image_rows.append([image.name, sqnr, image.part, image.task])
     heads = [f"image, the worst of {results.samples}", "SQNR", "in", "as FP32"]
     yield from _table("Images", heads, image_rows, None)
     channel_rows = []
