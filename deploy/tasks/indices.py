@@ -186,8 +186,8 @@ class Indices(EvaluationTask):
 
 INDICES = Form(
     shape="int32 or int64 outputs",
-    values="class numbers and indices that no other form fits, from 0 on",
-    figure="equal values at the same place; equal rows in any order for lists",
+    values="integers from 0 on that fit no other form",
+    figure="equal values at the same place; in lists, equal rows in any order",
     source="NonMaxSuppression",
 )
 
