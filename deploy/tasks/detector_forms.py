@@ -429,7 +429,8 @@ _FIGURE = "boxes of both models: same class, IoU over 0.5, matching key points a
 # what proposes columns -> the form; tried in this order
 PROPOSALS: dict[Callable[..., Iterator[RowDecoder]], Form] = {
     _propose_separate: Form(
-        shape="boxes [N, A, 4 or more] and scores [N, A, C], or transposed; one pair, or one per level",
+        shape="boxes [N, A, 4 or more] and scores [N, A, C], or transposed; one pair, or one per"
+        " level",
         values="boxes, and scores most of which are near 0; an objectness may be a third output",
         figure=_FIGURE,
         source="SSD, RetinaNet, DETR (Carion et al. 2020), PicoDet, YuNet, FCOS",
