@@ -251,6 +251,17 @@ def test_batch_padding_counts_as_no_image(small_cnn, held_out, pictures, tmp_pat
     assert len(set([image["name"] for image in target["held"]["images"]])) == 5
 
 
+def test_images_of_class_numbers_have_no_sqnr(small_cnn, held_out, pictures, tmp_path):
+    model = onnx.load(small_cnn)
+    model.graph.node.append(onnx.helper.make_node("ArgMax", ["logits"], ["number"], axis=1))
+    del model.graph.output[:]
+    number = onnx.helper.make_tensor_value_info("number", onnx.TensorProto.INT64, ["batch", 1])
+    model.graph.output.append(number)
+    build(save_net(model, tmp_path / "number.onnx"), pictures, tmp_path / "o", "--effort", 0)
+    text = explain_text(tmp_path / "o", "--images", held_out)
+    assert "as FP32" in text and "NaN" not in text
+
+
 def test_explain_preprocesses_as_the_build(searched_build, held_out):
     build_text = explain_text(searched_build, "--images", held_out)
     assert (
