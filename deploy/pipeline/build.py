@@ -459,6 +459,7 @@ def _measure_on_images(
         objects=build.annotated_objects,
         metric=build.metric,
         observed_outputs=observed_outputs,
+        engine_outputs=calibration.evaluation_set.engine_outputs,
         threads=build.options.calibration.workers,
     )
     targets = build.options.targets

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from deploy.calibration.reference_outputs import ReferenceOutputs, outputs_match
+from deploy.calibration.reference_outputs import EngineOutputs, ReferenceOutputs, outputs_match
 from deploy.errors import BackendError, SdkMissingError, counted
 from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.samples import Feed
@@ -29,6 +29,7 @@ from deploy.pipeline.evaluate import (
     compare_inner_tensors,
     evaluate,
     find_candidates,
+    find_stored_outputs,
     open_single_thread,
 )
 from deploy.pipeline.float_reference import read_float_model
@@ -89,6 +90,7 @@ def measure_engines(
     objects: GroundTruth | None,
     metric: Metric | None = None,
     observed_outputs: ReferenceOutputs | None = None,
+    engine_outputs: Mapping[str, EngineOutputs] | None = None,
     duration_s: float,
     threads: int,
 ) -> Figures:
@@ -107,6 +109,8 @@ def measure_engines(
         metric: what the user set to evaluate by.
         observed_outputs: stored outputs of the float model on the calibration samples; None if
             another model was observed than the one loaded.
+        engine_outputs: target -> outputs of its int8 model on calibration samples, which its search
+            has stored; None for none.
         duration_s: seconds of latency runs a model; 0 leaves them out.
         threads: threads inside one inference.
 
@@ -134,7 +138,14 @@ def measure_engines(
     if evaluation is not None:
         evaluation.cache_samples(LAYER_SAMPLES)  # they are used twice, and decoded once
     inner_tensors, evaluated = _measure_accuracy(
-        loaded, opened_results, target_engines, reference, samples, threads=threads
+        loaded,
+        opened_results,
+        target_engines,
+        reference,
+        samples,
+        # evaluation samples of their own are none of those that the search ran
+        engine_outputs=engine_outputs if evaluation is None and engine_outputs else {},
+        threads=threads,
     )
     failures |= evaluated.failures
 
@@ -206,6 +217,7 @@ def _measure_accuracy(
     reference: ReferenceOutputs,
     samples: Evaluation,
     *,
+    engine_outputs: Mapping[str, EngineOutputs],
     threads: int,
 ) -> tuple[InnerTensors, EvaluationResult]:
     """Compare the engines with the float model: inner tensors, then the outputs.
@@ -216,6 +228,7 @@ def _measure_accuracy(
         target_engines: the engines that were opened.
         reference: outputs that those of the engines are compared with.
         samples: the evaluation samples.
+        engine_outputs: target -> outputs of its int8 model on these samples, as far as known.
         threads: samples that run in parallel.
     """
     engine_sessions = _find_engine_sessions(target_engines)
@@ -227,7 +240,10 @@ def _measure_accuracy(
         layer_samples = samples.feed.spread_samples(LAYER_SAMPLES)
         inner_tensors = compare_inner_tensors(loaded, results, engine_sessions, layer_samples)
     candidates, open_failures = find_candidates(results, engine_sessions)
-    evaluated = evaluate(reference, candidates, samples, threads=threads)
+    stored_outputs = find_stored_outputs(results, candidates, engine_outputs)
+    evaluated = evaluate(
+        reference, candidates, samples, stored_outputs=stored_outputs, threads=threads
+    )
     evaluated.failures |= open_failures
     return inner_tensors, evaluated
 

@@ -139,7 +139,7 @@ class SplitChooser:
         """
         splits = []
         for number, trial in enumerate(self.front_trials(choice), start=1):
-            verdict = self._verdict_by_key.get(trial.key)
+            verdict = self.find_verdict(trial)
             task_loss = verdict.task_loss if verdict else None
             row = SplitRow(
                 number=number,
@@ -155,6 +155,10 @@ class SplitChooser:
             )
             splits.append(PlannedSplit(row=row, choices=trial.choices))
         return tuple(splits)
+
+    def find_verdict(self, trial: Trial) -> ExpectedVerdict | None:
+        """Return the expected verdict of a trial; None if it was not judged."""
+        return self._verdict_by_key.get(trial.key)
 
     def _choose_tried(self) -> Trial:
         """Return the cheapest of the trials with the best expected verdict.
@@ -276,7 +280,7 @@ class SplitChooser:
         """
         slowest_worse, fastest_good = 0.0, math.inf
         for trial in self.search.eligible:
-            verdict = self._verdict_by_key.get(trial.key)
+            verdict = self.find_verdict(trial)
             if verdict is None:
                 continue
             time = self.search.prices.time_share(trial.in_float)

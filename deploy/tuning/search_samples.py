@@ -31,13 +31,15 @@ from calibrators.statistics import HistogramOf
 from deploy.calibration.observation import Observation, ObservedStatistics
 from deploy.calibration.one_pass import alternate_halves, observe
 from deploy.calibration.ranges import Ranges
-from deploy.calibration.reference_outputs import EvaluationSet
+from deploy.calibration.reference_outputs import EngineOutputs, EvaluationSet
 from deploy.errors import BackendError, Calib8Error
 from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.file_list import SampleChangedError, sample_digest
 from deploy.feed.parallel import Sample, run_in_order
+from deploy.feed.sample_reader import SampleCache
 from deploy.feed.sampling import sampling_order
 from deploy.feed.states import OwnStates
+from deploy.frontends.base import model_digest
 from deploy.metrics.accuracy import Accuracy, Comparison
 from deploy.metrics.levels import (
     DOUBTFUL,
@@ -150,6 +152,95 @@ def _select_indices(signals: Floats, max_count: int) -> frozenset[int]:
     return frozenset(map(int, [*strongest, *spread][:max_count]))
 
 
+class GrowingComparison:
+    """Comparison of a model with the float one on a growing number of evaluation samples.
+
+    Of two models the second runs the samples of `second_half`, the first all others.
+
+    Args:
+        models: the model, or the two.
+        evaluation_set: samples with the float model's outputs.
+        metric: the user's metric or task.
+        form: slices and task of the outputs; None derives them from the samples.
+        int8_kernels: whether ONNX Runtime's int8 kernels run the models.
+        labels: class of each image, for top-1 accuracy on all samples.
+
+    Attributes:
+        keys: keys of the samples that were run.
+        outputs: of the models, by sample key; none of a model with states, whose outputs depend on
+            the samples before.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[onnx.ModelProto],
+        evaluation_set: EvaluationSet,
+        metric: Metric | None = None,
+        *,
+        form: OutputForm | None = None,
+        int8_kernels: bool,
+        labels: Sequence[int] | None = None,
+    ) -> None:
+        """Open the models; no sample has run. The arguments are described at the class."""
+        self._sessions = []
+        for model in models:
+            session = OrtSession.open(
+                model, threads=1, spin=False, reuse_memory=True, int8_kernels=int8_kernels
+            )
+            self._sessions.append(session)
+        # keys of the samples that the second of two models runs
+        self._second_keys = frozenset[int]()
+        if len(models) > 1:
+            self._second_keys = second_half(evaluation_set.subset)
+        self._evaluation_set = evaluation_set
+        self._comparison = Comparison(
+            evaluation_set.outputs, self._sessions[0], labels=labels, form=form, metric=metric
+        )
+        states = evaluation_set.subset.states
+        # a model with states gets those of its own last step, not of the float model's
+        self._own_states = OwnStates(states)
+        self.keys: list[int] = []
+        self.outputs = SampleCache(() if states else evaluation_set.subset.keys)
+
+    @phase("checking accuracy")
+    def compare(self, max_samples: int, *, threads: int) -> Accuracy:
+        """Return the accuracy on `max_samples` samples, or on all.
+
+        Samples of earlier calls count too, and do not run again.
+
+        Raises:
+            BackendError: ONNX Runtime refused a sample.
+        """
+        if self._evaluation_set.subset.states:
+            threads = 1  # each step needs the states of the one before
+        run_in_order(
+            self._new_samples(max_samples),  # without those that ran in earlier calls
+            self._run,
+            self._add,
+            threads=threads,
+            first_number=len(self.keys) + 1,
+        )
+        return self._comparison.result()
+
+    def _new_samples(self, max_samples: int) -> Iterator[Sample]:
+        subset = self._evaluation_set.subset
+        for key, sample in subset.spread_with_keys(max_samples, skipped_keys=frozenset(self.keys)):
+            self.keys.append(key)
+            yield sample
+
+    def _run(self, _: int, number: int, sample: Sample) -> Sequence[Mapping[str, Array]]:
+        """Return a sample, the float outputs and those of a model."""
+        key = self.keys[number - 1]
+        session = self._sessions[1 if key in self._second_keys else 0]
+        sequence = self._evaluation_set.subset.sequence_of(key)
+        outputs = self._own_states.run(session, sample, sequence)
+        self.outputs.add(key, outputs)
+        return sample, self._evaluation_set.outputs.get(key, sample), outputs
+
+    def _add(self, _: int, arrays: Sequence[Mapping[str, Array]]) -> None:
+        self._comparison.add(*arrays, count=self._evaluation_set.subset.unpadded_count)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedVerdict:
     """The expected verdict on an engine.
@@ -158,11 +249,13 @@ class ExpectedVerdict:
         unusable: why it would be unusable; "" where it would not.
         doubtful: why it would be doubtful, where int8 is the cause.
         task_loss: loss of the task; None where it is not measured.
+        outputs: of the model that was judged; None where it could not run.
     """
 
     unusable: str = ""
     doubtful: str = ""
     task_loss: TaskLoss | None = None
+    outputs: EngineOutputs | None = None
 
     @property
     def level(self) -> str:
@@ -203,7 +296,14 @@ class VerdictPredictor:
         reasons: dict[str, str] = {}  # level of a verdict -> why
         task_loss, is_loss_hidden = None, False
         try:
-            for accuracy in self._accuracies(model):
+            comparison = GrowingComparison(
+                [model],
+                self.evaluation_set,
+                self.metric,
+                form=self.form,
+                int8_kernels=self.int8_kernels,
+            )
+            for accuracy in self._accuracies(comparison):
                 reference_not_finite = [output.not_finite[0] for output in accuracy.outputs]
                 if any(reference_not_finite):
                     return ExpectedVerdict()  # FP32 itself is not finite: no split helps
@@ -219,7 +319,10 @@ class VerdictPredictor:
         if not doubtful and task_loss is not None and is_loss_hidden:
             doubtful = f"{task_loss.words}, too few to show what int8 loses"
         return ExpectedVerdict(
-            unusable=reasons.get(UNUSABLE, ""), doubtful=doubtful, task_loss=task_loss
+            unusable=reasons.get(UNUSABLE, ""),
+            doubtful=doubtful,
+            task_loss=task_loss,
+            outputs=EngineOutputs(model_digest(model), comparison.outputs),
         )
 
     def _hides_loss(self, task_loss: TaskLoss, noise: float) -> bool:
@@ -230,15 +333,8 @@ class VerdictPredictor:
         expected = (task_loss.share * count + noise * _MIN_SHOWING) / (count + _MIN_SHOWING)
         return expected > GOOD_LOSS
 
-    def _accuracies(self, model: onnx.ModelProto) -> Iterator[Accuracy]:
+    def _accuracies(self, comparison: GrowingComparison) -> Iterator[Accuracy]:
         """Yield the accuracy on a few samples, then on more and on all; each sample runs once."""
-        comparison = GrowingComparison(
-            [model],
-            self.evaluation_set,
-            self.metric,
-            form=self.form,
-            int8_kernels=self.int8_kernels,
-        )
         count = len(self.evaluation_set.subset)
         sample_counts = [*(limit for limit in _FIRST_SAMPLES if limit < count), count]
         for max_samples in sample_counts:
@@ -272,90 +368,6 @@ def _is_certain(reasons: Mapping[str, str], accuracy: Accuracy, task_loss: TaskL
             return False
     is_extreme = UNUSABLE in reasons or set(reasons) <= {GOOD}
     return is_extreme and (task_loss is None or task_loss.sure)
-
-
-class GrowingComparison:
-    """Comparison of a model with the float one on a growing number of evaluation samples.
-
-    Of two models the second runs the samples of `second_half`, the first all others.
-
-    Args:
-        models: the model, or the two.
-        evaluation_set: samples with the float model's outputs.
-        metric: the user's metric or task.
-        form: slices and task of the outputs; None derives them from the samples.
-        int8_kernels: whether ONNX Runtime's int8 kernels run the models.
-        labels: class of each image, for top-1 accuracy on all samples.
-
-    Attributes:
-        keys: keys of the samples that were run.
-    """
-
-    def __init__(
-        self,
-        models: Sequence[onnx.ModelProto],
-        evaluation_set: EvaluationSet,
-        metric: Metric | None = None,
-        *,
-        form: OutputForm | None = None,
-        int8_kernels: bool,
-        labels: Sequence[int] | None = None,
-    ) -> None:
-        """Open the models; no sample has run. The arguments are described at the class."""
-        self._sessions = []
-        for model in models:
-            session = OrtSession.open(
-                model, threads=1, spin=False, reuse_memory=True, int8_kernels=int8_kernels
-            )
-            self._sessions.append(session)
-        # keys of the samples that the second of two models runs
-        self._second_keys = frozenset[int]()
-        if len(models) > 1:
-            self._second_keys = second_half(evaluation_set.subset)
-        self._evaluation_set = evaluation_set
-        self._comparison = Comparison(
-            evaluation_set.outputs, self._sessions[0], labels=labels, form=form, metric=metric
-        )
-        # a model with states gets those of its own last step, not of the float model's
-        self._own_states = OwnStates(evaluation_set.subset.states)
-        self.keys: list[int] = []
-
-    @phase("checking accuracy")
-    def compare(self, max_samples: int, *, threads: int) -> Accuracy:
-        """Return the accuracy on `max_samples` samples, or on all.
-
-        Samples of earlier calls count too, and do not run again.
-
-        Raises:
-            BackendError: ONNX Runtime refused a sample.
-        """
-        if self._evaluation_set.subset.states:
-            threads = 1  # each step needs the states of the one before
-        run_in_order(
-            self._new_samples(max_samples),  # without those that ran in earlier calls
-            self._run,
-            self._add,
-            threads=threads,
-            first_number=len(self.keys) + 1,
-        )
-        return self._comparison.result()
-
-    def _new_samples(self, max_samples: int) -> Iterator[Sample]:
-        subset = self._evaluation_set.subset
-        for key, sample in subset.spread_with_keys(max_samples, skipped_keys=frozenset(self.keys)):
-            self.keys.append(key)
-            yield sample
-
-    def _run(self, _: int, number: int, sample: Sample) -> Sequence[Mapping[str, Array]]:
-        """Return a sample, the float outputs and those of a model."""
-        key = self.keys[number - 1]
-        session = self._sessions[1 if key in self._second_keys else 0]
-        sequence = self._evaluation_set.subset.sequence_of(key)
-        outputs = self._own_states.run(session, sample, sequence)
-        return sample, self._evaluation_set.outputs.get(key, sample), outputs
-
-    def _add(self, _: int, arrays: Sequence[Mapping[str, Array]]) -> None:
-        self._comparison.add(*arrays, count=self._evaluation_set.subset.unpadded_count)
 
 
 def second_half(subset: EvaluationSubset) -> frozenset[int]:
