@@ -176,16 +176,14 @@ def test_points_that_fp32_is_not_sure_of_do_not_count(more, own):
     assert figure(references, lost, PICTURE)[1].count == "0 of 64"
     form = derive_form(references, inputs=[fed(PICTURE)] * 4)
     places, scores = ("y[..., 0:2]", "y[..., 2:3]") if own else ("y", "sure")
-    assert form.parts[0].label == f"{places} - its mean where {scores} is high"
+    assert form.parts[0].label == f"{places} where {scores} is high"
     batch = {name: np.concatenate([one[name] for one in references]) for name in references[0]}
     told, given = (form.parts[0].of(one["y"]) for one in (form.prepare(batch, {}, batch), batch))
-    weights = told / (given - form.means[form.parts[0]])
-    weights = weights.reshape(4, MESH, -1)
+    weights = (told / given).reshape(4, MESH, -1)
     assert weights[:, :8].max() < 0.06 and weights[:, 8:].min() > 0.9
     halves = [{"y": np.float32(line(n))[None, ::2], "s": np.float32(sure)[None]} for n in range(4)]
     parts = derive_form(halves, inputs=[fed(PICTURE)] * 4).parts
-    # scores of other points; most of the signal is where the points usually lie
-    assert [part.label for part in parts] == ["y - its mean", "s"]
+    assert [part.label for part in parts] == ["y", "s"]  # scores of other points
 
 
 @pytest.mark.parametrize("more", [2, 3])
@@ -219,28 +217,26 @@ def test_presence_is_a_single_probability():
     _, found = figure(references, [*references[:3], flagged(3, 0.9, 0.7)], PICTURE)
     assert found.count == "96 of 96"
     form = derive_form(references, inputs=[fed(PICTURE)] * 4)
-    assert [part.label for part in form.parts] == ["y - its mean", "p0", "p1"]
+    assert [part.label for part in form.parts] == ["y", "p0", "p1"]
     assert form.uncovered == ("p0", "p1")
 
 
 @pytest.mark.parametrize("unit", [SIDE, 1])
 def test_points_count_where_there_is_an_object(unit):
-    def outputs(last=0.1):
-        shares = [*[0.9, 0.1] * 3, 0.9, last]
+    def outputs(last=0.9):
+        shares = [*[0.9, 0.1] * 3, last, 0.1]
         far = 0.2 * unit  # where points lie without an object is of no use
         return [flagged(n, p, unit=unit, moved=far * (n % 2)) for n, p in enumerate(shares)]
 
     alone = outputs()
     _, same = figure(alone, alone, PICTURE)
     assert same.count == "96 of 96"
-    assert figure(alone, outputs(last=0.6), PICTURE)[1].count == "96 of 120"
+    assert figure(alone, outputs(last=0.05), PICTURE)[1].count == "72 of 96"
     form = derive_form(alone, inputs=[fed(PICTURE)] * 8)
-    (part,) = form.parts
-    assert part.label == "y - its mean where p0 is high"
-    mean = np.average([one["y"] for one in alone], axis=0, weights=[0.9, 0.1] * 4)
-    assert np.allclose(form.means[part].reshape(1, -1), mean, atol=1e-6 * unit)
+    assert [part.label for part in form.parts] == ["y where p0 is high", "p0"]
+    assert form.uncovered == ("p0",)  # how sure the model is counts by its value
     told = form.prepare(alone[1], {}, alone[1])["y"]
-    assert np.allclose(told, 0.1 * (alone[1]["y"] - mean), atol=1e-6 * unit)
+    assert np.allclose(told, 0.1 * alone[1]["y"], atol=1e-6 * unit)
 
 
 def others():

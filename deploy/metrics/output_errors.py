@@ -361,17 +361,12 @@ FEW = 32  # values per sample, at most, that are meaningful one by one
 _MIN_MEAN_DB = 3.0  # SQNR of their mean from which only what deviates from it counts
 
 
-def find_usual_values(samples: Arrays, weights: Arrays | None = None) -> Array | None:
+def find_usual_values(samples: Arrays) -> Array | None:
     """Return the mean over samples [1, ...], if the values vary little about it; else None.
 
     They vary little if the mean's squares are most of the sum of all squares, the signal. Then even
     a model that always gives the mean would have a good SQNR, so the caller measures the deviation
     from the mean.
-
-    Args:
-        samples: the array of each sample.
-        weights: for each sample, the weight of each number; 0 for a number that is not used. None
-            if all count the same.
     """
     shape = samples[0].shape
     if len(samples) < 2 or samples[0].size == 0:
@@ -379,8 +374,6 @@ def find_usual_values(samples: Arrays, weights: Arrays | None = None) -> Array |
     if any(value.shape != shape or not is_floating(value) for value in samples):
         return None
     values = np.stack(samples)
-    if weights is not None:
-        return find_large_mean(values, np.stack(weights))
     may_be_probabilities = values.min() >= 0 and values.max() <= 1
     if may_be_probabilities and not are_relative(values.reshape(len(samples), -1)):
         # probabilities near 1 vary little too, but their value counts; of numbers from 0 to 1 only

@@ -29,13 +29,11 @@ from deploy.metrics.output_errors import (
 from deploy.tasks import EvaluationTask, FirstSamples, Metric, recognise_task
 from deploy.tasks.declarations import Declaration
 from deploy.tasks.first_samples import find_states
-from deploy.tasks.keypoints import Points
 from deploy.tasks.rows import (
     Arrays,
     Outputs,
     are_in_unit_range,
     batch_length,
-    is_vector,
     split_batch,
 )
 from deploy.tasks.slices import (
@@ -146,7 +144,10 @@ def derive_form(
     measured_slices: dict[str, tuple[OutputSlice, ...]] = {}
     for name, output_slices in slices.items():
         is_uncovered = task is None or name in uncovered
-        mean_by_slice = _choose_measures(name, output_slices, task, is_uncovered, samples, scores)
+        if task is not None and name in (*task.parts, *task.covered):
+            mean_by_slice = dict.fromkeys(output_slices)  # as the task slices and weights them
+        else:
+            mean_by_slice = _choose_measures(output_slices, is_uncovered, samples, scores)
         measured_slices[name] = tuple(mean_by_slice)
         mean_by_measured |= mean_by_slice
 
@@ -182,75 +183,49 @@ def _find_cell_scores(
 
 
 def _choose_measures(
-    name: str,
     slices: Sequence[OutputSlice],
-    task: EvaluationTask | None,
     is_uncovered: bool,
     samples: FirstSamples,
     scores: Mapping[OutputSlice, OutputSlice],
 ) -> dict[OutputSlice, Array | None]:
     """Return how the slices of an output are measured: slice -> mean to subtract first, or None.
 
-    A slice may also be weighted: its cells then count by their scores (its field `at`).
-
-    ============================  ==================================================
-    outputs that the task reads   as the task slices and weights them, without a mean
-    its key points                the same, but about their mean: they vary little
-    other outputs                 weighted by scores of the same cells, or about a mean
-    ============================  ==================================================
+    Slices that have scores of the same cells are weighted by these (their field `at`).
 
     Args:
-        name: name of the output.
-        slices: its slices.
-        task: the recognised task.
+        slices: of an output that no task reads.
         is_uncovered: whether no task says anything of the output.
         samples: all samples, not only the first: a search puts similar ones first.
         scores: slice -> scores that say where it counts.
     """
-    are_points = isinstance(task, Points) and name in task.outputs
-    is_read_by_task = task is not None and name in (*task.parts, *task.covered)
-    if is_read_by_task and not are_points:
-        return dict.fromkeys(slices)  # without a mean
-    if task is None or name not in task.parts:  # slices of the task have their weights already
-        slices = [replace(part, at=part.at or scores.get(part)) for part in slices]
-
+    weighted_slices = [replace(part, at=part.at or scores.get(part)) for part in slices]
     # if any slice of the output is weighted, the other slices get no mean
-    has_weighted = any(part.at for part in slices)
-    unweighted_may_have_mean = not has_weighted and (are_points or is_uncovered)
+    has_weighted = any(part.at for part in weighted_slices)
     mean_by_slice = {}
-    for part in slices:
+    for part in weighted_slices:
         mean = None
-        if part.at is not None or unweighted_may_have_mean:
-            mean = _find_mean(part, samples, are_points=are_points)
+        if part.at is not None or (is_uncovered and not has_weighted):
+            mean = _find_mean(part, samples)
         if mean is not None:
             part = replace(part, less=USUAL)
         mean_by_slice[part] = mean
     return mean_by_slice
 
 
-def _find_mean(part: OutputSlice, samples: FirstSamples, *, are_points: bool) -> Array | None:
+def _find_mean(part: OutputSlice, samples: FirstSamples) -> Array | None:
     """Return the mean over samples that a slice varies little about; None if it has none.
 
-    Key points, or a few numbers a sample, have a mean for each number. A value per time step, such
-    as a pitch, has one for all steps.
-
-    `are_points`: whether the slice holds key points.
+    A few numbers a sample have a mean for each number. Values that scores weight, such as the pitch
+    at each step, have one for all.
     """
     values = [part.of(outputs[part.output]) for outputs in samples.outputs]
-    if part.at is None:  # no scores weight the slice
-        if not are_points and values[0].size > FEW:
-            return None  # such as a feature map, whose single numbers have no meaning
-        return find_usual_values(values)
-    weights = [part.weights(outputs) for outputs in samples.outputs]
-    if are_points:
-        return find_usual_values(values, weights)
-
-    # one value per time step
-    if not all(map(is_vector, values)):
-        return None
-    step_values = np.concatenate([value.reshape(-1, 1) for value in values])
-    step_weights = np.concatenate([weight.reshape(-1, 1) for weight in weights])
-    return find_large_mean(step_values, step_weights)
+    if part.at is not None:
+        weights = [part.weights(outputs).reshape(-1, 1) for outputs in samples.outputs]
+        rows = [value.reshape(-1, 1) for value in values]
+        return find_large_mean(np.concatenate(rows), np.concatenate(weights))
+    if values[0].size > FEW:
+        return None  # such as a feature map, whose single numbers have no meaning
+    return find_usual_values(values)
 
 
 def _find_uncovered(task: EvaluationTask, samples: FirstSamples) -> tuple[str, ...]:

@@ -3,9 +3,8 @@
 In a flat output each point is near the one before; so are coordinates of -1 to 1 (InsightFace) in
 any output.
 
-If one other output is a single probability, it says whether there is an object: without one, points
-do not count, and if int8 decides differently, all points of the sample are lost. Points that are
-not visible, by a third number or by another output, do not count either.
+Points that are not visible do not count: by their third number, by another output of a score for
+each of them, or by the only output of one probability, which says whether there is an object.
 """
 
 import itertools
@@ -57,44 +56,28 @@ class Points(PointTask):
 
     Attributes:
         outputs: output of points -> numbers per point.
-        presence: output of one probability, whether there is an object; "" without.
         count: number of points of all outputs.
     """
 
     outputs: Mapping[str, int]
-    presence: str
     count: int
     name = "key points"
     reads = "{0.count} key points"
     condition = f"within {100 * MAX_POINT_DISTANCE:g} % of their extent"
 
     def match_points(self, reference: Outputs, candidate: Outputs) -> tuple[Flags, Flags]:
-        """Match points near FP32's, relative to the extent of each output's points.
-
-        If only one of the models sees an object, none of the sample's points match; if neither
-        does, the sample has no points.
-        """
-        has_object = self._has_object(reference)
-        agree_on_object = has_object == self._has_object(candidate)
-        no_points = np.zeros(0, np.bool_)
-        if agree_on_object and not has_object:
-            return no_points, no_points
-
-        present, matching = [no_points], [no_points]  # flags of the points of each output, [K]
+        """Match points near FP32's, relative to the extent of each output's points."""
+        present, matching = [np.zeros(0, np.bool_)], [np.zeros(0, np.bool_)]  # of each output, [K]
         for name, point_width in self.outputs.items():
             if reference[name].size % point_width:
                 continue  # a flat output of varying length may hold no whole points
             is_present = self._confidences(name, reference) > MIN_VISIBLE
             is_match = np.zeros_like(is_present)
-            if agree_on_object and are_comparable(reference[name], candidate[name]):
+            if are_comparable(reference[name], candidate[name]):
                 is_match = self._are_near_and_visible(name, is_present, reference, candidate)
             present.append(is_present)
             matching.append(is_match)
         return np.concatenate(present), np.concatenate(matching)
-
-    def _has_object(self, outputs: Outputs) -> bool:
-        """Whether a model sees an object in a sample, and so whether its points mean anything."""
-        return not self.presence or bool(np.all(outputs[self.presence] > 0.5))
 
     def _are_near_and_visible(
         self, name: str, is_present: Flags, reference: Outputs, candidate: Outputs
@@ -122,13 +105,13 @@ class Points(PointTask):
         return np.asarray(is_near & is_visible)
 
     def _confidences(self, name: str, outputs: Outputs) -> Floats:
-        """Return the confidence of each point [K]; 1 for all if there is not one for each point."""
+        """Return the confidence of each point [K]; 1 for all if no scores tell it."""
         point_count = outputs[name].size // self.outputs[name]
         parts = self.parts.get(name, ())
         if parts and parts[0].at is not None:
             confidences = parts[0].at.best_scores(outputs).reshape(-1)
-            if confidences.size == point_count:
-                return confidences
+            if confidences.size in (1, point_count):  # one of all points, or of each
+                return np.broadcast_to(confidences, point_count)
         return np.ones(point_count)
 
 
@@ -136,8 +119,7 @@ POINTS = Form(
     shape="points [N, K, p] or [N, K p] with p 2 or 3; with `--task` up to 5",
     values="positions in pixels, 0 to 1 or -1 to 1, perhaps with a depth or a score; another output"
     " may be the probability of an object",
-    figure="visible points that differ by less than 3 % of the extent of all points, in samples in"
-    " which both models see an object",
+    figure="visible points that differ by less than 3 % of the extent of all points",
     source="MediaPipe's hands and faces, MoveNet, PFLD, InsightFace",
 )
 
@@ -156,14 +138,14 @@ def fit_keypoints(name: str, samples: FirstSamples) -> Points | None:
         point_width = _find_width_by_order(values[:1], _ANY_POINT_WIDTHS) or 2
     if any(value.size % point_width for value in values):
         return None
-    return Points({name: point_width}, "", values[0].size // point_width)
+    return Points({name: point_width}, values[0].size // point_width)
 
 
 def find_keypoints(samples: FirstSamples) -> Points | None:
     """Return the key points of outputs that are coordinates in the picture; None without such.
 
     Whether a point is visible is shown by its third number, by scores in another output, or by the
-    only output that is a single probability: whether there is an object at all (`presence`).
+    only output that is a single probability: whether there is an object at all.
     """
     size = samples.picture_size
     if size is None:
@@ -175,8 +157,6 @@ def find_keypoints(samples: FirstSamples) -> Points | None:
 
     widths: dict[str, int] = {}  # output -> numbers per point
     slices: SlicesByOutput = {}
-    if presence:
-        slices[presence] = ()  # it counts by its side of 0.5, and not by its value
     point_count = 0
     for output_slice, arrays in arrays_by_slice.items():
         if output_slice in scores_by_slice.values():
@@ -193,7 +173,7 @@ def find_keypoints(samples: FirstSamples) -> Points | None:
         slices |= _slice_points(name, arrays, scores)
     if not widths:
         return None
-    return Points(widths, presence, point_count, parts=slices)
+    return Points(widths, point_count, parts=slices)
 
 
 def _find_presence(samples: FirstSamples) -> str:
