@@ -222,7 +222,7 @@ def one_hot(shape, places):
             "region 0 [8, 8",
         ),
         (HeatMaps("y", 1), {"y": one_hot((1, 1, 8, 12), [(0, 0, 3, 5)])}, "point 0 [44.0, 28.0]"),
-        (Points({"y": 2}, "", 1), {"y": np.float32([[0.5, 0.5]])}, "point 0 [48.0, 32.0]"),
+        (Points({"y": 2}, 1), {"y": np.float32([[0.5, 0.5]])}, "point 0 [48.0, 32.0]"),
         (
             SimccPoints(("x", "y"), 1, 2.0),
             {"x": one_hot((1, 1, 96), [(0, 0, 40)]), "y": one_hot((1, 1, 64), [(0, 0, 20)])},

@@ -45,7 +45,7 @@ class Accuracy:
         label_shift: share of samples whose label is the class above the reference's; if more are
             the class below, minus their share.
         reading: how the outputs were interpreted, or that they were not recognised.
-        why: the task, and the shapes and values of the outputs that show it.
+        why: the task, and what shows it.
         set_task: name of the task that the user set.
         carried: state outputs -> the inputs of the next call that take them.
         parts: one entry per output slice, the worst (lowest SQNR) first.
@@ -196,7 +196,6 @@ class Comparison:
         )
         for name, error in self._errors.items():
             error.add(batch.reference[name], batch.candidate[name], sample_count)
-        self._alike.add(batch.reference, sample_count)
 
         self._samples += sample_count
         self._buffered_batches.append(batch)
@@ -261,7 +260,7 @@ class Comparison:
             candidate_slice = part.of(candidate[part.output])
             error.add(reference_slice, candidate_slice, batch.length)
 
-        tallies = (self._top1, self._metric_tally, self._task_tally, self._precision)
+        tallies = (self._alike, self._top1, self._metric_tally, self._task_tally, self._precision)
         samples = split_batches(batch.length, batch.inputs, batch.reference, batch.candidate)
         for inputs, sample_reference, sample_candidate in samples:
             for tally in tallies:
@@ -314,7 +313,7 @@ class Comparison:
             why=form.reason,
             set_task=form.set_task,
             silent=is_silent,
-            alike=self._alike.alike,
+            alike=self._alike.alike and self._alike.has_floats,
             carried=form.states,
             problems=tuple(_find_problems(outputs, self._samples, form.lists)),
         )

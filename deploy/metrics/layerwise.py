@@ -26,15 +26,9 @@ def pair_quantized_tensors(reference: ModelProto, candidate: ModelProto) -> dict
 
     Only tensors that the int8 model quantizes and that a node of the float model computes.
     """
-    dequantized_by_tensor = {}
-    for name, dequantized in _find_dequantized(candidate).items():
-        dequantized_by_tensor[_without_padding(name)] = dequantized
-    pairs = {}
-    for node in reference.graph.node:
-        for name in node.output:
-            if name in dequantized_by_tensor:
-                pairs[name] = dequantized_by_tensor[name]
-    return pairs
+    dequantized = {*_find_dequantized(candidate).values()}
+    pairs = pair_tensors_by_name(reference, candidate)
+    return {name: tensor for name, tensor in pairs.items() if tensor in dequantized}
 
 
 def pair_tensors_by_name(first: ModelProto, second: ModelProto) -> dict[str, str]:

@@ -30,22 +30,19 @@ from deploy.tasks import EvaluationTask, FirstSamples, Metric, recognise_task
 from deploy.tasks.declarations import Declaration
 from deploy.tasks.first_samples import find_states
 from deploy.tasks.rows import (
-    Arrays,
     Outputs,
-    are_in_unit_range,
     batch_length,
     split_batch,
 )
 from deploy.tasks.slices import (
     OutputSlice,
-    SlicesByOutput,
     find_cell_scores,
     form_samples,
     split_output,
 )
 from deploy.tensors import Array
 
-_LISTED_SLICES = 4  # slices that a sentence lists
+BY_VALUES = "by the shapes and values of the outputs"
 _MAP_DIMENSIONS = 4
 
 
@@ -59,7 +56,7 @@ class OutputForm:
         states: state outputs -> the inputs of the next call that take them.
         means: slices that are measured about their mean -> that mean.
         uncovered: outputs that the task does not cover.
-        reason: the task, and the shapes and values of the outputs that show it.
+        reason: the task, and what shows it.
         set_task: name of the task that the user set.
         batch_inputs: inputs each of whose rows is one sample; None for the first input.
     """
@@ -141,14 +138,12 @@ def derive_form(
     scores = _find_cell_scores(slices, first)
     # values that hardly vary are measured without their mean: measured slice -> mean, None for none
     mean_by_measured: dict[OutputSlice, Array | None] = {}
-    measured_slices: dict[str, tuple[OutputSlice, ...]] = {}
     for name, output_slices in slices.items():
         is_uncovered = task is None or name in uncovered
         if task is not None and name in (*task.parts, *task.covered):
             mean_by_slice = dict.fromkeys(output_slices)  # as the task slices and weights them
         else:
             mean_by_slice = _choose_measures(output_slices, is_uncovered, samples, scores)
-        measured_slices[name] = tuple(mean_by_slice)
         mean_by_measured |= mean_by_slice
 
     parts = list(mean_by_measured)
@@ -160,7 +155,7 @@ def derive_form(
         states=find_states(first),
         means={part: mean for part, mean in mean_by_measured.items() if mean is not None},
         uncovered=uncovered,
-        reason=_describe_task(task, first, measured_slices, declared_by),
+        reason=_describe_task(task, declared_by),
         set_task=metric.task,
         batch_inputs=metric.declared.batch_inputs,
     )
@@ -253,56 +248,14 @@ def _find_uncovered(task: EvaluationTask, samples: FirstSamples) -> tuple[str, .
     return tuple(uncovered)
 
 
-def _describe_task(
-    task: EvaluationTask | None,
-    samples: FirstSamples,
-    slices: SlicesByOutput,
-    declared_by: str,
-) -> str:
+def _describe_task(task: EvaluationTask | None, declared_by: str) -> str:
     """Return the task of the outputs and what shows it, as text; "" if nothing shows a task.
-
-    What shows it is who declared it, and the slices of its outputs with their shapes and values, as
-    in "boxes, by config.json beside the model: dets [N, ?, 5] of 0 to 640".
 
     `declared_by`: who set or declared the task, or that there is none; "" if the values show it.
     """
-    if task is None:
-        return f"no task, {declared_by}" if declared_by else ""
-    declared_text = f", {declared_by}" if declared_by else ""
-    descriptions = []
-    for name in samples.all_output_names:
-        if task.covered and name not in task.covered:
-            continue
-        # the complete output, unless it is divided
-        parts = [part for part in slices[name] if part.axis] or [OutputSlice(output=name)]
-        for part in parts:
-            unweighted = replace(part, at=None)  # else its label would name the scores too
-            descriptions.append(_describe_slice(unweighted, samples.arrays(name)))
-    hidden_count = len(descriptions) - _LISTED_SLICES
-    text = f"{task.name}{declared_text}: {', '.join(descriptions[:_LISTED_SLICES])}"
-    if hidden_count > 0:
-        text += f" and {hidden_count} more"
-    return text
-
-
-def _describe_slice(part: OutputSlice, values: Arrays) -> str:
-    """Return a slice's label, shape and range of values, such as `scores [N, 896] in 0..1`.
-
-    `values`: the output's array of each sample. N stands for the batch, ? for a length that differs
-    between samples.
-    """
-    slices = [part.of(value) for value in values]
-    shapes = [value.shape for value in slices]
-    sides = []
-    for lengths in zip(*shapes, strict=False):
-        sides.append(str(lengths[0]) if len(set(lengths)) == 1 else "?")
-    if sides and sides[0] == "1":
-        sides[0] = "N"
-    text = f"{part.label} [{', '.join(sides)}]"
-    finite = np.concatenate([value[np.isfinite(value)].reshape(-1) for value in slices])
-    if not finite.size or are_in_unit_range(finite):
-        return f"{text} in 0..1"
-    return f"{text} of {finite.min():.3g} to {finite.max():.3g}"
+    if task is not None:
+        return f"{task.name}, {declared_by or BY_VALUES}"
+    return f"no task, {declared_by}" if declared_by else ""
 
 
 def _slice_output(

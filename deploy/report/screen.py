@@ -28,6 +28,7 @@ from pathlib import PurePath
 from deploy.errors import counted
 from deploy.metrics.latency import MIN_GAIN
 from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
+from deploy.metrics.output_form import BY_VALUES
 from deploy.report import figures
 from deploy.report.charts import sweep_table
 from deploy.report.figures import engine_layers_text
@@ -190,7 +191,7 @@ def _decisions(report: Findings) -> Iterator[str]:
     """Yield the lines below the short table, down to the files to ship and what to do next."""
     accuracies = [engine.accuracy for engine in report.engines if engine.accuracy]
     # such figures puzzle the user of a classifier; a task that is declared has its source there
-    if any(accuracy.why.startswith("embeddings:") for accuracy in accuracies):
+    if any(accuracy.why == f"embeddings, {BY_VALUES}" for accuracy in accuracies):
         yield from entry("Task", _EMBEDDINGS)
     yield from entries("Speed", speed_texts(report))
     yield from entries("Device", report.device_texts)

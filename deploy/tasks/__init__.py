@@ -5,7 +5,7 @@ the values. Thresholds of all forms: `thresholds`.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -158,29 +158,18 @@ def _fit_task(samples: FirstSamples, row: TaskRow) -> EvaluationTask | None:
 
 
 def _recognise(samples: FirstSamples, rows: Sequence[TaskRow]) -> EvaluationTask | None:
-    """Return the first task that fits all outputs, or all but states of the next call; or None."""
-    recognised = _try_without_argmax(samples, rows)
-    if recognised is None and (states_out := first_samples.find_states(samples)):
-        return _try_without_argmax(first_samples.drop_outputs(samples, states_out), rows)
-    return recognised
+    """Return the first task that fits the outputs; None if no task does.
 
-
-def _try_without_argmax(samples: FirstSamples, rows: Iterable[TaskRow]) -> EvaluationTask | None:
-    """Return the first task that fits the outputs, in three attempts; or None.
-
-    Scores and their ArgMax say the same. So the outputs are tried without the ArgMax; then all of
-    them, since it may be another task's; then without the scores, which may fit no task.
+    Some outputs may say nothing new: an ArgMax beside its scores, and states of the next call. So
+    the outputs are tried without the former, all of them, and without the latter.
 
     `rows`: the tasks to try, in this order.
     """
-    declared = samples.declared
-    choices = [samples]
-    if declared.best_classes:
-        scores = {*declared.best_classes.values()}
-        without_argmax = first_samples.drop_outputs(samples, declared.best_classes)
-        choices = [without_argmax, samples, first_samples.drop_outputs(samples, scores)]
-    for remaining_samples, row in itertools.product(choices, rows):
-        for find_task in row.finders:
+    states_out = first_samples.find_states(samples)
+    choices = (samples.declared.best_classes, (), states_out)
+    for dropped_names in dict.fromkeys(map(frozenset, choices)):  # each once
+        remaining_samples = first_samples.drop_outputs(samples, dropped_names)
+        for find_task in itertools.chain.from_iterable(row.finders for row in rows):
             task = find_task(remaining_samples)
             if task is not None:
                 return task

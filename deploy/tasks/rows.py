@@ -72,33 +72,40 @@ def _take_row(value: Array, index: int, batch: int) -> Array:
 
 @dataclass(slots=True)
 class AlikeOutputs:
-    """Whether outputs, of which one is floating-point, hardly differ from the first sample's.
+    """Whether FP32's outputs hardly differ from the first sample's.
 
     Attributes:
         alike: whether they do so far.
+        has_floats: whether one of them is floating-point.
     """
 
     alike: bool = True
+    has_floats: bool = False
     _first_sample: Outputs = field(default_factory=dict)
 
-    def add(self, outputs: Outputs, batch: int) -> None:
-        """Add one batch; nothing is computed once a sample differs."""
-        for sample in split_batch(outputs, batch) if self.alike else ():
-            self._first_sample = self._first_sample or sample
-            has_floats = any(map(is_floating, sample.values()))
-            self.alike &= has_floats and all(map(self._is_like_first, sample, sample.values()))
+    def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        """Add one sample; nothing is computed once a sample differs."""
+        if not self.alike:
+            return
+        self._first_sample = self._first_sample or reference
+        for name, value in reference.items():
+            first_value = self._first_sample[name]
+            self.has_floats |= is_floating(value)
+            if _is_numeric(value) and _is_numeric(first_value):
+                self.alike &= _is_alike(first_value, value)
 
-    def _is_like_first(self, name: str, value: Array) -> bool:
-        """Whether an output hardly differs; one of text, or with NaN, does not show it."""
-        first_value = self._first_sample[name]
-        for array in (first_value, value):
-            if array.dtype.kind not in "iu" and not is_floating(array):
-                return True
-        if first_value.shape != value.shape:
-            return False
-        exact = first_value.astype(np.float64)
-        variation = MIN_VARIATION * np.linalg.norm(exact)
-        return bool(np.linalg.norm(exact - value) <= variation)
+
+def _is_numeric(value: Array) -> bool:
+    """Whether an output is integers or finite; one of text, or with NaN, shows no likeness."""
+    return value.dtype.kind in "iu" or is_floating(value)
+
+
+def _is_alike(first_value: Array, value: Array) -> bool:
+    """Whether an output hardly differs from the first sample's."""
+    if first_value.shape != value.shape:
+        return False
+    exact = first_value.astype(np.float64)
+    return bool(np.linalg.norm(exact - value) <= MIN_VARIATION * np.linalg.norm(exact))
 
 
 def image_size(feed: Outputs) -> ImageSize | None:
