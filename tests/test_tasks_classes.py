@@ -112,6 +112,10 @@ def test_few_raw_scores_in_several_outputs_are_classes_where_all_are_sure():
     assert form.task.name == "classes" and same.value == 1 and same.count == "40 of 40"
     other = {**references[0], "c3": np.roll(references[0]["c3"], 1)}
     assert figure(references, [other, *references[1:]])[1].count == "39 of 40"
+    figures = Comparison(StoredOutputs(other), StoredOutputs(other))
+    for row, changed in zip(references, [other, *references[1:]], strict=True):
+        figures.add(fed(), row, changed)
+    assert figures.result().top1_agreement is None  # of the first output alone it would be 1
     assert same_task([plates(sure=0) for _ in range(4)]) is None  # shapes of a body, maybe
     places = [plates(place=made.uniform(0, 1, (1, 4))) for _ in range(4)]
     assert same_task(places) is None  # of what has these classes

@@ -36,8 +36,8 @@ class Accuracy:
         top1_reference: share of samples whose label is the reference's top-1 class.
         top1_candidate: share of samples whose label is the candidate's top-1 class.
         top1_agreement: share of samples where both models have the same top-1 class. Without
-            labels it is None for regression values, for outputs ranked by TopK and for tasks other
-            than classification.
+            labels it is None for regression values, for outputs ranked by TopK, for classes in
+            several outputs and for tasks other than classification.
         problems: sentences on NaN, Inf and differing shapes; empty if there are none.
         classes: number of classes of the classification output. An output of class numbers without
             scores counts up to the highest one seen, labels included.
@@ -301,11 +301,15 @@ class Comparison:
         task_name = ""
         if form.task is not None and (figure is None or not figure.beside):
             task_name = form.task.name
+        top1_figures = self._top1.result(task_name)
+        # classes in several outputs: the task's figure is of all, not of the first one
+        if self._labels is None and figure is not None and figure.counted > self._samples:
+            top1_figures.pop("top1_agreement", None)
         is_silent = form.task is not None and figure is None  # FP32 predicts next to nothing
         return Accuracy(
             samples=self._samples,
             outputs=outputs,
-            **self._top1.result(task_name),
+            **top1_figures,
             parts=self._slice_figures(form, outputs),
             task=figure,
             precision=precision,
