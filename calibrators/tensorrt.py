@@ -275,7 +275,7 @@ class Callbacks:
         """Convert an array to the type that TensorRT calibrates with.
 
         It is float32 for every float input, also narrower ones, and the input's type for
-        integers. An input whose type is unknown must have one of these two already.
+        integers. An input whose type is unknown must be float32 or int32 already.
 
         Source: Polygraphy's calibrator, which supplies float inputs as float32 only.
         """

@@ -108,7 +108,8 @@ def tight_pair_mask(weight_steps: NDArray[np.floating]) -> NDArray[np.bool_]:
     up adds less than 2, so a pair above 124 steps could exceed the limit and change the scale: its
     weights are in the mask.
 
-    `weight_steps`: weight / scale of `pair_scales`, [C_out, C_in of a group, ...], as the mask.
+    `weight_steps`: weight / scale of `pair_scales`, [C_out, C_in of a group, ...]; the mask has the
+    same shape.
     """
     is_tight = pair_sums(weight_steps) > PAIR_LIMIT - 2 * PAIR_ROUNDING  # 124 steps
     out_channels, in_channels, *kernel = weight_steps.shape

@@ -98,14 +98,14 @@ def ascend_scale_offset(
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         if with_offset:
             hi, lo = np.maximum(hi, np.float32(0)), np.minimum(lo, np.float32(0))
-            raw = (hi - lo) / np.float32(2**bits - 1)
-            offset = np.where(hi == lo, np.float32(qmin), np.float32(qmin) - lo / raw)
-            offset = np.where(raw < FLT_EPSILON, np.float32(qmin), offset)
+            raw_scale = (hi - lo) / np.float32(2**bits - 1)
+            offset = np.where(hi == lo, np.float32(qmin), np.float32(qmin) - lo / raw_scale)
+            offset = np.where(raw_scale < FLT_EPSILON, np.float32(qmin), offset)
         else:
             denominator = ascend_denominator(hi, lo, bits).astype(np.float32)
-            raw = np.maximum(np.abs(hi), np.abs(lo)) / denominator
-            offset = np.zeros_like(raw)
-        scale = ascend_guard(np.asarray(raw, np.float32))
+            raw_scale = np.maximum(np.abs(hi), np.abs(lo)) / denominator
+            offset = np.zeros_like(raw_scale)
+        scale = ascend_guard(np.asarray(raw_scale, np.float32))
         is_valid = np.isfinite(scale) & np.isfinite(np.float32(1) / scale) & np.isfinite(offset)
 
     if not is_valid.all():

@@ -410,7 +410,7 @@ def _refuse_unsupported(
         batches: the user's batch sizes, which need an open batch.
         profile: whether kernels are to be timed.
     """
-    # a session on the CPU was opened with the user's number, that of another device has no number
+    # a session on the CPU has the user's number of threads; one on another device has none
     thread_counts = [engine.session.threads for engine in engines.values()]
     if threads is not None and threads not in thread_counts:
         raise ConfigError(

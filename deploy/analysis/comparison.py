@@ -298,7 +298,7 @@ class _CutModels:
         def run_samples() -> Iterator[tuple[Tensors, Tensors, Tensors]]:
             for sample_file, result_file in zip(self.samples, result_files, strict=True):
                 sample = _read_arrays(sample_file)
-                values = _read_arrays(result_file).values()
+                values = _read_arrays(result_file).values()  # in the order of the outputs
                 yield sample, session.run(sample), dict(zip(names, values, strict=True))
 
         return _measure_pairs(pairs, run_samples(), self.batched_inputs)

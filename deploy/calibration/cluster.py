@@ -81,7 +81,7 @@ def connect_client(address: str) -> Iterator[Client]:
                 " to it and run again"
             ) from error
         finally:
-            with suppress(Exception):
+            with suppress(Exception):  # the result, or the error, does not depend on it
                 call_with_timeout(_CLOSE_S, client.close)
 
 
@@ -180,7 +180,7 @@ class ShardMerger:
     def add(self, share: Share, worker: str, data: bytes) -> None:
         """Merge the result of a piece into the statistics, and its samples into the feed.
 
-        If it is refused, the calibration ends: what is merged so far is of no use.
+        If the result is refused, the calibration ends: what is merged so far is of no use.
 
         Args:
             share: the piece: which of the images it is.
@@ -188,8 +188,8 @@ class ShardMerger:
             data: bytes of its shard file, the worker's result.
 
         Raises:
-            CacheError: it is broken.
-            BackendError: it belongs to another calibration.
+            CacheError: the shard file is broken.
+            BackendError: it belongs to another piece or calibration.
             FeedError: the worker's images differ from those here.
         """
         shard = shards.parse_shard(data, Path(f"piece {share}"))
@@ -201,7 +201,7 @@ class ShardMerger:
                 f"the worker {worker} must observe what it was asked for, got another piece than"
                 f" {share}: {difference}; install the same calib8 there"
             )
-        self._count = share.count
+        self._count = share.count  # of all pieces' images
         try:
             self._feed.merge_remote_pass(share, shard.digests, shard.skipped)
         except SampleChangedError as error:
@@ -353,7 +353,7 @@ class ClusterRun:
                 " install it there"
             )
         assert isinstance(versions, dict)
-        required = {name: required[name] for name in versions}
+        required = {name: required[name] for name in versions}  # a scheduler needs calib8's only
         differences = cluster_jobs.describe_version_differences(required, versions)
         if differences:
             raise BackendError(f"all machines must have the same versions, {machine} {differences}")
@@ -432,13 +432,12 @@ class ClusterRun:
         else:
             # the digest of one image shows whether the worker reads the same files
             self._feed.hash_entry(share.positions[0])
-        # a new key for each attempt: dask would return the earlier failure for an equal one;
-        # on the worker, dask replaces the job's future by the job
         future = self._client.submit(
             cluster_jobs.observe_piece,
-            self._job_future,
+            self._job_future,  # on the worker, dask replaces it by the job
             share,
             samples,
+            # a new one for each attempt: dask would return the earlier failure for an equal key
             key=f"{key}-{share.number}-{self._failures[share]}",
             pure=False,
         )

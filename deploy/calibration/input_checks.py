@@ -395,6 +395,7 @@ def _compare_with_training(
     if data.mean.shape != training.mean.shape or not (training.variance > 0).any():
         return ""
 
+    # data that is far from training may be close to it with another preset, and much closer
     distance = _distance(data, training)
     if distance > MIN_MISFIT:
         max_distance = min(MAX_FIT, distance / MIN_FIT_RATIO)
@@ -451,6 +452,7 @@ def _compare_with_bias(bias: Floats, outputs: Moments, values: Sequence[Array]) 
             f" vary by {_round(ratio)} times the Conv's own bias"
         )
 
+    # too large: only for values that look unscaled, such as pixels of 0 to 255
     low, high = _extremes(values)
     has_small_values = max(-low, high) < MIN_PIXEL_MAXIMUM
     if ratio <= MAX_BIAS_RATIO or has_small_values or not _are_usually_scaled(values):
@@ -507,7 +509,7 @@ def _guess_preset(values: Sequence[Array]) -> Preprocess | None:
     for preset in _PRESETS:
         if color == "grey" and len(preset.mean) != 1:
             continue
-        limits = []
+        limits = []  # what the preset makes of a pixel of 0 and one of 255, for each channel
         for mean, std in zip(preset.mean, preset.std, strict=True):
             limits += [-mean / std, (255 * preset.scale - mean) / std]
         margin = MAX_PRESET_OVERSHOOT

@@ -132,7 +132,8 @@ def with_needs(
 ) -> tuple[Observation, ...]:
     """Return the observations and all that their variants need, without duplicates, needs first.
 
-    Observations in `observed` bring in no needs.
+    A variant, a form of the model, may be built from statistics of other observations: its needs.
+    Observations in `observed` are made already, so they bring in no needs.
     """
     ordered: dict[Observation, None] = {}
 

@@ -437,6 +437,7 @@ def schedule_observations(
 ) -> ObservationSchedule:
     """Return which observations to make before the pass and in it, without those in `observed`.
 
+    An observation is a statistic to record of a tensor in a variant, a form of the model.
     Preliminary are those from which a variant of the model is made (`Variant.needs`), and those
     that fix the range of a histogram before it counts (`Observation.lead`).
     """

@@ -83,11 +83,11 @@ def read_foreign_ranges(
         CacheError: the file is not such a cache, or has no usable entry for this model.
     """
     cache = trt_cache.parse(read_cache_file(path), origin=str(path))
-    flaws = cache.flaws()
+    flaws = cache.flaws()  # tensor -> why its scale is unusable, such as "inf"
     scales = {}
-    for name, step in cache.scales().items():
+    for name, cached_scale in cache.scales().items():
         if name not in flaws:
-            amax = float(step) * 127
+            amax = float(cached_scale) * 127
             low = 0.0 if name in non_negative else -amax
             scales[name] = Scale(
                 lo=low,
@@ -169,7 +169,7 @@ class Ranges:
         """Return the ranges of observed tensors, and why others have none.
 
         Args:
-            observations: of the tensors.
+            observations: tensors, each with the statistic that was recorded of it.
             symmetric: grid that the symmetric ranges are for; None for int8.
         """
         if self.trusted is not None:  # ranges of a user's cache, used as they are

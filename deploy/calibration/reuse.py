@@ -47,7 +47,7 @@ from deploy.files.staging import Stage, stage_files
 
 # parts of the fingerprint whose change leaves statistics valid: those of the search all of them,
 # the order of the images those that do not depend on it
-_VALID_CHANGES = {"method", "rule", "order"}
+_CHANGEABLE_PARTS = {"method", "rule", "order"}
 NO_CACHE = "does not exist yet"  # end of the reason for a first calibration
 _MAX_LISTED = 5  # kinds of observations that a message lists
 _MAX_VARIANTS = 4  # variants retained from older runs, besides the cleaned model
@@ -146,7 +146,7 @@ def check_cache(
     *,
     stop_rule: StabilityRule | None = None,
 ) -> CacheDecision:
-    """Check the cache of `policy` for these observations with this fingerprint.
+    """Decide which observations are reused from the cache, and which are missing.
 
     Args:
         policy: where the cache is, and when it may be reused.
@@ -243,6 +243,8 @@ def _match_cache(
 ) -> CacheDecision:
     """Return which observations the stored cache holds for this run, which it lacks, and why.
 
+    An observation is a statistic of a tensor in a variant, a form of the model.
+
     Args:
         stored: the cache.
         fingerprint: model, images, options and versions of this run.
@@ -255,13 +257,12 @@ def _match_cache(
     """
     changes = fingerprint.changes_since(stored.fingerprint)  # part -> clause
     invalidating_changes = [
-        clause for part, clause in changes.items() if part not in _VALID_CHANGES
+        clause for part, clause in changes.items() if part not in _CHANGEABLE_PARTS
     ]
     if invalidating_changes:
         raise CacheError("; ".join(invalidating_changes))
 
-    # read what the cache holds of the observations, and of those that variants of the model are
-    # built from (their needs)
+    # what the cache holds of the observations, and of those that variants are built from (needs)
     usable: Iterable[Observation] = with_needs(observations)
     if "order" in changes:
         usable = [o for o in usable if not o.is_order_dependent]

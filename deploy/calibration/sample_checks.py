@@ -124,11 +124,11 @@ class Peaks:
                 continue
             peaks = sorted(self._largest[key], reverse=True)
             max_outliers = min(max(1, sample_count // _SAMPLES_PER_OUTLIER), len(peaks) - 1)
-            for count in range(max_outliers, 0, -1):
-                base = peaks[count][0]
-                if 0 < OUTLIER_RATIO * base < peaks[count - 1][0]:
-                    for amax, number in peaks[:count]:
-                        yield Outlier(*key, digests(-number), amax / base)
+            for count in range(max_outliers, 0, -1):  # outliers are the largest peaks above a gap
+                next_amax = peaks[count][0]
+                if 0 < OUTLIER_RATIO * next_amax < peaks[count - 1][0]:
+                    for amax, negative_number in peaks[:count]:
+                        yield Outlier(*key, digests(-negative_number), amax / next_amax)
                     break
 
 

@@ -111,7 +111,7 @@ def _open_blocked(
         )
         blocked = expose_blocked(optimized.graph, tensors)
         if blocked:
-            del session  # which has the weights too
+            del session  # frees its copy of the weights before the next one is made
             path.write_bytes(optimized.SerializeToString())
             session = OrtSession.open(path, threads=1, optimize=False, spin=False)
         return session, blocked
@@ -165,7 +165,8 @@ def block_size() -> int:
     model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
     pairs = np.arange(2 * channels, dtype=np.float32).reshape(1, channels, 1, 2)
     y = OrtSession.open(model, threads=1, spin=False).run({"x": pairs})["y"].reshape(-1)
-    return int(np.flatnonzero(y == 1)[0])  # position of the first channel's second value
+    # the first channel's values are 0 and 1; before the 1 stand the first values of a block
+    return int(np.flatnonzero(y == 1)[0])
 
 
 class BufferedSession:

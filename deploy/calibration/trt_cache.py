@@ -268,7 +268,7 @@ def relabel(
     """
     header = cache.header
     if header.label is None and algorithm is None:
-        version_label(version)  # refuses what is no version
+        version_label(version)  # raises CacheError if it is no version
         return cache
     quantile, cutoff = header.quantile, header.cutoff
     if quantile is None or cutoff is None:  # it was not in the legacy form

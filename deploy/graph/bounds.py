@@ -132,7 +132,7 @@ class _Propagation:
         A Relu has the floor 0: all values below it become 0. A bound is infinite if there is none.
         """
         op_type = node.op_type
-        # a node that moves values, or adds or multiplies by a scalar, has the bounds of its readers
+        # moved values have the bounds of the output; a scalar's arithmetic is undone
         if tensor in _moved_inputs(node):
             return self._output_bounds(node)
         bounds = self._invert_arithmetic(node, tensor)

@@ -342,11 +342,13 @@ class _Lowering:
     rewritten: Counter[str] = field(default_factory=Counter)
 
     def lower_node(self, node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
-        """Return the nodes that compute a node with operators of the older opset; count it if new.
+        """Return the nodes that compute a node with operators of the older opset.
+
+        A node that needs others, or another form, is counted in `rewritten`.
 
         Raises:
-            ExportError: it has no form there that the files' readers, such as TensorRT's parser,
-                take.
+            ExportError: it has no form there, so that a reader of the file, such as TensorRT's
+                parser, would refuse it.
         """
         if not is_standard(node):
             return [node]

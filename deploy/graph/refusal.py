@@ -81,7 +81,7 @@ def find_refusal(
     """Return why a node cannot run in int8, whatever its neighbours do; "" if it can.
 
     Args:
-        graph: the index.
+        graph: index of the model's nodes and tensors.
         node: the node.
         placement: the target's rules.
         requested_reasons: nodes to keep in float -> why.

@@ -226,7 +226,7 @@ def prepare_build(
     Raises:
         Calib8Error: what does not fit is said before anything is run.
     """
-    metric = make_metric(options.metric, options.task)  # a wrong one is refused before the model
+    metric = make_metric(options.metric, options.task)  # refuses a wrong one before loading
     loaded = load_float_or_qdq(model)
     metric = replace(metric, declared=loaded.declaration)
     image_source = None if dataset is None else dataset.source

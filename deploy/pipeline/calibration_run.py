@@ -224,7 +224,7 @@ def observe_on_workers(
     Args:
         cluster: the scheduler.
         dataset: the images, which the workers open themselves.
-        run: the calibration.
+        run: the calibration: which model, images and observations, and its state.
         decision: the statistics of the cache, and the observations that it lacks.
 
     Raises:
@@ -251,7 +251,7 @@ def observe_here(run: CalibrationRun, decision: CacheDecision, threads: int) -> 
     """Observe in one pass on this machine what the cache lacks.
 
     Args:
-        run: the calibration.
+        run: the calibration: which model, images and observations, and its state.
         decision: the statistics of the cache, and the observations that it lacks.
         threads: worker threads that the memory suffices for.
 
@@ -315,7 +315,7 @@ def _observe_missing(
     with a rule that ends the pass, it is asked after 8, 16, 32 ... samples whether they are enough.
 
     Args:
-        run: the calibration.
+        run: the calibration: which model, images and observations, and its state.
         decision: which observations the cache lacks.
         checkpoint: state of an interrupted run; None without.
         preliminary_sample_count: number of first samples that some statistics need in order to
@@ -388,7 +388,7 @@ def calibrate_run(
     """Observe what the cache lacks, check the float model, and store the calibration.
 
     Args:
-        run: the calibration.
+        run: the calibration: which model, images and observations, and its state.
         targets: the targets, one of which may write the cache in a format of its own
             (TensorRT).
         stage: where the files of a build wait until it is complete; None for a calibration alone.
@@ -488,7 +488,7 @@ def _find_score_threshold(
     found on the evaluation samples.
 
     Args:
-        run: the calibration.
+        run: the calibration: which model, images and observations, and its state.
         evaluation_set: samples with the float model's outputs, none if nothing is built.
         is_observed: whether anything was observed in this run; if not, nothing new is found.
     """
@@ -529,7 +529,7 @@ def _make_calibration(
     """Return the content of the cache: the statistics that it had, and those of this run.
 
     Args:
-        run: the calibration.
+        run: the calibration: which model, images and observations, and its state.
         decision: the statistics of the cache, and the observations that it lacked.
         pass_result: all statistics.
         score_threshold: score above which boxes or labels count; None for other tasks.
@@ -582,7 +582,7 @@ def _make_result(
     A trusted cache leaves out everything that only a run over samples shows.
 
     Args:
-        run: the calibration.
+        run: the calibration: which model, images and observations, and its state.
         decision: the statistics of the cache, and the observations that it lacked.
         ranges: finds the range of each tensor in its statistics.
         evaluation_set: evaluation samples; None takes those of the run.

@@ -324,7 +324,7 @@ def choose_evaluation(
         objects: annotated objects on the evaluation samples, in place of labels; None without.
         metric: what the user set to evaluate by.
     """
-    if evaluation is None:  # of some calibration samples, outputs are stored under these keys
+    if evaluation is None:  # `sample_key` finds the float model's outputs that are stored already
         return Evaluation(
             feed=calibration, labels=None, find_key=calibration.sample_key, metric=metric
         )

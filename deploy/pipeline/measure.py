@@ -348,8 +348,8 @@ def _open_engines(
         path_by_engine = dict(result.baselines)
         if result.engine is not None:
             path_by_engine[result.target] = result.engine
-        # the evaluation runs engines of ONNX Runtime in one thread; without latency runs the same
-        # session serves both
+        # the evaluation needs engines of ONNX Runtime in one thread: without latency runs they are
+        # opened in that form only
         is_for_accuracy = target.runs_here and not is_timed
         for name, path in path_by_engine.items():
             if is_for_accuracy:

@@ -235,7 +235,8 @@ def _earlier_flags(
 ) -> str:
     """Return the options of `calib8 build` that build a target as an earlier build did.
 
-    They are a `--split`, a number of this build's search, if it found the earlier split too.
+    A split is a choice of the layers in float. If the search of this build found the earlier split
+    too, its number here is enough (`--split 3`); else the options of the search are returned.
 
     Args:
         earlier: report of the earlier build.

@@ -286,7 +286,7 @@ class _QdqWriter:
         tensor, grid = self.initializers[target.name], self.weight_grid
         trained = self.trained_scales.get(target.node)
         scales = matching_scales(trained, tuple(tensor.dims), target.axis)  # None if of other shape
-        # whether the scales must keep the sum of two products, which old CPUs add in 16 bits, small
+        # whether the sum of two products must fit 16 bits, in which older CPUs add them
         fits_pairs = self.plan.placement.fits_pairs
         if scales is not None and fits_pairs:
             scales = fit_trained_scales(tensor, scales, node)
@@ -327,9 +327,10 @@ class _QdqWriter:
                     numpy_helper.to_array(tensor), scales, target.axis, grid=grid
                 ),
             )
+
         stored_name = target.name
-        weights_so_far = {weight for weight, *_ in self.dequantized_weights}
-        if target.name in weights_so_far:  # it is stored already, with other scales
+        stored_weights = {weight for weight, *_ in self.dequantized_weights}
+        if target.name in stored_weights:  # with other scales, for another node
             stored_name = f"{target.name}/{node.name}"
         dequantized = self._dequantized(stored_name, integers, scales, target.axis, grid)
         self.dequantized_weights[key] = dequantized

@@ -268,7 +268,7 @@ class OnnxRuntime:
         decisions = paired.decisions
         weights = read_stored_weights(paired.model, on_cpus=True)
         pair_notes = self._pair_notes(request, paired.model, decisions)
-        # in place, so that the pairs as planned are read above
+        # changes `paired.model` in place, so what is read of the planned pairs is read before
         model = paired.engine(request.cpu)
         if request.subject.loaded.was_float16:
             store_halves(model.graph)
