@@ -203,7 +203,7 @@ def one_hot(shape, places):
             {"y": np.float32([[0, 0, 9, 1]])},
             "y class dog 1.00, class 3 0.00",
         ),
-        (Labels("y", 3, raw=True), {"y": np.float32([[-9, -9, 9]])}, "dog 1.00"),
+        (Labels("y", 3, "sigmoid"), {"y": np.float32([[-9, -9, 9]])}, "dog 1.00"),
         (Classes(("y",), (1,), are_numbers=True), {"y": np.int64([[2]])}, "class dog"),
         (Text("y", 4, 0), {"y": np.eye(4)[[2, 2, 0, 2]][None]}, "dogdog"),
         (
@@ -221,10 +221,14 @@ def one_hot(shape, places):
             {"y": one_hot((1, 1, 32, 48), [np.s_[..., 4:8, 4:8]])},
             "region 0 [8, 8",
         ),
-        (HeatMaps("y", 1), {"y": one_hot((1, 1, 8, 12), [(0, 0, 3, 5)])}, "point 0 [44.0, 28.0]"),
+        (
+            HeatMaps(("y",), 1),
+            {"y": one_hot((1, 1, 8, 12), [(0, 0, 3, 5)])},
+            "point 0 [44.0, 28.0]",
+        ),
         (Points({"y": 2}, 1), {"y": np.float32([[0.5, 0.5]])}, "point 0 [48.0, 32.0]"),
         (
-            SimccPoints(("x", "y"), 1, 2.0),
+            SimccPoints(("x", "y"), 1),
             {"x": one_hot((1, 1, 96), [(0, 0, 40)]), "y": one_hot((1, 1, 64), [(0, 0, 20)])},
             "point 0 [40.0, 20.0]",
         ),

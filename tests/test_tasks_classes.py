@@ -449,8 +449,8 @@ def test_place_counts_add_up_over_samples(seed):
     reference = made.choice([NO_CLASS, 0, 1, 7], (6, 50), p=[0.1, 0.2, 0.5, 0.2])
     candidate = np.where(made.random((6, 50)) < 0.8, reference, 1)
     by_sample, at_once = PlaceCounts(), PlaceCounts()
-    equal = sum(by_sample.add(*pair)[0] for pair in zip(reference, candidate, strict=True))
-    assert at_once.add(reference, candidate)[0] == equal and at_once == by_sample
+    equal = sum(by_sample.add(*pair) for pair in zip(reference, candidate, strict=True))
+    assert at_once.add(reference, candidate) == equal and at_once == by_sample
     has_class = reference != NO_CLASS
     assert at_once.reference.total() == has_class.sum()
     assert equal == (has_class & (reference == candidate)).sum() == at_once.equal.total()
@@ -648,21 +648,29 @@ def figure_labels(references, candidates):
 
 
 @pytest.mark.parametrize("count", [14, 40, 527])
-@pytest.mark.parametrize("raw", [False, True])
-def test_labels_of_both_are_counted(count, raw):
+def test_labels_of_both_are_counted(count):
     rows = [scores(n, count) for n in range(10)]
     fewer = [row.copy() for row in rows]
     for row in fewer[:6]:
         row[0, row.argmax()] = -6
-    if not raw:
-        rows, fewer = list(map(shares, rows)), list(map(shares, fewer))
+    rows, fewer = list(map(shares, rows)), list(map(shares, fewer))
     task, same = figure_labels(rows, rows)
-    assert task.name == "labels" and same.value == 1
-    assert task.raw == raw
+    assert task.name == "labels" and same.value == 1 and not task.activation
     _, found = figure_labels(rows, fewer)
     assert found.words == "24 of 30 labels of FP32 kept, 0 new (probability above 0.5)"
     assert found.value == pytest.approx(24 / 30)
     assert figure_labels(rows, [row * np.nan for row in rows])[1].value == 0
+
+
+def test_raw_scores_are_labels_only_if_set():
+    rows = [{"y": scores(n)} for n in range(10)]
+    assert same_task(rows) == "classes"
+    task = derive_form(rows, inputs=[fed()] * 10, metric=Metric(None, task="labels")).task
+    assert task.activation == "sigmoid"
+    tally = task.tally()
+    for row in rows:
+        tally.add(fed(), row, row)
+    assert tally.result().count == "30 of 30"
 
 
 @pytest.mark.parametrize(
@@ -680,11 +688,11 @@ def test_labels_of_both_are_counted(count, raw):
 )
 def test_the_threshold_is_the_highest_with_labels_enough(score, count, threshold):
     row = {"y": np.concatenate([np.full(count, score), np.zeros(4)])[None]}
-    tally = Labels("y", count + 4, raw=False).tally()
+    tally = Labels("y", count + 4, "").tally()
     tally.add(fed(), row, row)
     found = tally.result()
     assert (found and found.words.rpartition("above ")[2]) == (threshold and f"{threshold})")
-    silent = Labels("y", count + 4, raw=False).tally()
+    silent = Labels("y", count + 4, "").tally()
     silent.add(fed(), {"y": row["y"] * 0}, row)
     assert silent.result() is None
 
@@ -700,14 +708,6 @@ def test_the_threshold_is_the_highest_with_labels_enough(score, count, threshold
 def test_labels_are_several_of_a_sample_and_seldom_in_between(counts, labels):
     row = np.concatenate([np.full(count, share) for share, count in counts])[None]
     assert (task_of([row, row[:, ::-1]]) == "labels") == labels
-
-
-@pytest.mark.parametrize(("on", "labels"), [((2, 2), True), ((2, 1), False), ((3, 1), True)])
-def test_raw_labels_are_several_in_the_mean(on, labels):
-    """A Softmax's scores may all be far below 0, and some above it; one of them wins."""
-    rows = [scores(n, on=count) for n, count in enumerate(on)]
-    assert (task_of(rows) == "labels") == labels
-    assert task_of([np.where(row == row.max(), 9, row) for row in rows]) == "classes"
 
 
 def test_one_class_a_sample_is_no_label():

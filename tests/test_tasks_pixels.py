@@ -287,7 +287,7 @@ def test_most_heat_maps_have_their_peak(lower, heat):
     maps = peaked(pixels=1)
     maps["heat"][:, :lower] = 0.1
     assert (same_task([maps] * 2, [fed((256, 256))] * 2) == "heat maps") == heat
-    tally = HeatMaps("heat", 4).tally()
+    tally = HeatMaps(("heat",), 4).tally()
     tally.add({}, maps, {"heat": np.roll(maps["heat"], (1, 1), axis=(2, 3))})
     tally.add({}, maps, {"heat": np.roll(maps["heat"], 2, axis=2)})
     assert tally.result().count == f"{4 - lower} of {2 * (4 - lower)}"

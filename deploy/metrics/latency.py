@@ -43,7 +43,6 @@ from deploy.terminal import timed_phase
 MIN_GAIN = 1.05  # speed-up from which an int8 engine is worth its loss
 MIN_RUNS_FOR_P95 = 20  # with fewer iterations even p95 is the slowest one
 _MAX_CV_PERCENT = 2.5  # trtexec's limit for the coefficient of variance
-_MAX_ENQUEUE_SHARE = 0.8  # of the compute time: trtexec's limit, above which the host is too slow
 _STRETCHES = 10  # of the runs, whose ratios give the interval of a speed-up
 _SETTLED_RATIO = 1.1  # high over low of an interval that longer measuring would hardly change
 _MIN_SETTLED_SHARE = 1 / 6  # of the duration, for which sessions run at least
@@ -377,18 +376,14 @@ class _SessionTimes:
             warnings=tuple(self._warnings(timing)),
         )
 
-    def _stage_ms(self, name: str) -> list[float]:
-        """Return the times of one stage of the device, by its field of `DeviceTimes`."""
-        return [getattr(times, name) for times in self.device_times]
-
     def _stage(self, name: str) -> Timing | None:
-        """Return the figures of one stage of the device; None without its times."""
+        """Return the figures of one stage of the device, by its field of `DeviceTimes`, or None."""
         if not self.device_times:
             return None
-        return Timing.of(self._stage_ms(name))
+        return Timing.of([getattr(times, name) for times in self.device_times])
 
     def _warnings(self, timing: Timing) -> Iterator[str]:
-        """Warn of a short measurement; then trtexec's warnings, under trtexec's conditions."""
+        """Warn of a short measurement, and of an unstable one by trtexec's limit."""
         iterations = len(self.host_ms)
         if iterations < MIN_RUNS_FOR_P95:
             yield (
@@ -397,18 +392,6 @@ class _SessionTimes:
             )
         if timing.cv_percent > _MAX_CV_PERCENT:
             yield f"unstable latency, its coefficient of variance is over {_MAX_CV_PERCENT} %"
-        if self.device_times:
-            yield from self._device_warnings()
-
-    def _device_warnings(self) -> Iterator[str]:
-        """Yield trtexec's warnings of a slow host and of slow copies."""
-        enqueue_ms = statistics.median(self._stage_ms("enqueue_ms"))
-        compute_ms = statistics.median(self._stage_ms("compute_ms"))
-        if enqueue_ms > _MAX_ENQUEUE_SHARE * compute_ms:
-            yield "the host's enqueue time is over 0.8 of the compute time: a CUDA graph may help"
-        for direction in ("h2d", "d2h"):
-            if statistics.median(self._stage_ms(f"{direction}_ms")) >= compute_ms:
-                yield f"copying ({direction}) takes as long as computing or longer"
 
 
 class _InterleavedTimer:

@@ -22,8 +22,6 @@ from deploy.tensors import Array
 MIN_SCORE = min(BOX_THRESHOLDS)  # lower scores are ignored
 _MAX_BOXES = 1000  # boxes of an image before suppression, the best by score
 _MASK_STRIDES = (2, 4, 8)  # pixels per cell of a mask
-# corners of a box in half sides, from the top left one clockwise
-_CORNERS_X, _CORNERS_Y = np.array([-1, 1, 1, -1]), np.array([-1, -1, 1, 1])
 Indices = Flags | Integers | list[int]
 
 
@@ -112,13 +110,10 @@ def are_angles(values: Floats) -> bool:
     return bool(0 < np.ptp(values) <= limit and np.abs(values).max() <= limit)
 
 
-def rotate_boxes(boxes: Floats, angles: Floats) -> Floats:
-    """Return corners [n, 4, 2] of boxes cx cy w h rotated about their centres."""
-    cosine, sine = np.cos(angles)[:, None], np.sin(angles)[:, None]
-    x = boxes[:, 2, None] / 2 * _CORNERS_X
-    y = boxes[:, 3, None] / 2 * _CORNERS_Y
-    offsets = np.stack([x * cosine - y * sine, x * sine + y * cosine], axis=2)
-    return np.asarray(boxes[:, None, :2] + offsets)
+def find_rotated_ends(boxes: Floats, angles: Floats) -> Floats:
+    """Return the middle of a side, [n, 1, 2], of boxes cx cy w h rotated about their centres."""
+    directions = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    return np.asarray(boxes[:, :2] + boxes[:, 2:3] / 2 * directions)[:, None]
 
 
 @dataclass(frozen=True, slots=True)

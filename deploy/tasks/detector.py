@@ -26,8 +26,8 @@ from deploy.tasks.detections import (
     Detections,
     anchor_squares,
     detections_by_score,
+    find_rotated_ends,
     make_masks,
-    rotate_boxes,
 )
 from deploy.tasks.rows import (
     Flags,
@@ -357,7 +357,7 @@ class RowDecoder:
     def _read_shapes(
         self, boxes: Floats, rows: Integers, size: ImageSize | None, outputs: Outputs
     ) -> BoxShapes | None:
-        """Return the masks, the corners of rotated boxes, or the key points of some rows.
+        """Return the masks, the ends of rotated boxes, or the key points of some rows.
 
         None if the further columns have no known meaning.
 
@@ -377,7 +377,7 @@ class RowDecoder:
                 raise OtherShapeError
             return masks
         if self.has_angle:
-            return BoxPoints(rotate_boxes(boxes, extra[:, 0]))
+            return BoxPoints(find_rotated_ends(boxes, extra[:, 0]))
         if not self.point_width:
             return None
         if extra.shape[1] % self.point_width:

@@ -42,6 +42,7 @@ from deploy.tasks.rows import (
     are_in_unit_range,
     correlate,
     image_size,
+    missing_sigmoid,
     sums_to_one,
 )
 from deploy.tasks.slices import OutputSlice, SlicesByOutput
@@ -230,14 +231,7 @@ def _count_probabilities(table: _RowTable, start: int) -> int:
 
 def _to_probabilities(rows: Array) -> Array:
     """Return scores as probabilities: through a Sigmoid if they leave 0 to 1."""
-    return activate(rows, _missing_sigmoid(rows))
-
-
-def _missing_sigmoid(rows: Array) -> str:
-    """Return "sigmoid" for scores that leave 0 to 1, and so lack it; else ""."""
-    if are_in_unit_range(rows):
-        return ""
-    return "sigmoid"
+    return activate(rows, missing_sigmoid(rows))
 
 
 def _has_objectness(scores: Array, layout: Layout) -> bool:
@@ -501,13 +495,13 @@ def _with_activations(
     if _are_separate(proposed):
         activation = _find_activation(score_rows, samples.declared.classes, is_set=is_set)
     else:  # scores in one output with boxes never have a Softmax, nor a class for the background
-        activation = _Activation(_missing_sigmoid(score_rows))
+        activation = _Activation(missing_sigmoid(score_rows))
     if activation is None:
         return None
 
     gate_activation = ""
     if proposed.gates:
-        gate_activation = _missing_sigmoid(_read_rows(proposed.gates, samples))
+        gate_activation = missing_sigmoid(_read_rows(proposed.gates, samples))
     return replace(
         proposed,
         classes=score_rows.shape[1] - (activation.background is not None),
@@ -729,24 +723,20 @@ def _slice_separate_outputs(decoder: RowDecoder, samples: FirstSamples) -> Slice
 def _find_weights(decoder: RowDecoder, samples: FirstSamples) -> list[OutputSlice]:
     """Return, for each level, the slice of an output that says which rows hold an object.
 
-    It holds either the scores of the classes, without the background, or the gates that multiply
-    them, such as an objectness. The one with the lower mean is taken: that is near 0 where no
-    object is, and the other may have any value there.
+    It holds the gates that multiply the scores, such as an objectness; without gates the scores of
+    the classes, without the background.
     """
-    scores = []
+    if decoder.gates:
+        return [_weight_slice(gate, decoder.gate_activation, samples) for gate in decoder.gates]
+    weights = []
     for columns in decoder.scores:
         weight = _weight_slice(columns, decoder.activation, samples)
         if decoder.background == 0:  # the first column: the classes follow
             weight = replace(weight, start=1, stop=1 + (decoder.classes or 0))
         elif decoder.background is not None:  # the last column
             weight = replace(weight, stop=decoder.background)
-        scores.append(weight)
-    gates = []
-    for columns in decoder.gates:
-        gates.append(_weight_slice(columns, decoder.gate_activation, samples))
-    if gates and _mean_score(gates, samples) < _mean_score(scores, samples):
-        return gates
-    return scores
+        weights.append(weight)
+    return weights
 
 
 def _weight_slice(columns: Columns, activation: str, samples: FirstSamples) -> OutputSlice:
@@ -755,11 +745,3 @@ def _weight_slice(columns: Columns, activation: str, samples: FirstSamples) -> O
     if samples.outputs[0][columns.output].ndim == 2 and columns.layout == COLUMNS:
         axis = None  # one number a row
     return OutputSlice(output=columns.output, axis=axis, activation=activation)
-
-
-def _mean_score(slices: Sequence[OutputSlice], samples: FirstSamples) -> float:
-    """Return the mean of the best scores of all rows, levels and samples."""
-    scores = []
-    for part, outputs in itertools.product(slices, samples.outputs):
-        scores.append(part.best_scores(outputs).reshape(-1))
-    return float(np.concatenate(scores).mean())

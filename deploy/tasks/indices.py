@@ -60,7 +60,7 @@ class PlaceCounts:
     candidate: Counter[int] = field(default_factory=Counter)
     equal: Counter[int] = field(default_factory=Counter)
 
-    def add(self, reference: Integers, candidate: Integers) -> tuple[int, int]:
+    def add(self, reference: Integers, candidate: Integers) -> int:
         """Add the class numbers of one sample; `NO_CLASS` marks a place without a class.
 
         Args:
@@ -68,7 +68,7 @@ class PlaceCounts:
             candidate: the candidate's; of another shape, it has no class anywhere.
 
         Returns:
-            Number of places where both have the same class, and where FP32 has one.
+            Number of places where both have the same class.
         """
         if candidate.shape != reference.shape:
             candidate = np.full_like(reference, NO_CLASS)
@@ -78,7 +78,7 @@ class PlaceCounts:
         self.reference += _count_values(reference[has_class])
         self.candidate += _count_values(candidate[has_class])
         self.equal += _count_values(reference[is_equal])
-        return int(is_equal.sum()), int(has_class.sum())
+        return int(is_equal.sum())
 
     def without_usual(self) -> CountedPlaces | None:
         """Return the places that count; None if FP32 has one class at all of them.
@@ -120,17 +120,12 @@ class PlaceTally(TaskTally[P]):
 
     Attributes:
         places: the counts.
-        worst_share: least share of equal places of a sample.
     """
 
     places: PlaceCounts = field(default_factory=PlaceCounts)
-    worst_share: float = 1.0
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        classes = self.task.read_classes(reference)
-        equal, total = self.places.add(classes, self.task.read_classes(candidate))
-        if total:
-            self.worst_share = min(self.worst_share, equal / total)
+        self.places.add(self.task.read_classes(reference), self.task.read_classes(candidate))
 
 
 def best_classes(scores: Array) -> Integers:
@@ -159,7 +154,7 @@ class _IndexTally(TaskTally["Indices"]):
                 self.common_rows += equal
                 self.new += len(candidate_numbers) - equal
             else:
-                equal, _ = self.places.add(numbers.astype(np.int64), candidate_numbers)
+                equal = self.places.add(numbers.astype(np.int64), candidate_numbers)
                 self.new += candidate_numbers.size - equal
 
     def result(self) -> TaskFigure | None:

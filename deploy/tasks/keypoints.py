@@ -15,6 +15,7 @@ import numpy as np
 
 from deploy.tasks.evaluation_task import Form, PointTask
 from deploy.tasks.first_samples import FirstSamples
+from deploy.tasks.maps import HeatMaps
 from deploy.tasks.rows import (
     Arrays,
     Flags,
@@ -304,49 +305,19 @@ def _are_between(values: Floats, limits: tuple[float, float]) -> bool:
     return bool(((values > low) & (values < high)).all())
 
 
-@dataclass(frozen=True, slots=True)
-class SimccPoints(PointTask):
-    """Key points as likelihoods of each column and of each row of the picture (SimCC).
+class SimccPoints(HeatMaps):
+    """Key points as likelihoods of each column and of each row of the picture (SimCC)."""
 
-    Attributes:
-        outputs: of the columns, and of the rows.
-        count: number of points.
-        steps_per_pixel: steps of a distribution per pixel.
-    """
-
-    outputs: tuple[str, str]
-    count: int
-    steps_per_pixel: float
     name = "key points"
     reads = "columns and rows of {0.count} key points"
+    things = "key points"
     condition = f"within {MAX_SIMCC_PIXELS} pixels"
 
-    def match_points(self, reference: Outputs, candidate: Outputs) -> tuple[Flags, Flags]:
-        """Match points whose most likely column and row are near FP32's.
-
-        FP32 sees a point whose likelihoods have a high peak, relative to the other points'.
-
-        Returns:
-            (which points [K] FP32 sees, which points [K] the candidate has at the same place).
-        """
-        columns, rows = self.outputs
-        peaks = _peak_heights(reference[columns]) + _peak_heights(reference[rows])
-        is_present = peaks > MIN_VISIBLE * peaks.max()
-        is_match = np.ones_like(is_present)
-        for name in self.outputs:
-            fp32, int8 = reference[name], candidate[name]  # likelihoods [1, K, steps]
-            if are_comparable(fp32, int8):
-                distances = np.abs(fp32[0].argmax(axis=1) - int8[0].argmax(axis=1))
-                is_match &= distances <= MAX_SIMCC_PIXELS * self.steps_per_pixel
-            else:
-                is_match[:] = False
-        return is_present, is_match
-
-
-def _peak_heights(likelihoods: Array) -> Floats:
-    """Return how far the peak of each point is above its median: [1, K, L] -> [K]."""
-    rows = likelihoods[0].astype(np.float64)
-    return np.asarray(rows.max(axis=1) - np.median(rows, axis=1))
+    def find_present(self, maps: Arrays) -> Flags:
+        """Return which points [K] FP32 sees: those with a high peak, relative to the other's."""
+        heights = [value[0].max(axis=1) - np.median(value[0], axis=1) for value in maps]
+        peaks = np.sum(heights, axis=0, dtype=np.float64)
+        return np.asarray(peaks > MIN_VISIBLE * peaks.max())
 
 
 SIMCC = Form(
@@ -365,7 +336,9 @@ def find_simcc(samples: FirstSamples) -> SimccPoints | None:
     for columns, rows in itertools.permutations(samples.names):
         steps = _steps_per_pixel(size, samples.outputs[0][columns], samples.outputs[0][rows])
         if steps is not None:
-            return SimccPoints((columns, rows), samples.outputs[0][columns].shape[1], steps)
+            count = samples.outputs[0][columns].shape[1]
+            max_distance = MAX_SIMCC_PIXELS * steps
+            return SimccPoints((columns, rows), count, max_distance=max_distance)
     return None
 
 

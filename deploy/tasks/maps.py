@@ -345,38 +345,53 @@ def _is_like_picture(value: Array, inputs: Outputs) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class HeatMaps(PointTask):
-    """One key point per channel.
+    """One key point per channel, where its map has a peak.
 
     Attributes:
-        output: name of the output.
+        outputs: names of the outputs, such as one of the columns and one of the rows of points.
         count: number of channels.
         channels_last: whether the channels are the last dimension.
+        max_distance: cells between peaks that match.
     """
 
-    output: str
+    outputs: tuple[str, ...]
     count: int
     channels_last: bool = False
+    max_distance: float = 1
     name = "heat maps"
     reads = "{0.count} heat maps"
     things = "peaks"
     condition = "within a pixel"
 
     def match_points(self, reference: Outputs, candidate: Outputs) -> tuple[Flags, Flags]:
-        """Match peaks within a pixel of FP32's in each direction."""
-        maps, candidate_maps = reference[self.output], candidate[self.output]
+        """Match peaks as near to FP32's as `max_distance` in each direction."""
+        maps_by_output, candidate_maps = self._read_maps(reference), self._read_maps(candidate)
+        is_present = self.find_present([*maps_by_output.values()])
+        is_match = np.ones_like(is_present)
+        for name, maps in maps_by_output.items():
+            if are_comparable(maps, candidate_maps[name]):
+                distance = np.abs(_peak_cells(maps) - _peak_cells(candidate_maps[name]))
+                is_match &= distance.max(axis=1) <= self.max_distance
+            else:
+                is_match[:] = False
+        return is_present, is_match
+
+    def _read_maps(self, outputs: Outputs) -> dict[str, Array]:
+        """Return the outputs with the channels first, [1, K, ...]."""
+        maps = {name: outputs[name] for name in self.outputs}
         if self.channels_last:
-            maps, candidate_maps = to_channels_first(maps), to_channels_first(candidate_maps)
-        is_present = maps[0].max(axis=(1, 2)) > MIN_VISIBLE
-        if not are_comparable(maps, candidate_maps):
-            return is_present, np.zeros_like(is_present)
-        distance = np.abs(_peak_cells(maps) - _peak_cells(candidate_maps)).max(axis=1)
-        return is_present, distance <= 1
+            maps = {name: to_channels_first(value) for name, value in maps.items()}
+        return maps
+
+    def find_present(self, maps: Arrays) -> Flags:
+        """Return which points [K] FP32 sees: those of a high peak."""
+        return np.asarray(maps[0][0].max(axis=(1, 2)) > MIN_VISIBLE)
 
 
 def _peak_cells(value: Array) -> Integers:
-    """Return row and column of each channel's peak: [1, K, H, W] -> [K, 2]."""
+    """Return the indices of each channel's peak: [1, K, ...] -> [K, dimensions]."""
     indices = value[0].reshape(value.shape[1], -1).argmax(axis=1)
-    return np.stack(np.divmod(indices, value.shape[3]), axis=1)
+    return np.stack(np.unravel_index(indices, value.shape[2:]), axis=1)
 
 
 HEATMAPS = Form(
@@ -392,7 +407,7 @@ def fit_heatmaps(name: str, samples: FirstSamples) -> HeatMaps | None:
     pixels = fit_segmentation(name, samples)
     if pixels is None:
         return None
-    return HeatMaps(name, pixels.classes, pixels.channels_last)
+    return HeatMaps((name,), pixels.classes, pixels.channels_last)
 
 
 def find_heatmaps(samples: FirstSamples) -> HeatMaps | None:
@@ -410,7 +425,7 @@ def _find_heat(name: str, samples: FirstSamples) -> HeatMaps | None:
         rows, columns = maps[0].shape[2:]
         has_aspect = size is not None and rows * size[1] == columns * size[0]
         if has_aspect and _are_heat_maps(maps):
-            return HeatMaps(name, maps[0].shape[1], channels_last)
+            return HeatMaps((name,), maps[0].shape[1], channels_last)
     return None
 
 

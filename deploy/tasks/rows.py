@@ -200,21 +200,20 @@ def correlate(x_values: Floats, y_values: Floats) -> float:
     return float(x_deviations @ y_deviations) / max(norms, 1e-30)
 
 
-def to_probabilities(scores: Array, *, raw: bool) -> Floats:
-    """Return probabilities: of `raw` scores by the Sigmoid, of others unchanged."""
-    if not raw:
-        return scores
-    with np.errstate(over="ignore"):
-        return np.asarray(1 / (1 + np.exp(-scores)))
+def missing_sigmoid(scores: Array) -> str:
+    """Return "sigmoid" for scores that leave 0 to 1, and so lack it; else ""."""
+    return "" if are_in_unit_range(scores) else "sigmoid"
 
 
 def activate(scores: Array, activation: str, axis: int = -1) -> Array:
     """Return probabilities: scores after "sigmoid" or, along an axis, "softmax"; "" for as is."""
-    if activation != "softmax":
-        return to_probabilities(scores, raw=activation == "sigmoid")
-    with np.errstate(invalid="ignore"):
-        power = np.exp(scores - scores.max(axis=axis, keepdims=True))
-        return np.asarray(power / power.sum(axis=axis, keepdims=True))
+    with np.errstate(invalid="ignore", over="ignore"):
+        if activation == "sigmoid":
+            return np.asarray(1 / (1 + np.exp(-scores)))
+        if activation == "softmax":
+            power = np.exp(scores - scores.max(axis=axis, keepdims=True))
+            return np.asarray(power / power.sum(axis=axis, keepdims=True))
+    return scores
 
 
 def is_index_type(numbers: Array) -> bool:

@@ -88,8 +88,6 @@ class _StepTally(PlaceTally["Steps"]):
             return None
         count = f"{counted.equal} of {counted.total}"
         text = f"{count} {self.task.agreement}{counted.exception}"
-        if self.places.reference.total() > self.samples:
-            text += f", {100 * self.worst_share:.1f} % in the worst sample"
         return self.figure("steps alike", counted.equal / counted.total, count, text)
 
 
@@ -165,9 +163,8 @@ def fit_steps(name: str, samples: FirstSamples) -> Steps | None:
 def find_steps(samples: FirstSamples) -> Steps | None:
     """Return the first output with a class for each step of a sequence, else None.
 
-    The output holds the probabilities of the classes. None too if another output has numbers for
-    the same steps, such as the length of the event that begins there: then it would not be enough
-    that the classes agree.
+    The output holds the probabilities of the classes. Others, such as the length of the event that
+    begins at a step, are compared by value.
     """
     float_outputs = drop_outputs(samples, find_states(samples)).float_outputs
     decisions = [name for name in float_outputs if _are_decisions(name, samples)]
@@ -185,12 +182,7 @@ def find_steps(samples: FirstSamples) -> Steps | None:
         return None
 
     step_output, axis = next(iter(axis_by_output.items()))
-    step_count, class_count = _read_step_samples(float_outputs[step_output], axis)[0].shape
-    for name, values in float_outputs.items():
-        shape = values[0].shape
-        # further numbers of the same steps; a map (4-D) may have such a side by chance
-        if name not in axis_by_output and len(shape) <= 3 and step_count in shape:
-            return None
+    class_count = float_outputs[step_output][0].shape[axis]
     return Steps(step_output, class_count, axis)
 
 
@@ -392,18 +384,16 @@ def _are_symbol_scores(steps: Array) -> bool:
 
 
 def _has_input_per_step(samples: Arrays, first_samples: FirstSamples) -> bool:
-    """Whether an input is tokens, or has a vector per step, or as many values as there are symbols.
+    """Whether an input is tokens, or has as many steps, or values a step, as the scores.
 
     CTC has fewer steps than its input, which is a picture or sound.
     """
-    steps = samples[0]
+    step_count, symbol_count = samples[0].shape
     for value in first_samples.inputs[0].values():
-        are_tokens = value.dtype in (np.int32, np.int64) and value.size >= MIN_COUNT
-        if are_tokens and value.ndim <= 3:
-            return True
-        if value.ndim != 3:
+        if value.ndim > 3:
             continue
-        if value.shape[:2] == (1, len(steps)) or value.shape[2] == steps.shape[1]:
+        are_tokens = value.dtype.kind in "iu" and value.size >= MIN_COUNT
+        if are_tokens or step_count in value.shape[1:2] or symbol_count in value.shape[2:]:
             return True
     return False
 

@@ -26,7 +26,6 @@ from deploy.tasks.rows import (
     are_undecided,
     is_floating,
     sums_to_one,
-    to_probabilities,
 )
 from deploy.tasks.thresholds import (
     FORM_SAMPLES,
@@ -221,7 +220,7 @@ def _is_activation(scores: Array, value: Array) -> bool:
         return True
     if scores.size != value.size:
         return False
-    sigmoid = to_probabilities(value.astype(np.float64), raw=True)
+    sigmoid = activate(value.astype(np.float64), "sigmoid")
     return np.allclose(scores.reshape(value.shape), sigmoid, atol=0.01)
 
 

@@ -44,7 +44,6 @@ MAX_TANH = 1.05  # values of few raw scores, which leave the range of a Tanh
 MAX_LOGIT_DRIFT = 0.5  # deviation of few raw scores' mean, relative to that of the scores
 MAX_POSE_NUMBERS = 6  # numbers of a pose: angles, a rotation, a direction
 MAX_COMMON_MOTION = 0.5  # variance of a pose's mean, relative to independent numbers
-MIN_LOGIT_DEPTH = 0.75  # mean of labels' raw scores below 0, in standard deviations
 FEATURE_FACTOR = 16  # widths of networks are multiples of it, ImageNet's 1000 classes are not
 MIN_ACTIVATION = -0.375  # least value of HardSwish, the lowest of the activations
 MIN_L1_NORM = 2.0  # of a normalised vector: less may be probabilities of a few classes

@@ -9,8 +9,8 @@ a licence plate, must all be confident of their class.
 
 `find_ranked`: the class numbers of a TopK or an ArgMax.
 
-`find_labels`: independent probabilities, nearly all near 0 or 1, or their raw scores, nearly all
-below 0, whereas those of a Softmax are centred at 0. Some samples must have several above 0.5.
+`find_labels`: independent probabilities, nearly all near 0 or 1. Some samples must have several
+above 0.5, unless the graph ends in a Sigmoid.
 
 `find_embeddings`: vectors of unit length, which no classifier's scores have, or of numbers
 symmetric about zero, none of which stands out; or a picture's features, means of channels after an
@@ -49,8 +49,8 @@ from deploy.tasks.rows import (
     is_floating,
     is_vector,
     may_be_logits,
+    missing_sigmoid,
     sums_to_one,
-    to_probabilities,
 )
 from deploy.tasks.slices import OutputSlice, SlicesByOutput, split_output
 from deploy.tasks.thresholds import (
@@ -64,11 +64,9 @@ from deploy.tasks.thresholds import (
     MAX_POSE_NUMBERS,
     MAX_SIDE_RATIO,
     MIN_ACTIVATION,
-    MIN_CONFIDENCE,
     MIN_COUNT,
     MIN_EMBEDDING_SIZE,
     MIN_L1_NORM,
-    MIN_LOGIT_DEPTH,
     MIN_NEIGHBOUR_VECTORS,
     MIN_ORDER,
     MIN_STAND_OUT,
@@ -110,7 +108,7 @@ def fit_labels(name: str, samples: FirstSamples) -> "Labels | None":
     rows = _read_vectors(samples).get(name)
     if rows is None or rows.shape[1] < MIN_COUNT:
         return None
-    return Labels(name, rows.shape[1], raw=not are_in_unit_range(rows))
+    return Labels(name, rows.shape[1], missing_sigmoid(rows))
 
 
 def fit_embeddings(name: str, samples: FirstSamples) -> "Embeddings | None":
@@ -361,8 +359,8 @@ class _LabelTally(ThresholdTally["Labels"]):
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         scores, candidate_scores = reference[self.task.output], candidate[self.task.output]
-        shares = to_probabilities(scores.astype(np.float64), raw=self.task.raw)
-        candidate_shares = to_probabilities(candidate_scores.astype(np.float64), raw=self.task.raw)
+        shares = activate(scores.astype(np.float64), self.task.activation)
+        candidate_shares = activate(candidate_scores.astype(np.float64), self.task.activation)
         self.count_above(shares, candidate_shares)
 
     def result(self) -> TaskFigure | None:
@@ -376,12 +374,12 @@ class Labels(EvaluationTask):
     Attributes:
         output: name of the output.
         count: number of labels.
-        raw: whether the output holds logits, before the Sigmoid.
+        activation: "sigmoid" if the output lacks it; "" for probabilities.
     """
 
     output: str
     count: int
-    raw: bool
+    activation: str
     name = "labels"
     reads = "{0.count} labels, each its own"
     tally_type = _LabelTally
@@ -389,7 +387,7 @@ class Labels(EvaluationTask):
 
 LABELS = Form(
     shape="[N, C] with 4 or more labels",
-    values="independent probabilities, several above 0.5 in a sample; or scores before a Sigmoid",
+    values="independent probabilities, several above 0.5 in a sample; with `--task` raw scores too",
     figure="labels that both models have",
     source="taggers",
 )
@@ -405,46 +403,24 @@ def find_labels(samples: FirstSamples) -> Labels | None:
         return None
     if not samples.has_pictures and sequences.find_steps(samples) is not None:
         return None
+    # a single label of a sample may be the class of a Softmax, unless the graph ends in a Sigmoid
     min_labels = 1 if samples.declared.ends.get(name) == "sigmoid" else 2
-    are_labels = _are_labels(rows, raw=labels.raw, min_labels=min_labels)
-    return labels if are_labels else None
+    return labels if _are_labels(rows, min_labels) else None
 
 
-def _are_labels(rows: Floats, *, raw: bool, min_labels: int) -> bool:
+def _are_labels(rows: Floats, min_labels: int) -> bool:
     """Whether vectors [samples, C] are independent probabilities of labels, most of them near 0.
 
-    A sample has exactly one class, but may have several labels or none.
-
-    Args:
-        rows: probabilities, or raw scores.
-        raw: whether they are raw scores, in front of a Sigmoid.
-        min_labels: labels above 0.5 that a sample must have, if `rows` are probabilities. A single
-            one may be the class of a Softmax, unless the graph ends in a Sigmoid.
+    `min_labels`: labels above 0.5 that a sample must have: one has exactly one class, but may have
+    several labels.
     """
-    probabilities = to_probabilities(rows, raw=raw)
-    if not are_in_unit_range(probabilities):
+    # probabilities that sum to 1 are those of classes
+    if not are_in_unit_range(rows) or sums_to_one(rows).all():
         return False
-    label_counts = np.count_nonzero(probabilities > 0.5, axis=1)
-    if raw:
-        # a classifier's raw scores may have two above 0 in one sample, but hardly on average
-        has_labels = label_counts.mean() >= 2 and _are_label_logits(rows)
-    else:
-        # probabilities that sum to 1 are those of classes
-        has_labels = label_counts.max() >= min_labels and not sums_to_one(rows).all()
-    are_decided = are_undecided(probabilities).mean() < MAX_BETWEEN_SHARE
-    are_mostly_low = np.mean(probabilities < LOW) >= 0.5
+    has_labels = np.count_nonzero(rows > 0.5, axis=1).max() >= min_labels
+    are_decided = are_undecided(rows).mean() < MAX_BETWEEN_SHARE
+    are_mostly_low = np.mean(rows < LOW) >= 0.5
     return bool(has_labels and are_decided and are_mostly_low)
-
-
-def _are_label_logits(rows: Floats) -> bool:
-    """Whether raw scores [samples, C] are in front of a Sigmoid and not of a Softmax.
-
-    The former are far below 0 in some sample. The latter are centred at 0, and the best one is
-    nearly certain.
-    """
-    heights = rows.mean(axis=1) / np.maximum(rows.std(axis=1), 1e-30)  # in standard deviations
-    confidence = activate(rows, "softmax").max(axis=1).mean()
-    return bool(heights.min() <= -MIN_LOGIT_DEPTH and confidence <= MIN_CONFIDENCE)
 
 
 @dataclass(slots=True)

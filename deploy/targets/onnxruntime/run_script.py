@@ -166,7 +166,7 @@ def _task_text(task: EvaluationTask | None, outputs: Outputs) -> str:
     if isinstance(task, Classes):
         return _template_part("classes", outputs=ascii(task.outputs))
     if isinstance(task, Labels):
-        sigmoid = _SIGMOID if task.raw else ""
+        sigmoid = _ACTIVATIONS[task.activation]
         return _template_part("labels", output=ascii(task.output), sigmoid=sigmoid)
     if isinstance(task, Text) and task.axis == 2:  # the program reads symbols in the last dimension
         merged = _MERGED_STEPS if task.merged else ""
@@ -179,7 +179,7 @@ def _task_text(task: EvaluationTask | None, outputs: Outputs) -> str:
     if isinstance(task, MaskMaps):
         resize_map = _template_part("map", interpolation="LINEAR")
         return resize_map + _template_part("masks", outputs=ascii(task.outputs))
-    if isinstance(task, Points | HeatMaps | SimccPoints):
+    if isinstance(task, Points | HeatMaps):
         scale = ""
         if isinstance(task, Points) and _are_relative(outputs[next(iter(task.outputs))]):
             scale = " * [WIDTH, HEIGHT]"
@@ -218,7 +218,7 @@ def _pixel_classes(task: Pixels, outputs: Outputs) -> str:
     return f"values.argmax(axis={axis})"
 
 
-def _point_lines(task: Points | HeatMaps | SimccPoints, outputs: Outputs) -> str:
+def _point_lines(task: Points | HeatMaps, outputs: Outputs) -> str:
     """Return the lines of Python that find key points, in pixels of the model's input.
 
     SimCC has the scores of each column and row, a heat map those of each cell; other models have
@@ -229,10 +229,11 @@ def _point_lines(task: Points | HeatMaps | SimccPoints, outputs: Outputs) -> str
         return (
             f"    columns, rows = outputs[{columns}][0], outputs[{rows}][0]\n"
             f"    places = [columns.argmax(axis=1), rows.argmax(axis=1)]\n"
-            f"    return np.stack(places, axis=1) / {task.steps_per_pixel}\n"
+            "    likelihoods = [columns.shape[1], rows.shape[1]]\n"
+            "    return np.stack(places, axis=1) * [WIDTH, HEIGHT] / likelihoods\n"
         )
     if isinstance(task, HeatMaps):
-        maps = f"outputs[{task.output!a}][0]"
+        maps = f"outputs[{task.outputs[0]!a}][0]"
         if task.channels_last:
             maps += ".transpose(2, 0, 1)"
         return (
