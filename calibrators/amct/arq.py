@@ -129,7 +129,7 @@ def ascend_quantize(x: NDArray[np.floating], scale: Float32Array, *, bits: int) 
     return np.asarray(np.clip(np.rint(steps), qmin, qmax), np.float32)
 
 
-def ascend_clip_range(scale: np.float32, offset: int, bits: int = 8) -> tuple[float, float]:
+def ascend_clip_range(scale: np.float32, offset: int, bits: int) -> tuple[float, float]:
     """Return the range (lo, hi) in real units of a signed grid, computed in float32."""
     qmin, qmax = ascend_range(bits)
     return float(-np.float32(offset - qmin) * scale), float(np.float32(qmax - offset) * scale)

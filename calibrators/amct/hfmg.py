@@ -222,7 +222,7 @@ def hfmg(histogram: HfmgHistogram, params: HfmgParams | None = None) -> AscendSc
     scale, offset = ascend_scale_offset(
         np.asarray(run_hi), np.asarray(run_lo), with_offset=params.with_offset, bits=params.bits
     )
-    return AscendScale.of(np.float32(scale), int(offset), params.bits, losses)
+    return AscendScale(scale=np.float32(scale), offset=int(offset), losses=losses)
 
 
 def _losses(

@@ -32,7 +32,6 @@ from numpy.typing import NDArray
 
 from calibrators.amct.arq import (
     FLT_EPSILON,
-    ascend_clip_range,
     ascend_denominator,
     ascend_guard,
     ascend_range,
@@ -92,31 +91,13 @@ class AscendScale:
     """Search result of one activation, on the signed grid with added offset.
 
     Attributes:
-        scale, offset: q = clip(rne(x / scale + offset)).
-        clip_min, clip_max: range of the grid, in real units.
-        candidate: index of the chosen range, from 0.
+        scale, offset: q = clip(rne(x / scale + offset)), of the candidate with the least loss.
         losses: loss of every candidate.
     """
 
     scale: np.float32
     offset: int
-    clip_min: float
-    clip_max: float
-    candidate: int
     losses: Float64Array
-
-    @classmethod
-    def of(cls, scale: np.float32, offset: int, bits: int, losses: Float64Array) -> AscendScale:
-        """Return the result for the scale and offset of the candidate with the least loss."""
-        clip_min, clip_max = ascend_clip_range(scale, offset, bits)
-        return cls(
-            scale=scale,
-            offset=offset,
-            clip_min=clip_min,
-            clip_max=clip_max,
-            candidate=int(np.argmin(losses)),
-            losses=losses,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +326,7 @@ def _refine_losses(
 def best_scale(
     candidates: Candidates, losses: Float64Array, lo: float, params: IfmrParams
 ) -> AscendScale:
-    """Return scale, offset and clip range of the candidate with the least loss.
+    """Return scale and offset of the candidate with the least loss.
 
     `lo`: the lower end, the same for all candidates with offset.
     """
@@ -355,7 +336,7 @@ def best_scale(
     offset = 0
     if params.with_offset:
         offset = qmin - int(np.rint(np.float32(lo) / scale))
-    return AscendScale.of(scale, offset, params.bits, losses)
+    return AscendScale(scale=scale, offset=offset, losses=losses)
 
 
 class IfmrHistogram:

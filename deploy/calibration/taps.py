@@ -170,15 +170,9 @@ def block_size() -> int:
 
 
 class BufferedSession:
-    """Runs one session in one thread, with reused output buffers if shapes allow it.
-
-    Attributes:
-        reuses_buffers: whether the outputs of the last run lie in buffers that the next run
-            overwrites.
-    """
+    """Runs one session in one thread, with reused output buffers if shapes allow it."""
 
     def __init__(self, session: OrtSession) -> None:
-        self.reuses_buffers = False
         self._session = session
         self._input_forms: ArrayForms | None = None  # of the last run; None if it cannot be bound
         self._output_forms: ArrayForms = {}
@@ -187,7 +181,7 @@ class BufferedSession:
         self._is_trimmed = False
 
     def run(self, sample: Sample) -> Mapping[str, Array]:
-        """Run a sample; return the outputs. If `reuses_buffers`, the next run overwrites them.
+        """Run a sample; return the outputs, valid until the next run, which may overwrite them.
 
         Outputs are bound to buffers once two samples in a row have the same shapes and dtypes.
         """
@@ -206,11 +200,9 @@ class BufferedSession:
         except BackendError:  # the shape of an output depends on values
             self._can_bind = False
             return self._run_unbound(sample)
-        self.reuses_buffers = True
         return self._bound.outputs
 
     def _run_unbound(self, sample: Sample) -> Mapping[str, Array]:
-        self.reuses_buffers = False
         self._bound = None
         self._input_forms = None
         values = self._session.run(sample)
