@@ -776,10 +776,11 @@ def codes_as_an_output():
         (weight_of_shape("Gemm", [4]), "must load the model"),
         (weight_of_shape("ConvTranspose", [4]), "must load the model"),
         (weight_of_shape("ConvTranspose", [4, 4, 1, 1], {"group": -1}), "must load the model"),
+        (weight_of_shape("ConvTranspose", [4, 4, 1, 1], {"group": 1 << 40}), "must load the model"),
     ],
     ids=[
         *("none", "no layer", "integers", "a channel", "output", "alone", "old"),
-        *("Gemm of a vector", "ConvTranspose of a vector", "negative groups"),
+        *("Gemm of a vector", "ConvTranspose of a vector", "negative groups", "countless groups"),
     ],
 )
 def test_invalid_qdq_model_is_refused(model, match, ended, tmp_path):

@@ -617,14 +617,16 @@ def stored_integers(scale_kind: str) -> onnx.ModelProto:
     nodes, weights = [], {}
     for layer in "ab":
         integers = rng.integers(-127, 128, (16, 16, 3, 3)).astype(np.int8)
-        shape = {"channel": (16,), "block": (16, 4, 3, 3)}.get(scale_kind, ())
+        has_blocks = scale_kind in ("block", "short block")
+        shape = (16, 4, 3, 3) if has_blocks else {"channel": (16,)}.get(scale_kind, ())
         scale = rng.uniform(0.5e-3, 2e-3, shape).astype(np.float32)
         weights |= {f"{layer}_q": integers, f"{layer}_s": scale}
         weights[f"{layer}_z"] = np.full(shape, 3 if scale_kind == "tensor" else 0, np.int8)
-        blocks = {"axis": 1, "block_size": 4}  # one scale is no block to ONNX Runtime
-        attributes = {"channel": {"axis": 0}, "block": blocks, "scalar blocks": blocks}.get(
-            scale_kind, {}
-        )
+        # one scale is no block to ONNX Runtime; of 5 weights, the last block has 1
+        blocks = {"axis": 1, "block_size": 5 if scale_kind == "short block" else 4}
+        attributes = blocks if "block" in scale_kind else {}
+        if scale_kind == "channel":
+            attributes = {"axis": 0}
         names = [f"{layer}_q", f"{layer}_s", f"{layer}_z"]
         nodes.append(make_node("DequantizeLinear", names, f"{layer}_w", layer, **attributes))
     pads = {"pads": [1, 1, 1, 1]}
@@ -633,7 +635,7 @@ def stored_integers(scale_kind: str) -> onnx.ModelProto:
     return make_model(nodes, {"x": ["n", 16, 8, 8]}, {"y": None}, weights, opset=opset, ir=10)
 
 
-@pytest.mark.parametrize("scale_kind", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("scale_kind", ["tensor", "channel", "block", "short block"])
 def test_stored_integers_become_float_weights(scale_kind):
     loaded = load(stored_integers(scale_kind))
     assert {node.op_type for node in loaded.model.graph.node} == {"Conv", "Relu"}
@@ -693,6 +695,16 @@ def quantized_model(kind: str) -> onnx.ModelProto:
 def test_quantized_models_are_refused(kind):
     with pytest.raises(QuantizedError, match="quantized already"):
         load(quantized_model(kind))
+
+
+@pytest.mark.parametrize("block_size", [-1, 3, 1 << 40, 1 << 62])
+def test_blocks_that_do_not_fit_are_refused(block_size):
+    model = stored_integers("block")
+    for attribute in model.graph.node[0].attribute:
+        if attribute.name == "block_size":
+            attribute.i = block_size
+    with pytest.raises(QuantizedError, match="quantized already"):
+        load(model)
 
 
 @pytest.mark.parametrize(("op", "is_alike"), [("Sigmoid", True), ("Neg", False)])

@@ -562,6 +562,16 @@ def test_clip_of_codes_without_two_constants_is_refused(end):
         load_float_or_qdq(model)
 
 
+def test_unknown_type_of_codes_is_named():
+    w = Writer()
+    scale = w.hold("s", np.float32(0.03))
+    dq = w.node("DequantizeLinear", [w.node("QuantizeLinear", ["x", scale], "q"), scale], "dq")
+    model = w.model(w.conv(dq, w.weight("w1", W1)), opset=21, shape=(1, 8, 16, 16))
+    model.graph.node[0].attribute.append(helper.make_attribute("output_dtype", 99))
+    with pytest.raises(ModelError, match="99"):
+        load_float_or_qdq(model)
+
+
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda model: model.__name__)
 def test_every_spelling_goes_to_every_target(build_model, spelling, tmp_path):
     out, report, _ = build_model(save_net(spelling(), tmp_path / "net.qdq.onnx"), *ALL_TARGETS)

@@ -309,11 +309,11 @@ def model_digest(model: onnx.ModelProto) -> str:
     for function in model.functions:
         tree.append([function.domain, function.name, list(function.input), list(function.output)])
         tree.append(list(map(_node_tree, function.node)))
-        if function.attribute_proto:  # values of attributes that a call leaves out
+        if function.attribute_proto:  # default values, for attributes that a call leaves out
             tree.append(_attribute_trees(function.attribute_proto))
-    state = hashlib.sha256()
-    _hash_tree(state, tree)
-    return state.hexdigest()
+    sha256_state = hashlib.sha256()
+    _hash_tree(sha256_state, tree)
+    return sha256_state.hexdigest()
 
 
 def _hash_tree(state: hashlib._Hash, item: object) -> None:

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploy.errors import ExportError, ModelError, QuantizedError, first_line
 from deploy.graph.edit import copy_message
-from deploy.graph.index import all_nodes, by_name, opset_of
+from deploy.graph.index import all_nodes, all_reads, opset_of
 from deploy.graph.placement import WEIGHTED
 
 if TYPE_CHECKING:
@@ -191,12 +191,15 @@ def check_precision(model: onnx.ModelProto) -> None:
     """Refuse bfloat16 inputs and weights, which ONNX Runtime does not run on the CPU."""
     for value in model.graph.input:
         _refuse_bfloat16(f"input '{value.name}'", type_name(value.type.tensor_type.elem_type))
-    tensors = by_name(model.graph.initializer)
-    for node in model.graph.node:
-        if node.op_type in WEIGHTED:
-            for name in node.input:
-                if name in tensors:
-                    _refuse_bfloat16(f"weight '{name}'", type_name(tensors[name].data_type))
+    weights = _weight_names(model)
+    for tensor in model.graph.initializer:
+        if tensor.name in weights:
+            _refuse_bfloat16(f"weight '{tensor.name}'", type_name(tensor.data_type))
+
+
+def _weight_names(model: onnx.ModelProto) -> set[str]:
+    """Return the names of all tensors that a layer reads, its weights and biases among them."""
+    return set(all_reads(node for node in model.graph.node if node.op_type in WEIGHTED))
 
 
 def _refuse_bfloat16(tensor: str, dtype: str) -> None:
@@ -219,10 +222,7 @@ def type_name(elem_type: int) -> str:
 
 def check_weights(model: onnx.ModelProto) -> None:
     """Refuse NaN in any constant, and infinity in the weights of a Conv, Gemm or MatMul."""
-    weights: set[str] = set()
-    for node in model.graph.node:
-        if node.op_type in WEIGHTED:
-            weights.update(node.input)
+    weights = _weight_names(model)
     for tensor in model.graph.initializer:
         array = to_array(tensor)
         if array.dtype.kind != "f":

@@ -216,10 +216,9 @@ def unfold_large(graph: onnx.GraphProto, folded_by_output: Mapping[str, onnx.Nod
     sizes = {tensor.name: tensor.ByteSize() for tensor in graph.initializer}  # in bytes
     read_counts = count_reads(graph)
     weight_read_counts = Counter(node.input[1] for node in graph.node if node.op_type in WEIGHTED)
-    large_results = []
-    for name in folded_by_output:
-        if name in read_counts and sizes[name] > _MAX_GROWTH:
-            large_results.append(name)
+    large_results = [
+        name for name in folded_by_output if name in read_counts and sizes[name] > _MAX_GROWTH
+    ]
 
     free_tensors = set(read_counts)  # the file has them anyway: a recipe reads them at no cost
     restored_outputs: set[str] = set()  # of the nodes that are put back

@@ -92,7 +92,7 @@ TARGET_OPSET = 13
 _FORM_ERRORS = (CannotRewrite, ArithmeticError, LookupError, TypeError, ValueError)
 
 
-def lift_opset(model: onnx.ModelProto, cut_off: CutOffNodes | None = None) -> str | None:
+def lift_opset(model: onnx.ModelProto, cut_off: CutOffNodes | None) -> str | None:
     """Bring a model of opset 7 to 12 to opset 13, and the nodes cut off from it, in place.
 
     Nodes and tensors keep their names. An attribute that is an input in opset 13 becomes a Constant
@@ -100,7 +100,7 @@ def lift_opset(model: onnx.ModelProto, cut_off: CutOffNodes | None = None) -> st
 
     Args:
         model: valid, with inferred types.
-        cut_off: the nodes that were cut off.
+        cut_off: the nodes that were cut off; None without any.
 
     Returns:
         A note; None if there was nothing to lift.
@@ -151,7 +151,7 @@ def _lift_node(node: onnx.NodeProto, scope: OpsetScope, *, read_tensors: set[str
         return [node]
     lifted = copy_message(node)
     if node.op_type == "Dropout" and read_tensors.isdisjoint(node.output[1:]):
-        del lifted.output[1:]  # its mask, whose type changed in opset 10
+        del lifted.output[1:]  # its mask, which is not read; its type changed in opset 10
     try:
         return change_form(lifted, changes, scope)
     except _FORM_ERRORS as error:
@@ -472,12 +472,12 @@ def _broadcast(
         return values.reshape(())
     if not -len(shape) <= axis < len(shape):
         return None
-    if block_size and values.ndim == len(shape):
-        repeated = np.repeat(values, block_size, axis=axis)
-        # the last block may be shorter: cut off what it has beyond the last weight
-        size = min(shape[axis], repeated.shape[axis])
-        repeated = np.take(repeated, range(size), axis=axis)
-        return repeated if repeated.shape == shape else None
+    if block_size > 0 and values.ndim == len(shape):
+        block_counts = list(shape)
+        block_counts[axis] = -(-shape[axis] // block_size)  # the last block may be shorter
+        if values.shape != tuple(block_counts):
+            return None
+        return values.take(np.arange(shape[axis]) // block_size, axis)
     if values.ndim != 1 or values.size != shape[axis]:
         return None
     channel_shape = [1] * len(shape)

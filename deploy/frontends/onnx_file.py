@@ -158,22 +158,8 @@ def _mixes_rows(model: onnx.ModelProto, inputs: Sequence[TensorSpec]) -> bool:
     changes the outputs of the first row too. In a batch it does not; and a model with hard-coded
     sizes refuses a second row, or ignores it.
     """
-    # two rows in each input whose first dimension is open
-    shapes = {}
-    open_names = []
-    for spec in inputs:
-        sizes = [size if isinstance(size, int) else _ANY_SIZE for size in spec.shape]
-        if has_open_first(spec):
-            sizes[0] = 2
-            open_names.append(spec.name)
-        shapes[spec.name] = tuple(sizes)
     try:
-        # the feeds: both rows, the first row alone, and the first row with another second row
-        two_rows, other_rows = random_feeds(inputs, shapes=shapes, count=2)
-        first_row, changed_second_row = dict(two_rows), dict(two_rows)
-        for name in open_names:
-            first_row[name] = two_rows[name][:1]
-            changed_second_row[name] = np.concatenate([two_rows[name][:1], other_rows[name][1:]])
+        two_rows, first_row, changed_second_row = _row_feeds(inputs)
         session = OrtSession.open(model, threads=1)
         first_row_outputs = session.run(first_row)
         outputs = session.run(two_rows)
@@ -195,6 +181,28 @@ def _mixes_rows(model: onnx.ModelProto, inputs: Sequence[TensorSpec]) -> bool:
         if not _first_row_differs(first_row_outputs[name].shape, values, changed_values):
             return False  # the second row changes its own part only, as in a batch
     return has_changed_output
+
+
+def _row_feeds(inputs: Sequence[TensorSpec]) -> tuple[dict[str, Array], ...]:
+    """Return random feeds: (two rows, the first of them alone, the first with another second row).
+
+    The rows are along the first dimension of each input in which it is open.
+    """
+    shapes = {}
+    open_names = []  # of these inputs
+    for spec in inputs:
+        sizes = [size if isinstance(size, int) else _ANY_SIZE for size in spec.shape]
+        if has_open_first(spec):
+            sizes[0] = 2
+            open_names.append(spec.name)
+        shapes[spec.name] = tuple(sizes)
+
+    two_rows, other_rows = random_feeds(inputs, shapes=shapes, count=2)
+    first_row, changed_second_row = dict(two_rows), dict(two_rows)
+    for name in open_names:
+        first_row[name] = two_rows[name][:1]
+        changed_second_row[name] = np.concatenate([two_rows[name][:1], other_rows[name][1:]])
+    return two_rows, first_row, changed_second_row
 
 
 def _first_row_differs(first_row_shape: Sequence[int], values: Array, changed: Array) -> bool:
@@ -332,9 +340,10 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
     model, folding_notes = _fold(model)
     notes += folding_notes
     training_norms = end_training_mode(model)
-    training_notes = []
-    for outcome, sentence in TRAINING_NOTES.items():
-        training_notes.append(_note(sentence, training_norms[outcome], f"{NORM} node"))
+    training_notes = [
+        _note(sentence, training_norms[outcome], f"{NORM} node")
+        for outcome, sentence in TRAINING_NOTES.items()
+    ]
     if fold_batchnorm:
         notes += _fold_norms(model.graph)
     name_nodes(model.graph)
@@ -354,8 +363,8 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
 def lower_to_runtime(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
     """Return a model in an opset that ONNX Runtime can run in int8, and a note, "" if unchanged.
 
-    ONNX Runtime has no kernels for the QuantizeLinear and DequantizeLinear of the newest opsets.
-    `OLDEST` is the oldest opset that a model can be lowered to.
+    ONNX Runtime has no kernels for the QuantizeLinear and DequantizeLinear ("pairs") of the newest
+    opsets. `OLDEST` is the oldest opset that a model can be lowered to.
 
     Args:
         model: opset 13 or newer.
@@ -432,11 +441,11 @@ def _find_missing_kernels(model: onnx.ModelProto) -> set[str]:
     for node in graph.nodes:
         if not node.domain:  # only for the standard operators does ONNX have definitions
             first_node_by_type.setdefault(node.op_type, node)
-    missing: set[str] = set()
-    for op_type, node in first_node_by_type.items():
-        if _find_load_error(_make_single_node_model(model, graph, node)) is not None:
-            missing.add(op_type)
-    return missing
+    return {
+        op_type
+        for op_type, node in first_node_by_type.items()
+        if _find_load_error(_make_single_node_model(model, graph, node)) is not None
+    }
 
 
 def _make_single_node_model(
@@ -556,9 +565,10 @@ def _fold_norms(graph: onnx.GraphProto) -> list[str]:
     """Fold norms and other affine nodes into the layers before them, in place; return notes."""
     folded = fold_affine(graph)
     drop_dead(graph)
-    notes = []
-    for op_type, number in sorted(folded.items()):
-        notes.append(_note("Folded {} into the layer before.", number, f"{op_type} node"))
+    notes = [
+        _note("Folded {} into the layer before.", number, f"{op_type} node")
+        for op_type, number in sorted(folded.items())
+    ]
     norm_count = sum(node.op_type == NORM for node in graph.node)
     unfolded_note = (
         "Left {} in float: no Conv, ConvTranspose or Gemm before that has constant weights and no"

@@ -365,11 +365,11 @@ class _Stripper:
         # the source may be the output of an earlier pair, which is already replaced
         source = self.float_by_pair_output.get(source, source)
         readers = index.readers.get(output, [])
-        int8_readers = []
-        for reader in readers:
-            if reader.name in self.int8_names and reader.input[0] == output:
-                int8_readers.append(reader)
-
+        int8_readers = [
+            reader
+            for reader in readers
+            if reader.name in self.int8_names and reader.input[0] == output
+        ]
         is_read_by_user_or_subgraph = output in index.outputs or output in index.captured
         if is_read_by_user_or_subgraph or len(int8_readers) < len(readers):
             self.float_read_pairs += 1

@@ -191,10 +191,13 @@ def weight_grid(node: onnx.NodeProto, index: Graph) -> tuple[PairGrid, NDArray[n
         raise UnfitError("its weight is turned in a way that does not fit it")
     if stored_axes.index(scale_axis % rank) != channel_axis(node, rank):
         raise UnfitError("its weight has no scale by output channel")
-    if node.op_type == "ConvTranspose":  # its weight is [C_in, C_out / groups, ...]
-        # nothing has checked the model yet, so its number of groups may be wrong
-        return grid, np.tile(grid.scale, max(group_count(node), 1))
-    return grid, grid.scale.copy()
+    if node.op_type != "ConvTranspose":
+        return grid, grid.scale.copy()
+    # its weight is [C_in, C_out / groups, ...]; `group_count` reads an attribute that may be wrong
+    groups = group_count(node)
+    if not 1 <= groups <= stored_shape[stored_axes[0]]:
+        raise UnfitError("its weight does not fit its number of groups")
+    return grid, np.tile(grid.scale, groups)
 
 
 def _find_dequantizer(
@@ -253,6 +256,8 @@ def _zero_points(node: onnx.NodeProto, index: Graph, scale: NDArray[np.float32])
         if quantizer is not None:
             return _zero_points(quantizer, index, scale)
     elem_type = attributes(node).get("output_dtype", 0) or onnx.TensorProto.UINT8  # ONNX's default
+    if elem_type not in helper.get_all_tensor_dtypes():
+        raise UnfitError(f"ONNX has no type {elem_type}, its output_dtype")
     return np.zeros(scale.shape, helper.tensor_dtype_to_np_dtype(elem_type))
 
 
@@ -263,10 +268,11 @@ _RANGE_KEEPING = MOVES | CUTS | {"MaxPool", "Resize", "Cast"}
 def spread_ranges(graph: Graph, scales: Mapping[str, Scale]) -> dict[str, Scale]:
     """Return the ranges, extended to tensors that are connected by value-keeping nodes."""
     extended = dict(scales)
-    moves = []
-    for node in graph.nodes:
-        if node.op_type in _RANGE_KEEPING and keeps_range(graph, node):
-            moves.append((node.input[0], node.output[0]))
+    moves = [
+        (node.input[0], node.output[0])
+        for node in graph.nodes
+        if node.op_type in _RANGE_KEEPING and keeps_range(graph, node)
+    ]
     for source, output in reversed(moves):
         if output in extended and graph.only_reader(source) is not None:
             extended.setdefault(source, extended[output])

@@ -213,7 +213,10 @@ def _read_pairs(
     for tensor, tensor_grids in grids.items():
         ranges = [_make_range(grid, tensor in non_negative_tensors) for grid in tensor_grids]
         range_by_tensor[tensor] = max(ranges, key=lambda pair_range: pair_range.hi - pair_range.lo)
-    weight_scales, float_reasons, nodes_with_output_pair = _read_layers(index, float_index)
+    nodes_with_output_pair = frozenset(
+        node.name for node in index.nodes if _has_output_pair(node, index)
+    )
+    weight_scales, float_reasons = _read_layers(index, float_index, nodes_with_output_pair)
     return QdqCalibration(
         model=model,
         name=name,
@@ -238,8 +241,8 @@ def _make_range(grid: PairGrid, is_non_negative: bool) -> Scale:
 
 
 def _read_layers(
-    index: Graph, float_index: Graph
-) -> tuple[dict[str, NDArray[np.float32]], dict[str, str], frozenset[str]]:
+    index: Graph, float_index: Graph, nodes_with_output_pair: frozenset[str]
+) -> tuple[dict[str, NDArray[np.float32]], dict[str, str]]:
     """Read from the pairs which nodes run in int8, and with which scales of their weights.
 
     A node runs in int8 if there is a Q/DQ pair on each of its inputs and, unless it has a weight,
@@ -248,16 +251,13 @@ def _read_layers(
     Args:
         index: of the model with pairs.
         float_index: of the cleaned model without them.
+        nodes_with_output_pair: names of the nodes with a pair on their output.
 
     Returns:
-        (name of a layer -> scales of its weight, name of a node -> why it is float, names of the
-        nodes with a pair on their output).
+        (name of a layer -> scales of its weight, name of a node -> why it is float).
     """
     weight_scales: dict[str, NDArray[np.float32]] = {}
     float_reasons: dict[str, str] = {}
-    nodes_with_output_pair = frozenset(
-        node.name for node in index.nodes if _has_output_pair(node, index)
-    )
     qdq_node_by_name = by_name(index.nodes)
     for node in float_index.nodes:  # in graph order: a node comes before its tail
         if _is_tail(node, float_index):
@@ -277,7 +277,7 @@ def _read_layers(
                 _check_pairs_around(qdq_node, index, nodes_with_output_pair)
         except UnfitError as error:
             float_reasons[node.name] = str(error)
-    return weight_scales, float_reasons, nodes_with_output_pair
+    return weight_scales, float_reasons
 
 
 def _is_tail(node: onnx.NodeProto, index: Graph) -> bool:

@@ -96,11 +96,11 @@ CustomClasses = Mapping[type[nn.Module], type[nn.Module]]
 
 def scale_table(model: nn.Module) -> list[tuple[str, float, int]]:
     """Return (tensor, scale, zero_point) of each quantized activation, prepared or converted."""
-    rows = []
-    for module in model.modules():
-        if isinstance(module, FakeQuant | FixedQuant):
-            rows.append((module.name, float(module.scale), int(module.zero_point)))
-    return rows
+    return [
+        (module.name, float(module.scale), int(module.zero_point))
+        for module in model.modules()
+        if isinstance(module, FakeQuant | FixedQuant)
+    ]
 
 
 def convert(prepared: nn.Module, custom: CustomClasses | None = None) -> nn.Module:

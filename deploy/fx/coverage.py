@@ -71,15 +71,7 @@ def measure_coverage(
     is_factor_by_id = _find_factors(converted)
     int8_layers: list[str] = []
     float_layers: list[tuple[str, str]] = []  # (name, class)
-    float_reasons: dict[str, str] = {}
-    quantizer_count = 0
     for name, module in converted.named_modules():
-        if isinstance(module, fx.GraphModule):  # the model, or a submodule quantized alone
-            prefix = f"{name}." if name else ""
-            for layer, reason in module.meta.get(FLOAT_REASONS, {}).items():
-                float_reasons[prefix + layer] = reason
-        if isinstance(module, FixedQuant | DynamicQuant):
-            quantizer_count += 1
         if any(name.startswith(f"{layer}.") for layer in int8_layers):
             continue  # it is inside an int8 layer, which is counted
         if isinstance(module, (IntLayer, *quantized_classes)):
@@ -87,7 +79,23 @@ def measure_coverage(
         else:
             kind = class_by_name.get(name, type(module))
             float_layers += _find_float_weights(name, kind, module, is_factor_by_id)
-    return LayerCoverage(tuple(int8_layers), tuple(float_layers), quantizer_count, float_reasons)
+
+    quantizers = [
+        module for module in converted.modules() if isinstance(module, FixedQuant | DynamicQuant)
+    ]
+    reasons = _float_reasons(converted)
+    return LayerCoverage(tuple(int8_layers), tuple(float_layers), len(quantizers), reasons)
+
+
+def _float_reasons(converted: nn.Module) -> dict[str, str]:
+    """Return qualified name of a layer in float -> why, as `prepare` has stored it."""
+    reasons: dict[str, str] = {}
+    for name, module in converted.named_modules():
+        if isinstance(module, fx.GraphModule):  # the model, or a submodule quantized alone
+            prefix = f"{name}." if name else ""
+            for layer, reason in module.meta.get(FLOAT_REASONS, {}).items():
+                reasons[prefix + layer] = reason
+    return reasons
 
 
 def _find_factors(converted: nn.Module) -> dict[int, bool]:

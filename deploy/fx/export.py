@@ -311,16 +311,20 @@ def compare_with_torch(
     session = OrtSession.open(exported, threads=1, optimize=optimized, int8_kernels=kernels)
     sample_counts, differences, magnitudes = [], [], []
     same_argmax: list[NDArray[np.bool_]] = []  # for each row of the last output
-    varies: list[bool] = []  # for each batch, whether an output varies between samples (`_varies`)
+    # whether an output varies in a batch: between samples or, in a batch of one, between its values
+    varies_between_samples: list[bool] = []
+    varies_within_sample: list[bool] = []  # read only if no batch has several samples
     output_count = 0
     for batch in batches:
         torch_outputs, onnx_outputs = _run_both(model, session, batch)
-        sample_counts.append(len(batch[0]) if batch[0].ndim else 1)
+        sample_count = len(batch[0]) if batch[0].ndim else 1
+        sample_counts.append(sample_count)
         differences.append(largest_difference(torch_outputs, onnx_outputs))
         magnitudes.append(largest_magnitude(torch_outputs))
         last_output = torch_outputs[-1].cpu().numpy()
         same_argmax.append(_same_argmax(last_output, onnx_outputs[-1].numpy()))
         output_count = len(torch_outputs)
+        varies = varies_between_samples if sample_count > 1 else varies_within_sample
         varies.append(any(map(_varies, torch_outputs)))
 
     max_difference = float(np.max(differences))  # NaN if one is, which `max` may lose
@@ -330,11 +334,6 @@ def compare_with_torch(
         difference_in_steps = max_difference / float(quantizers[-1].scale)
     has_same_argmax = np.concatenate(same_argmax)
     row_count = len(has_same_argmax)
-    # in a batch of one sample, an output can only vary between its values; that counts only if all
-    # batches are of one sample
-    varies_between_samples = [
-        is_varying for is_varying, count in zip(varies, sample_counts, strict=True) if count > 1
-    ]
     return ExportAgreement(
         samples=sum(sample_counts),
         max_difference=max_difference,
@@ -342,7 +341,7 @@ def compare_with_torch(
         argmax=int(has_same_argmax.sum()) / max(row_count, 1),
         codes=difference_in_steps,
         batches=tuple(sorted({len(batch[0]) for batch in batches if batch[0].ndim})),
-        depends_on_input=any(varies_between_samples or varies),
+        depends_on_input=any(varies_between_samples or varies_within_sample),
         argmax_rows=row_count,
     )
 
@@ -351,9 +350,10 @@ def _run_both(
     model: nn.Module, session: OrtSession, batch: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the outputs of torch and those of ONNX Runtime, which must have the same shapes."""
-    arrays = {}
-    for spec, tensor in zip(session.inputs, batch, strict=True):
-        arrays[spec.name] = tensor.detach().cpu().numpy()
+    arrays = {
+        spec.name: tensor.detach().cpu().numpy()
+        for spec, tensor in zip(session.inputs, batch, strict=True)
+    }
     onnx_arrays = session.run(arrays).values()
     onnx_outputs = [torch.from_numpy(np.array(array)) for array in onnx_arrays]
     with torch.no_grad():

@@ -199,7 +199,7 @@ def _norms_with_reasons(model: nn.Module) -> Iterator[str]:
                 yield f"{node.target} ({reason or 'its layer stays in float'})"
 
 
-def fuse_for_export(model: nn.Module, inputs: Sequence[Any] | None = None) -> nn.Module:
+def fuse_for_export(model: nn.Module, inputs: Sequence[Any]) -> nn.Module:
     """Return `model` with the fusions that runtimes do not do themselves; unchanged if none apply.
 
     Runtimes fold a norm right after a convolution, but neither merge parallel convolutions nor fold

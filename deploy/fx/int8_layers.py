@@ -62,11 +62,11 @@ WEIGHTED = (*CONVS, *TRANSPOSED, nn.Linear)
 
 def find_weighted_layers(model: nn.Module) -> list[tuple[str, str]]:
     """List (qualified name, class name) of every layer whose weight can be quantized."""
-    layers = []
-    for name, module in model.named_modules():
-        if isinstance(module, WEIGHTED):
-            layers.append((name, type(module).__name__))
-    return layers
+    return [
+        (name, type(module).__name__)
+        for name, module in model.named_modules()
+        if isinstance(module, WEIGHTED)
+    ]
 
 
 def apply_layer(
@@ -84,7 +84,7 @@ def apply_layer(
     return layer._conv_forward(x, weight, bias)  # handles padding_mode and string padding
 
 
-def channel_axis(layer: nn.Module, per_channel: bool = True) -> int | None:
+def channel_axis(layer: nn.Module, per_channel: bool) -> int | None:
     """Return the axis of the weight's output channels; None for one scale per tensor.
 
     A grouped ConvTranspose always has one scale.

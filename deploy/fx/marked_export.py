@@ -65,7 +65,7 @@ def export_named(
     graph_module: fx.GraphModule,
     inputs: Sequence[Any],
     *,
-    is_opaque: Callable[[fx.Node], bool] = lambda node: False,
+    is_opaque: Callable[[fx.Node], bool],
 ) -> ExportedGraph:
     """Export a graph whose shapes are known (`propagate_shapes`) to a cleaned float ONNX model.
 
@@ -83,7 +83,7 @@ def export_named(
     _insert_markers(marked)
     program = _run_exporter(marked, pytree.tree_map(_to_float_on_cpu, tuple(inputs)))
 
-    first_name_by_name = _remove_markers(program.model)
+    tensor_name_by_node = _remove_markers(program.model)
     with quiet():
         program.optimize()
     model: onnx.ModelProto = program.model_proto
@@ -92,7 +92,7 @@ def export_named(
     onnx_graph = Graph(cleaned)
     return ExportedGraph(
         model=cleaned,
-        tensors=_find_tensors(onnx_graph, graph_module, first_name_by_name),
+        tensors=_find_tensors(onnx_graph, graph_module, tensor_name_by_node),
         graph_nodes=_find_implemented_nodes(onnx_graph, graph_module),
     )
 
@@ -219,23 +219,23 @@ def _remove_markers(model: Any) -> dict[str, str]:
     of these nodes.
 
     Returns:
-        Name of each graph node -> name of the first node with the same tensor: mostly its own.
+        Name of each graph node -> name of the node after which its tensor is named: mostly its own.
     """
-    first_name_by_value: dict[Any, str] = {}  # value: a tensor in onnx_ir
-    first_name_by_name = {}
+    name_by_value: dict[Any, str] = {}  # value: a tensor in onnx_ir
+    tensor_name_by_node = {}
     for node in list(model.graph):
         if node.domain != MARKER_DOMAIN or node.op_type != MARKER:
             continue
         (source,), (marked,) = node.inputs, node.outputs
         name = node.attributes["name"].as_string()
-        first_name_by_name[name] = first_name_by_value.setdefault(source, name)
+        tensor_name_by_node[name] = name_by_value.setdefault(source, name)
         marked.replace_all_uses_with(source, replace_graph_outputs=True)
         model.graph.remove(node, safe=True)
 
-    for value, name in first_name_by_value.items():
+    for value, name in name_by_value.items():
         value.name = f"{NODE_PREFIX}{name}"
     model.opset_imports.pop(MARKER_DOMAIN, None)
-    return first_name_by_name
+    return tensor_name_by_node
 
 
 def _name_split_outputs(model: onnx.ModelProto, graph_module: fx.GraphModule) -> None:
@@ -249,10 +249,10 @@ def _name_split_outputs(model: onnx.ModelProto, graph_module: fx.GraphModule) ->
     for node in graph_module.graph.nodes:
         if node.op != "call_function" or node.target not in (torch.chunk, torch.split):
             continue
-        item_by_index: dict[Any, fx.Node] = {}  # index of an output -> getitem node that takes it
-        for user in node.users:
-            if user.target is operator.getitem:  # else it reads the entire tuple, such as a cat
-                item_by_index[user.args[1]] = user
+        # index in the tuple -> its getitem node; other readers take the entire tuple, such as a cat
+        item_by_index: dict[Any, fx.Node] = {
+            user.args[1]: user for user in node.users if user.target is operator.getitem
+        }
         split_input = f"{NODE_PREFIX}{node.args[0].name}"
         for onnx_node in onnx_graph.readers.get(split_input, []):
             if onnx_node.op_type != "Split":
@@ -265,18 +265,18 @@ def _name_split_outputs(model: onnx.ModelProto, graph_module: fx.GraphModule) ->
 
 
 def _find_tensors(
-    onnx_graph: Graph, graph_module: fx.GraphModule, first_name_by_name: Mapping[str, str]
+    onnx_graph: Graph, graph_module: fx.GraphModule, tensor_name_by_node: Mapping[str, str]
 ) -> dict[fx.Node, str]:
     """Return graph node -> the ONNX tensor of its output, if the ONNX model has it.
 
-    `first_name_by_name`: name of a graph node -> name of the first node with the same output, after
-    which the tensor is named.
+    `tensor_name_by_node`: name of a graph node -> name of the node after which its ONNX tensor is
+    named; several nodes may have the same tensor.
     """
     onnx_tensors = {*onnx_graph.inputs, *onnx_graph.producer}
     tensor_by_node: dict[fx.Node, str] = {}
     for node in graph_module.graph.nodes:
         # first the node's own name, which `_name_split_outputs` may have given to a tensor
-        for name in (node.name, first_name_by_name.get(node.name, node.name)):
+        for name in (node.name, tensor_name_by_node.get(node.name, node.name)):
             tensor = f"{NODE_PREFIX}{name}"
             if tensor in onnx_tensors:
                 tensor_by_node[node] = tensor

@@ -40,9 +40,8 @@ _NO_DEFAULT = Parameter.empty
 def accept_named_inputs(model: nn.Module, names: Sequence[str | None]) -> list[int]:
     """Make `model` take one positional tensor for each name; return their order.
 
-    Its class is changed in place to one with such a forward, unless its forward is such already.
-    The names are arguments of forward, or the keys of a dict if forward takes a single argument of
-    another name.
+    Its class is changed in place to one with such a forward, unless it has such a forward already.
+    The names are arguments of forward; or, if forward takes a dict, its keys.
 
     Args:
         model: the model.
@@ -56,6 +55,20 @@ def accept_named_inputs(model: nn.Module, names: Sequence[str | None]) -> list[i
     """
     if not any(names):
         return list(range(len(names)))
+    complete_names = _complete_names(model, names)
+    ordered_names, dict_argument = match_arguments(model, complete_names)
+    # the class stays if the names are all arguments of forward, in order
+    if ordered_names != _argument_names(model):
+        model.__class__ = make_named_class(type(model), ordered_names, dict_argument=dict_argument)
+    return [complete_names.index(name) for name in ordered_names]
+
+
+def _complete_names(model: nn.Module, names: Sequence[str | None]) -> list[str]:
+    """Return input names with those of forward's first arguments in place of None.
+
+    Raises:
+        ConfigError: a None follows a name, there are too many, or a name occurs twice.
+    """
     positional_names = _names(positional_parameters(model))
     unnamed_count = names.count(None)
     given_names = list(filter(None, names))
@@ -70,12 +83,7 @@ def accept_named_inputs(model: nn.Module, names: Sequence[str | None]) -> list[i
     duplicates = {name for name in complete_names if complete_names.count(name) > 1}
     if duplicates:
         raise ConfigError(f"input names must be unique, got {', '.join(sorted(duplicates))} twice")
-
-    ordered_names, dict_argument = match_arguments(model, complete_names)
-    # the class stays if the names are all arguments of forward, in order
-    if ordered_names != _argument_names(model):
-        model.__class__ = make_named_class(type(model), ordered_names, dict_argument=dict_argument)
-    return [complete_names.index(name) for name in ordered_names]
+    return complete_names
 
 
 def match_arguments(model: nn.Module, names: Sequence[str]) -> tuple[list[str], str | None]:
@@ -117,8 +125,8 @@ def _find_dict_argument(model: nn.Module, names: Sequence[str]) -> str | None:
     """
     arguments = _parameters(model, (*_POSITIONAL, Parameter.KEYWORD_ONLY))
     required = _required(arguments)
-    keywords = _argument_names(model)
-    unknown_names = [name for name in names if name not in keywords]
+    keyword_names = _argument_names(model)
+    unknown_names = [name for name in names if name not in keyword_names]
 
     takes_any_keyword = bool(_parameters(model, (Parameter.VAR_KEYWORD,)))
     has_all_required = set(names).issuperset(_names(required))
@@ -139,7 +147,7 @@ def _find_dict_argument(model: nn.Module, names: Sequence[str]) -> str | None:
         f" no default, or as the keys of a dict that is the only one, got {', '.join(names)}"
     )
     for name in unknown_names:
-        if hint := did_you_mean(name, keywords):
+        if hint := did_you_mean(name, keyword_names):
             message += f"; {hint}"
             break
     raise ConfigError(message)
@@ -354,7 +362,7 @@ _MAX_BYTES = 4 << 30
 
 def example_inputs(
     shapes: Sequence[Sequence[int]],
-    dtypes: Sequence[str | None] = (),
+    dtypes: Sequence[str | None],
     *,
     floating: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, ...]:
@@ -461,7 +469,7 @@ def _read_arrays(path: Path) -> dict[str, Array]:
 
 
 def _accept_array_names(model: nn.Module, names: list[str], path: Path) -> list[str]:
-    """Change a model in place to take the arrays of a file; return their names in its order.
+    """Change a model in place to take the arrays of a file; return their names in order of inputs.
 
     `names`: of the model's inputs, or "" for the array of an .npy file, which is the first input.
 

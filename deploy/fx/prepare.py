@@ -176,11 +176,11 @@ def _attention(
     *_, query_length, width = _shape(query.node)
     if scale is None:
         scale = 1 / math.sqrt(width)
-    factor = math.sqrt(scale)
+    factor = math.sqrt(scale)  # of the query and of the key
     scores = torch.matmul(query * factor, key.transpose(-2, -1) * factor)
     if attn_mask is not None:
         bias = attn_mask
-        if attn_mask.node.meta["tensor_meta"].dtype is torch.bool:  # True where attention is paid
+        if attn_mask.node.meta["tensor_meta"].dtype is torch.bool:  # False: a position is masked
             bias = torch.where(attn_mask, 0.0, -math.inf)
         scores = scores + bias
     if is_causal:  # no position sees a later one

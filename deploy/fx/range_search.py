@@ -61,9 +61,7 @@ class MethodSearch:
                 " lp, percentile or minmax"
             )
 
-    def find_scale(
-        self, recorder: Recorder, grid: Grid, reach: RangeLimits | None = None
-    ) -> ScaleAndZero:
+    def find_scale(self, recorder: Recorder, grid: Grid, reach: RangeLimits | None) -> ScaleAndZero:
         """Return (scale, zero_point); scale 1 for a tensor that was always 0."""
         assert isinstance(recorder, Histogram)
         if recorder.amax == 0:
@@ -94,9 +92,7 @@ class IfmrSearch:
     def check(self, grid: Grid) -> None:
         """Accept any grid."""
 
-    def find_scale(
-        self, recorder: Recorder, grid: Grid, reach: RangeLimits | None = None
-    ) -> ScaleAndZero:
+    def find_scale(self, recorder: Recorder, grid: Grid, reach: RangeLimits | None) -> ScaleAndZero:
         """Return (scale, zero_point); scale 1 for a tensor that is almost 0. `reach` is ignored."""
         assert isinstance(recorder, IfmrHistogram)
         params = IfmrParams(bits=grid.bits, with_offset=not grid.symmetric)

@@ -81,9 +81,9 @@ def place_quantizers(
     inputs: Sequence[Any],
     target: Target,
     *,
-    skip: Sequence[str] = (),
-    share: Sequence[str] = (),
-    is_opaque: Callable[[fx.Node], bool] = lambda node: False,
+    skip: Sequence[str],
+    share: Sequence[str],
+    is_opaque: Callable[[fx.Node], bool],
 ) -> GraphPlacement:
     """Return which tensors and weights of a graph a target quantizes, with known shapes.
 
@@ -109,10 +109,12 @@ def place_quantizers(
         )
     exported = export_named(graph_module, inputs, is_opaque=is_opaque)
     mapper = _PlanMapper(graph_module, exported)
-    float_reasons: dict[str, str] = {}  # name of an ONNX node that stays in float -> why
-    for onnx_node in exported.graph_nodes:
-        if not set(skip).isdisjoint(mapper.find_layers(onnx_node)):
-            float_reasons[onnx_node] = FLOAT_BY_USER
+    # name of an ONNX node that stays in float -> why
+    float_reasons = {
+        onnx_node: FLOAT_BY_USER
+        for onnx_node in exported.graph_nodes
+        if not set(skip).isdisjoint(mapper.find_layers(onnx_node))
+    }
     # Where the graph has no place for a quantizer, the node stays in float. The next plan then may
     # quantize other tensors without a place, so plan until there is none: each plan has more nodes
     # in float.
@@ -225,10 +227,15 @@ class _PlanMapper:
     def _find_edges(self, tensor: str, reader: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
         """Yield the edges of the graph, (node, its reader), on which a tensor is to be quantized.
 
-        Mostly it is the edge from the node that computes the tensor to `reader`. But nodes between
-        them may have no tensor in the ONNX model: x -> pad -> conv may be one Conv there, which
-        pads. Then x is quantized before the pad, on the edge (x, pad). But if the pad has other
-        readers, which read float values, it is the edge (pad, conv).
+        Here x is the tensor, and conv the reader::
+
+            graph                   ONNX                  edge
+            x -> conv               x -> Conv             (x, conv)
+            x -> pad -> conv        x -> Conv that pads   (x, pad)
+            x -> dropout -> conv    x -> Conv             (x, dropout)
+
+        If the pad or dropout has other readers too, which read float values, the edge is that
+        between it and conv.
 
         Args:
             tensor: tensor of the ONNX model.
@@ -239,18 +246,18 @@ class _PlanMapper:
             if not is_float(source) and not _has_several_outputs(source):
                 continue  # a size, which has no scale
             has_other_readers = len(source.users) > 1
-            if source not in tensor_by_node:  # it is inside of an ONNX node, like the pad
+            if source not in tensor_by_node:  # such as the pad
                 upstream_edges = list(self._find_edges(tensor, source))
                 if upstream_edges and is_float(source) and has_other_readers:
                     yield source, reader
                 else:
                     yield from upstream_edges
             elif tensor_by_node[source] == tensor:
-                # a node that returns its input, such as dropout, has the same tensor as its input
+                # a node that returns its input, such as a dropout, has the same tensor as its input
                 inputs = source.all_input_nodes
-                originals = [node for node in inputs if tensor_by_node.get(node) == tensor]
-                if originals and not has_other_readers:
-                    yield originals[0], source
+                equal_inputs = [node for node in inputs if tensor_by_node.get(node) == tensor]
+                if equal_inputs and not has_other_readers:
+                    yield equal_inputs[0], source
                 else:
                     yield source, reader
 
@@ -267,10 +274,9 @@ def _find_groups(model: onnx.ModelProto, plan: Plan, share: Sequence[str]) -> di
 
     `share`: kinds of operators, keys of `SHARED_SCALE_OPS`.
     """
-    group_by_tensor: dict[str, str] = {}
-    for pair in plan.pairs:
-        scale_owner = plan.scale_owners.get(pair.tensor, pair.tensor)
-        group_by_tensor[pair.tensor] = scale_owner
+    group_by_tensor = {
+        pair.tensor: plan.scale_owners.get(pair.tensor, pair.tensor) for pair in plan.pairs
+    }
     sharing_ops = {op_type for kind in share for op_type in SHARED_SCALE_OPS[kind]}
     graph = Graph(model)
     for node in graph.nodes:

@@ -252,8 +252,8 @@ def read_batches(
     images: FeedSource,
     inputs: Sequence[torch.Tensor],
     names: Sequence[str],
-    preprocess: PreprocessRequest = None,
-    limit: Limit = None,
+    preprocess: PreprocessRequest,
+    limit: Limit,
 ) -> list[Tensors]:
     """Read batches of the size of the example inputs, all into memory.
 

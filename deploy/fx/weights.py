@@ -100,10 +100,11 @@ def strip_prefix(state: Mapping[str, torch.Tensor], model: nn.Module) -> Mapping
     prefixes = [name.removesuffix(sample_name) for name in state if name.endswith(suffix)]
     fitting_weights = []  # of each prefix that fits
     for prefix in prefixes:
-        weights = {}
-        for name, tensor in state.items():
-            if name.startswith(prefix):
-                weights[name.removeprefix(prefix)] = tensor
+        weights = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in state.items()
+            if name.startswith(prefix)
+        }
         if set(weights) == model_names:
             fitting_weights.append(weights)
     return fitting_weights[0] if len(fitting_weights) == 1 else state

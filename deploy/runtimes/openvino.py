@@ -91,7 +91,7 @@ def run_in_subprocess(
     samples: Sequence[Path],
     folder: Path,
     *,
-    threads: int | None = None,
+    threads: int | None,
 ) -> list[Path]:
     """Run samples in a separate process, so that a crash of OpenVINO does not end this one.
 

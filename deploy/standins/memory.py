@@ -220,14 +220,14 @@ class Memory:
         if start in self._blocks:
             self._freed.append(start)
 
-    def lend(self, address: int, size: int, owner: Any, content: BlockCopy | None = None) -> None:
+    def lend(self, address: int, size: int, owner: Any, content: BlockCopy | None) -> None:
         """Register memory of `owner` for its lifetime, and at least until the batch was read.
 
         Args:
             address: start of the memory.
             size: in bytes.
             owner: object whose lifetime is that of the memory.
-            content: the data in it, if known.
+            content: the data in it; None if unknown.
         """
         self._drop(address)
         block = _Block(size, copies=[] if content is None else [content])

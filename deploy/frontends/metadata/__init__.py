@@ -39,7 +39,7 @@ READERS: tuple[tuple[str, str, Callable[[ModelMetadata], StoredPreprocess | None
 
 
 def read_metadata_preprocess(
-    model: onnx.ModelProto, path: Path | None = None
+    model: onnx.ModelProto, path: Path | None
 ) -> MetadataPreprocess | None:
     """Return the preprocessing stored in the model or in files in the folder of `path`; or None."""
     metadata = ModelMetadata(
@@ -81,7 +81,7 @@ def read_class_names(model: onnx.ModelProto) -> dict[int, str]:
     return name_by_class
 
 
-def read_declaration(model: onnx.ModelProto, path: Path | None = None) -> Declaration:
+def read_declaration(model: onnx.ModelProto, path: Path | None) -> Declaration:
     """Return what the model, and a `config.json` in the folder of `path`, declare of the outputs.
 
     A file that cannot be read declares nothing: the outputs are then recognised by their form.

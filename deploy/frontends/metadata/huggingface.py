@@ -73,7 +73,7 @@ def read_timm_config(metadata: ModelMetadata) -> StoredPreprocess | None:
 
 
 def timm_preprocess(data: Mapping[str, Any]) -> Preprocess:
-    """Return the preprocessing of timm's data configuration; missing values have timm's defaults.
+    """Return the preprocessing of timm's data configuration; a missing crop has timm's default.
 
     timm resizes the short side to input_size / crop_pct and crops the centre ("center"), or
     stretches the picture to the input ("squash").
