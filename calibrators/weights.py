@@ -69,11 +69,15 @@ def pair_scales(rows: NDArray[np.floating], scales: NDArray[np.float32]) -> NDAr
     `rows`: weight in real units, [C_out, C_in of a group, ...]. `scales`: its scales, float32
     [C_out], or [1] per tensor.
     """
-    largest_sums = pair_sums(rows).max(axis=1, initial=0.0)
-    if scales.size == 1:
-        largest_sums = largest_sums.max(keepdims=True)
-    min_scales = (largest_sums / (PAIR_LIMIT - PAIR_ROUNDING)).astype(np.float32)
-    return np.asarray(np.maximum(scales, min_scales), np.float32)
+    min_scales = pair_maxima(rows, scales) / (PAIR_LIMIT - PAIR_ROUNDING)
+    return np.asarray(np.maximum(scales, min_scales.astype(np.float32)), np.float32)
+
+
+def pair_maxima(rows: NDArray[np.floating], scales: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the largest of `pair_sums` for each scale: of a channel, or of all if it is one."""
+    axis = None if scales.size == 1 else 1
+    maxima = pair_sums(rows).max(axis=axis, initial=0.0)
+    return np.asarray(maxima, np.float32).reshape(-1)
 
 
 def pair_sums(rows: NDArray[np.generic]) -> NDArray[np.float32]:

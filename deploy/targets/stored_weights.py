@@ -21,7 +21,14 @@ from onnx import numpy_helper
 
 from calibrators.amct.arq import channels_first
 from calibrators.grids import Grid, weight_scales
-from calibrators.weights import PAIR_LIMIT, PAIR_ROUNDING, is_depthwise, pair_scales, pair_sums
+from calibrators.weights import (
+    PAIR_LIMIT,
+    PAIR_ROUNDING,
+    is_depthwise,
+    pair_maxima,
+    pair_scales,
+    pair_sums,
+)
 from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import WEIGHTED
 
@@ -70,13 +77,9 @@ def fit_trained_scales(
     if _is_depthwise(weight, node):  # its kernels add no pairs
         return scales
     rows = channel_rows(weight, node)
-    fitting_scales = pair_scales(rows, scales)
-    largest_sums = pair_sums(rows).max(axis=1, initial=0.0)  # of each channel, in real units
-    if scales.size == 1:
-        largest_sums = largest_sums.max(keepdims=True)
     # trained weights are multiples of their scale, so these sums are integers but for rounding
-    sums_in_steps = np.rint(largest_sums / scales)
-    return np.where(sums_in_steps > PAIR_LIMIT, fitting_scales, scales)
+    sums_in_steps = np.rint(pair_maxima(rows, scales) / scales)
+    return np.where(sums_in_steps > PAIR_LIMIT, pair_scales(rows, scales), scales)
 
 
 def largest_pair_sums(stored: NDArray[Any], node: onnx.NodeProto) -> Float64Array | None:
