@@ -36,6 +36,7 @@ from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.rows import ImageSize, Outputs, image_size
 from deploy.tasks.slices import OutputSlice, SlicesByOutput
 from deploy.tasks.thresholds import BOX_THRESHOLDS, MIN_CODED_SHARE, MIN_LIST_ROWS, UNIT_TOLERANCE
+from deploy.tensors import Array
 
 # numbers of a row -> columns of the first corner, the score and the class
 _LAYOUTS = {
@@ -46,7 +47,8 @@ _LAYOUTS = {
 
 LISTS = Form(
     shape="one list [K, 6], [K, 7] or [K, 5]; or boxes [K, 4], scores [K] and classes [K]",
-    values="corners, score and class number of each box, after non-maximum suppression",
+    values="corners, score and class number of each box, after non-maximum suppression; masks or"
+    " key points of each box are not compared",
     figure="boxes of both models, of the same class and with an IoU over 0.5",
     source="YOLO v10, TensorRT's NMS, Paddle, SSD's DetectionOutput, MMDetection",
 )
@@ -157,8 +159,15 @@ def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
     """Return output -> its slices that are compared by value: the scores, if all lists are as long.
 
     Boxes and classes are not: rows are sorted by score, so row 3 of two models may be two objects.
+    Nor are other outputs with a row for each box, such as masks.
     """
+    box_counts = [len(decoder.read_list(outputs)) for outputs in samples.outputs]
     slices: SlicesByOutput = dict.fromkeys(decoder.list_outputs, ())
+    for name in samples.all_output_names:
+        values = samples.arrays(name)
+        shows_rows = values[0].ndim > 2 or len(set(box_counts)) > 1
+        if shows_rows and all(map(_has_rows, values, box_counts)):
+            slices[name] = ()
     (scores,) = decoder.scores
     shapes = {value.shape for value in samples.arrays(scores.output)}
     if len(shapes) > 1:
@@ -170,6 +179,11 @@ def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
         column = OutputSlice(output=scores.output, axis=-1, start=scores.start, stop=stop)
         slices[scores.output] = (column,)
     return slices
+
+
+def _has_rows(value: Array, count: int) -> bool:
+    """Whether an output [K, ..] or [1, K, ..] has a row for each of `count` boxes."""
+    return count in value.shape[:2]
 
 
 _PICTURE = 4  # dimensions of pictures and feature maps
@@ -267,8 +281,9 @@ class BoxDetection(EvaluationTask):
 
     @property
     def lists(self) -> frozenset[str]:
-        """The outputs of lists of boxes."""
-        return frozenset(self.decoder.list_outputs)
+        """The outputs of lists of boxes, and those with a row for each box."""
+        unsliced = (name for name, slices in self.parts.items() if not slices)
+        return frozenset((*self.decoder.list_outputs, *unsliced))
 
 
 def fit_boxes(samples: FirstSamples) -> BoxDetection | None:
