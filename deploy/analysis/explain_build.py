@@ -248,7 +248,7 @@ class _WorstImages:
                 continue
             error = RunningError(label)
             expected = output_slice.of(reference_values[name])
-            error.add(expected, output_slice.of(candidate_values[name]), batch=1)
+            error.add(expected, output_slice.of(candidate_values[name]))
             db = error.result().sqnr_db
             if not worst_label or sqnr_sort_key(db) < sqnr_sort_key(worst_db):
                 worst_label, worst_db = label, db

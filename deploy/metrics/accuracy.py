@@ -89,25 +89,8 @@ class Accuracy:
         return values
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """One batch of both models.
-
-    Attributes:
-        inputs: input name -> array.
-        reference: output name -> array of the float model.
-        candidate: output name -> array of the engine.
-        length: number of samples.
-    """
-
-    inputs: Outputs
-    reference: Outputs
-    candidate: Outputs
-    length: int
-
-
 class Comparison:
-    """Accumulates one candidate's figures against the reference, batch by batch.
+    """Accumulates one candidate's figures against the reference, sample by sample.
 
     The first samples are buffered until the form of the outputs can be derived from them.
     """
@@ -157,7 +140,7 @@ class Comparison:
         self._errors = {name: RunningError(name) for name in names}
 
         # what `_use_form` sets once the form is known
-        self._buffered_batches: list[_Batch] = []
+        self._buffered_samples: list[tuple[Outputs, ...]] = []  # inputs and outputs of both models
         self._form: OutputForm | None = None
         self._slice_errors: dict[OutputSlice, RunningError] = {}
         self._task_tally: TaskTally[Any] | None = None
@@ -186,38 +169,31 @@ class Comparison:
         Raises:
             FeedError: labels that do not fit the samples or the classes.
         """
-        fed_count = batch_length(feed, self._batch_inputs)
-        sample_count = fed_count if count is None else min(fed_count, count - self._samples)
-        batch = _Batch(
-            inputs=_first_rows(feed, feed, sample_count, fed_count),
-            reference=_first_rows(reference, self._errors, sample_count, fed_count),
-            candidate=_first_rows(candidate, self._errors, sample_count, fed_count),
-            length=sample_count,
-        )
-        for name, error in self._errors.items():
-            error.add(batch.reference[name], batch.candidate[name], sample_count)
-
-        self._samples += sample_count
-        self._buffered_batches.append(batch)
-        # batches wait in the buffer until they show the form: the slices and the task
-        samples_for_form = form_samples(batch.inputs, batch.reference, sample_count)
+        batch = batch_length(feed, self._batch_inputs)
+        reference = {name: reference[name] for name in self._errors}
+        candidate = {name: candidate[name] for name in self._errors}
+        samples = split_batches(batch, feed, reference, candidate)
+        remaining_count = batch if count is None else min(batch, count - self._samples)
+        self._buffered_samples += islice(samples, remaining_count)
+        self._samples += remaining_count
+        # samples wait in the buffer until they show the form: the slices and the task
+        first_inputs, first_reference, _ = self._buffered_samples[0]
+        samples_for_form = form_samples(first_inputs, first_reference)
         if self._form is not None or self._samples >= samples_for_form:
             self._count_buffered()
 
     def _count_buffered(self) -> OutputForm:
-        """Count the buffered batches, and return the form of their outputs.
+        """Count the buffered samples, and return the form of their outputs.
 
-        If the form is unknown so far, it is derived from these batches first.
+        If the form is unknown so far, it is derived from these samples first.
         """
-        batches = self._buffered_batches
-        self._buffered_batches = []
+        samples, self._buffered_samples = self._buffered_samples, []
         if self._form is None:
-            reference_outputs = [batch.reference for batch in batches]
-            inputs = [batch.inputs for batch in batches]
+            inputs, reference_outputs, _ = zip(*samples, strict=True)
             self._use_form(derive_form(reference_outputs, inputs=inputs, metric=self._metric))
         assert self._form is not None
-        for batch in batches:
-            self._count(self._form, batch)
+        for sample in samples:
+            self._count(self._form, *sample)
         return self._form
 
     def _use_form(self, form: OutputForm) -> None:
@@ -251,21 +227,26 @@ class Comparison:
             )
         self._precision = PrecisionTally(form.task.decoder, self._objects)
 
-    def _count(self, form: OutputForm, batch: _Batch) -> None:
-        """Add a batch to the slices' errors and every tally."""
-        reference = form.prepare(batch.reference, batch.inputs, batch.reference)
-        candidate = form.prepare(batch.candidate, batch.inputs, batch.reference)
+    def _count(
+        self, form: OutputForm, inputs: Outputs, reference: Outputs, candidate: Outputs
+    ) -> None:
+        """Add a sample to the errors of outputs and slices, and to every tally."""
+        for name, error in self._errors.items():
+            error.add(reference[name], candidate[name])
+        reference_values = form.prepare(reference, inputs, reference)
+        candidate_values = form.prepare(candidate, inputs, reference)
         for part, error in self._slice_errors.items():
-            reference_slice = part.of(reference[part.output])
-            candidate_slice = part.of(candidate[part.output])
-            error.add(reference_slice, candidate_slice, batch.length)
-
-        tallies = (self._alike, self._top1, self._metric_tally, self._task_tally, self._precision)
-        samples = split_batches(batch.length, batch.inputs, batch.reference, batch.candidate)
-        for inputs, sample_reference, sample_candidate in samples:
-            for tally in tallies:
-                if tally is not None:
-                    tally.add(inputs, sample_reference, sample_candidate)
+            expected, actual = reference_values[part.output], candidate_values[part.output]
+            error.add(part.of(expected), part.of(actual))
+        for tally in (
+            self._alike,
+            self._top1,
+            self._metric_tally,
+            self._task_tally,
+            self._precision,
+        ):
+            if tally is not None:
+                tally.add(inputs, reference, candidate)
 
     @property
     def watched(self) -> frozenset[int]:
@@ -466,14 +447,15 @@ class TensorComparison:
 
         Channels that only pad one of a pair's tensors are left out.
         """
-        batch = batch_length(feed, self._batch_inputs)
+        expected, actual = {}, {}
         for name, candidate_name in self.pairs.items():
-            expected, actual = reference[name], candidate[candidate_name]
-            self._errors[name].add(
-                strip_padded_channels(name, expected, actual),
-                strip_padded_channels(candidate_name, actual, expected),
-                batch,
-            )
+            values, candidate_values = reference[name], candidate[candidate_name]
+            expected[name] = strip_padded_channels(name, values, candidate_values)
+            actual[name] = strip_padded_channels(candidate_name, candidate_values, values)
+        batch = batch_length(feed, self._batch_inputs)
+        for sample_expected, sample_actual in split_batches(batch, expected, actual):
+            for name, error in self._errors.items():
+                error.add(sample_expected[name], sample_actual[name])
         self._samples += batch
 
     def result(self) -> tuple[OutputAccuracy, ...]:
@@ -509,17 +491,3 @@ def _find_problems(
                 f"output {output.name!r} has another shape in the int8 engine"
                 f" in {output.other_shape} of {samples} samples"
             )
-
-
-def _first_rows(arrays: Outputs, names: Iterable[str], rows: int, batch: int) -> Outputs:
-    """Return the named arrays, cut to their first `rows` rows.
-
-    An array whose first dimension is not the batch has no rows of samples and stays complete.
-    """
-    selected = {name: arrays[name] for name in names}
-    if rows == batch:
-        return selected
-    for name, value in selected.items():
-        if np.shape(value)[:1] == (batch,):
-            selected[name] = value[:rows]
-    return selected

@@ -73,7 +73,7 @@ class OutputAccuracy:
 
 @dataclass(slots=True)
 class RunningError:
-    """Running sums of one output, in constant memory. A row is one sample's values, flat.
+    """Running sums of one output, in constant memory. A row is the values of one sample, flat.
 
     Attributes:
         name: name of the output.
@@ -102,25 +102,15 @@ class RunningError:
     other_shape: int = 0
     empty: int = 0
 
-    def add(self, reference: Array, candidate: Array, batch: int) -> None:
-        """Add one batch of `batch` samples, row by row.
-
-        An array whose first dimension is not the batch is one row.
-        """
-        reference, candidate = np.asarray(reference), np.asarray(candidate)
+    def add(self, reference: Array, candidate: Array) -> None:
+        """Add one sample; one with NaN or Inf, or of another shape, is only counted as such."""
         if reference.shape != candidate.shape:
-            self.other_shape += batch
-        elif reference.size == 0:  # neither model detected anything
-            self.empty += batch
-        else:
-            row_count = batch if reference.shape[:1] == (batch,) else 1
-            reference_rows = reference.reshape(row_count, -1)
-            candidate_rows = candidate.reshape(row_count, -1)
-            for reference_row, candidate_row in zip(reference_rows, candidate_rows, strict=True):
-                self._add_row(reference_row, candidate_row)
-
-    def _add_row(self, reference: Array, candidate: Array) -> None:
-        """Add one sample; one with NaN or Inf is only counted as such."""
+            self.other_shape += 1
+            return
+        if reference.size == 0:  # neither model detected anything
+            self.empty += 1
+            return
+        reference, candidate = reference.reshape(-1), candidate.reshape(-1)
         sums, max_error = _pair_sums(reference, candidate)
         if not np.isfinite(sums).all():
             reference_is_finite = bool(np.isfinite(reference).all())

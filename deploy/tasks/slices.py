@@ -43,18 +43,18 @@ _MAX_SAMPLE_VALUES = 1 << 26  # values of the first samples together, 256 MiB of
 _MAX_ROWS = 1024  # of an output that is split
 
 
-def form_samples(inputs: Outputs, outputs: Outputs, batch: int = 1) -> int:
-    """Return how many samples the form of these outputs is derived from, whatever the batch.
+def form_samples(inputs: Outputs, outputs: Outputs) -> int:
+    """Return how many samples the form of outputs is derived from, by those of one sample.
 
     Outputs of few values need more samples, and so does a single value beside larger outputs: only
-    these show that a value is a probability, near 0 in some samples and near 1 in others, or that
-    values are sorted. Large arrays limit them, since all are in memory at once.
+    these show that a value is a probability, near 0 in some samples and near 1 in others. Large
+    arrays limit them, since all are in memory at once.
     """
-    has_single = any(value.size <= batch and value.dtype.kind == "f" for value in outputs.values())
+    has_single = any(value.size <= 1 and value.dtype.kind == "f" for value in outputs.values())
     max_size = max((value.size for value in outputs.values()), default=0)
-    if not has_single and max_size > MIN_ROW_VALUES * batch:
+    if not has_single and max_size > MIN_ROW_VALUES:
         return FORM_SAMPLES
-    total = sum(value.size for value in (*inputs.values(), *outputs.values())) // batch
+    total = sum(value.size for value in (*inputs.values(), *outputs.values()))
     fitting = _MAX_SAMPLE_VALUES // max(total, 1)
     return max(FORM_SAMPLES, min(FORM_SAMPLES_OF_FEW, fitting))
 
