@@ -343,7 +343,7 @@ def observe(
         observed = _observe_preliminary(
             schedule.preliminary, observed, first_samples, threads, run_counts
         )
-    if not schedule.main:  # the first samples were enough
+    if not schedule.main:  # no statistic needs the pass
         return _select(observed, schedule.missing)
 
     state = _PassState(

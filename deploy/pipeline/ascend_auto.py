@@ -176,9 +176,9 @@ def auto_calibrate(
             evaluation=evaluation,
             max_loss=max_loss,
             layers=tuple(record_plan.layers),
-            uncounted=node_inputs,
+            node_inputs=node_inputs,
             searches=records_by_search,
-            everywhere=general_searches,
+            general_searches=general_searches,
             find_nearest=partial(
                 _find_nearest_searches, record_plan, records_by_search, feed, threads
             ),

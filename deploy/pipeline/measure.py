@@ -143,7 +143,7 @@ def measure_engines(
         target_engines,
         reference,
         samples,
-        # evaluation samples of their own are none of those that the search ran
+        # the search ran calibration samples, so none of its outputs are of evaluation samples
         engine_outputs=engine_outputs if evaluation is None and engine_outputs else {},
         threads=threads,
     )

@@ -62,9 +62,9 @@ class BudgetSearch:
         evaluation: samples that must hold the budget, with labels or without.
         max_loss: the budget, see `loss_of`.
         layers: what may be float, in the model's order.
-        uncounted: those of `layers` that are only tensors.
+        node_inputs: those of `layers` that are one input of a node such as an Add, not counted.
         searches: search of the target -> the layers that can have it.
-        everywhere: those of `searches` that all layers can have and that cost no time.
+        general_searches: those of `searches` that all layers can have and that cost no time.
         find_nearest: returns layer -> the search with whose range it is nearest to float.
         say: called with sentences on the progress.
         ranking: layers with their losses, in the order in which they go to float; empty until it
@@ -78,9 +78,9 @@ class BudgetSearch:
     evaluation: Feed
     max_loss: float
     layers: Sequence[str]
-    uncounted: Collection[str] = ()
+    node_inputs: Collection[str]
     searches: Mapping[str, Collection[str]]
-    everywhere: Sequence[str]
+    general_searches: Sequence[str]
     find_nearest: Callable[[], Mapping[str, str]]
     say: Callable[[str], None]
     ranking: Sequence[tuple[str, float]] = ()
@@ -172,7 +172,7 @@ class BudgetSearch:
 
     def _try_searches_everywhere(self, search: Search) -> Trial:
         """Return the trial of least loss with one search in all layers."""
-        searches = [dict.fromkeys(self.layers, name) for name in self.everywhere]
+        searches = [dict.fromkeys(self.layers, name) for name in self.general_searches]
         trials = search.try_choices([Choices(searches=by_layer) for by_layer in searches])
         if not trials:
             raise BackendError(
@@ -250,7 +250,7 @@ class BudgetSearch:
 
         The result is reported to the user and added to `history`.
         """
-        int8_layers = set(self.layers).difference(trial.in_float, self.uncounted)
+        int8_layers = set(self.layers).difference(trial.in_float, self.node_inputs)
         trial_text = f"{len(int8_layers)} layers in int8"
         with phase(trial_text):
             comparison = GrowingComparison(
