@@ -186,6 +186,29 @@ def test_broken_images_are_named_or_skipped(photos, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+class CountedLookups(dict):
+    """Counts how often it is asked for a key."""
+
+    lookups = 0
+
+    def __contains__(self, key):
+        self.lookups += 1
+        return super().__contains__(key)
+
+
+@given(st.sets(st.integers(0, 39)), st.booleans())
+def test_good_samples_are_counted_in_one_walk(bad, in_sampling_order):
+    chosen = sampling.ChosenSamples(range(40), None, {})
+    if in_sampling_order:
+        chosen.use_sampling_order()
+    chosen.skipped = CountedLookups.fromkeys(bad, "bad")
+    entries = [entry for entry, index in enumerate(chosen.indices, 1) if index not in bad]
+    # as a pass counts: each sample after the one before
+    assert [chosen.count_entries(number) for number in range(1, len(entries) + 1)] == entries
+    assert chosen.skipped.lookups <= 40
+    assert [chosen.count_entries(1) for _ in entries[:1]] == entries[:1]  # a pass begins again
+
+
 def test_skipped_images_are_listed_in_order(photos):
     feed = open_feed(photos, [IMAGE], skip_bad=True)
     names = sampling.digest_names(feed.names)

@@ -406,8 +406,7 @@ class Feed:
         """
         for index, digest in zip(self._chosen.indices_of(share), digests, strict=True):
             self._reader.digests.store_or_compare(index, bytes.fromhex(digest), self._name(index))
-        for position, reason in skipped.items():
-            self._chosen.skipped[self._chosen.indices[position]] = reason
+        self._chosen.skip_entries(skipped)
         self._reader.decodes += len(share.positions) - len(skipped)  # read for this run
 
     def progress_after(self, samples: int) -> tuple[tuple[str, ...], dict[int, str]]:

@@ -255,6 +255,7 @@ class ChosenSamples:
         self._last_pass = self.indices
         self.skipped = dict(skipped)
         self.share = share
+        self._counted = 0, 0  # numbers of good samples and of entries, as `count_entries` left off
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -299,20 +300,36 @@ class ChosenSamples:
 
     def skip_positions(self, skipped: Mapping[int, str]) -> None:
         """Skip the samples at these positions of the complete list."""
-        index_by_position = dict(self.iterate_positions())
-        for position, reason in skipped.items():
-            self.skipped[index_by_position[position]] = reason
+        entry_by_position = {
+            position: entry for entry, position in enumerate(self._all_positions())
+        }
+        self.skip_entries({entry_by_position[position]: skipped[position] for position in skipped})
+
+    def skip_entries(self, skipped: Mapping[int, str]) -> None:
+        """Skip the samples with these numbers, from 0, among the chosen ones."""
+        for entry, reason in skipped.items():
+            self.skipped[self.indices[entry]] = reason
+        self._counted = 0, 0
 
     def indices_of(self, share: Share) -> Sequence[int]:
         """Return the indices of a share of the samples."""
         return self.indices[share.number - 1 : share.count : share.of]
 
     def count_entries(self, number: int) -> int:
-        """Return the number of entries up to and including the n-th good sample, from 1."""
+        """Return the number of entries up to and including the n-th good sample, from 1.
+
+        A pass asks for each of its samples in turn, so the count goes on where it left off.
+        """
         if not self.skipped:
             return number
-        good_entries = (n for n, index in enumerate(self.indices, 1) if index not in self.skipped)
-        return next(islice(good_entries, number - 1, None))
+        good_count, entry_count = self._counted
+        if good_count >= number:
+            good_count, entry_count = 0, 0
+        while good_count < number:
+            good_count += self.indices[entry_count] not in self.skipped
+            entry_count += 1
+        self._counted = good_count, entry_count
+        return entry_count
 
     def last_pass_indices(self, start: int, stop: int) -> Iterator[int]:
         """Yield good samples start..stop of the last pass, also those dropped since."""
@@ -321,12 +338,14 @@ class ChosenSamples:
     def use_sampling_order(self) -> None:
         """Change to low-discrepancy order: the first n samples are spread over the source."""
         self.indices = self._last_pass = _compact(to_sampling_order(self.indices))
+        self._counted = 0, 0
 
     def keep_first(self, count: int) -> None:
         """Drop all but the first `count` samples, and restore the order of the source."""
         self.indices = _compact(sorted(self.indices[:count]))
         for index in self.skipped.keys() - set(self.indices):
             del self.skipped[index]
+        self._counted = 0, 0
 
 
 def _compact(indices: Iterable[int]) -> Sequence[int]:

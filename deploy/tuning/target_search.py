@@ -129,14 +129,14 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         len(setup.request.feed),
         partial(_count_products, model, units, samples[0][0]),
     )
+    timed_samples = same_shape_samples([sample for sample, _ in samples])
     # what the searches of the build's targets have found out so far
     shared: SharedFindings = setup.request.ranges.compute_once("findings", SharedFindings)
     # trials run on samples that gave no ranges, to show what clipping costs; once the first search
     # has decided whether to clip, that is not worth another pass over all other samples
-    if shared.is_clipping is not None:
-        setup = replace(setup, observes_again=False)
+    observes_again = setup.observes_again and shared.is_clipping is None
+    setup = replace(setup, observes_again=observes_again)
     prober = make_prober(setup, samples, form, step, budget)
-    timed_samples = same_shape_samples([sample for sample, _ in samples])
     search = Search(
         prices=_unit_prices(setup, units, timed_samples),
         prober=prober,
@@ -150,10 +150,11 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         add_units=find_add_units(model, units),
     )
     chooser = _split_chooser(setup, search, form, timed_samples, budget)
+
     built_trial, is_interrupted = _run_and_choose(search, chooser)
     search.share_findings()
     verdict = chooser.find_verdict(built_trial)
-    if verdict is not None and verdict.outputs is not None:
+    if verdict is not None and verdict.outputs is not None:  # the evaluation reads them
         setup.evaluation_set.engine_outputs[setup.target.name] = verdict.outputs
     plan = _make_plan(search, chooser, built_trial)
     return replace(plan, interrupted=is_interrupted), prober.trial_count

@@ -35,6 +35,7 @@ PAIRS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 
 _WARM_PROFILES = 2  # profiled runs that do not count
 _SPLIT_S = 0.2  # of timing a split on this CPU
+_MIN_ROUNDS = 5  # of timing splits, in each of which every split runs twice
 _DEVICE_SPLIT_S = 1.0  # of timing a split on a device
 
 
@@ -193,7 +194,9 @@ def time_models(
     for number, model in enumerate(models):
         sessions[str(number)] = OrtSession.open(model, threads=threads)
     with phase("timing splits"):
-        latencies = measure(sessions, feeds, warmup_ms=0, duration_s=_SPLIT_S, until_settled=True)
+        latencies = measure(
+            sessions, feeds, warmup_ms=0, duration_s=_SPLIT_S, min_iterations=_MIN_ROUNDS
+        )
     return [latency.run_time.min for latency in latencies.values()]
 
 
