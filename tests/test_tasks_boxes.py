@@ -627,6 +627,20 @@ def test_lists_of_varying_length_are_judged_by_their_boxes():
     assert accuracy.task.value > 0.9
 
 
+@pytest.mark.parametrize(
+    ("name", "side", "has_rows_first"),
+    [("detection_boxes:0", 1, True), ("detection_boxes", 200, False), ("boxes", 1, False)],
+)
+def test_corners_of_tensorflow_are_rows_first(name, side, has_rows_first):
+    """Relative ones; TensorRT's NMS has pixels of the usual order under the same name."""
+    rows = ended(0, pad=0)
+    boxes = rows[None, :, :4] * side / 200
+    outputs = {name: boxes, "scores": rows[None, :, 4], "classes": rows[None, :, 5]}
+    decoder = derive_form([outputs] * 4, inputs=[fed()] * 4).task.decoder
+    order = [1, 0, 3, 2] if has_rows_first else [0, 1, 2, 3]
+    np.testing.assert_allclose(decoder.boxes({}, outputs).boxes, boxes[0][:, order])
+
+
 @pytest.mark.parametrize("counts", [[10, 10, 10, 10], [9, 10, 10, 8]])
 def test_masks_of_a_list_may_change_in_number(counts):
     """As Mask R-CNN has them; int8 finds one box less in the last sample."""

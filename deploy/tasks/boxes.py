@@ -11,7 +11,7 @@ if the length of the list varies. Other detectors: `detector_forms`.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import permutations
 
 import numpy as np
@@ -45,6 +45,10 @@ _LAYOUTS = {
 }
 
 
+# names of boxes in TensorFlow's Object Detection API, and in its TFLite files
+_ROWS_FIRST_OUTPUTS = "detection_boxes", "TFLite_Detection_PostProcess"
+_MAX_SHARE = 2  # of a side, that a corner relative to the picture reaches
+
 LISTS = Form(
     shape="one list [K, 6], [K, 7] or [K, 5]; or boxes [K, 4], scores [K] and classes [K]",
     values="corners, score and class number of each box, after non-maximum suppression; masks or"
@@ -63,8 +67,16 @@ def find_box_list(samples: FirstSamples) -> RowDecoder | None:
     for decoder in decoders:
         same_outputs = [other.list_outputs == decoder.list_outputs for other in decoders]
         if same_outputs.count(True) == 1:
-            return decoder
+            return replace(decoder, has_rows_first=_has_rows_first(decoder, samples))
     return None
+
+
+def _has_rows_first(decoder: RowDecoder, samples: FirstSamples) -> bool:
+    """Whether the corners of a list are y1 x1 y2 x2, relative to the picture, as TensorFlow's."""
+    (corners,) = decoder.box_columns
+    if not corners.output.startswith(_ROWS_FIRST_OUTPUTS):
+        return False
+    return all(value.max(initial=0) <= _MAX_SHARE for value in samples.arrays(corners.output))
 
 
 def _propose_lists(samples: FirstSamples) -> Iterator[RowDecoder]:

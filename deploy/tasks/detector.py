@@ -60,6 +60,7 @@ LIST_NUMBERS: Layout = "list numbers"  # [.., K], one number a box
 # dimensions of outputs with a row per anchor
 LAYOUT_DIMENSIONS = {ROWS: (2, 3), COLUMNS: (2, 3), MAP: (4,), ANCHOR_MAP: (4, 5)}
 ANCHORS_PER_CELL = 3  # of an anchor map whose shape does not show it: YOLO v3 to v7
+ROWS_FIRST = [1, 0, 3, 2]  # columns of x1 y1 x2 y2 in corners y1 x1 y2 x2
 MAX_LOG_SIDE = 10.0  # logarithm of a side in cells; larger ones would overflow
 STRIDES = (4, 8, 16, 32, 64, 128)  # pixels from cell to cell of a detector's levels
 
@@ -213,6 +214,7 @@ class RowDecoder:
         extra: columns of key points, mask weights or an angle; empty without.
         numbers: column of the class numbers of a list; empty without.
         is_list: whether the model has suppressed the boxes itself.
+        has_rows_first: whether a list's corners are y1 x1 y2 x2.
         grids: the cells of each level; empty if rows are not one cell each.
         coding: how the boxes are coded; "" if they are not decoded.
         classes: number of classes, without the background; None for a list, which has no such.
@@ -230,6 +232,7 @@ class RowDecoder:
     extra: tuple[Columns, ...] = ()
     numbers: tuple[Columns, ...] = ()
     is_list: bool = False
+    has_rows_first: bool = False
     grids: tuple[AnchorGrid, ...] = ()
     coding: str = ""
     classes: int | None = None
@@ -291,6 +294,8 @@ class RowDecoder:
             OtherShapeError: an output has another shape.
         """
         boxes, scores = read_columns(self.box_columns, outputs), read_columns(self.scores, outputs)
+        if self.has_rows_first:
+            boxes = boxes[:, ROWS_FIRST]
         classes = np.zeros((len(boxes), 1))
         if self.numbers:
             classes = read_columns(self.numbers, outputs)

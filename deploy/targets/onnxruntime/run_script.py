@@ -25,6 +25,7 @@ from deploy.tasks.detector import (
     LIST,
     MAP,
     ROWS,
+    ROWS_FIRST,
     Columns,
     RowDecoder,
 )
@@ -456,7 +457,7 @@ def _list_lines(decoder: RowDecoder, outputs: Outputs) -> str:
             text = f"{_list_table(part, outputs)}[:, {part.start}]"
         lines.append(f"    {name} = {text}\n")
     (corners,) = decoder.box_columns
-    columns = f"{corners.start} : {corners.stop}"
+    columns = str(ROWS_FIRST) if decoder.has_rows_first else f"{corners.start} : {corners.stop}"
     return f"    boxes = {_list_table(corners, outputs)}[:, {columns}]\n{''.join(lines)}"
 
 
