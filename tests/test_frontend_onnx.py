@@ -437,6 +437,12 @@ def test_nodes_are_sorted_and_cycles_refused():
         load(model_of([loop, b], outputs=outputs))
 
 
+def test_graph_without_a_name_is_loaded():
+    model = make_model("y = Relu (x)", {"x": [2]}, {"y": [2]})
+    model.graph.name = ""
+    assert load(model).name == "model"
+
+
 def test_node_names_are_made_unique():
     nodes = [
         make_node("Relu", "x", "a"),

@@ -257,8 +257,9 @@ def to_array(tensor: onnx.TensorProto) -> NDArray[Any]:
 
 
 def check_valid(model: onnx.ModelProto) -> None:
-    """Run ONNX's checker on the model; unknown ranks, which it refuses, are accepted."""
+    """Run ONNX's checker; a graph without a name and unknown ranks, which it refuses, are valid."""
     checked = copy_message(model)
+    checked.graph.name = "graph"
     for value in (*checked.graph.input, *checked.graph.output):
         if value.type.HasField("tensor_type"):
             value.type.tensor_type.shape.SetInParent()
