@@ -158,7 +158,7 @@ def test_a_task_that_is_set_holds_for_the_search_and_the_verdict(
             "a task is one of boxes, text, segmentation, masks, heatmaps, keypoints, labels,"
             " classes, embeddings, steps, indices, none, got 'cats'",
         ),
-        ("boxes", "boxes [N, A, 4] or wider and scores [N, A, C]"),
+        ("boxes", "boxes [N, A, 4 or more] and scores [N, A, C]"),
         ("text", "got logits [1, 10]; set another, or none to compare values"),
         ("indices", "the task indices needs int32 or int64 outputs, got logits [1, 10]"),
     ],

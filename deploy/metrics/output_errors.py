@@ -36,7 +36,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from deploy.tasks.rows import Arrays, Floats, Outputs, are_relative, is_floating
+from deploy.tasks.rows import Arrays, Floats, Outputs, are_in_unit_range, are_undecided, is_floating
 from deploy.tensors import Array
 
 # fields of figures, here and in `deploy.metrics.accuracy`, that report.json leaves out
@@ -364,11 +364,8 @@ def find_usual_values(samples: Arrays) -> Array | None:
     if any(value.shape != shape or not is_floating(value) for value in samples):
         return None
     values = np.stack(samples)
-    may_be_probabilities = values.min() >= 0 and values.max() <= 1
-    if may_be_probabilities and not are_relative(values.reshape(len(samples), -1)):
-        # probabilities near 1 vary little too, but their value counts; of numbers from 0 to 1 only
-        # those such as relative coordinates or ratios are measured about their mean
-        return None
+    if are_in_unit_range(values) and not are_undecided(values).all():
+        return None  # probabilities near 1 vary little too, but their value counts
     return find_large_mean(values, np.ones(values.shape))
 
 

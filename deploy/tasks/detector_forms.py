@@ -51,7 +51,6 @@ from deploy.tasks.thresholds import (
     MAX_OUTSIDE_PICTURE,
     MIN_ANCHORS,
     MIN_BACKGROUND_SHARE,
-    MIN_EMPTY_SHARE,
     MIN_POINT_CORRELATION,
     MIN_QUERIES,
     MIN_QUIET_SCORE,
@@ -393,7 +392,7 @@ def _are_scores(rows: Array) -> bool:
     """Whether four columns are scores of four classes, and not boxes: in few rows one is high."""
     if are_in_unit_range(rows):
         return bool(sums_to_one(rows).all()) or _are_mostly_empty(rows.max(axis=1))
-    return _find_raw_activation(rows) is not None
+    return _find_activation(rows, 0, is_set=False) is not None
 
 
 def _propose_anchor_maps(
@@ -549,38 +548,21 @@ def _find_activation(rows: Floats, class_count: int, *, is_set: bool) -> _Activa
         is_set: whether the user or the file says that they are scores.
     """
     column_count = rows.shape[1]  # classes, perhaps with the background
+    has_background_column = class_count == column_count - 1 > 0
     background = _find_background(rows)
-    if background is None and is_set:
+    if background is None and (is_set or has_background_column):
         background = column_count - 1  # where DETR and most others have it
+
     if are_in_unit_range(rows):  # they are probabilities already
         if column_count == 1 or not sums_to_one(rows).all():
             return _Activation("")
         # a Softmax needs a background for the rows without an object
         return None if background is None else _Activation("", background)
-
-    # raw scores; in front of a Softmax there is one column more than classes: the background
-    if class_count == column_count:
-        return _Activation("sigmoid")
-    if column_count > 1 and class_count == column_count - 1:
-        return _Activation("softmax", column_count - 1 if background is None else background)
-    activation = _find_raw_activation(rows)
-    if activation is not None or not is_set:
-        return activation
     # where all scores of most rows are below 0, these rows have no class: a Softmax would give one
-    if column_count == 1 or np.median(rows.max(axis=1)) < 0:
+    has_empty_rows = bool(np.median(rows.max(axis=1)) < 0)
+    is_sigmoid = column_count == 1 or class_count == column_count
+    if is_sigmoid or (has_empty_rows and not has_background_column):
         return _Activation("sigmoid")
-    return _Activation("softmax", background)
-
-
-def _find_raw_activation(rows: Array) -> _Activation | None:
-    """Return the activation that raw scores lack if most rows detect nothing; else None.
-
-    Then all scores of a row are below 0 in front of a Sigmoid; in front of a Softmax the background
-    has the highest.
-    """
-    if np.mean(rows.max(axis=1) < 0) >= MIN_EMPTY_SHARE:
-        return _Activation("sigmoid")
-    background = _find_background(rows)
     return None if background is None else _Activation("softmax", background)
 
 

@@ -1,6 +1,6 @@
 """Rows of batches: splitting a batch into samples, and tests on rows of values.
 
-The tests derive what values mean: probabilities that sum to 1, relative values, raw scores.
+The tests derive what values mean: probabilities that sum to 1, raw scores.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -14,9 +14,7 @@ from deploy.tasks.thresholds import (
     LOW,
     MAX_LOGIT_DRIFT,
     MAX_TANH,
-    MIN_ROW_VALUES,
     MIN_VARIATION,
-    MOST_SHARE,
     SUM_ROUNDING,
     UNIT_TOLERANCE,
 )
@@ -177,20 +175,6 @@ def may_be_logits(scores: Array, axis: int) -> bool:
 def are_undecided(shares: Array) -> Flags:
     """Return where probabilities are near neither 0 nor 1."""
     return np.asarray((shares > LOW) & (shares < HIGH))
-
-
-def are_relative(rows: Array) -> bool:
-    """Whether [N, C] lies in 0..1, most of it not near 0 or 1, and no row sums to 1.
-
-    Single values of many samples, such as a ratio, may all be near 0: those of an event are not.
-    """
-    if not are_in_unit_range(rows):
-        return False
-    if rows.shape[1] > 1:
-        min_share = are_undecided(rows).mean(axis=1).min()
-        return not sums_to_one(rows).any() and bool(min_share >= 0.5)
-    is_between = rows < HIGH if len(rows) >= MIN_ROW_VALUES else are_undecided(rows)
-    return bool(is_between.mean() >= MOST_SHARE)
 
 
 def correlate(x_values: Floats, y_values: Floats) -> float:

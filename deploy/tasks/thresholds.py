@@ -16,7 +16,6 @@ MIN_ANCHORS = 10  # fewer rows are classes of a few steps
 MIN_ROWS_PER_COLUMN = 2  # anchors are many more than the numbers of one, unless there are 100
 MIN_QUERIES = 100  # queries of a DETR, which may be fewer than its numbers
 MAX_EMPTY_SCORE = 0.1  # best probability of a row that detects nothing; half of all rows or more
-MIN_EMPTY_SHARE = 0.9  # share of rows that detect nothing; raw scores of these are below 0
 MIN_BACKGROUND_SHARE = 0.8  # share of rows that the background wins in front of a Softmax
 MIN_CODED_SHARE = 0.99  # share of boxes with ordered corners, or with sizes that are not negative
 MIN_CORNER_CORRELATION = 0.3  # corners move together, offsets and sizes do not
