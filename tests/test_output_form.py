@@ -8,10 +8,11 @@ import pytest
 
 from deploy.metrics.accuracy import Comparison
 from deploy.metrics.output_form import derive_form
+from deploy.tasks import Metric
+from deploy.tasks.declarations import Declaration
 from deploy.tasks.slices import OutputSlice, split_output
 from deploy.tensors import TensorSpec
 from tests.models import as_float32
-from tests.outputs import softmax
 
 
 def corners(anchors, side=640):
@@ -136,7 +137,8 @@ def test_values_are_weighted_by_cell_scores(value, gate, cells, preprocess):
         return as_float32({"score": np.where(rng.random(gate) < share, low, high), "pitch": pitch})
 
     references = [outputs(), outputs(0), outputs(), outputs()]  # in one all count
-    form = derive_form(references, inputs=[{"x": np.zeros((1, 3), np.float32)}] * 4)
+    inputs = [{"x": np.zeros((1, 3), np.float32)}] * 4
+    form = derive_form(references, inputs=inputs, metric=ending(score="sigmoid"))
     assert [part.label for part in form.parts] == ["score", "pitch - its mean where score is high"]
     first_sample = references[0]
     message = form.prepare(first_sample, {}, first_sample)["pitch"] / (
@@ -147,30 +149,21 @@ def test_values_are_weighted_by_cell_scores(value, gate, cells, preprocess):
     assert np.abs(message[~closed]).min() > 0.9
 
 
+def ending(probabilities=None, **ends):
+    """What outputs are judged by if the graph ends in these operators."""
+    return Metric(None, declared=Declaration(ends=ends, probabilities=probabilities or {}))
+
+
 @pytest.mark.parametrize(
-    ("wide", "same_output", "channels", "sure", "weight"),
-    [
-        (True, False, 1, 0.6, False),
-        (True, False, 1, 0.4, False),
-        (False, False, 1, 0.6, False),
-        (False, False, 1, 0.8, True),
-        (True, True, 1, 0.6, False),
-        (True, True, 1, 0.8, True),
-        (True, False, 2, 0, True),
-        (True, True, 2, 0.6, False),
-        (True, True, 2, 0.8, True),
-    ],
+    ("ends", "raw", "weight"),
+    [({"s": "sigmoid"}, {}, True), ({}, {}, False), ({"s": "sigmoid"}, {"y": "s"}, False)],
 )
-def test_weighting_scores_are_few_or_sure(wide, same_output, channels, sure, weight):
-    """As many scores as values, unsure ones, or columns of one output may be deviations."""
-    rng, steps = np.random.default_rng(0), np.arange(50)
-    scores = np.where(steps < 50 * sure, steps % 2, np.linspace(0.12, 0.88, 50))[None, :, None]
-    values = rng.normal(0, 9, (4, 1, 50, channels)) if wide else rng.uniform(0.2, 0.8, (4, 1, 50))
-    joined = [{"y": np.concatenate([value, scores], 2)} for value in values] if same_output else []
-    outputs = joined or [{"y": value, "s": scores[..., 0]} for value in values]
-    label = derive_form([*map(as_float32, outputs)]).parts[0].label
+def test_scores_weight_values_if_the_graph_ends_in_their_sigmoid(ends, raw, weight):
+    made = np.random.default_rng(0)
+    scores = (np.arange(50) % 2 * 0.9).reshape(1, 50)
+    outputs = [as_float32({"y": made.normal(0, 9, (1, 50, 2)), "s": scores}) for _ in range(4)]
+    label = derive_form(outputs, metric=ending(raw, **ends)).parts[0].label
     assert (" is high" in label) == weight
-    assert label.startswith("y[" if same_output else "y")
 
 
 def test_task_outputs_are_not_weighted(rng):
@@ -178,7 +171,8 @@ def test_task_outputs_are_not_weighted(rng):
     maps = 9 * np.eye(5)[blocks].transpose(0, 3, 1, 2)[:, None] - 1.8
     edges = rng.integers(0, 2, (4, 1, 1, 32, 32))
     outputs = [as_float32({"y": y, "edge": edge}) for y, edge in zip(maps, edges, strict=True)]
-    form = derive_form(outputs, inputs=[{"x": np.zeros((1, 3, 32, 32), np.float32)}] * 4)
+    pictures = [{"x": np.zeros((1, 3, 32, 32), np.float32)}] * 4
+    form = derive_form(outputs, inputs=pictures, metric=ending(edge="sigmoid"))
     assert form.task.name == "segmentation"
     assert [output.label for output in form.parts] == [
         "y",
@@ -266,36 +260,18 @@ def test_head_logits_do_not_weight():
     assert [part.label for part in derive_form(outputs).parts] == ["yaw", "roll"]
 
 
-@pytest.mark.parametrize("axis", [1, 2])
-@pytest.mark.parametrize("score_first", [False, True])
-def test_pitch_is_weighted_and_centred(axis, score_first):
+def test_pitch_is_weighted_and_centred():
     """28 dB about 200 Hz were two semitones of voiced frames."""
     rng = np.random.default_rng(0)
     sure = np.repeat(rng.random((4, 1, 10)) < 0.6, 10, axis=2) * 0.96 + 0.02
     pitch = np.where(sure > 0.5, rng.normal(200, 8, sure.shape), rng.uniform(60, 400, sure.shape))
-    columns = [sure, pitch] if score_first else [pitch, sure]
-    outputs = [
-        {"y": np.stack(pair, axis).astype(np.float32)} for pair in zip(*columns, strict=True)
-    ]
-    form = derive_form(outputs)
+    outputs = [as_float32({"y": y, "s": s}) for y, s in zip(pitch, sure, strict=True)]
+    form = derive_form(outputs, metric=ending(s="sigmoid"))
     (part,) = form.means
-    assert part.less == "its mean"
-    assert " is high" in part.label
-    assert len(form.parts) == 2
+    assert part.label == "y - its mean where s is high"
     assert float(form.means[part][0]) == pytest.approx(200, abs=2)
-    message = part.of(form.prepare(outputs[0], {}, outputs[0])["y"]).reshape(-1)
-    expected = sure[0, 0] * (pitch[0, 0] - form.means[part][0])
-    assert np.allclose(message, expected, atol=1e-3)
-
-
-def test_probabilities_of_values_weight_nothing():
-    rows = np.random.default_rng(0).normal(size=(4, 1, 40)).astype(np.float32) * 9
-    for shares in (1 / (1 + np.exp(-rows)), np.exp(rows) / np.exp(rows).sum(-1, keepdims=True)):
-        samples = [{"y": row, "p": share} for row, share in zip(rows, shares, strict=True)]
-        assert not any(part.at for part in derive_form(samples).parts)
-    maps = np.random.default_rng(0).normal(0, 9, (8, 1, 3, 16, 16))  # no score a cell either
-    kinds = [as_float32({"m": a, "s": softmax(b)}) for a, b in zip(maps, maps[::-1], strict=True)]
-    assert not any(part.at for part in derive_form(kinds).parts)
+    message = form.prepare(outputs[0], {}, outputs[0])["y"]
+    assert np.allclose(message, sure[0] * (pitch[0] - form.means[part][0]), atol=1e-3)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])

@@ -11,6 +11,7 @@ from onnx import TensorProto
 from deploy.errors import ConfigError
 from deploy.metrics.output_form import derive_form
 from deploy.tasks import Metric
+from deploy.tasks.declarations import Declaration
 from deploy.tasks.detector import AnchorGrid
 from tests.models import as_float32, make_model, make_value, run_command, save_net
 from tests.outputs import fed, same_task
@@ -172,9 +173,13 @@ def test_points_that_fp32_is_not_sure_of_do_not_count(more, own):
 
     hows = {}, {"moved": 9}, {"seen": sure * 0 + sure[0]}
     references, far, lost = ([outputs(n, **how) for n in range(4)] for how in hows)
-    assert figure(references, far, PICTURE)[1].count == "64 of 64"
-    assert figure(references, lost, PICTURE)[1].count == "0 of 64"
-    form = derive_form(references, inputs=[fed(PICTURE)] * 4)
+    metric = Metric(None, declared=Declaration(ends={"sure": "sigmoid"}))
+    form = derive_form(references, inputs=[fed(PICTURE)] * 4, metric=metric)
+    for candidates, count in ((far, "64 of 64"), (lost, "0 of 64")):
+        tally = form.task.tally()
+        for pair in zip(references, candidates, strict=True):
+            tally.add(fed(PICTURE), *pair)
+        assert tally.result().count == count
     places, scores = ("y[..., 0:2]", "y[..., 2:3]") if own else ("y", "sure")
     assert form.parts[0].label == f"{places} where {scores} is high"
     batch = {name: np.concatenate([one[name] for one in references]) for name in references[0]}

@@ -174,7 +174,7 @@ def _find_cell_scores(
         for part in slices[name]:
             if not part.less:
                 values_by_slice[part] = [part.of(value) for value in samples.arrays(name)]
-    return find_cell_scores(values_by_slice)
+    return find_cell_scores(values_by_slice, samples.gates)
 
 
 def _choose_measures(

@@ -66,6 +66,13 @@ class FirstSamples:
         return floats
 
     @property
+    def gates(self) -> frozenset[str]:
+        """Outputs that a Sigmoid computes, of scores that are no output themselves."""
+        ends = self.declared.ends
+        repeats = {*self.declared.probabilities.values()}
+        return frozenset(name for name in ends if ends[name] == "sigmoid" and name not in repeats)
+
+    @property
     def all_output_names(self) -> tuple[str, ...]:
         """Outputs that every sample has, possibly empty."""
         names = self.outputs[0] if self.outputs else {}

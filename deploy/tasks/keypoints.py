@@ -154,7 +154,7 @@ def find_keypoints(samples: FirstSamples) -> Points | None:
     presence = _find_presence(samples)  # name of that output, "" without one
     arrays_by_slice = {OutputSlice(output=name): samples.arrays(name) for name in samples.names}
     # output of points -> output with a score of each point
-    scores_by_slice = find_cell_scores(arrays_by_slice)
+    scores_by_slice = find_cell_scores(arrays_by_slice, samples.gates)
 
     widths: dict[str, int] = {}  # output -> numbers per point
     slices: SlicesByOutput = {}

@@ -11,7 +11,7 @@ present one 0.5. So a gap in magnitude alone is no border; see `_gap`.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,19 +22,14 @@ from deploy.tasks.rows import (
     Floats,
     Outputs,
     activate,
-    are_in_unit_range,
-    are_undecided,
     is_floating,
-    sums_to_one,
 )
 from deploy.tasks.thresholds import (
     FORM_SAMPLES,
     FORM_SAMPLES_OF_FEW,
-    MAX_LOW_SCORE,
     MAX_SILENT_PEAK,
     MIN_ROW_VALUES,
     MIN_UNIT_RATIO,
-    MOST_SHARE,
     UNIT_TOLERANCE,
 )
 from deploy.tensors import Array
@@ -158,70 +153,35 @@ def _broadcast_shape(
     return None
 
 
-def find_cell_scores(samples: Mapping[OutputSlice, Arrays]) -> dict[OutputSlice, OutputSlice]:
+def find_cell_scores(
+    samples: Mapping[OutputSlice, Arrays], gates: Collection[str]
+) -> dict[OutputSlice, OutputSlice]:
     """Return slice -> slice of the scores that say in which of its cells the values count.
 
-    Such as a pitch -> its confidence, or a landmark -> its visibility. Scores are probabilities,
-    one a cell, low in some cells and high in others. Each slice is tried as scores of each other.
+    Such as a pitch -> its confidence, or a landmark -> its visibility.
 
-    `samples`: slice -> its arrays for the first few samples.
+    Args:
+        samples: slice -> its arrays for the first few samples.
+        gates: outputs that a Sigmoid computes, the probabilities of independent things.
     """
-    values_by_slice = {}
-    for part, arrays in samples.items():
-        if all(value.size and is_floating(value) for value in arrays):
-            values_by_slice[part] = np.concatenate([value.reshape(-1) for value in arrays])
-
     scores_by_slice: dict[OutputSlice, OutputSlice] = {}
-    for value_slice, score_slice in itertools.permutations(values_by_slice, 2):
-        if value_slice in scores_by_slice:
+    for value_slice, score_slice in itertools.permutations(samples, 2):
+        are_scores = score_slice.output in gates and value_slice.output not in gates
+        if not are_scores or value_slice in scores_by_slice:
             continue  # the first scores that fit are taken
-        scores, values = values_by_slice[score_slice], values_by_slice[value_slice]
-        may_weight = _may_weight(score_slice, scores, values)
-        if may_weight and _fit_cells(samples[score_slice], samples[value_slice]):
+        if _fit_cells(samples[score_slice], samples[value_slice]):
             scores_by_slice[value_slice] = score_slice
     return scores_by_slice
 
 
-def _may_weight(part: OutputSlice, scores: Array, values: Array) -> bool:
-    """Whether `scores`, those of a slice in all samples, may weight other values, by their sizes.
-
-    A complete output that is smaller may; others only if nearly all of them are near 0 or 1, since
-    as many numbers may be deviations of the values.
-    """
-    if _decided_share(values) >= 0.5:
-        return False  # the values are scores themselves
-    if scores.size < MIN_ROW_VALUES or not are_in_unit_range(scores):
-        return False
-    if scores.min() > MAX_LOW_SCORE or scores.max() < 1 - MAX_LOW_SCORE:
-        return False
-    if scores.size < values.size and part.axis is None:
-        return True
-    return _decided_share(scores) >= MOST_SHARE
-
-
-def _decided_share(values: Array) -> float:
-    """Return the share of probabilities near 0 or 1; 0 for values that are no probabilities."""
-    if not are_in_unit_range(values):
-        return 0.0
-    return 1 - float(are_undecided(values).mean())
-
-
 def _fit_cells(score_arrays: Arrays, value_arrays: Arrays) -> bool:
-    """Whether there is one score for each cell of the values, not made of the value itself."""
+    """Whether there is one score for each cell of the values."""
     for scores, value in zip(score_arrays, value_arrays, strict=True):
-        if scores.size < 2 or value.ndim < 2 or not _broadcast_shape(scores.shape, value.shape):
+        if scores.size < 2 or value.ndim < 2 or not is_floating(value):
             return False
-    return not all(map(_is_activation, score_arrays, value_arrays))
-
-
-def _is_activation(scores: Array, value: Array) -> bool:
-    """Whether an output is a Softmax, or the Sigmoid of another of its size."""
-    if any(sums_to_one(scores, axis).all() for axis in range(1, scores.ndim)):
-        return True
-    if scores.size != value.size:
-        return False
-    sigmoid = activate(value.astype(np.float64), "sigmoid")
-    return np.allclose(scores.reshape(value.shape), sigmoid, atol=0.01)
+        if not _broadcast_shape(scores.shape, value.shape):
+            return False
+    return True
 
 
 def split_output(output: str, samples: Arrays) -> tuple[OutputSlice, ...]:

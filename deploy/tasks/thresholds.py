@@ -72,7 +72,6 @@ FORM_SAMPLES_OF_FEW = 32  # the same of outputs of few values
 MIN_UNIT_RATIO = 8.0  # of every row of the larger unit to any of the smaller
 MAX_SILENT_PEAK = 0.01  # rows whose peak stays below it show no unit
 MIN_ROW_VALUES = 16  # fewer values per row (as in [N, classes]) do not show its range
-MAX_LOW_SCORE = 0.2  # scores below it are low, above 1 - it high
 
 # --- maps over a picture ---
 MIN_MAP_SIDE = 16  # pixels of a side; smaller maps are features
