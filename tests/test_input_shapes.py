@@ -86,6 +86,16 @@ def test_equal_shape_leaves_the_file(save):
     assert open_with_shapes(path, [parse_input("x=1x3x16x16")]).source == path
 
 
+def test_shape_fills_an_unknown_rank(save):
+    path = save("y = Relu(c)", {})
+    model = onnx.load(path)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.ClearField("shape")
+    onnx.save(model, path)
+    loaded = open_with_shapes(path, [parse_input("1x3x24x16")])
+    assert loaded.inputs[0].shape[1:] == (3, 24, 16)
+
+
 @pytest.mark.parametrize("text", ["1x3x48", "z=1x3x8x8", "1x3x8x8:uint8"])
 def test_shape_of_another_input_is_refused(text, save, wording):
     with pytest.raises(ConfigError) as refusal:

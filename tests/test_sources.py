@@ -802,6 +802,7 @@ def test_advised_sizes_are_accepted(sized_pictures, wide_net, tmp_path, run, wor
     assert "24x224, or 24x*" in run.fails(*arguments)
     for advised in ("24x224", "24x*"):
         run.ok(*arguments, "--size", advised, "--refresh")
+    assert "with 24x*" in run.fails(*arguments, "--size", "native", "--refresh")
     with pytest.raises(FeedError) as raised:
         collect_feed(sized_pictures, X, preprocess={"size": (16, None)})
     wording.check(raised.value)

@@ -418,11 +418,15 @@ def _resolve_size(
                 f" or {format_size(sides)} for sizes that depend on the image"
             )
         size = _check_size("size", sides)
-    for side, model_side in zip(size, model_sides, strict=True):
-        if isinstance(model_side, int) and side != model_side:
+    fixed_sides = [side if isinstance(side, int) else None for side in model_sides]
+    for side, fixed_side in zip(size, fixed_sides, strict=True):
+        if fixed_side not in (None, side):
+            remedy = "leave the size out to use the model's own"
+            if None in fixed_sides:  # without a size the open side would be unknown
+                remedy = f"take the open side from each image with {format_size(fixed_sides)}"
             raise FeedError(
                 f"the size must fit the input {describe(spec)}, which accepts no other, got"
-                f" {format_size(size)}; leave the size out to use the model's own, or, if the"
+                f" {format_size(size)}; {remedy}, or, if the"
                 " model is fully convolutional, give it another one (--input 1x3x256x256)"
             )
     return size

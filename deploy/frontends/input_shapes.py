@@ -184,8 +184,11 @@ def _set_shapes(model: onnx.ModelProto, inputs: Sequence[InputRequest]) -> list[
 
 
 def _set_shape(value: onnx.ValueInfoProto, request: InputRequest) -> None:
-    dimensions = value.type.tensor_type.shape.dim
-    dtype = checks.type_name(value.type.tensor_type.elem_type)
+    tensor_type = value.type.tensor_type
+    if not tensor_type.HasField("shape"):  # the file leaves the number of dimensions open, too
+        tensor_type.shape.dim.extend([onnx.TensorShapeProto.Dimension() for _ in request.shape])
+    dimensions = tensor_type.shape.dim
+    dtype = checks.type_name(tensor_type.elem_type)
     if len(dimensions) != len(request.shape) or request.dtype not in (None, dtype):
         raise ConfigError(
             f"the shape of {value.name} must have {len(dimensions)} dimensions of {dtype}, got"
