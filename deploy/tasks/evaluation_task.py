@@ -295,17 +295,6 @@ class TaskTally(ABC, Generic[T]):
             return None
         return self.share(f"{things} kept", kept, total, f"{things} of FP32 {condition}", new)
 
-    def top1(self, same: int, compared: int, among: str) -> TaskFigure:
-        """Return the top-1 agreement.
-
-        `same`: number of equal ones among the `compared`. `among`: top-5 agreement as text; "" to
-        leave it out.
-        """
-        # several outputs of each sample
-        unit = "samples" if compared == self.samples else "outputs"
-        text = f"{unit} keep FP32's top-1 class{among and f', {among}'}"
-        return self.share("top-1 agreement", same, compared, text)
-
 
 @dataclass(slots=True)
 class PointTally(TaskTally["PointTask"]):

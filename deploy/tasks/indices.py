@@ -204,19 +204,13 @@ def find_integers(samples: FirstSamples) -> Indices | None:
         is_constant = len({value.tobytes() for value in arrays}) == 1
         if is_constant and len(arrays_by_name) < len(samples.all_output_names):
             continue
-        ends_in_selection = samples.declared.ends.get(name) == "selected"
-        is_selection = ends_in_selection or all(map(_is_selection, arrays))
+        is_selection = samples.declared.ends.get(name) == "selected"
         varies_in_shape = len({value.shape for value in arrays}) > 1
         is_list_by_name[name] = is_selection or varies_in_shape
     if not is_list_by_name:
         return None
     # no slices: integers are not compared by how far they are apart
     return Indices(is_list_by_name, parts=dict.fromkeys(is_list_by_name, ()))
-
-
-def _is_selection(value: Array) -> bool:
-    """Whether rows are [n, 3]: image, class and box, as NonMaxSuppression gives them."""
-    return value.ndim == 2 and value.shape[1] == 3 and len(value) != 1
 
 
 def _are_class_numbers(value: Array) -> bool:

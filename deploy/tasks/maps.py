@@ -37,6 +37,7 @@ from deploy.tasks.rows import (
     are_comparable,
     are_probabilities,
     are_undecided,
+    correlate,
     image_size,
     is_floating,
     may_be_logits,
@@ -335,10 +336,11 @@ def _are_masks(maps: Arrays, inputs: Sequence[Outputs]) -> bool:
 
 def _is_like_picture(value: Array, inputs: Outputs) -> bool:
     """Whether an output correlates with the input picture."""
+    flat = value.reshape(-1).astype(np.float64)
     for picture in inputs.values():
-        if picture.shape == value.shape and picture.std() > 0 and value.std() > 0:
-            correlations = np.corrcoef(picture.reshape(-1).astype(np.float64), value.reshape(-1))
-            if float(correlations[0, 1]) > MAX_PICTURE_CORRELATION:
+        if picture.shape == value.shape:
+            correlation = correlate(picture.reshape(-1).astype(np.float64), flat)
+            if correlation > MAX_PICTURE_CORRELATION:
                 return True
     return False
 

@@ -302,18 +302,24 @@ TEXT = Form(
 )
 
 
-def fit_text(name: str, samples: FirstSamples) -> Text | None:
+def fit_text(name: str, samples: FirstSamples, axes: Sequence[int] = (2, 1)) -> Text | None:
     """Return the text of an output that the user or the file says to hold such; else None.
 
     The blank is the first or the last symbol, whichever is more frequent.
+
+    `axes`: dimensions that may be those of the symbols; the first that fits is taken.
     """
-    for axis in (2, 1):
+    for axis in axes:
         tables = _read_step_samples(samples.arrays(name), axis)
-        if tables and tables[0].shape[1] >= MIN_SYMBOLS:
-            symbols = tables[0].shape[1]
-            best = np.concatenate([steps.argmax(axis=1) for steps in tables])
-            is_last = np.mean(best == symbols - 1) > np.mean(best == 0)
-            return Text(name, symbols, symbols - 1 if is_last else 0, axis)
+        if not tables or tables[0].shape[1] < MIN_SYMBOLS:
+            continue
+        symbol_count = tables[0].shape[1]
+        best = np.concatenate([steps.argmax(axis=1) for steps in tables])
+        is_last = np.mean(best == symbol_count - 1) > np.mean(best == 0)
+        blank = symbol_count - 1 if is_last else 0
+        # only CTC's text has blanks between symbols; there equal steps in a row are one symbol
+        is_ctc = any(_has_symbol_after_blank(steps, blank) for steps in tables)
+        return Text(name, symbol_count, blank, axis, merged=is_ctc)
     return None
 
 
@@ -323,19 +329,13 @@ def find_text(samples: FirstSamples) -> Text | None:
         return None
     (name,) = samples.names
     # only networks of pictures give symbols before steps, [N, C, T]
-    symbol_axes = (2, 1) if samples.has_pictures else (2,)
-    for axis in symbol_axes:
-        tables = _read_step_samples(samples.arrays(name), axis)
-        if not tables or tables[0].shape[1] < MIN_SYMBOLS:
-            continue
-        if _has_input_per_step(tables, samples) or not all(map(_are_symbol_scores, tables)):
-            continue
-        blank = _find_blank(tables)
-        if blank is not None:
-            # only CTC's text has blanks between symbols; there equal steps in a row are one symbol
-            is_ctc = any(_has_symbol_after_blank(steps, blank) for steps in tables)
-            return Text(name, tables[0].shape[1], blank, axis, merged=is_ctc)
-    return None
+    text = fit_text(name, samples, (2, 1) if samples.has_pictures else (2,))
+    if text is None:
+        return None
+    tables = _read_step_samples(samples.arrays(name), text.axis)
+    if _has_input_per_step(tables, samples) or not all(map(_are_symbol_scores, tables)):
+        return None
+    return text if _is_blank(text.blank, tables) else None
 
 
 def _has_symbol_after_blank(steps: Array, blank: int) -> bool:
@@ -347,21 +347,12 @@ def _has_symbol_after_blank(steps: Array, blank: int) -> bool:
     return bool((is_blank[:-1] & ~is_blank[1:]).any())
 
 
-def _find_blank(samples: Arrays) -> int | None:
-    """Return the number of the blank, CTC's most frequent symbol; None if the scores are no text.
-
-    In CTC's text a symbol lasts few steps, and few steps lie between two blanks.
+def _is_blank(blank: int, samples: Arrays) -> bool:
+    """Whether a symbol is CTC's blank: it is frequent, and others last few steps between blanks.
 
     `samples`: scores of the symbols at each step, [T, C], of each sample.
     """
-    symbol_count = samples[0].shape[1]
     best_symbols = [steps.argmax(axis=1) for steps in samples]
-    counts = np.bincount(np.concatenate(best_symbols), minlength=symbol_count)
-    blank = int(counts.argmax())
-    is_frequent = MIN_BLANK_SHARE * counts.sum() <= counts[blank] < counts.sum()
-    if not is_frequent or blank not in (0, symbol_count - 1):  # by convention the first or last
-        return None
-
     # the steps of all samples one after the other, with a blank before each sample
     symbols = np.concatenate([np.insert(sample, 0, blank) for sample in best_symbols])
     previous, current = symbols[:-1], symbols[1:]
@@ -369,9 +360,9 @@ def _find_blank(samples: Arrays) -> int | None:
     run_count = int((is_symbol & (current != previous)).sum())  # runs of one symbol
     word_count = int((is_symbol & (previous == blank)).sum())  # runs between blanks
     max_step_count = min(MAX_SYMBOL_STEPS * run_count, MAX_WORD_STEPS * word_count)
-    if is_symbol.sum() > max_step_count:
-        return None
-    return blank
+    blank_share = np.mean(np.concatenate(best_symbols) == blank)
+    is_frequent = MIN_BLANK_SHARE <= blank_share < 1
+    return bool(is_frequent and is_symbol.sum() <= max_step_count)
 
 
 def _are_symbol_scores(steps: Array) -> bool:

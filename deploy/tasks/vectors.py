@@ -187,11 +187,13 @@ class _ClassTally(TaskTally["Classes"]):
         return self.examples.result()
 
     def result(self) -> TaskFigure:
+        # several outputs of each sample
+        unit = "samples" if self.compared == self.samples else "outputs"
+        text = f"{unit} keep FP32's top-1 class"
         listed_count = min(_MAX_LISTED, *self.task.counts)
-        listed_text = ""
         if listed_count > 1 and (self.task.are_numbers or max(self.task.counts) > 10):
-            listed_text = f"{self.listed_matches} among the best {listed_count}"
-        return self.top1(self.top1_matches, self.compared, listed_text)
+            text += f", {self.listed_matches} among the best {listed_count}"
+        return self.share("top-1 agreement", self.top1_matches, self.compared, text)
 
 
 @dataclass(frozen=True, slots=True)
