@@ -98,10 +98,10 @@ def _open_tapped(
 def _open_blocked(
     model: onnx.ModelProto, tensors: Collection[str]
 ) -> tuple[OrtSession, dict[str, str]]:
-    """Return what `_open_tapped` does, with a session that leaves outputs in blocks of channels.
+    """Return (session whose outputs may be blocks of channels, tensor -> its output in blocks).
 
-    ONNX Runtime saves the optimized model. The nodes that bring `tensors` from blocks into NCHW are
-    removed from it, and the remaining model is opened as it is.
+    ONNX Runtime saves the optimized model. The nodes that bring outputs `tensors` from blocks into
+    NCHW are removed from it where they can be, and the remaining model is opened as it is.
     """
     with tempfile.TemporaryDirectory(prefix="calib8-", ignore_cleanup_errors=True) as folder:
         path = Path(folder) / "model.onnx"

@@ -229,9 +229,9 @@ def _point_lines(task: Points | HeatMaps, outputs: Outputs) -> str:
         columns, rows = map(ascii, task.outputs)
         return (
             f"    columns, rows = outputs[{columns}][0], outputs[{rows}][0]\n"
-            f"    places = [columns.argmax(axis=1), rows.argmax(axis=1)]\n"
-            "    likelihoods = [columns.shape[1], rows.shape[1]]\n"
-            "    return np.stack(places, axis=1) * [WIDTH, HEIGHT] / likelihoods\n"
+            "    places = [columns.argmax(axis=1), rows.argmax(axis=1)]\n"
+            "    sizes = [columns.shape[1], rows.shape[1]]\n"
+            "    return np.stack(places, axis=1) * [WIDTH, HEIGHT] / sizes\n"
         )
     if isinstance(task, HeatMaps):
         maps = f"outputs[{task.outputs[0]!a}][0]"
