@@ -161,6 +161,10 @@ def ended(number, layout=(0, 4, 5), columns=6, pad=4):
     return rows
 
 
+def small_list(number):
+    return {"out": ended(number)[None]}
+
+
 @pytest.mark.parametrize(("layout", "columns"), [
     ((0, 4, 5), 6), ((0, 5, 4), 6), ((2, 1, 0), 6), ((1, 6, 5), 7), ((3, 2, 1), 7),
 ])  # fmt: skip
@@ -636,6 +640,21 @@ def test_corners_of_tensorflow_are_rows_first(name, side, has_rows_first):
     decoder = derive_form([outputs] * 4, inputs=[fed()] * 4).task.decoder
     order = [1, 0, 3, 2] if has_rows_first else [0, 1, 2, 3]
     np.testing.assert_allclose(decoder.boxes({}, outputs).boxes, boxes[0][:, order])
+
+
+@pytest.mark.parametrize("form", [v8, forms.gated, small_list])
+def test_outputs_beside_boxes_are_uncovered(form):
+    """As the lanes of YOLOP; the number of boxes of a list is none of them."""
+    made = np.random.default_rng(0)
+    references = []
+    for number in range(8):
+        lanes = made.normal(0, 1, (1, 2, 24, 24)).astype(np.float32)
+        beside = {"lanes": lanes}
+        if form is small_list:
+            beside["count"] = np.float32([number])
+        references.append(form(number) | beside)
+    read, _ = figure(references, references)
+    assert read.task.name == "boxes" and read.uncovered == ("lanes",)
 
 
 @pytest.mark.parametrize("counts", [[10, 10, 10, 10], [9, 10, 10, 8]])

@@ -229,8 +229,6 @@ def _find_uncovered(task: EvaluationTask, samples: FirstSamples) -> tuple[str, .
     Left out are outputs that the task reads, and those that only repeat what it reads: states,
     scores before their activation, and maps of an earlier stage of the network.
     """
-    if not task.covered:  # the task does not tell beforehand which outputs it reads
-        return ()
     covered = {*task.covered, *task.lists}
     covered |= {*find_states(samples)}  # inputs of the next call
     covered |= {*samples.declared.probabilities}  # raw scores of outputs of probabilities

@@ -171,14 +171,15 @@ def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
     """Return output -> its slices that are compared by value: the scores, if all lists are as long.
 
     Boxes and classes are not: rows are sorted by score, so row 3 of two models may be two objects.
-    Nor are other outputs with a row for each box, such as masks.
+    Nor are other outputs with a row for each box, such as masks, and the number of boxes.
     """
     box_counts = [len(decoder.read_list(outputs)) for outputs in samples.outputs]
     slices: SlicesByOutput = dict.fromkeys(decoder.list_outputs, ())
     for name in samples.all_output_names:
         values = samples.arrays(name)
         shows_rows = values[0].ndim > 2 or len(set(box_counts)) > 1
-        if shows_rows and all(map(_has_rows, values, box_counts)):
+        has_rows = shows_rows and all(map(_has_rows, values, box_counts))
+        if has_rows or all(map(_is_number_of_boxes, values, box_counts)):
             slices[name] = ()
     (scores,) = decoder.scores
     shapes = {value.shape for value in samples.arrays(scores.output)}
@@ -196,6 +197,11 @@ def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
 def _has_rows(value: Array, count: int) -> bool:
     """Whether an output [K, ..] or [1, K, ..] has a row for each of `count` boxes."""
     return count in value.shape[:2]
+
+
+def _is_number_of_boxes(value: Array, count: int) -> bool:
+    """Whether an output is how many of `count` rows are boxes."""
+    return value.size == 1 and value.item() in range(count + 1)
 
 
 _PICTURE = 4  # dimensions of pictures and feature maps
@@ -285,6 +291,11 @@ class BoxDetection(EvaluationTask):
     decoder: RowDecoder
     name = "boxes"
     tally_type = _BoxTally
+
+    @property
+    def covered(self) -> tuple[str, ...]:
+        """The outputs that the decoder reads."""
+        return self.decoder.outputs
 
     @property
     def form(self) -> str:

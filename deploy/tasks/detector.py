@@ -244,10 +244,18 @@ class RowDecoder:
     has_angle: bool = False
 
     @property
+    def outputs(self) -> tuple[str, ...]:
+        """All outputs that it reads."""
+        columns = (*self.box_columns, *self.scores, *self.numbers, *self.gates, *self.extra)
+        names = [part.output for part in columns]
+        if self.mask_maps:
+            names.append(self.mask_maps)
+        return tuple(dict.fromkeys(names))
+
+    @property
     def list_outputs(self) -> tuple[str, ...]:
         """Outputs of a list; none of other detectors."""
-        columns = (*self.box_columns, *self.scores, *self.numbers) if self.is_list else ()
-        return tuple(dict.fromkeys(part.output for part in columns))
+        return self.outputs if self.is_list else ()
 
     @property
     def form(self) -> str:

@@ -205,7 +205,7 @@ class EvaluationTask(ABC):
 
     @property
     def covered(self) -> tuple[str, ...]:
-        """The outputs of the task; none where a decoder chooses them."""
+        """The outputs of the task."""
         if hasattr(self, "output"):
             return (self.output,)
         return (*getattr(self, "outputs", ()),)
