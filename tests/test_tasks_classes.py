@@ -867,6 +867,11 @@ def test_numbers_say_as_much_with_an_offset_as_without(less, db, level):
     assert {*dict(judge_accuracy(figures, None))} == {level, GOOD}
 
 
+def test_slice_without_noise_is_exact():
+    figures = Accuracy(samples=9, outputs=(), parts=(part("fgr", np.inf),))
+    assert [*judge_accuracy(figures, None)] == [(GOOD, "exact (worst: fgr)")]
+
+
 def features(path):
     """64 channels behind a ReLU, of which few are far above 0."""
     made = np.random.default_rng(1)

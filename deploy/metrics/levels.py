@@ -193,7 +193,8 @@ def _rate_slice(part: SliceAccuracy, *, has_task: bool, has_limit: bool) -> tupl
         limits = _TASK_PART_LIMITS
     elif part.less:
         limits = _VARYING_LIMITS if part.less == USUAL else _CHANGE_LIMITS
-    return _level(-part.sqnr_db, limits), f"{part.sqnr_db:.1f} dB (worst: {part.label})"
+    sqnr = "exact" if part.sqnr_db == math.inf else f"{part.sqnr_db:.1f} dB"
+    return _level(-part.sqnr_db, limits), f"{sqnr} (worst: {part.label})"
 
 
 def question_reference(accuracy: Accuracy) -> LevelReasons:
