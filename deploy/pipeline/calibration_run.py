@@ -123,7 +123,7 @@ class CalibrationRun:
         observations_by_target: target -> its observations.
         failures: target -> why it cannot be built.
         policy: how the cache is used.
-        stability_rule: when there are enough images; None uses all.
+        stop_rule: when there are enough images; None uses all.
         stability_monitor: compares halves of the samples.
         evaluation_set: evaluation samples; the float model's outputs of them are stored meanwhile.
         evaluation_count: number of evaluation samples.
@@ -140,7 +140,7 @@ class CalibrationRun:
     observations_by_target: Mapping[str, tuple[Observation, ...]]
     failures: Mapping[str, str]
     policy: CachePolicy
-    stability_rule: StabilityRule | None
+    stop_rule: StabilityRule | None
     stability_monitor: StabilityMonitor
     evaluation_set: EvaluationSet
     evaluation_count: int
@@ -398,7 +398,7 @@ def calibrate_run(
         run.policy,
         lambda image_count: make_fingerprint(subject, feed.manifest(image_count)),
         run.observations,
-        stop_rule=run.stability_rule,
+        stop_rule=run.stop_rule,
     )
     if decision.missing and run.policy.path is not None:
         refuse_unwritable(run.policy.path)  # before the images are run, not after
@@ -406,7 +406,7 @@ def calibrate_run(
     pass_result = run.images.observe(run, decision, threads)
 
     evaluation_set = run.evaluation_set
-    if run.stability_rule is not None:  # it may have ended the pass before the last image
+    if run.stop_rule is not None:  # it may have ended the pass before the last image
         evaluation_set = _end_feed_at_last_observed(run, decision)
     halves_agreement, stability_notes = _compare_halves(run, decision)
 
@@ -459,7 +459,7 @@ def _compare_halves(
     if not decision.missing:
         return None, ()
     agreement = run.stability_monitor.end(len(run.feed))
-    if run.stability_rule is None or agreement is not None:
+    if run.stop_rule is None or agreement is not None:
         return agreement, ()
     # with a rule, halves are compared at 16 samples for the first time
     return None, (f"whether samples are enough is judged from 16 on: there were {len(run.feed)}",)
@@ -535,15 +535,15 @@ def _make_calibration(
         score_threshold: score above which boxes or labels count; None for other tasks.
     """
     run_fingerprint = make_fingerprint(run.subject, run.feed.manifest())  # of model and images
-    stability_rule = run.stability_rule
+    stop_rule = run.stop_rule
     if decision.stored is not None and not decision.missing:
         # nothing was observed: the rule of the earlier run decided how many images were enough
-        stability_rule = decision.stored.stop_rule
+        stop_rule = decision.stored.stop_rule
     return Calibration(
         observed=pass_result.observed,
         fingerprint=decision.combined_fingerprint(run_fingerprint),
         outliers=(*decision.outliers, *run.peaks.outliers(run.feed.sample_digests)),
-        stop_rule=stability_rule,
+        stop_rule=stop_rule,
         score_threshold=score_threshold,
     )
 

@@ -304,13 +304,13 @@ def _calibrate_images(
     if images.shard is not None:  # statistics that depend on the images' order cannot be merged
         refuse_ordered(observations, images.shard)
 
-    stability_rule = None
+    stop_rule = None
     if options.until_stable is not None:
-        stability_rule = StabilityRule(options.until_stable, subject.method.label)
+        stop_rule = StabilityRule(options.until_stable, subject.method.label)
     stability_monitor = _make_monitor(
-        subject, observations, feed, stability_rule, is_trusted=policy.trust
+        subject, observations, feed, stop_rule, is_trusted=policy.trust
     )
-    if stability_rule is not None:
+    if stop_rule is not None:
         feed.use_sampling_order()  # the first n images are then spread evenly over all
     run = CalibrationRun(
         subject=subject,
@@ -318,7 +318,7 @@ def _calibrate_images(
         observations_by_target=observations_by_target,
         failures=target_failures,
         policy=policy,
-        stability_rule=stability_rule,
+        stop_rule=stop_rule,
         stability_monitor=stability_monitor,
         evaluation_set=make_evaluation_set(feed, subject.model, evaluation_count),
         evaluation_count=evaluation_count,
@@ -498,7 +498,7 @@ def _make_monitor(
     subject: CalibrationSubject,
     observations: Sequence[Observation],
     feed: Feed,
-    stability_rule: StabilityRule | None,
+    stop_rule: StabilityRule | None,
     *,
     is_trusted: bool,
 ) -> StabilityMonitor:
@@ -508,7 +508,7 @@ def _make_monitor(
         subject: the model, and how it is calibrated.
         observations: everything that the targets need.
         feed: the calibration data.
-        stability_rule: when there are enough images, which ends the run; None uses all.
+        stop_rule: when there are enough images, which ends the run; None uses all.
         is_trusted: whether the ranges of a foreign cache are used, so that nothing is observed.
 
     Raises:
@@ -521,7 +521,7 @@ def _make_monitor(
         has_range = observation.statistic == subject.statistic
         if has_range and not observation.is_order_dependent:
             compared_observations.append(observation)
-    if stability_rule is not None:
+    if stop_rule is not None:
         refuse_until_stable(feed, observations, compared_observations, trusted=is_trusted)
     if feed.share is not None:
         compared_observations = []  # half of a shard tells nothing of all images
@@ -529,7 +529,7 @@ def _make_monitor(
     def make_ranges(observed: ObservedStatistics) -> Ranges:
         return Ranges(observed, subject.method, subject.range_limits)
 
-    return StabilityMonitor(compared_observations, make_ranges, stability_rule)
+    return StabilityMonitor(compared_observations, make_ranges, stop_rule)
 
 
 def _find_trt_version(targets: Iterable[Target]) -> str | None:
