@@ -249,12 +249,11 @@ def test_large_samples_reduce_the_count(values, enough):
     "side, numbers, count", [(8, 16, 32), (1024, 16, 21), (9000, 16, 4), (8, 17, 4)]
 )
 def test_form_samples_follow_size_and_memory(side, numbers, count):
-    for batch in 1, 2:
-        pictures = np.broadcast_to(np.float32(0), (batch, 3, side, side))
-        rows, flag = {"y": np.zeros((batch, numbers))}, {"z": np.zeros((batch, 1))}
-        assert form_samples({"x": pictures}, rows, batch) == count
-        with_flag = form_samples({"x": pictures}, {**rows, **flag}, batch)
-        assert with_flag == max(count, 32 if side == 8 else count)  # one value beside many
+    pictures = np.broadcast_to(np.float32(0), (1, 3, side, side))
+    rows, flag = {"y": np.zeros((1, numbers))}, {"z": np.zeros((1, 1))}
+    assert form_samples({"x": pictures}, rows) == count
+    with_flag = form_samples({"x": pictures}, {**rows, **flag})
+    assert with_flag == max(count, 32 if side == 8 else count)  # one value beside many
 
 
 def test_strongest_samples_consider_all_parts():

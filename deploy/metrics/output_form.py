@@ -43,7 +43,6 @@ from deploy.tasks.slices import (
 from deploy.tensors import Array
 
 BY_VALUES = "by the shapes and values of the outputs"
-_MAP_DIMENSIONS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +134,10 @@ def derive_form(
 
     slices = {name: _slice_output(name, task, first) for name in reference_outputs[0]}
     # slice -> the slice of its scores: where these are low (a hidden landmark) no error counts
-    scores = _find_cell_scores(slices, first)
+    value_slices = []
+    for name in first.all_output_names:  # the change of an input counts in every cell
+        value_slices += [part for part in slices[name] if not part.less]
+    scores = find_cell_scores(value_slices, first)
     # values that hardly vary are measured without their mean: measured slice -> mean, None for none
     mean_by_measured: dict[OutputSlice, Array | None] = {}
     for name, output_slices in slices.items():
@@ -159,22 +161,6 @@ def derive_form(
         set_task=metric.task,
         batch_inputs=metric.declared.batch_inputs,
     )
-
-
-def _find_cell_scores(
-    slices: Mapping[str, Sequence[OutputSlice]], samples: FirstSamples
-) -> dict[OutputSlice, OutputSlice]:
-    """Return slices of values that count in some cells -> the slice of these cells' scores.
-
-    `slices`: output -> its slices. Those minus an input are left out: their change counts in every
-    cell.
-    """
-    values_by_slice = {}
-    for name in samples.all_output_names:
-        for part in slices[name]:
-            if not part.less:
-                values_by_slice[part] = [part.of(value) for value in samples.arrays(name)]
-    return find_cell_scores(values_by_slice, samples.gates)
 
 
 def _choose_measures(
@@ -226,24 +212,13 @@ def _find_mean(part: OutputSlice, samples: FirstSamples) -> Array | None:
 def _find_uncovered(task: EvaluationTask, samples: FirstSamples) -> tuple[str, ...]:
     """Return the outputs whose error the figure of a task does not show.
 
-    Left out are outputs that the task reads, and those that only repeat what it reads: states,
-    scores before their activation, and maps of an earlier stage of the network.
+    Left out are outputs that the task reads, and those that only repeat what it reads: states, and
+    scores before their activation.
     """
     covered = {*task.covered, *task.lists}
     covered |= {*find_states(samples)}  # inputs of the next call
     covered |= {*samples.declared.probabilities}  # raw scores of outputs of probabilities
-    map_shapes = set()
-    for name in covered:
-        map_shapes |= {
-            value.shape for value in samples.arrays(name) if value.ndim == _MAP_DIMENSIONS
-        }
-    uncovered = []
-    for name, values in samples.float_outputs.items():
-        # a map of the shape of a covered one is taken for that of an earlier stage
-        is_stage = any(value.shape in map_shapes for value in values)
-        if name not in covered and not is_stage:
-            uncovered.append(name)
-    return tuple(uncovered)
+    return tuple(name for name in samples.float_outputs if name not in covered)
 
 
 def _describe_task(task: EvaluationTask | None, declared_by: str) -> str:

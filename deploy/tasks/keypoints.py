@@ -152,20 +152,20 @@ def find_keypoints(samples: FirstSamples) -> Points | None:
     if size is None:
         return None
     presence = _find_presence(samples)  # name of that output, "" without one
-    arrays_by_slice = {OutputSlice(output=name): samples.arrays(name) for name in samples.names}
+    outputs = {OutputSlice(output=name): name for name in samples.names}
     # output of points -> output with a score of each point
-    scores_by_slice = find_cell_scores(arrays_by_slice, samples.gates)
+    scores_by_slice = find_cell_scores([*outputs], samples)
 
     widths: dict[str, int] = {}  # output -> numbers per point
     slices: SlicesByOutput = {}
     point_count = 0
-    for output_slice, arrays in arrays_by_slice.items():
+    for output_slice, name in outputs.items():
         if output_slice in scores_by_slice.values():
             continue  # scores of points are no points
+        arrays = samples.arrays(name)
         point_width = _find_point_width(arrays, size)
         if not point_width:
             continue
-        name = output_slice.output
         widths[name] = point_width
         point_count += arrays[0].size // point_width
         scores = scores_by_slice.get(output_slice)

@@ -11,11 +11,12 @@ present one 0.5. So a gap in magnitude alone is no border; see `_gap`.
 """
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.rows import (
     Arrays,
     Flags,
@@ -154,34 +155,31 @@ def _broadcast_shape(
 
 
 def find_cell_scores(
-    samples: Mapping[OutputSlice, Arrays], gates: Collection[str]
+    slices: Sequence[OutputSlice], samples: FirstSamples
 ) -> dict[OutputSlice, OutputSlice]:
     """Return slice -> slice of the scores that say in which of its cells the values count.
 
-    Such as a pitch -> its confidence, or a landmark -> its visibility.
-
-    Args:
-        samples: slice -> its arrays for the first few samples.
-        gates: outputs that a Sigmoid computes, the probabilities of independent things.
+    Such as a pitch -> its confidence, or a landmark -> its visibility. A Sigmoid at the end of the
+    graph computes the scores, which are probabilities of independent things.
     """
+    gates = samples.gates
     scores_by_slice: dict[OutputSlice, OutputSlice] = {}
-    for value_slice, score_slice in itertools.permutations(samples, 2):
+    for value_slice, score_slice in itertools.permutations(slices, 2):
         are_scores = score_slice.output in gates and value_slice.output not in gates
         if not are_scores or value_slice in scores_by_slice:
             continue  # the first scores that fit are taken
-        if _fit_cells(samples[score_slice], samples[value_slice]):
+        if all(_fit_cells(score_slice, value_slice, outputs) for outputs in samples.outputs):
             scores_by_slice[value_slice] = score_slice
     return scores_by_slice
 
 
-def _fit_cells(score_arrays: Arrays, value_arrays: Arrays) -> bool:
-    """Whether there is one score for each cell of the values."""
-    for scores, value in zip(score_arrays, value_arrays, strict=True):
-        if scores.size < 2 or value.ndim < 2 or not is_floating(value):
-            return False
-        if not _broadcast_shape(scores.shape, value.shape):
-            return False
-    return True
+def _fit_cells(score_slice: OutputSlice, value_slice: OutputSlice, outputs: Outputs) -> bool:
+    """Whether there is one score for each cell of the values, in one sample."""
+    scores = score_slice.of(outputs[score_slice.output])
+    value = value_slice.of(outputs[value_slice.output])
+    if scores.size < 2 or value.ndim < 2 or not is_floating(value):
+        return False
+    return _broadcast_shape(scores.shape, value.shape) is not None
 
 
 def split_output(output: str, samples: Arrays) -> tuple[OutputSlice, ...]:
