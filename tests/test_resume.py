@@ -583,7 +583,7 @@ def test_merged_shards_equal_a_whole_run(run, shard, calibrate_base, small_cnn, 
         [shard(number, 3, *TARGET_OPTIONS) for number in (1, 2, 3)]
     ):
         out = run.ok("merge", small_cnn, *order, *TARGET_OPTIONS, "-o", merged, "--refresh")
-        assert "of 20 images" in out
+        assert "from 20 images" in out
         assert contents(merged) == contents(whole_cache)
     arguments = ("merge", small_cnn, *order, *TARGET_OPTIONS, "-o", order[0], "--force")
     assert f"an input, got {order[0]}" in run.fails(*arguments)
@@ -612,7 +612,7 @@ def test_bad_picture_is_skipped_in_shard(run, shard, small_cnn, pictures, tmp_pa
     parts = [shard(number, 3, "--skip-bad", images=folder) for number in (1, 2, 3)]
     out = run.ok("merge", small_cnn, *parts, "-o", tmp_path / "m.cache")
     assert contents(tmp_path / "m.cache") == contents(tmp_path / "w.cache")
-    assert "of 19 images" in out
+    assert "from 19 images" in out
     assert "1 skipped" in out
 
 
