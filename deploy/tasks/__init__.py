@@ -110,16 +110,18 @@ def recognise_task(samples: FirstSamples, task: str) -> tuple[EvaluationTask | N
     Raises:
         ConfigError: the outputs do not fit the user's task.
     """
-    if task:
-        return _fit_user_task(samples, task), "as set by --task"
     declared = samples.declared
+    if task == NO_TASK or (task and not samples.outputs):
+        return None, "as set by --task"
+    # probabilities are used without their raw scores, which say the same
+    distinct = first_samples.drop_outputs(samples, declared.probabilities)
+    if task:
+        return _fit_user_task(distinct, task), "as set by --task"
     if not samples.outputs or len(samples.names) > _MAX_OUTPUTS:
         return None, ""
     if declared.task == NO_TASK:
         return None, f"by {declared.source}"
 
-    # probabilities are used without their raw scores, which say the same
-    distinct = first_samples.drop_outputs(samples, declared.probabilities)
     if declared.task:
         fitting = _fit_task(distinct, TASKS[declared.task])
         if fitting is not None:
@@ -129,17 +131,14 @@ def recognise_task(samples: FirstSamples, task: str) -> tuple[EvaluationTask | N
     return _recognise(distinct, rows) or indices.find_integers(distinct), ""
 
 
-def _fit_user_task(samples: FirstSamples, task: str) -> EvaluationTask | None:
-    """Return the task that the user set, on these outputs; None for `NO_TASK`.
+def _fit_user_task(samples: FirstSamples, task: str) -> EvaluationTask:
+    """Return the task that the user set, on these outputs.
 
     Raises:
         ConfigError: the outputs do not fit it.
     """
-    if task == NO_TASK or not samples.outputs:
-        return None
     row = TASKS[task]
-    distinct = first_samples.drop_outputs(samples, samples.declared.probabilities)
-    fitting = _fit_task(distinct, row)
+    fitting = _fit_task(samples, row)
     if fitting is not None:
         return fitting
     got = []

@@ -242,8 +242,6 @@ def _find_width_by_order(values: Arrays, widths: Sequence[int]) -> int:
     """
     vectors = np.stack(values).reshape(len(values), -1).astype(np.float64)
     length = vectors.shape[1]
-    if (vectors[:, 1:] <= vectors[:, :-1]).all():  # sorted scores
-        return 0
     best_width, best_order = 1, MIN_ORDER  # order: mean correlation with the point before
     for width in (1, *widths):  # 1: a signal, each of whose numbers is near the one before
         if length % width or length < width * MIN_ORDERED:

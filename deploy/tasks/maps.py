@@ -170,7 +170,7 @@ class Pixels(PlaceTask):
 
 SEGMENTATION = Form(
     shape="[N, C, H, W], [N, H, W, C] or [N, H, W]",
-    values="scores of classes, or class numbers",
+    values="scores of classes, or class numbers of an ArgMax",
     figure="mean IoU, pixels of the same class",
     source="DeepLab (Chen et al. 2017), SegFormer (Xie et al. 2021)",
 )
@@ -180,10 +180,10 @@ def find_segmentation(samples: FirstSamples) -> Pixels | None:
     """Return the first output that holds a class per pixel; None if there is none."""
     for name in samples.names:
         values = samples.arrays(name)
-        if _are_class_numbers(values, samples.inputs):
+        is_map = values[0].ndim == 3 or values[0].shape[1:2] == (1,)
+        if is_map and samples.declared.ends.get(name) == "classes":  # numbers of an ArgMax
             class_count = 1 + int(max(value.max() for value in values))
-            if 2 <= class_count <= _MAX_CLASSES:
-                return Pixels(name, class_count, parts={name: ()})
+            return Pixels(name, class_count, parts={name: ()})
 
         for channels_last, maps in _read_layouts(values):
             if not _are_class_scores(maps, samples.inputs, fits_picture=channels_last):
@@ -199,17 +199,6 @@ def fit_segmentation(name: str, samples: FirstSamples) -> Pixels | None:
     if len(shape) != 4:
         return None
     return Pixels(name, min(shape[1], shape[3]), channels_last=shape[3] < shape[1])
-
-
-def _are_class_numbers(values: Arrays, inputs: Sequence[Outputs]) -> bool:
-    """Whether an output is class numbers [1, H, W] or [1, 1, H, W], of integers."""
-    for value in values:
-        is_map = value.ndim == 3 or (value.ndim == 4 and value.shape[1] == 1)
-        if value.dtype.kind not in "iu" or not is_map or value.min() < 0:
-            return False
-        if min(value.shape[-2:]) < MIN_MAP_SIDE:
-            return False
-    return _fit_pictures(values, inputs, MAX_CLASS_SCALE)
 
 
 def _are_class_scores(maps: Arrays, inputs: Sequence[Outputs], *, fits_picture: bool) -> bool:
