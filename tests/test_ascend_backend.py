@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from onnx import numpy_helper
 
 from calib8 import build
+from deploy.calibration.observation import CalibrationSubject
 from deploy.errors import Calib8Error, ConfigError, ModelError, SdkMissingError
 from deploy.feed.preprocess import Preprocess
 from deploy.frontends import load
@@ -358,9 +359,9 @@ def test_build_writes_every_file(small_cnn, data, tmp_path):
     summary = ["config.json", "record.txt", "deploy_model.onnx"]
     other_files = ["quant.json", "fake_quant_model.onnx", "amct_qdq.onnx", "atc.sh", "README.txt"]
     assert {f"{small_cnn.stem}_{ending}" for ending in summary + other_files} <= names
-    graph = find_layers(load(small_cnn).model)
+    subject = CalibrationSubject(loaded=load(small_cnn), samples=0, user_model=small_cnn)
     for ending in summary:
-        assert "sound" in check_file(tmp_path / f"{small_cnn.stem}_{ending}", graph)
+        assert "sound" in check_file(tmp_path / f"{small_cnn.stem}_{ending}", subject)
     row = report.engines[1]
     assert row.accuracy is not None
     assert row.accuracy.outputs[0].cosine_mean > 0.99

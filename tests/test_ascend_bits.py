@@ -290,6 +290,8 @@ def entry(key, **fields):
         ("fc1", {"dst_type": "INT16"}, "dst_type must be one of INT4, INT8, got 'INT16'"),
         ("fc1", {"act_type": "INT4", "offset_d": 8}, "offset_d must be in [-8, 7] with 4 bits"),
         ("fc1", {"fakequant_precision_mode": "FP8"}, "must be FORCE_FP16_QUANT or DEFAULT"),
+        ("conv1", {"scale_w": [0.01] * 2, "offset_w": [0] * 2}, "scale_w are needed, got 2"),
+        ("conv1", {"tensor_balance_factor": [1.0, 2.0]}, "3 DMQ factors are needed, got 2"),
         ("fc1", {"scale_d": 1e-12, "act_type": "INT16"}, "1 / scale_d must be in [2^-14, 4.29"),
     ],
 )
@@ -299,8 +301,7 @@ def test_record_without_matching_layer_is_refused(layer, fields, message, refusa
     err = refusal("ascend", "deploy", FLOAT, record, "-o", tmp_path / "o")
     assert message in err
     assert not (tmp_path / "o").exists()
-    if "scale_d" not in fields:  # that is the hardware's, not the record's
-        assert message in refusal("ascend", "check", record, "--model", FLOAT)
+    assert message in refusal("ascend", "check", record, "--model", FLOAT)
 
 
 def test_widths_of_a_record():

@@ -169,10 +169,14 @@ def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path
 @click.option("--model", type=FILE, help="The float model that it is for.")
 def check(path: Path, model: Path | None) -> None:
     """Check FILE: a record, a quant config, a simplified .cfg, an AIPP file or a deploy model."""
+    from deploy.calibration.observation import CalibrationSubject
+    from deploy.frontends import load
     from deploy.targets.ascend.existing_files import check_file
 
-    graph = _layer_graph(model) if model else None
-    say(f"{path}: {check_file(path, graph)}")
+    subject = None
+    if model is not None:
+        subject = CalibrationSubject(loaded=load(model), samples=0, user_model=model)
+    say(f"{path}: {check_file(path, subject)}")
 
 
 @ascend.command(

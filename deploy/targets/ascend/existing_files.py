@@ -44,7 +44,6 @@ from deploy.targets.ascend.quant_layer import (
 from deploy.targets.ascend.recipe import Recipe
 from deploy.targets.ascend.record import (
     LayerRecord,
-    check_record,
     describe_ignored_entries,
     read_adaround_layers,
     read_record,
@@ -72,17 +71,19 @@ def _is_json(path: Path, text: str) -> bool:
     return path.suffix == ".json" or text.lstrip().startswith("{")
 
 
-def check_file(path: Path | str, graph: LayerGraph | None = None) -> str:
+def check_file(path: Path | str, subject: CalibrationSubject | None = None) -> str:
     """Check any file that `calib8 build --target ascend` writes; return a sentence on its content.
 
-    `graph`: layers of the file's float model; None checks less.
+    `subject`: the file's float model; None checks less.
 
     Raises:
         ConfigError, ModelError: the file is invalid.
+        ExportError: a scale or bias of a record exceeds the limits of the hardware.
     """
     path = Path(path)
     if path.suffix == ".onnx":
         return check_deploy_model(path)
+    graph = None if subject is None else prepare_model(subject.model)[1]
     text = read_text(path, what=_FILE_KIND, error=ConfigError)
     if _is_json(path, text):
         if is_fusion_mapping(text):
@@ -94,7 +95,7 @@ def check_file(path: Path | str, graph: LayerGraph | None = None) -> str:
     first_word = re.search(r"^\s*(\w+|[^\s#])", text, re.MULTILINE)
     key = first_word[1] if first_word else ""
     if key in ("record", "prune_record"):
-        return _check_record_text(text, str(path), graph)
+        return _check_record_text(text, path, subject)
     if key in ("aipp_op", "multi_shape_op"):
         parse_text("InsertNewOps", text, str(path))
         return "a sound AIPP configuration"
@@ -105,18 +106,18 @@ def check_file(path: Path | str, graph: LayerGraph | None = None) -> str:
     return "a simplified configuration that parses; --model checks its layers"
 
 
-def _check_record_text(text: str, path: str, graph: LayerGraph | None) -> str:
-    """Check a record; describe it."""
-    records, ignored = read_record(text, path), describe_ignored_entries(text, path)
-    if graph is not None:
-        check_record(records, graph)
+def _check_record_text(text: str, path: Path, subject: CalibrationSubject | None) -> str:
+    """Check a record, if the model is given by deploying it; describe it."""
+    records = read_record(text, str(path))
+    ignored = describe_ignored_entries(text, str(path))
+    alerts = () if subject is None else recipe_from_record(subject, path).alerts
     input_count = sum(record.is_node_input for record in records.values())
     description = f"a sound record of {len(records) - input_count} layers"
     if input_count:
         description += f" and {input_count} inputs of tensor_quantize"
     if ignored:
         description += f"; calib8 does not deploy the rest: {', '.join(ignored)}"
-    return description
+    return ". ".join([description, *alerts])
 
 
 def _describe_config(config: QuantConfig) -> str:
