@@ -18,6 +18,7 @@ from calibrators.errors import CalibrationError
 from calibrators.grids import UINT8, quantize_per_tensor, quantize_weight, weight_scales
 from calibrators.weights import PAIR_LIMIT, pair_scales, pair_sums
 from deploy.errors import ConfigError, ExportError, FeedError, ModelError
+from deploy.fx.checked_export import export_quantized
 from deploy.fx.convert import calibrate, convert, freeze_norms, scale_table, set_phase
 from deploy.fx.export import compare_with_torch, to_onnx
 from deploy.fx.fakequant import FakeQuant, FixedQuant
@@ -310,6 +311,35 @@ def test_mode_is_measured_beside_empty_outputs():
     assert result.sqnr_db == np.inf
     silent = module(lambda self, x: None)
     assert measure_mode("static", silent, silent, [[torch.ones(1, 3)]]).max_error == 0
+
+
+def test_error_of_bools_and_bytes_is_measured():
+    x = torch.arange(4.0).reshape(1, 4)
+    model = module(lambda self, x: (x > 1, (x + 1).to(torch.uint8)))  # 0011 and 1234
+    converted = module(lambda self, x: (x > 2, (x + 2).to(torch.uint8)))  # 0001 and 2345
+    result = measure_mode("static", model, converted, [[x]])
+    assert result.max_error == 1
+    assert result.sqnr_db == pytest.approx(10 * np.log10((2 + 30) / (1 + 4)))
+
+
+class MixedOutputs(nn.Module):
+    """A Linear whose outputs are floats, bools, a size and no rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(64, 64)
+
+    def forward(self, x):
+        y = self.fc(x)
+        return y, y > 0, y.shape[0], y[:, :0]
+
+
+def test_converted_model_returns_more_than_floats():
+    x = torch.randn(2, 64)
+    result = export_quantized(MixedOutputs(), [x], mode="weight-only")
+    assert len(result.model.graph.output) == 3  # without the size
+    assert result.agreement.argmax == 1
+    assert result.agreement.argmax_rows == 0
 
 
 def test_calibration_keeps_modes_of_modules():

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, TensorArgument
 from torch.utils import _pytree as pytree
@@ -217,8 +217,8 @@ def run_exporter(
 ) -> Any:
     """Export a model to ONNX with torch's exporter, silently; return the exporter's program.
 
-    The exporter fails at outputs that are no tensors, such as a size. So `model` gets a hook that
-    returns None for them, which stays: give a copy. Errors are the exporter's own.
+    The exporter fails at outputs that are no tensors, such as a size. So `model` is changed to
+    return None for them: give a copy. Errors are the exporter's own.
 
     Args:
         model: the model.
@@ -227,7 +227,12 @@ def run_exporter(
         opset: of the default domain.
         optimize: let the exporter optimize the ONNX model.
     """
-    model.register_forward_hook(lambda _module, _inputs, returned: _tensors_only(returned))
+    if isinstance(model, fx.GraphModule):  # torch.export interprets its graph, without its hooks
+        output_node = model.graph.output_node()
+        with model.graph.inserting_before(output_node):
+            output_node.args = (model.graph.call_function(_tensors_only, output_node.args),)
+    else:
+        model.register_forward_hook(lambda _module, _inputs, returned: _tensors_only(returned))
     with quiet():
         return torch.onnx.export(
             model,
@@ -249,7 +254,8 @@ class ExportAgreement(PrintedResult):
         samples: number of samples.
         max_difference: largest absolute difference of any output value.
         max_output: largest absolute value of the torch model's outputs.
-        argmax: fraction of the last output's rows with the same arg-max along dimension 1.
+        argmax: fraction of the last output's rows with the same arg-max along dimension 1; 1 if it
+            has no rows.
         codes: max_difference in steps of the last quantized tensor; None for a float model or
             several outputs.
         batches: batch sizes.
@@ -338,7 +344,7 @@ def compare_with_torch(
         samples=sum(sample_counts),
         max_difference=max_difference,
         max_output=max(magnitudes),
-        argmax=int(has_same_argmax.sum()) / max(row_count, 1),
+        argmax=int(has_same_argmax.sum()) / row_count if row_count else 1.0,
         codes=difference_in_steps,
         batches=tuple(sorted({len(batch[0]) for batch in batches if batch[0].ndim})),
         depends_on_input=any(varies_between_samples or varies_within_sample),
@@ -452,6 +458,8 @@ def _tensors_only(returned: Any) -> Any:
 
 def _same_argmax(expected: NDArray[Any], output: NDArray[Any]) -> NDArray[np.bool_]:
     """Compare the arg-max of [N, C, ...] for each sample, or each position of a dense output."""
+    if not expected.size:
+        return np.zeros(0, np.bool_)
     if expected.ndim < 2:
         return np.asarray(expected.argmax() == output.argmax()).reshape(1)
     return np.asarray(expected.argmax(1) == output.argmax(1)).reshape(-1)

@@ -100,9 +100,9 @@ def measure_mode(
             outputs = tensors_of(converted(*batch))
             references = tensors_of(model(*batch))
             for output, reference in zip(outputs, references, strict=True):
-                difference = (reference - output).double()
-                signal_power += float(reference.double().square().sum())
-                noise_power += float(difference.square().sum())
+                signal = reference.double()  # bools cannot be subtracted, and uint8 wraps around
+                signal_power += float(signal.square().sum())
+                noise_power += float((signal - output.double()).square().sum())
                 errors.append(largest_difference(reference, output))
     size = stored_bytes(converted)
     size_ratio = used_bytes(model, batches[0]) / max(size, 1)
