@@ -262,6 +262,15 @@ def test_images_of_class_numbers_have_no_sqnr(small_cnn, held_out, pictures, tmp
     assert "as FP32" in text and "NaN" not in text
 
 
+def test_few_boxes_of_an_image_are_compared(detector, tmp_path):
+    scenes = np.random.default_rng(0).uniform(0, 1, (24, 3, 32, 32)).astype(np.float32)
+    np.save(tmp_path / "scenes.npy", scenes)
+    build(detector, tmp_path / "scenes.npy", tmp_path / "o", "--effort", 0, "--task", "boxes")
+    (target,) = explained_targets(tmp_path / "o", "--images", tmp_path / "scenes.npy")
+    totals = [image["task"].partition(" of ")[2] for image in target["held"]["images"]]
+    assert not {"1", "2", "3", "4"}.isdisjoint(totals)
+
+
 def test_explain_preprocesses_as_the_build(searched_build, held_out):
     build_text = explain_text(searched_build, "--images", held_out)
     assert (
