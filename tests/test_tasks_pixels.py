@@ -223,6 +223,8 @@ def test_masks_are_compared_above_the_highest_threshold_with_pixels_enough(share
         ((1, 1, 64, 64), "classes", "segmentation"),
         ((1, 64, 64), "selected", "indices"),
         ((1, 64), "classes", "indices"),
+        ((1, 15, 64), "classes", "indices"),
+        ((1, 1), "classes", "classes"),
     ],
 )
 def test_maps_of_an_argmax_are_segmentation(shape, end, task):

@@ -180,7 +180,8 @@ def find_segmentation(samples: FirstSamples) -> Pixels | None:
     """Return the first output that holds a class per pixel; None if there is none."""
     for name in samples.names:
         values = samples.arrays(name)
-        is_map = values[0].ndim == 3 or values[0].shape[1:2] == (1,)
+        shape = values[0].shape
+        is_map = len(shape) > 2 and min(shape[-2:]) >= MIN_MAP_SIDE
         if is_map and samples.declared.ends.get(name) == "classes":  # numbers of an ArgMax
             class_count = 1 + int(max(value.max() for value in values))
             return Pixels(name, class_count, parts={name: ()})
