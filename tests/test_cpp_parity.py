@@ -480,7 +480,7 @@ def relabelled(text, **header):
 def test_written_caches_are_byte_equal(cpp):
     scales = [("data", 1 / 127), ("a b [c]:0", 0.0), ("\u00e4\n"[:1], 3.5), ("i", 1e-45)]
     bits = [(name, float(np.float32(value))) for name, value in scales]
-    versions = ("7.0.0", "8.5.3", "10.14.1", "10.3", "8.10.1", "x")
+    versions = ("7.0.0", "8.5.3", "10.14.1", "10.3", "8.10.1", "0.9.1", "x")
     algorithms = (trt_cache.ENTROPY2, trt_cache.MINMAX, trt_cache.LEGACY, "no word")
     cases = [(bits, *case) for case in product(versions, algorithms)]
     cases += [(bad, "8.5.3", "X") for bad in ([["", 1.0]], [["a\nb", 1.0]], [["a", -1.5]], [])]

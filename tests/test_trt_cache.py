@@ -325,6 +325,21 @@ def test_check_reports_wrong_version_and_model(run, small_cnn, cache, tmp_path):
         assert reason in out
 
 
+@pytest.mark.parametrize("version", ["0.9.1", "11.0.0"])
+def test_versions_without_caches_are_refused(version, run, cache, small_cnn, tmp_path):
+    model, out = tmp_path / "q.onnx", tmp_path / "o"
+    run.ok("cache", "to-qdq", small_cnn, cache, "-o", model)
+    for arguments in (
+        ("check", cache),
+        ("relabel", cache, "-o", out),
+        ("from-qdq", model, "-o", out, f"{out}.cache"),
+    ):
+        code, _, err = run("cache", *arguments, "--trt-version", version)
+        assert code == 1
+        assert version in err
+        assert not out.exists()
+
+
 def test_check_reports_a_cache_changed_afterwards(run, small_cnn, cache, tmp_path):
     head, *lines = cache.read_text().splitlines()
     equal = [line.rpartition(": ")[0] + ": 3a000000" for line in lines]

@@ -244,7 +244,7 @@ int version_label(const std::string& version) {
     numbers.push_back(is_valid && numbers.size() < 3 ? std::stoi(std::string(part_text)) : 0);
     begin = dot + 1;
   }
-  if (!is_valid || numbers.size() < 3) {
+  if (!is_valid || numbers.size() < 3 || numbers[0] == 0) {
     throw CacheError("a TensorRT version reads X.Y.Z, such as 8.5.3, got " + text::repr(version));
   }
   if (numbers[0] < 10 && numbers[1] > 9) {

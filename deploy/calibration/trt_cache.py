@@ -188,7 +188,7 @@ class CalibrationCache:
 def version_label(version: str) -> int:
     """Return the label of a version: 8.5.3 -> 8503, 10.14.1 -> 101401; drops a build number."""
     match = _VERSION.fullmatch(version.strip())
-    if match is None:
+    if match is None or int(match[1]) == 0:
         raise CacheError(f"a TensorRT version reads X.Y.Z, such as 8.5.3, got {version!r}")
     major, minor, patch = map(int, match.groups())
     if major < 10 and minor > 9:

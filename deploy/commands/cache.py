@@ -73,7 +73,13 @@ def print_cache(cache: CalibrationCache) -> None:
 @cache.command(short_help="Differences of two caches.")
 @click.argument("first", type=FILE)
 @click.argument("second", type=FILE)
-@click.option("--limit", type=int, default=50, show_default=True, help="Lines to print; 0: all.")
+@click.option(
+    "--limit",
+    type=click.IntRange(min=0),
+    default=50,
+    show_default=True,
+    help="Lines to print; 0: all.",
+)
 @click.pass_context
 def diff(context: click.Context, first: Path, second: Path, limit: int) -> None:
     """Compare two caches, largest change first; exit code 1 if they differ."""
@@ -147,7 +153,9 @@ def relabel(path: Path, trt_version: str, algorithm: str | None, out: Path) -> N
     from deploy.calibration.trt_cache import dump
     from deploy.calibration.trt_cache import relabel as relabel_cache
     from deploy.files.atomic import write_bytes
+    from deploy.targets.tensorrt.cache_tools import refuse_cacheless
 
+    refuse_cacheless(trt_version)
     read = _read_with_note(path)
     relabelled = relabel_cache(read, version=trt_version, algorithm=algorithm)
     write_bytes(out, dump(relabelled))
@@ -183,6 +191,8 @@ def check(
 
     if model is None:
         base.refuse_flags(base.given_flags("parser", "verbose"), without="--model")
+    if trt_version is not None:
+        cache_tools.refuse_cacheless(trt_version)
     read = cache_tools.read_cache(path)
     match = None
     if model is not None:
@@ -304,6 +314,7 @@ def from_qdq(
     if not dla:
         base.refuse_flags(base.given_flags("no_guesses"), without="--dla")
     version = trt_version or sdk.cache_reading_version() or DEFAULT_TRT_VERSION
+    cache_tools.refuse_cacheless(version)
     float_model, cache = cache_tools.qdq_to_cache(model, version=version)
     inferred_scales = None
     if dla:

@@ -45,6 +45,19 @@ def read_cache(path: Path | str) -> CalibrationCache:
     return trt_cache.parse(data, origin=str(path))
 
 
+def refuse_cacheless(version: str) -> None:
+    """Refuse a version "X.Y.Z" of TensorRT that has no calibrators, and so reads no cache.
+
+    Raises:
+        CacheError: it is 11 or newer.
+    """
+    if trt_cache.version_label(version) >= trt_cache.version_label("11.0.0"):
+        raise CacheError(
+            f"TensorRT up to 10 reads calibration caches, got {version}; it takes a Q/DQ model"
+            " (calib8 cache to-qdq makes one from a cache)"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class ScaleDifference:
     """A tensor whose scale differs between two caches.
