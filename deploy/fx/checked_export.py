@@ -31,7 +31,7 @@ from deploy.fx.export import (
 )
 from deploy.fx.fuse import norms_in_float
 from deploy.fx.int8_layers import find_weighted_layers
-from deploy.fx.model_inputs import argument_names, dict_input_note, floats_to_float32
+from deploy.fx.model_inputs import argument_names, cast_floats, dict_input_note
 from deploy.fx.modes import (
     ModeResult,
     compare_modes,
@@ -111,7 +111,7 @@ def export_float(
         ExportError: the opset cannot be written, or the outputs differ.
     """
     model = in_eval_mode(model)
-    inputs = floats_to_float32(inputs)
+    inputs = cast_floats(inputs, torch.float32)
     exported = to_onnx(model, inputs, opset=opset, dynamic_batch=dynamic_batch)
     return exported, check_float_export(exported, model, inputs)
 
@@ -161,7 +161,7 @@ def export_quantized(
         raise ConfigError("static ranges come from data: give --images, or another --mode")
     target = resolve_target(target)
     model = in_eval_mode(model)
-    inputs = floats_to_float32(inputs)
+    inputs = cast_floats(inputs, torch.float32)
     batches: list[tuple[torch.Tensor, ...]] = [inputs]
     if images is not None:
         names = argument_names(model, len(inputs))

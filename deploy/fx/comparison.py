@@ -16,6 +16,7 @@ from torch.utils.benchmark import Timer
 
 from deploy.errors import ModelError
 from deploy.fx.device import fixed_seed
+from deploy.fx.model_inputs import cast_floats
 from deploy.terminal import phase
 
 _TIMED_RUNS, _TIMING_ROUNDS = 20, 3
@@ -128,16 +129,6 @@ def _run(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
         return model(*inputs)
 
 
-def floats_to_float64(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the inputs with floating-point tensors in float64."""
-    converted = []
-    for tensor in inputs:
-        if tensor.is_floating_point():
-            tensor = tensor.double()
-        converted.append(tensor)
-    return converted
-
-
 def _is_same_in_float64(
     original: nn.Module, rewritten: nn.Module, inputs: Sequence[torch.Tensor]
 ) -> bool:
@@ -146,7 +137,7 @@ def _is_same_in_float64(
         difference, magnitude = _compare_outputs(
             copy.deepcopy(original).double(),
             copy.deepcopy(rewritten).double(),
-            floats_to_float64(inputs),
+            cast_floats(inputs, torch.float64),
         )
     except Exception:  # a forward with a fixed dtype may raise anything
         return False

@@ -22,13 +22,13 @@ from torch.utils import _pytree as pytree
 from deploy.errors import BackendError, ExportError, ModelError, first_line
 from deploy.fx.capture import repeat_single_sample, run_model
 from deploy.fx.comparison import (
-    floats_to_float64,
     largest_difference,
     largest_magnitude,
     tensors_of,
 )
 from deploy.fx.device import quiet
 from deploy.fx.fakequant import ExportedModule, FakeQuant, FixedQuant
+from deploy.fx.model_inputs import cast_floats
 from deploy.fx.plain_copy import deep_copy
 from deploy.fx.trace import explain_export_failure
 from deploy.graph.edit import (
@@ -426,7 +426,7 @@ def _float32_error(model: nn.Module, inputs: Sequence[torch.Tensor]) -> float:
     """Return the largest difference from a run in float64; 0 if the model cannot run in it."""
     try:
         with torch.no_grad():
-            exact_output = copy.deepcopy(model).double()(*floats_to_float64(inputs))
+            exact_output = copy.deepcopy(model).double()(*cast_floats(inputs, torch.float64))
             output = model(*inputs)
     except Exception:  # a forward with a fixed dtype may raise anything
         return 0.0

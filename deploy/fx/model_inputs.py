@@ -412,13 +412,13 @@ def convert_to_float32(model: nn.Module) -> str | None:
     return f"the model computes in {name} and is converted to float32{loss}"
 
 
-def floats_to_float32(inputs: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return the inputs with floating-point tensors in float32; integers stay as they are."""
-    return tuple(map(_float_to_float32, inputs))
+def cast_floats(inputs: Iterable[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Return the inputs with floating-point tensors in `dtype`; integers stay as they are."""
 
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-def _float_to_float32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.is_floating_point() else tensor
+    return tuple(map(cast, inputs))
 
 
 def read_sample(path: Path, model: nn.Module) -> tuple[torch.Tensor, ...]:

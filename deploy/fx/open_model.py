@@ -37,11 +37,11 @@ from deploy.fx.fakequant import ExportedModule
 from deploy.fx.fuse import fuse_for_export
 from deploy.fx.model_inputs import (
     accept_named_inputs,
+    cast_floats,
     convert_to_float32,
     dict_input_note,
     example_inputs,
     first_item,
-    floats_to_float32,
     return_dataclass_as_dict,
     split_item,
 )
@@ -83,7 +83,7 @@ def export(
                 f" {type(value).__name__}; give [x, ...], or a loader"
             )
     exported, _ = _export_checked(
-        copied, floats_to_float32(inputs), opset=opset, dynamic_batch=dynamic_batch
+        copied, cast_floats(inputs, torch.float32), opset=opset, dynamic_batch=dynamic_batch
     )
     return exported
 
@@ -154,7 +154,7 @@ def open_module(
     # change the copy so that torch.export can follow it: inputs by position, float32, a dict output
     order = accept_named_inputs(copied, names or [None] * len(tensors))
     dtype_note = convert_to_float32(copied)
-    item_inputs = floats_to_float32(tensors[index] for index in order)
+    item_inputs = cast_floats((tensors[index] for index in order), torch.float32)
     batch_inputs, output = _find_batch_inputs(copied, item_inputs)
     return_dataclass_as_dict(copied, output)
 
@@ -268,7 +268,7 @@ def open_torch(
         dict_input_note(model),
     ]
     tensors = example_inputs(inputs, dtypes)
-    ordered_tensors = floats_to_float32(tensors[index] for index in order)
+    ordered_tensors = cast_floats((tensors[index] for index in order), torch.float32)
     exported, warning = _export_checked(model, ordered_tensors)
 
     file, _, factory = spec.rpartition(":")
