@@ -261,6 +261,7 @@ def open_torch(
     if not inputs:
         raise missing_shape_error(spec)
     model = load_module(spec, weights)
+    # for each argument of the model's forward, the index of its input
     order = accept_named_inputs(model, names or [None] * len(inputs))
     notes = [
         random_weights_note(spec, weights),

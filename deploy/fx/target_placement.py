@@ -85,13 +85,14 @@ def place_quantizers(
     share: Sequence[str],
     is_opaque: Callable[[fx.Node], bool],
 ) -> GraphPlacement:
-    """Return which tensors and weights of a graph a target quantizes, with known shapes.
+    """Return which tensors and weights of a graph a target quantizes.
 
-    The target plans on ONNX nodes: the graph is exported, planned, and the plan is mapped back to
-    the graph's nodes and layers. `propagate_shapes` must have run.
+    The target plans on ONNX nodes: the graph is exported, the target makes its plan of the ONNX
+    model, and the plan is mapped back to the graph's nodes and layers.
 
     Args:
-        graph_module: the graph, with norms folded or merged with their layers.
+        graph_module: the graph, with norms folded or merged with their layers, after a run of
+            `propagate_shapes`.
         inputs: example inputs.
         target: the target whose plan is used.
         skip: qualified names of layers to leave in float.
