@@ -109,12 +109,6 @@ def test_threshold_needs_enough_boxes(score, count, threshold):
     )
 
 
-@pytest.mark.parametrize(("weak_count", "threshold"), [(45, 0.25), (46, 0.15)])
-def test_rare_peaks_set_no_threshold(weak_count, threshold):
-    rows = [row(10 * n, score=0.3 if n < 5 else 0.2) for n in range(5 + weak_count)]
-    assert tally_pairs([(scene(*rows), scene())]).threshold == threshold
-
-
 def test_fixed_threshold_is_kept():
     tally = BoxDetection(Rows()).tally()
     tally.fixed_threshold = 0.15

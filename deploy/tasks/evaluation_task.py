@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 from deploy.tasks.detections import Detections
 from deploy.tasks.rows import Flags, ImageSize, Outputs
 from deploy.tasks.slices import SlicesByOutput
-from deploy.tasks.thresholds import MIN_SHARE_ABOVE, MIN_THINGS
+from deploy.tasks.thresholds import MIN_THINGS
 from deploy.tensors import Array
 
 MAX_SHOWN = 4  # samples shown
@@ -382,10 +382,7 @@ class ThresholdTally(TaskTally[T]):
 
     def has_enough(self, threshold: float) -> bool:
         """Whether FP32 has enough above a threshold."""
-        lower_thresholds = [lower for lower in self.thresholds if lower < threshold]
-        count = self.counts[threshold][0]
-        lower_count = self.counts[lower_thresholds[0]][0] if lower_thresholds else count
-        return count >= max(MIN_THINGS, MIN_SHARE_ABOVE * lower_count)
+        return self.counts[threshold][0] >= MIN_THINGS
 
     def share_kept(self, measure: str) -> TaskFigure | None:
         """Return the share of FP32's above that threshold of a measure, such as the score."""

@@ -24,28 +24,6 @@ NO_CLASS = np.iinfo(np.int64).min  # stands at places without a class, as of a s
 _PADDING = -1  # integers that fill a list up
 
 
-@dataclass(frozen=True, slots=True)
-class CountedPlaces:
-    """Places that count.
-
-    Attributes:
-        equal: number of those where both models have the same class.
-        total: number of all.
-        usual_class: FP32's class that does not count where both models have it; None for none.
-    """
-
-    equal: int = 0
-    total: int = 0
-    usual_class: int | None = None
-
-    @property
-    def exception(self) -> str:
-        """Which places do not count, as the end of a sentence."""
-        if self.usual_class is None:
-            return ""
-        return f", without {self.usual_class}, the usual one, where both have it"
-
-
 @dataclass(slots=True)
 class PlaceCounts:
     """Numbers of places by class, among the places where FP32 has a class.
@@ -80,21 +58,22 @@ class PlaceCounts:
         self.equal += _count_values(reference[is_equal])
         return int(is_equal.sum())
 
-    def without_usual(self) -> CountedPlaces | None:
-        """Return the places that count; None if FP32 has one class at all of them.
+    def without_usual(self) -> tuple[int, int, str] | None:
+        """Return (equal places, places that count, which do not count, as the end of a sentence).
 
-        If FP32 has its most frequent class, such as silence or background, at nearly all places, a
-        constant candidate would have most of them: then only places where either model has another
-        class count.
+        None if FP32 has one class at all of them. If it has its most frequent class, such as
+        silence or background, at nearly all places, a constant candidate would have most of them:
+        then only places where either model has another class count.
         """
         total, equal = self.reference.total(), self.equal.total()
         if len(self.reference) < 2:
             return None
         usual_class = max(sorted(self.reference), key=self.reference.__getitem__)
         if self.reference[usual_class] <= MOST_SHARE * total:
-            return CountedPlaces(equal, total)
+            return equal, total, ""
         common = self.equal[usual_class]
-        return CountedPlaces(equal - common, total - common, usual_class)
+        exception = f", without {usual_class}, the usual one, where both have it"
+        return equal - common, total - common, exception
 
 
 def _count_values(values: Array) -> Counter[int]:
@@ -159,10 +138,10 @@ class _IndexTally(TaskTally["Indices"]):
 
     def result(self) -> TaskFigure | None:
         """Return the share kept; None if FP32 gives nothing, or one value at every place."""
-        places = self.places.without_usual() or CountedPlaces()
-        text = f"kept, {self.new} new{places.exception}"
-        equal, total = places.equal + self.common_rows, places.total + self.rows
-        return self.figure_of_kept("indices", equal, total, text, self.new)
+        equal, total, exception = self.places.without_usual() or (0, 0, "")
+        text = f"kept, {self.new} new{exception}"
+        kept, count = equal + self.common_rows, total + self.rows
+        return self.figure_of_kept("indices", kept, count, text, self.new)
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,9 +86,10 @@ class _StepTally(PlaceTally["Steps"]):
         counted = self.places.without_usual()
         if counted is None:
             return None
-        count = f"{counted.equal} of {counted.total}"
-        text = f"{count} {self.task.agreement}{counted.exception}"
-        return self.figure("steps alike", counted.equal / counted.total, count, text)
+        equal, total, exception = counted
+        count = f"{equal} of {total}"
+        text = f"{count} {self.task.agreement}{exception}"
+        return self.figure("steps alike", equal / total, count, text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ MIN_MASK_IOU = 0.75  # of the masks of two boxes
 MIN_VISIBILITY = 0.5  # of a key point of a box that counts
 MAX_BOX_POINT_DISTANCE = 0.1  # mean distance of a box's key points, relative to its size
 MIN_THINGS = 5  # things, such as boxes or labels, of FP32 above a threshold that counts
-MIN_SHARE_ABOVE = 0.1  # of those above the next lower one; fewer are a detector's rare peaks
 UNIT_TOLERANCE = 1e-3  # rounding of a probability by float16 and resizing
 MIN_ANCHORS = 10  # fewer rows are classes of a few steps
 MIN_ROWS_PER_COLUMN = 2  # anchors are many more than the numbers of one, unless there are 100
