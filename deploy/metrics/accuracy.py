@@ -447,15 +447,14 @@ class TensorComparison:
 
         Channels that only pad one of a pair's tensors are left out.
         """
-        expected, actual = {}, {}
-        for name, candidate_name in self.pairs.items():
-            values, candidate_values = reference[name], candidate[candidate_name]
-            expected[name] = strip_padded_channels(name, values, candidate_values)
-            actual[name] = strip_padded_channels(candidate_name, candidate_values, values)
         batch = batch_length(feed, self._batch_inputs)
-        for sample_expected, sample_actual in split_batches(batch, expected, actual):
-            for name, error in self._errors.items():
-                error.add(sample_expected[name], sample_actual[name])
+        for sample_reference, sample_candidate in split_batches(batch, reference, candidate):
+            for name, candidate_name in self.pairs.items():
+                expected, actual = sample_reference[name], sample_candidate[candidate_name]
+                self._errors[name].add(
+                    strip_padded_channels(name, expected, actual),
+                    strip_padded_channels(candidate_name, actual, expected),
+                )
         self._samples += batch
 
     def result(self) -> tuple[OutputAccuracy, ...]:
