@@ -54,6 +54,7 @@ def test_tensors_of_any_type_are_fed():
     tensor = torch.from_numpy(BATCH).requires_grad_()
     assert np.array_equal(feed_all(tensor)[1], BATCH)
     assert np.array_equal(feed_all([row[None] for row in tensor])[1], BATCH)
+    assert np.allclose(feed_all([tensor.bfloat16()])[1], BATCH, rtol=1e-2)
     pictures = np.random.default_rng(4).integers(0, 256, (3, 8, 8, 3), np.uint8)
     _, fed_pictures = feed_all(
         [torch.from_numpy(picture) for picture in pictures], preprocess=Preprocess()

@@ -180,9 +180,19 @@ def test_unfit_checkpoint_is_refused(small, tmp_path, wording):
             "none in epoch 1",
         ),
         ({"batches": lambda epoch: []}, errors.FeedError, "at least one batch"),
+        ({"batches": [torch.zeros(2, 1, 8, 8)]}, errors.FeedError, "got Tensor"),
+        ({"batches": [{"x": 1, "label": 2}]}, errors.FeedError, "got dict"),
+        ({"batches": [(1, 2, 3)]}, errors.FeedError, "got tuple of 3"),
+        ({"loss": lambda output, label: 0.5}, errors.ConfigError, "got float"),
+        ({"loss": lambda output, label: output}, errors.ConfigError, "got shape"),
+        ({"loss": lambda output, label: output.detach().sum()}, errors.ConfigError, "gradient"),
+        ({"loss": lambda output, label: label.nothing}, errors.ModelError, "loss .* label.nothing"),
+        ({"optimizer": torch.optim.LBFGS}, errors.ModelError, "step .* 'closure'"),
+        ({"evaluate": lambda model: None}, errors.ModelError, "evaluate .*NoneType"),
+        ({"epochs": 1.5}, errors.ConfigError, "whole number"),
     ],
 )
-def test_nan_loss_and_empty_epochs_fail(small, options, error, reason):
+def test_unfit_tasks_are_refused(small, options, error, reason):
     with pytest.raises(error, match=reason):
         train(task_of(small, **options))
 

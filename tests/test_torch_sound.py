@@ -2,7 +2,9 @@
 # ruff: noqa: E402 (torch may be missing)
 
 import random
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import onnx
@@ -18,14 +20,15 @@ import calib8
 from deploy.errors import CacheError, ExportError, FeedError, ModelError
 from deploy.fx import device
 from deploy.fx.capture import capture
+from deploy.fx.checked_export import export_quantized
 from deploy.fx.comparison import check_same_outputs
-from deploy.fx.convert import calibrate, float_form
+from deploy.fx.convert import calibrate, convert, float_form
 from deploy.fx.coverage import measure_coverage, refuse_unquantized
 from deploy.fx.export import check_float_export, to_onnx, with_more_samples
 from deploy.fx.fuse import fold_batch_norms, fuse, norms_in_float
 from deploy.fx.int8_layers import QatLayer, WeightQuant
 from deploy.fx.modes import format_modes, measure_mode, quantize_model
-from deploy.fx.open_model import export, open_torch
+from deploy.fx.open_model import export, open_module, open_torch
 from deploy.fx.plain_copy import computed_weights, plain_copy, unwrap
 from deploy.fx.prepare import prepare, prepare_part
 from deploy.fx.profile import profile
@@ -33,6 +36,7 @@ from deploy.fx.qat import Task, train
 from deploy.fx.range_search import scale_on_grid, search_for
 from deploy.fx.source import load_module
 from deploy.fx.trace import trace
+from deploy.runtimes.ort import OrtSession
 from deploy.targets import OnnxRuntime
 from tests.models import run_command
 from tests.torch_placed import observers_of
@@ -324,6 +328,10 @@ def test_nan_weights_and_odd_inputs_fail(wording):
         with pytest.raises(ModelError) as raised:
             opened(tiny(float("nan")))
         wording.check(raised.value)
+    with pytest.raises(ModelError, match="of a lazy module"):
+        export(nn.Sequential(nn.Flatten(), nn.LazyLinear(2)), [X])
+    with pytest.raises(ModelError, match="'weight' is on the meta"):
+        open_module(nn.Linear(8, 2, device="meta"), X)
     logarithm = module(lambda self, x: self.c(x).log(), c=nn.Conv2d(3, 4, 3))  # NaN in outputs
     assert capture(logarithm.eval(), [X])(X).isnan().any()
 
@@ -588,3 +596,137 @@ def test_shared_parameters_are_counted_once():
     assert torch.allclose(folded(x), model(x), atol=1e-6)
     result = profile(capture(model, [x]), [x], warm_up=0, runs=1)
     assert result.parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_inputs_and_buffers_are_not_changed(tmp_path):
+    def counting(self, x):
+        self.calls += 1
+        return self.own(x.mul_(2))
+
+    model = module(counting, own=net())
+    model.register_buffer("calls", torch.zeros(()))
+    x = X.clone()
+    exported = calib8.torch.export(model, [x])
+    prepared = prepare(model, [x], target=STEM)
+    calibrate(prepared, [x, (x,)])
+    profile(model, [x], runs=1)
+    fuse(model, [x])
+    export_quantized(model, [x], mode="weight-only", target=STEM)
+    open_module(model, [x])
+    task = Task(model=model, inputs=[x], batches=[(x, x)], epochs=1, loss=lambda y, _: y.mean())
+    train(task, target=STEM)
+    assert torch.equal(x, X)
+    assert model.calls == 0
+    (output,) = OrtSession.open(exported).run({"x": X.numpy()}).values()
+    assert np.allclose(output, model(X.clone()).detach(), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["dropout", "noise"])
+def test_random_model_is_not_exported(kind):
+    forwards = {
+        "dropout": lambda self, x: self.own(F.dropout(x, 0.5)),
+        "noise": lambda self, x: self.own(x + torch.randn_like(x)),
+    }
+    with pytest.raises(ExportError, match="same in each run"):
+        calib8.torch.export(module(forwards[kind], own=net()), [X])
+
+
+@dataclass
+class Maps:
+    first: Any
+    last: Any = None
+
+
+class Opaque:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+RETURNED = {
+    "dataclass": (lambda y: Maps(y, y + 1), "first last"),
+    "nested": (lambda y: {"a": Maps(y), "b": y + 1}, "a_first b"),
+    "in a tuple": (lambda y: (y, Maps(y + 1, Maps(y + 2))), "3"),
+    "numbers": (lambda y: {"y": y, "size": y.shape[2:], "batch": y.shape[0]}, "y"),
+}
+
+
+@pytest.mark.parametrize("kind", RETURNED)
+def test_every_tensor_is_an_output(kind):
+    returned, names = RETURNED[kind]
+    model = module(lambda self, x: returned(self.own(x)), own=net())
+    prepared = prepare(model, [X], target=STEM)
+    calibrate(prepared, [X])
+    for exported in (export(model, [X]), export(convert(prepared), [X])):
+        outputs = [value.name for value in exported.graph.output]
+        assert len(outputs) == int(names) if names.isdigit() else outputs == names.split()
+
+
+def test_tensors_in_unknown_objects_are_refused():
+    model = module(lambda self, x: (self.own(x), Opaque(x)), own=net())
+    with pytest.raises(ModelError, match="got Opaque"):
+        export(model, [X])
+
+
+def test_returned_weight_is_an_output():
+    model = module(lambda self, x: (self.own(x), self.own[3].weight), own=net())
+    assert len(export(model, [X]).graph.output) == 2
+
+
+@pytest.mark.parametrize("norms", ["fold", "train"])
+def test_layer_tied_to_an_embedding_is_quantized(norms):
+    def forward(self, ids):
+        return self.head(self.norm(self.inner(self.words(ids))))
+
+    words, head = nn.Embedding(5, 8), nn.Linear(8, 5, bias=False)
+    head.weight = words.weight
+    parts = {"inner": nn.Linear(8, 8), "norm": nn.LayerNorm(8)}
+    model = module(forward, words=words, head=head, **parts)
+    ids = torch.tensor([[0, 1, 4], [2, 3, 0]])
+    prepared = prepare(model, [ids], norms=norms)
+    assert torch.equal(prepared(ids), model(ids))
+    calibrate(prepared, [ids])
+    prepared.get_submodule("head").layer.weight.data[0] += 1  # training changes both
+    assert not torch.allclose(convert(prepared)(ids), model(ids), atol=0.5)
+    exported = export(convert(prepared), [ids])
+    assert [node.op_type for node in exported.graph.node].count("DequantizeLinear") > 2
+
+
+@pytest.mark.parametrize("norms", ["fold", "train"])
+def test_frozen_weights_stay_frozen(norms):
+    model = net()
+    model[0].requires_grad_(False)
+    model[1].requires_grad_(False)
+    prepared = prepare(model, [X], norms=norms, target=STEM)
+    trained = {name for name, value in prepared.named_parameters() if value.requires_grad}
+    assert trained == {"3.layer.weight", "3.layer.bias"}
+
+
+@pytest.mark.parametrize(
+    ("forward", "inputs"),
+    [
+        (lambda self, x, factor: self.own(x) * factor, [X, torch.tensor(2.0)]),
+        (lambda self, factor, x: self.own(x) * factor, [torch.tensor(2.0), X]),
+        (lambda self, *pair: self.own(pair[0] + pair[1]), [X, X + 1]),
+    ],
+    ids=["scalar", "scalar first", "variadic"],
+)
+def test_scalars_and_variadic_inputs_are_exported(forward, inputs):
+    model = module(forward, own=net())
+    exported = export(model, inputs)
+    larger = with_more_samples(inputs)
+    arrays = [tensor.numpy() for tensor in larger]
+    names = [value.name for value in exported.graph.input]
+    (output,) = OrtSession.open(exported).run(dict(zip(names, arrays, strict=True))).values()
+    assert np.allclose(output, model(*larger).detach(), atol=1e-5)
+    assert len(output) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_models_of_other_dtypes_are_prepared(dtype):
+    model = net().to(dtype)
+    prepared = prepare(model, [X.to(dtype)], target=STEM)
+    calibrate(prepared, [X.to(dtype), X])
+    output = convert(prepared)(X)
+    assert output.dtype == torch.float32
+    assert torch.allclose(output, net()(X), atol=0.1)
+    assert model[0].weight.dtype == dtype

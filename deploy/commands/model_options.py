@@ -127,14 +127,14 @@ class TorchArguments:
 
     def load(self) -> nn.Module:
         """Load the model on its device, and print notes on it."""
-        from deploy.fx.device import find_device
+        from deploy.fx.device import find_device, move_model
         from deploy.fx.source import load_module, random_weights_note
 
         torch_device = find_device(self.device)
         module = load_module(self.model, self.weights)
         if note := random_weights_note(self.model, self.weights):
             say(note)
-        return module.to(torch_device)
+        return move_model(module, torch_device)
 
     def inputs(self, module: nn.Module) -> tuple[torch.Tensor, ...]:
         """Return the inputs of one run, on the model's device: random ones, or those of a file.

@@ -38,7 +38,9 @@ def as_array(value: object, item_name: str) -> Array:
     type_name = type(value).__name__
     try:
         if hasattr(value, "detach"):  # a torch tensor, perhaps of a GPU
-            value = value.detach().cpu()
+            tensor: Any = value.detach().cpu()
+            # numpy has no bfloat16
+            value = tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor
         array: Array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise FeedError(f"{item_name} must be an array, got {type_name}: {error}") from error

@@ -160,8 +160,8 @@ def _sum_branches(larger: _Branch, smaller: _Branch) -> nn.Conv2d:
     columns = (weight.shape[3] - added_weight.shape[3]) // 2
     added_weight = functional.pad(added_weight, (columns, columns, rows, rows))
     layer: nn.Conv2d = copy.deepcopy(larger.module)
-    layer.weight = nn.Parameter(weight + added_weight)
-    layer.bias = nn.Parameter(bias + added_bias)
+    layer.weight = nn.Parameter(weight + added_weight, layer.weight.requires_grad)
+    layer.bias = nn.Parameter(bias + added_bias, layer.weight.requires_grad)
     return layer
 
 

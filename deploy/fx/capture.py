@@ -18,11 +18,12 @@ from torch.utils import _pytree as pytree
 
 from deploy.errors import FeedError, ModelError, first_line
 from deploy.fx.comparison import largest_difference, largest_magnitude, tensors_of
-from deploy.fx.device import device_of, fixed_seed, quiet
+from deploy.fx.device import device_of, fixed_seed, map_tensors, quiet
 from deploy.fx.lift import input_placeholders, lift_program
 from deploy.fx.model_inputs import (
     argument_names,
     array_to_tensor,
+    cast_floats,
     first_item,
     match_arguments,
     positional_parameters,
@@ -41,7 +42,7 @@ def as_inputs(batch: Any, model: nn.Module | None = None) -> tuple[Any, ...]:
     """Return the positional arguments of a forward from a batch, or from a loader's first item.
 
     A tuple or list holds the arguments, a tensor or dict is the only argument, and anything else is
-    a loader. numpy arrays become tensors.
+    a loader. numpy arrays become tensors. Tensors are copies, as a forward may change its inputs.
 
     `model`: the model of the forward. Its arguments tell the inputs in a loader's item from the
     labels. None if `batch` cannot be a loader.
@@ -50,13 +51,13 @@ def as_inputs(batch: Any, model: nn.Module | None = None) -> tuple[Any, ...]:
         FeedError: the loader's first item does not hold the inputs of the model's forward.
     """
     if isinstance(batch, tuple | list):
-        return tuple(map(_tensor_of_array, batch))
+        return tuple(map(_copied, batch))
     if model is None or isinstance(batch, torch.Tensor | Mapping):
-        return (batch,)
+        return (_copied(batch),)
 
     model = unwrap(model)
     item, _ = first_item(batch)
-    tensors, names = split_item(model, item)
+    tensors, names = split_item(model, _copied(item))
     if not names:  # the item is no dict, so its tensors are in order
         return tuple(tensors)
     tensor_by_name = dict(zip(names, tensors, strict=True))
@@ -70,14 +71,16 @@ def as_inputs(batch: Any, model: nn.Module | None = None) -> tuple[Any, ...]:
     return tuple(tensor_by_name[name] for name in ordered_names)
 
 
-def _tensor_of_array(value: Any) -> Any:
-    """Return an array as a tensor; any other value is returned as it is."""
-    return array_to_tensor(value) if isinstance(value, np.ndarray) else value
+def _copied(value: Any) -> Any:
+    """Return an array as a tensor, tensors as copies, and any other value as it is."""
+    if isinstance(value, np.ndarray):
+        return array_to_tensor(value)
+    return map_tensors(value, lambda tensor: tensor.detach().clone())
 
 
 def select_arguments(batch: Any, model: nn.Module) -> tuple[Any, ...]:
-    """Return a batch as arguments, without the values after the last one that forward takes."""
-    arguments = as_inputs(batch)
+    """Return a batch as float32 arguments, without those after the last one that forward takes."""
+    arguments = cast_floats(as_inputs(batch), torch.float32)
     if takes_variadic_inputs(model):
         return arguments
     return arguments[: len(positional_parameters(model))]
@@ -215,21 +218,22 @@ def _export_and_lift(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
 def _export(
     model: nn.Module, inputs: tuple[Any, ...], *, is_batch_dynamic: bool
 ) -> torch.export.ExportedProgram:
-    shapes = dynamic_shapes(inputs) if is_batch_dynamic else None
-    named_count = len(positional_parameters(model))
-    if shapes is not None and len(inputs) > named_count:
-        # torch.export expects those of `*args` in one tuple
-        shapes = (*shapes[:named_count], shapes[named_count:])
+    shapes = dynamic_shapes(model, inputs) if is_batch_dynamic else None
     # copies, because the same tensor twice would become one input
     copies = pytree.tree_map_only(torch.Tensor, torch.clone, inputs)
     with quiet(), torch.enable_grad():  # without grad, attention becomes one fused kernel
         return torch.export.export(model, copies, dynamic_shapes=shapes, strict=False)
 
 
-def dynamic_shapes(inputs: tuple[Any, ...]) -> Any:
+def dynamic_shapes(
+    model: nn.Module, inputs: tuple[Any, ...], batch: Any = torch.export.Dim.AUTO
+) -> Any:
     """Return the `dynamic_shapes` of torch.export for inputs whose first dimension is the batch."""
-    batch = torch.export.Dim.AUTO
-    return pytree.tree_map(lambda leaf: {0: batch} if has_batch(leaf) else None, inputs)
+    shapes = pytree.tree_map(lambda leaf: {0: batch} if has_batch(leaf) else None, inputs)
+    named_count = len(positional_parameters(model))
+    if len(inputs) <= named_count:
+        return shapes
+    return (*shapes[:named_count], shapes[named_count:])  # those of `*args` in one tuple
 
 
 def has_batch(leaf: Any) -> bool:

@@ -39,7 +39,7 @@ from deploy.fx.modes import (
     measure_mode,
     quantize_model,
 )
-from deploy.fx.plain_copy import in_eval_mode
+from deploy.fx.plain_copy import plain_copy
 from deploy.fx.qat import TrainingResult, first_batches, train
 from deploy.fx.range_search import resolve_target, search_for
 from deploy.fx.task import Task, order_inputs, read_batches
@@ -110,7 +110,7 @@ def export_float(
         ModelError: torch.export cannot follow the model, or the model fixes the batch.
         ExportError: the opset cannot be written, or the outputs differ.
     """
-    model = in_eval_mode(model)
+    model = plain_copy(model).eval()  # a run may change its buffers
     inputs = cast_floats(inputs, torch.float32)
     exported = to_onnx(model, inputs, opset=opset, dynamic_batch=dynamic_batch)
     return exported, check_float_export(exported, model, inputs)
@@ -160,7 +160,7 @@ def export_quantized(
     if mode == "static" and images is None:
         raise ConfigError("static ranges come from data: give --images, or another --mode")
     target = resolve_target(target)
-    model = in_eval_mode(model)
+    model = plain_copy(model).eval()  # a run may change its buffers
     inputs = cast_floats(inputs, torch.float32)
     batches: list[tuple[torch.Tensor, ...]] = [inputs]
     if images is not None:

@@ -8,6 +8,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils.benchmark import Timer
 
 from deploy.errors import ModelError
-from deploy.fx.device import fixed_seed
+from deploy.fx.device import fixed_seed, map_tensors
 from deploy.fx.model_inputs import cast_floats
 from deploy.terminal import phase
 
@@ -41,7 +42,7 @@ def compare_speed(original: nn.Module, rewritten: nn.Module, inputs: Sequence[to
         original_seconds = min(original_seconds, mean_seconds(original, inputs))
         rewritten_seconds = min(rewritten_seconds, mean_seconds(rewritten, inputs))
     with torch.no_grad():
-        difference = largest_difference(original(*inputs), rewritten(*inputs))
+        difference = largest_difference(_run(original, inputs), _run(rewritten, inputs))
     return (
         f"before {original_seconds * 1e3:.2f} ms, after {rewritten_seconds * 1e3:.2f} ms:"
         f" {original_seconds / rewritten_seconds:.2f}x;"
@@ -50,15 +51,26 @@ def compare_speed(original: nn.Module, rewritten: nn.Module, inputs: Sequence[to
 
 
 def tensors_of(output: Any) -> list[torch.Tensor]:
-    """Return the tensors of a model's inputs or output, in order, also in nested containers."""
+    """Return the tensors of a model's inputs or output, in order, also in nested containers.
+
+    Raises:
+        ModelError: there is an object of another class that holds tensors.
+    """
     if isinstance(output, torch.Tensor):
         return [output]
+    if is_dataclass(output) and not isinstance(output, dict):
+        output = [getattr(output, field.name) for field in fields(output)]
     if isinstance(output, dict):
         output = list(output.values())
     tensors = []
     if isinstance(output, list | tuple):
         for item in output:
             tensors += tensors_of(item)
+    elif any(isinstance(value, torch.Tensor) for value in getattr(output, "__dict__", {}).values()):
+        raise ModelError(
+            "a model takes and returns tensors, numbers, or tuples, lists, dicts and dataclasses of"
+            f" them, got {type(output).__name__}; return its tensors"
+        )
     return tensors
 
 
@@ -124,9 +136,9 @@ def _compare_outputs(
 
 
 def _run(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
-    """Run the model with a fixed seed, so that both forms draw the same random values."""
+    """Run the model for copies, with a fixed seed, so that both forms get the same values."""
     with fixed_seed():
-        return model(*inputs)
+        return model(*map_tensors(list(inputs), torch.clone))
 
 
 def _is_same_in_float64(

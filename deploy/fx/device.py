@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from deploy.errors import ConfigError, SdkMissingError, first_line
+from deploy.errors import ConfigError, ModelError, SdkMissingError, first_line
 
 CPU = torch.device("cpu")
 
@@ -50,6 +50,21 @@ def device_of(model: nn.Module) -> torch.device:
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device
     return CPU
+
+
+def move_model(model: nn.Module, device: torch.device) -> nn.Module:
+    """Move a model to a device, in place.
+
+    Raises:
+        ModelError: it has no values to move, as on the meta device.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta and device.type != "meta":
+            raise ModelError(
+                f"weights must have values, and '{name}' is on the meta device, which holds none;"
+                " make the model on the CPU"
+            )
+    return model.to(device)
 
 
 def move_tensors(value: Any, device: torch.device) -> Any:

@@ -7,7 +7,7 @@ cannot convert down. The exported model is then cleaned up: output names, metada
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch.export.graph_signature import OutputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
 from deploy.errors import BackendError, ExportError, ModelError, first_line
-from deploy.fx.capture import repeat_single_sample, run_model
+from deploy.fx.capture import dynamic_shapes, has_batch, repeat_single_sample, run_model
 from deploy.fx.comparison import (
     largest_difference,
     largest_magnitude,
@@ -174,7 +174,7 @@ def to_onnx(
     if dynamic_batch:
         copies = [repeat_single_sample(tensor) for tensor in copies]  # a batch of 1 would be fixed
         batch = torch.export.Dim("batch")
-        shapes = ({0: batch},) * len(copies)
+        shapes = dynamic_shapes(model, tuple(copies), batch)
     exportable = _exportable_copy(model)
     try:
         program = run_exporter(exportable, tuple(copies), shapes, opset)
@@ -203,11 +203,11 @@ def to_onnx(
 
 
 def _inputs_with_fixed_batch(exported: onnx.ModelProto) -> list[str]:
-    """Return the names of inputs without a dynamic first dimension; scalars are among them."""
+    """Return the names of inputs whose first dimension is not dynamic; a scalar has none."""
     names = []
     for value in exported.graph.input:
         dims = value.type.tensor_type.shape.dim
-        if not dims or not dims[0].dim_param:
+        if dims and not dims[0].dim_param:
             names.append(value.name)
     return names
 
@@ -218,7 +218,7 @@ def run_exporter(
     """Export a model to ONNX with torch's exporter, silently; return the exporter's program.
 
     The exporter fails at outputs that are no tensors, such as a size. So `model` is changed to
-    return None for them: give a copy. Errors are the exporter's own.
+    return None for them, and dicts for dataclasses: give a copy. Errors are the exporter's own.
 
     Args:
         model: the model.
@@ -323,7 +323,7 @@ def compare_with_torch(
     output_count = 0
     for batch in batches:
         torch_outputs, onnx_outputs = _run_both(model, session, batch)
-        sample_count = len(batch[0]) if batch[0].ndim else 1
+        sample_count = _batch_size(batch)
         sample_counts.append(sample_count)
         differences.append(largest_difference(torch_outputs, onnx_outputs))
         magnitudes.append(largest_magnitude(torch_outputs))
@@ -346,10 +346,14 @@ def compare_with_torch(
         max_output=max(magnitudes),
         argmax=int(has_same_argmax.sum()) / row_count if row_count else 1.0,
         codes=difference_in_steps,
-        batches=tuple(sorted({len(batch[0]) for batch in batches if batch[0].ndim})),
+        batches=tuple(sorted({*sample_counts})),
         depends_on_input=any(varies_between_samples or varies_within_sample),
         argmax_rows=row_count,
     )
+
+
+def _batch_size(batch: Sequence[torch.Tensor]) -> int:
+    return next((len(tensor) for tensor in batch if has_batch(tensor)), 1)
 
 
 def _run_both(
@@ -362,8 +366,7 @@ def _run_both(
     }
     onnx_arrays = session.run(arrays).values()
     onnx_outputs = [torch.from_numpy(np.array(array)) for array in onnx_arrays]
-    with torch.no_grad():
-        torch_outputs = tensors_of(model(*batch))
+    torch_outputs = [output.detach() for output in tensors_of(run_model(model, batch))]
     for torch_output, onnx_output in zip(torch_outputs, onnx_outputs, strict=True):
         if torch_output.shape != onnx_output.shape:
             raise ExportError(
@@ -392,7 +395,7 @@ def check_float_export(
     try:
         agreement = compare_with_torch(exported, model, batches)
     except BackendError as error:
-        sizes = " and ".join(str(len(batch[0])) for batch in batches)
+        sizes = " and ".join(str(_batch_size(batch)) for batch in batches)
         remedy = FIXED_BATCH if is_batch_dynamic else "rewrite what ONNX Runtime cannot run"
         raise ExportError(
             f"an exported model must run in onnxruntime for batches of {sizes}, got:"
@@ -402,6 +405,7 @@ def check_float_export(
     # "not <=", since a difference may be NaN
     allowed = FLOAT_TOLERANCE * agreement.max_output
     if not agreement.max_difference <= allowed:
+        _refuse_random(model, inputs, allowed)
         rounding = max(_float32_error(model, batch) for batch in batches)
         allowed = max(allowed, ROUNDING_FACTOR * rounding)
     if not agreement.max_difference <= allowed:
@@ -414,23 +418,37 @@ def check_float_export(
 
 def with_more_samples(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Append samples to a batch, to a size other than the 2 with which torch.export ran."""
-    count = 2 if len(inputs[0]) == 1 else 1
     larger = []
     for tensor in inputs:
-        new_sample = tensor[:1].flip(-1)
-        larger.append(torch.cat([tensor, *[new_sample] * count]))
+        if has_batch(tensor):
+            count = 2 if len(tensor) == 1 else 1
+            new_sample = tensor[:1].flip(-1)
+            tensor = torch.cat([tensor, *[new_sample] * count])
+        larger.append(tensor)
     return tuple(larger)
 
 
 def _float32_error(model: nn.Module, inputs: Sequence[torch.Tensor]) -> float:
     """Return the largest difference from a run in float64; 0 if the model cannot run in it."""
     try:
-        with torch.no_grad():
-            exact_output = copy.deepcopy(model).double()(*cast_floats(inputs, torch.float64))
-            output = model(*inputs)
-    except Exception:  # a forward with a fixed dtype may raise anything
+        exact_model = copy.deepcopy(model).double()
+        exact_output = run_model(exact_model, cast_floats(inputs, torch.float64))
+    except ModelError:  # a forward with a fixed dtype
         return 0.0
-    return largest_difference(output, exact_output)
+    return largest_difference(run_model(model, inputs), exact_output)
+
+
+def _refuse_random(model: nn.Module, inputs: Sequence[torch.Tensor], allowed: float) -> None:
+    """Raise `ExportError` if two runs for the same inputs differ by more than `allowed`."""
+    copies = copy.deepcopy(list(inputs))  # a forward may change them
+    with torch.no_grad():  # unlike `run_model`, without a fixed seed
+        difference = largest_difference(run_model(model, inputs), model(*copies))
+    if difference > allowed:
+        raise ExportError(
+            "an exported model must compute the same in each run, and two runs in eval mode differ"
+            f" by {difference:.3g}: its forward draws random numbers, as F.dropout does without"
+            " training=self.training, or keeps something from one call to the next"
+        )
 
 
 def _varies(output: torch.Tensor) -> bool:
@@ -450,10 +468,14 @@ def _exportable_copy(model: nn.Module) -> nn.Module:
 
 
 def _tensors_only(returned: Any) -> Any:
-    def none_unless_tensor(leaf: Any) -> torch.Tensor | None:
+    """Return an output with None for all but tensors, and dicts in place of dataclasses."""
+
+    def tensor_or_none(leaf: Any) -> Any:
+        if is_dataclass(leaf):
+            return _tensors_only({field.name: getattr(leaf, field.name) for field in fields(leaf)})
         return leaf if isinstance(leaf, torch.Tensor) else None
 
-    return pytree.tree_map(none_unless_tensor, returned)
+    return pytree.tree_map(tensor_or_none, returned)
 
 
 def _same_argmax(expected: NDArray[Any], output: NDArray[Any]) -> NDArray[np.bool_]:

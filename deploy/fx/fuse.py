@@ -399,10 +399,10 @@ def _bias_of(layer: Any, template: torch.Tensor) -> torch.Tensor:
 
 
 def _with_parameters(layer: Any, weight: torch.Tensor, bias: torch.Tensor) -> Any:
-    """Return a copy of `layer` with another weight and bias."""
+    """Return a copy of `layer` with another weight and bias, trained if its weight is."""
     copied = copy.deepcopy(layer)
-    copied.weight = nn.Parameter(weight)
-    copied.bias = nn.Parameter(bias)
+    copied.weight = nn.Parameter(weight, layer.weight.requires_grad)
+    copied.bias = nn.Parameter(bias, layer.weight.requires_grad)
     return copied
 
 

@@ -203,7 +203,7 @@ def is_float(node: fx.Node) -> bool:
 def _run_exporter(marked: fx.GraphModule, inputs: tuple[Any, ...]) -> Any:
     """Return the exporter's program, not optimized, with a dynamic batch if possible."""
     try:
-        return run_exporter(marked, inputs, dynamic_shapes(inputs), OPSET, optimize=False)
+        return run_exporter(marked, inputs, dynamic_shapes(marked, inputs), OPSET, optimize=False)
     except Exception as dynamic_error:  # torch.export and the exporter share no error class
         try:
             return run_exporter(marked, inputs, None, OPSET, optimize=False)

@@ -12,8 +12,6 @@ import inspect
 import re
 import zipfile
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from functools import wraps
 from inspect import Parameter
 from itertools import chain, zip_longest
 from keyword import iskeyword
@@ -29,6 +27,7 @@ from deploy.feed.arrays import as_array
 from deploy.feed.loaders import iterate_items
 from deploy.files.archives import check_archive, read_array
 from deploy.files.reading import open_regular_file
+from deploy.fx.device import map_tensors
 from deploy.tensors import Array
 
 _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -234,27 +233,6 @@ def _names(parameters: Iterable[Parameter]) -> list[str]:
     return [parameter.name for parameter in parameters]
 
 
-def return_dataclass_as_dict(model: nn.Module, output: object) -> None:
-    """Make a model that returns a dataclass return a dict of its fields, in place.
-
-    torch.export knows no dataclass; the keys name the outputs.
-
-    `output`: of a run of the model. If it is no dataclass, the model stays as it is; fields that
-    are None in it are left out.
-    """
-    if not is_dataclass(output) or isinstance(output, Mapping):
-        return
-    kind = type(model)
-    names = [entry.name for entry in fields(output) if getattr(output, entry.name) is not None]
-
-    @wraps(kind.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        returned = kind.forward(self, *args, **kwargs)
-        return {name: getattr(returned, name) for name in names}
-
-    model.__class__ = type(kind.__name__, (kind,), {"forward": forward})
-
-
 _LABELS = ("label", "labels", "target", "targets")
 
 
@@ -342,9 +320,8 @@ def _is_series(item: Any) -> bool:
 
 
 def _to_tensor(value: Any, item_name: str) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    return array_to_tensor(as_array(value, item_name))
+    array = as_array(value, item_name)  # also refuses tensors without values, such as sparse ones
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else array_to_tensor(array)
 
 
 def array_to_tensor(array: Array) -> torch.Tensor:
@@ -412,13 +389,13 @@ def convert_to_float32(model: nn.Module) -> str | None:
     return f"the model computes in {name} and is converted to float32{loss}"
 
 
-def cast_floats(inputs: Iterable[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def cast_floats(inputs: Iterable[Any], dtype: torch.dtype) -> tuple[Any, ...]:
     """Return the inputs with floating-point tensors in `dtype`; integers stay as they are."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    return tuple(map(cast, inputs))
+    return tuple(map_tensors(value, cast) for value in inputs)
 
 
 def read_sample(path: Path, model: nn.Module) -> tuple[torch.Tensor, ...]:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from deploy.fx.capture import run_model
 from deploy.fx.comparison import check_same_outputs, largest_difference, tensors_of
 from deploy.fx.convert import calibrate, convert, scale_table
 from deploy.fx.graph_text import format_columns
@@ -97,8 +98,8 @@ def measure_mode(
     errors = []
     with torch.no_grad():
         for batch in batches:
-            outputs = tensors_of(converted(*batch))
-            references = tensors_of(model(*batch))
+            outputs = tensors_of(run_model(converted, batch))
+            references = tensors_of(run_model(model, batch))
             for output, reference in zip(outputs, references, strict=True):
                 signal = reference.double()  # bools cannot be subtracted, and uint8 wraps around
                 signal_power += float(signal.square().sum())
@@ -161,8 +162,8 @@ class _TensorRecorder(TorchFunctionMode):
 
 def used_bytes(model: nn.Module, batch: Sequence[torch.Tensor]) -> int:
     """As `stored_bytes`, without modules that a run does not read, such as heads for training."""
-    with torch.no_grad(), _TensorRecorder() as recorder:
-        model(*batch)
+    with _TensorRecorder() as recorder:
+        run_model(model, batch)
     used: list[torch.Tensor] = []
     for module in model.modules():
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]

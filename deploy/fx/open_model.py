@@ -28,10 +28,11 @@ from deploy.fx.capture import (
     CAPTURE_TOLERANCE,
     as_inputs,
     check_capture,
+    dynamic_shapes,
     repeat_single_sample,
     run_model,
 )
-from deploy.fx.device import quiet
+from deploy.fx.device import CPU, move_model, quiet
 from deploy.fx.export import FIXED_BATCH, OPSET, check_float_export, to_onnx
 from deploy.fx.fakequant import ExportedModule
 from deploy.fx.fuse import fuse_for_export
@@ -42,7 +43,6 @@ from deploy.fx.model_inputs import (
     dict_input_note,
     example_inputs,
     first_item,
-    return_dataclass_as_dict,
     split_item,
 )
 from deploy.fx.plain_copy import plain_copy
@@ -147,16 +147,15 @@ def open_module(
             f" {'none' if images is None else 'files'}; give one after the module, or the model"
             " that calib8.torch.export(module, [example_input]) makes"
         )
-    copied = plain_copy(model).eval().cpu()
+    copied = move_model(plain_copy(model).eval(), CPU)
     item, samples = first_item(images)
     tensors, names = split_item(copied, item)
 
-    # change the copy so that torch.export can follow it: inputs by position, float32, a dict output
+    # change the copy so that torch.export can follow it: inputs by position, float32
     order = accept_named_inputs(copied, names or [None] * len(tensors))
     dtype_note = convert_to_float32(copied)
     item_inputs = cast_floats((tensors[index] for index in order), torch.float32)
-    batch_inputs, output = _find_batch_inputs(copied, item_inputs)
-    return_dataclass_as_dict(copied, output)
+    batch_inputs = _find_batch_inputs(copied, item_inputs)
 
     exported, export_notes = _export_batched(copied, item_inputs, batch_inputs)
     if _is_converted(copied):
@@ -195,8 +194,8 @@ _SAMPLE_RANK_BY_LAYER: dict[type, int] = {nn.Conv1d: 2, nn.Conv2d: 3, nn.Conv3d:
 
 def _find_batch_inputs(
     model: nn.Module, item_inputs: tuple[torch.Tensor, ...]
-) -> tuple[tuple[torch.Tensor, ...], Any]:
-    """Return inputs with a batch axis that the model runs for, and its output for them.
+) -> tuple[torch.Tensor, ...]:
+    """Return inputs with a batch axis that the model runs for.
 
     `item_inputs`: the inputs in the first item of the user's data. They are a batch, or a single
     sample without a batch axis; which of the two is found by running the model.
@@ -217,7 +216,8 @@ def _find_batch_inputs(
     item_error: ModelError | None = None
     for inputs in candidates:
         try:
-            return inputs, run_model(model, inputs)
+            run_model(model, inputs)
+            return inputs
         except ModelError as error:
             if inputs is item_inputs:
                 item_error = error
@@ -329,7 +329,7 @@ def _write_checked_program(path: Path, fused: nn.Module, inputs: Sequence[torch.
     """
     batch = torch.export.Dim("batch")
     repeated = tuple(map(repeat_single_sample, inputs))  # torch.export fixes a batch of 1
-    shapes = ({0: batch},) * len(repeated)
+    shapes = dynamic_shapes(fused, repeated, batch)
     try:
         with quiet():
             program = torch.export.export(fused, repeated, dynamic_shapes=shapes)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize, prune, remove_spectral_norm, remove_weight_norm
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -186,8 +187,13 @@ _EXPORTED = "give the module that the program was exported from"
 
 
 def refuse_nan(model: nn.Module) -> None:
-    """Raise `ModelError` if a weight or a buffer is NaN: each comparison would pass."""
+    """Raise `ModelError` if a tensor is NaN, as each comparison would pass, or not yet made."""
     for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(value):
+            raise ModelError(
+                f"weights must have values, and '{name}' of a lazy module has none before its first"
+                " run; run the model once"
+            )
         if not value.is_meta and value.is_floating_point() and bool(value.isnan().any()):
             raise ModelError(
                 f"weights must be finite, got NaN in '{name}'; the training diverged or the file is"

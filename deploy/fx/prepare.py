@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from calibrators.grids import INT8, Grid
 from deploy.errors import ConfigError, ModelError
-from deploy.fx.capture import as_inputs, graph_of
+from deploy.fx.capture import as_inputs, graph_of, run_model
 from deploy.fx.comparison import eval_mode
 from deploy.fx.convert import CustomClasses, insert_call, insert_monitors, widest_reach
 from deploy.fx.coverage import FLOAT_REASONS
@@ -53,6 +53,7 @@ from deploy.fx.int8_layers import (
     weight_quantizer,
 )
 from deploy.fx.lift import is_layer
+from deploy.fx.model_inputs import cast_floats, convert_to_float32, floating_dtype
 from deploy.fx.norms import is_norm
 from deploy.fx.operations import (
     arguments_by_name,
@@ -64,7 +65,7 @@ from deploy.fx.operations import (
     refresh,
     replace_node,
 )
-from deploy.fx.plain_copy import in_eval_mode, plain_copy, replace_submodule
+from deploy.fx.plain_copy import in_eval_mode, plain_copy, replace_submodule, tensor_of
 from deploy.fx.range_search import resolve_target
 from deploy.fx.target_placement import GraphPlacement, QuantizationSite, place_quantizers
 from deploy.fx.trace import Leaves, names_module, submodule
@@ -262,7 +263,10 @@ def prepare(
     """
     _check_options(mode, norms, momentum, bits)
     custom = custom or {}
-    inputs = as_inputs(inputs, model)
+    inputs = cast_floats(as_inputs(inputs, model), torch.float32)
+    if floating_dtype(model) != torch.float32:
+        model = plain_copy(model)
+        convert_to_float32(model)
     opaque = [*leaves, *custom]  # modules that stay one node
     graph_module = _graph_without_norms(model, inputs, norms, opaque, skip)
     # the decomposition reads shapes, and adds nodes whose shapes the placement reads
@@ -346,8 +350,8 @@ def prepare_part(
     part = submodule(model, only)
     calls: list[tuple[Any, ...]] = []
     hook = part.register_forward_pre_hook(lambda _module, args: calls.append(args))
-    with eval_mode(model), torch.no_grad():
-        model(*inputs)
+    with eval_mode(model):
+        run_model(model, as_inputs(inputs, model))
     hook.remove()
     if not calls:
         raise ModelError(f"{only} must run for the example inputs, and does not")
@@ -505,7 +509,17 @@ def _wrap_weights(
         if has_merged_norm:
             module.weight_quant = quantizer
         else:
-            replace_submodule(graph_module, name, QatLayer(layer, quantizer))
+            _replace_layer(graph_module, name, QatLayer(layer, quantizer))
+
+
+def _replace_layer(graph_module: fx.GraphModule, name: str, replacement: nn.Module) -> None:
+    """Replace a layer; other nodes that read its tensors, such as a tied Embedding, keep them."""
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        if str(node.target).rpartition(".")[0] == name:
+            shared_name = f"shared_{node.name}"
+            setattr(graph_module, shared_name, tensor_of(graph_module, node.target))
+            node.target = shared_name
+    replace_submodule(graph_module, name, replacement)
 
 
 def _merge_norms(graph_module: fx.GraphModule, skip: Sequence[str]) -> None:
@@ -535,7 +549,7 @@ def _merge_norms(graph_module: fx.GraphModule, skip: Sequence[str]) -> None:
         no_quantizer = nn.Identity()  # `_wrap_weights` replaces it if the plan quantizes the weight
         merged = QatConvBn(layer, norm, no_quantizer)
         merged.train(layer.training)
-        replace_submodule(graph_module, layer_name, merged)
+        _replace_layer(graph_module, layer_name, merged)
         replace_node(norm_call, layer_call)
     graph_module.meta[UNFOLDED_NORMS] = reason_by_norm
     graph_module.recompile()

@@ -30,10 +30,12 @@ from deploy.fx.device import CPU, DeviceAdapter, device_of, move_tensors
 from deploy.fx.distill import Distiller
 from deploy.fx.fakequant import FakeQuant
 from deploy.fx.int8_layers import QatLayer, WeightQuant
+from deploy.fx.model_inputs import floating_dtype
 from deploy.fx.plain_copy import computed_weights, plain_copy
 from deploy.fx.prepare import prepare_part
 from deploy.fx.qat_checkpoint import load_checkpoint, save_checkpoint, training_fingerprint
 from deploy.fx.range_search import resolve_target, search_for
+from deploy.fx.source import wrap_user_errors
 from deploy.fx.task import RANGES, order_inputs
 from deploy.fx.task import Task as Task
 from deploy.targets import Target
@@ -252,8 +254,14 @@ def _prepare_task(task: Task, target: Target, bits: int) -> nn.Module:
             f"ranges of a training are one of {', '.join(RANGES)}, got {task.ranges!r};"
             " what finds them first is named by method"
         )
-    if task.epochs < 0:
-        raise ConfigError(f"epochs must be 0 or more, got {task.epochs}")
+    if not isinstance(task.epochs, int) or task.epochs < 0:
+        raise ConfigError(f"epochs must be a whole number, 0 or more, got {task.epochs}")
+    dtype = floating_dtype(task.model)
+    if dtype != torch.float32:
+        raise ConfigError(
+            f"a model is trained in float32, got {str(dtype).removeprefix('torch.')}; give"
+            " model.float() and float32 batches"
+        )
     options: dict[str, Any] = {
         "target": target,
         "bits": bits,
@@ -265,7 +273,8 @@ def _prepare_task(task: Task, target: Target, bits: int) -> nn.Module:
     }
     prepared = prepare_part(task.model, task.only, task.inputs, **options)
     if not task.custom:  # observed classes of the user's may compute anything
-        check_same_outputs(task.model, prepared, task.inputs, "tracing and folding BatchNorm")
+        original = plain_copy(task.model)  # a run may change its buffers
+        check_same_outputs(original, prepared, task.inputs, "tracing and folding BatchNorm")
     return prepared
 
 
@@ -279,7 +288,7 @@ def _evaluate(task: Task, model: nn.Module) -> float | None:
         return None
     if device_of(model).type != "cpu":
         model = DeviceAdapter(model)
-    with torch.no_grad():
+    with torch.no_grad(), wrap_user_errors("evaluate of the task"):
         return float(task.evaluate(model.eval()))
 
 
@@ -297,7 +306,13 @@ class _Trainer:
         self.task = task
         self.prepared = prepared
         self.scales: Scales = learn_scales(prepared) if task.ranges == "learned" else {}
-        self.optimizer = task.optimizer([p for p in prepared.parameters() if p.requires_grad])
+        trained = [parameter for parameter in prepared.parameters() if parameter.requires_grad]
+        if not trained:
+            raise ConfigError(
+                "training changes the weights with requires_grad, and the model has none; thaw some"
+            )
+        with wrap_user_errors("optimizer of the task"):
+            self.optimizer = task.optimizer(trained)
         self.initial_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.distiller: Distiller | None = None
         if task.teacher is not None:
@@ -329,7 +344,8 @@ class _Trainer:
             loss.backward()
             nn.utils.clip_grad_norm_(self.prepared.parameters(), self.task.clip_gradient)
             previous_scales = copy_scales(self.scales)
-            self.optimizer.step()
+            with wrap_user_errors("the optimizer's step"):  # such as of LBFGS, which wants more
+                self.optimizer.step()
             clamp_scales(self.scales, previous_scales)
         if not losses:
             raise FeedError(f"an epoch needs at least one batch, got none in epoch {epoch + 1}")
@@ -355,7 +371,22 @@ class _Trainer:
         inputs = move_tensors(as_inputs(samples), device)
         with torch.autocast(device.type, torch.bfloat16, enabled=self.task.amp):
             output = self.prepared(*inputs)
-            loss = self.task.loss(output, move_tensors(labels, device))
+            with wrap_user_errors("loss of the task"):
+                loss = self.task.loss(output, move_tensors(labels, device))
+            _check_loss(loss)
             if self.distiller is not None:
                 loss = loss + self.task.distil_weight * self.distiller.loss(inputs, output)
         return loss
+
+
+def _check_loss(loss: Any) -> None:
+    """Raise `ConfigError` unless a loss is one number with a gradient."""
+    if not isinstance(loss, torch.Tensor):
+        shown = type(loss).__name__
+    elif loss.numel() != 1:
+        shown = f"shape {list(loss.shape)}"
+    elif not loss.requires_grad:
+        shown = "a tensor without gradient"
+    else:
+        return
+    raise ConfigError(f"a loss is one number computed from the model's output, got {shown}")

@@ -101,9 +101,20 @@ class Task:
     ranges: str = "kept"
     amp: bool = False
 
-    def batches_of(self, epoch: int) -> Batches:
-        """Return the batches of an epoch."""
-        return self.batches(epoch) if callable(self.batches) else self.batches
+    def batches_of(self, epoch: int) -> Iterator[tuple[Any, Any]]:
+        """Yield the batches of an epoch.
+
+        Raises:
+            FeedError: a batch is no pair of inputs and label.
+        """
+        for batch in self.batches(epoch) if callable(self.batches) else self.batches:
+            if not isinstance(batch, tuple | list) or len(batch) != 2:
+                size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+                raise FeedError(
+                    "a batch of a task is a pair of inputs and label, got"
+                    f" {type(batch).__name__}{size}; yield (inputs, label)"
+                )
+            yield batch
 
 
 Tensors = tuple[torch.Tensor, ...]
