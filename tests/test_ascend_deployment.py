@@ -319,6 +319,19 @@ def test_a_tensorrt_cache_gives_symmetric_scales(small_cnn, built, done, data, t
     assert records["Gemm_logits"].scale_w.size == 1
 
 
+def test_a_tensorrt_cache_serves_every_layer_type(done, tmp_path):
+    """A pool has a scale, but no weight."""
+    pool = ("AveragePool", "c", "p", "p", {"kernel_shape": [2, 2]})
+    path = save_net(model([POINTWISE, pool], ONES, {"x": (1, 3, 8, 8)}), tmp_path / "net.onnx")
+    scales = {name: np.float32(0.5) for name in ("x", "c", "p")}
+    cache = tmp_path / "c.cache"
+    cache.write_bytes(trt_cache.dump(trt_cache.from_scales(scales, version="8.6.1")))
+    done("deploy", path, "--cache", cache, "-o", tmp_path / "o")
+    records = read_record((tmp_path / "o" / "net_record.txt").read_text())
+    assert {name: record.scale_w.size for name, record in records.items()} == {"c": 2, "p": 0}
+    assert {record.scale_d for record in records.values()} == {0.5}
+
+
 def test_scales_come_from_one_matching_file(small_cnn, built, ended, tmp_path):
     record = built / f"{small_cnn.stem}_record.txt"
     cache = built / "calib8" / f"{small_cnn.stem}.cache"

@@ -484,9 +484,9 @@ def _find_weights(
     """
     weights = []
     for node in int8_nodes:
-        if node.op_type not in placement.heavy or node.input[1] not in graph.initializers:
+        weight_name = optional_input(node, 1)
+        if node.op_type not in placement.heavy or weight_name not in graph.initializers:
             continue
-        weight_name = node.input[1]
         bias_name: str | None = optional_input(node, 2) or None
         if node.name in bias_add_by_matmul:
             add_inputs = bias_add_by_matmul[node.name].input

@@ -13,7 +13,15 @@ from typing import Any
 
 import onnx
 
-from deploy.graph.index import FLOAT, GATE, ONNX_DOMAINS, Graph, attributes, group_count
+from deploy.graph.index import (
+    FLOAT,
+    GATE,
+    ONNX_DOMAINS,
+    Graph,
+    attributes,
+    group_count,
+    optional_input,
+)
 from deploy.graph.placement import (
     MOVES,
     Placement,
@@ -106,7 +114,7 @@ def find_refusal(
 
 def _find_layer_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
     """Return why its weight, or its place at the model's input, keeps a layer in float; else ""."""
-    if node.op_type in placement.heavy:
+    if node.op_type in placement.heavy and optional_input(node, 1):  # a pool has no weight
         weight_refusal = _find_weight_refusal(graph, node, placement)
         if weight_refusal:
             return weight_refusal
