@@ -867,6 +867,17 @@ def test_numbers_say_as_much_with_an_offset_as_without(less, db, level):
     assert {*dict(judge_accuracy(figures, None))} == {level, GOOD}
 
 
+def test_text_beside_four_scores_is_no_output_of_a_task():
+    """Four scores and a name could be a box and its class."""
+    made = rng()
+    outputs = []
+    for _ in range(8):
+        scores = softmax(made.normal(0, 3, (1, 4))).astype(np.float32)
+        outputs.append({"scores": scores, "label": np.array(["cat"], object)})
+    form = derive_form(outputs, inputs=[fed()] * 8)
+    assert form.task.name == "classes" and [part.output for part in form.parts] == ["scores"]
+
+
 def test_slice_without_noise_is_exact():
     figures = Accuracy(samples=9, outputs=(), parts=(part("fgr", np.inf),))
     assert [*judge_accuracy(figures, None)] == [(GOOD, "exact (worst: fgr)")]

@@ -122,6 +122,7 @@ def derive_form(
         ConfigError: the outputs do not fit the user's task.
     """
     metric = metric or Metric(None)
+    reference_outputs = [_drop_text(outputs) for outputs in reference_outputs]
     samples = _split_samples(reference_outputs, inputs, metric.declared)
     # a fixed number of samples shows the task and the slices; means are those of all samples
     sample_count = form_samples(samples.inputs[0], samples.outputs[0])
@@ -207,6 +208,11 @@ def _find_mean(part: OutputSlice, samples: FirstSamples) -> Array | None:
     if values[0].size > FEW:
         return None  # such as a feature map, whose single numbers have no meaning
     return find_usual_values(values)
+
+
+def _drop_text(outputs: Outputs) -> Outputs:
+    """Return the outputs that hold numbers: not the names of classes, for example."""
+    return {name: value for name, value in outputs.items() if value.dtype.kind not in "OSU"}
 
 
 def _find_uncovered(task: EvaluationTask, samples: FirstSamples) -> tuple[str, ...]:
