@@ -72,7 +72,7 @@ def test_add_needs_int8_before_and_after():
 def test_thin_first_conv_stays_float():
     nodes = f"c = {LAYER}(x, w, b) r = Relu(c) y = {LAYER}(r, v)"
     model = make(nodes, THIN, shape=(1, 3, 8, 8))
-    assert "only 27 products" in reason_by_node(analyse(model, ONNXRUNTIME))["Conv_c"]
+    assert "only 27 multiplications" in reason_by_node(analyse(model, ONNXRUNTIME))["Conv_c"]
     assert paired_tensors(model) == ["r", "y"]
     assert (
         paired_tensors(model, replace(ONNXRUNTIME, min_products=0))[0]
@@ -92,7 +92,7 @@ def test_thin_conv_before_maxpool_is_int8(activation):
         reasons.append(reason_by_node(analyse(model, ONNXRUNTIME)))
     before_conv, before_float = reasons
     assert set(before_conv.values()) == {""}
-    assert "27 products" in before_float["Conv_c"]
+    assert "27 multiplications" in before_float["Conv_c"]
 
 
 def test_int8_add_takes_only_one_number():
