@@ -657,6 +657,20 @@ def test_outputs_beside_boxes_are_uncovered(form):
     assert read.task.name == "boxes" and read.uncovered == ("lanes",)
 
 
+def test_selected_indices_may_change_in_number():
+    """As Tiny YOLO v3 has them beside all boxes and scores; int8 selects one less."""
+    outputs = []
+    for number in range(6):
+        selected = np.random.default_rng(number).integers(0, 9, (5 + number, 3))
+        outputs.append(v8(number) | {"selected": selected})
+    candidates = [*outputs[:5], outputs[5] | {"selected": outputs[5]["selected"][1:]}]
+    comparison = Comparison(StoredOutputs(outputs[0]), StoredOutputs(outputs[0]))
+    for reference, candidate in zip(outputs, candidates, strict=True):
+        comparison.add(fed(), reference, candidate)
+    accuracy = comparison.result()
+    assert accuracy.task.value == 1 and not accuracy.problems
+
+
 @pytest.mark.parametrize("counts", [[10, 10, 10, 10], [9, 10, 10, 8]])
 def test_masks_of_a_list_may_change_in_number(counts):
     """As Mask R-CNN has them; int8 finds one box less in the last sample."""

@@ -55,6 +55,7 @@ class OutputForm:
         states: state outputs -> the inputs of the next call that take them.
         means: slices that are measured about their mean -> that mean.
         uncovered: outputs that the task does not cover.
+        lists: outputs whose length, or the order of whose rows, may differ between two models.
         reason: the task, and what shows it.
         set_task: name of the task that the user set.
         batch_inputs: inputs each of whose rows is one sample; None for the first input.
@@ -65,14 +66,10 @@ class OutputForm:
     states: Mapping[str, str] = field(default_factory=dict)
     means: Mapping[OutputSlice, Array] = field(default_factory=dict)
     uncovered: tuple[str, ...] = ()
+    lists: frozenset[str] = frozenset()
     reason: str = ""
     set_task: str = ""
     batch_inputs: Collection[str] | None = None
-
-    @property
-    def lists(self) -> frozenset[str]:
-        """Outputs whose length, or the order of whose rows, may differ between two models."""
-        return frozenset() if self.task is None else self.task.lists
 
     def prepare(self, outputs: Outputs, inputs: Outputs, reference: Outputs) -> Outputs:
         """Return outputs ready to be sliced: minus an input or mean, and weighted by scores.
@@ -158,6 +155,7 @@ def derive_form(
         states=find_states(first),
         means={part: mean for part, mean in mean_by_measured.items() if mean is not None},
         uncovered=uncovered,
+        lists=frozenset() if task is None else _find_lists(task, first),
         reason=_describe_task(task, declared_by),
         set_task=metric.task,
         batch_inputs=metric.declared.batch_inputs,
@@ -213,6 +211,18 @@ def _find_mean(part: OutputSlice, samples: FirstSamples) -> Array | None:
 def _drop_text(outputs: Outputs) -> Outputs:
     """Return the outputs that hold numbers: not the names of classes, for example."""
     return {name: value for name, value in outputs.items() if value.dtype.kind not in "OSU"}
+
+
+def _find_lists(task: EvaluationTask, samples: FirstSamples) -> frozenset[str]:
+    """Return the lists of a task, and integers beside it, which are not compared.
+
+    Such as the indices of the boxes that NonMaxSuppression selects.
+    """
+    integers = set()
+    for name, value in samples.outputs[0].items():
+        if name not in task.covered and not np.issubdtype(value.dtype, np.floating):
+            integers.add(name)
+    return task.lists | integers
 
 
 def _find_uncovered(task: EvaluationTask, samples: FirstSamples) -> tuple[str, ...]:
