@@ -1,5 +1,7 @@
 """Verdicts that a search expects of a trial."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from deploy.metrics.accuracy import Accuracy
@@ -8,6 +10,14 @@ from deploy.metrics.output_errors import USUAL, OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy
 from deploy.tasks import TaskFigure
 from deploy.tuning import search_samples
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch):
+    """No model is opened: the tests give the accuracies."""
+    comparison = SimpleNamespace(outputs={})
+    monkeypatch.setattr(search_samples, "GrowingComparison", lambda *_, **__: comparison)
+    monkeypatch.setattr(search_samples, "model_digest", lambda model: "")
 
 
 def make_predictor():
