@@ -458,12 +458,13 @@ def _beside(name: str) -> Callable[[Path], Callable[[Path], Callable[[], object]
 def _ascend(folder: Path) -> Callable[[Path], Callable[[], object]]:
     import click
 
+    from deploy.calibration.observation import CalibrationSubject
     from deploy.frontends import load
     from deploy.targets.ascend.existing_files import check_file
-    from deploy.targets.ascend.layers import find_layers
 
-    graph = find_layers(load(made(folder / "own").model).model)
-    return lambda path: lambda: click.echo(check_file(path, graph))
+    model = made(folder / "own").model
+    subject = CalibrationSubject(loaded=load(model), samples=0, user_model=model)
+    return lambda path: lambda: click.echo(check_file(path, subject))
 
 
 def _noted(folder: Path) -> Callable[[Path], Callable[[], object]]:
