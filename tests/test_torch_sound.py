@@ -691,6 +691,17 @@ def test_layer_tied_to_an_embedding_is_quantized(norms):
     assert [node.op_type for node in exported.graph.node].count("DequantizeLinear") > 2
 
 
+@pytest.mark.parametrize("function", [F.conv2d, F.conv_transpose2d])
+def test_layer_whose_weight_others_read_is_fused(function):
+    def forward(self, x):
+        return function(F.relu(self.own(x)), self.own[0].weight, padding=1)
+
+    own = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3))
+    model = module(forward, own=with_statistics(own))
+    assert torch.allclose(fuse(model, [X])[0](X), model(X), atol=1e-5)
+    assert torch.allclose(prepare(model, [X], target=STEM)(X), model(X), atol=1e-5)
+
+
 @pytest.mark.parametrize("norms", ["fold", "train"])
 def test_frozen_weights_stay_frozen(norms):
     model = net()

@@ -19,8 +19,7 @@ from torch import fx, nn
 from torch.nn import functional
 
 from deploy.fx.norms import has_factors, is_norm, norm_factors
-from deploy.fx.operations import called_module, called_once, is_op, replace_node
-from deploy.fx.plain_copy import replace_submodule
+from deploy.fx.operations import called_module, called_once, is_op, replace_layer, replace_node
 
 
 def merge_branches(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
@@ -73,7 +72,7 @@ def _merge(graph_module: fx.GraphModule, node: fx.Node) -> tuple[str, str] | Non
         return None
 
     layer_name, merged_name = str(larger.call.target), str(smaller.call.target)
-    replace_submodule(graph_module, layer_name, _sum_branches(larger, smaller))
+    replace_layer(graph_module, layer_name, _sum_branches(larger, smaller))
     replace_node(node, larger.call)
     return layer_name, merged_name
 

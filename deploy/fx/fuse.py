@@ -53,9 +53,10 @@ from deploy.fx.operations import (
     is_op,
     module_calls,
     refresh,
+    replace_layer,
     replace_node,
 )
-from deploy.fx.plain_copy import in_eval_mode, replace_submodule
+from deploy.fx.plain_copy import in_eval_mode
 from deploy.terminal import PrintedResult, join_visible
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -304,7 +305,7 @@ def _fold_into_layer(
     norm_calls = _foldable_calls(graph_module, norm)
     layer, module = called_module(graph_module, layer_call), called_module(graph_module, norm)
     assert layer is not None and module is not None
-    replace_submodule(graph_module, str(layer_call.target), _with_norm_after(layer, module))
+    replace_layer(graph_module, str(layer_call.target), _with_norm_after(layer, module))
     report.fused.append((f"{_kind(layer)}+BN", (str(layer_call.target), str(norm.target))))
     for norm_call in norm_calls:
         _remove(norm_call)
@@ -335,7 +336,7 @@ def _fold_into_reader(graph_module: fx.GraphModule, norm: fx.Node, report: FuseR
     layer = called_module(graph_module, layer_call)
     assert layer is not None
     folded = _with_norm_before(layer, called_module(graph_module, norm), inputs_of_channel)
-    replace_submodule(graph_module, layer_name, folded)
+    replace_layer(graph_module, layer_name, folded)
     report.fused.append((f"BN+{_kind(layer)}", (layer_name, str(norm.target))))
     _remove(norm)
 
@@ -441,7 +442,7 @@ def _fuse_relu(graph_module: fx.GraphModule, relu: fx.Node, report: FuseReport) 
             return set()
         relus.update(readers)
 
-    replace_submodule(graph_module, layer_name, LayerWithRelu(layer))
+    replace_layer(graph_module, layer_name, LayerWithRelu(layer))
     _report_relu(report, layer_name, layer, relu)
     for node in relus:
         _remove(node)

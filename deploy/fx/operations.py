@@ -15,6 +15,7 @@ from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
 from deploy.errors import ConfigError, ModelError, first_line
+from deploy.fx.plain_copy import replace_submodule, tensor_of
 
 # operation -> (functions, operators and methods; in-place operators and methods)
 SPELLINGS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
@@ -68,6 +69,19 @@ def replace_node(node: fx.Node, replacement: fx.Node) -> None:
     """Let the readers of a node read another one, and remove the node."""
     node.replace_all_uses_with(replacement)
     node.graph.erase_node(node)
+
+
+def replace_layer(graph_module: fx.GraphModule, name: str, replacement: nn.Module) -> None:
+    """Replace a layer; nodes that read its tensors themselves, such as a tied Embedding, keep them.
+
+    So do functional layers with a tensor of it, which have become modules in it.
+    """
+    for node in graph_module.graph.nodes:
+        if node.op in ("get_attr", "call_module") and str(node.target).startswith(f"{name}."):
+            shared_name = f"shared_{node.name}"
+            setattr(graph_module, shared_name, tensor_of(graph_module, node.target))
+            node.target = shared_name
+    replace_submodule(graph_module, name, replacement)
 
 
 def arguments_by_name(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:

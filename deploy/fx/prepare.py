@@ -63,9 +63,10 @@ from deploy.fx.operations import (
     module_calls,
     propagate_shapes,
     refresh,
+    replace_layer,
     replace_node,
 )
-from deploy.fx.plain_copy import in_eval_mode, plain_copy, replace_submodule, tensor_of
+from deploy.fx.plain_copy import in_eval_mode, plain_copy, replace_submodule
 from deploy.fx.range_search import resolve_target
 from deploy.fx.target_placement import GraphPlacement, QuantizationSite, place_quantizers
 from deploy.fx.trace import Leaves, names_module, submodule
@@ -509,17 +510,7 @@ def _wrap_weights(
         if has_merged_norm:
             module.weight_quant = quantizer
         else:
-            _replace_layer(graph_module, name, QatLayer(layer, quantizer))
-
-
-def _replace_layer(graph_module: fx.GraphModule, name: str, replacement: nn.Module) -> None:
-    """Replace a layer; other nodes that read its tensors, such as a tied Embedding, keep them."""
-    for node in graph_module.graph.find_nodes(op="get_attr"):
-        if str(node.target).rpartition(".")[0] == name:
-            shared_name = f"shared_{node.name}"
-            setattr(graph_module, shared_name, tensor_of(graph_module, node.target))
-            node.target = shared_name
-    replace_submodule(graph_module, name, replacement)
+            replace_layer(graph_module, name, QatLayer(layer, quantizer))
 
 
 def _merge_norms(graph_module: fx.GraphModule, skip: Sequence[str]) -> None:
@@ -549,7 +540,7 @@ def _merge_norms(graph_module: fx.GraphModule, skip: Sequence[str]) -> None:
         no_quantizer = nn.Identity()  # `_wrap_weights` replaces it if the plan quantizes the weight
         merged = QatConvBn(layer, norm, no_quantizer)
         merged.train(layer.training)
-        _replace_layer(graph_module, layer_name, merged)
+        replace_layer(graph_module, layer_name, merged)
         replace_node(norm_call, layer_call)
     graph_module.meta[UNFOLDED_NORMS] = reason_by_norm
     graph_module.recompile()
