@@ -159,8 +159,8 @@ def merge(
       calib8 merge model.onnx a.shard b.shard -o model.cache
 
     The cache is the one that a single run over all images writes, byte for byte, whatever the order
-    of the shards. Neither the images nor another run of the model are needed. Targets and nodes in
-    float are those of the shards.
+    of the shards. Neither the images nor another run of the model are needed. Give --target and
+    --keep-float as for the shards.
     """  # noqa: D301 (click reads the backspace)
     from deploy.pipeline.calibration_setup import merge_with
 
