@@ -14,7 +14,8 @@ from deploy.targets.base import BuildRequest
 from deploy.tuning import timing
 from deploy.tuning.front import MAX_POINTS, SplitChooser, find_fastest
 from deploy.tuning.probe import Noise
-from deploy.tuning.search_options import Trial
+from deploy.tuning.search import Search
+from deploy.tuning.search_options import EFFORTS, Trial
 from deploy.tuning.search_samples import ExpectedVerdict
 from tests.models import make_model, make_node
 
@@ -274,6 +275,20 @@ def test_size_counts_int8_weights_as_a_quarter():
     assert sizes.of(frozenset()) == pytest.approx(0.25)
     assert sizes.of(frozenset(units.layers)) == 1.0
     assert sizes.of(frozenset(["/a/Conv"])) == pytest.approx((216 + 576 / 4) / 792)
+
+
+def test_preferred_size_counts_in_place_of_time():
+    int8, half = make_trial(0, time=0.7, db=20.0), make_trial(5, time=0.71, db=30.0)
+    sizes = {int8.in_float: 0.25, half.in_float: 0.8}
+    options = {
+        "prices": None,
+        "prober": None,
+        "methods": [None],
+        "effort": EFFORTS[1],
+        "trial_by_key": {trial.key: trial for trial in (int8, half)},
+    }
+    assert Search(**options).best is half
+    assert Search(**options, size_of=sizes.__getitem__).best is int8
 
 
 def test_unmeasurable_splits_are_chosen_by_prediction():

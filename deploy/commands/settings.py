@@ -298,7 +298,7 @@ def _options() -> list[Decorator]:
             type=click.Choice(PREFERENCES),
             default=PREFERENCES[0],
             help="What decides between int8 and float where both are good: speed; accuracy, which"
-            " weighs loss four times as much; size, which has most layers in int8.",
+            " weighs loss four times as much; size, which counts bytes in place of time.",
         ),
         base.search_option(
             "--for",

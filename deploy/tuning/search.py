@@ -81,6 +81,8 @@ class Search:
         precision: of the quantized nodes, such as int8.
         effort: how much is tried.
         weight: of loss against log(time).
+        size_of: returns the size of a split as a share of the float model's, which then counts in
+            place of its time; None where time counts.
         rounded: whether trials have rounded weights; None without that repair.
         unseen_gain_db: returns how many dB a trial's worst slice has more than another's on samples
             that gave no range; None where all samples are needed for the ranges.
@@ -99,6 +101,7 @@ class Search:
     precision: str = "int8"
     effort: Effort
     weight: float = COMMON_WEIGHT
+    size_of: Callable[[frozenset[str]], float] | None = None
     rounded: bool | None = None
     unseen_gain_db: Callable[[Trial, Trial], float | None] = lambda trial, rival: None
     shared: SharedFindings = field(default_factory=SharedFindings)
@@ -166,7 +169,8 @@ class Search:
 
     def cost(self, trial: Trial) -> float:
         """Return the cost of a trial with the weight of this search."""
-        return trial.cost(self.weight)
+        size = None if self.size_of is None else self.size_of(trial.in_float)
+        return trial.cost(self.weight, size)
 
     def try_split(self, base: Trial, in_float: frozenset[str]) -> Trial | None:
         """Try a split with the methods of a trial; return None if it could not run."""
@@ -361,15 +365,19 @@ class Search:
 
     def _cost_of_split(self, base: Trial, in_float: frozenset[str]) -> float:
         """Try a split with a trial's methods; return its cost, infinite where it cannot win."""
-        cost_without_loss = trial_cost(self.prices.time_share(in_float), 0.0, self.weight)
-        if cost_without_loss > self.cost(self.best):
+        if self._cost_with_loss(in_float, 0.0) > self.cost(self.best):
             return math.inf
         trial = self.try_split(base, in_float)
         return math.inf if trial is None else self.cost(trial)
 
     def _predicted_cost(self, in_float: frozenset[str]) -> float:
         loss = 0.0 if self.sensitivity is None else self.sensitivity.predict(in_float).worst
-        return trial_cost(self.prices.time_share(in_float), loss, self.weight)
+        return self._cost_with_loss(in_float, loss)
+
+    def _cost_with_loss(self, in_float: frozenset[str], loss: float) -> float:
+        """Return the cost of a split that was not tried, if it has this loss."""
+        share_of = self.size_of or self.prices.time_share
+        return trial_cost(share_of(in_float), loss, self.weight)
 
     # ------------------------------------------------------------ methods
 

@@ -118,7 +118,7 @@ class SearchBudget:
 
 COMMON_WEIGHT = 3.5  # default weight of loss against log(time)
 _ACCURATE_WEIGHT = 14.0  # the same where accuracy is preferred
-_MIN_TIME = 1e-6  # of a trial, whose logarithm must be finite
+_MIN_SHARE = 1e-6  # of the time or size, whose logarithm must be finite
 _CLIPS_LITTLE = ("lp 3", "minmax")
 # loss added for other methods, until held-back samples decide: new inputs are clipped more
 _CLIPPING_LOSS = 0.02
@@ -160,19 +160,20 @@ class Trial:
         """Loss of the worst output slice, with that of clipping."""
         return self.noise.worst + self.clipping_loss
 
-    def cost(self, weight: float) -> float:
-        """Return the cost of the trial with a weight of loss."""
-        return trial_cost(self.time, self.noise.worst, weight) + weight * self.clipping_loss
+    def cost(self, weight: float, size: float | None = None) -> float:
+        """Return the cost of the trial with a weight of loss; with `size` in place of its time."""
+        share = self.time if size is None else size
+        return trial_cost(share, self.noise.worst, weight) + weight * self.clipping_loss
 
 
-def trial_cost(time: float, loss: float, weight: float) -> float:
-    """Return log(time) + weight * loss; `time` is a share of the float model's.
+def trial_cost(share: float, loss: float, weight: float) -> float:
+    """Return log(share) + weight * loss; `share` is of the float model's time, or of its size.
 
     Losses below `QUIET_LOSS` are equal, so that no time is given for what nobody notices. Where
     accuracy is preferred, this limit is lower as the weight is higher.
     """
     quiet_loss = QUIET_LOSS * min(1.0, COMMON_WEIGHT / weight)
-    return math.log(max(time, _MIN_TIME)) + weight * max(loss, quiet_loss)
+    return math.log(max(share, _MIN_SHARE)) + weight * max(loss, quiet_loss)
 
 
 def clips(method: Method | None) -> bool:
@@ -193,8 +194,8 @@ class Tuning:
         plan: a plan to follow instead of a search; None uses the one in the output folder, if it
             fits.
         max_loss: largest loss of the task on the samples of the search; None sets no limit.
-        prefer: "speed"; "accuracy" weighs loss four times as much; "size" has most layers in int8,
-            whatever their time.
+        prefer: "speed"; "accuracy" weighs loss four times as much; "size" counts the bytes of the
+            weights in place of time.
         cpu: CPU that will run ONNX Runtime's engine: "this", or, without measuring time, "any",
             "vnni", "avx2" or "arm".
         timed: whether time measured on this machine may decide.
@@ -241,8 +242,6 @@ class Tuning:
     @property
     def cpu_kind(self) -> str:
         """A key of `deploy.tuning.prices.CPUS`; another text where no CPU's prices count."""
-        if self.prefer == "size":
-            return "any"
         return cpu_kind() if self.cpu == THIS_CPU else self.cpu
 
     @property

@@ -137,6 +137,7 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
     observes_again = setup.observes_again and shared.is_clipping is None
     setup = replace(setup, observes_again=observes_again)
     prober = make_prober(setup, samples, form, step, budget)
+    sizes = SplitSizes(model, units)
     search = Search(
         prices=_unit_prices(setup, units, timed_samples),
         prober=prober,
@@ -144,12 +145,13 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         precision=quantized_precision(decisions),
         effort=setup.effort,
         weight=setup.options.weight,
+        size_of=sizes.of if setup.options.prefer == "size" else None,
         rounded=setup.rounded,
         unseen_gain_db=partial(_unseen_gain_db, setup, budget.spend),
         shared=shared,
         add_units=find_add_units(model, units),
     )
-    chooser = _split_chooser(setup, search, form, timed_samples, budget)
+    chooser = _split_chooser(setup, search, sizes, form, timed_samples, budget)
 
     built_trial, is_interrupted = _run_and_choose(search, chooser)
     search.share_findings()
@@ -331,6 +333,7 @@ def _methods(setup: SearchSetup, best_methods: Sequence[Method]) -> list[Method 
 def _split_chooser(
     setup: SearchSetup,
     search: Search,
+    sizes: SplitSizes,
     form: OutputForm,
     samples: Sequence[Mapping[str, Array]],
     budget: SearchBudget,
@@ -343,6 +346,7 @@ def _split_chooser(
     Args:
         setup: of the search.
         search: its trials are chosen from.
+        sizes: of the splits.
         form: slices and task of the outputs.
         samples: to time models with, all of one shape.
         budget: judging a trial must fit in what is left of it.
@@ -372,7 +376,7 @@ def _split_chooser(
 
     return SplitChooser(
         search=search,
-        sizes=SplitSizes(setup.request.model, units),
+        sizes=sizes,
         judge=judge,
         can_judge=partial(budget.holds, judged_samples),
         measure=measure,
