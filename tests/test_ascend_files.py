@@ -427,3 +427,10 @@ def test_readme_names_every_file_and_command(folder, model, tmp_path):
     (tmp_path / "switch.cfg").write_text("{}")
     build(model, tmp_path / "b", f"--atc-flag=--fusion_switch_file={tmp_path / 'switch.cfg'}")
     assert "take it along" in (tmp_path / "b" / "net_README.txt").read_text()
+
+
+@pytest.mark.parametrize("float_node", ["Conv_c1", "Conv_c2"])
+def test_float_first_layer_is_not_fused(float_node, build_with_aipp):
+    code, out, err = build_with_aipp("--first-layer-int8", "--keep-float", float_node)
+    assert code == 0, err
+    assert ("--first-layer-int8" in out) == (float_node == "Conv_c1")

@@ -414,9 +414,22 @@ class Ascend:
             ranges=recipe.ranges,
             weights=deployed_weights(recipe.layers),
             notes=(*notes, *host_notes, *atc_notes),
-            alerts=(*recipe.alerts, *self._source().alerts),
+            alerts=self._alerts(recipe),
             error=atc_error,
         )
+
+    def _alerts(self, recipe: Recipe) -> tuple[str, ...]:
+        """Return sentences on what the user must know before the files are used."""
+        alerts = [*recipe.alerts, *self._source().alerts]
+        inputs = {value.name for value in recipe.model.graph.input}
+        layers = [quant_layer.layer for quant_layer in recipe.layers.values()]
+        int8_conv_inputs = [layer.input for layer in layers if layer.kind == "Conv"]
+        if self.first_layer_int8 and inputs.isdisjoint(int8_conv_inputs):
+            alerts.append(
+                "--first-layer-int8 has no effect: no convolution that reads the model's input is"
+                " in int8"
+            )
+        return tuple(alerts)
 
     def describe_sdk(self) -> str:
         """Describe CANN's atc, which builds the .om; running it takes an NPU."""
