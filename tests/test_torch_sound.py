@@ -741,3 +741,10 @@ def test_models_of_other_dtypes_are_prepared(dtype):
     assert output.dtype == torch.float32
     assert torch.allclose(output, net()(X), atol=0.1)
     assert model[0].weight.dtype == dtype
+
+
+@pytest.mark.parametrize("batch", [X[:, :2], {"x": X}], ids=["channels", "dict"])
+def test_unfit_calibration_batch_is_refused(batch, capfd):
+    with pytest.raises(ModelError, match="must run for inputs"):
+        calibrate(prepare(net(), [X]), [batch])
+    assert not capfd.readouterr().err

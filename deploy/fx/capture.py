@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from deploy.errors import FeedError, ModelError, first_line
+from deploy.errors import Calib8Error, FeedError, ModelError, first_line
 from deploy.fx.comparison import largest_difference, largest_magnitude, tensors_of
 from deploy.fx.device import device_of, fixed_seed, map_tensors, quiet
 from deploy.fx.lift import input_placeholders, lift_program
@@ -167,8 +167,11 @@ def run_model(model: nn.Module, inputs: Sequence[Any]) -> Any:
         ModelError: it does not run; the message names the user's file and line.
     """
     try:
-        with fixed_seed(), torch.no_grad():
+        # quiet, as a graph prints the traceback before it raises
+        with quiet(), fixed_seed(), torch.no_grad():
             return model(*copy.deepcopy(list(inputs)))
+    except Calib8Error:  # of a hook that observes the tensors
+        raise
     except Exception as error:  # torch.export accepts some models that do not run
         shapes = [tuple(tensor.shape) for tensor in tensors_of(inputs)]
         message = (

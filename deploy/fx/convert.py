@@ -28,8 +28,8 @@ from torch import fx, nn
 from torch.nn import functional
 
 from calibrators.statistics import Recorder, Statistic
-from deploy.errors import Calib8Error, CalibrationError, FeedError, ModelError, first_line
-from deploy.fx.capture import as_inputs, has_batch, select_arguments
+from deploy.errors import CalibrationError, FeedError, ModelError, first_line
+from deploy.fx.capture import as_inputs, has_batch, run_model, select_arguments
 from deploy.fx.comparison import eval_mode, tensors_of
 from deploy.fx.device import device_of, map_tensors, move_tensors
 from deploy.fx.fakequant import FakeQuant, FixedQuant, no_range_error
@@ -220,12 +220,10 @@ def record_statistics(
     lead_samples = list(islice(samples, lead_size))
     try:
         lead_recorders, _ = _record_pass(model, lead_samples, lead, {})
-    except Calib8Error:
-        raise
-    except Exception as error:  # whatever a user's model raises
+    except ModelError as error:
         raise ModelError(
             "a method that sees samples one by one needs a model that runs for a batch of 1,"
-            f" got: {first_line(error)}; take another method"
+            f" got: {first_line(error.__cause__ or error)}; take another method"
         ) from error
 
     return _record_pass(model, chain(lead_samples, samples), statistic, lead_recorders)
@@ -252,9 +250,9 @@ def _record_pass(
     device = device_of(model)
     batch_count = len(batches) if isinstance(batches, Sized) else None
     try:
-        with phase("calibration", batch_count, "batches") as step, torch.no_grad():
+        with phase("calibration", batch_count, "batches") as step:
             for batch in batches:
-                model(*move_tensors(select_arguments(batch, model), device))
+                run_model(model, move_tensors(select_arguments(batch, model), device))
                 run_count += 1
                 step()
     finally:
