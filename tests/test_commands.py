@@ -368,7 +368,7 @@ def test_registered_target_works_in_every_command(small_cnn, tmp_path, run):
     (target,) = json.loads((tmp_path / "report.json").read_text())["targets"]
     assert "7 steps, ('a', 'b')" in target["notes"]
     assert "on toy" in run.ok("inspect", small_cnn, "--target", "toy", "--steps", "2")
-    assert "observations" in run.ok("calibrate", small_cnn, *feed, "-o", tmp_path / "t.cache")
+    assert "statistics" in run.ok("calibrate", small_cnn, *feed, "-o", tmp_path / "t.cache")
     Toy.opened.clear()
     code, out, error = run("bench", tmp_path / "small_cnn.toy", "--duration", "0", "--no-turbo")
     assert code == 0, error

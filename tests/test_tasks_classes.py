@@ -21,7 +21,7 @@ from deploy.tasks.indices import NO_CLASS, PlaceCounts
 from deploy.tasks.vectors import Labels, are_features, has_unit_length
 from deploy.tensors import TensorSpec
 from deploy.tuning.plan_file import read_plan
-from deploy.tuning.probe import find_ranked_scores
+from deploy.tuning.probe import add_source_outputs, find_pick_sources
 from tests import outputs as forms
 from tests.models import (
     as_float32,
@@ -608,12 +608,49 @@ def test_the_search_hears_the_scores_before_they_are_ranked(target, end, tmp_pat
     assert plan.choices.float_nodes["Conv_bad"].endswith("dB of logits")
 
 
-def test_scores_are_heard_where_all_outputs_are_ranked_alone():
+def test_picked_outputs_are_compared_where_they_are_picked():
     model = spoiled("ArgMax")
-    assert find_ranked_scores(model) == {"class": "logits"}
+    assert set(find_pick_sources(model).values()) == {"logits"}
     model.graph.output.append(make_value("q", None))
-    assert find_ranked_scores(model) == {}
-    assert find_ranked_scores(spoiled("TopK")) == {"values": "logits", "places": "logits"}
+    assert find_pick_sources(model) == {}
+    assert set(find_pick_sources(spoiled("TopK")).values()) == {"logits"}
+
+
+BOX_ENDS = {
+    "TopK": """
+        best = ReduceMax <axes = [2], keepdims = 0> (scores) values, places = TopK (best, k)
+        places3 = Unsqueeze (places, last) tiled = Tile (places3, four)
+        some = GatherElements <axis = 1> (boxes, tiled) values3 = Unsqueeze (values, last)
+        y = Concat <axis = 2> (some, values3)
+    """,
+    "NonMaxSuppression": """
+        by_class = Transpose <perm = [0, 2, 1]> (scores)
+        kept = NonMaxSuppression (boxes, by_class, k)
+        place = Gather <axis = 1> (kept, two) flat = Reshape (boxes, fours)
+        y = Gather <axis = 0> (flat, place)
+    """,
+}
+
+
+@pytest.mark.parametrize(
+    ("end", "compared"),
+    [("TopK", {"best", "boxes"}), ("NonMaxSuppression", {"boxes", "by_class", "flat"})],
+)
+def test_boxes_are_compared_before_they_are_picked(end, compared):
+    constants = {"k": [3], "last": [2], "four": [1, 1, 4], "two": 2, "fours": [-1, 4]}
+    constants = {name: np.array(value) for name, value in constants.items()}
+    nodes = f"boxes = Tanh (x) scores = Sigmoid (z) {BOX_ENDS[end]}"
+    inputs = {"x": [1, 9, 4], "z": [1, 9, 5]}
+    model = make_model(nodes, inputs, {"y": None}, constants, opset=17)
+    sources = find_pick_sources(model)
+    assert set(sources.values()) == compared
+    # a trial may have other names, as behind a Q/DQ pair
+    trial = onnx.compose.add_prefix(model, "t/", rename_nodes=False)
+    outputs = [value.name for value in add_source_outputs(trial, sources).graph.output]
+    assert outputs == ["t/y", *dict.fromkeys(sources.values())]
+    model.graph.node.append(onnx.helper.make_node("Identity", ["boxes"], ["other"]))
+    model.graph.output.append(make_value("other", None))
+    assert find_pick_sources(model) == {}
 
 
 def test_a_figure_of_ones_own_gets_what_the_model_ranked(tmp_path):

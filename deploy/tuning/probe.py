@@ -14,8 +14,9 @@ divided by their signal::
 Lists of detections whose length varies have no slices to compare value by value. Their loss is that
 of the task's figure, expressed as the noise power of one sample with that loss.
 
-Models that end in ArgMax or TopK are compared by the scores that these read. Class numbers hardly
-change with noise, until they do, so on a few samples they do not rank the layers::
+Models that end in ArgMax, TopK or NonMaxSuppression are compared by the tensors that these pick
+from. Class numbers hardly change with noise, until they do, so on a few samples they do not rank
+the layers::
 
     ... -> Gemm -> logits -> ArgMax -> Cast -> class        compared: logits
 """
@@ -59,8 +60,14 @@ ReferenceSample = tuple[Outputs, Outputs]
 DETECTION_LIST = "what is found"
 _NO_LOSS = 1e-12  # 120 dB: smaller losses count as none
 _MAX_TASK_LOSS = 0.99  # a larger one would not rank the layers
-_RANKING = ("ArgMax", "TopK")
-_MOVING = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+# operator that picks values, or their places -> indices of the inputs that it picks from
+_PICKED_INPUTS: Mapping[str, tuple[int, ...]] = {
+    "ArgMax": (0,),
+    "TopK": (0,),
+    "NonMaxSuppression": (0, 1),
+    "NonZero": (),
+}
+_GATHERING = ("Gather", "GatherElements", "GatherND")
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,61 +440,74 @@ def choices_key(choices: Choices) -> object:
     return frozenset(choices.float_nodes), method, methods, choices.rounded, searches
 
 
-def find_ranked_scores(model: onnx.ModelProto) -> dict[str, str]:
-    """Return {output of ArgMax or TopK: the scores that it reads}.
+def find_pick_sources(model: onnx.ModelProto) -> dict[tuple[str, int], str]:
+    """Return (node, index of its input) -> the tensor there, which the outputs are picked from.
 
-    Empty if the model has other outputs too, since boxes are in the order of their scores.
+    ::
+
+        boxes  ----------------> GatherElements ---> Concat -> output     compared: boxes, scores
+        scores -> TopK -> places ----^      values ----^
+
+    Picked values change places with noise, or class numbers stay as they are, until they do not.
+    What they are picked from has its place. Empty if a part of an output is not picked.
     """
-    maker_by_tensor = {name: node for node in model.graph.node for name in node.output}
-    scores_by_output = {}
-    for output in model.graph.output:
-        node = maker_by_tensor.get(output.name)
-        while node is not None and node.op_type in _MOVING:
-            node = maker_by_tensor.get(node.input[0])
-        if node is None or node.op_type not in _RANKING:
-            return {}
-        scores_by_output[output.name] = node.input[0]
-    return scores_by_output
+    # `constants` do not depend on inputs' values; `picked` are picked values, or their places
+    constants = {tensor.name for tensor in model.graph.initializer} | {""}
+    picked: set[str] = set()
+    sources: dict[tuple[str, int], str] = {}
+    for node in model.graph.node:
+        gathers = node.op_type in _GATHERING and node.input[1] in picked
+        if node.op_type in _PICKED_INPUTS or gathers:
+            for index in _PICKED_INPUTS.get(node.op_type, (0,)):
+                if node.input[index] not in picked | constants:
+                    sources[node.name, index] = node.input[index]
+            picked.update(node.output)
+        elif node.op_type in ("Shape", "Size") or constants.issuperset(node.input):
+            constants.update(node.output)
+        elif not set(node.input).difference(picked, constants):
+            picked.update(node.output)
+    return sources if picked.issuperset(output.name for output in model.graph.output) else {}
 
 
-def replace_by_scores(
+def replace_by_sources(
     model: onnx.ModelProto, samples: Sequence[ReferenceSample], *, keep_outputs: bool, threads: int
 ) -> list[ReferenceSample]:
-    """Replace the float model's ranked outputs by the scores that they are made of.
+    """Replace the float model's picked outputs by the tensors that they are picked from.
 
-    `keep_outputs`: whether the ranked outputs stay too.
+    `keep_outputs`: whether the picked outputs stay too.
     """
-    score_names = list(dict.fromkeys(find_ranked_scores(model).values()))
-    session = OrtSession.open(copy_with_outputs(model, score_names), threads=threads, spin=False)
+    names = list(dict.fromkeys(find_pick_sources(model).values()))
+    session = OrtSession.open(copy_with_outputs(model, names), threads=threads, spin=False)
     replaced: list[ReferenceSample] = []
     for inputs, outputs in samples:
         values = session.run(inputs)
-        scores = {name: values[name] for name in score_names}
-        replaced.append((inputs, {**outputs, **scores} if keep_outputs else scores))
+        sources = {name: values[name] for name in names}
+        replaced.append((inputs, {**outputs, **sources} if keep_outputs else sources))
     return replaced
 
 
-def add_score_outputs(
-    model: onnx.ModelProto, scores_by_output: Mapping[str, str]
+def add_source_outputs(
+    model: onnx.ModelProto, sources: Mapping[tuple[str, int], str]
 ) -> onnx.ModelProto:
-    """Return a copy of a trial model that also outputs the scores which its ArgMax or TopK ranks.
+    """Return a copy of a trial model that also outputs what its outputs are picked from.
 
-    The scores have the names that they have in the float model, so that both can be compared.
+    These tensors have the names that they have in the float model, so that both can be compared.
 
     Args:
         model: the trial model.
-        scores_by_output: output of the float model -> its scores (see `find_ranked_scores`).
+        sources: of the float model (see `find_pick_sources`).
     """
-    # the new outputs have the float model's names for the scores, whatever the trial calls them
-    extended = copy_with_outputs(model, scores_by_output.values())
+    # the new outputs have the float model's names, whatever the trial calls the tensors
+    extended = copy_with_outputs(model, sources.values())
     graph = extended.graph
     tensors = {name for node in graph.node for name in node.output}  # with a node that makes them
-    for output, trial_scores in find_ranked_scores(model).items():
-        float_scores = scores_by_output.get(output, trial_scores)
-        if float_scores not in tensors:  # the trial has them under another name
-            rename = helper.make_node(
-                "Identity", [trial_scores], [float_scores], name=f"{float_scores}/scores"
-            )
-            graph.node.append(rename)
-            tensors.add(float_scores)
+    for node in list(graph.node):
+        for index, trial_name in enumerate(node.input):
+            float_name = sources.get((node.name, index))
+            if float_name is not None and float_name not in tensors:
+                rename = helper.make_node(
+                    "Identity", [trial_name], [float_name], name=f"{float_name}/compared"
+                )
+                graph.node.append(rename)
+                tensors.add(float_name)
     return extended

@@ -40,9 +40,9 @@ from deploy.tuning.probe import (
     DETECTION_LIST,
     Prober,
     ReferenceSample,
-    add_score_outputs,
-    find_ranked_scores,
-    replace_by_scores,
+    add_source_outputs,
+    find_pick_sources,
+    replace_by_sources,
 )
 from deploy.tuning.reasons import float_reasons
 from deploy.tuning.search import Search, SharedFindings
@@ -228,22 +228,22 @@ def make_prober(
         budget: of the search; what runs here is spent from it.
 
     Raises:
-        BackendError: ONNX Runtime refused the float model with its scores as outputs.
+        BackendError: ONNX Runtime refused the float model with the compared tensors as outputs.
     """
     request, effort, model = setup.request, setup.effort, setup.request.model
     build_trial = setup.build_trial
-    # class numbers hardly change with noise, so the scores that ArgMax or TopK ranks are compared
-    ranked_scores = find_ranked_scores(model)
-    if ranked_scores:
+    # class numbers hardly change with noise, so what ArgMax, TopK or NMS picks from is compared
+    sources = find_pick_sources(model)
+    if sources:
         budget.spend(len(samples))
         metric = setup.options.metric
         # a metric or task of the user's reads the class numbers themselves
         keep_outputs = metric is not None and metric.is_set
-        samples = replace_by_scores(
+        samples = replace_by_sources(
             model, samples, keep_outputs=keep_outputs, threads=request.threads
         )
         form = None  # `form` is that of the class numbers
-        build_trial = partial(_trial_with_scores, build_trial, ranked_scores)
+        build_trial = partial(_trial_with_sources, build_trial, sources)
     if setup.is_held_out:
         # on samples that gave its ranges, a trial's clipping would seem to cost nothing
         inputs = [sample for sample, _ in samples]
@@ -267,13 +267,13 @@ def make_prober(
     )
 
 
-def _trial_with_scores(
+def _trial_with_sources(
     build_trial: Callable[[BuildRequest], onnx.ModelProto],
-    scores_by_output: Mapping[str, str],
+    sources: Mapping[tuple[str, int], str],
     request: BuildRequest,
 ) -> onnx.ModelProto:
-    """Return the trial model of a request, with the scores that its outputs rank."""
-    return add_score_outputs(build_trial(request), scores_by_output)
+    """Return the trial model of a request, with the tensors that its outputs are picked from."""
+    return add_source_outputs(build_trial(request), sources)
 
 
 @phase("timing kernels")
