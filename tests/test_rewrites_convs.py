@@ -161,7 +161,7 @@ def test_layer_may_share_its_outputs_name(tmp_path):
 def test_first_conv_precision_follows_its_size(inner, outer, stride, in_float):
     plan = analyse(net(inner, outer, stride=stride), ONNXRUNTIME)
     (reason,) = (decision.reason for decision in plan.decisions if decision.node == "stem")
-    assert (f"only {9 * inner} products" in reason) is in_float
+    assert (f"only {9 * inner} multiplications" in reason) is in_float
     full_plan = analyse(net(inner, outer, stride=stride), replace(ONNXRUNTIME, min_products=0))
     assert not any(decision.reason for decision in full_plan.decisions)
 

@@ -491,7 +491,8 @@ class Tensor:
     """A tensor with the methods of a framework's tensors."""
 
     def __init__(self, array, needs_grad=False):
-        self.array, self.needs_grad, self.shape = array, needs_grad, array.shape
+        self.array, self.needs_grad = array, needs_grad
+        self.shape, self.dtype = array.shape, array.dtype
 
     def __array__(self, dtype=None, copy=None):
         if self.needs_grad:
