@@ -57,7 +57,8 @@ def split_batch(arrays: Outputs, batch: int) -> list[dict[str, Array]]:
 
 def split_batches(batch: int, *arrays: Outputs) -> Iterator[tuple[dict[str, Array], ...]]:
     """Yield what several mappings of arrays of a batch hold for each sample; see `split_batch`."""
-    return zip(*(split_batch(mapping, batch) for mapping in arrays), strict=True)
+    samples_by_mapping = [split_batch(mapping, batch) for mapping in arrays]
+    return zip(*samples_by_mapping, strict=True)
 
 
 def _take_row(value: Array, index: int, batch: int) -> Array:
