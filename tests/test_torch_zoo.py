@@ -172,7 +172,7 @@ def test_export_quantizes_what_build_quantizes(command, built, tmp_path, images,
     assert export_rows == build_rows
     assert any(weights for _, _, weights, _ in build_rows)
     first_is_float = net in ("mobile", "detector", "joined") and target == "onnxruntime"
-    assert ("only 27 products" in output) == first_is_float
+    assert ("only 27 multiplications" in output) == first_is_float
     assert net != "parameters" or "int8: 4 of 4 layers" in output
 
 
