@@ -111,6 +111,7 @@ def test_split_option_replaces_the_files_effort(built, run):
         ("[build]\nkeep-float = [1, true]", "keep-float in c.toml must be texts or numbers"),
         ("[build]\nlimit = {}", "limit in c.toml must be a text or number, got {}"),
         ("[build]\nmodel = 'm.onnx'\nimages = 'p'\nlimit = 'few'", "'few' is not a valid integer"),
+        ("[build]\nmodel = 'p/m.onnx'\nimages = 'p'", "check the path in the file of --config"),
         ("[build]\nx" + ".x" * 100 + " = 1", "got keys of over 64 dots"),
     ],
 )

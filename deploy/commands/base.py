@@ -58,16 +58,14 @@ class InputPath(NamedPath):
         refuse_address(value)
         return super().convert(value, param, ctx)
 
-    def check(self, path: object) -> None:
+    def check(self, path: object, *, advice: str = "check the path") -> None:
         """Raise `ConfigError` if there is nothing; a path that may not be read is not judged."""
         if set("*?[:") & set(str(path)):
             return
         try:
             os.stat(str(path))
         except FileNotFoundError as error:
-            raise ConfigError(
-                f"{path} must be {self.what}, got nothing there; check the path"
-            ) from error
+            raise ConfigError(f"{path} must be {self.what}, got nothing there; {advice}") from error
         except (OSError, ValueError):
             return
 
@@ -195,10 +193,14 @@ class SectionedCommand(click.Command):
         """
         extra_args = super().parse_args(ctx, args)
         for param in self.params:
-            value = ctx.params.get(param.name or "")
+            name = param.name or ""
+            value = ctx.params.get(name)
+            advice = "check the path"
+            if ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP:
+                advice += " in the file of --config; a relative path starts at the current folder"
             if isinstance(param.type, InputPath) and value and not ctx.resilient_parsing:
                 for path in value if isinstance(value, tuple) else (value,):
-                    param.type.check(path)
+                    param.type.check(path, advice=advice)
         return extra_args
 
     def invoke(self, ctx: click.Context) -> Any:
