@@ -139,7 +139,7 @@ def test_values_are_weighted_by_cell_scores(value, gate, cells, preprocess):
     references = [outputs(), outputs(0), outputs(), outputs()]  # in one all count
     inputs = [{"x": np.zeros((1, 3), np.float32)}] * 4
     form = derive_form(references, inputs=inputs, metric=ending(score="sigmoid"))
-    assert [part.label for part in form.parts] == ["score", "pitch - its mean where score is high"]
+    assert [part.label for part in form.parts] == ["score", "pitch - its mean weighted by score"]
     first_sample = references[0]
     message = form.prepare(first_sample, {}, first_sample)["pitch"] / (
         first_sample["pitch"] - sum(form.means.values())
@@ -163,7 +163,7 @@ def test_scores_weight_values_if_the_graph_ends_in_their_sigmoid(ends, raw, weig
     scores = (np.arange(50) % 2 * 0.9).reshape(1, 50)
     outputs = [as_float32({"y": made.normal(0, 9, (1, 50, 2)), "s": scores}) for _ in range(4)]
     label = derive_form(outputs, metric=ending(raw, **ends)).parts[0].label
-    assert (" is high" in label) == weight
+    assert (" weighted by " in label) == weight
 
 
 def test_task_outputs_are_not_weighted(rng):
@@ -266,7 +266,7 @@ def test_pitch_is_weighted_and_centred():
     outputs = [as_float32({"y": y, "s": s}) for y, s in zip(pitch, sure, strict=True)]
     form = derive_form(outputs, metric=ending(s="sigmoid"))
     (part,) = form.means
-    assert part.label == "y - its mean where s is high"
+    assert part.label == "y - its mean weighted by s"
     assert float(form.means[part][0]) == pytest.approx(200, abs=2)
     message = form.prepare(outputs[0], {}, outputs[0])["y"]
     assert np.allclose(message, sure[0] * (pitch[0] - form.means[part][0]), atol=1e-3)

@@ -267,7 +267,7 @@ def test_anchors_whose_boxes_cannot_be_told_match_by_place(classes, raw, last):
     form, found = figure(references, candidates)
     assert "by anchor" in form.task.form
     assert found.words.startswith("24 of 32 boxes of FP32 kept, 0 new")
-    where = f"where conf[..., {1 - last}:{classes - last}] is high"
+    where = f"weighted by conf[..., {1 - last}:{classes - last}]"
     labels = [f"loc {where}", "conf", *[f"points {where}"] * (classes == 2)]
     assert [one.label for one in form.parts] == labels
 
@@ -415,7 +415,7 @@ def test_offsets_from_anchors_are_boxes_only_if_set(flat, shares):
     references = [blaze(n, flat=flat, shares=shares) for n in range(8)]
     form = derive_form(references, inputs=[fed()] * 8)
     assert form.task is None
-    labels = ["regressors where classificators is high", "classificators"]
+    labels = ["regressors weighted by classificators", "classificators"]
     metric = Metric(None, task="boxes")
     form = derive_form(references, inputs=[fed()] * 8, metric=metric)
     scores = "scores" if shares else "sigmoid"
@@ -451,7 +451,7 @@ def test_boxes_and_scores_may_be_turned(boxes, scores):
     references = [forms.split_yolo(n, boxes, scores) for n in range(8)]
     form, same = figure(references, references)
     assert form.task.form == "scores: scores of 5 classes, boxes by centre"
-    assert form.parts[0].label == "boxes where scores is high"
+    assert form.parts[0].label == "boxes weighted by scores"
     assert same.words.startswith("48 of 48 boxes of FP32 kept, 0 new")
     moved = changed(references, boxes=lambda v: v + 2)  # of boxes 3 wide
     fewer = changed(references, scores=lambda v: v[..., 1:, 1:])  # of another form
@@ -468,7 +468,7 @@ def test_an_objectness_of_each_level_multiplies_its_scores(how):
     form, same = figure(references, references)
     assert form.task.form.startswith("cls_8, cls_16, cls_32") and same.value == 1
     assert same.words.startswith("24 of 24 boxes")
-    assert "bbox_8 where obj_8 is high" in [part.label for part in form.parts]
+    assert "bbox_8 weighted by obj_8" in [part.label for part in form.parts]
     lost = changed(references, obj_8=lambda v: v * 0 - 20 * how.get("raw", False))
     assert figure(references, lost)[1].words.startswith("16 of 24 boxes of FP32 kept, 0 new")
     assert figure(references, broken(lost))[1].value == 0

@@ -181,7 +181,7 @@ def test_points_that_fp32_is_not_sure_of_do_not_count(more, own):
             tally.add(fed(PICTURE), *pair)
         assert tally.result().count == count
     places, scores = ("y[..., 0:2]", "y[..., 2:3]") if own else ("y", "sure")
-    assert form.parts[0].label == f"{places} where {scores} is high"
+    assert form.parts[0].label == f"{places} weighted by {scores}"
     batch = {name: np.concatenate([one[name] for one in references]) for name in references[0]}
     told, given = (form.parts[0].of(one["y"]) for one in (form.prepare(batch, {}, batch), batch))
     weights = (told / given).reshape(4, MESH, -1)
@@ -238,7 +238,7 @@ def test_points_count_where_there_is_an_object(unit):
     assert same.count == "96 of 96"
     assert figure(alone, outputs(last=0.05), PICTURE)[1].count == "72 of 96"
     form = derive_form(alone, inputs=[fed(PICTURE)] * 8)
-    assert [part.label for part in form.parts] == ["y where p0 is high", "p0"]
+    assert [part.label for part in form.parts] == ["y weighted by p0", "p0"]
     assert form.uncovered == ("p0",)  # how sure the model is counts by its value
     told = form.prepare(alone[1], {}, alone[1])["y"]
     assert np.allclose(told, 0.1 * alone[1]["y"], atol=1e-6 * unit)

@@ -6,7 +6,7 @@ measured by what they say::
 
     the change of an input       y - x, where the output repeats an input
     what varies                  y - its mean, of a few numbers that deviate little from it
-    what a gate says             y where score is high, of values beside scores
+    what a gate says             y weighted by score, of values beside scores
 
 The form is derived from the float model's first samples (`form_samples`), and holds for
 every candidate: the figures must not depend on the candidate's values.

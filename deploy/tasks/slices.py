@@ -88,8 +88,8 @@ class OutputSlice:
         less = f" - {self.less}" if self.less else ""
         if self.resize:
             less += " resized"
-        where = "" if self.at is None else f" where {self.at.label} is high"
-        return f"{self.output}{rows}{less}{where}"
+        weight = "" if self.at is None else f" weighted by {self.at.label}"
+        return f"{self.output}{rows}{less}{weight}"
 
     def of(self, value: Array) -> Array:
         """Return the slice of an array of the output, with all its dimensions, as a view."""
