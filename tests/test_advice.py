@@ -195,7 +195,7 @@ def test_steps_for_a_doubtful_engine_never_repeat():
     front = DETECTOR[1:3]
     few = {"boxes": 30, "samples": 20, "front": front, "split_number": 2}
     report = compare_with_earlier(detector("doubtful", **few), None)
-    images = f"with 7 more photos with objects: {BUILD}"
+    images = f"with the present images and 7 more photos with objects: {BUILD}"
     assert first_step(report) == f"{images} --images FOLDER"
 
     report = compare_with_earlier(

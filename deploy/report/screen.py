@@ -487,7 +487,7 @@ def _image_steps(missing_samples: str, request: RequestPart, build: str) -> Iter
     """
     if IMAGES not in request.followed:
         flag = "--eval-images" if request.has_evaluation else "--images"
-        yield f"with {missing_samples}: {build} {flag} FOLDER"
+        yield f"with the present images and {missing_samples}: {build} {flag} FOLDER"
     elif not request.has_evaluation:
         yield f"with other images to judge by: {build} --eval-images FOLDER"
 
