@@ -18,7 +18,7 @@ from calibrators.tensorrt import CLASSES
 from deploy.calibration import store, trt_cache
 from deploy.calibration.reuse import make_fingerprint
 from deploy.calibration.trt_cache import CalibrationCache, Entry
-from deploy.errors import CacheError
+from deploy.errors import CacheError, counted
 from deploy.feed.calibrator import CalibratorScript
 from deploy.files import atomic
 from deploy.files.manifest import SETTINGS, sha256
@@ -306,8 +306,8 @@ def _match_findings(match: CacheMatch) -> list[CacheFinding]:
     if foreign:
         names = ", ".join(entry.name for entry in foreign[:3])
         text = (
-            f"{len(foreign)} entries are of tensors that the model does not have ({names}):"
-            " was the cache made from another model?"
+            f"the model does not have {counted(len(foreign), 'tensor')} of the cache ({names}):"
+            " was the cache made from another model, or for another version of TensorRT?"
         )
         findings.append(CacheFinding(text, harmful=len(foreign) == len(match.entries)))
     return findings
