@@ -33,7 +33,7 @@ def write_forms() -> str:
 
     heads = ("`--task`", "outputs", "values", "figure, against FP32", "models")
     forms = write_table(heads, form_rows)
-    codings = write_table(("boxes by", "numbers of a row", "models"), coding_rows)
+    codings = write_table(("coding of boxes", "numbers of a row", "models"), coding_rows)
     return f"{START}\n\n{forms}\n{codings}\n{END}"
 
 
