@@ -297,7 +297,7 @@ class Text(EvaluationTask):
 
 TEXT = Form(
     shape="[N, T, C] or [T, N, C]; for pictures also [N, C, T] or [N, C, 1, T]",
-    values="scores of 11 or more symbols, the blank first or last; or no blank, one symbol a position",
+    values="scores of 11 or more symbols, a blank first or last; or no blank, one symbol a place",
     figure="equal texts, edit distance",
     source="CTC (Graves et al. 2006)",
 )
