@@ -378,9 +378,9 @@ def test_few_do_not_excuse_a_loss():
 
 @pytest.mark.parametrize("figures", [accuracy(part(40)), accuracy(part(6), task=task(0.8))])
 def test_figures_of_calibration_images_say_so(figures):
-    outcome = judge(figures, on_calibration=True, speed=1.5)
-    assert outcome.reasons[0].endswith(" (on calibration images)")
-    assert outcome.text.count("(on calibration images)") == 1
+    outcome = judge(figures, calibrated="9 of 9 calibrated", speed=1.5)
+    assert outcome.reasons[0].endswith(" (9 of 9 calibrated)")
+    assert outcome.text.count("(9 of 9 calibrated)") == 1
 
 
 LABELLED = accuracy(top1_reference=0.9, top1_candidate=0.89, classes=10, favourite=0.2)

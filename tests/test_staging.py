@@ -340,6 +340,21 @@ def test_verify_checks_cache_outside_folder(small_cnn, pictures, tmp_path, run):
     assert f"{cache}, the cache, is not here" in run.ok("verify", out)
 
 
+@pytest.mark.parametrize("options", [(), ("--require-cache",), ("--refresh",)])
+def test_other_builds_cache_is_only_read(built_folder, run, small_cnn, pictures, tmp_path, options):
+    first, second = built_folder[0], tmp_path / "second"
+    contents = read_contents(first)
+    cache = first / "calib8/small_cnn.cache"
+    arguments = ("build", small_cnn, "--images", pictures, *QUICK_OPTIONS, second)
+    output = run.ok(*arguments, "--cache", cache, "--trt-version", "8.6.1", "--verbose", *options)
+    assert ("- 0 calibration inferences" in output) == (options != ("--refresh",))
+    assert read_contents(first) == contents
+    assert (second / "calib8/small_cnn.cache").read_text().startswith("TRT-8601-")
+    settings = (second / manifest.SETTINGS).read_text()
+    assert not any(option.lstrip("-") in settings for option in options)
+    assert "second: " in run.ok("verify", second)
+
+
 def test_engine_of_earlier_build_is_reported(built_folder, small_cnn, pictures, command):
     """Whoever goes on with X.int8.onnx would deploy what this build did not make."""
     out, _ = built_folder

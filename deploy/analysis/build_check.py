@@ -49,7 +49,7 @@ from deploy.graph.plan import Decision
 from deploy.machine import this_machine, worker_threads
 from deploy.pipeline.build_options import open_torch_module
 from deploy.pipeline.calibration_run import describe_source
-from deploy.pipeline.measure import Figures, measure_engines
+from deploy.pipeline.measure import ALL_CALIBRATED, Figures, measure_engines
 from deploy.pipeline.results import engine_rows, feed_part, model_part
 from deploy.report import Report
 from deploy.report.parts import RequestPart, TargetPart
@@ -146,8 +146,8 @@ def check(
         threads=worker_threads(threads),
     )
     # the verdict states if the images are those that the build was calibrated with
-    has_calibration_images = feed.manifest()["sha256"] == shipped.calibration_digest
-    figures = replace(figures, on_calibration=has_calibration_images)
+    if feed.manifest()["sha256"] == shipped.calibration_digest:
+        figures = replace(figures, calibrated=ALL_CALIBRATED)
     if metric is None and shipped.metric:
         alert = f"the build was judged by its own metric, {shipped.metric}; --metric gives it here"
         shipped = replace(shipped, alerts=(*shipped.alerts, alert))
@@ -455,8 +455,8 @@ def _refuse_unusable(shipped: _ShippedFiles) -> None:
     if all(errors.values()):
         reasons = "; ".join(f"{name}: {error}" for name, error in errors.items())
         raise BackendError(
-            f"a file of the build must be here to be checked, got none in {shipped.folder}"
-            f" ({reasons or 'no target that this calib8 knows'})"
+            "a target must have its files here as the build wrote them, got none in"
+            f" {shipped.folder} ({reasons or 'no target that this calib8 knows'})"
         )
 
 

@@ -59,6 +59,7 @@ class CachePolicy:
 
     Attributes:
         path: the cache file; its fingerprint and statistics lie next to it. None stores nothing.
+        source: cache of another build, which is read in place of `path` and never written.
         require: fail instead of calibrating if the cache does not fit.
         trust: use a cache that has no fingerprint as it is.
         refresh: calibrate even if the cache fits.
@@ -70,6 +71,7 @@ class CachePolicy:
     """
 
     path: Path | None = None
+    source: Path | None = None
     require: bool = False
     trust: bool = False
     refresh: bool = False
@@ -81,6 +83,11 @@ class CachePolicy:
             object.__setattr__(self, "path", Path(self.path))
         if self.trt_version is not None:  # now, not when a calibration is to be written
             trt_cache.version_label(self.trt_version)
+
+    @property
+    def read_path(self) -> Path | None:
+        """The cache file that is read."""
+        return self.source or self.path
 
     @property
     def reuse_flag(self) -> str:
@@ -167,7 +174,10 @@ def check_cache(
         saved_path = staging.find_saved_calibration(policy.path)
         if saved_path:
             saved = _decide(
-                replace(policy, path=saved_path), make_fingerprint, observations, stop_rule
+                replace(policy, path=saved_path, source=None),
+                make_fingerprint,
+                observations,
+                stop_rule,
             )
             if len(saved.missing) < len(decision.missing):
                 decision = replace(saved, reason=f"of a run that did not end: {saved.reason}")
@@ -216,7 +226,7 @@ def _decide(
 
 def _load_cache(policy: CachePolicy, stop_rule: StabilityRule | None) -> store.StoredCalibration:
     """Return the stored calibration; raise CacheError if there is none that can be used."""
-    path = policy.path
+    path = policy.read_path
     if path is None:
         raise CacheError("no cache was asked for")
     if policy.refresh:
@@ -482,7 +492,7 @@ def _observed_scales(observed: ObservedStatistics) -> dict[str, np.float32]:
 
 def cached_trt_version(policy: CachePolicy) -> str | None:
     """Return the TensorRT version in an existing cache's first line, or None."""
-    path = policy.path
+    path = policy.read_path
     if path is None or policy.refresh or not path.is_file():
         return None
     try:

@@ -27,9 +27,10 @@ from deploy.tuning import CPU_NAMES, PREFERENCES
 _FIRST_LINE = "# The options of a build: calib8 {} --config {}"
 # of one run only, never in a file
 _ONE_RUN_KEYS = frozenset(("config", "trust-config", "force", "resume", "help"))
-# these say where and how a build runs, not what it builds
-_UNWRITTEN_KEYS = _ONE_RUN_KEYS | frozenset(
-    ("out", "threads", "verbose", "quiet", "json", "scheduler", "send", "pieces", "retries")
+# these say where and how a build runs, not what it builds; the next build has another cache
+_UNWRITTEN_KEYS = _ONE_RUN_KEYS.union(
+    ("out", "threads", "verbose", "quiet", "json", "scheduler", "send", "pieces", "retries"),
+    ("require-cache", "refresh"),
 )
 # option on the command line -> options of the file that have no effect then
 _OVERRIDDEN_OPTIONS = {

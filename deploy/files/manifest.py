@@ -209,6 +209,19 @@ def cache_changed(path: Path, digest: str) -> bool:
     return path.is_file() and _digest_file(path) != digest
 
 
+def build_folders(out: Path) -> tuple[Path, Path]:
+    """Return the folders, absolute, that hold the files of a build into `out`."""
+    return out.resolve(), out.resolve() / RECORDS
+
+
+def is_of_build(path: Path) -> bool:
+    """Whether the manifest of a build lists the file at `path`."""
+    folder = path.parent.resolve()
+    build_folder = folder.parent if folder.name == RECORDS else folder
+    name_in_build = (folder / path.name).relative_to(build_folder).as_posix()
+    return name_in_build in _files_in_manifest(build_folder)
+
+
 def refuse_foreign(folder: Path, names: list[str], *, force: bool | None) -> None:
     """Refuse to overwrite files that calib8 did not write, or other outputs of this run.
 
@@ -275,12 +288,7 @@ def is_marked(path: Path, kind: str) -> bool:
 
 def _refuse_unmarked(path: Path, kind: str, force: bool | None) -> None:
     """Raise `ExportError` unless the file at `path` is of this kind and by calib8, or none."""
-    build_folder = path.absolute().parent
-    if build_folder.name == RECORDS:
-        build_folder = build_folder.parent
-    name_in_build = path.absolute().relative_to(build_folder).as_posix()
-    is_of_build = name_in_build in _files_in_manifest(build_folder)
-    if not force and (is_of_build or (path.exists() and not is_marked(path, kind))):
+    if not force and (is_of_build(path) or (path.exists() and not is_marked(path, kind))):
         way_out = "remove it" if force is None else "replace it with --force"
         raise ExportError(
             f"an output may replace only a {kind} that calib8 wrote, and none of a build, got"

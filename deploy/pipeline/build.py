@@ -42,7 +42,7 @@ from deploy.pipeline.build_options import (
 )
 from deploy.pipeline.calibration_setup import calibrate_loaded, use_qdq_calibration
 from deploy.pipeline.evaluate import CALIBRATION_SAMPLES
-from deploy.pipeline.measure import Figures, list_engines, measure_engines
+from deploy.pipeline.measure import ALL_CALIBRATED, Figures, list_engines, measure_engines
 from deploy.pipeline.readings import find_better_reading
 from deploy.pipeline.results import build_origin, publish_build, write_report
 from deploy.pipeline.target_builds import build_targets, discard_failed, search_targets, with_log
@@ -434,9 +434,11 @@ def _measure(
     shared_count = 0
     if evaluation is not None and is_calibrated:
         shared_count = evaluation.count_shared(calibration.feed)
-    has_own_images = evaluation is not None and shared_count < evaluation.count
+    calibrated = ALL_CALIBRATED if is_calibrated else ""
+    if evaluation is not None and shared_count < evaluation.count:
+        calibrated = f"{shared_count} of {evaluation.count} calibrated" if shared_count else ""
     notes = (*build.notes, *figures.notes, *_evaluation_notes(build, calibration, shared_count))
-    return replace(figures, notes=notes, on_calibration=is_calibrated and not has_own_images)
+    return replace(figures, notes=notes, calibrated=calibrated)
 
 
 def _measure_on_images(

@@ -187,8 +187,8 @@ class PreparedBuild:
         path = self.options.calibration.cache.path
         if path is None or self.loaded.qdq is not None:
             return None
-        out = self.options.out.resolve()
-        return None if path.parent.resolve() in (out, out / manifest.RECORDS) else path
+        is_inside = path.parent.resolve() in manifest.build_folders(self.options.out)
+        return None if is_inside else path
 
     @property
     def unsaved_model(self) -> onnx.ModelProto | None:
@@ -281,11 +281,21 @@ def _choose_repairs(options: BuildOptions) -> tuple[str, ...]:
 
 
 def _with_cache_path(options: BuildOptions, model_name: str) -> BuildOptions:
-    """Return the options with a path for the cache, by default among the build's records."""
-    cache = options.calibration.cache
-    path = cache.path or options.out / manifest.RECORDS / f"{model_name}.cache"
-    calibration = replace(options.calibration, cache=replace(cache, path=path))
-    return replace(options, calibration=calibration)
+    """Return the options with a path for the cache, by default among the build's records.
+
+    The cache of another build is read, and this build stores its own; a trusted one is only read.
+    """
+    cache, folders = options.calibration.cache, manifest.build_folders(options.out)
+    own_path = options.out / manifest.RECORDS / f"{model_name}.cache"
+    if cache.path is None:
+        cache = replace(cache, path=own_path)
+    elif (
+        not cache.trust
+        and cache.path.parent.resolve() not in folders
+        and manifest.is_of_build(cache.path)
+    ):
+        cache = replace(cache, path=own_path, source=cache.path)
+    return replace(options, calibration=replace(options.calibration, cache=cache))
 
 
 def _choose_duration(options: BuildOptions) -> float:

@@ -456,7 +456,7 @@ def _refuse_foreign_cache(policy: CachePolicy) -> None:
 
     Files that an interrupted build was putting there are completed or removed first.
     """
-    if policy.path is not None and not policy.reuse_flag:
+    if policy.path is not None and (policy.source or not policy.reuse_flag):
         folder = policy.path.parent
         build_folder = folder.parent if folder.name == RECORDS else folder
         recover(build_folder)

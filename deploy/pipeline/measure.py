@@ -45,6 +45,7 @@ from deploy.terminal import phase
 _LATENCY_SAMPLES = 8  # samples that the latency runs use in turn
 _LOSSLESS_DB = 100.0  # SQNR of a state above which it lost nothing: summation order differs
 _FLOAT_ENGINE = "FP32"
+ALL_CALIBRATED = "on calibration images"  # `Figures.calibrated` if all evaluation images calibrated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ class Figures:
         engine_runs: engine -> number of its inferences for the evaluation.
         examples: engine -> samples worth showing.
         pictures: sample number -> name and picture of each example, uint8 [h, w, 3].
-        on_calibration: whether all evaluation images calibrated.
+        calibrated: how many of the evaluation images calibrated, as text; "" for none.
     """
 
     engines: tuple[EngineRow, ...]
@@ -77,7 +78,7 @@ class Figures:
     engine_runs: Mapping[str, int] = field(default_factory=dict)
     examples: Mapping[str, tuple[Example, ...]] = field(default_factory=dict)
     pictures: Pictures = field(default_factory=dict)
-    on_calibration: bool = False
+    calibrated: str = ""
 
 
 def measure_engines(

@@ -436,7 +436,7 @@ def engine_rows(
                 gates=gates,
                 doubts=doubts,
                 has_random_outputs=has_random_outputs,
-                on_calibration=figures.on_calibration,
+                calibrated=figures.calibrated,
             )
             row = replace(row, verdict=_judge_engine(row, figures.engines, judge))
         rows.append(row)

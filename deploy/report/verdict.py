@@ -126,7 +126,7 @@ def verdict(
     device_kind: str = "CPU",
     doubts: Sequence[str] = (),
     has_random_outputs: bool = False,
-    on_calibration: bool = False,
+    calibrated: str = "",
 ) -> Verdict:
     """Return the verdict on one engine: the level of its worst finding, and the reasons.
 
@@ -144,7 +144,7 @@ def verdict(
             ignored if labels show that the float model is mostly right.
         has_random_outputs: whether the float model itself gives other outputs at each run, which no
             figure but those of labels can tell from int8's loss.
-        on_calibration: whether the accuracy is that on the calibration images.
+        calibrated: how many of the evaluation images calibrated, as text; "" for none.
     """
     causes, losses = _judge_accuracy(accuracy, gates.max_loss, doubts, has_random_outputs)
     findings = [*causes, *losses]
@@ -166,8 +166,8 @@ def verdict(
         calibrates_with_few = any("calibration" in sentence for sentence in too_few)
         if accuracy is not None and not calibrates_with_few:
             too_few = [*_describe_too_few(accuracy), *too_few]
-        if on_calibration:
-            reasons[loss_index] += " (on calibration images)"
+        if calibrated:
+            reasons[loss_index] += f" ({calibrated})"
     if too_few:
         # one such sentence is enough; it follows the figure of the loss, which it puts in question
         reasons.insert(0 if loss_index is None else loss_index + 1, too_few[0])
