@@ -10,8 +10,10 @@ import random
 import shutil
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
+from deploy.files.staging import has_unfinished_publication
 from scripts.attacks import whole
 from scripts.attacks.children import run, start
 from scripts.attacks.forms import model_of
@@ -54,8 +56,7 @@ def _start(folder: Path, count: int) -> Case:
         ended = child.ended()
         wrong = (
             _wrong(sent, ended, time.monotonic() - began, out)
-            or whole.verified(out)
-            or whole.torn(out, *written)
+            or _not_whole(sent, out, *written)
             or whole.next_run([*words, "--resume"] if resume else words, out, written[1])
             or _stays(out)
         )
@@ -85,6 +86,16 @@ def _endless(
         return Outcome(FAILED, f"{sent.name} in an endless loop: {wrong}", out)
     shutil.rmtree(out)
     return Outcome(REFUSED)
+
+
+def _not_whole(sent: int, out: Path, *builds: Mapping[str, bytes]) -> str | None:
+    """Why the folder is not as one build left it, or None.
+
+    SIGKILL may hit while files are put there: files of two builds, until the next run.
+    """
+    if sent == signal.SIGKILL and has_unfinished_publication(out):
+        return whole.mixed(out, *builds)
+    return whole.verified(out) or whole.torn(out, *builds)
 
 
 def _often() -> None:
