@@ -13,10 +13,9 @@ from deploy.errors import ModelError
 from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.feed import open_feed
 from deploy.frontends import load
-from deploy.pipeline import measure
 from deploy.runtimes.ort import OrtSession
 from deploy.targets import OnnxRuntime
-from deploy.tuning import search_options
+from deploy.tuning import search_options, search_samples
 from tests.models import as_float32, make_model, make_node, save_net
 
 
@@ -68,7 +67,7 @@ def test_build_runs_every_image_once(model, tmp_path):
 def test_search_outputs_are_not_computed_again(model, tmp_path, monkeypatch):
     searched = {"targets": ["onnxruntime", "ascend"], "tuning": search_options.Tuning()}
     work, _, accuracy = build_and_report(model, images(60), tmp_path / "o", **searched)
-    monkeypatch.setattr(measure, "find_stored_outputs", lambda *_: {})
+    monkeypatch.setattr(search_samples, "MOST_OUTPUT_BYTES", 0)  # no sample fits
     full_work, _, full_accuracy = build_and_report(model, images(60), tmp_path / "p", **searched)
     assert set(full_work["engine_runs"].values()) == {60}
     # a good split is judged on 48 samples, and the other 12 remain

@@ -31,7 +31,7 @@ from calibrators.statistics import HistogramOf
 from deploy.calibration.observation import Observation, ObservedStatistics
 from deploy.calibration.one_pass import alternate_halves, observe
 from deploy.calibration.ranges import Ranges
-from deploy.calibration.reference_outputs import EngineOutputs, EvaluationSet
+from deploy.calibration.reference_outputs import MOST_BYTES, EngineOutputs, EvaluationSet
 from deploy.errors import BackendError, Calib8Error
 from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.file_list import SampleChangedError, sample_digest
@@ -68,6 +68,7 @@ _STRONGEST_STEP = 2  # every second one of the strongest: the very first would d
 _MEAN_SAMPLES = 32  # samples that give the mean of what is measured about it
 _MAX_VALUES = 5_000_000  # input values of all samples: a large one shows as much as many small
 _FIRST_SAMPLES = 12, CANDIDATES  # numbers that a verdict may rest on, before all are run
+MOST_OUTPUT_BYTES = MOST_BYTES // 8  # on disk, of one judged model; a search judges about eight
 _MIN_SHOWING = 40  # boxes or labels of the float model whose count shows a loss of 0.025
 
 
@@ -164,11 +165,12 @@ class GrowingComparison:
         form: slices and task of the outputs; None derives them from the samples.
         int8_kernels: whether ONNX Runtime's int8 kernels run the models.
         labels: class of each image, for top-1 accuracy on all samples.
+        stores_outputs: whether to store the models' outputs on disk.
 
     Attributes:
         keys: keys of the samples that were run.
-        outputs: of the models, by sample key; none of a model with states, whose outputs depend on
-            the samples before.
+        outputs: of the models, by sample key, as far as they are stored; none of a model with
+            states, whose outputs depend on the samples before.
     """
 
     def __init__(
@@ -180,6 +182,7 @@ class GrowingComparison:
         form: OutputForm | None = None,
         int8_kernels: bool,
         labels: Sequence[int] | None = None,
+        stores_outputs: bool = False,
     ) -> None:
         """Open the models; no sample has run. The arguments are described at the class."""
         self._sessions = []
@@ -200,7 +203,8 @@ class GrowingComparison:
         # a model with states gets those of its own last step, not of the float model's
         self._own_states = OwnStates(states)
         self.keys: list[int] = []
-        self.outputs = SampleCache(() if states else evaluation_set.subset.keys)
+        stored_keys = evaluation_set.subset.keys if stores_outputs and not states else ()
+        self.outputs = SampleCache(stored_keys, max_bytes=MOST_OUTPUT_BYTES)
 
     @phase("checking accuracy")
     def compare(self, max_samples: int, *, threads: int) -> Accuracy:
@@ -302,6 +306,7 @@ class VerdictPredictor:
                 self.metric,
                 form=self.form,
                 int8_kernels=self.int8_kernels,
+                stores_outputs=True,
             )
             for accuracy in self._accuracies(comparison):
                 reference_not_finite = [output.not_finite[0] for output in accuracy.outputs]
