@@ -46,6 +46,17 @@ def test_equal_best_classes_are_counted():
     assert found.words == "7 of 10 samples keep FP32's top-1 class, 10 among the best 5"
 
 
+def test_best_classes_are_those_of_the_largest_output():
+    made = rng()
+    sizes = {"y": 20, "z": 2}
+    references = [
+        {name: softmax(made.standard_normal((1, size)) * 4) for name, size in sizes.items()}
+        for _ in range(10)
+    ]
+    _, found = figure(references, references)
+    assert found.words.endswith("FP32's top-1 class, 20 among the best 5")
+
+
 def task_of_four(make):
     """The task of a model that makes these outputs of four samples."""
     return same_task([{"y": make().astype(np.float32)} for _ in range(4)])

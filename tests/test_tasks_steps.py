@@ -47,6 +47,13 @@ def test_a_text_is_known_by_its_steps_symbols_and_blanks(best, symbols, fed_with
     assert (same_task([outputs], [fed_too]) == "text") == text
 
 
+@pytest.mark.parametrize("count", [9, 18, 40])
+def test_symbols_may_come_before_steps(count):
+    best = ([0, 1, 0, 2] * 10)[:count]
+    outputs = {"y": softmax(framed(best, 30))[None].swapaxes(1, 2)}
+    assert same_task([outputs], [fed()]) == "text"
+
+
 def test_slots_of_a_number_plate_keep_their_repeats():
     def plate(*best):
         scores = rng().standard_normal((9, 37))

@@ -178,7 +178,7 @@ def _choose_measures(
         samples: all samples, not only the first: a search puts similar ones first.
         scores: slice -> scores that say where it counts.
     """
-    weighted_slices = [replace(part, at=part.at or scores.get(part)) for part in slices]
+    weighted_slices = [replace(part, at=scores.get(part)) for part in slices]
     # if any slice of the output is weighted, the other slices get no mean
     has_weighted = any(part.at for part in weighted_slices)
     mean_by_slice = {}

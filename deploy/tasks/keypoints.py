@@ -152,16 +152,17 @@ def find_keypoints(samples: FirstSamples) -> Points | None:
     if size is None:
         return None
     presence = _find_presence(samples)  # name of that output, "" without one
-    outputs = {OutputSlice(output=name): name for name in samples.names}
+    outputs = [OutputSlice(output=name) for name in samples.names]
     # output of points -> output with a score of each point
-    scores_by_slice = find_cell_scores([*outputs], samples)
+    scores_by_slice = find_cell_scores(outputs, samples)
 
     widths: dict[str, int] = {}  # output -> numbers per point
     slices: SlicesByOutput = {}
     point_count = 0
-    for output_slice, name in outputs.items():
+    for output_slice in outputs:
         if output_slice in scores_by_slice.values():
             continue  # scores of points are no points
+        name = output_slice.output
         arrays = samples.arrays(name)
         point_width = _find_point_width(arrays, size)
         if not point_width:

@@ -330,13 +330,16 @@ def find_text(samples: FirstSamples) -> Text | None:
         return None
     (name,) = samples.names
     # only networks of pictures give symbols before steps, [N, C, T]
-    text = fit_text(name, samples, (2, 1) if samples.has_pictures else (2,))
-    if text is None:
-        return None
-    tables = _read_step_samples(samples.arrays(name), text.axis)
-    if _has_input_per_step(tables, samples) or not all(map(_are_symbol_scores, tables)):
-        return None
-    return text if _is_blank(text.blank, tables) else None
+    for axis in (2, 1) if samples.has_pictures else (2,):
+        text = fit_text(name, samples, (axis,))
+        if text is None:
+            continue
+        tables = _read_step_samples(samples.arrays(name), axis)
+        if _has_input_per_step(tables, samples) or not all(map(_are_symbol_scores, tables)):
+            continue
+        if _is_blank(text.blank, tables):
+            return text
+    return None
 
 
 def _has_symbol_after_blank(steps: Array, blank: int) -> bool:

@@ -190,7 +190,7 @@ class _ClassTally(TaskTally["Classes"]):
         # several outputs of each sample
         unit = "samples" if self.compared == self.samples else "outputs"
         text = f"{unit} keep FP32's top-1 class"
-        listed_count = min(_MAX_LISTED, *self.task.counts)
+        listed_count = min(_MAX_LISTED, max(self.task.counts))
         if listed_count > 1 and (self.task.are_numbers or max(self.task.counts) > 10):
             text += f", {self.listed_matches} among the best {listed_count}"
         return self.share("top-1 agreement", self.top1_matches, self.compared, text)
