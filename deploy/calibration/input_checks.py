@@ -412,8 +412,8 @@ def _compare_with_training(
 def _compare_units(data: Moments, training: Moments) -> str:
     """Return a warning if the data has another unit than the training data, or "".
 
-    In the same unit even other images have about the mean and the spread of training. Both are
-    compared in standard deviations of training, for the median channel.
+    If the unit is the same, even images of another kind have about the mean and the spread of the
+    training data. Both are compared in standard deviations of training, for the median channel.
     """
     live_channels = _live_channels(training)
     training_deviation = np.sqrt(training.variance[live_channels])
@@ -421,7 +421,7 @@ def _compare_units(data: Moments, training: Moments) -> str:
     spreads = np.sqrt(data.variance[live_channels]) / training_deviation
     offset, spread = float(np.median(offsets)), float(np.median(spreads))
     has_same_unit = MIN_UNIT_RATIO < spread < MAX_UNIT_RATIO and offset < MAX_UNIT_RATIO
-    if has_same_unit or not np.isfinite(offset + spread):
+    if has_same_unit or not np.isfinite(offset + spread):  # NaN without a live channel
         return ""
     return (
         "the calibration data has another unit than the training data: at the model's first"

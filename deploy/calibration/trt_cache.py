@@ -271,7 +271,7 @@ def relabel(
         version_label(version)  # raises CacheError if it is no version
         return cache
     quantile, cutoff = header.quantile, header.cutoff
-    if quantile is None or cutoff is None:  # it was not in the legacy form
+    if quantile is None or cutoff is None:  # only legacy headers have them
         quantile, cutoff = QUANTILE, 1.0
     new_header = _make_header(version, algorithm or header.algorithm, quantile, cutoff)
     return replace(cache, header=replace(new_header, end=header.end))

@@ -109,10 +109,12 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
     """Search which layers stay float; return the plan and the number of trial models that ran.
 
     The search tries models with different layers in float and different range methods on a few
-    samples. Without a layer that can be int8 the plan is empty. `step`: called after each trial.
+    samples. Without a layer that can be int8 the plan is empty. After Ctrl-C it is that of the best
+    trial so far. What was found is stored for the searches of other targets, and the outputs of the
+    chosen trial for the evaluation. `step`: called after each trial.
 
     Raises:
-        Calib8Error: what the target raises for the unrepaired model.
+        Calib8Error: what the target raises on planning the model.
         BackendError: no trial with all units in int8 could run.
         ConfigError: the user's metric fails on the best trial.
     """
@@ -132,8 +134,8 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
     timed_samples = same_shape_samples([sample for sample, _ in samples])
     # what the searches of the build's targets have found out so far
     shared: SharedFindings = setup.request.ranges.compute_once("findings", SharedFindings)
-    # trials run on samples that gave no ranges, to show what clipping costs; once the first search
-    # has decided whether to clip, that is not worth another pass over all other samples
+    # trials run on samples that gave no ranges, to show what clipping costs. The ranges of the other
+    # samples may need a pass over these; once one search has decided whether to clip, it is left out
     observes_again = setup.observes_again and shared.is_clipping is None
     setup = replace(setup, observes_again=observes_again)
     prober = make_prober(setup, samples, form, step, budget)
@@ -156,7 +158,7 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
     built_trial, is_interrupted = _run_and_choose(search, chooser)
     search.share_findings()
     verdict = chooser.find_verdict(built_trial)
-    if verdict is not None and verdict.outputs is not None:  # the evaluation reads them
+    if verdict is not None and verdict.outputs is not None:
         setup.evaluation_set.engine_outputs[setup.target.name] = verdict.outputs
     plan = _make_plan(search, chooser, built_trial)
     return replace(plan, interrupted=is_interrupted), prober.trial_count

@@ -79,15 +79,18 @@ def _corrected_biases(
 ) -> Iterator[tuple[WeightedLayer, Float64Array]]:
     """Yield (layer, its corrected bias [C_out]).
 
-    That is its bias plus the mean of the float model's output less that of the int8 layer's, of
-    each output channel. A patch has the inputs of one output position; rows are the weights, a row
-    for each output channel.
+    To the bias of each output channel it adds the mean error of the int8 layer: the float layer's
+    output less the int8 layer's, both on the float model's inputs, shrunk towards 0 as far as the
+    samples disagree. A patch is the input window of one output position; `rows` is the weight as a
+    matrix, a row for each output channel.
 
     `int8_model`: the target's model, from which the quantization of the layers is read.
     """
     layers = [layer for layer in find_weighted_layers(request.model) if layer.can_have_bias]
     # an earlier repair may have changed the weights in `request`; the goal is the float model
-    float_layers = {layer.name: layer for layer in find_weighted_layers(repair_input.reference)}
+    float_layer_by_name = {
+        layer.name: layer for layer in find_weighted_layers(repair_input.reference)
+    }
     quantization_by_name = {}
     nearest_layers = []
     for layer, quantization in read_all_quantizations(int8_model, layers).values():
@@ -105,11 +108,10 @@ def _corrected_biases(
     )
     for layer, patches in patches_by_layer:
         quantization = quantization_by_name[layer.name]
-        weight = np.asarray(quantization.quantize_weight(layer), np.float32)
-        int8_patches = [quantization.quantize_inputs(values) for values in patches]
-        float_means = _mean_outputs(float_layers[layer.name].rows, patches)
-        int8_means = _mean_outputs(layer.to_rows(weight), int8_patches)
-        # shrunk towards 0 as far as the samples disagree
+        rounded_weight = np.asarray(quantization.quantize_weight(layer), np.float32)
+        rounded_patches = [quantization.quantize_inputs(values) for values in patches]
+        float_means = _mean_outputs(float_layer_by_name[layer.name].rows, patches)
+        int8_means = _mean_outputs(layer.to_rows(rounded_weight), rounded_patches)
         yield layer, layer.bias_values + shrunk_mean(float_means - int8_means)
 
 
