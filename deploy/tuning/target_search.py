@@ -134,8 +134,8 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
     timed_samples = same_shape_samples([sample for sample, _ in samples])
     # what the searches of the build's targets have found out so far
     shared: SharedFindings = setup.request.ranges.compute_once("findings", SharedFindings)
-    # trials run on samples that gave no ranges, to show what clipping costs. The ranges of the other
-    # samples may need a pass over these; once one search has decided whether to clip, it is left out
+    # trials run on samples that gave no ranges, to show what clipping costs. The ranges of the
+    # others may need another pass; once a search has decided whether to clip, it is left out
     observes_again = setup.observes_again and shared.is_clipping is None
     setup = replace(setup, observes_again=observes_again)
     prober = make_prober(setup, samples, form, step, budget)
