@@ -24,10 +24,10 @@ _LABEL_LIMITS = 0.01, 0.05  # lost top-1 or mAP, 1 = 100 points
 GOOD_LOSS = 0.05  # share of the float model's predictions that a good engine may lose
 _TASK_LIMITS = GOOD_LOSS, 0.25
 # the same of minus the SQNR in dB
-_PART_LIMITS = -15.0, -5.0  # of the worst slice, if the task is unknown
+_SLICE_LIMITS = -15.0, -5.0  # of the worst slice, if the task is unknown
 _VARYING_LIMITS = -15.0, math.inf  # of what varies: numbers say as much without their mean
 _CHANGE_LIMITS = -LEFT_DB, math.inf  # of the change of an input
-_TASK_PART_LIMITS = 0.0, math.inf  # beside a task: more noise than signal is never good
+_TASK_SLICE_LIMITS = 0.0, math.inf  # beside a task: more noise than signal is never good
 
 _MAX_NEW_SHARE = 0.1  # boxes or labels that FP32 lacks, as a share of FP32's
 _ROUNDING = 1e-9  # in floating point 1 - 0.99 is more than 0.01
@@ -85,7 +85,7 @@ def measure_loss(accuracy: Accuracy, max_loss: float | None) -> TaskLoss | None:
             loss = replace(loss, level=DOUBTFUL, sure=False)
         return replace(loss, found=task.found)
     if max_loss is not None:
-        worst_cosine = min([part.cosine_mean for part in accuracy.parts], default=math.nan)
+        worst_cosine = min([figures.cosine_mean for figures in accuracy.parts], default=math.nan)
         lost_share = 1 - worst_cosine
         text = f"1 - cosine is {lost_share:.4f} at worst"
         return _rate_loss(lost_share, max_loss, _TASK_LIMITS, text)
@@ -152,10 +152,11 @@ def judge_accuracy(accuracy: Accuracy, max_loss: float | None) -> LevelReasons:
     else:
         yield loss.level, f"{loss.words}, {_limit_text(loss, max_loss)}"
 
-    # outputs that the task says nothing of are judged by their SQNR, as without a task
+    # an output that the task does not cover is judged as without a task
     worst_uncovered = None
     if accuracy.task is not None:
-        uncovered = [part for part in accuracy.parts if part.output in accuracy.task.beside]
+        uncovered_outputs = accuracy.task.beside
+        uncovered = [figures for figures in accuracy.parts if figures.output in uncovered_outputs]
         if uncovered:
             worst_uncovered = uncovered[0]  # slices come in ascending order of SQNR
             yield _rate_slice(worst_uncovered, has_task=False, has_limit=False)
@@ -165,10 +166,8 @@ def judge_accuracy(accuracy: Accuracy, max_loss: float | None) -> LevelReasons:
         return
     has_task = accuracy.task is not None or accuracy.top1_reference is not None
     yield _rate_slice(worst, has_task=has_task, has_limit=max_loss is not None)
-    if worst.less:  # the complete output, without an input or mean subtracted, counts too
-        output = next(output for output in accuracy.outputs if output.name == worst.output)
-        limits = _TASK_PART_LIMITS if has_task else _PART_LIMITS
-        yield _level(-output.sqnr_db, limits), f"{output.sqnr_db:.1f} dB in {output.name}"
+    if worst.less:  # an input or the mean was subtracted; the complete output counts too
+        yield _rate_output(accuracy, worst.output, has_task=has_task)
 
 
 def _limit_text(loss: TaskLoss, max_loss: float) -> str:
@@ -179,22 +178,31 @@ def _limit_text(loss: TaskLoss, max_loss: float) -> str:
     return f"a loss of {100 * loss.share:.4g} %, above {limit_text}"
 
 
-def _rate_slice(part: SliceAccuracy, *, has_task: bool, has_limit: bool) -> tuple[str, str]:
-    """Return (level, reason) by the SQNR of a slice.
+def _rate_slice(worst: SliceAccuracy, *, has_task: bool, has_limit: bool) -> tuple[str, str]:
+    """Return (level, reason) by the SQNR of the worst slice.
 
     Args:
-        part: the slice.
+        worst: figures of the slice.
         has_task: whether a task or labels judge the engine too.
         has_limit: whether the user set a limit. The change of an input and the deviation from a
             mean are measured by it, so that their SQNR only has to exceed 0 dB.
     """
-    limits = _PART_LIMITS
-    if has_task or (part.less and has_limit):
-        limits = _TASK_PART_LIMITS
-    elif part.less:
-        limits = _VARYING_LIMITS if part.less == USUAL else _CHANGE_LIMITS
-    sqnr = "exact" if part.sqnr_db == math.inf else f"{part.sqnr_db:.1f} dB"
-    return _level(-part.sqnr_db, limits), f"{sqnr} (worst: {part.label})"
+    subtracted = worst.less
+    if has_task or (subtracted and has_limit):
+        limits = _TASK_SLICE_LIMITS
+    elif subtracted:
+        limits = _VARYING_LIMITS if subtracted == USUAL else _CHANGE_LIMITS
+    else:
+        limits = _SLICE_LIMITS
+    sqnr = "exact" if worst.sqnr_db == math.inf else f"{worst.sqnr_db:.1f} dB"
+    return _level(-worst.sqnr_db, limits), f"{sqnr} (worst: {worst.label})"
+
+
+def _rate_output(accuracy: Accuracy, name: str, *, has_task: bool) -> tuple[str, str]:
+    """Return (level, reason) by the SQNR of a complete output, from which nothing is subtracted."""
+    output = next(output for output in accuracy.outputs if output.name == name)
+    limits = _TASK_SLICE_LIMITS if has_task else _SLICE_LIMITS
+    return _level(-output.sqnr_db, limits), f"{output.sqnr_db:.1f} dB in {name}"
 
 
 def question_reference(accuracy: Accuracy) -> LevelReasons:
