@@ -88,7 +88,7 @@ def check_agreement(candidate, reference, tolerance=1e-5, shape=None):
 
 def check_lowering(model, opset, *, decomposed=(), tolerance=1e-5):
     """Lower, let ONNX and ONNX Runtime judge, and give the operators."""
-    lowered = lower_opset(model, opset=opset, decomposed=decomposed).model
+    lowered = lower_opset(model, opset=opset, to_decompose=decomposed).model
     onnx.checker.check_model(lowered, full_check=True)
     (entry,) = lowered.opset_import
     assert entry.version == opset

@@ -305,7 +305,10 @@ class ShardSet:
         return f"{len(self._shards)} shards"
 
     def observed(self, observations: Iterable[Observation], peaks: Peaks) -> ObservedStatistics:
-        """Return the merged statistics, as one run over all samples would give them."""
+        """Return the merged statistics, as one run over all samples would give them.
+
+        `peaks`: the peaks of all samples are added to it.
+        """
         observations = tuple(observations)
         for shard in self._shards:
             missing = [o for o in observations if o.key not in shard.keys]

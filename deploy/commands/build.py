@@ -139,7 +139,7 @@ def build(
     from deploy.report import to_screen, to_text
 
     calibration.refuse_ignored(targets)
-    _refuse_unfed_float(model, images)
+    _refuse_float_without_images(model, images)
     is_tuned = tuning.level > 0 and tuning.plan is None
     dataset, method = choose_samples(images, calibration, targets, is_tuned=is_tuned)
     options = BuildOptions(
@@ -185,7 +185,7 @@ def end_with_verdicts(report: Report, json_path: Path | None, *, accept: bool = 
         click.get_current_context().exit(3)
 
 
-def _refuse_unfed_float(model: Path, images: ImageArguments) -> None:
+def _refuse_float_without_images(model: Path, images: ImageArguments) -> None:
     """Refuse a float model without images; a Q/DQ model needs none."""
     from deploy.frontends import is_quantized
 

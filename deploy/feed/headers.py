@@ -222,23 +222,23 @@ def _read_tiff_tags(data: bytes) -> dict[int, int]:
         return int(value)
 
     # a word is an offset or a number of values; layouts are letters of `struct`
-    word, word_bytes, entry_count_layout = "I", 4, "H"
+    word_layout, word_bytes, entry_count_layout = "I", 4, "H"
     if read_integer("H", 2) == _BIG_TIFF:
-        word, word_bytes, entry_count_layout = "Q", 8, "Q"
-    directory = read_integer(word, word_bytes)  # its offset, which follows the magic number
-    first_entry = directory + struct.calcsize(entry_count_layout)
+        word_layout, word_bytes, entry_count_layout = "Q", 8, "Q"
+    directory_offset = read_integer(word_layout, word_bytes)  # it follows the magic number
+    first_entry = directory_offset + struct.calcsize(entry_count_layout)
     value_by_tag: dict[int, int] = {}
-    for number in range(min(read_integer(entry_count_layout, directory), _MAX_TIFF_TAGS)):
+    for number in range(min(read_integer(entry_count_layout, directory_offset), _MAX_TIFF_TAGS)):
         # offsets of the entry and of its fields: tag, type, number of values, value
         entry = first_entry + number * (4 + 2 * word_bytes)
         type_offset, count_offset, value_offset = entry + 2, entry + 4, entry + 4 + word_bytes
         tag = read_integer("H", entry)
         if tag not in _READ_TAGS:
             continue
-        value_count = read_integer(word, count_offset)
+        value_count = read_integer(word_layout, count_offset)
         if tag == _BITS_TAG and 2 * value_count > word_bytes:
             # values of 2 bytes, one a channel, that are too many for the entry are elsewhere
-            value_offset = read_integer(word, value_offset)
+            value_offset = read_integer(word_layout, value_offset)
         layout = _FORMAT_BY_TIFF_TYPE.get(read_integer("H", type_offset), "I")
         if tag == _ORIENTATION_TAG:  # decoders take it for 2 bytes, whatever its type
             layout = "H"

@@ -400,14 +400,14 @@ def _decompose_without_kernel(model: onnx.ModelProto) -> tuple[onnx.ModelProto, 
         return model, ""
     op_types = _find_missing_kernels(model)
     try:  # `lower_opset` decomposes operators, here without a change of the opset
-        decomposed = lower_opset(model, opset=opset_of(model), decomposed=op_types)
+        lowering = lower_opset(model, opset=opset_of(model), to_decompose=op_types)
     except ExportError:
         raise _refusal_of(load_error) from load_error
-    folded, _ = _fold(infer_shapes(decomposed.model))  # ONNX's definitions add Constants and Casts
+    folded, _ = _fold(infer_shapes(lowering.model))  # ONNX's definitions add Constants and Casts
     load_error = _find_load_error(folded)
     if load_error is not None:
         raise _refusal_of(load_error) from load_error
-    operators = checks.list_counts(decomposed.rewritten)
+    operators = checks.list_counts(lowering.rewritten)
     return folded, f"Wrote {operators} with other operators: {runtime_version()} has no kernel."
 
 

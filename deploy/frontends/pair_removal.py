@@ -396,14 +396,14 @@ class _Stripper:
         output = dequantizer.output[0]
         self._add_grid(source, dequantizer)
         is_model_output = output in self.index.outputs
-        if not is_model_output:
+        if not is_model_output:  # `run` redirects the readers first, then it renames tensors
             self.float_by_pair_output[output] = source
         is_pair_of_calib8 = source == f"{output}/float"
         if (is_model_output or is_pair_of_calib8) and self._can_be_renamed(source):
             self.new_names[source] = output
         elif is_model_output:
-            name = f"{dequantizer.name}/float"
-            return [make_node("Identity", [source], output, name)]
+            identity_name = f"{dequantizer.name}/float"
+            return [make_node("Identity", [source], output, identity_name)]
         return []
 
     def _write_chain(

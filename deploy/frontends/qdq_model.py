@@ -56,7 +56,7 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
     name = path.stem if path else original.graph.name or "model"
     model = prepare_qdq_model(_with_standard_pairs(original))
     index = Graph(model)
-    constant_grids = tuple(_checked_constant_grids(model, index))
+    constant_grids = tuple(_check_pairs(model, index))
     stripped = remove_pairs(model, (), keep_rounding=False)
     # folding norms would change the weights, and the scales of the pairs would not fit them
     loaded = load_onnx(stripped.model, fold_batchnorm=False)
@@ -124,7 +124,7 @@ def _with_standard_pairs(original: onnx.ModelProto) -> onnx.ModelProto:
     return model
 
 
-def _checked_constant_grids(model: onnx.ModelProto, index: Graph) -> Iterator[PairGrid]:
+def _check_pairs(model: onnx.ModelProto, index: Graph) -> Iterator[PairGrid]:
     """Check every Q/DQ pair, and yield the grids of the nodes on constants, such as weights.
 
     A grid is the scale, zero point and integer type of a QuantizeLinear or DequantizeLinear.

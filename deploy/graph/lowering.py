@@ -255,7 +255,7 @@ class LoweredModel:
 
 
 def lower_opset(
-    model: onnx.ModelProto, *, opset: int, decomposed: Collection[str] = frozenset()
+    model: onnx.ModelProto, *, opset: int, to_decompose: Collection[str] = frozenset()
 ) -> LoweredModel:
     """Convert a model to `opset` or older; returns `model` itself if nothing is to do.
 
@@ -265,14 +265,14 @@ def lower_opset(
     Args:
         model: opset 13 or newer.
         opset: 13 or newer.
-        decomposed: operators to decompose although the opset has them.
+        to_decompose: operators to decompose although the opset has them.
 
     Raises:
         ExportError: a node cannot be converted; names it and says why.
     """
     source_opset = opset_of(model)
     op_types = {node.op_type for node in all_nodes(model.graph) if node.domain in ONNX_DOMAINS}
-    if source_opset <= opset and op_types.isdisjoint(decomposed):
+    if source_opset <= opset and op_types.isdisjoint(to_decompose):
         return LoweredModel(model, {})
     target_opset = min(source_opset, opset)
     if target_opset < OLDEST:
@@ -281,8 +281,8 @@ def lower_opset(
             f" opset {OLDEST}"
         )
 
-    lowered = infer_types(_expand_functions(model, target_opset, decomposed), data_prop=True)
-    lowering = _Lowering(decomposed)
+    lowered = infer_types(_expand_functions(model, target_opset, to_decompose), data_prop=True)
+    lowering = _Lowering(to_decompose)
     rewrite_nodes(lowered.graph, OpsetScope(source_opset, target_opset), lowering.lower_node)
     del lowered.graph.value_info[:]  # the types that were needed to rewrite the nodes
     set_opset(lowered, target_opset)
@@ -292,7 +292,7 @@ def lower_opset(
 
 
 def _expand_functions(
-    model: onnx.ModelProto, opset: int, decomposed: Collection[str]
+    model: onnx.ModelProto, opset: int, to_decompose: Collection[str]
 ) -> onnx.ModelProto:
     """Return the model with ONNX's own definitions in place of operators that `opset` lacks.
 
@@ -302,14 +302,14 @@ def _expand_functions(
     Args:
         model: the model; it stays as it is.
         opset: the opset to lower it to.
-        decomposed: operators to expand although the opset has them.
+        to_decompose: operators to expand although the opset has them.
     """
     op_types = {node.op_type for node in all_nodes(model.graph) if is_standard(node)}
     unwanted_operators = []  # (domain, operator)
     for op_type in sorted(op_types.difference(_WRITERS)):
-        is_unwanted = op_type in decomposed or find_schema(op_type, opset) is None
-        has_definition = find_schema(op_type, opset_of(model)) is not None
-        if is_unwanted and has_definition:
+        is_unwanted = op_type in to_decompose or find_schema(op_type, opset) is None
+        is_known = find_schema(op_type, opset_of(model)) is not None
+        if is_unwanted and is_known:
             unwanted_operators.append(("", op_type))
     if not unwanted_operators:
         return model
@@ -334,11 +334,11 @@ class _Lowering:
     """Lowers the nodes of one model.
 
     Attributes:
-        decomposed: operators to decompose although the opset has them.
+        to_decompose: operators to decompose although the opset has them.
         rewritten: operator -> number of its nodes that were changed.
     """
 
-    decomposed: Collection[str]
+    to_decompose: Collection[str]
     rewritten: Counter[str] = field(default_factory=Counter)
 
     def lower_node(self, node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
@@ -379,7 +379,7 @@ class _Lowering:
         has_other_meaning = (
             changed_opset is not None and scope.target_opset < changed_opset <= scope.source_opset
         )
-        if old_schema is None or op_type in self.decomposed or has_other_meaning:
+        if old_schema is None or op_type in self.to_decompose or has_other_meaning:
             if op_type not in _WRITERS:
                 raise CannotRewrite("no other operators are known that compute it")
             builder = _NodeBuilder(node, scope)

@@ -104,6 +104,12 @@ class SearchSetup:
         assert self.request.evaluation_set is not None
         return self.request.evaluation_set
 
+    @property
+    def shared_findings(self) -> SharedFindings:
+        """What the searches of the build's targets have found out so far."""
+        findings: SharedFindings = self.request.ranges.compute_once("findings", SharedFindings)
+        return findings
+
 
 def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
     """Search which layers stay float; return the plan and the number of trial models that ran.
@@ -132,25 +138,19 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         partial(_count_products, model, units, samples[0][0]),
     )
     timed_samples = same_shape_samples([sample for sample, _ in samples])
-    # what the searches of the build's targets have found out so far
-    shared: SharedFindings = setup.request.ranges.compute_once("findings", SharedFindings)
-    # trials run on samples that gave no ranges, to show what clipping costs. The ranges of the
-    # others may need another pass; once a search has decided whether to clip, it is left out
-    observes_again = setup.observes_again and shared.is_clipping is None
-    setup = replace(setup, observes_again=observes_again)
     prober = make_prober(setup, samples, form, step, budget)
     sizes = SplitSizes(model, units)
     search = Search(
         prices=_unit_prices(setup, units, timed_samples),
         prober=prober,
-        methods=_methods(setup, shared.best_methods),
+        methods=_methods(setup),
         precision=quantized_precision(decisions),
         effort=setup.effort,
         weight=setup.options.weight,
         size_of=sizes.of if setup.options.prefer == "size" else None,
         rounded=setup.rounded,
         unseen_gain_db=partial(_unseen_gain_db, setup, budget.spend),
-        shared=shared,
+        shared=setup.shared_findings,
         add_units=find_add_units(model, units),
     )
     chooser = _split_chooser(setup, search, sizes, form, timed_samples, budget)
@@ -247,10 +247,12 @@ def make_prober(
         form = None  # `form` is that of the class numbers
         build_trial = partial(_trial_with_sources, build_trial, sources)
     if setup.is_held_out:
-        # on samples that gave its ranges, a trial's clipping would seem to cost nothing
+        # on samples that gave its ranges, a trial's clipping would seem to cost nothing. The ranges
+        # of the others may need another pass, until a search has decided whether to clip
+        observes_again = setup.observes_again and setup.shared_findings.is_clipping is None
         inputs = [sample for sample, _ in samples]
         request = with_held_out_ranges(
-            setup.target, request, inputs, budget.spend, observes_again=setup.observes_again
+            setup.target, request, inputs, budget.spend, observes_again=observes_again
         )
     # the effort runs isolated layers on some of its samples; of fewer samples, on the same share
     isolated_count = len(samples) * effort.isolated_samples // effort.samples
@@ -318,17 +320,17 @@ def _float_choices(units: Units, in_float: Iterable[str]) -> Choices:
     return Choices(float_nodes=dict.fromkeys(units.node_names(in_float), "timed in float"))
 
 
-def _methods(setup: SearchSetup, best_methods: Sequence[Method]) -> list[Method | None]:
-    """Return the range methods to choose among.
+def _methods(setup: SearchSetup) -> list[Method | None]:
+    """Return the range methods to choose among: those that another target's search found best.
 
-    `best_methods`: what another target's search found best; empty for the first search.
+    The first search compares all.
     """
     if setup.target.own_method:
         return [None, *map(Method.of, setup.target.alternatives)]
     method = setup.request.ranges.method
     if setup.has_fixed_method:
         return [method]
-    rivals = best_methods or comparable_methods(method)
+    rivals = setup.shared_findings.best_methods or comparable_methods(method)
     return list(dict.fromkeys((method, *rivals)))
 
 
@@ -391,9 +393,10 @@ def _measure_times(
     samples: Sequence[Mapping[str, Array]],
     trials: Sequence[Trial],
 ) -> list[Trial]:
-    """Return the trials with measured times, as a share of the float model's.
+    """Return the trials with measured times, as a share of the time with all units in float.
 
-    All models are timed in turns, as they would be deployed. If other processes disturbed every run
+    A unit is a group of nodes that are int8 or float together, such as a Conv with its Relu. All
+    models are timed in turns, as they would be deployed. If other processes disturbed every run
     of the float model, int8 seems faster than it is. So a share is never far below that which the
     times of the single kernels predict.
     """
@@ -402,10 +405,10 @@ def _measure_times(
     float_model = _model_with_float(setup, units, units.members)
     *times_ms, float_ms = time_models([*models, float_model], samples, threads=request.threads)
     timed_trials = []
-    for trial, split_ms in zip(trials, times_ms, strict=True):
+    for trial, trial_ms in zip(trials, times_ms, strict=True):
         # the times of many small kernels add up to more than the model's: `measured_share` corrects
         predicted_share = search.prices.measured_share * search.prices.time_share(trial.in_float)
-        share = max(split_ms / float_ms, _MIN_CREDIBLE_RATIO * predicted_share)
+        share = max(trial_ms / float_ms, _MIN_CREDIBLE_RATIO * predicted_share)
         timed_trials.append(replace(trial, time=share))
     return timed_trials
 

@@ -119,8 +119,8 @@ class CalibrationRecord:
     Attributes:
         records: layer -> its record.
         ranges: tensor -> clip range of its scale.
-        adaround_ratios: (smallest, largest) ratio of a layer's output error with AdaRound to that
-            with rounding to nearest, at the sampled positions; None without AdaRound layers.
+        adaround_error_ratios: (smallest, largest) ratio of a layer's output error with AdaRound to
+            that with rounding to nearest, at the sampled positions; None without AdaRound layers.
         zero_layers: layers whose input was always zero; their scale is 1 and means nothing.
         underflow_layers: layers whose input is so small that AMCT's scale, 1, rounds all of it to
             zero.
@@ -128,7 +128,7 @@ class CalibrationRecord:
 
     records: dict[str, LayerRecord]
     ranges: dict[str, Scale] = field(default_factory=dict)
-    adaround_ratios: tuple[float, float] | None = None
+    adaround_error_ratios: tuple[float, float] | None = None
     zero_layers: tuple[str, ...] = ()
     underflow_layers: tuple[str, ...] = ()
 
@@ -332,7 +332,7 @@ class RecordPlan:
         return CalibrationRecord(
             records=records,
             ranges=ranges,
-            adaround_ratios=error_ratio_range(roundings),
+            adaround_error_ratios=error_ratio_range(roundings),
             zero_layers=tuple(zero_layers),
             underflow_layers=tuple(underflow_layers),
         )

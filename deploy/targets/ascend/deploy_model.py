@@ -156,11 +156,11 @@ class _LayerRewriter:
             quant_layer: the layer's integers.
         """
         nodes: Nodes = []
-        if quant_layer.inverse_factors is not None:
+        if quant_layer.inverse_factors is not None:  # DMQ has multiplied the weight by the factors
             nodes += multiply_input(node, quant_layer.inverse_factors)
         nodes += self.quantize_input(node, 0, quant_layer)
-        if quant_layer.second_factor is not None:
-            nodes += self.quantize_input(node, 1, quant_layer.second_factor)
+        if quant_layer.second_operand is not None:
+            nodes += self.quantize_input(node, 1, quant_layer.second_operand)
         if quant_layer.weight is not None:
             weight = self.replacement.store_weight(quant_layer, quant_layer.weight)
             self.tensors[node.input[1]] = numpy_helper.from_array(weight, node.input[1])

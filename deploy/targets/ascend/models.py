@@ -66,14 +66,10 @@ def fusion_mapping(deploy: onnx.ModelProto, original: onnx.ModelProto, *, name: 
         if node.op_type == "Constant":
             continue
         input_ports = [port_by_tensor[tensor] for tensor in node.input if tensor in port_by_tensor]
-        float_outputs, original_outputs = [], []
-        for tensor in node.output:
-            if tensor in float_by_integer_tensor:
-                # no output of the original: that is the float tensor, which AscendDequant makes
-                float_outputs.append(float_by_integer_tensor[tensor])
-            else:
-                float_outputs.append(tensor)
-                original_outputs.append(tracer.find_output(tensor))
+        float_outputs = [float_by_integer_tensor.get(tensor, tensor) for tensor in node.output]
+        # the original has no integer tensors, but the float ones that AscendDequant makes of them
+        deployed_outputs = [name for name in node.output if name not in float_by_integer_tensor]
+        original_outputs = [tracer.find_output(tensor) for tensor in deployed_outputs]
         original_nodes = tracer.find_nodes(float_outputs)
         mapping_nodes.append(
             _make_mapping_node(

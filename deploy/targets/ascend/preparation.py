@@ -278,9 +278,9 @@ def _describe_batches(plan: RecordPlan) -> str:
 def _rounding_notes(calibrated: CalibrationRecord, plan: RecordPlan) -> Iterator[str]:
     from deploy.targets.ascend.weight_rounding import MAX_POSITIONS, MAX_SAMPLES
 
-    if calibrated.adaround_ratios is None:
+    if calibrated.adaround_error_ratios is None:
         return
-    min_ratio, max_ratio = calibrated.adaround_ratios
+    min_ratio, max_ratio = calibrated.adaround_error_ratios
     yield (
         f"AdaRound rounded the weights of {len(plan.adaround_steps)} layers, on at most"
         f" {MAX_POSITIONS} output positions of the first {min(plan.used_samples, MAX_SAMPLES)}"

@@ -39,7 +39,7 @@ class QuantLayer:
         bias: int32 [C_out]; None without bias.
         dequant: scale_w * scale_d, float32 [C_out] or [1], truncated if the record says so.
         inverse_factors: 1 / DMQ factors, shaped to broadcast over the input; None without DMQ.
-        second_factor: the second factor of a MatMul of two activations, as an input layer.
+        second_operand: that of a MatMul of two activations, as an input layer.
     """
 
     layer: Layer
@@ -49,7 +49,7 @@ class QuantLayer:
     bias: NDArray[np.int32] | None
     dequant: Float32Array
     inverse_factors: Float32Array | None
-    second_factor: QuantLayer | None = None
+    second_operand: QuantLayer | None = None
 
 
 def quantize_layers(
@@ -191,7 +191,7 @@ def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
         bias=bias,
         dequant=dequant_scale,
         inverse_factors=inverse_factors,
-        second_factor=_second_factor(layer, record) if layer.two_activations else None,
+        second_operand=_second_operand(layer, record) if layer.two_activations else None,
     )
 
 
@@ -226,8 +226,8 @@ def _invert_scale(scale: np.float32, name: str, bits: int = 8) -> np.float32:
     return factor
 
 
-def _second_factor(layer: Layer, record: LayerRecord) -> QuantLayer:
-    """Return the second factor of a MatMul; the record has its scale as scale_w."""
+def _second_operand(layer: Layer, record: LayerRecord) -> QuantLayer:
+    """Return the second operand of a MatMul; the record has its scale as scale_w."""
     (scale,) = record.scale_w
     return QuantLayer(
         layer=replace(layer, name=f"{layer.name}:1", input=layer.other_inputs[0], input_index=1),

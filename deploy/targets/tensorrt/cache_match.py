@@ -216,29 +216,37 @@ def _plan_with_scales(
     """
     owner_by_entry = scale_owners(expected_entries)
     # the output of a pool -> the pool's input; any other tensor -> itself
-    source_by_tensor = {entry.source: owner_by_entry[entry.name] for entry in expected_entries}
+    cache_owner_by_tensor = {entry.source: owner_by_entry[entry.name] for entry in expected_entries}
     complete_plan = analyse(model, placement, float_nodes=float_nodes)
     owner_by_tensor = {}
     reason_by_float_tensor = {}
     for pair in complete_plan.pairs:
         tensor = pair.tensor
+        cache_owner = cache_owner_by_tensor.get(tensor, tensor)
         # the tensor whose values it has: for a Flatten's output the Flatten's input
-        copied_tensor = complete_plan.scale_owners.get(tensor, tensor)
-        candidates = (
-            source_by_tensor.get(tensor, tensor),  # as in every cache of TensorRT
-            tensor,
-            copied_tensor,  # for a cache of another tool, without an entry for the copy
-        )
-        owners = [name for name in candidates if name in scale_by_tensor]
-        owner_by_tensor[tensor] = owners[0] if owners else tensor
-        if not owners:
+        copy_source = complete_plan.scale_owners.get(tensor, tensor)
+        owner = _find_owner(tensor, cache_owner, copy_source, scale_by_tensor)
+        owner_by_tensor[tensor] = owner or tensor
+        if owner is None:
             reason = flaw_by_tensor.get(tensor, "has no entry in the cache")
             reason_by_float_tensor[tensor] = reason
             # it has no scale either, and `analyse` finds the readers of the copy by its name
-            reason_by_float_tensor[copied_tensor] = reason
+            reason_by_float_tensor[copy_source] = reason
     plan = analyse(model, placement, float_nodes=float_nodes, float_tensors=reason_by_float_tensor)
     # `owner_by_tensor` stands in place of the plan's owners
     return replace(plan, scale_owners={}), owner_by_tensor
+
+
+def _find_owner(
+    tensor: str, cache_owner: str, copy_source: str, scale_by_tensor: Mapping[str, np.float32]
+) -> str | None:
+    """Return the tensor whose scale in the cache a tensor takes; None if there is none."""
+    candidates = (
+        cache_owner,  # as in every cache of TensorRT
+        tensor,
+        copy_source,  # for a cache of another tool, without an entry for the copy
+    )
+    return next((name for name in candidates if name in scale_by_tensor), None)
 
 
 def _why_unmatched(name: str, model: onnx.ModelProto, original: onnx.ModelProto | None) -> str:

@@ -272,7 +272,7 @@ def lower_for_tensorrt(model: onnx.ModelProto, version: str) -> tuple[onnx.Model
     opset = opset_of(model)
     try:
         result = lower_opset(
-            model, opset=features_of(version).opset, decomposed=unsupported_operators(version)
+            model, opset=features_of(version).opset, to_decompose=unsupported_operators(version)
         )
     except ExportError as error:
         return model, f"TensorRT {version} does not read a model of opset {opset}: {error}"

@@ -239,7 +239,7 @@ class _TypeConverter:
         if node.op_type in _MOVES and data_input not in self.index.initializers:
             # it copies values, and so has the type of its input
             return bool(self.type_by_tensor[data_input] == _FLOAT)
-        reason = self._overflow(node)
+        reason = self._overflow_reason(node)
         if reason:
             self.float32_reasons[node.name] = reason
         return bool(reason)
@@ -248,9 +248,9 @@ class _TypeConverter:
         if name in self.index.outputs or name in self.index.captured:
             return False
         readers = self.index.readers.get(name, [])
-        return any(node.op_type in _NARROW and not self._overflow(node) for node in readers)
+        return any(node.op_type in _NARROW and not self._overflow_reason(node) for node in readers)
 
-    def _overflow(self, node: onnx.NodeProto) -> str:
+    def _overflow_reason(self, node: onnx.NodeProto) -> str:
         """Return why float16 is too narrow for a node, or ""; bfloat16 never is."""
         if self.float_type != FP16:
             return ""

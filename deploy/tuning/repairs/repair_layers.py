@@ -248,8 +248,8 @@ def original_constants(
         original = original_layers[layer.name]
         arrays = {layer.weight: original.array}
         if layer.bias:
-            has_own_shape = layer.bias == original.bias  # else it is new, with a value per channel
-            values = original.bias_array if has_own_shape else original.bias_values
+            is_same_bias = layer.bias == original.bias  # else it is new, with a value per channel
+            values = original.bias_array if is_same_bias else original.bias_values
             arrays[layer.bias] = values.astype(np.float32)
         tensors_by_layer[layer.name] = _to_tensors(arrays)
     return tensors_by_layer
