@@ -17,6 +17,7 @@ import onnx
 import pytest
 
 from deploy.errors import ConfigError, FeedError
+from deploy.feed.evaluation import apply_labels, read_labels
 from deploy.feed.feed import Dataset, open_feed
 from deploy.feed.file_list import SampleChangedError
 from deploy.feed.loaders import open_iterable
@@ -155,6 +156,32 @@ def test_set_labels_replace_those_of_the_source():
     assert feed.labels == (3, 4)
     feed.set_labels([1, 2])
     assert feed.labels == (1, 2)
+
+
+def open_labelled(pictures, labels, text, limit=None):
+    """Return the feed of the pictures with the labels of a text file."""
+    labels.write_text(text)
+    feed = open_feed(pictures, [X], preprocess=UNIT, limit=limit)
+    apply_labels(read_labels(labels), feed)
+    return feed
+
+
+@pytest.mark.parametrize("limit", [None, 5])
+@pytest.mark.parametrize("line", ["{0}", "class {0}", "{1} {0}", "val/{1}\t{0}"])
+def test_labels_belong_to_chosen_images(line, limit, pictures, tmp_path):
+    names = [f"{number:02}.png" for number in range(20)]
+    lines = [line.format(number, name) for number, name in enumerate(names)]
+    if "{1}" in line:  # a line that names its image may stand anywhere
+        lines.reverse()
+    feed = open_labelled(pictures, tmp_path / "l.txt", "\n".join(lines), limit)
+    assert feed.names == tuple(names[label] for label in feed.labels)
+
+
+def test_line_of_labels_for_each_image(pictures, tmp_path, wording):
+    for names in (["01.png", "00.png"], ["00.png", "00.png"]):
+        with pytest.raises(FeedError) as raised:
+            open_labelled(pictures, tmp_path / "l.txt", "".join(f"{name} 1\n" for name in names))
+        wording.check(raised.value)
 
 
 def test_labels_are_read_from_npz_files(tmp_path):
@@ -342,9 +369,11 @@ def test_folders_are_labels(pictures, tmp_path, build):
     for number, path in enumerate(sorted(pictures.iterdir())):
         (tmp_path / "val" / ["cat", "dog", "owl"][number % 3]).mkdir(parents=True, exist_ok=True)
         shutil.copy(path, tmp_path / "val" / ["cat", "dog", "owl"][number % 3])
+    (tmp_path / "val" / "cow").mkdir()  # a class without images, which torchvision numbers too
+    (tmp_path / "val" / ".cache").mkdir()
     feed = Dataset(source=tmp_path / "val").open([X], labels_by_folder=True)
-    assert feed.labels == (0,) * 7 + (1,) * 7 + (2,) * 6
-    assert "labels by folder: 3 classes, 0 is cat" in feed.notes
+    assert feed.labels == (0,) * 7 + (2,) * 7 + (3,) * 6
+    assert "labels by folder: 4 classes, 0 is cat" in feed.notes
     arguments = "--images", pictures, "--labels", "folders"
     assert re.search(r"\| Top-1 \| \d", build(*arguments, "--eval-images", tmp_path / "val"))
     assert "evaluation images, got none" in build.fails(*arguments)

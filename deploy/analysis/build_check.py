@@ -34,8 +34,13 @@ from deploy.analysis.build_reader import (
 from deploy.calibration.calibration_result import find_reference_model
 from deploy.calibration.input_checks import check_input_samples
 from deploy.errors import BackendError, ConfigError, list_first
-from deploy.feed.annotations import Annotations
-from deploy.feed.evaluation import BY_FOLDER, EvaluationSubset, apply_labels, read_labels
+from deploy.feed.evaluation import (
+    BY_FOLDER,
+    EvaluationSubset,
+    ImageLabels,
+    apply_labels,
+    read_labels,
+)
 from deploy.feed.feed import Dataset, FeedSource, to_dataset
 from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.samples import Feed
@@ -78,7 +83,7 @@ def check(
     images: FeedSource | Dataset,
     *,
     against: Path | str | onnx.ModelProto | nn.Module | None = None,
-    labels: Sequence[int] | Annotations | str | Path | None = None,
+    labels: ImageLabels | Path | None = None,
     metric: str | Function | None = None,
     task: str | None = None,
     gates: Gates | None = None,

@@ -8,15 +8,17 @@
 Labels are given, numbered by folder, or annotated objects in pixels of the model's input.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import numpy as np
 
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.annotations import Annotations, read_annotations
-from deploy.feed.images import summarize_names
+from deploy.feed.file_list import FileList
+from deploy.feed.images import printable_name, summarize_names
 from deploy.feed.parallel import SampleStream
 from deploy.feed.paths import is_data_yaml
 from deploy.feed.pixels import boxes_to_input
@@ -120,18 +122,21 @@ class EvaluationSubset:
             yield sample
 
 
+ImageLabels = Sequence[int] | FileList | Annotations | str
+"""Labels of evaluation images: class numbers, the lines of a file, objects, or `BY_FOLDER`."""
+
 BY_FOLDER = "folders"
 _MAX_DIGITS = 9  # at most, of a class number
 
 
-def read_labels(path: Path | str) -> tuple[int, ...] | Annotations | str:
+def read_labels(path: Path | str) -> FileList | Annotations | str:
     """Read annotated objects, see `deploy.feed.annotations`, or a class number a line.
 
     The class number ends the line; empty lines are skipped. "folders" is no file: images are
     labelled by their folders.
 
     Returns:
-        The annotated objects; one class number per image; or `BY_FOLDER`.
+        The annotated objects; the text and the class number of each line; or `BY_FOLDER`.
 
     Raises:
         FeedError: the file cannot be read, or a line does not end in a whole number >= 0.
@@ -142,28 +147,26 @@ def read_labels(path: Path | str) -> tuple[int, ...] | Annotations | str:
     if path.is_dir() or is_data_yaml(path) or path.suffix.lower() == ".json":
         return read_annotations(path)
     lines = read_text(path, what="a text file of labels", error=FeedError).splitlines()
-    labels = []
+    labels = FileList("")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        last_word = line.split()[-1]
+        *name, last_word = line.rsplit(maxsplit=1)
         if not last_word.isdecimal() or len(last_word) > _MAX_DIGITS:
             raise FeedError(
                 f"a label is a class number, line {number} of {path} ends in other text;"
                 " number the classes from 0, as the model's outputs are"
             )
-        labels.append(int(last_word))
-    return tuple(labels)
+        labels.add("".join(name).strip(), int(last_word))
+    return labels
 
 
-def apply_labels(
-    labels: Sequence[int] | Annotations | str | None, evaluation: Feed | None
-) -> GroundTruth | None:
+def apply_labels(labels: ImageLabels | None, evaluation: Feed | None) -> GroundTruth | None:
     """Give the evaluation images their labels: set class numbers on the feed, return objects.
 
     Args:
-        labels: annotated objects, class numbers, `BY_FOLDER` (class numbers that the feed has
-            already, from `Dataset.open`), or None for none.
+        labels: None for none; with `BY_FOLDER` the feed has its class numbers already, from
+            `Dataset.open`.
         evaluation: the evaluation images; None without any.
 
     Returns:
@@ -179,6 +182,8 @@ def apply_labels(
         raise ConfigError("labels are of evaluation images, got none; give --eval-images")
     if isinstance(labels, str):  # `BY_FOLDER`
         return None
+    if isinstance(labels, FileList):
+        labels = _order_labels(labels, evaluation.entry_names)
     if not isinstance(labels, Annotations):
         evaluation.set_labels(labels)
         return None
@@ -194,6 +199,31 @@ def apply_labels(
     )
     objects = _ObjectsInInput(labels, evaluation, sizes)
     return GroundTruth(objects.of_sample, labels.categories, tuple(filter(None, notes)))
+
+
+def _order_labels(lines: FileList, image_names: Iterable[str]) -> Sequence[int]:
+    """Return the class numbers of lines in the order of the images.
+
+    Lines belong to images by file name, or by their order where they name none of the images.
+
+    Raises:
+        FeedError: an image is named by no line, or by several in another order.
+    """
+    file_names = [PurePath(name).name for name in image_names]
+    names_of_lines = [PurePath(name).name for name in lines.names]
+    class_numbers = lines.labels or ()
+    label_by_name = dict(zip(names_of_lines, class_numbers, strict=True))
+    if names_of_lines == file_names or label_by_name.keys().isdisjoint(file_names):
+        return class_numbers
+    line_counts = Counter(names_of_lines)
+    for name in file_names:
+        if line_counts[name] != 1:
+            raise FeedError(
+                f"labels that name images must name each of them once, got {line_counts[name]}"
+                f" lines for {printable_name(name)}; correct them, or write class numbers alone, in"
+                " the order of the images"
+            )
+    return [label_by_name[name] for name in file_names]
 
 
 def _note_scaled_boxes(

@@ -325,8 +325,8 @@ def resolve_path_list(paths: Sequence[object]) -> SourceFiles | None:
 def label_by_folder(files: SourceFiles) -> SourceFiles:
     """Return the files, each labelled with the number of its first subfolder.
 
-    The subfolders are classes, numbered from 0 by their sorted names as in torchvision's
-    ImageFolder.
+    The subfolders, also those without images, are classes, numbered from 0 by their sorted names
+    as in torchvision's ImageFolder.
 
     Raises:
         FeedError: the source is no folder, a file is in no subfolder, or there is only one.
@@ -335,11 +335,14 @@ def label_by_folder(files: SourceFiles) -> SourceFiles:
     for name in files.files.names:
         folder, separator, _ = name.partition("/")
         subfolders.append(folder if separator else "")
-    classes = sorted(set(subfolders))
-    if files.folder is None or "" in classes or len(classes) < 2:
+    classes: list[str] = []
+    if files.folder is not None:
+        folder_names = glob.glob("*/", root_dir=files.folder)  # without hidden ones
+        classes = sorted(name.removesuffix("/") for name in folder_names)
+    if files.folder is None or "" in subfolders or len(classes) < 2:
         raise FeedError(
             f"labels by folder need one folder per class, got {files.name} with"
-            f" {len(set(subfolders) - {''})} folders and {subfolders.count('')} files in none;"
+            f" {len(classes)} folders and {subfolders.count('')} files in none;"
             " give a list file with labels, or --labels FILE"
         )
     label_by_class = {name: label for label, name in enumerate(classes)}

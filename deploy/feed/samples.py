@@ -185,15 +185,20 @@ class Feed:
     def set_labels(self, labels: Sequence[int]) -> None:
         """Set the class number of each image or row, bad ones included.
 
+        They are of the chosen ones, or of all in the source.
+
         Raises:
             FeedError: there are more or fewer labels than images.
         """
-        if len(labels) != self.entry_count:
+        indices: Sequence[int] = self._chosen.indices
+        if len(labels) == len(self._source):
+            indices = range(len(labels))
+        if len(labels) != len(indices):
             raise FeedError(
                 f"there must be one label per image, skipped ones included, got {len(labels)}"
-                f" labels for {self.entry_count}"
+                f" labels for {len(indices)}"
             )
-        self._user_labels = dict(zip(self._chosen.indices, labels, strict=True))
+        self._user_labels = dict(zip(indices, labels, strict=True))
         self._bad_count_of_labels = None
 
     @property
@@ -203,6 +208,11 @@ class Feed:
         return tuple(names)[:: self._rows_of_sample]
 
     @property
+    def entry_names(self) -> Iterable[str]:
+        """Name of every image or row, skipped ones too."""
+        return map(self._source.sample_name, self._chosen.indices)
+
+    @property
     def _rows_of_sample(self) -> int:
         """Number of images or rows that make one sample."""
         has_parts = any(spec.first_axis is FirstAxis.PARTS for spec in self.specs)
@@ -210,8 +220,8 @@ class Feed:
 
     def name_by_digest(self) -> dict[str, str]:
         """Return sha256 (hex) -> name of every image or row; call after a pass or `manifest`."""
-        names = map(self._source.sample_name, self._chosen.indices)
-        return dict(zip(self.entry_digests, map(printable_name, names), strict=True))
+        names = map(printable_name, self.entry_names)
+        return dict(zip(self.entry_digests, names, strict=True))
 
     def sizes(self) -> Iterator[tuple[str, Size | None]]:
         """Yield name and (height, width) of each image file; None for an unreadable image."""

@@ -19,8 +19,9 @@ from deploy.calibration.reuse import CachePolicy, as_policy
 from deploy.errors import Calib8Error, ConfigError
 from deploy.feed.annotations import Annotations
 from deploy.feed.batch_axis import batch_inputs
-from deploy.feed.evaluation import read_labels
+from deploy.feed.evaluation import ImageLabels, read_labels
 from deploy.feed.feed import Dataset, FeedSource, to_dataset
+from deploy.feed.file_list import FileList
 from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.sampling import Limit
 from deploy.files import atomic, manifest
@@ -77,7 +78,7 @@ def build(  # noqa: D417
     preprocess: PreprocessRequest = None,
     cache: Path | str | CachePolicy | None = None,
     eval_images: FeedSource | None = None,
-    labels: Sequence[int] | Annotations | str | Path | None = None,
+    labels: ImageLabels | Path | None = None,
     metric: str | Function | None = None,
     task: str | None = None,
     skip_bad: bool = False,
@@ -137,7 +138,7 @@ def build(  # noqa: D417
     """
     if isinstance(labels, str | Path):
         labels = read_labels(labels)
-    elif labels is not None and not isinstance(labels, Annotations):
+    elif labels is not None and not isinstance(labels, Annotations | FileList):
         labels = tuple(map(index, labels))  # plain integers, whatever array they came in
     model, images = open_torch_module(model, images, preprocess)
     if float_model is not None:

@@ -20,9 +20,8 @@ from deploy.calibration.calibration_result import find_reference_model, refuse_c
 from deploy.calibration.cluster_jobs import Cluster
 from deploy.calibration.reuse import CachePolicy
 from deploy.errors import ConfigError, ExportError
-from deploy.feed.annotations import Annotations
 from deploy.feed.calibrator import CalibratorScript
-from deploy.feed.evaluation import BY_FOLDER, apply_labels
+from deploy.feed.evaluation import BY_FOLDER, ImageLabels, apply_labels
 from deploy.feed.feed import Dataset, FeedSource, is_array_dataset
 from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.samples import Feed
@@ -105,7 +104,7 @@ class BuildOptions:
     out: Path
     float_model: UserModel | None = None
     evaluation: Dataset | None = None
-    labels: Sequence[int] | Annotations | str | None = None
+    labels: ImageLabels | None = None
     metric: str | Function | None = None
     task: str | None = None
     duration_s: float | None = None
