@@ -156,7 +156,7 @@ def cases() -> dict[str, Case]:
             calibration=thai(80, 16),
             evaluation=thai(120, 17),
             score=same_cuts,
-            unit="same cuts of 120",
+            unit="same word borders of 120",
         ),
         "speech-embedding": Case(
             model=of("openwakeword", "0.4.0", "openwakeword/resources/models/embedding_model.onnx"),

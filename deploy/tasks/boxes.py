@@ -51,9 +51,9 @@ _MAX_SHARE = 2  # of a side, that a corner relative to the picture reaches
 
 LISTS = Form(
     shape="one list [K, 6], [K, 7] or [K, 5]; or boxes [K, 4], scores [K] and classes [K]",
-    values="corners, score and class number of each box, after non-maximum suppression; masks or"
-    " key points of each box are not compared",
-    figure="boxes of both models, of the same class and with an IoU over 0.5",
+    values="corners, score and class number of each box, after non-maximum suppression; masks and"
+    " key points are not compared",
+    figure="boxes of the same class with an IoU over 0.5",
     source="YOLO v10, TensorRT's NMS, Paddle, SSD's DetectionOutput, MMDetection",
 )
 

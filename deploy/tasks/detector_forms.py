@@ -417,21 +417,21 @@ def _propose_anchor_maps(
         yield from _join_levels(levels)
 
 
-_FIGURE = "boxes of both models: same class, IoU over 0.5, matching key points and masks"
+_FIGURE = "boxes of the same class, with an IoU over 0.5 and matching key points and masks"
 
 # what proposes columns -> the form; tried in this order
 PROPOSALS: dict[Callable[..., Iterator[RowDecoder]], Form] = {
     _propose_separate: Form(
         shape="boxes [N, A, 4 or more] and scores [N, A, C], or transposed; one pair, or one per"
         " level",
-        values="boxes, and scores most of which are near 0; an objectness may be a third output",
+        values="boxes; scores, most of them near 0; perhaps an objectness as third output",
         figure=_FIGURE,
         source="SSD, RetinaNet, DETR (Carion et al. 2020), PicoDet, YuNet, FCOS",
     ),
     _propose_anchor_maps: Form(
         shape="[N, 3 (5 + C), H, W] or [N, 3, H, W, 5 + C] for each level",
         values="boxes before decoding, an objectness, class scores",
-        figure="cells in which both models find the same class",
+        figure="cells with the same class",
         source="YOLO v3 to v7",
     ),
     _propose_joined: Form(

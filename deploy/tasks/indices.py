@@ -161,7 +161,7 @@ class Indices(EvaluationTask):
 INDICES = Form(
     shape="int32 or int64 outputs",
     values="integers from 0 on that fit no other form",
-    figure="equal values at the same place; in lists, equal rows in any order",
+    figure="equal values at the same place; for lists, equal rows in any order",
     source="NonMaxSuppression",
 )
 

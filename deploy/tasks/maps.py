@@ -171,7 +171,7 @@ class Pixels(PlaceTask):
 SEGMENTATION = Form(
     shape="[N, C, H, W], [N, H, W, C] or [N, H, W]",
     values="scores of classes, or class numbers of an ArgMax",
-    figure="mean IoU, pixels of the same class",
+    figure="mean IoU; pixels of the same class",
     source="DeepLab (Chen et al. 2017), SegFormer (Xie et al. 2021)",
 )
 
@@ -282,7 +282,7 @@ class MaskMaps(EvaluationTask):
 
 MASKS = Form(
     shape="maps [N, K, H, W] with K up to 4, in one output or several of one shape",
-    values="0 to 1; no picture like the input",
+    values="0 to 1, and unlike the input picture",
     figure="IoU of the pixels above 0.5, 0.3 or 0.1",
     source="saliency (U2-Net, Qin et al. 2020), text regions",
 )

@@ -140,7 +140,7 @@ STEPS = Form(
     shape="[N, T, C], [N, C, T], [N, T] or [N, 1]",
     values="probabilities of the classes of each step, or their logarithms; or independent"
     " probabilities",
-    figure="steps of the same class, or on the same side of 0.5, in the first such output",
+    figure="steps of the same class, or on the same side of 0.5; only the first such output",
     source="voice activity, taggers, wake words",
 )
 
@@ -297,8 +297,8 @@ class Text(EvaluationTask):
 
 TEXT = Form(
     shape="[N, T, C] or [T, N, C]; for pictures also [N, C, T] or [N, C, 1, T]",
-    values="scores of 11 or more symbols, a blank first or last; or no blank, one symbol a place",
-    figure="equal texts, edit distance",
+    values="scores of 11 or more symbols: with a blank first or last, or one symbol per step",
+    figure="equal texts; edit distance",
     source="CTC (Graves et al. 2006)",
 )
 

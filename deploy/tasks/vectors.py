@@ -390,7 +390,7 @@ class Labels(EvaluationTask):
 LABELS = Form(
     shape="[N, C] with 4 or more labels",
     values="independent probabilities, several above 0.5 in a sample; with `--task` raw scores too",
-    figure="labels that both models have",
+    figure="equal labels",
     source="taggers",
 )
 
@@ -490,7 +490,7 @@ EMBEDDINGS = Form(
     shape="[N, D] with D 32 or more",
     values="vectors of length 1, or values symmetric about zero; or features of a picture after an"
     " activation, with D a multiple of 16",
-    figure="same nearest neighbour, cosine",
+    figure="same nearest neighbour; cosine",
     source="faces, sentences, CLIP",
 )
 
