@@ -467,6 +467,7 @@ def test_config_and_check_commands(small_cnn, tmp_path, command, refusal, wordin
     wording.check(refusal("ascend", "check", record, "--model", small_cnn))
     deploy = CASES / "small_dmq" / "res_deploy_model.onnx"
     assert "8 layers" in command("ascend", "check", deploy)
+    assert "another model" in refusal("ascend", "check", deploy, "--model", small_cnn)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"{", b"record {", b"aipp_op { x: 1 }"])

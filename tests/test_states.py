@@ -254,6 +254,13 @@ def test_named_states_must_exist():
             load(tracker()).open_samples(Dataset(source=sequences([3]), states=states))
 
 
+def test_named_state_must_fit_its_output():
+    dataset = Dataset(source=[{"c": normal(3, 8, 6, 6)}], states={"x": "y", "h": "hn"})
+    feed = load(tracker()).open_samples(dataset)
+    with pytest.raises(ConfigError, match=r"'x' .* y .* float32 \[1, 8, 6, 6\]"):
+        list(feed.samples())
+
+
 @pytest.mark.parametrize(
     ("pairs", "found"),
     [

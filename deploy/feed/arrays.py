@@ -171,7 +171,7 @@ def with_batch(array: Array, spec: TensorSpec) -> Array:
         return array
     batch_of_one = array[None]
     is_turned = _find_axis_order(batch_of_one.shape, spec) is not None
-    return batch_of_one if is_turned or _fits(array.shape, spec.shape[1:]) else array
+    return batch_of_one if is_turned or fits(array.shape, spec.shape[1:]) else array
 
 
 def count_samples(item: Item, specs: Specs, item_name: str) -> int:
@@ -234,7 +234,7 @@ class SampleCounter:
         if len(distinct_counts) > 1:
             # stacked samples are equally many, and so are dimensions of one name, such as "batch"
             must_be_equal = is_stacked or self._have_one_batch(rows_by_input)
-            is_one_sample = all(_fits(item[spec.name].shape, spec.shape) for spec in self.inputs)
+            is_one_sample = all(fits(item[spec.name].shape, spec.shape) for spec in self.inputs)
             if must_be_equal or not is_one_sample:
                 counts_text = ", ".join(f"{name}: {count}" for name, count in rows_by_input.items())
                 raise FeedError(
@@ -314,7 +314,7 @@ def _check_array(array: Array, spec: TensorSpec, item_name: str) -> None:
     elif has_rows(spec):
         expected_shape[0] = None  # any number N
     # an image in the other order, channels first or last, is transposed later
-    if not _fits(sizes, expected_shape) and _find_axis_order(sizes, spec) is None:
+    if not fits(sizes, expected_shape) and _find_axis_order(sizes, spec) is None:
         raise FeedError(
             f"{item_name} must fit the input {describe(spec)}, got {got}; give one array of this"
             " shape per sample, or a batch of them"
@@ -328,7 +328,7 @@ def _is_convertible(dtype: np.dtype[Any], input_dtype: np.dtype[Any]) -> bool:
     return dtype.kind in "fi" or np.can_cast(dtype, input_dtype)
 
 
-def _fits(sizes: Sequence[int], expected_shape: Sequence[int | str | None]) -> bool:
+def fits(sizes: Sequence[int], expected_shape: Sequence[int | str | None]) -> bool:
     """Return whether sizes are as many as those of a shape, and equal those that it fixes."""
     if len(sizes) != len(expected_shape):
         return False
@@ -402,7 +402,7 @@ def _find_axis_order(sizes: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...
         transposed_sizes = [sizes[axis] for axis in axis_order]
         has_input_order = sizes[channel_axis] == channels
         # the first axis is left out: an array may hold any number of images
-        if has_input_order or not _fits(transposed_sizes[1:], spec.shape[1:]):
+        if has_input_order or not fits(transposed_sizes[1:], spec.shape[1:]):
             continue
         # height and width
         sides = transposed_sizes[2:] if channel_axis == 1 else transposed_sizes[1:3]

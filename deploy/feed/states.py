@@ -25,8 +25,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from deploy.errors import ConfigError, FeedError
-from deploy.feed.arrays import ArraySource
+from deploy.feed.arrays import ArraySource, fits
 from deploy.feed.file_list import RawSample
+from deploy.feed.preprocess import describe
 from deploy.feed.sampling import Choice, spread_evenly
 from deploy.feed.sources import Sample, SampleSource
 from deploy.tensors import Array, FirstAxis, Session, TensorSpec
@@ -216,6 +217,9 @@ class SequenceSource:
                 sample[spec.name] = np.zeros(sizes, spec.dtype)
         outputs = self.recurrence.run(sample)
         self._states = next_states(self.recurrence.states, outputs)
+        for spec in self.recurrence.inputs:
+            if spec.name in self._states:
+                _check_state(spec, self._states[spec.name], self.recurrence.states[spec.name])
         self._next = index + 1
         return sample
 
@@ -232,6 +236,15 @@ def _check_single_row(spec: TensorSpec, array: Array) -> Array:
             " array [T, ...] for each sequence"
         )
     return array
+
+
+def _check_state(spec: TensorSpec, state: Array, output: str) -> None:
+    """Refuse an output that the next step cannot take as the input `spec`."""
+    if state.dtype != spec.dtype or not fits(state.shape, spec.shape):
+        raise ConfigError(
+            f"the input {describe(spec)} must take the output {output} of the step before, got"
+            f" {state.dtype} {list(state.shape)}; name another output for it"
+        )
 
 
 def next_states(states: States, outputs: Mapping[str, Array]) -> dict[str, Array]:

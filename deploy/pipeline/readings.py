@@ -186,8 +186,8 @@ def find_better_reading(
         if scores is None or not is_better(scores, current_scores):
             continue
         # a detector may be surer of its boxes and find no more: the sentence has only their number
-        finds_no_more = is_detector and count_clear(scores) <= count_clear(current_scores)
-        if not finds_no_more:
+        finds_more = count_clear(scores) > count_clear(current_scores)
+        if finds_more or not is_detector:
             return describe_reading(reading, scores, current_scores, count_template)
     return ""
 

@@ -448,16 +448,18 @@ def find_pick_sources(model: onnx.ModelProto) -> dict[tuple[str, int], str]:
         boxes  ----------------> GatherElements ---> Concat -> output     compared: boxes, scores
         scores -> TopK -> places ----^      values ----^
 
-    Picked values change places with noise, or class numbers stay as they are, until they do not.
-    What they are picked from has its place. Empty if a part of an output is not picked.
+    Picked outputs hardly show noise: it swaps rows of a TopK, and leaves a class number as it is
+    until another class wins. Each value that they are picked from shows its own noise.
+
+    Empty if an output is not picked, or only in part.
     """
     # `constants` do not depend on inputs' values; `picked` are picked values, or their places
     constants = {tensor.name for tensor in model.graph.initializer} | {""}
     picked: set[str] = set()
     sources: dict[tuple[str, int], str] = {}
     for node in model.graph.node:
-        gathers = node.op_type in _GATHERING and node.input[1] in picked
-        if node.op_type in _PICKED_INPUTS or gathers:
+        gathers_picks = node.op_type in _GATHERING and node.input[1] in picked
+        if node.op_type in _PICKED_INPUTS or gathers_picks:
             for index in _PICKED_INPUTS.get(node.op_type, (0,)):
                 if node.input[index] not in picked | constants:
                     sources[node.name, index] = node.input[index]

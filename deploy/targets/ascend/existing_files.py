@@ -33,7 +33,7 @@ from deploy.targets.ascend.float16 import find_float16_tensors
 from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.models import is_fusion_mapping
 from deploy.targets.ascend.preparation import disable_layers, prepare_model, unfuse_batchnorms
-from deploy.targets.ascend.proto import parse_text
+from deploy.targets.ascend.proto import parse_text, suggest_name
 from deploy.targets.ascend.quant_layer import (
     Float32Array,
     quantize_fitting,
@@ -82,7 +82,7 @@ def check_file(path: Path | str, subject: CalibrationSubject | None = None) -> s
     """
     path = Path(path)
     if path.suffix == ".onnx":
-        return check_deploy_model(path)
+        return check_deploy_model(path, subject)
     graph = None if subject is None else prepare_model(subject.model)[1]
     text = read_text(path, what=_FILE_KIND, error=ConfigError)
     if _is_json(path, text):
@@ -132,11 +132,13 @@ def _describe_quantized_counts(layers: int, inputs: int, types: str) -> str:
     return f"{text}, {inputs} inputs moved in int8" if inputs else text
 
 
-def check_deploy_model(path: Path) -> str:
+def check_deploy_model(path: Path, subject: CalibrationSubject | None = None) -> str:
     """Check a deploy model's AscendQuant and AscendDequant nodes by ATC's rules; describe it.
 
+    `subject`: the float model, which must have the layers; None if it is not known.
+
     Raises:
-        ModelError: not an ONNX file, no quantized layer, or an invalid one.
+        ModelError: not an ONNX file, no quantized layer, an invalid one, or one of another model.
     """
     model = read_model(path)
     op_counts = Counter(node.op_type for node in model.graph.node)
@@ -152,6 +154,8 @@ def check_deploy_model(path: Path) -> str:
         for node in model.graph.node:
             if node.op_type == "AscendDequant":
                 _check_parameter(node, constants)
+    if subject is not None:
+        _refuse_other_layers(model, subject)
     to_integer_model(model)  # for its checks: a layer that it cannot express is invalid
     integer_types = set()
     for node in model.graph.node:
@@ -160,6 +164,19 @@ def check_deploy_model(path: Path) -> str:
     type_names = " and ".join(sorted(integer_types, key=lambda name: int(name[3:])))  # int8: 8
     counts = _describe_quantized_counts(dequant_count, anti_quant_count, type_names)
     return f"a sound deploy model, {counts}"
+
+
+def _refuse_other_layers(model: onnx.ModelProto, subject: CalibrationSubject) -> None:
+    """Refuse a deploy model with a layer that the float model does not have."""
+    ops = prepare_model(subject.model)[1].ops
+    producer = Graph(model).producer
+    for node in model.graph.node:
+        layer = producer.get(node.input[0]) if node.op_type == "AscendDequant" else None
+        if layer is not None and layer.name not in ops:
+            raise ModelError(
+                f"a deploy model must have layers of its float model, got {layer.name!r} of"
+                f" another model; {suggest_name(layer.name, ops)}"
+            )
 
 
 def _check_parameter(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> None:
