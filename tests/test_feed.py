@@ -83,6 +83,15 @@ def test_folder_is_read_recursively_and_sorted(photos):
     assert "preset 'unit'" in feed.notes[0]
 
 
+def test_linked_folders_are_read_once(photos, tmp_path):
+    links = tmp_path / "links"
+    links.mkdir()
+    for name, target in (("b", photos / "sub"), ("c", photos), ("d", links)):  # d leads to itself
+        (links / name).symlink_to(target)
+    names = ("b/c.jpeg", "b/deep/d.bmp", "c/a.JPG", "c/b.png", "c/e f.Png")
+    assert open_feed(links, [IMAGE]).names == names
+
+
 def test_decoded_pixels_are_same_in_threads(tmp_path):
     """Intel's IPP rounds otherwise, and is switched off for one thread at a time."""
     data = write_image(tmp_path / "a" / "x.png", 3, (16, 20, 3))

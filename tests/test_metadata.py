@@ -164,6 +164,10 @@ def square(side):
             {"size": {"shortest_edge": 384}, "image_processor_type": "ConvNextFeatureExtractor"},
             ("stretch", (384, 384), None),
         ),
+        (
+            {"size": 224, "feature_extractor_type": "ConvNextFeatureExtractor"},
+            ("short-side", (224, 224), 256),
+        ),
         ({"size": 224, "do_center_crop": False}, ("stretch", (224, 224), None)),
         ({"size": {"shortest_edge": 800, "longest_edge": 1333}, "do_pad": True}, None),
         ({"size": square(256), "do_center_crop": True, "crop_size": 224}, None),

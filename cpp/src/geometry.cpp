@@ -1,17 +1,15 @@
 #include "geometry.hpp"
 
 #include <algorithm>
+#include <cmath>
 
 #include "resize.hpp"
 
 namespace calib8 {
 namespace {
 
-int scale_length(int length, int numerator, int denominator, bool rounds_to_nearest) {
-  const auto product = static_cast<std::int64_t>(length) * numerator;
-  const auto divisor = static_cast<std::int64_t>(denominator);
-  return static_cast<int>(rounds_to_nearest ? (2 * product + divisor) / (2 * divisor)
-                                            : product / divisor);
+int scale_length(int length, int numerator, int denominator) {
+  return static_cast<int>(static_cast<std::int64_t>(length) * numerator / denominator);
 }
 
 Pixels resize_pixels(const Pixels& pixels, Size size, const Preprocess& preprocess) {
@@ -35,20 +33,18 @@ Pixels crop_centre(const Pixels& pixels, Size size) {
 
 Size short_side_size(Size size, int length) {
   if (size.height <= size.width) {
-    return {length, scale_length(size.width, length, size.height, false)};
+    return {length, scale_length(size.width, length, size.height)};
   }
-  return {scale_length(size.height, length, size.width, false), length};
+  return {scale_length(size.height, length, size.width), length};
 }
 
 Size letterbox_size(Size size, Size box) {
-  const auto width_product = static_cast<std::int64_t>(box.width) * size.height;
-  const auto height_product = static_cast<std::int64_t>(box.height) * size.width;
-  if (width_product <= height_product) {
-    const int inner = scale_length(size.height, box.width, size.width, true);
-    return {std::clamp(inner, 1, box.height), box.width};
-  }
-  return {box.height,
-          std::clamp(scale_length(size.width, box.height, size.height, true), 1, box.width)};
+  const double ratio = std::min(static_cast<double>(box.height) / size.height,
+                                static_cast<double>(box.width) / size.width);
+  const auto scaled = [ratio](int length) {  // half a pixel becomes the even number
+    return std::max(1, static_cast<int>(std::nearbyint(length * ratio)));
+  };
+  return {scaled(size.height), scaled(size.width)};
 }
 
 namespace geometry {

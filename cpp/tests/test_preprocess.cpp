@@ -59,6 +59,7 @@ TEST_CASE("letterbox pads through the same arithmetic") {
 TEST_CASE("sizes of letterbox and short side") {
   CHECK(letterbox_size({40, 80}, {32, 32}) == Size{16, 32});
   CHECK(letterbox_size({1, 5000}, {32, 32}) == Size{1, 32});
+  CHECK(letterbox_size({900, 1024}, {640, 640}) == Size{562, 640});
   CHECK(short_side_size({300, 500}, 256) == Size{256, 426});
   CHECK(short_side_size({500, 300}, 256) == Size{426, 256});
 }

@@ -58,14 +58,21 @@ def join_suffixes(names: Iterable[str]) -> str:
 def walk_files(folder: Path, is_selected: Callable[[str], bool]) -> list[str]:
     """Return the relative paths of the selected files in a folder tree, sorted by their bytes.
 
-    Hidden files and folders (with a leading dot) are skipped; links to folders are not followed.
+    Hidden files and folders (with a leading dot) are skipped. Of several paths to a folder, as by
+    links, only the first is read.
 
     Raises:
         FeedError: a folder cannot be read.
     """
     paths: list[str] = []
-    for root, folders, files in os.walk(folder, onerror=_refuse_folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+    visited_folders = set()
+    for root, folders, files in os.walk(folder, onerror=_refuse_folder, followlinks=True):
+        real_path = os.path.realpath(root)
+        if real_path in visited_folders:
+            folders.clear()
+            continue
+        visited_folders.add(real_path)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
         subfolder = os.path.relpath(root, folder)
         prefix = "" if subfolder == "." else f"{subfolder}/"
         for name in files:

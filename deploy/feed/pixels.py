@@ -100,11 +100,12 @@ def short_side_size(size: Size, short: int) -> Size:
 
 
 def letterbox_size(size: Size, box: Size) -> Size:
-    """Return (h, w) of the largest image of the same aspect in `box`, rounded to the nearest."""
-    (height, width), (box_h, box_w) = size, box
-    if box_w * height <= box_h * width:
-        return max(1, min(box_h, (2 * height * box_w + width) // (2 * width))), box_w
-    return box_h, max(1, min(box_w, (2 * width * box_h + height) // (2 * height)))
+    """Return (h, w) of the largest image of the same aspect in `box`.
+
+    It is rounded as Ultralytics' `LetterBox` does: half a pixel becomes the even number.
+    """
+    ratio = min(box[0] / size[0], box[1] / size[1])
+    return max(1, round(size[0] * ratio)), max(1, round(size[1] * ratio))
 
 
 _INTERPOLATION_FLAGS = {

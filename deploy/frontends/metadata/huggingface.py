@@ -207,18 +207,18 @@ def _read_resize_and_crop(data: Mapping[str, Any], kind: str) -> Preprocess:
 
     size = data.get("size")
     sides = _as_sides(size)
+    if kind.startswith(
+        "ConvNext"
+    ):  # a number is its short side too, and no flag says that it crops
+        short_side = sides.get("shortest_edge", sides.get("height"))
+        return _convnext_resize(preprocess, short_side, data.get("crop_pct"))
     is_cropped = _read_flag(data, "do_center_crop", False)
     if sides.keys() == {"height", "width"} and not is_cropped:
         return replace(preprocess, default_size=_parse_height_width(size, "size"))
-    if sides.keys() == {"shortest_edge"}:
+    if sides.keys() == {"shortest_edge"} and is_cropped:
         short_side = int(parse_number(sides["shortest_edge"], "shortest_edge"))
-        if is_cropped:
-            crop = _parse_height_width(data.get("crop_size"), "crop_size")
-            return replace(
-                preprocess, resize="short-side", short_side=short_side, default_size=crop
-            )
-        if kind.startswith("ConvNext"):  # it may crop although do_center_crop is not set
-            return _convnext_resize(preprocess, short_side, data.get("crop_pct"))
+        crop = _parse_height_width(data.get("crop_size"), "crop_size")
+        return replace(preprocess, resize="short-side", short_side=short_side, default_size=crop)
     crop_text = " and a crop" if is_cropped else ""
     raise ConfigError(
         f"its size must be a height and a width, or a shortest_edge of which the centre is"
@@ -226,8 +226,9 @@ def _read_resize_and_crop(data: Mapping[str, Any], kind: str) -> Preprocess:
     )
 
 
-def _convnext_resize(preprocess: Preprocess, side: int, crop_pct: object) -> Preprocess:
+def _convnext_resize(preprocess: Preprocess, size: object, crop_pct: object) -> Preprocess:
     """Apply `ConvNextImageProcessor`: stretch to 384 or more; below, crop by a share."""
+    side = int(parse_number(size, "size"))
     if side >= 384:
         return replace(preprocess, default_size=(side, side))
     share = parse_number(crop_pct, "crop_pct", default=224 / 256)

@@ -41,9 +41,8 @@ from deploy.tensors import Array, TensorSpec
 _SIZES = {
     "stretch": "    return HEIGHT, WIDTH\n",
     "letterbox": (
-        "    if WIDTH * rows <= HEIGHT * columns:\n"
-        "        return max(1, min(HEIGHT, (2 * rows * WIDTH + columns) // (2 * columns))), WIDTH\n"
-        "    return HEIGHT, max(1, min(WIDTH, (2 * columns * HEIGHT + rows) // (2 * rows)))\n"
+        "    ratio = min(HEIGHT / rows, WIDTH / columns)\n"
+        "    return max(1, round(rows * ratio)), max(1, round(columns * ratio))\n"
     ),
     "short-side": (
         "    if rows <= columns:\n"
