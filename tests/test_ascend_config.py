@@ -15,7 +15,7 @@ from calibrators.amct.ifmr import IfmrParams
 from deploy.errors import ConfigError, ModelError
 from deploy.targets.ascend.atc import normalize_chip
 from deploy.targets.ascend.config import default_config, read_config, resolve_config, write_config
-from deploy.targets.ascend.config_keys import LayerConfig, QuantConfig
+from deploy.targets.ascend.config_keys import ActivationParams, LayerConfig, QuantConfig
 from deploy.targets.ascend.layers import find_layers
 from deploy.targets.ascend.record import LayerRecord, check_record, read_record, write_record
 from deploy.targets.ascend.simple_config import read_simple_config, write_simple_config
@@ -37,7 +37,7 @@ def test_files_are_amcts_byte_for_byte(case):
         config = default_config(GRAPH, batch_num=2)
     assert write_config(config) == expected
     config = resolve_config(read_config(expected), GRAPH)
-    assert read_simple_config(write_simple_config(config), GRAPH) == config
+    assert read_simple_config(write_simple_config(config, GRAPH), GRAPH) == config
     text = (CASES / case / "record.txt").read_text()
     records = read_record(text)
     assert write_record(records) == text
@@ -47,7 +47,7 @@ def test_files_are_amcts_byte_for_byte(case):
 def test_incomplete_and_4_bit_records_fail():
     config = resolve_config(read_config(conf(conv1=layer(act={"num_bits": 4}))), GRAPH)
     with pytest.raises(ConfigError, match="write JSON"):
-        write_simple_config(config)
+        write_simple_config(config, GRAPH)
     text = (CASES / "small_ifmr_asym" / "record_before_last_batch.txt").read_text()
     with pytest.raises(ConfigError, match="not complete"):
         check_record(read_record(text), GRAPH)
@@ -67,6 +67,15 @@ def test_missing_keys_have_amct_defaults():
     assert asdict(AdaParams()) == ada
     remaining = {k: v for k, v in asdict(QuantConfig()).items() if v}
     assert remaining == {"version": 1, "batch_num": 1, "activation_offset": True, "do_fusion": True}
+
+
+def test_unlisted_layers_are_float_in_both_forms():
+    """An entry without quant_enable is float too, as in AMCT; the version may be unset."""
+    text = json.dumps({"conv1": {"quant_enable": True}, "conv2": {"weight_quant_params": {}}})
+    config = resolve_config(read_config(text), GRAPH)
+    assert list(config.enabled()) == ["conv1"]
+    simple = write_simple_config(config, GRAPH)
+    assert list(read_simple_config(simple, GRAPH).enabled()) == ["conv1"]
 
 
 @pytest.mark.parametrize("count", [1, 100, 2**31 - 1])
@@ -94,6 +103,25 @@ def test_precedence_layer_over_type_over_common():
     assert acts["fc1"].asymmetric is False
 
 
+@pytest.mark.parametrize(
+    ("override", "layer"),
+    [
+        ('types { layer_type: "Conv" calibration_config { arq_quantize { } } }', "dw"),
+        ('configs { layer_name: "dw" calibration_config { } }', "dw"),
+        ('configs { layer_name: "fc1" calibration_config { } }', "fc1"),
+    ],
+)
+def test_override_takes_only_asymmetric_from_common(override, layer):
+    """As in AMCT: the override replaces common_config, and defaults fill in what it leaves out."""
+    common = """common_config { arq_quantize { quant_bits: 4 } dmq_balancer { }
+      ifmr_quantize { max_percentile: 0.9 search_step: 0.05 asymmetric: false } }"""
+    config = read_simple_config(f"{common} override_layer_{override}", GRAPH)
+    overridden = config.layers[layer]
+    assert overridden.activation == ActivationParams(asymmetric=False)
+    assert (overridden.weight.num_bits, overridden.dmq_balancer_param) == (8, None)
+    assert config.layers["fc2"].activation.max_percentile == 0.9
+
+
 def conf(**changes):
     base = json.loads((CASES / "small_default" / "config.json").read_text())
     return json.dumps({**base, **changes})
@@ -114,7 +142,6 @@ BROKEN_JSON = {
     "nan": ('{"version": 1, "batch_num": NaN}', "NaN"),
     "huge number": ('{"version": 1, "batch_num": ' + "9" * 5000 + "}", "JSON"),
     "repeated key": ('{"version": 1, "version": 1}', "repeated"),
-    "no version": ("{}", "version"),
     "version 2": (conf(version=2), "version must be 1"),
     "version text": (conf(version="1"), "type int"),
     "batch_num 0": (conf(batch_num=0), "batch_num must be > 0"),
@@ -249,7 +276,7 @@ def test_no_value_breaks_the_json_reader(data, value):
     with suppress(ConfigError):
         config = resolve_config(read_config(json.dumps(tree)), GRAPH)
         assert resolve_config(read_config(write_config(config)), GRAPH) == config
-        write_simple_config(config)
+        write_simple_config(config, GRAPH)
 
 
 @settings(max_examples=40)

@@ -146,7 +146,7 @@ def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path
     else:
         quant_config = read_any_config(source, graph)
     if out.suffix == ".cfg":
-        text = f"# calib8 ascend config\n{write_simple_config(quant_config)}"
+        text = f"# calib8 ascend config\n{write_simple_config(quant_config, graph)}"
     else:
         text = write_config(quant_config)
     atomic.write_text(out, text)

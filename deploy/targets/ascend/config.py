@@ -209,8 +209,6 @@ def read_config(text: str, file_name: str = "the quant config") -> QuantConfig:
                 f"{key!r} is neither a key of the quant config nor a layer;"
                 f" {suggest_name(key, list(MODEL_SETTINGS))}"
             )
-    if "version" not in settings:
-        raise ConfigError(f'{file_name} must hold "version": 1, got none')
     settings = check_values(settings, MODEL_SETTINGS, "the quant config")
     refuse_repeats(settings.get("skip_fusion_layers", ()), "skip_fusion_layers")
     if settings.get("fakequant_precision_mode") == "DEFAULT":
@@ -274,7 +272,8 @@ def _read_tensor(value: dict[str, Any]) -> TensorConfig:
 def _read_layer(name: str, value: dict[str, Any]) -> LayerConfig:
     """Return the entry of a layer; errors name the layer."""
     try:
-        fields = check_values(value, LAYER, "a layer")
+        # as in AMCT, an entry without quant_enable leaves its layer in float
+        fields = {"quant_enable": False, **check_values(value, LAYER, "a layer")}
         activation_values = fields.pop(_ACTIVATION_KEY, {})
         weight_values = fields.pop(_WEIGHT_KEY, {})
         return LayerConfig(

@@ -1,11 +1,10 @@
 """AMCT's simplified configuration (.cfg, protobuf text) to and from a quant config.
 
-Precedence: override_layer_configs, override_layer_types, common_config, defaults. As in AMCT, an
-algorithm is taken with all its parameters: a layer whose override names hfmg_quantize takes nothing
-from a common ifmr_quantize. Only `asymmetric` is inherited, between equal algorithms.
+As in AMCT, one section alone counts for a layer: its own in override_layer_configs, else that of
+its type in override_layer_types, else common_config. AMCT's defaults fill in what that section
+leaves out; only `asymmetric` then comes from common_config, between equal algorithms.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,10 +53,10 @@ def read_simple_config(text: str, graph: LayerGraph, file_name: str = "the confi
             f"{file_name} must not set joint_quant to true, which only AMCT's binary packages have;"
             " remove the line"
         )
-    common_section = message.common_config if message.HasField("common_config") else None
-    layers, lowered_to_8_bits = _read_layers(message, graph, common_section)
+    layers, lowered_to_8_bits = _read_layers(message, graph)
     batch_num = message.batch_num if message.HasField("batch_num") else 1
     forces_fp16 = message.HasField("fakequant_precision_mode")
+    common_section = message.common_config  # an empty one if the configuration has none
     config = QuantConfig(
         batch_num=check_value("batch_num", batch_num, MODEL_SETTINGS["batch_num"]),
         activation_offset=_is_true_or_unset(message, "activation_offset"),
@@ -71,8 +70,14 @@ def read_simple_config(text: str, graph: LayerGraph, file_name: str = "the confi
     return resolve_config(config, graph)
 
 
-def write_simple_config(config: QuantConfig) -> str:
+def write_simple_config(config: QuantConfig, graph: LayerGraph) -> str:
     """Return a simplified configuration that resolves to this config: one override per layer.
+
+    Layers of the model that the config leaves out are float, so they are skipped by name.
+
+    Args:
+        config: the resolved config.
+        graph: the layers of its model.
 
     Raises:
         ConfigError: 4-bit activations, which this format cannot express.
@@ -82,6 +87,7 @@ def write_simple_config(config: QuantConfig) -> str:
     message.activation_offset = config.activation_offset
     message.do_fusion = config.do_fusion
     message.skip_fusion_layers.extend(config.skip_fusion_layers)
+    message.skip_layers.extend(sorted(set(graph.layers) - set(config.layers)))
     if config.fakequant_precision_mode:
         message.fakequant_precision_mode = 1
     for tensor in config.tensors:
@@ -100,9 +106,7 @@ def write_simple_config(config: QuantConfig) -> str:
     return print_text(message)
 
 
-def _read_layers(
-    message: Any, graph: LayerGraph, common_section: Any
-) -> tuple[dict[str, LayerConfig], list[str]]:
+def _read_layers(message: Any, graph: LayerGraph) -> tuple[dict[str, LayerConfig], list[str]]:
     """Return the settings of each layer, and the layers that get 8 bits in place of 16.
 
     Those get the 16-bit activations of common_config, but have a type that cannot have them.
@@ -110,8 +114,8 @@ def _read_layers(
     Args:
         message: the configuration.
         graph: the layers of the model.
-        common_section: the section common_config, or None.
     """
+    common_section = message.common_config  # an empty one if the configuration has none
     skipped = _read_skipped(message, graph)
     section_by_type = _read_type_overrides(message)
     section_by_name = _read_layer_overrides(message, graph)
@@ -121,16 +125,16 @@ def _read_layers(
     layers, lowered_to_8_bits = {}, []
     for name in sorted(names):
         layer = layer_by_name[name]
-        # the strongest first
-        candidates = (section_by_name.get(name), section_by_type.get(layer.kind), common_section)
-        sections = [section for section in candidates if section is not None]
+        # one section alone counts for a layer; AMCT's defaults fill in what it leaves out
+        type_section = section_by_type.get(layer.kind, common_section)
+        section = section_by_name.get(name, type_section)
         try:
-            entry = _merge_sections(sections, layer, common_section)
+            entry = _read_section(section, layer, common_section)
         except ConfigError as error:
             raise ConfigError(f"{error} (in layer {name!r})") from None
         # where another section asks for 16 bits, `resolve_config` refuses them
-        uses_common_bits = _first_with(sections, "activations") is common_section
-        if uses_common_bits and not takes_activations(layer, entry.activation.num_bits):
+        is_common = section is common_section
+        if is_common and not takes_activations(layer, entry.activation.num_bits):
             entry = replace(entry, activation=replace(entry.activation, num_bits=8))
             if name not in skipped:
                 lowered_to_8_bits.append(name)
@@ -214,43 +218,28 @@ def _require_fields(message: Any, where: str, *fields: str) -> None:
             raise ConfigError(f"each of {where} must hold {field}, got one without")
 
 
-def _first_with(sections: Sequence[Any], group: str) -> Any:
-    """Return the first section that names an algorithm of a group, or None.
+def _read_section(section: Any, layer: Layer, common_section: Any) -> LayerConfig:
+    """Return the settings of a layer.
+
+    common_config applies to layers of all types, so what this layer's type cannot have is left out.
+    Any other section names the layer or its type: it is taken as it is, and `resolve_config`
+    refuses what the layer cannot have.
 
     Args:
-        sections: sections of the configuration that apply to a layer, the strongest first.
-        group: a oneof of the protobuf message: "activations", "weights" or "balancer".
-    """
-    return next((section for section in sections if section.WhichOneof(group)), None)
-
-
-def _merge_sections(sections: Sequence[Any], layer: Layer, common_section: Any) -> LayerConfig:
-    """Return the settings of a layer from all sections that apply to it.
-
-    The first section that names an algorithm of a group (activations, weights, balancer) decides
-    that group. common_config applies to every layer, so what a layer of this type cannot have is
-    left out. Any other section names the layer or its type: it is taken as it is, and
-    `resolve_config` refuses what the layer cannot have.
-
-    Args:
-        sections: the sections, the strongest first; the last one may be `common_section`.
+        section: the only section that counts for the layer.
         layer: the layer.
-        common_section: the section common_config, or None.
+        common_section: the section common_config.
     """
+    is_common = section is common_section
     return LayerConfig(
-        activation=_merge_activation(sections, layer, common_section),
-        dmq_balancer_param=_merge_balancer(sections, layer, common_section),
-        weight=_merge_weight(sections, layer, common_section),
+        activation=_read_layer_activation(section, layer, common_section),
+        dmq_balancer_param=None if is_common and not layer.weight else _read_balancer(section),
+        weight=_read_layer_weight(section, layer, is_common=is_common),
     )
 
 
-def _merge_activation(
-    sections: Sequence[Any], layer: Layer, common_section: Any
-) -> ActivationParams:
-    """Return the activation settings of a layer; the arguments are those of `_merge_sections`."""
-    section = _first_with(sections, "activations")
-    if section is None:
-        return ActivationParams()
+def _read_layer_activation(section: Any, layer: Layer, common_section: Any) -> ActivationParams:
+    """Return the activation settings of a layer; the arguments are those of `_read_section`."""
     activation = _read_activation(section)
     if not layer.symmetric_only:
         # `asymmetric` alone comes from common_config where the section leaves it open
@@ -260,13 +249,12 @@ def _merge_activation(
     return activation
 
 
-def _merge_balancer(sections: Sequence[Any], layer: Layer, common_section: Any) -> float | None:
+def _read_balancer(section: Any) -> float | None:
     """Return how much DMQ moves from a layer's input into its weight, 0.2 to 0.8; None without DMQ.
 
-    The arguments are those of `_merge_sections`.
+    `section`: the section that counts for the layer.
     """
-    section = _first_with(sections, "balancer")
-    if section is None or (section is common_section and not layer.weight):
+    if not section.HasField("dmq_balancer"):
         return None
     balancer = section.dmq_balancer
     strength = 0.5  # AMCT's default
@@ -276,14 +264,17 @@ def _merge_balancer(sections: Sequence[Any], layer: Layer, common_section: Any) 
     return strength
 
 
-def _merge_weight(sections: Sequence[Any], layer: Layer, common_section: Any) -> WeightParams:
-    """Return the weight settings of a layer; the arguments are those of `_merge_sections`."""
-    section = _first_with(sections, "weights")
-    if section is None:
-        return WeightParams()
+def _read_layer_weight(section: Any, layer: Layer, *, is_common: bool) -> WeightParams:
+    """Return the weight settings of a layer.
+
+    Args:
+        section: the section that counts for the layer.
+        layer: the layer.
+        is_common: it is the section common_config.
+    """
     weight = _read_weight(section)
     is_adaround = weight.wts_algo == "ada_quantize"
-    if section is common_section and is_adaround and not layer.can_use_adaround:
+    if is_common and is_adaround and not layer.can_use_adaround:
         return WeightParams()
     return weight
 
@@ -291,12 +282,10 @@ def _merge_weight(sections: Sequence[Any], layer: Layer, common_section: Any) ->
 def _read_tensor(entry: Any, common_section: Any) -> TensorConfig:
     """Return one tensor_quantize entry; its default algorithm is IFMR, as in AMCT."""
     _require_fields(entry, "tensor_quantize", "layer_name", "input_index")
-    activation = ActivationParams()
-    if entry.WhichOneof("activations"):
-        try:
-            activation = _read_activation(entry)
-        except ConfigError as error:
-            raise ConfigError(f"{error} (in tensor_quantize of {entry.layer_name!r})") from None
+    try:
+        activation = _read_activation(entry)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (in tensor_quantize of {entry.layer_name!r})") from None
     return TensorConfig(
         layer_name=entry.layer_name,
         input_index=entry.input_index,
@@ -306,11 +295,8 @@ def _read_tensor(entry: Any, common_section: Any) -> TensorConfig:
 
 def _inherit_asymmetric(activation: ActivationParams, common_section: Any) -> ActivationParams:
     """Inherit `asymmetric` from common_config if unset and both have the same algorithm."""
-    common_has_algorithm = common_section is not None and common_section.WhichOneof("activations")
-    if activation.asymmetric is not None or not common_has_algorithm:
-        return activation
     common_activation = _read_activation(common_section)
-    if common_activation.act_algo != activation.act_algo:
+    if activation.asymmetric is not None or common_activation.act_algo != activation.act_algo:
         return activation
     return replace(activation, asymmetric=common_activation.asymmetric)
 
@@ -339,8 +325,10 @@ def _join_range(fields: dict[str, Any], key: str, default: tuple[float, float]) 
 
 
 def _read_activation(section: Any) -> ActivationParams:
-    """Return the activation search of a section that names one, with the keys of the JSON form."""
+    """Return the activation search of a section, AMCT's default one if the section names none."""
     algorithm = section.WhichOneof("activations")
+    if algorithm is None:
+        return ActivationParams()
     fields = _read_fields(getattr(section, algorithm))
     fields["act_algo"] = "ifmr" if algorithm == "ifmr_quantize" else "hfmg"
     if "dst_type" in fields:
@@ -350,8 +338,10 @@ def _read_activation(section: Any) -> ActivationParams:
 
 
 def _read_weight(section: Any) -> WeightParams:
-    """Return the weight algorithm of a section that names one, with the keys of the JSON form."""
+    """Return the weight algorithm of a section, AMCT's default one if the section names none."""
     algorithm = section.WhichOneof("weights")
+    if algorithm is None:
+        return WeightParams()
     fields = _read_fields(getattr(section, algorithm))
     fields["wts_algo"] = algorithm
     if "quant_bits" in fields:
