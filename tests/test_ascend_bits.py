@@ -475,6 +475,21 @@ def test_a_mixed_model_is_built(text, max_deviation, files, tmp_path):
         assert nodes["Add_a"].input[0] == back.output[0]
 
 
+def test_bias_add_of_float16_matmul_reads_integers(files, tmp_path):
+    """No Cast between AscendQuant and AscendDequant; the sums, beyond float16, are float32."""
+    side = HALF_X.shape[-1]
+    weight = np.random.default_rng(0).normal(size=(side, side)).astype(np.float16)
+    nodes = [("MatMul", "x w", "m"), ("Add", "m b", "y")]
+    ends = [make_value("x", HALF_X.shape[1:], F16), make_value("y", HALF_X.shape[1:], F16)]
+    constants = {"w": weight, "b": weight[0]}
+    onnx.save(make_model(nodes, ends[:1], ends[1:], constants), tmp_path / "biased.onnx")
+    _, deploy, fake = files(("build",), tmp_path / "biased.onnx", *BUILD)
+    assert "Cast" not in [node.op_type for node in onnx.load(deploy).graph.node]
+    assert types(onnx.load(fake))["m"] == F32
+    deviation, largest = run_both(deploy, fake, HALF_X[0])
+    assert deviation <= 2e-3 * largest
+
+
 def test_final_cast_may_share_input_name(files, tmp_path):
     """As onnxconverter_common names it with keep_io_types: the fake-quant model did not load."""
     model = onnx.load(HALF)
