@@ -190,6 +190,14 @@ def test_unfit_checkpoint_is_refused(small, tmp_path, wording):
         ({"optimizer": torch.optim.LBFGS}, errors.ModelError, "step .* 'closure'"),
         ({"evaluate": lambda model: None}, errors.ModelError, "evaluate .*NoneType"),
         ({"epochs": 1.5}, errors.ConfigError, "whole number"),
+        (
+            {
+                "batches": [(torch.zeros(2, 3, 8, 8), torch.zeros(2))],
+                "calibration": lambda: [torch.zeros(1, 1, 8, 8)],
+            },
+            errors.ModelError,
+            "forward .* 1 channels",
+        ),
     ],
 )
 def test_unfit_tasks_are_refused(small, options, error, reason):
@@ -230,6 +238,17 @@ def test_distillation_approaches_the_teacher(small):
     with_teacher = task_of(small, epochs=4, teacher=small, loss=lambda o, y: o.sum() * 0)
     distance_before = distance(train(none, bits=2).prepared)
     assert distance(train(with_teacher, bits=2).prepared) < 0.8 * distance_before
+
+
+def test_teacher_alone_trains_on_float64_arrays(small):
+    options = {
+        "teacher": small,
+        "loss": lambda output, label: 0.0,
+        "epochs": np.int64(1),
+        "inputs": [torch.zeros(2, 1, 8, 8, dtype=torch.float64)],
+        "batches": [(np.ones((2, 1, 8, 8)), None)],
+    }
+    assert train(task_of(small, evaluate=None, **options), bits=2).losses[0] > 0
 
 
 def test_different_teacher_needs_layer_pairs(small, wording):

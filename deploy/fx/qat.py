@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import nn
 
 from deploy.errors import CalibrationError, ConfigError, FeedError
 from deploy.files.guard import refuse_unwritable
-from deploy.fx.capture import as_inputs
+from deploy.fx.capture import select_arguments
 from deploy.fx.comparison import check_same_outputs
 from deploy.fx.convert import calibrate, convert, freeze_norms, set_phase
 from deploy.fx.device import CPU, DeviceAdapter, device_of, move_tensors
@@ -226,7 +227,8 @@ def first_batches(task: Task) -> list[tuple[Any, ...]]:
 
     `task`: with tensors in order (`deploy.fx.task.order_inputs`).
     """
-    return [move_tensors(as_inputs(inputs), CPU) for inputs in _first_inputs(task)]
+    batches = _first_inputs(task)
+    return [move_tensors(select_arguments(inputs, task.model), CPU) for inputs in batches]
 
 
 def _move_task(task: Task, device: torch.device | None) -> Task:
@@ -254,7 +256,7 @@ def _prepare_task(task: Task, target: Target, bits: int) -> nn.Module:
             f"ranges of a training are one of {', '.join(RANGES)}, got {task.ranges!r};"
             " what finds them first is named by method"
         )
-    if not isinstance(task.epochs, int) or task.epochs < 0:
+    if not isinstance(task.epochs, Integral) or task.epochs < 0:
         raise ConfigError(f"epochs must be a whole number, 0 or more, got {task.epochs}")
     dtype = floating_dtype(task.model)
     if dtype != torch.float32:
@@ -368,14 +370,15 @@ class _Trainer:
     def _compute_loss(self, samples: Any, labels: Any) -> torch.Tensor:
         """Return the loss of one batch: the task's, and that of the distillation."""
         device = device_of(self.prepared)
-        inputs = move_tensors(as_inputs(samples), device)
+        inputs = move_tensors(select_arguments(samples, self.prepared), device)
         with torch.autocast(device.type, torch.bfloat16, enabled=self.task.amp):
-            output = self.prepared(*inputs)
+            with wrap_user_errors("forward of the model"):
+                output = self.prepared(*inputs)
             with wrap_user_errors("loss of the task"):
                 loss = self.task.loss(output, move_tensors(labels, device))
-            _check_loss(loss)
-            if self.distiller is not None:
-                loss = loss + self.task.distil_weight * self.distiller.loss(inputs, output)
+                if self.distiller is not None:
+                    loss = loss + self.task.distil_weight * self.distiller.loss(inputs, output)
+        _check_loss(loss)  # the task's own may be a constant, if a teacher is all that trains
         return loss
 
 

@@ -28,7 +28,7 @@ from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.sampling import Limit
 from deploy.fx.capture import as_inputs
 from deploy.fx.convert import CustomClasses
-from deploy.fx.model_inputs import make_named_class, match_arguments
+from deploy.fx.model_inputs import cast_floats, make_named_class, match_arguments
 from deploy.fx.plain_copy import unwrap
 from deploy.fx.trace import Leaves
 from deploy.method import Method
@@ -123,14 +123,15 @@ Tensors = tuple[torch.Tensor, ...]
 def order_inputs(task: Task) -> Task:
     """Return a task with a dict of inputs as a task whose inputs are tensors in a fixed order.
 
-    A task whose inputs are tensors already is returned as it is. In the new task, models take the
-    tensors in this order, and batches hold them so; the models share their modules with the old
+    A task whose inputs are tensors already only gets them in float32. In the new task, models take
+    the tensors in this order, and batches hold them so; the models share their modules with the old
     ones. Only the user's `evaluate` still gets a model that takes the inputs by name.
 
     Raises:
         ConfigError: the inputs are something else, or do not fit the model's forward.
     """
-    inputs = list(task.inputs)
+    inputs = cast_floats(task.inputs, torch.float32)
+    task = replace(task, inputs=inputs)
     if all(isinstance(value, torch.Tensor) for value in inputs):
         return task
     if len(inputs) != 1 or not isinstance(inputs[0], Mapping):
