@@ -192,7 +192,7 @@ BROKEN_CFG = {
     "negative": ("batch_num: -1", "out of range"),
     "zero batches": ("batch_num: 0", "batch_num must be > 0"),
     "too many batches": (f"batch_num: {2**31}", "below 2\\^31"),
-    "unknown skip": ('skip_layers: "conv9"', "does not exist"),
+    "unknown skip": ('skip_layers: "bn1"', "does not exist in the model once .* folded"),
     "repeated skip": ('skip_layers: "fc1" skip_layers: "fc1"', "repeated"),
     "unknown type": ('skip_layer_types: "Conv9d"', "did you mean"),
     "all": (f"skip_layer_types: {json.dumps(sorted(KINDS))}", "leave a type"),

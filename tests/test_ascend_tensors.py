@@ -534,7 +534,7 @@ def test_keep_float_overrides_named_matmuls(built_matmul):
             "a MatMul of two activations takes 8-bit activations, got 16 bits",
         ),
         ("scores", "arq_quantize { channel_wise: true }", "must be false for layer type MatMul"),
-        ("score", "", "does not exist in the model; did you mean 'scores'"),
+        ("score", "", "model once its BatchNormalization is folded; did you mean 'scores'"),
         ("soft", "", "of override_layer_configs of type Softmax cannot be quantized"),
         ("value_bias", "", "cannot be quantized, but for its inputs, by tensor_quantize"),
         ("value_bias:0", "", "does not exist in the model"),

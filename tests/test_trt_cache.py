@@ -315,9 +315,12 @@ def test_check_reports_wrong_version_and_model(run, small_cnn, cache, tmp_path):
     run.ok("cache", "check", cache, "--model", small_cnn, "--trt-version", "10.3.0")
     foreign = tmp_path / "foreign.cache"
     foreign.write_bytes(b"TRT-8503-EntropyCalibration2\nelsewhere: 3c008912\n")
+    extreme = tmp_path / "extreme.cache"  # a subnormal scale, and one whose range overflows
+    extreme.write_bytes(b"TRT-8503-EntropyCalibration2\na: 3\nb: 3c008912\nc: 7f00003c\n")
     for arguments, reason in (
         ((cache, "--trt-version", "8.5.3"), "relabel"),
         ((cache, "--algorithm", "MinMaxCalibration"), "MinMaxCalibration"),
+        ((extreme,), "2 scales (a, c)"),
         ((foreign, "--model", small_cnn, "--verbose"), "another model"),
     ):
         code, out, _ = run("cache", "check", *arguments)

@@ -184,7 +184,10 @@ def no_layer_reason(name: str, graph: LayerGraph) -> str:
         op = graph.ops[name]
         inputs = ", but for its inputs, by tensor_quantize" if op in TENSOR_QUANTIZE_OPS else ""
         return f"of type {op} cannot be quantized{inputs}; take it out"
-    return f"does not exist in the model; {suggest_name(name, graph.configurable_names)}"
+    return (
+        "does not exist in the model once its BatchNormalization is folded;"
+        f" {suggest_name(name, graph.configurable_names)}"
+    )
 
 
 def read_config(text: str, file_name: str = "the quant config") -> QuantConfig:

@@ -173,6 +173,8 @@ _CAUSE_BY_FLAW = {  # what a flawed scale says of its tensor, and what to do
     "NaN": "not a number; calibrate again",
     "negative": "a scale cannot be negative; calibrate again",
 }
+_MIN_SCALE = np.finfo(np.float32).tiny  # GPUs take a smaller one, a subnormal, for 0
+_MAX_SCALE = np.finfo(np.float32).max / np.float32(127)  # the range of a larger one is infinite
 
 
 def check_cache(
@@ -224,6 +226,11 @@ def _scale_findings(cache: CalibrationCache) -> Iterator[CacheFinding]:
     for flaw, names in names_by_flaw.items():
         text = f"{len(names)} {flaw} scales ({', '.join(names[:3])}): {_CAUSE_BY_FLAW[flaw]}"
         yield CacheFinding(text, harmful=flaw in ("NaN", "negative"))
+    sound_entries = [entry for entry in cache.entries if not entry.flaw]
+    extremes = [e.name for e in sound_entries if not _MIN_SCALE <= e.scale <= _MAX_SCALE]
+    if extremes:
+        text = f"{len(extremes)} scales ({', '.join(extremes[:3])}) are too small or too large for"
+        yield CacheFinding(f"{text} float32; calibrate again", harmful=True)
 
     entry_count = len(cache.entries)
     distinct_scales = {entry.bits for entry in cache.entries}  # float32 as integers: also for NaN
