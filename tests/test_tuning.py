@@ -304,6 +304,15 @@ def test_named_plan_applies_to_other_images(arguments, default, model, build, no
 
 
 @pytest.mark.slow
+def test_plan_figures_do_not_count_added_float_nodes(default, model, build, no_trials):
+    plan = default.out / "calib8/spoiled.plan.toml"
+    built = build(model, "--target", "ascend", "--plan", plan, "--keep-float", "/mid/Conv")
+    (row,) = built.report["targets"]
+    assert not any(split.get("taken") for split in row["search"]["front"])
+    assert "before 1 more node" in row["search"]["settled"]
+    assert "In int8       " in built.output and " nodes " in built.output
+
+
 def test_foreign_plan_is_refused_when_named(default, build, tmp_path):
     plan, robust_model = default.out / "calib8/spoiled.plan.toml", save_robust_model(tmp_path)
     refused = build(robust_model, "--plan", plan)

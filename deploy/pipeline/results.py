@@ -14,7 +14,7 @@ from onnx import ModelProto
 
 from deploy.calibration.calibration_result import CalibrationResult
 from deploy.calibration.fingerprint import feed_versions
-from deploy.errors import CacheError, ConfigError, list_first
+from deploy.errors import CacheError, ConfigError, counted, list_first
 from deploy.feed.feed import describe_preprocessing
 from deploy.feed.samples import Feed
 from deploy.files import atomic, manifest
@@ -532,11 +532,12 @@ def _target_part(
     has_reused_statistics = set(calibration.observed_now).isdisjoint(observations)
     search = None
     if planned is not None and planned.plan.settled:  # a text; "" if nothing was searched
+        settled, front = planned.plan.settled, tuple(split_rows(planned.plan))
+        if planned.added_floats:  # then no split of the plan was built as it is
+            settled += f", before {counted(len(planned.added_floats), 'more node')} became float"
+            front = tuple(replace(split, taken=False) for split in front)
         search = SearchPart(
-            reused=planned.reused,
-            probes=planned.probes,
-            settled=planned.plan.settled,
-            front=tuple(split_rows(planned.plan)),
+            reused=planned.reused, probes=planned.probes, settled=settled, front=front
         )
     search_notes = () if planned is None or result.error else _search_notes(planned)
     return TargetPart(
