@@ -11,6 +11,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+import calib8
 from deploy.calibration.trt_cache import dump, from_scales
 from deploy.errors import FeedError
 from deploy.feed.calibrator import CalibratorScript
@@ -211,6 +212,17 @@ def test_script_cache_equals_arrays_cache(name, calibrate, rows, tmp_path):
         assert f"{BATCH} samples for 1 of its 5 batches ({ROWS % BATCH} for" in out
     gone = {"tensorrt", "pycuda", "cuda"} & {module.split(".")[0] for module in sys.modules}
     assert not gone
+
+
+def test_calibrator_class_chooses_method_in_python(small_cnn, rows, tmp_path):
+    script = CalibratorScript(written(CUDART, tmp_path))
+    calibrated = calib8.calibrate(small_cnn, script, targets="tensorrt")
+    assert calibrated.method.name == "minmax"
+    options = {"out": tmp_path / "build", "effort": 0, "duration_s": 0}
+    report = calib8.build(small_cnn, script, **options)
+    assert "since the calibrator" in " ".join(report.notes)
+    report = calib8.build(small_cnn, script, method="mse", **options)
+    assert "since the calibrator" not in " ".join(report.notes)
 
 
 def test_existing_script_cache_is_compared(calibrate, tmp_path):

@@ -12,7 +12,6 @@ from deploy.commands.base import Real, json_option, put_json, quietable
 from deploy.commands.calibration_options import (
     CalibrationArguments,
     calibration_options,
-    choose_samples,
     cluster_options,
     resume_option,
 )
@@ -140,10 +139,9 @@ def build(
 
     calibration.refuse_ignored(targets)
     _refuse_float_without_images(model, images)
-    is_tuned = tuning.level > 0 and tuning.plan is None
-    dataset, method = choose_samples(images, calibration, targets, is_tuned=is_tuned)
+    dataset = images.calibration()
     options = BuildOptions(
-        calibration=calibration.options(cache, method, images, scheduler=scheduler, resume=resume),
+        calibration=calibration.options(cache, images, scheduler=scheduler, resume=resume),
         targets=targets,
         out=out,
         float_model=float_model,

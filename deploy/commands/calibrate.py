@@ -13,7 +13,6 @@ from deploy.commands.base import json_option, quietable
 from deploy.commands.calibration_options import (
     CalibrationArguments,
     calibration_options,
-    choose_samples,
     cluster_options,
     print_calibration,
     resume_option,
@@ -81,7 +80,7 @@ def calibrate(
     from deploy.pipeline.calibration_setup import calibrate_with
 
     calibration.refuse_ignored(targets)
-    dataset, method = choose_samples(images, calibration, targets)
+    dataset = images.calibration()
     if shard is None:
         path = out or Path(f"{model.stem}.cache")
         cache_path = path
@@ -94,7 +93,6 @@ def calibrate(
         name_output(path, "shard", force=calibration.cache.force)
     options = calibration.options(
         cache_path,
-        method,
         images,
         scheduler=scheduler,
         resume=resume,
@@ -170,7 +168,7 @@ def merge(
             "--trust-cache takes a cache as it is, and shards make one; leave one of them out"
         )
     path = out or Path(f"{model.stem}.cache")
-    options = calibration.options(path, calibration.method)
+    options = calibration.options(path)
     resolved_model = resolve_model(model, input_texts, weights)
     calibrated = merge_with(resolved_model, shards, options, targets=targets)
     print_calibration(calibrated, path, verbose=calibration.verbose, json_path=json_path)

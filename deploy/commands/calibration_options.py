@@ -93,7 +93,6 @@ class CalibrationArguments:
     def options(
         self,
         path: Path | None,
-        method: Method | None,
         images: ImageArguments | None = None,
         **command_options: Any,
     ) -> CalibrationOptions:
@@ -101,15 +100,13 @@ class CalibrationArguments:
 
         Args:
             path: of the cache; None leaves it to the command, which may write none.
-            method: how ranges are searched, which the images may decide (`choose_samples`); None
-                for the default one.
             images: the images, for their options; None for a command that takes none.
             command_options: fields of `CalibrationOptions` that are options of one command.
         """
         from deploy.pipeline.build_options import CalibrationOptions
 
         return CalibrationOptions(
-            method=method,
+            method=self.method,
             cache=replace(self.cache, path=path),
             float_nodes=self.keep_float,
             until_stable=None if images is None else images.until_stable,
@@ -276,51 +273,6 @@ def _cluster(address: str, cluster_values: Mapping[str, Any]) -> Cluster:
     threads = click.get_current_context().params.get("threads")
     given_values = {name: value for name, value in cluster_values.items() if value is not None}
     return Cluster(address=address, threads=threads or 1, **given_values)
-
-
-def choose_samples(
-    images: ImageArguments,
-    calibration: CalibrationArguments,
-    targets: Sequence[Target],
-    *,
-    is_tuned: bool = False,
-) -> tuple[Dataset, Method | None]:
-    """Return (the calibration samples, the calibration method; None for the default one).
-
-    Without --method, the base class of a TensorRT calibrator names the method: for example,
-    IInt8EntropyCalibrator2 searches the ranges by entropy.
-
-    Args:
-        images: the images, or the script that returns the calibrator.
-        calibration: options of the calibration.
-        targets: the targets; some search ranges in their own way, whatever the method is.
-        is_tuned: whether methods are to be compared; then the calibrator's is not taken, since a
-            given method is not compared with others.
-    """
-    if not images.script:
-        return images.dataset, calibration.method
-
-    from deploy.feed.calibrator import CalibratorScript
-    from deploy.targets.tensorrt.cache_tools import method_of_calibrator
-
-    script = CalibratorScript(images.script)
-    dataset = replace(images.dataset, source=script)
-    method_and_reason = method_of_calibrator(script)
-    if calibration.method is not None or method_and_reason is None:
-        return dataset, calibration.method
-    # a trusted cache has the ranges already
-    if calibration.cache.trust or all(target.own_method for target in targets):
-        return dataset, None
-
-    method, reason = method_and_reason
-    if is_tuned:
-        script.notes = (
-            f"{script} feeds the images, and the search chooses the method; --effort 0 keeps"
-            f" {method.label}, that of its base class",
-        )
-        return dataset, None
-    script.notes = (reason,)
-    return dataset, method
 
 
 def script_cache_notes(dataset: Dataset, path: Path) -> list[str]:

@@ -264,6 +264,14 @@ class ImageArguments:
     until_stable: float | None = None
     threads: int
 
+    def calibration(self) -> Dataset:
+        """Calibration images, or the batches of the script's calibrator."""
+        if not self.script:
+            return self.dataset
+        from deploy.feed.calibrator import CalibratorScript
+
+        return replace(self.dataset, source=CalibratorScript(self.script))
+
     def evaluation(self, path: str | None) -> Dataset | None:
         """Evaluation images, read as the calibration images; None without a path."""
         from deploy.feed.paths import RawFiles, with_same_format

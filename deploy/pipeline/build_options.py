@@ -34,6 +34,7 @@ from deploy.metrics.precision import GroundTruth
 from deploy.pipeline.results import find_earlier_report
 from deploy.report.verdict import Gates
 from deploy.targets import Target
+from deploy.targets.tensorrt.cache_tools import method_of_calibrator
 from deploy.tasks import Metric, make_metric
 from deploy.tasks.metric import Function
 from deploy.tuning import THIS_CPU
@@ -238,6 +239,11 @@ def prepare_build(
         refuse_calibration_options(loaded.qdq, _calibration_flags(image_source, options))
         options = replace(options, tuning=replace(options.tuning, effort=0))
         evaluation = evaluation or dataset
+    is_tuned = options.has_search and options.tuning.plan is None
+    calibration = with_calibrator_method(
+        options.calibration, dataset, options.targets, is_tuned=is_tuned
+    )
+    options = replace(options, calibration=calibration)
     repairs = _choose_repairs(options)
 
     # the files of an earlier build are refused before the evaluation images are opened
@@ -270,6 +276,47 @@ def prepare_build(
         repairs=repairs,
         duration_s=0.0 if dataset is None else _choose_duration(options),
     )
+
+
+def with_calibrator_method(
+    options: CalibrationOptions,
+    dataset: Dataset | None,
+    targets: Sequence[Target],
+    *,
+    is_tuned: bool = False,
+) -> CalibrationOptions:
+    """Return the options with the method of a TensorRT calibrator, unless the user names one.
+
+    Its base class names the method: for example, IInt8EntropyCalibrator2 searches the ranges by
+    entropy.
+
+    Args:
+        options: options of the calibration.
+        dataset: the images, which may be batches of a calibrator.
+        targets: the targets; some search ranges in their own way, whatever the method is.
+        is_tuned: whether methods are to be compared; then the calibrator's is not taken, since a
+            given method is not compared with others.
+    """
+    script = None if dataset is None else dataset.source
+    if not isinstance(script, CalibratorScript):
+        return options
+    script.notes = ()  # those of an earlier run
+    method_and_reason = method_of_calibrator(script)
+    if options.method is not None or method_and_reason is None:
+        return options
+    # a trusted cache has the ranges already
+    if options.cache.trust or all(target.own_method for target in targets):
+        return options
+
+    method, reason = method_and_reason
+    if is_tuned:
+        script.notes = (
+            f"{script} feeds the images, and the search chooses the method; --effort 0 keeps"
+            f" {method.label}, that of its base class",
+        )
+        return options
+    script.notes = (reason,)
+    return replace(options, method=method)
 
 
 def _choose_repairs(options: BuildOptions) -> tuple[str, ...]:

@@ -50,6 +50,7 @@ from deploy.pipeline.build_options import (
     UserModel,
     find_user_model,
     open_torch_module,
+    with_calibrator_method,
 )
 from deploy.pipeline.calibration_run import (
     CalibrationImages,
@@ -160,6 +161,7 @@ def calibrate_with(
 ) -> CalibrationResult:
     """`calibrate` with its options as one value."""
     loaded = load(model)
+    options = with_calibrator_method(options, dataset, targets)
     return calibrate_loaded(loaded, find_user_model(model), dataset, options, targets=targets)
 
 
