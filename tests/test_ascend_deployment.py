@@ -210,14 +210,27 @@ def test_build_record_reproduces_its_files(small_cnn, built, done, tmp_path):
     assert {f"{stem}_deploy_model.onnx", "report.html"} <= set(manifest["files"])
 
 
-@pytest.mark.parametrize("text", ["", "do_fusion: false", 'skip_fusion_layers: "conv"'])
-def test_fusion_follows_configuration_and_record(text, ascend_build, done, rng, tmp_path):
+@pytest.mark.parametrize(
+    ("operator", "text", "is_folded"),
+    [
+        ("Conv", "", True),
+        ("Conv", "do_fusion: false", False),
+        ("Conv", 'skip_fusion_layers: "layer"', False),
+        ("Gemm", "", False),  # AMCT folds into a Conv only
+    ],
+)
+def test_fusion_follows_configuration_and_record(
+    operator, text, is_folded, ascend_build, done, rng, tmp_path
+):
     """A BatchNormalization is left where either says so; the record gives the files again."""
-    weights = {"w": rng.normal(size=(4, 3, 1, 1)), "s": rng.uniform(2, 3, 4)}
+    sides = (1, 1) if operator == "Conv" else ()
+    options = {} if operator == "Conv" else {"transB": 1}
+    weights = {"w": rng.normal(size=(4, 3, *sides)), "s": rng.uniform(2, 3, 4)}
     weights |= {"b": rng.normal(size=4), "m": rng.normal(size=4), "v": rng.uniform(4, 9, 4)}
-    nodes = [("Conv", "x w", "c", "conv"), ("BatchNormalization", "c s b m v", "y", "bn")]
-    path = save_net(model(nodes, weights, {"x": [1, 3, 4, 4]}), tmp_path / "bn.onnx")
-    np.save(tmp_path / "x.npy", rng.normal(size=(2, 3, 4, 4)).astype(np.float32))
+    norm = ("BatchNormalization", "c s b m v", "y", "bn")
+    nodes = [(operator, "x w", "c", "layer", options), norm]
+    path = save_net(model(nodes, weights, {"x": [1, 3, *sides]}), tmp_path / "bn.onnx")
+    np.save(tmp_path / "x.npy", rng.normal(size=(2, 3, *sides)).astype(np.float32))
     _, out = ascend_build(path, tmp_path / "x.npy", text)
     record = out / "bn_record.txt"
     done("deploy", path, record, "-o", tmp_path / "d")
@@ -225,7 +238,7 @@ def test_fusion_follows_configuration_and_record(text, ascend_build, done, rng, 
         model_path = tmp_path / "d" / f"bn_{ending}"
         assert model_path.read_bytes() == (out / f"bn_{ending}").read_bytes()
         norms = [n for n in onnx.load(model_path).graph.node if n.op_type == "BatchNormalization"]
-        assert len(norms) == bool(text)
+        assert len(norms) == (not is_folded)
         assert all(n.domain == "" for n in norms)
     if text:  # the record may say so by itself, as AMCT's does
         record_text = record.read_text().replace("  value {", "  value {\n    skip_fusion: true")

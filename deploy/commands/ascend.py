@@ -310,7 +310,8 @@ def _say_result(result: AutoCalibration, model: Path) -> None:
         config_path = path_by_name[FINAL]
         say(
             f"The report and the atc script: calib8 build {quote(str(built_model))} --target ascend"
-            f" --ascend-config {quote(str(config_path))}, with the same --images."
+            f" --ascend-config {quote(str(config_path))}, with the same options of the images"
+            " (--images, --preprocess, --limit ...)."
         )
 
 

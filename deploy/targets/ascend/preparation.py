@@ -137,12 +137,12 @@ def unfuse_batchnorms(
     return prepare_model(model)
 
 
-def find_unfolded_deconvs(model: onnx.ModelProto) -> list[str]:
-    """Return the ConvTranspose nodes before a BatchNormalization, which AMCT does not fold."""
+def find_unfolded_layers(model: onnx.ModelProto) -> list[str]:
+    """Return the layers before a BatchNormalization that AMCT does not fold: all but a Conv."""
     from deploy.frontends.affine import NORM
 
     nodes = model.graph.node
-    name_by_output = {n.output[0]: n.name for n in nodes if n.op_type == "ConvTranspose"}
+    name_by_output = {n.output[0]: n.name for n in nodes if n.op_type in ("ConvTranspose", "Gemm")}
     norm_inputs = [node.input[0] for node in nodes if node.op_type == NORM]
     return [name_by_output[tensor] for tensor in norm_inputs if tensor in name_by_output]
 

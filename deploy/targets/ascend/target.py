@@ -39,7 +39,7 @@ from deploy.targets.ascend.preparation import (
     decide_precisions,
     describe_algorithms,
     disable_layers,
-    find_unfolded_deconvs,
+    find_unfolded_layers,
     find_weight_sharers,
     make_default_plan,
     prepare_model,
@@ -462,16 +462,16 @@ class Ascend:
         model, graph = prepare_model(subject.model)
         config = self._resolve_config(graph, subject)
         model_key = FOLDED  # models with equal keys share their stored statistics
-        unfolded_deconvs = []
-        if self.configured:  # with a configuration of AMCT, which folds none into a ConvTranspose
-            unfolded_deconvs = find_unfolded_deconvs(subject.unfolded.model)
-        if not config.do_fusion or config.skip_fusion_layers or unfolded_deconvs:
-            model, graph = unfuse_batchnorms(subject, config, unfolded=unfolded_deconvs)
+        unfolded_layers = []
+        if self.configured:  # with a configuration of AMCT, which folds into a Conv only
+            unfolded_layers = find_unfolded_layers(subject.unfolded.model)
+        if not config.do_fusion or config.skip_fusion_layers or unfolded_layers:
+            model, graph = unfuse_batchnorms(subject, config, unfolded=unfolded_layers)
             # again for the new layers, on which the defaults and the checks depend
             config = self._resolve_config(graph, subject)
             unfused_names = ["all"]
             if config.do_fusion:
-                unfused_names = [*config.skip_fusion_layers, *unfolded_deconvs]
+                unfused_names = [*config.skip_fusion_layers, *unfolded_layers]
             model_key = f"unfused {', '.join(unfused_names)}"
         return RecordPlan(
             model=model,
