@@ -304,12 +304,19 @@ def test_named_plan_applies_to_other_images(arguments, default, model, build, no
 
 
 @pytest.mark.slow
-def test_plan_figures_do_not_count_added_float_nodes(default, model, build, no_trials):
-    plan = default.out / "calib8/spoiled.plan.toml"
-    built = build(model, "--target", "ascend", "--plan", plan, "--keep-float", "/mid/Conv")
+@pytest.mark.parametrize("is_configured", [False, True])
+def test_plan_figures_do_not_count_added_float_layers(
+    is_configured, default, model, build, tmp_path
+):
+    config, plan = tmp_path / "a.cfg", default.out / "calib8/spoiled.plan.toml"
+    config.write_text('skip_layers: "/mid/Conv"')
+    options = ("--plan", plan, "--keep-float", "/mid/Conv")
+    if is_configured:
+        options = ("--effort", 1, "--ascend-config", config)
+    built = build(model, "--target", "ascend", *options)
     (row,) = built.report["targets"]
     assert not any(split.get("taken") for split in row["search"]["front"])
-    assert "before 1 more node" in row["search"]["settled"]
+    assert "1 more layer" in row["search"]["settled"]
     assert "In int8       " in built.output and " nodes " in built.output
 
 

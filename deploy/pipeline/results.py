@@ -22,6 +22,7 @@ from deploy.files.manifest import sha256
 from deploy.files.staging import Stage
 from deploy.frontends import LoadedModel
 from deploy.graph.index import module_paths
+from deploy.graph.placement import WEIGHTED
 from deploy.machine import this_machine
 from deploy.metrics.levels import measure_loss
 from deploy.pipeline.measure import Figures
@@ -35,6 +36,7 @@ from deploy.report.parts import (
     FileRow,
     GroupRow,
     ModelPart,
+    NodeRow,
     RequestPart,
     SearchPart,
     TargetPart,
@@ -530,11 +532,13 @@ def _target_part(
     observations = calibration.observations_by_target.get(result.target, ())
     # nothing that this target needs was observed in this run: the cache had all of it
     has_reused_statistics = set(calibration.observed_now).isdisjoint(observations)
+    nodes = node_rows(result.decisions, calibration.loaded.model)
     search = None
     if planned is not None and planned.plan.settled:  # a text; "" if nothing was searched
         settled, front = planned.plan.settled, tuple(split_rows(planned.plan))
-        if planned.added_floats:  # then no split of the plan was built as it is
-            settled += f", before {counted(len(planned.added_floats), 'more node')} became float"
+        added_count = _count_added_floats(front, nodes)
+        if added_count:  # then no split of the plan was built as it is
+            settled += f"; {counted(added_count, 'more layer')} built in float"
             front = tuple(replace(split, taken=False) for split in front)
         search = SearchPart(
             reused=planned.reused, probes=planned.probes, settled=settled, front=front
@@ -545,7 +549,7 @@ def _target_part(
         method=result.method,
         options=result.options,
         reused=has_reused_statistics and not error,
-        nodes=node_rows(result.decisions, calibration.loaded.model),
+        nodes=nodes,
         tensors=clip_rows(calibration, result, layers),
         weights=weight_rows(result.weights),
         layers=layers,
@@ -592,6 +596,16 @@ def _search_notes(planned: PlannedTarget) -> Iterator[str]:
         yield planned.note
     if planned.plan.failed:
         yield f"the search was made without some of its trials: {planned.plan.failed}"
+
+
+def _count_added_floats(front: Sequence[SplitRow], nodes: Sequence[NodeRow]) -> int:
+    """Return how many layers were built in float beside those of the split that was taken.
+
+    Such as those of `--keep-float` with another's plan, or of a target's own configuration.
+    """
+    int8_layers = [node for node in nodes if node.op in WEIGHTED and node.quantized]
+    planned_counts = [split.layers - split.float_layers for split in front if split.taken]
+    return max(0, sum(planned_counts) - len(int8_layers))
 
 
 def split_rows(plan: TargetPlan) -> Iterator[SplitRow]:

@@ -45,8 +45,6 @@ class PlannedTarget:
         searched: whether the plan comes from a search, this one or an earlier one.
         probes: number of trials.
         note: note on an existing plan that was not used; "" for none.
-        added_floats: nodes that the user keeps in float beside those of a plan that was reused,
-            whose figures are without them.
     """
 
     plan: TargetPlan
@@ -54,7 +52,6 @@ class PlannedTarget:
     searched: bool = True
     probes: int = 0
     note: str = ""
-    added_floats: frozenset[str] = frozenset()
 
 
 def plan_target(
@@ -91,12 +88,7 @@ def plan_target(
     if earlier is not None and _is_followed(options, earlier, digest):
         _check_names(request, earlier)
         _check_precision(target, request, earlier)
-        added_floats: frozenset[str] = frozenset()
-        if earlier.made_from != digest:  # else its search had them in float too
-            kept_nodes = request.subject.float_nodes
-            added_floats = frozenset(kept_nodes).difference(earlier.choices.float_nodes)
-        plan = _with_pinned(earlier, pinned)
-        return PlannedTarget(plan=plan, reused=True, added_floats=added_floats)
+        return PlannedTarget(plan=_with_pinned(earlier, pinned), reused=True)
 
     # no search without effort, nor where the user's plan has nothing for this target
     if options.level == 0 or options.plan is not None:
