@@ -808,6 +808,13 @@ def test_the_tool_writes_batches(tool, photos, tmp_path):
 def test_wrong_tool_calls_print_one_line(tool, tmp_path):
     golden = GOLDEN / "legacy.cache"
     (tmp_path / "odd.f32").write_bytes(b"abc")
+    np.float32(np.inf).tofile(tmp_path / "infinite.f32")
+    calibrate_infinite = [
+        "calibrate",
+        f"--tensor=a={tmp_path}/infinite.f32",
+        "--version=8.5.3",
+        "-o",
+    ]
     for arguments, sentence in [
         (["frobnicate"], "is no command"),
         (["show"], "takes CACHE"),
@@ -818,6 +825,7 @@ def test_wrong_tool_calls_print_one_line(tool, tmp_path):
         (["relabel", golden, "--version"], "--version needs a value"),
         (["calibrate", "--tensor", "a", "--version=8.5.3", "-o", "x"], "must read NAME=FILE.f32"),
         (["calibrate", f"--tensor=a={tmp_path}/odd.f32", "-o", "x"], "must hold raw float32"),
+        ([*calibrate_infinite, tmp_path / "x"], "tensor 'a': a search needs finite values, got 0"),
         (["calibrate", "--version=8.5.3", "-o", tmp_path / "x"], "at least one scale, got none"),
         (["calibrate", "--method=x"], "a search is one of mse, minmax, percentile, entropy"),
         (["calibrate", "--percent=99"], "--percent is for --method percentile, got 'mse'"),

@@ -11,6 +11,7 @@
 #include "calib8/files.hpp"
 #include "calib8/histogram.hpp"
 #include "calib8/searches.hpp"
+#include "calib8/text.hpp"
 #include "feed_options.hpp"
 
 namespace {
@@ -37,7 +38,8 @@ constexpr const char* kHelp =
     "                                several inputs one --input each\n";
 
 void print(const Json& json) {
-  std::cout << json.dump(2, ' ', false, Json::error_handler_t::replace) << "\n";
+  std::cout << json.dump(2, ' ', false, Json::error_handler_t::replace) << "\n" << std::flush;
+  if (!std::cout) throw ExportError("the result cannot be written to standard output");
 }
 
 int show(const ArgumentList& argument_list) {
@@ -101,6 +103,16 @@ std::vector<float> read_floats(const std::string& path) {
   return values;
 }
 
+// Calls `action`, and names the tensor in its errors.
+template <typename Action>
+auto with_tensor_name(const std::string& name, Action action) {
+  try {
+    return action();
+  } catch (const CalibrationError& error) {
+    throw CalibrationError("tensor " + text::repr(name) + ": " + error.what());
+  }
+}
+
 using Tensors = std::vector<std::pair<std::string, Histogram>>;
 
 // The histogram of this name, started by its first batch.
@@ -144,12 +156,16 @@ int calibrate(const ArgumentList& argument_list) {
     }
     const std::string name = text.substr(0, equals);
     const std::vector<float> values = read_floats(text.substr(equals + 1));
-    Histogram& histogram = find_or_start_histogram(tensors, name, values, search);
-    histogram.observe(values.data(), values.size());
+    with_tensor_name(name, [&] {
+      Histogram& histogram = find_or_start_histogram(tensors, name, values, search);
+      histogram.observe(values.data(), values.size());
+    });
   }
   NamedScales scales;
   for (const auto& [name, histogram] : tensors) {
-    scales.emplace_back(name, search.scale(histogram).symmetric());
+    const Histogram& values = histogram;
+    scales.emplace_back(name,
+                        with_tensor_name(name, [&] { return search.scale(values); }).symmetric());
   }
   const CacheOptions options{arguments.required("version")};
   files::write(arguments.required("out"), cache_from_scales(scales, options).dump());

@@ -68,6 +68,14 @@ mode_t current_umask() {
   throw FeedError(text::printable(path.string()) + " cannot be read: " + reason);
 }
 
+// Whether a rename to `path` would replace a pipe or a device. /dev/stdout may lead to a plain file, which
+// must not be replaced either.
+bool is_device(const std::filesystem::path& path, const std::filesystem::path& folder) {
+  std::error_code error;
+  return std::filesystem::is_other(path, error) ||
+         std::filesystem::canonical(folder, error) == "/dev";
+}
+
 // Looked at before and after it is opened: to open a pipe is to wait for it, a device has no end.
 void require_regular(const std::filesystem::path& path, int error, const struct ::stat& state) {
   if (error != 0) refuse_to_read(path, error_text(errno));
@@ -112,6 +120,10 @@ void write(const std::filesystem::path& path, std::string_view data) {
   const std::filesystem::path folder = path.has_parent_path() ? path.parent_path() : ".";
   std::error_code error;
   std::filesystem::create_directories(folder, error);
+  if (is_device(path, folder)) {
+    throw ExportError(path.string() +
+                      " must be a file to write to, got a device; give another path");
+  }
   std::string name = (folder / (".calib8-XXXXXX-" + path.filename().string())).string();
   const auto suffix = static_cast<int>(path.filename().string().size() + 1);
   const Descriptor file(::mkstemps(name.data(), suffix));

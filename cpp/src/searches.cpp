@@ -45,6 +45,11 @@ Histogram Search::start(const float* first, std::size_t count) const {
 }
 
 Scale Search::scale(const Histogram& histogram) const {
+  if (histogram.infinite() > 0 || histogram.total() == 0) {
+    throw CalibrationError("a search needs finite values, got " +
+                           std::to_string(histogram.total()) + " and " +
+                           std::to_string(histogram.infinite()) + " infinite ones");
+  }
   if (name_ == "minmax") return minmax(histogram);
   if (name_ == "percentile") return percentiles::scale(histogram, percent_);
   if (name_ == "mse") return mse::scale(histogram);

@@ -135,6 +135,8 @@ TEST_CASE("a pipe, a device or a folder is no file, and is not waited for") {
     CHECK_THROWS_WITH(files::read(path), Catch::EndsWith(kPipe));
     CHECK_THROWS_AS(read_cache(path), CacheError);
   }
+  CHECK_THROWS_WITH(files::write(folder / "pipe", "x"), Catch::Contains("got a device"));
+  CHECK(std::filesystem::is_fifo(folder / "pipe"));
   CHECK_THROWS_WITH(files::read(folder / "none"), Catch::EndsWith("No such file or directory"));
   save_calibration(folder / "a.cache", kCache, fingerprint());
   std::filesystem::remove(folder / "a.cache");

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 #include <random>
 
 #include "calib8/errors.hpp"
@@ -44,6 +45,14 @@ TEST_CASE("zeros have a range of 0, and nothing has none") {
   for (const std::string& name : Search::names()) {
     CHECK(Search(name).scale(zeros).amax == 0.0);
     CHECK_THROWS_AS(Search(name).scale(Histogram()), calib8::CalibrationError);
+  }
+}
+
+TEST_CASE("infinite values are refused, as by Python") {
+  const Histogram overflowed = of({1.0F, INFINITY, -INFINITY});
+  for (const std::string& name : Search::names()) {
+    CHECK_THROWS_WITH(Search(name).scale(overflowed),
+                      "a search needs finite values, got 1 and 2 infinite ones");
   }
 }
 

@@ -19,7 +19,8 @@ inline constexpr std::uintmax_t kMaxTextBytes = std::uintmax_t{64} << 20U;  // f
 std::string read(const std::filesystem::path& path, std::uintmax_t max_bytes = kMaxBytes);
 
 // Writes a temporary file in the same folder, calls fsync, and renames it once, so that a crash at any
-// moment leaves either the old bytes or the new ones. Throws ExportError.
+// moment leaves either the old bytes or the new ones. Throws ExportError: it cannot be written, or is a pipe or a
+// device.
 void write(const std::filesystem::path& path, std::string_view data);
 
 }  // namespace calib8::files

@@ -32,7 +32,8 @@ class Search {
   // An empty histogram for the search; `first` is the first batch of the tensor.
   Histogram start(const float* first, std::size_t count) const;
 
-  // Statistics of one tensor -> its clip range. Throws CalibrationError on an empty histogram.
+  // Statistics of one tensor -> its clip range. Throws CalibrationError on an empty histogram, or one
+  // with infinite values.
   Scale scale(const Histogram& histogram) const;
 
  private:
