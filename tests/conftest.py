@@ -96,7 +96,10 @@ def save_small_cnn(path: Path) -> Path:
         "w4": (10, 512),
         "b4": 10,
     }
-    weights = {n: rng.normal(scale=0.05 if n == "w4" else 0.3, size=s) for n, s in shapes.items()}
+    weights = {}
+    for name, shape in shapes.items():
+        scale = 0.05 if name == "w4" else 0.3
+        weights[name] = rng.normal(scale=scale, size=shape)
     ends = {"x": ["batch", 3, 16, 16]}, {"logits": ["batch", 10]}
     return save_net(make_model(nodes, *ends, as_float32(weights)), path)
 

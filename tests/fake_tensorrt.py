@@ -541,7 +541,7 @@ def _session(model):
 def _cast(feed, session):
     """int32 to int64 where this version knows no int64."""
     wide = {i.name for i in session.get_inputs() if i.type == "tensor(int64)"}
-    return {name: x.astype(np.int64) if name in wide else x for name, x in feed.items()}
+    return feed | {name: feed[name].astype(np.int64) for name in feed if name in wide}
 
 
 # Plans
@@ -668,10 +668,10 @@ class EngineInspector:
     def get_engine_information(self, format):
         assert format == LayerInformationFormat.JSON
         layers = self.engine.head["layers"]
-        layer_texts = [
-            _describe_layer(layer) if self.engine.head["detailed"] else layer["name"]
-            for layer in layers
-        ]
+        if self.engine.head["detailed"]:
+            layer_texts = [_describe_layer(layer) for layer in layers]
+        else:
+            layer_texts = [layer["name"] for layer in layers]
         key = "Bindings" if VERSION < (11,) else "I/O Tensors"
         return json.dumps({"Layers": layer_texts, key: [name for name, *_ in self.engine.tensors]})
 

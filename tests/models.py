@@ -72,6 +72,15 @@ def as_float32(weights):
     return {name: np.asarray(value, np.float32) for name, value in weights.items()}
 
 
+def rename_tensor(model, old, new):
+    """Rename a tensor wherever a node reads or writes it."""
+    for node in model.graph.node:
+        for names in (node.input, node.output):
+            for index, name in enumerate(names):
+                if name == old:
+                    names[index] = new
+
+
 def save_net(model, path) -> Path:
     """Save the model and return its path."""
     onnx.save(model, path)

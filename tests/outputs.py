@@ -47,6 +47,14 @@ def same_task(outputs, inputs=None, ends=None):
     return None if task is None else task.name
 
 
+def change_all(samples, change):
+    """The samples' outputs, each array after `change`."""
+    changed = []
+    for outputs in samples:
+        changed.append({name: change(array) for name, array in outputs.items()})
+    return changed
+
+
 def scene(number, objects=6, classes=5):
     """What one picture shows: anchors of the grid that see an object, their class."""
     made = np.random.default_rng(number)
@@ -98,9 +106,12 @@ def turned(number, by=0.0):
 def split_yolo(number, boxes="rows", scores="rows"):
     """YOLO's boxes and scores in outputs of their own, either turned."""
     value = v8(number)["output0"]
-    parts = {"boxes": value[:, :4], "scores": value[:, 4:]}
-    lies = {"boxes": boxes, "scores": scores}
-    return {n: v if lies[n] == "turned" else v.swapaxes(1, 2) for n, v in parts.items()}
+    outputs = {"boxes": value[:, :4], "scores": value[:, 4:]}
+    layouts = {"boxes": boxes, "scores": scores}
+    for name in outputs:
+        if layouts[name] != "turned":
+            outputs[name] = outputs[name].swapaxes(1, 2)
+    return outputs
 
 
 def gated(number, raw=False, maps=False, classes=1):

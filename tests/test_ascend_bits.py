@@ -17,7 +17,7 @@ from deploy.targets.ascend.executor import open_deploy
 from deploy.targets.ascend.float16 import find_float16_tensors, to_float16
 from deploy.targets.ascend.recipe import bit_width_notes
 from deploy.targets.ascend.record import read_record
-from tests.models import make_model, make_value, read_markdown
+from tests.models import make_model, make_value, read_markdown, rename_tensor
 from tests.test_ascend_models import CASES as MODEL_CASES
 from tests.test_ascend_models import ulps
 from tests.vendor_models import save_net
@@ -72,8 +72,12 @@ def tensors(model):
 
 def kinds(model):
     """node -> operator and, of an AscendQuant, type."""
-    nodes = [n for n in model.graph.node if n.op_type != "Constant"]
-    return {n.name: (n.op_type, *(a.s for a in n.attribute if a.name == "dst_type")) for n in nodes}
+    kind_by_node = {}
+    for node in model.graph.node:
+        if node.op_type != "Constant":
+            types = [a.s for a in node.attribute if a.name == "dst_type"]
+            kind_by_node[node.name] = (node.op_type, *types)
+    return kind_by_node
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -494,9 +498,7 @@ def test_final_cast_may_share_input_name(files, tmp_path):
     """As onnxconverter_common names it with keep_io_types: the fake-quant model did not load."""
     model = onnx.load(HALF)
     (end,) = model.graph.output
-    for node in model.graph.node:
-        node.output[:] = ["end" if name == end.name else name for name in node.output]
-        node.input[:] = ["end" if name == end.name else name for name in node.input]
+    rename_tensor(model, end.name, "end")
     model.graph.node.append(helper.make_node("Cast", ["end"], [end.name], name="end", to=F32))
     end.type.tensor_type.elem_type = F32
     onnx.save(model, tmp_path / "cast.onnx")

@@ -172,10 +172,14 @@ def ran(model):
 
 def describe_node(node):
     """Operator and attributes; of an attribute that is a tensor, its bytes, whatever its form."""
-    return node.op_type, {
-        a.name: numpy_helper.to_array(a.t).tobytes() if a.t.ByteSize() else a.SerializeToString()
-        for a in node.attribute
-    }
+    bytes_by_attribute = {}
+    for attribute in node.attribute:
+        if attribute.t.ByteSize():
+            attribute_bytes = numpy_helper.to_array(attribute.t).tobytes()
+        else:
+            attribute_bytes = attribute.SerializeToString()
+        bytes_by_attribute[attribute.name] = attribute_bytes
+    return node.op_type, bytes_by_attribute
 
 
 def same_array(a, b):

@@ -392,11 +392,12 @@ def test_mapping_names_the_source_of_nodes(folder):
     assert originals["relu1"] == ["relu1"]
     assert originals["fc"] == ["fc"]
     assert originals["fc.dequant"] == ["plus"]
-    keys = {"origin_name": "s", "origin_output_index": "i"}.items()
-    outputs = {
-        name: [tuple(value(shown, key)[kind] for key, kind in keys) for shown in e["output_desc"]]
-        for name, e in entry_by_node.items()
-    }
+    outputs = {}
+    for name, entry in entry_by_node.items():
+        outputs[name] = []
+        for tensor in entry["output_desc"]:
+            origin = value(tensor, "origin_name")["s"], value(tensor, "origin_output_index")["i"]
+            outputs[name].append(origin)
     assert outputs["conv1.dequant"] == [("BatchNormalization_1", 0)]
     assert outputs["conv1"] == []
     assert outputs["fc.dequant"] == [("plus", 0)]

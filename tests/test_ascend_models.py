@@ -134,7 +134,8 @@ def test_the_model_to_observe_is_amcts(default):
     weights = {n: r.scale_w for n, r in records}
     mine = observation_model(model, graph.layers, config, weights, {})
     amct = onnx.load(CASES / "small_default" / "modified.onnx")
-    tensors = [{t.name: t for t in m.graph.initializer} for m in (mine, amct)]
+    tensors = [{t.name: t for t in mine.graph.initializer}]
+    tensors.append({t.name: t for t in amct.graph.initializer})
     nodes = {n.name: n for n in amct.graph.node}
     for name in ("pw", "up", "fc1", "fc2"):
         a = numpy_helper.to_array(tensors[0][graph.layers[name].weight])

@@ -420,7 +420,9 @@ def test_integers_and_floats_agree(op, all_inputs, asymmetric, padded, seed):
     (real,) = OrtSession.open(model, threads=1).run(feed).values()
     np.testing.assert_array_equal(got, fake)
     scales = [float(record.scale_d) for record in calibration.records.values()]
-    maxima = [0 if asymmetric else float(feed[names[index]].max()) for index in indices]
+    maxima = [0.0] * len(indices)
+    if not asymmetric:
+        maxima = [float(feed[names[index]].max()) for index in indices]
     bounds = [max(0.51 * s, above - 127 * s) for s, above in zip(scales, maxima, strict=True)]
     assert np.abs(got - real).max() <= sum(bounds) + 1e-6
 

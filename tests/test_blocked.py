@@ -54,9 +54,11 @@ def state(model, tensors, samples, *statistics, threads=1):
         Observation(variant, name, statistic) for name in tensors for statistic in statistics
     ]
     observed = observe(observations, samples, threads=threads)
-    return [
-        {n: v.tolist() for n, v in observed.recorder(o).to_arrays().items()} for o in observations
-    ]
+    states = []
+    for observation in observations:
+        arrays = observed.recorder(observation).to_arrays()
+        states.append({name: values.tolist() for name, values in arrays.items()})
+    return states
 
 
 @pytest.fixture

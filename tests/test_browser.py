@@ -7,6 +7,7 @@ from functools import partial
 from itertools import cycle, pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from deploy.metrics.accuracy import Accuracy
@@ -90,39 +91,40 @@ def weight_row(name, i):
 
 def target_part(name, text, tensors):
     """A target of so many tensors; one in 10 without an SQNR, one NaN."""
-    sqnr_values = [
-        None if i % 10 == 9 else math.nan if i == 4 else 60 - i % 50 for i in range(tensors)
-    ]
-    rows = tuple(
-        parts.TensorRow(
-            name=f"{text}.{i % 22}/cv{i % 3}/conv_{i}_output_0",
-            observed_min=-1.5 * i - 1,
-            observed_max=4.25 + i,
-            lo=-1.0,
-            hi=2.0 + i,
-            amax=2.0 + i,
-            method="percentile",
-            clipped=0.001 * (i % 40),
-            sqnr_db=db,
-            histogram=HISTOGRAM if i < 5 else None,
+    rows = []
+    for i in range(tensors):
+        sqnr_db = 60 - i % 50
+        if i % 10 == 9:
+            sqnr_db = None
+        elif i == 4:
+            sqnr_db = math.nan
+        rows.append(
+            parts.TensorRow(
+                name=f"{text}.{i % 22}/cv{i % 3}/conv_{i}_output_0",
+                observed_min=-1.5 * i - 1,
+                observed_max=4.25 + i,
+                lo=-1.0,
+                hi=2.0 + i,
+                amax=2.0 + i,
+                method="percentile",
+                clipped=0.001 * (i % 40),
+                sqnr_db=sqnr_db,
+                histogram=HISTOGRAM if i < 5 else None,
+            )
         )
-        for i, db in enumerate(sqnr_values)
-    )
     figures = {"cosine_mean": 0.99, "cosine_min": 0.9, "max_abs_error": 1.0}
     sqnr_values = [row for row in rows if row.sqnr_db is not None]
     layers = tuple(
         OutputAccuracy(name=row.name, sqnr_db=row.sqnr_db, **figures) for row in sqnr_values
     )
     float_ops = ("Shape", "Unsqueeze", "ConstantOfShape", "Sigmoid", "Resize", "Softmax", "Add")
-    nodes = tuple(
-        parts.NodeRow(
-            name=f"{text}/node_{i}",
-            op=op if i % 3 else "Conv",
-            reason=f"{op} of {text}",
-            precision="float32" if i % 3 else "int8",
-        )
-        for i, op in zip(range(tensors), cycle(float_ops))
-    )
+    nodes = []
+    for i, op in zip(range(tensors), cycle(float_ops)):
+        reason = f"{op} of {text}"
+        is_float = i % 3 > 0
+        kind, precision = (op, "float32") if is_float else ("Conv", "int8")
+        node = parts.NodeRow(name=f"{text}/node_{i}", op=kind, reason=reason, precision=precision)
+        nodes.append(node)
     split = partial(parts.SplitRow, layers=40, size=0.3, figure=text, level="good")
     front = tuple(
         split(number=i, float_layers=i, time=0.5 + i / 20, sqnr_db=20.0 + i, taken=i == 1)
@@ -131,8 +133,8 @@ def target_part(name, text, tensors):
     return parts.TargetPart(
         name=name,
         method="percentile",
-        nodes=nodes,
-        tensors=rows,
+        nodes=tuple(nodes),
+        tensors=tuple(rows),
         layers=layers,
         files=(
             parts.FileRow(role="int8 engine", path=f"out/{text}.onnx", size_bytes=3 << 20),
@@ -146,7 +148,7 @@ def target_part(name, text, tensors):
 
 def make_report(text="/model", *, engines=2, targets=1, tensors=40):
     """A report with every part, in which the text stands wherever a name may."""
-    names = [f"t{i}" if targets > 1 else "onnxruntime" for i in range(targets)]
+    names = ["onnxruntime"] if targets == 1 else [f"t{i}" for i in range(targets)]
     rows = [dataclasses.replace(FLOAT_ROW, size_bytes=12 << 20, latency=latency(2.0))]
     rows += [
         parts.EngineRow(
@@ -323,9 +325,9 @@ def contrast(ink, card):
 
 
 def luminance(colour):
-    shares = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
-    linear = [s / 12.92 if s <= 0.04045 else ((s + 0.055) / 1.055) ** 2.4 for s in shares]
-    return sum(w * s for w, s in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    shares = np.array([int(part) / 255 for part in re.findall(r"\d+", colour)[:3]])
+    linear = np.where(shares <= 0.04045, shares / 12.92, ((shares + 0.055) / 1.055) ** 2.4)
+    return float(linear @ (0.2126, 0.7152, 0.0722))
 
 
 def test_main_sections_open_others_folded(show):

@@ -492,7 +492,10 @@ def expected_of_two():
 
 
 def values(samples):
-    return [{name: (a.dtype, a.tobytes()) for name, a in sample.items()} for sample in samples]
+    contents = []
+    for sample in samples:
+        contents.append({name: (a.dtype, a.tobytes()) for name, a in sample.items()})
+    return contents
 
 
 @pytest.mark.parametrize("put", PUTS)

@@ -112,9 +112,10 @@ def theirs(cpp, tmp_path):
 
 def difference(mine, its):
     """Return the difference of two outcomes as text; empty where they agree."""
-    if isinstance(mine, dict) or isinstance(its, dict):
-        shown = [result if isinstance(result, dict) else result.shape for result in (mine, its)]
-        return "" if shown[0] == shown[1] and isinstance(mine, dict) else f"{shown}"
+    if isinstance(mine, dict) and isinstance(its, dict):
+        return "" if mine == its else f"{mine} {its}"
+    if isinstance(mine, dict) or isinstance(its, dict):  # one of them failed
+        return f"{getattr(mine, 'shape', mine)} {getattr(its, 'shape', its)}"
     if mine.shape != its.shape:
         return f"{mine.shape} {its.shape}"
     max_difference = int(np.abs(mine.astype(int) - its).max())
@@ -296,7 +297,8 @@ def resizes():
     """(pixels, new size): noise, checks and ramps; smaller, larger, by whole numbers, by little."""
     rng = np.random.default_rng(4)
     for index in range(40):
-        height, width = (int(v) for v in rng.integers(1, 90 if index % 5 else 400, 2))
+        max_side = 90 if index % 5 else 400
+        height, width = rng.integers(1, max_side, 2).tolist()
         pixels = rng.integers(0, 256, (height, width, (1, 3)[index % 2]), np.uint8)
         if index % 4 == 1:
             pixels = (pixels // 128) * np.uint8(255)

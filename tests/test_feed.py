@@ -76,7 +76,8 @@ def test_folder_is_read_recursively_and_sorted(photos):
     feed = open_feed(photos, [IMAGE])
     assert feed.names == ("a.JPG", "b.png", "e f.Png", "sub/c.jpeg", "sub/deep/d.bmp")
     assert len(feed) == 5
-    samples, second_samples = ([s["image"] for s in collect(feed)] for _ in range(2))
+    samples = [sample["image"] for sample in collect(feed)]
+    second_samples = [sample["image"] for sample in collect(feed)]
     assert [(s.shape, s.dtype) for s in samples] == [((1, 3, 16, 20), np.float32)] * 5
     assert [s.tobytes() for s in second_samples] == [s.tobytes() for s in samples]
     assert feed.labels is None

@@ -54,15 +54,13 @@ OPSETS = range(7, onnx.defs.onnx_opset_version() + 1)
 
 def net(op, *constants, opset, shape=IMAGE, outputs=1, kind=F32, **attributes):
     """One node on x; each constant an array, "" for none, or the name of another tensor."""
-    initializers = {
-        f"k{number}": np.asarray(constant)
-        for number, constant in enumerate(constants)
-        if not isinstance(constant, str)
-    }
-    input_names = [
-        constant if isinstance(constant, str) else f"k{number}"
-        for number, constant in enumerate(constants)
-    ]
+    initializers, input_names = {}, []
+    for number, constant in enumerate(constants):
+        if isinstance(constant, str):
+            input_names.append(constant)
+        else:
+            input_names.append(f"k{number}")
+            initializers[f"k{number}"] = np.asarray(constant)
     output_names = [f"y{number}" for number in range(outputs)]
     nodes = [make_node(op, ["x", *input_names], output_names, name="one", **attributes)]
     signature = (
@@ -158,7 +156,8 @@ def test_older_opset_computes_the_same(case):
 @pytest.mark.parametrize("op", ["LayerNormalization", "RMSNormalization"])
 def test_norms_over_the_last_axes(rng, op, axis):
     shape = IMAGE[axis:]
-    constants = [rng.normal(size=shape).astype(F) for _ in range(2 if op[0] == "L" else 1)]
+    constant_count = 2 if op[0] == "L" else 1
+    constants = [rng.normal(size=shape).astype(F) for _ in range(constant_count)]
     model = net(op, *constants, opset=24, axis=axis, epsilon=1e-3)
     operators = check_lowering(model, 17 if op[0] == "R" else 13, tolerance=1e-4)
     assert "ReduceMean" in operators
@@ -611,8 +610,10 @@ def test_newest_opset_is_lowered_to_onnxruntime():
 
 def list_domains(folder):
     """The operator sets of every model below a folder."""
-    models = map(onnx.load, folder.rglob("*.onnx"))
-    return [[entry.domain for entry in model.opset_import] for model in models]
+    domains = []
+    for path in folder.rglob("*.onnx"):
+        domains.append([entry.domain for entry in onnx.load(path).opset_import])
+    return domains
 
 
 def test_unused_domains_reach_no_file(tmp_path):
@@ -765,8 +766,13 @@ WITH_AXES = dict(sorted(find_operators_with_axes()))
 def test_operator_with_axes_runs_beside_int8(operator, axes, opset, mode):
     axes = list({axis % 4: axis for axis in axes}.values())
     values = AXES.get(operator, lambda axes: [I64(axes)])(axes)
-    constants = {f"k{n}": value for n, value in enumerate(values) if not isinstance(value, str)}
-    inputs = ["c", *(f"k{n}" if f"k{n}" in constants else "" for n in range(len(values)))]
+    constants, inputs = {}, ["c"]
+    for number, value in enumerate(values):
+        if isinstance(value, str):
+            inputs.append("")
+        else:
+            inputs.append(f"k{number}")
+            constants[f"k{number}"] = value
     attributes = {"axes": axes} if WITH_AXES[operator] else {}
     if operator == "Pad":
         attributes["mode"] = mode

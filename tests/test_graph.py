@@ -84,9 +84,10 @@ def test_node_names_by_output_or_index(model):
     copy = edit.copy_message(model)
     edit.name_nodes(model.graph)
     edit.name_nodes_by_index(copy.graph)
-    names = [[node.name for node in m.graph.node] for m in (model, copy)]
-    assert names[0] == ["Constant_five", "Add_a", "mine", "If_y"]
-    assert names[1] == ["Constant_0", "Add_1", "mine", "If_3"]
+    names_by_output = [node.name for node in model.graph.node]
+    names_by_index = [node.name for node in copy.graph.node]
+    assert names_by_output == ["Constant_five", "Add_a", "mine", "If_y"]
+    assert names_by_index == ["Constant_0", "Add_1", "mine", "If_3"]
 
 
 def test_index_lists_inputs_constants_and_readers(model):

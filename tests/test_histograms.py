@@ -229,7 +229,8 @@ def test_batch_size_changes_no_histogram(small_cnn, tmp_path):
         batches = [samples[start : start + size] for start in range(0, 8, size)]
         report = build(small_cnn, batches, out=tmp_path / str(size), **PLAIN)
         targets.append(report.targets[0])
-    single, batched = ({row.name: row.histogram for row in t.tensors} for t in targets)
+    single = {row.name: row.histogram for row in targets[0].tensors}
+    batched = {row.name: row.histogram for row in targets[1].tensors}
     assert all(single.values())
     assert single == batched
     assert targets[0].weights == targets[1].weights
@@ -266,21 +267,15 @@ def test_page_of_200_tensors_is_small(built_report):
         start=-1.23456789, width=0.0456789, counts=counts, others=other_ranges
     )
     weight = built_report["targets"][0]["weights"][0] | {"worst": (100, 200, 300)}
-    rows = tuple(
-        make_row(
-            name=f"/backbone/stage.{n // 10}/block.{n % 10}/conv/Conv_output_0",
-            sqnr_db=20.0 + n,
-            clipped=0.001,
-            histogram=part if n < report_rows.MAX_HISTOGRAMS else None,
-        )
-        for n in range(200)
-    )
     strip = tuple(0.1234 + n / 1000 for n in range(96))
-    weights = tuple(
-        parts.WeightRow(**weight | {"node": row.name, "strip": strip if n < 6 else ()})
-        for n, row in enumerate(rows)
-    )
-    target = parts.TargetPart(name="onnxruntime", tensors=rows, weights=weights)
+    rows, weights = [], []
+    for n in range(200):
+        name = f"/backbone/stage.{n // 10}/block.{n % 10}/conv/Conv_output_0"
+        histogram = part if n < report_rows.MAX_HISTOGRAMS else None
+        rows.append(make_row(name=name, sqnr_db=20.0 + n, clipped=0.001, histogram=histogram))
+        weight_strip = strip if n < 6 else ()
+        weights.append(parts.WeightRow(**weight | {"node": name, "strip": weight_strip}))
+    target = parts.TargetPart(name="onnxruntime", tensors=tuple(rows), weights=tuple(weights))
     page = to_html(Report(targets=(target,)))
     assert page.count('class="hist"') == report_rows.MAX_HISTOGRAMS
     assert len(page.encode()) < 450_000

@@ -150,14 +150,14 @@ def test_inputs_are_compared_with_norms(wrong_input):
         nodes.append(("BatchNormalization", f"{tensor} one zero zero one", f"{name}/n"))
     net = make_model(nodes, shapes, {f"{name}/n": None for name in shapes}, constants)
     draw_normal = np.random.default_rng(0).normal
-    rows = [
-        {
-            input_name: draw_normal(0, 1000 if input_name == wrong_input else 1, shapes[input_name])
-            for input_name in shapes
-        }
-        for _ in range(4)
-    ]
-    messages = check_input_samples([as_float32(row) for row in rows], None, net)
+    samples = []
+    for _ in range(4):
+        sample = {}
+        for input_name, shape in shapes.items():
+            spread = 1000 if input_name == wrong_input else 1
+            sample[input_name] = draw_normal(0, spread, shape)
+        samples.append(as_float32(sample))
+    messages = check_input_samples(samples, None, net)
     assert len(messages) == (wrong_input != "")
     assert all("has another unit" in message for message in messages)
 

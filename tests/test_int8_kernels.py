@@ -81,8 +81,8 @@ DENSE = {
 
 def build_engine(nodes, constants, shape, folder, *options, batch="n"):
     """The engine of a model, the first of its samples, and what the report says of it."""
-    tensors = {n: v if v.dtype in (np.int64, bool) else np.float32(v) for n, v in constants.items()}
-    model = make_model(nodes, {"x": [batch, *shape]}, {"y": None}, tensors, opset=17)
+    floats = {n: np.float32(v) for n, v in constants.items() if v.dtype not in (np.int64, bool)}
+    model = make_model(nodes, {"x": [batch, *shape]}, {"y": None}, constants | floats, opset=17)
     x = np.random.default_rng(2).normal(size=(12, *shape)).astype(np.float32)
     out = build_net(model, x, folder, "--accept", "--effort", 0, *options)
     return out / "net.int8.onnx", x[:1], read_target(out)

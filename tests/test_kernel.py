@@ -300,7 +300,8 @@ def arrays(seed):
 
 
 def test_group_counts_like_single_histograms(counting_kernel):
-    expected, grouped = ([Histogram() for _ in arrays(0)] for _ in range(2))
+    expected = [Histogram() for _ in arrays(0)]
+    grouped = [Histogram() for _ in arrays(0)]
     group = HistogramGroup(grouped)
     for seed in range(3):
         for histogram_, x in zip(expected, arrays(seed), strict=True):

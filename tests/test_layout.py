@@ -247,7 +247,9 @@ def test_wheel_holds_all_packages():
             parts = path.parent.relative_to(ROOT).parts
             if not any(part.startswith(".") for part in parts):
                 packages.add(".".join(parts))
-    included = {p for p in packages if any(fnmatch.fnmatchcase(p, pattern) for pattern in patterns)}
+    included = set()
+    for pattern in patterns:
+        included |= {*fnmatch.filter(packages, pattern)}
     assert {name.split(".")[0] for name in included} == {"calib8", "calibrators", "deploy"}
     # every folder of modules is found: a missing __init__.py would drop it from the wheel
     folders = {path.parent for path in MODULES.values()}

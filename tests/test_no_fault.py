@@ -190,7 +190,7 @@ def test_closed_folder_is_refused(small_cnn, pictures, tmp_path, tmp_path_factor
     ]
     need_torch = ("deploy.fx", "deploy.standins.torch_on_cpu", "deploy.__", "calib8.__")
     modules = [name for name in house.modules(ROOT) if not name.startswith(need_torch)]
-    tries = [[str(word) for word in arguments] for arguments in tries]
+    tries = [[*map(str, arguments)] for arguments in tries]
     for folder in (tmp_path, *tmp_path.parents, pictures, pictures.parent, small_cnn.parent):
         if folder.is_relative_to(base) or folder.name.startswith("pytest-"):
             folder.chmod(0o755)

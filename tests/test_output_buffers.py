@@ -145,10 +145,11 @@ def test_buffers_change_no_observation(model, threads, monkeypatch):
 
         observed = observe(observations, feed, threads=threads, on_outputs=record_outputs)
         assert len(outputs_by_sample) == len(feed)
-        arrays = [observed.recorder(o).to_arrays() for o in observations]
-        return outputs_by_sample, [
-            {k: v.tobytes() for k, v in arrays_of_tensor.items()} for arrays_of_tensor in arrays
-        ]
+        statistics = []
+        for observation in observations:
+            arrays = observed.recorder(observation).to_arrays()
+            statistics.append({name: values.tobytes() for name, values in arrays.items()})
+        return outputs_by_sample, statistics
 
     with_buffers = run_pass()
     monkeypatch.setattr(taps, "MOST_BYTES", -1)

@@ -29,8 +29,11 @@ def numbers(classes, anchors):
 
 def several(rng, *makers):
     """Four samples of rows below each other."""
-    samples = ([make(rng) for make in makers] for _ in range(4))
-    return [np.concatenate(rows, axis=1).astype(np.float32) for rows in samples]
+    samples = []
+    for _ in range(4):
+        rows = [make(rng) for make in makers]
+        samples.append(np.concatenate(rows, axis=1).astype(np.float32))
+    return samples
 
 
 def labels(samples):
@@ -125,7 +128,7 @@ def compared(references, candidates, batch, form=None):
 )
 def test_values_are_weighted_by_cell_scores(value, gate, cells, preprocess):
     """A pitch where nobody speaks is arbitrary: 14 dB of it said nothing, and kept layers float."""
-    value, gate, cells = ([int(side) for side in text.split()] for text in (value, gate, cells))
+    value, gate, cells = ([*map(int, text.split())] for text in (value, gate, cells))
     low, high = 0.001, 0.98
     # of few numbers the mean could be subtracted
     mean_value = {"unit": 0.5, "few": 200}.get(preprocess, 0)
@@ -311,9 +314,8 @@ def test_batch_size_keeps_the_task(rng, batch):
     references = [rng.uniform(0, 1, (1, 22, 300)).astype(np.float32) for _ in range(8)]
     references = [reference / reference.sum(axis=1, keepdims=True) for reference in references]
     references = [reference[..., 0] for reference in references]  # probabilities [1, 22]
-    candidates = [
-        reference[:, ::-1].copy() if n % 3 else reference for n, reference in enumerate(references)
-    ]
+    candidates = [reference[:, ::-1].copy() for reference in references]
+    candidates[::3] = references[::3]
     result = compared(references, candidates, batch).task
     assert result == compared(references, candidates, 1).task
     assert result.task == "classes"

@@ -19,7 +19,8 @@ POOL = "m = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (r)"
 def make(nodes, weights, *, shape=(1, 4, 8, 8), opset=13):
     """A model x -> y of ONNX's text; a tuple of sizes stands for random weights."""
     rng = np.random.default_rng(0)
-    weights = {n: rng.normal(size=w) if isinstance(w, tuple) else w for n, w in weights.items()}
+    random_weights = {n: rng.normal(size=w) for n, w in weights.items() if isinstance(w, tuple)}
+    weights = weights | random_weights
     arguments = ({"x": shape}, {"y": None}, as_float32(weights))
     return onnx.shape_inference.infer_shapes(
         make_model(parse_nodes(nodes), *arguments, opset=opset)

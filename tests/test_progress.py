@@ -240,8 +240,9 @@ def test_closed_stderr_ends_only_the_progress(monkeypatch, ticking):
 
 def test_steps_of_threads_are_all_counted():
     with show_progress(), phase("a call", 4000) as step, ThreadPoolExecutor(4) as pool:
-        for future in [pool.submit(lambda: [step() for _ in range(1000)]) for _ in range(4)]:
-            future.result()
+        for _ in range(4):
+            pool.submit(lambda: [step() for _ in range(1000)])
+        pool.shutdown()
         assert terminal._REPORTER.get().phases[-1].done == 4000
 
 

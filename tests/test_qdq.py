@@ -54,9 +54,8 @@ def test_quantized_model_is_valid_and_close(calibrated, placement):
     quantized = write_qdq(model, analyse(model, placement), scales)
     assert model.SerializeToString(deterministic=True) == original_bytes
     onnx.checker.check_model(quantized, full_check=True)
-    expected, outputs = (
-        np.concatenate([run_net(net, s["x"])[0] for s in samples]) for net in (model, quantized)
-    )
+    expected = np.concatenate([run_net(model, sample["x"])[0] for sample in samples])
+    outputs = np.concatenate([run_net(quantized, sample["x"])[0] for sample in samples])
     noise = ((expected - outputs) ** 2).sum() / (expected**2).sum()
     assert 0 < noise < 10 ** (-25 / 10)
 

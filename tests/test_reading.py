@@ -618,11 +618,13 @@ MAX_BYTES_PER_IMAGE = (
 
 @given(st.lists(st.text(st.characters(), max_size=12), max_size=9), st.booleans())
 def test_file_list_holds_its_files(given_names, labelled):
-    labels = [number * 7 for number in range(len(given_names))] if labelled else None
-    listing = FileList("there", given_names, labels or ())
+    labels = [None] * len(given_names)
+    if labelled:
+        labels = [number * 7 for number in range(len(given_names))]
+    listing = FileList("there", given_names, labels if labelled else ())
     expected = [
-        ImageFile(Path("there") / name, name, None if labels is None else labels[number])
-        for number, name in enumerate(given_names)
+        ImageFile(Path("there") / name, name, label)
+        for name, label in zip(given_names, labels, strict=True)
     ]
     assert list(listing) == expected
     assert len(listing) == len(expected)

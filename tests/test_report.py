@@ -844,10 +844,9 @@ def test_content_policy_names_script_and_style():
 
 
 def test_long_tables_count_unprinted_rows():
-    short_page, long_page = (
-        to_html(target_report(tensors=tuple(tensor(f"t{i}", 1.0) for i in range(rows))))
-        for rows in (blocks.PRINTED, blocks.PRINTED + 1)
-    )
+    rows = tuple(tensor(f"t{i}", 1.0) for i in range(blocks.PRINTED + 1))
+    short_page = to_html(target_report(tensors=rows[:-1]))
+    long_page = to_html(target_report(tensors=rows))
     assert "not printed" not in short_page
     assert '<p class="unprinted">and <span>1</span> more rows' in long_page
 

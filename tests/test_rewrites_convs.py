@@ -350,7 +350,9 @@ def tiled_net(tmp_path, monkeypatch):
     """
 
     def build(shape, attributes, *arguments, **options) -> onnx.ModelProto:
-        sizes = [s if isinstance(s, int) else 7 for s in options.get("sizes", (6, 5))]
+        sizes = []
+        for size in options.get("sizes", (6, 5)):
+            sizes.append(size if isinstance(size, int) else 7)
         x = np.random.default_rng(4).normal(size=(6, 16, *sizes))
         build_arguments = ("--effort", 0, "--accept", *arguments)
         return onnx.load(

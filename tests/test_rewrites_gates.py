@@ -83,8 +83,10 @@ def with_fused_gates(model: onnx.ModelProto, graph: Graph | None = None) -> onnx
 
 
 def precisions(model: onnx.ModelProto, placement=ONNXRUNTIME, **options) -> dict[str, str]:
-    decisions = analyse(load(model).model, placement, **options).decisions
-    return {d.node: d.reason if not d.quantized else "int8" for d in decisions}
+    precision_by_node = {}
+    for decision in analyse(load(model).model, placement, **options).decisions:
+        precision_by_node[decision.node] = "int8" if decision.quantized else decision.reason
+    return precision_by_node
 
 
 def build_int8(model: onnx.ModelProto, folder: Path, *options: str) -> onnx.ModelProto:

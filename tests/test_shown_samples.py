@@ -72,7 +72,8 @@ def test_drawn_boxes_equal_the_count():
 
 def test_shown_samples_include_an_agreeing_one():
     full = scene(*(row(10 * n) for n in range(8)))
-    worse = [(full, scene(*(row(10 * n) for n in range(8 - lost)))) for lost in range(1, 7)]
+    rows = [row(10 * n) for n in range(8)]
+    worse = [(full, scene(*rows[:-lost])) for lost in range(1, 7)]
     shown = tally_pairs([(full, full), *worse]).shown()
     assert [sample.number for sample in shown] == [6, 5, 4, 0]
     assert len(shown) == MAX_SHOWN

@@ -30,7 +30,7 @@ from deploy.pipeline import evaluate
 from deploy.targets import TARGETS
 from deploy.targets.onnxruntime.target import OnnxRuntime
 from deploy.tuning.search_options import Tuning
-from tests.models import as_float32, make_model, read_markdown, save_net
+from tests.models import as_float32, make_model, read_markdown, rename_tensor, save_net
 
 UNIT = Preprocess(size=(16, 16))
 QUICK = {"preprocess": UNIT, "duration_s": 0, "tuning": Tuning(effort=0)}
@@ -897,9 +897,7 @@ def test_arrays_from_pipe_are_refused(name, file_name, run, saved_model, tmp_pat
 def rename_file(saved_model, old, new, path):
     """Save a model of which a tensor has another name."""
     changed = onnx.load(saved_model)
-    for node in changed.graph.node:
-        node.input[:] = [new if name == old else name for name in node.input]
-        node.output[:] = [new if name == old else name for name in node.output]
+    rename_tensor(changed, old, new)
     for value in changed.graph.input:
         value.name = new if value.name == old else value.name
     return save_net(changed, path)

@@ -1,6 +1,7 @@
 """States that a model feeds itself: found or named, carried in sequences, their errors measured."""
 
 import json
+from functools import partial
 
 import numpy as np
 import onnx
@@ -281,8 +282,7 @@ def test_states_are_found_by_names(pairs, found):
     assert find_states(inputs, outputs) == expected
     others = [TensorSpec(spec.name, "float32", (1, 9)) for spec in outputs]
     assert find_states(inputs, others) == {}
-    pictures = [
-        [TensorSpec(spec.name, "float32", (1, 3, 8, 8)) for spec in specs]
-        for specs in (inputs, outputs)
-    ]
-    assert find_states(*pictures) == {}
+    picture = partial(TensorSpec, dtype="float32", shape=(1, 3, 8, 8))
+    picture_inputs = [picture(spec.name) for spec in inputs]
+    picture_outputs = [picture(spec.name) for spec in outputs]
+    assert find_states(picture_inputs, picture_outputs) == {}

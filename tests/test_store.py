@@ -145,9 +145,8 @@ def test_stored_bytes_ignore_observation_order(tmp_path):
     observations = [observation(s, t) for s in (HistogramOf(), IfmrOf()) for t in "abc"]
     save_and_load(tmp_path / "one", observations)
     save_and_load(tmp_path / "two", observations[::-1])
-    sorted_bytes, reversed_bytes = (
-        [p.read_bytes() for p in store.sidecars(tmp_path / n)] for n in ("one", "two")
-    )
+    sorted_bytes = [path.read_bytes() for path in store.sidecars(tmp_path / "one")]
+    reversed_bytes = [path.read_bytes() for path in store.sidecars(tmp_path / "two")]
     assert sorted_bytes == reversed_bytes
 
 

@@ -13,7 +13,7 @@ from deploy.tasks.detections import Detections, match_detections, suppress_overl
 from deploy.tasks.detector import CODINGS, BoxCoding
 from deploy.tensors import TensorSpec
 from tests import outputs as forms
-from tests.outputs import GRID, SIZE, fed, figure, rng, same_task, scene, v8, yolo
+from tests.outputs import GRID, SIZE, change_all, fed, figure, rng, same_task, scene, v8, yolo
 
 
 def v5(number):
@@ -49,11 +49,15 @@ def without(outputs, number, lost, rows):
 
 def changed(outputs, **changes):
     """Each sample's outputs with what these functions make of those of a name."""
-    return [one | {k: change(one[k]) for k, change in changes.items()} for one in outputs]
+    samples = []
+    for sample in outputs:
+        changed_outputs = {name: change(sample[name]) for name, change in changes.items()}
+        samples.append(sample | changed_outputs)
+    return samples
 
 
 def broken(outputs):
-    return [{name: value * np.nan for name, value in one.items()} for one in outputs]
+    return change_all(outputs, lambda value: value * np.nan)
 
 
 @pytest.mark.parametrize(("form", "rows"), [(v8, 1), (v5, -1), (yolox, -1), (tall, -1)])
@@ -263,7 +267,8 @@ def ssd(number, classes=4, raw=False, last=False, lost=0):
 @pytest.mark.parametrize("classes", [2, 4])
 def test_anchors_whose_boxes_cannot_be_told_match_by_place(classes, raw, last):
     """Boxes, and the key points of faces, count where the background is unlikely."""
-    references, candidates = ([ssd(n, classes, raw, last, k) for n in range(4)] for k in (0, 2))
+    references = [ssd(n, classes, raw, last, 0) for n in range(4)]
+    candidates = [ssd(n, classes, raw, last, 2) for n in range(4)]
     form, found = figure(references, candidates)
     assert "by anchor" in form.task.form
     assert found.words.startswith("24 of 32 boxes of FP32 kept, 0 new")
@@ -294,7 +299,7 @@ def test_heads_of_several_anchors_a_cell_match_by_anchor(raw, joined):
     form, found = figure(references, candidates)
     assert "4 classes, boxes matched by anchor" in form.task.form
     assert found.words.startswith("24 of 36 boxes of FP32 kept, 0 new")
-    features = [{k: rng().standard_normal(v.shape) for k, v in one.items()} for one in references]
+    features = change_all(references, lambda value: rng().standard_normal(value.shape))
     assert same_task(features) is None
 
 
@@ -347,7 +352,8 @@ def test_distributions_of_distances_are_boxes_level_by_level(maps):
     assert figure(references, narrow, inputs)[1].value == 0
     moved = changed(references, box8=lambda v: np.roll(v, bins, axis=1 if maps else 2))
     assert figure(references, moved, inputs)[1].value < 0.9
-    silent = [{k: v * k.startswith("box") for k, v in one.items()} for one in references]
+    scores = [name for name in references[0] if not name.startswith("box")]
+    silent = changed(references, **dict.fromkeys(scores, lambda v: v * 0))
     assert figure(references, silent, inputs)[1].value == 0  # nothing left of any level
 
 

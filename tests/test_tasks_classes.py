@@ -32,7 +32,7 @@ from tests.models import (
     run_net,
     save_net,
 )
-from tests.outputs import compare, fed, figure, rng, same_task, softmax
+from tests.outputs import change_all, compare, fed, figure, rng, same_task, softmax
 
 
 def test_equal_best_classes_are_counted():
@@ -47,12 +47,10 @@ def test_equal_best_classes_are_counted():
 
 
 def test_best_classes_are_those_of_the_largest_output():
-    made = rng()
-    sizes = {"y": 20, "z": 2}
-    references = [
-        {name: softmax(made.standard_normal((1, size)) * 4) for name, size in sizes.items()}
-        for _ in range(10)
-    ]
+    generator, references = rng(), []
+    for _ in range(10):
+        large, small = generator.standard_normal((1, 20)), generator.standard_normal((1, 2))
+        references.append({"y": softmax(large * 4), "z": softmax(small * 4)})
     _, found = figure(references, references)
     assert found.words.endswith("FP32's top-1 class, 20 among the best 5")
 
@@ -65,7 +63,8 @@ def task_of_four(make):
 def test_outputs_are_compared_with_each_other_only_where_they_are_few():
     raw = [rng().standard_normal((1, 20)) * 4 for _ in range(4)]
     for copies, task in ((63, "classes"), (64, None)):
-        outputs = [{"y": softmax(x), **{f"raw{n}": x for n in range(copies)}} for x in raw]
+        names = [f"raw{n}" for n in range(copies)]
+        outputs = [{"y": softmax(x), **dict.fromkeys(names, x)} for x in raw]
         assert same_task(outputs) == task
 
 
@@ -155,16 +154,19 @@ def test_seven_raw_scores_are_more_than_a_pose_has_numbers():
         assert same_task(outputs) == task
 
 
+def task_of_rows(rows):
+    return same_task([{"y": row[None].astype(np.float32)} for row in rows])
+
+
 def test_angles_with_usual_values_are_seldom_taken_for_classes():
     """Three raw scores may be classes as well: what each usually is tells nothing of either."""
-    made = rng()
-    poses = made.normal([[[3, -18, 1]]], [[[20, 10, 8]]], (100, 4, 3)).astype(np.float32)
-    taken = [same_task([{"y": one[None]} for one in own]) for own in poses]
-    assert taken.count(None) >= 65 and set(taken) <= {None, "classes"}
-    scores = made.normal(0, 6, (100, 8, 3))
+    generator = rng()
+    poses = generator.normal([[[3, -18, 1]]], [[[20, 10, 8]]], (100, 4, 3))
+    tasks = [task_of_rows(angles) for angles in poses]
+    assert tasks.count(None) >= 65 and set(tasks) <= {None, "classes"}
+    scores = generator.normal(0, 6, (100, 8, 3))
     scores -= scores.mean(axis=2, keepdims=True)
-    taken = [same_task([{"y": one[None].astype(np.float32)} for one in own]) for own in scores]
-    assert taken == ["classes"] * 100
+    assert [task_of_rows(rows) for rows in scores] == ["classes"] * 100
 
 
 def test_embeddings_keep_their_neighbours():
@@ -301,7 +303,10 @@ def anything(made):
         return np.asarray(makers[kind](tuple(shape)))
 
     pairs = list(zip(shapes, kinds, strict=True))
-    return [{f"o{n}": one(*pair) for n, pair in enumerate(pairs)} for _ in range(5)]
+    samples = []
+    for _ in range(5):
+        samples.append({f"o{number}": one(*pair) for number, pair in enumerate(pairs)})
+    return samples
 
 
 FORMS = {
@@ -320,7 +325,7 @@ FORMS = {
 def test_a_candidate_of_other_shapes_keeps_nothing(form):
     references = [FORMS[form](n) for n in range(4)]
     for cut in (np.s_[:, :0], np.s_[..., :0], np.s_[:0], np.s_[:, 1:, 1:]):
-        others = [{name: value[cut] for name, value in one.items()} for one in references]
+        others = change_all(references, lambda value, cut=cut: value[cut])
         assert figure(references, others)[1].value == 0
 
 
@@ -408,7 +413,7 @@ def said(small_cnn):
     ],
 )
 def test_labels_of_a_model_that_ranks_its_classes(ranking, judged, said, outputs, k):
-    wrong = [(label + 1) % 10 if n < 6 else label for n, label in enumerate(said)]
+    wrong = [(label + 1) % 10 for label in said[:6]] + [*said[6:]]
     _, _, found = judged(ranking(outputs, k), wrong)
     assert found["top1_reference"] == pytest.approx((SAMPLES - 6) / SAMPLES)
     assert abs(found["top1_candidate"] - found["top1_reference"]) <= 3 / SAMPLES
@@ -430,8 +435,10 @@ def test_without_labels_the_places_tell_how_many_are_alike(ranking, judged, outp
 
 @pytest.mark.parametrize(("names", "by", "alike"), [("vi", 0, True), ("vi", 1, False), ("i", 0, 0)])
 def test_samples_of_other_places_are_not_alike_though_all_values_are_sure(names, by, alike):
-    rows = [{"v": np.float32([[1, 0]]), "i": np.array([[9, n * by]])} for n in range(8)]
-    rows = [{name: row[name] for name in names} for row in rows]
+    rows = []
+    for n in range(8):
+        row = {"v": np.float32([[1, 0]]), "i": np.array([[9, n * by]])}
+        rows.append({name: row[name] for name in names})
     figures = Comparison(StoredOutputs(rows[0]), StoredOutputs(rows[0]))
     for row in rows:
         figures.add(fed(), row, row)

@@ -236,8 +236,11 @@ def test_maps_of_an_argmax_are_segmentation(shape, end, task):
 def test_a_noisy_map_of_class_numbers_is_compared_as_classes():
     rng = np.random.default_rng(0)
     maps = [rng.integers(0, 5, (1, 64, 64)) for _ in range(4)]
-    changed = [np.where(rng.random(one.shape) < 0.1, 4 - one, one) for one in maps]
-    references, candidates = ([{"y": one} for one in own] for own in (maps, changed))
+    references, candidates = [], []
+    for classes in maps:
+        is_noise = rng.random(classes.shape) < 0.1
+        references.append({"y": classes})
+        candidates.append({"y": np.where(is_noise, 4 - classes, classes)})
     form, found = figure(references, candidates, [fed((64, 64))] * 4, {"y": "classes"})
     assert "% of pixels of FP32's class" in found.words and not form.parts
 

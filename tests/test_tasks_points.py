@@ -14,7 +14,7 @@ from deploy.tasks import Metric
 from deploy.tasks.declarations import Declaration
 from deploy.tasks.detector import AnchorGrid
 from tests.models import as_float32, make_model, make_value, run_command, save_net
-from tests.outputs import fed, same_task
+from tests.outputs import change_all, fed, same_task
 from tests.outputs import figure as outputs_figure
 
 SIZE, POINTS = (64, 48), 6  # height, width of the picture
@@ -65,15 +65,15 @@ def test_points_within_two_pixels_are_kept(fine, soft):
     far = moved(moved=5, among=2)
     _, found = figure(references, far, SIZE)
     assert found.words == "20 of 30 key points of FP32 within 2 pixels"
-    broken = [{k: v * np.nan for k, v in one.items()} for one in far]
-    cut = [{k: v[..., 1:] for k, v in one.items()} for one in references]
+    broken = change_all(far, lambda value: value * np.nan)
+    cut = change_all(references, lambda value: value[..., 1:])
     assert [figure(references, other, SIZE)[1].value for other in (broken, cut)] == [0, 0]
 
 
 def test_points_that_fp32_does_not_see_do_not_count():
     references = [outputs(n) for n in range(4)]
     seen = (np.arange(POINTS) > 1)[:, None] * 1.0
-    hidden = [{k: v * seen for k, v in one.items()} for one in references]
+    hidden = change_all(references, lambda value: value * seen)
     tally = derive_form(references, inputs=[fed(SIZE)] * 4).task.tally()
     for pair in zip(hidden, references, strict=True):
         tally.add(fed(SIZE), *pair)
@@ -86,7 +86,7 @@ def test_other_pairs_are_no_points():
     assert figure(turned, turned, SIZE)[0].outputs == ("b", "a")
     assert task_of(pairs, SIZE) == "key points" and task_of(pairs, (64, 64)) is None
     assert task_of([{"x": one["x"]} for one in pairs], SIZE) != "key points"
-    three_rows = [{name: value[:, :3] for name, value in one.items()} for one in pairs]
+    three_rows = change_all(pairs, lambda value: value[:, :3])
     assert task_of(three_rows, SIZE) is None
 
 
@@ -171,8 +171,9 @@ def test_points_that_fp32_is_not_sure_of_do_not_count(more, own):
         beside = {} if own else {"sure": np.float32(seen)[None]}
         return {"y": laid(value, flat=False), **beside}
 
-    hows = {}, {"moved": 9}, {"seen": sure * 0 + sure[0]}
-    references, far, lost = ([outputs(n, **how) for n in range(4)] for how in hows)
+    references = [outputs(n) for n in range(4)]
+    far = [outputs(n, moved=9) for n in range(4)]
+    lost = [outputs(n, seen=sure * 0 + sure[0]) for n in range(4)]
     metric = Metric(None, declared=Declaration(ends={"sure": "sigmoid"}))
     form = derive_form(references, inputs=[fed(PICTURE)] * 4, metric=metric)
     for candidates, count in ((far, "64 of 64"), (lost, "0 of 64")):
@@ -182,7 +183,9 @@ def test_points_that_fp32_is_not_sure_of_do_not_count(more, own):
         assert tally.result().count == count
     places, scores = ("y[..., 0:2]", "y[..., 2:3]") if own else ("y", "sure")
     assert form.parts[0].label == f"{places} weighted by {scores}"
-    batch = {name: np.concatenate([one[name] for one in references]) for name in references[0]}
+    batch = {}
+    for name in references[0]:
+        batch[name] = np.concatenate([sample[name] for sample in references])
     told, given = (form.parts[0].of(one["y"]) for one in (form.prepare(batch, {}, batch), batch))
     weights = (told / given).reshape(4, MESH, -1)
     assert weights[:, :8].max() < 0.06 and weights[:, 8:].min() > 0.9
@@ -213,8 +216,10 @@ def test_flat_points_of_varying_length_are_refused():
 
 
 def flagged(number, *probabilities, raw=False, **how):
-    values = [np.log(p / (1 - p)) if raw else p for p in probabilities]
-    return {**output(number, **how), **{f"p{n}": np.float32([[p]]) for n, p in enumerate(values)}}
+    values = np.float32(probabilities)
+    if raw:
+        values = np.log(values / (1 - values))
+    return output(number, **how) | {f"p{n}": value[None, None] for n, value in enumerate(values)}
 
 
 def test_presence_is_a_single_probability():

@@ -86,10 +86,10 @@ def test_classes_of_steps_are_counted(how, classes):
     best = [spoken(n, classes) for n in range(4)]
     lost = [one.copy() for one in best]
     lost[1][10:22] = 0  # silence in the place of what was said
-    references, candidates = (
-        [{"y": SPELLED[how](framed(one, classes)).astype(np.float32)} for one in texts]
-        for texts in (best, lost)
-    )
+    references, candidates = [], []
+    for samples, texts in ((references, best), (candidates, lost)):
+        for text in texts:
+            samples.append({"y": SPELLED[how](framed(text, classes)).astype(np.float32)})
     form, found = figure(references, candidates, [{"sound": np.zeros((1, 60, 80))}] * 4)
     assert form.task.form == f"y: {classes} classes a step"
     assert found.task == "steps" and found.figure == "steps alike"
@@ -174,11 +174,11 @@ def test_values_of_steps_are_compared_by_their_side(shape):
 
 
 def test_one_probability_a_sample_is_on_a_side_of_a_half():
-    said = [{"y": np.array([[0.97 if n % 4 == 1 else 0.02]])} for n in range(16)]
+    said = [{"y": np.array([[share]])} for share in [0.02, 0.97, 0.02, 0.02] * 4]
     for inputs in (None, SOUND * 4):  # a wake word's, or whether a picture is upside down
         form, same = figure(said, said, inputs)
         assert form.task.name == "steps" and same.value == 1
-        quiet = [{"y": one["y"] * (0.5 if n == 1 else 1)} for n, one in enumerate(said)]
+        quiet = [said[0], {"y": said[1]["y"] * 0.5}, *said[2:]]
         _, found = figure(said, quiet, inputs)
         assert found.words == "15 of 16 scores on FP32's side of 0.5"
         assert figure(said, [{"y": one["y"] * np.nan} for one in said], inputs)[1].value == 0
@@ -496,8 +496,10 @@ def test_of_a_state_that_int8_does_not_touch_nothing_adds_up(decibel, told):
 
 
 def sampled(count=4, **shapes):
-    made = np.random.default_rng(2)
-    return [{name: made.normal(size=size) for name, size in shapes.items()} for _ in range(count)]
+    generator, samples = np.random.default_rng(2), []
+    for _ in range(count):
+        samples.append({name: generator.normal(size=size) for name, size in shapes.items()})
+    return samples
 
 
 def test_pictures_and_what_is_fed_alone_are_no_states():

@@ -14,7 +14,7 @@ import pytest
 
 from deploy import terminal
 from deploy.errors import Calib8Error
-from tests.models import make_node, save_net
+from tests.models import make_node, rename_tensor, save_net
 
 ROOT = Path(__file__).parent.parent
 
@@ -144,9 +144,8 @@ def hostile(small_cnn, tmp_path):
     """The small model with hostile names of a tensor, of nodes and of its file."""
     model = onnx.load(small_cnn)
     tensor = HOSTILE.replace("\x00", "")
+    rename_tensor(model, "r2", tensor)
     for node in model.graph.node:
-        node.input[:] = [tensor if name == "r2" else name for name in node.input]
-        node.output[:] = [tensor if name == "r2" else name for name in node.output]
         node.name = f"{node.name}{tensor}"
     return save_net(model, tmp_path / f"m{tensor}.onnx")
 

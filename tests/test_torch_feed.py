@@ -499,7 +499,9 @@ def test_named_inputs_are_calibrated_and_built(nets, command, tmp_path):
 def test_unknown_input_names_are_refused(nets, refusal, name, names, reason):
     with pytest.raises(ConfigError, match=reason):
         model_inputs.accept_named_inputs(load_module(f"{nets}:{name}"), names)
-    arguments = [w for n in names for w in ("--input", f"{n}=1x2" if n else "1x2")]
+    arguments = []
+    for name_of_input in names:
+        arguments += ["--input", f"{name_of_input}=1x2" if name_of_input else "1x2"]
     err = refusal("profile", f"{nets}:{name}", *arguments)
     assert "forward" in err or "twice" in err
 

@@ -658,7 +658,7 @@ def test_qat_command_trains_scales(tmp_path, run):
         done = run.ok("qat", f"{TRAINING}:twice", "--ranges", ranges, *options)
         assert f"ranges by mse, {ranges}" in done
         tables[ranges] = re.findall(r"^(\w+) +([\d.e-]+) +\d+$", done, re.M)
-    names = [[name for name, _ in table] for table in tables.values()]
-    assert names[0] == names[1]
-    assert len(names[0]) == 2
-    assert all(a != b for a, b in zip(*tables.values(), strict=True))
+    kept, learned = (dict(table) for table in tables.values())
+    assert [*kept] == [*learned]
+    assert len(kept) == 2
+    assert all(kept[name] != learned[name] for name in kept)

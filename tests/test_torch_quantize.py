@@ -136,8 +136,12 @@ def test_prepared_model_has_the_target_sites(resnet, batches):
 
 def sites(prepared):
     """Quantized tensor -> (who reads it so, its quantizer)."""
-    quants = [n for n in prepared.graph.nodes if str(n.target).startswith("quant_")]
-    return {n.args[0].name: ({user.name for user in n.users}, n.target) for n in quants}
+    readers_by_tensor = {}
+    for node in prepared.graph.nodes:
+        if str(node.target).startswith("quant_"):
+            readers = {user.name for user in node.users}
+            readers_by_tensor[node.args[0].name] = readers, node.target
+    return readers_by_tensor
 
 
 @pytest.mark.slow
@@ -220,8 +224,11 @@ def test_shared_range_spans_all_tensors():
 @pytest.mark.slow
 def test_scales_are_equal_in_every_run(converted_and_exported, resnet, batches):
     tables = {name: scale_table(converted_and_exported(name)[0]) for name in TARGETS}
-    zeros = {name: {zero for _, _, zero in table} for name, table in tables.items()}
-    assert all(scale > 0 for table in tables.values() for _, scale, _ in table)
+    zeros = {}
+    for target, table in tables.items():
+        _, scales, zero_points = zip(*table, strict=True)
+        assert min(scales) > 0
+        zeros[target] = {*zero_points}
     assert zeros["tensorrt"] == {0}
     assert min(len(zeros[t]) for t in ("onnxruntime", "ascend")) > 1
     relu = {name: zero for name, _, zero in tables["ascend"]}

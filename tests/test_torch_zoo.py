@@ -136,7 +136,15 @@ def rows(path, net, target):
     copies = {"Resize"} if target == "onnxruntime" else set()
     means = {MEAN} if target == "onnxruntime" else set()
     node_rows = QdqModel(path).rows((LAYERS | OTHER_OPERATORS | adds | means) - copies)
-    return [("GlobalAveragePool", *row[1:]) if row[0] == MEAN else row for row in node_rows]
+    return with_operator(node_rows, MEAN, "GlobalAveragePool")
+
+
+def with_operator(node_rows, operator, replacement):
+    """The rows, those of an operator as another one's."""
+    rows = []
+    for row in node_rows:
+        rows.append((replacement, *row[1:]) if row[0] == operator else row)
+    return rows
 
 
 @pytest.fixture(scope="module")
@@ -166,9 +174,7 @@ def test_export_quantizes_what_build_quantizes(command, built, tmp_path, images,
     output = command("export", f"{NETS}:{net}", *SHAPE, *options)
     export_rows, build_rows = (rows(path, net, target) for path in (ours, theirs))
     if target == "onnxruntime":  # a ConvTranspose that makes tiles is a Conv and copies there
-        export_rows = [
-            ("Conv", *row[1:]) if row[0] == "ConvTranspose" else row for row in export_rows
-        ]
+        export_rows = with_operator(export_rows, "ConvTranspose", "Conv")
     assert export_rows == build_rows
     assert any(weights for _, _, weights, _ in build_rows)
     first_is_float = net in ("mobile", "detector", "joined") and target == "onnxruntime"

@@ -15,7 +15,7 @@ from deploy.graph.placement import ONNXRUNTIME
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.prequantized import qdq_decisions
 from deploy.targets.stored_weights import read_stored_weights
-from tests.models import make_model, make_node, run_command, save_net
+from tests.models import make_model, make_node, rename_tensor, run_command, save_net
 
 ALL_TARGETS = ("--target", "onnxruntime,tensorrt,ascend")
 
@@ -141,7 +141,8 @@ def integers(model):
         if stored is None:  # a float weight with a pair
             weight = tensors[makers[pair.input[0]].input[0]]
             axis = next((a.i for a in pair.attribute if a.name == "axis"), 1)
-            shape = [-1 if a == axis and scale.size > 1 else 1 for a in range(weight.ndim)]
+            shape = [1] * weight.ndim
+            shape[axis] = scale.size
             stored = np.rint(weight / scale.reshape(shape)).astype(np.int8)
         layers[node.name] = (stored, scale)
     return layers
@@ -492,9 +493,8 @@ def brevitas(bits=8, constants=True):
 def modelopt_float16():
     """`modelopt` in float16 behind a Cast of its float32 input, and a Cast of the output."""
     model = float16_modelopt()
-    for node in model.graph.node:
-        node.input[:] = ["xh" if name == "x" else name for name in node.input]
-        node.output[:] = ["yh" if name == "y" else name for name in node.output]
+    rename_tensor(model, "x", "xh")
+    rename_tensor(model, "y", "yh")
     model.graph.node.insert(0, make_node("Cast", "x", "xh", name="in", to=TensorProto.FLOAT16))
     model.graph.node.append(make_node("Cast", "yh", "y", name="out", to=TensorProto.FLOAT))
     for value in (*model.graph.input, *model.graph.output):

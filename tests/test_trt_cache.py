@@ -45,11 +45,9 @@ def test_onnxruntime_tables_are_recognised(tmp_path, monkeypatch):
     from onnxruntime.quantization.calibrate import CalibrationMethod, TensorsData
 
     # arrays, since onnxruntime 1.23 (the last for Python 3.10) cannot write numpy scalars
-    limits = {"data": (-1.5, 2.0), "w": (0, 3.25)}
-    ranges = TensorsData(
-        CalibrationMethod.MinMax,
-        {name: tuple(np.array(v, np.float32) for v in ends) for name, ends in limits.items()},
-    )
+    data_range = np.array(-1.5, np.float32), np.array(2, np.float32)
+    weight_range = np.array(0, np.float32), np.array(3.25, np.float32)
+    ranges = TensorsData(CalibrationMethod.MinMax, {"data": data_range, "w": weight_range})
     monkeypatch.chdir(tmp_path)
     write_calibration_table(ranges)
     clauses = {"calibration.cache": "own calibration table", "calibration.json": "is JSON"}
@@ -82,7 +80,8 @@ def test_scales_survive_writing_and_reading(entries, version, algorithm):
     st.booleans(),
 )
 def test_odd_but_readable_text_round_trips(entries, end, final, upper):
-    lines = [f"{name}: {bits:{'08X' if upper else '08x'}}" for name, bits in entries]
+    hexadecimal = "08X" if upper else "08x"
+    lines = [f"{name}: {bits:{hexadecimal}}" for name, bits in entries]
     text = end.join(["TRT-8503-EntropyCalibration2", *lines]) + (end if final else "")
     data = text.encode("utf-8")
     cache = parse(data, origin="memory")

@@ -241,7 +241,7 @@ def test_fp8_scales_and_weights_are_exact(fp8_folder, wide_net, images):
         w = array(float_constants[name])
         scale = array(fp8_constants[f"{name}/scale"])
         assert np.array_equal(scale, (np.abs(w).max(axes).astype(np.float64) / 448).astype("f4"))
-        wide_scale = scale.reshape([1 if a in axes else -1 for a in range(w.ndim)])
+        wide_scale = np.expand_dims(scale, axes)
         types = pytest.importorskip("ml_dtypes")
         expected_codes = (w / wide_scale).astype(types.float8_e4m3fn).view(np.uint8)
         assert np.array_equal(codes_of(fp8_constants[f"{name}/quantized"]), expected_codes)

@@ -128,8 +128,11 @@ def test_failed_row_leaves_the_others(tensorrt, version, tmp_path, monkeypatch, 
     assert capsys.readouterr().out.endswith(text.partition("\n\n")[2])
     assert text.startswith("Fake H200 sm_90, ")
     assert f"CUDA 13.0, TensorRT {version}; fashion.onnx, 20 images\n" in text
-    lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
-    rows = {name.strip(): [cell.strip() for cell in cells] for name, *cells in lines}
+    rows = {}
+    for line in text.splitlines():
+        if line.startswith("| "):
+            name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+            rows[name] = cells
     shipped = {8: ["int8 QDQ", "int8 by the cache"], 11: ["int8 typed", "FP8 typed"]}
     shipped[10] = [*shipped[11], "int8 by the cache"]
     trtexec_rows = [f"{name} by trtexec" for name in shipped[major]] if major > 8 else []

@@ -747,12 +747,16 @@ TABLE = [  # nodes, ranges that are known, tensor, its range, how sure
 ]
 
 
+def describe_row(row):
+    nodes, known_ranges, tensor, *_ = row
+    operators = " ".join(node.op_type for node in nodes)
+    return f"{operators} {known_ranges} -> {tensor}"
+
+
 @pytest.mark.parametrize(
     ("nodes", "known_ranges", "tensor", "amax", "sure"),
-    [
-        pytest.param(*row, id=f"{' '.join(n.op_type for n in row[0])} {row[1]} -> {row[2]}")
-        for row in TABLE
-    ],
+    TABLE,
+    ids=map(describe_row, TABLE),
 )
 def test_missing_scale_rules(nodes, known_ranges, tensor, amax, sure):
     used = {name for n in nodes for name in n.input}

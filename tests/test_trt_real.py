@@ -77,7 +77,8 @@ def names_in_code():
     nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute))
     names = {text[4:] for text in map(ast.unparse, nodes) if text.startswith("trt.")}
     flags = {"INT8", "FP16", "BF16", *builder.ENGINE_FLAGS.values()}
-    names |= {f"{'BuilderFlag' if f.isupper() else 'IBuilderConfig'}.{f}" for f in flags}
+    for flag in flags:
+        names.add(f"BuilderFlag.{flag}" if flag.isupper() else f"IBuilderConfig.{flag}")
     names |= {
         f"HardwareCompatibilityLevel.{level}" for level in builder._COMPATIBILITY_LEVELS.values()
     }

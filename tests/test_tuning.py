@@ -173,9 +173,10 @@ def build(feed, tmp_path):
 def sqnr(model, path, feed):
     """Of the output, by running both models in ONNX Runtime."""
     samples = [{"x": item[None]} for item in np.load(feed)]
-    exact, int8 = (OrtSession.open(item, threads=1) for item in (model, path))
-    expected, got = (np.stack([item.run(s)["y"] for s in samples]) for item in (exact, int8))
-    return 10 * np.log10((expected**2).sum() / ((expected - got) ** 2).sum())
+    float_session, int8_session = (OrtSession.open(item, threads=1) for item in (model, path))
+    expected = np.stack([float_session.run(sample)["y"] for sample in samples])
+    outputs = np.stack([int8_session.run(sample)["y"] for sample in samples])
+    return 10 * np.log10((expected**2).sum() / ((expected - outputs) ** 2).sum())
 
 
 @pytest.mark.parametrize("target", RUNS)
@@ -419,10 +420,9 @@ def test_plan_methods_determine_ranges(old, new, method, default, model, build, 
         "targets"
     ][0]
     assert (original["method"], edited_build["method"]) == ("mse", method)
-    ranges = [
-        {row["name"]: row["hi"] for row in plan["tensors"]} for plan in (original, edited_build)
-    ]
-    assert ranges[0]["r2"] < ranges[1]["r2"]
+    original_ends = {row["name"]: row["hi"] for row in original["tensors"]}
+    edited_ends = {row["name"]: row["hi"] for row in edited_build["tensors"]}
+    assert original_ends["r2"] < edited_ends["r2"]
 
 
 @pytest.mark.parametrize("value", ["inf", "nan"])
@@ -546,10 +546,9 @@ def clock(monkeypatch):
             conv_is_int8 = [
                 n.input[1] in dequantized_tensors for n in model.graph.node if n.op_type == "Conv"
             ]
-            label = (
-                "all in int8" if all(conv_is_int8) else "found" if any(conv_is_int8) else "float"
-            )
-            return models[label]
+            if all(conv_is_int8):
+                return models["all in int8"]
+            return models["found" if any(conv_is_int8) else "float"]
 
         def time_models(models, feeds, *, threads):
             return [time_model(model) for model in models]

@@ -263,7 +263,8 @@ def test_conversion_keeps_units_with_neighbours():
 
 
 def test_long_chain_is_split_exactly():
-    prices = {unit: (0.0, 1.0) if unit % 100 else (150.0, 0.0) for unit in range(3000)}
+    prices = dict.fromkeys(range(3000), (0.0, 1.0))
+    prices |= dict.fromkeys(range(0, 3000, 100), (150.0, 0.0))
     between = [(unit, unit + 1, 0.25) for unit in range(2999)]
     assert cheapest_split(prices, between) == frozenset(range(0, 3000, 100))
 
@@ -281,10 +282,11 @@ def sensitivity_of(noisy, *, layers=LAYERS, max_trials=28, groups=8):
     tried_groups = []
 
     def measure(requested_groups):
-        tried_groups.extend(requested_groups)
-        return [
-            noise(y=sum(noisy.get(layer, 0.0) for layer in group)) for group in requested_groups
-        ]
+        noises = []
+        for group in requested_groups:
+            tried_groups.append(group)
+            noises.append(noise(y=sum(noisy.get(layer, 0.0) for layer in group)))
+        return noises
 
     return measure_sensitivity(
         layers, measure, first_groups=groups, max_trials=max_trials

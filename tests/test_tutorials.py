@@ -30,10 +30,14 @@ def blocks(page: Path) -> list[tuple[str, str, str]]:
     return BLOCK.findall(page.read_text("utf-8"))
 
 
+def has_console(page: Path) -> bool:
+    return any(language == "console" for language, _, _ in blocks(page))
+
+
 PAGES = [
     page.relative_to(ROOT / "docs")
     for page in sorted((ROOT / "docs").rglob("*.md"))
-    if any(language == "console" for language, _, _ in blocks(page))
+    if has_console(page)
 ]
 
 

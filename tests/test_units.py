@@ -66,9 +66,12 @@ EXCITE = [C1, conv("c1", "c2"), ("HardSigmoid", "c2", "s"), *OTHER_GATE[3:]]
     ],
 )
 def test_unit_is_a_layer_and_tail(nodes, options, members):
-    expected = [tuple(f"/{node}" for node in unit.split()) for unit in members]
+    expected = {}
+    for unit in members:
+        names = tuple(f"/{node}" for node in unit.split())
+        expected[names[0]] = names
     layer_units = units(*nodes, **options)
-    assert layer_units.members == {unit[0]: unit for unit in expected}
+    assert layer_units.members == expected
     assert set(layer_units.layers) == {f"/{o}" for op, _, o, *_ in nodes if op == "Conv"}
 
 

@@ -94,10 +94,11 @@ def test_range_difference_is_relative(range_a, range_b, share):
 
 def test_halves_agree_with_one_twentieth_off():
     def make_scales(count, changed_count):
-        return {
-            ("folded", f"t{n}", "h"): make_scale(0, 2 if n < changed_count else 1, 1)
-            for n in range(count)
-        }
+        scales = {}
+        for n in range(count):
+            end = 2 if n < changed_count else 1
+            scales["folded", f"t{n}", "h"] = make_scale(0, end, 1)
+        return scales
 
     for count, allowed_count in ((9, 0), (10, 1), (29, 1), (30, 2), (100, 5)):
         for changed_count in (allowed_count, allowed_count + 1):
@@ -115,11 +116,14 @@ def make_observations(small_cnn) -> list[Observation]:
 
 
 def are_equal(ours, theirs) -> bool:
-    arrays_by_side = [
-        [recorder.to_arrays() for recorder in recorders.values()] for recorders in (ours, theirs)
-    ]
-    pairs = ((a[name], b[name]) for a, b in zip(*arrays_by_side, strict=True) for name in a)
-    return ours.keys() == theirs.keys() and all(np.array_equal(*pair) for pair in pairs)
+    if ours.keys() != theirs.keys():
+        return False
+    for observation, recorder in ours.items():
+        their_arrays = theirs[observation].to_arrays()
+        for name, values in recorder.to_arrays().items():
+            if not np.array_equal(values, their_arrays[name]):
+                return False
+    return True
 
 
 def delay_samples(samples):

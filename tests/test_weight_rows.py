@@ -25,7 +25,8 @@ QUICK = ("--effort", 0, "--duration", 0, "--accept")
 
 def rows(*amax, scales=None):
     """One weight of int8 rows with these largest values, in steps."""
-    stored = np.array([[value, -1 if value else 0] for value in amax], np.int8)
+    largest = np.array(amax, np.int8)
+    stored = np.stack([largest, -np.sign(largest)], axis=1)
     scales = np.array([0.5], np.float32) if scales is None else np.array(scales, np.float32)
     return weight_rows([make_stored_weight("n", "Conv", stored, scales)])
 

@@ -26,9 +26,9 @@ def build_net(nodes, inputs, outputs, weights=(), *, opset=13, ir=8, **options):
         ir: version of the file format.
         more: as of `helper.make_model`.
     """
-    node_protos = [
-        node if isinstance(node, onnx.NodeProto) else build_node(*node) for node in nodes
-    ]
+    node_protos = []
+    for node in nodes:
+        node_protos.append(node if isinstance(node, onnx.NodeProto) else build_node(*node))
     graph = helper.make_graph(node_protos, "net", values(inputs), values(outputs), tensors(weights))
     domains = opset if isinstance(opset, dict) else {"": opset}
     opsets = [helper.make_opsetid(domain, version) for domain, version in domains.items()]
@@ -69,23 +69,24 @@ def save_net(path, *net, **options):
 def values(infos):
     if not isinstance(infos, dict):
         return list(infos)
-    type_and_shape_by_name = {
-        name: info if isinstance(info, tuple) and not isinstance(info[-1], int | str) else (1, info)
-        for name, info in infos.items()
-    }
-    return [
-        helper.make_tensor_value_info(name, *info) for name, info in type_and_shape_by_name.items()
-    ]
+    value_infos = []
+    for name, info in infos.items():
+        has_type = isinstance(info, tuple) and not isinstance(info[-1], int | str)
+        kind, shape = info if has_type else (onnx.TensorProto.FLOAT, info)
+        value_infos.append(helper.make_tensor_value_info(name, kind, shape))
+    return value_infos
 
 
 def tensors(arrays):
     if not isinstance(arrays, dict):
         return list(arrays)
-    array_by_name = {name: np.asarray(value) for name, value in arrays.items()}
-    return [
-        numpy_helper.from_array(a.astype(np.float32) if a.dtype == np.float64 else a, name)
-        for name, a in array_by_name.items()
-    ]
+    protos = []
+    for name, value in arrays.items():
+        array = np.asarray(value)
+        if array.dtype == np.float64:
+            array = array.astype(np.float32)
+        protos.append(numpy_helper.from_array(array, name))
+    return protos
 
 
 def scale_nodes(model):
