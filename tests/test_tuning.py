@@ -327,8 +327,8 @@ def test_foreign_plan_is_refused_when_named(default, build, tmp_path):
     assert refused.code == 1
     assert "a plan must be the model's" in refused.error
     assert refused.error.count("\n") == 1
-    (tmp_path / "o").mkdir(exist_ok=True)
-    (tmp_path / "o" / "calib8/sound.plan.toml").write_bytes(plan.read_bytes())
+    (tmp_path / "o/calib8").mkdir(parents=True)
+    (tmp_path / "o/calib8/sound.plan.toml").write_bytes(plan.read_bytes())
     built = build(robust_model)
     assert built.code == 0
     assert "spoiled" not in str(built.plan.targets)
@@ -382,6 +382,32 @@ def test_layer_removed_from_plan_is_int8(default, model, build, tmp_path):
     assert built.precision("tensorrt")["/bad/Conv"] == "float32"
     built = build(model, "--plan", path, "--accept", out="again")
     assert built.precision("onnxruntime")["/bad/Conv"] != "float32"
+    assert_no_split_is_built(built)
+
+
+def assert_no_split_is_built(built):
+    """The figures of the front are of other splits than what the report is of."""
+    search = built.report["targets"][0]["search"]
+    assert not any(split.get("taken") for split in search["front"])
+    assert "layers in float" not in search["settled"]
+
+
+def test_nodes_in_float_beside_the_plan_leave_its_splits(default, model, build):
+    plan = default.out / "calib8/spoiled.plan.toml"
+    built = build(model, "--plan", plan, "--keep-float", "/mid/*")
+    assert built.precision("onnxruntime")["/mid/Conv"] == "float32"
+    assert_no_split_is_built(built)
+    rebuilt = build(model, "--split", 1, "--keep-float", "/mid/*", "--accept")
+    assert_no_split_is_built(rebuilt)
+
+
+@pytest.mark.parametrize("split", [(), ("--split", 1)])
+def test_method_of_plan_and_user_are_refused(split, default, model, build):
+    plan = default.out / "calib8/spoiled.plan.toml"
+    refused = build(model, "--plan", plan, *split, "--method", "entropy")
+    assert refused.code == 1
+    assert "--method" in refused.error
+    assert not refused.out.exists()
 
 
 @pytest.mark.parametrize(
@@ -399,6 +425,7 @@ def test_invalid_plan_edit_is_refused(old, new, message, default, model, build, 
     refused = build(model, "--plan", edited(default, tmp_path / "p", old, new))
     assert refused.code == 1
     assert message in refused.error
+    assert not refused.out.exists()  # before anything is calibrated
     assert refused.error.startswith("calib8: error: ")
     assert refused.error.count("\n") == 1
 

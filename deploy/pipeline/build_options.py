@@ -37,9 +37,10 @@ from deploy.targets import Target
 from deploy.targets.tensorrt.cache_tools import method_of_calibrator
 from deploy.tasks import Metric, make_metric
 from deploy.tasks.metric import Function
-from deploy.tuning import THIS_CPU
+from deploy.tuning import PREFERENCES, THIS_CPU
 from deploy.tuning.repairs import DEFAULT, parse_repairs
-from deploy.tuning.search_options import DEFAULT_EFFORT, Tuning
+from deploy.tuning.search_options import Tuning
+from deploy.tuning.tune import refuse_wrong_plan
 
 if TYPE_CHECKING:
     from torch import nn
@@ -250,6 +251,13 @@ def prepare_build(
     options = _with_cache_path(options, loaded.name)
     _refuse_foreign(options, loaded)
     _refuse_less_effort_than_before(options, loaded)
+    refuse_wrong_plan(
+        options.out / plan_name(loaded),
+        replace(options.tuning, fresh=options.calibration.cache.refresh),
+        loaded,
+        options.targets,
+        has_method=options.calibration.method is not None,
+    )
 
     # a wrong path is reported before anything is run
     dataset, evaluation = _drop_preprocess_of_arrays(dataset, evaluation, loaded)
@@ -501,9 +509,10 @@ def _calibration_flags(images: object, options: BuildOptions) -> list[str]:
         "--trust-cache": calibration.cache.trust,
         "--refresh": calibration.cache.refresh,
         "--keep-float": bool(calibration.float_nodes),
-        # 0 is right for a Q/DQ model, and the default may not have been given by the user
-        "--effort": tuning.level not in (0, DEFAULT_EFFORT),
+        "--effort": bool(tuning.effort),  # 0 is right for a Q/DQ model
+        "--prefer": tuning.prefer != PREFERENCES[0],
         "--plan": tuning.plan is not None,
+        "--split": tuning.split is not None,
         "--until-stable": calibration.until_stable is not None,
         "--repair": bool(parse_repairs(options.repairs or ())),
         "--scheduler": calibration.scheduler is not None,

@@ -7,13 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from onnx import ModelProto
+
 from deploy.errors import ConfigError
+from deploy.frontends import LoadedModel
 from deploy.graph.index import match_nodes
-from deploy.graph.plan import quantized_precision
+from deploy.graph.plan import Decision, quantized_precision
 from deploy.method import Choices
 from deploy.targets.base import BuildRequest, Target
 from deploy.terminal import phase
 from deploy.tuning.plan_file import PlanFile, TargetPlan, read_plan, write_plan
+from deploy.tuning.prices import group_units
+from deploy.tuning.probe import choices_key
 from deploy.tuning.repairs import ROUNDING
 from deploy.tuning.repairs.apply import trial_builder
 from deploy.tuning.search_options import Tuning
@@ -29,6 +34,7 @@ _OVERRULED = (
 )
 _NO_TARGET = "the plan {} has no [{}], so nothing was chosen for it, and nothing was searched"
 
+_UNTRIED = "a split that the search did not try"
 _INTERRUPTED = (
     "the search was interrupted: the best so far is built, and the next build searches again"
 )
@@ -86,9 +92,13 @@ def plan_target(
     earlier = _find_earlier_plan(target, options, earlier_plans)
     # the user asked for that plan, or it was made from the same input
     if earlier is not None and _is_followed(options, earlier, digest):
-        _check_names(request, earlier)
-        _check_precision(target, request, earlier)
-        return PlannedTarget(plan=_with_pinned(earlier, pinned), reused=True)
+        _check_names(request.model, earlier)
+        float_nodes = {**request.float_nodes, **pinned}
+        decisions = target.plan(request.model, tuple(float_nodes)).decisions
+        _check_precision(target, decisions, earlier)
+        layer_count = len(group_units(request.model, decisions).layers)
+        plan = _with_built_split(earlier, pinned, layer_count)
+        return PlannedTarget(plan=_with_pinned(plan, pinned), reused=True)
 
     # no search without effort, nor where the user's plan has nothing for this target
     if options.level == 0 or options.plan is not None:
@@ -182,9 +192,45 @@ def store_plan(path: Path, earlier_plans: PlanFile, planned: Mapping[str, Planne
     return write_plan(path, replace(earlier_plans, targets=targets))
 
 
-def _check_names(request: BuildRequest, plan: TargetPlan) -> None:
+def refuse_wrong_plan(
+    path: Path,
+    options: Tuning,
+    loaded: LoadedModel,
+    targets: Iterable[Target],
+    *,
+    has_method: bool,
+) -> None:
+    """Refuse a plan or split that the user asks for and that cannot be built, before anything runs.
+
+    Args:
+        path: the plan in the output folder.
+        options: of the search.
+        loaded: the model.
+        targets: targets to build. One without a plan may have failed when the plan was made.
+        has_method: whether the user chose the range method.
+
+    Raises:
+        ConfigError: the plan does not fit the model, has no such split, or other range methods.
+    """
+    if options.plan is None and options.split is None:
+        return
+    plans = find_plan(path, options, loaded.digest)
+    match_nodes(loaded.model, plans.float_nodes)
+    for target in targets:
+        if plans.targets and target.name not in plans.targets:
+            continue
+        plan = _find_earlier_plan(target, options, plans) or TargetPlan()
+        _check_names(loaded.model, plan)
+        if has_method and (plan.choices.method or plan.choices.methods):
+            raise ConfigError(
+                f"ranges are found by the plan's methods or by the user's, got both for"
+                f" {target.name}; leave --method out, or the methods in the plan"
+            )
+
+
+def _check_names(model: ModelProto, plan: TargetPlan) -> None:
     """Refuse a plan that names nodes or tensors that the model does not have."""
-    nodes = request.model.graph.node
+    nodes = model.graph.node
     tensors = {name for node in nodes for name in (*node.input, *node.output)}
     _refuse_unknown("nodes", plan.choices.float_nodes, {node.name for node in nodes})
     _refuse_unknown("tensors", plan.choices.methods, tensors)
@@ -199,9 +245,8 @@ def _refuse_unknown(kind: str, names: Iterable[str], known_names: Container[str]
             )
 
 
-def _check_precision(target: Target, request: BuildRequest, plan: TargetPlan) -> None:
+def _check_precision(target: Target, decisions: Iterable[Decision], plan: TargetPlan) -> None:
     """Refuse a plan for another grid, since losses on one grid say nothing of another."""
-    decisions = target.plan(request.model, request.float_nodes).decisions
     precision = quantized_precision(decisions)
     if plan.precision not in ("", precision):
         raise ConfigError(
@@ -209,6 +254,36 @@ def _check_precision(target: Target, request: BuildRequest, plan: TargetPlan) ->
             f" {target.name} in {precision}; build without --plan to have one made, or with"
             f" --precision {plan.precision}"
         )
+
+
+def _with_built_split(plan: TargetPlan, pinned: Mapping[str, str], layer_count: int) -> TargetPlan:
+    """Return the plan with the mark and text of the split that it builds.
+
+    It may build none of its splits: the user may have edited it, or keep other nodes in float now.
+
+    Args:
+        plan: to be followed.
+        pinned: nodes that the plan file has in float for every target.
+        layer_count: layers that the target runs in int8 without the plan.
+    """
+    if not plan.settled:  # written by hand, without a search
+        return plan
+    built_key = _without_nodes(plan.choices, pinned)
+    for split in plan.front:
+        is_built = _without_nodes(split.choices, pinned) == built_key
+        if is_built and split.row.layers == layer_count:
+            return plan if split.row.taken else plan.with_split(split.row.number)
+
+    front = []
+    for split in plan.front:
+        front.append(replace(split, row=replace(split.row, taken=False)))
+    return replace(plan, settled=_UNTRIED, front=tuple(front))
+
+
+def _without_nodes(choices: Choices, nodes: Mapping[str, str]) -> object:
+    """Return what is equal for choices that are equal but for these nodes in float."""
+    other_nodes = dict.fromkeys(set(choices.float_nodes).difference(nodes), "")
+    return choices_key(replace(choices, float_nodes=other_nodes))
 
 
 def _with_pinned(plan: TargetPlan, pinned: Mapping[str, str]) -> TargetPlan:
