@@ -122,6 +122,18 @@ def test_override_takes_only_asymmetric_from_common(override, layer):
     assert config.layers["fc2"].activation.max_percentile == 0.9
 
 
+def test_torch_types_tell_the_ranks_apart():
+    nodes = [("Conv", "x w", "a", "flat"), ("Conv", "z w2", "b", "square")]
+    weights = {"w": np.ones((4, 4, 1)), "w2": np.ones((4, 4, 1, 1))}
+    model = build_net(nodes, {"x": [1, 4, 8], "z": [1, 4, 8, 8]}, {"a": None, "b": None}, weights)
+    text = """skip_layer_types: "Conv1d" override_layer_types {
+      layer_type: "Conv2d" calibration_config { hfmg_quantize { } } }"""
+    config = read_simple_config(text, find_layers(model))
+    assert list(config.enabled()) == ["square"]
+    algorithms = {name: layer.activation.act_algo for name, layer in config.layers.items()}
+    assert algorithms == {"flat": "ifmr", "square": "hfmg"}
+
+
 def conf(**changes):
     base = json.loads((CASES / "small_default" / "config.json").read_text())
     return json.dumps({**base, **changes})

@@ -31,14 +31,15 @@ from deploy.graph.plan import WeightTarget
 
 TYPES = tuple(sorted(ASCEND.heavy))
 # AMCT's torch package names layer types after torch.nn classes; both vocabularies are accepted.
+# torch class -> (op type, spatial rank of the kernel)
 ALIASES = {
-    "Conv1d": ("Conv",),
-    "Conv2d": ("Conv",),
-    "Conv3d": ("Conv",),
-    "ConvTranspose1d": ("ConvTranspose",),
-    "ConvTranspose2d": ("ConvTranspose",),
-    "Linear": ("Gemm", "MatMul"),
-    "AvgPool2d": ("AveragePool",),
+    "Conv1d": (("Conv", 1),),
+    "Conv2d": (("Conv", 2),),
+    "Conv3d": (("Conv", 3),),
+    "ConvTranspose1d": (("ConvTranspose", 1),),
+    "ConvTranspose2d": (("ConvTranspose", 2),),
+    "Linear": (("Gemm", 0), ("MatMul", 0)),
+    "AvgPool2d": (("AveragePool", 2),),
 }
 TENSOR_QUANTIZE_OPS = {"Add": 2, "MaxPool": 1}  # op type of tensor_quantize -> number of its inputs
 _WEIGHT_RANKS = {  # op type -> dimensions of its weight, as numbers and as text

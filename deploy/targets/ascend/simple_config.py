@@ -6,6 +6,7 @@ leaves out; only `asymmetric` then comes from common_config, between equal algor
 """
 
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from deploy.errors import ConfigError
@@ -126,7 +127,7 @@ def _read_layers(message: Any, graph: LayerGraph) -> tuple[dict[str, LayerConfig
     for name in sorted(names):
         layer = layer_by_name[name]
         # one section alone counts for a layer; AMCT's defaults fill in what it leaves out
-        type_section = section_by_type.get(layer.kind, common_section)
+        type_section = section_by_type.get((layer.kind, layer.rank), common_section)
         section = section_by_name.get(name, type_section)
         try:
             entry = _read_section(section, layer, common_section)
@@ -147,10 +148,10 @@ def _is_true_or_unset(message: Any, field: str) -> bool:
     return not message.HasField(field) or bool(getattr(message, field))
 
 
-def _op_types(layer_type: str) -> tuple[str, ...]:
-    """Return the ONNX op types of a layer type in ONNX's or torch's vocabulary."""
+def _types_and_ranks(layer_type: str) -> tuple[tuple[str, int], ...]:
+    """Return (op type, spatial rank) of all layers of a type in ONNX's or torch's vocabulary."""
     if layer_type in TYPES:
-        return (layer_type,)
+        return tuple((layer_type, rank) for rank in range(4))  # of any rank
     if layer_type in ALIASES:
         return ALIASES[layer_type]
     raise ConfigError(
@@ -167,8 +168,10 @@ def _read_skipped(message: Any, graph: LayerGraph) -> set[str]:
             raise ConfigError(f"layer {name!r} of skip_layers {no_layer_reason(name, graph)}")
 
     layer_types = refuse_repeats(message.skip_layer_types, "skip_layer_types")
-    kinds = {kind for layer_type in layer_types for kind in _op_types(layer_type)}
-    layers_of_skipped_types = {name for name, layer in graph.layers.items() if layer.kind in kinds}
+    skipped_types = set(chain.from_iterable(map(_types_and_ranks, layer_types)))
+    layers_of_skipped_types = {
+        name for name, layer in graph.layers.items() if (layer.kind, layer.rank) in skipped_types
+    }
     has_layers = bool(graph.layers)  # a model without layers has an error of its own
     if has_layers and layers_of_skipped_types == set(graph.layers) and not message.tensor_quantize:
         raise ConfigError(
@@ -178,18 +181,18 @@ def _read_skipped(message: Any, graph: LayerGraph) -> set[str]:
     return skipped | layers_of_skipped_types
 
 
-def _read_type_overrides(message: Any) -> dict[str, Any]:
-    """Return ONNX op type -> the section (protobuf message) with its calibration settings."""
-    section_by_type: dict[str, Any] = {}
+def _read_type_overrides(message: Any) -> dict[tuple[str, int], Any]:
+    """Return (op type, spatial rank) -> the section (protobuf message) with its settings."""
+    section_by_type: dict[tuple[str, int], Any] = {}
     for override in message.override_layer_types:
         _require_fields(override, "override_layer_types", "layer_type", "calibration_config")
-        for kind in _op_types(override.layer_type):
-            if kind in section_by_type:
+        for type_and_rank in _types_and_ranks(override.layer_type):
+            if type_and_rank in section_by_type:
                 raise ConfigError(
                     "override_layer_types must name each type once, got"
                     f" {override.layer_type!r} again"
                 )
-            section_by_type[kind] = override.calibration_config
+            section_by_type[type_and_rank] = override.calibration_config
     return section_by_type
 
 
