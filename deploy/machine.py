@@ -22,6 +22,7 @@ INT8_FLAGS = ("avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm")
 _MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 MAX_DEFAULT_THREADS = 4
+MAX_THREADS = 1024
 _PACKAGES = ("numpy", "onnx", "onnxruntime", "opencv-python-headless")
 
 
@@ -134,12 +135,12 @@ def worker_threads(requested: int | None = None) -> int:
     """Return the requested number of worker threads; for None, one per core, at most 4.
 
     Raises:
-        ConfigError: fewer than one thread.
+        ConfigError: fewer than one thread, or more than any machine has.
     """
     if requested is None:
         return min(MAX_DEFAULT_THREADS, usable_cores())
-    if requested < 1:
-        raise ConfigError(f"there must be 1 worker thread or more, got {requested}")
+    if requested not in range(1, MAX_THREADS + 1):
+        raise ConfigError(f"threads must be 1 to {MAX_THREADS}, got {requested!r}")
     return requested
 
 

@@ -201,6 +201,10 @@ def test_options_override_preset(wording):
     wording.check(refusal.value)
 
 
+def test_channel_values_may_be_an_array():
+    assert Preprocess(mean=np.array([0.5, 0.25, 0])).mean == (0.5, 0.25, 0)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import doctest
 import inspect
+import math
 import re
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 
 import calib8
@@ -156,6 +158,8 @@ def test_quantize_takes_method_or_scales(wording):
     assert "SQNR" in repr(searched)
     scaled = calib8.quantize([[0.5, 1.0], [2.0, 4.0]], scales=[0.5, 1], axis=0, dtype="qint8")
     assert scaled.quantized.stored.tolist() == [[1, 2], [2, 4]]
+    alone = calib8.quantize([0.5, 1.0], scales=0.5, zero_points=3)
+    assert alone.quantized.stored.tolist() == [4, 5]
     for options in ({"scales": [1.0], "method": "mse"}, {"zero_points": [3]}):
         with pytest.raises(calib8.ConfigError) as refusal:
             calib8.quantize([1.0], **options)
@@ -163,6 +167,30 @@ def test_quantize_takes_method_or_scales(wording):
     with pytest.raises(calib8.ConfigError) as refusal:
         calib8.quantize(["text"])
     wording.check(refusal.value)
+
+
+@pytest.mark.parametrize("target", [calib8.TensorRT(rest="fp32"), calib8.TensorRT])
+def test_target_may_stand_alone(target, small_cnn):
+    images = np.ones((2, 3, 16, 16), np.float32)
+    calibration = calib8.calibrate(small_cnn, images, targets=target)
+    assert set(calibration.observations_by_target) == {"tensorrt"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"duration_s": math.inf},
+        {"duration_s": math.nan},
+        {"duration_s": -1},
+        {"threads": 1.5},
+        {"threads": "2"},
+        {"threads": 10**6},
+    ],
+)
+def test_impossible_numbers_are_refused(options, small_cnn, tmp_path):
+    images = np.ones((2, 3, 16, 16), np.float32)
+    with pytest.raises(calib8.ConfigError):
+        calib8.build(small_cnn, images, out=tmp_path / "build", effort=0, **options)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import onnx
 import pytest
 
 from deploy.errors import ConfigError, FeedError
-from deploy.feed.evaluation import apply_labels, read_labels
+from deploy.feed.evaluation import apply_labels, read_labels, to_labels
 from deploy.feed.feed import Dataset, open_feed
 from deploy.feed.file_list import SampleChangedError
 from deploy.feed.loaders import open_iterable
@@ -156,6 +156,17 @@ def test_set_labels_replace_those_of_the_source():
     assert feed.labels == (3, 4)
     feed.set_labels([1, 2])
     assert feed.labels == (1, 2)
+
+
+@pytest.mark.parametrize("labels", [[1.5, 2.0], np.eye(2), ["1", "2"], [[1], [1, 2]], [-1, 0]])
+def test_labels_are_whole_numbers(labels):
+    with pytest.raises(FeedError, match="labels must be whole numbers"):
+        to_labels(labels)
+
+
+def test_labels_may_be_any_array_of_integers():
+    for labels in (np.array([3, 1]), (3, 1), (label for label in (np.int8(3), 1))):
+        assert to_labels(labels) == [3, 1]
 
 
 def open_labelled(pictures, labels, text, limit=None):

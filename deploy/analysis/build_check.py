@@ -39,7 +39,7 @@ from deploy.feed.evaluation import (
     EvaluationSubset,
     ImageLabels,
     apply_labels,
-    read_labels,
+    to_labels,
 )
 from deploy.feed.feed import Dataset, FeedSource, to_dataset
 from deploy.feed.preprocess import PreprocessRequest
@@ -83,7 +83,7 @@ def check(
     images: FeedSource | Dataset,
     *,
     against: Path | str | onnx.ModelProto | nn.Module | None = None,
-    labels: ImageLabels | Path | None = None,
+    labels: Iterable[int] | ImageLabels | str | Path | None = None,
     metric: str | Function | None = None,
     task: str | None = None,
     gates: Gates | None = None,
@@ -135,8 +135,7 @@ def check(
     _refuse_unusable(shipped)
 
     loaded = shipped.loaded
-    if isinstance(labels, str | Path):
-        labels = read_labels(labels)
+    labels = to_labels(labels)
     feed = loaded.open_samples(dataset, labels_by_folder=labels == BY_FOLDER)
     reference, reference_notes = find_reference_model(loaded, None, dataset.source)
     figures = measure_engines(

@@ -148,8 +148,8 @@ def quantize(
     values: ArrayLike,
     *,
     method: str | Method | None = None,
-    scales: Sequence[float] | None = None,
-    zero_points: Sequence[int] | None = None,
+    scales: float | Sequence[float] | None = None,
+    zero_points: int | Sequence[int] | None = None,
     axis: int | None = None,
     dtype: str = "quint8",
 ) -> Experiment:
@@ -175,7 +175,8 @@ def quantize(
         )
     if scales is None and zero_points is not None:
         raise ConfigError(
-            f"--zero-point goes with --scale, got {list(zero_points)} alone; give --scale too"
+            f"--zero-point goes with --scale, got {np.ravel(zero_points).tolist()} alone; give"
+            " --scale too"
         )
     try:
         real_values = _to_real(np.asarray(values))
@@ -183,8 +184,8 @@ def quantize(
         raise ConfigError(f"values are an array of finite real numbers, got: {error}") from error
     if scales is None:
         return _quantize_by_search(real_values, method or Method.of(), axis=axis, dtype=dtype)
-    if zero_points is None:
-        zero_points = [0] * len(scales)
+    scales = np.ravel(scales).tolist()
+    zero_points = np.ravel([0] * len(scales) if zero_points is None else zero_points).tolist()
     quantized = _quantize_by_scales(real_values, scales, zero_points, axis=axis, dtype=dtype)
     return Experiment(real_values, quantized, dtype, "given")
 

@@ -146,8 +146,6 @@ def inspect(
         ModelError: the model cannot be read.
         ConfigError: no such target, or no node matches `float_nodes`.
     """
-    if not isinstance(targets, str | Sequence):  # a Target object alone
-        targets = (targets,)
     chosen_targets = make_targets(targets)
     model, _ = open_torch_module(model, images)  # exports a module; the images are not run
     loaded = load(model)

@@ -17,6 +17,7 @@ from click.core import ParameterSource
 
 from deploy.errors import ConfigError
 from deploy.files.reading import refuse_address
+from deploy.machine import MAX_THREADS
 from deploy.terminal import say_data, say_lines, separate_stdout, show_progress, without_text
 
 MODEL, IMAGES, CALIBRATION, CACHE = "Model", "Images", "Calibration", "Cache"
@@ -24,7 +25,7 @@ SEARCH, TARGETS, MEASURING, GENERAL = "Search", "Targets", "Measuring", "General
 # The order of a user's work; "" stands for other sections, such as a target's.
 _ORDER = (MODEL, IMAGES, CALIBRATION, CACHE, SEARCH, TARGETS, "", MEASURING, GENERAL)
 
-THREADS = click.IntRange(1, 1024)
+THREADS = click.IntRange(1, MAX_THREADS)
 
 
 class NamedPath(click.Path):

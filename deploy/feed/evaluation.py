@@ -19,6 +19,7 @@ from deploy.errors import ConfigError, FeedError
 from deploy.feed.annotations import Annotations, read_annotations
 from deploy.feed.file_list import FileList
 from deploy.feed.images import printable_name, summarize_names
+from deploy.feed.loaders import read_item_labels
 from deploy.feed.parallel import SampleStream
 from deploy.feed.paths import is_data_yaml
 from deploy.feed.pixels import boxes_to_input
@@ -159,6 +160,26 @@ def read_labels(path: Path | str) -> FileList | Annotations | str:
             )
         labels.add("".join(name).strip(), int(last_word))
     return labels
+
+
+def to_labels(labels: Iterable[int] | ImageLabels | Path | None) -> ImageLabels | None:
+    """Return labels as `apply_labels` takes them: of a path read, class numbers as integers.
+
+    Raises:
+        FeedError: as `read_labels`, or class numbers that are not whole, or not one an image.
+    """
+    if labels is None or isinstance(labels, Annotations | FileList):
+        return labels
+    if isinstance(labels, str | Path):
+        return read_labels(labels)
+    values = list(labels)
+    numbers = read_item_labels(values, len(values))
+    if numbers is None:
+        raise FeedError(
+            f"labels must be whole numbers from 0, one an image, got {values!r:.60}; labels that"
+            " start at 1 must be lowered by one"
+        )
+    return numbers
 
 
 def apply_labels(labels: ImageLabels | None, evaluation: Feed | None) -> GroundTruth | None:

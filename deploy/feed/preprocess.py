@@ -451,6 +451,8 @@ def _check_size(name: str, value: Any, *, may_be_open: bool = False) -> Any:
 
 
 def _check_numbers(name: str, values: Any) -> tuple[float, ...]:
+    if isinstance(values, np.ndarray):
+        values = values.tolist()
     items = values if isinstance(values, list | tuple) else [values]
     for value in items:
         is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,11 +16,9 @@ from deploy.calibration.calibration_result import CalibrationResult, keep_float_
 from deploy.calibration.cluster_jobs import Cluster
 from deploy.calibration.reuse import CachePolicy, as_policy
 from deploy.errors import Calib8Error, ConfigError
-from deploy.feed.annotations import Annotations
 from deploy.feed.batch_axis import batch_inputs
-from deploy.feed.evaluation import ImageLabels, read_labels
+from deploy.feed.evaluation import ImageLabels, to_labels
 from deploy.feed.feed import Dataset, FeedSource, to_dataset
-from deploy.feed.file_list import FileList
 from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.sampling import Limit
 from deploy.files import atomic, manifest
@@ -73,12 +70,12 @@ def build(  # noqa: D417
     *,
     float_model: UserModel | nn.Module | None = None,
     out: Path | str = "build",
-    targets: str | Sequence[str | Target] = ("onnxruntime",),
+    targets: str | Target | Sequence[str | Target] = ("onnxruntime",),
     method: str | Method | None = None,
     preprocess: PreprocessRequest = None,
     cache: Path | str | CachePolicy | None = None,
     eval_images: FeedSource | None = None,
-    labels: ImageLabels | Path | None = None,
+    labels: Iterable[int] | ImageLabels | str | Path | None = None,
     metric: str | Function | None = None,
     task: str | None = None,
     skip_bad: bool = False,
@@ -136,10 +133,6 @@ def build(  # noqa: D417
     Raises:
         Calib8Error: as `calibrate`, or a target's error if none could be built.
     """
-    if isinstance(labels, str | Path):
-        labels = read_labels(labels)
-    elif labels is not None and not isinstance(labels, Annotations | FileList):
-        labels = tuple(map(index, labels))  # plain integers, whatever array they came in
     model, images = open_torch_module(model, images, preprocess)
     if float_model is not None:
         opened_model, images = open_torch_module(float_model, images)
@@ -177,7 +170,7 @@ def build(  # noqa: D417
         out=Path(out),
         float_model=float_model,
         evaluation=evaluation,
-        labels=labels,
+        labels=to_labels(labels),
         metric=metric,
         task=task,
         duration_s=duration_s,

@@ -7,6 +7,7 @@ refuses what can be refused before anything is run or written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -353,8 +354,14 @@ def _with_cache_path(options: BuildOptions, model_name: str) -> BuildOptions:
 
 
 def _choose_duration(options: BuildOptions) -> float:
-    """Return the seconds of measurement; another CPU than this one is not measured."""
+    """Return the seconds of measurement; another CPU than this one is not measured.
+
+    Raises:
+        ConfigError: a negative or infinite duration.
+    """
     if options.duration_s is not None:
+        if not 0 <= options.duration_s < math.inf:
+            raise ConfigError(f"a duration is 0 s or more, and finite, got {options.duration_s}")
         return options.duration_s
     return 3.0 if options.tuning.cpu == THIS_CPU else 0.0
 

@@ -77,7 +77,7 @@ def calibrate(
     model: ModelSource | nn.Module,
     images: FeedSource,
     *,
-    targets: str | Sequence[str | Target] = ("onnxruntime",),
+    targets: str | Target | Sequence[str | Target] = ("onnxruntime",),
     method: str | Method | None = None,
     preprocess: PreprocessRequest = None,
     cache: Path | str | CachePolicy | None = None,
@@ -103,7 +103,7 @@ def calibrate(
         images: folder, list file, image, .npy, .npz, `RawFiles`, a `CalibratorScript`, or an
             iterable of arrays or {input: array} dicts, such as a DataLoader, whose labels are not
             used. For a PyTorch module, arrays only.
-        targets: names of `TARGETS`, or targets with options.
+        targets: names of `TARGETS`, or targets with options; or one of these.
         method: name of a search, or a `Method` with parameters; None for the default.
         preprocess: a `Preprocess`, the name of a preset, or {option: value}; options that are
             missing come from the model's metadata, else from the shape of its input.
@@ -170,7 +170,7 @@ def merge(  # noqa: D417
     model: ModelSource,
     shards: Sequence[str | Path],
     *,
-    targets: str | Sequence[str | Target] = ("onnxruntime",),
+    targets: str | Target | Sequence[str | Target] = ("onnxruntime",),
     method: str | Method | None = None,
     cache: Path | str | CachePolicy | None = None,
     float_nodes: str | Iterable[str] = (),

@@ -4,7 +4,7 @@ To add hardware, write a class that implements `deploy.targets.base.Target` and 
 Target classes import heavy packages inside their functions, since `--help` lists their options.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from deploy.errors import ConfigError, did_you_mean
 from deploy.targets.ascend.target import Ascend
@@ -33,17 +33,19 @@ def find_target(name: str) -> type[Target]:
     raise ConfigError(f"a target is one of {', '.join(TARGETS)}, got {name!r}; {advice}")
 
 
-def make_targets(targets: str | Sequence[str | Target]) -> list[Target]:
-    """Return target objects; a name stands for the target with default options.
+def make_targets(targets: str | Target | Sequence[str | Target]) -> list[Target]:
+    """Return target objects, of one or several; a name stands for the target with its defaults.
 
     Raises:
         ConfigError: no target, a name that is not in `TARGETS`, or two targets of one name.
     """
-    if isinstance(targets, str):
+    if isinstance(targets, str) or not isinstance(targets, Iterable):
         targets = [targets]
     target_by_name: dict[str, Target] = {}
     for entry in targets:
-        target = find_target(entry)() if isinstance(entry, str) else entry
+        target = find_target(entry) if isinstance(entry, str) else entry
+        if isinstance(target, type):
+            target = target()
         if target.name in target_by_name:
             raise ConfigError(
                 f"each target may be given once, got {target.name!r} twice, and both would write"
