@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from deploy.calibration.sample_checks import HalvesAgreement
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.latency import SpeedUp
 from deploy.pipeline.results import compare_with_earlier
 from deploy.report import Report, to_screen
 from deploy.report.parts import (
+    CalibrationPart,
     EngineRow,
     FeedPart,
     FileRow,
@@ -69,6 +71,14 @@ def test_screen_counts_layers_where_a_search_did():
     report = detector("good", front=DETECTOR, split_number=4)
     report = replace(report, targets=(replace(target, nodes=nodes),))
     assert "In int8       48 of 64 layers" in to_screen(report)
+
+
+@pytest.mark.parametrize(("differing_count", "is_shown"), [(4, False), (10, True)])
+def test_screen_names_ranges_that_need_more_images(differing_count, is_shown):
+    differences = {f"t{number}": 0.5 for number in range(differing_count)}
+    agreement = HalvesAgreement(samples=64, within=0.2, tensors=93, differences=differences)
+    report = replace(detector("good"), calibration=CalibrationPart(agreement=agreement))
+    assert ("Ranges        10 of 93 ranges differ" in to_screen(report)) == is_shown
 
 
 def test_each_target_has_its_own_line():

@@ -289,6 +289,14 @@ def test_export_is_checked_in_two_batches():
         check_float_export(exported, model, [X])
 
 
+def test_file_that_does_not_load_needs_no_fixed_batch():
+    model = tiny(1)
+    exported = to_onnx(model, [X])
+    exported.graph.node[0].op_type = "Unheard"
+    with pytest.raises(ExportError, match="rewrite what ONNX Runtime cannot run"):
+        check_float_export(exported, model, [X])
+
+
 def test_nan_outputs_of_one_form_are_reported():
     model, broken = tiny(1), tiny(1)
     exported = to_onnx(model, [X])

@@ -7,6 +7,7 @@ cannot convert down. The exported model is then cleaned up: output names, metada
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -396,7 +397,10 @@ def check_float_export(
         agreement = compare_with_torch(exported, model, batches)
     except BackendError as error:
         sizes = " and ".join(str(_batch_size(batch)) for batch in batches)
-        remedy = FIXED_BATCH if is_batch_dynamic else "rewrite what ONNX Runtime cannot run"
+        remedy = "rewrite what ONNX Runtime cannot run"
+        with suppress(BackendError):  # a file that does not load is refused for any batch
+            OrtSession.open(exported, threads=1)
+            remedy = FIXED_BATCH if is_batch_dynamic else remedy
         raise ExportError(
             f"an exported model must run in onnxruntime for batches of {sizes}, got:"
             f" {first_line(error)}; {remedy}"

@@ -31,6 +31,7 @@ from deploy.frontends import LoadedModel, load_float_or_qdq
 from deploy.frontends.input_shapes import is_torch_module
 from deploy.machine import worker_threads
 from deploy.method import Method
+from deploy.metrics.latency import DURATION_S
 from deploy.metrics.precision import GroundTruth
 from deploy.pipeline.results import find_earlier_report
 from deploy.report.verdict import Gates
@@ -363,7 +364,7 @@ def _choose_duration(options: BuildOptions) -> float:
         if not 0 <= options.duration_s < math.inf:
             raise ConfigError(f"a duration is 0 s or more, and finite, got {options.duration_s}")
         return options.duration_s
-    return 3.0 if options.tuning.cpu == THIS_CPU else 0.0
+    return DURATION_S if options.tuning.cpu == THIS_CPU else 0.0
 
 
 def open_torch_module(

@@ -26,7 +26,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import PurePath
 
 from deploy.errors import counted
-from deploy.metrics.latency import MIN_GAIN
+from deploy.metrics.latency import DURATION_S, MIN_GAIN
 from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
 from deploy.metrics.output_form import BY_VALUES
 from deploy.report import figures
@@ -202,6 +202,9 @@ def _decisions(report: Findings) -> Iterator[str]:
         yield from entry("Images", text)
     if report.calibration:
         yield from entry("Calibration", calibration_text(report))
+        agreement = report.calibration.agreement
+        if agreement is not None and not (agreement.is_enough or agreement.stopped):
+            yield from entry("Ranges", agreement.sentence)  # more images would change them
     yield from _int8_nodes(report)
     yield from _failures(report)
 
@@ -371,7 +374,6 @@ _DEVICE_SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "atc command, with the chip as argument": ("where atc is, for its chip", ("Ascend310P3",)),
 }
 _PROGRAM = "program that runs it"  # role of a file of ONNX Runtime's target
-_DURATION_S = 3  # default of a build's latency runs
 IMAGES, EFFORT = "images", "effort"  # names of steps that are offered once
 
 
@@ -417,7 +419,7 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
     options_file = path_of(report.files, OPTIONS)
     command = f"calib8 build --config {shlex.quote(options_file)}"
     if request.is_untimed and not all(map(_has_device_script, report.targets)):
-        command += f" --duration {_DURATION_S}"  # the file of options has 0
+        command += f" --duration {DURATION_S}"  # the file of options has 0
     target_command = command
     if len(report.targets) > 1:
         target_command += f" --target {target.name}"
