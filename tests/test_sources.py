@@ -696,6 +696,8 @@ def test_inputs_are_assigned_by_order():
         ([(BATCH, BATCH)], "must distinguish its inputs from its other values"),
         ([{"y": BATCH}], r"must name the inputs \['x'\], got \['y'\]"),
         ([object()], "must be an array of numbers, .* got object"),
+        (iter([Path("a.png")]), r"Path \(object\); put paths into a list"),
+        (np.ones(3, complex), r"ndarray \(complex128\)"),
         ([()], "must be an array of numbers|must hold the inputs"),
     ],
 )

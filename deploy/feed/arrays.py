@@ -47,7 +47,7 @@ def as_array(value: object, item_name: str) -> Array:
     if array.dtype.kind not in "fiub":
         raise FeedError(
             f"{item_name} must be an array of numbers, a tuple that begins with them, or a dict of"
-            f" them by input name, got {type_name}"
+            f" them by input name, got {type_name} ({array.dtype.name}); put paths into a list"
         )
     return array
 
