@@ -23,7 +23,7 @@ from deploy.calibration.stability import compare_halves, range_difference
 from deploy.errors import CacheError, ConfigError
 from deploy.feed.sampling import Choice, next_check, sampling_order, to_sampling_order
 from deploy.targets import find_target
-from tests.models import read_markdown, save_net
+from tests.models import read_markdown, save_fixed_batch, save_net
 from tests.test_calibrator_script import PYCUDA, written
 
 IMAGE_COUNT = 100
@@ -304,6 +304,12 @@ def test_build_equals_build_of_used_images(run, small_cnn, arrays, tmp_path):
     figures = [outputs["outputs"][0]["sqnr_db"] for outputs in (accuracy, limited_accuracy)]
     assert figures[0] == pytest.approx(figures[1], rel=1e-6)  # of one float model, run in two forms
     assert reports[0]["calibration"]["agreement"]["stopped"] is True
+
+
+def test_halves_of_a_fixed_batch_count_images(small_cnn, arrays, tmp_path):
+    model = save_fixed_batch(small_cnn, tmp_path / "batch4.onnx")
+    calibration = calib8.calibrate(model, arrays, limit=10)
+    assert calibration.agreement.samples == 10
 
 
 def test_report_names_ranges_that_disagree(command, small_cnn, arrays, tmp_path):

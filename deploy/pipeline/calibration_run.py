@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -459,6 +459,8 @@ def _compare_halves(
     if not decision.missing:
         return None, ()
     agreement = run.stability_monitor.end(len(run.feed))
+    if run.stop_rule is None and agreement is not None:  # a fixed batch is a run of several
+        agreement = replace(agreement, samples=run.feed.count)
     if run.stop_rule is None or agreement is not None:
         return agreement, ()
     # with a rule, halves are compared at 16 samples for the first time
