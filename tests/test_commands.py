@@ -131,7 +131,7 @@ def test_build_options_reach_the_pipeline(build_call, tmp_path, run):
     assert policy.require
     assert policy.trt_version == "10.3.0"
     assert build_call["evaluation"].source == "e"
-    assert build_call["labels"] == (3, 1)
+    assert build_call["labels"].labels == (3, 1)
     assert build_call["duration_s"] == 0
     assert build_call["limit"] == Choice(limit=9)
     assert build_call["skip_bad"]
