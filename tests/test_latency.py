@@ -319,6 +319,7 @@ def test_uneven_device_times_are_warned():
         ("", FEEDS, {}),
         ("a", [], {}),
         ("a", FEEDS, {"duration_s": -1}),
+        ("a", FEEDS, {"duration_s": float("inf")}),
         ("a", FEEDS, {"warmup_ms": float("nan")}),
         ("a", FEEDS, {"min_iterations": 0}),
     ],

@@ -284,14 +284,14 @@ def measure(
         label -> `Latency`, in the order of `sessions`.
 
     Raises:
-        ConfigError: no session, no feed, a negative time or no iteration.
+        ConfigError: no session, no feed, a negative or infinite time, or no iteration.
         BackendError: a session refused a feed.
     """
     if not sessions or not feeds:
         raise ConfigError(
             f"measuring needs a session and an input, got {len(sessions)} and {len(feeds)}"
         )
-    if not (warmup_ms >= 0 and duration_s >= 0 and min_iterations >= 1):
+    if not (0 <= warmup_ms < math.inf and 0 <= duration_s < math.inf and min_iterations >= 1):
         raise ConfigError(
             "measuring needs warm-up and duration of 0 or more and at least 1 iteration,"
             f" got {warmup_ms} ms, {duration_s} s, {min_iterations}"
