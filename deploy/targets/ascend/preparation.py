@@ -256,12 +256,24 @@ def calibration_notes(calibrated: CalibrationRecord, plan: RecordPlan) -> Iterat
             " AMCT's searches give it scale 1, which rounds all of it to zero:"
             f" {', '.join(underflow_layers[:3])}; --keep-float keeps them in float."
         )
-    if plan.used_samples < plan.samples:
+    if plan.used_samples < plan.samples and plan.config.batch_num > 1:
         total = plan.samples * plan.images_per_sample
         yield (
             f"batch_num {plan.config.batch_num} of the configuration:"
             f" {plan.used_samples * plan.images_per_sample} of {total} samples were used."
         )
+
+
+def calibration_alerts(plan: RecordPlan) -> tuple[str, ...]:
+    """Return a sentence if a single batch was used of several, which few configurations mean."""
+    if plan.config.batch_num > 1 or plan.used_samples == plan.samples:
+        return ()
+    used, total = plan.used_samples, plan.samples
+    images = plan.images_per_sample
+    return (
+        "batch_num of the configuration is 1, AMCT's default, so the scales come from"
+        f" {used * images} of {total * images} samples; set it to use more",
+    )
 
 
 def _describe_batches(plan: RecordPlan) -> str:

@@ -35,6 +35,7 @@ from deploy.targets.ascend.atc import (
     write_readme,
 )
 from deploy.targets.ascend.preparation import (
+    calibration_alerts,
     calibration_notes,
     decide_precisions,
     describe_algorithms,
@@ -341,6 +342,7 @@ class Ascend:
             ranges=calibrated.ranges,
             float_reasons=request.float_nodes,
             notes=tuple(calibration_notes(calibrated, plan)),
+            alerts=calibration_alerts(plan),
         )
         return self.write_files(recipe, request)
 
