@@ -355,6 +355,18 @@ def test_other_builds_cache_is_only_read(built_folder, run, small_cnn, pictures,
     assert "second: " in run.ok("verify", second)
 
 
+def test_own_cache_is_reused_where_other_builds_does_not_fit(
+    built_folder, run, small_cnn, pictures, tmp_path
+):
+    cache, second = built_folder[0] / "calib8/small_cnn.cache", tmp_path / "second"
+    arguments = ("build", small_cnn, "--images", pictures, *QUICK_OPTIONS, second, "--limit", 4)
+    run.ok(*arguments, "--cache", cache)
+    output = run.ok(*arguments, "--cache", cache, "--require-cache", "--verbose")
+    assert "- 0 calibration inferences" in output
+    refreshed = run.ok(*arguments, "--cache", cache, "--refresh", "--verbose")
+    assert f"{second / 'calib8/small_cnn.cache'} is rebuilt" in refreshed.replace("\n", "")
+
+
 def test_engine_of_earlier_build_is_reported(built_folder, small_cnn, pictures, command):
     """Whoever goes on with X.int8.onnx would deploy what this build did not make."""
     out, _ = built_folder

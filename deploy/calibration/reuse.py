@@ -170,17 +170,18 @@ def check_cache(
     observations = tuple(observations)
     decision = _decide(policy, make_fingerprint, observations, stop_rule)
     if decision.missing and policy.path is not None and not policy.refresh:
+        reason_by_path = {}
+        if policy.source is not None:  # another build's cache does not fit: this build has its own
+            reason_by_path[policy.path] = ""
         # a build that failed after its calibration saved it elsewhere
         saved_path = staging.find_saved_calibration(policy.path)
         if saved_path:
-            saved = _decide(
-                replace(policy, path=saved_path, source=None),
-                make_fingerprint,
-                observations,
-                stop_rule,
-            )
-            if len(saved.missing) < len(decision.missing):
-                decision = replace(saved, reason=f"of a run that did not end: {saved.reason}")
+            reason_by_path[saved_path] = "of a run that did not end: "
+        for path, reason in reason_by_path.items():
+            other_policy = replace(policy, path=path, source=None)
+            other = _decide(other_policy, make_fingerprint, observations, stop_rule)
+            if len(other.missing) < len(decision.missing):
+                decision = replace(other, reason=f"{reason}{other.reason}")
     if decision.missing and policy.require:
         raise CacheError(
             f"the cache must fit (--require-cache), but {decision.reason}; leave --require-cache"
@@ -230,7 +231,7 @@ def _load_cache(policy: CachePolicy, stop_rule: StabilityRule | None) -> store.S
     if path is None:
         raise CacheError("no cache was asked for")
     if policy.refresh:
-        raise CacheError(f"{path} is rebuilt, as requested")
+        raise CacheError(f"{policy.path} is rebuilt, as requested")
     if not path.exists():
         raise CacheError(f"{path} {NO_CACHE}")
     if not store.sidecars(path)[0].exists():

@@ -495,8 +495,10 @@ def _find_score_threshold(
         is_observed: whether anything was observed in this run; if not, nothing new is found.
     """
     subject = run.subject
-    if run.policy.read_path is not None:
-        earlier_threshold = read_score_threshold(run.policy.read_path, subject.identities)
+    for path in (run.policy.read_path, run.policy.path):
+        if path is None:
+            continue
+        earlier_threshold = read_score_threshold(path, subject.identities)
         if earlier_threshold is not None:
             return earlier_threshold
     if not is_observed or not run.evaluation_count:
