@@ -105,8 +105,9 @@ WRITERS = {
 }
 
 
-def read_truth(path, images):
-    return apply_labels(read_labels(path), open_feed(images, [X], preprocess=LETTERBOX))
+def read_truth(path, images, class_names=None):
+    feed = open_feed(images, [X], preprocess=LETTERBOX)
+    return apply_labels(read_labels(path), feed, class_names)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -129,6 +130,19 @@ def test_all_forms_give_the_objects_of_coco(form, seed, tmp_path):
 @pytest.fixture
 def scenes(tmp_path):
     return draw_scenes(np.random.default_rng(5), tmp_path)
+
+
+@pytest.mark.parametrize("known_names", [NAMES, NAMES[:2]])
+def test_categories_are_the_classes_of_their_names(known_names, tmp_path, scenes):
+    path, images = write_coco(tmp_path, scenes), tmp_path / "images" / "val"
+    expected = read_truth(path, images)
+    truth = read_truth(path, images, {9: "car", **{7 - i: n for i, n in enumerate(known_names)}})
+    has_all_names = known_names == NAMES
+    assert truth.categories == (None if has_all_names else expected.categories)
+    for number in range(len(scenes)):
+        ids = expected.objects(number).categories
+        classes = truth.objects(number).categories
+        assert np.array_equal(classes, 7 - ids if has_all_names else ids)
 
 
 def test_picture_without_label_file_is_empty(tmp_path, scenes, wording):

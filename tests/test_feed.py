@@ -527,9 +527,11 @@ def test_list_may_name_file_per_input(tmp_path, wording):
     for number, (a, b) in enumerate(rows):
         np.save(tmp_path / f"a{number}.npy", a)
         np.save(tmp_path / f"b{number}.npy", b)
-    (tmp_path / "list.txt").write_text("".join(f"a{n}.npy b{n}.npy\n" for n in range(3)))
-    samples = collect(open_feed(tmp_path / "list.txt", specs))
-    assert all(np.array_equal(s["b"], rows[n, 1]) for n, s in enumerate(samples))
+    for count in (1, 3):
+        (tmp_path / "list.txt").write_text("".join(f"a{n}.npy b{n}.npy\n" for n in range(count)))
+        samples = collect(open_feed(tmp_path / "list.txt", specs))
+        assert len(samples) == count
+        assert all(np.array_equal(s["b"], rows[n, 1]) for n, s in enumerate(samples))
     with pytest.raises(FeedError) as refusal:
         open_feed(tmp_path / "list.txt", specs[:1])
     wording.check(refusal.value)

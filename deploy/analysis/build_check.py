@@ -144,7 +144,7 @@ def check(
         shipped.results,
         calibration=EvaluationSubset(feed, feed.count),  # not used, as there are evaluation samples
         evaluation=feed,
-        objects=apply_labels(labels, feed),
+        objects=apply_labels(labels, feed, loaded.classes),
         metric=make_metric(metric, task or shipped.task or None, loaded.declaration),
         duration_s=duration_s,
         threads=worker_threads(threads),

@@ -11,10 +11,12 @@ Sources: cocodataset.org, format-data, detection; docs.ultralytics.com, datasets
 VOC's development kit.
 """
 
+from __future__ import annotations
+
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 from xml.etree import ElementTree
@@ -43,6 +45,7 @@ class Annotations:
         pictures: image's file name -> its objects. The name is without folders; also without suffix
             if `are_label_files`.
         categories: category ids, ascending; None if these are the model's class numbers.
+        category_names: category id -> name; empty without names.
         ambiguous_names: file names that occur in several folders.
         are_label_files: whether each picture has a file of its own.
         unlabelled: objects of a picture without a file, none; None if every picture must have one.
@@ -50,9 +53,28 @@ class Annotations:
 
     pictures: Mapping[str, Objects]
     categories: tuple[int, ...] | None
+    category_names: Mapping[int, str] = field(default_factory=dict)
     ambiguous_names: frozenset[str] = frozenset()
     are_label_files: bool = False
     unlabelled: Objects | None = None
+
+    def numbered_by_name(self, class_names: Mapping[int, str]) -> Annotations:
+        """Return the annotations with the model's class numbers for categories of the same names.
+
+        They stay as they are unless the model has a class of the name of each category.
+
+        Args:
+            class_names: class number of the model -> name.
+        """
+        class_by_name = {name: number for number, name in class_names.items()}
+        if not self.category_names or not class_by_name.keys() >= set(self.category_names.values()):
+            return self
+        class_by_category = {id: class_by_name[name] for id, name in self.category_names.items()}
+        pictures = {}
+        for name, objects in self.pictures.items():
+            classes = [class_by_category[category] for category in objects.categories.tolist()]
+            pictures[name] = replace(objects, categories=np.array(classes, np.int64))
+        return replace(self, pictures=pictures, categories=None)
 
     def has_picture(self, name: str) -> bool:
         """Return whether there are annotations for a picture, by its file name."""
@@ -117,6 +139,7 @@ class _CocoAnnotation:
 @dataclass(frozen=True, slots=True)
 class _CocoCategory:
     id: int
+    name: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +175,7 @@ def _group_by_image(data: _CocoFile) -> Annotations:
         if image.id in annotations_by_image:
             raise ValueError(f"an id that two images have, {image.id!r}")
         annotations_by_image[image.id] = []
-    categories = {category.id for category in data.categories}
+    categories = {category.id: str(category.name) for category in data.categories}
     for annotation in data.annotations:
         if annotation.image_id not in annotations_by_image:
             raise ValueError(f"an image_id that no image has, {annotation.image_id!r}")
@@ -167,7 +190,9 @@ def _group_by_image(data: _CocoFile) -> Annotations:
         if name in objects_by_name:
             ambiguous_names.add(name)  # of images in several folders
         objects_by_name[name] = _coco_objects(image, annotations_by_image[image.id])
-    return Annotations(objects_by_name, tuple(sorted(categories)), frozenset(ambiguous_names))
+    return Annotations(
+        objects_by_name, tuple(sorted(categories)), categories, frozenset(ambiguous_names)
+    )
 
 
 def _coco_objects(image: _CocoImage, annotations: list[_CocoAnnotation]) -> Objects:
@@ -258,7 +283,9 @@ def _read_label_files(paths: Sequence[str], read_file: Callable[[str], Objects])
                 ambiguous_names.add(name)
             pictures[name] = read_file(path)
             step()
-    return Annotations(pictures, None, frozenset(ambiguous_names), are_label_files=True)
+    return Annotations(
+        pictures, None, ambiguous_names=frozenset(ambiguous_names), are_label_files=True
+    )
 
 
 def _read_yolo_file(path: str, class_count: int | None) -> Objects:

@@ -182,13 +182,19 @@ def to_labels(labels: Iterable[int] | ImageLabels | Path | None) -> ImageLabels 
     return numbers
 
 
-def apply_labels(labels: ImageLabels | None, evaluation: Feed | None) -> GroundTruth | None:
+def apply_labels(
+    labels: ImageLabels | None,
+    evaluation: Feed | None,
+    class_names: Mapping[int, str] | None = None,
+) -> GroundTruth | None:
     """Give the evaluation images their labels: set class numbers on the feed, return objects.
 
     Args:
         labels: None for none; with `BY_FOLDER` the feed has its class numbers already, from
             `Dataset.open`.
         evaluation: the evaluation images; None without any.
+        class_names: class number of the model -> name, by which categories are matched; None
+            without names.
 
     Returns:
         The objects in pixels of the model's input; None if `labels` are anything but objects.
@@ -209,6 +215,7 @@ def apply_labels(labels: ImageLabels | None, evaluation: Feed | None) -> GroundT
         evaluation.set_labels(labels)
         return None
 
+    labels = labels.numbered_by_name(class_names or {})
     if evaluation.preprocess is None:
         raise ConfigError("annotations of boxes are for pictures, got arrays; give image files")
     for name in evaluation.names:

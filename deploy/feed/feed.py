@@ -295,12 +295,13 @@ class _SourceOpener:
             files: files of arrays.
             specs: what the arrays are to be: the model's inputs, or what raw files hold.
         """
-        skip_bad = self.dataset.skip_bad
+        skip_bad, first_file = self.dataset.skip_bad, files.files[0]
         if files.folder is not None:
             arrays = open_array_folder(files.folder, files.files, specs, skip_bad=skip_bad)
-        # one file may hold all samples; a label in a list of files applies to a file's samples
-        elif len(files.files) == 1 and files.files[0].label is None:
-            arrays = open_array_file(files.files[0].path, specs)
+        # one file may hold all samples; a label in a list of files applies to a file's samples, and
+        # a line of a file for each input is no path
+        elif len(files.files) == 1 and first_file.label is None and first_file.path.exists():
+            arrays = open_array_file(first_file.path, specs)
         else:
             arrays = open_array_files(files.files, specs, files.name, skip_bad=skip_bad)
         return replace(arrays, notes=(*files.notes, *arrays.notes))

@@ -269,7 +269,7 @@ def prepare_build(
             evaluation, labels_by_folder=options.labels == BY_FOLDER
         )
     # labels that are class numbers are set on the feed; those that are objects are returned
-    annotated_objects = apply_labels(options.labels, evaluation_feed)
+    annotated_objects = apply_labels(options.labels, evaluation_feed, loaded.classes)
     if annotated_objects is not None:
         notes = (*notes, *annotated_objects.notes)
     one_pass.refuse_full_disk(options.out, loaded.model, len(options.targets))
