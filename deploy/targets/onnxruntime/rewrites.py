@@ -207,10 +207,13 @@ _FLAT_SOFTMAX = RewriteRule(
 )
 
 
+# Layers between pairs whose float weight and bias ONNX Runtime rounds to integers, with one scale
+_ROUNDED_LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm"})
 # Operators between pairs that ONNX Runtime replaces with an integer kernel
 _INTEGER_OPERATORS = frozenset(
     {"Add", "Mul", "Concat", "Where", "Sigmoid", "LeakyRelu", "Softmax", "MatMul"}
     | {"AveragePool", "GlobalAveragePool"}
+    | _ROUNDED_LAYERS
 )
 # Operators past which ONNX Runtime moves a pair
 _MOVED_PAST = frozenset(
@@ -235,6 +238,8 @@ def _why_not_apart(node: onnx.NodeProto, scope: RewriteScope) -> str:
     if node.name not in scope.context.float_nodes:
         return "it is int8"
     data_inputs = node.input[_first_data_input(node) :]
+    if node.op_type in _ROUNDED_LAYERS:
+        data_inputs = node.input[:1]
     if not all(_is_dequantized(scope.graph, tensor) for tensor in data_inputs):
         return "an input of it is float"
     if node.op_type != "MatMul" and not _is_quantized_later(scope.graph, node.output[0]):
@@ -270,11 +275,12 @@ def _is_dequantized(graph: Graph, tensor: str) -> bool:
 
 
 def _is_quantized_later(graph: Graph, tensor: str) -> bool:
-    """Whether a tensor goes to a QuantizeLinear."""
+    """Whether a tensor goes to a QuantizeLinear, which may do the work of a Relu or Clip."""
     for node in graph.readers.get(tensor, ()):
         if node.op_type == "QuantizeLinear":
             return True
-        if node.op_type in _MOVED_PAST and _is_quantized_later(graph, node.output[0]):
+        passes = node.op_type in _MOVED_PAST or node.op_type in ("Relu", "Clip")
+        if passes and _is_quantized_later(graph, node.output[0]):
             return True
     return False
 
