@@ -296,7 +296,7 @@ def sensitivity_of(noisy, *, layers=LAYERS, max_trials=28, groups=8):
 @pytest.mark.parametrize("index", [0, 21, 63])
 def test_halving_finds_the_noisy_layer(index):
     result, tried_groups = sensitivity_of(dict.fromkeys(LAYERS, 2e-5) | {LAYERS[index]: 0.5})
-    assert result.groups[LAYERS[index],].slice_powers["y"][0] == 0.5
+    assert result.groups[LAYERS[index],].powers_by_slice["y"][0] == 0.5
     assert len(tried_groups) == 8 + 2 * 3  # 8 layers a group are halved three times
     assert max(result.loss_by_layer(), key=result.loss_by_layer().__getitem__) == LAYERS[index]
 
@@ -330,7 +330,7 @@ def test_remaining_int8_noise_adds_by_part():
     result = Sensitivity({("a", "b"): noise(y=0.4, z=0.01), ("c",): noise(y=0.3)})
 
     def remaining_powers(*units):
-        remaining = result.predict(frozenset(units)).slice_powers
+        remaining = result.predict(frozenset(units)).powers_by_slice
         return {part: power[0] for part, power in remaining.items()}
 
     assert remaining_powers() == pytest.approx({"y": 0.7, "z": 0.01})

@@ -326,10 +326,10 @@ def test_noises_average_and_add_by_part():
     assert noise(a=[0.1, 0.1]).worst == pytest.approx(1 - math.exp(-math.sqrt(0.1)))
     assert noise(a=[0.1, 0.1]).db == pytest.approx(10.0)
     total = noise(a=[0.1, 0.3], b=[0.2, 0.2]).combined_with(noise(a=[0.3, 0.1]))
-    assert total.worst_slice == "a"
+    assert total.worst_slice_label == "a"
     assert total.db == pytest.approx(-10 * math.log10(0.4))
-    assert total.slice_powers["a"] == pytest.approx([0.4, 0.4])
-    assert total.slice_powers["b"] == pytest.approx([0.2, 0.2])
+    assert total.powers_by_slice["a"] == pytest.approx([0.4, 0.4])
+    assert total.powers_by_slice["b"] == pytest.approx([0.2, 0.2])
     assert total.mean < total.worst
 
 
@@ -431,14 +431,14 @@ def test_choices_are_tried_once_unless_unbuildable():
     broken, minmax = Choices(float_nodes={"/y": "why"}), Choices(method=Method.of("minmax"))
     equal, half, unbuildable, repeated = prober.noises([NO_CHOICES, minmax, broken, minmax])
     assert equal.worst == 0
-    assert half.slice_powers["y"] == pytest.approx([0.25]) == repeated.slice_powers["y"]
+    assert half.powers_by_slice["y"] == pytest.approx([0.25]) == repeated.powers_by_slice["y"]
     assert unbuildable is None
     assert prober.noises([Choices(float_nodes={"/y": "another reason"})]) == [None]
     assert (prober.trial_count, target.built) == (3, 3)
     assert [str(error)[:32] for error in prober.errors] == ["a layer must be what it is, got "]
     (nan,) = prober.noises([Choices(method=Method.of("mse"))])
     assert nan.worst > 0.99
-    assert nan.worst_slice == "y"
+    assert nan.worst_slice_label == "y"
 
 
 @pytest.mark.parametrize("factor, temperatures", [(1.0, {"y": (4.0, -1)}), (0.2, {})])
@@ -469,8 +469,8 @@ def test_layers_alone_run_on_some_samples():
     )
     off = Choices(method=Method.of("minmax"))
     (full_noise,), (single_noise,) = prober.noises([off]), prober.isolated_noises([off], [["/y"]])
-    assert full_noise.slice_powers["y"].shape == (3,)
-    assert single_noise.slice_powers["y"] == pytest.approx([0.25, 0.25])
+    assert full_noise.powers_by_slice["y"].shape == (3,)
+    assert single_noise.powers_by_slice["y"] == pytest.approx([0.25, 0.25])
     broken = Choices(float_nodes={"/y": "why"})
     assert prober.isolated_noises([broken, off], [["/y"], ["/y"]]) == [None, single_noise]
     assert (prober.trial_count, target.built) == (3, 3)
@@ -494,7 +494,7 @@ def test_layers_alone_run_where_they_lose_most(count, has_noise):
     )
     prober.noises([NO_CHOICES])
     (noise,) = prober.isolated_noises([NO_CHOICES], [["/y"]])
-    assert list(noise.slice_powers["y"] > 0) == has_noise
+    assert list(noise.powers_by_slice["y"] > 0) == has_noise
 
 
 def test_timing_uses_the_median_shape():

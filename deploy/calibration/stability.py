@@ -11,7 +11,7 @@ The halves alternate, so that both cover a feed sorted by class or time; which o
 goes where varies (`alternate_halves`), so that both also cover a feed whose classes alternate.
 `--until-stable` compares halves during the run: samples come spread over the feed
 (`deploy.feed.sampling`), and after 16, 32, 64 ... of them the first half is compared with the
-second. They are enough once all but a twentieth of the ranges agreed twice in a row. These points
+second. They are enough once all but a twentieth of the ranges agreed twice in a row. These checks
 count samples, and the statistics are those of exactly that many, whatever the number of threads.
 """
 
@@ -32,7 +32,7 @@ from deploy.calibration.sample_checks import STABLE_SHARE, HalvesAgreement, Stab
 from deploy.errors import ConfigError
 from deploy.feed.samples import Feed
 
-_AGREEMENTS_TO_STOP = 2  # points in a row at which the halves must agree
+_AGREEMENTS_TO_STOP = 2  # checks in a row at which the halves must agree
 
 ScaleByKey = Mapping[Key, Scale]
 
@@ -79,7 +79,7 @@ class StabilityMonitor:
     Attributes:
         halves: statistics of both halves, filled by `observe`; None if they are not needed.
         can_end_pass: whether `is_enough` is to be called, and may end the pass.
-        samples: number of samples at the last point.
+        samples: number of samples at the last check.
         stopped: whether the samples are enough.
     """
 
@@ -91,8 +91,8 @@ class StabilityMonitor:
     ) -> None:
         """Start before the first sample.
 
-        Without a stop rule all samples are observed, and the pass fills `halves` with the
-        statistics of each half, which are compared at the end.
+        With a stop rule the pass calls `is_enough` and may end early. Without one it observes all
+        samples and fills `halves`, and `end` compares the ranges of the two.
 
         Args:
             observations: those whose ranges are searched.
@@ -101,39 +101,41 @@ class StabilityMonitor:
         """
         self._observations = tuple(observations)
         self._make_ranges = make_ranges
-        self._within = STABLE_SHARE if stop_rule is None else stop_rule.within
+        self._max_difference = STABLE_SHARE if stop_rule is None else stop_rule.within
         self.can_end_pass = stop_rule is not None
         self.halves: list[ObservedStatistics] | None = None
-        if self._observations and not self.can_end_pass:
+        if self._observations and not self.can_end_pass:  # else there is nothing to compare at end
             self.halves = []
         self.samples = 0
         self.stopped = False
-        self._scales: ScaleByKey = {}  # of all samples at the last point
-        self._agreement: HalvesAgreement | None = None
+        self._scales_at_last_check: ScaleByKey = {}  # of all samples until then
+        self._last_agreement: HalvesAgreement | None = None
         self._agreements_in_row = 0
 
     def is_enough(self, samples: int, new: ObservedStatistics, total: ObservedStatistics) -> bool:
         """Return whether the samples are enough.
 
-        `samples`: number of samples so far, twice that of the last point.
-        `new`: statistics of the samples since the last point. `total`: those of all samples.
+        `samples`: number of samples so far, twice that of the last check.
+        `new`: statistics of the samples since the last check. `total`: those of all samples.
         """
-        if self._scales:
-            self._agreement = self._compare(self._scales, self._search(new), samples)
+        if self._scales_at_last_check:
+            self._last_agreement = self._compare(
+                self._scales_at_last_check, self._search(new), samples
+            )
             self._agreements_in_row += 1
-            if not self._agreement.is_enough:
+            if not self._last_agreement.is_enough:
                 self._agreements_in_row = 0
             self.stopped = self._agreements_in_row >= _AGREEMENTS_TO_STOP
         self.samples = samples
-        self._scales = {} if self.stopped else self._search(total)
+        self._scales_at_last_check = {} if self.stopped else self._search(total)
         return self.stopped
 
     def end(self, samples: int) -> HalvesAgreement | None:
         """Return the final agreement; None with too few samples or no suitable observations."""
         if self.halves is None:
-            if self._agreement is None:
+            if self._last_agreement is None:
                 return None
-            return replace(self._agreement, stopped=self.stopped)
+            return replace(self._last_agreement, stopped=self.stopped)
         if not self.halves or samples < 2:
             return None
         first_half, second_half = map(self._search, self.halves)
@@ -153,7 +155,7 @@ class StabilityMonitor:
     def _compare(
         self, first_half: ScaleByKey, second_half: ScaleByKey, samples: int
     ) -> HalvesAgreement:
-        return compare_halves(first_half, second_half, samples=samples, within=self._within)
+        return compare_halves(first_half, second_half, samples=samples, within=self._max_difference)
 
 
 def refuse_until_stable(

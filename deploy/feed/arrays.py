@@ -207,12 +207,12 @@ class SampleCounter:
     inputs: Specs
     row_counts: list[int] = field(default_factory=list)
     _has_unequal_rows: bool = False  # whether the inputs of some item differ in their rows
-    _has_other_count: bool = False  # whether some item has other rows than a run of the model
+    _each_fills_one_run: bool = True  # whether each item has just the rows of one run of the model
 
     def add(self, item: Item, item_name: str) -> int:
         """Record an item; return its number of samples: its rows, or 1 if each item is one sample.
 
-        Which of both holds is known by the items so far, this one included (`items_are_samples`).
+        `items_are_samples` decides which, by the items so far, this one included.
 
         Args:
             item: arrays by input.
@@ -234,22 +234,26 @@ class SampleCounter:
         if len(distinct_counts) > 1:
             # stacked samples are equally many, and so are dimensions of one name, such as "batch"
             must_be_equal = is_stacked or self._have_one_batch(rows_by_input)
-            is_one_sample = all(fits(item[spec.name].shape, spec.shape) for spec in self.inputs)
-            if must_be_equal or not is_one_sample:
+            if must_be_equal or not self._is_one_input(item):
                 counts_text = ", ".join(f"{name}: {count}" for name, count in rows_by_input.items())
                 raise FeedError(
                     f"all inputs of {item_name} must have equally many samples, got {counts_text}"
                 )
-            self._has_unequal_rows = True  # so they are no samples: the item is one
+            self._has_unequal_rows = True  # so a row is no sample: the whole item is one
 
         row_count = max(distinct_counts, default=1)
-        self._has_other_count |= is_stacked or row_count != rows_of_run(self.inputs)
+        if is_stacked or row_count != rows_of_run(self.inputs):
+            self._each_fills_one_run = False
         self.row_counts.append(row_count)
         return 1 if self.items_are_samples else row_count
 
     def add_unread(self) -> None:
         """Count an item that could not be read as one sample."""
         self.row_counts.append(1)
+
+    def _is_one_input(self, item: Item) -> bool:
+        """Whether the model takes the arrays of an item as they are."""
+        return all(fits(item[spec.name].shape, spec.shape) for spec in self.inputs)
 
     def _have_one_batch(self, input_names: Collection[str]) -> bool:
         """Whether the first dimensions of these inputs have the same name, such as "batch"."""
@@ -260,7 +264,7 @@ class SampleCounter:
     def items_are_samples(self) -> bool:
         """Whether each item is one sample, by the items so far."""
         has_parts = any(spec.first_axis is FirstAxis.PARTS for spec in self.inputs)
-        return self._has_unequal_rows or (has_parts and not self._has_other_count)
+        return self._has_unequal_rows or (has_parts and self._each_fills_one_run)
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:

@@ -66,9 +66,7 @@ def measure_coverage(
         quantized_classes: the user's classes with int8 weights.
     """
     class_by_name = {name: type(module) for name, module in model.named_modules()}
-    # id of a parameter that a graph reads without a layer -> whether it is a weight: a factor of a
-    # product
-    is_factor_by_id = _find_factors(converted)
+    is_weight_by_id = _find_parameters_of_graphs(converted)
     int8_layers: list[str] = []
     float_layers: list[tuple[str, str]] = []  # (name, class)
     for name, module in converted.named_modules():
@@ -77,8 +75,8 @@ def measure_coverage(
         if isinstance(module, (IntLayer, *quantized_classes)):
             int8_layers.append(name)
         else:
-            kind = class_by_name.get(name, type(module))
-            float_layers += _find_float_weights(name, kind, module, is_factor_by_id)
+            layer_class = class_by_name.get(name, type(module))
+            float_layers += _find_float_weights(name, layer_class, module, is_weight_by_id)
 
     quantizers = [
         module for module in converted.modules() if isinstance(module, FixedQuant | DynamicQuant)
@@ -98,37 +96,48 @@ def _float_reasons(converted: nn.Module) -> dict[str, str]:
     return reasons
 
 
-def _find_factors(converted: nn.Module) -> dict[int, bool]:
+def _find_parameters_of_graphs(converted: nn.Module) -> dict[int, bool]:
     """Return id of each tensor that a graph reads without a layer -> whether it is a weight.
 
     A weight is a factor of a product, itself or in something computed from parameters only; other
     tensors, such as position embeddings, are added or scaled by.
     """
-    is_factor_by_id: dict[int, bool] = {}
+    is_weight_by_id: dict[int, bool] = {}
     for module in converted.modules():
         if not isinstance(module, fx.GraphModule):
             continue
         constants = _find_constants(module.graph)
         for node in module.graph.find_nodes(op="get_attr"):
             key = id(tensor_of(module, node.target))
-            is_factor_by_id[key] = is_factor_by_id.get(key) or _is_factor(node, constants)
-    return is_factor_by_id
+            is_weight_by_id[key] = is_weight_by_id.get(key) or _is_factor(node, constants)
+    return is_weight_by_id
 
 
 def _find_float_weights(
-    name: str, kind: type[nn.Module], module: nn.Module, is_factor_by_id: Mapping[int, bool]
+    name: str, layer_class: type[nn.Module], module: nn.Module, is_weight_by_id: Mapping[int, bool]
 ) -> list[tuple[str, str]]:
-    """List a layer with float weights; or its parameters, if the graph reads them directly."""
+    """List a layer with float weights; or its parameters, if the graph reads them directly.
+
+    Args:
+        name: qualified name of the module.
+        layer_class: class of the user's module of that name.
+        module: module of the converted model.
+        is_weight_by_id: see `_find_parameters_of_graphs`.
+    """
     weight_names = []
-    has_layer_weights = kind.__module__.startswith("torch.nn.")
+    is_listed_as_layer = layer_class.__module__.startswith("torch.nn.")
     for parameter_name, parameter in module.named_parameters(recurse=False):
-        if parameter.dim() > 1 and is_factor_by_id.get(id(parameter), True):
+        if parameter.dim() < 2:
+            continue
+        if id(parameter) not in is_weight_by_id:  # the module itself reads it
             weight_names.append(parameter_name)
-            has_layer_weights |= id(parameter) not in is_factor_by_id
+            is_listed_as_layer = True
+        elif is_weight_by_id[id(parameter)]:
+            weight_names.append(parameter_name)
     if not weight_names:
         return []
-    if has_layer_weights:
-        return [(name or "the model itself", kind.__name__)]
+    if is_listed_as_layer:
+        return [(name or "the model itself", layer_class.__name__)]
     return [(f"{name}.{weight}".lstrip("."), "Parameter") for weight in weight_names]
 
 

@@ -47,13 +47,13 @@ def read_float_model(loaded: LoadedModel) -> bytes:
     Raises:
         ModelError: the file changed since it was loaded.
     """
-    if loaded.was_float16 or loaded.was_newer or _computes_otherwise(loaded):
+    if loaded.was_float16 or loaded.was_newer or _is_changed_on_purpose(loaded):
         return bytes(loaded.model.SerializeToString())
     return _read_user_file(loaded)
 
 
-def _computes_otherwise(loaded: LoadedModel) -> bool:
-    """Whether the loaded model is meant to compute something else than the user's file."""
+def _is_changed_on_purpose(loaded: LoadedModel) -> bool:
+    """Whether loading had to change what is computed, as by removing Q/DQ pairs."""
     is_float_file = loaded.qdq is None and not loaded.had_integer_weights
     return not is_float_file or loaded.was_training or loaded.cut_off is not None
 
@@ -79,14 +79,14 @@ def check_cleaned_model(subject: CalibrationSubject, evaluation_set: EvaluationS
 
     Returns:
         A warning where they differ and a node picks among values, such as a TopK: rounding alone
-        may change what it picks. "" if they are alike, or if ONNX Runtime cannot run the user's
-        model.
+        may change what it picks. "" if they are alike; and if there is nothing to compare: the
+        model was changed on purpose, or ONNX Runtime cannot run the user's.
 
     Raises:
         ModelError: they differ, and no node picks among values.
     """
     loaded, user_model = subject.loaded, subject.user_model
-    if _computes_otherwise(loaded):
+    if _is_changed_on_purpose(loaded):
         return ""
     try:
         user_file = user_model if isinstance(user_model, ModelProto) else _read_user_file(loaded)

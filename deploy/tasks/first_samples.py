@@ -66,7 +66,7 @@ class FirstSamples:
         return floats
 
     @property
-    def gates(self) -> frozenset[str]:
+    def sigmoid_outputs(self) -> frozenset[str]:
         """Outputs that a Sigmoid computes, of scores that are no output themselves."""
         ends = self.declared.ends
         repeats = {*self.declared.probabilities.values()}

@@ -98,13 +98,13 @@ class PlaceTally(TaskTally[P]):
     """Counts places by FP32's class and by the candidate's.
 
     Attributes:
-        places: the counts.
+        place_counts: the numbers of places by class.
     """
 
-    places: PlaceCounts = field(default_factory=PlaceCounts)
+    place_counts: PlaceCounts = field(default_factory=PlaceCounts)
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        self.places.add(self.task.read_classes(reference), self.task.read_classes(candidate))
+        self.place_counts.add(self.task.read_classes(reference), self.task.read_classes(candidate))
 
 
 def best_classes(scores: Array) -> Integers:
@@ -118,7 +118,7 @@ def best_classes(scores: Array) -> Integers:
 class _IndexTally(TaskTally["Indices"]):
     """Counts integers at their places, and rows of lists in any order."""
 
-    places: PlaceCounts = field(default_factory=PlaceCounts)
+    place_counts: PlaceCounts = field(default_factory=PlaceCounts)
     rows: int = 0
     common_rows: int = 0
     new: int = 0
@@ -133,12 +133,12 @@ class _IndexTally(TaskTally["Indices"]):
                 self.common_rows += equal
                 self.new += len(candidate_numbers) - equal
             else:
-                equal = self.places.add(numbers.astype(np.int64), candidate_numbers)
+                equal = self.place_counts.add(numbers.astype(np.int64), candidate_numbers)
                 self.new += candidate_numbers.size - equal
 
     def result(self) -> TaskFigure | None:
         """Return the share kept; None if FP32 gives nothing, or one value at every place."""
-        equal, total, exception = self.places.without_usual() or (0, 0, "")
+        equal, total, exception = self.place_counts.without_usual() or (0, 0, "")
         text = f"kept, {self.new} new{exception}"
         kept, count = equal + self.common_rows, total + self.rows
         return self.figure_of_kept("indices", kept, count, text, self.new)

@@ -110,8 +110,8 @@ class _PixelTally(PlaceTally["Pixels"]):
 
         None if FP32 sees fewer than two: agreement on background alone means nothing.
         """
-        pixels = self.places
-        pixel_count = pixels.reference.total()
+        counts = self.place_counts  # of pixels
+        pixel_count = counts.reference.total()
         # a class of a few pixels would weigh as much in the mean as a large one, so rare classes
         # are left out; unless all but the background are rare
         classes = self._frequent_classes(int(MAX_RARE_SHARE * pixel_count) + 1)
@@ -122,11 +122,11 @@ class _PixelTally(PlaceTally["Pixels"]):
 
         ious = []
         for number in classes:
-            both = pixels.equal[number]
-            either = pixels.reference[number] + pixels.candidate[number] - both
+            both = counts.equal[number]
+            either = counts.reference[number] + counts.candidate[number] - both
             ious.append(both / either)
         mean = float(np.mean(ious))
-        equal_percent = 100 * pixels.equal.total() / pixel_count
+        equal_percent = 100 * counts.equal.total() / pixel_count
         text = (
             f"mIoU {mean:.3f} of {len(ious)} classes, {equal_percent:.1f} % of pixels of FP32's"
             " class"
@@ -134,7 +134,8 @@ class _PixelTally(PlaceTally["Pixels"]):
         return self.figure("mIoU with FP32", mean, f"{mean:.3f}", text)
 
     def _frequent_classes(self, min_pixels: int) -> list[int]:
-        counts = self.places.reference
+        """Return the classes that FP32 sees in at least that many pixels."""
+        counts = self.place_counts.reference
         return sorted(number for number in counts if counts[number] >= min_pixels)
 
 

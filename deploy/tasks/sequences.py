@@ -83,7 +83,7 @@ class _StepTally(PlaceTally["Steps"]):
 
     def result(self) -> TaskFigure | None:
         """Return the share of equal steps; None if FP32 gives all of them to one class."""
-        counted = self.places.without_usual()
+        counted = self.place_counts.without_usual()
         if counted is None:
             return None
         equal, total, exception = counted

@@ -157,17 +157,19 @@ def _broadcast_shape(
 def find_cell_scores(
     slices: Sequence[OutputSlice], samples: FirstSamples
 ) -> dict[OutputSlice, OutputSlice]:
-    """Return slice -> slice of the scores that say in which of its cells the values count.
+    """Return slice of values -> slice of scores, by which the values of each cell are weighted.
 
-    Such as a pitch -> its confidence, or a landmark -> its visibility. A Sigmoid at the end of the
-    graph computes the scores, which are probabilities of independent things.
+    A cell is one place of both outputs, such as a time step. For example a pitch -> its
+    confidence, or a landmark -> its visibility. A Sigmoid at the end of the graph computes the
+    scores, which are probabilities of independent things.
     """
-    gates = samples.gates
+    sigmoid_outputs = samples.sigmoid_outputs
     scores_by_slice: dict[OutputSlice, OutputSlice] = {}
     for value_slice, score_slice in itertools.permutations(slices, 2):
-        are_scores = score_slice.output in gates and value_slice.output not in gates
-        if not are_scores or value_slice in scores_by_slice:
-            continue  # the first scores that fit are taken
+        if score_slice.output not in sigmoid_outputs or value_slice.output in sigmoid_outputs:
+            continue
+        if value_slice in scores_by_slice:  # the first scores that fit are taken
+            continue
         if all(_fit_cells(score_slice, value_slice, outputs) for outputs in samples.outputs):
             scores_by_slice[value_slice] = score_slice
     return scores_by_slice

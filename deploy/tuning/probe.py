@@ -75,39 +75,39 @@ class Noise:
     """Relative noise power of every output slice in every sample.
 
     Attributes:
-        slice_powers: slice -> [samples] noise power over signal power.
+        powers_by_slice: slice -> [samples] noise power over signal power.
         signal_shares: slice -> share of the samples in which the float model's output has a
             signal; 1 if missing.
         accuracy: accuracy on the same samples; None for a sum, or where it was not asked for.
     """
 
-    slice_powers: Mapping[str, Floats]
+    powers_by_slice: Mapping[str, Floats]
     signal_shares: Mapping[str, float] = field(default_factory=dict)
     accuracy: Accuracy | None = None
 
     @property
-    def slice_losses(self) -> Mapping[str, float]:
+    def loss_by_slice(self) -> Mapping[str, float]:
         """Loss of each slice: 0 for none, 1 for all."""
         losses = {}
-        for name, powers in self.slice_powers.items():
+        for name, powers in self.powers_by_slice.items():
             losses[name] = min(_mean_loss(powers) / self.signal_shares.get(name, 1.0), 1.0)
         return losses
 
     @property
-    def worst_slice(self) -> str:
-        """The slice of greatest loss."""
-        losses = self.slice_losses
+    def worst_slice_label(self) -> str:
+        """Label of the slice of greatest loss; "" without slices."""
+        losses = self.loss_by_slice
         return max(losses, key=lambda name: losses[name], default="")
 
     @property
     def worst(self) -> float:
         """Loss of the worst slice, 0 to 1."""
-        return max(self.slice_losses.values(), default=0.0)
+        return max(self.loss_by_slice.values(), default=0.0)
 
     @property
     def mean(self) -> float:
         """Mean loss of the slices, which still ranks trials whose worst slice is all lost."""
-        losses = self.slice_losses.values()
+        losses = self.loss_by_slice.values()
         return sum(losses) / max(len(losses), 1)
 
     @property
@@ -118,21 +118,21 @@ class Noise:
 
     def combined_with(self, other: Noise) -> Noise:
         """Return the sum of two independent sources of noise."""
-        total = dict(self.slice_powers)
-        for name, powers in other.slice_powers.items():
+        total = dict(self.powers_by_slice)
+        for name, powers in other.powers_by_slice.items():
             total[name] = total.get(name, 0.0) + powers
         return Noise(total, {**self.signal_shares, **other.signal_shares})
 
     def scaled(self, share: float) -> Noise:
         """Return a share of the power."""
-        powers = {name: share * powers for name, powers in self.slice_powers.items()}
+        powers = {name: share * powers for name, powers in self.powers_by_slice.items()}
         return Noise(powers, self.signal_shares)
 
     def marginal_loss(self, background: Noise) -> float:
         """Return the loss that this small power adds to the worst slice, on top of `background`."""
         losses = []
-        for name, powers in self.slice_powers.items():
-            amplitude = np.sqrt(np.maximum(background.slice_powers[name], 1e-6))
+        for name, powers in self.powers_by_slice.items():
+            amplitude = np.sqrt(np.maximum(background.powers_by_slice[name], 1e-6))
             slope = np.exp(-amplitude) / (2 * amplitude)  # derivative of the loss by the power
             losses.append(float((slope * powers).mean()) / self.signal_shares.get(name, 1.0))
         return max(losses, default=0.0)
@@ -149,14 +149,14 @@ class _TrialSamples:
 
     Attributes:
         samples: inputs, with stored inner tensors if there are any, and float outputs.
-        slices: the float outputs in the form in which slices are measured.
+        prepared_outputs: the float outputs in the form in which slices are measured.
         powers: power of every slice in every sample, [samples, slices].
         activations: of the float model, from which isolated trials start; None for other trials,
             an error if the float model could not be run.
     """
 
     samples: Sequence[ReferenceSample]
-    slices: Sequence[Outputs]
+    prepared_outputs: Sequence[Outputs]
     powers: Floats
     activations: FloatActivations | Calib8Error | None = None
 
@@ -221,10 +221,10 @@ class Prober:
         # a list of detections has no slices: its noise is the loss of the task alone
         self._is_detection_list = not self._form.parts and self._form.task is not None
         self._temperatures = find_temperatures(self._form, float_outputs)
-        slices = [self._to_slices(outputs, inputs, outputs) for inputs, outputs in samples]
-        powers = slice_powers(self._form, slices)
+        prepared = [self._prepare_outputs(outputs, inputs, outputs) for inputs, outputs in samples]
+        powers = slice_powers(self._form, prepared)
         self._mean_powers = mean_powers(powers)
-        self._samples = _TrialSamples(samples, slices, powers)
+        self._samples = _TrialSamples(samples, prepared, powers)
 
         self.trial_count = 0
         self.errors: list[Calib8Error] = []
@@ -237,7 +237,7 @@ class Prober:
     def isolated_noises(
         self, trials: Sequence[Choices], int8_nodes: Sequence[Sequence[str]]
     ) -> list[Noise | None]:
-        """Return the noise of a few layers alone, on a few samples (`_select_isolated`).
+        """Return the noise of a few layers alone, on a few samples (`_select_isolated_samples`).
 
         Only the nodes downstream of the int8 nodes run, from stored values of the float model.
 
@@ -256,33 +256,37 @@ class Prober:
         cannot run, every isolated trial reports that error.
         """
         self._count_samples(self._isolated_sample_count)
-        indices = self._select_isolated()
+        indices = self._select_isolated_samples()
         samples = [self._samples.samples[index] for index in indices]
-        slices = [self._samples.slices[index] for index in indices]
+        prepared_outputs = [self._samples.prepared_outputs[index] for index in indices]
         powers = self._samples.powers[indices]
         try:
             inputs = [sample for sample, _ in samples]
             activations = FloatActivations(self._request.model, int8_nodes, inputs)
         except Calib8Error as error:
-            return _TrialSamples(samples, slices, powers, error)
+            return _TrialSamples(samples, prepared_outputs, powers, error)
         extended_samples = []
         for (sample, outputs), values in zip(samples, activations.values_by_sample, strict=True):
             extended_samples.append(({**sample, **values}, outputs))
-        return _TrialSamples(extended_samples, slices, powers, activations)
+        return _TrialSamples(extended_samples, prepared_outputs, powers, activations)
 
-    def _select_isolated(self) -> list[int]:
-        """Return the indices of some samples, in order: the strongest, and those that lose most.
+    def _select_isolated_samples(self) -> list[int]:
+        """Return the indices of the samples that isolated trials run on, in order.
 
-        Half are of the greatest signal. The others are those in which the first trial loses most:
-        its loss may be in samples of one class, or where the float model sees small objects.
+        Half are those with the strongest outputs of the float model. The other half are those with
+        the most noise in the first trial of all: it may be in samples of one class, or where the
+        float model sees small objects.
         """
-        slices, count = self._samples.slices, self._isolated_sample_count
-        noise = next(filter(None, self._noise_by_key.values()), Noise({}))
-        powers = noise.slice_powers.get(noise.worst_slice, np.zeros(0))
-        if powers.size != len(slices):  # no trial ran, or its outputs have no slices
-            return strongest_samples(self._form, slices, count)
-        strongest = strongest_samples(self._form, slices, count // 2)
-        noisiest_first = map(int, np.argsort(-powers, kind="stable"))
+        outputs, count = self._samples.prepared_outputs, self._isolated_sample_count
+        measured_noises = (noise for noise in self._noise_by_key.values() if noise is not None)
+        first_noise = next(measured_noises, Noise({}))
+        noise_by_sample = first_noise.powers_by_slice.get(
+            first_noise.worst_slice_label, np.zeros(0)
+        )
+        if noise_by_sample.size != len(outputs):  # no trial ran, or its outputs have no slices
+            return strongest_samples(self._form, outputs, count)
+        strongest = strongest_samples(self._form, outputs, count // 2)
+        noisiest_first = map(int, np.argsort(-noise_by_sample, kind="stable"))
         noisiest = [index for index in noisiest_first if index not in strongest]
         return sorted([*strongest, *noisiest[: count - len(strongest)]])
 
@@ -361,9 +365,9 @@ class Prober:
                 comparison, inputs, float_outputs, outputs
             ):
                 comparison = None  # the user's metric failed: there is no accuracy
-            float_slices = trial_samples.slices[index]
-            slices = self._to_slices(outputs, inputs, float_outputs)
-            powers = noise_powers(self._form, float_slices, slices, signal_powers[index])
+            prepared_float = trial_samples.prepared_outputs[index]
+            prepared = self._prepare_outputs(outputs, inputs, float_outputs)
+            powers = noise_powers(self._form, prepared_float, prepared, signal_powers[index])
             powers_by_sample.append(powers)
 
         accuracy = None if comparison is None else comparison.result()
@@ -372,7 +376,7 @@ class Prober:
         labels = [part.label for part in self._form.parts]
         shares = signal_shares(trial_samples.powers, self._mean_powers).tolist()
         return Noise(
-            slice_powers=dict(zip(labels, np.array(powers_by_sample).T, strict=True)),
+            powers_by_slice=dict(zip(labels, np.array(powers_by_sample).T, strict=True)),
             signal_shares=dict(zip(labels, shares, strict=True)),
             accuracy=accuracy,
         )
@@ -391,16 +395,16 @@ class Prober:
         reference = StoredOutputs(trial_samples.samples[0][1])
         return Comparison(reference, session, form=self._form, metric=self._metric)
 
-    def _to_slices(self, outputs: Outputs, inputs: Outputs, reference: Outputs) -> Outputs:
+    def _prepare_outputs(self, outputs: Outputs, inputs: Outputs, reference: Outputs) -> Outputs:
         """Return outputs in the form in which slices are measured.
 
         `reference`: the float model's outputs on the same inputs.
         """
-        slices = dict(self._form.prepare(outputs, inputs, reference))
+        prepared = dict(self._form.prepare(outputs, inputs, reference))
         for name, (temperature, axis) in self._temperatures.items():
-            if slices[name].ndim > 1:
-                slices[name] = apply_temperature(slices[name], temperature, axis)
-        return slices
+            if prepared[name].ndim > 1:
+                prepared[name] = apply_temperature(prepared[name], temperature, axis)
+        return prepared
 
     def _add_to_comparison(
         self, comparison: Comparison, inputs: Outputs, reference: Outputs, outputs: Outputs

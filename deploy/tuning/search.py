@@ -256,7 +256,7 @@ class Search:
         if trial is None or base.noise.worst - trial.noise.worst < _ADDS_GAIN:
             return base
         gain = f"from {base.noise.db:.1f} to {trial.noise.db:.1f} dB"
-        reason = f"alone in float all Adds lift {base.noise.worst_slice} {gain}"
+        reason = f"alone in float all Adds lift {base.noise.worst_slice_label} {gain}"
         self.float_adds = dict.fromkeys(sorted(self.add_units), reason)
         return trial
 

@@ -461,9 +461,10 @@ def cpu_name() -> str:
 def _describe(search: Search, trial: Trial) -> str:
     """Return a trial's description with its figure."""
     text, noise = search.describe(trial), trial.noise
-    if noise.accuracy is not None and noise.worst_slice == DETECTION_LIST and noise.accuracy.task:
-        return f"{text}: {noise.accuracy.task.text}"
-    if not noise.slice_powers:
+    accuracy = noise.accuracy
+    if accuracy is not None and accuracy.task and noise.worst_slice_label == DETECTION_LIST:
+        return f"{text}: {accuracy.task.text}"
+    if not noise.powers_by_slice:
         return text
-    slice_text = f" in {noise.worst_slice}" if len(noise.slice_powers) > 1 else ""
+    slice_text = f" in {noise.worst_slice_label}" if len(noise.powers_by_slice) > 1 else ""
     return f"{text}: {noise.db:.1f} dB{slice_text}"

@@ -188,7 +188,7 @@ def calibrate_on_gpu(
     """
     cache_name = f"{request.name}.gpu.cache"
     shapes, batch_size = _calibration_batch(request, settings)
-    fingerprint = _gpu_fingerprint(options, request, source, version, batch_size)
+    fingerprint = _tensorrt_fingerprint(options, request, source, version, batch_size)
     stored_cache = load_gpu_cache(request.earlier_file(cache_name), fingerprint)
     if stored_cache is not None:  # it becomes a file of this build too
         store_gpu_cache(request.folder / cache_name, stored_cache, fingerprint)
@@ -213,7 +213,7 @@ def calibrate_on_gpu(
         return builder.calibrate(source, settings, callbacks, cuda=cuda)
 
 
-def _gpu_fingerprint(
+def _tensorrt_fingerprint(
     options: TensorrtOptions, request: BuildRequest, source: Path, version: str, batch: int
 ) -> Fingerprint:
     """Return what a calibration by TensorRT depends on: its cache is valid while that is equal.
@@ -221,10 +221,11 @@ def _gpu_fingerprint(
     The digest of the ONNX file that TensorRT reads is part of it, so that the C++ program on a
     device can check, without the original model, that a model and a cache belong together.
     """
-    model, stamp = read_model_and_stamp(source)
-    digests = {"graph": model_digest(model), "file": stamp.file}
-    if stamp.weights:
-        digests["weights"] = stamp.weights
+    # `file_digests`: of the ONNX file, and of the weights outside it if there are any
+    model, file_digests = read_model_and_stamp(source)
+    digests = {"graph": model_digest(model), "file": file_digests.file}
+    if file_digests.weights:
+        digests["weights"] = file_digests.weights
     versions: dict[str, Any] = {"tensorrt": version, "calib8": __version__}
     if options.plugins:
         versions["plugins"] = plugin_digests(options.plugins)
