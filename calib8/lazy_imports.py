@@ -25,7 +25,8 @@ def lazy_names(
         setattr(sys.modules[module], name, value)
         return value
 
-    def list_names() -> list[str]:  # what a prompt completes: these names, and no import's
+    # a prompt completes what `dir` lists: without this, also names that the module itself imports
+    def list_names() -> list[str]:
         special_names = (name for name in vars(sys.modules[module]) if name.startswith("__"))
         return sorted({*special_names, *import_paths})
 

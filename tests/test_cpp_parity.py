@@ -27,7 +27,7 @@ from deploy.feed.feed import open_feed
 from deploy.feed.preprocess import PRESETS, Preprocess
 from deploy.frontends.base import model_digest
 from deploy.frontends.checks import check_fields
-from deploy.frontends.onnx_reader import read_model_and_stamp
+from deploy.frontends.onnx_reader import read_model_and_digests
 from deploy.metrics.latency import DeviceTimes, measure
 from deploy.tensors import TensorSpec
 
@@ -655,9 +655,13 @@ def test_narrow_scales_make_a_model_typed(cpp, tmp_path):
 
 
 def identity_here(path):
-    model, stamp = read_model_and_stamp(path)
+    model, file_digests = read_model_and_digests(path)
     check_fields(model)
-    return {"graph": model_digest(model), "file": stamp.file, "weights": stamp.weights}
+    return {
+        "graph": model_digest(model),
+        "file": file_digests.file,
+        "weights": file_digests.weights,
+    }
 
 
 def test_model_identities_are_equal(cpp, small_cnn, tmp_path):

@@ -252,7 +252,9 @@ class CalibrationSubject:
                 " was traced or cleaned in memory; write it with calib8 export first"
             )
         unfolded = load(self.user_model, fold_batchnorm=False)
-        refuse_changed_model(self.loaded, has_changed=unfolded.stamp != self.loaded.stamp)
+        refuse_changed_model(
+            self.loaded, has_changed=unfolded.file_digests != self.loaded.file_digests
+        )
         return unfolded
 
     @cached_property

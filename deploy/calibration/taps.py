@@ -163,9 +163,11 @@ def block_size() -> int:
     graph = helper.make_graph([reorder], "blocks", [x], [ValueInfoProto(name="y")])
     opsets = [helper.make_opsetid("", 13), helper.make_opsetid(_BLOCKED_DOMAIN, 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
-    pairs = np.arange(2 * channels, dtype=np.float32).reshape(1, channels, 1, 2)
-    y = OrtSession.open(model, threads=1, spin=False).run({"x": pairs})["y"].reshape(-1)
-    # the first channel's values are 0 and 1; before the 1 stand the first values of a block
+    # two values a channel: 0 and 1, 2 and 3, 4 and 5 ...
+    value_pairs = np.arange(2 * channels, dtype=np.float32).reshape(1, channels, 1, 2)
+    y = OrtSession.open(model, threads=1, spin=False).run({"x": value_pairs})["y"].reshape(-1)
+    # y has the first value of each channel in a block (0, 2, 4 ...), then the second (1, 3, 5 ...):
+    # as many values stand before the 1 as the block has channels
     return int(np.flatnonzero(y == 1)[0])
 
 

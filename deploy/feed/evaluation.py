@@ -148,18 +148,18 @@ def read_labels(path: Path | str) -> FileList | Annotations | str:
     if path.is_dir() or is_data_yaml(path) or path.suffix.lower() == ".json":
         return read_annotations(path)
     lines = read_text(path, what="a text file of labels", error=FeedError).splitlines()
-    labels = FileList("")
+    labelled_files = FileList(folder="")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        *name, last_word = line.rsplit(maxsplit=1)
+        *text_parts, last_word = line.rsplit(maxsplit=1)  # no text in a line of one word
         if not last_word.isdecimal() or len(last_word) > _MAX_DIGITS:
             raise FeedError(
                 f"a label is a class number, line {number} of {path} ends in other text;"
                 " number the classes from 0, as the model's outputs are"
             )
-        labels.add("".join(name).strip(), int(last_word))
-    return labels
+        labelled_files.add("".join(text_parts).strip(), int(last_word))
+    return labelled_files
 
 
 def to_labels(labels: Iterable[int] | ImageLabels | Path | None) -> ImageLabels | None:

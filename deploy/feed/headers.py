@@ -61,21 +61,22 @@ def find_jpeg_damage(data: bytes) -> str | None:
 def _has_zero_hole(data: bytes) -> bool:
     """Return whether a JPEG's coded data has a hole of zero bytes that cannot be real image data.
 
-    Real data may hold many zeros for a flat area if the code of zero bits only, the first one of
-    the Huffman table, means "end of block". If it means a coefficient, no real data does.
+    The first code of a Huffman table consists of zero bits. If it means "end of block", real data
+    may hold many zeros in a flat area; if it means a coefficient, real data never holds so many.
 
     False for a progressive JPEG and one of several scans: there a scan may consist of zeros.
     """
     # number of a Huffman table for AC coefficients -> what its code of zero bits only means
     zero_symbol_by_table: dict[int, int] = {}
     is_sequential = False  # whether its frame is of the Huffman-coded kind, not progressive
-    for marker, offset, body in jpeg_segments(data):
+    for marker, marker_offset, body in jpeg_segments(data):
         if marker in _SEQUENTIAL_FRAMES:
             is_sequential = True
         elif marker == _HUFFMAN_TABLES:
             zero_symbol_by_table.update(_zero_symbols(body))
         elif marker == _START_OF_SCAN and body:
-            coded_data = data[offset + 2 : data.find(b"\xff\xd9", offset)]  # to the end of image
+            end_of_image = data.find(b"\xff\xd9", marker_offset)
+            coded_data = data[marker_offset + 2 : end_of_image]
             has_other_scans = b"\xff\xda" in coded_data
             if not is_sequential or has_other_scans or _HOLE not in coded_data:
                 return False

@@ -38,10 +38,10 @@ from deploy.feed.states import Recurrence, find_states
 from deploy.files.manifest import sha256
 from deploy.frontends.checks import to_array
 from deploy.frontends.onnx_reader import (
-    ModelStamp,
+    FileDigests,
     model_bytes,
     parse_model,
-    read_model_and_stamp,
+    read_model_and_digests,
 )
 from deploy.frontends.pairs import PairGrid, PairGrids
 from deploy.frontends.plugins import CutOffNodes
@@ -116,7 +116,7 @@ class LoadedModel:
             load.
         fed_weights: number of weights of the original that are inputs too: ONNX Runtime skips
             optimizations of layers whose weights may be fed.
-        stamp: of the file's bytes, None for a model in memory.
+        file_digests: of the bytes that were read; None for a model in memory.
         cut_off: nodes that ONNX Runtime does not know and all nodes downstream of them, which are
             not part of `model`; None without any.
         metadata_preprocess: preprocessing from the metadata in the file, or in a file next to it.
@@ -146,7 +146,7 @@ class LoadedModel:
     was_float16: bool = False
     has_shared_names: bool = False
     fed_weights: int = 0
-    stamp: ModelStamp | None = None
+    file_digests: FileDigests | None = None
     cut_off: CutOffNodes | None = None
     metadata_preprocess: MetadataPreprocess | None = None
     classes: Mapping[int, str] = field(default_factory=dict)
@@ -164,10 +164,10 @@ class LoadedModel:
     def identities(self) -> dict[str, str]:
         """Digests of the original: of its "graph", and of its "file" and external "weights"."""
         identities = {"graph": self.digest}
-        if self.stamp is not None:
-            identities["file"] = self.stamp.file
-            if self.stamp.weights:
-                identities["weights"] = self.stamp.weights
+        if self.file_digests is not None:
+            identities["file"] = self.file_digests.file
+            if self.file_digests.weights:
+                identities["weights"] = self.file_digests.weights
         return identities
 
     @property
@@ -241,14 +241,14 @@ def read_model_file(loaded: LoadedModel) -> bytes:
     Raises:
         ModelError: the file or its external data changed since it was loaded.
     """
-    if loaded.source is None or loaded.stamp is None:
+    if loaded.source is None or loaded.file_digests is None:
         return bytes(loaded.model.SerializeToString())
-    if loaded.stamp.weights:
-        model, stamp = read_model_and_stamp(loaded.source)
-        refuse_changed_model(loaded, has_changed=stamp != loaded.stamp)
+    if loaded.file_digests.weights:
+        model, file_digests = read_model_and_digests(loaded.source)
+        refuse_changed_model(loaded, has_changed=file_digests != loaded.file_digests)
         return bytes(model.SerializeToString())
     data = model_bytes(loaded.source)
-    refuse_changed_model(loaded, has_changed=ModelStamp(sha256(data)) != loaded.stamp)
+    refuse_changed_model(loaded, has_changed=FileDigests(sha256(data)) != loaded.file_digests)
     return data
 
 
@@ -275,7 +275,7 @@ def read_uncleaned_model(
     if path.suffix.lower() != ".onnx":
         return None
     data = model_bytes(path)
-    has_changed = loaded.stamp is not None and sha256(data) != loaded.stamp.file
+    has_changed = loaded.file_digests is not None and sha256(data) != loaded.file_digests.file
     refuse_changed_model(loaded, has_changed=has_changed)
     return parse_model(data, str(path))
 

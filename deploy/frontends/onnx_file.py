@@ -41,7 +41,7 @@ from deploy.frontends.metadata import (
     read_declaration,
     read_metadata_preprocess,
 )
-from deploy.frontends.onnx_reader import ModelStamp, read_model_and_stamp, refuse_external
+from deploy.frontends.onnx_reader import FileDigests, read_model_and_digests, refuse_external
 from deploy.frontends.plugins import CutOffNodes, cut_unknown_nodes
 from deploy.frontends.shapes import (
     clear_negative_sizes,
@@ -92,7 +92,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         ModelError: says what is wrong with the model and what to do.
     """
     try:
-        path, model, stamp = read_source(source)
+        path, model, file_digests = read_source(source)
         checks.check_fields(model)
         digest = model_digest(model)  # of the user's model, before anything changes
         metadata_preprocess = read_metadata_preprocess(model, path)
@@ -129,7 +129,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         was_float16=cleaned.was_float16,
         has_shared_names=shared_name_count > 0,
         fed_weights=fed_weight_count,
-        stamp=stamp,
+        file_digests=file_digests,
         cut_off=cleaned.cut_off,
         metadata_preprocess=metadata_preprocess,
         classes=classes,
@@ -245,17 +245,17 @@ def _count_shared_names(graph: onnx.GraphProto) -> int:
 
 def read_source(
     source: str | Path | onnx.ModelProto,
-) -> tuple[Path | None, onnx.ModelProto, ModelStamp | None]:
+) -> tuple[Path | None, onnx.ModelProto, FileDigests | None]:
     """Read a model's file, or copy a model in memory.
 
     Returns:
-        (path, model, stamp of the bytes that were read); path and stamp are None for a model in
-        memory.
+        (path, model, digests of the bytes that were read); path and digests are None for a model
+        in memory.
     """
     if isinstance(source, str | Path):
-        model, stamp = read_model_and_stamp(Path(source))
+        model, file_digests = read_model_and_digests(Path(source))
         empty_default_domain(model)
-        return Path(source), model, stamp
+        return Path(source), model, file_digests
     if not isinstance(source, onnx.ModelProto):
         raise ModelError(
             "a model must be a path or an onnx.ModelProto, got an object of class"

@@ -35,7 +35,7 @@ _OTHER_FORMATS: tuple[tuple[int, bytes, str, str], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class ModelStamp:
+class FileDigests:
     """Digests of the bytes that a model was read from.
 
     Attributes:
@@ -55,14 +55,14 @@ def read_model(path: Path) -> onnx.ModelProto:
     Raises:
         ModelError: no such file, not ONNX, truncated, too large, or bad external data.
     """
-    return read_model_and_stamp(path)[0]
+    return read_model_and_digests(path)[0]
 
 
-def read_model_and_stamp(path: Path) -> tuple[onnx.ModelProto, ModelStamp]:
-    """Return `read_model`'s result and the stamp of the bytes that were parsed."""
+def read_model_and_digests(path: Path) -> tuple[onnx.ModelProto, FileDigests]:
+    """Return `read_model`'s result and the digests of the bytes that were parsed."""
     data = model_bytes(path)
     model = parse_model(data, str(path))
-    return model, ModelStamp(sha256(data), _read_external(model, path))
+    return model, FileDigests(sha256(data), _read_external(model, path))
 
 
 def parse_model(data: bytes, shown: str) -> onnx.ModelProto:
@@ -158,7 +158,7 @@ def _read_external(model: onnx.ModelProto, path: Path) -> str:
 
 
 def _digest_of(digest_by_slice: Mapping[tuple[bytes, int, int], bytes]) -> str:
-    """Return the sha256 (hex) of external data, see `ModelStamp.weights`."""
+    """Return the sha256 (hex) of external data, see `FileDigests.weights`."""
     state = hashlib.sha256()
     for (location, offset, length), digest in sorted(digest_by_slice.items()):
         state.update(location + b"\0")

@@ -130,8 +130,8 @@ def _remove_clips_of_codes(model: onnx.ModelProto) -> None:
     fewer than 8 bits, and is refused later. A Clip on a weight is folded: the clipped integers are
     stored.
     """
-    index = Graph(model)
-    clips = [node for node in index.nodes if node.op_type == "Clip" and _clips_codes(node, index)]
+    graph = Graph(model)
+    clips = [node for node in graph.nodes if node.op_type == "Clip" and _clips_codes(node, graph)]
     if not clips:
         return
     clip_names = names_of(clips)
@@ -142,10 +142,11 @@ def _remove_clips_of_codes(model: onnx.ModelProto) -> None:
         makes_codes = not clipped_tensors.isdisjoint(node.output)
         return node.name in clip_names or makes_codes or node.op_type == "Constant"
 
-    # fold the Clips of weights; of the other Clips only the limits, for `_is_implied` to read
+    # Clips of weights are folded. A Clip on an activation is no constant: only its limits are
+    # folded, which `_is_implied` reads
     fold_constants(model, chosen=is_clip_or_input)
-    folded_index = Graph(model)
-    bypass(model.graph, lambda node: node.name in clip_names and _is_implied(node, folded_index))
+    folded_graph = Graph(model)
+    bypass(model.graph, lambda node: node.name in clip_names and _is_implied(node, folded_graph))
     drop_unread(model.graph)  # the limits of the removed Clips
 
 

@@ -52,7 +52,7 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
     Raises:
         ModelError: it cannot be read, or its pairs cannot serve as a calibration.
     """
-    path, original, stamp = read_source(source)
+    path, original, file_digests = read_source(source)
     name = path.stem if path else original.graph.name or "model"
     model = prepare_qdq_model(_with_standard_pairs(original))
     index = Graph(model)
@@ -74,7 +74,7 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
         source=path,
         name=name,
         digest=model_digest(original),
-        stamp=stamp,
+        file_digests=file_digests,
         metadata_preprocess=read_metadata_preprocess(original, path),
         classes=read_class_names(original),
         declaration=read_declaration(original, path),

@@ -235,8 +235,8 @@ class _PlanMapper:
             x -> pad -> conv        x -> Conv that pads   (x, pad)
             x -> dropout -> conv    x -> Conv             (x, dropout)
 
-        If the pad or dropout has other readers too, which read float values, the edge is that
-        between it and conv.
+        Other readers of the pad or dropout need its float values: if there are any, the edge is
+        (pad, conv) or (dropout, conv).
 
         Args:
             tensor: tensor of the ONNX model.
@@ -244,8 +244,9 @@ class _PlanMapper:
         """
         tensor_by_node = self.exported.tensors
         for source in reader.all_input_nodes:
+            # integers, such as a size, have no scale; a node of several outputs has no single type
             if not is_float(source) and not _has_several_outputs(source):
-                continue  # a size, which has no scale
+                continue
             has_other_readers = len(source.users) > 1
             if source not in tensor_by_node:  # such as the pad
                 upstream_edges = list(self._find_edges(tensor, source))

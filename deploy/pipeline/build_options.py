@@ -227,7 +227,7 @@ def prepare_build(
         options: the user's options.
 
     Raises:
-        Calib8Error: what does not fit is said before anything is run.
+        Calib8Error: an option, a path or a file does not fit; nothing has run yet.
     """
     metric = make_metric(options.metric, options.task)  # refuses a wrong one before loading
     loaded = load_float_or_qdq(model)
@@ -251,17 +251,8 @@ def prepare_build(
 
     # the files of an earlier build are refused before the evaluation images are opened
     options = _with_cache_path(options, loaded.name)
-    _refuse_foreign(options, loaded)
-    _refuse_less_effort_than_before(options, loaded)
-    refuse_wrong_plan(
-        options.out / plan_name(loaded),
-        replace(options.tuning, fresh=options.calibration.cache.refresh),
-        loaded,
-        options.targets,
-        has_method=options.calibration.method is not None,
-    )
+    _refuse_files_in_output_folder(options, loaded)
 
-    # a wrong path is reported before anything is run
     dataset, evaluation = _drop_preprocess_of_arrays(dataset, evaluation, loaded)
     evaluation_feed = None
     if evaluation is not None:
@@ -447,7 +438,20 @@ def plan_name(loaded: LoadedModel) -> str:
     return f"{manifest.RECORDS}/{loaded.name}.plan.toml"
 
 
-def _refuse_foreign(options: BuildOptions, loaded: LoadedModel) -> None:
+def _refuse_files_in_output_folder(options: BuildOptions, loaded: LoadedModel) -> None:
+    """Refuse to build into a folder with files that this build must not replace or cannot use."""
+    _refuse_files_of_others(options, loaded)
+    _refuse_less_effort_than_before(options, loaded)
+    refuse_wrong_plan(
+        options.out / plan_name(loaded),
+        replace(options.tuning, fresh=options.calibration.cache.refresh),
+        loaded,
+        options.targets,
+        has_method=options.calibration.method is not None,
+    )
+
+
+def _refuse_files_of_others(options: BuildOptions, loaded: LoadedModel) -> None:
     """Refuse to overwrite files that no build wrote, or another output."""
     cache = options.calibration.cache
     names = list_output_names(options.targets, loaded.name)

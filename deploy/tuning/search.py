@@ -280,6 +280,7 @@ class Search:
         if self.sensitivity is None or self.sensitivity.method != method:
             prior = self.shared.sensitivity
             fitted = self._measure_sensitivity(base, prior)
+            # scale: the noise of all layers together, over the sum of what each has alone
             if prior is not None and fitted.scale > _MAX_PRIOR_SCALE:
                 fitted = self._measure_sensitivity(base, None)
             self.sensitivity = replace(fitted, method=method)

@@ -213,13 +213,15 @@ class _Float16Writer:
         else:  # such as a comparison, whose outputs have another type: the inputs decide
             float16_variables = {variable for variable, name in inputs if self.is_float16(name)}
 
-        # the tensors that have another type than the node computes in get a Cast
+        # an input of another type than the node computes in is read through a Cast
         for position, (variable, name) in enumerate(inputs):
             if variable in float16_variables:
                 yield from self.cast_input(node, position, name, _FLOAT16)
             elif self.is_float16(name):
                 yield from self.cast_input(node, position, name, _FLOAT32)
         yield node
+
+        # an output that is to be float16, but that the node computes in float32, gets a Cast
         for position, (variable, name) in enumerate(outputs):
             if name not in self.tensors_to_be_float16:
                 continue

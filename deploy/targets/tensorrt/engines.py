@@ -29,7 +29,7 @@ from deploy.errors import BackendError, CacheError, ConfigError, ExportError, Sd
 from deploy.files import atomic, manifest, staging
 from deploy.files.manifest import sha256
 from deploy.frontends.base import model_digest
-from deploy.frontends.onnx_reader import read_model_and_stamp
+from deploy.frontends.onnx_reader import read_model_and_digests
 from deploy.graph.index import Graph, opset_of
 from deploy.graph.lowering import lower_opset
 from deploy.graph.placement import TENSORRT as PLACEMENT
@@ -222,7 +222,7 @@ def _tensorrt_fingerprint(
     device can check, without the original model, that a model and a cache belong together.
     """
     # `file_digests`: of the ONNX file, and of the weights outside it if there are any
-    model, file_digests = read_model_and_stamp(source)
+    model, file_digests = read_model_and_digests(source)
     digests = {"graph": model_digest(model), "file": file_digests.file}
     if file_digests.weights:
         digests["weights"] = file_digests.weights
