@@ -507,7 +507,8 @@ def test_convolutions_that_amct_does_not_round(
     path, images = tmp_path / "c.onnx", tmp_path / "x.npy"
     onnx.save(model_of([(op, "x w", "y", "c", attributes)], {"w": weight}, [1, 3, *sides]), path)
     np.save(images, np.ones((2, 3, *sides), np.float32))
-    layer = {"weight_quant_params": {"wts_algo": "ada_quantize", "num_iteration": 1}}
+    weight_params = {"wts_algo": "ada_quantize", "num_iteration": 1}
+    layer = {"quant_enable": True, "weight_quant_params": weight_params}
     text = json.dumps({"version": 1, "c": layer})
     assert expected in ascend_build(path, images, text, suffix=".json", code=1)[0]
 

@@ -37,9 +37,10 @@ FLOAT, FLOAT8 = TensorProto.FLOAT, TensorProto.FLOAT8E4M3FN
 def build_report(net, images, out, *, plan=None, **options):
     """Return the report of a build in fp8 with these options; only a plan starts a search."""
     target = TensorRT(precision="fp8", **options)
-    tuning = Tuning(plan=plan) if plan else Tuning(effort=0)
-    quick = {"duration_s": 0, "method": "minmax"}
-    return build(net, images, out=out, targets=[target], tuning=tuning, **quick)
+    quick = {"duration_s": 0, "tuning": Tuning(plan=plan)}
+    if plan is None:
+        quick |= {"method": "minmax", "tuning": Tuning(effort=0)}
+    return build(net, images, out=out, targets=[target], **quick)
 
 
 def initializers(path):
