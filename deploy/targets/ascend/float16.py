@@ -191,8 +191,9 @@ class _Float16Writer:
     def rewrite_standard(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
         """Yield a node of a standard operator, with a Cast for each tensor of another type.
 
-        The node computes in float16 if its outputs are to be float16. A schema of ONNX gives each
-        input and output a type variable, such as "T": tensors of one variable have one type.
+        The node computes in float16 if its outputs are in `tensors_to_be_float16`;
+        `tensors_in_float16` are those that are float16 by now. A schema of ONNX gives each input
+        and output a type variable, such as "T": tensors of one variable have one type.
         """
         schema = find_schema(node.op_type, self.opset)
         assert schema is not None
