@@ -68,7 +68,7 @@ class Fingerprint:
     Attributes:
         model: identities of the model; one equal identity is enough: "graph", sha256 of its
             computation (`deploy.frontends.base`); "file", sha256 of its file, with "weights",
-            sha256 of its external data, if any (`deploy.frontends.onnx_reader.ModelStamp`).
+            sha256 of its external data, if any (`deploy.frontends.onnx_reader.FileDigests`).
         images: {"count", "sha256", ...} of the feed, independent of order and names.
         order: sha256 of the images' digests in feed order.
         preprocess: preprocessing of the images, by field; {} for arrays.
