@@ -317,7 +317,8 @@ def test_plan_figures_do_not_count_added_float_layers(
     built = build(model, "--target", "ascend", *options)
     (row,) = built.report["targets"]
     assert not any(split.get("taken") for split in row["search"]["front"])
-    assert "1 more layer" in row["search"]["settled"]
+    words = "1 more layer" if is_configured else "a split that the search did not try"
+    assert words in row["search"]["settled"]
     assert "In int8       " in built.output and " nodes " in built.output
 
 
