@@ -283,7 +283,7 @@ class MaskMaps(EvaluationTask):
 
 MASKS = Form(
     shape="maps [N, K, H, W] with K up to 4, in one output or several of one shape",
-    values="0 to 1, and unlike the input picture",
+    values="0 to 1; an output that resembles the input picture is not taken for a mask",
     figure="IoU of the pixels above 0.5, 0.3 or 0.1",
     source="saliency (U2-Net, Qin et al. 2020), text regions",
 )

@@ -297,7 +297,7 @@ class Text(EvaluationTask):
 
 TEXT = Form(
     shape="[N, T, C] or [T, N, C]; for pictures also [N, C, T] or [N, C, 1, T]",
-    values="scores of 11 or more symbols: with a blank first or last, or one symbol per step",
+    values="at each step, scores of 11 or more symbols, the first or last of them a blank",
     figure="equal texts; edit distance",
     source="CTC (Graves et al. 2006)",
 )
