@@ -396,7 +396,8 @@ def test_record_alone_lacks_the_rounding(all_kinds, built, command, tmp_path, re
 
 def document(layers=LAYERS, **weight):
     """A quant config JSON in which these layers ask for AdaRound."""
-    layer_config = {"weight_quant_params": {"wts_algo": "ada_quantize", **weight}}
+    weight_params = {"wts_algo": "ada_quantize", **weight}
+    layer_config = {"quant_enable": True, "weight_quant_params": weight_params}
     config = {"version": 1, "batch_num": 48, "pool": {"quant_enable": True}}
     return json.dumps(config | dict.fromkeys(layers, layer_config))
 
