@@ -45,7 +45,7 @@ from deploy.metrics.kernels import (
     refuse_untimed,
     time_kernels,
 )
-from deploy.metrics.latency import Feeds, Latency, measure
+from deploy.metrics.latency import DURATION_S, Feeds, Latency, measure
 from deploy.report import Report
 from deploy.report.figures import compare_with_plan
 from deploy.report.parts import BatchRow, EngineRow
@@ -70,7 +70,7 @@ def bench(
     against: Path | str | None = None,
     threads: int | None = None,
     warmup_ms: float = 200,
-    duration_s: float = 3,
+    duration_s: float = DURATION_S,
     shapes: Shapes | None = None,
     seed: int = 0,
     targets: Sequence[Target] = (),

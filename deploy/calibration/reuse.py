@@ -170,18 +170,18 @@ def check_cache(
     observations = tuple(observations)
     decision = _decide(policy, make_fingerprint, observations, stop_rule)
     if decision.missing and policy.path is not None and not policy.refresh:
-        reason_by_path = {}
+        prefix_by_path = {}  # another cache to try -> what its reason begins with
         if policy.source is not None:  # another build's cache does not fit: this build has its own
-            reason_by_path[policy.path] = ""
+            prefix_by_path[policy.path] = ""
         # a build that failed after its calibration saved it elsewhere
         saved_path = staging.find_saved_calibration(policy.path)
         if saved_path:
-            reason_by_path[saved_path] = "of a run that did not end: "
-        for path, reason in reason_by_path.items():
+            prefix_by_path[saved_path] = "of a run that did not end: "
+        for path, prefix in prefix_by_path.items():
             other_policy = replace(policy, path=path, source=None)
             other = _decide(other_policy, make_fingerprint, observations, stop_rule)
             if len(other.missing) < len(decision.missing):
-                decision = replace(other, reason=f"{reason}{other.reason}")
+                decision = replace(other, reason=f"{prefix}{other.reason}")
     if decision.missing and policy.require:
         raise CacheError(
             f"the cache must fit (--require-cache), but {decision.reason}; leave --require-cache"

@@ -323,15 +323,15 @@ def resolve_path_list(paths: Sequence[object]) -> SourceFiles | None:
 
 
 def label_by_folder(files: SourceFiles) -> SourceFiles:
-    """Return the files, each labelled with the number of its first subfolder.
+    """Return the files, each labelled with the number of its subfolder, the topmost one.
 
     The subfolders, also those without images, are classes, numbered from 0 by their sorted names
-    as in torchvision's ImageFolder.
+    as in torchvision's ImageFolder; hidden ones are left out.
 
     Raises:
-        FeedError: the source is no folder, a file is in no subfolder, or there is only one.
+        FeedError: the source is no folder, a file is in no subfolder, or there are fewer than two.
     """
-    subfolders = []  # the first folder of each name, empty without one
+    subfolders = []  # the topmost folder of each file; "" for a file in none
     for name in files.files.names:
         folder, separator, _ = name.partition("/")
         subfolders.append(folder if separator else "")

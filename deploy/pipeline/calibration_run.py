@@ -495,9 +495,8 @@ def _find_score_threshold(
         is_observed: whether anything was observed in this run; if not, nothing new is found.
     """
     subject = run.subject
-    for path in (run.policy.read_path, run.policy.path):
-        if path is None:
-            continue
+    # that of the cache that is read, else of this build's own
+    for path in filter(None, dict.fromkeys((run.policy.read_path, run.policy.path))):
         earlier_threshold = read_score_threshold(path, subject.identities)
         if earlier_threshold is not None:
             return earlier_threshold

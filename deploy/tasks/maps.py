@@ -110,11 +110,12 @@ class _PixelTally(PlaceTally["Pixels"]):
 
         None if FP32 sees fewer than two: agreement on background alone means nothing.
         """
-        counts = self.place_counts  # of pixels
+        counts = self.place_counts  # pixels by class; the reference is FP32
         pixel_count = counts.reference.total()
         # a class of a few pixels would weigh as much in the mean as a large one, so rare classes
         # are left out; unless all but the background are rare
-        classes = self._frequent_classes(int(MAX_RARE_SHARE * pixel_count) + 1)
+        max_rare_pixels = int(MAX_RARE_SHARE * pixel_count)
+        classes = self._frequent_classes(max_rare_pixels + 1)
         if len(classes) < 2:
             classes = self._frequent_classes(MIN_CLASS_PIXELS)
         if len(classes) < 2:

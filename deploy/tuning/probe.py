@@ -361,10 +361,10 @@ class Prober:
             if self._is_stopped:  # by Ctrl-C: no one reads the result
                 break
             outputs = session.run({name: inputs[name] for name in input_names})
-            if comparison is not None and not self._add_to_comparison(
-                comparison, inputs, float_outputs, outputs
-            ):
-                comparison = None  # the user's metric failed: there is no accuracy
+            if comparison is not None:
+                is_added = self._add_to_comparison(comparison, inputs, float_outputs, outputs)
+                if not is_added:  # the user's metric failed: there is no accuracy
+                    comparison = None
             prepared_float = trial_samples.prepared_outputs[index]
             prepared = self._prepare_outputs(outputs, inputs, float_outputs)
             powers = noise_powers(self._form, prepared_float, prepared, signal_powers[index])

@@ -303,16 +303,16 @@ class RecordPlan:
         roundings: Iterable[RoundedWeights],
         observed: ObservedStatistics,
     ) -> CalibrationRecord:
-        """Return the records, with the results of the searches that the report shows.
+        """Return the records, and what the report shows of the searches.
 
-        These are the clip range of each input, and the layers whose inputs are all 0, or round to 0
-        with the scale that AMCT's search found.
+        That is the clip range of each input, AdaRound's error ratios, and the layers whose inputs
+        are all 0, or round to 0 with the scale that AMCT's search found.
 
         Args:
             records: layer -> its record.
             searched_inputs: (layer, observation of one of its inputs, scale of that input).
             roundings: AdaRound's results.
-            observed: the statistics.
+            observed: the recorder of each observation.
         """
         ranges = {}
         zero_layers: dict[str, None] = {}  # a layer with two such inputs counts once

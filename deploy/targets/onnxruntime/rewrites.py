@@ -219,6 +219,8 @@ _INTEGER_OPERATORS = frozenset(
 _MOVED_PAST = frozenset(
     {"Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Slice", "Gather", "MaxPool"}
 )
+# Operators between an integer kernel and the QuantizeLinear of its output
+_BEFORE_QUANTIZER = _MOVED_PAST | {"Relu", "Clip"}
 
 
 def keep_apart(model: onnx.ModelProto, context: RewriteContext) -> None:
@@ -237,9 +239,7 @@ def _why_not_apart(node: onnx.NodeProto, scope: RewriteScope) -> str:
     """Return why a node needs no Sum: it is int8, or ONNX Runtime leaves it in float."""
     if node.name not in scope.context.float_nodes:
         return "it is int8"
-    data_inputs = node.input[_first_data_input(node) :]
-    if node.op_type in _ROUNDED_LAYERS:
-        data_inputs = node.input[:1]
+    data_inputs = [node.input[position] for position in _data_positions(node)]
     if not all(_is_dequantized(scope.graph, tensor) for tensor in data_inputs):
         return "an input of it is float"
     if node.op_type != "MatMul" and not _is_quantized_later(scope.graph, node.output[0]):
@@ -249,7 +249,7 @@ def _why_not_apart(node: onnx.NodeProto, scope: RewriteScope) -> str:
 
 def _copy_first_input(node: onnx.NodeProto, _: RewriteScope) -> Nodes:
     """Return the Sum that copies the first input, and the node that reads the copy."""
-    position = _first_data_input(node)
+    position = _data_positions(node)[0]
     copy = f"{node.output[0]}/apart"
     sum_node = make_node("Sum", [node.input[position]], copy, f"{node.name}/apart")
     node.input[position] = copy
@@ -263,9 +263,11 @@ _KEEP_APART = RewriteRule(
 )
 
 
-def _first_data_input(node: onnx.NodeProto) -> int:
-    """Return the position of the first tensor that is no condition of a Where."""
-    return 1 if node.op_type == "Where" else 0
+def _data_positions(node: onnx.NodeProto) -> range:
+    """Return the positions of inputs that are no condition of a Where, and no weight of a layer."""
+    if node.op_type in _ROUNDED_LAYERS:
+        return range(1)
+    return range(1 if node.op_type == "Where" else 0, len(node.input))
 
 
 def _is_dequantized(graph: Graph, tensor: str) -> bool:
@@ -279,8 +281,7 @@ def _is_quantized_later(graph: Graph, tensor: str) -> bool:
     for node in graph.readers.get(tensor, ()):
         if node.op_type == "QuantizeLinear":
             return True
-        passes = node.op_type in _MOVED_PAST or node.op_type in ("Relu", "Clip")
-        if passes and _is_quantized_later(graph, node.output[0]):
+        if node.op_type in _BEFORE_QUANTIZER and _is_quantized_later(graph, node.output[0]):
             return True
     return False
 

@@ -229,8 +229,11 @@ def _scale_findings(cache: CalibrationCache) -> Iterator[CacheFinding]:
     sound_entries = [entry for entry in cache.entries if not entry.flaw]
     extremes = [e.name for e in sound_entries if not _MIN_SCALE <= e.scale <= _MAX_SCALE]
     if extremes:
-        text = f"{len(extremes)} scales ({', '.join(extremes[:3])}) are too small or too large for"
-        yield CacheFinding(f"{text} float32; calibrate again", harmful=True)
+        text = (
+            f"{len(extremes)} scales ({', '.join(extremes[:3])}) are too small or too large for"
+            " float32; calibrate again"
+        )
+        yield CacheFinding(text, harmful=True)
 
     entry_count = len(cache.entries)
     distinct_scales = {entry.bits for entry in cache.entries}  # float32 as integers: also for NaN
