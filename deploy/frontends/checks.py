@@ -119,11 +119,15 @@ def list_counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {op_type}" for op_type, count in sorted(counts.items()))
 
 
-def check_optimized(model: onnx.ModelProto) -> str | None:
-    """Refuse a model whose layers ONNX Runtime has all fused; return a note if only some are."""
+def check_optimized(model: onnx.ModelProto) -> str:
+    """Refuse a model whose layers ONNX Runtime has all fused.
+
+    Returns:
+        A note for the user if some are; else "".
+    """
     optimized = find_optimized_nodes(model)
     if not optimized:
-        return None
+        return ""
     nodes = all_nodes(model.graph)
     if not any(node.op_type in WEIGHTED and not node.domain for node in nodes):
         raise ModelError(

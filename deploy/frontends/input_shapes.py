@@ -214,19 +214,20 @@ def _refuse_fixed_sizes(file_model: onnx.ModelProto, resized_model: onnx.ModelPr
         ModelError: a node's input has another shape than in the file, and its output has not, or a
             Reshape makes several samples of one.
     """
-    file_shapes, new_shapes = _shapes_of_a_sample(file_model), _shapes_of_a_sample(resized_model)
+    file_shapes = _shapes_of_a_sample(file_model)
+    new_shapes = _shapes_of_a_sample(resized_model)
+    known_tensors = file_shapes.keys() & new_shapes.keys()
     for node in resized_model.graph.node:
         if node.op_type not in _SIZED or not node.input or not node.output:
             continue
-        tensors = (node.input[0], node.output[0])
-        if not all(name in file_shapes and name in new_shapes for name in tensors):
+        source, output = node.input[0], node.output[0]
+        if not known_tensors >= {source, output}:
             continue
-        file_input_shape, file_output_shape = (file_shapes[name] for name in tensors)
-        input_shape, output_shape = (new_shapes[name] for name in tensors)
-        is_fixed = input_shape != file_input_shape and output_shape == file_output_shape
+        input_shape, output_shape = new_shapes[source], new_shapes[output]
+        is_fixed = input_shape != file_shapes[source] and output_shape == file_shapes[output]
         # a Reshape to [-1, 1024] makes several samples of one larger sample
-        input_keeps_batch = input_shape[:1] == file_input_shape[:1]
-        output_keeps_batch = output_shape[:1] == file_output_shape[:1]
+        input_keeps_batch = input_shape[:1] == file_shapes[source][:1]
+        output_keeps_batch = output_shape[:1] == file_shapes[output][:1]
         makes_samples = node.op_type == "Reshape" and input_keeps_batch and not output_keeps_batch
         if is_fixed or makes_samples:
             raise ModelError(

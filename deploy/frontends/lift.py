@@ -92,7 +92,7 @@ TARGET_OPSET = 13
 _FORM_ERRORS = (CannotRewrite, ArithmeticError, LookupError, TypeError, ValueError)
 
 
-def lift_opset(model: onnx.ModelProto, cut_off: CutOffNodes | None) -> str | None:
+def lift_opset(model: onnx.ModelProto, cut_off: CutOffNodes | None) -> str:
     """Bring a model of opset 7 to 12 to opset 13, and the nodes cut off from it, in place.
 
     Nodes and tensors keep their names. An attribute that is an input in opset 13 becomes a Constant
@@ -103,14 +103,14 @@ def lift_opset(model: onnx.ModelProto, cut_off: CutOffNodes | None) -> str | Non
         cut_off: the nodes that were cut off; None without any.
 
     Returns:
-        A note; None if there was nothing to lift.
+        A note for the user; "" if the opset is new enough.
 
     Raises:
         ModelError: a node has no form in opset 13 that computes the same.
     """
     opset = opset_of(model)
     if opset >= TARGET_OPSET:
-        return None
+        return ""
     parts = [model]
     if cut_off is not None:
         parts.append(cut_off.model)
@@ -295,8 +295,11 @@ _TYPE_ATTRIBUTES = {"to", "dtype"}  # they hold an element type
 _END = "float16 end"  # doc_string of the casts to float16 outputs, for readers of the written files
 
 
-def widen_to_float32(model: onnx.ModelProto) -> str | None:
-    """Convert a model's float16 computation to float32, in place; return a note.
+def widen_to_float32(model: onnx.ModelProto) -> str:
+    """Convert a model's float16 computation to float32, in place.
+
+    Returns:
+        A note for the user; "" if the model has no float16.
 
     Raises:
         ModelError: the weights would not fit into one protobuf message any more.
@@ -306,7 +309,7 @@ def widen_to_float32(model: onnx.ModelProto) -> str | None:
     half_attributes = list(_half_type_attributes(graph))
     half_tensors = [tensor for tensor in all_tensors(graph) if tensor.data_type == _HALF]
     if not (half_ends or half_attributes or half_tensors):
-        return None
+        return ""
 
     size = model.ByteSize() + sum(2 * math.prod(tensor.dims) for tensor in half_tensors)
     if size > MESSAGE_LIMIT:
@@ -403,28 +406,31 @@ def _is_half(value: onnx.ValueInfoProto) -> bool:
 _DEQUANTIZE = "DequantizeLinear"
 
 
-def restore_float_weights(model: onnx.ModelProto) -> str | None:
-    """Make integer weights float if nothing else is quantized, in place; return a note or None.
+def restore_float_weights(model: onnx.ModelProto) -> str:
+    """Make integer weights float if nothing else is quantized, in place.
 
     All weights stay if a node quantizes, if an activation or a tensor of a subgraph is dequantized,
     or if a dequantized weight is an output.
+
+    Returns:
+        A note for the user; "" if nothing was changed.
 
     Raises:
         ModelError: a constant's bytes do not fit its shape and type.
     """
     quantized = list(filter(is_quantized_node, all_nodes(model.graph)))
     if not quantized or any(node.op_type != _DEQUANTIZE for node in quantized):
-        return None
+        return ""
     drop_initializer_inputs(model.graph)
     graph = Graph(model)
     weights = []
     for node in filter(is_quantized_node, graph.nodes):
         values = dequantize_constant(node, graph)  # None for an activation
         if values is None or node.output[0] in graph.outputs:
-            return None
+            return ""
         weights.append(numpy_helper.from_array(values, node.output[0]))
     if len(weights) < len(quantized):  # the others are in subgraphs
-        return None
+        return ""
 
     model.graph.initializer.extend(weights)
     rebuild(model.graph, [node for node in graph.nodes if node.op_type != _DEQUANTIZE])

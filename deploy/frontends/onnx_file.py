@@ -123,7 +123,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         source=path,
         name=path.stem if path else model.graph.name or "model",
         digest=digest,
-        notes=tuple(note for note in notes if note),
+        notes=tuple(filter(None, notes)),
         inputs=inputs,
         outputs=outputs,
         was_float16=cleaned.was_float16,
@@ -134,7 +134,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         metadata_preprocess=metadata_preprocess,
         classes=classes,
         declaration=read_declaration(model, path),
-        had_integer_weights=integer_weights_note is not None,
+        had_integer_weights=integer_weights_note != "",
         was_training=cleaned.was_training,
         training_notes=cleaned.training_notes,
         was_newer=cleaned.was_newer or kernel_note != "",
@@ -145,7 +145,10 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
 def _mark_inputs(
     model: onnx.ModelProto, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
 ) -> tuple[TensorSpec, ...]:
-    """Return the inputs with what their first dimension is; in doubt, the model is run."""
+    """Return the inputs, each marked with what its first dimension is: samples, or data of one.
+
+    If shapes alone leave it open, the model is run.
+    """
     if may_lack_batch(inputs, outputs) and _mixes_rows(model, inputs):
         return without_batch(inputs)
     return mark_first_axes(inputs, outputs)
@@ -299,12 +302,12 @@ class _CleanedModel:
 def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
     """Return the model in float32, opset 13 or newer, for inference; `model` may change.
 
-    Each step adds a note for the user to `notes`, "" or None if it changed nothing.
+    Each step adds a note for the user to `notes`, "" if it changed nothing.
     """
     model.ir_version = max(model.ir_version, _OLDEST_IR)
     freed_count = drop_initializer_inputs(model.graph)  # IR 3 lists weights as inputs
-    freed_note = "Removed {} from the list of inputs; they are constants now."
-    notes = [checks.check_optimized(model), _note(freed_note, freed_count, "weight")]
+    freed_sentence = "Removed {} from the list of inputs; they are constants now."
+    notes = [checks.check_optimized(model), _note(freed_sentence, freed_count, "weight")]
     clear_negative_sizes(model.graph)
 
     # one operator set, dense constants, no functions
@@ -351,8 +354,8 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
     notes += _float_notes(model)
     return _CleanedModel(
         model=model,
-        notes=[note for note in notes if note],
-        was_float16=float16_note is not None,
+        notes=notes,
+        was_float16=float16_note != "",
         was_training=training_norms["inference"] > 0,
         training_notes=tuple(filter(None, training_notes)),
         was_newer=lowering_note != "",
@@ -531,7 +534,7 @@ def _count_inlined(
 
 
 def _fold(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
-    """Return the model with its constants folded and idle nodes removed, and notes.
+    """Return the model with constants folded and nodes that change nothing removed, and notes.
 
     It takes several rounds, since each change makes others possible: without a Cast, the node
     behind it reads a constant, and `complete_axes` rewrites a Pad once its axes are constant.
@@ -579,26 +582,20 @@ def _fold_norms(graph: onnx.GraphProto) -> list[str]:
 
 def _float_notes(model: onnx.ModelProto) -> list[str]:
     """Return notes on nodes that stay float because of their kind, whatever surrounds them."""
-    nesting: Counter[str] = Counter()
-    recurrent: Counter[str] = Counter()
-    custom: Counter[str] = Counter()
-    for node in model.graph.node:
-        if has_subgraph(node):
-            nesting[node.op_type] += 1
-        if node.op_type in _RECURRENT:
-            recurrent[node.op_type] += 1
-        if node.domain not in ONNX_DOMAINS:
-            custom[f"{node.domain}.{node.op_type}"] += 1
-
-    notes = []
-    for counts, reason in (
-        (nesting, "with all nodes inside"),
-        (recurrent, "recurrent"),
-        (custom, "not of the standard operator set"),
-    ):
-        if counts:
-            notes.append(f"Left in float: {checks.list_counts(counts)} ({reason}).")
-    return notes
+    nodes = model.graph.node
+    custom_nodes = [node for node in nodes if node.domain not in ONNX_DOMAINS]
+    types_by_reason = {
+        "with all nodes inside": [node.op_type for node in nodes if has_subgraph(node)],
+        "recurrent": [node.op_type for node in nodes if node.op_type in _RECURRENT],
+        "not of the standard operator set": [
+            f"{node.domain}.{node.op_type}" for node in custom_nodes
+        ],
+    }
+    return [
+        f"Left in float: {checks.list_counts(Counter(op_types))} ({reason})."
+        for reason, op_types in types_by_reason.items()
+        if op_types
+    ]
 
 
 def _note(sentence: str, count: int, noun: str) -> str:

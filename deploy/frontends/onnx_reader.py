@@ -65,22 +65,22 @@ def read_model_and_digests(path: Path) -> tuple[onnx.ModelProto, FileDigests]:
     return model, FileDigests(sha256(data), _read_external(model, path))
 
 
-def parse_model(data: bytes, shown: str) -> onnx.ModelProto:
-    """Parse the bytes of an ONNX model; `shown` is its name in messages."""
+def parse_model(data: bytes, title: str) -> onnx.ModelProto:
+    """Parse the bytes of an ONNX model; `title` names it in messages."""
     from google.protobuf.message import DecodeError
 
-    _refuse_other_formats(data, shown)
+    _refuse_other_formats(data, title)
     try:
         model = onnx.ModelProto()
         model.ParseFromString(data)
     except DecodeError as error:
         raise ModelError(
-            f"{shown} must be an ONNX model, got bytes that do not parse (not ONNX, or truncated);"
+            f"{title} must be an ONNX model, got bytes that do not parse (not ONNX, or truncated);"
             " export or copy it again"
         ) from error
     if not model.HasField("graph") or not model.opset_import or not model.ir_version:
         raise ModelError(
-            f"{shown} must be an ONNX model, got a file without graph, opset or IR version; "
+            f"{title} must be an ONNX model, got a file without graph, opset or IR version; "
             "export or copy it again"
         )
     return model
@@ -105,13 +105,13 @@ def model_bytes(path: Path) -> bytes:
     return read_bytes(path, what="an ONNX file", error=ModelError, max_bytes=MESSAGE_LIMIT)
 
 
-def _refuse_other_formats(data: bytes, shown: str) -> None:
+def _refuse_other_formats(data: bytes, title: str) -> None:
     """Refuse an empty file, and files whose first bytes tell another format."""
     if not data:
-        raise ModelError(f"{shown} must be an ONNX model, got an empty file; copy it again")
+        raise ModelError(f"{title} must be an ONNX model, got an empty file; copy it again")
     for start, magic, kind, remedy in _OTHER_FORMATS:
         if data[start : start + len(magic)] == magic:
-            raise ModelError(f"{shown} must be an ONNX model, got a file that is {kind}; {remedy}")
+            raise ModelError(f"{title} must be an ONNX model, got a file that is {kind}; {remedy}")
 
 
 def _external_tensors(message: Any) -> Iterator[onnx.TensorProto]:

@@ -207,9 +207,8 @@ def _read_resize_and_crop(data: Mapping[str, Any], kind: str) -> Preprocess:
 
     size = data.get("size")
     sides = _as_sides(size)
-    if kind.startswith(
-        "ConvNext"
-    ):  # a number is its short side too, and no flag says that it crops
+    if kind.startswith("ConvNext"):
+        # a number is its short side too, and no flag says that it crops
         short_side = sides.get("shortest_edge", sides.get("height"))
         return _convnext_resize(preprocess, short_side, data.get("crop_pct"))
     is_cropped = _read_flag(data, "do_center_crop", False)
