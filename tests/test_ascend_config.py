@@ -11,11 +11,16 @@ from hypothesis import strategies as st
 
 from calibrators.amct.adaround import AdaParams
 from calibrators.amct.hfmg import HfmgParams
-from calibrators.amct.ifmr import IfmrParams
+from calibrators.amct.ifmr import IfmrParams, ratios
 from deploy.errors import ConfigError, ModelError
 from deploy.targets.ascend.atc import normalize_chip
 from deploy.targets.ascend.config import default_config, read_config, resolve_config, write_config
-from deploy.targets.ascend.config_keys import ActivationParams, LayerConfig, QuantConfig
+from deploy.targets.ascend.config_keys import (
+    ActivationParams,
+    LayerConfig,
+    QuantConfig,
+    activation_from,
+)
 from deploy.targets.ascend.layers import find_layers
 from deploy.targets.ascend.record import LayerRecord, check_record, read_record, write_record
 from deploy.targets.ascend.simple_config import read_simple_config, write_simple_config
@@ -192,6 +197,14 @@ BROKEN_JSON = {
     "ada range": (conf(conv1=layer(wts=ADA | {"beta_range": [2, 20]})), "start > end"),
     "channel_wise Gemm": (conf(fc1=layer(wts={"channel_wise": True})), "channel_wise must be"),
 }
+
+
+def test_search_range_is_compared_in_decimals():
+    """As in AMCT: in binary, 1.0 - 0.9 is less than 0.1."""
+    search = {"search_range": (0.9, 1.0), "search_step": 0.1}
+    assert activation_from(search).search_step == 0.1
+    assert ratios(IfmrParams(**search)).tolist() == [np.float32(0.9)]
+
 
 OF_TYPE = 'override_layer_types { layer_type: "%s" calibration_config {} }'
 BROKEN_CFG = {

@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,11 +80,21 @@ class IfmrParams:
         if not all(0 < p <= 1 for p in percentiles):
             raise CalibrationError(f"IFMR percentiles must be in (0, 1], got {percentiles}")
         start, end = self.search_range
-        if not (0 < start < end < math.inf and 0 < self.search_step <= end - start):
+        is_range = 0 < start < end < math.inf and self.search_step > 0
+        if not is_range or count_steps(self.search_range, self.search_step) < 1:
             raise CalibrationError(
                 "IFMR needs finite 0 < start < end and 0 < step <= end - start,"
                 f" got search_range [{start}, {end}] and search_step {self.search_step}"
             )
+
+
+def count_steps(search_range: tuple[float, float], search_step: float) -> float:
+    """Return (end - start) / step of a search range.
+
+    It is computed in decimals, as AMCT compares them: in binary, 1.0 - 0.9 is less than 0.1.
+    """
+    start, end, step = (Decimal(str(number)) for number in (*search_range, search_step))
+    return float((end - start) / step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from calibrators.amct.hfmg import NBINS
+from calibrators.amct.ifmr import count_steps
 from deploy.errors import ConfigError
 from deploy.targets.ascend.layers import TENSOR_QUANTIZE_OPS, Layer, LayerGraph
 from deploy.targets.ascend.proto import suggest_name
@@ -227,13 +228,12 @@ def activation_from(values: Mapping[str, Any]) -> ActivationParams:
     if algorithm == "hfmg":
         return params
 
-    start, end = params.search_range
-    step = params.search_step
-    scale_count = (end - start) / step
-    if not 1 <= scale_count <= _MAX_SCALES:
+    step_count = count_steps(params.search_range, params.search_step)
+    if not 1 <= step_count <= _MAX_SCALES:
         raise ConfigError(
             f"search_step must leave 1 to {_MAX_SCALES} scales to try in search_range, got"
-            f" {scale_count:.3g} with {step} for [{start}, {end}]; AMCT's default is 0.01"
+            f" {step_count:.3g} with {params.search_step} for {list(params.search_range)}; AMCT's"
+            " default is 0.01"
         )
     return params
 
