@@ -724,6 +724,20 @@ def test_source_float_layer_stays_float(build_model):
     assert "float in net.onnx" in report["targets"][0]["nodes"][1]["reason"]
 
 
+def test_source_float_layer_runs_as_written(build_model):
+    """ONNX Runtime would round its weight, with one scale for all channels."""
+    w, lopsided = Writer(), W2 * np.array([[[[1.0]]], *[[[[0.1]]]] * 3], np.float32)
+    c = w.pair(w.conv_relu(w.pair("x", 0.03, np.uint8(128))), 0.03, np.uint8(0))
+    y = w.pair(w.conv(c, w.hold("w2", lopsided), to="c2"), 0.03, np.uint8(128))
+    out, report, notes = build_model(w.model(y), "--target", "onnxruntime")
+    assert "Kept to the bit" in notes["onnxruntime"]
+    assert report["targets"][0]["nodes"][-1]["precision"] == "float32"
+    x = np.random.default_rng(6).normal(size=(1, 3, 16, 16)).astype(np.float32)
+    engine = onnx.load(out / "net.int8.onnx")
+    ran = [OrtSession.open(engine, threads=1, optimize=o).run({"x": x})[y] for o in (False, True)]
+    assert np.abs(ran[0] - ran[1]).mean() < 0.001
+
+
 def test_conflicting_tensor_scales_are_reported(build_model):
     w = Writer()
     coarse = w.pair("x", 0.03, np.uint8(128))
