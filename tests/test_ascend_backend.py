@@ -94,6 +94,20 @@ def test_executor_equals_fake_quant(small):
     assert "within" in comparison.sentence()
 
 
+@pytest.mark.parametrize("bits", [8, 16])
+def test_tensors_may_have_names_of_amct(bits):
+    """AMCT calls the integer sums of a layer fc fc_output0."""
+    nodes, ends = [("Gemm", "x w", "fc_output0", "fc")], ({"x": [1, 2]}, {"fc_output0": [1, 2]})
+    model = build_net(nodes, *ends, {"w": np.eye(2)})
+    record = LayerRecord(scale_d=np.float32(1), scale_w=np.float32([2**-7]), act_bits=bits)
+    layers = quantize_layers(model, find_layers(model), {"fc": record})
+    comparison = compare_deploy_model(model, layers, [{"x": np.float32([[2, 3]])}])
+    assert comparison.max_npu_difference == 0
+    assert list(comparison.sum_share_by_layer) == ["fc"] * (bits == 16)
+    with pytest.raises(ModelError, match="start from the float model"):
+        find_layers(fake_quant_model(model, layers))
+
+
 def test_equally_overflowing_results_are_equal():
     ends, weight = ({"x": [1, 2]}, {"y": [1, 2]}), np.float32([[3e38, 1], [3e38, 1]])
     model = build_net([("MatMul", "x w", "y", "mm")], *ends, {"w": weight})

@@ -38,6 +38,7 @@ from calibrators.amct.arq import by_row
 from deploy.graph.edit import (
     drop_initializer_inputs,
     replace_nodes,
+    unique_name,
     update_tensors,
 )
 from deploy.graph.index import Graph
@@ -213,7 +214,9 @@ class _LayerRewriter:
         if node.name in self.bias_by_add:
             bias_position = list(node.input).index(quant_layer.layer.bias)
             node.input[bias_position] = self.bias_by_add[node.name]
-        float_output, integer_output = node.output[0], f"{quant_layer.layer.name}_output0"
+        float_output = node.output[0]
+        # the name that AMCT gives it, unless a tensor of the model has it
+        integer_output = unique_name(f"{quant_layer.layer.name}_output0", self.index.producer)
         node.output[0] = integer_output
         return self.replacement.dequantize_output(quant_layer, integer_output, float_output)
 

@@ -459,14 +459,15 @@ def compare_deploy_model(
         BackendError: ONNX Runtime refuses a model or a sample.
         ModelError: the sums of a layer are too large to be exact.
     """
+    deploy = deploy_model(model, layers)
     layer_by_sums_tensor = {}  # tensor of a layer's integer sums -> layer name
-    for layer_name, quant_layer in layers.items():
-        # its sums may exceed int32: they become outputs, to be measured
-        if quant_layer.record.act_bits == 16:
-            layer_by_sums_tensor[f"{layer_name}_output0"] = layer_name
-    deploy_session = open_deploy(
-        deploy_model(model, layers), threads=threads, extra_outputs=tuple(layer_by_sums_tensor)
-    )
+    for node in deploy.graph.node:
+        layer_name = node.name.removesuffix(".dequant")
+        is_dequant = node.op_type == "AscendDequant"
+        # with 16 bits the sums may exceed int32: they become outputs, to be measured
+        if is_dequant and layers[layer_name].record.act_bits == 16:
+            layer_by_sums_tensor[node.input[0]] = layer_name
+    deploy_session = open_deploy(deploy, threads=threads, extra_outputs=tuple(layer_by_sums_tensor))
     deploy_runs = [deploy_session.run(sample) for sample in samples]
     del deploy_session  # each session has all weights, so one is open at a time
 

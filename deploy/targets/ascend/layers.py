@@ -48,6 +48,7 @@ _WEIGHT_RANKS = {  # op type -> dimensions of its weight, as numbers and as text
     "Gemm": ((2,), "2-D"),
     "MatMul": ((2, 3), "2-D or 3-D"),
 }
+_FAKE_QUANT_SUFFIX = ".quant.fakequant.round"  # of the name of a node in AMCT's fake-quant models
 SHARED_WEIGHT = "its weight is shared with another node"
 _TWO_ACTIVATIONS = "neither factor is a constant: int8 only where a configuration names it"
 
@@ -196,6 +197,7 @@ def find_layers(model: onnx.ModelProto) -> LayerGraph:
     """
     ops = {node.name: node.op_type for node in model.graph.node}
     present = sorted({"QuantizeLinear", "DequantizeLinear"} & set(ops.values()))
+    present += [name for name in ops if name.endswith(_FAKE_QUANT_SUFFIX)][:1]
     if present:
         raise ModelError(
             f"a model to be quantized must have no quantization nodes, got {present};"
