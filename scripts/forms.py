@@ -33,8 +33,8 @@ def write_forms() -> str:
 
     heads = ("`--task`", "outputs", "values", "figure: what int8 has in common with FP32", "models")
     forms = write_table(heads, form_rows)
-    codings = write_table(("coding of boxes", "numbers of a row", "models"), coding_rows)
-    return f"{START}\n\n{forms}\n{codings}\n{END}"
+    codings = write_table(("coding", "numbers", "models"), coding_rows)
+    return f"{START}\n\n{forms}\nThe numbers of a box are one of these:\n\n{codings}\n{END}"
 
 
 def renew_page(page: str) -> str:

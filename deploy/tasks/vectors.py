@@ -488,8 +488,8 @@ class Embeddings(EvaluationTask):
 
 EMBEDDINGS = Form(
     shape="[N, D] with D 32 or more",
-    values="vectors of length 1, or values symmetric about zero; or features of a picture after an"
-    " activation, with D a multiple of 16",
+    values="vectors of length 1; values symmetric about zero; or, for pictures, values of 0 or more"
+    " if D is a multiple of 16",
     figure="same nearest neighbour; cosine",
     source="faces, sentences, CLIP",
 )
