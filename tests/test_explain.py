@@ -378,6 +378,7 @@ def test_folder_without_report_is_refused(tmp_path, wording):
         b"3",
         b'{"schema": "calib8-report/1"}',
         b'{"schema": ["calib8-report/2"]}',
+        b'{"schema": "calib8-report/2", "title": "without results"}',
         b"\x00" * 99,
         b"1" * 5000,
     ],

@@ -14,7 +14,7 @@ from deploy.calibration.sample_checks import HalvesAgreement
 from deploy.report import Report, to_json
 from deploy.report.documents import read_report
 from deploy.report.model import SCHEMA
-from deploy.report.parts import CalibrationPart
+from deploy.report.parts import CalibrationPart, EngineRow
 from scripts.report_schema import FILE, NUMBER, make_schema, page, schema_text
 
 OLD_REPORT = Path(__file__).parent / "golden" / "formats" / "0.1.0" / "report.json"
@@ -102,7 +102,9 @@ def test_a_broken_report_is_noticed(change):
 
 def test_differences_of_halves_are_read_back(tmp_path):
     agreement = HalvesAgreement(samples=4, within=0.2, tensors=3, differences={"a": 0.5, "b": 0.3})
-    report = Report(calibration=CalibrationPart(agreement=agreement))
+    report = Report(
+        engines=(EngineRow(label="FP32"),), calibration=CalibrationPart(agreement=agreement)
+    )
     (tmp_path / "report.json").write_text(json.dumps(to_json(report)))
     read = read_report(tmp_path / "report.json")
     assert read.calibration.agreement == agreement

@@ -129,8 +129,8 @@ def auto_calibrate(
 ) -> AutoCalibration:
     """Choose the layers in int8 and the search of each layer's range, and write the files.
 
-    A search is an algorithm that finds a layer's range, such as IFMR. As few layers as possible go
-    to float, only so many that the loss of accuracy is at most `max_loss`.
+    A search is an algorithm that finds a layer's range, such as IFMR. As few layers as possible
+    stay in float: so many that the loss of accuracy is at most `max_loss`.
 
     Args:
         target: the target.
@@ -153,7 +153,7 @@ def auto_calibrate(
             evaluation_set=make_evaluation_set(feed, subject.model, _REPAIR_SAMPLES),
             threads=threads,
         )
-        # with the default search of each layer; the records and the configuration are not used
+        # which layers there are: those that are quantized with the default search of each
         record_plan, _, quantized_layers, _ = target.quantize(request)
         records_by_search = target.records(request)
 
@@ -162,13 +162,13 @@ def auto_calibrate(
             with phase("ranking the layers"):
                 samples = evaluation.first_samples(_RANKING_SAMPLES)
                 ranking = rank_layers(record_plan.model, quantized_layers, samples, threads=threads)
-        # some entries, which have an index, are no layer but one input of a node such as an Add;
-        # these can be float too, but are not counted
+        # an entry with an index is no layer, but one input of a node such as an Add; it can be left
+        # in float too, but is not counted
         node_inputs = [
             name for name, layer in record_plan.layers.items() if layer.input_index is not None
         ]
-        # searches that all layers can have: DMQ, which balances the channels of a layer's input,
-        # is not one, and costs a multiplication more in front of the layer
+        # searches that every layer can have: not DMQ, which balances the channels of a layer's
+        # input and costs a multiplication more in front of the layer
         general_searches = [name for name in records_by_search if not is_balanced(name)]
         budget_search = BudgetSearch(
             target=target,

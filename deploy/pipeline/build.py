@@ -137,25 +137,14 @@ def build(  # noqa: D417
     if float_model is not None:
         opened_model, images = open_torch_module(float_model, images)
         float_model = find_user_model(opened_model)
+    open_images = partial(
+        to_dataset, preprocess=preprocess, skip_bad=skip_bad, batch_axis=batch_axis, states=states
+    )
     dataset, evaluation = None, None
     if images is not None:
-        dataset = to_dataset(
-            images,
-            preprocess=preprocess,
-            skip_bad=skip_bad,
-            limit=limit,
-            batch_axis=batch_axis,
-            states=states,
-        )
+        dataset = open_images(images, limit=limit)
     if eval_images is not None:
-        evaluation = to_dataset(
-            eval_images,
-            preprocess=preprocess,
-            skip_bad=skip_bad,
-            split="val",
-            batch_axis=batch_axis,
-            states=states,
-        )
+        evaluation = open_images(eval_images, split="val")
     options = BuildOptions(
         calibration=CalibrationOptions(
             method=method,
@@ -215,7 +204,7 @@ def build_with(
             declared=calibration.loaded.declaration,
         )
         build = replace(build, metric=metric)
-        _refuse_other_samples(build, calibration)
+        _refuse_other_batch_axis(build, calibration)
         _refuse_broken_metric(build, calibration)
 
         plans, plan_path = _plan_targets(build, calibration, stage)
@@ -226,6 +215,7 @@ def build_with(
             options.calibration.workers,
             plans,
             repairs=build.repairs_of,
+            # of which the float engines are made that the int8 engines are timed beside
             unrepaired_model=build.loaded.model if build.duration_s > 0 else None,
             cpu=options.tuning.cpu,
         )
@@ -233,7 +223,7 @@ def build_with(
         results = discard_failed(results, figures.failures, stage)
 
         saved_model = _save_model(build, stage)
-        if saved_model is not None and build.loaded.qdq is None:
+        if saved_model is not None and build.loaded.qdq is None:  # then it is the float model
             figures = _with_saved_size(figures, saved_model)
         calibration = _doubt_preprocessing(build, calibration, figures)
         report = write_report(
@@ -261,10 +251,10 @@ def build_with(
 def _doubt_preprocessing(
     build: PreparedBuild, calibration: CalibrationResult, figures: Figures
 ) -> CalibrationResult:
-    """Return the calibration, with a doubt more if the images seem to be preprocessed wrongly.
+    """Return the calibration; with a doubt added if the images seem to be preprocessed wrongly.
 
-    Labels that the float model mostly misses are a sign of that, and so are other colors or scales
-    of which it is surer.
+    That is so if the float model is surer of the images in other colors or scales. With labels that
+    it mostly misses, it is so if it finds more of them in other colors or scales.
     """
     missed_images = build.evaluation if any(map(_is_mostly_wrong, figures.engines)) else None
     doubt = find_better_reading(calibration, build.metric.without_function, missed_images)
@@ -354,7 +344,7 @@ def _calibrate(build: PreparedBuild, stage: Stage) -> CalibrationResult:
     )
 
 
-def _refuse_other_samples(build: PreparedBuild, calibration: CalibrationResult) -> None:
+def _refuse_other_batch_axis(build: PreparedBuild, calibration: CalibrationResult) -> None:
     """Refuse evaluation samples that are rows of a batch where calibration samples are not."""
     if build.evaluation is None:
         return
@@ -424,13 +414,16 @@ def _measure(
         figures = list_engines(build.reference, results)
     else:
         figures = _measure_on_images(build, calibration, results, stage)
-    evaluation, is_calibrated = build.evaluation, build.loaded.qdq is None
-    shared_count = 0
-    if evaluation is not None and is_calibrated:
+
+    # how many of the images that were measured on had calibrated; for a Q/DQ model none did
+    evaluation, shared_count, calibrated = build.evaluation, 0, ""
+    is_calibrated_here = build.loaded.qdq is None
+    if is_calibrated_here and evaluation is not None:
         shared_count = evaluation.count_shared(calibration.feed)
-    calibrated = ALL_CALIBRATED if is_calibrated else ""
-    if evaluation is not None and shared_count < evaluation.count:
-        calibrated = f"{shared_count} of {evaluation.count} calibrated" if shared_count else ""
+        if shared_count:
+            calibrated = f"{shared_count} of {evaluation.count} calibrated"
+    if is_calibrated_here and (evaluation is None or shared_count == evaluation.count):
+        calibrated = ALL_CALIBRATED
     notes = (*build.notes, *figures.notes, *_evaluation_notes(build, calibration, shared_count))
     return replace(figures, notes=notes, calibrated=calibrated)
 
@@ -440,8 +433,8 @@ def _measure_on_images(
 ) -> Figures:
     """Measure all engines on the evaluation images.
 
-    After an unexpected exception, which is a fault of calib8, the targets that cause it have
-    failed, and the others are measured without them.
+    An unexpected exception is a fault of calib8. Each target is then measured alone: those that
+    raise it again have failed, and the others are measured together without them.
     """
     float_model, observed_outputs = build.reference, None
     if build.loaded.qdq is None:
@@ -464,7 +457,7 @@ def _measure_on_images(
     except (Calib8Error, MemoryError, OSError):
         raise
     except Exception:
-        failures: dict[str, str] = {}  # of the targets that fail when they are measured alone
+        failures: dict[str, str] = {}  # target -> its error when it is measured alone
         for target, result in zip(targets, results, strict=True):
             try:
                 measure([target], [result], duration_s=0)

@@ -103,14 +103,14 @@ class CalibrationImages:
         shard: which shard they are, or that they are merged shards, as text; None for neither. A
             shard is the part of the images that one of several machines observes.
         is_readable: whether the images themselves are here, not only their statistics.
-        observe: (run, check of the cache, worker threads that memory suffices for) -> result.
+        observe: (run, check of the cache) -> all statistics, with those that the cache lacked.
     """
 
     feed: Feed
     name: str
     shard: str | None
     is_readable: bool
-    observe: Callable[[CalibrationRun, CacheDecision, int], PassResult]
+    observe: Callable[[CalibrationRun, CacheDecision], PassResult]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,9 +204,7 @@ def describe_source(images: FeedSource) -> str:
     return str(images) if has_path else "arrays in memory"
 
 
-def merge_shards(
-    shards: ShardSet, run: CalibrationRun, decision: CacheDecision, _threads: int
-) -> PassResult:
+def merge_shards(shards: ShardSet, run: CalibrationRun, decision: CacheDecision) -> PassResult:
     """Merge the statistics in the shards of other machines with those of the cache.
 
     Raises:
@@ -217,7 +215,7 @@ def merge_shards(
 
 
 def observe_on_workers(
-    cluster: Cluster, dataset: Dataset, run: CalibrationRun, decision: CacheDecision, _threads: int
+    cluster: Cluster, dataset: Dataset, run: CalibrationRun, decision: CacheDecision
 ) -> PassResult:
     """Observe on the workers of a scheduler, each on its part of the images.
 
@@ -247,20 +245,21 @@ def observe_on_workers(
     return PassResult(observed=decision.observed.merged_with(new_statistics), notes=notes)
 
 
-def observe_here(run: CalibrationRun, decision: CacheDecision, threads: int) -> PassResult:
+def observe_here(run: CalibrationRun, decision: CacheDecision) -> PassResult:
     """Observe in one pass on this machine what the cache lacks.
 
     Args:
         run: the calibration: which model, images and observations, and its state.
         decision: the statistics of the cache, and the observations that it lacks.
-        threads: worker threads that the memory suffices for.
 
     Raises:
         CacheError: a checkpoint from which the run cannot go on.
-        FeedError, BackendError, CalibrationError: as the pass.
+        CalibrationError: the tensors of one sample do not fit into the memory; or as the pass.
+        FeedError, BackendError: as the pass.
     """
-    # preliminary statistics are recorded on the first samples before the pass, since others start
-    # from them; a checkpoint holds the main ones, which are those of the pass
+    threads = one_pass.count_workers(decision.missing, run.subject.model, run.threads)
+    # the statistics of the pass (`main`) are those of a checkpoint. Some of them start from other
+    # statistics, which are recorded on the first samples before the pass (`preliminary`)
     schedule = schedule_observations(decision.missing, decision.observed)
     checkpoint = _open_checkpoint(run, schedule.main)
     observed = decision.observed
@@ -366,8 +365,7 @@ def use_trusted_cache(run: CalibrationRun) -> CalibrationResult:
     if path is None:
         raise ConfigError("a cache to be trusted must be named, got none; give --cache")
     for target, observations in run.observations_by_target.items():
-        # the ranges are of tensors of the folded model; what a target observes in another form of
-        # the model is more than a range
+        # the cache has ranges of the folded model's tensors, and nothing of its other forms
         if any(observation.variant.key != FOLDED for observation in observations):
             raise ConfigError(
                 f"a trusted cache holds one symmetric range a tensor, of which the target {target}"
@@ -402,8 +400,7 @@ def calibrate_run(
     )
     if decision.missing and run.policy.path is not None:
         refuse_unwritable(run.policy.path)  # before the images are run, not after
-    threads = one_pass.count_workers(decision.missing, subject.model, run.threads)
-    pass_result = run.images.observe(run, decision, threads)
+    pass_result = run.images.observe(run, decision)
 
     evaluation_set = run.evaluation_set
     if run.stop_rule is not None:  # it may have ended the pass before the last image
@@ -429,7 +426,7 @@ def calibrate_run(
         stage=stage,
     )
     checkpoint = pass_result.checkpoint
-    if checkpoint is not None and run.policy.path is not None:  # the cache holds all of it now
+    if checkpoint is not None and run.policy.path is not None:  # the cache has its statistics now
         checkpoint.path.unlink(missing_ok=True)
     notes = (*pass_result.notes, *stability_notes)
     if target_cache is not None:
@@ -452,14 +449,14 @@ def calibrate_run(
 def _compare_halves(
     run: CalibrationRun, decision: CacheDecision
 ) -> tuple[HalvesAgreement | None, tuple[str, ...]]:
-    """Return how far the ranges of two halves of the samples agree, and notes.
+    """Return (how far the ranges of two halves of the samples agree, notes on that).
 
-    None if nothing was observed, or too little to tell.
+    The agreement is None if nothing was observed, or too little to tell.
     """
     if not decision.missing:
         return None, ()
     agreement = run.stability_monitor.end(len(run.feed))
-    if run.stop_rule is None and agreement is not None:  # a fixed batch is a run of several
+    if run.stop_rule is None and agreement is not None:  # it counts runs, each of a batch
         agreement = replace(agreement, samples=run.feed.count)
     if run.stop_rule is None or agreement is not None:
         return agreement, ()
@@ -486,8 +483,8 @@ def _find_score_threshold(
 ) -> float | None:
     """Return the score above which boxes or labels count; None for other tasks.
 
-    That of the model's earlier cache is used again, so that its builds can be compared; else it is
-    found on the evaluation samples.
+    The score stored in the model's earlier cache is used again, so that its builds can be compared.
+    Without one it is found on the evaluation samples.
 
     Args:
         run: the calibration: which model, images and observations, and its state.
@@ -495,7 +492,7 @@ def _find_score_threshold(
         is_observed: whether anything was observed in this run; if not, nothing new is found.
     """
     subject = run.subject
-    # that of the cache that is read, else of this build's own
+    # first the cache that is read, then the one that this build writes, if it is another file
     for path in filter(None, dict.fromkeys((run.policy.read_path, run.policy.path))):
         earlier_threshold = read_score_threshold(path, subject.identities)
         if earlier_threshold is not None:
@@ -582,7 +579,7 @@ def _make_result(
 ) -> CalibrationResult:
     """Return the result of a run, with warnings of outliers and of doubtful inputs.
 
-    A trusted cache leaves out everything that only a run over samples shows.
+    For a trusted cache, of which no sample is run, the arguments after `ranges` are left out.
 
     Args:
         run: the calibration: which model, images and observations, and its state.

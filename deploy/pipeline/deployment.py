@@ -136,17 +136,18 @@ def deploy(
     else:
         recipe = recipe_from_record(subject, scales_path, config=config)
     workers = worker_threads(threads)
-    deployment = _Deployment(
-        target=target,
-        inputs=inputs,
-        subject=subject,
-        recipe=recipe,
+    return _write_files(
+        target,
+        inputs,
+        subject,
+        recipe,
         scales=scales_path,
-        source={"name": loaded.name, "sha256": loaded.digest},
-        threads=workers,
+        model_source={"name": loaded.name, "sha256": loaded.digest},
         make_rows=partial(_compare_with_float_model, loaded, target, workers),
+        out=Path(out),
+        threads=workers,
+        force=force,
     )
-    return deployment.write(Path(out), force=force)
 
 
 @guard_inputs()
@@ -182,103 +183,103 @@ def convert(  # noqa: D417
     qdq_model = read_model(path)
     loaded, recipe = recipe_from_qdq(qdq_model, path, keep_rounding=keep_rounding)
     workers = worker_threads(threads)
-    deployment = _Deployment(
-        target=target,
-        inputs=inputs,
-        subject=CalibrationSubject(loaded=loaded, samples=0, user_model=qdq_model),
-        recipe=recipe,
+    return _write_files(
+        target,
+        inputs,
+        CalibrationSubject(loaded=loaded, samples=0, user_model=qdq_model),
+        recipe,
         scales=path,
-        source={"name": path.stem, "sha256": model_digest(qdq_model)},
-        threads=workers,
+        model_source={"name": path.stem, "sha256": model_digest(qdq_model)},
         make_rows=partial(_compare_with_qdq_model, qdq_model, path, workers),
+        out=Path(out),
+        threads=workers,
+        force=force,
     )
-    return deployment.write(Path(out), force=force)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Deployment:
-    """A recipe that is being written.
+def _write_files(
+    target: Ascend,
+    inputs: TrialInputs,
+    subject: CalibrationSubject,
+    recipe: Recipe,
+    *,
+    scales: Path,
+    model_source: Mapping[str, str],
+    make_rows: RowMaker,
+    out: Path,
+    threads: int,
+    force: bool,
+) -> Report:
+    """Write the files of a recipe, measure them, and move them into the folder together.
 
-    Attributes:
+    Args:
         target: the target, with its options.
         inputs: what the deployed model is run on.
         subject: the float model, which is not calibrated.
         recipe: model, layers and scales that the files are made of.
         scales: file that the scales were read from.
-        source: name and sha256 of the user's model, for the manifest.
+        model_source: name and sha256 of the user's model, for the manifest.
+        make_rows: (files, samples, stage) -> the report's rows that compare the files with the
+            user's model; called if there are images.
+        out: output folder.
         threads: worker threads.
-        make_rows: (files, samples, stage) -> rows that compare the files with the user's model;
-            called if there are images.
+        force: replace files that calib8 did not write.
     """
-
-    target: Ascend
-    inputs: TrialInputs
-    subject: CalibrationSubject
-    recipe: Recipe
-    scales: Path
-    source: Mapping[str, str]
-    threads: int
-    make_rows: RowMaker
-
-    def write(self, out: Path, *, force: bool) -> Report:
-        """Write the files, measure them, and move them into the folder together."""
-        feed = self.inputs.feed(self.subject.loaded)
-        with stage_files(out) as stage:
-            no_ranges = Ranges(ObservedStatistics(), self.subject.method, {})  # nothing is observed
-            request = BuildRequest(
-                subject=self.subject,
-                folder=stage.temporary_folder,
-                earlier_folder=stage.folder,
-                ranges=no_ranges,
-                feed=feed,
-                manifest=feed.manifest(),
-                threads=self.threads,
-            )
-            result = self.target.write_files(self.recipe, request)
-            report = self._make_report(result, feed, stage)
-            write_pages(report, stage)
-            scale_bytes = read_bytes(self.scales, what="a file of scales", error=ConfigError)
-            origin = {
-                "versions": {"calib8": __version__},
-                "model": self.source,
-                "shapes": sample_shapes(feed),
-                "scales": {"name": self.scales.name, "sha256": sha256(scale_bytes)},
-                "targets": [self.target.name],
-            }
-            publish_build(origin, stage, replaceable=None if force else ())  # None: every file
-        return report
-
-    def _make_report(self, result: BuildResult, feed: Feed, stage: Stage) -> Report:
-        """Return the report on the files."""
-        loaded = self.subject.loaded
-        target = TargetPart(
-            name=result.target,
-            method=result.method,
-            options=changed_options(self.target),
-            nodes=node_rows(result.decisions, loaded.model),
-            weights=weight_rows(result.weights),
-            files=file_rows(result.files, stage),
-            runnable=str(stage.published_path(result.files["fake-quant model"])),
-            shipped=tuple(str(stage.published_path(path)) for path in result.shipped),
-            alerts=result.alerts,
-            notes=result.notes,
+    feed, loaded = inputs.feed(subject.loaded), subject.loaded
+    with stage_files(out) as stage:
+        request = BuildRequest(
+            subject=subject,
+            folder=stage.temporary_folder,
+            earlier_folder=stage.folder,
+            ranges=Ranges(ObservedStatistics(), subject.method, {}),  # none: nothing is observed
+            feed=feed,
+            manifest=feed.manifest(),
+            threads=threads,
         )
+        result = target.write_files(recipe, request)
         report = Report(
-            title=f"calib8: {loaded.name} in int8 for {result.target}, by {self.scales}",
+            title=f"calib8: {loaded.name} in int8 for {result.target}, by {scales}",
             model=model_part(loaded),
-            targets=(target,),
+            targets=(_target_part(result, target, loaded, stage),),
             machine=this_machine(),
             notes=(*loaded.alerts, _NO_IMAGES),
         )
-        dataset = self.inputs.dataset
-        if dataset is None:
-            return report
-        return replace(
-            report,
-            feed=feed_part(feed, str(dataset.source)),
-            engines=self.make_rows(result, feed, stage),
-            notes=(*loaded.alerts, *feed.notes),
-        )
+        if inputs.dataset is not None:
+            report = replace(
+                report,
+                feed=feed_part(feed, str(inputs.dataset.source)),
+                engines=make_rows(result, feed, stage),
+                notes=(*loaded.alerts, *feed.notes),
+            )
+        write_pages(report, stage)
+        scale_bytes = read_bytes(scales, what="a file of scales", error=ConfigError)
+        origin = {
+            "versions": {"calib8": __version__},
+            "model": model_source,
+            "shapes": sample_shapes(feed),
+            "scales": {"name": scales.name, "sha256": sha256(scale_bytes)},
+            "targets": [target.name],
+        }
+        publish_build(origin, stage, replaceable=None if force else ())  # None: every file
+    return report
+
+
+def _target_part(
+    result: BuildResult, target: Ascend, loaded: LoadedModel, stage: Stage
+) -> TargetPart:
+    """Return the report's part on the files of the target; `loaded`: the float model."""
+    return TargetPart(
+        name=result.target,
+        method=result.method,
+        options=changed_options(target),
+        nodes=node_rows(result.decisions, loaded.model),
+        weights=weight_rows(result.weights),
+        files=file_rows(result.files, stage),
+        runnable=str(stage.published_path(result.files["fake-quant model"])),
+        shipped=tuple(str(stage.published_path(path)) for path in result.shipped),
+        alerts=result.alerts,
+        notes=result.notes,
+    )
 
 
 def _choose_scales(

@@ -133,8 +133,9 @@ def measure_engines(
     qdq_outputs = _open_qdq_model(loaded)
     reference = qdq_outputs or _choose_reference(float_outputs, observed_outputs, samples)
     choice_runs = float_outputs.runs  # inferences by which the stored outputs were checked
-    float_outputs.close_session()  # its weights may not be needed any more
+    float_outputs.close_session()  # frees its weights: stored outputs may suffice from here on
 
+    # accuracy: of inner tensors on a few samples, of the outputs on all of them
     opened_results = [result for result in results if result.target not in failures]
     if evaluation is not None:
         evaluation.cache_samples(LAYER_SAMPLES)  # they are used twice, and decoded once
@@ -144,7 +145,7 @@ def measure_engines(
         target_engines,
         reference,
         samples,
-        # the search ran calibration samples, so none of its outputs are of evaluation samples
+        # the search ran calibration samples: its outputs are of no use for evaluation samples
         engine_outputs=engine_outputs if evaluation is None and engine_outputs else {},
         threads=threads,
     )
@@ -156,7 +157,12 @@ def measure_engines(
     latency = _measure_latency(timed_sessions, calibration, duration_s)
     devices = find_devices(timed_sessions)
     measurements = _Measurements(
-        engines, timed_sessions, latency, evaluated.accuracy, failures, threads
+        engines=engines,
+        timed_sessions=timed_sessions,
+        latency=latency,
+        accuracy=evaluated.accuracy,
+        failures=failures,
+        threads=threads,
     )
 
     float_row = EngineRow(
@@ -171,8 +177,8 @@ def measure_engines(
     evaluated_results = [result for result in opened_results if result.target not in failures]
     notes = (
         *_sample_notes(evaluated.accuracy, evaluation, calibration, inner_tensors.sample_count),
-        *_constant_notes(loaded, latency),
-        *_qdq_notes(loaded, is_reference=qdq_outputs is not None),
+        *_fed_weight_notes(loaded, latency),
+        *_reference_notes(loaded, has_qdq_outputs=qdq_outputs is not None),
     )
     return Figures(
         engines=(float_row, *_make_rows(results, measurements)),
@@ -273,7 +279,7 @@ def _find_timed_sessions(
     return sessions
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Measurements:
     """What was measured, each by the name of the engine.
 
@@ -307,8 +313,9 @@ def _open_float_model(
 ) -> tuple[_OpenedEngine, ReferenceOutputs, int]:
     """Return (the float model's engine, its outputs, its size in bytes).
 
-    The outputs are computed on demand, in a session of one thread. With latency runs the engine has
-    a session of its own, in `threads`; without, the one session that is opened is the outputs'.
+    With latency runs two sessions are opened: one in `threads` threads, the engine's, which is
+    timed, and on demand one in a single thread, which computes the outputs. Without latency runs
+    only the second is opened, and its loading time is the engine's.
 
     Args:
         loaded: the float model.
@@ -406,11 +413,15 @@ def _open_qdq_model(loaded: LoadedModel) -> ReferenceOutputs | None:
     return ReferenceOutputs(lambda: session, [spec.name for spec in loaded.outputs])
 
 
-def _qdq_notes(loaded: LoadedModel, *, is_reference: bool) -> Iterator[str]:
-    """Yield the note on the model that a Q/DQ model's engines are compared with."""
+def _reference_notes(loaded: LoadedModel, *, has_qdq_outputs: bool) -> Iterator[str]:
+    """Yield the note on the model that a Q/DQ model's engines are compared with; none for others.
+
+    `has_qdq_outputs`: whether ONNX Runtime runs the Q/DQ model, so that it is that model itself.
+    """
     if loaded.qdq is not None:
-        name = Path(loaded.qdq.name).name
-        reference = f"{name} itself, computed as it is written" if is_reference else "FP32"
+        reference = "FP32"
+        if has_qdq_outputs:
+            reference = f"{Path(loaded.qdq.name).name} itself, computed as it is written"
         yield f"accuracy is measured beside {reference}; speed and size beside FP32"
 
 
@@ -419,27 +430,24 @@ def _measure_latency(
 ) -> dict[str, Latency]:
     """Return the latency of all sessions; none if `duration_s` is 0.
 
-    Sessions take turns, but not those on a device with those on the CPU: while one on the CPU runs,
-    a device would cool down.
+    Sessions take turns: first those on the CPU, then those on a device, which would cool down while
+    one on the CPU runs.
     """
     if duration_s <= 0:
         return {}
     samples = calibration.first_samples(_LATENCY_SAMPLES)
-    on_device, on_host = {}, {}
-    for name, session in sessions.items():
-        if isinstance(session, DeviceSession):
-            on_device[name] = session
-        else:
-            on_host[name] = session
     latency: dict[str, Latency] = {}
-    for group in (on_host, on_device):
+    for on_device in (False, True):
+        group = {n: s for n, s in sessions.items() if isinstance(s, DeviceSession) == on_device}
         if group:
             latency |= measure(group, samples, duration_s=duration_s, until_settled=True)
     return latency
 
 
 def _make_rows(results: Sequence[BuildResult], measurements: _Measurements) -> Iterator[EngineRow]:
-    """Yield the rows of each target's baselines, float engines built for it, and of its engine.
+    """Yield the report's rows: for each target those of its baselines, then that of its engine.
+
+    A baseline is a float engine built for the target.
 
     `measurements`: figures of the engines; empty if nothing was measured.
     """
@@ -487,11 +495,10 @@ def _find_lossy_layers(
         results: files and ranges of the targets that were evaluated.
     """
     bounds = find_bounds(loaded.model)
-    layers_by_target = inner_tensors.layers
     lossy_layers = {}
     for result in results:
-        if result.target in layers_by_target:
-            layers = layers_by_target[result.target]
+        layers = inner_tensors.layers.get(result.target)
+        if layers is not None:
             lossy_layers[result.target] = tuple(
                 layer for layer in layers if not _is_clamped(layer.name, bounds, result)
             )
@@ -541,8 +548,8 @@ def _sample_notes(
             yield "labels of images that calibrate are not used; --eval-images takes both"
     elif inner_tensor_text:
         yield f"accuracy was measured on {sample_count} evaluation images{inner_tensor_text}"
-    # a recurrent model hands states on to its next call. Samples that are sequences measure what
-    # errors in these do; for other samples a note says that it is not measured
+    # a recurrent model hands states on to its next call. In samples that are sequences, the errors
+    # of these states are measured; for other samples a note says that they are not
     has_sequences = bool(calibration.states)
     if not has_sequences:
         yield from state_notes(accuracy.values())
@@ -569,8 +576,8 @@ def state_notes(accuracies: Iterable[Accuracy]) -> Iterator[str]:
         )
 
 
-def _constant_notes(loaded: LoadedModel, latency: Mapping[str, Latency]) -> Iterator[str]:
-    """Yield a note that the float model was timed with constants its file lists as inputs."""
+def _fed_weight_notes(loaded: LoadedModel, latency: Mapping[str, Latency]) -> Iterator[str]:
+    """Yield a note if the float model was timed and its file lists weights as inputs."""
     if loaded.fed_weights and _FLOAT_ENGINE in latency:
         yield (
             f"FP32 was timed with constants for {counted(loaded.fed_weights, 'weight')} that the"

@@ -83,9 +83,9 @@ def list_readings(
         with_scales: whether other scales are tried. A scale is left out if the model's first layer
             shows that it learned from another one.
     """
-    loaded, subject = calibration.loaded, calibration.subject
-    # what the metadata declare, if they can be followed; if not, a note says so
-    spec, metadata = loaded.inputs[0], loaded.metadata_preprocess
+    # what the model's metadata declare; if they cannot be followed, a note has said so already
+    spec = calibration.loaded.inputs[0]
+    metadata = calibration.loaded.metadata_preprocess
     if metadata is not None and metadata.preprocess is not None:
         with suppress(ConfigError, FeedError):
             declared, _ = complete_preprocess(metadata.preprocess, spec)
@@ -108,7 +108,7 @@ def list_readings(
     # other scales, if the first layer of the model as it was given shows nothing against them
     if not with_scales or not spec.dtype.startswith("float"):
         return
-    model = subject.read_original() or subject.model
+    model = calibration.subject.read_original() or calibration.subject.model
     (sample,) = calibration.feed.first_samples(1)
     for preset_name, value_text in _TEXT_BY_PRESET.items():
         preset = PRESETS[preset_name]
@@ -158,7 +158,8 @@ def find_better_reading(
         """Run the float model on a sample's inputs; return the scores of its outputs."""
         return sample_scores(task, inputs, evaluation_set.outputs.recompute(inputs), label)
 
-    # the scores in the reading in use, and what the sentence counts in them
+    # the scores in the reading in use, and what the sentence counts: boxes, or images with a label
+    # that are right; "" for a classifier without labels, whose mean probability it has instead
     is_detector = isinstance(task, BoxDetection)
     labelled_samples = [] if is_detector else read_labelled(evaluation)
     if labelled_samples:
@@ -168,7 +169,6 @@ def find_better_reading(
         current_scores = [
             sample_scores(task, inputs, outputs) for inputs, outputs in samples_with_outputs
         ]
-        # "" for a classifier: the sentence has its mean probability in place of a count
         count_template = "finds {} boxes" if is_detector else ""
 
     # a wrong scale can saturate scores, which looks sure, so other scales are tried only if the

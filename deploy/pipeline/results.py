@@ -3,10 +3,9 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ from deploy.report.previews import box_rows, class_rows, pictures_part
 from deploy.report.report_rows import clip_rows, weight_rows
 from deploy.report.screen import EFFORT, IMAGES, rank_of, split_name
 from deploy.report.tables import OPTIONS, PLAN, REPORT
-from deploy.report.verdict import Gates, Verdict, verdict
+from deploy.report.verdict import Gates, verdict
 from deploy.targets import TARGETS, Target
 from deploy.targets.base import BuildResult
 from deploy.tensors import TensorSpec
@@ -138,7 +137,7 @@ def write_report(
 def _run_files(
     calibration: CalibrationResult, stage: Stage, plan_path: Path | None, *, has_settings: bool
 ) -> Iterator[FileRow]:
-    """Yield the files written for no single target: cache, plan, report and options.
+    """Yield a row for each file that belongs to no single target: cache, plan, report and options.
 
     The report and the options are written after this, so their rows have no size.
 
@@ -169,7 +168,7 @@ def find_earlier_report(folder: Path, model_digest: str) -> Report | None:
 
 
 def compare_with_earlier(report: Report, earlier: Report | None) -> Report:
-    """Return the report with what the build before tells of this one, filled into two fields.
+    """Return the report of this build, with two fields filled by comparing it with the one before.
 
     `report.earlier` gets the engines that were better before. `report.request.followed` gets the
     names of advice that the user has followed, such as to use more images: it is not given again.
@@ -185,7 +184,7 @@ def compare_with_earlier(report: Report, earlier: Report | None) -> Report:
         if _sample_count(report) > _sample_count(earlier):
             followed_advice.append(IMAGES)
         better_engines = tuple(_better_engines(report, earlier))
-    # this build itself may follow advice: to search longer, or to build a split of the front
+    # the options of this build follow advice too: to search longer, or to build another split
     if request.prefer == "accuracy" and max(request.effort.values(), default=0) > 1:
         followed_advice.append(EFFORT)
     for target in report.targets:
@@ -209,19 +208,15 @@ def _better_engines(report: Report, earlier: Report) -> Iterator[EarlierPart]:
     A split is a choice of the layers that stay float. If this build has a faster split than the
     earlier one, it is left out: a user may take a less accurate split on purpose.
     """
-    engine_by_target = report.engine_by_target
-    earlier_engine_by_target = earlier.engine_by_target
     earlier_split_by_target = {target.name: target.built_split for target in earlier.targets}
     for target in report.targets:
-        engine = engine_by_target.get(target.name)
-        earlier_engine = earlier_engine_by_target.get(target.name)
+        engine = report.engine_by_target.get(target.name)
+        earlier_engine = earlier.engine_by_target.get(target.name)
         if engine is None or earlier_engine is None or earlier_engine.verdict is None:
-            continue
-        if not _is_worse(engine, earlier_engine):
             continue
         split, earlier_split = target.built_split, earlier_split_by_target.get(target.name)
         has_faster_split = split and earlier_split and split.time < earlier_split.time
-        if has_faster_split:
+        if has_faster_split or not _is_worse(engine, earlier_engine):
             continue
 
         flags = _earlier_flags(earlier, earlier_split, report, target)
@@ -406,7 +401,7 @@ def engine_rows(
     doubts: Sequence[str] = (),
     has_random_outputs: bool = False,
 ) -> tuple[EngineRow, ...]:
-    """Return the engines' rows, each with its verdict; float and failed engines have no verdict.
+    """Return the report's rows of all engines; each int8 engine that did not fail has its verdict.
 
     Args:
         figures: speed and accuracy of the engines, the float model first.
@@ -432,46 +427,37 @@ def engine_rows(
         result = result_by_target.get(row.target)
         if result is not None and row.target not in figures.failures:
             row = model.with_speed(figures.engines, row)
-            judge = partial(
-                verdict,
+            rival, size_ratio = _find_rival(row, figures.engines)
+            row_verdict = verdict(
+                accuracy=row.accuracy,
+                speed=row.speed,
                 int8=any(decision.quantized for decision in result.decisions),
                 gates=gates,
+                size_ratio=size_ratio,
+                rival=rival,
+                device_kind="device" if row.on_device else "CPU",
                 doubts=doubts,
                 has_random_outputs=has_random_outputs,
                 calibrated=figures.calibrated,
             )
-            row = replace(row, verdict=_judge_engine(row, figures.engines, judge))
+            row = replace(row, verdict=row_verdict)
         rows.append(row)
     return tuple(rows)
 
 
-def _judge_engine(
-    row: EngineRow, engines: Sequence[EngineRow], judge: Callable[..., Verdict]
-) -> Verdict:
-    """Return the verdict on one engine.
+def _find_rival(row: EngineRow, engines: Sequence[EngineRow]) -> tuple[str, float | None]:
+    """Return (name of the float engine that an engine is compared with, ratio of their sizes).
 
-    Its speed and size are compared with those of its first rival, a float engine on its device.
-
-    Args:
-        row: the engine.
-        engines: all engines, among them the rivals.
-        judge: `verdict` with the arguments that are not in the row.
+    The ratio is the float engine's size over the other's. It is None if a size is unknown, or if no
+    such float engine was measured; the name then says which one is missing.
     """
     rivals = model.find_rivals(engines, row)
     if not rivals:
-        missing_rival = "a float engine on its device" if row.on_device else "FP32"
-        return judge(accuracy=row.accuracy, speed=None, rival=missing_rival)
-    rival = rivals[0]
-    size_ratio = None
+        return "a float engine on its device" if row.on_device else "FP32", None
+    rival, size_ratio = rivals[0], None
     if rival.size_bytes and row.size_bytes:
         size_ratio = rival.size_bytes / row.size_bytes
-    return judge(
-        accuracy=row.accuracy,
-        speed=row.speed,
-        size_ratio=size_ratio,
-        rival="FP32" if rival.reference else rival.label,
-        device_kind="device" if row.on_device else "CPU",
-    )
+    return "FP32" if rival.reference else rival.label, size_ratio
 
 
 def _calibration_part(

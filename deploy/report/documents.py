@@ -244,20 +244,25 @@ def read_report(path: Path, *, rewritable: bool = False) -> Report:
         way_out=_WAY_OUT,
         strict=False,  # numbers may be "inf" or "nan"
     )
+    for rule, value in _find_flaws(report):
+        raise _refusal(path, rule, value)
+    return report
+
+
+def _find_flaws(report: Report) -> Iterator[tuple[str, str]]:
+    """Yield (rule that a report breaks, value that breaks it), of rules that types do not show."""
+    if not report.targets and not report.engines:
+        yield "a report must have targets or engines", "none"
     sized_rows: list[EngineRow | FileRow] = [*report.engines, *report.written]
     for row in sized_rows:
         size = row.size_bytes or 0
         if abs(size) >= _MAX_FILE_SIZE:
-            raise _refusal(path, "size_bytes of a report must be a number of 64 bits", repr(size))
+            yield "size_bytes of a report must be a number of 64 bits", repr(size)
     for engine in report.engines:
-        if engine.latency is not None:
-            p50 = engine.latency.latency.p50
-            if not 0 < p50 < math.inf:
-                raise _refusal(path, "latencies must be over 0", str(p50))
+        if engine.latency is not None and not 0 < engine.p50_ms < math.inf:
+            yield "latencies must be over 0", str(engine.p50_ms)
         if engine.verdict is not None and engine.verdict.level not in LEVELS:
-            rule = f"a verdict must be one of {', '.join(LEVELS)}"
-            raise _refusal(path, rule, repr(engine.verdict.level))
-    return report
+            yield f"a verdict must be one of {', '.join(LEVELS)}", repr(engine.verdict.level)
 
 
 def _with_field_names(document: dict[str, Any]) -> dict[str, Any]:

@@ -190,7 +190,8 @@ def _short_table(report: Findings) -> Iterator[str]:
 def _decisions(report: Findings) -> Iterator[str]:
     """Yield the lines below the short table, down to the files to ship and what to do next."""
     accuracies = [engine.accuracy for engine in report.engines if engine.accuracy]
-    # such figures puzzle the user of a classifier; a task that is declared has its source there
+    # their figures puzzle the user of a classifier. `why` says by what the task was recognised:
+    # there is no doubt of one that the model or the user names
     if any(accuracy.why == f"embeddings, {BY_VALUES}" for accuracy in accuracies):
         yield from entry("Task", _EMBEDDINGS)
     yield from entries("Speed", speed_texts(report))
@@ -416,10 +417,11 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
         verdict: on the engine.
     """
     request = report.request or RequestPart()
-    options_file = path_of(report.files, OPTIONS)
+    options_file = path_of(report.files, OPTIONS)  # "" without one
     command = f"calib8 build --config {shlex.quote(options_file)}"
+    # the file of options has a duration of 0: time what runs here, if any target does
     if request.is_untimed and not all(map(_has_device_script, report.targets)):
-        command += f" --duration {DURATION_S}"  # the file of options has 0
+        command += f" --duration {DURATION_S}"
     target_command = command
     if len(report.targets) > 1:
         target_command += f" --target {target.name}"

@@ -130,7 +130,7 @@ def verdict(
 ) -> Verdict:
     """Return the verdict on one engine: the level of its worst finding, and the reasons.
 
-    Too few samples or objects never hide a cause: they only turn "good" into "doubtful".
+    Too few samples or objects add a reason and turn "good" into "doubtful"; no other level changes.
 
     Args:
         accuracy: against the float model; None if not measured.
@@ -158,11 +158,13 @@ def verdict(
         return Verdict(DOUBTFUL, ("nothing was measured of it",))
     level = max((finding_level for finding_level, _ in findings), key=LEVELS.index)
 
-    # what puts the float model in question comes before any loss of int8, whatever its level
-    reasons, too_few = _order_reasons([*causes, *_worst_first(findings)], level)
+    # the causes come first, whatever their level: they put the float model in question. All other
+    # findings follow, the worst first
+    findings.sort(key=lambda finding: -LEVELS.index(finding[0]))
+    reasons, too_few = _order_reasons([*causes, *findings], level)
     loss_index = _find_loss_reason(reasons, losses)
     if loss_index is not None:
-        # too few calibration samples go before too few samples that the loss is measured on
+        # a sentence on too few calibration samples goes before one on too few measured samples
         calibrates_with_few = any("calibration" in sentence for sentence in too_few)
         if accuracy is not None and not calibrates_with_few:
             too_few = [*_describe_too_few(accuracy), *too_few]
@@ -181,11 +183,6 @@ def _find_loss_reason(reasons: Sequence[str], losses: Iterable[_Finding]) -> int
     """Return the index of the first reason that is a figure on the loss of int8; None without."""
     loss_reasons = {reason for _, reason in losses if not reason.startswith(FLOAT_MODEL)}
     return next((index for index, reason in enumerate(reasons) if reason in loss_reasons), None)
-
-
-def _worst_first(findings: Sequence[_Finding]) -> list[_Finding]:
-    """Return the findings, the worst level first; those of one level keep their order."""
-    return sorted(findings, key=lambda finding: -LEVELS.index(finding[0]))
 
 
 def _order_reasons(findings: Sequence[_Finding], verdict_level: str) -> tuple[list[str], list[str]]:
@@ -245,7 +242,7 @@ def _judge_doubt(doubt: str) -> _Finding:
 
 
 def _describe_too_few(accuracy: Accuracy) -> Iterator[str]:
-    """Yield how many more samples are needed, if the accuracy is a share of too few things.
+    """Yield a sentence on how many more samples are needed, if the accuracy is of too few things.
 
     Such as "12 boxes are too few; about 70 more photos with objects would do". New samples are
     assumed to hold as many objects each as the present ones.
@@ -255,7 +252,7 @@ def _describe_too_few(accuracy: Accuracy) -> Iterator[str]:
         return
     if counted_things == "samples":
         missing, sample_text = MIN_SAMPLES - count, ""
-    else:
+    else:  # so many samples as hold the missing objects
         missing = math.ceil((MIN_OBJECTS - count) * accuracy.samples / count)
         sample_text = " photos with objects"
         if counted_things not in ("boxes", "objects"):
