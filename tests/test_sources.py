@@ -178,13 +178,25 @@ def open_labelled(pictures, labels, text, limit=None):
 
 
 @pytest.mark.parametrize("limit", [None, 5])
-@pytest.mark.parametrize("line", ["{0}", "class {0}", "{1} {0}", "val/{1}\t{0}"])
-def test_labels_belong_to_chosen_images(line, limit, pictures, tmp_path):
+@pytest.mark.parametrize(
+    ("header", "line"),
+    [
+        ("", "{0}"),
+        ("", "class {0}"),
+        ("", "{1} {0}"),
+        ("", "val/{1}\t{0}"),
+        ("", "{1},{0}"),
+        ("name,label", "val/{1}, {0}"),
+        ("image_id,label", "{1:.2},{0}"),  # without suffix, as Kaggle has it
+        ("image_id\tlabel", "{1:.2}\t{0}"),
+    ],
+)
+def test_labels_belong_to_chosen_images(header, line, limit, pictures, tmp_path):
     names = [f"{number:02}.png" for number in range(20)]
     lines = [line.format(number, name) for number, name in enumerate(names)]
-    if "{1}" in line:  # a line that names its image may stand anywhere
+    if "{1" in line:  # a line that names its image may stand anywhere
         lines.reverse()
-    feed = open_labelled(pictures, tmp_path / "l.txt", "\n".join(lines), limit)
+    feed = open_labelled(pictures, tmp_path / "l.txt", "\n".join([header, *lines]), limit)
     assert feed.names == tuple(names[label] for label in feed.labels)
 
 

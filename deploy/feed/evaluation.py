@@ -8,6 +8,7 @@
 Labels are given, numbered by folder, or annotated objects in pixels of the model's input.
 """
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -127,17 +128,19 @@ ImageLabels = Sequence[int] | FileList | Annotations | str
 """Labels of evaluation images: class numbers, the lines of a file, objects, or `BY_FOLDER`."""
 
 BY_FOLDER = "folders"
-_MAX_DIGITS = 9  # at most, of a class number
+# a line of labels: "photo.png 3", "photo.png,3" or "3"
+_LABELLED_LINE = re.compile(r"(?:(.*)([\s,]))?(\d{1,9})", re.ASCII)
 
 
 def read_labels(path: Path | str) -> FileList | Annotations | str:
     """Read annotated objects, see `deploy.feed.annotations`, or a class number a line.
 
-    The class number ends the line; empty lines are skipped. "folders" is no file: images are
-    labelled by their folders.
+    The class number ends the line, after a space or a comma. Empty lines are skipped, and a first
+    line without a number, a table's header. "folders" is no file: images are labelled by their
+    folders.
 
     Returns:
-        The annotated objects; the text and the class number of each line; or `BY_FOLDER`.
+        The annotated objects; the name and the class number of each line; or `BY_FOLDER`.
 
     Raises:
         FeedError: the file cannot be read, or a line does not end in a whole number >= 0.
@@ -150,15 +153,17 @@ def read_labels(path: Path | str) -> FileList | Annotations | str:
     lines = read_text(path, what="a text file of labels", error=FeedError).splitlines()
     labelled_files = FileList(folder="")
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        *text_parts, last_word = line.rsplit(maxsplit=1)  # no text in a line of one word
-        if not last_word.isdecimal() or len(last_word) > _MAX_DIGITS:
+        labelled_line = _LABELLED_LINE.fullmatch(line.strip())
+        if labelled_line is not None:
+            text, separator, label = labelled_line.groups(default="")
+            # a table may have other columns before the name
+            name = text.rpartition(",")[2] if separator == "," else text.rstrip(" ,")
+            labelled_files.add(name.strip(' "'), int(label))
+        elif line.strip() and number > 1:
             raise FeedError(
                 f"a label is a class number, line {number} of {path} ends in other text;"
                 " number the classes from 0, as the model's outputs are"
             )
-        labelled_files.add("".join(text_parts).strip(), int(last_word))
     return labelled_files
 
 
@@ -232,7 +237,8 @@ def apply_labels(
 def _order_labels(lines: FileList, image_names: Iterable[str]) -> Sequence[int]:
     """Return the class numbers of lines in the order of the images.
 
-    Lines belong to images by file name, or by their order where they name none of the images.
+    Lines belong to images by file name, with or without its suffix, or by their order where they
+    name none of the images.
 
     Raises:
         FeedError: an image is named by no line, or by several in another order.
@@ -241,6 +247,8 @@ def _order_labels(lines: FileList, image_names: Iterable[str]) -> Sequence[int]:
     names_of_lines = [PurePath(name).name for name in lines.names]
     class_numbers = lines.labels or ()
     label_by_name = dict(zip(names_of_lines, class_numbers, strict=True))
+    if label_by_name.keys().isdisjoint(file_names):
+        file_names = [PurePath(name).stem for name in file_names]
     if names_of_lines == file_names or label_by_name.keys().isdisjoint(file_names):
         return class_numbers
     line_counts = Counter(names_of_lines)
