@@ -129,7 +129,7 @@ def _is_graph(inputs: Sequence[TensorSpec]) -> bool:
         if spec.dtype in ("int32", "int64"):
             has_edges = row_count == 2 and bool(node_counts)
         else:
-            is_square = row_count == column_count is not None
+            is_square = row_count is not None and row_count == column_count
             has_edges = is_square and row_count in node_counts
         if has_edges:
             return True

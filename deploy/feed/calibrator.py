@@ -248,9 +248,11 @@ class CalibratorBatches:
     def _accept_other_count(self, count: int, *, is_larger: bool, is_typed: bool) -> bool:
         """Return whether a batch of another size than expected is accepted, and record its size.
 
-        A larger one is if get_batch_size says 1. A smaller one is as the end of the data. But bytes
-        of unknown dtype may be smaller values than the input's, in which case every batch looks too
-        small. So of these, a smaller batch is accepted only after a complete one, as the last one.
+        A larger batch is accepted if get_batch_size says 1.
+
+        A smaller batch is accepted if the dtype of its values is known. If it is not known, they
+        may have fewer bytes than the input's values, and then every batch looks too small. So such
+        a batch is accepted only after a complete one, and as the last one.
 
         Args:
             count: samples that the copied bytes make, in the input's dtype.

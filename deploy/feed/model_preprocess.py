@@ -81,9 +81,11 @@ def resolve_preprocess(
 
     options = _options(requested)
     if model_preprocess is None:
-        changed_default, origin = None, "calib8's default"  # without options; a note tells of it
+        changed_default = None
+        origin = "calib8's default"  # which a note of `complete_preprocess` describes
         if options:
-            changed_default, origin = apply_user_options(default_preprocess(spec), options), ""
+            changed_default = apply_user_options(default_preprocess(spec), options)
+            origin = ""
         preprocess, notes = complete_preprocess(changed_default, spec)
         return ResolvedPreprocess(preprocess, origin=origin, notes=(*metadata_notes, *notes))
 
