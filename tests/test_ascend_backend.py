@@ -303,9 +303,9 @@ def test_aipp_computes_the_preprocessing(rng, color):
 
 def test_aipp_center_crop_is_described():
     preprocess = Preprocess(size=(224, 224), color="rgb", layout="nchw", resize="short-side")
-    aipp = write_aipp(preprocess, AippSource(size=(256, 320)))
+    aipp = write_aipp(preprocess, AippSource(size=(256, 343)))
     fields = parse_text("InsertNewOps", aipp.text, "aipp").aipp_op[0]
-    assert (fields.load_start_pos_h, fields.load_start_pos_w, fields.crop_size_w) == (16, 48, 224)
+    assert (fields.load_start_pos_h, fields.load_start_pos_w, fields.crop_size_w) == (16, 60, 224)
     assert any("cannot resize" in sentence for sentence in aipp.host_notes)
 
 

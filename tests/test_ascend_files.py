@@ -280,9 +280,9 @@ EVEN = (
             NV12,
             (720, 1280),
             "DVPP (height x width): resize 720x1280 to 342x606 (linear), crop"
-            " 300x300 at row 20, column 152. It is 300x304 in memory; AIPP crops the upper left"
-            f" 299x299. The calibration resized to 341x606 and cropped at row 21, column 153{EVEN}"
-            " x = (x + 152) * 2.11221, y = (y + 20) * 2.10526.",
+            " 300x300 at row 20, column 154. It is 300x304 in memory; AIPP crops the upper left"
+            f" 299x299. The calibration resized to 341x606 and cropped at row 21, column 154{EVEN}"
+            " x = (x + 154) * 2.11221, y = (y + 20) * 2.10526.",
         ),
         ({}, RGB888, (16, 24), "The host (height x width): resize 16x24 to 32x48 (linear)."),
     ],

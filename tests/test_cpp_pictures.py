@@ -16,6 +16,7 @@ from deploy.feed.pixels import preprocess_image
 from deploy.feed.preprocess import PRESETS, complete_preprocess
 from deploy.tensors import TensorSpec
 from tests.test_cpp_parity import PHOTOS, outcome
+from tests.test_pictures import tiff_with_alpha
 
 pytestmark = pytest.mark.slow
 
@@ -83,6 +84,11 @@ def kinds():
                 suffix, pixels, cv2.IMWRITE_PXM_BINARY, binary
             )
     data_by_kind["pgm 16 bits"] = encoded(".pgm", DEEP[:, :, 0].copy())
+    for white, dtype in ((100, np.uint8), (1023, ">u2")):
+        values = (PHOTO.astype(int) * white // 255).astype(dtype)
+        data_by_kind[f"ppm to {white}"] = b"P6 126 81 %d\n" % white + values.tobytes()
+    for order in "<>":
+        data_by_kind[f"tiff with alpha {order}"] = tiff_with_alpha(ALPHA, order)
     return data_by_kind
 
 

@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import zlib
@@ -42,6 +43,21 @@ def spec(*shape, dtype="float32"):
 def make_noise(height=40, width=60, channels=3):
     rng = np.random.default_rng(height * width)
     return rng.integers(0, 256, (height, width, channels), np.uint8)
+
+
+def tiff_with_alpha(pixels, order="<"):
+    """A TIFF of uint8 RGBA whose colors are not multiplied by alpha."""
+    height, width, _ = pixels.shape
+    shorts = {256: width, 257: height, 259: 1, 262: 2, 277: 4, 278: height, 338: 2}
+    header_bytes = 8 + 2 + 12 * 10 + 4
+    fields = [(tag, struct.pack(order + "HIH2x", 3, 1, value)) for tag, value in shorts.items()]
+    fields.append((258, struct.pack(order + "HII", 3, 4, header_bytes)))  # bits
+    fields.append((273, struct.pack(order + "HII", 4, 1, header_bytes + 8)))  # offset of the pixels
+    fields.append((279, struct.pack(order + "HII", 4, 1, pixels.size)))
+    magic = b"II*\0" if order == "<" else b"MM\0*"
+    directory = [struct.pack(order + "H", tag) + field for tag, field in sorted(fields)]
+    head = magic + struct.pack(order + "IH", 8, len(fields)) + b"".join(directory) + bytes(4)
+    return head + struct.pack(order + "4H", 8, 8, 8, 8) + pixels.tobytes()
 
 
 def complete_options(**options):
@@ -104,15 +120,19 @@ def test_text_lines_are_padded_with_zero():
     assert resize_to_input(np.zeros((10, 500, 3), np.uint8), preprocess)[0].shape == (48, 320, 3)
 
 
-def test_imagenet_resizes_and_crops_centre():
+@pytest.mark.parametrize(
+    ("width", "resized_width", "left"),
+    [(500, 426, 101), (400, 341, 58), (402, 343, 60)],  # torchvision's int(round(117 / 2)) is 58
+)
+def test_imagenet_resizes_and_crops_centre(width, resized_width, left):
     preprocess, notes = complete_preprocess(PRESETS["imagenet"], spec(1, 3, 224, 224))
     assert notes == ()
     assert preprocess.short == 256
-    image = make_noise(300, 500)
+    image = make_noise(300, width)
     placed, corner = resize_to_input(image, preprocess)
-    resized = cv2.resize(image, (426, 256), interpolation=cv2.INTER_AREA)
+    resized = cv2.resize(image, (resized_width, 256), interpolation=cv2.INTER_AREA)
     assert corner == (0, 0)
-    assert np.array_equal(placed, resized[16:240, 101:325])
+    assert np.array_equal(placed, resized[16:240, left : left + 224])
 
 
 @pytest.mark.parametrize(("side", "equal"), [(10, True), (100, False)])
@@ -668,6 +688,32 @@ def test_other_formats_called_jpg_are_decoded(kind):
     """As browsers save them."""
     data = encode_image(f".{kind}", PHOTO)
     assert decode_image(data, "it.jpg", grey=False).shape == PHOTO.shape
+
+
+@pytest.mark.parametrize(
+    ("white", "deep", "values", "pixels"),
+    [
+        (1, False, [0, 1], [0, 255]),
+        (100, False, [1, 50, 99, 100], [3, 128, 252, 255]),  # as Pillow
+        (1023, False, [0, 300, 512, 1023], [0, 75, 128, 255]),
+        (1023, True, [0, 300, 512, 1023], [0, 19218, 32800, 65535]),
+        (65535, False, [255, 256, 65535], [0, 1, 255]),
+    ],
+)
+def test_pnm_is_scaled_by_its_largest_value(white, deep, values, pixels):
+    data = np.array(values, ">u2" if white > 255 else np.uint8).tobytes()
+    grey = b"P5\n# made by hand\n%d 1\n%d\n" % (len(values), white) + data
+    assert decode_image(grey, "a.pgm", grey=True, deep=deep).ravel().tolist() == pixels
+    text = b"P2 %d 1 %d %b\n" % (len(values), white, b" ".join(b"%d" % value for value in values))
+    decoded = decode_image(text, "a.pgm", grey=True, deep=deep).ravel()
+    assert np.abs(decoded.astype(int) - pixels).max() <= 1  # OpenCV rounds those of 8 bits down
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_alpha_of_tiff_is_dropped(order):
+    data = tiff_with_alpha(np.full((2, 3, 4), [200, 100, 50, 20], np.uint8), order)
+    assert decode_image(data, "a.tiff", grey=False)[1, 2].tolist() == [50, 100, 200]
+    assert headers.read_image_size(data) == (3, 2)
 
 
 def test_float_pixels_are_refused():

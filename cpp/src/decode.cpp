@@ -1,11 +1,13 @@
 // One picture's bytes to pixels, by OpenCV; no_images.cpp stands in its place where that is left out.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <new>
 #include <opencv2/core/utility.hpp>
 #include <opencv2/core/utils/logger.hpp>
 #include <opencv2/imgcodecs.hpp>
+#include <optional>
 
 #include "calib8/errors.hpp"
 #include "calib8/images.hpp"
@@ -66,6 +68,22 @@ bool is_damage(const std::string& line) {
                   std::to_string(data.size()) + " bytes, " + reason + ")");
 }
 
+// The upper 8 bits of pixels, scaled so that `white` becomes the largest value of their type.
+cv::Mat scale_to_white(const cv::Mat& mat, double white) {
+  const bool is_deep = mat.depth() == CV_16U;
+  const double largest = is_deep ? 65535 : 255;
+  cv::Mat scaled(mat.rows, mat.cols, CV_MAKETYPE(CV_8U, mat.channels()));
+  for (int y = 0; y < mat.rows; ++y) {
+    for (int x = 0; x < mat.cols * mat.channels(); ++x) {
+      const unsigned value = is_deep ? mat.ptr<std::uint16_t>(y)[x] : mat.ptr<std::uint8_t>(y)[x];
+      const double share = std::min<double>(value, white) / white;
+      const auto pixel = static_cast<unsigned>(std::nearbyint(share * largest));
+      scaled.ptr<std::uint8_t>(y)[x] = static_cast<std::uint8_t>(is_deep ? pixel >> 8U : pixel);
+    }
+  }
+  return scaled;
+}
+
 void check_size(const headers::ImageSize& size, const std::string& name, int max_pixels) {
   const auto limit = static_cast<std::uint64_t>(std::clamp(max_pixels, 0, kMaxPixels));
   if (size.pixels() <= limit) return;
@@ -82,10 +100,16 @@ Pixels decode(std::string_view data, const std::string& name, bool grey, bool ke
   if (const auto size = headers::read_size(data)) check_size(*size, name, max_pixels);
   const std::string damage = headers::jpeg_damage(data);
   if (!damage.empty()) refuse(data, name, damage);
-  const int flags =
-      (grey ? cv::IMREAD_GRAYSCALE : cv::IMREAD_COLOR) | (keep_depth ? cv::IMREAD_ANYDEPTH : 0);
-  const Decoded picture = decode_with_opencv(data, flags);
-  const cv::Mat& mat = picture.mat;
+  const std::optional<std::uint64_t> white = headers::unscaled_white(data);
+  const int flags = (grey ? cv::IMREAD_GRAYSCALE : cv::IMREAD_COLOR) |
+                    (keep_depth || white ? cv::IMREAD_ANYDEPTH : 0);
+  std::string changed;
+  if (const auto offset = headers::tiff_alpha_offset(data)) {
+    changed = data;
+    changed.replace(*offset, 2, 2, '\0');
+  }
+  const Decoded picture = decode_with_opencv(changed.empty() ? data : changed, flags);
+  cv::Mat mat = picture.mat;
   const headers::ImageSize decoded_size{static_cast<std::uint64_t>(mat.cols),
                                         static_cast<std::uint64_t>(mat.rows)};
   check_size(decoded_size, name, max_pixels);  // of a format whose header is not read
@@ -98,6 +122,9 @@ Pixels decode(std::string_view data, const std::string& name, bool grey, bool ke
     refuse(data, name,
            "damaged or of an unknown format" +
                (picture.decoder_lines.empty() ? "" : ": " + picture.decoder_lines.back()));
+  }
+  if (white && !(keep_depth && mat.depth() == CV_16U)) {
+    mat = scale_to_white(mat, static_cast<double>(*white));
   }
   if (mat.depth() != CV_8U) {
     throw FeedError("image " + text::printable(name) +

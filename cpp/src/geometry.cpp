@@ -21,8 +21,11 @@ Pixels resize_pixels(const Pixels& pixels, Size size, const Preprocess& preproce
 
 Pixels crop_centre(const Pixels& pixels, Size size) {
   Pixels out(size.height, size.width, pixels.channels);
-  const int top = (pixels.height - size.height) / 2;
-  const int left = (pixels.width - size.width) / 2;
+  const auto half = [](int length) {  // as torchvision's: half a pixel becomes the even number
+    return static_cast<int>(std::nearbyint(length / 2.0));
+  };
+  const int top = half(pixels.height - size.height);
+  const int left = half(pixels.width - size.width);
   for (int y = 0; y < size.height; ++y) {
     std::copy_n(pixels.row(top + y) + left * pixels.channels, out.row_bytes(), out.row(y));
   }

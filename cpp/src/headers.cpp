@@ -165,33 +165,63 @@ std::optional<ImageSize> read_webp_size(std::string_view data) {
 //
 //   entry of a TIFF     tag 2, type 2, number of values 4, value or offset 4 bytes
 //   entry of a BigTIFF  tag 2, type 2, number of values 8, value or offset 8 bytes
+struct TiffDirectory {
+  explicit TiffDirectory(std::string_view data) : big_endian(data.front() == 'M') {
+    const bool is_big_tiff = number_at(data, 2, 2, big_endian) == 43;
+    const std::size_t count_bytes = is_big_tiff ? 8 : 2;
+    word_bytes = is_big_tiff ? 8 : 4;
+    const std::uint64_t begin = number_at(data, word_bytes, word_bytes, big_endian);
+    entry_count = std::min(number_at(data, begin, count_bytes, big_endian), kMaxTags);
+    first_entry = begin + count_bytes;
+  }
+
+  std::uint64_t entry(std::uint64_t k) const { return first_entry + k * (4 + 2 * word_bytes); }
+
+  static constexpr std::uint64_t kMaxTags = 4096;
+  bool big_endian;
+  std::size_t word_bytes = 0;
+  std::uint64_t entry_count = 0;
+  std::uint64_t first_entry = 0;  // its offset
+};
+
 std::optional<ImageSize> read_tiff_size(std::string_view data) {
-  constexpr std::uint64_t kMaxTags = 4096;
   constexpr std::uint64_t kWidthTag = 256;
   constexpr std::uint64_t kHeightTag = 257;
-  const bool big_endian = data.front() == 'M';
-  const bool is_big_tiff = number_at(data, 2, 2, big_endian) == 43;
-  const std::size_t word_bytes = is_big_tiff ? 8 : 4;
-  const std::size_t count_bytes = is_big_tiff ? 8 : 2;
-
-  const std::uint64_t directory = number_at(data, word_bytes, word_bytes, big_endian);
-  const std::uint64_t entry_count = number_at(data, directory, count_bytes, big_endian);
+  const TiffDirectory directory(data);
+  const bool big_endian = directory.big_endian;
   std::optional<std::uint64_t> width;
   std::optional<std::uint64_t> height;
-  for (std::uint64_t k = 0; k < std::min(entry_count, kMaxTags); ++k) {
-    const std::uint64_t entry = directory + count_bytes + k * (4 + 2 * word_bytes);
+  for (std::uint64_t k = 0; k < directory.entry_count; ++k) {
+    const std::uint64_t entry = directory.entry(k);
     const std::uint64_t tag = number_at(data, entry, 2, big_endian);
     if (tag != kWidthTag && tag != kHeightTag) continue;
     const std::uint64_t type = number_at(data, entry + 2, 2, big_endian);
     std::size_t value_bytes = 4;
     if (type == 3) value_bytes = 2;
     if (type == 16) value_bytes = 8;
-    const std::uint64_t value = number_at(data, entry + 4 + word_bytes, value_bytes, big_endian);
+    const std::uint64_t value =
+        number_at(data, entry + 4 + directory.word_bytes, value_bytes, big_endian);
     std::optional<std::uint64_t>& side = tag == kWidthTag ? width : height;
     if (!side) side = value;
   }
   if (!width || !height) return std::nullopt;
   return ImageSize{*width, *height};
+}
+
+std::optional<std::size_t> find_tiff_alpha(std::string_view data) {
+  constexpr std::uint64_t kExtraTag = 338;
+  constexpr std::uint64_t kUnassociatedAlpha = 2;
+  const TiffDirectory directory(data);
+  const std::size_t word_bytes = directory.word_bytes;
+  for (std::uint64_t k = 0; k < directory.entry_count; ++k) {
+    const std::uint64_t entry = directory.entry(k);
+    if (number_at(data, entry, 2, directory.big_endian) != kExtraTag) continue;
+    const std::uint64_t count = number_at(data, entry + 4, word_bytes, directory.big_endian);
+    std::uint64_t offset = entry + 4 + word_bytes;
+    if (2 * count > word_bytes) offset = number_at(data, offset, word_bytes, directory.big_endian);
+    if (number_at(data, offset, 2, directory.big_endian) == kUnassociatedAlpha) return offset;
+  }
+  return std::nullopt;
 }
 
 // A side of a PNM, behind white space and comments; `position` is moved behind it.
@@ -216,16 +246,22 @@ std::optional<std::uint64_t> read_pnm_side(std::string_view header, std::size_t&
   return side;
 }
 
-std::optional<ImageSize> read_pnm_size(std::string_view data) {
+// `position` is moved behind the size.
+std::optional<ImageSize> read_pnm_size_at(std::string_view data, std::size_t& position) {
   constexpr std::size_t kMaxHeader = 4096;
   const std::string_view header = data.substr(0, kMaxHeader);
-  std::size_t position = 2;
+  position = 2;
   if (header.size() < 4 || scan::is_digit(header[position])) return std::nullopt;
   const std::optional<std::uint64_t> width = read_pnm_side(header, position);
   if (!width) return std::nullopt;
   const std::optional<std::uint64_t> height = read_pnm_side(header, position);
   if (!height) return std::nullopt;
   return ImageSize{*width, *height};
+}
+
+std::optional<ImageSize> read_pnm_size(std::string_view data) {
+  std::size_t position = 0;
+  return read_pnm_size_at(data, position);
 }
 
 using SizeReader = std::optional<ImageSize> (*)(std::string_view);
@@ -252,6 +288,27 @@ std::uint64_t ImageSize::pixels() const {
   constexpr std::uint64_t kMax = std::numeric_limits<std::uint64_t>::max();
   if (height != 0 && width > kMax / height) return kMax;
   return width * height;
+}
+
+std::optional<std::size_t> tiff_alpha_offset(std::string_view data) {
+  if (data.substr(0, 2) != "II"sv && data.substr(0, 2) != "MM"sv) return std::nullopt;
+  try {
+    return find_tiff_alpha(data);
+  } catch (const std::out_of_range&) {  // cut short: the decoder will report it
+    return std::nullopt;
+  }
+}
+
+std::optional<std::uint64_t> unscaled_white(std::string_view data) {
+  const std::string_view magic = data.substr(0, 2);
+  const bool is_text = magic == "P2"sv || magic == "P3"sv;
+  if (!is_text && magic != "P5"sv && magic != "P6"sv) return std::nullopt;
+  std::size_t position = 0;
+  if (!read_pnm_size_at(data, position)) return std::nullopt;
+  const std::optional<std::uint64_t> white = read_pnm_side(data, position);
+  if (!white || *white == 0 || *white == 255 || *white == 65535) return std::nullopt;
+  if (is_text && *white < 255) return std::nullopt;  // OpenCV scales these
+  return white;
 }
 
 std::optional<ImageSize> read_size(std::string_view data) {

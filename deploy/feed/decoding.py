@@ -1,8 +1,8 @@
 """Decode image files with OpenCV, and capture the warnings of its decoders.
 
 Decoding is OpenCV's `imdecode` of the complete file: 8 bits per channel (of 16 bits the upper 8,
-unless all are requested), alpha dropped, grey repeated to three channels if color is needed, EXIF
-orientation applied, the first frame of an animation.
+unless all are requested), alpha dropped, a PNM scaled by its largest value, grey repeated to three
+channels if color is needed, EXIF orientation applied, the first frame of an animation.
 
 A damaged image is refused even if a decoder returns pixels. PNG has checksums, and libjpeg warns
 about a damaged JPEG. WebP has neither: libwebp refuses truncated data, other damage is invisible.
@@ -78,9 +78,10 @@ def decode_image(data: bytes, name: str, *, grey: bool, deep: bool = False) -> A
 
     cv2 = opencv()
     flag = cv2.IMREAD_GRAYSCALE if grey else cv2.IMREAD_COLOR
-    if deep and headers.read_bit_depth(data) == 16:
+    unscaled_white = headers.read_unscaled_white(data)
+    if (deep or unscaled_white) and headers.read_bit_depth(data) == 16:
         flag |= cv2.IMREAD_ANYDEPTH
-    pixels, warnings = _decode_and_capture(data, flag)
+    pixels, warnings = _decode_and_capture(headers.without_tiff_alpha(data), flag)
     damage_warnings = list(filter(_DAMAGE_WARNING.search, warnings))
     if damage_warnings:
         raise FeedError(
@@ -89,8 +90,22 @@ def decode_image(data: bytes, name: str, *, grey: bool, deep: bool = False) -> A
     if pixels is None or not pixels.size:
         reason = ": ".join(["damaged, or not of 8 or 16 bits a channel", *warnings[-1:]])
         raise FeedError(f"{title} cannot be decoded ({len(data)} bytes, {reason})")
+    if unscaled_white is not None:
+        pixels = _scale_to_white(pixels, unscaled_white, keep_depth=deep)
     with_channels: Array = pixels.reshape(pixels.shape[0], pixels.shape[1], -1)
     return with_channels
+
+
+def _scale_to_white(pixels: Array, white: int, *, keep_depth: bool) -> Array:
+    """Return integer pixels scaled so that `white` becomes the largest value of their dtype.
+
+    `keep_depth`: return uint16 as it is; else its upper 8 bits.
+    """
+    largest = np.iinfo(pixels.dtype).max
+    scaled: Array = np.rint(np.minimum(pixels, white) / white * largest).astype(pixels.dtype)
+    if scaled.dtype == np.uint16 and not keep_depth:
+        return (scaled >> 8).astype(np.uint8)
+    return scaled
 
 
 def _find_damage(data: bytes) -> str | None:

@@ -102,8 +102,10 @@ def _zero_symbols(body: bytes) -> Iterator[tuple[int, int]]:
 
 WidthHeight = tuple[int, int]
 
-_WIDTH_TAG, _HEIGHT_TAG, _BITS_TAG, _ORIENTATION_TAG = 256, 257, 258, 274  # of TIFF and EXIF
-_READ_TAGS = (_WIDTH_TAG, _HEIGHT_TAG, _BITS_TAG, _ORIENTATION_TAG)
+# of TIFF and EXIF; the last one says what the channels after the colors are
+_WIDTH_TAG, _HEIGHT_TAG, _BITS_TAG, _ORIENTATION_TAG, _EXTRA_TAG = 256, 257, 258, 274, 338
+_READ_TAGS = (_WIDTH_TAG, _HEIGHT_TAG, _BITS_TAG, _ORIENTATION_TAG, _EXTRA_TAG)
+_UNASSOCIATED_ALPHA = 2  # an alpha that the colors are not multiplied by
 _FORMAT_BY_TIFF_TYPE = {3: "H", 4: "I", 16: "Q"}
 _BIG_TIFF = 43
 _MAX_TIFF_TAGS = 4096
@@ -136,11 +138,39 @@ def read_bit_depth(data: bytes) -> int:
             return _read_tiff_tags(data).get(_BITS_TAG, 8)
     except (struct.error, IndexError):
         return 8
+    return 16 if _read_pnm_white(data) > 255 else 8
+
+
+def read_unscaled_white(data: bytes) -> int | None:
+    """Return the value of white in a PNM that OpenCV decodes without scaling it; else None."""
+    white = _read_pnm_white(data)
+    is_scaled_text = data.startswith((b"P2", b"P3")) and white < 255
+    return None if white in (0, 255, 65535) or is_scaled_text else white
+
+
+def _read_pnm_white(data: bytes) -> int:
+    """Return the largest value of a PGM or PPM, which is white; 255 for other files."""
     header = _PNM.match(data[:_MAX_PNM_HEADER])
     if header is None or data[1:2] in b"14":  # P1 and P4 are bitmaps, without a largest value
-        return 8
+        return 255
     largest_value = _PNM_MAXIMUM.match(data[header.end() : header.end() + _MAX_PNM_HEADER])
-    return 16 if largest_value and int(largest_value[1]) > 255 else 8
+    return int(largest_value[1]) if largest_value else 255
+
+
+def without_tiff_alpha(data: bytes) -> bytes:
+    """Return a TIFF whose alpha is declared as a channel of no meaning; other files as they are.
+
+    libtiff, and so OpenCV, would multiply the colors of 8 bits by it.
+    """
+    if not data.startswith((b"II", b"MM")):
+        return data
+    try:
+        for tag, value, offset in _tiff_values(data):
+            if tag == _EXTRA_TAG and value == _UNASSOCIATED_ALPHA:
+                return data[:offset] + bytes(2) + data[offset + 2 :]
+    except struct.error:  # cut short: the decoder will report it
+        pass
+    return data
 
 
 def is_rotated(data: bytes) -> bool | None:
@@ -206,7 +236,19 @@ def _read_tiff_size(data: bytes) -> WidthHeight | None:
 
 
 def _read_tiff_tags(data: bytes) -> dict[int, int]:
-    """Return tag -> first value, for width, height, bits and orientation in a TIFF or EXIF.
+    """Return tag -> first value, for the tags of `_tiff_values` in a TIFF or EXIF.
+
+    Raises:
+        struct.error: the data ends before.
+    """
+    value_by_tag: dict[int, int] = {}
+    for tag, value, _ in _tiff_values(data):
+        value_by_tag.setdefault(tag, value)  # of a tag that comes twice, decoders take the first
+    return value_by_tag
+
+
+def _tiff_values(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield (tag, first value, its offset) for `_READ_TAGS` in a TIFF or EXIF.
 
     They stand in the file's first directory: the number of entries, and entries of four fields::
 
@@ -228,7 +270,6 @@ def _read_tiff_tags(data: bytes) -> dict[int, int]:
         word_layout, word_bytes, entry_count_layout = "Q", 8, "Q"
     directory_offset = read_integer(word_layout, word_bytes)  # it follows the magic number
     first_entry = directory_offset + struct.calcsize(entry_count_layout)
-    value_by_tag: dict[int, int] = {}
     for number in range(min(read_integer(entry_count_layout, directory_offset), _MAX_TIFF_TAGS)):
         # offsets of the entry and of its fields: tag, type, number of values, value
         entry = first_entry + number * (4 + 2 * word_bytes)
@@ -237,15 +278,13 @@ def _read_tiff_tags(data: bytes) -> dict[int, int]:
         if tag not in _READ_TAGS:
             continue
         value_count = read_integer(word_layout, count_offset)
-        if tag == _BITS_TAG and 2 * value_count > word_bytes:
+        if tag in (_BITS_TAG, _EXTRA_TAG) and 2 * value_count > word_bytes:
             # values of 2 bytes, one a channel, that are too many for the entry are elsewhere
             value_offset = read_integer(word_layout, value_offset)
         layout = _FORMAT_BY_TIFF_TYPE.get(read_integer("H", type_offset), "I")
         if tag == _ORIENTATION_TAG:  # decoders take it for 2 bytes, whatever its type
             layout = "H"
-        # of a tag that comes twice, decoders take the first
-        value_by_tag.setdefault(tag, read_integer(layout, value_offset))
-    return value_by_tag
+        yield tag, read_integer(layout, value_offset), value_offset
 
 
 def _read_pnm_size(data: bytes) -> WidthHeight | None:

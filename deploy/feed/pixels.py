@@ -248,11 +248,14 @@ def boxes_to_input(
 
 
 def resized_geometry(size: Size, preprocess: Preprocess) -> tuple[Size, tuple[int, int]]:
-    """Return the image's size after resizing, and the (top, left) of its corner in the input."""
+    """Return the image's size after resizing, and the (top, left) of its corner in the input.
+
+    A crop is placed as by torchvision's `center_crop`: half a pixel becomes the even number.
+    """
     height, width = preprocess.input_size
     if preprocess.resize == "short-side":
         resized = short_side_size(size, preprocess.short)
-        return resized, (-((resized[0] - height) // 2), -((resized[1] - width) // 2))
+        return resized, (round((height - resized[0]) / 2), round((width - resized[1]) / 2))
     if preprocess.resize == "letterbox":
         fitted = letterbox_size(size, preprocess.input_size)
         if preprocess.anchor == "centre":

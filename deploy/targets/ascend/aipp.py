@@ -349,8 +349,8 @@ def _set_sizes(
     if (height, width) == input_size:
         return
     top, left = 0, 0  # a planned picture has the model's input in its upper left corner
-    if plan is None:  # a frame is cropped to its center
-        top, left = (height - input_size[0]) // 2, (width - input_size[1]) // 2
+    if plan is None:  # a frame is cropped to its center, as by `resized_geometry`
+        top, left = round((height - input_size[0]) / 2), round((width - input_size[1]) / 2)
     if top < 0 or left < 0:  # only with dynamic AIPP, for which no frame is planned
         raise ExportError(
             f"AIPP crops but does not enlarge, got a source of {height}x{width} for an input"
