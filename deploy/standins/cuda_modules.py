@@ -102,27 +102,19 @@ def _common_functions(
     *,
     pointer_class: type[int],
     prefix: str,
-    allocations: str,
-    releases: str,
-    copies: str,
-    handles: str,
-    no_operations: str,
+    **names_by_action: str,
 ) -> dict[str, Any]:
     """Return name -> stand-in, for the functions that CUDA's runtime and driver API have in common.
 
-    Each of them returns a tuple that begins with the error code, as cuda-python's do. The names of
-    functions are without `prefix`, separated by spaces.
+    Each of them returns a tuple that begins with the error code, as cuda-python's do.
 
     Args:
         memory: where the functions allocate.
         success: the API's code for success, which every call returns.
         pointer_class: class of the allocated addresses.
-        prefix: of all names.
-        allocations: names of the functions that allocate.
-        releases: that free an allocation.
-        copies: that copy.
-        handles: that return a handle, of a stream, device or context.
-        no_operations: that do nothing here.
+        prefix: of all names, "cuda" or "cu".
+        names_by_action: what a function does ("allocate", "free", "copy", "get_handle" of a stream,
+            device or context, "do_nothing") -> names without prefix, separated by spaces.
     """
 
     def allocate(size: Any, *flags: Any) -> tuple[Any, int]:
@@ -142,16 +134,9 @@ def _common_functions(
     def do_nothing(*arguments: Any) -> tuple[Any]:
         return (success,)
 
-    names_by_function: dict[Callable[..., Any], str] = {
-        allocate: allocations,
-        free: releases,
-        copy: copies,
-        get_handle: handles,
-        do_nothing: no_operations,
-    }
-    function_by_name = {}
-    for function, names in names_by_function.items():
-        for name in names.split():
+    function_by_name: dict[str, Callable[..., Any]] = {}
+    for function in (allocate, free, copy, get_handle, do_nothing):
+        for name in names_by_action[function.__name__].split():
             function_by_name[f"{prefix}{name}"] = function
     return function_by_name
 
@@ -170,11 +155,11 @@ def runtime_names(memory: Memory) -> dict[str, Any]:
             success,
             pointer_class=int,
             prefix="cuda",
-            allocations=_CUDART_ALLOCATIONS,
-            releases=_CUDART_RELEASES,
-            copies=_CUDART_COPIES,
-            handles=_CUDART_STREAMS,
-            no_operations=_CUDART_NO_OPERATIONS,
+            allocate=_CUDART_ALLOCATIONS,
+            free=_CUDART_RELEASES,
+            copy=_CUDART_COPIES,
+            get_handle=_CUDART_STREAMS,
+            do_nothing=_CUDART_NO_OPERATIONS,
         ),
         "cudaMemset": fill,
         "cudaMemsetAsync": fill,
@@ -194,11 +179,11 @@ def driver_names(memory: Memory) -> dict[str, Any]:
             CUresult.CUDA_SUCCESS,
             pointer_class=Handle,
             prefix="cu",
-            allocations="MemAlloc MemAllocHost MemAllocManaged",
-            releases="MemFree MemFreeHost",
-            copies="MemcpyHtoD MemcpyHtoDAsync MemcpyDtoH MemcpyDtoHAsync MemcpyDtoD",
-            handles="DeviceGet CtxCreate DevicePrimaryCtxRetain StreamCreate CtxGetCurrent",
-            no_operations="Init CtxPushCurrent CtxPopCurrent CtxSetCurrent CtxSynchronize"
+            allocate="MemAlloc MemAllocHost MemAllocManaged",
+            free="MemFree MemFreeHost",
+            copy="MemcpyHtoD MemcpyHtoDAsync MemcpyDtoH MemcpyDtoHAsync MemcpyDtoD",
+            get_handle="DeviceGet CtxCreate DevicePrimaryCtxRetain StreamCreate CtxGetCurrent",
+            do_nothing="Init CtxPushCurrent CtxPopCurrent CtxSetCurrent CtxSynchronize"
             " CtxDestroy StreamSynchronize StreamDestroy",
         ),
         "CUdeviceptr": Handle,

@@ -132,6 +132,36 @@ class BuildRequest:
         cut_off = self.subject.loaded.cut_off
         return () if cut_off is None else cut_off.decisions
 
+    def file(self, ending: str) -> Path:
+        """Return the path of an output file, whose name is the model's name and an ending."""
+        return self.folder / f"{self.name}{ending}"
+
+    def write(self, ending: str, content: onnx.ModelProto | bytes | str) -> Path:
+        """Write the output file `file(ending)`, a model deterministically; return its path.
+
+        In a text, file names that are no valid UTF-8 keep their bytes.
+
+        Raises:
+            ExportError: the folder is not writable.
+        """
+        if isinstance(content, str):
+            data = content.encode("utf-8", "surrogateescape")
+        elif isinstance(content, bytes):
+            data = content
+        else:
+            data = content.SerializeToString(deterministic=True)
+        return atomic.write_bytes(self.file(ending), data)
+
+    def write_script(self, ending: str, commands: str) -> Path:
+        """Write a shell script that changes to its own folder first; return its path.
+
+        `commands`: shell commands, already quoted.
+
+        Raises:
+            ExportError: the folder is not writable.
+        """
+        return self.write(ending, f'#!/bin/sh\ncd "$(dirname "$0")" || exit\n{commands}\n')
+
     def earlier_file(self, name: str) -> Path:
         """Return the path that an earlier build would have written this file to."""
         return (self.earlier_folder or self.folder) / name
@@ -154,7 +184,7 @@ class CacheText:
     """
 
     text: bytes
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,15 +325,3 @@ class WritesCache(Protocol):
 
     def cache_text(self, subject: CalibrationSubject, ranges: Ranges) -> CacheText:
         """Return the cache in TensorRT's format."""
-
-
-def write_script(path: Path, body: str) -> Path:
-    """Write a shell script that changes to its own folder first; return its path.
-
-    File names that are no valid UTF-8 keep their bytes. `body`: shell commands, already quoted.
-
-    Raises:
-        ExportError: the folder is not writable.
-    """
-    text = f'#!/bin/sh\ncd "$(dirname "$0")" || exit\n{body}\n'
-    return atomic.write_bytes(path, text.encode("utf-8", "surrogateescape"))

@@ -6,7 +6,7 @@ The model is kept if its activations are on the target's own grid, and rewritten
                          '-> Ascend: the same codes less 128                  the same real range
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,18 +19,22 @@ from deploy.graph.index import Graph
 from deploy.graph.placement import WEIGHTED, Placement
 from deploy.graph.plan import FLOAT32, Decision
 from deploy.graph.refusal import find_shape_refusal
+from deploy.targets.base import Target
+from deploy.targets.options import changed_options
 
 _MAX_NAMES = 3  # listed in a sentence
 
 
-def refuse_options(
-    trained: QdqCalibration, target: str, is_given_by_flag: Mapping[str, bool]
-) -> None:
-    """Refuse target options that decide how a float model is quantized."""
-    for flag, is_given in is_given_by_flag.items():
-        if is_given:
+def refuse_options(trained: QdqCalibration, target: Target, flags: Iterable[str]) -> None:
+    """Refuse options of a target that decide how a float model is quantized.
+
+    `flags`: their flags, with the only other value of one that has two, as "--precision fp8".
+    """
+    given_flags = changed_options(target)
+    for flag in flags:
+        if flag.partition(" ")[0] in given_flags:
             raise ConfigError(
-                f"{flag} decides how {target} quantizes a float model, got it with"
+                f"{flag} decides how {target.name} quantizes a float model, got it with"
                 f" {trained.name}, which is quantized already; leave it out, or give the float"
                 " model"
             )

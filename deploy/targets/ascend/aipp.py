@@ -38,8 +38,7 @@ from numpy.typing import NDArray
 from deploy.errors import ExportError
 from deploy.feed.pixels import input_to_image, layout_of, resized_geometry
 from deploy.feed.preprocess import Preprocess, Size, format_size
-from deploy.files import atomic
-from deploy.targets.ascend.atc import AippSource, write_compression_options
+from deploy.targets.ascend.atc import AippSource, compression_options
 from deploy.targets.ascend.proto import message_class, print_text
 from deploy.targets.base import BuildRequest
 
@@ -132,7 +131,7 @@ class AippConfig:
     text: str
     parameters: Any
     host_notes: tuple[str, ...]
-    frame_plan: "FramePlan | None" = None
+    frame_plan: "FramePlan | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -561,11 +560,10 @@ def write_aipp_files(
         aipp = write_aipp(preprocess, source)
     except ExportError as error:
         return [f"No AIPP file: {error}."]
-    path = request.folder / f"{request.name}_aipp.cfg"
-    files["AIPP configuration"] = atomic.write_text(path, aipp.text)
+    files["AIPP configuration"] = request.write("_aipp.cfg", aipp.text)
     if first_layer_int8:
-        path = request.folder / f"{request.name}_compression.cfg"
-        files["compression options"] = atomic.write_text(path, write_compression_options())
+        options_text = compression_options()
+        files["compression options"] = request.write("_compression.cfg", options_text)
 
     notes = list(aipp.host_notes)
     samples = request.feed.first_samples(_CHECKED_SAMPLES)

@@ -127,10 +127,10 @@ class CalibrationRecord:
     """
 
     records: dict[str, LayerRecord]
-    ranges: dict[str, Scale] = field(default_factory=dict)
-    adaround_error_ratios: tuple[float, float] | None = None
-    zero_layers: tuple[str, ...] = ()
-    underflow_layers: tuple[str, ...] = ()
+    ranges: dict[str, Scale]
+    adaround_error_ratios: tuple[float, float] | None
+    zero_layers: tuple[str, ...]
+    underflow_layers: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -389,7 +389,7 @@ class RecordPlan:
             recorder = observed.recorder(observation)
             assert isinstance(recorder, ChannelMax)
             with _in_layer(name):
-                factors[name] = self._balance(name, recorder)
+                factors[name] = self._compute_dmq_factors(name, recorder)
         return factors
 
     def weight_scales(
@@ -402,7 +402,10 @@ class RecordPlan:
     def round_weights(
         self, observed: ObservedStatistics, names: Collection[str] | None = None
     ) -> dict[str, RoundedWeights]:
-        """Return AdaRound's result for its layers or for `names`; search if not known yet."""
+        """Return layer -> AdaRound's result, which is searched if it is not known yet.
+
+        `names`: the layers among those that AdaRound rounds; None for all of these.
+        """
         factors = self.dmq_factors(observed)
         results = {}
         for number, (name, step) in enumerate(self.adaround_steps.items(), 1):
@@ -420,12 +423,18 @@ class RecordPlan:
             for name, layer in self.layers.items():
                 if name not in self.adaround_steps:
                     with _in_layer(name):
-                        scales[name] = self._weight(layer, factors)
+                        scales[name] = self._arq_scale(layer, factors)
             self._arq.update(scales)  # at once: trials in other threads share the plan
         return self._arq
 
-    def _balance(self, name: str, maxima: ChannelMax) -> NDArray[np.float32]:
-        """Return the DMQ factors of a layer."""
+    def _compute_dmq_factors(self, name: str, maxima: ChannelMax) -> NDArray[np.float32]:
+        """Return the DMQ factors of a layer's input channels, [C_in].
+
+        They are 1 if the layer cannot be balanced, and `allow_unbalanced` is set.
+
+        Raises:
+            CalibrationError: it cannot be balanced.
+        """
         layer = self.layers[name]
         weight_maxima = _weight_channel_maxima(read_constant(self._index, layer.weight), layer)
         strength = self._settings_by_layer[name].dmq_balancer_param
@@ -437,8 +446,11 @@ class RecordPlan:
                 raise
             return np.ones_like(maxima.values)
 
-    def _weight(self, layer: Layer, factors: Factors) -> NDArray[np.float32]:
-        """Return the scale of a layer's weight by ARQ."""
+    def _arq_scale(self, layer: Layer, factors: Factors) -> NDArray[np.float32]:
+        """Return the scales of a layer's weight by ARQ, [C_out] or [1].
+
+        As in AMCT's records, an input of tensor_quantize has none, and a pool has 1.
+        """
         if layer.input_index is not None:
             return np.zeros(0, np.float32)
         if not layer.weight:
@@ -483,8 +495,8 @@ class RecordPlan:
         )
 
     def _key(self) -> str:
-        """Return the variant's key: all that its weights and inputs depend on."""
-        settings: dict[str, list[object]] = {}
+        """Return a text that differs for observed models whose weights or inputs differ."""
+        settings: dict[str, list[object]] = {}  # layer -> what its weight and factors depend on
         for name, entry in self.config.enabled().items():
             weight = entry.weight
             settings[name] = [weight.num_bits, weight.channel_wise, entry.dmq_balancer_param]

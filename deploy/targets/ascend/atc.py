@@ -17,12 +17,10 @@ from shutil import which
 from typing import TYPE_CHECKING
 
 from deploy.errors import BackendError, ConfigError, ExportError
-from deploy.files import atomic
 from deploy.files.usercode import refuse_foreign_code
 from deploy.graph.edit import copy_message
 from deploy.graph.index import ONNX_DOMAINS, nested_nodes
 from deploy.targets.ascend.proto import message_class, print_text
-from deploy.targets.base import write_script
 from deploy.targets.shape_ranges import ShapeRange, sample_shape_range
 from deploy.terminal import phase
 
@@ -157,7 +155,7 @@ def _find_file(flag: str) -> Path | None:
     return path if path.is_file() else None
 
 
-def write_compression_options() -> str:
+def compression_options() -> str:
     """Return the text of atc's --compression_optimize_conf file: int8 in the first layer."""
     message = message_class("CompressionOptions")()
     message.enable_first_layer_quantization = True
@@ -229,19 +227,19 @@ def write_om(
         compression=names.get("compression options"),
     )
     command_text = shlex.join(command)
-    script = request.folder / f"{request.name}_atc.sh"
     if options.soc is None:  # the script takes the chip as its argument
         placeholder = shlex.quote(f"--soc_version={CHIP}")
         script_text = command_text.replace(placeholder, _CHIP_ARGUMENT)
-        files[CHIP_SCRIPT_ROLE] = write_script(script, f"exec {script_text}")
+        script = request.write_script("_atc.sh", f"exec {script_text}")
+        files[CHIP_SCRIPT_ROLE] = script
         reason = f"name the chip with --soc, or as the argument of {script.name}"
         return None, [*notes, f"No .om: {reason}. The command: {command_text}"], ""
 
-    files[SCRIPT_ROLE] = write_script(script, f"exec {command_text}")
+    files[SCRIPT_ROLE] = request.write_script("_atc.sh", f"exec {command_text}")
     if which("atc") is None:
         return None, [*notes, f"No .om: {NO_ATC}. The command: {command_text}"], ""
     try:
-        engine = _run_atc(command, request.folder / f"{request.name}.om")
+        engine = _run_atc(command, request.file(".om"))
     except BackendError as error:
         return None, notes, str(error)
     files["int8 engine"] = engine
@@ -271,9 +269,7 @@ def write_readme(
                 " path in the atc script"
             )
     text = _readme_text(request.name, files, options, cann=cann, notes=notes)
-    path = request.folder / f"{request.name}_README.txt"
-    data = text.encode("utf-8", "surrogateescape")  # file names that are no valid UTF-8
-    files["what to do with them"] = atomic.write_bytes(path, data)
+    files["what to do with them"] = request.write("_README.txt", text)
 
 
 @phase("atc")

@@ -95,8 +95,7 @@ def rewrite_layers(
     """
     rewritten = copy_without_weights(model, layers)
     rewriter = _LayerRewriter(rewritten, replacement)
-    # the Add of a MatMul's bias belongs to the layer: not the MatMul's output is dequantized, but
-    # the Add's
+    # the Add of a MatMul's bias is a part of the layer, so that the dequantization follows the Add
     layer_by_last_node = {
         quant_layer.layer.bias_add or name: quant_layer
         for name, quant_layer in layers.items()
@@ -201,10 +200,10 @@ class _LayerRewriter:
         index = quant_layer.layer.input_index
         assert index is not None
         nodes = self.quantize_input(node, index, quant_layer)
-        float_nodes, node.input[index] = self.replacement.dequantize_input(
+        new_nodes, node.input[index] = self.replacement.dequantize_input(
             quant_layer, node.input[index]
         )
-        return [*nodes, *float_nodes]
+        return [*nodes, *new_nodes]
 
     def dequantize_output(self, node: onnx.NodeProto, quant_layer: QuantLayer) -> Nodes:
         """Let a layer make an integer tensor; return the nodes that make the float one from it.

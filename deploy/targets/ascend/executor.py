@@ -29,7 +29,7 @@ code may also differ where x * scale + offset rounds in float32.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -417,7 +417,7 @@ class DeployComparison:
     samples: int
     max_npu_difference: float
     min_amct_cosine: float
-    sum_share_by_layer: Mapping[str, float] = field(default_factory=dict)
+    sum_share_by_layer: Mapping[str, float]
 
     def sentence(self) -> str:
         """Return the note for the report."""
@@ -481,30 +481,28 @@ def compare_deploy_model(
     npu_runs = run_fake_quant(npu_rounding=True)
     amct_runs = run_fake_quant(npu_rounding=False)
 
-    max_npu_difference, min_amct_cosine = 0.0, 1.0
-    max_share_by_layer = dict.fromkeys(layer_by_sums_tensor.values(), 0.0)
+    sum_share_by_layer = {}
+    for sums_tensor, layer_name in layer_by_sums_tensor.items():
+        # the sums leave the outputs, since the fake-quant models have none
+        largest_sums = [float(np.abs(outputs.pop(sums_tensor)).max()) for outputs in deploy_runs]
+        sum_share_by_layer[layer_name] = max(largest_sums, default=0.0) / _INT32_END
+
+    npu_differences, amct_cosines = [0.0], [1.0]
     runs = zip(deploy_runs, npu_runs, amct_runs, strict=True)
     for outputs, npu_outputs, amct_outputs in runs:
-        for sums_tensor, layer_name in layer_by_sums_tensor.items():
-            sums = outputs.pop(sums_tensor)  # the fake-quant models have no such output
-            share = float(np.abs(sums).max()) / _INT32_END
-            max_share_by_layer[layer_name] = max(max_share_by_layer[layer_name], share)
-
         for name, value in outputs.items():
             npu_value, amct_value = npu_outputs[name], amct_outputs[name]
             is_float = value.dtype.kind == "f" and value.size > 0
             # rounding may change a shape, such as the number of boxes after suppression
             if is_float and value.shape == npu_value.shape == amct_value.shape:
-                npu_difference = _relative_difference(value, npu_value)
-                amct_cosine = _cosine_of_numbers(value, amct_value)
-                # NumPy's maximum and minimum, since Python's would lose a NaN
-                max_npu_difference = float(np.maximum(max_npu_difference, npu_difference))
-                min_amct_cosine = float(np.minimum(min_amct_cosine, amct_cosine))
+                npu_differences.append(_relative_difference(value, npu_value))
+                amct_cosines.append(_cosine_of_numbers(value, amct_value))
     return DeployComparison(
         samples=len(samples),
-        max_npu_difference=max_npu_difference,
-        min_amct_cosine=min_amct_cosine,
-        sum_share_by_layer=max_share_by_layer,
+        # NumPy's maximum and minimum, since Python's would lose a NaN
+        max_npu_difference=float(np.max(npu_differences)),
+        min_amct_cosine=float(np.min(amct_cosines)),
+        sum_share_by_layer=sum_share_by_layer,
     )
 
 

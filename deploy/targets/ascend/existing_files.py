@@ -132,7 +132,7 @@ def _describe_quantized_counts(layers: int, inputs: int, types: str) -> str:
     return f"{text}, {inputs} inputs moved in int8" if inputs else text
 
 
-def check_deploy_model(path: Path, subject: CalibrationSubject | None = None) -> str:
+def check_deploy_model(path: Path, subject: CalibrationSubject | None) -> str:
     """Check a deploy model's AscendQuant and AscendDequant nodes by ATC's rules; describe it.
 
     `subject`: the float model, which must have the layers; None if it is not known.

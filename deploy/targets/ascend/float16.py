@@ -124,15 +124,18 @@ class _Float16Writer:
         rebuild(self.graph, nodes)
 
     def drop_casts(self, nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
-        """Drop unused Casts, and those of float16 to itself, whose inputs are renamed."""
-        renamed = {}
+        """Return the nodes without Casts that nobody reads, and without Casts of float16 to itself.
+
+        In place of the latter, their input takes the name of their output.
+        """
+        output_by_input = {}  # of the Casts of float16 to itself
         for node in nodes:
             is_no_change = _casts_to_float16(node) and node.input[0] in self.tensors_in_float16
             # an input of the model, which no node makes, keeps its name
             if is_no_change and node.input[0] in self.index.producer:
-                renamed[node.input[0]] = node.output[0]
-        nodes = [n for n in nodes if not (_casts_to_float16(n) and n.input[0] in renamed)]
-        rename_tensors(nodes, renamed)
+                output_by_input[node.input[0]] = node.output[0]
+        nodes = [n for n in nodes if not (_casts_to_float16(n) and n.input[0] in output_by_input)]
+        rename_tensors(nodes, output_by_input)
         read_tensors = _read_tensors(nodes) | self.index.outputs
         return [node for node in nodes if node.op_type != "Cast" or node.output[0] in read_tensors]
 

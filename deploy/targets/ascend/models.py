@@ -21,7 +21,6 @@ from typing import Any
 
 import onnx
 
-from deploy.files import atomic
 from deploy.graph.edit import name_nodes_by_index
 from deploy.graph.index import iter_reads, runtime_inputs
 from deploy.machine import trim_memory
@@ -176,8 +175,8 @@ def write_models(
     request: BuildRequest,
     *,
     cann: str = DEFAULT_CANN,
-    float16_tensors: Collection[str] = (),
-    weight_sharers: Collection[str] = (),
+    float16_tensors: Collection[str],
+    weight_sharers: Collection[str],
 ) -> dict[str, Path]:
     """Write config, record of scales, models and fusion mapping; return role -> path.
 
@@ -194,16 +193,14 @@ def write_models(
     Raises:
         ExportError: a file cannot be written, or a node cannot be expressed for this CANN.
     """
-    subject = request.subject
-    refuse_other_domains(subject.loaded)
+    refuse_other_domains(request.subject.loaded)
     files: dict[str, Path] = {}
     contents = chain(
         _make_texts(recipe, float16_tensors),
         _make_models(recipe, request, cann, float16_tensors, writes_modified=bool(weight_sharers)),
     )
     for role, ending, content in contents:
-        path = request.folder / f"{subject.loaded.name}_{ending}"
-        files[role] = atomic.write_bytes(path, content)
+        files[role] = request.write(f"_{ending}", content)
         del content  # before the next one is made
     return files
 

@@ -102,7 +102,7 @@ def unfuse_batchnorms(
 ) -> tuple[onnx.ModelProto, LayerGraph]:
     """Return the model with only those BatchNormalizations folded that the config allows.
 
-    The nodes not to fold are marked in the model before any folding; then all others are folded.
+    In the model before any folding, the nodes are found that must stay; then all others are folded.
 
     Args:
         subject: the model.
@@ -119,21 +119,22 @@ def unfuse_batchnorms(
         return model, graph
 
     model = copy_message(model)
-    unfolded_tensors: set[str] = set()  # of layers into which nothing is folded
-    skipped_tensors: set[str] = set()  # of layers into which no BatchNormalization is folded
-    excluded_nodes = set()
+    # outputs of layers into which nothing is folded, and into which no BatchNormalization is folded
+    unfolded_outputs: set[str] = set()
+    unnormed_outputs: set[str] = set()
+    nodes_to_keep = set()
     for node in model.graph.node:
-        reads_unfolded = not unfolded_tensors.isdisjoint(node.input)
-        reads_skipped = not skipped_tensors.isdisjoint(node.input)
-        if reads_unfolded or (reads_skipped and node.op_type == NORM):
-            excluded_nodes.add(node.name)
-        # folding passes through nodes that only move values, and so do these marks
+        reads_unfolded = not unfolded_outputs.isdisjoint(node.input)
+        reads_unnormed = not unnormed_outputs.isdisjoint(node.input)
+        if reads_unfolded or (reads_unnormed and node.op_type == NORM):
+            nodes_to_keep.add(node.name)
+        # a node that only moves values is no barrier to folding: its output counts as the layer's
         is_move = node.op_type in MOVES or node.op_type == "Concat"
         if node.name in unfolded or (is_move and reads_unfolded):
-            unfolded_tensors.add(node.output[0])
-        elif node.name in config.skip_fusion_layers or (is_move and reads_skipped):
-            skipped_tensors.add(node.output[0])
-    fold_affine(model.graph, excluded=excluded_nodes)
+            unfolded_outputs.add(node.output[0])
+        elif node.name in config.skip_fusion_layers or (is_move and reads_unnormed):
+            unnormed_outputs.add(node.output[0])
+    fold_affine(model.graph, excluded=nodes_to_keep)
     return prepare_model(model)
 
 

@@ -108,20 +108,20 @@ def recipe_from_qdq(
     """
     preprocess = read_metadata_preprocess(quantized, path)
     model = prepare_qdq_model(quantized)
-    params_by_layer, float_reasons = _read_qdq_layers(Graph(model))
+    qdq_records, float_reasons = _read_qdq_layers(Graph(model))
     # Only the float model shows which layers fit the hardware. A layer that does not is a float
     # operator, whose input may keep its rounding: then the pairs are removed again, without the
-    # parameters of that layer.
+    # record of that layer.
     has_refused_layers = True
     while has_refused_layers:
-        unpaired = remove_pairs(model, params_by_layer, keep_rounding=keep_rounding)
+        unpaired = remove_pairs(model, qdq_records, keep_rounding=keep_rounding)
         loaded = load(unpaired.model, fold_batchnorm=False)
         float_model, graph = prepare_model(loaded.model)
-        quantized_layers = _quantize_layers(float_model, graph, params_by_layer)
+        quantized_layers = _quantize_layers(float_model, graph, qdq_records)
         layers = quantized_layers.layers
         float_reasons |= quantized_layers.refusal_by_layer
-        has_refused_layers = bool(layers) and len(layers) < len(params_by_layer)
-        params_by_layer = {name: params_by_layer[name] for name in layers}
+        has_refused_layers = bool(layers) and len(layers) < len(qdq_records)
+        qdq_records = {name: qdq_records[name] for name in layers}
 
     if not layers:
         float_reasons |= graph.float_reasons
@@ -149,27 +149,13 @@ def recipe_from_qdq(
     return loaded, recipe
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _QdqLayerParams:
-    """Quantization parameters of a layer, read from its Q/DQ pairs.
-
-    Attributes:
-        scale_d, offset_d: scale and offset of its input.
-        scale_w: scales of its weight, float32 [C_out] or [1]; [1.0] for a pool.
-    """
-
-    scale_d: np.float32
-    offset_d: int
-    scale_w: Float32Array
-
-
-def _read_qdq_layers(index: Graph) -> tuple[dict[str, _QdqLayerParams], dict[str, str]]:
+def _read_qdq_layers(index: Graph) -> tuple[dict[str, LayerRecord], dict[str, str]]:
     """Read scales and offsets of all layers from their Q/DQ pairs.
 
     Returns:
-        Layer name -> its parameters; name of each other layer -> why Ascend cannot use its pairs.
+        Layer name -> its record; name of each other layer -> why Ascend cannot use its pairs.
     """
-    params_by_layer, float_reasons = {}, {}
+    records, float_reasons = {}, {}
     for node in index.nodes:
         if node.op_type not in TYPES:
             continue
@@ -182,12 +168,12 @@ def _read_qdq_layers(index: Graph) -> tuple[dict[str, _QdqLayerParams], dict[str
         except UnfitError as error:
             float_reasons[node.name] = str(error)
             continue
-        params_by_layer[node.name] = _QdqLayerParams(
+        records[node.name] = LayerRecord(
             scale_d=np.float32(input_pair.scale.flat[0]),
             offset_d=int(input_pair.int8_zero.flat[0]),
             scale_w=weight_scales,
         )
-    return params_by_layer, float_reasons
+    return records, float_reasons
 
 
 def _read_weight_scales(node: onnx.NodeProto, index: Graph) -> Float32Array:
@@ -220,35 +206,26 @@ class _QuantizedLayers(NamedTuple):
 
 
 def _quantize_layers(
-    model: onnx.ModelProto, graph: LayerGraph, params_by_layer: Mapping[str, _QdqLayerParams]
+    model: onnx.ModelProto, graph: LayerGraph, qdq_records: Mapping[str, LayerRecord]
 ) -> _QuantizedLayers:
-    """Quantize the layers that have parameters, as far as they fit the hardware."""
+    """Quantize the layers that have a record, as far as they fit the hardware."""
     index = Graph(model)
     records, rounding_reason_by_layer, refusal_by_layer = {}, {}, {}
-    for name, layer in graph.layers.items():
-        params = params_by_layer.get(name)
-        if params is None:
-            continue
-        if layer.symmetric_only and params.offset_d:
-            reason = f"a 3-D convolution takes no activation offset, got {params.offset_d}"
+    for name, layer in graph.select(qdq_records).items():
+        record = qdq_records[name]
+        if layer.symmetric_only and record.offset_d:
+            reason = f"a 3-D convolution takes no activation offset, got {record.offset_d}"
             refusal_by_layer[name] = reason
             continue
-        weight_scales, rounding_reason_by_layer[name] = _fit_weight_scales(layer, params, index)
-        records[name] = LayerRecord(
-            scale_d=params.scale_d,
-            offset_d=params.offset_d,
-            scale_w=weight_scales,
-            has_weight=bool(layer.weight),
-        )
+        weight_scales, rounding_reason_by_layer[name] = _fit_weight_scales(layer, record, index)
+        records[name] = replace(record, scale_w=weight_scales, has_weight=bool(layer.weight))
     layers, hardware_refusals = quantize_fitting(model, graph, records)
     for name in hardware_refusals:
         del rounding_reason_by_layer[name]
     return _QuantizedLayers(layers, rounding_reason_by_layer, refusal_by_layer | hardware_refusals)
 
 
-def _fit_weight_scales(
-    layer: Layer, params: _QdqLayerParams, index: Graph
-) -> tuple[Float32Array, str]:
+def _fit_weight_scales(layer: Layer, record: LayerRecord, index: Graph) -> tuple[Float32Array, str]:
     """Return the weight scales of a Q/DQ layer in a form that Ascend takes.
 
     They are the model's own if Ascend takes them. Else they are new ones, with which the weight is
@@ -258,7 +235,7 @@ def _fit_weight_scales(
         (scales, reason for new ones): `_ONE_MATRIX_SCALE` or `_NO_ROOM_FOR_SUMS`; "" if they are
         the model's own.
     """
-    channel_scales = params.scale_w
+    channel_scales = record.scale_w
     if not layer.channel_wise:  # such as a MatMul
         if np.all(channel_scales == channel_scales[0]):
             return channel_scales[:1], ""
@@ -271,7 +248,7 @@ def _fit_weight_scales(
     # int32. Ascend adds the products to it, which would then overflow: the scale is enlarged
     # until the bias takes at most half of int32.
     bias = read_constant(index, layer.bias).reshape(-1)
-    min_scales = np.abs(bias.astype(np.float64)) / (float(params.scale_d) * _HALF_OF_INT32)
+    min_scales = np.abs(bias.astype(np.float64)) / (float(record.input_scale) * _HALF_OF_INT32)
     enlarged_scales = np.maximum(channel_scales, min_scales.astype(np.float32))
     if (enlarged_scales == channel_scales).all():
         return channel_scales, ""

@@ -152,7 +152,7 @@ def read_record(text: str, file_name: str = "the record") -> dict[str, LayerReco
     return records
 
 
-def describe_ignored_entries(text: str, file_name: str = "the record") -> tuple[str, ...]:
+def describe_ignored_entries(text: str, file_name: str) -> tuple[str, ...]:
     """Describe the record's entries that calib8 does not deploy, and so does not check."""
     message: Any = parse_text("ScaleOffsetRecord", text, file_name)
     count_by_kind = {

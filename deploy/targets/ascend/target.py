@@ -235,12 +235,8 @@ class Ascend:
         if subject.loaded.qdq is not None:  # a Q/DQ model has its scales: nothing is observed
             from deploy.targets.prequantized import refuse_options
 
-            is_set_by_option = {
-                "--ascend-config": self.config is not None,
-                "--exact-ifmr": self.exact,
-                "--amct-batch": self.amct_batch is not None,
-            }
-            refuse_options(subject.loaded.qdq, self.name, is_set_by_option)
+            flags = ("--ascend-config", "--exact-ifmr", "--amct-batch")
+            refuse_options(subject.loaded.qdq, self, flags)
             return ()
         return self.record_plan(subject).observations
 
@@ -274,14 +270,14 @@ class Ascend:
         """
         from deploy.targets.ascend import layer_searches as searches
 
-        plan, default = self.search(request, searches.CONFIGURED)
+        plan, default_record = self.search(request, searches.CONFIGURED)
         search_by_layer = searches.chosen_searches(plan, request.choices)
         if not search_by_layer:
-            return plan, default, plan.config
+            return plan, default_record, plan.config
         record_by_search = {
             search: self.search(request, search)[1] for search in set(search_by_layer.values())
         }
-        records = searches.merge_records(plan, default, record_by_search, search_by_layer)
+        records = searches.merge_records(plan, default_record, record_by_search, search_by_layer)
         all_searches = {
             name: search_by_layer.get(name, searches.CONFIGURED) for name in plan.layers
         }

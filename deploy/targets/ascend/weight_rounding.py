@@ -222,20 +222,21 @@ class AdaRoundSteps:
             input_statistic: what is recorded of the inputs.
             earlier_steps: name -> step of the layers before it.
         """
+        name = layer.name
         earlier_inputs = (*self.channel_maxima, *(step.inputs for step in earlier_steps.values()))
-        float_variant = self._variant(
-            "float", layer.name, output, rounded_names=(), needs=earlier_inputs
+        float_variant = Variant(
+            f"{self.key}, float up to {name}",
+            lambda observed: self.make_model(observed, (), output),
+            needs=earlier_inputs,
         )
-        targets = Observation(float_variant, output, target_statistic, layer.name)
-        rounded_variant = self._variant(
-            "rounded",
-            layer.name,
-            output,
-            rounded_names=tuple(earlier_steps),
+        targets = Observation(float_variant, output, target_statistic, name)
+        rounded_names = tuple(earlier_steps)
+        rounded_variant = Variant(
+            f"{self.key}, rounded up to {name}",
+            lambda observed: self.make_model(observed, rounded_names, output),
             needs=(*earlier_inputs, targets),
         )
-        input_tensor = self._input_of(layer)
-        return targets, Observation(rounded_variant, input_tensor, input_statistic, layer.name)
+        return targets, Observation(rounded_variant, self._input_of(layer), input_statistic, name)
 
     def _input_of(self, layer: Layer) -> str:
         """Return the tensor that a layer reads in the observed model."""
@@ -253,30 +254,6 @@ class AdaRoundSteps:
         if layer.bias and not layer.bias_add:
             return read_constant(self.index, layer.bias).reshape(-1)
         return np.zeros(channels, np.float32)
-
-    def _variant(
-        self,
-        key_prefix: str,
-        layer_name: str,
-        last_tensor: str,
-        rounded_names: Collection[str],
-        needs: tuple[Observation, ...],
-    ) -> Variant:
-        """Return the form of the model that ends in a layer; it is built when it is observed.
-
-        Args:
-            key_prefix: "float" or "rounded", for the key of the variant.
-            layer_name: name of the layer.
-            last_tensor: the layer's output.
-            rounded_names: names of the layers with AdaRound's weights.
-            needs: observations that are made before the model is built; AdaRound's weights and
-                DMQ's factors are computed from them.
-        """
-
-        def make(observed: ObservedStatistics) -> onnx.ModelProto:
-            return self.make_model(observed, rounded_names, last_tensor)
-
-        return Variant(f"{self.key}, {key_prefix} up to {layer_name}", make, needs)
 
 
 def _find_activation(index: Graph, tensor: str, channels: tuple[int, int]) -> AdaActivation:

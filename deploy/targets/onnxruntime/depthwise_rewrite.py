@@ -70,7 +70,7 @@ class _RegionConv:
 
 @dataclass(slots=True)
 class _Region:
-    """What gets more channels together.
+    """Tensors and Convs that get more channels together, around a depthwise Conv.
 
     Attributes:
         channels: number of channels so far.
@@ -89,7 +89,7 @@ class _Region:
 
 
 def widen_depthwise(model: onnx.ModelProto, context: RewriteContext) -> None:
-    """Give depthwise int8 Convs a multiple of 16 channels where that pays, in place.
+    """Give depthwise int8 Convs a multiple of 16 channels where that saves time, in place.
 
     The tensors and Convs around such a Conv that have its channels, its region, get as many.
     """
@@ -263,8 +263,8 @@ def _pixel_count(shape: Shape | None) -> int:
     """Return the pixels of a map of known size, else 1."""
     if shape is None:
         return 1
-    sizes = [size for size in shape[2:] if isinstance(size, int)]
-    return math.prod(sizes) if len(sizes) == len(shape[2:]) else 1
+    known_sizes = [size for size in shape[2:] if isinstance(size, int)]
+    return math.prod(known_sizes) if len(known_sizes) == len(shape) - 2 else 1
 
 
 def _widen_region(model: onnx.ModelProto, graph: Graph, region: _Region) -> None:

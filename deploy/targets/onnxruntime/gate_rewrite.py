@@ -44,7 +44,7 @@ def fuse_gates(model: onnx.ModelProto, context: RewriteContext) -> None:
         gate_nodes = [node_by_name[name] for name in gate.nodes]
         fused_gate = _FusedGate(gate, gate_nodes, _channel_count(context.float_graph, gate))
         fused_nodes = fused_gate.write()
-        if len(fused_nodes) < len(gate_nodes):  # else the gate is as short as it can be
+        if len(fused_nodes) < len(gate_nodes):  # else nothing is gained
             replacements |= {name: [] for name in gate.nodes}
             replacements[gate.name] = fused_nodes  # a gate has the name of one of its nodes
             model.graph.initializer.extend(fused_gate.constants)

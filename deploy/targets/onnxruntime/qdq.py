@@ -205,9 +205,13 @@ class _QdqWriter:
         self.dequantized_weights: dict[_WeightKey, str] = {}
 
     def quantization(self, tensor: str) -> ShiftedParams:
-        """Return scale and zero point of a tensor, or of the owner whose scale it shares.
+        """Return scale and zero point of a tensor, or of its owner if it shares that one's scale.
 
-        `steps` are those by which a gate writes or reads it shifted.
+        If a gate adds an offset to the tensor or a shift, the result has the steps between the zero
+        points of both forms; else 0.
+
+        Raises:
+            ExportError: the scale is not positive.
         """
         owner = self.plan.scale_owners.get(tensor, tensor)
         exact_scale, zero = self.scales[owner].on(self.plan.placement.grid)
@@ -219,7 +223,10 @@ class _QdqWriter:
         return fit_input_shift(scale, zero, self.clip_shifts.get(owner, 0.0))
 
     def write_pair(self, pair: QdqPair) -> None:
-        """Insert one Q/DQ pair, for all readers or for those that it names."""
+        """Insert one Q/DQ pair, for all readers of its tensor or only for those that it names.
+
+        The pair itself goes into `nodes_after`, from which `finish` inserts it.
+        """
         tensor = pair.tensor
         producer = self.producer.get(tensor)
         if pair.consumers is None and producer is not None:
@@ -373,7 +380,7 @@ class _QdqWriter:
         return output
 
     def write_gate(self, gate: Gate) -> None:
-        """Replace the nodes of a gate by int8 ones.
+        """Let int8 nodes take the place of a gate's nodes, by `replacements`.
 
         A gate multiplies by clip(source + shift, 0, top), as Hard-Swish does with a shift of 3. Its
         source gets the shift in one of three ways: in the bias of the layer upstream, by another
@@ -428,7 +435,7 @@ class _QdqWriter:
         self.nodes_after[node.output[0]] = [dequantize_node]
 
     def write_numbers(self, name: str) -> None:
-        """Let an Add or Mul of a tensor and a number read the number from int8."""
+        """Let an Add or Mul of a tensor and a constant number read the number dequantized."""
         node = self.nodes[name]
         for position, source in enumerate(node.input):
             if source in self.initializers:

@@ -39,7 +39,7 @@ def write_upsampling(model: onnx.ModelProto, context: RewriteContext) -> None:
     if not any(node.op_type == "Resize" for node in model.graph.node):
         return
     graph = Graph(model)
-    replacements: dict[str, Nodes] = {}
+    replacements: dict[str, Nodes] = {}  # name of a node -> the nodes in its place
     declarations: list[onnx.ValueInfoProto] = []
     for node in graph.nodes:
         if node.op_type != "Resize":
@@ -94,7 +94,10 @@ def _repeats_pixels(attrs: Mapping[str, bytes], factors: Sequence[float]) -> boo
 
 
 def _integers_around(graph: Graph, node: onnx.NodeProto) -> tuple[str, str] | None:
-    """Return the int8 tensors before and after a node, if scale and zero point are equal."""
+    """Return the integers from which a node's input is dequantized, and those made of its output.
+
+    None if either is missing, or if their scales or zero points differ.
+    """
     dequantize = graph.find_producer(node.input[0], "DequantizeLinear")
     quantize = graph.only_reader(node.output[0], "QuantizeLinear")
     if dequantize is None or quantize is None:

@@ -137,13 +137,18 @@ class ReplacementNodes:
     def scaled_shape(
         self, source: str, order: Sequence[int], factors: Sequence[int], channels: int | None = None
     ) -> tuple[str, Nodes]:
-        """Return (name of a shape, the nodes that compute it): sizes of a tensor, multiplied.
+        """Return the nodes that compute a shape when the model runs, and the shape's name.
+
+        The shape has the sizes of another tensor, in another order, each times a factor.
 
         Args:
-            source: the tensor.
-            order: its axes, in the order of the shape.
-            factors: what the size of each of them is multiplied with.
-            channels: size to append; None if the sizes are complete.
+            source: the other tensor.
+            order: its axes in the order of the shape, such as [0, 2, 3].
+            factors: factor of each of these sizes.
+            channels: a last size, to be appended as it is; None to append none.
+
+        Returns:
+            (name of the shape, nodes that compute it).
         """
         sizes = self.make("Shape", [source], "sizes")
         ordered = self.make("Gather", [sizes.name, self.constant("order", order)], "ordered")
@@ -160,7 +165,7 @@ class ReplacementNodes:
 def replaced_nodes(
     model: onnx.ModelProto, replacements: Mapping[str, Sequence[onnx.NodeProto]]
 ) -> Nodes:
-    """Return the nodes of a model with others in place of those of these names."""
+    """Return a model's nodes; those named in `replacements` are replaced by their new nodes."""
     nodes: Nodes = []
     for node in model.graph.node:
         nodes += replacements.get(node.name, [node])
@@ -199,8 +204,8 @@ def append_zero_channels(
 ) -> None:
     """Append zeros to a Conv's weight or bias, in place, float or read through a DequantizeLinear.
 
-    The node reads a padded copy of the constant. If integers get more output channels, scales and
-    zero points of each channel are padded too, with the last value.
+    The node then reads a padded copy of the constant. If integers get more output channels, their
+    scales and zero points, one for each channel, are padded too, with the last value.
 
     Args:
         model: gets the new constants.

@@ -68,7 +68,7 @@ def apply_rewrites(model: onnx.ModelProto, context: RewriteContext) -> onnx.Mode
     """Apply the rows of `REWRITES` in their order to a model with Q/DQ pairs, which may change."""
     for rewrite in REWRITES:
         if rewrite.for_given_pairs or not context.has_given_pairs:
-            model = rewrite.apply(model, context) or model
+            model = rewrite.apply(model, context) or model  # None: changed in place
     return model
 
 
@@ -123,8 +123,8 @@ def _write_pool(mean: onnx.NodeProto, scope: RewriteScope) -> Nodes:
     """Return the nodes in place of one ReduceMean; the pool gets the mean's name.
 
     A mean without keepdims becomes a pool and a Reshape that drops the axes of size 1. If its
-    output is quantized, a pair of the same scale follows the pool too, so that the pool has an int8
-    output and the Reshape moves integers.
+    output is quantized, a pair of the same scale and zero point stands between the two as well, so
+    that the pool has an int8 output and the Reshape moves integers.
     """
     source, output, name = mean.input[0], mean.output[0], mean.name
     if attributes(mean).get("keepdims", 1):
@@ -135,9 +135,9 @@ def _write_pool(mean: onnx.NodeProto, scope: RewriteScope) -> Nodes:
     quantize = next((reader for reader in readers if reader.op_type == "QuantizeLinear"), None)
     reshape_source = pooled
     if quantize is not None:
-        params = quantize.input[1:]
+        scale_and_zero = quantize.input[1:]
         reshape_source = f"{pooled}/read"
-        nodes += make_pair(pooled, reshape_source, pooled, params, params)
+        nodes += make_pair(pooled, reshape_source, pooled, scale_and_zero, scale_and_zero)
     flatten = make_node("Reshape", [reshape_source, _FLAT_SHAPE], output, f"{name}/flat")
     return [*nodes, flatten]
 
@@ -332,13 +332,14 @@ def unfuse_biases(model: onnx.ModelProto, context: RewriteContext) -> None:
     """Give the bias [n] after each int8 MatMul of more than two dimensions the shape [1, n].
 
     ONNX Runtime makes a Gemm between two Reshapes of such a MatMul and the Add of its bias [n]
-    before it looks for pairs. The Reshapes hide the pairs, so that the Gemm runs in float. A bias
-    that other nodes read too stays as it is.
+    before it looks for pairs. The Reshapes hide the pairs, so that the Gemm runs in float. It does
+    not do so with a bias [1, n]. A bias that other nodes read too stays as it is.
     """
     if all(node.op_type != "MatMul" for node in model.graph.node):
         return
     graph = Graph(model)
-    read_counts: Counter[str] = Counter()  # constant -> number of such Adds that read it
+    # constant operand of an Add after such a MatMul -> number of these Adds that read it
+    read_counts: Counter[str] = Counter()
     for node in graph.nodes:
         if node.op_type != "MatMul":
             continue

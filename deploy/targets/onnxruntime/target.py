@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from deploy.errors import ConfigError, ExportError, counted
-from deploy.files import atomic
 from deploy.targets.base import BuildRequest, BuildResult
 from deploy.targets.options import check_options, option
 
@@ -173,13 +172,8 @@ class OnnxRuntime:
         """
         from deploy.targets.prequantized import refuse_options
 
-        is_given_by_flag = {
-            "--int8-stem": self.int8_stem,
-            "--weight-bits": self.weight_bits != 8,
-            "--full-weights": self.full_weights,
-            "--dynamic-matmul": self.dynamic_matmul,
-        }
-        refuse_options(trained, self.name, is_given_by_flag)
+        flags = ("--int8-stem", "--weight-bits", "--full-weights", "--dynamic-matmul")
+        refuse_options(trained, self, flags)
         tensors = [value.name for value in subject.model.graph.input]
         for node in subject.model.graph.node:
             tensors += filter(None, node.output)
@@ -192,9 +186,9 @@ class OnnxRuntime:
     def _write_pairs(self, request: BuildRequest) -> _PairedModel:
         """Return the model with its Q/DQ pairs, before the rewrites for fast kernels.
 
-        A Q/DQ model of the user is kept if its pairs suit ONNX Runtime's kernels. The pairs of any
-        other model are planned here, from the ranges that were calibrated; MatMuls of
-        `dynamic_matmul` get none, since ONNX Runtime finds their ranges in each run.
+        A Q/DQ model of the user is kept if its pairs suit ONNX Runtime's kernels. Any other model
+        gets pairs with the ranges that were calibrated; with `dynamic_matmul` its MatMuls get none,
+        since ONNX Runtime finds their ranges in each run.
         """
         from calibrators.grids import signed_grid
         from deploy.graph.plan import ModelAnalysis
@@ -275,9 +269,8 @@ class OnnxRuntime:
         weights = (*weights, *dynamic_weights(model))
 
         kind = "int8" if any(decision.quantized for decision in decisions) else "float"
-        engine = request.folder / f"{request.name}.{kind}.onnx"
-        content = model.SerializeToString(deterministic=True)
-        files = {f"{kind} engine": atomic.write_bytes(engine, content)}
+        engine = request.write(f".{kind}.onnx", model)
+        files = {f"{kind} engine": engine}
         program = _write_program(request, engine)
         if program is not None:
             files["program that runs it"] = program
@@ -361,9 +354,7 @@ def _write_program(request: BuildRequest, engine: Path) -> Path | None:
     loaded = request.subject.loaded
     task, outputs = _recognise_task(request) if preprocess is not None else (None, {})
     text = run_program(engine.name, loaded.inputs, preprocess, loaded.classes, task, outputs)
-    if text is None:
-        return None
-    return atomic.write_text(request.folder / f"{request.name}_run.py", text)
+    return None if text is None else request.write("_run.py", text)
 
 
 def _recognise_task(request: BuildRequest) -> tuple[EvaluationTask | None, Outputs]:

@@ -49,7 +49,7 @@ def with_tiles(model: onnx.ModelProto, context: RewriteContext) -> onnx.ModelPro
         return model
     model = copy_message(model)
     graph = Graph(model)
-    replacements: dict[str, Nodes] = {}
+    replacements: dict[str, Nodes] = {}  # name of a node -> the nodes in its place
     declarations: list[onnx.ValueInfoProto] = []
     for node in graph.nodes:
         quantize = _find_quantize(graph, node)  # None for other nodes, or if it stays float
@@ -108,12 +108,15 @@ class _TiledLayer(ReplacementNodes):
         self.graph, self.node, self.tile, self.channels = graph, node, tile, channels
 
     def write_layer(self, quantize: onnx.NodeProto) -> Nodes:
-        """Return the Conv and its constants; activation and QuantizeLinear now read its tiles."""
+        """Return the Conv and the DequantizeLinear nodes of its weight and bias.
+
+        The activation, if there is one, and the QuantizeLinear now read tiles.
+        """
         constants = [self._write_constant(index) for index in constant_positions(self.node)]
         inputs = [self.node.input[0], *(constant.output[0] for constant in constants)]
         output = self.node.output[0]
         conv = make_node("Conv", inputs, f"{output}{TILES}", self.name)
-        tail_output = quantize.input[0]
+        tail_output = quantize.input[0]  # of the activation, or else of the layer itself
         self._read_tiles(output)
         if tail_output != output:
             self._read_tiles(tail_output)

@@ -47,18 +47,27 @@ class ShiftedParams:
 
 
 def fit_output_offset(scale: np.float32, zero: int, offset: float) -> ShiftedParams:
-    """Adjust parameters of y + offset such that y has the same scale and another zero point.
+    """Choose parameters of y + offset such that y has the same integers and another zero point.
+
+    The scale is widened until the offset is an integer number of steps. The parameters stay as they
+    are, with 0 steps, if the offset is less than a few steps, or if the zero point of y would be no
+    uint8.
+
+    Args:
+        scale: scale of the range of y + offset.
+        zero: zero point of that range.
+        offset: the number that is added.
 
     Returns:
         The parameters of y + offset, and the steps from its zero point to that of y.
     """
-    steps = int(abs(offset) / float(scale))
-    if steps >= _MIN_SHIFT_STEPS:
-        widened_scale = np.float32(abs(offset) / steps)
+    step_count = int(abs(offset) / float(scale))
+    if step_count >= _MIN_SHIFT_STEPS:
+        widened_scale = np.float32(abs(offset) / step_count)
         new_zero = int(np.rint(zero * float(scale) / float(widened_scale)))
-        signed_steps = steps if offset > 0 else -steps
-        if 0 <= new_zero + signed_steps <= 255:
-            return ShiftedParams(widened_scale, new_zero, signed_steps)
+        steps = step_count if offset > 0 else -step_count
+        if 0 <= new_zero + steps <= 255:
+            return ShiftedParams(widened_scale, new_zero, steps)
     return ShiftedParams(scale, zero)
 
 
@@ -163,9 +172,12 @@ class GateWriter:
         return [*clip_nodes, multiply, *offset_nodes]
 
     def _clip_by_pair(self, gate: Gate, source: str, shifted: str) -> Nodes:
-        """Return the Add of the shift, unless `shifted` has it, and a Q/DQ pair that clips.
+        """Return a Q/DQ pair that computes gain * clip(source + shift, 0, top), and its Add.
 
-        Q saturates where the Clip does, and DQ multiplies by the gain.
+        The QuantizeLinear saturates at 0 and `top`, and the DequantizeLinear has the scale times
+        the gain. The Add of the shift stands before them.
+
+        `shifted`: the tensor source + shift, if the layer upstream computes it; "" to add it here.
         """
         name = f"{gate.name}/gate"
         step = gate.top / 255

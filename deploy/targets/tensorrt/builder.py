@@ -437,8 +437,7 @@ def _create_profile(
                     " give its shapes"
                 )
             shapes = settings.profiles[name]
-            limits = (shapes.min_shape, shapes.opt_shape, shapes.max_shape)
-            profile.set_shape(name, *[trt.Dims(list(shape)) for shape in limits])
+            profile.set_shape(name, *[trt.Dims(list(shape)) for shape in shapes])
             is_needed = True
         if tensor.is_shape_tensor:
             if name not in settings.values:

@@ -181,8 +181,7 @@ def _onnx_tensors(
     pool_inputs = _pool_inputs(graph, POOLING_LAYERS)
     node_name_by_output = {node.output[0]: node.name for node in parsed.graph.node if node.output}
     layer_indices = _layer_indices(parsed, version_number)
-    model_inputs = [name for name in float_tensors if name not in graph.producer]
-    entries = [CacheTensor(name, name) for name in model_inputs]
+    entries = _input_entries(graph, float_tensors)
     for node in graph.nodes:
         output = node.output[0]
         # the parser makes several layers of these, and the tensors between them have entries too
@@ -234,7 +233,8 @@ def _layer_indices(model: onnx.ModelProto, version_number: int) -> dict[str, int
     """Map the first output of each node to the index of its first layer in TensorRT's network.
 
     Only versions that name the tensors inside a Gemm by this index need it; for others it is empty.
-    It ends at a node of which TensorRT makes an unknown number of layers.
+    The map ends before the first node that may become several layers, since their number is not
+    known.
     """
     indices: dict[str, int] = {}
     if version_number >= _END_OF_UNNAMED_GEMM:
@@ -264,8 +264,7 @@ def _caffe_tensors(model: onnx.ModelProto) -> list[CacheTensor]:
     graph = Graph(model)
     float_tensors = trt_tensors(model)
     pool_inputs = _pool_inputs(graph, _CAFFE_POOLS)
-    model_inputs = [name for name in float_tensors if name not in graph.producer]
-    entries = [CacheTensor(name, name) for name in model_inputs]
+    entries = _input_entries(graph, float_tensors)
     # index of the node's layer in TensorRT's network; None once a node may be several layers, as
     # the indices after it are unknown
     layer_index: int | None = 0
@@ -289,6 +288,11 @@ def _caffe_tensors(model: onnx.ModelProto) -> list[CacheTensor]:
         if layer_index is not None:
             layer_index += 1
     return entries
+
+
+def _input_entries(graph: Graph, float_tensors: Iterable[str]) -> list[CacheTensor]:
+    """Return the entries of the model's inputs, with which every cache begins."""
+    return [CacheTensor(name, name) for name in float_tensors if name not in graph.producer]
 
 
 def _pool_inputs(graph: Graph, pools: Collection[str]) -> dict[str, str]:

@@ -240,11 +240,18 @@ def _plan_with_scales(
 def _find_owner(
     tensor: str, cache_owner: str, copy_source: str, scale_by_tensor: Mapping[str, np.float32]
 ) -> str | None:
-    """Return the tensor whose scale in the cache a tensor takes; None if there is none."""
+    """Return the tensor whose scale in the cache a tensor takes; None if there is none.
+
+    Args:
+        tensor: the tensor itself.
+        cache_owner: the tensor whose scale it has in caches of TensorRT, such as a pool's input.
+        copy_source: the tensor that it is a copy of, such as a Flatten's input.
+        scale_by_tensor: tensor -> its scale in the cache.
+    """
     candidates = (
-        cache_owner,  # as in every cache of TensorRT
+        cache_owner,
         tensor,
-        copy_source,  # for a cache of another tool, without an entry for the copy
+        copy_source,  # a cache of another tool may have no entry for the copy
     )
     return next((name for name in candidates if name in scale_by_tensor), None)
 

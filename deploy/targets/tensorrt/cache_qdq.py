@@ -168,8 +168,9 @@ def concat_groups(
 ) -> list[frozenset[str]]:
     """Return the groups of two or more `tensors` that meet in a Concat and so share a scale.
 
-    Concats with a common tensor form one group. In place of a tensor that takes the scale of
-    another one, its owner, the owner is in the group. For DLA a pool joins its input and output.
+    Concats with a common tensor form one group. If a tensor takes the scale of another one, its
+    owner in the plan, the group has the owner instead. For DLA the input and output of a pool form
+    a group too.
     """
     joining_operators = {"Concat"}
     if plan.placement.pairs_everywhere:  # DLA
@@ -204,25 +205,26 @@ def share_scales(model: onnx.ModelProto, plan: Plan) -> Plan:
     graph = Graph(model)
     plan_without_owners = replace(plan, scale_owners={})  # the owners are determined below
     paired_tensors = dict.fromkeys(pair.tensor for pair in plan.pairs)
+    # tensor that meets others in a Concat -> all of them, itself included
     group_by_tensor: dict[str, frozenset[str]] = {}
     for group in concat_groups(model, plan_without_owners, paired_tensors):
         group_by_tensor.update(dict.fromkeys(group, group))
 
     scale_owners, range_sources = {}, {}
     for tensor in paired_tensors:
-        members = [tensor]  # tensors with one scale
-        owner = _input_of_pools(graph, tensor)
+        sharing_tensors = [tensor]
+        owner = _input_of_pools(graph, tensor)  # the tensor itself, if no pool makes it
         if tensor in group_by_tensor:
-            members = sorted(group_by_tensor[tensor])
-            owner = members[0]  # any one, but the same in every run
+            sharing_tensors = sorted(group_by_tensor[tensor])
+            owner = sharing_tensors[0]  # any one, but the same in every run
         elif owner in group_by_tensor:
-            # In a Concat the pool's input takes the largest of several scales. The pool's output
-            # has no need of that one, and keeps a scale of its own.
+            # The pool's input has the largest scale of its Concat, which may be larger than its own
+            # values need. The pool's output needs no larger one than these.
             owner = tensor
 
         if owner != tensor:
             scale_owners[tensor] = owner
-        sources = tuple(dict.fromkeys(_input_of_pools(graph, member) for member in members))
+        sources = tuple(dict.fromkeys(_input_of_pools(graph, name) for name in sharing_tensors))
         if sources != (owner,):
             range_sources[owner] = sources
     return replace(plan, scale_owners=scale_owners, range_sources=range_sources)
@@ -301,7 +303,10 @@ def _find_float_weight(int8_name: str, float_constants: Collection[str]) -> str:
 def _gives_stored_integers(
     dequantizer: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto], weight: onnx.TensorProto
 ) -> bool:
-    """Return whether QuantizeLinear of a float weight gives the integers that its DQ node reads."""
+    """Return whether a QuantizeLinear of a float weight gives the integers that are stored of it.
+
+    `dequantizer`: the DequantizeLinear that reads these integers, with their scales.
+    """
     integers = numpy_helper.to_array(constants[dequantizer.input[0]])
     scales = numpy_helper.to_array(constants[dequantizer.input[1]])
     float_weight = numpy_helper.to_array(weight)

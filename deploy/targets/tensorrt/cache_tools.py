@@ -99,12 +99,12 @@ def compare_caches(first: CalibrationCache, second: CalibrationCache) -> list[Sc
             added.append(difference)
         elif first_scale.tobytes() != second_scale.tobytes():  # bit for bit: NaN equals NaN
             changed.append(difference)
-    changed.sort(key=_change)
+    changed.sort(key=_change_key)
     return [*changed, *removed, *added]
 
 
-def _change(difference: ScaleDifference) -> float:
-    """Sort key: the largest change first, and before it one to or from a scale that is none."""
+def _change_key(difference: ScaleDifference) -> float:
+    """Return a sort key: changes to or from an invalid scale (0, inf) first, then the largest."""
     ratio = difference.ratio
     return -abs(np.log(ratio)) if ratio else -np.inf
 

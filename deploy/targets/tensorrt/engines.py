@@ -84,17 +84,10 @@ class Baselines:
     notes: tuple[str, ...] = ()
 
 
-def write_file(request: BuildRequest, suffix: str, content: onnx.ModelProto | bytes) -> Path:
-    """Write NAME.tensorrt + suffix, a model deterministically; return the path."""
-    if not isinstance(content, bytes):
-        content = content.SerializeToString(deterministic=True)
-    return atomic.write_bytes(request.folder / f"{request.name}.tensorrt{suffix}", content)
-
-
 def load_gpu_cache(path: Path, fingerprint: Fingerprint) -> bytes | None:
-    """Return the bytes of the cache at `path` if its fingerprint matches, else None.
+    """Return the bytes of the cache at `path` if it has this fingerprint, else None.
 
-    If there is none, the cache of a build that failed after its calibration is tried.
+    The cache that a build stored before it failed (`find_saved_calibration`) is tried too.
     """
     for candidate in (path, staging.find_saved_calibration(path)):
         if candidate is not None:
@@ -186,16 +179,16 @@ def calibrate_on_gpu(
         version: the installed TensorRT.
         cuda: the GPU.
     """
-    cache_name = f"{request.name}.gpu.cache"
+    cache_path = request.file(".gpu.cache")
     shapes, batch_size = _calibration_batch(request, settings)
     fingerprint = _tensorrt_fingerprint(options, request, source, version, batch_size)
-    stored_cache = load_gpu_cache(request.earlier_file(cache_name), fingerprint)
+    stored_cache = load_gpu_cache(request.earlier_file(cache_path.name), fingerprint)
     if stored_cache is not None:  # it becomes a file of this build too
-        store_gpu_cache(request.folder / cache_name, stored_cache, fingerprint)
+        store_gpu_cache(cache_path, stored_cache, fingerprint)
         return stored_cache
 
     def store_now(cache: bytes) -> None:  # at once, so that a build which fails later can reuse it
-        store_gpu_cache(request.folder / cache_name, cache, fingerprint)
+        store_gpu_cache(cache_path, cache, fingerprint)
 
     # samples that only fill up the model's fixed batch (`filled`) repeat others
     sample_count = count_in_full_batches(
@@ -257,10 +250,10 @@ def _calibration_batch(
     shapes: dict[str, Shape] = {name: array.shape for name, array in sample.items()}
     for name, profile in settings.profiles.items():
         shapes[name] = profile.opt_shape
-    # samples in the batch by each input's rows: 1 for an input without a batch, so the most counts
+    # how many samples lie along the first axis of each input; an input without a batch has 1 there
     sample_counts = [1]
     for name, array in sample.items():
-        if array.ndim:  # a single number has no rows
+        if array.ndim:  # a single number has no axis
             sample_counts.append(shapes[name][0] // len(array))
     return shapes, max(sample_counts)
 
@@ -372,7 +365,7 @@ def build_quantized_engine(
         model_sha256=sha256(source.read_bytes()),
         cache_sha256=sha256(cache_bytes) if uses_cache else None,
     )
-    key["calibrator"] = options.calibrator  # by it TensorRT makes another cache, see below
+    key["calibrator"] = options.calibrator  # TensorRT makes its own cache with it, see below
 
     notes = [f"the engine belongs to TensorRT {installed.version} on {installed.gpu}"]
     if options.calibrator is not None:  # TensorRT's calibration leaves out a partial batch
@@ -380,7 +373,7 @@ def build_quantized_engine(
         filled = request.subject.filled
         notes += note_left_out(len(request.feed), batch_size, filled=filled)
 
-    path = request.folder / f"{request.name}.engine"
+    path = request.file(".engine")
     reused_plan = manifest.read_if_made_from(request.earlier_file(path.name), key)
     if reused_plan is not None:
         note = "the engine was built before from the same files, on the same GPU"
@@ -525,7 +518,7 @@ def _write_float_model(
     """Write the float32 model to compare with, as TensorRT `version` reads it."""
     complete_model = request.with_plugin_nodes(float_model)
     lowered, _ = lower_models(options, {PLAIN: complete_model}, version)
-    return write_file(request, f".{FP32}.onnx", lowered[PLAIN])
+    return request.write(f".tensorrt.{FP32}.onnx", lowered[PLAIN])
 
 
 def _write_float16_model(
@@ -533,7 +526,7 @@ def _write_float16_model(
 ) -> Path:
     """Write the float16 model to compare with; nodes that overflow float16 stay float32."""
     narrow_model, _ = narrow_float_part(float_model, FP16, largest_magnitudes(ranges))
-    return write_file(request, f".{FP16}.onnx", request.with_plugin_nodes(narrow_model))
+    return request.write(f".tensorrt.{FP16}.onnx", request.with_plugin_nodes(narrow_model))
 
 
 def _build_baseline(
@@ -548,7 +541,7 @@ def _build_baseline(
 
     `source`: the ONNX file to build it from.
     """
-    path = request.folder / f"{request.name}.{precision}.engine"
+    path = request.file(f".{precision}.engine")
     key = builder.engine_key(
         installed, settings, model_sha256=sha256(source.read_bytes()), cache_sha256=None
     )

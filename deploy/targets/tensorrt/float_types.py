@@ -302,7 +302,13 @@ def _indices_of_compute_type(
     names: Sequence[str],
     parameters: Sequence[defs.OpSchema.FormalParameter],
 ) -> list[int]:
-    """Return the indices of the tensors that share the type variable of the node's data."""
+    """Return the indices of a node's tensors that have, by its schema, the type of its data.
+
+    Args:
+        node: the node.
+        names: its inputs, or its outputs.
+        parameters: those of the schema, whose type is a type variable such as "T".
+    """
     # input 0 of a Where is its condition
     compute_type = _schema(node).inputs[1 if node.op_type == "Where" else 0].type_str
     indices = []

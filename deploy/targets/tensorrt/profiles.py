@@ -1,7 +1,7 @@
 """Optimization profiles: the shapes of dynamic inputs that an engine accepts and is tuned for."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from deploy.graph.index import dims, runtime_inputs
 from deploy.targets.base import BuildRequest
@@ -10,8 +10,7 @@ from deploy.targets.shape_ranges import Shape, ShapeRange, sample_shape_range
 InputShapes = Mapping[str, Sequence[int | str | None]]
 
 
-@dataclass(frozen=True, slots=True)
-class InputShapeRange:
+class InputShapeRange(NamedTuple):
     """Shapes of one dynamic input; the engine is tuned and calibrated for `opt_shape`."""
 
     min_shape: Shape

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from deploy.errors import BackendError, ConfigError, SdkMissingError, extra_hint
-from deploy.files import atomic, manifest
+from deploy.files import manifest
 from deploy.files.manifest import sha256
-from deploy.targets.base import BuildRequest, BuildResult, write_script
+from deploy.targets.base import BuildRequest, BuildResult
 from deploy.targets.options import check_options, option
 from deploy.targets.tensorrt.target import TensorRT
 from deploy.targets.tensorrt.trt_options import FP8, INT8, TYPED
@@ -160,20 +160,17 @@ class TensorRTForRTX:
             )
         complete_model = request.with_plugin_nodes(model_set.models[TYPED])
         typed_model, lowering_note = engines.lower_for_tensorrt(complete_model, _PARSER)
-        typed_path = request.folder / f"{request.name}{_TYPED_ENDING}"
-        typed_bytes = typed_model.SerializeToString(deterministic=True)
-        atomic.write_bytes(typed_path, typed_bytes)
+        typed_path = request.write(_TYPED_ENDING, typed_model)
 
         files = {"typed model for TensorRT for RTX": typed_path}
         engine: Path | None = None
         error = ""
         notes = [*model_set.notes, lowering_note]
         try:
-            engine = self._compile(request, typed_path, sha256(typed_bytes))
+            engine = self._compile(request, typed_path, sha256(typed_path.read_bytes()))
             files["TensorRT for RTX engine"] = engine
             command = f'exec tensorrt_rtx --loadEngine={shlex.quote(engine.name)} "$@"'
-            script = request.folder / f"{request.name}{_SCRIPT_ENDING}"
-            files["script of TensorRT for RTX"] = write_script(script, command)
+            files["script of TensorRT for RTX"] = request.write_script(_SCRIPT_ENDING, command)
         except SdkMissingError as missing:
             notes.append(f"no engine was compiled: {missing}")
         except BackendError as failure:
@@ -204,15 +201,12 @@ class TensorRTForRTX:
 
         library = _import_library()
         profiles = sample_profiles(request, max_batch=self.max_batch, fixed=False, batch_shapes={})
-        path = request.folder / f"{request.name}{self._engine_ending}"
+        path = request.file(self._engine_ending)
         made_from = {
             "tensorrt_rtx": library.__version__,
             "compute_capabilities": self.capabilities,
             "model_sha256": digest,
-            "profiles": {
-                name: (shapes.min_shape, shapes.opt_shape, shapes.max_shape)
-                for name, shapes in profiles.items()
-            },
+            "profiles": profiles,
         }
         engine = manifest.read_if_made_from(request.earlier_file(path.name), made_from)
         if engine is None:
@@ -270,7 +264,7 @@ def compile_engine(
     if profiles:
         profile = builder.create_optimization_profile()
         for name, shapes in profiles.items():
-            profile.set_shape(name, shapes.min_shape, shapes.opt_shape, shapes.max_shape)
+            profile.set_shape(name, *shapes)
         config.add_optimization_profile(profile)
     engine = builder.build_serialized_network(network, config)
     if engine is None:

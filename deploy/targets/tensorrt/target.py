@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from deploy.errors import BackendError, ConfigError, ExportError, ModelError, SdkMissingError
-from deploy.targets.base import BuildRequest, BuildResult, CacheText, write_script
+from deploy.targets.base import BuildRequest, BuildResult, CacheText
 from deploy.targets.tensorrt.trt_options import (
     CACHE,
     FLOAT,
@@ -53,6 +53,13 @@ if TYPE_CHECKING:
     from deploy.tensors import Session
 
 
+# flags that decide how a float model is quantized
+_QUANTIZING_FLAGS = (
+    "--precision fp8",
+    "--calibrator",
+    "--float-behind-concat",
+    "--pair-behind-deconv",
+)
 _DLA_NOTE = (
     "the typed model is for DLA in TensorRT 11.4.1 or newer (JetPack 7.2.2 on Jetson AGX Orin): up"
     " to 10.7 DLA takes the cache, and 10.8 to 11.4.0 have no DLA"
@@ -185,6 +192,7 @@ class TensorRT(TensorrtOptions):
             ExportError: a cache cannot hold a tensor's name.
         """
         from deploy.frontends.checks import refuse_optimized
+        from deploy.targets.prequantized import refuse_options
         from deploy.targets.tensorrt import cache_contents, sdk
         from deploy.targets.tensorrt.sdk import plugin_digests
 
@@ -193,7 +201,8 @@ class TensorRT(TensorrtOptions):
             with suppress(SdkMissingError):  # without TensorRT the engine is built elsewhere
                 sdk.find_sdk(self.device)
         refuse_optimized(subject.model, self.name)
-        self._check_trained(subject)
+        if subject.loaded.qdq is not None:
+            refuse_options(subject.loaded.qdq, self, _QUANTIZING_FLAGS)
         cache_contents.refuse_names(subject.model)
         self._check_methods(subject.method)
         if self.precision == FP8:
@@ -203,20 +212,6 @@ class TensorRT(TensorrtOptions):
         if observations is None:
             observations = subject.histogram_observations(self.scaled_tensors(subject.model, ()))
         return observations
-
-    def _check_trained(self, subject: CalibrationSubject) -> None:
-        """Refuse options that a model which is quantized already cannot follow."""
-        if subject.loaded.qdq is None:
-            return
-        from deploy.targets.prequantized import refuse_options
-
-        options = {
-            "--precision fp8": self.precision == FP8,
-            "--calibrator": self.calibrator is not None,
-            "--float-behind-concat": self.float_behind_concat,
-            "--pair-behind-deconv": self.pair_behind_deconv,
-        }
-        refuse_options(subject.loaded.qdq, self.name, options)
 
     def _check_fp8_nodes(self, subject: CalibrationSubject) -> None:
         decisions = self.plan(subject.model, subject.float_nodes).decisions
@@ -300,7 +295,7 @@ class TensorRT(TensorrtOptions):
         evaluated_role = self._evaluated_role(model_set.models, version)
         if request.plugin_decisions:  # only the part without plugin nodes can run there
             runnable_part = model_set.models[evaluated_role]
-            files[PART] = engines.write_file(request, ".part.onnx", runnable_part)
+            files[PART] = request.write(".tensorrt.part.onnx", runnable_part)
             evaluated_role = PART
         evaluated_file = files[evaluated_role]
 
@@ -355,21 +350,21 @@ class TensorRT(TensorrtOptions):
     ) -> dict[str, Path]:
         """Write the models, and with the float model its cache; return role -> path."""
         from deploy.calibration import trt_cache
-        from deploy.targets.tensorrt import cache_tools, engines
+        from deploy.targets.tensorrt import cache_tools
 
         files = {}
         if FLOAT in models:
-            files[FLOAT] = engines.write_file(request, ".onnx", models[FLOAT])
+            files[FLOAT] = request.write(".tensorrt.onnx", models[FLOAT])
             text = trt_cache.dump(calibrated.cache)
-            files[CACHE] = engines.write_file(request, ".cache", text)
+            files[CACHE] = request.write(".tensorrt.cache", text)
             note_path = cache_tools.write_cache_note(
                 request, files[CACHE], text, models[FLOAT], float32_nodes
             )
             if note_path is not None:
                 files[NOTE] = note_path
-        files[QDQ] = engines.write_file(request, ".qdq.onnx", models[QDQ])
+        files[QDQ] = request.write(".tensorrt.qdq.onnx", models[QDQ])
         if TYPED in models:
-            files[TYPED] = engines.write_file(request, ".typed.onnx", models[TYPED])
+            files[TYPED] = request.write(".tensorrt.typed.onnx", models[TYPED])
         return files
 
     def _build_engines(
@@ -546,8 +541,7 @@ def _write_script(
         shipped = [path for path in files.values() if path.name in argument_values]
         if command != commands[0]:
             role += f", with {command.name} as argument"
-    path = request.folder / f"{request.name}_trtexec.sh"
-    files[role] = write_script(path, trtexec_script(commands))
+    files[role] = request.write_script("_trtexec.sh", trtexec_script(commands))
     return tuple(shipped)
 
 

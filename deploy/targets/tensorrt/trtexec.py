@@ -12,7 +12,7 @@ calibrators and FP8 (before 10.2 only for matrix products).
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import onnx
 from deploy.calibration.trt_cache import version_label
 from deploy.graph.index import Graph, all_nodes, opset_of
 from deploy.targets.base import BuildRequest
+from deploy.targets.shape_ranges import Shape
 from deploy.targets.tensorrt.profiles import model_input_shapes, sample_profiles
 from deploy.targets.tensorrt.trt_options import (
     BF16,
@@ -246,8 +247,8 @@ def _common_flags(options: TensorrtOptions, request: BuildRequest) -> list[str]:
 def shipping_command(commands: Sequence[TrtexecCommand], version: str) -> TrtexecCommand | None:
     """Return the command whose files are to be shipped to TensorRT `version`; None if none can be.
 
-    It is the first one, except for TensorRT 10, which reads cache and typed model: caches are
-    deprecated since 10.1, and the accuracy in the report is that of the typed model.
+    It is the first one, but for TensorRT 10 that of the typed model: this version reads caches too,
+    but they are deprecated since 10.1, and the accuracy in the report is that of the typed model.
     """
     runnable = [command for command in commands if command.arguments]
     features = features_of(version)
@@ -428,13 +429,15 @@ def _shape_flags(request: BuildRequest, max_batch: int, *, dla: bool) -> list[st
     if all(isinstance(size, int) for shape in shapes for size in shape):
         return []
     profiles = sample_profiles(request, max_batch=max_batch, fixed=dla, batch_shapes={})
-    min_shapes = _join_shapes({name: shapes.min_shape for name, shapes in profiles.items()})
-    opt_shapes = _join_shapes({name: shapes.opt_shape for name, shapes in profiles.items()})
-    max_shapes = _join_shapes({name: shapes.max_shape for name, shapes in profiles.items()})
-    if min_shapes == max_shapes:
-        return [f"--shapes={opt_shapes}"]
-    return [f"--minShapes={min_shapes}", f"--optShapes={opt_shapes}", f"--maxShapes={max_shapes}"]
+    # the smallest shapes of all inputs as one text, those to tune for, and the largest
+    texts = [_join_shapes(profiles, shapes) for shapes in zip(*profiles.values(), strict=True)]
+    min_text, opt_text, max_text = texts
+    if min_text == max_text:
+        return [f"--shapes={opt_text}"]
+    return [f"--minShapes={min_text}", f"--optShapes={opt_text}", f"--maxShapes={max_text}"]
 
 
-def _join_shapes(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    return ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in shapes.items())
+def _join_shapes(names: Iterable[str], shapes: Iterable[Shape]) -> str:
+    """Return the shapes of inputs as trtexec reads them, such as "x:1x3x8x8,mask:1x8"."""
+    pairs = zip(names, shapes, strict=True)
+    return ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in pairs)
