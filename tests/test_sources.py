@@ -200,6 +200,12 @@ def test_labels_belong_to_chosen_images(header, line, limit, pictures, tmp_path)
     assert feed.names == tuple(names[label] for label in feed.labels)
 
 
+def test_only_a_table_of_labels_has_a_header(tmp_path):
+    (tmp_path / "l.txt").write_text("one\n1\n2\n")  # without it, labels may fit other images
+    with pytest.raises(FeedError, match="line 1 of"):
+        read_labels(tmp_path / "l.txt")
+
+
 def test_line_of_labels_for_each_image(pictures, tmp_path, wording):
     for names in (["01.png", "00.png"], ["00.png", "00.png"]):
         with pytest.raises(FeedError) as raised:

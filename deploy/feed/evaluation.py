@@ -135,9 +135,9 @@ _LABELLED_LINE = re.compile(r"(?:(.*)([\s,]))?(\d{1,9})", re.ASCII)
 def read_labels(path: Path | str) -> FileList | Annotations | str:
     """Read annotated objects, see `deploy.feed.annotations`, or a class number a line.
 
-    The class number ends the line, after a space or a comma. Empty lines are skipped, and a first
-    line without a number, a table's header. "folders" is no file: images are labelled by their
-    folders.
+    The class number ends the line, after a space or a comma. Empty lines are skipped, and the
+    header of a table: a first line of several words without a number. "folders" is no file: images
+    are labelled by their folders.
 
     Returns:
         The annotated objects; the name and the class number of each line; or `BY_FOLDER`.
@@ -153,13 +153,14 @@ def read_labels(path: Path | str) -> FileList | Annotations | str:
     lines = read_text(path, what="a text file of labels", error=FeedError).splitlines()
     labelled_files = FileList(folder="")
     for number, line in enumerate(lines, 1):
+        columns = line.replace(",", " ").split()
         labelled_line = _LABELLED_LINE.fullmatch(line.strip())
         if labelled_line is not None:
             text, separator, label = labelled_line.groups(default="")
             # a table may have other columns before the name
             name = text.rpartition(",")[2] if separator == "," else text.rstrip(" ,")
             labelled_files.add(name.strip(' "'), int(label))
-        elif line.strip() and number > 1:
+        elif columns and (number > 1 or len(columns) == 1):
             raise FeedError(
                 f"a label is a class number, line {number} of {path} ends in other text;"
                 " number the classes from 0, as the model's outputs are"
