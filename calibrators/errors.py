@@ -7,7 +7,7 @@ _END_LENGTH = 900  # characters retained at the end, which holds the advice
 class Calib8Error(Exception):
     """Base class of every error that calib8 raises deliberately.
 
-    The message states the rule, the value that breaks it, and what to do, in words for the user.
+    The message states the rule, the value that breaks it, and what to do.
     Long messages are shortened in the middle.
     """
 

@@ -32,11 +32,11 @@ class Method:
     """A search with its parameters; create it with `Method.of("percentile", {"percent": 99.9})`.
 
     Attributes:
-        name: a row of SEARCHES.
-        params: of the type that the row names.
+        name: name of a search in SEARCHES.
+        params: parameters of this search, of its own class.
 
     Raises:
-        ConfigError: there is no such row, or the parameters belong to another row.
+        ConfigError: there is no such search, or the parameters belong to another search.
     """
 
     name: str

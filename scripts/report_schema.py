@@ -43,7 +43,7 @@ This page describes `report.json` and the `--json` of `build`, `check` and `benc
 
 - A key keeps its name, type, unit and meaning; a change of these changes the number of the schema.
 - New keys may be added: ignore keys that you do not know.
-- A key without a value is left out, or null.
+- A key without a value is left out, or null ("None" on this page); a key with `?` may be left out.
 - A number that JSON cannot represent is `"inf"`, `"-inf"` or `"nan"`.
 - Sentences (`notes`, `alerts`, `reasons`, `reason`, `words`, `why`, `form`, `settled`) are for
   people, and may change.
@@ -182,7 +182,7 @@ def page() -> str:
             mark = "" if key in definition["required"] else "?"
             lines.append(f"| `{key}`{mark} | {type_text(value)} | {text} |")
         lines.append("")
-    return "\n".join([*lines, "A key with a question mark may be left out.", ""])
+    return "\n".join([*lines, ""])
 
 
 def schema_text() -> str:

@@ -108,7 +108,7 @@ def check(
         labels: as for `build`.
         metric: "file.py:function" or a function, as for `build`.
         task: name of the outputs' task; None uses the build's, or recognises it.
-        gates: limits; one that is None is the build's.
+        gates: limits; a limit of None is that of the build.
         targets: targets with options for running engines; others use their defaults.
         preprocess: preprocessing, or some of its options; the others come from the build.
         limit: largest number of images, or a `Choice` of them.

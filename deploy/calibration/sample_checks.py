@@ -196,7 +196,7 @@ class HalvesAgreement:
         tensors: number of tensors whose ranges are compared.
         differences: tensor -> difference as a share of its range, for tensors that differ by
             `within` or more, largest first.
-        stopped: whether the stop rule ended the observation.
+        stopped: whether `--until-stable` ended the calibration before the last sample.
     """
 
     samples: int

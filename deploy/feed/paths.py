@@ -365,7 +365,7 @@ class RawFiles:
     """A folder, pattern, list or file of `.bin` or `.raw`, with the shape and dtype of its values.
 
     Attributes:
-        path: of the files.
+        path: the folder, pattern, list or file.
         shape: of one sample, with or without the batch (a file may hold several); None for the
             input's shape. Images are [H, W, 3] RGB, [H, W, 1] or [H, W].
         dtype: a numpy name, little-endian; None for the input's dtype. uint8 values for an input

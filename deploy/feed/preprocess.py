@@ -48,7 +48,7 @@ class Preprocess:
         size: (height, width) in pixels of the model's input. A side that is None depends on each
             image: it follows from the aspect if the other side is set, else it is the image's own.
             Inputs then differ in size.
-        multiple: sides that depend on the image are rounded to multiples of it.
+        multiple: sides that depend on the image are rounded to a multiple of this number.
         default_size: size if the model's is dynamic; set by presets.
         resize: "stretch"; "letterbox" keeps the aspect and pads; "short-side" resizes the short
             side to `short_side` and crops the center; "fit-height" keeps the aspect up to the
@@ -56,8 +56,8 @@ class Preprocess:
         short_side: pixels; None is the longer side of `size` times 8/7 (256 for 224).
         interpolation: OpenCV's. "area" is used if both sides shrink, else "linear".
         color: "rgb", "bgr" or "grey"; None is grey for one channel and rgb for three.
-        scale: multiplier of a pixel of 0..255; of 0..65535 in a 16-bit image that is fed as grey
-            with another scale than 1/255.
+        scale: multiplier of a pixel of 0..255. A 16-bit image in grey has pixels of 0..65535,
+            unless `scale` is 1/255.
         mean, std: in scaled units, one value, or one per channel in the order of `color`.
         pad: the border, in pixel units (may be a fraction), one value or one per channel.
         anchor: where letterbox puts the image, "centre" or "top-left".

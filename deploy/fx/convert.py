@@ -347,7 +347,8 @@ def calibrate(
     Args:
         prepared: a model from `deploy.fx.prepare`.
         batches: each a tensor or a tuple of inputs, batch first, such as a DataLoader; values after
-            the last argument of forward (labels) are left out. Any batch size gives the same.
+            the last argument of forward (labels) are left out. The result does not depend on the
+            batch size.
         search: from `deploy.fx.range_search.search_for`.
 
     Raises:

@@ -100,7 +100,7 @@ class Timing:
         p90: 90th percentile in ms.
         p95: 95th percentile in ms.
         p99: 99th percentile in ms.
-        cv_percent: coefficient of variance, in percent.
+        cv_percent: coefficient of variation, in percent.
     """
 
     min: float
@@ -186,7 +186,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedUp:
-    """How many times as fast an engine is as another.
+    """Speed of an engine relative to another.
 
     Attributes:
         ratio: p50 over p50.

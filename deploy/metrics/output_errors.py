@@ -51,13 +51,14 @@ class OutputAccuracy:
     Attributes:
         name: name of the output.
         sqnr_db: signal to quantization noise ratio; inf if both are equal, NaN if not finite.
-        cosine_mean: mean of the samples' cosines; of one value a sample the cosine over all.
-        cosine_min: minimum of the samples' cosines, or the cosine over all.
+        cosine_mean: mean of the samples' cosines; if a sample has a single value, the cosine over
+            all samples.
+        cosine_min: minimum of the samples' cosines, or the cosine over all samples.
         max_abs_error: largest absolute difference of any element, in the tensor's own unit.
         not_finite: number of samples with NaN or Inf (in the reference, in the candidate).
         other_shape: number of samples whose shapes differ, as the number of detections may.
         zeros: whether all values of both are 0, so that equality means nothing.
-        empty: whether neither had a value in any sample.
+        empty: whether neither model's output had a value in any sample.
     """
 
     name: str

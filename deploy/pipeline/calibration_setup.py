@@ -112,8 +112,8 @@ def calibrate(
         limit: the largest number of images to use, or a `Choice` of them.
         batch_axis: what the first dimension of the inputs is: "0", a batch; "none", a part of each
             sample; "auto", what the shapes of model and samples show.
-        states: input -> output of the previous step that it takes, beyond those that names and
-            shapes show.
+        states: state input -> output of the previous step that the input reads; all other pairs
+            are found by name and shape.
         until_stable: use 16, 32, 64 ... images, spread evenly over all, until the ranges of two
             halves differ by less than this share (`deploy.calibration.stability`); None uses all.
         threads: worker threads, None for up to 4 cores; the result does not depend on it.

@@ -145,7 +145,7 @@ class EngineLayersPart:
         planned: number of nodes planned as quantized; None without a plan.
         grid: type they were planned in.
         unnamed: planned nodes that no layer names, because they were fused or removed.
-        inside: planned nodes in blocks, whose types the engine does not tell.
+        inside: planned nodes in blocks; the engine does not report their types.
         blocks: kinds of blocks as text, such as "2 DLA loadables".
         lost: planned nodes that run in float.
         gained: nodes planned in float that run quantized.

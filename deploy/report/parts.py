@@ -276,7 +276,7 @@ class EngineRow:
         load_ms: time from the file to a session ready to run.
         threads: number of threads on the CPU.
         latency: of one inference; None if not timed.
-        speed: beside the float engine that it is compared with.
+        speed: speed-up over the float engine that it is compared with.
         sweep: measurements by ascending batch; `latency` is that of the first.
         kernels: time of each kernel, the slowest first.
         accuracy: against the float model; None if not measured.
@@ -418,7 +418,7 @@ class TargetPart:
         layers: inner tensors of its engine against the float model's, in the model's order.
         modules: tensor -> path of the PyTorch module that makes it, where the model's file says it.
         files: files written for it.
-        runnable: file with its numerics that ONNX Runtime can run; None without.
+        runnable: file that computes the same in ONNX Runtime; None without.
         shipped: files from which the device builds its engine.
         search: the search before it was built; None without.
         alerts: notes that need an action.

@@ -133,7 +133,7 @@ class BoxRow:
     Attributes:
         sample: name of the sample.
         threshold: score above which boxes count.
-        kept: number of boxes of both models.
+        kept: number of boxes that both models find.
         lost: number of boxes of the float model only.
         new: number of boxes of the engine only.
         boxes: the boxes themselves; not in JSON.

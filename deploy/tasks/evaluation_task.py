@@ -134,7 +134,7 @@ class TaskFigure:
         found: number of boxes or labels of the float model; None for other tasks.
         new: boxes, labels or indices of the candidate only.
         kept: boxes, points or samples that the candidate reproduces; 0 where there are none.
-        counted: all of FP32's.
+        counted: number of boxes, points or samples that `kept` is counted among.
         reference: the float model's own value.
         form: how the outputs are interpreted.
         beside: outputs that the task does not cover.

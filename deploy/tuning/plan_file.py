@@ -47,7 +47,7 @@ _MARKS = ("is_timed", "taken", "figure", "level")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitRow:
-    """One split of the front: no other that was tried is both as fast and as near to FP32.
+    """One split of the front: no other split that was tried is as fast and as near to FP32.
 
     Attributes:
         number: what `--split` takes, from 1, the fastest split first.
@@ -57,10 +57,10 @@ class SplitRow:
         is_timed: whether the time was measured, and not predicted.
         size: predicted bytes of weights and constants, as a share of the float model's.
         sqnr_db: of the worst output slice, over the samples of the search.
-        figure: the task's figure on the evaluation samples, such as "27 of 28 boxes"; "" where
-            the split was not judged.
-        level: expected verdict on its accuracy: "good", "doubtful" or "unusable"; "" where the
-            split was not judged.
+        figure: the task's figure on the evaluation samples, such as "27 of 28 boxes"; "" if the
+            split was not evaluated.
+        level: expected verdict on its accuracy: "good", "doubtful" or "unusable"; "" if the
+            split was not evaluated.
         taken: whether it was built.
     """
 

@@ -77,8 +77,8 @@ class Ascend:
             default over all calibration samples.
         aipp: put the preprocessing into the .om if AIPP can express it.
         source_color: format of the .om's input images: "rgb", "bgr", "nv12" or "nv21".
-        source_size: "HxW" of the frames, if AIPP crops the center, or to be told how they are
-            resized before AIPP.
+        source_size: "HxW" of the frames, if it is not the size of the input: AIPP crops their
+            center, or the report says how to resize them before AIPP.
         csc: color standard of nv12 and nv21, one of `deploy.targets.ascend.atc.STANDARDS`.
         dynamic_aipp: the program on the device sets AIPP's parameters.
         first_layer_int8: run AIPP and the first convolution fused in int8.

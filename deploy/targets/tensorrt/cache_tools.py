@@ -338,8 +338,8 @@ def cache_to_qdq(
     Args:
         model: path of the ONNX file, or the model.
         cache: its calibration cache.
-        keep_batchnorm: do not fold BatchNormalization, so that the float model which
-            `qdq_to_cache` recovers gives bit-exact outputs of `model`.
+        keep_batchnorm: do not fold BatchNormalization, so that the float model that
+            `qdq_to_cache` returns has the outputs of `model`, bit for bit.
         own_concat_scales: do not share scales between the tensors of a Concat.
         parser: parser of TensorRT that named the entries, "onnx" or "caffe"; None for the likely
             one.

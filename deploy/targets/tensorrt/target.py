@@ -128,8 +128,8 @@ class TensorRT(TensorrtOptions):
     """The TensorRT target, with its options.
 
     Attributes:
-        version: TensorRT that will read the cache, "X.Y.Z"; None for the version of the calibration
-            cache (`--trt-version`), or of the installed TensorRT.
+        version: "X.Y.Z" of the TensorRT that will read the files; None for `trt_version` of the
+            `CachePolicy`, or of the installed TensorRT, or of a stored cache, or 10.3.0.
         precision: quantized type: "int8", or "fp8" (E4M3, GPUs from Ada and Hopper on).
         form: what the engine is built from: "cache", "qdq", or "auto".
         rest: type of the layers that are not quantized: "fp16", "bf16" or "fp32".
@@ -146,10 +146,10 @@ class TensorRT(TensorrtOptions):
             "none".
         device: index of the GPU to build and run on.
         plugins: plugin libraries, loaded before a model is parsed or an engine is opened.
-        timing_cache: file of TensorRT's tactic timings, to read and to add to; None for one of the
-            build. A file that TensorRT refuses as such is left as it is, with a note.
-        trtexec_flags: further flags of trtexec, "--name=value", for its lines and for the engine
-            built here, which knows those of `ENGINE_FLAGS`.
+        timing_cache: file of TensorRT's tactic timings, to read and to add to; None for one in
+            the folder of the build. A file that TensorRT refuses is not changed.
+        trtexec_flags: further flags of trtexec, "--name=value", for its lines. The engine that
+            is built here takes only those of `ENGINE_FLAGS`.
         parser: "onnx" or "caffe": which of TensorRT's parsers names the tensors of the calibration
             cache; None to guess from the model.
         name: "tensorrt", the target's name in files, reports and on the command line.
