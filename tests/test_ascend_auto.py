@@ -390,13 +390,13 @@ def test_threads_sharing_plans_get_all_weights(parts, monkeypatch):
     config = default_config(graph, batch_num=len(samples))
     plan = plan_amct(model, graph, samples, config)
     observed = observe(plan.observations, samples, runs=Counter())
-    plain = RecordPlan._weight
+    plain = RecordPlan._arq_scale
 
     def slowly(*arguments):
         time.sleep(0.02)
         return plain(*arguments)
 
-    monkeypatch.setattr(RecordPlan, "_weight", slowly)
+    monkeypatch.setattr(RecordPlan, "_arq_scale", slowly)
     plan._arq.clear()
     with ThreadPoolExecutor(2) as pool:
         first_record = pool.submit(plan.record, observed)

@@ -263,7 +263,7 @@ def _round_up(side: int, unit: int) -> int:
 
 
 def _map_back(axis: str, offset: int, size_ratio: float) -> str:
-    """Return a formula that maps a coordinate of the model's input back to the frame.
+    """Return a formula, as text, that maps a coordinate of the model's input back to the frame.
 
     Args:
         axis: "x" or "y".
@@ -279,7 +279,8 @@ def _describe_frame_plan(plan: FramePlan, preprocess: Preprocess, source: AippSo
 
     Where DVPP cannot do as the calibration did, the difference is described too.
     """
-    row, column = plan.corner  # of the resized frame in the picture, negative where it is cropped
+    # (row, column) of the resized frame in the picture, negative where it is cropped
+    row, column = plan.corner
     calibrated_size, calibrated_corner = resized_geometry(plan.frame, preprocess)
     is_cropped = min(calibrated_corner) < 0
     height, width = preprocess.input_size

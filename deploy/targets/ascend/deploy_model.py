@@ -220,7 +220,10 @@ class _LayerRewriter:
         return self.replacement.dequantize_output(quant_layer, integer_output, float_output)
 
     def store_bias(self, quant_layer: QuantLayer, bias: NDArray[np.int32]) -> str:
-        """Store the integer bias and return its name, a new one if other nodes read the float."""
+        """Store a layer's integer bias; return its name.
+
+        It takes the place and name of the float bias, unless other nodes read that one too.
+        """
         name = quant_layer.layer.bias
         if len(self.index.readers[name]) > 1:
             name = f"{quant_layer.layer.name}.quant_bias"
@@ -228,7 +231,7 @@ class _LayerRewriter:
         return name
 
     def update_graph(self, nodes: Nodes) -> None:
-        """Write tensors and nodes into the graph: replaced initializers keep their place."""
+        """Put the new nodes and tensors into the graph; replaced initializers keep their place."""
         constants = [node for node in nodes if node.op_type == "Constant"]
         unreplaced_constants = [node for node in constants if node.output[0] not in self.tensors]
         computing_nodes = [node for node in nodes if node.op_type != "Constant"]
@@ -406,7 +409,10 @@ def _pack_weight(quant_layer: QuantLayer, weight: NDArray[np.int8]) -> NDArray[n
 
 
 def _cast_bias(quant_layer: QuantLayer, bias: str) -> tuple[Nodes, str]:
-    """Cast the int32 bias to float for 4-bit activations, as AMCT does."""
+    """Return the nodes between the int32 bias and its layer, and their output.
+
+    With 4-bit activations that is a Cast to float, as in AMCT's models; else there are none.
+    """
     if quant_layer.record.act_bits != 4:
         return [], bias
     name = f"{quant_layer.layer.name}.bias_quant"
@@ -419,10 +425,10 @@ _MAX_GRID_ERROR = 0.01  # steps: float32 error of a weight that is an integer ti
 
 
 def modified_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:
-    """Return the float model with weights that give AdaRound's integers when AMCT rounds them.
+    """Return the float model with weights that AMCT rounds to AdaRound's integers.
 
-    AMCT's record has the scales, but not the integers, and AMCT rounds to the nearest. So a weight
-    becomes AdaRound's integers times their scale, divided by DMQ's factors.
+    AMCT's record has the scales, but not the integers, and AMCT rounds weights to the nearest. So a
+    weight becomes AdaRound's integers times their scale, divided by DMQ's factors.
     """
     index = Graph(model)
     new_weights = {}

@@ -355,8 +355,9 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
             " model's own cache (`calib8 cache check --model` tells more)"
         )
 
+    # why a tensor has no scale, such as "has no entry in the cache"
     reason_by_tensor = {coverage.tensor: coverage.reason for coverage in match.tensors}
-    float_reasons = {}  # completes "its input ..."
+    float_reasons = {}  # layer without a record -> why it stays in float
     for name, layer in graph.layers.items():
         if name not in records:
             reason = reason_by_tensor.get(layer.input) or f"has no scale in {path.name}"
@@ -443,7 +444,11 @@ def _find_unfolded_layers(
 
 
 def _scale_distance(index: Graph, layer: Layer | None, record: LayerRecord) -> float | None:
-    """Return the mean distance of a record's scales from ARQ's in octaves; None if unfit."""
+    """Return how far a record's scales of a weight are from those that ARQ finds for this model.
+
+    That is the mean of |log2(scale / ARQ's scale)|; None if the layer has no weight, or if the
+    record is for another number of channels.
+    """
     if layer is None or not layer.weight:
         return None
     try:
@@ -476,7 +481,7 @@ def _refuse_other_types(
 
 
 def _refuse_disabled(records: Iterable[str], enabled: Collection[str]) -> None:
-    """Refuse a record and a configuration that contradict each other."""
+    """Refuse a record of a layer that the configuration does not enable."""
     for name in records:
         if name not in enabled:
             raise ConfigError(

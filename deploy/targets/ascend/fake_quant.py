@@ -83,12 +83,9 @@ def _make_quant(quant_layer: QuantLayer, tensor: str, *, npu_rounding: bool) -> 
     nodes = [make_constant(f"{name}.{key}", np.float32(value)) for key, value in values.items()]
     scale, offset, minimum, maximum = (node.output[0] for node in nodes)
     add_offset, round_codes = ("Add", [offset]), ("Round", list[str]())
-    operators = [
-        ("Mul", [scale]),
-        *((add_offset, round_codes) if npu_rounding else (round_codes, add_offset)),
-        ("Clip", [minimum, maximum]),
-        ("Sub", [offset]),
-    ]
+    rounding = [add_offset, round_codes] if npu_rounding else [round_codes, add_offset]
+    # (operator, its inputs besides the output of the operator before it)
+    operators = [("Mul", [scale]), *rounding, ("Clip", [minimum, maximum]), ("Sub", [offset])]
     for op, constants in operators:
         node_name = f"{name}.{op.lower()}"
         output = f"{node_name}.output0"

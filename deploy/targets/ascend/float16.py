@@ -140,7 +140,10 @@ class _Float16Writer:
         return [node for node in nodes if node.op_type != "Cast" or node.output[0] in read_tensors]
 
     def restore_constant_names(self, nodes: list[onnx.NodeProto]) -> None:
-        """Give the float16 form of a constant its name if no node reads the float32 form."""
+        """Give the float16 form of a constant the constant's own name if no node reads float32.
+
+        `nodes`: the nodes of the model, whose inputs are renamed.
+        """
         read_tensors = _read_tensors(nodes)
         name_by_cast = {
             cast: name

@@ -234,7 +234,11 @@ def find_best_searches(
 
 
 def choose_search(error_by_search: Mapping[str, float]) -> str:
-    """Return the search of least error; a balanced one only if it is worth its operator."""
+    """Return the search of least error.
+
+    One that balances channels by DMQ costs an operator more: it is returned only if its error is
+    less than half (`_MAX_DMQ_ERROR`) of the least error of the others.
+    """
     unbalanced = [search for search in error_by_search if not is_balanced(search)]
     best_unbalanced = min(unbalanced, key=error_by_search.__getitem__)
     best = min(error_by_search, key=error_by_search.__getitem__)

@@ -227,7 +227,7 @@ def find_layers(model: onnx.ModelProto) -> LayerGraph:
 
 
 def _multiplies_activations(node: onnx.NodeProto, index: Graph) -> bool:
-    """Whether a node is a MatMul of float matrices."""
+    """Whether a node is a MatMul of float tensors, none of which is known to be a vector."""
     if node.op_type != "MatMul" or not all(map(index.is_float, node.input)):
         return False
     shapes = [index.shapes.get(tensor) for tensor in node.input]
@@ -266,7 +266,7 @@ def _add_optional_inputs(node: onnx.NodeProto, index: Graph, layer_graph: LayerG
 
 
 def _layer_or_float_reason(node: onnx.NodeProto, index: Graph) -> Layer | str:
-    """Return the layer of a node, or the reason why the node stays in float."""
+    """Return the `Layer` of a node that AMCT quantizes, or the reason why it stays in float."""
     if node.input[0] in index.constants:
         return "its input is a constant"
     node_attributes = attributes(node)

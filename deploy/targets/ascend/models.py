@@ -65,11 +65,11 @@ def fusion_mapping(deploy: onnx.ModelProto, original: onnx.ModelProto, *, name: 
         if node.op_type == "Constant":
             continue
         input_ports = [port_by_tensor[tensor] for tensor in node.input if tensor in port_by_tensor]
-        float_outputs = [float_by_integer_tensor.get(tensor, tensor) for tensor in node.output]
         # the original has no integer tensors, but the float ones that AscendDequant makes of them
-        deployed_outputs = [name for name in node.output if name not in float_by_integer_tensor]
-        original_outputs = [tracer.find_output(tensor) for tensor in deployed_outputs]
+        float_outputs = [float_by_integer_tensor.get(tensor, tensor) for tensor in node.output]
         original_nodes = tracer.find_nodes(float_outputs)
+        common_tensors = [name for name in node.output if name not in float_by_integer_tensor]
+        original_outputs = [tracer.find_output(tensor) for tensor in common_tensors]
         mapping_nodes.append(
             _make_mapping_node(
                 node.name, node.op_type, input_ports, original_nodes, original_outputs
@@ -94,20 +94,27 @@ def is_fusion_mapping(text: str) -> bool:
 
 
 class _OriginalNodes:
-    """Finds the original nodes that make the tensors of the deploy model."""
+    """Finds the original nodes that make the tensors of the deploy model.
+
+    Attributes:
+        producer: tensor of the original -> the node that makes it.
+        undeployed_tensors: tensors that only the original has, and that depend on its inputs.
+    """
 
     def __init__(self, original: onnx.ModelProto, deployed_tensors: Collection[str]) -> None:
         weights = {tensor.name for tensor in original.graph.initializer}
         graph = copy_without_initializers(original, weights, placeholders=True).graph
         name_nodes_by_index(graph)
         self.producer = {tensor: n for n in graph.node for tensor in n.output if tensor}
-        # tensors that only the original has, so that tracing goes on through them
         self.undeployed_tensors = _input_dependent(graph) & set(self.producer) - set(
             deployed_tensors
         )
 
     def find_nodes(self, tensors: Iterable[str]) -> list[str]:
-        """Return the names of the nodes between these tensors and other deployed tensors."""
+        """Return the names of the original nodes that make these tensors.
+
+        They are traced back from the tensors, up to tensors that the deploy model has too.
+        """
         names: dict[str, None] = {}
         pending = [tensor for tensor in tensors if tensor in self.producer]
         while pending:
@@ -124,7 +131,7 @@ class _OriginalNodes:
 
 
 def _input_dependent(graph: onnx.GraphProto) -> set[str]:
-    """Return the tensors that depend on the inputs."""
+    """Return the inputs of a graph, and the tensors that are computed from them."""
     tensors = {value.name for value in runtime_inputs(graph)}
     for node in graph.node:
         if tensors.intersection(iter_reads(node)):

@@ -153,7 +153,7 @@ def read_record(text: str, file_name: str = "the record") -> dict[str, LayerReco
 
 
 def describe_ignored_entries(text: str, file_name: str) -> tuple[str, ...]:
-    """Describe the record's entries that calib8 does not deploy, and so does not check."""
+    """Describe the record's entries that calib8 does not deploy, such as "2 x KV cache"."""
     message: Any = parse_text("ScaleOffsetRecord", text, file_name)
     count_by_kind = {
         "KV cache": sum(entry.HasField("kv_cache_value") for entry in message.record),

@@ -367,7 +367,11 @@ def _set_flag(config: trt.IBuilderConfig, flag: str) -> None:
 def _bind_to_float(
     config: trt.IBuilderConfig, network: trt.INetworkDefinition, settings: BuilderSettings
 ) -> None:
-    """Bind `float_layers` to a float precision; TensorRT chooses that of the other layers."""
+    """Let the layers of `float_layers` compute in the float type of the settings, not in int8.
+
+    Raises:
+        BackendError: a node of `float_layers` is no layer of the network.
+    """
     import tensorrt as trt
 
     config.set_flag(trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
@@ -405,7 +409,10 @@ def _bind_to_float32(
 def _find_layers(
     network: trt.INetworkDefinition, nodes: Mapping[str, str]
 ) -> Iterator[tuple[trt.ILayer, set[str]]]:
-    """Yield (layer, its node names) for `nodes`, found by layer name or by output tensor."""
+    """Yield each layer of some nodes, with the names of those nodes.
+
+    `nodes`: node -> its output tensor. A layer has the node's name, or makes that tensor.
+    """
     node_by_tensor = {tensor: node for node, tensor in nodes.items()}
     for layer_index in range(network.num_layers):
         layer = network.get_layer(layer_index)

@@ -140,6 +140,7 @@ def merge_caches(
 
 
 def _choose(old: Entry | None, new: Entry, on_conflict: str) -> Entry:
+    """Return the entry that a merged cache gets of two for one tensor; see `merge_caches`."""
     if old is None or on_conflict == "last":
         return new
     if old.bits == new.bits:
@@ -463,7 +464,7 @@ def method_of_calibrator(script: CalibratorScript) -> tuple[Method, str] | None:
 
 
 def compare_with_script_cache(script_cache: bytes, new_cache: trt_cache.CalibrationCache) -> str:
-    """Compare the cache that a script reads with the new one; return one sentence."""
+    """Return a sentence on how the cache that a user's script reads differs from the new one."""
     try:
         old_cache = trt_cache.parse(script_cache, origin="the cache that the script reads")
         differences = compare_caches(old_cache, new_cache)

@@ -242,7 +242,7 @@ def calibrator_from_cache(options: TensorrtOptions, cache: bytes) -> Callbacks:
 def _calibration_batch(
     request: BuildRequest, settings: BuilderSettings
 ) -> tuple[dict[str, Shape], int]:
-    """Return (input -> shape of a calibration batch, number of samples in it).
+    """Return (input -> shape of a calibration batch, number of samples in such a batch).
 
     TensorRT calibrates with the shapes for which the engine is tuned.
     """
@@ -283,7 +283,13 @@ def lower_for_tensorrt(model: onnx.ModelProto, version: str) -> tuple[onnx.Model
 
 
 def typed_version(version: str, rest: str, features: Iterable[str]) -> str:
-    """Return the first TensorRT version, from `version` on, with `rest` networks and `features`."""
+    """Return the first TensorRT, `version` or newer, that reads a typed model with these features.
+
+    Args:
+        version: "X.Y.Z".
+        rest: type of the model's float part, which decides its opset.
+        features: fields of `TensorrtFeatures`.
+    """
     first = ParserRequirements(OPSETS.get(rest, 0)).first_version(*features)
     return version if first is None else max(version, first, key=version_label)
 
@@ -442,7 +448,7 @@ def _uses_cache(options: TensorrtOptions, installed: Sdk, request: BuildRequest)
 def _source_role(
     options: TensorrtOptions, installed: Sdk, files: Mapping[str, Path], request: BuildRequest
 ) -> str:
-    """Return the role of the model in `files` that the quantized engine is built from."""
+    """Return the role, in `files`, of the model that the quantized engine is built from."""
     if _uses_cache(options, installed, request):
         return FLOAT
     can_read_typed = features_of(installed.release).typed

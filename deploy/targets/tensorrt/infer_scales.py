@@ -262,7 +262,10 @@ def _range_for_reader(tensor_ranges: TensorRanges, name: str, node: onnx.NodePro
 
 
 def _operator_with_mode(node: onnx.NodeProto) -> str:
-    """Return the operator, Resize with its mode; one of a custom domain matches no rule."""
+    """Return a node's operator as the rules name it: a Resize with its mode, "Resize linear".
+
+    An operator of a custom domain is returned with its domain, so that it matches no rule.
+    """
     if node.domain not in ("", "ai.onnx"):
         return f"{node.domain}.{node.op_type}"
     return f"Resize {resize_mode(node)}" if node.op_type == "Resize" else str(node.op_type)
@@ -313,7 +316,7 @@ def _product(
 
 
 def _shrinks(tensor_ranges: TensorRanges, node: onnx.NodeProto) -> bool:
-    """Return whether no output value of a node exceeds the largest input |x|."""
+    """Return whether no output of a node of `_SHRINKING` exceeds the largest input |x|."""
     if node.op_type == "Pad":
         return not pads_nonzero(tensor_ranges.graph, node)
     return node.op_type != "LeakyRelu" or abs(attributes(node).get("alpha", 0.01)) <= 1

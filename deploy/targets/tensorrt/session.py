@@ -341,7 +341,7 @@ class TensorrtSession:
             return layers_of(self._engine, self._context)
 
     def _set_inputs(self, arrays: Mapping[str, Array]) -> None:
-        """Copy the inputs to pinned memory; with new shapes, allocate all buffers again."""
+        """Copy the inputs to pinned memory; if their shapes are new, allocate all buffers first."""
         requested = {}
         for tensor in self._inputs:
             array = arrays[tensor.name]

@@ -408,7 +408,12 @@ def float_layers(request: BuildRequest) -> dict[str, str]:
 
 
 def _precision_flags(type_by_layer: Mapping[str, str], float32_nodes: Collection[str]) -> list[str]:
-    """Return the flags that set layer types; `float32_nodes` compute and output float32."""
+    """Return the flags that set the types of layers.
+
+    Args:
+        type_by_layer: layer -> the type in which it computes.
+        float32_nodes: layers that compute and output float32.
+    """
     float32_types = dict.fromkeys(float32_nodes, FP32)
     compute_types = {**type_by_layer, **float32_types}
     if not compute_types:
