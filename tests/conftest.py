@@ -1,7 +1,9 @@
 """Fixtures that several test files share."""
 
+import copy
 import ctypes
 import fcntl
+import functools
 import gc
 import importlib.util
 import json
@@ -340,6 +342,26 @@ def messages_in_one_thread():
     yield
     Graph.__init__ = graph_init
     OrtSession.open = classmethod(session_open)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def operators_are_parsed_once():
+    """torch's exporter parses its 500 operators for every model, which takes half of an export."""
+    if "torch" not in sys.modules:
+        yield
+        return
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    read_operators = functools.cache(ONNXRegistry.from_torchlib)
+
+    def copy_operators(*arguments, **options):
+        registry = copy.copy(read_operators(*arguments, **options))
+        registry.functions = {name: [*variants] for name, variants in registry.functions.items()}
+        return registry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(copy_operators))
+        yield
 
 
 _ROOT = Path(__file__).resolve().parents[1]
