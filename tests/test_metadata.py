@@ -71,6 +71,19 @@ def test_ultralytics_other_tasks_channels_and_versions():
     )
 
 
+def test_yolov5_classifier_is_cropped_and_normalized():
+    ends = [make_value("x", ("n", 3, 160, 160)), make_value("y", ("n", 3))]
+    names = {"stride": "32", "names": "{0: 'cat', 1: 'dog', 2: 'hen'}"}
+    model = save_with_metadata(make_model([("Relu", "x", "y")], ends[:1], ends[1:]), names)
+    preprocess = resolve(read_metadata_preprocess(model, None), ("n", 3, 160, 160))
+    assert (preprocess.resize, preprocess.short, preprocess.interpolation) == (
+        "short-side",
+        160,
+        "linear",
+    )
+    assert (preprocess.mean, preprocess.color) == (PRESETS["imagenet"].mean, "rgb")
+
+
 def test_openvino_model_info_is_read():
     entries = {
         "model_info__mean_values": "123.675 116.28 103.53",

@@ -5,7 +5,7 @@ says so, and the run continues.
 """
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,7 +45,8 @@ def read_metadata_preprocess(
     metadata = ModelMetadata(
         properties={entry.key: entry.value[: LONGEST + 1] for entry in model.metadata_props},
         folder=_find_folder(path),
-        shape=_find_input_shape(model),
+        shape=_find_shape(model.graph.input),
+        is_classifier=_is_classifier(model),
     )
     for location, writer, read in READERS:
         try:
@@ -100,11 +101,17 @@ def _find_folder(path: Path | None) -> Path | None:
     return None if path is None else path.parent
 
 
-def _find_input_shape(model: onnx.ModelProto) -> tuple[int | None, ...]:
-    """Return the shape of the first input; None for open dimensions."""
-    if not model.graph.input:
-        return ()
+def _is_classifier(model: onnx.ModelProto) -> bool:
+    """Return whether the only output is [N, C], with a score for each of C class names."""
+    class_count = len(read_class_names(model))
+    output_shape = _find_shape(model.graph.output)
+    return len(model.graph.output) == 1 and output_shape[1:] == (class_count,)
+
+
+def _find_shape(values: Sequence[onnx.ValueInfoProto]) -> tuple[int | None, ...]:
+    """Return the shape of the first of a model's inputs or outputs; None for open dimensions."""
     shape: list[int | None] = []
-    for dim in model.graph.input[0].type.tensor_type.shape.dim:
-        shape.append(dim.dim_value if dim.dim_value > 0 else None)
+    for value in values[:1]:
+        for dim in value.type.tensor_type.shape.dim:
+            shape.append(dim.dim_value if dim.dim_value > 0 else None)
     return tuple(shape)

@@ -37,6 +37,7 @@ from deploy.frontends.metadata.values import (
 
 _BOXES = ("detect", "segment", "pose", "obb")
 _YOLOV5_KEYS = frozenset(("stride", "names"))  # YOLOv5's export.py writes no others
+_YOLOV5_CLASSIFIER_SIDE = 224  # pixels, its default
 
 
 def read_ultralytics(metadata: ModelMetadata) -> StoredPreprocess | None:
@@ -48,7 +49,9 @@ def read_ultralytics(metadata: ModelMetadata) -> StoredPreprocess | None:
     if metadata.text("author") != "Ultralytics":
         # YOLOv5 writes no author, but exactly two keys; keys with "onnx." are ONNX Runtime's
         keys = {key for key in metadata.properties if not key.startswith("onnx.")}
-        return StoredPreprocess(find_preset("yolo"), " YOLOv5") if keys == _YOLOV5_KEYS else None
+        if keys != _YOLOV5_KEYS:
+            return None
+        return StoredPreprocess(_yolov5_preprocess(metadata), " YOLOv5")
 
     size = _parse_size(metadata.text("imgsz"))
     height, width = size
@@ -59,6 +62,19 @@ def read_ultralytics(metadata: ModelMetadata) -> StoredPreprocess | None:
     detail = f" {version}" if version else ""
     detail += f", imgsz {size_text}"
     return StoredPreprocess(replace(preprocess, default_size=size, color=color), detail)
+
+
+def _yolov5_preprocess(metadata: ModelMetadata) -> Preprocess:
+    """Return letterbox, or for a classifier `classify_transforms` of `utils/augmentations.py`."""
+    if not metadata.is_classifier:
+        return find_preset("yolo")
+    side = metadata.shape[-1] or _YOLOV5_CLASSIFIER_SIDE
+    return replace(
+        find_preset("imagenet"),
+        default_size=(side, side),
+        short_side=side,
+        interpolation="linear",
+    )
 
 
 def _task_preprocess(metadata: ModelMetadata, size: Size) -> Preprocess:

@@ -27,11 +27,13 @@ class ModelMetadata:
             character.
         folder: that contains the model, None for a model in memory.
         shape: of the model's first input; None for open sizes.
+        is_classifier: whether the only output is one score for each of the class names.
     """
 
     properties: Mapping[str, str]
     folder: Path | None = None
     shape: tuple[int | None, ...] = ()
+    is_classifier: bool = False
 
     def text(self, key: str) -> str | None:
         """Return a value of the model's metadata; None without one.
