@@ -111,6 +111,8 @@ def split_yolo(number, boxes="rows", scores="rows"):
     for name in outputs:
         if layouts[name] != "turned":
             outputs[name] = outputs[name].swapaxes(1, 2)
+        if layouts[name] == "spaced":  # a dimension of 1 before the numbers of a box, as YOLOv4's
+            outputs[name] = outputs[name][:, :, None]
     return outputs
 
 

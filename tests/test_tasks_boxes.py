@@ -32,6 +32,11 @@ def yolox(number):
     return {"output": value.astype(np.float32)}
 
 
+def v6(number):
+    """Rows with 1 in place of an objectness."""
+    return {"outputs": np.insert(v8(number)["output0"], 4, 1, axis=1).transpose(0, 2, 1)}
+
+
 def tall(number):
     """As YOLOX, every box taller than its cell."""
     value = yolox(number)["output"]
@@ -60,7 +65,7 @@ def broken(outputs):
     return change_all(outputs, lambda value: value * np.nan)
 
 
-@pytest.mark.parametrize(("form", "rows"), [(v8, 1), (v5, -1), (yolox, -1), (tall, -1)])
+@pytest.mark.parametrize(("form", "rows"), [(v8, 1), (v5, -1), (v6, -1), (yolox, -1), (tall, -1)])
 def test_lost_boxes_are_counted_in_every_form(form, rows):
     references = [form(n) for n in range(8)]
     candidates = [without(one, n, 1, rows) for n, one in enumerate(references)]
@@ -247,6 +252,72 @@ def test_boxes_with_their_scores_beside_classes(batch):
     turned = changed(references, labels=lambda v: v + 1)
     cut = changed(references, dets=lambda v: v[..., :4])
     assert [figure(references, other)[1].value for other in (turned, cut)] == [0, 0]
+
+
+def posed_list(number, moved=0.0):
+    rows = ended(number, columns=6 + 3 * 3, pad=0)
+    for point in range(3):
+        rows[:, 6 + 3 * point : 9 + 3 * point] = rows[:, 0:3] + moved
+        rows[:, 8 + 3 * point] = 0.9
+    return {"output0": rows[None]}
+
+
+def test_key_points_of_a_list_move_with_its_boxes():
+    """As Ultralytics' exports after suppression have them."""
+    references = [posed_list(n) for n in range(4)]
+    form, same = figure(references, references)
+    assert form.task.form == "output0: a list of boxes, scores and classes, key points"
+    assert same.words.startswith("40 of 40 boxes")
+    assert figure(references, [posed_list(n, moved=9) for n in range(4)])[1].value == 0
+    other_classes = changed(references, output0=lambda v: v + (np.arange(15) == 5))
+    assert figure(references, other_classes)[1].value == 0
+
+
+def test_list_may_have_no_classes():
+    rows = [ended(n, pad=0) for n in range(4)]
+    references = [{"boxes": row[:, :4], "scores": row[:, 4]} for row in rows]
+    form, same = figure(references, references)
+    assert "a list of boxes" in form.task.form and same.words.startswith("40 of 40 boxes")
+    assert same_task(changed(references, scores=lambda v: np.roll(v, 1))) is None
+
+
+@pytest.mark.parametrize("classes", [1, 5])
+def test_maps_of_several_anchors_a_cell_match_by_cell(classes):
+    """As RetinaNet's: offsets of nine anchors are no distributions of nine bins."""
+    references = []
+    for number in range(4):
+        made, outputs = np.random.default_rng(number), {}
+        for stride in (8, 16, 32):
+            sides = SIZE[0] // stride, SIZE[1] // stride
+            scores = made.normal(-6, 0.5, (1, 9 * classes, *sides))
+            scores[0, made.integers(9 * classes), 2, 1:3] = 3
+            outputs |= {
+                f"cls_{stride}": scores,
+                f"box_{stride}": made.normal(0, 1, (1, 36, *sides)),
+            }
+        references.append(outputs)
+    form, same = figure(references, references)
+    assert "boxes matched by anchor" in form.task.form and same.words.startswith("24 of 24 boxes")
+    fewer = changed(references, cls_8=lambda v: v - 9)
+    assert figure(references, fewer)[1].words.startswith("16 of 24 boxes")
+
+
+def test_list_of_a_batch_is_split_by_its_image_numbers():
+    """As YOLO v7's and YOLO-NAS's exports of a fixed batch give it."""
+    batches = []
+    for number in range(4):
+        pair = []
+        for image in (0, 1):
+            rows = ended(2 * number + image)[: 5 - image]
+            pair.append(np.insert(rows, 0, image, axis=1))
+        selected = np.concatenate(pair)[:, [0, 6, 1]].astype(np.int64)
+        batches.append({"output": np.concatenate(pair), "selected": selected})
+    pictures = {"images": np.zeros((2, 3, *SIZE), np.float32)}
+    comparison = Comparison(StoredOutputs(batches[0]), StoredOutputs(batches[0]))
+    for outputs in batches:
+        comparison.add(pictures, outputs, outputs)
+    found = comparison.result()
+    assert found.task.words.startswith("36 of 36 boxes") and found.samples == 8
 
 
 def ssd(number, classes=4, raw=False, last=False, lost=0):
@@ -452,7 +523,7 @@ def test_maps_that_are_no_masks_leave_boxes_alone():
 
 
 @pytest.mark.parametrize("scores", ["rows", "turned"])
-@pytest.mark.parametrize("boxes", ["rows", "turned"])
+@pytest.mark.parametrize("boxes", ["rows", "turned", "spaced"])
 def test_boxes_and_scores_may_be_turned(boxes, scores):
     references = [forms.split_yolo(n, boxes, scores) for n in range(8)]
     form, same = figure(references, references)
@@ -461,8 +532,17 @@ def test_boxes_and_scores_may_be_turned(boxes, scores):
     assert same.words.startswith("48 of 48 boxes of FP32 kept, 0 new")
     moved = changed(references, boxes=lambda v: v + 2)  # of boxes 3 wide
     fewer = changed(references, scores=lambda v: v[..., 1:, 1:])  # of another form
-    narrow = changed(references, boxes=lambda v: v[..., :1] if boxes == "rows" else v[:, :1])
+    narrow = changed(references, boxes=lambda v: v[:, :1] if boxes == "turned" else v[..., :1])
     assert [figure(references, other)[1].value for other in (moved, fewer, narrow)] == [0, 0, 0]
+
+
+def test_relative_boxes_may_leave_the_picture():
+    size = np.float32([SIZE[1], SIZE[0]] * 2)
+    references = [forms.split_yolo(n) for n in range(4)]
+    for outputs in references:
+        outputs["boxes"] /= size
+        outputs["boxes"][0, :9, 2:] = 1.5
+    assert figure(references, references)[0].task.form.endswith("boxes by centre")
 
 
 GATED = [{}, {"classes": 4}, {"raw": True}, {"raw": True, "maps": True, "classes": 4}]

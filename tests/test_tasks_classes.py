@@ -193,6 +193,25 @@ def test_screen_questions_only_recognised_embeddings(set_task):
     assert ("--task classes" in to_screen(Report(engines=(engine,)))) == (not set_task)
 
 
+@pytest.mark.parametrize("labels", [False, True])
+@pytest.mark.parametrize("classes", [10, 200])
+@pytest.mark.parametrize("pictures", [False, True])
+def test_classes_and_labels_are_known_beside_an_embedding(classes, pictures, labels):
+    made, outputs = rng(), []
+    for number in range(8):
+        scores = made.standard_normal((1, classes))
+        scores[0, [number, number + 1]] = 9, 9 if labels else 0
+        if labels:
+            scores = 1 / (1 + np.exp(6 - scores))
+        embedding = made.standard_normal((1, 64))
+        outputs.append({"e": np.float32(embedding), "y": np.float32(scores)})
+    sound = [{"x": np.zeros((1, 4000), np.float32)}] * 8
+    form, same = figure(outputs, outputs, None if pictures else sound)
+    tagged = "labels" if pictures else "steps"
+    assert form.task.name == (tagged if labels else "classes") and same.value == 1
+    assert form.uncovered == ("e",) and form.task.covered == ("y",)
+
+
 def skewed(number, *, positive=False):
     """A vector of length 1 whose largest number stands out as a best class does."""
     vector = np.random.default_rng(number).gamma(0.6, size=512) - (0 if positive else 0.5)
@@ -265,8 +284,11 @@ def test_features_are_many_none_far_below_zero_and_some_above_one(size, least, m
 def test_an_embedding_is_long_and_lies_about_zero(counts, embedding):
     values = np.concatenate([np.full(count, value, np.float32) for value, count in counts])
     shuffled = rng().permutation(values)[None]  # in order they were points
-    sound = [{"x": np.zeros((1, 64), np.float32)}] * 2
-    assert (same_task([{"e": shuffled}, {"e": -shuffled}], sound) == "embeddings") == embedding
+    outputs = [{"e": shuffled}, {"e": -shuffled}]
+    sound = [{"x": np.zeros((1, 99), np.float32)}] * 2
+    assert (same_task(outputs, sound) == "embeddings") == embedding
+    rebuilt = [{"x": np.zeros_like(shuffled)}] * 2  # as by an autoencoder of one vector
+    assert same_task(outputs, rebuilt) != "embeddings"
 
 
 def test_sure_classes_are_no_vectors_of_length_one():

@@ -159,13 +159,16 @@ def _fit_task(samples: FirstSamples, row: TaskRow) -> EvaluationTask | None:
 def _recognise(samples: FirstSamples, rows: Sequence[TaskRow]) -> EvaluationTask | None:
     """Return the first task that fits the outputs; None if no task does.
 
-    Some outputs may say nothing new: an ArgMax beside its scores, and states of the next call. So
-    the outputs are tried without the former, all of them, and without the latter.
+    Some outputs may say nothing new: an ArgMax beside its scores, and states of the next call.
+    Classifiers may also give an embedding beside their scores. So the outputs are tried without the
+    ArgMax and the embedding, without the ArgMax, all of them, and without the states.
 
     `rows`: the tasks to try, in this order.
     """
     states_out = first_samples.find_states(samples)
-    choices = (samples.declared.best_classes, (), states_out)
+    embeddings = vectors.find_embeddings_beside(samples)
+    best_classes = samples.declared.best_classes
+    choices = ({*best_classes, *embeddings}, best_classes, (), states_out)
     for dropped_names in dict.fromkeys(map(frozenset, choices)):  # each once
         remaining_samples = first_samples.drop_outputs(samples, dropped_names)
         for find_task in itertools.chain.from_iterable(row.finders for row in rows):

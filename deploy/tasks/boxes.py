@@ -18,12 +18,13 @@ import numpy as np
 
 from deploy.tasks.detections import (
     Detections,
+    are_relative,
     match_detections,
     scale_to_pixels,
     suppress_overlaps,
 )
 from deploy.tasks.detector import LIST, LIST_NUMBERS, Columns, OtherShapeError, RowDecoder
-from deploy.tasks.detector_forms import find_detector, slice_detector
+from deploy.tasks.detector_forms import find_detector, read_extra, slice_detector
 from deploy.tasks.evaluation_task import (
     BoxExample,
     EvaluationTask,
@@ -47,12 +48,11 @@ _LAYOUTS = {
 
 # names of boxes in TensorFlow's Object Detection API, and in its TFLite files
 _ROWS_FIRST_OUTPUTS = "detection_boxes", "TFLite_Detection_PostProcess"
-_MAX_SHARE = 2  # of a side, that a corner relative to the picture reaches
 
 LISTS = Form(
-    shape="one list [K, 6], [K, 7] or [K, 5]; or boxes [K, 4], scores [K] and classes [K]",
-    values="corners, score and class number of each box, after non-maximum suppression; masks and"
-    " key points are not compared",
+    shape="one list [K, 5 or more]; or boxes [K, 4], scores [K] and perhaps classes [K]",
+    values="corners, score and class number of each box, after non-maximum suppression; only what"
+    " stands in the same row is compared, such as key points",
     figure="boxes of the same class with an IoU over 0.5",
     source="YOLO v10, TensorRT's NMS, Paddle, SSD's DetectionOutput, MMDetection",
 )
@@ -67,7 +67,8 @@ def find_box_list(samples: FirstSamples) -> RowDecoder | None:
     for decoder in decoders:
         same_outputs = [other.list_outputs == decoder.list_outputs for other in decoders]
         if same_outputs.count(True) == 1:
-            return replace(decoder, has_rows_first=_has_rows_first(decoder, samples))
+            decoder = replace(decoder, has_rows_first=_has_rows_first(decoder, samples))
+            return read_extra(decoder, samples)
     return None
 
 
@@ -76,7 +77,7 @@ def _has_rows_first(decoder: RowDecoder, samples: FirstSamples) -> bool:
     (corners,) = decoder.box_columns
     if not corners.output.startswith(_ROWS_FIRST_OUTPUTS):
         return False
-    return all(value.max(initial=0) <= _MAX_SHARE for value in samples.arrays(corners.output))
+    return all(map(are_relative, samples.arrays(corners.output)))
 
 
 def _propose_lists(samples: FirstSamples) -> Iterator[RowDecoder]:
@@ -97,7 +98,7 @@ def _propose_lists(samples: FirstSamples) -> Iterator[RowDecoder]:
 def _propose_several_outputs(
     box_output: str, width: int, output_names: Collection[str]
 ) -> Iterator[RowDecoder]:
-    """Yield lists whose class numbers, and perhaps scores, have an output [.., K] of their own.
+    """Yield lists whose class numbers, if any, and perhaps scores have outputs [.., K].
 
     `width`: columns of `box_output`: 4 for boxes alone, 5 for boxes and scores; others are no list.
     """
@@ -106,6 +107,8 @@ def _propose_several_outputs(
         for score_output, class_output in permutations(output_names, 2):
             scores = Columns(score_output, LIST_NUMBERS)
             yield _list_decoder(corners, scores, Columns(class_output, LIST_NUMBERS))
+        for score_output in output_names:
+            yield _list_decoder(corners, Columns(score_output, LIST_NUMBERS))
     elif width == 5:
         scores = Columns(box_output, LIST, 4, 5)
         for class_output in output_names:
@@ -123,6 +126,11 @@ def _propose_one_output(name: str, width: int) -> Iterator[RowDecoder]:
             Columns(name, LIST, score, score + 1),
             Columns(name, LIST, class_number, class_number + 1),
         )
+    if width > max(_LAYOUTS):  # key points or weights of masks come after the class
+        decoder = _list_decoder(
+            Columns(name, LIST, 0, 4), Columns(name, LIST, 4, 5), Columns(name, LIST, 5, 6)
+        )
+        yield replace(decoder, extra=(Columns(name, LIST, 6),))
     if width == 5:
         yield _list_decoder(Columns(name, LIST, 0, 4), Columns(name, LIST, 4, 5))
 

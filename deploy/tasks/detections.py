@@ -14,6 +14,7 @@ from deploy.tasks.thresholds import (
     BOX_THRESHOLDS,
     IOU,
     MAX_BOX_POINT_DISTANCE,
+    MAX_RELATIVE_CORNER,
     MIN_MASK_IOU,
     MIN_VISIBILITY,
 )
@@ -258,12 +259,17 @@ def _pair_by_iou(iou: Floats) -> list[tuple[int, int]]:
     return pairs
 
 
+def are_relative(boxes: Array) -> bool:
+    """Whether numbers of boxes are relative to the picture, and not pixels."""
+    return bool(boxes.max(initial=0) <= MAX_RELATIVE_CORNER)
+
+
 def scale_to_pixels(detections: Detections, size: ImageSize) -> Detections:
     """Convert boxes relative to the picture into pixels of `size` (height, width).
 
     Key points and masks are left out, since boxes are matched before.
     """
-    if not len(detections.boxes) or detections.boxes.max() > 2:
+    if not are_relative(detections.boxes):
         return detections
     height, width = size
     boxes = detections.boxes * np.array([width, height, width, height], np.float64)

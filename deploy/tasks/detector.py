@@ -40,25 +40,25 @@ from deploy.tasks.rows import (
     image_size,
 )
 from deploy.tasks.thresholds import (
+    DISTRIBUTION_BINS,
     MAX_CELL_OFFSET,
     MAX_OUTSIDE_PICTURE,
     MIN_CENTRE_SPREAD,
     MIN_CODED_SHARE,
     MIN_CORNER_CORRELATION,
-    MIN_COUNT,
     MIN_INSIDE_SHARE,
 )
 from deploy.tensors import Array
 
 Layout = str
-ROWS: Layout = "rows"  # [1, A, R] or [A, R]
+ROWS: Layout = "rows"  # [1, A, R], [A, R], or [1, A, 1, R] as YOLOv4's boxes
 COLUMNS: Layout = "columns"  # [1, R, A]; [1, A] of one column
 MAP: Layout = "map"  # [1, R, H, W]
 ANCHOR_MAP: Layout = "anchor map"  # [1, 3 R, H, W] or [1, k, H, W, R]
 LIST: Layout = "list"  # [.., K, R]
 LIST_NUMBERS: Layout = "list numbers"  # [.., K], one number a box
 # dimensions of outputs with a row per anchor
-LAYOUT_DIMENSIONS = {ROWS: (2, 3), COLUMNS: (2, 3), MAP: (4,), ANCHOR_MAP: (4, 5)}
+LAYOUT_DIMENSIONS = {ROWS: (2, 3, 4), COLUMNS: (2, 3), MAP: (4,), ANCHOR_MAP: (4, 5)}
 ANCHORS_PER_CELL = 3  # of an anchor map whose shape does not show it: YOLO v3 to v7
 ROWS_FIRST = [1, 0, 3, 2]  # columns of x1 y1 x2 y2 in corners y1 x1 y2 x2
 MAX_LOG_SIDE = 10.0  # logarithm of a side in cells; larger ones would overflow
@@ -74,10 +74,10 @@ def to_table(value: Array | None, layout: Layout) -> Array:
 
     Args:
         value: the output of one sample; None if the model does not give it.
-        layout: which dimensions are the A anchors and the R columns. `ROWS`: [1, A, R] or [A, R].
-            `COLUMNS`: [1, R, A], or [1, A] of one column. `MAP`: [1, R, H, W]. `ANCHOR_MAP`:
-            [1, 3 R, H, W] or [1, k, H, W, R]. Of a list of K boxes, `LIST`: [.., K, R];
-            `LIST_NUMBERS`: [.., K].
+        layout: which dimensions are the A anchors and the R columns. `ROWS`: [1, A, R], [A, R] or
+            [1, A, 1, R]. `COLUMNS`: [1, R, A], or [1, A] of one column. `MAP`: [1, R, H, W].
+            `ANCHOR_MAP`: [1, 3 R, H, W] or [1, k, H, W, R]. Of a list of K boxes, `LIST`:
+            [.., K, R]; `LIST_NUMBERS`: [.., K].
 
     Raises:
         OtherShapeError: the output does not have the layout.
@@ -94,7 +94,8 @@ def to_table(value: Array | None, layout: Layout) -> Array:
         raise OtherShapeError
     if layout == ROWS and value.ndim == 2:  # without a dimension of samples
         return value
-    if len(value) != 1:  # several samples
+    is_map = layout == ROWS and value.ndim == 4 and value.shape[2] > 1
+    if is_map or len(value) != 1:  # or several samples
         raise OtherShapeError
     if layout == COLUMNS:
         return value.reshape(-1, value.shape[-1]).T
@@ -254,20 +255,22 @@ class RowDecoder:
 
     @property
     def list_outputs(self) -> tuple[str, ...]:
-        """Outputs of a list; none of other detectors."""
-        return self.outputs if self.is_list else ()
+        """Outputs of a list, without prototypes of masks; none of other detectors."""
+        if not self.is_list:
+            return ()
+        return tuple(name for name in self.outputs if name != self.mask_maps)
 
     @property
     def form(self) -> str:
         """How the outputs are interpreted."""
+        extras = ", an angle" * self.has_angle + ", a mask" * bool(self.mask_maps)
+        extras += ", key points" * bool(self.point_width)
         if self.is_list:
-            return f"{', '.join(self.list_outputs)}: a list of boxes, scores and classes"
+            return f"{', '.join(self.list_outputs)}: a list of boxes, scores and classes{extras}"
         names = dict.fromkeys(columns.output for columns in self.scores)
         objectness = "objectness and " * bool(self.gates)
         scores = self.activation or "scores"
         boxes = f"boxes by {self.coding}" if self.coding else "boxes matched by anchor"
-        extras = ", an angle" * self.has_angle + ", a mask" * bool(self.mask_maps)
-        extras += ", key points" * bool(self.point_width)
         text = f"{', '.join(names)}: {objectness}{scores} of {self.classes} classes, {boxes}"
         return text + extras
 
@@ -283,7 +286,10 @@ class RowDecoder:
                 rows = self.read_list(outputs)
                 # int8 may give NaN or Inf, which no class number is
                 classes = np.nan_to_num(rows[:, 5], nan=-1, posinf=-1, neginf=-1)
-                return Detections.of(rows[:, :4], rows[:, 4], classes.round().astype(np.int64))
+                row_numbers = np.arange(len(rows))
+                shapes = self._read_shapes(rows[:, :4], row_numbers, image_size(inputs), outputs)
+                class_numbers = classes.round().astype(np.int64)
+                return Detections.of(rows[:, :4], rows[:, 4], class_numbers, shapes)
             scores = self.read_scores(outputs)
             # few rows are likely objects: only these are decoded
             likely = np.flatnonzero(scores.max(axis=1) > MIN_SCORE)
@@ -361,9 +367,7 @@ class RowDecoder:
             if len(cells) != len(scores):
                 raise OtherShapeError
 
-        shapes = None
-        if self.extra:
-            shapes = self._read_shapes(box_numbers, rows, size, outputs)
+        shapes = self._read_shapes(box_numbers, rows, size, outputs)
         corners = coding.decode(box_numbers, cells[rows])
         return detections_by_score(corners, scores[rows], shapes)
 
@@ -372,7 +376,7 @@ class RowDecoder:
     ) -> BoxShapes | None:
         """Return the masks, the ends of rotated boxes, or the key points of some rows.
 
-        None if the further columns have no known meaning.
+        None if there are no further columns, or they have no known meaning.
 
         Args:
             boxes: numbers of these rows' boxes, [n, 4].
@@ -383,6 +387,8 @@ class RowDecoder:
         Raises:
             OtherShapeError: an output has another shape.
         """
+        if not self.extra:
+            return None
         extra = read_columns(self.extra, outputs)[rows]
         if self.mask_maps:
             masks = make_masks(extra, outputs.get(self.mask_maps), size)
@@ -446,8 +452,7 @@ class BoxCoding(NamedTuple):
 
 def are_distributions(boxes: BoxRows) -> bool:
     """Whether numbers may be logits of four distributions over the distances from a cell."""
-    bin_count, remainder = divmod(boxes.numbers.shape[1], 4)
-    has_bins = bin_count >= MIN_COUNT and remainder == 0
+    has_bins = boxes.numbers.shape[1] in [4 * bin_count for bin_count in DISTRIBUTION_BINS]
     return bool(boxes.has_cells and has_bins and boxes.numbers.min() < 0)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from deploy.tasks.detections import are_angles, make_masks
+from deploy.tasks.detections import are_angles, are_relative, make_masks
 from deploy.tasks.detector import (
     ANCHOR_MAP,
     CENTRE_OUTPUTS,
@@ -48,13 +48,13 @@ from deploy.tasks.rows import (
 from deploy.tasks.slices import OutputSlice, SlicesByOutput
 from deploy.tasks.thresholds import (
     MAX_EMPTY_SCORE,
-    MAX_OUTSIDE_PICTURE,
     MIN_ANCHORS,
     MIN_BACKGROUND_SHARE,
     MIN_POINT_CORRELATION,
     MIN_QUERIES,
     MIN_QUIET_SCORE,
     MIN_ROWS_PER_COLUMN,
+    UNIT_TOLERANCE,
 )
 from deploy.tensors import Array
 
@@ -245,6 +245,8 @@ def _has_objectness(scores: Array, layout: Layout) -> bool:
     """
     if scores.shape[1] < 2:
         return False
+    if scores[:, 0].min() >= 1 - UNIT_TOLERANCE:
+        return True  # YOLO v6 has none, and writes 1 in its place
     best_others = scores[:, 1:].max(axis=1)
     first_mean, best_other_mean = float(scores[:, 0].mean()), float(best_others.mean())
     if first_mean < best_other_mean and best_other_mean > MAX_EMPTY_SCORE:
@@ -318,11 +320,14 @@ def _pair_tables(tables: Sequence[_RowTable], *, is_set: bool) -> RowDecoder | N
 
     Args:
         tables: outputs with equally many rows.
-        is_set: whether outputs of more than four columns may be boxes of an unknown coding.
+        is_set: whether outputs of any number of columns may be boxes of an unknown coding.
     """
     box_tables = [table for table in tables if table.width == _BOX or _have_wide_coding(table)]
-    if is_set and not box_tables:
-        box_tables = [table for table in tables if table.width > _BOX]
+    if not box_tables:
+        for table in tables:
+            has_anchors = table.columns.layout == MAP and table.width % _BOX == 0  # of a cell
+            if table.width > _BOX and (is_set or has_anchors):
+                box_tables.append(table)
     if not box_tables:
         return None
     boxes = min(box_tables, key=_box_order)
@@ -473,7 +478,7 @@ def _confirm(proposed: RowDecoder, samples: FirstSamples, *, is_set: bool) -> Ro
     decoder = replace(decoder, coding=_find_coding(decoder, samples))
     # boxes in an output with scores may be any numbers, unless a coding fits them
     has_boxes = is_set or bool(decoder.coding) or _are_separate(decoder)
-    return _read_extra(decoder, samples) if has_boxes else None
+    return read_extra(decoder, samples) if has_boxes else None
 
 
 def _with_activations(
@@ -597,10 +602,9 @@ def _to_relative(numbers: Floats, size: ImageSize | None) -> Floats | None:
 
     `size`: (height, width) of the picture in pixels, if all samples have the same.
     """
-    tolerance = MAX_OUTSIDE_PICTURE
     if numbers.shape[1] != _BOX:
         return None
-    if numbers.min() >= -tolerance and numbers.max() <= 1 + tolerance:
+    if are_relative(numbers):
         return numbers
     if size is None:
         return None
@@ -608,7 +612,7 @@ def _to_relative(numbers: Floats, size: ImageSize | None) -> Floats | None:
     return numbers / np.array([width, height, width, height], np.float64)
 
 
-def _read_extra(decoder: RowDecoder, samples: FirstSamples) -> RowDecoder:
+def read_extra(decoder: RowDecoder, samples: FirstSamples) -> RowDecoder:
     """Return the decoder with the meaning of its further columns, which are no boxes or scores.
 
     They are weights of masks if another output holds as many prototype maps; the angle of a box if

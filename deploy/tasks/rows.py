@@ -27,6 +27,8 @@ Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 ImageSize = tuple[int, int]  # height and width in pixels
 _MIN_INDEX_BYTES = 4
+# columns of a list of boxes with the number of the image, and of NonMaxSuppression's indices
+_NUMBERED_WIDTHS = 7, 3
 
 
 def batch_length(feed: Outputs, batch_inputs: Collection[str] | None) -> int:
@@ -44,8 +46,8 @@ def batch_length(feed: Outputs, batch_inputs: Collection[str] | None) -> int:
 def split_batch(arrays: Outputs, batch: int) -> list[dict[str, Array]]:
     """Split arrays of a batch into arrays of one sample each, with a batch of 1.
 
-    The batch is the first dimension, or the second of sequences [T, N, C]. Each sample has all of
-    an array without a batch dimension.
+    The batch is the first dimension, or the second of sequences [T, N, C]. A list may have the
+    number of the sample in its first column. Each sample has all of any other array.
     """
     if batch == 1:
         return [{name: np.asarray(value) for name, value in arrays.items()}]
@@ -66,6 +68,10 @@ def _take_row(value: Array, index: int, batch: int) -> Array:
         return value[index : index + 1]
     if value.ndim > 2 and value.shape[1] == batch:
         return value[:, index : index + 1]
+    if value.ndim == 2 and value.shape[1] in _NUMBERED_WIDTHS:
+        sample_numbers = value[:, 0]
+        if np.isin(sample_numbers, range(batch)).all():
+            return np.asarray(value[sample_numbers == index])
     return value
 
 

@@ -209,7 +209,7 @@ def _are_decisions(name: str, samples: FirstSamples) -> bool:
     else:
         max_undecided_share = MAX_BETWEEN_SHARE
         # an output in the shape of an input may be an autoencoder's copy of it
-        if min(step_counts) < MIN_ORDERED or _is_input_shape(values[0], samples):
+        if min(step_counts) < MIN_ORDERED or is_input_shape(values[0], samples):
             return False
         # scores that sum to 1 are those of classes
         if all(sums_to_one(value.reshape(-1)).all() for value in values):
@@ -218,7 +218,7 @@ def _are_decisions(name: str, samples: FirstSamples) -> bool:
     return has_low_and_high and are_undecided(probabilities).mean() <= max_undecided_share
 
 
-def _is_input_shape(value: Array, samples: FirstSamples) -> bool:
+def is_input_shape(value: Array, samples: FirstSamples) -> bool:
     """Whether the first sample has an input of this array's shape."""
     return any(source.shape == value.shape for source in samples.inputs[0].values())
 

@@ -18,11 +18,13 @@ MAX_EMPTY_SCORE = 0.1  # best probability of a row that detects nothing; half of
 MIN_BACKGROUND_SHARE = 0.8  # share of rows that the background wins in front of a Softmax
 MIN_CODED_SHARE = 0.99  # share of boxes with ordered corners, or with sizes that are not negative
 MIN_CORNER_CORRELATION = 0.3  # corners move together, offsets and sizes do not
+MAX_RELATIVE_CORNER = 2.0  # larger numbers of boxes are in pixels
 MAX_OUTSIDE_PICTURE = 0.1  # distance of a centre to the picture, relative to its side
 MIN_INSIDE_SHARE = 0.95  # share of boxes whose centre is nearer than that
 MIN_CENTRE_SPREAD = 0.1  # deviation of the centres, relative to the picture: a grid has 0.29
 MIN_POINT_CORRELATION = 0.8  # key points of a box move with its centre
 MAX_CELL_OFFSET = 16.0  # YOLOX's raw boxes: cells from the anchor, and the logarithm of a size
+DISTRIBUTION_BINS = 8, 16, 17  # m + 1 of a distance; 9 anchors a cell have 9 numbers of a side
 MIN_QUIET_SCORE = 0.02  # mean score below which rows do not show an objectness
 MIN_LIST_ROWS = 3  # rows of a list of boxes, which show its columns
 

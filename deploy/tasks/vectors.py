@@ -501,14 +501,34 @@ def find_embeddings(samples: FirstSamples) -> Embeddings | None:
     Other outputs may be vectors of tokens.
     """
     names = [name for name, values in samples.float_outputs.items() if values[0].ndim != 3]
-    rows = _read_vectors(samples).get(names[0]) if len(names) == 1 else None
-    if rows is None or rows.shape[1] < MIN_EMBEDDING_SIZE or _are_smooth(rows):
+    lengths = _embedding_lengths(samples)
+    if len(names) != 1 or names[0] not in lengths:
         return None
-    is_embedding = samples.has_pictures and are_features(rows)
-    is_embedding |= all(map(has_unit_length, rows)) or all(map(is_about_zero, rows))
-    if not is_embedding:
-        return None
-    return Embeddings(names[0], rows.shape[1])
+    return Embeddings(names[0], lengths[names[0]])
+
+
+def find_embeddings_beside(samples: FirstSamples) -> frozenset[str]:
+    """Return the outputs of embeddings, if there are others beside them; else none."""
+    names = frozenset(_embedding_lengths(samples))
+    if len(names) == len(samples.names):
+        return frozenset()
+    return names
+
+
+def _embedding_lengths(samples: FirstSamples) -> dict[str, int]:
+    """Return output -> numbers of a vector, for the outputs that may be embeddings."""
+    lengths = {}
+    for name, rows in _read_vectors(samples).items():
+        length = rows.shape[1]
+        if length < MIN_EMBEDDING_SIZE or _are_smooth(rows):
+            continue
+        if sequences.is_input_shape(samples.outputs[0][name], samples):
+            continue  # as the signal that an autoencoder gives back
+        is_embedding = samples.has_pictures and are_features(rows)
+        is_embedding |= all(map(has_unit_length, rows)) or all(map(is_about_zero, rows))
+        if is_embedding:
+            lengths[name] = length
+    return lengths
 
 
 def are_features(rows: Floats) -> bool:
