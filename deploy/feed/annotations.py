@@ -241,7 +241,8 @@ def _read_yaml_labels(path: Path) -> Annotations:
 
 def _label_path(image_path: str) -> str:
     """Return the label file of an image: in `labels` instead of the last folder `images`."""
-    images, labels = f"{os.sep}images{os.sep}", f"{os.sep}labels{os.sep}"
+    images = f"{os.sep}images{os.sep}"
+    labels = f"{os.sep}labels{os.sep}"
     return os.path.splitext(labels.join(image_path.rsplit(images, 1)))[0] + ".txt"
 
 
@@ -295,7 +296,8 @@ def _read_yolo_file(path: str, class_count: int | None) -> Objects:
         FeedError: a line is none of YOLO's, or a class is not below `class_count`.
     """
     text = read_text(path, what="a label file", error=FeedError, max_bytes=_MAX_LABEL_BYTES)
-    boxes, classes = [], []
+    boxes = []
+    classes = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
@@ -321,7 +323,8 @@ def _parse_yolo_line(line: str, line_title: str) -> tuple[int, Sequence[float]]:
     try:
         class_number, *numbers = map(float, line.split())
     except ValueError:
-        class_number, numbers = math.nan, []
+        class_number = math.nan
+        numbers = []
     shares = np.array(numbers)
     is_box = len(shares) == _BOX_VALUES
     is_outline = len(shares) > _BOX_VALUES and len(shares) % 2 == 0
@@ -389,9 +392,12 @@ def _read_voc_file(path: str, number_by_class: Mapping[str, int]) -> Objects:
         if "<!DOCTYPE" in text:  # its entities may grow without end
             raise ValueError("a DOCTYPE")
         root = ElementTree.fromstring(text)
-        height, width = _number(root, "size/height"), _number(root, "size/width")
+        height = _number(root, "size/height")
+        width = _number(root, "size/width")
         # one entry per object; a box is xmin, ymin, xmax, ymax
-        boxes, classes, crowds = [], [], []
+        boxes = []
+        classes = []
+        crowds = []
         for annotation in root.findall("object"):
             name = (annotation.findtext("name") or "").strip()
             corners = [_number(annotation, f"bndbox/{key}") for key in _VOC_CORNERS]

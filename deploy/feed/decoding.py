@@ -119,7 +119,8 @@ def _find_damage(data: bytes) -> str | None:
 
 def _find_png_damage(data: bytes) -> str | None:
     """Return why a PNG is damaged, by its chunks; libpng reports damage on stderr only."""
-    offset, view = len(_PNG_MAGIC), memoryview(data)
+    offset = len(_PNG_MAGIC)
+    view = memoryview(data)
     while offset + 12 <= len(data):
         end = offset + 12 + int.from_bytes(view[offset : offset + 4], "big")
         if end > len(data):
@@ -200,7 +201,9 @@ class _StderrCapture:
     """Redirects the C library's stderr to a temporary file while threads decode."""
 
     def __init__(self, stderr: ctypes.c_void_p, stream: int, descriptor: int) -> None:
-        self._stderr, self._stream, self._descriptor = stderr, stream, descriptor
+        self._stderr = stderr
+        self._stream = stream
+        self._descriptor = descriptor
         self._original_stream: int | None = None
         self._changed = threading.Condition()
         self._active_count = 0  # captures that have begun and not ended, each in its thread
@@ -222,7 +225,8 @@ class _StderrCapture:
                 self._changed.wait_for(lambda: not self._exclusive_count)
             self._active_count += 1
             if self._active_count == 1:
-                self._original_stream, self._stderr.value = self._stderr.value, self._stream
+                self._original_stream = self._stderr.value
+                self._stderr.value = self._stream
             size_before = os.fstat(self._descriptor).st_size
         try:
             yield lines

@@ -361,7 +361,8 @@ class _ObjectsInInput:
         annotated_height, annotated_width = annotation.size or (1, 1)
         size = self._sizes.get(name, (annotated_height, annotated_width))
         # from pixels of the annotated image, or shares, to pixels of the image, then of the input
-        x_scale, y_scale = size[1] / annotated_width, size[0] / annotated_height
+        x_scale = size[1] / annotated_width
+        y_scale = size[0] / annotated_height
         boxes = annotation.boxes * np.array([x_scale, y_scale, x_scale, y_scale])
         return replace(
             annotation,

@@ -245,7 +245,8 @@ class _SourceOpener:
         """Return the feed of images, or of a video: by default of one frame a second."""
         add_input_files(len(files.files), files.files.path)
         resolved = self._resolve_preprocess()
-        spec, preprocess = self.specs[0], resolved.preprocess
+        spec = self.specs[0]
+        preprocess = resolved.preprocess
         video = _open_video(files, spec, preprocess)
         if video is not None:
             return self._create_feed(
@@ -278,10 +279,12 @@ class _SourceOpener:
 
         They are images if there is preprocessing.
         """
-        resolved, kind = None, "arrays"
+        resolved = None
+        kind = "arrays"
         items, has_end = iterate_items(source)
         if self.dataset.preprocess is not None:
-            resolved, kind = self._resolve_preprocess(), "pictures in memory"
+            resolved = self._resolve_preprocess()
+            kind = "pictures in memory"
             items = preprocess_items(items, resolved.preprocess, self.specs[0].dtype)
         opened = open_iterable(
             items, self.specs, has_end=has_end, limit=self.choice.required_samples
@@ -295,7 +298,8 @@ class _SourceOpener:
             files: files of arrays.
             specs: what the arrays are to be: the model's inputs, or what raw files hold.
         """
-        skip_bad, first_file = self.dataset.skip_bad, files.files[0]
+        skip_bad = self.dataset.skip_bad
+        first_file = files.files[0]
         if files.folder is not None:
             arrays = open_array_folder(files.folder, files.files, specs, skip_bad=skip_bad)
         # one file may hold all samples; a label in a list of files applies to a file's samples, and

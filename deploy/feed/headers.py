@@ -265,15 +265,21 @@ def _tiff_values(data: bytes) -> Iterator[tuple[int, int, int]]:
         return int(value)
 
     # a word is an offset or a number of values; layouts are letters of `struct`
-    word_layout, word_bytes, entry_count_layout = "I", 4, "H"
+    word_layout = "I"
+    word_bytes = 4
+    entry_count_layout = "H"
     if read_integer("H", 2) == _BIG_TIFF:
-        word_layout, word_bytes, entry_count_layout = "Q", 8, "Q"
+        word_layout = "Q"
+        word_bytes = 8
+        entry_count_layout = "Q"
     directory_offset = read_integer(word_layout, word_bytes)  # it follows the magic number
     first_entry = directory_offset + struct.calcsize(entry_count_layout)
     for number in range(min(read_integer(entry_count_layout, directory_offset), _MAX_TIFF_TAGS)):
         # offsets of the entry and of its fields: tag, type, number of values, value
         entry = first_entry + number * (4 + 2 * word_bytes)
-        type_offset, count_offset, value_offset = entry + 2, entry + 4, entry + 4 + word_bytes
+        type_offset = entry + 2
+        count_offset = entry + 4
+        value_offset = entry + 4 + word_bytes
         tag = read_integer("H", entry)
         if tag not in _READ_TAGS:
             continue

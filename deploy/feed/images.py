@@ -101,7 +101,8 @@ def read_list(path: Path) -> FileList:
         FeedError: not a text file, no line, or labels that are missing or not whole numbers.
     """
     files = FileList(path.parent)
-    unlabelled_count, first_unlabelled = 0, 0
+    unlabelled_count = 0
+    first_unlabelled = 0
     for number, line in _iterate_lines(path):
         name, label = _parse_line(path, number, line)
         files.add(name, label)

@@ -118,7 +118,8 @@ def _resolve_metadata(
     """
     if metadata_preprocess is None:
         return None, ()
-    title, stated_preprocess = metadata_preprocess.source, metadata_preprocess.preprocess
+    title = metadata_preprocess.source
+    stated_preprocess = metadata_preprocess.preprocess
     if stated_preprocess is None:
         return None, (f"{title} is not followed: {metadata_preprocess.reason}",)
     try:
@@ -127,7 +128,8 @@ def _resolve_metadata(
         return None, (f"{title} is not followed: {error}",)
 
     # the input decides the size, and the metadata may have been written for another one
-    stated_size, size = stated_preprocess.default_size, preprocess.size
+    stated_size = stated_preprocess.default_size
+    size = preprocess.size
     if stated_size is None or size is None or stated_size == size:
         return preprocess, ()
     sizes = f"it says {format_size(stated_size)} pixels, the input is of {format_size(size)}"

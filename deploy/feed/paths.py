@@ -265,7 +265,9 @@ def _resolve_folder(folder: Path) -> SourceFiles:
     Raises:
         FeedError: there are neither.
     """
-    images, unsupported_images, arrays = [], [], []
+    images = []
+    unsupported_images = []
+    arrays = []
     for name in walk_files(folder, _is_image_or_arrays):
         if is_image(name):
             images.append(name)

@@ -228,7 +228,8 @@ def layout_of(values: Array) -> str | None:
 def _stretch_contrast(values: Array) -> Array:
     """Map the smallest finite value to 0 and the largest to 255; all to 127 if they are equal."""
     finite_values = values[np.isfinite(values)]
-    low, high = finite_values.min(initial=np.inf), finite_values.max(initial=-np.inf)
+    low = finite_values.min(initial=np.inf)
+    high = finite_values.max(initial=-np.inf)
     if low >= high:
         return np.full(values.shape, 127.0)
     return np.asarray((values - low) * (255 / (high - low)))

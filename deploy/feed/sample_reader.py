@@ -70,7 +70,8 @@ class SampleCache:
 
     def get(self, index: int) -> dict[str, Array] | None:
         """Return a cached sample; None for any other."""
-        position, store = self._positions.get(index), self._store
+        position = self._positions.get(index)
+        store = self._store
         if position is None or store is None:
             return None
         return store[position]

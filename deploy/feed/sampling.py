@@ -324,7 +324,8 @@ class ChosenSamples:
             return number
         good_count, entry_count = self._counted
         if good_count >= number:
-            good_count, entry_count = 0, 0
+            good_count = 0
+            entry_count = 0
         while good_count < number:
             good_count += self.indices[entry_count] not in self.skipped
             entry_count += 1

@@ -80,7 +80,9 @@ class VideoSource:
     labels: tuple[int, ...] | None = None
 
     def __init__(self, path: Path, spec: TensorSpec, preprocess: Preprocess) -> None:
-        self._path, self._spec, self._preprocess = path, spec, preprocess
+        self._path = path
+        self._spec = spec
+        self._preprocess = preprocess
         self._lock = threading.Lock()
         self._capture = _open_capture(path)
         self._next_frame = 0
@@ -175,7 +177,8 @@ def decoded_size(file: ImageFile) -> Size | None:
     try:
         with file.path.open("rb") as stream:
             header = stream.read(_HEADER_BYTES)
-        size, is_rotated = headers.read_image_size(header), headers.is_rotated(header)
+        size = headers.read_image_size(header)
+        is_rotated = headers.is_rotated(header)
         if size is None or is_rotated is None:
             pixels = decode_image(images.read_image_file(file), file.name, grey=True)
             return pixels.shape[0], pixels.shape[1]

@@ -193,7 +193,8 @@ class SequenceSource:
             sequence = self.sequence_of(index)
             start = self._ends[sequence - 1] if sequence else 0
             if not start < self._next <= index:  # another sequence, or an earlier step
-                self._next, self._states = start, {}
+                self._next = start
+                self._states = {}
             for earlier_index in range(self._next, index):
                 # a bad step is left out: the states go on after it
                 with suppress(FeedError):

@@ -293,7 +293,9 @@ class _AffineFold:
             CannotRewrite: the folded layers would not compute exactly the same.
         """
         layers = [part.layer for part in joined.parts]
-        weights, biases, channel_counts = [], [], []
+        weights = []
+        biases = []
+        channel_counts = []
         for layer in layers:
             weight = _float_constant(self.initializers, layer.input[1])
             bias_name = optional_input(layer, 2)
@@ -306,7 +308,8 @@ class _AffineFold:
         scale, shift = _read_affine(node, self.initializers, sum(channel_counts), axis, rank)
         # each layer gets the scales and shifts of its own channels
         boundaries = np.cumsum(channel_counts)[:-1]
-        scales, shifts = np.split(scale, boundaries), np.split(shift, boundaries)
+        scales = np.split(scale, boundaries)
+        shifts = np.split(shift, boundaries)
         return list(map(_fold_layer, layers, weights, biases, scales, shifts))
 
     def _store(
@@ -382,7 +385,8 @@ def _read_affine(
     constant_name = next(name for name in node.input if name in weights)
     array = _float_constant(weights, constant_name).astype(np.float64)
     values = _broadcast_to_channels(array, channels, axis, rank)
-    ones, zeros = np.ones(channels), np.zeros(channels)
+    ones = np.ones(channels)
+    zeros = np.zeros(channels)
     if node.op_type == "Mul":
         return values, zeros
     if node.op_type == "Div":

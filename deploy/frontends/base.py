@@ -86,10 +86,10 @@ class QdqCalibration:
 
     def all_pairs_are(self, dtype: str, *, symmetric: bool = False) -> bool:
         """Return whether all activation pairs have this dtype (and zero point 0 if `symmetric`)."""
-        for grid in self._activation_grids:
-            if grid.dtype != dtype or (symmetric and grid.zero.any()):
-                return False
-        return True
+        return all(
+            grid.dtype == dtype and not (symmetric and grid.zero.any())
+            for grid in self._activation_grids
+        )
 
 
 def _describe_grid(grid: PairGrid) -> str:

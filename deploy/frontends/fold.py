@@ -260,7 +260,8 @@ def _find_recipe(
     Returns:
         (outputs of the nodes to put back, constants that these nodes read and the file must store).
     """
-    node_outputs, constants = set[str](), set[str]()
+    node_outputs = set[str]()
+    constants = set[str]()
     pending_tensors = [name]
     for tensor in pending_tensors:  # grows during the loop
         if tensor in free_tensors or tensor in node_outputs:
@@ -303,7 +304,8 @@ def _make_dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
         ModelError: an index lies outside, or the tensor has far more elements than values.
     """
     shape = tuple(sparse.dims)  # `check_fields` has refused negative sizes
-    values, indices = to_array(sparse.values), to_array(sparse.indices)
+    values = to_array(sparse.values)
+    indices = to_array(sparse.indices)
     size = math.prod(shape)
     # a file of a few bytes may declare a tensor that does not fit into memory
     max_size = max(_MAX_DENSE, _MAX_ELEMENTS_PER_VALUE * values.size)

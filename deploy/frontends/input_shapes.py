@@ -220,10 +220,12 @@ def _refuse_fixed_sizes(file_model: onnx.ModelProto, resized_model: onnx.ModelPr
     for node in resized_model.graph.node:
         if node.op_type not in _SIZED or not node.input or not node.output:
             continue
-        source, output = node.input[0], node.output[0]
+        source = node.input[0]
+        output = node.output[0]
         if not known_tensors >= {source, output}:
             continue
-        input_shape, output_shape = new_shapes[source], new_shapes[output]
+        input_shape = new_shapes[source]
+        output_shape = new_shapes[output]
         is_fixed = input_shape != file_shapes[source] and output_shape == file_shapes[output]
         # a Reshape to [-1, 1024] makes several samples of one larger sample
         input_keeps_batch = input_shape[:1] == file_shapes[source][:1]

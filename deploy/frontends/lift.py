@@ -243,9 +243,11 @@ def end_training_mode(model: onnx.ModelProto) -> Counter[str]:
         if outcome == "training":
             return [node]
         if outcome == "instances":
-            op_type, inputs = "InstanceNormalization", node.input[:3]  # no mean and variance
+            op_type = "InstanceNormalization"
+            inputs = node.input[:3]  # without mean and variance
         else:
-            op_type, inputs = NORM, node.input
+            op_type = NORM
+            inputs = node.input
         epsilon = attributes(node).get("epsilon", 1e-5)
         return [make_node(op_type, inputs, node.output[0], node.name, epsilon=epsilon)]
 
@@ -381,7 +383,8 @@ def _insert_casts(graph: onnx.GraphProto) -> None:
     produced = all_outputs(graph.node)
     names = tensor_names(graph)
     float32_names: dict[str, str] = {}  # input or output -> the tensor that the nodes use instead
-    input_casts, output_casts = [], []
+    input_casts = []
+    output_casts = []
     for value in filter(_is_half, graph.input):
         float32_name = claim_name(f"{value.name}_float32", names)
         float32_names[value.name] = float32_name
@@ -452,7 +455,8 @@ def dequantize_constant(node: onnx.NodeProto, graph: Graph) -> NDArray[Any] | No
         return None
 
     attrs = attributes(node)
-    axis, block_size = int(attrs.get("axis", 1)), int(attrs.get("block_size", 0))
+    axis = int(attrs.get("axis", 1))
+    block_size = int(attrs.get("block_size", 0))
     steps = codes.astype(np.int64)  # codes minus zero point
     if zero_points:
         zero_point = _broadcast(zero_points[0], codes.shape, axis, block_size)

@@ -201,7 +201,8 @@ def _row_feeds(inputs: Sequence[TensorSpec]) -> tuple[dict[str, Array], ...]:
         shapes[spec.name] = tuple(sizes)
 
     two_rows, other_rows = random_feeds(inputs, shapes=shapes, count=2)
-    first_row, changed_second_row = dict(two_rows), dict(two_rows)
+    first_row = dict(two_rows)
+    changed_second_row = dict(two_rows)
     for name in open_names:
         first_row[name] = two_rows[name][:1]
         changed_second_row[name] = np.concatenate([two_rows[name][:1], other_rows[name][1:]])
@@ -219,7 +220,8 @@ def _first_row_differs(first_row_shape: Sequence[int], values: Array, changed: A
     if values.shape != changed.shape or values.ndim != len(first_row_shape):
         return False
     part = tuple(map(slice, first_row_shape))
-    first_row, changed_row = values[part].astype(np.float64), changed[part].astype(np.float64)
+    first_row = values[part].astype(np.float64)
+    changed_row = changed[part].astype(np.float64)
     difference = np.abs(first_row - changed_row).max(initial=0)
     return bool(difference > _MAX_ROUNDING * np.abs(first_row).max(initial=0))
 
@@ -458,12 +460,14 @@ def _make_single_node_model(
 
     An input of unknown type is float32.
     """
-    inputs, constants = [], []
+    inputs = []
+    constants = []
     for name in dict.fromkeys(iter_reads(node)):
         if name in graph.constants:
             constants.append(graph.constants[name])
         else:
-            dtype, shape = graph.dtypes.get(name, FLOAT), graph.shapes.get(name)
+            dtype = graph.dtypes.get(name, FLOAT)
+            shape = graph.shapes.get(name)
             inputs.append(helper.make_tensor_value_info(name, dtype, shape))
     outputs = [onnx.ValueInfoProto(name=name) for name in node.output if name]
     single_node_model = extract_nodes(model, [node], needed=(), inputs=inputs, outputs=outputs)

@@ -209,7 +209,9 @@ def _find_slice(path: Path, tensor: onnx.TensorProto) -> tuple[Path, int, int]:
         offset = int(entries.get("offset", 0))
         length = int(entries.get("length", size - offset))  # without a length, up to the end
     except ValueError:
-        offset, length = -1, 0  # not numbers: refused below as a negative offset
+        # not numbers: refused below as a negative offset
+        offset = -1
+        length = 0
     if offset < 0 or length < 0 or offset + length > size:
         raise ModelError(
             f"external data of '{tensor.name}' must lie within its file, got bytes {offset} to "

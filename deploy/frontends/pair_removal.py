@@ -221,11 +221,14 @@ def _move_behind(
     Returns:
         The copy of the quantizer; it makes the codes that the node made, under the same name.
     """
-    float_source, codes = quantizer.input[0], node.output[0]
+    float_source = quantizer.input[0]
+    codes = node.output[0]
     float_output = claim_name(f"{float_source}/{node.op_type.lower()}", names)
-    node.input[0], node.output[0] = float_source, float_output
+    node.input[0] = float_source
+    node.output[0] = float_output
     moved_quantizer = copy_message(quantizer)
-    moved_quantizer.input[0], moved_quantizer.output[0] = float_output, codes
+    moved_quantizer.input[0] = float_output
+    moved_quantizer.output[0] = codes
     moved_quantizer.name = f"{node.name}/{Q}"
     return moved_quantizer
 
@@ -463,9 +466,11 @@ class _Stripper:
                 "a pair read by float operators must have one constant scale and integer codes,"
                 f" got another on {source!r}; export the model in that form"
             )
-        scale, zero = grid.scale.item(), grid.zero.item()
+        scale = grid.scale.item()
+        zero = grid.zero.item()
         # the values of the lowest and highest code, in multiples of the scale
-        lowest_step, highest_step = grid.min_code - zero, grid.max_code - zero
+        lowest_step = grid.min_code - zero
+        highest_step = grid.max_code - zero
         if lowest_step == 0:
             self.non_negative.add(dequantizer.output[0])
         if self.keep_rounding:

@@ -113,7 +113,8 @@ class CutOffNodes:
             return CutOffNodes(lowered).append_to(model)
         self._refuse_newer_forms(opset)
         complete = copy_message(model)
-        graph, file_graph = complete.graph, self.model.graph
+        graph = complete.graph
+        file_graph = self.model.graph
         nodes = list(map(copy_message, self.nodes))
         self._add_constants(graph, nodes)
         replace_nodes(graph, [*graph.node, *nodes])

@@ -231,8 +231,10 @@ def _read_pairs(
 
 def _make_range(grid: PairGrid, is_non_negative: bool) -> Scale:
     """Return a grid's range, from which an affine or a symmetric 8-bit grid is restored exactly."""
-    step, zero = grid.scale.item(), grid.zero.item()
-    lo, hi = (grid.min_code - zero) * step, (grid.max_code - zero) * step
+    step = grid.scale.item()
+    zero = grid.zero.item()
+    lo = (grid.min_code - zero) * step
+    hi = (grid.max_code - zero) * step
     symmetric = not grid.int8_zero.any()
     amax = hi if symmetric else max(-lo, hi)
     if symmetric and is_non_negative:  # half of the codes are unused

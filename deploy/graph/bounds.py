@@ -169,19 +169,15 @@ class _Propagation:
         if op_type in ("Add", "Sub"):
             shift = -scalar if op_type == "Sub" else scalar
             return low - shift, high - shift
-        if op_type == "Mul":
-            low, high = low / scalar, high / scalar
-        else:
-            low, high = low * scalar, high * scalar
-        if high < low:  # a negative factor
-            low, high = high, low
-        return low, high
+        ends = (low / scalar, high / scalar) if op_type == "Mul" else (low * scalar, high * scalar)
+        return min(ends), max(ends)  # a negative factor exchanges them
 
     def _clip_bounds(self, node: onnx.NodeProto) -> Bounds | None:
         """Return the bounds of a HardSigmoid or Clip; None for any other node."""
         if node.op_type == "HardSigmoid":
             attrs = attributes(node)
-            alpha, beta = attrs.get("alpha", 0.2), attrs.get("beta", 0.5)
+            alpha = attrs.get("alpha", 0.2)
+            beta = attrs.get("beta", 0.5)
             return (-beta / alpha, (1 - beta) / alpha) if alpha > 0 else None
         if node.op_type != "Clip":
             return None
@@ -243,7 +239,9 @@ class _Propagation:
         base, a, shift = self._linear_form(tensor)
         gate_base, c, d = self._linear_form(gate_input)
         if tensor == gate_base:  # t itself may be linear in another tensor
-            base, a, shift = tensor, 1.0, 0.0
+            base = tensor
+            a = 1.0
+            shift = 0.0
         if base != gate_base or shift or a <= 0 or c <= 0:
             return _UNBOUNDED
         return a * (gate_floor - d) / c, math.inf

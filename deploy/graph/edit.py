@@ -139,7 +139,8 @@ def replace_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> No
     Nodes that the graph has already are moved, not copied, so that references to them stay valid.
     Nodes from elsewhere are copied. Nodes of the graph that are not among `nodes` are removed.
     """
-    new_nodes, graph_nodes = list(nodes), list(graph.node)
+    new_nodes = list(nodes)
+    graph_nodes = list(graph.node)
     own_ids = {id(node) for node in graph_nodes}
     position_by_id: dict[int, int] = {}  # id of a node -> its position in the new order
     for position, node in enumerate(new_nodes):
@@ -517,7 +518,8 @@ def _can_be_added(word: str) -> bool:
 
 def unique_name(preferred: str, names: Collection[str]) -> str:
     """Return the first of `preferred`, `preferred_1`, `preferred_2`, ... that is not in `names`."""
-    name, number = preferred, 0
+    name = preferred
+    number = 0
     while name in names:
         number += 1
         name = f"{preferred}_{number}"

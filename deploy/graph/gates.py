@@ -138,11 +138,16 @@ def _match_hard_sigmoid(graph: Graph, node: onnx.NodeProto) -> Gate | None:
         return None
 
     # clip(alpha * source + beta, 0, 1) = alpha * clip(source + beta / alpha, 0, 1 / alpha)
-    attrs = attributes(node)
-    alpha, beta = float(attrs.get("alpha", 0.2)), float(attrs.get("beta", 0.5))
-    source, factor = node.input[0], ""
+    source = node.input[0]
     if node.op_type == "HardSwish":  # source * HardSigmoid(source), with constants of its own
-        alpha, beta, factor = 1 / 6, 0.5, source
+        alpha = 1 / 6
+        beta = 0.5
+        factor = source
+    else:
+        attrs = attributes(node)
+        alpha = float(attrs.get("alpha", 0.2))
+        beta = float(attrs.get("beta", 0.5))
+        factor = ""
     if alpha <= 0 or beta == 0:  # a falling or constant gate; a shift of 0, which has no int8 scale
         return None
     return Gate(

@@ -72,7 +72,8 @@ class _NodeBuilder:
     def __init__(self, node: onnx.NodeProto, scope: OpsetScope) -> None:
         if len(node.output) != 1:
             raise CannotRewrite("it has more than one output")
-        self.node, self.scope = node, scope
+        self.node = node
+        self.scope = scope
         self.attrs = attributes(node)
         self.source = str(node.input[0])
         self.nodes: Nodes = []
@@ -204,7 +205,8 @@ def _write_group_norm(builder: _NodeBuilder) -> None:
     _refuse_half_sums(builder)
     groups = builder.attrs["num_groups"]
     scale, bias = builder.node.input[1:3]
-    group_scale, group_bias = scale, bias
+    group_scale = scale
+    group_bias = bias
     has_channel_scales = builder.scope.source_opset >= 21
     if has_channel_scales:
         group_scale = builder.floats(np.ones(groups))

@@ -72,7 +72,8 @@ class OpsetScope:
     def enter(self, graph: onnx.GraphProto) -> OpsetScope:
         """Return the scope inside a graph: this one and the graph's own tensors."""
         constants = by_name(graph.initializer) | constant_nodes(graph.node)
-        dtypes, shapes = dict(self.dtypes), dict(self.shapes)
+        dtypes = dict(self.dtypes)
+        shapes = dict(self.shapes)
         for value in declared_values(graph):
             dtypes[value.name] = value.type.tensor_type.elem_type
             shapes[value.name] = dims(value)
@@ -346,7 +347,8 @@ def _complete_input(
     Returns:
         The nodes that make the new input, to stand before `node`.
     """
-    source, partial_name = node.input[0], node.input[index]
+    source = node.input[0]
+    partial_name = node.input[index]
     complete_name = scope.new_name(f"{node.output[0]}_axes")
     node.input[index] = complete_name
 
@@ -536,7 +538,8 @@ def _softmax_over_axis(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     rows, and the output gets the shape of the input again.
     """
     axis = attributes(node).get("axis", 1)
-    source, output = node.input[0], node.output[0]
+    source = node.input[0]
+    output = node.output[0]
     shape = scope.shapes.get(source)
     if shape is not None and -len(shape) <= axis < len(shape):
         is_one_axis = all(size == 1 for size in shape[axis % len(shape) + 1 :])
@@ -553,7 +556,8 @@ def _softmax_over_axis(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     rows = scope.new_name(f"{output}_rows")
     sizes = scope.new_name(f"{output}_dims")
     softmax = scope.new_name(f"{output}_softmax")
-    node.input[0], node.output[0] = rows, softmax
+    node.input[0] = rows
+    node.output[0] = softmax
     return [
         make_node("Shape", [source], sizes, f"{node.name}_Shape"),
         make_node("Flatten", [source], rows, f"{node.name}_Flatten", axis=axis),

@@ -263,7 +263,8 @@ class _Int8Flow:
     int8_reads: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        graph, placement = self.graph, self.placement
+        graph = self.graph
+        placement = self.placement
         for node in graph.nodes:
             if not self.reasons[node.name]:
                 self._add_int8_node(node)
@@ -296,7 +297,8 @@ class _Int8Flow:
         float tensors in float. Any other node only passes int8 on: its inputs must be int8 already,
         and a node downstream must read its output in int8.
         """
-        graph, placement = self.graph, self.placement
+        graph = self.graph
+        placement = self.placement
         precision = placement.precision_name
         if placement.float_after_concat and reads_float_concat(graph, node, self.int8_outputs):
             return f"it reads a Concat whose inputs are not all {precision}"
@@ -304,13 +306,12 @@ class _Int8Flow:
             return ""
         if placement.runs_on_onnxruntime:
             has_int8_inputs = self.int8_outputs.issuperset(graph.data_inputs(node))
-            is_input_read_in_float = False  # which does not matter there
         else:  # TensorRT, which fuses a residual Add into the layer that makes one of its inputs
             has_int8_inputs = reads_int8(graph, node, self.int8_outputs, placement.heavy)
-            is_input_read_in_float = has_float_sibling(graph, node, self.reasons)
         if not has_int8_inputs:
             return f"an input of it is not {precision}"
-        if is_input_read_in_float:  # such as an average pool whose input a float Mul reads too
+        # for TensorRT: such as an average pool whose input a float Mul reads too
+        if not placement.runs_on_onnxruntime and has_float_sibling(graph, node, self.reasons):
             return "its input is read in float too"
         # the output of the Relu, Clip or bias Add that is fused into the node, if there is one
         fused_output = graph.tail(node)

@@ -23,7 +23,7 @@ since PP-OCRv3. (Layout models have class names there: words, not characters.)
 from dataclasses import replace
 
 from deploy.errors import ConfigError
-from deploy.feed.preprocess import COLORS, INTERPOLATIONS, Preprocess, Size, find_preset
+from deploy.feed.preprocess import INTERPOLATIONS, Preprocess, Size, find_preset
 from deploy.files.reading import from_yaml
 from deploy.frontends.metadata.values import (
     ModelMetadata,
@@ -106,10 +106,9 @@ def _parse_color(text: str | None) -> str:
     if text is None:
         return "rgb"
     channels = parse_integers(text, "channels")[0]
-    for color in ("rgb", "grey"):
-        if channels == COLORS[color]:
-            return color
-    raise ConfigError(f"its channels must be 1 or 3, got {short_text(text)}")
+    if channels not in (1, 3):
+        raise ConfigError(f"its channels must be 1 or 3, got {short_text(text)}")
+    return "rgb" if channels == 3 else "grey"
 
 
 _PATH = "model_info "
