@@ -96,9 +96,15 @@ def test_help_imports_no_heavy_library():
 
 
 def documented_lines():
+    """Return the commands in code blocks and in code spans of the pages, not lines of prose."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     text = "\n".join(page.read_text("utf-8").replace("\\\n", "") for page in pages)
-    lines = [line.strip().removeprefix("$ ") for line in text.splitlines()]
+    blocks = re.findall(r"^```.*?^```$", text, re.DOTALL | re.MULTILINE)
+    indented_lines = re.findall(r"^    calib8 .*$", text, re.MULTILINE)
+    spans = re.findall(r"(?<!`)`(calib8 [^`]+)`", text)
+    lines = [*"\n".join(blocks).splitlines(), *indented_lines]
+    lines = [line.strip().removeprefix("$ ") for line in lines]
+    lines += [" ".join(span.split()) for span in spans]
     return [line.partition(" #")[0].strip() for line in lines if line.startswith("calib8 ")]
 
 
@@ -106,13 +112,13 @@ def unknown_words(line):
     """Return what in a command line names no command or option."""
     names = line.split()[1:]
     command = cli
-    while isinstance(command, click.Group):
+    while isinstance(command, click.Group) and names[:1] != ["--version"]:
         context = click.Context(command)
         if not names or names[0] not in command.list_commands(context):
             return set(names[:1]) or {"no command"}
         command = command.get_command(context, names.pop(0))
     known_options = {option for parameter in command.params for option in parameter.opts}
-    known_options |= {"--help", "--help-all"}
+    known_options |= {"--help", "--help-all", "--version"}
     return {word.partition("=")[0] for word in names if word[:1] == "-"} - known_options
 
 

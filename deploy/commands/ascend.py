@@ -192,10 +192,10 @@ def check(path: Path, model: Path | None) -> None:
 @base.calibration_option(
     "--amct-batch",
     type=click.IntRange(min=1),
-    help="Images of one of AMCT's batches, by which HFMG, DMQ and batch_num go.",
+    help="Images in a batch of HFMG, DMQ and batch_num.",
 )
 @base.measuring_option(
-    "--eval-images", type=base.IMAGE_SOURCE, help="Images to judge on; a list may hold labels."
+    "--eval-images", type=base.IMAGE_SOURCE, help="Evaluation images; a list file may hold labels."
 )
 @labels_option
 @base.measuring_option(

@@ -283,8 +283,8 @@ def parse_batches(ctx: click.Context, param: click.Parameter, text: str | None) 
 task_option = measuring_option(
     "--task",
     metavar="NAME",
-    help="Task of the outputs, if it is not the one that is recognised: boxes, classes, labels,"
-    " ..., or none to compare values.",
+    help="Task of the outputs, in place of the recognised one: boxes, classes, labels, ..., or none"
+    " to compare values.",
 )
 
 
@@ -350,7 +350,7 @@ _quiet_option = general_option(
     "-q",
     "--quiet",
     is_flag=True,
-    help="Print errors and warnings only; files are written all the same.",
+    help="Print errors and warnings only; files are still written.",
 )
 
 

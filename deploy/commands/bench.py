@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     "--against",
     type=base.InputPath("a model"),
     metavar="MODEL",
-    help="A second model, run in turn with ENGINE so that noise falls on both; usually the float"
-    " model that ENGINE was built from.",
+    help="A second model, timed in turns with ENGINE; usually the float model that ENGINE was"
+    " built from.",
 )
 @base.model_option(
     "--runtime",
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     type=Real(min=0),
     default=200,
     metavar="MS",
-    help="Time thrown away first, in milliseconds, for each model.",
+    help="Untimed runs before the timed ones, in milliseconds, for each model.",
 )
 @base.measuring_option(
     "--duration",
@@ -85,8 +85,8 @@ if TYPE_CHECKING:
     "batches",
     callback=parse_batches,
     metavar="N,N,...",
-    help="Measure at each of these batches, such as 1,2,4,8, of a model that leaves its batch open;"
-    " the rest of the report is about the smallest.",
+    help="Measure at each of these batches, such as 1,2,4,8; the model's batch must be dynamic. All"
+    " other figures are those of the smallest batch.",
 )
 @base.measuring_option(
     "--profile",
@@ -119,8 +119,8 @@ def bench(
 ) -> None:
     """Measure the latency of ENGINE: an ONNX model on the CPU, or a target's engine on its device.
 
-    Inputs are random, made from the model's own specs, unless --images gives real ones, on which
-    the outputs are compared too. Metrics and percentiles are trtexec's.
+    Inputs are random. With --images they are real, and the outputs are compared too. Metrics and
+    percentiles are trtexec's.
 
     \b
     Examples:

@@ -117,9 +117,9 @@ def build(
 ) -> None:
     """Calibrate MODEL (or reuse its calibration), build int8 engines, measure, report.
 
-    A Q/DQ MODEL is built by its own scales; --images are then what it is measured on, and optional.
+    A Q/DQ MODEL is built with its own scales; --images is then optional, and only for measuring.
 
-    A target that fails is a row of the report; the others are built, and the exit code is 1. An
+    If a target fails, the report gives the reason, the others are built, and the exit code is 1. An
     engine whose verdict is "unusable" gives exit code 3, unless --accept is given.
 
     \b

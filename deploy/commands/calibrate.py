@@ -69,9 +69,9 @@ def calibrate(
       calib8 calibrate model.onnx --images photos/ --shard 2/3 -o b.shard
       calib8 calibrate model.onnx --images /mnt/photos --scheduler tcp://host:8786
 
-    The cache is TensorRT's text format; beside it stand its fingerprint (.json) and the
-    statistics (.npz), with which another --method needs no second run. `build` with the same
-    targets takes it with --cache.
+    The cache is TensorRT's text format. The fingerprint (.json) and the statistics (.npz) are
+    written next to it. `build --cache` with the same targets reuses all three, also with another
+    --method.
     """  # noqa: D301 (click reads the backspace)
     from deploy.calibration.checkpoint import checkpoint_path
     from deploy.calibration.shards import write_shard

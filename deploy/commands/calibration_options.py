@@ -202,8 +202,8 @@ def calibration_options(command: CommandFunction) -> CommandFunction:
         base.cache_option(
             "--trt-version",
             metavar="X.Y.Z",
-            help="TensorRT that is to read the cache.  [default: the TensorRT that builds here,"
-            f" else that of the cache that is there, else {DEFAULT_TRT_VERSION}]",
+            help="TensorRT that will read the cache.  [default: the installed TensorRT, else that"
+            f" of the stored cache, else {DEFAULT_TRT_VERSION}]",
         ),
         verbose_option,
     )

@@ -298,8 +298,8 @@ state_option = base.image_option(
     "states",
     multiple=True,
     metavar="IN=OUT",
-    help="The input IN is the output OUT of the step before, and zeros at the start of a sequence;"
-    " may be repeated. Pairs that names and shapes show need no option.",
+    help="Input IN reads the output OUT of the previous step, and zeros at the start of a sequence;"
+    " may be repeated. Pairs with similar names and equal shapes need no option.",
 )
 
 skip_bad_option = base.image_option("--skip-bad", is_flag=True, help="Skip unreadable images.")
@@ -408,8 +408,8 @@ def shape_option(ending: str = "") -> Decorator:
         "shapes",
         multiple=True,
         metavar="NAME:DIMS",
-        help="Shape of an input that the model leaves open, e.g. images:1x3x224x224; may be"
-        f" repeated. An open batch alone is taken as 1.{ending}",
+        help="Shape of an input with dynamic dimensions, e.g. images:1x3x224x224; may be"
+        f" repeated. If only the batch is dynamic, it is 1.{ending}",
     )
 
 

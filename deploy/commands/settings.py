@@ -277,8 +277,8 @@ def _options() -> list[Decorator]:
         base.search_option(
             "--effort",
             type=click.IntRange(0, 3),
-            help="Search effort for what stays float and which method finds each range: 0 searches"
-            " nothing, 3 goes on as long as it finds something.  [default: 1; 0 with"
+            help="Effort of the search for layers to leave in float and for methods: 0 does not"
+            " search, 3 continues as long as it finds something better.  [default: 1; 0 with"
             " --ascend-config]",
         ),
         base.search_option(
