@@ -190,6 +190,19 @@ def test_unfit_checkpoint_is_refused(small, tmp_path, wording):
         ({"optimizer": torch.optim.LBFGS}, errors.ModelError, "step .* 'closure'"),
         ({"evaluate": lambda model: None}, errors.ModelError, "evaluate .*NoneType"),
         ({"epochs": 1.5}, errors.ConfigError, "whole number"),
+        ({"clip_gradient": -1}, errors.ConfigError, "clip_gradient .* 0 or more, got -1"),
+        ({"distil": 3}, errors.ConfigError, "distil takes a list, got 3"),
+        ({"optimizer": lambda parameters: 3}, errors.ConfigError, "torch optimizer, got int"),
+        ({"model": 3}, errors.ModelError, "got int"),
+        ({"inputs": 3}, errors.FeedError, "got int"),
+        ({"calibration": 3}, errors.FeedError, "got int"),
+        ({"batches": 3}, errors.FeedError, "got int"),
+        ({"batches": lambda: []}, errors.ModelError, "batches of the task .*argument"),
+        (
+            {"batches": lambda epoch: (1 / number for number in range(2))},
+            errors.FeedError,
+            "ZeroDivisionError.* 1 / number",
+        ),
         (
             {
                 "batches": [(torch.zeros(2, 3, 8, 8), torch.zeros(2))],

@@ -18,7 +18,7 @@ from calibrators.errors import CalibrationError
 from calibrators.grids import UINT8, quantize_per_tensor, quantize_weight, weight_scales
 from calibrators.weights import PAIR_LIMIT, pair_scales, pair_sums
 from deploy.errors import ConfigError, ExportError, FeedError, ModelError
-from deploy.fx.checked_export import export_quantized
+from deploy.fx.checked_export import export_float, export_quantized
 from deploy.fx.convert import calibrate, convert, freeze_norms, scale_table, set_phase
 from deploy.fx.export import compare_with_torch, to_onnx
 from deploy.fx.fakequant import FakeQuant, FixedQuant
@@ -387,9 +387,39 @@ def test_bad_data_and_options_are_refused(resnet, batches, wording):
         ({"mode": "magic"}, "a mode is one of"),
         ({"target": "tpu"}, "a target is one of"),
         ({"bits": 16}, "bits are 2 to 8"),
+        ({"skip": "conv1"}, "skip takes a list, got 'conv1'"),
+        ({"momentum": "1"}, "momentum lies in"),
     ):
         with pytest.raises(ConfigError, match=reason):
             prepare(resnet, batches[0], **options)
+
+
+def test_model_without_int8_layers_is_refused():
+    x = torch.zeros(1, 3, 4, 4)
+    net = nn.Sequential(nn.Conv2d(3, 4, 1)).eval()
+    for prepared in (prepare(net, [x], mode="dynamic"), net):  # the second one is not prepared
+        with pytest.raises(ExportError, match="none of 1 layers"):
+            convert(prepared)
+
+
+def failing_loader():
+    yield torch.zeros(1, 3, 4, 4)
+    raise LookupError("no such photo")
+
+
+def test_data_that_cannot_be_read_is_refused():
+    x = torch.ones(1, 3, 4, 4)
+    net = nn.Sequential(nn.Conv2d(3, 4, 1)).eval()
+    prepared = prepare(net, [x], mode="weight-only")
+    with pytest.raises(FeedError, match=r"LookupError: no such photo at .*raise LookupError"):
+        calibrate(prepared, failing_loader())
+    with pytest.raises(FeedError, match="got int"):
+        calibrate(prepared, 3)
+    with pytest.raises(FeedError, match="got str"):
+        export_float(net, ["x"])
+    with pytest.raises(ConfigError, match="got 'mse'"):
+        calibrate(prepared, [x], search="mse")
+    assert calibrate(prepared, x) == 1  # a batch
 
 
 @pytest.mark.slow

@@ -71,6 +71,22 @@ def as_inputs(batch: Any, model: nn.Module | None = None) -> tuple[Any, ...]:
     return tuple(tensor_by_name[name] for name in ordered_names)
 
 
+def example_tensors(inputs: Any, model: nn.Module) -> tuple[torch.Tensor, ...]:
+    """Return `as_inputs` in float32.
+
+    Raises:
+        FeedError: as `as_inputs`; or an input is no tensor.
+    """
+    inputs = as_inputs(inputs, model)
+    for value in inputs:
+        if not isinstance(value, torch.Tensor):
+            raise FeedError(
+                "example inputs are tensors, in the order of forward's arguments, got"
+                f" {type(value).__name__}; give [x, ...], or a loader"
+            )
+    return cast_floats(inputs, torch.float32)
+
+
 def _copied(value: Any) -> Any:
     """Return an array as a tensor, tensors as copies, and any other value as it is."""
     if isinstance(value, np.ndarray):

@@ -19,6 +19,7 @@ from deploy.errors import ConfigError
 from deploy.feed.feed import FeedSource
 from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.sampling import Limit
+from deploy.fx.capture import example_tensors
 from deploy.fx.convert import float_form
 from deploy.fx.coverage import LayerCoverage, measure_coverage, refuse_unquantized
 from deploy.fx.device import CPU, move_tensors
@@ -31,7 +32,7 @@ from deploy.fx.export import (
 )
 from deploy.fx.fuse import norms_in_float
 from deploy.fx.int8_layers import find_weighted_layers
-from deploy.fx.model_inputs import argument_names, cast_floats, dict_input_note
+from deploy.fx.model_inputs import argument_names, dict_input_note
 from deploy.fx.modes import (
     ModeResult,
     compare_modes,
@@ -43,7 +44,7 @@ from deploy.fx.plain_copy import plain_copy
 from deploy.fx.qat import TrainingResult, first_batches, train
 from deploy.fx.range_search import resolve_target, search_for
 from deploy.fx.task import Task, order_inputs, read_batches
-from deploy.fx.trace import submodule
+from deploy.fx.trace import check_names, submodule
 from deploy.graph.index import match_patterns
 from deploy.method import Method
 from deploy.targets import Target
@@ -111,7 +112,7 @@ def export_float(
         ExportError: the opset cannot be written, or the outputs differ.
     """
     model = plain_copy(model).eval()  # a run may change its buffers
-    inputs = cast_floats(inputs, torch.float32)
+    inputs = example_tensors(inputs, model)
     exported = to_onnx(model, inputs, opset=opset, dynamic_batch=dynamic_batch)
     return exported, check_float_export(exported, model, inputs)
 
@@ -159,9 +160,10 @@ def export_quantized(
     """
     if mode == "static" and images is None:
         raise ConfigError("static ranges come from data: give --images, or another --mode")
+    check_names(skip=skip)
     target = resolve_target(target)
     model = plain_copy(model).eval()  # a run may change its buffers
-    inputs = cast_floats(inputs, torch.float32)
+    inputs = example_tensors(inputs, model)
     batches: list[tuple[torch.Tensor, ...]] = [inputs]
     if images is not None:
         names = argument_names(model, len(inputs))

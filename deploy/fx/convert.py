@@ -18,7 +18,7 @@ one by one, as in `build`, and the first batch twice, once for the initial range
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -28,14 +28,16 @@ from torch import fx, nn
 from torch.nn import functional
 
 from calibrators.statistics import Recorder, Statistic
-from deploy.errors import CalibrationError, FeedError, ModelError, first_line
+from deploy.errors import CalibrationError, ConfigError, FeedError, ModelError, first_line
+from deploy.feed.loaders import iterate_items
 from deploy.fx.capture import as_inputs, has_batch, run_model, select_arguments
 from deploy.fx.comparison import eval_mode, tensors_of
+from deploy.fx.coverage import measure_coverage, refuse_unquantized
 from deploy.fx.device import device_of, map_tensors, move_tensors
 from deploy.fx.fakequant import FakeQuant, FixedQuant, no_range_error
 from deploy.fx.int8_layers import IntLayer, QatConvBn, QatLayer, WeightQuant, folded_layer
 from deploy.fx.operations import arguments_by_name, called_module, called_once, module_calls
-from deploy.fx.plain_copy import replace_submodule
+from deploy.fx.plain_copy import replace_submodule, unwrap
 from deploy.fx.range_search import DEFAULT_SEARCH, ActivationSearch, ScaleAndZero, widest_range
 from deploy.graph.bounds import RangeLimits
 from deploy.terminal import phase
@@ -114,8 +116,9 @@ def convert(prepared: nn.Module, custom: CustomClasses | None = None) -> nn.Modu
 
     Raises:
         CalibrationError: a tensor has no range, or a weight is not finite.
+        ExportError: nothing is quantized, as in a model that was not prepared.
     """
-    converted = copy.deepcopy(prepared).eval()
+    converted = copy.deepcopy(unwrap(prepared)).eval()
     replacements: dict[nn.Module, nn.Module] = {}  # a shared module is converted once
     for name, module in list(converted.named_modules(remove_duplicate=False)):
         replacement = replacements.get(module) or _convert_module(module, name, custom or {})
@@ -125,6 +128,8 @@ def convert(prepared: nn.Module, custom: CustomClasses | None = None) -> nn.Modu
         if _is_at(name, converted, module):  # else its parent was replaced, and it is gone
             replace_submodule(converted, name, replacement)
 
+    if not replacements:
+        refuse_unquantized(measure_coverage(converted, prepared))
     for module in converted.modules():
         if isinstance(module, fx.GraphModule):
             _remove_monitors(module)
@@ -186,11 +191,12 @@ def _is_at(name: str, model: nn.Module, module: nn.Module) -> bool:
         return False
 
 
+Batches = Iterable[Any] | Callable[[], Iterable[Any]]
 Recorders = dict[nn.Module, Recorder]  # by FakeQuant or RangeMonitor
 
 
 def record_statistics(
-    model: nn.Module, batches: Iterable[Any], statistic: Statistic
+    model: nn.Module, batches: Batches, statistic: Statistic
 ) -> tuple[Recorders, int]:
     """Record the values of all observed tensors; return (recorders, number of runs).
 
@@ -202,12 +208,12 @@ def record_statistics(
 
     Args:
         model: prepared, in eval mode, with its quantizers off.
-        batches: each a tensor or a tuple of inputs, batch first.
+        batches: as for `calibrate`.
         statistic: the statistic.
 
     Raises:
         CalibrationError: NaN or Inf in a tensor.
-        FeedError: fewer samples than the lead reads.
+        FeedError: no batches, or fewer samples than the lead reads; or the user's code failed.
         ModelError: samples are taken one by one, and the model does not run for a batch of 1.
     """
     lead = statistic.lead
@@ -215,7 +221,7 @@ def record_statistics(
         return _record_pass(model, batches, statistic, {})
 
     lead_size = lead.samples or 1  # a batch of TensorRT, which leaves out a partial last batch
-    all_samples = chain.from_iterable(map(_samples, batches))
+    all_samples = chain.from_iterable(map(_samples, iterate_items(batches)[0]))
     samples = _drop_partial_batch(all_samples, lead_size)
     lead_samples = list(islice(samples, lead_size))
     try:
@@ -230,7 +236,7 @@ def record_statistics(
 
 
 def _record_pass(
-    model: nn.Module, batches: Iterable[Any], statistic: Statistic, lead_recorders: Recorders
+    model: nn.Module, batches: Batches, statistic: Statistic, lead_recorders: Recorders
 ) -> tuple[Recorders, int]:
     """Run a model for all batches and record its tensors; return (recorders, number of runs).
 
@@ -251,7 +257,7 @@ def _record_pass(
     batch_count = len(batches) if isinstance(batches, Sized) else None
     try:
         with phase("calibration", batch_count, "batches") as step:
-            for batch in batches:
+            for batch in iterate_items(batches)[0]:
                 run_model(model, move_tensors(select_arguments(batch, model), device))
                 run_count += 1
                 step()
@@ -338,7 +344,7 @@ def set_phase(
 
 
 def calibrate(
-    prepared: nn.Module, batches: Iterable[Any], *, search: ActivationSearch = DEFAULT_SEARCH
+    prepared: nn.Module, batches: Batches, *, search: ActivationSearch = DEFAULT_SEARCH
 ) -> int:
     """Set the range of every fake quantizer from batches; return the number of runs.
 
@@ -353,9 +359,15 @@ def calibrate(
 
     Raises:
         ConfigError: the search is not defined for the grid.
-        FeedError: no batch.
+        FeedError: no batch, or an error of the loader.
         CalibrationError: NaN or Inf in a tensor, or no data reached a tensor.
     """
+    if not isinstance(search, ActivationSearch):
+        raise ConfigError(
+            "the search of a calibration is made by search_for(target, method) of"
+            f" deploy.fx.range_search, got {search!r}"
+        )
+    prepared = unwrap(prepared)
     quantizers = [module for module in prepared.modules() if isinstance(module, FakeQuant)]
     for quantizer in quantizers:
         search.check(quantizer.grid)

@@ -99,8 +99,8 @@ def _float_reasons(converted: nn.Module) -> dict[str, str]:
 def _find_parameters_of_graphs(converted: nn.Module) -> dict[int, bool]:
     """Return id of each tensor that a graph reads without a layer -> whether it is a weight.
 
-    A weight is a factor of a product, itself or in something computed from parameters only; other
-    tensors, such as position embeddings, are added or scaled by.
+    A weight is an operand of an operator of `_PRODUCTS`, itself or in something computed from
+    parameters and buffers only. Other tensors are added, as position embeddings, or scale.
     """
     is_weight_by_id: dict[int, bool] = {}
     for module in converted.modules():

@@ -398,9 +398,10 @@ def check_float_export(
     except BackendError as error:
         sizes = " and ".join(str(_batch_size(batch)) for batch in batches)
         remedy = "rewrite what ONNX Runtime cannot run"
-        with suppress(BackendError):  # a file that does not load is refused for any batch
-            OrtSession.open(exported, threads=1)
-            remedy = FIXED_BATCH if is_batch_dynamic else remedy
+        if is_batch_dynamic:
+            with suppress(BackendError):  # a file that does not load is refused for any batch
+                OrtSession.open(exported, threads=1)
+                remedy = FIXED_BATCH
         raise ExportError(
             f"an exported model must run in onnxruntime for batches of {sizes}, got:"
             f" {first_line(error)}; {remedy}"

@@ -15,7 +15,7 @@ import onnx
 import torch
 from torch import nn
 
-from deploy.errors import ConfigError, ExportError, FeedError, ModelError
+from deploy.errors import ConfigError, ExportError, ModelError
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.feed import FeedSource
 from deploy.feed.paths import RawFiles
@@ -26,9 +26,9 @@ from deploy.frontends.input_shapes import missing_shape_error
 from deploy.frontends.onnx_file import load_onnx
 from deploy.fx.capture import (
     CAPTURE_TOLERANCE,
-    as_inputs,
     check_capture,
     dynamic_shapes,
+    example_tensors,
     repeat_single_sample,
     run_model,
 )
@@ -74,17 +74,9 @@ def export(
         FeedError: inputs that are no tensors.
     """
     copied = plain_copy(model).eval()
-    inputs = as_inputs(inputs, copied)
     convert_to_float32(copied)
-    for value in inputs:
-        if not isinstance(value, torch.Tensor):
-            raise FeedError(
-                "example inputs are tensors, in the order of forward's arguments, got"
-                f" {type(value).__name__}; give [x, ...], or a loader"
-            )
-    exported, _ = _export_checked(
-        copied, cast_floats(inputs, torch.float32), opset=opset, dynamic_batch=dynamic_batch
-    )
+    tensors = example_tensors(inputs, copied)
+    exported, _ = _export_checked(copied, tensors, opset=opset, dynamic_batch=dynamic_batch)
     return exported
 
 

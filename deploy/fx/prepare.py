@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -66,10 +67,10 @@ from deploy.fx.operations import (
     replace_layer,
     replace_node,
 )
-from deploy.fx.plain_copy import in_eval_mode, plain_copy, replace_submodule
+from deploy.fx.plain_copy import in_eval_mode, plain_copy, replace_submodule, unwrap
 from deploy.fx.range_search import resolve_target
 from deploy.fx.target_placement import GraphPlacement, QuantizationSite, place_quantizers
-from deploy.fx.trace import Leaves, names_module, submodule
+from deploy.fx.trace import Leaves, check_names, names_module, submodule
 from deploy.targets import Target
 
 BITS = (2, 3, 4, 5, 6, 7, 8)
@@ -263,6 +264,8 @@ def prepare(
         ModelError: the model cannot be traced or run.
     """
     _check_options(mode, norms, momentum, bits)
+    check_names(leaves=leaves, skip=skip, share=share)
+    model = unwrap(model)
     custom = custom or {}
     inputs = cast_floats(as_inputs(inputs, model), torch.float32)
     if floating_dtype(model) != torch.float32:
@@ -369,8 +372,8 @@ def _check_options(mode: str, norms: str, momentum: float, bits: int) -> None:
         raise ConfigError(f"a mode is one of {', '.join(MODES)}, got {mode!r}")
     if norms not in ("fold", "train"):
         raise ConfigError(f"norms are 'fold' or 'train', got {norms!r}")
-    if not 0 < momentum <= 1:
-        raise ConfigError(f"momentum lies in (0, 1], got {momentum}")
+    if not isinstance(momentum, Real) or not 0 < momentum <= 1:
+        raise ConfigError(f"momentum lies in (0, 1], got {momentum!r}")
     grid_with_bits(INT8, bits)
 
 

@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+from deploy.errors import ConfigError
 from deploy.fx.capture import as_inputs, graph_of
 from deploy.fx.graph_text import format_columns, target_name
 from deploy.fx.operations import called_module
@@ -158,7 +159,13 @@ def profile(
         leaves: modules to keep as one node, by name, class name or class.
         warm_up: number of untimed runs before the timed ones.
         runs: number of timed runs.
+
+    Raises:
+        ConfigError: no timed run.
+        ModelError: the model cannot be traced or run.
     """
+    if runs < 1:
+        raise ConfigError(f"at least one run is timed, got {runs}")
     inputs = as_inputs(inputs, model)
     graph_module = graph_of(in_eval_mode(model), inputs, leaves=leaves)
     timing = NodeMeter(graph_module, _read_clock)  # node name -> seconds, in `timing.amounts`

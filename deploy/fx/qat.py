@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,19 @@ from deploy.fx.range_search import resolve_target, search_for
 from deploy.fx.source import wrap_user_errors
 from deploy.fx.task import RANGES, order_inputs
 from deploy.fx.task import Task as Task
+from deploy.fx.trace import check_names
 from deploy.targets import Target
 from deploy.targets.options import changed_options
 from deploy.terminal import PrintedResult, phase
 
 Scales = Mapping[str, nn.Parameter]
+
+_NUMBERS = {  # fields of a task -> their kind
+    "epochs": Integral,
+    "calibration_batches": Integral,
+    "distil_weight": Real,
+    "clip_gradient": Real,
+}
 
 
 def learn_scales(prepared: nn.Module) -> Scales:
@@ -152,8 +160,7 @@ def train(
     prepared = _prepare_task(task, target, bits)
 
     search = search_for(target, task.method)
-    batches = task.calibration() if task.calibration else _first_inputs(task)
-    calibrate(prepared, batches, search=search)
+    calibrate(prepared, task.calibration or _first_inputs(task), search=search)
     report(f"ranges by {search.label}, {task.ranges}")  # such as "mse, learned"
     score_before = _evaluate(task, prepared)
     if score_before is not None:
@@ -191,6 +198,7 @@ def _train_epochs(
     )
     losses: list[float] = []
     if checkpoint is not None:
+        checkpoint = Path(checkpoint)
         refuse_unwritable(checkpoint)
         if checkpoint.exists():
             losses = load_checkpoint(checkpoint, fingerprints, prepared, optimizer)
@@ -256,8 +264,13 @@ def _prepare_task(task: Task, target: Target, bits: int) -> nn.Module:
             f"ranges of a training are one of {', '.join(RANGES)}, got {task.ranges!r};"
             " what finds them first is named by method"
         )
-    if not isinstance(task.epochs, Integral) or task.epochs < 0:
-        raise ConfigError(f"epochs must be a whole number, 0 or more, got {task.epochs}")
+    for name, kind in _NUMBERS.items():
+        value = getattr(task, name)
+        is_number = isinstance(value, kind)
+        if not is_number or not value >= 0:  # nor NaN
+            number = "whole number" if kind is Integral else "number"
+            raise ConfigError(f"{name} must be a {number}, 0 or more, got {value!r}")
+    check_names(distil=task.distil)
     dtype = floating_dtype(task.model)
     if dtype != torch.float32:
         raise ConfigError(
@@ -315,6 +328,9 @@ class _Trainer:
             )
         with wrap_user_errors("optimizer of the task"):
             self.optimizer = task.optimizer(trained)
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            kind = type(self.optimizer).__name__
+            raise ConfigError(f"optimizer of the task must return a torch optimizer, got {kind}")
         self.initial_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.distiller: Distiller | None = None
         if task.teacher is not None:

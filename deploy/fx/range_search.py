@@ -23,7 +23,7 @@ from calibrators.statistics import Recorder, Statistic, search_scale
 from deploy.errors import ConfigError
 from deploy.graph.bounds import RangeLimits
 from deploy.method import Method
-from deploy.targets import Target, find_target
+from deploy.targets import Target, make_targets
 from deploy.targets.tensorrt.cache_contents import UNFOLDED_METHODS
 
 ScaleAndZero = tuple[np.float32, int]  # (scale, zero_point)
@@ -112,7 +112,7 @@ def resolve_target(target: str | Target) -> Target:
     Raises:
         ConfigError: there is no target of this name.
     """
-    return find_target(target)() if isinstance(target, str) else target
+    return make_targets([target])[0]
 
 
 def search_for(target: str | Target, method: Method | str | None = None) -> ActivationSearch:
@@ -128,8 +128,8 @@ def search_for(target: str | Target, method: Method | str | None = None) -> Acti
     target = resolve_target(target)
     if method is None:  # a target with its own search is ascend
         return IfmrSearch() if target.own_method else DEFAULT_SEARCH
-    if isinstance(method, str):
-        method = Method.from_label(method)
+    if not isinstance(method, Method):
+        method = Method.from_label(str(method))
     # A bounded search ends a range where all readers saturate, such as at 6 before a ReLU6.
     # TensorRT's own calibrators look at the values alone, so methods that imitate them do too.
     imitates_tensorrt = target.name == "tensorrt" and method.name in UNFOLDED_METHODS

@@ -24,12 +24,14 @@ from torch import nn
 
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.feed import FeedSource, open_feed
+from deploy.feed.loaders import iterate_items
 from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.sampling import Limit
 from deploy.fx.capture import as_inputs
 from deploy.fx.convert import CustomClasses
 from deploy.fx.model_inputs import cast_floats, make_named_class, match_arguments
 from deploy.fx.plain_copy import unwrap
+from deploy.fx.source import wrap_user_errors
 from deploy.fx.trace import Leaves
 from deploy.method import Method
 from deploy.tensors import TensorSpec
@@ -105,9 +107,12 @@ class Task:
         """Yield the batches of an epoch.
 
         Raises:
-            FeedError: a batch is no pair of inputs and label.
+            FeedError: a batch is no pair of inputs and label, or the user's code failed.
         """
-        for batch in self.batches(epoch) if callable(self.batches) else self.batches:
+        with wrap_user_errors("batches of the task"):
+            batches = self.batches(epoch) if callable(self.batches) else self.batches
+        items: Batches = iterate_items(batches)[0]
+        for batch in items:
             if not isinstance(batch, tuple | list) or len(batch) != 2:
                 size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
                 raise FeedError(
@@ -128,10 +133,14 @@ def order_inputs(task: Task) -> Task:
     ones. Only the user's `evaluate` still gets a model that takes the inputs by name.
 
     Raises:
-        ConfigError: the inputs are something else, or do not fit the model's forward.
+        ConfigError: no task; or the inputs are something else, or do not fit the model's forward.
+        ModelError: the model is no module.
     """
-    inputs = cast_floats(task.inputs, torch.float32)
-    task = replace(task, inputs=inputs)
+    if not isinstance(task, Task):
+        raise ConfigError(f"a training is given as a calib8.torch.Task, got {type(task).__name__}")
+    model = unwrap(task.model)
+    inputs = cast_floats(as_inputs(task.inputs, model), torch.float32)
+    task = replace(task, model=model, inputs=inputs)
     if all(isinstance(value, torch.Tensor) for value in inputs):
         return task
     if len(inputs) != 1 or not isinstance(inputs[0], Mapping):
@@ -153,7 +162,7 @@ def order_inputs(task: Task) -> Task:
     if (calibration := task.calibration) is not None:
 
         def ordered_calibration() -> Iterator[Tensors]:
-            for batch in calibration():
+            for batch in iterate_items(calibration)[0]:
                 yield arguments.tensors(*as_inputs(batch))
 
         ordered.calibration = ordered_calibration

@@ -16,7 +16,7 @@ import os
 import sys
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -174,8 +174,16 @@ def trace(
     return graph_module
 
 
+def check_names(**arguments: object) -> None:
+    """Raise `ConfigError` if an argument that takes a list, as of names, is a text or a number."""
+    for argument, names in arguments.items():
+        if isinstance(names, str) or not isinstance(names, Iterable):
+            raise ConfigError(f"{argument} takes a list, got {names!r}")
+
+
 def _check_leaves(model: nn.Module, leaves: Leaves) -> None:
     """Raise `ConfigError` if a leaf matches nothing in the model."""
+    check_names(leaves=leaves)
     modules = dict(model.named_modules())
     missing: set[str] = set()
     for leaf in leaves:
