@@ -716,6 +716,12 @@ def test_alpha_of_tiff_is_dropped(order):
     assert headers.read_image_size(data) == (3, 2)
 
 
+def test_bigtiff_of_a_vast_offset_is_refused():
+    data = b"II" + struct.pack("<HHHQ", 43, 8, 0, 2**64 - 1) + bytes(40)
+    with pytest.raises(FeedError, match="cannot be decoded"):
+        decode_image(data, "a.tiff", grey=False)
+
+
 def test_float_pixels_are_refused():
     data = cv2.imencode(".tiff", np.zeros((4, 4, 3), np.float32))[1].tobytes()
     with pytest.raises(FeedError, match="8 or 16 bits"):

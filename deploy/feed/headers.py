@@ -261,7 +261,8 @@ def _tiff_values(data: bytes) -> Iterator[tuple[int, int, int]]:
     byte_order = "<" if data.startswith(b"II") else ">"
 
     def read_integer(layout: str, offset: int) -> int:
-        (value,) = struct.unpack_from(byte_order + layout, data, offset)
+        # of an offset beyond the end, however large it is, `struct` says that the data ends before
+        (value,) = struct.unpack_from(byte_order + layout, data, min(offset, len(data)))
         return int(value)
 
     # a word is an offset or a number of values; layouts are letters of `struct`
