@@ -1,4 +1,4 @@
-"""Which placement of Q/DQ pairs is faster on an NVIDIA GPU: the open lines of docs/tensorrt.md.
+"""Which placement of Q/DQ pairs is faster on an NVIDIA GPU.
 
     python -m benchmarks.gpu_placement [--out FOLDER] [--only NET,...] [--duration S]
 

@@ -6,8 +6,8 @@ An outlier is a sample far above all others, which can spoil every range::
                                                |---| more than 8 times the next: an outlier
 
 A range that covers it costs all other samples three or more of int8's eight bits; a range that
-clips it is wrong for it. In the benchmarks (`docs/accuracy.md`) no sample exceeds twice the next,
-so ordinary feeds get no warning. Only the few largest samples of each tensor are stored, by number:
+clips it is wrong for it. In the benchmarks no sample exceeds twice the next, so ordinary
+feeds get no warning. Only the few largest samples of each tensor are stored, by number:
 memory is constant, and the result does not depend on the number of threads.
 
 `StabilityRule` and `HalvesAgreement` are plain values; `deploy.calibration.stability` computes
