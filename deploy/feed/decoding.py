@@ -64,17 +64,7 @@ def decode_image(data: bytes, name: str, *, grey: bool, deep: bool = False) -> A
         FeedError: the image is damaged, in a format that OpenCV does not read, or too large.
     """
     title = f"image {printable_name(name)}"
-    size = headers.read_image_size(data)
-    if size is not None and size[0] * size[1] > MAX_PIXELS:
-        raise FeedError(
-            f"{title} must have at most {MAX_PIXELS:,} pixels, got {size[0]}x{size[1]}; give a"
-            " smaller copy of it"
-        )
-    damage = _find_damage(data)
-    if damage is None and size is None:
-        damage = "damaged or of an unknown format"
-    if damage is not None:
-        raise FeedError(f"{title} cannot be decoded ({len(data)} bytes, {damage})")
+    _check_header(data, title)
 
     cv2 = opencv()
     flag = cv2.IMREAD_GRAYSCALE if grey else cv2.IMREAD_COLOR
@@ -94,6 +84,21 @@ def decode_image(data: bytes, name: str, *, grey: bool, deep: bool = False) -> A
         pixels = _scale_to_white(pixels, unscaled_white, keep_depth=deep)
     with_channels: Array = pixels.reshape(pixels.shape[0], pixels.shape[1], -1)
     return with_channels
+
+
+def _check_header(data: bytes, title: str) -> None:
+    """Refuse an image that is too large or visibly damaged, before it is decoded."""
+    size = headers.read_image_size(data)
+    if size is not None and size[0] * size[1] > MAX_PIXELS:
+        raise FeedError(
+            f"{title} must have at most {MAX_PIXELS:,} pixels, got {size[0]}x{size[1]}; give a"
+            " smaller copy of it"
+        )
+    damage = _find_damage(data)
+    if damage is None and size is None:
+        damage = "damaged or of an unknown format"
+    if damage is not None:
+        raise FeedError(f"{title} cannot be decoded ({len(data)} bytes, {damage})")
 
 
 def _scale_to_white(pixels: Array, white: int, *, keep_depth: bool) -> Array:

@@ -91,15 +91,14 @@ def iterate_items(source: object) -> tuple[Iterable[Any], bool]:
             " gives addresses; give the arrays it reads, or its script (--calibrator-script)"
         )
 
-    count = _length(source)
     if isinstance(source, list | tuple):
         return source, True
-    if isinstance(source, bytes):
-        count = None  # no data, although it has a length and elements
-    elif hasattr(source, "__iter__"):
-        return _iterate(source), count is not None
-    if count is not None and hasattr(source, "__getitem__"):  # a dataset of torch
-        return _iterate(map(source.__getitem__, range(count))), True
+    if not isinstance(source, bytes):  # they have a length and elements, but are no data
+        count = _length(source)
+        if hasattr(source, "__iter__"):
+            return _iterate(source), count is not None
+        if count is not None and hasattr(source, "__getitem__"):  # a dataset of torch
+            return _iterate(map(source.__getitem__, range(count))), True
     if callable(source):  # a function that returns one of these
         with wrap_user_errors("what gives the feed", error=FeedError):
             return iterate_items(source())

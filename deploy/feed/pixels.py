@@ -353,7 +353,7 @@ class Previews:
         """Store a preview of a sample, two small images, if it was chosen and is an image."""
         if index not in self.indices or index in self._stored:
             return
-        self._stored[index] = None  # it was looked at
+        self._stored[index] = None  # as of a sample that is no image
         input_image = find_image(sample, self._preprocess)
         if input_image is None:
             return

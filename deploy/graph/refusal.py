@@ -132,13 +132,13 @@ def _find_first_conv_refusal(graph: Graph, node: onnx.NodeProto, placement: Plac
         return ""
     output_channels, input_channels, *window = graph.initializers[node.input[1]].dims
     products = math.prod(window) * input_channels  # for each output value
-    is_slower = products < placement.min_products and not _makes_many_values(graph, node)
-    reads_grey_picture = input_channels == 1 and len(window) > 1
+    has_few_products = products < placement.min_products and not _makes_many_values(graph, node)
     # over one channel, the int8 kernel gathers every window, which costs more than it saves unless
     # there are many products or output channels
-    if reads_grey_picture and max(output_channels, products) < _MIN_CHANNELS_OF_GREY:
-        is_slower = True
+    reads_grey_picture = input_channels == 1 and len(window) > 1
+    is_slow_on_grey = reads_grey_picture and max(output_channels, products) < _MIN_CHANNELS_OF_GREY
     # before a MaxPool that int8 nodes read, a float Conv would make the pool slower
+    is_slower = has_few_products or is_slow_on_grey
     if is_slower and not _feeds_int8_through_pool(graph, placement, node):
         count_text = f"only {products} multiplications per output value"
         return f"the first Conv has {count_text}, and is faster in float"
