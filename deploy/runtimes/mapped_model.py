@@ -54,7 +54,8 @@ def write_mapped(model: ModelProto, names: Collection[str], folder: Path) -> Pat
             if tensor.name not in names:
                 continue
             file.seek(-(-file.tell() // _ALIGNMENT) * _ALIGNMENT)  # round up to the next page
-            offset, data = file.tell(), tensor.raw_data
+            offset = file.tell()
+            data = tensor.raw_data
             file.write(data)
             placeholder = placeholder_by_name[tensor.name]
             placeholder.raw_data = b""  # `set_external_data` requires the field

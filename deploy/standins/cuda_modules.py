@@ -79,7 +79,8 @@ _CUDART_RESULTS = f"{_CUDART_ALLOCATIONS} {_CUDART_STREAMS} GetDevice GetDeviceC
 
 def cudart_modules(memory: Memory) -> dict[str, ModuleType]:
     """Return dotted name -> stand-in for each module of cuda-python, all on this memory."""
-    runtime, driver = runtime_names(memory), driver_names(memory)
+    runtime = runtime_names(memory)
+    driver = driver_names(memory)
     bindings = {
         "runtime": make_module("cuda.bindings.runtime", runtime),
         "driver": make_module("cuda.bindings.driver", driver),

@@ -79,7 +79,8 @@ def _shape_range(sample_counts: Mapping[SampleShapes, int]) -> ShapeRange:
     for sample_shapes in ordered_shapes:
         for name, shape in sample_shapes:
             shapes_by_input.setdefault(name, []).append(shape)
-    min_sizes, max_sizes = {}, {}
+    min_sizes = {}
+    max_sizes = {}
     for name, shapes in shapes_by_input.items():
         sizes_by_axis = list(zip(*shapes, strict=True))
         min_sizes[name] = tuple(map(min, sizes_by_axis))

@@ -67,7 +67,8 @@ def yuv_to_rgb_matrix(standard: str, color: str) -> tuple[Matrix, tuple[int, int
     red_weight, blue_weight = _LUMA_WEIGHTS[standard.partition("-")[0]]
     green_weight = 1 - red_weight - blue_weight
     # U is (blue - Y) and V is (red - Y), scaled to -0.5 .. 0.5 by these factors
-    u_factor, v_factor = 2 * (1 - blue_weight), 2 * (1 - red_weight)
+    u_factor = 2 * (1 - blue_weight)
+    v_factor = 2 * (1 - red_weight)
     rows = [
         (1.0, 0.0, v_factor),
         (1.0, -u_factor * blue_weight / green_weight, -v_factor * red_weight / green_weight),

@@ -275,7 +275,8 @@ class RecordPlan:
         Raises:
             CalibrationError: activations or weights with NaN or Inf, or scales that are not finite.
         """
-        factors, roundings = self.dmq_factors(observed), self.round_weights(observed)
+        factors = self.dmq_factors(observed)
+        roundings = self.round_weights(observed)
         # the layers that DMQ balances come first, as in AMCT's searches and its record file
         names = sorted(self.first_inputs, key=lambda name: name not in factors)
         first_inputs = {name: self.first_inputs[name] for name in names}
@@ -368,7 +369,8 @@ class RecordPlan:
 
         A layer without a weight has 8 bits there, as in AMCT.
         """
-        layer, settings = self.layers[name], self._settings_by_layer[name]
+        layer = self.layers[name]
+        settings = self._settings_by_layer[name]
         return LayerRecord(
             scale_d=input_scale.scale,
             offset_d=input_scale.offset,

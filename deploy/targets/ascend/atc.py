@@ -169,10 +169,14 @@ def _readme_text(
 
     `files`: role -> path of every other file.
     """
-    script, om = shlex.quote(f"{name}_atc.sh"), shlex.quote(f"{name}.om")
-    chip_text, argument, remark = f", chip {options.soc}", "", ""
-    if options.soc is None:
-        chip_text, argument = "", " Ascend310P3"
+    script = shlex.quote(f"{name}_atc.sh")
+    om = shlex.quote(f"{name}.om")
+    chip_text = f", chip {options.soc}"
+    argument = ""
+    remark = ""
+    if options.soc is None:  # the script takes the chip as its argument
+        chip_text = ""
+        argument = " Ascend310P3"
         remark = ", for the chip that `npu-smi info` names (Ascend + the name)"
     lines = [
         f"{name} in int8 for Ascend{chip_text}, CANN {cann} or newer.",

@@ -102,7 +102,8 @@ def _resolve_layer(
         raise ConfigError(_unknown_layer_message(name, graph))
     layer = graph.layer_by_name[name]
     _refuse_combination(entry, layer)
-    activation, weight = entry.activation, entry.weight
+    activation = entry.activation
+    weight = entry.weight
     if activation.asymmetric is None:
         asymmetric = config.activation_offset and not layer.symmetric_only
         activation = replace(activation, asymmetric=asymmetric)
@@ -115,7 +116,8 @@ def _resolve_layer(
 
 def _refuse_combination(entry: LayerConfig, layer: Layer) -> None:
     """Refuse values that are valid by themselves, but not for this type of layer."""
-    activation, weight = entry.activation, entry.weight
+    activation = entry.activation
+    weight = entry.weight
     if weight.channel_wise and not layer.channel_wise:
         raise ConfigError(
             f"channel_wise must be false for layer type {layer.kind}, got true in layer"
@@ -201,7 +203,8 @@ def read_config(text: str, file_name: str = "the quant config") -> QuantConfig:
             (IFMR and HFMG) in one layer.
     """
     json_object = _parse_json(text, file_name)
-    layers, settings = {}, {}
+    layers = {}
+    settings = {}
     for key, value in json_object.items():
         if key in MODEL_SETTINGS:  # a setting of the entire model
             settings[key] = value

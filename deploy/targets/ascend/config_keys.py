@@ -216,7 +216,8 @@ def activation_from(values: Mapping[str, Any]) -> ActivationParams:
 
     `values`: key -> value, for the keys that are set.
     """
-    ifmr_keys, hfmg_keys = sorted(set(values) & set(IFMR)), sorted(set(values) & set(HFMG))
+    ifmr_keys = sorted(set(values) & set(IFMR))
+    hfmg_keys = sorted(set(values) & set(HFMG))
     algorithm = values.get("act_algo", "hfmg" if hfmg_keys else "ifmr")
     foreign_keys = hfmg_keys if algorithm == "ifmr" else ifmr_keys
     if foreign_keys:
@@ -381,7 +382,8 @@ def _resolve_tensor(tensor: TensorConfig, config: QuantConfig, graph: LayerGraph
 
 def check_tensor_input(name: str, index: int, graph: LayerGraph) -> None:
     """Refuse an input that cannot be quantized by itself."""
-    op, key = graph.ops.get(name), f"{name}:{index}"
+    op = graph.ops.get(name)
+    key = f"{name}:{index}"
     if op is None:
         candidates = [node for node, kind in graph.ops.items() if kind in TENSOR_QUANTIZE_OPS]
         raise ConfigError(

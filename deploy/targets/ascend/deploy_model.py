@@ -143,7 +143,9 @@ class _LayerRewriter:
     """
 
     def __init__(self, model: onnx.ModelProto, replacement: LayerReplacement) -> None:
-        self.graph, self.index, self.replacement = model.graph, Graph(model), replacement
+        self.graph = model.graph
+        self.index = Graph(model)
+        self.replacement = replacement
         self.tensors: dict[str, onnx.TensorProto] = {}
         self.quantized_by_input: dict[tuple[str, float, int, int], str] = {}
         self.bias_by_add: dict[str, str] = {}
@@ -252,7 +254,8 @@ def multiply_input(node: onnx.NodeProto, factors: Float32Array) -> Nodes:
     """Let a layer read its input times inverse DMQ factors; return the new nodes before it."""
     name = node.name
     constant = make_constant(f"{name}.tensor_balance_factor", factors)
-    inputs, product = [node.input[0], constant.output[0]], f"{name}.mul.output0"
+    inputs = [node.input[0], constant.output[0]]
+    product = f"{name}.mul.output0"
     node.input[0] = product
     return [constant, helper.make_node("Mul", inputs, [product], name=f"{name}.mul")]
 
@@ -396,7 +399,8 @@ def _make_anti_quant(quant_layer: QuantLayer, integers: str) -> tuple[Nodes, str
 def _scaling_node(
     op: str, suffix: str, quant_layer: QuantLayer, tensor: str, **options: Any
 ) -> tuple[Nodes, str]:
-    name, offset = f"{quant_layer.layer.stem}.{suffix}", float(quant_layer.record.offset_d)
+    name = f"{quant_layer.layer.stem}.{suffix}"
+    offset = float(quant_layer.record.offset_d)
     output = f"{name}.output0"
     return [helper.make_node(op, [tensor], [output], name=name, offset=offset, **options)], output
 
@@ -433,7 +437,8 @@ def modified_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> 
     index = Graph(model)
     new_weights = {}
     for quant_layer in layers.values():
-        layer, record = quant_layer.layer, quant_layer.record
+        layer = quant_layer.layer
+        record = quant_layer.record
         if record.rounded_weight is None:
             continue
         shape = read_weight_rows(index, layer).shape
@@ -462,7 +467,8 @@ def find_unrounded_layers(
     for name in adaround_names:
         if name not in records or name not in graph.layers:
             continue
-        layer, record = graph.layers[name], records[name]
+        layer = graph.layers[name]
+        record = records[name]
         rows = read_weight_rows(index, layer, record.factors)
         codes = rows / by_row(record.scale_w, rows.ndim)  # integers if AdaRound's weights are here
         if np.abs(codes - np.rint(codes)).max() > _MAX_GRID_ERROR:

@@ -487,11 +487,13 @@ def compare_deploy_model(
         largest_sums = [float(np.abs(outputs.pop(sums_tensor)).max()) for outputs in deploy_runs]
         sum_share_by_layer[layer_name] = max(largest_sums, default=0.0) / _INT32_END
 
-    npu_differences, amct_cosines = [0.0], [1.0]
+    npu_differences = [0.0]
+    amct_cosines = [1.0]
     runs = zip(deploy_runs, npu_runs, amct_runs, strict=True)
     for outputs, npu_outputs, amct_outputs in runs:
         for name, value in outputs.items():
-            npu_value, amct_value = npu_outputs[name], amct_outputs[name]
+            npu_value = npu_outputs[name]
+            amct_value = amct_outputs[name]
             is_float = value.dtype.kind == "f" and value.size > 0
             # rounding may change a shape, such as the number of boxes after suppression
             if is_float and value.shape == npu_value.shape == amct_value.shape:

@@ -142,7 +142,8 @@ def check_deploy_model(path: Path, subject: CalibrationSubject | None) -> str:
     """
     model = read_model(path)
     op_counts = Counter(node.op_type for node in model.graph.node)
-    quant_count, dequant_count = op_counts["AscendQuant"], op_counts["AscendDequant"]
+    quant_count = op_counts["AscendQuant"]
+    dequant_count = op_counts["AscendDequant"]
     anti_quant_count = op_counts["AscendAntiQuant"]
     if not quant_count or not dequant_count + anti_quant_count:
         raise ModelError(
@@ -218,7 +219,9 @@ def recipe_from_record(
             f" in {path}; give the record of a calibration"
         )
     recorded = _model_as_recorded(subject, records, config)
-    model, graph, quant_config = recorded.model, recorded.graph, recorded.config
+    model = recorded.model
+    graph = recorded.graph
+    quant_config = recorded.config
     _refuse_other_types(records, graph, subject)
     layers = quantize_layers(model, graph, records)
     if quant_config is not None:
@@ -263,7 +266,8 @@ def _find_modified_layers(
         return []
 
     modified_model, modified_graph = prepare_model(load(modified_path).model)
-    index, modified_index = Graph(model), Graph(modified_model)
+    index = Graph(model)
+    modified_index = Graph(modified_model)
     layer_names = []
     for layer_name in records:
         layer = graph.layers.get(layer_name)
@@ -431,7 +435,8 @@ def _find_unfolded_layers(
     """
     folded_model, folded_graph = prepare_model(subject.model)
     unfolded_model, unfolded_graph = prepare_model(subject.unfolded.model)
-    folded_index, unfolded_index = Graph(folded_model), Graph(unfolded_model)
+    folded_index = Graph(folded_model)
+    unfolded_index = Graph(unfolded_model)
     names = []
     for name, record in records.items():
         folded_distance = _scale_distance(folded_index, folded_graph.layers.get(name), record)

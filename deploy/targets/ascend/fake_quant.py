@@ -82,7 +82,8 @@ def _make_quant(quant_layer: QuantLayer, tensor: str, *, npu_rounding: bool) -> 
     }
     nodes = [make_constant(f"{name}.{key}", np.float32(value)) for key, value in values.items()]
     scale, offset, minimum, maximum = (node.output[0] for node in nodes)
-    add_offset, round_codes = ("Add", [offset]), ("Round", list[str]())
+    add_offset = ("Add", [offset])
+    round_codes = ("Round", list[str]())
     rounding = [add_offset, round_codes] if npu_rounding else [round_codes, add_offset]
     # (operator, its inputs besides the output of the operator before it)
     operators = [("Mul", [scale]), *rounding, ("Clip", [minimum, maximum]), ("Sub", [offset])]
@@ -137,13 +138,10 @@ def amct_qdq_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> 
 
 def can_be_pairs(quant_layer: QuantLayer) -> bool:
     """Whether the Q/DQ model can express a layer, and AMCT's `convert` takes it."""
-    if (
-        quant_layer.layer.two_activations
-        or quant_layer.layer.kind == "MaxPool"
-        or quant_layer.record.act_bits != 8
-    ):
+    layer = quant_layer.layer
+    if layer.two_activations or layer.kind == "MaxPool" or quant_layer.record.act_bits != 8:
         return False
-    is_grouped_deconv = quant_layer.layer.kind == "ConvTranspose" and quant_layer.layer.group > 1
+    is_grouped_deconv = layer.kind == "ConvTranspose" and layer.group > 1
     return not is_grouped_deconv or quant_layer.record.scale_w.size == 1
 
 
@@ -156,7 +154,8 @@ class _AmctQdqWriter:
     """
 
     def __init__(self, layers: Mapping[str, QuantLayer]) -> None:
-        self.layers, self.inputs_by_node = layers, group_tensor_inputs(layers)
+        self.layers = layers
+        self.inputs_by_node = group_tensor_inputs(layers)
         self.layer_by_add = {
             quant_layer.layer.bias_add: quant_layer
             for quant_layer in layers.values()
@@ -196,13 +195,15 @@ class _AmctQdqWriter:
 
         Inputs with equal tensor and scale share a pair, which only the first call returns.
         """
-        tensor, record = node.input[index], quant_layer.record
+        tensor = node.input[index]
+        record = quant_layer.record
         key = (tensor, float(record.input_scale), record.offset_d)
         if key in self.dequantized_by_input:
             node.input[index] = self.dequantized_by_input[key]
             return []
         name = quant_layer.layer.stem
-        quantized, dequantized = f"{name}.input.quantized", f"{name}.input.dequantized"
+        quantized = f"{name}.input.quantized"
+        dequantized = f"{name}.input.dequantized"
         parameters = [
             self.store(f"{name}.scale_d", np.asarray(record.scale_d)),
             self.store(f"{name}.offset_d", np.asarray(record.offset_d, np.int8)),
@@ -226,7 +227,8 @@ class _AmctQdqWriter:
         The stored weight of a Gemm is not transposed, so that its transB goes.
         """
         assert quant_layer.weight is not None
-        name, scales = quant_layer.layer.name, quant_layer.record.scale_w
+        name = quant_layer.layer.name
+        scales = quant_layer.record.scale_w
         axis = None
         if scales.size == 1:  # one for the tensor, as a scalar
             scales = scales.reshape(())

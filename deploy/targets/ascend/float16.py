@@ -99,8 +99,11 @@ class _Float16Writer:
 
         The arguments are the attributes of the same names.
         """
-        self.graph, self.index, self.opset = model.graph, Graph(model), opset_of(model)
-        self.tensors_to_be_float16, self.float32_nodes = tensors_to_be_float16, float32_nodes
+        self.graph = model.graph
+        self.index = Graph(model)
+        self.opset = opset_of(model)
+        self.tensors_to_be_float16 = tensors_to_be_float16
+        self.float32_nodes = float32_nodes
         # `rewrite` adds the float16 tensors that each node makes
         self.tensors_in_float16 = {
             value.name
@@ -179,7 +182,9 @@ class _Float16Writer:
             tensor = node.input[0]
             node.input[0] = self.cast_by_tensor_and_type.get((tensor, _FLOAT16), tensor)
         elif node.op_type == "Cast":
-            tensor, output, dtype = node.input[0], node.output[0], attributes(node)["to"]
+            tensor = node.input[0]
+            output = node.output[0]
+            dtype = attributes(node)["to"]
             if dtype == _FLOAT16:
                 self.tensors_in_float16.add(output)
             elif dtype == _FLOAT32 and tensor in self.tensors_in_float16:

@@ -96,28 +96,29 @@ def chosen_searches(plan: RecordPlan, choices: Choices) -> dict[str, str]:
 
 def merge_records(
     plan: RecordPlan,
-    default: CalibrationRecord,
+    default_record: CalibrationRecord,
     record_by_search: Mapping[str, CalibrationRecord],
     search_by_layer: Mapping[str, str],
 ) -> CalibrationRecord:
-    """Return `default` with the records and ranges of the searches chosen for some layers.
+    """Return the result of the default search, with those chosen for some layers in its place.
 
     Args:
         plan: has all layers.
-        default: result of the default search.
+        default_record: result of the default search for all layers.
         record_by_search: search -> its result for all layers.
-        search_by_layer: name of a layer -> the search chosen for it; other layers keep `default`.
+        search_by_layer: name of a layer -> the search chosen for it.
     """
-    records, ranges = dict(default.records), dict(default.ranges)
+    records = dict(default_record.records)
+    ranges = dict(default_record.ranges)
     for name, observation in (*plan.first_inputs.items(), *plan.second_inputs.items()):
         if name not in search_by_layer:
             continue
         chosen = record_by_search[search_by_layer[name]]
         records[name] = chosen.records[name]
-        # DMQ's searches observe the balanced input instead, so that this tensor keeps its range
+        # a search with DMQ observes the balanced input instead, and so has no range of this tensor
         tensor = observation.tensor
         ranges[tensor] = chosen.ranges.get(tensor, ranges[tensor])
-    return replace(default, records=records, ranges=ranges)
+    return replace(default_record, records=records, ranges=ranges)
 
 
 def is_balanced(search: str) -> bool:
@@ -170,8 +171,9 @@ def make_search_plan(default: RecordPlan, search: str) -> RecordPlan:
     """
     if search == CONFIGURED:
         return default
-    plan, search_by_layer = default, dict.fromkeys(default.layers, search)
-    if is_balanced(search):
+    plan = default
+    search_by_layer = dict.fromkeys(default.layers, search)
+    if is_balanced(search):  # by DMQ
         plan = replace(default, dmq_samples=count_dmq_samples(default), allow_unbalanced=True)
         for name, layer in default.layers.items():
             if not layer.weight:  # DMQ moves factors from the input into the weight

@@ -322,7 +322,9 @@ def _float_reason_of_weight(
     """
     if weight.data_type != onnx.TensorProto.FLOAT:
         return "its weight must be float32"
-    weight_name, op, rank = node.input[1], node.op_type, len(weight.dims)
+    weight_name = node.input[1]
+    op = node.op_type
+    rank = len(weight.dims)
     has_readers_elsewhere = weight_name in index.captured or weight_name in index.outputs
     if len(index.readers[weight_name]) > 1 or has_readers_elsewhere:
         return SHARED_WEIGHT  # as integers it has the scales of one layer, wrong for other readers

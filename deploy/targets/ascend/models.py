@@ -239,7 +239,9 @@ def _make_models(
 
     `writes_modified`: whether AMCT needs the float model even if its weights are the user's own.
     """
-    model, layers, subject = recipe.model, recipe.layers, request.subject
+    model = recipe.model
+    layers = recipe.layers
+    subject = request.subject
     loaded = subject.loaded
     # in the written models a MatMul gives sums of integers if an Add holds its bias
     layer_outputs = {quant_layer.layer.output for quant_layer in layers.values()}

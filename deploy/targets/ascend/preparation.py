@@ -60,7 +60,8 @@ def prepare_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
     sharing_nodes = [
         node for node in model.graph.node if graph.float_reasons.get(node.name) == SHARED_WEIGHT
     ]
-    index, read_counts = Graph(model), count_reads(model.graph)
+    index = Graph(model)
+    read_counts = count_reads(model.graph)
     copy_count_by_weight = Counter(node.input[1] for node in sharing_nodes)
     weights_to_copy = _choose_weights_to_copy(copy_count_by_weight, index.constants)
     used_names = {*read_counts, *index.constants, *index.producer}
@@ -89,7 +90,8 @@ def _choose_weights_to_copy(
         name: 4 * math.prod(constants[name].dims) * count
         for name, count in copy_count_by_weight.items()
     }
-    chosen, total = set(), 0
+    chosen = set()
+    total = 0
     for name in sorted(copy_bytes, key=copy_bytes.__getitem__):
         total += copy_bytes[name]
         if total <= _MAX_COPY_BYTES:
@@ -102,7 +104,7 @@ def unfuse_batchnorms(
 ) -> tuple[onnx.ModelProto, LayerGraph]:
     """Return the model with only those BatchNormalizations folded that the config allows.
 
-    In the model before any folding, the nodes are found that must stay; then all others are folded.
+    The nodes that must stay are found in the model before any folding; then all others are folded.
 
     Args:
         subject: the model.
@@ -216,7 +218,9 @@ def decide_precisions(
         layer.node for layer in chosen_layers if layer.input_index is not None
     }
     for node in model.graph.node:
-        name, precision, reason = node.name, FLOAT32, ""
+        name = node.name
+        precision = FLOAT32
+        reason = ""
         if name in int8_names:
             precision = ASCEND.grid.name  # int8
         elif name in graph.float_reasons:  # AMCT quantizes its type, but not this node
@@ -245,7 +249,8 @@ def calibration_notes(calibrated: CalibrationRecord, plan: RecordPlan) -> Iterat
     yield f"Scales: {describe_algorithms(plan.config)} over {_describe_batches(plan)}."
     yield from _rounding_notes(calibrated, plan)
     yield from plan.config.notes
-    zero_layers, underflow_layers = calibrated.zero_layers, calibrated.underflow_layers
+    zero_layers = calibrated.zero_layers
+    underflow_layers = calibrated.underflow_layers
     if zero_layers:
         yield (
             f"The input of {len(zero_layers)} layers was zero on every sample, so their scale is"
@@ -269,7 +274,8 @@ def calibration_alerts(plan: RecordPlan) -> tuple[str, ...]:
     """Return a sentence if a single batch was used of several, which few configurations mean."""
     if plan.config.batch_num > 1 or plan.used_samples == plan.samples:
         return ()
-    used, total = plan.used_samples, plan.samples
+    used = plan.used_samples
+    total = plan.samples
     images = plan.images_per_sample
     return (
         "batch_num of the configuration is 1, AMCT's default, so the scales come from"

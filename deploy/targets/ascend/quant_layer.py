@@ -85,7 +85,8 @@ def quantize_fitting(
     """
     check_record(records, graph)
     index = Graph(model)
-    quantized, refusals = {}, {}
+    quantized = {}
+    refusals = {}
     for name, layer in graph.select(records).items():
         try:
             quantized[name] = _quantize(layer, records[name], index)

@@ -155,7 +155,8 @@ def _read_qdq_layers(index: Graph) -> tuple[dict[str, LayerRecord], dict[str, st
     Returns:
         Layer name -> its record; name of each other layer -> why Ascend cannot use its pairs.
     """
-    records, float_reasons = {}, {}
+    records = {}
+    float_reasons = {}
     for node in index.nodes:
         if node.op_type not in TYPES:
             continue
@@ -210,7 +211,9 @@ def _quantize_layers(
 ) -> _QuantizedLayers:
     """Quantize the layers that have a record, as far as they fit the hardware."""
     index = Graph(model)
-    records, rounding_reason_by_layer, refusal_by_layer = {}, {}, {}
+    records = {}
+    rounding_reason_by_layer = {}
+    refusal_by_layer = {}
     for name, layer in graph.select(qdq_records).items():
         record = qdq_records[name]
         if layer.symmetric_only and record.offset_d:
@@ -262,7 +265,8 @@ def _conversion_notes(
 
     `rounding_reason_by_layer`: name of each int8 layer -> why its weight was rounded again, or "".
     """
-    converted, total = len(rounding_reason_by_layer), len(graph.layers) + len(graph.float_reasons)
+    converted = len(rounding_reason_by_layer)
+    total = len(graph.layers) + len(graph.float_reasons)
     notes = [
         f"Scales: those of {path}, for {converted} of {total} layers that Ascend could run in int8;"
         " nothing was calibrated."

@@ -92,7 +92,8 @@ def write_record(records: Mapping[str, LayerRecord]) -> str:
     for name, record in records.items():
         value = message.record.add(key=name).value
         if record.scale_d is not None:
-            value.scale_d, value.offset_d = float(record.scale_d), record.offset_d
+            value.scale_d = float(record.scale_d)
+            value.offset_d = record.offset_d
             value.act_type = f"INT{record.act_bits}"
         value.scale_w.extend(record.scale_w.tolist())
         value.offset_w.extend([0] * record.scale_w.size)
@@ -332,7 +333,8 @@ def _read_bits(message: Any, field: str) -> int:
 def search_params(entry: LayerConfig) -> IfmrParams | HfmgParams:
     """Return the parameters of a layer's activation search."""
     activation = entry.activation
-    bits, with_offset = activation.num_bits, bool(activation.asymmetric)
+    bits = activation.num_bits
+    with_offset = bool(activation.asymmetric)
     if activation.act_algo == "hfmg":
         return HfmgParams(bits=bits, with_offset=with_offset)
     options = {key: getattr(activation, key) for key in IFMR}

@@ -123,7 +123,8 @@ def _read_layers(message: Any, graph: LayerGraph) -> tuple[dict[str, LayerConfig
     # a layer that is float by default, such as a MatMul of two activations, must be named
     names = {*graph.layers, *(graph.optional_layers.keys() & section_by_name.keys())}
     layer_by_name = graph.layer_by_name
-    layers, lowered_to_8_bits = {}, []
+    layers = {}
+    lowered_to_8_bits = []
     for name in sorted(names):
         layer = layer_by_name[name]
         # one section alone counts for a layer; AMCT's defaults fill in what it leaves out
@@ -362,7 +363,8 @@ def _write_weight(entry: Any, weight: WeightParams) -> None:
             algorithm.quant_bits = weight.num_bits
     else:
         algorithm = entry.ada_quantize
-        algorithm.num_iteration, algorithm.reg_param = weight.num_iteration, weight.reg_param
+        algorithm.num_iteration = weight.num_iteration
+        algorithm.reg_param = weight.reg_param
         algorithm.beta_range_start, algorithm.beta_range_end = weight.beta_range
         algorithm.warm_start = weight.warm_start
     if weight.channel_wise is not None:

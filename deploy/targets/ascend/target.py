@@ -13,7 +13,6 @@ calib8 does not drive.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -177,7 +176,8 @@ class Ascend:
         """Return the format of the .om's input images."""
         has_aipp = self.aipp or self.first_layer_int8
         for name in ("source_color", "source_size", "csc", "dynamic_aipp"):
-            value, default = getattr(self, name), getattr(Ascend, name)
+            value = getattr(self, name)
+            default = getattr(Ascend, name)
             if value != default and not has_aipp:
                 raise ConfigError(
                     f"{name} is for an .om with AIPP, got {value!r} without aipp; give --aipp too"
@@ -205,11 +205,11 @@ class Ascend:
         from deploy.targets.ascend.existing_files import read_any_config
 
         _, graph = prepare_model(model)
-        names: Collection[str] = graph.layers
+        names = set(graph.layers)
         if self.config is not None:
             config = read_any_config(self.config, graph)  # refuse a bad one before calibration
             # a configuration may add MatMuls of two activations and inputs of nodes
-            names = {*graph.layers, *disable_layers(config, float_nodes).entries()}
+            names.update(disable_layers(config, float_nodes).entries())
         tensors: list[str] = []
         for layer in graph.select(names).values():
             if layer.node not in float_nodes:
@@ -397,7 +397,8 @@ class Ascend:
         decisions = decide_precisions(
             recipe.model, recipe.graph, recipe.records, recipe.float_reasons
         )
-        runnable, shipped = None, []
+        runnable = None
+        shipped = []
         if not atc_error:
             runnable = files["fake-quant model"]  # on a CPU, in place of the .om
             shipped = [files[role] for role in _ATC_INPUTS if role in files]

@@ -177,7 +177,8 @@ def _add_conv(graph: Graph, region: _Region, node: onnx.NodeProto, tensor: str) 
         conv.longer_axes.add(0)  # of the weight [channels, 1, ...]
         return [node.input[0], node.output[0]]
 
-    is_input, is_output = tensor == node.input[0], tensor == node.output[0]
+    is_input = tensor == node.input[0]
+    is_output = tensor == node.output[0]
     if group_count(node) != 1 or not (is_input or is_output):
         return None
     # the region may hold tensors of another number of channels, such as [N, 1, H, W], which an
@@ -233,7 +234,8 @@ def _is_worthwhile(graph: Graph, context: RewriteContext, region: _Region) -> bo
     one product in a depthwise int8 Conv of a multiple of 16 channels; `context.kernels` has the
     times of other products, measured for the CPU.
     """
-    kernels, float_graph = context.kernels, context.float_graph
+    kernels = context.kernels
+    float_graph = context.float_graph
     # 8 channels beyond a multiple of 16 cost less than any other number beyond
     if region.channels % CHANNELS_AT_ONCE == 8:
         extra_time = kernels.eight_extra

@@ -122,7 +122,9 @@ def _quantize_node(source: str) -> onnx.NodeProto:
 
 def _product_nodes(node: onnx.NodeProto, source: str, weight: str) -> Nodes:
     """Return the integer product of a MatMul and its dequantization."""
-    activation, stored, name = f"{source}/dynamic", f"{weight}/dynamic", f"{node.name}/dynamic"
+    activation = f"{source}/dynamic"
+    stored = f"{weight}/dynamic"
+    name = f"{node.name}/dynamic"
     integers = [f"{activation}/quantized", f"{stored}/quantized", f"{activation}/zero_point"]
     scales = [f"{activation}/scale", f"{stored}/scale"]
     scale, total, real = (f"{name}/{suffix}" for suffix in ("scale", "sum", "real"))

@@ -69,9 +69,11 @@ class _FusedGate(ReplacementNodes):
         self, gate: Gate, gate_nodes: Sequence[onnx.NodeProto], channels: int | None
     ) -> None:
         super().__init__(gate.name)
-        self.gate, self.channels = gate, channels
+        self.gate = gate
+        self.channels = channels
         read_name = map_read_names(gate_nodes)
-        self.source, self.factor = read_name[gate.source], read_name[gate.factor]
+        self.source = read_name[gate.source]
+        self.factor = read_name[gate.factor]
         self.output = gate_nodes[-1].output[0]
 
     def write(self) -> Nodes:
@@ -85,7 +87,8 @@ class _FusedGate(ReplacementNodes):
     def _write_product(self, name: str, output: str) -> Nodes:
         """Return the nodes that compute factor * clip(source + shift, 0, top) / top."""
         gate = self.gate
-        alpha, beta = 1 / gate.top, gate.shift / gate.top
+        alpha = 1 / gate.top
+        beta = gate.shift / gate.top
         has_usual_clip = math.isclose(alpha, 1 / 6, rel_tol=_REL_TOLERANCE)
         is_hard_swish = has_usual_clip and math.isclose(beta, 0.5)
         if is_hard_swish and gate.source == gate.factor:

@@ -290,7 +290,8 @@ class _QdqWriter:
 
         [C_out], or [1] for one scale of all channels.
         """
-        tensor, grid = self.initializers[target.name], self.weight_grid
+        tensor = self.initializers[target.name]
+        grid = self.weight_grid
         trained = self.trained_scales.get(target.node)
         scales = matching_scales(trained, tuple(tensor.dims), target.axis)  # None if of other shape
         # whether the sum of two products must fit 16 bits, in which older CPUs add them
@@ -316,7 +317,8 @@ class _QdqWriter:
 
         Nodes that read the same weight with equal scales share them.
         """
-        tensor, grid = self.initializers[target.name], self.weight_grid
+        tensor = self.initializers[target.name]
+        grid = self.weight_grid
         is_trained = target.node in self.trained_scales
         key = (target.name, target.axis, is_trained, scales.tobytes())
         if key in self.dequantized_weights:
@@ -430,7 +432,8 @@ class _QdqWriter:
         quantize_node, dequantize_node = self.nodes_after.pop(node.output[0])
         # from the integers of its input to those of its output, without the pair's Q
         tensor = node.input[0].removesuffix("/dequantized")
-        node.input[0], node.output[0] = f"{tensor}/quantized", quantize_node.output[0]
+        node.input[0] = f"{tensor}/quantized"
+        node.output[0] = quantize_node.output[0]
         set_input(node, 2, quantize_node.input[2])
         self.nodes_after[node.output[0]] = [dequantize_node]
 

@@ -126,7 +126,9 @@ def _write_pool(mean: onnx.NodeProto, scope: RewriteScope) -> Nodes:
     output is quantized, a pair of the same scale and zero point stands between the two as well, so
     that the pool has an int8 output and the Reshape moves integers.
     """
-    source, output, name = mean.input[0], mean.output[0], mean.name
+    source = mean.input[0]
+    output = mean.output[0]
+    name = mean.name
     if attributes(mean).get("keepdims", 1):
         return [make_node("GlobalAveragePool", [source], output, name)]
     pooled = f"{output}/pooled"
@@ -188,9 +190,12 @@ def _why_not_flat(node: onnx.NodeProto, scope: RewriteScope) -> str:
 
 def _write_flat_softmax(node: onnx.NodeProto, scope: RewriteScope) -> Nodes:
     """Return the nodes in place of one Softmax."""
-    source, output, name = node.input[0], node.output[0], node.name
+    source = node.input[0]
+    output = node.output[0]
+    name = node.name
     sizes = f"{output}/sizes"
-    flat, flat_result = f"{output}/in_a_row", f"{output}/of_a_row"
+    flat = f"{output}/in_a_row"
+    flat_result = f"{output}/of_a_row"
     axis, _ = _softmax_axis(node, scope)
     flat_sizes = np.array([0] * (axis + 1) + [-1], np.int64)  # 0 keeps a size
     flat_shape = scope.add_constant(f"{output}/shape_in_a_row", flat_sizes)

@@ -328,7 +328,8 @@ def _box_text(task: BoxDetection, outputs: Outputs) -> str:
         scale = "    low, high = low * [WIDTH, HEIGHT], high * [WIDTH, HEIGHT]\n"
     extras = _box_extras(decoder, is_relative=bool(scale))  # points, masks or angles of the boxes
 
-    strides, functions = "", extras.functions
+    strides = ""
+    functions = extras.functions
     if CODINGS[decoder.coding].uses_cells:
         all_strides = [stride for grid in decoder.grids for stride in grid.strides]
         strides = f"STRIDES = {all_strides}  # pixels from cell to cell\n"

@@ -105,7 +105,10 @@ class _TiledLayer(ReplacementNodes):
 
     def __init__(self, graph: Graph, node: onnx.NodeProto, tile: Tile, channels: int) -> None:
         super().__init__(node.name)
-        self.graph, self.node, self.tile, self.channels = graph, node, tile, channels
+        self.graph = graph
+        self.node = node
+        self.tile = tile
+        self.channels = channels
 
     def write_layer(self, quantize: onnx.NodeProto) -> Nodes:
         """Return the Conv and the DequantizeLinear nodes of its weight and bias.

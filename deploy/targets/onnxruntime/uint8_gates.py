@@ -94,7 +94,8 @@ def fit_input_shift(scale: np.float32, zero: int, shift: float) -> ShiftedParams
     """
     unshifted = ShiftedParams(scale, zero)
     # lengths of the range of x on both sides of 0
-    below_zero, above_zero = zero * float(scale), (255 - zero) * float(scale)
+    below_zero = zero * float(scale)
+    above_zero = (255 - zero) * float(scale)
     min_scale = (above_zero + max(below_zero, shift)) / 255  # of a range that reaches to -shift
     steps = int(shift / min_scale)
     if zero == 0 or steps < _MIN_SHIFT_STEPS:
@@ -195,6 +196,8 @@ class GateWriter:
 
         They are a Clip of the source's integers, left out if no uint8 is outside its limits, and a
         DequantizeLinear whose zero point adds the shift and whose scale multiplies by the gain.
+
+        `source`: scale and zero point of the source; its steps are the shift in steps of the scale.
         """
         name = f"{gate.name}/gate"
         zero_level = source.zero - source.steps  # the integer for which source + shift is 0
@@ -239,7 +242,8 @@ class GateWriter:
             quantize.input[2] = self.constant(f"{name}/zero_point", product_zero)
             return output, []
 
-        product_lo, product_hi = output_range.lo - gate.offset, output_range.hi - gate.offset
+        product_lo = output_range.lo - gate.offset
+        product_hi = output_range.hi - gate.offset
         product_scale, zero_of_product = affine_params(product_lo, product_hi)
         params = self._parameters(name, float(product_scale), zero_of_product)
         float_product = f"{name}/float"

@@ -436,7 +436,8 @@ def _create_profile(
     profile = builder.create_optimization_profile()
     is_needed = False
     for tensor in _inputs_of(network):
-        name, input_shape = tensor.name, shape_of(tensor.shape)
+        name = tensor.name
+        input_shape = shape_of(tensor.shape)
         if -1 in input_shape:
             if name not in settings.profiles:
                 raise ConfigError(

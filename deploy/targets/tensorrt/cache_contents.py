@@ -186,7 +186,8 @@ def _onnx_tensors(
         output = node.output[0]
         # the parser makes several layers of these, and the tensors between them have entries too
         if node.op_type in ("Gemm", "Softmax") and {node.input[0], output} <= float_names:
-            layer_index, node_name = layer_indices.get(output), node_name_by_output.get(output, "")
+            layer_index = layer_indices.get(output)
+            node_name = node_name_by_output.get(output, "")
             entries += _inner_tensors(node, layer_index, version_number, node_name)
         for name in node.output:
             if name in float_names:
@@ -490,7 +491,8 @@ def split_gemms(model: onnx.ModelProto, products: Mapping[str, str]) -> onnx.Mod
         nodes.append(node)
         product = products.get(node.output[0])
         if product is not None:
-            bias, output = node.input.pop(), node.output[0]
+            bias = node.input.pop()
+            output = node.output[0]
             node.output[0] = product
             nodes.append(make_node("Add", [product, bias], output, f"{node.name}/bias/Add"))
     replace_nodes(result.graph, nodes)

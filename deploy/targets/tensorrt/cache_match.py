@@ -150,6 +150,7 @@ def match_cache(
     entries = []
     for name in scale_by_entry:
         entry_tensor = tensor_by_entry.get(name)  # None if the entry is of no tensor of the model
+        unused_reason = ""
         if entry_tensor is None:
             unused_reason = _why_unmatched(name, model, original)
         elif name in flaw_by_entry:
@@ -157,21 +158,14 @@ def match_cache(
         elif entry_tensor not in used_tensors:
             precision = placement.precision_name
             unused_reason = f"no pair of its own: no {precision} node reads it directly"
-        else:
-            unused_reason = ""
-        entries.append(_entry_use(name, entry_tensor, unused_reason))
+        match_reason = "by name" if name == entry_tensor else "as TensorRT's parser names it"
+        reason = unused_reason or match_reason
+        entries.append(EntryUse(name, entry_tensor, is_used=not unused_reason, reason=reason))
     coverages = [
         _coverage(tensor, owner, tensor in scales, flaw_by_tensor)
         for tensor, owner in owner_by_tensor.items()
     ]
     return CacheMatch(tuple(entries), tuple(coverages), plan, scales)
-
-
-def _entry_use(name: str, tensor: str | None, unused_reason: str) -> EntryUse:
-    """Return the use of an entry; `unused_reason` is "" if a pair uses its scale."""
-    match_reason = "by name" if name == tensor else "as TensorRT's parser names it"
-    reason = unused_reason or match_reason
-    return EntryUse(name=name, tensor=tensor, is_used=not unused_reason, reason=reason)
 
 
 def _find_tensors(entry_names: Iterable[str], expected: Sequence[CacheTensor]) -> dict[str, str]:
@@ -222,10 +216,11 @@ def _plan_with_scales(
     reason_by_float_tensor = {}
     for pair in complete_plan.pairs:
         tensor = pair.tensor
-        cache_owner = cache_owner_by_tensor.get(tensor, tensor)
         # the tensor whose values it has: for a Flatten's output the Flatten's input
         copy_source = complete_plan.scale_owners.get(tensor, tensor)
-        owner = _find_owner(tensor, cache_owner, copy_source, scale_by_tensor)
+        # a cache of TensorRT has the first one; that of another tool may lack an entry for a copy
+        possible_owners = (cache_owner_by_tensor.get(tensor, tensor), tensor, copy_source)
+        owner = next((name for name in possible_owners if name in scale_by_tensor), None)
         owner_by_tensor[tensor] = owner or tensor
         if owner is None:
             reason = flaw_by_tensor.get(tensor, "has no entry in the cache")
@@ -235,25 +230,6 @@ def _plan_with_scales(
     plan = analyse(model, placement, float_nodes=float_nodes, float_tensors=reason_by_float_tensor)
     # `owner_by_tensor` stands in place of the plan's owners
     return replace(plan, scale_owners={}), owner_by_tensor
-
-
-def _find_owner(
-    tensor: str, cache_owner: str, copy_source: str, scale_by_tensor: Mapping[str, np.float32]
-) -> str | None:
-    """Return the tensor whose scale in the cache a tensor takes; None if there is none.
-
-    Args:
-        tensor: the tensor itself.
-        cache_owner: the tensor whose scale it has in caches of TensorRT, such as a pool's input.
-        copy_source: the tensor that it is a copy of, such as a Flatten's input.
-        scale_by_tensor: tensor -> its scale in the cache.
-    """
-    candidates = (
-        cache_owner,
-        tensor,
-        copy_source,  # a cache of another tool may have no entry for the copy
-    )
-    return next((name for name in candidates if name in scale_by_tensor), None)
 
 
 def _why_unmatched(name: str, model: onnx.ModelProto, original: onnx.ModelProto | None) -> str:

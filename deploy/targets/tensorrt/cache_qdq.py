@@ -210,7 +210,8 @@ def share_scales(model: onnx.ModelProto, plan: Plan) -> Plan:
     for group in concat_groups(model, plan_without_owners, paired_tensors):
         group_by_tensor.update(dict.fromkeys(group, group))
 
-    scale_owners, range_sources = {}, {}
+    scale_owners = {}
+    range_sources = {}
     for tensor in paired_tensors:
         sharing_tensors = [tensor]
         owner = _input_of_pools(graph, tensor)  # the tensor itself, if no pool makes it
@@ -257,7 +258,8 @@ def _restore_float_weights(quantized: onnx.ModelProto, model: onnx.ModelProto) -
         quantized: the Q/DQ model, as `write_qdq` names its int8 weights.
         model: the float model.
     """
-    graph, index = quantized.graph, Graph(quantized)
+    graph = quantized.graph
+    index = Graph(quantized)
     initializer_by_name = index.initializers
     float_initializers = Graph(model).initializers
     quantize_nodes = []
@@ -354,7 +356,9 @@ class _PairRemover:
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
-        self.model, self.graph, self.index = model, model.graph, Graph(model)
+        self.model = model
+        self.graph = model.graph
+        self.index = Graph(model)
         self.scales: dict[str, np.float32] = {}
         self.weights: list[str] = []
         self.float_name_by_dequantized: dict[str, str] = {}
@@ -412,7 +416,8 @@ class _PairRemover:
 
     def _read_dequantizer(self, node: onnx.NodeProto) -> None:
         """Record which float tensor replaces the output of a DequantizeLinear, and its scale."""
-        int8_name, output = node.input[0], node.output[0]
+        int8_name = node.input[0]
+        output = node.output[0]
         producer = self.index.producer.get(int8_name)
         if int8_name in self.index.constants:
             self.float_name_by_dequantized[output] = self._add_weight(node)

@@ -88,10 +88,14 @@ def compare_caches(first: CalibrationCache, second: CalibrationCache) -> list[Sc
     Raises:
         CacheError: a cache has two different scales for a tensor.
     """
-    first_scales, second_scales = first.scales(), second.scales()
-    changed, removed, added = [], [], []
+    first_scales = first.scales()
+    second_scales = second.scales()
+    changed = []
+    removed = []
+    added = []
     for name in {**first_scales, **second_scales}:
-        first_scale, second_scale = first_scales.get(name), second_scales.get(name)
+        first_scale = first_scales.get(name)
+        second_scale = second_scales.get(name)
         difference = ScaleDifference(name, first_scale, second_scale)
         if second_scale is None:
             removed.append(difference)

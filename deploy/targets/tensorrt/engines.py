@@ -111,19 +111,21 @@ _MAX_SHAPE_VALUES = 64  # of an input that shapes depend on: far more than a ten
 def builder_settings(options: TensorrtOptions, request: BuildRequest) -> BuilderSettings:
     """Return the builder settings for the target's options and the samples.
 
-    Dynamic inputs cover every size of the samples. The engine is tuned for the median sample,
-    or for the batch with which TensorRT calibrates.
+    Dynamic inputs accept every size of the samples.
     """
     sample = first_sample(request)
-    calibration_shapes: dict[str, Shape] = {}  # of a batch, if TensorRT itself calibrates
+    # the engine is tuned for these shapes, if TensorRT itself calibrates, else for a median sample
+    calibration_shapes: dict[str, Shape] = {}
     if options.calibrator is not None:
         input_shapes = model_input_shapes(request)
         for name, array in sample.items():
             calibration_shapes[name] = array.shape
-            if name in request.batch_inputs and not isinstance(input_shapes[name][0], int):
+            has_batch = name in request.batch_inputs
+            if has_batch and not isinstance(input_shapes[name][0], int):  # it is dynamic
                 calibration_shapes[name] = (options.max_batch, *array.shape[1:])
 
-    timing_cache, earlier_timing_cache = options.timing_cache, None
+    timing_cache = options.timing_cache
+    earlier_timing_cache = None
     if timing_cache is None:  # a file of the build, which reads that of the build before
         timing_cache = request.folder / _TIMING_CACHE
         earlier_timing_cache = request.earlier_file(_TIMING_CACHE)

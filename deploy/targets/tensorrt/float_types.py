@@ -342,7 +342,8 @@ def find_float32_layers(
         return {}, {}
     graph = Graph(model)
     overflows = find_float16_overflows(graph, largest_values, int8_nodes=quantized)
-    output_by_node, reason_by_node = {}, {}
+    output_by_node = {}
+    reason_by_node = {}
     for node in graph.nodes:
         # the layer of a node is found by the node's name or its only output
         has_float_output = len(node.output) == 1 and graph.is_float(node.output[0])

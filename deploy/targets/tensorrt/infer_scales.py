@@ -116,12 +116,11 @@ class TensorRanges:
         self.constants = {
             name: _largest_magnitude(tensor) for name, tensor in self.graph.constants.items()
         }
-        self.saturated = {}  # tensor -> |x| beyond which its readers saturate
+        self.saturated = {}
         for name, (low, high) in find_bounds(model).items():
             if math.isfinite(low) and math.isfinite(high):
                 self.saturated[name] = max(abs(low), abs(high))
         self.read_tensors = frozenset(self.graph.readers) | self.graph.outputs
-        # tensor that only a Hard-Swish or SiLU reads -> that activation
         self.gate_by_tensor = {**_find_hard_swish(self.graph), **_find_silu(self.graph)}
 
     def range_of(self, name: str) -> Range | None:
@@ -351,7 +350,8 @@ def _find_silu(graph: Graph) -> dict[str, SelfGate]:
     for node in graph.nodes:
         if node.op_type != "Sigmoid" or node.input[0] in graph.outputs:
             continue
-        source, sigmoid = str(node.input[0]), str(node.output[0])
+        source = str(node.input[0])
+        sigmoid = str(node.output[0])
         products = [reader for reader in graph.readers[source] if reader.output[0] != sigmoid]
         if len(products) == 1:
             (product,) = products
@@ -403,7 +403,8 @@ def infer_missing_scales(
     _apply_rules(tensor_ranges, (EQUAL, BOUND, GUESS) if guesses else (EQUAL, BOUND))
 
     inferred: dict[str, np.float32] = {}
-    levels, missing = {}, []
+    levels = {}
+    missing = []
     for name in trt_tensors(shaped_model):
         if name in tensor_ranges.constants:  # TensorRT reads its range from its values
             continue

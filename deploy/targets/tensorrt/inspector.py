@@ -98,7 +98,8 @@ def _describe_layer(layer: _InspectedLayer) -> EngineLayer:
     say nothing of the types inside. Its nodes are known if its metadata lists them, or if it is of
     one node; else only its first and last one are.
     """
-    name, kind = layer.name, layer.kind
+    name = layer.name
+    kind = layer.kind
     metadata = layer.metadata or ""
     block_match = _FOREIGN.fullmatch(name)
     if block_match is None:

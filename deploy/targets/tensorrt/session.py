@@ -115,7 +115,8 @@ class CudaGraph:
 
     def capture(self, enqueue: Callable[[], bool]) -> None:
         """Capture the work that `enqueue` puts on the stream."""
-        graph, executable = ctypes.c_void_p(), ctypes.c_void_p()
+        graph = ctypes.c_void_p()
+        executable = ctypes.c_void_p()
         relaxed_mode = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, as in trtexec
         self._check(self._driver.cuStreamBeginCapture_v2(self._stream, relaxed_mode))
         enqueued = enqueue()

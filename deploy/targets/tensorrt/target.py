@@ -251,8 +251,12 @@ class TensorRT(TensorrtOptions):
         from deploy.targets.tensorrt.cache_match import match_cache
 
         version = self.version or cache_contents.reading_version(request.subject)
-        choices, placement = request.choices, self.placement
-        self._check_methods(*choices.methods.values(), *filter(None, [choices.method]))
+        choices = request.choices
+        placement = self.placement
+        chosen_methods = list(choices.methods.values())
+        if choices.method is not None:
+            chosen_methods.append(choices.method)
+        self._check_methods(*chosen_methods)
         # grid of the symmetric ranges; None for int8
         fp8_grid = placement.grid if self.precision == FP8 else None
         ranges = request.ranges_of(self, symmetric=fp8_grid)
@@ -328,15 +332,22 @@ class TensorRT(TensorrtOptions):
     def make_models(self, request: BuildRequest, calibrated: _CalibratedModel) -> _TensorrtModels:
         """Return the float model, unless the grid is fp8, the Q/DQ model and the typed one."""
         from deploy.targets.stored_weights import read_stored_weights
+        from deploy.targets.tensorrt.float_types import find_float32_layers
 
         models = {FLOAT: request.model} if self.precision == INT8 else {}
         models[QDQ], notes = self._quantize(request, calibrated.match)
         weights = read_stored_weights(models[QDQ])  # from the cache TensorRT computes the same ones
         typed_model, type_notes = self._make_typed_model(request, calibrated, models[QDQ])
-        float32_nodes, float32_notes = self._float32_nodes(request, calibrated)
         notes = (*notes, *type_notes)
+        # without types in the model, TensorRT must be told which nodes to run in float32
+        float32_nodes, reason_by_float32_node = find_float32_layers(
+            request.model,
+            calibrated.largest_magnitudes(),
+            float_type=self.rest,
+            quantized=set(calibrated.match.plan.int8_nodes),
+        )
         if typed_model is None:
-            notes = (*notes, *float32_notes)
+            notes = (*notes, *_float32_notes(reason_by_float32_node))
         else:
             models[TYPED] = typed_model
         return _TensorrtModels(models, weights, float32_nodes, notes)
@@ -502,21 +513,6 @@ class TensorRT(TensorrtOptions):
         if trained is not None:
             notes.insert(0, trained_pairs.ROUNDED_SCALES_NOTE)
         return model, tuple(notes)
-
-    def _float32_nodes(
-        self, request: BuildRequest, calibrated: _CalibratedModel
-    ) -> tuple[dict[str, str], list[str]]:
-        """Return (node that TensorRT must run in float32 -> its output tensor, notes)."""
-        from deploy.targets.tensorrt.float_types import find_float32_layers
-
-        decisions = calibrated.match.plan.decisions
-        layers, reasons = find_float32_layers(
-            request.model,
-            calibrated.largest_magnitudes(),
-            float_type=self.rest,
-            quantized={decision.node for decision in decisions if decision.quantized},
-        )
-        return layers, _float32_notes(reasons)
 
 
 def _write_script(

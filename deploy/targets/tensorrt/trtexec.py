@@ -259,7 +259,8 @@ def shipping_command(commands: Sequence[TrtexecCommand], version: str) -> Trtexe
 
 def trtexec_script(commands: Sequence[TrtexecCommand]) -> str:
     """Return the body of a shell script that runs the command it is given, by default the first."""
-    cases, usage = "", ""
+    cases = ""
+    usage = ""
     for command in commands:
         if command.arguments:
             pattern = command.name if cases else f"''|{command.name}"
