@@ -20,7 +20,7 @@ import onnx
 from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.sample_reader import SampleCache
 from deploy.feed.samples import Feed
-from deploy.graph.index import PROTOBUF, RANDOM, all_nodes
+from deploy.graph.index import ONNX_DOMAINS, PROTOBUF, RANDOM, all_nodes
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array, Session, TensorSpec
 
@@ -196,7 +196,7 @@ def find_random_outputs(model: onnx.ModelProto, evaluation_set: EvaluationSet) -
 
 
 def _may_draw_numbers(node: onnx.NodeProto) -> bool:
-    return node.op_type in RANDOM or node.domain not in ("", "ai.onnx")
+    return node.op_type in RANDOM or node.domain not in ONNX_DOMAINS
 
 
 def outputs_match(outputs: Mapping[str, Array], repeated: Mapping[str, Array]) -> bool:

@@ -10,7 +10,6 @@ A *weight pair* is two adjacent weights of a channel: x86 CPUs without VNNI add 
 in 16 bits, which may saturate (see `calibrators.weights`).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,13 +182,12 @@ def read_stored_weights(
 ) -> tuple[StoredWeight, ...]:
     """Return the weights that a Q/DQ model reads through a DequantizeLinear, in node order.
 
+    They are stored as integers, or as floats with a QuantizeLinear.
+
     `on_cpus`: whether CPU kernels run the model.
     """
-    return tuple(_read_weights(Graph(model), on_cpus))
-
-
-def _read_weights(graph: Graph, on_cpus: bool) -> Iterator[StoredWeight]:
-    """Yield the weight of each layer, stored as integers or as floats with a QuantizeLinear."""
+    graph = Graph(model)
+    weights = []
     for node in graph.nodes:
         if node.op_type not in WEIGHTED:
             continue
@@ -207,7 +205,7 @@ def _read_weights(graph: Graph, on_cpus: bool) -> Iterator[StoredWeight]:
         pairs = None
         if on_cpus and not is_float:  # models for CPUs hold integers
             pairs = largest_pair_sums(weight, node)
-        yield make_stored_weight(
+        stored_weight = make_stored_weight(
             node.name,
             node.op_type,
             channel_rows(weight, node),
@@ -215,3 +213,5 @@ def _read_weights(graph: Graph, on_cpus: bool) -> Iterator[StoredWeight]:
             in_real_units=is_float,
             pairs=pairs,
         )
+        weights.append(stored_weight)
+    return tuple(weights)

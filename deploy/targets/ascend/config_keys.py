@@ -299,7 +299,12 @@ def refuse_repeats(names: Iterable[str], where: str) -> list[str]:
 
 
 INT16_LAYERS = "Conv and ConvTranspose with a 1-D or 2-D kernel, and Gemm"
-INT4_WEIGHTS = "layers with an even number of input channels and one group"
+# bits of weights, fewer than 8 -> the layers that support them
+LAYERS_BY_WEIGHT_BITS = {
+    4: "layers with an even number of input channels and one group",
+    6: "Conv with a 2-D kernel",
+    7: "Conv with a 2-D kernel",
+}
 _SHOWN_NAMES = 3  # in a sentence
 
 
@@ -328,10 +333,9 @@ def weight_width_notes(
             names_by_bits.setdefault(bits, []).append(name)
     notes = []
     for bits, names in sorted(names_by_bits.items()):
-        supported = INT4_WEIGHTS if bits == 4 else "Conv with a 2-D kernel"
         notes.append(
-            f"The weights of {summarize_layers(names)} have 8 bits, not {bits}: only {supported}"
-            f" can have {bits}."
+            f"The weights of {summarize_layers(names)} have 8 bits, not {bits}: only"
+            f" {LAYERS_BY_WEIGHT_BITS[bits]} can have {bits}."
         )
     return notes
 

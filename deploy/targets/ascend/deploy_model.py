@@ -37,6 +37,7 @@ from onnx import helper, numpy_helper
 from calibrators.amct.arq import by_row
 from deploy.graph.edit import (
     drop_initializer_inputs,
+    make_node,
     replace_nodes,
     unique_name,
     update_tensors,
@@ -257,13 +258,13 @@ def multiply_input(node: onnx.NodeProto, factors: Float32Array) -> Nodes:
     inputs = [node.input[0], constant.output[0]]
     product = f"{name}.mul.output0"
     node.input[0] = product
-    return [constant, helper.make_node("Mul", inputs, [product], name=f"{name}.mul")]
+    return [constant, make_node("Mul", inputs, product, f"{name}.mul")]
 
 
 def make_constant(name: str, value: NDArray[Any] | np.generic) -> onnx.NodeProto:
     """Return a Constant node; its output is '<name>.output0'."""
     tensor = numpy_helper.from_array(np.asarray(value))
-    return helper.make_node("Constant", [], [f"{name}.output0"], name=name, value=tensor)
+    return make_node("Constant", [], f"{name}.output0", name, value=tensor)
 
 
 def rewrite_inputs(
@@ -385,7 +386,7 @@ def _make_quant(quant_layer: QuantLayer, tensor: str) -> tuple[Nodes, str]:
 def _make_dequant(quant_layer: QuantLayer, integers: str, output: str) -> Nodes:
     name = f"{quant_layer.layer.name}.dequant"
     inputs = [integers, f"{name}.param"]
-    node = helper.make_node("AscendDequant", inputs, [output], name=name, dtype=0)
+    node = make_node("AscendDequant", inputs, output, name, dtype=0)
     if quant_layer.record.weight_bits == 4:
         node.attribute.append(helper.make_attribute(PACKED, "INT4"))
     return [node]
@@ -402,7 +403,7 @@ def _scaling_node(
     name = f"{quant_layer.layer.stem}.{suffix}"
     offset = float(quant_layer.record.offset_d)
     output = f"{name}.output0"
-    return [helper.make_node(op, [tensor], [output], name=name, offset=offset, **options)], output
+    return [make_node(op, [tensor], output, name, offset=offset, **options)], output
 
 
 def _pack_weight(quant_layer: QuantLayer, weight: NDArray[np.int8]) -> NDArray[np.int8]:
@@ -421,7 +422,7 @@ def _cast_bias(quant_layer: QuantLayer, bias: str) -> tuple[Nodes, str]:
         return [], bias
     name = f"{quant_layer.layer.name}.bias_quant"
     output = f"{name}.output0"
-    cast = helper.make_node("Cast", [bias], [output], name=name, to=onnx.TensorProto.FLOAT)
+    cast = make_node("Cast", [bias], output, name, to=onnx.TensorProto.FLOAT)
     return [cast], output
 
 

@@ -39,7 +39,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from calibrators.amct.arq import ascend_range
 from deploy.errors import ModelError
-from deploy.graph.edit import copy_message, rebuild
+from deploy.graph.edit import copy_message, make_node, rebuild
 from deploy.graph.index import Graph, attributes
 from deploy.metrics.output_errors import cosine
 from deploy.runtimes.ort import OrtSession
@@ -154,7 +154,7 @@ class _IntegerWriter:
         """
         name = f"exec.{len(self.nodes)}"
         output = output or name
-        node = helper.make_node(op, inputs, [output], name=name, **options)
+        node = make_node(op, inputs, output, name, **options)
         if template is not None:
             node.attribute.extend(template.attribute)
         self.nodes.append(node)

@@ -25,10 +25,16 @@ from functools import partial
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
 from calibrators.amct.arq import ascend_range
-from deploy.graph.edit import copy_message, drop_initializer_inputs, rebuild, update_tensors
+from deploy.graph.edit import (
+    copy_message,
+    drop_initializer_inputs,
+    make_node,
+    rebuild,
+    update_tensors,
+)
 from deploy.targets.ascend.deploy_model import (
     LayerReplacement,
     Nodes,
@@ -90,7 +96,7 @@ def _make_quant(quant_layer: QuantLayer, tensor: str, *, npu_rounding: bool) -> 
     for op, constants in operators:
         node_name = f"{name}.{op.lower()}"
         output = f"{node_name}.output0"
-        nodes.append(helper.make_node(op, [tensor, *constants], [output], name=node_name))
+        nodes.append(make_node(op, [tensor, *constants], output, node_name))
         tensor = output  # the input of the next operator
     return nodes, tensor
 
@@ -100,7 +106,7 @@ def _make_dequant(quant_layer: QuantLayer, integers: str, output: str) -> Nodes:
     name = f"{quant_layer.layer.name}.fakedequant"
     rank = quant_layer.layer.rank if quant_layer.layer.weight else 0  # a pool has one scale
     scale = make_constant(f"{name}.dqscale", quant_layer.dequant.reshape(1, -1, *[1] * rank))
-    mul = helper.make_node("Mul", [integers, scale.output[0]], [output], name=f"{name}.mul")
+    mul = make_node("Mul", [integers, scale.output[0]], output, f"{name}.mul")
     return [scale, mul]
 
 
@@ -109,7 +115,7 @@ def _make_anti_quant(quant_layer: QuantLayer, integers: str) -> tuple[Nodes, str
     name = f"{quant_layer.layer.stem}.anti_quant.fake_antiquant"
     scale = make_constant(f"{name}.scale", np.float32(quant_layer.record.scale_d))
     output = f"{name}.mul.output0"
-    mul = helper.make_node("Mul", [integers, scale.output[0]], [output], name=f"{name}.mul")
+    mul = make_node("Mul", [integers, scale.output[0]], output, f"{name}.mul")
     return [scale, mul], output
 
 
@@ -210,14 +216,12 @@ class _AmctQdqWriter:
         ]
         node.input[index] = self.dequantized_by_input[key] = dequantized
         return [
-            helper.make_node(
-                "QuantizeLinear", [tensor, *parameters], [quantized], name=f"{name}.input.quantize"
-            ),
-            helper.make_node(
+            make_node("QuantizeLinear", [tensor, *parameters], quantized, f"{name}.input.quantize"),
+            make_node(
                 "DequantizeLinear",
                 [quantized, *parameters],
-                [dequantized],
-                name=f"{name}.input.dequantize",
+                dequantized,
+                f"{name}.input.dequantize",
             ),
         ]
 
@@ -241,13 +245,9 @@ class _AmctQdqWriter:
         ]
         node.input[1] = f"{name}.weight.dequantized"
         clear_transposition(node)
-        return helper.make_node(
-            "DequantizeLinear",
-            inputs,
-            [node.input[1]],
-            name=f"{name}.weight.dequantize",
-            axis=axis,
-        )
+        output = node.input[1]
+        node_name = f"{name}.weight.dequantize"
+        return make_node("DequantizeLinear", inputs, output, node_name, axis=axis)
 
     def store_bias(self, quant_layer: QuantLayer) -> str:
         """Add a layer's bias in float, a multiple of scale_w * scale_d; return its name."""

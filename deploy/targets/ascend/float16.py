@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
 from deploy.calibration.observation import CalibrationSubject
 from deploy.errors import ExportError
@@ -23,6 +23,7 @@ from deploy.graph.edit import (
     claim_name,
     copy_message,
     infer_types,
+    make_node,
     rebuild,
     rename_reads,
     rename_tensors,
@@ -287,7 +288,7 @@ class _Float16Writer:
     def make_cast(self, tensor: str, output: str, dtype: int) -> onnx.NodeProto:
         """Return a Cast, named after its output; a Cast of the file may already have that name."""
         name = claim_name(output, self.node_names)
-        return helper.make_node("Cast", [tensor], [output], name=name, to=dtype)
+        return make_node("Cast", [tensor], output, name, to=dtype)
 
 
 def _constant_to_float16(constant: onnx.TensorProto, name: str) -> onnx.TensorProto:

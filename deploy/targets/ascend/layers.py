@@ -25,7 +25,7 @@ from typing import Any
 import onnx
 
 from deploy.errors import ModelError
-from deploy.graph.index import Graph, attributes
+from deploy.graph.index import ONNX_DOMAINS, Graph, attributes
 from deploy.graph.placement import ASCEND
 from deploy.graph.plan import WeightTarget
 
@@ -208,7 +208,7 @@ def find_layers(model: onnx.ModelProto) -> LayerGraph:
     for node in model.graph.node:
         if node.op_type in TENSOR_QUANTIZE_OPS:
             _add_optional_inputs(node, index, layer_graph)
-        if node.op_type not in TYPES or node.domain not in ("", "ai.onnx"):
+        if node.op_type not in TYPES or node.domain not in ONNX_DOMAINS:
             continue
         layer_or_reason = _layer_or_float_reason(node, index)
         if isinstance(layer_or_reason, Layer):

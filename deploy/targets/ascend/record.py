@@ -21,8 +21,8 @@ from deploy.files.reading import from_json
 from deploy.targets.ascend.config import no_layer_reason
 from deploy.targets.ascend.config_keys import (
     IFMR,
-    INT4_WEIGHTS,
     INT16_LAYERS,
+    LAYERS_BY_WEIGHT_BITS,
     LayerConfig,
     check_tensor_input,
     takes_activations,
@@ -203,9 +203,9 @@ def _check_bit_widths(name: str, record: LayerRecord, layer: Layer) -> None:
             f"act_type INT16 is for {INT16_LAYERS}, got {layer.kind} in layer {name!r}"
         )
     if not takes_weights(layer, record.weight_bits):
-        supported = INT4_WEIGHTS if record.weight_bits == 4 else "Conv with a 2-D kernel"
+        bits = record.weight_bits
         raise ConfigError(
-            f"wts_type INT{record.weight_bits} is for {supported}, got {layer.kind} with"
+            f"wts_type INT{bits} is for {LAYERS_BY_WEIGHT_BITS[bits]}, got {layer.kind} with"
             f" {layer.channels_in} input channels and {layer.group} groups in layer {name!r}"
         )
     is_int8_only = layer.input_index is not None or layer.two_activations

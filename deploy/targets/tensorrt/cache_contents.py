@@ -54,13 +54,12 @@ from deploy.calibration.ranges import RangeSet
 from deploy.calibration.trt_cache import version_label
 from deploy.errors import ExportError
 from deploy.graph.edit import copy_message, make_node, replace_nodes
-from deploy.graph.index import Graph, attributes, optional_input, runtime_inputs
+from deploy.graph.index import FLOAT, Graph, attributes, optional_input, runtime_inputs
 
 ONNX, CAFFE = "onnx", "caffe"
 POOLING_LAYERS = frozenset({"MaxPool", "AveragePool"})  # by the ONNX parser
 _CAFFE_POOLS = POOLING_LAYERS | {"GlobalAveragePool", "GlobalMaxPool"}
 _COPIES = frozenset({"Identity", "Dropout"})
-_FLOAT = onnx.TensorProto.FLOAT
 _FIRST_NAMED_AFTER_NODES = 100000  # from 10.0 on the parser names inner tensors after their node
 _END_OF_UNNAMED_GEMM = 8400  # before 8.4 a Gemm is three layers, named by their index
 # ONNX operator -> TensorRT's name for the single layer that it becomes.
@@ -107,7 +106,7 @@ def trt_tensors(model: onnx.ModelProto) -> list[str]:
     graph = Graph(model)
     names = [*graph.inputs, *graph.producer]
     # a tensor whose type could not be inferred, 0, counts as float
-    return [name for name in names if graph.dtypes.get(name, 0) in (0, _FLOAT)]
+    return [name for name in names if graph.dtypes.get(name, 0) in (0, FLOAT)]
 
 
 def cache_tensors(
@@ -309,7 +308,7 @@ def _removed_copies(original: onnx.ModelProto, float_names: Collection[str]) -> 
     """
     source_by_copy: dict[str, str] = {}
     for node in original.graph.node:
-        is_cast_to_float = node.op_type == "Cast" and attributes(node).get("to") == _FLOAT
+        is_cast_to_float = node.op_type == "Cast" and attributes(node).get("to") == FLOAT
         is_copy = node.op_type in _COPIES or is_cast_to_float
         if is_copy and node.output[0] not in float_names:
             source = source_by_copy.get(node.input[0], node.input[0])  # a copy of a copy

@@ -31,14 +31,13 @@ from onnx import defs, helper, numpy_helper
 from deploy.errors import ExportError, ModelError, first_line
 from deploy.frontends.lift import raise_opset
 from deploy.graph.bounds import find_float16_overflows, float16_overflow
-from deploy.graph.edit import copy_message, infer_types, rebuild, unique_name
-from deploy.graph.index import Graph, by_name, opset_of
+from deploy.graph.edit import copy_message, infer_types, make_node, rebuild, unique_name
+from deploy.graph.index import FLOAT, ONNX_DOMAINS, Graph, by_name, opset_of
 from deploy.graph.placement import MOVES
 from deploy.targets.tensorrt.trt_options import BF16, FP16, FP32
 
 OPSETS = {FP16: 19, BF16: 22}  # first opset in which scales and convolutions may have that type
 FP8_OPSET = 19  # first opset with fp8 pairs
-_FLOAT = onnx.TensorProto.FLOAT
 _ELEMENT_TYPES = {FP16: onnx.TensorProto.FLOAT16, BF16: onnx.TensorProto.BFLOAT16}
 # Operators that only move values: they take the type of their input.
 _MOVES = MOVES | {"Gather", "Identity", "Slice", "Split", "Tile"}
@@ -184,7 +183,7 @@ class _TypeConverter:
                 self._append_with_scale(node, self.type_by_tensor[node.input[0]])
             elif node.op_type == "DequantizeLinear":
                 output = node.output[0]
-                output_type = self.narrow_type if self._has_narrow_reader(output) else _FLOAT
+                output_type = self.narrow_type if self._has_narrow_reader(output) else FLOAT
                 self._append_with_scale(node, output_type)
                 self.type_by_tensor[output] = output_type
             else:
@@ -199,16 +198,16 @@ class _TypeConverter:
     def _append_with_casts(self, node: onnx.NodeProto) -> None:
         """Append a node to `nodes`, with its float inputs in the type in which it computes."""
         stays_float32 = self._stays_float32(node)
-        compute_type = _FLOAT if stays_float32 else self.narrow_type
+        compute_type = FLOAT if stays_float32 else self.narrow_type
         for index in _typed_inputs(node):
             name = node.input[index]
-            if self.type_by_tensor.get(name) in (_FLOAT, self.narrow_type):
+            if self.type_by_tensor.get(name) in (FLOAT, self.narrow_type):
                 node.input[index] = self._as_type(name, compute_type)
         self.nodes.append(node)
         if stays_float32:
             return
         for index in _typed_outputs(node):
-            if self.type_by_tensor[node.output[index]] == _FLOAT:
+            if self.type_by_tensor[node.output[index]] == FLOAT:
                 self._narrow_output(node, index)
 
     def _narrow_output(self, node: onnx.NodeProto, index: int) -> None:
@@ -221,7 +220,7 @@ class _TypeConverter:
         node.output[index] = narrow_name
         self.type_by_tensor[narrow_name] = self.narrow_type
         self.converted[name, self.narrow_type] = narrow_name
-        self._add_cast(narrow_name, name, _FLOAT)
+        self._add_cast(narrow_name, name, FLOAT)
 
     def _stays_float32(self, node: onnx.NodeProto) -> bool:
         """Return whether a node stays in float32, and record why if its operator could be narrow.
@@ -231,14 +230,14 @@ class _TypeConverter:
         if not _can_be_narrow(node):
             return True
         data_input = node.input[1 if node.op_type == "Where" else 0]
-        if self.type_by_tensor.get(data_input) not in (_FLOAT, self.narrow_type):
+        if self.type_by_tensor.get(data_input) not in (FLOAT, self.narrow_type):
             return True  # integers
         if not self.index.captured.isdisjoint(node.output):
             self.float32_reasons[node.name] = "a subgraph reads it"
             return True
         if node.op_type in _MOVES and data_input not in self.index.initializers:
             # it copies values, and so has the type of its input
-            return bool(self.type_by_tensor[data_input] == _FLOAT)
+            return bool(self.type_by_tensor[data_input] == FLOAT)
         reason = self._overflow_reason(node)
         if reason:
             self.float32_reasons[node.name] = reason
@@ -271,7 +270,7 @@ class _TypeConverter:
         return self.converted[name, element_type]
 
     def _add_cast(self, source: str, output: str, element_type: int) -> None:
-        cast = helper.make_node("Cast", [source], [output], f"{output}/Cast", to=element_type)
+        cast = make_node("Cast", [source], output, f"{output}/Cast", to=element_type)
         self.nodes.append(cast)
         self.type_by_tensor[output] = element_type
 
@@ -283,7 +282,7 @@ class _TypeConverter:
 
 
 def _can_be_narrow(node: onnx.NodeProto) -> bool:
-    return node.domain in ("", "ai.onnx") and node.op_type in _NARROW
+    return node.domain in ONNX_DOMAINS and node.op_type in _NARROW
 
 
 def _typed_inputs(node: onnx.NodeProto) -> list[int]:

@@ -54,7 +54,7 @@ from deploy.frontends.shapes import infer_shapes
 from deploy.graph.bounds import find_bounds
 from deploy.graph.edit import copy_message
 from deploy.graph.gates import find_gates
-from deploy.graph.index import Graph, attributes
+from deploy.graph.index import ONNX_DOMAINS, Graph, attributes
 from deploy.graph.placement import MOVES, pads_nonzero, resize_mode
 from deploy.targets.tensorrt.cache_contents import POOLING_LAYERS, trt_tensors
 
@@ -265,7 +265,7 @@ def _operator_with_mode(node: onnx.NodeProto) -> str:
 
     An operator of a custom domain is returned with its domain, so that it matches no rule.
     """
-    if node.domain not in ("", "ai.onnx"):
+    if node.domain not in ONNX_DOMAINS:
         return f"{node.domain}.{node.op_type}"
     return f"Resize {resize_mode(node)}" if node.op_type == "Resize" else str(node.op_type)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import onnx
 
 from deploy.calibration.trt_cache import version_label
-from deploy.graph.index import Graph, all_nodes, opset_of
+from deploy.graph.index import ONNX_DOMAINS, Graph, all_nodes, opset_of
 from deploy.targets.base import BuildRequest
 from deploy.targets.shape_ranges import Shape
 from deploy.targets.tensorrt.profiles import model_input_shapes, sample_profiles
@@ -125,7 +125,7 @@ class ParserRequirements:
     def of(cls, model: onnx.ModelProto) -> ParserRequirements:
         """Return the requirements of a model, including its subgraphs."""
         nodes = all_nodes(model.graph)
-        operators = {node.op_type for node in nodes if node.domain in ("", "ai.onnx")}
+        operators = {node.op_type for node in nodes if node.domain in ONNX_DOMAINS}
         return cls(opset_of(model), frozenset(operators))
 
     def unmet(self, version: str) -> str:
