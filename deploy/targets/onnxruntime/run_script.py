@@ -59,9 +59,15 @@ _COPY_LINES = {
     ),
     "top-left": "    canvas[:rows, :columns] = picture\n",
     "crop": (
-        "    top, left = (rows - HEIGHT) // 2, (columns - WIDTH) // 2\n"
+        "    top, left = round((rows - HEIGHT) / 2), round((columns - WIDTH) / 2)\n"
         "    canvas[:] = picture[top : top + HEIGHT, left : left + WIDTH]\n"
     ),
+}
+# the same -> the (row, column) in the input of its first pixel, negative where it is cropped
+_CORNERS = {
+    "centre": "(HEIGHT - rows) // 2, (WIDTH - columns) // 2",
+    "top-left": "0, 0",
+    "crop": "round((HEIGHT - rows) / 2), round((WIDTH - columns) / 2)",
 }
 _INTERPOLATIONS = {
     "nearest": "NEAREST",
@@ -136,9 +142,6 @@ def _preparing_fields(preprocess: Preprocess) -> dict[str, object]:
         position = preprocess.anchor
     elif preprocess.resize == "short-side":
         position = "crop"
-    corner = "0, 0"
-    if position != "top-left":
-        corner = "(HEIGHT - rows) // 2, (WIDTH - columns) // 2"
     return {
         "height": preprocess.input_size[0],
         "width": preprocess.input_size[1],
@@ -148,7 +151,7 @@ def _preparing_fields(preprocess: Preprocess) -> dict[str, object]:
         "order": "[:, :, ::-1]" if preprocess.color == "rgb" else "",
         "pad": list(preprocess.pad),
         "place": _COPY_LINES[position],
-        "corner": corner,
+        "corner": _CORNERS[position],
         "scale": preprocess.scale,
         "mean": list(preprocess.mean),
         "std": list(preprocess.std),
