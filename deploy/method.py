@@ -110,7 +110,8 @@ class Method:
             symmetric: the grid for `amax`, None for int8.
             affine: the grid for `lo` and `hi`, None for uint8.
         """
-        row, params = SEARCHES[self.name], self.params
+        row = SEARCHES[self.name]
+        params = self.params
         grids = (symmetric, affine) if row.by_grid else ()
         return lambda histogram: row.function(histogram, params, *grids)
 

@@ -68,7 +68,7 @@ def _stop_inferences() -> Iterator[None]:
     Python writes the number of each signal into a pipe as soon as it arrives, also while C code
     runs. A thread reads the pipe and stops the inferences.
     """
-    renew_interrupt = _end_at_second_interrupt()
+    renew_interrupt = _end_at_second_interrupt()  # makes the next SIGINT a first one again
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     command_ended = threading.Event()
@@ -107,7 +107,7 @@ def _stop_inferences() -> Iterator[None]:
                 ort.abandon_runs()
             else:
                 ort.continue_runs()
-        # Python's handler is there for the first SIGINT only: install it for all of them again
+        # `renew_interrupt` installed Python's handler for one SIGINT: install it for all again
         if (handler := signal.getsignal(signal.SIGINT)) is not None:
             signal.signal(signal.SIGINT, handler)
 
@@ -146,7 +146,8 @@ def _end_at_second_interrupt() -> Callable[[], object]:
     if install is None:
         return lambda: None
 
-    install.argtypes, install.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    install.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    install.restype = ctypes.c_void_p
     renew_interrupt = partial(install, signal.SIGINT, install(signal.SIGINT, None))
     renew_interrupt()
     return renew_interrupt

@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import wraps
+from functools import partial, wraps
 from html import escape
 from typing import Any, ParamSpec, TextIO, TypeVar
 
@@ -218,7 +218,7 @@ def _close(stream: TextIO) -> None:
         stream.close()
 
 
-def say(line: str = "", *, err: bool = False) -> None:
+def say(line: str, *, err: bool = False) -> None:
     """Print one line, on stderr if `err`."""
     if err or _SHOWS_TEXT.get():
         _put(visible(line) + "\n", err=err)
@@ -426,7 +426,7 @@ class ProgressReporter:
         self._thread.start()
 
     def end(self) -> None:
-        """Stop the thread and remove the progress line."""
+        """Stop the thread, if it was started, and remove the progress line."""
         self._has_ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -529,40 +529,37 @@ def number_phases(*names: str) -> Iterator[None]:
 
 @contextmanager
 def phase(
-    name: str, total: int | None = None, unit: str = "", *, about: bool = False
+    name: str,
+    total: float | None = None,
+    unit: str = "",
+    *,
+    about: bool = False,
+    timed: bool = False,
 ) -> Iterator[Step]:
     """Show a phase's progress while the body runs; yield the function that counts a step.
 
     Args:
         name: a word or two.
-        total: number of steps; None if unknown.
+        total: number of steps, or seconds if `timed`; None if unknown.
         unit: of the steps, in the plural.
         about: whether `total` is an estimate.
+        timed: whether the phase lasts for `total` seconds; then it counts no steps.
     """
-    with _open_phase(Phase(name=name, total=total, unit=unit, about=about)) as step:
-        yield step
-
-
-@contextmanager
-def timed_phase(name: str, seconds: float) -> Iterator[None]:
-    """Show the progress of a body that lasts for `seconds`; it counts no steps."""
-    with _open_phase(Phase(name=name, total=seconds, timed=True)):
-        yield
-
-
-@contextmanager
-def _open_phase(new_phase: Phase) -> Iterator[Step]:
-    """Show a phase while the body runs, if progress is shown; yield what counts a step."""
     reporter = _REPORTER.get()
     if reporter is None:
         yield lambda: None
         return
-    new_phase.start = reporter.clock()
+    new_phase = Phase(
+        name=name, total=total, unit=unit, about=about, timed=timed, start=reporter.clock()
+    )
     reporter.enter(new_phase)
     try:
         yield lambda: reporter.step(new_phase)
     finally:
         reporter.leave(new_phase)
+
+
+timed_phase = partial(phase, timed=True)
 
 
 def say_progress(line: str) -> None:

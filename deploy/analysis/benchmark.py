@@ -28,6 +28,7 @@ from deploy.files.reading import read_bytes
 from deploy.frontends.metadata import read_declaration, read_metadata_preprocess
 from deploy.frontends.onnx_reader import model_bytes, parse_model
 from deploy.machine import this_machine, usable_cores
+from deploy.metrics import DURATION_S
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.bench_inputs import (
     FEED_COUNT,
@@ -45,7 +46,7 @@ from deploy.metrics.kernels import (
     refuse_untimed,
     time_kernels,
 )
-from deploy.metrics.latency import DURATION_S, Feeds, Latency, measure
+from deploy.metrics.latency import Feeds, Latency, measure
 from deploy.report import Report
 from deploy.report.figures import compare_with_plan
 from deploy.report.parts import BatchRow, EngineRow

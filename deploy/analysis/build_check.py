@@ -52,7 +52,7 @@ from deploy.frontends.onnx_reader import read_model
 from deploy.graph.index import all_nodes
 from deploy.graph.plan import Decision
 from deploy.machine import this_machine, worker_threads
-from deploy.metrics.latency import DURATION_S
+from deploy.metrics import DURATION_S
 from deploy.pipeline.build_options import open_torch_module
 from deploy.pipeline.calibration_run import describe_source
 from deploy.pipeline.measure import ALL_CALIBRATED, Figures, measure_engines

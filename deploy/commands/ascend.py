@@ -137,9 +137,7 @@ def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path
     from deploy.targets.ascend.simple_config import write_simple_config
 
     if source is not None:
-        base.refuse_flags(
-            base.given_flags("batch_num", "symmetric"), without="the default configuration"
-        )
+        base.refuse_given("batch_num", "symmetric", without="the default configuration")
     graph = _layer_graph(model)
     if source is None:
         quant_config = default_config(graph, batch_num=batch_num, activation_offset=not symmetric)
@@ -260,19 +258,19 @@ def auto(
     refuse_refresh_and_reuse(policy)
     ascend_auto.refuse_foreign_files(target, out, model.stem)
     options = CalibrationOptions(cache=policy, threads=images.threads, float_nodes=keep_float)
-    calibrated = calibrate_with(model, images.dataset, options, targets=[target])
+    calibration = calibrate_with(model, images.dataset, options, targets=[target])
     if verbose:
-        say(calibrated.cost)
+        say(calibration.cost)
 
-    evaluation_feed = calibrated.feed
+    evaluation_feed = calibration.feed
     if evaluation is not None:
-        evaluation_feed = calibrated.loaded.open_samples(
+        evaluation_feed = calibration.loaded.open_samples(
             evaluation, labels_by_folder=label_values == BY_FOLDER
         )
         apply_labels(label_values, evaluation_feed)  # class numbers of a file
     result = ascend_auto.auto_calibrate(
         target,
-        calibrated,
+        calibration,
         evaluation_feed,
         folder=out,
         max_loss=max_loss,

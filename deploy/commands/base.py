@@ -79,7 +79,8 @@ class OutputFile(NamedPath):
 
     def __init__(self, kind: str) -> None:
         super().__init__(path_type=Path)
-        self.kind, self.name = kind, "file"
+        self.kind = kind
+        self.name = "file"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Convert to a path; ExportError as `deploy.files.manifest.name_output`."""
@@ -197,7 +198,8 @@ class SectionedCommand(click.Command):
             name = param.name or ""
             value = ctx.params.get(name)
             advice = "check the path"
-            if ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP:
+            is_from_config = ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP
+            if is_from_config:
                 advice += " in the file of --config; a relative path starts at the current folder"
             if isinstance(param.type, InputPath) and value and not ctx.resilient_parsing:
                 for path in value if isinstance(value, tuple) else (value,):
@@ -210,7 +212,7 @@ class SectionedCommand(click.Command):
             return super().invoke(ctx)
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """The parameters, with `--help` and `--help-all`."""
+        """Return the parameters, with `--help` and `--help-all`."""
         params = super().get_params(ctx)
         return [*params, _HELP_ALL] if self.short_help_flags else params
 
@@ -240,12 +242,12 @@ class SectionedCommand(click.Command):
 
 
 def section_of(param: click.Parameter) -> str:
-    """The section of an option; options without one, such as `--help`, are general."""
+    """Return the section of an option; options without one, such as `--help`, are general."""
     return param.section if isinstance(param, SectionOption) else GENERAL
 
 
 def section_position(title: str) -> int:
-    """Position of a section in the help, as a sort key."""
+    """Return the position of a section in the help, as a sort key."""
     return _ORDER.index(title if title in _ORDER else "")
 
 
@@ -309,6 +311,11 @@ def refuse_flags(flags: list[str], *, without: str) -> None:
             f"{' and '.join(flags)} {verb} with {without}, which was not given;"
             f" give it too, or leave {pronoun} out"
         )
+
+
+def refuse_given(*names: str, without: str) -> None:
+    """Refuse the flags of these options that the user gave, or of any; see `refuse_flags`."""
+    refuse_flags(given_flags(*names), without=without)
 
 
 def _given_options() -> Iterator[click.Option]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ from deploy.commands.model_options import TargetValues, make_target, target_fiel
 from deploy.commands.settings import max_loss_option, min_speedup_option
 from deploy.errors import ConfigError
 from deploy.files.atomic import write_text
+from deploy.metrics import DURATION_S
 from deploy.terminal import say_screen
 
 if TYPE_CHECKING:
@@ -65,7 +67,7 @@ if TYPE_CHECKING:
 @base.measuring_option(
     "--duration",
     type=Real(min=0),
-    default=3,
+    default=DURATION_S,
     metavar="S",
     help="Time measured, in seconds, for each model; 10 runs at the least.",
 )
@@ -147,7 +149,7 @@ def bench(
         duration_s=duration,
         shapes=dict(map(parse_shape, shapes)),
         seed=seed,
-        targets=[make_target(target, fields) for target, fields in target_values.items()],
+        targets=list(starmap(make_target, target_values.items())),
         streams=streams,
         batches=batches,
         profile=profile,
@@ -179,7 +181,7 @@ def bench(
 @base.measuring_option(
     "--duration",
     type=Real(min=0),
-    default=3,
+    default=DURATION_S,
     help="Seconds of latency runs for each model; 0 skips them.",
 )
 @target_field_options(lambda option: option.changes_runs)
@@ -221,7 +223,7 @@ def check(
         metric=metric,
         task=task,
         gates=Gates(max_loss=max_loss, min_speedup=min_speedup),
-        targets=[make_target(target, fields) for target, fields in target_values.items()],
+        targets=list(starmap(make_target, target_values.items())),
         duration_s=duration,
         threads=images.threads,
     )

@@ -23,6 +23,7 @@ from deploy.commands.settings import (
     settings_text,
     tuning_options,
 )
+from deploy.metrics import DURATION_S
 from deploy.terminal import is_text_suppressed, say, say_lines, say_screen
 
 if TYPE_CHECKING:
@@ -73,8 +74,8 @@ metric_option = base.measuring_option(
 @base.measuring_option(
     "--duration",
     type=Real(min=0),
-    help="Seconds of latency runs for each model; 0 skips them.  [default: 3, or 0 where --for"
-    " names another CPU]",
+    help="Seconds of latency runs for each model; 0 skips them."
+    f"  [default: {DURATION_S}, or 0 where --for names another CPU]",
 )
 @tuning_options
 @base.calibration_option(

@@ -53,13 +53,13 @@ def show(path: Path, as_json: bool) -> None:
     """Print the header and every entry of CACHE: scale, amax, flaw, tensor."""
     from deploy.targets.tensorrt.cache_tools import read_cache
 
-    read = read_cache(path)
+    source_cache = read_cache(path)
     if as_json:
         from deploy.report.model import to_plain
 
-        say_lines(json.dumps(to_plain(_document(read)), indent=1))
+        say_lines(json.dumps(to_plain(_document(source_cache)), indent=1))
         return
-    print_cache(read)
+    print_cache(source_cache)
 
 
 def print_cache(cache: CalibrationCache) -> None:
@@ -88,7 +88,8 @@ def diff(context: click.Context, first: Path, second: Path, limit: int) -> None:
     first_cache = cache_tools.read_cache(first)
     second_cache = cache_tools.read_cache(second)
     differences = cache_tools.compare_caches(first_cache, second_cache)
-    first_header, second_header = first_cache.header.text, second_cache.header.text
+    first_header = first_cache.header.text
+    second_header = second_cache.header.text
     if first_header != second_header:
         say(f"first line: {first_header} | {second_header}")
 
@@ -127,11 +128,11 @@ def merge(paths: tuple[Path, ...], out: Path, on_conflict: str) -> None:
     from deploy.files.atomic import write_bytes
     from deploy.targets.tensorrt import cache_tools
 
-    merged = cache_tools.merge_caches(
-        [_read_with_note(path) for path in paths], on_conflict=on_conflict
+    merged_cache = cache_tools.merge_caches(
+        list(map(_read_with_note, paths)), on_conflict=on_conflict
     )
-    write_bytes(out, dump(merged))
-    say(f"{out}: {len(merged.entries)} entries from {len(paths)} caches")
+    write_bytes(out, dump(merged_cache))
+    say(f"{out}: {len(merged_cache.entries)} entries from {len(paths)} caches")
 
 
 @cache.command(short_help="Rewrite a cache for another TensorRT version.")
@@ -156,11 +157,14 @@ def relabel(path: Path, trt_version: str, algorithm: str | None, out: Path) -> N
     from deploy.targets.tensorrt.cache_tools import refuse_cacheless
 
     refuse_cacheless(trt_version)
-    read = _read_with_note(path)
-    relabelled = relabel_cache(read, version=trt_version, algorithm=algorithm)
-    write_bytes(out, dump(relabelled))
-    say(f"{out}: {len(relabelled.entries)} entries, {read.header.text} -> {relabelled.header.text}")
-    if relabelled.header.label is None:
+    source_cache = _read_with_note(path)
+    relabelled_cache = relabel_cache(source_cache, version=trt_version, algorithm=algorithm)
+    write_bytes(out, dump(relabelled_cache))
+    say(
+        f"{out}: {len(relabelled_cache.entries)} entries, {source_cache.header.text} ->"
+        f" {relabelled_cache.header.text}"
+    )
+    if relabelled_cache.header.label is None:
         say("the legacy form has no version to change; it was written as it is")
 
 
@@ -190,18 +194,18 @@ def check(
     from deploy.targets.tensorrt import cache_tools
 
     if model is None:
-        base.refuse_flags(base.given_flags("parser", "verbose"), without="--model")
+        base.refuse_given("parser", "verbose", without="--model")
     if trt_version is not None:
         cache_tools.refuse_cacheless(trt_version)
-    read = cache_tools.read_cache(path)
+    source_cache = cache_tools.read_cache(path)
     match = None
     if model is not None:
-        match = _match_model(read, model, parser)
+        match = _match_model(source_cache, model, parser)
     findings = cache_tools.check_cache(
-        read, path=path, version=trt_version, algorithm=algorithm, match=match
+        source_cache, path=path, version=trt_version, algorithm=algorithm, match=match
     )
 
-    say(_header_text(read))
+    say(_header_text(source_cache))
     for finding in findings:
         mark = "WRONG" if finding.harmful else "note "
         say(f"{mark}  {finding.text}")
@@ -259,7 +263,7 @@ def to_qdq(
     from deploy.files.manifest import write_model
     from deploy.targets.tensorrt import cache_tools
 
-    quantized, match = cache_tools.cache_to_qdq(
+    qdq_model, match = cache_tools.cache_to_qdq(
         model,
         _read_with_note(path),
         keep_batchnorm=keep_batchnorm,
@@ -268,7 +272,7 @@ def to_qdq(
         rest=rest,
         precision=precision,
     )
-    write_model(out, quantized)
+    write_model(out, qdq_model)
     _print_match(match, everything=verbose)
     say(f"{out}: {match.covered_tensor_count} tensors quantized")
 
@@ -312,7 +316,7 @@ def from_qdq(
     from deploy.targets.tensorrt.cache_contents import trt_tensors
 
     if not dla:
-        base.refuse_flags(base.given_flags("no_guesses"), without="--dla")
+        base.refuse_given("no_guesses", without="--dla")
     version = trt_version or sdk.cache_reading_version() or DEFAULT_TRT_VERSION
     cache_tools.refuse_cacheless(version)
     float_model, cache = cache_tools.qdq_to_cache(model, version=version)
@@ -379,30 +383,30 @@ def _read_with_note(path: Path) -> CalibrationCache:
     return cache_tools.read_cache(path)
 
 
-def _match_model(read: CalibrationCache, model: Path, parser: str | None) -> CacheMatch:
+def _match_model(source_cache: CalibrationCache, model: Path, parser: str | None) -> CacheMatch:
     from deploy.frontends import load
     from deploy.frontends.base import read_uncleaned_model
     from deploy.targets.tensorrt.cache_match import match_cache
 
     loaded = load(model)
     original = read_uncleaned_model(model, loaded)
-    return match_cache(read, loaded.model, original=original, parser=parser)
+    return match_cache(source_cache, loaded.model, original=original, parser=parser)
 
 
-def _header_text(read: CalibrationCache) -> str:
+def _header_text(source_cache: CalibrationCache) -> str:
     """Return the first line of a cache and what it says."""
-    header = read.header
+    header = source_cache.header
     details = header.algorithm
     if header.version is None:  # the legacy form
         details += f", quantile {header.quantile}, cutoff {header.cutoff}"
     elif header.version:
         details = f"TensorRT {header.version}, {details}"
-    return f"{header.text}: {details}, {len(read.entries)} entries"
+    return f"{header.text}: {details}, {len(source_cache.entries)} entries"
 
 
-def _document(read: CalibrationCache) -> dict[str, object]:
+def _document(source_cache: CalibrationCache) -> dict[str, object]:
     """Return the header and the entries of a cache as plain JSON."""
-    header = read.header
+    header = source_cache.header
     return {
         "header": header.text,
         "version": header.version,
@@ -411,7 +415,7 @@ def _document(read: CalibrationCache) -> dict[str, object]:
         "quantile": header.quantile,
         "entries": [
             {"name": e.name, "bits": e.digits, "scale": float(e.scale), "flaw": e.flaw}
-            for e in read.entries
+            for e in source_cache.entries
         ],
     }
 
@@ -423,6 +427,7 @@ def _print_match(match: CacheMatch, *, everything: bool = True) -> None:
         f" {match.covered_tensor_count} of {len(match.tensors)} tensors covered"
     )
     for entry in match.entries:
+        # an unused entry is as expected if the model needs no pair at its tensor
         is_expected = entry.is_used or entry.reason.startswith("no pair")
         if everything or not is_expected:
             state = "used" if entry.is_used else "unused"

@@ -83,27 +83,25 @@ def calibrate(
     dataset = images.calibration()
     if shard is None:
         path = out or Path(f"{model.stem}.cache")
-        cache_path = path
     else:
         number, count = _parse_shard(shard)
         choice = to_choice(dataset.limit)  # of the images of all shards
         dataset = replace(dataset, limit=replace(choice, shard=(number, count)))
         path = out or Path(f"{model.stem}.{number}-of-{count}.shard")
-        cache_path = None  # `calib8 merge` writes it
         name_output(path, "shard", force=calibration.cache.force)
     options = calibration.options(
-        cache_path,
+        path if shard is None else None,  # the cache of all shards is written by `calib8 merge`
         images,
         scheduler=scheduler,
         resume=resume,
         checkpoint=checkpoint_path(path),  # beside the file that is written
     )
     resolved_model = resolve_model(model, input_texts, weights)
-    calibrated = calibrate_with(resolved_model, dataset, options, targets=targets)
+    result = calibrate_with(resolved_model, dataset, options, targets=targets)
     if shard is not None:
-        write_shard(calibrated, path)
+        write_shard(result, path)
     print_calibration(
-        calibrated,
+        result,
         path,
         verbose=calibration.verbose,
         json_path=json_path,
@@ -170,5 +168,5 @@ def merge(
     path = out or Path(f"{model.stem}.cache")
     options = calibration.options(path)
     resolved_model = resolve_model(model, input_texts, weights)
-    calibrated = merge_with(resolved_model, shards, options, targets=targets)
-    print_calibration(calibrated, path, verbose=calibration.verbose, json_path=json_path)
+    result = merge_with(resolved_model, shards, options, targets=targets)
+    print_calibration(result, path, verbose=calibration.verbose, json_path=json_path)

@@ -252,7 +252,7 @@ def cluster_options(command: CommandFunction) -> CommandFunction:
         values = {name: arguments.pop(name) for name in ("send", "pieces", "retries")}
         cluster = None
         if scheduler is None:
-            base.refuse_flags(base.given_flags(*values), without="--scheduler")
+            base.refuse_given(*values, without="--scheduler")
         else:
             cluster = _cluster(scheduler, values)
         command(scheduler=cluster, **arguments)
@@ -261,7 +261,11 @@ def cluster_options(command: CommandFunction) -> CommandFunction:
 
 
 def _cluster(address: str, cluster_values: Mapping[str, Any]) -> Cluster:
-    """The cluster with its options; `--threads` is the number for each piece."""
+    """Return the cluster of --scheduler; `--threads` is the number for each piece of the images.
+
+    Raises:
+        ConfigError: an option with which nothing is observed on the workers.
+    """
     from deploy.calibration.cluster_jobs import Cluster
 
     refused = base.given_flags("require_cache", "trust_cache", "shard")
@@ -276,7 +280,10 @@ def _cluster(address: str, cluster_values: Mapping[str, Any]) -> Cluster:
 
 
 def script_cache_notes(dataset: Dataset, path: Path) -> list[str]:
-    """A note on how the script's own cache and the one that was written agree."""
+    """Return a note that compares the cache at `path` with that of a TensorRT calibrator's script.
+
+    No note for images without such a script, or if it has no cache.
+    """
     from deploy.feed.calibrator import CalibratorScript
 
     script = dataset.source
@@ -289,7 +296,7 @@ def script_cache_notes(dataset: Dataset, path: Path) -> list[str]:
 
 
 def print_calibration(
-    calibrated: CalibrationResult,
+    result: CalibrationResult,
     path: Path,
     *,
     verbose: bool,
@@ -297,12 +304,12 @@ def print_calibration(
     notes: Sequence[str] = (),
 ) -> None:
     """Print what was observed, how ranges were searched, and notes; exit 1 if a target failed."""
-    say_lines(calibrated.to_screen(file=path, everything=verbose, notes=notes))
+    say_lines(result.to_screen(file=path, everything=verbose, notes=notes))
     if is_text_suppressed():
-        for warning in (*calibrated.doubts, *calibrated.warnings):
+        for warning in (*result.doubts, *result.warnings):
             say(warning, err=True)
-    base.put_json(json_path, calibrated.to_json)
-    for target, reason in calibrated.failures.items():
+    base.put_json(json_path, result.to_json)
+    for target, reason in result.failures.items():
         say(f"calib8: {target} failed: {reason}", err=True)
-    if calibrated.failures:
+    if result.failures:
         click.get_current_context().exit(1)

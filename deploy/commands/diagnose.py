@@ -56,7 +56,7 @@ def inspect(
       calib8 inspect model.cache
     """  # noqa: D301 (click reads the backspace)
     if _is_cache(path):  # all options are of models
-        base.refuse_flags(base.given_flags(), without="a model")
+        base.refuse_given(without="a model")
         _inspect_cache(path)
         return
 
@@ -150,7 +150,7 @@ def compare(
     from deploy.analysis.comparison import compare as compare_models
 
     if runtime == "onnxruntime":
-        base.refuse_flags(base.given_flags("every"), without="--runtime openvino")
+        base.refuse_given("every", without="--runtime openvino")
     dataset = replace(images.dataset, limit=images.dataset.limit or _DEFAULT_IMAGES)
     comparison = compare_models(
         first,
@@ -211,7 +211,7 @@ def explain(
     from deploy.analysis.explain_build import explain as explain_build
 
     if json_path == Path("-"):
-        base.refuse_flags(base.given_flags("everything"), without="the text")
+        base.refuse_given("everything", without="the text")
     explanation = explain_build(
         folder, targets=target, images=dataset, model=model, threads=threads
     )
@@ -240,7 +240,7 @@ def report(folders: tuple[Path, ...], html_path: Path | None, json_path: Path | 
 
     comparison = build_comparison.report(*folders)  # the build's own report for a single folder
     if isinstance(comparison, Report):
-        base.refuse_flags(base.given_flags("html_path", "json_path"), without="a second folder")
+        base.refuse_given("html_path", "json_path", without="a second folder")
         say_screen(to_screen(comparison))
         return
 

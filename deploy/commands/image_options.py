@@ -64,10 +64,11 @@ def parse_preprocess(texts: Mapping[str, str | None]) -> PreprocessRequest:
 
     from deploy.feed.preprocess import Preprocess, apply_user_options, find_preset, with_options
 
-    options: dict[str, object] = {}
-    for name, text in texts.items():
-        if text and name != "preset":
-            options[name] = _parse_preprocess_option(name, text)
+    options = {
+        name: _parse_preprocess_option(name, text)
+        for name, text in texts.items()
+        if text and name != "preset"
+    }
     if preset_name := texts["preset"]:
         return apply_user_options(find_preset(preset_name), options)
     with_options(Preprocess(), options)  # check the values before a model is read
@@ -89,7 +90,7 @@ def _parse_preprocess_option(name: str, text: str) -> object:
 
 
 def parse_size_option(text: str) -> Sides:
-    """`HxW` as (height, width), a number as a square; `*` and `native` as None."""
+    """Return the (height, width) of HxW or of N, a square; None for a side given as * or native."""
     size_text = text.lower()
     if size_text == "native":
         size_text = "*x*"
@@ -114,7 +115,7 @@ def parse_integer(flag: str, text: str) -> int:
 
 
 def _parse_number(flag: str, text: str) -> float:
-    """A number, or a fraction such as 1/255."""
+    """Return the value of a number, or of a fraction such as 1/255."""
     numerator, _, denominator = text.partition("/")
     try:
         return float(numerator) / float(denominator or 1)
@@ -153,7 +154,8 @@ def take_source(arguments: dict[str, Any], source: str) -> str | RawFiles:
     Raises:
         ConfigError: a shape or dtype without images.
     """
-    shape_text, dtype = arguments.pop("raw_shape"), arguments.pop("raw_dtype")
+    shape_text = arguments.pop("raw_shape")
+    dtype = arguments.pop("raw_dtype")
     if shape_text is None and dtype is None:
         return source
     if not source:
@@ -196,8 +198,10 @@ def take_limit(arguments: dict[str, Any]) -> Limit:
     """
     from deploy.feed.sampling import Choice
 
-    limit, stride = arguments.pop("limit"), arguments.pop("stride")
-    sample, seed = arguments.pop("sample"), arguments.pop("sample_seed")
+    limit = arguments.pop("limit")
+    stride = arguments.pop("stride")
+    sample = arguments.pop("sample")
+    seed = arguments.pop("sample_seed")
     if seed is not None and sample is None:
         raise ConfigError(f"--sample-seed is of --sample, got {seed} alone; give --sample too")
     if limit is sample is stride is None:
@@ -265,7 +269,7 @@ class ImageArguments:
     threads: int
 
     def calibration(self) -> Dataset:
-        """Calibration images, or the batches of the script's calibrator."""
+        """Return the calibration images, or the batches of the script's calibrator."""
         if not self.script:
             return self.dataset
         from deploy.feed.calibrator import CalibratorScript
@@ -273,7 +277,7 @@ class ImageArguments:
         return replace(self.dataset, source=CalibratorScript(self.script))
 
     def evaluation(self, path: str | None) -> Dataset | None:
-        """Evaluation images, read as the calibration images; None without a path."""
+        """Return the evaluation images, read as the calibration images; None without a path."""
         from deploy.feed.paths import RawFiles, with_same_format
 
         if path is None:

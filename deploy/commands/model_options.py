@@ -62,8 +62,7 @@ def resolve_model(
     """
     from deploy.frontends.input_shapes import is_torch_spec, open_with_shapes, parse_input
 
-    inputs = [parse_input(text) for text in input_texts]
-
+    inputs = list(map(parse_input, input_texts))
     if is_torch_spec(model):
         from deploy.fx.open_model import open_torch
 
@@ -162,7 +161,7 @@ class TorchArguments:
         if self.sample:
             tensors = read_sample(self.sample, module)
         else:
-            specs = [parse_input(text) for text in self.input_texts]
+            specs = list(map(parse_input, self.input_texts))
             examples = example_inputs(
                 [spec.shape for spec in specs],
                 [spec.dtype for spec in specs],
@@ -310,13 +309,13 @@ def target_field_options(
 
 
 def target_flags(target: str, fields: Mapping[str, Any]) -> str:
-    """The flags of a target's fields, as a user types them."""
+    """Return the flags of a target's fields, as a user types them."""
     options = {option.name: option for option in declared_options(find_target(target))}
     return " and ".join(options[name].flag.partition("/")[0] for name in fields)
 
 
 def make_target(target: str, fields: Mapping[str, Any]) -> Target:
-    """A target with these values in its fields."""
+    """Return a target with these values in its fields."""
     target_class: Callable[..., Target] = find_target(target)
     return target_class(**fields)
 
@@ -351,7 +350,7 @@ def _split_names(context: click.Context, param: click.Parameter, texts: tuple[st
 
 
 def _option(name: str, target: str, option: Option) -> Decorator:
-    """The click option of a target's field; None or () if it is not given."""
+    """Return the click option of a target's field; its value is None or () if it is not given."""
     is_flag = option.kind is bool
     return base.option(
         option.flag,
@@ -384,7 +383,7 @@ def _to_int(limit: float | None) -> int | None:
 
 
 def _ending(option: Option) -> str:
-    """The end of a help text: repetition and default."""
+    """Return the end of an option's help text: its default, or that it may be repeated."""
     if option.repeat:
         return " May be repeated."
     default = option.default

@@ -17,7 +17,7 @@ Number = TypeVar("Number", int, float)
 
 
 def _numbers(kind: Callable[[str], Number], what: str) -> Callable[..., list[Number] | None]:
-    """A click callback: numbers with commas between them."""
+    """Return a click callback that reads numbers with commas between them."""
 
     def read(ctx: click.Context, param: click.Parameter, text: str | None) -> list[Number] | None:
         try:

@@ -72,22 +72,24 @@ class ConfiguredCommand(SectionedCommand):
             ConfigError: the file cannot be read, has an unknown option, or a value of the wrong
                 type.
         """
-        # parsed a first time to find --config; click parses again with the file's values as
-        # defaults
+        # parse a first time to find --config
         parsed_values, _, _ = self.make_parser(ctx).parse_args(list(args))
-        line_values = {}
-        for name, value in parsed_values.items():
-            if isinstance(value, str | bool | list | tuple):  # else a placeholder of click
-                line_values[name] = value
+        # parameter -> value on the command line; values of other types are placeholders of click
+        line_values = {
+            name: value
+            for name, value in parsed_values.items()
+            if isinstance(value, str | bool | list | tuple)
+        }
         file_values: dict[str, Any] = {}
-        ctx.default_map = {}
+        ctx.default_map = file_values
         if "config" in line_values:
             file = Path(str(line_values["config"]))
             file_values = self._read_config(ctx, file, line_values)
             ctx.default_map = file_values
-            if (file.parent / MANIFEST_NAME).exists():  # a build's own file
+            if (file.parent / MANIFEST_NAME).exists():  # the file of a build: build there again
                 ctx.default_map = {"out": str(file.parent), **file_values}
         ctx.meta[_META] = {**file_values, **line_values}
+        # parse again: click takes the values of `default_map` for options that are not on the line
         return super().parse_args(ctx, args)
 
     def _read_config(
@@ -113,7 +115,7 @@ class ConfiguredCommand(SectionedCommand):
 
 
 def settings_text() -> str:
-    """The options of the running command, as a file that `--config` reads."""
+    """Return the options of the running command as the text of a file that `--config` reads."""
     context = click.get_current_context()
     return "\n".join(_setting_lines(context.command, context.meta[_META])) + "\n"
 

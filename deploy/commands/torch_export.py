@@ -108,7 +108,9 @@ def export(
     inputs = source.inputs(module)
     dynamic_batch = not static_batch
     if not qdq:
-        exported, agreement = export_float(module, inputs, opset=opset, dynamic_batch=dynamic_batch)
+        onnx_model, agreement = export_float(
+            module, inputs, opset=opset, dynamic_batch=dynamic_batch
+        )
         say(str(agreement))
     else:
         # takes --raw-shape and --raw-dtype out, so that the options of preprocessing remain
@@ -130,8 +132,8 @@ def export(
             all_modes=all_modes,
         )
         _say_quantized(result, scales)
-        exported = result.model
-    write_model(out, exported)
+        onnx_model = result.model
+    write_model(out, onnx_model)
     say(f"{out}: opset {opset}, {out.stat().st_size} bytes")
 
 
@@ -214,7 +216,7 @@ def qat(
     from deploy.fx.task import Task
 
     if teacher is None:
-        base.refuse_flags(base.given_flags("teacher_weights"), without="--teacher")
+        base.refuse_given("teacher_weights", without="--teacher")
     torch_device = find_device(device)
     refuse_meta(torch_device, "a training")
     task = call_factory(script)

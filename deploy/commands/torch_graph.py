@@ -65,12 +65,12 @@ def trace(
     from deploy.fx.trace import trace as trace_module
 
     if not source.has_inputs:  # then nothing is run on a device
-        base.refuse_flags(base.given_flags("device"), without="--input or --sample")
+        base.refuse_given("device", without="--input or --sample")
     module = source.load()
     if only:
         module = submodule(module, only)
     inputs = source.inputs(module) if source.has_inputs else None
-    wrapped_functions = [find_function(name) for name in wraps]
+    wrapped_functions = list(map(find_function, wraps))
     graph_module = trace_module(module, leaves=leaves, wrap=wrapped_functions)
     for replacement in replacements:
         op, equals_sign, function_name = replacement.partition("=")
@@ -120,24 +120,24 @@ def fuse(
         source.refuse_without_inputs("--bench" if bench else "--out")
         source.refuse_meta_device("a run")
     elif not source.has_inputs:  # then nothing is run on a device
-        base.refuse_flags(base.given_flags("device"), without="--input or --sample")
+        base.refuse_given("device", without="--input or --sample")
     if out is not None:
         check_suffix(out)
 
     module = source.load()
     inputs = source.inputs(module) if source.has_inputs else None
     with wrap_user_errors(source.model):
-        traced = trace(module, leaves=leaves) if leaves else module
-        fused, report = fuse_module(traced, inputs)
+        traced_module = trace(module, leaves=leaves) if leaves else module
+        fused_module, report = fuse_module(traced_module, inputs)
     say_lines(report.to_screen())
     if inputs is not None and runs_both:
         with wrap_user_errors(source.model):
-            _run_fused(module, fused, inputs, bench=bench, out=out)
+            _run_fused(module, fused_module, inputs, bench=bench, out=out)
 
 
 def _run_fused(
     module: nn.Module,
-    fused: nn.Module,
+    fused_module: nn.Module,
     inputs: Sequence[torch.Tensor],
     *,
     bench: bool,
@@ -147,11 +147,11 @@ def _run_fused(
     from deploy.fx.comparison import check_same_outputs, compare_speed
     from deploy.fx.open_model import write_fused
 
-    check_same_outputs(module, fused, inputs, "fusing")
+    check_same_outputs(module, fused_module, inputs, "fusing")
     if bench:
-        say(compare_speed(module, fused, inputs))
+        say(compare_speed(module, fused_module, inputs))
     if out is not None:
-        say(write_fused(out, fused, module, inputs))
+        say(write_fused(out, fused_module, module, inputs))
         say(f"{out}: {out.stat().st_size} bytes")
 
 
@@ -195,7 +195,6 @@ def profile(
         say(f"{html_path}: written")
 
 
-def _spec(tensor: object) -> str:
-    """Shape and dtype of a tensor, in the syntax of `--input`."""
-    shape = "x".join(map(str, getattr(tensor, "shape", ())))
-    return f"{shape}:{str(getattr(tensor, 'dtype', '')).removeprefix('torch.')}"
+def _spec(tensor: torch.Tensor) -> str:
+    """Return shape and dtype of a tensor in the syntax of `--input`."""
+    return f"{'x'.join(map(str, tensor.shape))}:{str(tensor.dtype).removeprefix('torch.')}"

@@ -32,7 +32,8 @@ class _FileInodes:
     """The files of a dataset, possibly very many: two numbers per file."""
 
     def __init__(self, count: int, path_of: Callable[[int], Path]) -> None:
-        self._devices, self._numbers = array("Q"), array("Q")
+        self._devices = array("Q")
+        self._numbers = array("Q")
         self._path_of = path_of
         for index in range(count):
             device, number = _find_inode(path_of(index)) or (0, 0)

@@ -181,9 +181,9 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_NAME
     if not path.exists():  # older versions wrote it into the folder itself
         path = folder / path.name
-    document = _read_document(path)
-    with suppress(CacheError):  # of values of other types, as in another program's file
-        if document.get("schema") == SCHEMA:
+    with suppress(CacheError):  # it cannot be read, or has other values: another program's file
+        document = read_json(path, what="what a build is", error=CacheError, rewritable=True)
+        if isinstance(document, dict) and document.get("schema") == SCHEMA:
             return _convert(document, Manifest)
     got = "another file of that name" if path.exists() else "none"
     raise CacheError(
@@ -298,7 +298,8 @@ def _refuse_unmarked(path: Path, kind: str, force: bool | None) -> None:
 
 def write_model(path: Path, model: onnx.ModelProto) -> None:
     """Write an ONNX model with calib8 as its producer; deterministic (`atomic.write_bytes`)."""
-    model.producer_name, model.producer_version = "calib8", __version__
+    model.producer_name = "calib8"
+    model.producer_version = __version__
     atomic.write_bytes(path, model.SerializeToString(deterministic=True))
 
 
@@ -309,14 +310,6 @@ def _files_in_manifest(folder: Path) -> dict[str, str]:
     except CacheError:
         return {}
     return {**manifest.earlier, **manifest.files, MANIFEST_NAME: ""}
-
-
-def _read_document(path: Path) -> dict[str, Any]:
-    try:
-        document = read_json(path, what="what a build is", error=CacheError, rewritable=True)
-    except CacheError:
-        return {}
-    return document if isinstance(document, dict) else {}
 
 
 def _digest_file(path: Path) -> str:

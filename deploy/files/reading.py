@@ -342,5 +342,6 @@ def _too_large(path: FilePath, what: str, size: int, max_bytes: int) -> str:
 def format_bytes(count: int) -> str:
     """Return a number of bytes in binary units: 223 KiB."""
     power = min(max(count.bit_length() - 1, 0) // 10, 3)
-    amount, unit = count / 1024**power, ("B", "KiB", "MiB", "GiB")[power]
+    amount = count / 1024**power
+    unit = ("B", "KiB", "MiB", "GiB")[power]
     return f"{amount:.3g} {unit}" if amount < 999.5 else f"{amount:.0f} {unit}"

@@ -197,7 +197,7 @@ def recover(folder: Path) -> None:
     """
     folders = [folder, *filter(atomic.is_real_folder, [folder / RECORDS])]
     leftovers = chain.from_iterable(parent.glob(f"{atomic.PREFIX}*") for parent in folders)
-    # nothing to do: a calibration that a failed run saved stays for the next build
+    # nothing to do if the only leftover is a calibration that a failed run saved: it stays
     if all(path.name == _SAVED_FOLDER for path in leftovers):
         return
     with suppress(OSError), atomic.lock_folder(folder):  # a read-only folder stays as it is
@@ -222,17 +222,19 @@ def saved_calibration_path(cache: Path) -> Path:
 
 def find_saved_calibration(cache: Path) -> Path | None:
     """Return the calibration that a failed run of this user kept for this cache, if it exists."""
-    saved = saved_calibration_path(cache)
-    return saved if atomic.is_real_folder(saved.parent) and saved.exists() else None
+    saved_cache = saved_calibration_path(cache)
+    return (
+        saved_cache if atomic.is_real_folder(saved_cache.parent) and saved_cache.exists() else None
+    )
 
 
 def _remove_saved_calibration(cache: Path) -> None:
     """Remove a failed run's calibration for a cache that is published now."""
-    saved = find_saved_calibration(cache)
-    if saved is not None:
-        saved.unlink()
+    saved_cache = find_saved_calibration(cache)
+    if saved_cache is not None:
+        saved_cache.unlink()
         with suppress(OSError):  # it holds another model's calibration too
-            saved.parent.rmdir()
+            saved_cache.parent.rmdir()
 
 
 def _find_dead_stages(folder: Path) -> list[Path]:
@@ -250,10 +252,10 @@ def _finish(stage: Path, folder: Path) -> None:
     else:
         for names in _calibrations(stage):
             for name in names:
-                saved = saved_calibration_path(folder / name)
-                _make_folder(saved.parent.parent, folder)
-                _make_folder(saved.parent, folder)
-                (stage / name).replace(saved)
+                saved_path = saved_calibration_path(folder / name)
+                _make_folder(saved_path.parent.parent, folder)
+                _make_folder(saved_path.parent, folder)
+                (stage / name).replace(saved_path)
     shutil.rmtree(stage, ignore_errors=True)
 
 
@@ -269,7 +271,8 @@ def _move_all(stage: Path, folder: Path) -> None:
     entries = journal if isinstance(journal, list) else []
     names = [name for name in entries if isinstance(name, str) and is_build_name(name)]
     for name in names:
-        source, target = stage / name, folder / name
+        source = stage / name
+        target = folder / name
         if not atomic.is_real_file(source):  # moved by an earlier run, or a link
             continue
         if _has_same_bytes(source, target):  # its date stays

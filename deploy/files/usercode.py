@@ -129,8 +129,10 @@ def load_function(spec: str, *, what: str, form: str, error: type[Calib8Error]) 
     module = _import_file(Path(path), error)
     function = getattr(module, name, None)
     if not callable(function):
-        defined = sorted(n for n, v in vars(module).items() if callable(v) and n[0] != "_")
-        raise ConfigError(f"{path} has no function {name!r}; it has {', '.join(defined) or 'none'}")
+        functions = sorted(n for n, v in vars(module).items() if callable(v) and n[0] != "_")
+        raise ConfigError(
+            f"{path} has no function {name!r}; it has {', '.join(functions) or 'none'}"
+        )
     return function
 
 
@@ -191,7 +193,9 @@ class _WorkingFolder:
         finally:
             with self._lock:
                 self._active_calls -= 1
-                user_folder, original_folder = _working_folder(), self._original_folder
+                user_folder = _working_folder()
+                original_folder = self._original_folder
+                # the code changed the folder: it is there again in its next call
                 if original_folder is not None and user_folder != original_folder:
                     self._user_folder_by_original[original_folder] = user_folder
                     _change_folder(original_folder)
@@ -253,13 +257,13 @@ def _import_file(path: Path, error: type[Calib8Error]) -> ModuleType:
         error: the file failed.
     """
     refuse_foreign_code(path)
-    resolved = path.resolve()
-    name = f"calib8_user_{hashlib.sha256(str(resolved).encode()).hexdigest()[:12]}"
-    spec = importlib.util.spec_from_file_location(name, resolved)
+    real_path = path.resolve()
+    name = f"calib8_user_{hashlib.sha256(str(real_path).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(name, real_path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    sys.path.insert(0, str(resolved.parent))
+    sys.path.insert(0, str(real_path.parent))
     try:
         with wrap_user_errors(str(path), error=error):
             spec.loader.exec_module(module)
@@ -267,5 +271,5 @@ def _import_file(path: Path, error: type[Calib8Error]) -> ModuleType:
         del sys.modules[name]
         raise
     finally:
-        sys.path.remove(str(resolved.parent))
+        sys.path.remove(str(real_path.parent))
     return module

@@ -11,3 +11,5 @@
 latency runs. Sessions are those of `deploy.tensors`; only `kernels` knows a runtime, and no module
 a target.
 """
+
+DURATION_S = 3  # of a model's measured runs, if the user does not set it

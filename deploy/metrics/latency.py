@@ -36,11 +36,11 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from deploy.errors import ConfigError
+from deploy.metrics import DURATION_S
 from deploy.tasks.rows import Floats, Outputs
 from deploy.tensors import Session
 from deploy.terminal import timed_phase
 
-DURATION_S = 3  # of a model's measured runs, if the user does not set it
 MIN_GAIN = 1.05  # speed-up from which an int8 engine is worth its loss
 MIN_RUNS_FOR_P95 = 20  # with fewer iterations even p95 is the slowest one
 _MAX_CV_PERCENT = 2.5  # trtexec's limit for the coefficient of variance

@@ -142,7 +142,8 @@ def auto_calibrate(
         threads: samples or trials that run in parallel.
         say: called with sentences on the progress.
     """
-    feed, subject = calibration.feed, calibration.subject
+    feed = calibration.feed
+    subject = calibration.subject
     with stage_files(folder) as stage:
         request = BuildRequest(
             subject=subject,
@@ -221,7 +222,7 @@ def _write_files(
         record_plan: layers and configuration before the search.
     """
     folder = budget_search.request.folder
-    ranking_text = json.dumps([list(entry) for entry in budget_search.ranking], indent=4)
+    ranking_text = json.dumps(budget_search.ranking, indent=4)
     paths = [
         atomic.write_text(folder / RANKING, ranking_text),
         atomic.write_text(folder / HISTORY, json.dumps(budget_search.history, indent=4)),
@@ -270,10 +271,11 @@ def _change_notes(
         record_plan: layers and configuration before the search.
     """
     choices = final_request.choices
-    dmq_layers = []
-    for layer, range_search in choices.searches.items():
-        if layer not in choices.float_nodes and is_balanced(range_search):
-            dmq_layers.append(layer)
+    dmq_layers = [
+        layer
+        for layer, range_search in choices.searches.items()
+        if layer not in choices.float_nodes and is_balanced(range_search)
+    ]
     if dmq_layers:
         image_count = count_dmq_samples(record_plan) * record_plan.images_per_sample
         yield (

@@ -140,7 +140,8 @@ def build(  # noqa: D417
     open_images = partial(
         to_dataset, preprocess=preprocess, skip_bad=skip_bad, batch_axis=batch_axis, states=states
     )
-    dataset, evaluation = None, None
+    dataset = None
+    evaluation = None
     if images is not None:
         dataset = open_images(images, limit=limit)
     if eval_images is not None:
@@ -285,9 +286,7 @@ def _request_part(build: PreparedBuild) -> RequestPart:
     """Return what the user asked for, as far as a report derives its advice from it."""
     options = build.options
     tuning = options.tuning
-    effort_by_target = {}
-    for target in options.targets:
-        effort_by_target[target.name] = tuning.for_target(target).level
+    effort_by_target = {target.name: tuning.for_target(target).level for target in options.targets}
     # a model was exported here from a PyTorch module, or from a file to change its input shapes
     is_module = build.loaded.exported is not None and build.loaded.resized_file is None
     return RequestPart(
@@ -383,11 +382,12 @@ def _plan_targets(
     A plan says which layers stay float, and how ranges are searched. The float layers of a Q/DQ
     model stay float on every target, without a search and a plan file.
     """
-    qdq, options = build.loaded.qdq, build.options
+    qdq = build.loaded.qdq
+    options = build.options
     if qdq is not None:
         plan = TargetPlan(choices=keep_float_layers(qdq, build.loaded))
-        planned = PlannedTarget(plan=plan, searched=False)
-        return {target.name: planned for target in options.targets}, None
+        planned_target = PlannedTarget(plan=plan, searched=False)
+        return {target.name: planned_target for target in options.targets}, None
 
     tuning = replace(
         options.tuning,
@@ -416,16 +416,18 @@ def _measure(
         figures = _measure_on_images(build, calibration, results, stage)
 
     # how many of the images that were measured on had calibrated; for a Q/DQ model none did
-    evaluation, shared_count, calibrated = build.evaluation, 0, ""
+    evaluation = build.evaluation
+    shared_count = 0
+    calibrated_text = ""
     is_calibrated_here = build.loaded.qdq is None
     if is_calibrated_here and evaluation is not None:
         shared_count = evaluation.count_shared(calibration.feed)
         if shared_count:
-            calibrated = f"{shared_count} of {evaluation.count} calibrated"
+            calibrated_text = f"{shared_count} of {evaluation.count} calibrated"
     if is_calibrated_here and (evaluation is None or shared_count == evaluation.count):
-        calibrated = ALL_CALIBRATED
+        calibrated_text = ALL_CALIBRATED
     notes = (*build.notes, *figures.notes, *_evaluation_notes(build, calibration, shared_count))
-    return replace(figures, notes=notes, calibrated=calibrated)
+    return replace(figures, notes=notes, calibrated=calibrated_text)
 
 
 def _measure_on_images(
@@ -436,7 +438,8 @@ def _measure_on_images(
     An unexpected exception is a fault of calib8. Each target is then measured alone: those that
     raise it again have failed, and the others are measured together without them.
     """
-    float_model, observed_outputs = build.reference, None
+    float_model = build.reference
+    observed_outputs = None
     if build.loaded.qdq is None:
         float_model = calibration.loaded
         observed_outputs = calibration.evaluation_set.outputs
@@ -483,14 +486,14 @@ def _evaluation_notes(
 
     `shared_count`: number of evaluation images that are calibration images too.
     """
-    skipped_outputs = []
-    for spec in build.loaded.outputs:
-        if spec.dtype in _NO_NUMBERS:
-            skipped_outputs.append(f"{spec.name} ({spec.dtype})")
+    skipped_outputs = [
+        f"{spec.name} ({spec.dtype})" for spec in build.loaded.outputs if spec.dtype in _NO_NUMBERS
+    ]
     if skipped_outputs:
         yield f"outputs that are not numbers are not compared: {', '.join(skipped_outputs)}"
 
-    tuning, evaluation = build.options.tuning, build.evaluation
+    tuning = build.options.tuning
+    evaluation = build.evaluation
     is_searched = tuning.level > 0 and not tuning.plan
     metric = build.metric
     if metric.function is not None and build.has_labels and is_searched:

@@ -31,7 +31,7 @@ from deploy.frontends import LoadedModel, load_float_or_qdq
 from deploy.frontends.input_shapes import is_torch_module
 from deploy.machine import worker_threads
 from deploy.method import Method
-from deploy.metrics.latency import DURATION_S
+from deploy.metrics import DURATION_S
 from deploy.metrics.precision import GroundTruth
 from deploy.pipeline.results import find_earlier_report
 from deploy.report.verdict import Gates
@@ -238,7 +238,7 @@ def prepare_build(
         _refuse_evaluation_options(options)
     evaluation = options.evaluation
     if loaded.qdq is not None:
-        # its pairs are the calibration: nothing is searched, and all images are for the evaluation
+        # its Q/DQ pairs are the calibration: nothing is searched, and all images are to evaluate on
         refuse_calibration_options(loaded.qdq, _calibration_flags(image_source, options))
         options = replace(options, tuning=replace(options.tuning, effort=0))
         evaluation = evaluation or dataset
@@ -286,10 +286,11 @@ def with_calibrator_method(
     *,
     is_tuned: bool = False,
 ) -> CalibrationOptions:
-    """Return the options with the method of a TensorRT calibrator, unless the user names one.
+    """Return the options with the range method of a TensorRT calibrator, if one feeds the images.
 
-    Its base class names the method: for example, IInt8EntropyCalibrator2 searches the ranges by
-    entropy.
+    The base class of a calibrator names its method: IInt8EntropyCalibrator2 searches ranges by
+    entropy. A method that the user names goes before it. Notes on the choice are stored in the
+    script, the dataset's source.
 
     Args:
         options: options of the calibration.
@@ -332,16 +333,14 @@ def _with_cache_path(options: BuildOptions, model_name: str) -> BuildOptions:
 
     The cache of another build is read, and this build stores its own; a trusted one is only read.
     """
-    cache, folders = options.calibration.cache, manifest.build_folders(options.out)
+    cache = options.calibration.cache
     own_path = options.out / manifest.RECORDS / f"{model_name}.cache"
     if cache.path is None:
         cache = replace(cache, path=own_path)
-    elif (
-        not cache.trust
-        and cache.path.parent.resolve() not in folders
-        and manifest.is_of_build(cache.path)
-    ):
-        cache = replace(cache, path=own_path, source=cache.path)
+    elif not cache.trust:
+        is_in_this_build = cache.path.parent.resolve() in manifest.build_folders(options.out)
+        if not is_in_this_build and manifest.is_of_build(cache.path):
+            cache = replace(cache, path=own_path, source=cache.path)
     return replace(options, calibration=replace(options.calibration, cache=cache))
 
 
@@ -363,7 +362,7 @@ def open_torch_module(
     images: _Images,
     preprocess: PreprocessRequest = None,
 ) -> tuple[ModelSource, _Images]:
-    """Return (model, images); a PyTorch module is exported by the first of the images.
+    """Return (model, images); a PyTorch module is exported with the first of the images as input.
 
     Any other model is returned as it is.
 
@@ -512,7 +511,8 @@ def _calibration_flags(images: object, options: BuildOptions) -> list[str]:
 
     `images`: source of the images.
     """
-    calibration, tuning = options.calibration, options.tuning
+    calibration = options.calibration
+    tuning = options.tuning
     is_given_by_flag = {
         "--calibrator-script": isinstance(images, CalibratorScript),
         "--method": calibration.method is not None,

@@ -262,12 +262,12 @@ def observe_here(run: CalibrationRun, decision: CacheDecision) -> PassResult:
     # statistics, which are recorded on the first samples before the pass (`preliminary`)
     schedule = schedule_observations(decision.missing, decision.observed)
     checkpoint = _open_checkpoint(run, schedule.main)
-    observed = decision.observed
+    statistics = decision.observed
     if decision.missing:
         new_statistics = _observe_missing(
             run, decision, checkpoint, schedule.preliminary_sample_count, threads
         )
-        observed = observed.merged_with(new_statistics)
+        statistics = statistics.merged_with(new_statistics)
 
     notes: tuple[str, ...] = ()
     if threads < run.threads:
@@ -275,7 +275,7 @@ def observe_here(run: CalibrationRun, decision: CacheDecision) -> PassResult:
             f"calibrated with {threads} of {run.threads} threads: memory does not suffice for"
             " more.",
         )
-    return PassResult(observed=observed, notes=notes, checkpoint=checkpoint)
+    return PassResult(observed=statistics, notes=notes, checkpoint=checkpoint)
 
 
 def _open_checkpoint(run: CalibrationRun, observations: Sequence[Observation]) -> Checkpoint | None:
@@ -321,7 +321,8 @@ def _observe_missing(
             start. These samples are read again even if the checkpoint has counted them.
         threads: worker threads.
     """
-    feed, monitor = run.feed, run.stability_monitor
+    feed = run.feed
+    monitor = run.stability_monitor
     counted_samples = 0 if checkpoint is None else checkpoint.counted
     skipped_samples = range(preliminary_sample_count, counted_samples)
     halves = monitor.halves
@@ -361,7 +362,8 @@ def use_trusted_cache(run: CalibrationRun) -> CalibrationResult:
         ConfigError: no path, or a target that cannot use symmetric ranges.
         CacheError: the cache is of another model.
     """
-    subject, path = run.subject, run.policy.path
+    subject = run.subject
+    path = run.policy.path
     if path is None:
         raise ConfigError("a cache to be trusted must be named, got none; give --cache")
     for target, observations in run.observations_by_target.items():
@@ -391,7 +393,8 @@ def calibrate_run(
             (TensorRT).
         stage: where the files of a build wait until it is complete; None for a calibration alone.
     """
-    subject, feed = run.subject, run.feed
+    subject = run.subject
+    feed = run.feed
     decision = check_cache(
         run.policy,
         lambda image_count: make_fingerprint(subject, feed.manifest(image_count)),
@@ -507,7 +510,8 @@ def _find_score_threshold(
 
 def _end_feed_at_last_observed(run: CalibrationRun, decision: CacheDecision) -> EvaluationSet:
     """Let the feed end with the last image that was observed; return its evaluation samples."""
-    feed, monitor = run.feed, run.stability_monitor
+    feed = run.feed
+    monitor = run.stability_monitor
     if not decision.missing:
         assert decision.stored is not None
         image_count = decision.stored.count  # of the images that the cache was made of
@@ -594,7 +598,9 @@ def _make_result(
         outliers: samples that alone reach the extremes of a tensor.
         checkpoint: of the run; None without.
     """
-    subject, feed, cache = run.subject, run.feed, run.policy.path
+    subject = run.subject
+    feed = run.feed
+    cache = run.policy.path
     # the cache may have outliers of tensors that these targets do not observe
     observed_tensors = {(o.variant.key, o.tensor) for o in run.observations}
     run_outliers = [o for o in outliers if (o.variant, o.tensor) in observed_tensors]

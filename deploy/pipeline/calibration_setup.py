@@ -21,7 +21,6 @@ from deploy.calibration.cluster_jobs import Cluster, as_cluster
 from deploy.calibration.observation import (
     CalibrationSubject,
     Observation,
-    ObservedStatistics,
     unique_observations,
 )
 from deploy.calibration.ranges import Ranges
@@ -191,8 +190,7 @@ def merge(  # noqa: D417
     options = CalibrationOptions(
         method=method, cache=as_policy(cache), threads=1, float_nodes=as_names(float_nodes)
     )
-    paths = [Path(shard) for shard in shards]
-    return merge_with(model, paths, options, targets=make_targets(targets))
+    return merge_with(model, list(map(Path, shards)), options, targets=make_targets(targets))
 
 
 @guard_inputs()
@@ -287,7 +285,8 @@ def _calibrate_images(
         ModelError: no node can run in int8.
         CacheError: another file is at the path of the cache.
     """
-    policy, feed = options.cache, images.feed
+    policy = options.cache
+    feed = images.feed
     feed.cache_samples(evaluation_count, PREVIEW_COUNT)
     checkpoint = _choose_checkpoint(options)
     _refuse_foreign_cache(policy)
@@ -474,7 +473,7 @@ def _choose_checkpoint(options: CalibrationOptions) -> Path | None:
         ConfigError: --resume, but there can be no checkpoint.
     """
     policy = options.cache
-    conflicting_flag = policy.reuse_flag  # of a cache that is only read: no image is run then
+    conflicting_flag = policy.reuse_flag  # with a cache that is only read, no image is run
     if options.until_stable is not None:
         conflicting_flag = "--until-stable"
     if options.resume and conflicting_flag:
@@ -518,8 +517,8 @@ def _make_monitor(
     """
     compared_observations = []
     for observation in observations:
-        # the method searches ranges in this statistic; two halves can be compared by it unless it
-        # depends on the order of the samples
+        # halves are compared by the statistic that the method searches ranges in, unless it depends
+        # on the order of the samples
         has_range = observation.statistic == subject.statistic
         if has_range and not observation.is_order_dependent:
             compared_observations.append(observation)
@@ -528,10 +527,11 @@ def _make_monitor(
     if feed.share is not None:
         compared_observations = []  # half of a shard tells nothing of all images
 
-    def make_ranges(observed: ObservedStatistics) -> Ranges:
-        return Ranges(observed, subject.method, subject.range_limits)
-
-    return StabilityMonitor(compared_observations, make_ranges, stop_rule)
+    return StabilityMonitor(
+        compared_observations,
+        lambda observed: Ranges(observed, subject.method, subject.range_limits),
+        stop_rule,
+    )
 
 
 def _find_trt_version(targets: Iterable[Target]) -> str | None:

@@ -127,7 +127,8 @@ def deploy(
     """
     config = None if config is None else Path(config)
     scales_path = _choose_scales(record, cache, config)
-    target, inputs = target or Ascend(), inputs or TrialInputs()
+    target = target or Ascend()
+    inputs = inputs or TrialInputs()
     _refuse_early(target, inputs, Path(out), Path(model).stem, force=force)
     loaded = load(model)
     subject = CalibrationSubject(loaded=loaded, samples=0, user_model=model)
@@ -178,7 +179,8 @@ def convert(  # noqa: D417
         ConfigError, FeedError, BackendError: as `deploy`.
     """
     path = Path(model)
-    target, inputs = target or Ascend(), inputs or TrialInputs()
+    target = target or Ascend()
+    inputs = inputs or TrialInputs()
     _refuse_early(target, inputs, Path(out), path.stem, force=force)
     qdq_model = read_model(path)
     loaded, recipe = recipe_from_qdq(qdq_model, path, keep_rounding=keep_rounding)
@@ -225,7 +227,8 @@ def _write_files(
         threads: worker threads.
         force: replace files that calib8 did not write.
     """
-    feed, loaded = inputs.feed(subject.loaded), subject.loaded
+    feed = inputs.feed(subject.loaded)
+    loaded = subject.loaded
     with stage_files(out) as stage:
         request = BuildRequest(
             subject=subject,

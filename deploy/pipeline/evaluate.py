@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import overload
+from typing import Any
 
 import onnx
 
@@ -90,10 +90,11 @@ def _quantize_float16_in_float32(model: Path | onnx.ModelProto) -> Path | onnx.M
         without_weights = onnx.load(model, load_external_data=False)
     else:
         without_weights = model
-    float16_names = set()
-    for tensor in without_weights.graph.initializer:
-        if tensor.data_type == onnx.TensorProto.FLOAT16:
-            float16_names.add(tensor.name)
+    float16_names = {
+        tensor.name
+        for tensor in without_weights.graph.initializer
+        if tensor.data_type == onnx.TensorProto.FLOAT16
+    }
     if not any(_quantizes_float16(node, float16_names) for node in without_weights.graph.node):
         return model
 
@@ -151,9 +152,11 @@ def compare_inner_tensors(
         is_quantized = any(decision.quantized for decision in result.decisions)
         if result.runnable is not None and is_quantized:
             has_no_engine = result.target not in engine_sessions
-            opened = _open_with_inner_tensors(loaded, result, stand_in=has_no_engine)
-            if opened is not None:
-                opened_targets[result.target] = opened
+            session_and_comparison = _open_with_inner_tensors(
+                loaded, result, stand_in=has_no_engine
+            )
+            if session_and_comparison is not None:
+                opened_targets[result.target] = session_and_comparison
     if not opened_targets:
         return InnerTensors()
 
@@ -201,9 +204,10 @@ def find_candidates(
 ) -> tuple[dict[str, Session], dict[str, str]]:
     """Return (name -> session to evaluate, target -> the error of a file that cannot be opened).
 
-    A target is evaluated by its engine. If that was not opened here, its runnable file stands in, a
-    model for ONNX Runtime that computes the same numbers; targets without one are left out.
-    Baselines, float engines that were built for a target, are evaluated if they have a session.
+    A target is evaluated by its engine, in the session that is open, or opened again in one thread.
+    If the engine cannot be opened here, its runnable file stands in, a model for ONNX Runtime that
+    computes the same numbers; targets without one are left out. Baselines, float engines that were
+    built for a target, are evaluated if they have a session.
 
     Args:
         results: files of each target.
@@ -214,20 +218,19 @@ def find_candidates(
     failures: dict[str, str] = {}
     for result in results:
         session = engine_sessions.get(result.target)
-        if session is None:
-            # an engine that was opened, but in several threads, is opened again in one
-            is_own_engine = result.target in engine_sessions
-            path = result.runnable
-            if path is None and is_own_engine:
-                path = result.engine
-            if path is None:
-                continue
-            try:
-                session = open_single_thread(path, stand_in=not is_own_engine)
-            except BackendError as error:
-                failures[result.target] = str(error)
-                continue
-        candidates[result.target] = session
+        if session is not None:
+            candidates[result.target] = session
+            continue
+        has_opened_engine = result.target in engine_sessions
+        path = result.runnable
+        if path is None and has_opened_engine:
+            path = result.engine
+        if path is None:
+            continue
+        try:
+            candidates[result.target] = open_single_thread(path, stand_in=not has_opened_engine)
+        except BackendError as error:
+            failures[result.target] = str(error)
 
     for result in results:
         for name in result.baselines:
@@ -268,7 +271,8 @@ def compare_sessions(
     comparison = Comparison(reference, candidate, metric=metric)
     with phase("accuracy", len(feed), "samples") as step, feed.samples() as samples:
         for sample in samples:
-            reference_outputs, outputs = reference.run(sample), candidate.run(sample)
+            reference_outputs = reference.run(sample)
+            outputs = candidate.run(sample)
             comparison.add(sample, reference_outputs, outputs, count=feed.unpadded_count)
             step()
     return comparison.result()
@@ -300,13 +304,7 @@ class _Labels(Sequence[int]):
     def __len__(self) -> int:
         return len(self._feed.labels or ())
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[int]: ...
-
-    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+    def __getitem__(self, index: Any) -> Any:
         return (self._feed.labels or ())[index]
 
 
@@ -432,11 +430,13 @@ class _EvaluationPass:
         # drops them when the next sequence begins (is_one_pass)
         states = evaluation.feed.states
         self._own_states = {name: OwnStates(states, is_one_pass=True) for name in candidates}
-        labels, metric = evaluation.labels, evaluation.metric
+        labels = evaluation.labels
+        metric = evaluation.metric
         self._images = CandidateImages(evaluation.feed, metric.declared.batch_inputs)
-        self._comparisons: dict[str, Comparison] = {}
-        for name, session in candidates.items():
-            self._comparisons[name] = Comparison(reference, session, labels=labels, metric=metric)
+        self._comparisons = {
+            name: Comparison(reference, session, labels=labels, metric=metric)
+            for name, session in candidates.items()
+        }
 
     def run(self, _worker: int, number: int, sample: Sample) -> _SampleOutputs:
         """Run the float model, and the candidates in ONNX Runtime, on one sample.
@@ -481,8 +481,8 @@ class _EvaluationPass:
             is_on_device = not isinstance(session, OrtSession)
             if is_on_device != on_device or name in self._result.failures:
                 continue
-            stored = self._stored_outputs.get(name)
-            known_outputs = None if stored is None else stored.get(outputs.key)
+            stored_outputs = self._stored_outputs.get(name)
+            known_outputs = None if stored_outputs is None else stored_outputs.get(outputs.key)
             if known_outputs is not None:
                 outputs.candidates[name] = known_outputs
                 continue

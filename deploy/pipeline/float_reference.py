@@ -85,7 +85,8 @@ def check_cleaned_model(subject: CalibrationSubject, evaluation_set: EvaluationS
     Raises:
         ModelError: they differ, and no node picks among values.
     """
-    loaded, user_model = subject.loaded, subject.user_model
+    loaded = subject.loaded
+    user_model = subject.user_model
     if _is_changed_on_purpose(loaded):
         return ""
     try:
@@ -133,5 +134,6 @@ def _compare_outputs(
             computing_node = graph.trace_back(name, MOVES)
             if computing_node is not None and computing_node.op_type in _BOUNDED_OPERATORS:
                 noise[np.abs(noise) <= _BOUNDED_ROUNDING] = 0
-            signal_power, noise_power = np.vdot(signal, signal), np.vdot(noise, noise)
+            signal_power = np.vdot(signal, signal)
+            noise_power = np.vdot(noise, noise)
             yield sqnr_db(float(signal_power), float(noise_power)), name

@@ -139,7 +139,7 @@ def measure_engines(
     opened_results = [result for result in results if result.target not in failures]
     if evaluation is not None:
         evaluation.cache_samples(LAYER_SAMPLES)  # they are used twice, and decoded once
-    inner_tensors, evaluated = _measure_accuracy(
+    inner_tensors, evaluation_result = _measure_accuracy(
         loaded,
         opened_results,
         target_engines,
@@ -149,7 +149,7 @@ def measure_engines(
         engine_outputs=engine_outputs if evaluation is None and engine_outputs else {},
         threads=threads,
     )
-    failures |= evaluated.failures
+    failures |= evaluation_result.failures
 
     # latency, when nothing else runs
     engines = {_FLOAT_ENGINE: float_engine, **target_engines}
@@ -160,7 +160,7 @@ def measure_engines(
         engines=engines,
         timed_sessions=timed_sessions,
         latency=latency,
-        accuracy=evaluated.accuracy,
+        accuracy=evaluation_result.accuracy,
         failures=failures,
         threads=threads,
     )
@@ -176,7 +176,9 @@ def measure_engines(
     )
     evaluated_results = [result for result in opened_results if result.target not in failures]
     notes = (
-        *_sample_notes(evaluated.accuracy, evaluation, calibration, inner_tensors.sample_count),
+        *_sample_notes(
+            evaluation_result.accuracy, evaluation, calibration, inner_tensors.sample_count
+        ),
         *_fed_weight_notes(loaded, latency),
         *_reference_notes(loaded, has_qdq_outputs=qdq_outputs is not None),
     )
@@ -188,10 +190,10 @@ def measure_engines(
         notes=notes,
         devices=devices,
         decodes=0 if evaluation is None else evaluation.decodes,
-        reference_runs=choice_runs + inner_tensors.sample_count + evaluated.reference_runs,
-        engine_runs=evaluated.engine_runs,
-        examples=evaluated.examples,
-        pictures=evaluated.pictures,
+        reference_runs=choice_runs + inner_tensors.sample_count + evaluation_result.reference_runs,
+        engine_runs=evaluation_result.engine_runs,
+        examples=evaluation_result.examples,
+        pictures=evaluation_result.pictures,
     )
 
 
@@ -248,11 +250,11 @@ def _measure_accuracy(
         inner_tensors = compare_inner_tensors(loaded, results, engine_sessions, layer_samples)
     candidates, open_failures = find_candidates(results, engine_sessions)
     stored_outputs = find_stored_outputs(results, candidates, engine_outputs)
-    evaluated = evaluate(
+    evaluation_result = evaluate(
         reference, candidates, samples, stored_outputs=stored_outputs, threads=threads
     )
-    evaluated.failures |= open_failures
-    return inner_tensors, evaluated
+    evaluation_result.failures |= open_failures
+    return inner_tensors, evaluation_result
 
 
 def _find_engine_sessions(target_engines: Mapping[str, _OpenedEngine]) -> EngineSessions:

@@ -88,21 +88,23 @@ def list_readings(
     metadata = calibration.loaded.metadata_preprocess
     if metadata is not None and metadata.preprocess is not None:
         with suppress(ConfigError, FeedError):
-            declared, _ = complete_preprocess(metadata.preprocess, spec)
+            declared_preprocess, _ = complete_preprocess(metadata.preprocess, spec)
             remedy = "leave --preprocess, --color, --mean and --std out"
             text = f"as {metadata.source} says"
-            yield Reading(text=text, current_text=_AS_FED, remedy=remedy, preprocess=declared)
+            yield Reading(
+                text=text, current_text=_AS_FED, remedy=remedy, preprocess=declared_preprocess
+            )
 
     # red and blue swapped
     color = current_preprocess.color
     if color in _SWAPPED_COLORS:
         other_color = _SWAPPED_COLORS[color]
-        swapped = replace(current_preprocess, color=other_color)
+        swapped_preprocess = replace(current_preprocess, color=other_color)
         yield Reading(
             text=f"as {other_color.upper()}",
             current_text=f"as {color.upper()}",
             remedy=f"check --color {other_color}",
-            preprocess=swapped,
+            preprocess=swapped_preprocess,
         )
 
     # other scales, if the first layer of the model as it was given shows nothing against them
@@ -114,13 +116,19 @@ def list_readings(
         preset = PRESETS[preset_name]
         if preset.color is not None and preset.channels != current_preprocess.channels:
             continue  # the user could not set this preset for the model's input
-        scaled = replace(current_preprocess, scale=preset.scale, mean=preset.mean, std=preset.std)
-        scaled_sample = {spec.name: renormalize(sample[spec.name], current_preprocess, scaled)}
-        input_warnings = check_input_samples([scaled_sample], scaled, model)
+        scaled_preprocess = replace(
+            current_preprocess, scale=preset.scale, mean=preset.mean, std=preset.std
+        )
+        scaled_sample = {
+            spec.name: renormalize(sample[spec.name], current_preprocess, scaled_preprocess)
+        }
+        input_warnings = check_input_samples([scaled_sample], scaled_preprocess, model)
         if not input_warnings:
             remedy = f"check --preprocess {preset_name}"
             text = f"with {value_text}"
-            yield Reading(text=text, current_text=_AS_FED, remedy=remedy, preprocess=scaled)
+            yield Reading(
+                text=text, current_text=_AS_FED, remedy=remedy, preprocess=scaled_preprocess
+            )
 
 
 @phase("trying other colors and scales")
@@ -140,7 +148,8 @@ def find_better_reading(
     Returns:
         The sentence; "" if no other reading is clearly better.
     """
-    current_preprocess, loaded = calibration.feed.preprocess, calibration.loaded
+    current_preprocess = calibration.feed.preprocess
+    loaded = calibration.loaded
     # a sample is converted from one reading to another, so it must be a single picture
     has_single_picture = len(loaded.inputs) == 1 and calibration.feed.batch == 1
     if current_preprocess is None or not has_single_picture or loaded.qdq is not None:

@@ -91,13 +91,14 @@ def write_report(
         has_settings: whether the command's options are written too, as calib8.toml.
         request: what the user asked for.
     """
-    loaded, feed = calibration.loaded, calibration.feed
+    loaded = calibration.loaded
+    feed = calibration.feed
     precisions = sorted({result.precision for result in results}, reverse=True)
     target_names = ", ".join(result.target for result in results)
-    targets = []
-    for result in results:
-        planned = plans.get(result.target)
-        targets.append(_target_part(calibration, figures, result, planned, stage))
+    targets = tuple(
+        _target_part(calibration, figures, result, plans.get(result.target), stage)
+        for result in results
+    )
     saved_path = None
     if saved_model is not None:
         saved_path = stage.published_path(saved_model)
@@ -106,7 +107,7 @@ def write_report(
         model=model_part(loaded, path=saved_path),
         feed=feed_part(feed, calibration.images),
         calibration=_calibration_part(calibration, results),
-        targets=tuple(targets),
+        targets=targets,
         engines=engine_rows(
             figures,
             results,
@@ -197,9 +198,9 @@ def compare_with_earlier(report: Report, earlier: Report | None) -> Report:
 
 def _sample_count(report: Report) -> int:
     """Return the number of samples for calibration plus that of samples for evaluation."""
-    evaluated = [engine.accuracy.samples for engine in report.engines if engine.accuracy]
-    calibrated = report.feed.samples if report.feed else 0
-    return calibrated + max(evaluated, default=0)
+    evaluation_counts = [engine.accuracy.samples for engine in report.engines if engine.accuracy]
+    calibration_count = report.feed.samples if report.feed else 0
+    return calibration_count + max(evaluation_counts, default=0)
 
 
 def _better_engines(report: Report, earlier: Report) -> Iterator[EarlierPart]:
@@ -214,7 +215,8 @@ def _better_engines(report: Report, earlier: Report) -> Iterator[EarlierPart]:
         earlier_engine = earlier.engine_by_target.get(target.name)
         if engine is None or earlier_engine is None or earlier_engine.verdict is None:
             continue
-        split, earlier_split = target.built_split, earlier_split_by_target.get(target.name)
+        split = target.built_split
+        earlier_split = earlier_split_by_target.get(target.name)
         has_faster_split = split and earlier_split and split.time < earlier_split.time
         if has_faster_split or not _is_worse(engine, earlier_engine):
             continue
@@ -251,7 +253,8 @@ def _earlier_flags(
             if comparable_split == earlier_split and not split.taken:
                 return f"--split {split.number}"
 
-    request, earlier_request = report.request, earlier.request
+    request = report.request
+    earlier_request = earlier.request
     if request is None or earlier_request is None:
         return ""
     # advice that was followed, limits and latency runs do not change the engines
@@ -290,7 +293,8 @@ def _judgement(engine: EngineRow) -> tuple[int, int, int, float]:
     """
     if engine.verdict is None or engine.accuracy is None:
         return 0, 0, 0, 0.0
-    samples, rank = engine.accuracy.samples, rank_of(engine.verdict.level)
+    samples = engine.accuracy.samples
+    rank = rank_of(engine.verdict.level)
     loss = measure_loss(engine.accuracy, None)
     if loss is None:
         return samples, 0, rank, 0.0
@@ -371,8 +375,8 @@ def model_part(loaded: LoadedModel, *, path: Path | None = None) -> ModelPart:
         shapes=loaded.given_shapes,
         opset=version_by_domain.get("", version_by_domain.get("ai.onnx")),
         nodes=len(loaded.model.graph.node),
-        inputs=tuple(_describe(spec) for spec in loaded.inputs),
-        outputs=tuple(_describe(spec) for spec in loaded.outputs),
+        inputs=tuple(map(_describe, loaded.inputs)),
+        outputs=tuple(map(_describe, loaded.outputs)),
         notes=loaded.notes,
     )
 
@@ -454,7 +458,8 @@ def _find_rival(row: EngineRow, engines: Sequence[EngineRow]) -> tuple[str, floa
     rivals = model.find_rivals(engines, row)
     if not rivals:
         return "a float engine on its device" if row.on_device else "FP32", None
-    rival, size_ratio = rivals[0], None
+    rival = rivals[0]
+    size_ratio = None
     if rival.size_bytes and row.size_bytes:
         size_ratio = rival.size_bytes / row.size_bytes
     return "FP32" if rival.reference else rival.label, size_ratio
@@ -479,17 +484,17 @@ def _calibration_part(
     for observation in calibration.observations:
         is_reused = observation not in observed_now
         tensor_counts[observation.variant.key, observation.statistic.key, is_reused] += 1
-    groups = []
-    for (variant, statistic, is_reused), count in tensor_counts.items():
-        group = GroupRow(variant=variant, statistic=statistic, tensors=count, reused=is_reused)
-        groups.append(group)
+    groups = tuple(
+        GroupRow(variant=variant, statistic=statistic, tensors=count, reused=is_reused)
+        for (variant, statistic, is_reused), count in tensor_counts.items()
+    )
     return CalibrationPart(
         method=method,
         reused=calibration.reused,
         reason=calibration.reason,
         seconds=None if calibration.reused or is_qdq_model else calibration.seconds,
         cache=str(calibration.cache) if calibration.cache else None,
-        groups=tuple(groups),
+        groups=groups,
         by_model=is_qdq_model,
         agreement=calibration.agreement,
     )
@@ -499,7 +504,7 @@ def _target_part(
     calibration: CalibrationResult,
     figures: Figures,
     result: BuildResult,
-    planned: PlannedTarget | None,
+    planned_target: PlannedTarget | None,
     stage: Stage,
 ) -> TargetPart:
     """Return the results of one target.
@@ -508,9 +513,7 @@ def _target_part(
         calibration: the calibration.
         figures: speed and accuracy of the engines.
         result: files of the target, or the error that it failed with.
-        planned: its plan, and how the search came to it; None without. A split says which layers
-            are int8 and which float; the front of the plan has those that are the best for their
-            time.
+        planned_target: its plan, and how the search came to it; None without.
         stage: folder of the files until the build is complete.
     """
     error = result.error or figures.failures.get(result.target, "")
@@ -519,17 +522,7 @@ def _target_part(
     # nothing that this target needs was observed in this run: the cache had all of it
     has_reused_statistics = set(calibration.observed_now).isdisjoint(observations)
     nodes = node_rows(result.decisions, calibration.loaded.model)
-    search = None
-    if planned is not None and planned.plan.settled:  # a text; "" if nothing was searched
-        settled, front = planned.plan.settled, tuple(split_rows(planned.plan))
-        added_count = _count_added_floats(front, nodes)
-        if added_count:  # then no split of the plan was built as it is
-            settled += f"; {counted(added_count, 'more layer')} built in float"
-            front = tuple(replace(split, taken=False) for split in front)
-        search = SearchPart(
-            reused=planned.reused, probes=planned.probes, settled=settled, front=front
-        )
-    search_notes = () if planned is None or result.error else _search_notes(planned)
+    search_notes = () if planned_target is None or result.error else _search_notes(planned_target)
     return TargetPart(
         name=result.target,
         method=result.method,
@@ -543,7 +536,7 @@ def _target_part(
         files=file_rows(result.files, stage),
         runnable=_final_path(result.runnable, stage),
         shipped=tuple(str(stage.published_path(path)) for path in result.shipped),
-        search=search,
+        search=None if planned_target is None else _search_part(planned_target, nodes),
         alerts=(
             *result.alerts,
             *_earlier_file_alerts(calibration.loaded.name, result.target, stage),
@@ -576,12 +569,33 @@ def _earlier_file_alerts(model_name: str, target: str, stage: Stage) -> Iterator
         yield f"not of this build, but of an earlier one in {stage.folder}: {', '.join(names)}"
 
 
-def _search_notes(planned: PlannedTarget) -> Iterator[str]:
+def _search_part(planned_target: PlannedTarget, nodes: Sequence[NodeRow]) -> SearchPart | None:
+    """Return how a plan came about, with the front of its search; None if nothing was searched.
+
+    The front has the splits that are the best for their time; a split says which layers are int8
+    and which float.
+
+    `nodes`: of the model that was built, with their precisions.
+    """
+    settled = planned_target.plan.settled
+    front = tuple(split_rows(planned_target.plan))
+    if not settled:
+        return None
+    added_count = _count_added_floats(front, nodes)
+    if added_count:  # then no split of the plan was built as it is
+        settled += f"; {counted(added_count, 'more layer')} built in float"
+        front = tuple(replace(split, taken=False) for split in front)
+    return SearchPart(
+        reused=planned_target.reused, probes=planned_target.probes, settled=settled, front=front
+    )
+
+
+def _search_notes(planned_target: PlannedTarget) -> Iterator[str]:
     """Yield notes on how the plan came about."""
-    if planned.note:
-        yield planned.note
-    if planned.plan.failed:
-        yield f"the search was made without some of its trials: {planned.plan.failed}"
+    if planned_target.note:
+        yield planned_target.note
+    if planned_target.plan.failed:
+        yield f"the search was made without some of its trials: {planned_target.plan.failed}"
 
 
 def _count_added_floats(front: Sequence[SplitRow], nodes: Sequence[NodeRow]) -> int:
@@ -603,16 +617,15 @@ def split_rows(plan: TargetPlan) -> Iterator[SplitRow]:
 
 def file_rows(files: Mapping[str, Path], stage: Stage) -> tuple[FileRow, ...]:
     """Return a row for each written file, by its role."""
-    rows = []
-    for role, path in files.items():
-        row = FileRow(
+    return tuple(
+        FileRow(
             role=role,
             path=str(stage.published_path(path)),
             size_bytes=path.stat().st_size,
             sha256=sha256(path.read_bytes()),
         )
-        rows.append(row)
-    return tuple(rows)
+        for role, path in files.items()
+    )
 
 
 def _final_path(path: Path | str | None, stage: Stage) -> str | None:

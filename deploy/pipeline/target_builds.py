@@ -91,9 +91,8 @@ def search_targets(
             )
 
     # the plan file has what was searched, and of other targets what the earlier plan says
-    is_searched = any(planned.searched for planned in plans.values())
-    has_plan = is_searched or tuning.plan is not None or bool(earlier_plan.targets)
-    if not has_plan:
+    is_searched = any(planned_target.searched for planned_target in plans.values())
+    if not is_searched and tuning.plan is None and not earlier_plan.targets:
         return plans, None
     return plans, store_plan(stage.records / plan_path.name, earlier_plan, plans)
 
@@ -193,12 +192,12 @@ def discard_failed(
     results: Sequence[BuildResult], failures: Collection[str], stage: Stage
 ) -> list[BuildResult]:
     """Remove engines that cannot be opened or run; files for another machine stay."""
-    remaining = []
+    remaining_results = []
     for result in results:
         if result.target in failures and not result.error:
             result = _discard_engines(result, stage)
-        remaining.append(result)
-    return remaining
+        remaining_results.append(result)
+    return remaining_results
 
 
 def _discard_engines(result: BuildResult, stage: Stage) -> BuildResult:
@@ -209,7 +208,8 @@ def _discard_engines(result: BuildResult, stage: Stage) -> BuildResult:
     """
     engine_paths = {path for path in (result.engine, *result.baselines.values()) if path}
     is_built_from_onnx = result.engine is not None and result.engine != result.runnable
-    remaining_files, discarded_paths = {}, set(engine_paths)
+    discarded_paths = set(engine_paths)
+    remaining_files = {}
     for role, path in result.files.items():
         if is_built_from_onnx and path not in engine_paths:
             remaining_files[role] = path

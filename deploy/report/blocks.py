@@ -212,7 +212,8 @@ def _anchored(sections: Sequence[Section]) -> Iterator[tuple[str, Section]]:
     used_anchors: set[str] = set()
     for section in sections:
         name = re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-") or "section"
-        anchor, number = name, 0
+        anchor = name
+        number = 0
         while anchor in used_anchors:
             number += 1
             anchor = f"{name}-{number}"
@@ -236,7 +237,8 @@ def _table_html(table: Table) -> str:
 
     Each cell has its column's name, since a narrow screen shows rows as cards without heads.
     """
-    heads, legend = list(table.heads), ""
+    heads = list(table.heads)
+    legend = ""
     rows = [list(map(_cell_html, row)) for row in table.rows]
     if table.drawn is not None:  # drawings stand in a column next to the names
         drawing_head, drawings, legend_text = table.drawn
@@ -246,10 +248,7 @@ def _table_html(table: Table) -> str:
         legend = block_html(Paragraph(legend_text, note=True)) if legend_text else ""
 
     head_row = "".join(f'<th scope="col">{breakable(head)}</th>' for head in heads)
-    body_rows = []
-    for row in rows:
-        body_rows.append(f"<tr>{''.join(map(_cell_with_head, heads, row))}</tr>")
-    body = "\n".join(body_rows)
+    body = "\n".join(f"<tr>{''.join(map(_cell_with_head, heads, row))}</tr>" for row in rows)
     return (
         f'{legend}<div class="scroll"><table class="{table.kind}">'
         f"<thead><tr>{head_row}</tr></thead>"

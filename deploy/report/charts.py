@@ -121,8 +121,10 @@ def range_bar(row: TensorRow) -> str:
         return ""
 
     axis = _Axis(lo, hi, start=1, length=_BAR_WIDTH - 2)
-    observed_start, observed_end = axis.position(row.observed_min), axis.position(row.observed_max)
-    clip_start, clip_end = axis.position(row.lo), axis.position(row.hi)
+    observed_start = axis.position(row.observed_min)
+    observed_end = axis.position(row.observed_max)
+    clip_start = axis.position(row.lo)
+    clip_end = axis.position(row.hi)
     middle = _BAR_HEIGHT / 2
     body = (
         f'<line class="seen" x1="{observed_start:.1f}" x2="{observed_end:.1f}"'
@@ -212,14 +214,16 @@ def latency_figure(engines: Sequence[EngineRow], *, on_device: bool = False) -> 
         engines: all engines of the report.
         on_device: whether to draw those timed by an accelerator's clock, or those timed on the CPU.
     """
-    measured = list(_measured_engines(engines, on_device))
-    if not measured:
+    measured_engines = list(_measured_engines(engines, on_device))
+    if not measured_engines:
         return ""
 
-    axis = _latency_scale(measured)
-    curves, marks, legend = "", "", ""
+    axis = _latency_scale(measured_engines)
+    curves = ""
+    marks = ""
+    legend = ""
     not_drawn_count = 0
-    for index, engine in enumerate(measured):
+    for index, engine in enumerate(measured_engines):
         if len(engine.samples_ms) >= _MIN_CURVE:
             curves += _curve(engine.samples_ms, axis, engine.colour)
         not_drawn_count += int((engine.samples_ms > axis.hi).sum())
@@ -261,7 +265,8 @@ def _latency_scale(engines: Sequence[_MeasuredEngine]) -> _Axis:
 
     It ends at `_MAX_P50S` times that engine's p50 if that is less. Both ends have a margin.
     """
-    lo, hi = math.inf, 0.0
+    lo = math.inf
+    hi = 0.0
     for engine in engines:
         p99 = float(np.quantile(engine.samples_ms, 0.99))
         lo = min(lo, float(engine.samples_ms.min()))
@@ -364,20 +369,23 @@ def histogram(row: TensorRow, part: HistogramPart) -> str:
     body += _text("", "0", label_y, figures.real(axis.lo))
     body += _text("end", str(_HIST_WIDTH), label_y, figures.real(axis.hi))
 
-    label, description = f"Histogram of {row.name}", _histogram_text(row, part)
+    label = f"Histogram of {row.name}"
+    description = _histogram_text(row, part)
     return drawing(_HIST_WIDTH, _HIST_HEIGHT, label, body, "hist", desc=description)
 
 
 def _histogram_axis(row: TensorRow) -> _Axis:
     """Return an axis of the observed values, zero, and the range's ends that are not far."""
-    lo, hi = min(row.observed_min, 0.0), max(row.observed_max, 0.0)
+    lo = min(row.observed_min, 0.0)
+    hi = max(row.observed_max, 0.0)
     max_outside = _MAX_OUTSIDE * (hi - lo)
     if row.lo >= lo - max_outside:
         lo = min(lo, row.lo)
     if row.hi <= hi + max_outside:
         hi = max(hi, row.hi)
     if hi <= lo:
-        lo, hi = lo - 1.0, hi + 1.0
+        lo = lo - 1.0
+        hi = hi + 1.0
     return _Axis(lo, hi, start=_SIDE, length=_HIST_WIDTH - 2 * _SIDE)
 
 
@@ -471,7 +479,8 @@ def front_figure(front: Sequence[SplitRow]) -> str:
         return ""
 
     # both axes with their ticks
-    time_axis, sqnr_axis = _time_axis(splits), _sqnr_axis(splits)
+    time_axis = _time_axis(splits)
+    sqnr_axis = _sqnr_axis(splits)
     body = _floor_line("100%", _FRONT_FLOOR_Y)
     for value, label in _ticks(time_axis.lo, time_axis.hi):
         body += _text("tick", time_axis.percent(value), str(_FRONT_FLOOR_Y + 15), label)
@@ -529,7 +538,8 @@ def sweep_table(engines: Sequence[EngineRow]) -> tuple[list[str], list[list[str]
     All engines are measured at the same batches. The batch with the most items per second is
     marked; no rows without a sweep.
     """
-    heads, cells_by_batch = ["batch"], defaultdict[int, list[str]](list)
+    heads = ["batch"]
+    cells_by_batch = defaultdict[int, list[str]](list)
     for engine in engines:
         if not engine.sweep:
             continue

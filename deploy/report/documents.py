@@ -149,10 +149,10 @@ def _main_figures(report: Findings) -> Iterator[tuple[str, str]]:
     for engine in [*report.engine_by_target.values()][:1]:
         yield from _engine_figures(report, engine)
     for target in tables.built_targets(report):
-        quantized = [node.precision for node in target.nodes if node.quantized]
-        precisions = ", ".join(sorted(set(quantized))) or "int8"
+        quantized_precisions = [node.precision for node in target.nodes if node.quantized]
+        precisions = ", ".join(sorted(set(quantized_precisions))) or "int8"
         suffix = tables.target_suffix(report, target.name, ", ")
-        yield f"{len(quantized)} / {len(target.nodes)}", f"nodes in {precisions}{suffix}"
+        yield f"{len(quantized_precisions)} / {len(target.nodes)}", f"nodes in {precisions}{suffix}"
 
 
 def _engine_figures(report: Findings, engine: EngineRow) -> Iterator[tuple[str, str]]:

@@ -192,26 +192,28 @@ def compare_with_plan(
     blocks = [layer for layer in computing_layers if layer.block]
     decisions = list(plan)
     type_by_node = _type_by_node(computing_layers)
+    # a block may hold the nodes that no other layer has
     untyped_nodes = [decision.node for decision in decisions if decision.node not in type_by_node]
     nodes_in_blocks: set[str] = set()
     for block in blocks:
         nodes_in_blocks.update(_block_nodes(block, untyped_nodes))
 
-    quantized = [decision for decision in decisions if decision.quantized]
-    quantized_in_blocks, unnamed = [], []
-    for decision in quantized:
+    quantized_decisions = [decision for decision in decisions if decision.quantized]
+    quantized_in_blocks = []
+    unnamed = []
+    for decision in quantized_decisions:
         if decision.node in nodes_in_blocks:
             quantized_in_blocks.append(decision.node)
         elif decision.node not in type_by_node:  # fused into another node's layer, or removed
             unnamed.append(decision.node)
 
-    planned_types = sorted({decision.precision for decision in quantized})
+    planned_types = sorted({decision.precision for decision in quantized_decisions})
     deviations = list(_find_deviations(decisions, type_by_node))
     return EngineLayersPart(
         layers=len(computing_layers) - len(blocks),
         precisions=dict(Counter(layer.precision for layer in computing_layers if layer.precision)),
         reformats=len(layers) - len(computing_layers),
-        planned=len(quantized) if decisions else None,
+        planned=len(quantized_decisions) if decisions else None,
         grid=" or ".join(planned_types) or None,
         unnamed=tuple(unnamed),
         inside=tuple(quantized_in_blocks),
@@ -282,8 +284,8 @@ def quantized_layers(part: EngineLayersPart) -> str:
     """Return the number of quantized layers: "12 of 31"."""
     if not part.precisions:
         return "the engine does not tell"
-    quantized = sum(part.precisions.get(grid, 0) for grid in _QUANTIZED_TYPES)
-    text = f"{quantized} of {part.layers}"
+    quantized_count = sum(part.precisions.get(grid, 0) for grid in _QUANTIZED_TYPES)
+    text = f"{quantized_count} of {part.layers}"
     if part.blocks:
         text += f", and {part.blocks}"
     return text

@@ -37,7 +37,8 @@ def find_rivals(engines: Iterable[EngineRow], engine: EngineRow) -> tuple[Engine
     if engine.is_float or engine.latency is None:
         return ()
 
-    baselines, references = [], []
+    baselines = []
+    references = []
     for rival in engines:
         if rival.latency is None:
             continue
@@ -229,7 +230,7 @@ def to_plain(value: object) -> object:
     if isinstance(value, Mapping):
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [to_plain(item) for item in value]
+        return list(map(to_plain, value))
     if isinstance(value, float):  # also numpy's float64
         number = float(value)
         return number if math.isfinite(number) else str(number)

@@ -461,17 +461,16 @@ def node_rows(decisions: Iterable[Decision], model: ModelProto) -> tuple[NodeRow
     `decisions`: of a target, on the precision of each node, with the reason.
     """
     path_by_node = module_paths(model)
-    rows = []
-    for decision in decisions:
-        row = NodeRow(
+    return tuple(
+        NodeRow(
             name=decision.node,
             op=decision.op_type,
             precision=decision.precision,
             reason=decision.reason,
             module=path_by_node.get(decision.node, ""),
         )
-        rows.append(row)
-    return tuple(rows)
+        for decision in decisions
+    )
 
 
 def tensor_rows(
@@ -488,9 +487,8 @@ def tensor_rows(
         layers: inner tensors that were measured.
     """
     sqnr_by_tensor = {layer.name: layer.sqnr_db for layer in layers}
-    rows = []
-    for name, scale in ranges.items():
-        row = TensorRow(
+    return tuple(
+        TensorRow(
             name=name,
             observed_min=scale.observed_min,
             observed_max=scale.observed_max,
@@ -501,5 +499,5 @@ def tensor_rows(
             clipped=clipped.get(name),
             sqnr_db=sqnr_by_tensor.get(name),
         )
-        rows.append(row)
-    return tuple(rows)
+        for name, scale in ranges.items()
+    )

@@ -92,17 +92,18 @@ def squarify(values: Sequence[float], area: Area) -> list[Area]:
         return []
 
     px2_per_unit = area.width * area.height / sum(values)
-    remaining, areas = area, list[Area]()
+    remaining_area = area
+    areas = list[Area]()
     row: list[float] = []  # sizes in px^2
     for value in values:
         size = value * px2_per_unit
-        side = min(remaining.width, remaining.height)
+        side = min(remaining_area.width, remaining_area.height)
         if row and _worst_aspect([*row, size], side) > _worst_aspect(row, side):
-            row_areas, remaining = _lay_row(row, remaining)
+            row_areas, remaining_area = _lay_row(row, remaining_area)
             areas += row_areas
             row = []
         row.append(size)
-    last_row_areas, _ = _lay_row(row, remaining)
+    last_row_areas, _ = _lay_row(row, remaining_area)
     return [*areas, *last_row_areas]
 
 
@@ -126,13 +127,14 @@ def _lay_row(row: Sequence[float], area: Area) -> tuple[list[Area], Area]:
         (the row's rectangles, the remaining area).
     """
     if area.width < area.height:
-        areas, remaining = _lay_row(row, area.transposed)
-        return [row_area.transposed for row_area in areas], remaining.transposed
+        areas, remaining_area = _lay_row(row, area.transposed)
+        return [row_area.transposed for row_area in areas], remaining_area.transposed
 
     # the row is a column at the left of the area, `depth` wide. Rounding may leave an area without
     # height to the last row: its rectangles are empty
     depth = sum(row) / area.height if area.height else 0.0
-    areas, y = [], area.y
+    areas = []
+    y = area.y
     for size in row:
         length = size / depth if depth else 0.0
         areas.append(Area(area.x, y, depth, length))
@@ -176,10 +178,11 @@ def _draw_tile(tile: Tile, area: Area) -> str:
     name = tile.name
     if len(name) > max_letters:
         name = f"{name[: max(max_letters - 1, 0)]}…"
-    # its class in the page's style, and whether it is high enough for the name
-    kind, has_room = f"c{tile.kind}", area.height >= _NAME_HEIGHT
+    kind = f"c{tile.kind}"  # its class in the page's style
+    has_room = area.height >= _NAME_HEIGHT
     if tile.parts:  # which are drawn later, below the name
-        kind, has_room = "whole", _has_name_above(area)
+        kind = "whole"
+        has_room = _has_name_above(area)
     text = ""
     if max_letters >= 3 and has_room:
         text = f'<text x="{area.x + 3:.1f}" y="{area.y + 11.5:.1f}">{escape(name)}</text>'

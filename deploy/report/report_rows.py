@@ -82,7 +82,8 @@ def _mirrored_histogram(counts: NDArray[np.int64], full_range: float) -> Histogr
 
     bin_numbers = np.arange(-bins_per_side, bins_per_side + 1)
     # the outermost bins hold only |x| == R, the outer edge of their neighbours: they join these
-    bin_numbers[0], bin_numbers[-1] = 1 - bins_per_side, bins_per_side - 1
+    bin_numbers[0] = 1 - bins_per_side
+    bin_numbers[-1] = bins_per_side - 1
 
     # the middle of bar number 0 is at 0, and a bar has an even number of bins. The first and the
     # last bar may hold few bins, so the bars between them must have room for all occupied bins
@@ -116,7 +117,8 @@ def _histogram_of_values(values: NDArray[np.float32]) -> HistogramPart | None:
     """Return bars of stored values, between their extremes; None without values."""
     if not values.size:
         return None
-    lo, hi = float(values.min()), float(values.max())
+    lo = float(values.min())
+    hi = float(values.max())
     if lo == hi:
         return _single_bar(lo, values.size)
     counts, _ = np.histogram(values.astype(np.float64), bins=MAX_BARS, range=(lo, hi))
@@ -153,7 +155,7 @@ _QUICK_METHODS = ("minmax", "percentile", "entropy")  # at most 10 ms a tensor; 
 
 
 def clip_rows(
-    calibrated: CalibrationResult, built: BuildResult, layers: Sequence[OutputAccuracy]
+    calibration: CalibrationResult, result: BuildResult, layers: Sequence[OutputAccuracy]
 ) -> tuple[TensorRow, ...]:
     """Return a row for each range of a target, the `MAX_HISTOGRAMS` worst with their histogram.
 
@@ -162,29 +164,30 @@ def clip_rows(
     share nor a histogram; nor has one whose statistic of the values is not stored.
 
     Args:
-        calibrated: the calibration.
-        built: the target's files and ranges.
+        calibration: the calibration.
+        result: the target's files and ranges.
         layers: inner tensors whose error was measured.
     """
-    source_by_tensor, clipped_by_tensor = {}, {}
-    for observation, recorder in _range_sources(calibrated, built):
+    source_by_tensor = {}
+    clipped_by_tensor = {}
+    for observation, recorder in _range_sources(calibration, result):
         tensor = observation.tensor
         source_by_tensor[tensor] = observation, recorder
         if isinstance(recorder, Histogram):
-            limits = calibrated.subject.range_limits.get(tensor, UNLIMITED)
-            clipped_by_tensor[tensor] = clipped_share(recorder, built.ranges[tensor], limits)
+            limits = calibration.subject.range_limits.get(tensor, UNLIMITED)
+            clipped_by_tensor[tensor] = clipped_share(recorder, result.ranges[tensor], limits)
 
-    rows = tensor_rows(built.ranges, clipped=clipped_by_tensor, layers=layers)
+    rows = tensor_rows(result.ranges, clipped=clipped_by_tensor, layers=layers)
     rows_with_source = [row for row in rows if row.name in source_by_tensor]
     # `worst_first` sorts by the error, and leaves rows of equal or no error in this order
     rows_with_source.sort(key=lambda row: row.clipped or 0, reverse=True)
-    grids = _grids(built)
+    grids = _grids(result)
     histograms: dict[str, HistogramPart] = {}
     for row in worst_first(rows_with_source)[:MAX_HISTOGRAMS]:
         observation, recorder = source_by_tensor[row.name]
         part = histogram_part(recorder)
         if part is not None:
-            ranges = _other_ranges(row, observation, calibrated, grids)
+            ranges = _other_ranges(row, observation, calibration, grids)
             histograms[row.name] = replace(part, others=tuple(ranges))
     return tuple(replace(row, histogram=histograms.get(row.name)) for row in rows)
 
@@ -201,7 +204,8 @@ def clipped_share(histogram: Histogram, scale: Scale, read_range: RangeLimits) -
             is no loss.
     """
     edges = histogram.edges()  # ascending, one more than bins
-    bin_starts, bin_ends = edges[:-1], edges[1:]
+    bin_starts = edges[:-1]
+    bin_ends = edges[1:]
     is_outside = (bin_ends < min(scale.lo, 0)) | (bin_starts > max(scale.hi, 0))
     is_read = (bin_ends > read_range.floor) & (bin_starts < read_range.ceiling)
     counts = histogram.signed()  # of the bins, from the most negative values on
@@ -210,7 +214,7 @@ def clipped_share(histogram: Histogram, scale: Scale, read_range: RangeLimits) -
 
 
 def _range_sources(
-    calibrated: CalibrationResult, built: BuildResult
+    calibration: CalibrationResult, result: BuildResult
 ) -> Iterator[tuple[Observation, Recorder]]:
     """Yield the observed tensors whose range was found on their own values.
 
@@ -219,9 +223,9 @@ def _range_sources(
     Yields:
         (observation: the tensor and the statistic, recorder: the statistic of its values).
     """
-    for observation in calibrated.observations_by_target.get(built.target, ()):
-        recorder = calibrated.ranges.observed.get(observation.key)
-        scale = built.ranges.get(observation.tensor)
+    for observation in calibration.observations_by_target.get(result.target, ()):
+        recorder = calibration.ranges.observed.get(observation.key)
+        scale = result.ranges.get(observation.tensor)
         if recorder is None or scale is None:
             continue
         own_extremes = getattr(recorder, "extremes", None)  # not every statistic has them
@@ -235,7 +239,7 @@ def _range_sources(
 def _other_ranges(
     row: TensorRow,
     observation: Observation,
-    calibrated: CalibrationResult,
+    calibration: CalibrationResult,
     grids: Mapping[str, Grid],
 ) -> Iterator[RangeRow]:
     """Yield the ranges that other methods give one tensor, for comparison.
@@ -247,7 +251,7 @@ def _other_ranges(
     Args:
         row: the tensor, with the method that found its range.
         observation: the tensor, and the statistic that was recorded of it.
-        calibrated: the calibration.
+        calibration: the calibration.
         grids: grids of the target's quantized nodes, by name.
     """
     threshold_grid = grids.get(FP8.name)  # None stands for int8
@@ -258,7 +262,7 @@ def _other_ranges(
             continue
         if threshold_grid is not None and method.is_int8_only:
             continue
-        ranges = calibrated.ranges.with_choices(Choices(method=method))
+        ranges = calibration.ranges.with_choices(Choices(method=method))
         scale = ranges.cached_scale(observation, symmetric=threshold_grid)
         if scale is None and method.name in _QUICK_METHODS:
             range_set = ranges.find([observation], symmetric=threshold_grid)
@@ -271,9 +275,9 @@ def _other_ranges(
             yield RangeRow(method=scale.method, lo=scale.lo, hi=scale.hi)
 
 
-def _grids(built: BuildResult) -> dict[str, Grid]:
+def _grids(result: BuildResult) -> dict[str, Grid]:
     """Return the grids of the target's quantized nodes."""
-    names = {decision.precision for decision in built.decisions if decision.quantized}
+    names = {decision.precision for decision in result.decisions if decision.quantized}
     return {name: GRIDS[name] for name in sorted(names & set(GRIDS))}
 
 
@@ -389,7 +393,8 @@ def _weight_row(weight: StoredWeight) -> WeightRow:
     `weight.amax` is the largest |w| of each output channel, `weight.used` the share of the grid
     that it reaches, both [channels].
     """
-    amax, used = weight.amax, weight.used
+    amax = weight.amax
+    used = weight.used
     live_channels = np.flatnonzero(amax > _DEAD_RATIO * amax.max())
     row_of_dead_weight = WeightRow(
         node=weight.node,
@@ -406,8 +411,10 @@ def _weight_row(weight: StoredWeight) -> WeightRow:
     if not live_channels.size:
         return row_of_dead_weight
 
-    live_amax, live_used = amax[live_channels], used[live_channels]
-    smallest, largest = float(live_amax.min()), float(live_amax.max())
+    live_amax = amax[live_channels]
+    live_used = used[live_channels]
+    smallest = float(live_amax.min())
+    largest = float(live_amax.max())
     worst_channels: list[int] = []
     if largest > smallest:  # channels that are all equal have no worst one
         by_used_then_amax = np.lexsort((live_amax, live_used))  # the last key sorts first

@@ -26,7 +26,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import PurePath
 
 from deploy.errors import counted
-from deploy.metrics.latency import DURATION_S, MIN_GAIN
+from deploy.metrics import DURATION_S
+from deploy.metrics.latency import MIN_GAIN
 from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
 from deploy.metrics.output_form import BY_VALUES
 from deploy.report import figures
@@ -272,32 +273,34 @@ _MIN_MORE_DB = 3.0  # SQNR over the built split's from which a split is worth it
 _MAX_SLOWER = 1.08  # time over the built split's that this SQNR may cost
 
 
-def find_alternative(front: Sequence[SplitRow], built: SplitRow) -> SplitRow | None:
+def find_alternative(front: Sequence[SplitRow], built_split: SplitRow) -> SplitRow | None:
     """Return the split that is most worth knowing beside the one that was built.
 
     A split says which layers are int8 and which float; the front has those that no other split
     beats in both time and error. A level is the verdict that the search expects, such as "good".
-    Returned is a split of a better level; without one, a clearly faster split, at most one level
-    worse; without one, a split with clearly more SQNR for little time. None if there is none of
-    these that is faster than the float model.
+    The split that is returned has a better level. If none has, it is clearly faster and at most one
+    level worse; if none is, it has clearly more SQNR for little time. None if there is no such
+    split, or none that is faster than the float model.
 
     Args:
         front: the splits, whose times are multiples of the float model's.
-        built: the one of them that was built.
+        built_split: the one of them that was built.
     """
-    built_rank = rank_of(built.level)  # 0 is the best level
+    built_rank = rank_of(built_split.level)  # 0 is the best level
     max_rank = min(built_rank + 1, _RANKS[DOUBTFUL])
-    better, faster, more_exact = [], [], []
+    better = []
+    faster = []
+    more_exact = []
     for split in front:
         is_faster_than_float = 0 < split.time <= 1 / MIN_GAIN
         if not is_faster_than_float:
             continue
         if rank_of(split.level) < built_rank:
             better.append(split)
-        if split.time * _MIN_FASTER <= built.time and rank_of(split.level) <= max_rank:
+        if split.time * _MIN_FASTER <= built_split.time and rank_of(split.level) <= max_rank:
             faster.append(split)
-        has_more_sqnr = split.sqnr_db >= built.sqnr_db + _MIN_MORE_DB
-        if has_more_sqnr and split.time <= built.time * _MAX_SLOWER:
+        has_more_sqnr = split.sqnr_db >= built_split.sqnr_db + _MIN_MORE_DB
+        if has_more_sqnr and split.time <= built_split.time * _MAX_SLOWER:
             more_exact.append(split)
     return min(better or faster or more_exact, key=_rank_and_time, default=None)
 
@@ -319,15 +322,15 @@ def speed_texts(report: Findings) -> Iterator[str]:
     another split (which layers are int8, which float) that may be the better choice.
     """
     for target in report.targets:
-        built = target.built_split
-        if built is None or target.search is None:
+        built_split = target.built_split
+        if built_split is None or target.search is None:
             continue
-        speed, text, is_informative = _built_speed(report, target, built)
-        alternative = find_alternative(target.search.front, built)
+        speed, text, is_informative = _built_speed(report, target, built_split)
+        alternative = find_alternative(target.search.front, built_split)
         if alternative is not None:
             # `time` of both splits comes from the search, `speed` may be measured
-            alternative_speed = figures.ratio(speed * built.time / alternative.time)
-            accuracy = _accuracy_text(alternative, built)
+            alternative_speed = figures.ratio(speed * built_split.time / alternative.time)
+            accuracy = _accuracy_text(alternative, built_split)
             text += f"; {alternative_speed} with {accuracy}: --split {alternative.number}"
         if len(report.targets) > 1:
             text = f"{target.name}: {text}"
@@ -335,7 +338,9 @@ def speed_texts(report: Findings) -> Iterator[str]:
             yield text
 
 
-def _built_speed(report: Findings, target: TargetPart, built: SplitRow) -> tuple[float, str, bool]:
+def _built_speed(
+    report: Findings, target: TargetPart, built_split: SplitRow
+) -> tuple[float, str, bool]:
     """Return (a target's speed over a float engine's, its text, whether it is informative).
 
     A measured speed is not, since the table of engines shows it; nor is a speed that is assumed.
@@ -346,22 +351,23 @@ def _built_speed(report: Findings, target: TargetPart, built: SplitRow) -> tuple
         rival_label = rivals[0].label if rivals else "FP32"
         return engine.speed.ratio, f"{figures.ratio(engine.speed.ratio)} {rival_label}", False
 
-    speed = 1 / built.time
-    source, is_informative = "estimated", True
+    speed = 1 / built_split.time
+    source = "estimated"
+    is_informative = True
     if _has_device_script(target):
         # the device is not here: the search assumed that each int8 layer takes this share of its
         # time. If every layer is int8, the speed is this assumption and nothing else
         source = f"if int8 takes {ASSUMED_INT8_TIME} of the time"
-        is_informative = built.float_layers > 0
+        is_informative = built_split.float_layers > 0
     return speed, f"about {figures.ratio(speed)} FP32 ({source})", is_informative
 
 
-def _accuracy_text(split: SplitRow, built: SplitRow) -> str:
+def _accuracy_text(split: SplitRow, built_split: SplitRow) -> str:
     """Return the accuracy of a split, as far as it differs from that of the built split."""
     text = split.figure
-    if text in ("", built.figure):  # an equal figure of the task shows no difference
+    if text in ("", built_split.figure):  # an equal figure of the task shows no difference
         text = figures.decibels(split.sqnr_db)
-    if split.level not in ("", built.level):  # "": it was not judged
+    if split.level not in ("", built_split.level):  # "": it was not judged
         text += f" ({split.level})"
     return text
 
@@ -386,7 +392,8 @@ def next_steps(report: Findings) -> Iterator[str]:
     """
     unusable_targets = set()
     for engine in report.engines:
-        target, verdict = report.target_of(engine), engine.verdict
+        target = report.target_of(engine)
+        verdict = engine.verdict
         if target is None or verdict is None:
             continue
         if verdict.level == UNUSABLE:
@@ -450,50 +457,52 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
         yield f"calib8 explain {shlex.quote(str(PurePath(page).parent))}"
 
 
-def _data_steps(verdict: Verdict, request: RequestPart, build: str) -> Iterator[str]:
+def _data_steps(verdict: Verdict, request: RequestPart, command: str) -> Iterator[str]:
     """Yield builds with other data: more images, or the preprocessing of the training.
 
-    `build`: the command that repeats the build.
+    `command`: the command that repeats the build.
     """
     if verdict.missing_calibration:
-        yield f"with {verdict.missing_calibration} images: {build} --images FOLDER"
+        yield f"with {verdict.missing_calibration} images: {command} --images FOLDER"
     if verdict.missing_samples:
-        yield from _image_steps(verdict.missing_samples, request, build)
+        yield from _image_steps(verdict.missing_samples, request, command)
     if verdict.blames_float:
         preprocessing = "--preprocess NAME, or --mean, --std, --scale, --color"
-        yield f"with the preprocessing that the model was trained with: {build} {preprocessing}"
+        yield f"with the preprocessing that the model was trained with: {command} {preprocessing}"
 
 
-def _effort_steps(request: RequestPart, effort: int, options: str, build: str) -> Iterator[str]:
+def _effort_steps(
+    request: RequestPart, effort: int, options_file: str, command: str
+) -> Iterator[str]:
     """Yield builds that search longer, and training with int8 for a PyTorch model.
 
     Args:
         request: what the user asked for.
         effort: that of the target's search so far.
-        options: path of the build's options.
-        build: the command that repeats the build.
+        options_file: path of the build's options.
+        command: the command that repeats the build.
     """
     if effort == 0:
-        yield f"{build} --effort 1"
+        yield f"{command} --effort 1"
     if request.has_method:
-        line = f"without the line of method in {shlex.quote(options)}"
-        yield f"{line}: {build} --effort {max(effort, 1)}"
-    if EFFORT not in request.followed:
-        yield f"{build} --prefer accuracy --effort {max(effort, 2)} --repair all"
+        condition = f"without the line of method in {shlex.quote(options_file)}"
+        yield f"{condition}: {command} --effort {max(effort, 1)}"
+    if EFFORT not in request.followed:  # it is offered once
+        yield f"{command} --prefer accuracy --effort {max(effort, 2)} --repair all"
     if request.is_module:
         yield "train it with int8: calib8.torch.qat or `calib8 qat`"
 
 
-def _image_steps(missing_samples: str, request: RequestPart, build: str) -> Iterator[str]:
+def _image_steps(missing_samples: str, request: RequestPart, command: str) -> Iterator[str]:
     """Yield builds with more images to judge by, once, and then with other ones.
 
     `missing_samples`: how many are needed, such as "20 more".
     """
     if IMAGES not in request.followed:
         flag = "--eval-images" if request.has_evaluation else "--images"
-        yield f"with the present images and {missing_samples}: {build} {flag} FOLDER"
+        yield f"with the present images and {missing_samples}: {command} {flag} FOLDER"
     elif not request.has_evaluation:
-        yield f"with other images to judge by: {build} --eval-images FOLDER"
+        yield f"with other images to judge by: {command} --eval-images FOLDER"
 
 
 def _better_split(target: TargetPart, verdict: Verdict, request: RequestPart) -> SplitRow | None:
@@ -507,13 +516,13 @@ def _better_split(target: TargetPart, verdict: Verdict, request: RequestPart) ->
         verdict: on the engine that was built.
         request: what the user asked for, with the steps that earlier builds followed.
     """
-    built = target.built_split
-    if built is None or target.search is None:
+    built_split = target.built_split
+    if built_split is None or target.search is None:
         return None
 
     better = []
     for split in target.search.front:
-        is_slower = built.time < split.time <= 1 / MIN_GAIN  # but faster than the float model
+        is_slower = built_split.time < split.time <= 1 / MIN_GAIN  # but faster than the float model
         was_tried = split_name(target, split) in request.followed
         is_better = rank_of(split.level) < rank_of(verdict.level)
         if is_better and is_slower and not was_tried:
@@ -581,16 +590,16 @@ def _table(report: Findings, lines: Sequence[ComparisonLine]) -> Iterator[str]:
 
 def _kernels(report: Findings) -> Iterator[str]:
     """Yield an engine's slowest kernels; for several engines the kinds of kernels, if known."""
-    timed = timed_engines(report.engines)
-    heads, kind_rows = kind_table(timed)
-    if len(timed) > 1 and kind_rows:
+    engines = timed_engines(report.engines)
+    heads, kind_rows = kind_table(engines)
+    if len(engines) > 1 and kind_rows:
         yield from labelled_table("Kernels", heads, kind_rows[:_MAX_KERNELS])
         return
-    for engine in timed:
-        label = "Kernels" if len(timed) == 1 else engine.label
+    for engine in engines:
+        label = "Kernels" if len(engines) == 1 else engine.label
         yield from labelled_table(label, KERNEL_HEADS, kernel_rows(engine, _MAX_KERNELS))
-        if remaining := remaining_kernels(engine, _MAX_KERNELS):
-            yield from entry("", remaining)
+        if remaining_text := remaining_kernels(engine, _MAX_KERNELS):
+            yield from entry("", remaining_text)
 
 
 def _machine(report: Findings) -> Iterator[str]:

@@ -98,23 +98,26 @@ def _batches(report: Findings) -> Sections:
 
 def _kernels(report: Findings) -> Sections:
     """Yield kernels by kind, then every kernel of each engine."""
-    timed = tables.timed_engines(report.engines)
-    if not timed:
+    engines = tables.timed_engines(report.engines)
+    if not engines:
         return
 
     blocks: list[Block] = []
-    heads, kind_rows = tables.kind_table(timed)
+    heads, kind_rows = tables.kind_table(engines)
     if kind_rows:
         blocks.append(Table(heads, kind_rows))
-    for engine in timed:
+    for engine in engines:
         kernels = Table(tables.KERNEL_HEADS, tables.kernel_rows(engine), "words")
         blocks += [Heading(engine.label), kernels]
-    yield Section("Kernels", blocks, max(len(engine.kernels) for engine in timed))
+    yield Section("Kernels", blocks, max(len(engine.kernels) for engine in engines))
 
 
 def _accuracy(report: Findings) -> Sections:
     """Yield the task's figure of each engine, and the errors of its output slices and outputs."""
-    sample_counts, notes, slice_rows, output_rows = [], [], [], []
+    sample_counts = []
+    notes = []
+    slice_rows = []
+    output_rows = []
     for engine in report.engines:
         accuracy = engine.accuracy
         if accuracy is None:
@@ -141,18 +144,22 @@ def _accuracy(report: Findings) -> Sections:
 
 def _worst_layers(report: Findings) -> Sections:
     """Yield the inner tensors that lose most on each target, with the range of each."""
-    heads, max_layers = [*tables.LAYER_HEADS, "clipped"], _MAX_LAYERS
+    heads = [*tables.LAYER_HEADS, "clipped"]
+    max_layers = _MAX_LAYERS
     has_several = len(report.targets) > 1
     if has_several:
         heads.append("on")
         max_layers = _MAX_LAYERS_OF_TARGET
-    rows, bars = [], []
+    rows = []
+    bars = []
     for target in report.targets:
         range_by_tensor = {row.name: row for row in target.tensors}
         for layer in worst_rows(target.layers, max_layers):
-            clipped, bar = None, ""
+            clipped = None
+            bar = ""
             if tensor_range := range_by_tensor.get(layer.name):
-                clipped, bar = tensor_range.clipped, charts.range_bar(tensor_range)
+                clipped = tensor_range.clipped
+                bar = charts.range_bar(tensor_range)
             cells = [*tables.layer_row(layer), figures.percent(clipped)]
             if has_several:
                 cells.append(target.name)
@@ -166,10 +173,11 @@ def _worst_layers(report: Findings) -> Sections:
 def _histograms(report: Findings) -> Sections:
     """Yield the histograms of each target's worst tensors, the worst first."""
     for target in report.targets:
-        drawings = []
-        for row in worst_first(target.tensors):
-            if row.histogram is not None:
-                drawings.append(charts.histogram_figure(row, row.histogram))
+        drawings = [
+            charts.histogram_figure(row, row.histogram)
+            for row in worst_first(target.tensors)
+            if row.histogram is not None
+        ]
         if drawings:
             body = (
                 f'<p class="sub">{_HISTOGRAM_TEXT}</p>\n'
@@ -245,7 +253,8 @@ def _nodes(report: Findings) -> Sections:
 
     rows = []
     for target in targets:
-        coverage, operators = tables.coverage(target), tables.quantized_operators(target)
+        coverage = tables.coverage(target)
+        operators = tables.quantized_operators(target)
         rows.append((target.name, coverage, operators, target.method, target.options_text))
     blocks: list[Block] = [
         Table(["target", "nodes", "operators", "ranges by", "options"], rows, "words")
@@ -376,7 +385,8 @@ def _views(report: Findings) -> Sections:
 def _view(row: ViewRow) -> str:
     """Return one sample as HTML: the picture in its file, the model's input, and both sizes."""
     name = encodable(row.name)
-    pictures, sizes = "", _size_text(row.input_size)
+    pictures = ""
+    sizes = _size_text(row.input_size)
     if row.source_image is not None:
         pictures = image(row.source_image, f"{name}, the file")
     if row.source_size is not None:
@@ -492,8 +502,10 @@ def _boxes(boxes: DrawnBoxes, group: Sequence[DrawnBox], line_style: str) -> str
     body = ""
     for box in group[:_MAX_DRAWN_BOXES]:
         left, top, right, bottom = box.corners
-        x1, x2 = _clamp(left * width, width), _clamp(right * width, width)
-        y1, y2 = _clamp(top * height, height), _clamp(bottom * height, height)
+        x1 = _clamp(left * width, width)
+        x2 = _clamp(right * width, width)
+        y1 = _clamp(top * height, height)
+        y2 = _clamp(bottom * height, height)
         text_x = min(x1 + 2, width - _LABEL_WIDTH)
         text_y = y1 - 3
         if y1 <= _LABEL_HEIGHT:  # no room above the box

@@ -194,9 +194,9 @@ def top1(report: Findings, engine: EngineRow) -> float | None:
     if engine.accuracy:
         return engine.accuracy.top1_candidate
     if engine.reference:
-        for compared in report.engines:
-            if compared.accuracy and compared.accuracy.top1_reference is not None:
-                return compared.accuracy.top1_reference
+        for other_engine in report.engines:
+            if other_engine.accuracy and other_engine.accuracy.top1_reference is not None:
+                return other_engine.accuracy.top1_reference
     return None
 
 
@@ -222,7 +222,8 @@ def _size(report: Findings) -> Iterator[ComparisonLine]:
 
     If there is one int8 engine only, the first line also compares it: "2.00x smaller".
     """
-    cells, ratios = [], []
+    cells = []
+    ratios = []
     for engine in report.engines:
         target = report.target_of(engine)
         if target is not None and target.error:
@@ -288,14 +289,14 @@ def _speed_text(report: Findings) -> str:
     Rivals are the float engines that it replaces. "" for several int8 engines: the text would not
     say which of them it is about.
     """
-    compared = []
+    engines_with_rivals = []
     for engine in report.engines:
         if rivals := model.find_rivals(report.engines, engine):
-            compared.append((engine, rivals))
-    if len(compared) != 1:
+            engines_with_rivals.append((engine, rivals))
+    if len(engines_with_rivals) != 1:
         return ""
 
-    engine, rivals = compared[0]
+    engine, rivals = engines_with_rivals[0]
     texts = []
     for rival in rivals:
         text = figures.ratio(model.speed_over(rival, engine))
@@ -318,18 +319,20 @@ def _accuracy(report: Findings) -> Iterator[ComparisonLine]:
     """Yield top-1, mean average precision, the task's figures, and the errors of the outputs."""
     yield _top1_line(report)
     accuracies = [engine.accuracy for engine in report.engines]
-    measured = [accuracy for accuracy in accuracies if accuracy]
+    measured_accuracies = [accuracy for accuracy in accuracies if accuracy]
     yield from _precision(report, "mAP .50:.95", "")
     yield from _precision(report, "mAP .50", "_50")
-    for label in _distinct(map(task_label, measured)):
+    for label in _distinct(map(task_label, measured_accuracies)):
         yield _task_line(report, label)
     yield _line(
         "Top-1 agreement", accuracies, lambda accuracy: figures.percent(accuracy.top1_agreement)
     )
 
-    label, change = "SQNR", ""
-    if worst_labels := _distinct(map(worst_label, measured)):
-        label, change = "SQNR, worst part", f"of {', '.join(worst_labels)}"
+    label = "SQNR"
+    change = ""
+    if worst_labels := _distinct(map(worst_label, measured_accuracies)):
+        label = "SQNR, worst part"
+        change = f"of {', '.join(worst_labels)}"
     yield _line(
         label,
         accuracies,
@@ -356,10 +359,9 @@ def _distinct(texts: Iterable[str]) -> list[str]:
 def _top1_line(report: Findings) -> ComparisonLine:
     """Return top-1 by labels, with the largest loss against the first engine, the float model."""
     shares = [top1(report, engine) for engine in report.engines]
-    changes = []
-    for share in shares[1:]:
-        if share is not None and shares[0] is not None:
-            changes.append(share - shares[0])
+    changes = [
+        share - shares[0] for share in shares[1:] if share is not None and shares[0] is not None
+    ]
     text = figures.points(min(changes)) if changes else ""
     if len(changes) > 1:
         text = f"worst {text}"
@@ -550,18 +552,19 @@ def kernel_rows(engine: EngineRow, limit: int | None = None) -> list[list[str]]:
     total_ms = _total_ms(engine.kernels)
     rows = []
     for kernel in engine.kernels[:limit]:
-        time, share = figures.milliseconds(kernel.ms), _share(kernel.ms, total_ms)
+        time = figures.milliseconds(kernel.ms)
+        share = _share(kernel.ms, total_ms)
         rows.append([kernel.name, time, share, kernel.kind])
     return rows
 
 
 def remaining_kernels(engine: EngineRow, limit: int) -> str:
     """Return the number and share of time of the kernels beyond `limit`; "" if none."""
-    remaining = engine.kernels[limit:]
-    if not remaining:
+    other_kernels = engine.kernels[limit:]
+    if not other_kernels:
         return ""
-    share = _share(_total_ms(remaining), _total_ms(engine.kernels))
-    return f"and {counted(len(remaining), 'more kernel')} of {share}"
+    share = _share(_total_ms(other_kernels), _total_ms(engine.kernels))
+    return f"and {counted(len(other_kernels), 'more kernel')} of {share}"
 
 
 def _total_ms(kernels: Sequence[KernelTime]) -> float:
@@ -574,18 +577,21 @@ def kind_table(engines: Sequence[EngineRow]) -> tuple[list[str], list[list[str]]
 
     Sorted by the kind's longest time in any engine; without kinds there are no rows.
     """
-    timed = timed_engines(engines)
-    kinds = sorted({kernel.kind for engine in timed for kernel in engine.kernels if kernel.kind})
+    profiled_engines = timed_engines(engines)
+    kinds = sorted(
+        {kernel.kind for engine in profiled_engines for kernel in engine.kernels if kernel.kind}
+    )
     ranked_rows = []
     for kind in kinds:
-        cells, max_ms = [], 0.0
-        for engine in timed:
+        cells = []
+        max_ms = 0.0
+        for engine in profiled_engines:
             kernels = [kernel for kernel in engine.kernels if kernel.kind == kind]
             cells.append(_kind_cell(kernels))
             max_ms = max(max_ms, _total_ms(kernels))
         ranked_rows.append((max_ms, [kind, *cells]))
     ranked_rows.sort(key=lambda ranked_row: -ranked_row[0])
-    return ["kind", *(engine.label for engine in timed)], [row for _, row in ranked_rows]
+    return ["kind", *(engine.label for engine in profiled_engines)], [row for _, row in ranked_rows]
 
 
 def timed_engines(engines: Sequence[EngineRow]) -> list[EngineRow]:

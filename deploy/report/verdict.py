@@ -190,7 +190,8 @@ def _order_reasons(findings: Sequence[_Finding], verdict_level: str) -> tuple[li
 
     A good figure is no reason of a doubtful or unusable engine, so it is left out there.
     """
-    reasons, too_few = [], []
+    reasons = []
+    too_few = []
     for level, reason in findings:
         is_irrelevant = level == GOOD and verdict_level not in (GOOD, FLOAT)
         if is_irrelevant or reason in reasons:
@@ -221,8 +222,9 @@ def _judge_accuracy(
 
     if has_random_outputs:
         # a cause may come from the random numbers, so it counts as a loss
-        losses, causes = [*causes, *losses], []
-        # random numbers only make figures worse: if all are good they stand, as labels' figures do
+        losses = [*causes, *losses]
+        causes = []
+        # good figures stay, since random numbers only make them worse; and so do those by labels
         is_good = bool(losses) and all(level == GOOD for level, _ in losses)
         has_labels = accuracy is not None and accuracy.top1_reference is not None
         if not is_good and not has_labels:
@@ -251,7 +253,8 @@ def _describe_too_few(accuracy: Accuracy) -> Iterator[str]:
     if count == 0:
         return
     if counted_things == "samples":
-        missing, sample_text = MIN_SAMPLES - count, ""
+        missing = MIN_SAMPLES - count
+        sample_text = ""
     else:  # so many samples as hold the missing objects
         missing = math.ceil((MIN_OBJECTS - count) * accuracy.samples / count)
         sample_text = " photos with objects"
