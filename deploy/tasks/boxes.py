@@ -51,8 +51,8 @@ _ROWS_FIRST_OUTPUTS = "detection_boxes", "TFLite_Detection_PostProcess"
 
 LISTS = Form(
     shape="one list [K, 5 or more]; or boxes [K, 4], scores [K] and perhaps classes [K]",
-    values="corners, score and class number of each box, after non-maximum suppression; only what"
-    " stands in the same row is compared, such as key points",
+    values="corners, score and class number of each box, after non-maximum suppression; other"
+    " values of the same row, such as key points, are compared too",
     figure="boxes of the same class with an IoU over 0.5",
     source="YOLO v10, TensorRT's NMS, Paddle, SSD's DetectionOutput, MMDetection",
 )
