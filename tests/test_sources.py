@@ -207,7 +207,8 @@ def test_only_a_table_of_labels_has_a_header(tmp_path):
 
 
 def test_line_of_labels_for_each_image(pictures, tmp_path, wording):
-    for names in (["01.png", "00.png"], ["00.png", "00.png"]):
+    others = [f"val_{number}.png" for number in range(20)]  # as many as there are images
+    for names in (["01.png", "00.png"], ["00.png", "00.png"], others):
         with pytest.raises(FeedError) as raised:
             open_labelled(pictures, tmp_path / "l.txt", "".join(f"{name} 1\n" for name in names))
         wording.check(raised.value)

@@ -238,8 +238,8 @@ def apply_labels(
 def _order_labels(lines: FileList, image_names: Iterable[str]) -> Sequence[int]:
     """Return the class numbers of lines in the order of the images.
 
-    Lines belong to images by file name, with or without its suffix, or by their order where they
-    name none of the images.
+    Lines belong to images by file name, with or without its suffix. If they name none of the
+    images, and each line does not have a name of its own, they belong to images by their order.
 
     Raises:
         FeedError: an image is named by no line, or by several in another order.
@@ -248,9 +248,13 @@ def _order_labels(lines: FileList, image_names: Iterable[str]) -> Sequence[int]:
     names_of_lines = [PurePath(name).name for name in lines.names]
     class_numbers = lines.labels or ()
     label_by_name = dict(zip(names_of_lines, class_numbers, strict=True))
-    if label_by_name.keys().isdisjoint(file_names):
-        file_names = [PurePath(name).stem for name in file_names]
-    if names_of_lines == file_names or label_by_name.keys().isdisjoint(file_names):
+    stems = [PurePath(name).stem for name in file_names]
+    if not label_by_name.keys().isdisjoint(stems):  # the lines name images without their suffix
+        file_names = stems
+    # names that differ from line to line are those of images, even if all are of other images
+    has_names = "" not in label_by_name and len(label_by_name) == len(names_of_lines)
+    names_no_image = label_by_name.keys().isdisjoint(file_names)
+    if names_of_lines == file_names or (names_no_image and not has_names):
         return class_numbers
     line_counts = Counter(names_of_lines)
     for name in file_names:
