@@ -571,6 +571,30 @@ def distances(number, bins=8):
     return {"y": value[None].astype(np.float32)}
 
 
+def raw_levels(number, bins=16):
+    """A map of each level: distributions, then raw scores, as YOLO v8's last Convs give them."""
+    scores, far = np.split(distances(number, bins)["y"][0], [5], axis=1)
+    rows = np.concatenate([far, np.log(scores / (1 - scores))], axis=1)
+    outputs, start = {}, 0
+    for stride in (8, 16, 32):
+        sides = SIZE[0] // stride, SIZE[1] // stride
+        stop = start + sides[0] * sides[1]
+        outputs[f"p{stride}"] = rows[start:stop].T.reshape(1, -1, *sides)
+        start = stop
+    return outputs
+
+
+def test_outputs_of_boxes_and_scores_are_levels():
+    references = [raw_levels(n) for n in range(8)]
+    form, same = figure(references, references)
+    assert form.task.form == "p8, p16, p32: sigmoid of 5 classes, boxes by distribution"
+    assert same.words.startswith("47 of 47 boxes")  # one overlaps with another
+    labels = {f"p{stride}[{rows}]" for stride in (8, 16, 32) for rows in ("0:64", "64:69")}
+    assert {part.label for part in form.parts} == labels
+    fewer = changed(references, p8=lambda v: v - 20)
+    assert figure(references, fewer)[1].value < 1
+
+
 @pytest.mark.parametrize("form", [forms.queries, distances])
 def test_scores_and_boxes_side_by_side(form):
     references = [form(n) for n in range(8)]

@@ -47,6 +47,7 @@ from deploy.tasks.rows import (
 )
 from deploy.tasks.slices import OutputSlice, SlicesByOutput
 from deploy.tasks.thresholds import (
+    DISTRIBUTION_BINS,
     MAX_EMPTY_SCORE,
     MIN_ANCHORS,
     MIN_BACKGROUND_SHARE,
@@ -94,7 +95,8 @@ def find_detector(samples: FirstSamples, *, is_set: bool = False) -> RowDecoder 
     """Return the decoder of a detector's outputs; None if no form of `PROPOSALS` is certain.
 
     A form proposes which columns are boxes and scores, and `_confirm` decides. Several decoders of
-    one form may be levels of one detector, which belong together: then the next form is tried.
+    one form are the levels of one detector if each output of the model is one of them; else the
+    next form is tried.
 
     Args:
         samples: the first samples.
@@ -105,14 +107,14 @@ def find_detector(samples: FirstSamples, *, is_set: bool = False) -> RowDecoder 
     for propose in PROPOSALS:
         decoders: dict[str, RowDecoder] = {}
         for proposed in propose(tables, samples, is_set):
-            try:
-                decoder = _confirm(proposed, samples, is_set=is_set)
-            except OtherShapeError:  # its levels differ in their number of classes
-                continue
+            decoder = _confirm(proposed, samples, is_set=is_set)
             if decoder is not None:
                 decoders.setdefault(decoder.scores[0].output, decoder)
         if len(decoders) == 1:
             return decoders.popitem()[1]
+        joined = _join_levels([*decoders.values()])
+        if joined is not None and len(decoders) == len(samples.all_output_names):
+            return _confirm(joined, samples, is_set=is_set)
     return None
 
 
@@ -159,7 +161,11 @@ def _propose_joined(
     tables: Sequence[_RowTable], samples: FirstSamples, is_set: bool
 ) -> Iterator[RowDecoder]:
     """Propose columns of one output: boxes, an objectness, classes, and what comes after."""
+    map_sizes = {table.row_count for table in tables if table.columns.layout == MAP}
+    has_levels = len(map_sizes) == len(samples.all_output_names) > 1
     for table in tables:
+        if has_levels and table.columns.layout == MAP:
+            yield from _split_raw_columns(table)
         # many more rows than columns, unless they are queries
         min_count = min(MIN_ROWS_PER_COLUMN * table.width, MIN_QUERIES)
         if table.columns.layout == ANCHOR_MAP or not table.row_count >= min_count:
@@ -220,6 +226,18 @@ def _split_columns(table: _RowTable, class_count: int, *, is_set: bool) -> Itera
         extra=table.part(scores_end, table.width),
         grids=table.grids,
     )
+
+
+def _split_raw_columns(table: _RowTable) -> Iterator[RowDecoder]:
+    """Propose the raw map of a level of YOLO v8: distributions of a box's distances | classes."""
+    for bin_count in DISTRIBUTION_BINS:
+        boxes_end = 4 * bin_count
+        if boxes_end < table.width:
+            yield RowDecoder(
+                scores=table.part(boxes_end, table.width),
+                box_columns=table.part(0, boxes_end),
+                grids=table.grids,
+            )
 
 
 def _count_probabilities(table: _RowTable, start: int) -> int:
@@ -293,11 +311,13 @@ def _propose_separate(
             levels.append(level)
             paired_outputs |= {*table_by_output}
     levels.sort(key=lambda level: samples.names.index(level.scores[0].output))
-    yield from _join_levels(levels)
+    joined = _join_levels(levels)
+    if joined is not None:
+        yield joined
 
 
-def _join_levels(levels: Sequence[RowDecoder]) -> Iterator[RowDecoder]:
-    """Yield one decoder of the columns of all levels; nothing if only some levels have a gate.
+def _join_levels(levels: Sequence[RowDecoder]) -> RowDecoder | None:
+    """Return one decoder of the columns of all levels; None if only some levels have a gate.
 
     Each of `levels` is the decoder of one level alone.
     """
@@ -308,8 +328,9 @@ def _join_levels(levels: Sequence[RowDecoder]) -> Iterator[RowDecoder]:
     for name in ("extra", "grids"):  # of some levels alone they say nothing
         if len(joined[name]) != len(levels):
             joined[name] = ()
-    if levels and len(joined["gates"]) in (0, len(levels)):
-        yield RowDecoder(**joined)
+    if not levels or len(joined["gates"]) not in (0, len(levels)):
+        return None
+    return RowDecoder(**joined)
 
 
 def _pair_tables(tables: Sequence[_RowTable], *, is_set: bool) -> RowDecoder | None:
@@ -419,7 +440,7 @@ def _propose_anchor_maps(
             scores = table.part(_BOX + 1, table.width)
             levels.append(RowDecoder(scores=scores, gates=table.part(_BOX, _BOX + 1)))
     if len(levels) == len(samples.all_output_names) > 1:
-        yield from _join_levels(levels)
+        yield from levels
 
 
 _FIGURE = "boxes of the same class, with an IoU over 0.5 and matching key points and masks"
@@ -463,11 +484,11 @@ def _confirm(proposed: RowDecoder, samples: FirstSamples, *, is_set: bool) -> Ro
         samples: the first samples.
         is_set: whether the user or the file says that they are boxes; then rows may all detect
             something, and boxes may have an unknown coding.
-
-    Raises:
-        OtherShapeError: levels differ in their number of columns.
     """
-    decoder = _with_activations(proposed, samples, is_set=is_set)
+    try:
+        decoder = _with_activations(proposed, samples, is_set=is_set)
+    except OtherShapeError:  # its levels differ in their number of classes
+        return None
     if decoder is None:
         return None
     if not is_set and not _detects_little(decoder, samples):
@@ -680,18 +701,18 @@ def slice_detector(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput
     if _are_separate(decoder):
         return _slice_separate_outputs(decoder, samples)
 
-    # boxes and scores are columns of a single output, so each tuple holds the columns of one level
-    boxes = decoder.box_columns[0]
+    slices: SlicesByOutput = {}
     # the slice of the scores begins at the objectness (a gate) if there is one, else at the classes
-    scores = (decoder.gates or decoder.scores)[0]
-    axis = -1 if scores.layout == ROWS else 1
-    starts = {boxes.start, scores.start}
-    starts.update(columns.start for columns in decoder.extra)
-    column_count = samples.outputs[0][scores.output].shape[axis]
-    slices = []
-    for start, stop in itertools.pairwise(sorted([*starts, column_count])):
-        slices.append(OutputSlice(output=scores.output, axis=axis, start=start, stop=stop))
-    return {scores.output: tuple(slices)}
+    for boxes, scores in zip(decoder.box_columns, decoder.gates or decoder.scores, strict=True):
+        name = scores.output
+        axis = -1 if scores.layout == ROWS else 1
+        starts = {boxes.start, scores.start}
+        starts.update(columns.start for columns in decoder.extra)
+        column_count = samples.outputs[0][name].shape[axis]
+        slices[name] = ()
+        for start, stop in itertools.pairwise(sorted([*starts, column_count])):
+            slices[name] += (OutputSlice(output=name, axis=axis, start=start, stop=stop),)
+    return slices
 
 
 def _slice_separate_outputs(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
