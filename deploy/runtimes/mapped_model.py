@@ -24,7 +24,7 @@ def mapped_tensors(model: ModelProto) -> dict[str, int]:
     """Return name -> number of values of the initializers that are worth a file of their own."""
     sizes: dict[str, int] = {}
     for tensor in model.graph.initializer:
-        if tensor.HasField("raw_data"):  # whose bytes are not counted: to read is to copy them
+        if tensor.HasField("raw_data"):  # its bytes are not counted, since reading them copies them
             size = math.prod(tensor.dims)
             if size >= _MIN_MAPPED_VALUES:
                 sizes[tensor.name] = size

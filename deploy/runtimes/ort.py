@@ -147,7 +147,7 @@ def runs_pairs(opset: int) -> bool:
 _LARGE_MODEL_BYTES = 16 << 20
 _LARGE_MODEL_VALUES = 4 << 20  # in large tensors: 16 MiB in float32
 _TEMPORARY = "calib8-"  # start of the name of the folder with a large model
-# which a message is not to name: it is another one every time, and no file of the user
+# messages do not name this file: it is another one every time, and not the user's
 _TEMPORARY_FILE = re.compile(rf"Load model from \S*{_TEMPORARY}\w+\W\w+\.onnx failed: ?")
 
 

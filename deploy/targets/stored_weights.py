@@ -106,7 +106,7 @@ def _is_depthwise(weight: NDArray[Any], node: onnx.NodeProto) -> bool:
     return weight.ndim > 2 and is_depthwise(groups, *weight.shape[:2])
 
 
-_MIN_COMPLETE_SHARE = 0.99  # of the grid counts as all: on [-128, 127], 127 steps are all too
+_MIN_COMPLETE_SHARE = 0.99  # a larger share of the grid counts as all: 127 of 128 steps are all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

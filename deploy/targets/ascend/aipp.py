@@ -352,7 +352,7 @@ def _set_sizes(
     top, left = 0, 0  # a planned picture has the model's input in its upper left corner
     if plan is None:  # a frame is cropped to its center, as by `resized_geometry`
         top, left = round((height - input_size[0]) / 2), round((width - input_size[1]) / 2)
-    if top < 0 or left < 0:  # only with dynamic AIPP, for which no frame is planned
+    if top < 0 or left < 0:  # this happens only with dynamic AIPP, which has no frame plan
         raise ExportError(
             f"AIPP crops but does not enlarge, got a source of {height}x{width} for an input"
             f" of {format_size(input_size)}"
@@ -488,7 +488,8 @@ def measure_aipp_error(
     batch = next(iter(sample.values()))
     if layout_of(batch) != "nchw" or not np.issubdtype(batch.dtype, np.floating):
         return None
-    full_scale = 255 * preprocess.scale / min(preprocess.std)  # of the model's input
+    # about the largest value of the model's input
+    full_scale = 255 * preprocess.scale / min(preprocess.std)
     errors = []
     for expected in batch:
         pixels = input_to_image(expected[None], preprocess)

@@ -290,7 +290,7 @@ class RecordPlan:
                 name, input_scale, weight_scales[name], factors, roundings
             )
             searched_inputs.append((name, first_inputs[name], input_scale))
-        for name, second_scale in second_scales.items():  # of a MatMul of two activations
+        for name, second_scale in second_scales.items():  # layers: MatMuls of two activations
             # AMCT stores the scale of the second input where other layers have their weight's
             scale_w = np.array([second_scale.scale])
             records[name] = replace(records[name], scale_w=scale_w, has_weight=True)

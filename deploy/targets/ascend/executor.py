@@ -302,7 +302,7 @@ class _IntegerWriter:
         sum_type = np.int64 if len(parts) > 1 else np.int32
         onnx_type = helper.np_dtype_to_tensor_dtype(np.dtype(sum_type))
         multiply = self.multiply_uint8
-        if node.op_type == "ConvTranspose":  # of which ONNX has no integer operator
+        if node.op_type == "ConvTranspose":  # ONNX has no integer operator for it
             multiply = self.multiply_exact
         summands = []
         for products, factor in multiply(node, parts, weight):
@@ -344,7 +344,7 @@ class _IntegerWriter:
         2^24, up to which float32 holds every integer.
         """
         weight = weight.astype(np.int32)
-        max_product = 255 * 15  # of an input less its zero, and half a weight
+        max_product = 255 * 15  # an input less its zero point is at most 255, half a weight 15
         product_count = weight.shape[0] * int(np.prod(weight.shape[2:]))  # at most, of one output
         if max_product * product_count >= _FLOAT32_EXACT:
             raise ModelError(

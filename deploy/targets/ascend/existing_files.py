@@ -157,7 +157,7 @@ def check_deploy_model(path: Path, subject: CalibrationSubject | None) -> str:
                 _check_parameter(node, constants)
     if subject is not None:
         _refuse_other_layers(model, subject)
-    to_integer_model(model)  # for its checks: a layer that it cannot express is invalid
+    to_integer_model(model)  # raises ModelError for a layer that it cannot express
     integer_types = set()
     for node in model.graph.node:
         if node.op_type == "AscendQuant":
@@ -411,13 +411,13 @@ def _model_as_recorded(
     """
     model, graph = prepare_model(subject.model)
     config = None if config_path is None else read_any_config(config_path, graph)
-    fusion_config = config or QuantConfig()  # whose defaults fold all
+    fusion_config = config or QuantConfig()  # by default all are folded
     unfolded: list[str] = []
     if fusion_config.do_fusion:
         recorded_names = [name for name, record in records.items() if record.skip_fusion]
         skipped_names = (*fusion_config.skip_fusion_layers, *recorded_names)
         fusion_config = replace(fusion_config, skip_fusion_layers=skipped_names)
-        unfolded = _find_unfolded_layers(subject, records)  # by their scales
+        unfolded = _find_unfolded_layers(subject, records)  # the scales show it
     if not fusion_config.do_fusion or fusion_config.skip_fusion_layers or unfolded:
         model, graph = unfuse_batchnorms(subject, fusion_config, unfolded=unfolded)
         if config_path is not None:  # its checks depend on the form of the model

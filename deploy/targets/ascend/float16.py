@@ -132,7 +132,7 @@ class _Float16Writer:
 
         In place of the latter, their input takes the name of their output.
         """
-        output_by_input = {}  # of the Casts of float16 to itself
+        output_by_input = {}  # input -> output of each Cast of float16 to itself
         for node in nodes:
             is_no_change = _casts_to_float16(node) and node.input[0] in self.tensors_in_float16
             # an input of the model, which no node makes, keeps its name

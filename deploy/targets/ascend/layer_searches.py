@@ -63,7 +63,7 @@ _DMQ_STRENGTHS = {f"dmq {strength}": strength for strength in (0.2, 0.5, 0.8)}
 _DMQ_SAMPLES = 32  # kept in memory while they are run twice
 SEARCHES = (*_IFMR_CHANGES, _HFMG, *_DMQ_STRENGTHS)
 
-_MAX_DMQ_ERROR = 0.5  # of the error without it: DMQ is one operator more on the NPU
+_MAX_DMQ_ERROR = 0.5  # relative to the error without DMQ, which is one operator more on the NPU
 
 
 def chosen_searches(plan: RecordPlan, choices: Choices) -> dict[str, str]:
@@ -173,7 +173,7 @@ def make_search_plan(default: RecordPlan, search: str) -> RecordPlan:
         return default
     plan = default
     search_by_layer = dict.fromkeys(default.layers, search)
-    if is_balanced(search):  # by DMQ
+    if is_balanced(search):
         plan = replace(default, dmq_samples=count_dmq_samples(default), allow_unbalanced=True)
         for name, layer in default.layers.items():
             if not layer.weight:  # DMQ moves factors from the input into the weight

@@ -244,7 +244,7 @@ def _add_optional_inputs(node: onnx.NodeProto, index: Graph, layer_graph: LayerG
         layer.bias_add: name for name, layer in layer_graph.layers.items() if layer.bias_add
     }
     for position, tensor in enumerate(node.input):
-        input_name = f"{node.name}:{position}"  # as tensor_quantize names it
+        input_name = f"{node.name}:{position}"  # the name that tensor_quantize gives it
         if tensor in index.constants:
             layer_graph.unfit_inputs[input_name] = "it is a constant"
         elif not index.is_float(tensor):

@@ -247,7 +247,7 @@ def _make_models(
     layer_outputs = {quant_layer.layer.output for quant_layer in layers.values()}
     node_outputs = {node.output[0] for node in model.graph.node if node.name in layers}
     float16_tensors = set(float16_tensors) - (node_outputs - layer_outputs)
-    trim_memory()  # what quantizing the weights took
+    trim_memory()  # quantizing the weights has left free blocks
     fake_quant = _make_fake_quant(recipe, float16_tensors)
     yield "fake-quant model", "fake_quant_model.onnx", _take_bytes(fake_quant)
     del fake_quant

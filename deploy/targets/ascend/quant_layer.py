@@ -261,7 +261,7 @@ def quantize_bias(bias: Float32Array, dequant: Float32Array) -> NDArray[np.int32
     Raises:
         ExportError: the bias does not fit int32.
     """
-    with np.errstate(over="ignore"):  # in float32, as AMCT divides
+    with np.errstate(over="ignore"):  # AMCT divides in float32, which may overflow
         steps = np.rint(bias.reshape(-1) / dequant).astype(np.float64)
     limits = np.iinfo(np.int32)
     if not ((steps >= limits.min) & (steps <= limits.max)).all():

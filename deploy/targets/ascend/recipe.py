@@ -164,7 +164,7 @@ def _read_qdq_layers(index: Graph) -> tuple[dict[str, LayerRecord], dict[str, st
             input_pair = input_grid(node, index)
             _refuse_unless_8_bit(input_pair)
             weight_scales = np.ones(1, np.float32)
-            if node.op_type != "AveragePool":  # which has no weight
+            if node.op_type != "AveragePool":  # a pool has no weight
                 weight_scales = _read_weight_scales(node, index)
         except UnfitError as error:
             float_reasons[node.name] = str(error)

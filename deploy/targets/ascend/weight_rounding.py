@@ -53,7 +53,7 @@ from deploy.terminal import Step, phase
 MAX_SAMPLES = 64
 MAX_POSITIONS = 4096  # sampled positions of a layer
 _MIN_POSITIONS = 256  # whatever memory they take
-_MAX_INPUT_BYTES = 32 * 2**20  # of the inputs at more positions than these
+_MAX_INPUT_BYTES = 32 * 2**20  # of the inputs at the sampled positions, if these are more
 
 Float32Array = NDArray[np.float32]
 # (observed statistics, names of the layers to round, last tensor) -> model up to that tensor, in
@@ -349,7 +349,7 @@ def _make_problem(
         targets=outputs.reshape(len(outputs), groups, group_channels),
         bias=step.bias,
         activation=step.activation,
-        share=target_recorder.share,  # of each squared error, as AMCT averages them
+        share=target_recorder.share,  # factor of each squared error, as in AMCT's mean
     )
 
 

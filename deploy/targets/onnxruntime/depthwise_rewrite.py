@@ -103,7 +103,7 @@ def widen_depthwise(model: onnx.ModelProto, context: RewriteContext) -> None:
         if weight is None or node.name in visited_convs:
             continue
         is_depthwise = list(weight.dims[:2]) == [group_count(node), 1]
-        if not is_depthwise:  # only grouped
+        if not is_depthwise:  # it has groups of several channels
             continue
         region = _find_region(graph, node)
         if region is None:
@@ -139,7 +139,7 @@ def _find_region(graph: Graph, depthwise: onnx.NodeProto) -> _Region | None:
     mixes channels and is no Conv.
     """
     region = _Region(group_count(depthwise))
-    pending_tensors = [depthwise.input[0]]  # of the region, not yet visited
+    pending_tensors = [depthwise.input[0]]  # tensors of the region that are not visited yet
     while pending_tensors:
         tensor = pending_tensors.pop()
         if tensor in region.tensors:
@@ -174,7 +174,7 @@ def _add_conv(graph: Graph, region: _Region, node: onnx.NodeProto, tensor: str) 
     out_channels, in_channels = weight.dims[:2]
     if group_count(node) == out_channels == region.channels and in_channels == 1:
         conv.is_depthwise = True
-        conv.longer_axes.add(0)  # of the weight [channels, 1, ...]
+        conv.longer_axes.add(0)  # its weight is [channels, 1, ...]
         return [node.input[0], node.output[0]]
 
     is_input = tensor == node.input[0]

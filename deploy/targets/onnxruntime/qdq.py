@@ -392,7 +392,7 @@ class _QdqWriter:
         output = gate_nodes[-1].output[0]
         quantize_node, _ = self.nodes_after[output]  # Q and DQ of the gate's output
         shifted_source = ""
-        clip_params = None  # of the source's integers; None for an Add
+        clip_params = None  # parameters of the source, if its integers get the shift
         if gate in self.plan.bias_shifts.values():
             shifted_source = self._rename_shifted_source(gate)
         else:
@@ -473,7 +473,9 @@ def _widen_for_bias(
     scales: Scales32, bias: NDArray[np.floating], input_scale: np.float32
 ) -> Scales32:
     """Widen weight scales until the bias fits int32 (for channels of nearly zero weights)."""
-    max_bias = float(input_scale) * (_INT32_MAX - 128)  # for a weight scale of 1
+    max_bias = float(input_scale) * (
+        _INT32_MAX - 128
+    )  # largest bias that int32 holds with a weight scale of 1
     min_scales = np.abs(bias.astype(np.float64).reshape(-1)) / max_bias
     if scales.size == 1:
         min_scales = min_scales.max(keepdims=True)

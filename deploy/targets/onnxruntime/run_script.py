@@ -429,7 +429,8 @@ def _are_relative(places: Array) -> bool:
 def _columns_by_name(decoder: RowDecoder) -> dict[str, tuple[Columns, ...]]:
     """Return what columns hold (scores, boxes, gate, extra) -> these columns of each level.
 
-    Without what a detector lacks. "gate" is the objectness, "extra" what `_BoxExtras` is for.
+    What a detector lacks has no entry. "gate" is the objectness; "extra" are key points, mask
+    coefficients or angles.
     """
     columns = {"scores": decoder.scores, "boxes": decoder.box_columns, "gate": decoder.gates}
     columns["extra"] = decoder.extra

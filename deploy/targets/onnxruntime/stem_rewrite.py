@@ -81,7 +81,7 @@ def _pad_input(node: onnx.NodeProto, scope: RewriteScope) -> Nodes:
         x (integers) --> DQ --> Conv     becomes     x --> Pad --> DQ --> Conv
     """
     weight = unshared_integers(scope.graph, node)
-    assert weight is not None  # by the check
+    assert weight is not None  # `_why_not_padded` has checked it
     rank = len(weight.dims)
     added_channels = _STEM_CHANNELS - weight.dims[1]
     append_zero_channels(scope.model, scope.graph, node, WEIGHT, [1], added_channels)

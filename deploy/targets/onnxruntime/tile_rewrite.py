@@ -119,7 +119,7 @@ class _TiledLayer(ReplacementNodes):
         inputs = [self.node.input[0], *(constant.output[0] for constant in constants)]
         output = self.node.output[0]
         conv = make_node("Conv", inputs, f"{output}{TILES}", self.name)
-        tail_output = quantize.input[0]  # of the activation, or else of the layer itself
+        tail_output = quantize.input[0]  # output of the activation, or of the layer itself
         self._read_tiles(output)
         if tail_output != output:
             self._read_tiles(tail_output)

@@ -96,13 +96,15 @@ def fit_input_shift(scale: np.float32, zero: int, shift: float) -> ShiftedParams
     # lengths of the range of x on both sides of 0
     below_zero = zero * float(scale)
     above_zero = (255 - zero) * float(scale)
-    min_scale = (above_zero + max(below_zero, shift)) / 255  # of a range that reaches to -shift
+    min_scale = (
+        above_zero + max(below_zero, shift)
+    ) / 255  # scale of a range that reaches down to -shift
     steps = int(shift / min_scale)
     if zero == 0 or steps < _MIN_SHIFT_STEPS:
         return unshifted
     if shift / steps > float(scale) * _MAX_WIDENING:  # coarser steps would lose too much
         return unshifted
-    # of this scale, the shift is an integer number of steps
+    # with this scale, the shift is an integer number of steps
     widened_scale = np.float32(shift / steps)
     zero_of_range = int(np.rint(below_zero / float(widened_scale)))
     new_zero = max(zero_of_range, steps)  # the range reaches at least to -shift

@@ -217,7 +217,7 @@ def _inner_tensors(
         inner_name = f"{node_name or f'node_of_{node.output[0]}'}_output"
         if node.op_type == "Softmax":  # its result before it is reshaped
             return [CacheTensor(inner_name, node.output[0])]
-        if optional_input(node, 2):  # of a Gemm, the product before the bias is added
+        if optional_input(node, 2):  # a Gemm's product, before the bias is added
             return [CacheTensor(inner_name, inner_name)]
         return []
     is_unnamed_gemm = node.op_type == "Gemm" and version_number < _END_OF_UNNAMED_GEMM
@@ -279,7 +279,7 @@ def _caffe_tensors(model: onnx.ModelProto) -> list[CacheTensor]:
             layer_index = None
 
         entry_name: str | None = output
-        if reader_types == ["Relu"]:  # which takes this name
+        if reader_types == ["Relu"]:  # the Relu takes the name of this output
             entry_name = None
             if layer_index is not None and kind is not None:
                 entry_name = unnamed_layer_output(layer_index, kind)

@@ -114,7 +114,7 @@ def match_cache(
     Raises:
         CacheError: the cache has two scales for one tensor.
     """
-    # which tensor each entry of the cache names
+    # the tensor that each entry of the cache is for
     scale_by_entry = cache.scales()
     flaw_by_entry = cache.flaws()
     expected_entries = cache_tensors(
@@ -125,7 +125,7 @@ def match_cache(
     )
     tensor_by_entry = _find_tensors(scale_by_entry, expected_entries)
 
-    # which tensors get a pair: those that have a usable scale, and an int8 or fp8 reader
+    # the tensors that get a pair: those that have a usable scale, and an int8 or fp8 reader
     scale_by_tensor = {}
     flaw_by_tensor = {}
     for name, tensor in tensor_by_entry.items():
@@ -146,7 +146,7 @@ def match_cache(
     scales = {tensor: scale_by_tensor[owner_by_tensor[tensor]] for tensor in plan.activations}
     used_tensors = {owner_by_tensor[tensor] for tensor in scales}
 
-    # which entries are used, and why the others are not
+    # the entries that are used, and why the others are not
     entries = []
     for name in scale_by_entry:
         entry_tensor = tensor_by_entry.get(name)  # None if the entry is of no tensor of the model

@@ -285,7 +285,7 @@ def _restore_float_weights(quantized: onnx.ModelProto, model: onnx.ModelProto) -
             make_node(Q, inputs, int8_name, f"{int8_name}/Q", **attributes(dequantizer))
         )
         graph.initializer.remove(initializer_by_name.pop(int8_name))
-        if float_name not in initializer_by_name:  # else added already, for another node
+        if float_name not in initializer_by_name:  # it may have been added for another node
             graph.initializer.append(float_weight)
             initializer_by_name[float_name] = float_weight
     replace_nodes(graph, [*quantize_nodes, *graph.node])

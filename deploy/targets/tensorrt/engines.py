@@ -230,7 +230,7 @@ def _tensorrt_fingerprint(
         program=TENSORRT,
         rule=f"whole batches of {batch}",
         method=ALGORITHMS[str(options.calibrator)],
-        numbers={},  # of calib8's own observation, which did not run
+        numbers={},  # they describe calib8's own observation, which did not run
         versions=versions,
     )
 
@@ -355,7 +355,7 @@ def build_quantized_engine(
     _check_versions(options, installed, request)
     source_role = _source_role(options, installed, files, request)
     source = files[source_role]
-    uses_cache = source_role == FLOAT  # in place of Q/DQ pairs in the model
+    uses_cache = source_role == FLOAT  # else the model has Q/DQ pairs
     settings = _quantized_settings(
         options,
         request,
@@ -603,7 +603,7 @@ def _reasons_of_lost_int8(tensors: Iterable[str], model: onnx.ModelProto) -> dic
         node = graph.producer.get(tensor)
         if node is None or node.name not in int8_nodes or tensor in graph.outputs:
             continue  # no int8 layer makes it, or it stays float as an output of the model
-        # of the tensors inside a fused layer, only the last one is written
+        # TensorRT writes only the last tensor of a fused layer
         if graph.tail(node) == tensor:
             reasons[tensor] = f"{node.op_type} {node.name} cannot write int8"
     return reasons

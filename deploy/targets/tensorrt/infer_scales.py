@@ -208,7 +208,8 @@ def _range_for_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
 
     amaxes = {amax for amax, _ in needed_ranges}
     level = max(level for _, level in needed_ranges)
-    is_read_outside = name in graph.outputs or name in graph.captured  # by the user or a subgraph
+    # an output of the model, or a tensor that a subgraph reads
+    is_read_outside = name in graph.outputs or name in graph.captured
     if len(needed_ranges) < len(readers) or is_read_outside:
         level = GUESS  # some reader may need a larger range
     elif len(amaxes) > 1:  # one scale serves all: for the other readers it is only a bound
@@ -246,7 +247,7 @@ def _range_for_reader(tensor_ranges: TensorRanges, name: str, node: onnx.NodePro
     if not output_ranges:
         return None
 
-    amax, level = max(output_ranges)  # that of the largest |x|; only a Split has several
+    amax, level = max(output_ranges)  # the one of the largest |x|; only a Split has several
     if operator == "Concat":
         return amax, max(level, BOUND)
     if operator in ("Add", "Sub", "Mul", "Div") and len(node.input) == 2:

@@ -105,7 +105,7 @@ def dtype_of(data_type: trt.DataType) -> str:
     Raises:
         BackendError: the type has elements of less than a byte.
     """
-    name = str(data_type).rpartition(".")[2]  # of "DataType.HALF"
+    name = str(data_type).rpartition(".")[2]  # "HALF" of "DataType.HALF"
     if name in _RENAMED_DTYPES:
         return _RENAMED_DTYPES[name]
     if name not in _UPPER_CASE_DTYPES:

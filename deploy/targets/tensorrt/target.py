@@ -295,7 +295,7 @@ class TensorRT(TensorrtOptions):
         written_models, lowering_notes = engines.lower_models(self, complete_models, version)
         files = self._write_models(request, calibrated, written_models, float32_nodes)
 
-        # which file is run on the CPU to measure the accuracy
+        # the file that is run on the CPU to measure the accuracy
         evaluated_role = self._evaluated_role(model_set.models, version)
         if request.plugin_decisions:  # only the part without plugin nodes can run there
             runnable_part = model_set.models[evaluated_role]
@@ -316,7 +316,7 @@ class TensorRT(TensorrtOptions):
         return BuildResult(
             target=self.name,
             engine=built.engine,
-            # where TensorRT fails the target has failed, and nothing is evaluated in its place
+            # if TensorRT fails, the target has failed: no model is evaluated in place of the engine
             runnable=None if built.failure else evaluated_file,
             shipped=shipped,
             baselines=built.baselines.engines,
