@@ -18,7 +18,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from deploy.graph.edit import drop_dead, make_node, rebuild
+from deploy.graph.edit import drop_dead, make_node, replace_nodes
 from deploy.graph.index import Graph, Nodes, Shape, attributes, optional_input
 from deploy.graph.placement import resize_mode
 from deploy.targets.onnxruntime.rewrite_base import (
@@ -40,7 +40,6 @@ def write_upsampling(model: onnx.ModelProto, context: RewriteContext) -> None:
         return
     graph = Graph(model)
     replacements: dict[str, Nodes] = {}  # name of a node -> the nodes in its place
-    declarations: list[onnx.ValueInfoProto] = []
     for node in graph.nodes:
         if node.op_type != "Resize":
             continue
@@ -56,14 +55,10 @@ def write_upsampling(model: onnx.ModelProto, context: RewriteContext) -> None:
         replacements[node.name] = copies.write(source, output)
         quantize = graph.readers[node.output[0]][0]
         replacements[quantize.name] = []  # the copies make its output
-        model.graph.initializer.extend(copies.constants)
-        channels = sizes[1] if isinstance(sizes[1], int) else None
-        declarations.append(copies.declare_pixel_rows(channels))
+        copies.declare(model.graph, sizes[1] if isinstance(sizes[1], int) else None)
     if replacements:
-        rebuild(model.graph, replaced_nodes(model, replacements))
+        replace_nodes(model.graph, replaced_nodes(model, replacements))
         drop_dead(model.graph)  # DequantizeLinears that only the Resize read
-        # ONNX Runtime changes the layout of the Convs downstream only if it knows this rank
-        model.graph.value_info.extend(declarations)
 
 
 def _repeat_factors(graph: Graph, node: onnx.NodeProto) -> tuple[int, int] | None:

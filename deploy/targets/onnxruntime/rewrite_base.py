@@ -129,10 +129,18 @@ class ReplacementNodes:
         self.constants.append(numpy_helper.from_array(np.array(values, order="C"), name))
         return name
 
-    def declare_pixel_rows(self, channels: int | None) -> onnx.ValueInfoProto:
-        """Return the declaration of NAME/rows, [N, H, W, C]; only C may be known."""
+    def declare(self, graph: onnx.GraphProto, channels: int | None) -> None:
+        """Add the constants to a graph, and the type of NAME/rows, uint8 [N, H, W, C].
+
+        ONNX Runtime changes the layout of the Convs downstream only if it knows this rank.
+
+        `channels`: C; None if it is unknown.
+        """
+        graph.initializer.extend(self.constants)
         sizes = [None, None, None, channels]
-        return helper.make_tensor_value_info(f"{self.name}/rows", onnx.TensorProto.UINT8, sizes)
+        graph.value_info.append(
+            helper.make_tensor_value_info(f"{self.name}/rows", onnx.TensorProto.UINT8, sizes)
+        )
 
     def scaled_shape(
         self, source: str, order: Sequence[int], factors: Sequence[int], channels: int | None = None

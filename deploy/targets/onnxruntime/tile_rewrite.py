@@ -50,7 +50,6 @@ def with_tiles(model: onnx.ModelProto, context: RewriteContext) -> onnx.ModelPro
     model = copy_message(model)
     graph = Graph(model)
     replacements: dict[str, Nodes] = {}  # name of a node -> the nodes in its place
-    declarations: list[onnx.ValueInfoProto] = []
     for node in graph.nodes:
         quantize = _find_quantize(graph, node)  # None for other nodes, or if it stays float
         weight = stored_integers(graph, node, WEIGHT)
@@ -67,13 +66,10 @@ def with_tiles(model: onnx.ModelProto, context: RewriteContext) -> onnx.ModelPro
         # pixels are moved after the QuantizeLinear, as bytes
         moves = tiled_layer.write_moves(quantize, sizes or (None,) * 4)
         replacements[quantize.name] = [quantize, *moves]
-        model.graph.initializer.extend(tiled_layer.constants)
-        declarations.append(tiled_layer.declare_pixel_rows(channels))
+        tiled_layer.declare(model.graph, channels)
     if replacements:
         replace_nodes(model.graph, replaced_nodes(model, replacements))
         drop_dead(model.graph)
-        # ONNX Runtime changes the layout of the Convs downstream only if it knows this rank
-        model.graph.value_info.extend(declarations)
     return model
 
 

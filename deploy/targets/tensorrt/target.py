@@ -445,7 +445,7 @@ class TensorRT(TensorrtOptions):
     ) -> tuple[onnx.ModelProto, tuple[str, ...]]:
         """Return (Q/DQ model, notes): the user's own if TensorRT reads it, else a new one.
 
-        `request.trained` is the user's Q/DQ model, if he gave one in place of a float model.
+        `request.trained` is the user's Q/DQ model, if it was given in place of a float model.
         """
         from deploy.targets.prequantized import rewritten_notes, unchanged_note
         from deploy.targets.tensorrt import trained_pairs
