@@ -444,7 +444,7 @@ def _create_profile(
                     f"a dynamic input needs a profile, got none for {name!r} {list(input_shape)};"
                     " give its shapes"
                 )
-            shapes = settings.profiles[name]
+            shapes = settings.profiles[name]  # the smallest, those to tune for, the largest
             profile.set_shape(name, *[trt.Dims(list(shape)) for shape in shapes])
             is_needed = True
         if tensor.is_shape_tensor:
