@@ -7,6 +7,7 @@ import functools
 import gc
 import importlib.util
 import json
+import math
 import os
 import shutil
 import signal
@@ -160,13 +161,18 @@ def named_files(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def run(capfd):
+def run(capfd, monkeypatch):
     """(arguments) -> exit code, stdout, stderr of `calib8`: no traceback, one line of error.
 
     `run.ok` gives the stdout of a command that must succeed, `run.fails` the stderr of one that
     must be refused with exit code 1.
     """
+    from deploy import terminal
     from deploy.cli import main
+
+    # a slow machine prints progress where a fast one does not
+    monkeypatch.setattr(terminal, "LASTING_S", math.inf)
+    monkeypatch.setattr(terminal, "EVERY_S", math.inf)
 
     def call(*arguments):
         code = 0
