@@ -152,9 +152,8 @@ def _is_true_or_unset(message: Any, field: str) -> bool:
 def _types_and_ranks(layer_type: str) -> tuple[tuple[str, int], ...]:
     """Return (op type, spatial rank) of all layers of a type in ONNX's or torch's vocabulary."""
     if layer_type in TYPES:
-        return tuple(
-            (layer_type, rank) for rank in range(4)
-        )  # a type of ONNX stands for layers of any rank
+        # a type of ONNX stands for layers of any rank
+        return tuple((layer_type, rank) for rank in range(4))
     if layer_type in ALIASES:
         return ALIASES[layer_type]
     raise ConfigError(

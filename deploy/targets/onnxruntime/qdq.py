@@ -473,9 +473,8 @@ def _widen_for_bias(
     scales: Scales32, bias: NDArray[np.floating], input_scale: np.float32
 ) -> Scales32:
     """Widen weight scales until the bias fits int32 (for channels of nearly zero weights)."""
-    max_bias = float(input_scale) * (
-        _INT32_MAX - 128
-    )  # largest bias that int32 holds with a weight scale of 1
+    # largest bias that int32 holds with a weight scale of 1
+    max_bias = float(input_scale) * (_INT32_MAX - 128)
     min_scales = np.abs(bias.astype(np.float64).reshape(-1)) / max_bias
     if scales.size == 1:
         min_scales = min_scales.max(keepdims=True)

@@ -96,9 +96,8 @@ def fit_input_shift(scale: np.float32, zero: int, shift: float) -> ShiftedParams
     # lengths of the range of x on both sides of 0
     below_zero = zero * float(scale)
     above_zero = (255 - zero) * float(scale)
-    min_scale = (
-        above_zero + max(below_zero, shift)
-    ) / 255  # scale of a range that reaches down to -shift
+    # scale of a range that reaches down to -shift
+    min_scale = (above_zero + max(below_zero, shift)) / 255
     steps = int(shift / min_scale)
     if zero == 0 or steps < _MIN_SHIFT_STEPS:
         return unshifted
