@@ -130,36 +130,57 @@ def derive_form(
     # outputs that the figure of the task says nothing of
     uncovered = () if task is None else _find_uncovered(task, first)
 
-    slices = {name: _slice_output(name, task, first) for name in reference_outputs[0]}
-    # slice -> the slice of its scores: where these are low (a hidden landmark) no error counts
-    value_slices = []
-    for name in first.all_output_names:  # the change of an input counts in every cell
-        value_slices += [part for part in slices[name] if not part.less]
-    scores = find_cell_scores(value_slices, first)
-    # values that hardly vary are measured without their mean: measured slice -> mean, None for none
-    mean_by_measured: dict[OutputSlice, Array | None] = {}
-    for name, output_slices in slices.items():
-        is_uncovered = task is None or name in uncovered
-        if task is not None and name in (*task.parts, *task.covered):
-            mean_by_slice = dict.fromkeys(output_slices)  # as the task slices and weights them
-        else:
-            mean_by_slice = _choose_measures(output_slices, is_uncovered, samples, scores)
-        mean_by_measured |= mean_by_slice
-
-    parts = list(mean_by_measured)
+    mean_by_slice = _choose_slices(task, uncovered, first, samples)
+    parts = tuple(mean_by_slice)
     if not parts and task is None:  # all outputs are integers: complete outputs, equal or not
-        parts = [OutputSlice(output=name) for name in reference_outputs[0]]
+        parts = tuple(OutputSlice(output=name) for name in reference_outputs[0])
     return OutputForm(
-        parts=tuple(parts),
+        parts=parts,
         task=task,
         states=find_states(first),
-        means={part: mean for part, mean in mean_by_measured.items() if mean is not None},
+        means={part: mean for part, mean in mean_by_slice.items() if mean is not None},
         uncovered=uncovered,
         lists=frozenset() if task is None else _find_lists(task, first),
         reason=_describe_task(task, declared_by),
         set_task=metric.task,
         batch_inputs=metric.declared.batch_inputs,
     )
+
+
+def _choose_slices(
+    task: EvaluationTask | None,
+    uncovered: Collection[str],
+    first: FirstSamples,
+    samples: FirstSamples,
+) -> dict[OutputSlice, Array | None]:
+    """Return the slices of all outputs -> the mean that is subtracted before they are compared.
+
+    The mean is None for slices that are compared as they are: those of the task, and those that
+    vary much.
+
+    Args:
+        task: of the outputs; None without one.
+        uncovered: outputs that the task does not cover.
+        first: the samples that show the slices.
+        samples: all samples, whose means are taken.
+    """
+    slices_by_output = {}
+    value_slices = []  # all but changes of an input, which count in every cell
+    for name in first.outputs[0]:
+        slices_by_output[name] = _slice_output(name, task, first)
+        if name in first.all_output_names:
+            value_slices += [part for part in slices_by_output[name] if not part.less]
+    # slice -> the slice of its scores: where these are low (a hidden landmark) no error counts
+    scores = find_cell_scores(value_slices, first)
+
+    mean_by_slice: dict[OutputSlice, Array | None] = {}
+    for name, output_slices in slices_by_output.items():
+        if task is not None and name in (*task.parts, *task.covered):
+            mean_by_slice |= dict.fromkeys(output_slices)  # as the task slices and weights them
+        else:
+            is_uncovered = task is None or name in uncovered
+            mean_by_slice |= _choose_measures(output_slices, is_uncovered, samples, scores)
+    return mean_by_slice
 
 
 def _choose_measures(

@@ -12,7 +12,7 @@ if the length of the list varies. Other detectors: `detector_forms`.
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import permutations
+from itertools import product
 
 import numpy as np
 
@@ -43,7 +43,9 @@ from deploy.tensors import Array
 _LAYOUTS = {
     6: ((0, 4, 5), (0, 5, 4), (2, 1, 0)),
     7: ((1, 6, 5), (1, 5, 6), (3, 2, 1)),  # the first column is the number of the image
+    8: ((0, 4, 5),),  # or more
 }
+_LONG_ROW = 8
 
 
 # names of boxes in TensorFlow's Object Detection API, and in its TFLite files
@@ -98,41 +100,41 @@ def _propose_lists(samples: FirstSamples) -> Iterator[RowDecoder]:
 def _propose_several_outputs(
     box_output: str, width: int, output_names: Collection[str]
 ) -> Iterator[RowDecoder]:
-    """Yield lists whose class numbers, if any, and perhaps scores have outputs [.., K].
+    """Yield lists whose class numbers, and perhaps scores, have an output [.., K] of their own.
+
+    The last ones have no class numbers.
 
     `width`: columns of `box_output`: 4 for boxes alone, 5 for boxes and scores; others are no list.
     """
     corners = Columns(box_output, LIST, 0, 4)
+    number_columns = [Columns(name, LIST_NUMBERS) for name in output_names]
     if width == 4:
-        for score_output, class_output in permutations(output_names, 2):
-            scores = Columns(score_output, LIST_NUMBERS)
-            yield _list_decoder(corners, scores, Columns(class_output, LIST_NUMBERS))
-        for score_output in output_names:
-            yield _list_decoder(corners, Columns(score_output, LIST_NUMBERS))
+        score_columns = number_columns
     elif width == 5:
-        scores = Columns(box_output, LIST, 4, 5)
-        for class_output in output_names:
-            yield _list_decoder(corners, scores, Columns(class_output, LIST_NUMBERS))
+        score_columns = [Columns(box_output, LIST, 4, 5)]
+    else:
+        return
+    for scores, classes in product(score_columns, number_columns):
+        yield _list_decoder(corners, scores, classes)
+    for scores in score_columns:
+        yield _list_decoder(corners, scores)
 
 
 def _propose_one_output(name: str, width: int) -> Iterator[RowDecoder]:
     """Yield lists whose boxes, scores and class numbers are columns of one output [.., K, width].
 
-    Five columns are boxes and scores without a class.
+    In longer rows, key points or weights of masks come after the class.
     """
-    for first_corner, score, class_number in _LAYOUTS.get(width, ()):
-        yield _list_decoder(
+    for first_corner, score, class_number in _LAYOUTS.get(min(width, _LONG_ROW), ()):
+        decoder = _list_decoder(
             Columns(name, LIST, first_corner, first_corner + 4),
             Columns(name, LIST, score, score + 1),
             Columns(name, LIST, class_number, class_number + 1),
         )
-    if width > max(_LAYOUTS):  # key points or weights of masks come after the class
-        decoder = _list_decoder(
-            Columns(name, LIST, 0, 4), Columns(name, LIST, 4, 5), Columns(name, LIST, 5, 6)
-        )
-        yield replace(decoder, extra=(Columns(name, LIST, 6),))
-    if width == 5:
-        yield _list_decoder(Columns(name, LIST, 0, 4), Columns(name, LIST, 4, 5))
+        extra: tuple[Columns, ...] = ()
+        if width >= _LONG_ROW:
+            extra = (Columns(name, LIST, class_number + 1),)
+        yield replace(decoder, extra=extra)
 
 
 def _list_decoder(corners: Columns, scores: Columns, *numbers: Columns) -> RowDecoder:

@@ -83,6 +83,8 @@ _RESHAPING = frozenset(
 # operators that move values, or add a bias to them: what their input is, their output is too
 _MOVING = _RESHAPING | {"Add", "Concat", "Slice", "Split"}
 _OF_SCORES = _RESHAPING | {"Softmax", "LogSoftmax", "Sigmoid", "HardSigmoid", "ArgMax"}
+_ACTIVATED = "softmax", "sigmoid"  # ends of probabilities
+_DERIVED = *_ACTIVATED, "classes"  # ends of outputs that are computed from raw scores
 Makers = Mapping[str, "onnx.NodeProto"]  # tensor -> the node that computes it
 
 
@@ -207,15 +209,9 @@ def _find_repeats(
     probabilities: dict[str, str] = {}
     best_classes: dict[str, str] = {}
     for group in outputs_by_origin.values():  # outputs that are computed from the same scores
-        class_outputs, raw_outputs, activated_outputs = [], [], []
-        for output in group:
-            end = ends.get(output)
-            if end == "classes":
-                class_outputs.append(output)
-            elif end in ("softmax", "sigmoid"):
-                activated_outputs.append(output)
-            else:
-                raw_outputs.append(output)
+        class_outputs = [output for output in group if ends.get(output) == "classes"]
+        activated_outputs = [output for output in group if ends.get(output) in _ACTIVATED]
+        raw_outputs = [output for output in group if ends.get(output) not in _DERIVED]
         if activated_outputs:
             probabilities |= dict.fromkeys(raw_outputs, activated_outputs[0])
         score_outputs = activated_outputs or raw_outputs
