@@ -414,8 +414,13 @@ def _document(source_cache: CalibrationCache) -> dict[str, object]:
         "cutoff": header.cutoff,
         "quantile": header.quantile,
         "entries": [
-            {"name": e.name, "bits": e.digits, "scale": float(e.scale), "flaw": e.flaw}
-            for e in source_cache.entries
+            {
+                "name": entry.name,
+                "bits": entry.digits,
+                "scale": float(entry.scale),
+                "flaw": entry.flaw,
+            }
+            for entry in source_cache.entries
         ],
     }
 

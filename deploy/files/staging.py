@@ -128,8 +128,11 @@ class Stage:
         """Return the names of the files written, those of records as `calib8/name`."""
         stage = self.temporary_folder
         paths = [*stage.iterdir(), *(stage / RECORDS).glob("*")]
-        written_paths = (p for p in paths if p.is_file() and not p.name.startswith(atomic.PREFIX))
-        return sorted(path.relative_to(stage).as_posix() for path in written_paths)
+        return sorted(
+            path.relative_to(stage).as_posix()
+            for path in paths
+            if path.is_file() and not path.name.startswith(atomic.PREFIX)
+        )
 
     def discard(self, names: Iterable[str]) -> None:
         """Remove the written files of these names; a complete calibration stays."""

@@ -129,9 +129,13 @@ def load_function(spec: str, *, what: str, form: str, error: type[Calib8Error]) 
     module = _import_file(Path(path), error)
     function = getattr(module, name, None)
     if not callable(function):
-        functions = sorted(n for n, v in vars(module).items() if callable(v) and n[0] != "_")
+        other_names = sorted(
+            other_name
+            for other_name, value in vars(module).items()
+            if callable(value) and other_name[0] != "_"
+        )
         raise ConfigError(
-            f"{path} has no function {name!r}; it has {', '.join(functions) or 'none'}"
+            f"{path} has no function {name!r}; it has {', '.join(other_names) or 'none'}"
         )
     return function
 

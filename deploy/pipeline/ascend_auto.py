@@ -82,7 +82,11 @@ class AscendAutoTarget(Ascend):
         for search in self._searches:
             records = self.search(request, search)[1].records
             if is_balanced(search):
-                records = {name: r for name, r in records.items() if (r.factors != 1).any()}
+                records = {
+                    layer: record
+                    for layer, record in records.items()
+                    if (record.factors != 1).any()  # DMQ changes it
+                }
             records_by_search[search] = records
         return records_by_search
 

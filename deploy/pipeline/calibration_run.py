@@ -602,8 +602,12 @@ def _make_result(
     feed = run.feed
     cache = run.policy.path
     # the cache may have outliers of tensors that these targets do not observe
-    observed_tensors = {(o.variant.key, o.tensor) for o in run.observations}
-    run_outliers = [o for o in outliers if (o.variant, o.tensor) in observed_tensors]
+    observed_tensors = {
+        (observation.variant.key, observation.tensor) for observation in run.observations
+    }
+    run_outliers = [
+        outlier for outlier in outliers if (outlier.variant, outlier.tensor) in observed_tensors
+    ]
     if run_outliers:
         warnings = (describe_outliers(run_outliers, feed.name_by_digest()), *warnings)
     remaining_checkpoint = None

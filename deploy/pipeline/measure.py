@@ -200,7 +200,7 @@ def measure_engines(
 def list_engines(loaded: LoadedModel, results: Sequence[BuildResult]) -> Figures:
     """Return the engines of a build without images: their files, without figures."""
     size = len(read_float_model(loaded))
-    float_row = EngineRow(label="FP32", reference=True, path=None, size_bytes=size)
+    float_row = EngineRow(label="FP32", reference=True, size_bytes=size)
     return Figures(engines=(float_row, *_make_rows(results, _Measurements())))
 
 
@@ -440,7 +440,11 @@ def _measure_latency(
     samples = calibration.first_samples(_LATENCY_SAMPLES)
     latency: dict[str, Latency] = {}
     for on_device in (False, True):
-        group = {n: s for n, s in sessions.items() if isinstance(s, DeviceSession) == on_device}
+        group = {
+            name: session
+            for name, session in sessions.items()
+            if isinstance(session, DeviceSession) == on_device
+        }
         if group:
             latency |= measure(group, samples, duration_s=duration_s, until_settled=True)
     return latency

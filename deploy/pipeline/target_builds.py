@@ -233,7 +233,9 @@ def _make_request(
 
     Each target is given all that are built (`companions`): a repair is computed for them together.
     """
-    buildable_targets = tuple(t for t in targets if t.name not in calibration.failures)
+    buildable_targets = tuple(
+        target for target in targets if target.name not in calibration.failures
+    )
     return BuildRequest(
         subject=calibration.subject,
         folder=stage.temporary_folder,

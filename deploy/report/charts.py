@@ -474,7 +474,9 @@ def front_figure(front: Sequence[SplitRow]) -> str:
     compared by itself. The float model is drawn at time 1. "" for fewer than two splits with
     finite figures.
     """
-    splits = [s for s in front if math.isfinite(s.time) and not math.isnan(s.sqnr_db)]
+    splits = [
+        split for split in front if math.isfinite(split.time) and not math.isnan(split.sqnr_db)
+    ]
     if len(splits) < 2:
         return ""
 

@@ -114,7 +114,7 @@ def _sections(report: Findings) -> list[Section]:
 def _page_head(report: Findings) -> Iterator[str]:
     """Yield title, verdicts, failures and wrong outputs, model and devices as HTML."""
     yield f"<h1>{escape(report.title)}</h1>"
-    yield verdicts((e.label, e.verdict) for e in report.engines if e.verdict)
+    yield verdicts((engine.label, engine.verdict) for engine in report.engines if engine.verdict)
     troubles = list(tables.failure_texts(report))
     for engine in report.engines:
         if engine.accuracy:

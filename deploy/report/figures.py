@@ -165,7 +165,8 @@ class EngineLayersPart:
     @property
     def deviation_rows(self) -> list[list[str]]:
         """Rows under `DEVIATION_HEADS` of the nodes that do not run as planned."""
-        return [[d.node, d.op, d.planned, d.ran] for d in (*self.lost, *self.gained)]
+        deviations = (*self.lost, *self.gained)
+        return [[node.node, node.op, node.planned, node.ran] for node in deviations]
 
     @property
     def as_planned(self) -> int:
