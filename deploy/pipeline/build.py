@@ -192,7 +192,8 @@ def build_with(
 ) -> Report:
     """`build` with its options as one value.
 
-    Calibrate, search, build, measure and report in a temporary folder, then publish all files.
+    Calibrate, search, build, measure and report in a temporary folder, then publish all files: move
+    them into the output folder together.
     """
     build = prepare_build(model, dataset, options)
     options = build.options
@@ -216,7 +217,7 @@ def build_with(
             options.calibration.workers,
             plans,
             repairs=build.repairs_of,
-            # of which the float engines are made that the int8 engines are timed beside
+            # float engines, to time the int8 engines beside, are made from it
             unrepaired_model=build.loaded.model if build.duration_s > 0 else None,
             cpu=options.tuning.cpu,
         )
@@ -241,7 +242,7 @@ def build_with(
         )
         if options.settings is not None:
             atomic.write_text(stage.temporary_folder / manifest.SETTINGS, options.settings)
-        replaceable_names = None  # --force replaces every file
+        replaceable_names = None  # None: with --force every file in the folder may be replaced
         if not options.calibration.cache.force:
             replaceable_names = build.cache_and_plan_names
         origin = build_origin(calibration, options.targets, build.outside_cache)
