@@ -53,6 +53,14 @@ def test_short_memory_only_lowers_the_threads(set_memory, run, model_and_images,
     assert files_by_run[0] == files_by_run[1]
 
 
+def test_merging_shards_needs_no_memory(set_memory, run, model_and_images, tmp_path):
+    shards = [tmp_path / "a.shard", tmp_path / "b.shard"]
+    for number, shard in enumerate(shards, start=1):
+        run.ok("calibrate", *model_and_images, "--shard", f"{number}/2", "-o", shard)
+    set_memory(20_000)
+    run.ok("merge", model_and_images[0], *shards, "-o", tmp_path / "c")
+
+
 def test_huge_tensor_is_counted_by_shape(set_memory):
     nodes = [("Expand", "x shape", "y"), ("Relu", "y", "z")]
     shape = {"shape": np.array([258, 1000, 3000])}
