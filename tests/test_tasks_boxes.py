@@ -273,6 +273,34 @@ def test_key_points_of_a_list_move_with_its_boxes():
     assert figure(references, other_classes)[1].value == 0
 
 
+def turned_list(number, by=0.0):
+    rows = ended(number, columns=7, pad=0)
+    rows[:, 2:4] = [60, 15]
+    rows[:, 6] = np.random.default_rng(number).uniform(-0.7, 2.2, 10) + by
+    return {"output0": rows[None]}
+
+
+def test_rotated_boxes_of_a_list_are_kept_by_class_and_angle():
+    """As Ultralytics' exports after suppression have them: centre, size, score, class, angle."""
+    references = [turned_list(n) for n in range(4)]
+    form, same = figure(references, references)
+    assert form.task.form == "output0: a list of boxes, scores and classes, an angle"
+    assert same.value == 1
+    assert figure(references, [turned_list(n, by=0.4) for n in range(4)])[1].value == 0
+    other_classes = changed(references, output0=lambda v: v + (np.arange(7) == 5))
+    assert figure(references, other_classes)[1].value == 0
+
+
+def test_number_of_the_image_is_no_centre_of_a_rotated_box():
+    references = []
+    for number in range(4):
+        rows = ended(number, layout=(1, 6, 5), columns=7, pad=0)
+        rows[:, 1:5] /= 160
+        references.append({"output": rows})
+    form, same = figure(references, references)
+    assert "angle" not in form.task.form and same.words.startswith("40 of 40 boxes")
+
+
 def test_list_may_have_no_classes():
     rows = [ended(n, pad=0) for n in range(4)]
     references = [{"boxes": row[:, :4], "scores": row[:, 4]} for row in rows]

@@ -23,7 +23,14 @@ from deploy.tasks.detections import (
     scale_to_pixels,
     suppress_overlaps,
 )
-from deploy.tasks.detector import LIST, LIST_NUMBERS, Columns, OtherShapeError, RowDecoder
+from deploy.tasks.detector import (
+    CODINGS,
+    LIST,
+    LIST_NUMBERS,
+    Columns,
+    OtherShapeError,
+    RowDecoder,
+)
 from deploy.tasks.detector_forms import find_detector, read_extra, slice_detector
 from deploy.tasks.evaluation_task import (
     BoxExample,
@@ -43,9 +50,7 @@ from deploy.tensors import Array
 _LAYOUTS = {
     6: ((0, 4, 5), (0, 5, 4), (2, 1, 0)),
     7: ((1, 6, 5), (1, 5, 6), (3, 2, 1)),  # the first column is the number of the image
-    8: ((0, 4, 5),),  # or more
 }
-_LONG_ROW = 8
 
 
 # names of boxes in TensorFlow's Object Detection API, and in its TFLite files
@@ -123,18 +128,21 @@ def _propose_several_outputs(
 def _propose_one_output(name: str, width: int) -> Iterator[RowDecoder]:
     """Yield lists whose boxes, scores and class numbers are columns of one output [.., K, width].
 
-    In longer rows, key points or weights of masks come after the class.
+    In longer rows, key points or weights of masks come after the class; after rotated boxes, which
+    are centre and size, an angle.
     """
-    for first_corner, score, class_number in _LAYOUTS.get(min(width, _LONG_ROW), ()):
-        decoder = _list_decoder(
+    for first_corner, score, class_number in _LAYOUTS.get(width, ()):
+        yield _list_decoder(
             Columns(name, LIST, first_corner, first_corner + 4),
             Columns(name, LIST, score, score + 1),
             Columns(name, LIST, class_number, class_number + 1),
         )
-        extra: tuple[Columns, ...] = ()
-        if width >= _LONG_ROW:
-            extra = (Columns(name, LIST, class_number + 1),)
-        yield replace(decoder, extra=extra)
+    if width > 6:
+        decoder = _list_decoder(
+            Columns(name, LIST, 0, 4), Columns(name, LIST, 4, 5), Columns(name, LIST, 5, 6)
+        )
+        coding = "centre" if width == 7 else "corners"
+        yield replace(decoder, coding=coding, extra=(Columns(name, LIST, 6),))
 
 
 def _list_decoder(corners: Columns, scores: Columns, *numbers: Columns) -> RowDecoder:
@@ -173,7 +181,10 @@ def _is_list(decoder: RowDecoder, samples: FirstSamples) -> bool:
     are_whole = (scores == scores.round()).all()  # whole numbers are classes, not scores
     has_scores = scores.max() <= 1 + UNIT_TOLERANCE and not are_whole
     has_classes = class_numbers.min() >= 0 and (class_numbers == class_numbers.round()).all()
-    are_ordered = np.all(rows[:, 2:4] >= rows[:, :2], axis=1)  # second corner after the first
+    if decoder.coding == "centre" and (rows[:, 0] == rows[:, 0].round()).all():
+        return False  # the first column is the number of the image
+    corners = CODINGS[decoder.coding].decode(rows[:, :4], rows)
+    are_ordered = np.all(corners[:, 2:] >= corners[:, :2], axis=1)  # second corner after the first
     return bool(has_scores and has_classes and are_ordered.mean() >= MIN_CODED_SHARE)
 
 

@@ -289,7 +289,8 @@ class RowDecoder:
                 row_numbers = np.arange(len(rows))
                 shapes = self._read_shapes(rows[:, :4], row_numbers, image_size(inputs), outputs)
                 class_numbers = classes.round().astype(np.int64)
-                return Detections.of(rows[:, :4], rows[:, 4], class_numbers, shapes)
+                corners = CODINGS[self.coding].decode(rows[:, :4], rows)
+                return Detections.of(corners, rows[:, 4], class_numbers, shapes)
             scores = self.read_scores(outputs)
             # few rows are likely objects: only these are decoded
             likely = np.flatnonzero(scores.max(axis=1) > MIN_SCORE)
@@ -302,7 +303,7 @@ class RowDecoder:
             return NO_DETECTIONS
 
     def read_list(self, outputs: Outputs) -> Floats:
-        """Return corners, score and class number of a list, [K, 6]; class 0 if it has no classes.
+        """Return box, score and class number of a list, [K, 6]; class 0 if it has no classes.
 
         Raises:
             OtherShapeError: an output has another shape.
