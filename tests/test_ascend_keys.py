@@ -195,7 +195,11 @@ def value_at(config, path):
     return config
 
 
-@pytest.mark.parametrize("key", OBEYED)
+# the JSON below has the keys of a search too, and takes the same way from there
+REPEATED = dict.fromkeys(SEARCHES, (pytest.mark.slow, pytest.mark.release))
+
+
+@pytest.mark.parametrize("key", [pytest.param(key, marks=REPEATED.get(key, ())) for key in OBEYED])
 def test_simplified_key_is_obeyed(key, built):
     text, path, expected = OBEYED[key]
     config = built(text, ".cfg")[1]

@@ -381,8 +381,8 @@ def text(size, seed):
 @pytest.mark.parametrize(
     ("name", "size", "min_similarity"),
     [
-        ("ch_PP-OCRv4_det", (160, 192), 60),
-        ("ch_PP-OCRv4_rec", (48, 160), 40),
+        pytest.param("ch_PP-OCRv4_det", (160, 192), 60, marks=pytest.mark.release),
+        pytest.param("ch_PP-OCRv4_rec", (48, 160), 40, marks=pytest.mark.release),
         ("ch_ppocr_mobile_v2.0_cls", (48, 192), 50),
     ],
 )

@@ -163,18 +163,20 @@ def test_mutations_follow_the_seed(tmp_path):
     def mutants_of(seed):
         return [mutated(random.Random(f"{seed}/{n}"), data, other_data) for n in range(300)]
 
-    assert mutants_of(1) == mutants_of(1) != mutants_of(2)
-    assert len(set(mutants_of(1))) > 250
-    assert any(token in mutant for mutant in mutants_of(1) for token in TOKENS[:9])
+    mutants = mutants_of(1)
+    assert mutants == mutants_of(1) != mutants_of(2)
+    assert len(set(mutants)) > 250
+    assert any(token in mutant for mutant in mutants for token in TOKENS[:9])
     seeds = forms(tmp_path)
 
     def models_of(seed):
-        numbers = (random.Random(f"{seed}/{n}") for n in range(100))
+        numbers = (random.Random(f"{seed}/{n}") for n in range(50))
         return [changed_fields(rng, rng.choice(seeds), rng.choice(seeds)) for rng in numbers]
 
-    assert models_of(1) == models_of(1) != models_of(2)
-    assert len(set(models_of(1)) - set(seeds)) > 80
-    for model in models_of(1):
+    models = models_of(1)
+    assert models == models_of(1) != models_of(2)
+    assert len(set(models) - set(seeds)) > 40
+    for model in models:
         onnx.ModelProto.FromString(model)
     for change in CHANGES:
         changed = {

@@ -153,6 +153,7 @@ def compare_with_one_run(cluster, run, small_cnn, pictures, tmp_path):
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("send", ["nothing", "all"])
 def test_cluster_writes_the_same_bytes(send, cluster, compare_with_one_run):
     options = ("--target", "onnxruntime,tensorrt", "--trt-version", "8.6.1")
@@ -174,6 +175,7 @@ def test_killed_worker_changes_no_byte(cluster, compare_with_one_run):
     assert "lost on the way" in out
 
 
+@pytest.mark.slow
 def test_piece_is_retried_after_system_error(cluster, compare_with_one_run, refusal_of):
     cluster.tell("fail")
     compare_with_one_run(cluster_options=("--pieces", 2))
@@ -241,6 +243,7 @@ def test_build_observes_on_the_cluster(cluster, run, small_cnn, pictures, tmp_pa
     assert "scheduler" not in (tmp_path / "all" / "calib8.toml").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("send", ["nothing", "images"])
 def test_bad_pictures_are_skipped_on_workers(send, compare_with_one_run, pictures, tmp_path):
     folder = shutil.copytree(pictures, tmp_path / "bad")
@@ -253,6 +256,7 @@ def test_bad_pictures_are_skipped_on_workers(send, compare_with_one_run, picture
     )
 
 
+@pytest.mark.slow
 def test_arrays_are_sent_and_files_read(cluster, compare_with_one_run, small_cnn, tmp_path, rng):
     arrays = rng.normal(size=(9, 3, 16, 16)).astype(np.float32)
     np.save(tmp_path / "rows.npy", arrays)
@@ -322,6 +326,7 @@ def test_worker_of_other_version_is_named(refusal_of, monkeypatch):
     assert "9.9 at the client" in err
 
 
+@pytest.mark.slow
 def test_damaged_picture_names_its_worker(cluster, refusal_of, pictures, tmp_path):
     folder = shutil.copytree(pictures, tmp_path / "bad")
     (folder / "14.png").write_bytes(b"no picture")

@@ -13,6 +13,7 @@ from deploy.runtimes.ort import OrtSession
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_each_option_makes_another_model(tmp_path):
     questions = {**gpu_placement.QUESTIONS}
     del questions["gemm"]  # its weights take seconds
@@ -26,6 +27,7 @@ def test_each_option_makes_another_model(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_table_has_a_row_for_each_engine(tmp_path, monkeypatch, capsys):
     class Engine:
         def __init__(self, plan):

@@ -83,6 +83,7 @@ def stored_outputs(path: Path) -> list[tuple[str, dict[str, object]]]:
 
 
 @pytest.mark.slow
+@pytest.mark.release  # the tutorials run the same commands
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_gives_its_stored_outputs(path, tmp_path):
     if path.stem == "pytorch":

@@ -17,6 +17,8 @@ from tests.test_tuning import SAME, ran, save_feed, saved
 # A calibration runs every image once. Of the search all is counted that runs a sample: trials,
 # layers alone, ranges without the judges' samples, and the judging of what would be built.
 IMAGES = 100
+# one of TensorRT's two, as the search is theirs both; ONNX Runtime's budget is tried below
+REPEATED = dict.fromkeys(("onnxruntime", "tensorrt-rtx"), pytest.mark.release)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,10 @@ def never_usable(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "target",
+    [pytest.param(target, marks=REPEATED.get(target, ())) for target in TARGETS],
+)
 def test_a_search_costs_six_calibrations(target, search_deep, runs, never_usable, monkeypatch):
     counted, make_budget = [], SearchBudget.for_feed
     monkeypatch.setattr(

@@ -84,7 +84,9 @@ def attack(
     warm()
     chosen = list(parts)
     found = {part.name: Found() for part in chosen}
-    waiting = [job for part in chosen for job in _jobs(part, seed, long, workers, folder, case)]
+    # every worker of a part prepares it anew: where there are parts enough, a short one has one
+    shared = workers if long or len(chosen) < workers else 1
+    waiting = [job for part in chosen for job in _jobs(part, seed, long, shared, folder, case)]
     running: dict[int, _Worker] = {}
     while waiting or running:
         while waiting and len(running) < workers:

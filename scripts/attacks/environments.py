@@ -40,24 +40,22 @@ class Surroundings:
     relative: bool = False
 
 
+# several together, as each is a process of its own; a failure names them all
 ALL = (
-    Surroundings(name="LC_ALL=C", variables={"LC_ALL": "C"}),
-    Surroundings(name="LC_ALL=C.UTF-8", variables={"LC_ALL": "C.UTF-8"}),
-    Surroundings(name="C and no UTF-8 mode", folder="grüße",
-                 variables={"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}),
-    Surroundings(name="ASCII streams", variables={"PYTHONIOENCODING": "ascii"}, folder="grüße"),
-    Surroundings(name="TZ", variables={"TZ": "Pacific/Kiritimati"}),
-    Surroundings(name="hash seed", variables={"PYTHONHASHSEED": "77"}),
-    Surroundings(name="umask 077", umask=0o077),
-    Surroundings(name="no HOME", variables={"HOME": None, "USER": None, "LOGNAME": None}),
-    Surroundings(name="no TMPDIR, no PATH", variables={"TMPDIR": None, "PATH": None}),
-    Surroundings(name="emoji", folder="\U0001f600 \u202e"),
-    Surroundings(name="quotes", folder="a b'c\"d$(e)`f`;g"),
-    Surroundings(name="other folder", relative=True),
-    Surroundings(name="-OO", python=("-OO", "-B", "-s")),
-    Surroundings(name="4 threads", words=("--threads", "4")),
-    Surroundings(name="many OpenMP threads", variables={"OMP_NUM_THREADS": "3"}),
-    Surroundings(name="narrow screen", variables={"COLUMNS": "20", "TERM": "dumb"}),
+    Surroundings(name="LC_ALL=C, TZ, umask 077", umask=0o077,
+                 variables={"LC_ALL": "C", "TZ": "Pacific/Kiritimati"}),
+    Surroundings(name="LC_ALL=C.UTF-8, no HOME, emoji", folder="\U0001f600 \u202e",
+                 variables={"LC_ALL": "C.UTF-8", "HOME": None, "USER": None, "LOGNAME": None}),
+    Surroundings(name="C and no UTF-8 mode, narrow screen", folder="grüße",
+                 variables={"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0",
+                            "COLUMNS": "20", "TERM": "dumb"}),
+    Surroundings(name="ASCII streams, hash seed", folder="grüße",
+                 variables={"PYTHONIOENCODING": "ascii", "PYTHONHASHSEED": "77"}),
+    Surroundings(name="no TMPDIR, no PATH, quotes", folder="a b'c\"d$(e)`f`;g",
+                 variables={"TMPDIR": None, "PATH": None}),
+    Surroundings(name="other folder, 4 threads", relative=True, words=("--threads", "4")),
+    Surroundings(name="-OO, many OpenMP threads", python=("-OO", "-B", "-s"),
+                 variables={"OMP_NUM_THREADS": "3"}),
 )  # fmt: skip
 
 

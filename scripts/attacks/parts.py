@@ -1,4 +1,4 @@
-"""The parts of the attack, in the order in which they are tried."""
+"""The parts of the attack, in the order in which they are tried: the longest cases first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ SKIPPED = {} if libc.COMPILER else {"faults-libc": "there is no C compiler (cc)"
 PARTS: dict[str, Part] = {
     part.name: part
     for part in (
-        *(reader.part for reader in READERS.values()),
         *odd_models.PARTS,
         *faults.PARTS,
         *(() if "faults-libc" in SKIPPED else libc.PARTS),
@@ -19,5 +18,6 @@ PARTS: dict[str, Part] = {
         *soak.PARTS,
         *environments.PARTS,
         *outputs.PARTS,
+        *(reader.part for reader in READERS.values()),
     )
 }

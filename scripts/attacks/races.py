@@ -44,4 +44,4 @@ def _left(out: Path, written: list[dict[str, bytes]]) -> str | None:
     return whole.torn(out, *written)
 
 
-PARTS = (Part(name="races", short=4, long=500, start=_start, limit_s=180, chunk=10**6),)
+PARTS = (Part(name="races", short=2, long=500, start=_start, limit_s=180, chunk=10**6),)
