@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from calib8 import build
+from deploy.calibration.reference_outputs import open_single_thread
 from deploy.errors import ExportError
 from deploy.feed.preprocess import Preprocess
-from deploy.pipeline.evaluate import open_single_thread
+from deploy.pipeline import evaluate, measure
 from deploy.runtimes.ort import OrtSession
 from deploy.targets import TensorRT
 from deploy.targets.tensorrt import trtexec
@@ -31,7 +32,7 @@ UNIT = Preprocess(size=(16, 16))
 
 
 @pytest.mark.slow
-@given(st.lists(st.floats(2**-24, 60000, width=32), min_size=1, max_size=20))
+@given(st.lists(st.floats(2**-17, 64, width=32), min_size=1, max_size=20))
 @settings(max_examples=200)
 def test_scale_rounds_up_to_representable_value(values):
     scales = np.array(values, np.float32)
@@ -123,6 +124,55 @@ def test_layers_are_float16_and_ends_float32(small_cnn, quantized):
         scale = array(typed_weights[f"{name}/scale/fp16"]).astype(np.float32).reshape(-1, 1, 1, 1)
         nearest = np.rint(array(weights[name]) / scale)
         assert np.array_equal(array(typed_weights[f"{name}/quantized"]), nearest)
+
+
+def test_typed_model_agrees_at_extreme_scales(tmp_path):
+    """What float16 rounds to 0 or to infinity stays float32, the scale of its pair too."""
+    rng = np.random.default_rng(0)
+    nodes, constants, outputs = [], {}, {}
+    for index, gain in enumerate((1e-6, 1e6, 1e9)):
+        for kind in ("int8", "float"):
+            a, b, y = (f"{name}{index}{kind}" for name in "aby")
+            nodes.append(f"Gemm x {a} -> s{y} | Gemm s{y} {b} -> {y}")
+            weights = rng.normal(size=(2, 4, 4))
+            constants |= {a: gain * weights[0], b: weights[1] / gain}
+            outputs[y] = [2, 4]
+    model = build_net(parse_nodes(*nodes), {"x": [2, 4]}, outputs, constants)
+    onnx.save(model, tmp_path / "small_cnn.onnx")
+    samples = [{"x": values} for values in rng.normal(size=(8, 2, 4)).astype(np.float32)]
+    build(
+        tmp_path / "small_cnn.onnx",
+        samples,
+        out=tmp_path / "out",
+        targets="tensorrt",
+        float_nodes=("s*float", "y*float"),
+        duration_s=0,
+        effort=0,
+    )
+    pairs, typed = (
+        OrtSession.open(tmp_path / "out" / file_name, int8_kernels=False)
+        for file_name in (PAIRS_NAME, TYPED_NAME)
+    )
+    for sample in samples:
+        expected, actual = (session.run(sample) for session in (pairs, typed))
+        for name in outputs:
+            largest = np.abs(expected[name]).max()
+            assert np.abs(actual[name] - expected[name]).max() < 0.03 * largest, name
+
+
+def test_search_judges_the_models_that_are_evaluated(small_cnn, pictures, tmp_path, monkeypatch):
+    """Their outputs are stored for the evaluation; those of the Q/DQ model would not fit."""
+    stored_targets = set()
+
+    def find_stored_outputs(*arguments):
+        stored = evaluate.find_stored_outputs(*arguments)
+        stored_targets.update(stored)
+        return stored
+
+    monkeypatch.setattr(measure, "find_stored_outputs", find_stored_outputs)
+    options = {"targets": "tensorrt", "preprocess": UNIT, "duration_s": 0}
+    build(small_cnn, pictures, out=tmp_path / "out", **options)
+    assert stored_targets == {"tensorrt"}
 
 
 def initializers(path):

@@ -38,8 +38,9 @@ layer with weights lies downstream::
 
     Conv --> t --> Reshape --> Concat --> Split --> Sigmoid --> score, output
 
-**float16**: a value past 65504 becomes infinity, and a constant of 1e-9 that keeps a logarithm
-finite becomes 0. `find_float16_overflows` finds the nodes that must not compute in it.
+**float16**: a value past 65504 becomes infinity, one below 6e-5 loses bits, and a constant of 1e-9
+that keeps a logarithm finite becomes 0. `find_float16_overflows` finds the nodes that must not
+compute in it.
 
 Source: ONNX operators Clip-13, HardSigmoid-6, HardSwish-14 and Gelu-20.
 """
@@ -50,8 +51,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
+from numpy.typing import NDArray
 from onnx import numpy_helper
 
+from calibrators.grids import INT8
 from calibrators.rounding import ConvWindow
 from deploy.graph.index import FLOAT, Graph, attributes, optional_input, other_inputs
 from deploy.graph.placement import MOVES, WEIGHTED
@@ -71,6 +74,7 @@ VALUE_MOVES = frozenset(
 _SILU_FLOOR = -10.0  # of u in t * Sigmoid(u)
 _GELU_FLOOR = -4.0 / math.sqrt(2)  # of u in t * (1 + Erf(u))
 _MAX_FLOAT16 = 65504 / 8  # largest float16, with a margin for values that calibration did not see
+_MIN_FLOAT16 = 2.0**-14 * 8  # smallest with all its bits in float16, with the same margin
 _MAX_VANISHING = 2.0**-25  # float16 rounds this and less to 0
 _GUARDS = frozenset({"Add", "Clip", "Max", "Sub"})  # may keep a Log or divisor above 0
 _PASSING = MOVES | {"Expand", "Identity", "Tile"}  # pass values on unchanged
@@ -361,10 +365,10 @@ def _moved_inputs(node: onnx.NodeProto | None) -> list[str]:
 def find_float16_overflows(
     graph: Graph, largest: Mapping[str, float], *, int8_nodes: Collection[str]
 ) -> dict[str, str]:
-    """Return node -> why it must not compute in float16: a large value, or a constant that gets 0.
+    """Return node -> why it must not compute in float16: values too large or small, or a constant.
 
-    An Add or Max of such a constant keeps its output above 0. The readers of that output, such as a
-    Log, must then compute in float32 too.
+    An Add or Max of a constant that is 0 in float16 keeps its output above 0. The readers of that
+    output, such as a Log, must then compute in float32 too.
 
     Args:
         graph: the float model's.
@@ -375,7 +379,7 @@ def find_float16_overflows(
     for node in graph.nodes:
         if node.op_type == "Constant":
             continue
-        reason = _find_large(graph, node, largest)
+        reason = _find_unfit(graph, node, largest)
         affected_nodes = [node]
         if not reason:
             reason = _find_vanishing(graph, node)
@@ -386,6 +390,11 @@ def find_float16_overflows(
     return {name: reason for name, reason in reasons.items() if reason and name not in int8_nodes}
 
 
+def scales_fit_float16(scales: NDArray[np.float32]) -> bool:
+    """Whether float16 can hold the scales of a tensor, and the values that they express."""
+    return bool(_MIN_FLOAT16 <= INT8.qmax * scales.max(initial=0.0) <= _MAX_FLOAT16)
+
+
 def float16_overflow(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, float]) -> str:
     """Return which input or output of a node float16 cannot hold, as text; "" if it holds all.
 
@@ -394,16 +403,21 @@ def float16_overflow(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, f
         node: one of its nodes.
         largest: tensor of the float model -> largest |x| observed.
     """
-    return _find_large(graph, node, largest) or _find_vanishing(graph, node)
+    return _find_unfit(graph, node, largest) or _find_vanishing(graph, node)
 
 
-def _find_large(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, float]) -> str:
-    """Return which input or output of a node is too large for float16, as text; "" if none is."""
+def _find_unfit(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, float]) -> str:
+    """Return which input or output of a node is too large or small for float16, as text, or ""."""
+    weights = node.input[1:2] if node.op_type in WEIGHTED else ()
     for name in (*node.input, *node.output):
         float_name = _float_name(name)
         magnitude = _max_magnitude(graph, name) or largest.get(float_name, 0.0)
         if not magnitude <= _MAX_FLOAT16:  # NaN too
             return f"|{float_name}| reaches {magnitude:.3g}, which is too near float16's 65504"
+        # a small constant that is no weight, such as the epsilon of a norm, is one of large values
+        is_data = name in weights or name not in graph.constants
+        if is_data and 0 < magnitude < _MIN_FLOAT16:
+            return f"|{float_name}| is at most {magnitude:.3g}, of which float16 holds too few bits"
     return ""
 
 
@@ -434,11 +448,16 @@ def _find_vanishing(graph: Graph, node: onnx.NodeProto) -> str:
 
 
 def _max_magnitude(graph: Graph, name: str) -> float:
-    """Return the largest |x| of a float constant; 0 for any other tensor."""
+    """Return the largest |x| of a float constant, or of what a Q/DQ pair holds; 0 without these."""
+    steps = 1.0
+    pair_nodes = [graph.find_producer(name, "DequantizeLinear")]
+    pair_nodes += [node for node in graph.readers.get(name, ()) if node.op_type == "QuantizeLinear"]
+    for node in filter(None, pair_nodes):
+        name, steps = node.input[1], INT8.qmax  # its scale
     constant = graph.initializers.get(name)
     if constant is None or constant.data_type != FLOAT:
         return 0.0
-    return float(np.abs(numpy_helper.to_array(constant)).max(initial=0.0))
+    return steps * float(np.abs(numpy_helper.to_array(constant)).max(initial=0.0))
 
 
 def _float_name(name: str) -> str:

@@ -15,12 +15,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import onnx
 
-from deploy.calibration.reference_outputs import EngineOutputs, ReferenceOutputs
+from deploy.calibration.reference_outputs import (
+    EngineOutputs,
+    ReferenceOutputs,
+    open_single_thread,
+)
 from deploy.errors import BackendError
 from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.parallel import Sample, run_in_order
@@ -32,9 +35,7 @@ from deploy.frontends import LoadedModel
 from deploy.frontends.base import model_digest
 from deploy.graph.edit import (
     append_outputs,
-    copy_message,
     copy_with_outputs,
-    replace_nodes,
 )
 from deploy.metrics.accuracy import Accuracy, Comparison, TensorComparison
 from deploy.metrics.layerwise import pair_quantized_tensors
@@ -56,65 +57,6 @@ Pictures = Mapping[int, tuple[str, Array]]  # sample number -> name, image uint8
 LAYER_SAMPLES = 4  # samples on which all inner tensors of both models are compared
 CALIBRATION_SAMPLES = 100  # calibration images to evaluate on, without evaluation images
 _PICTURE_SIDE = 256  # pixels of the longer side of an example; boxes are drawn on the image
-
-
-def open_single_thread(model: Path | bytes | onnx.ModelProto, *, stand_in: bool = False) -> Session:
-    """Open a session of ONNX Runtime in one thread, without spinning; samples run in parallel.
-
-    `stand_in`: whether the model stands for an engine of another runtime. Its Q/DQ pairs are then
-    computed as they are written, without int8 kernels.
-    """
-    if stand_in and not isinstance(model, bytes) and _truncates_float16():
-        model = _quantize_float16_in_float32(model)
-    return OrtSession.open(
-        model, threads=1, spin=False, reuse_memory=True, int8_kernels=not stand_in
-    )
-
-
-def _truncates_float16() -> bool:
-    """Whether this ONNX Runtime's QuantizeLinear rounds float16 values towards zero."""
-    import onnxruntime
-
-    major, minor = map(int, onnxruntime.__version__.split(".")[:2])
-    return (major, minor) < (1, 30)
-
-
-def _quantize_float16_in_float32(model: Path | onnx.ModelProto) -> Path | onnx.ModelProto:
-    """Return a model in which each QuantizeLinear of float16 values reads them cast to float32.
-
-    Older ONNX Runtimes round float16 values towards zero, and float32 values to the nearest, as
-    they should (`_truncates_float16`). A model without such nodes is returned as it is, so that its
-    weights are not read for nothing.
-    """
-    if isinstance(model, Path):
-        without_weights = onnx.load(model, load_external_data=False)
-    else:
-        without_weights = model
-    float16_names = {
-        tensor.name
-        for tensor in without_weights.graph.initializer
-        if tensor.data_type == onnx.TensorProto.FLOAT16
-    }
-    if not any(_quantizes_float16(node, float16_names) for node in without_weights.graph.node):
-        return model
-
-    copy = onnx.load(model) if isinstance(model, Path) else copy_message(model)
-    nodes: list[onnx.NodeProto] = []
-    for node in copy.graph.node:
-        if _quantizes_float16(node, float16_names):
-            for index, name in enumerate(node.input[:2]):  # the value and its scale
-                cast_name = f"{node.output[0]}/{name}/float32"
-                node.input[index] = cast_name
-                cast = onnx.helper.make_node("Cast", [name], [cast_name], to=onnx.TensorProto.FLOAT)
-                nodes.append(cast)
-        nodes.append(node)
-    replace_nodes(copy.graph, nodes)
-    return copy
-
-
-def _quantizes_float16(node: onnx.NodeProto, float16_names: Collection[str]) -> bool:
-    """Whether a node is a QuantizeLinear whose scale, and so its input, is float16."""
-    return node.op_type == "QuantizeLinear" and node.input[1] in float16_names
 
 
 @dataclass(frozen=True, slots=True)

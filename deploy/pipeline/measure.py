@@ -6,7 +6,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from deploy.calibration.reference_outputs import EngineOutputs, ReferenceOutputs, outputs_match
+from deploy.calibration.reference_outputs import (
+    EngineOutputs,
+    ReferenceOutputs,
+    open_single_thread,
+    outputs_match,
+)
 from deploy.errors import BackendError, SdkMissingError, counted
 from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.samples import Feed
@@ -30,7 +35,6 @@ from deploy.pipeline.evaluate import (
     evaluate,
     find_candidates,
     find_stored_outputs,
-    open_single_thread,
 )
 from deploy.pipeline.float_reference import read_float_model
 from deploy.report.figures import compare_with_plan

@@ -291,6 +291,15 @@ class Target(Protocol):
             ExportError, CalibrationError: as `build`.
         """
 
+    def evaluated(self, request: BuildRequest) -> onnx.ModelProto:
+        """Return the model that is evaluated in place of the engine; write nothing.
+
+        It differs from that of `trial` in the type of its float part alone.
+
+        Raises:
+            ExportError, CalibrationError: as `build`.
+        """
+
     def build(self, request: BuildRequest) -> BuildResult:
         """Write all files that this machine can make, and the engine if the SDK is installed.
 

@@ -31,7 +31,12 @@ from calibrators.statistics import HistogramOf
 from deploy.calibration.observation import Observation, ObservedStatistics
 from deploy.calibration.one_pass import alternate_halves, observe
 from deploy.calibration.ranges import Ranges
-from deploy.calibration.reference_outputs import MOST_BYTES, EngineOutputs, EvaluationSet
+from deploy.calibration.reference_outputs import (
+    MOST_BYTES,
+    EngineOutputs,
+    EvaluationSet,
+    open_single_thread,
+)
 from deploy.errors import BackendError, Calib8Error
 from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.file_list import SampleChangedError, sample_digest
@@ -52,7 +57,6 @@ from deploy.metrics.levels import (
     measure_loss,
 )
 from deploy.metrics.output_form import OutputForm, derive_form
-from deploy.runtimes.ort import OrtSession
 from deploy.targets.base import BuildRequest, Target
 from deploy.tasks import Metric
 from deploy.tasks.rows import Floats, Outputs
@@ -185,12 +189,7 @@ class GrowingComparison:
         stores_outputs: bool = False,
     ) -> None:
         """Open the models; no sample has run. The arguments are described at the class."""
-        self._sessions = []
-        for model in models:
-            session = OrtSession.open(
-                model, threads=1, spin=False, reuse_memory=True, int8_kernels=int8_kernels
-            )
-            self._sessions.append(session)
+        self._sessions = [open_single_thread(model, stand_in=not int8_kernels) for model in models]
         # keys of the samples that the second of two models runs
         self._second_keys = frozenset[int]()
         if len(models) > 1:

@@ -45,6 +45,8 @@ from deploy.tuning.probe import (
     replace_by_sources,
 )
 from deploy.tuning.reasons import float_reasons
+from deploy.tuning.repairs import ROUNDING
+from deploy.tuning.repairs.apply import evaluated_model
 from deploy.tuning.search import Search, SharedFindings
 from deploy.tuning.search_options import EFFORTS, Effort, SearchBudget, Trial, Tuning
 from deploy.tuning.search_samples import (
@@ -323,8 +325,11 @@ def _float_choices(units: Units, in_float: Iterable[str]) -> Choices:
 def _methods(setup: SearchSetup) -> list[Method | None]:
     """Return the range methods to choose among: those that another target's search found best.
 
-    The first search compares all.
+    The first search compares all. None stands for ranges that no method can change: the target's
+    own, or those of a trusted cache.
     """
+    if setup.request.ranges.trusted is not None:
+        return [None]
     if setup.target.own_method:
         return [None, *map(Method.of, setup.target.alternatives)]
     method = setup.request.ranges.method
@@ -375,7 +380,8 @@ def _split_chooser(
     judged_samples = setup.effort.samples + len(setup.evaluation_set.subset)
 
     def judge(trial: Trial) -> ExpectedVerdict:
-        model = setup.build_trial(setup.request.with_added_choices(trial.choices))
+        request = setup.request.with_added_choices(trial.choices)
+        model = evaluated_model(target, request, [ROUNDING] if setup.rounded else [])
         return predictor.predict(model, noise=trial.noise.worst)
 
     return SplitChooser(

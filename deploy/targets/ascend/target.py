@@ -247,6 +247,8 @@ class Ascend:
         plan, _, layers, _ = self.quantize(request)
         return fake_quant_model(plan.model, layers)
 
+    evaluated = trial
+
     def search(self, request: BuildRequest, search: str) -> tuple[RecordPlan, CalibrationRecord]:
         """Return the default plan, and the records of all layers by a search; computed once."""
         from deploy.targets.ascend.layer_searches import make_search_plan

@@ -183,6 +183,8 @@ class OnnxRuntime:
         """Return the engine itself."""
         return self._write_pairs(request).engine(request.cpu)
 
+    evaluated = trial
+
     def _write_pairs(self, request: BuildRequest) -> _PairedModel:
         """Return the model with its Q/DQ pairs, before the rewrites for fast kernels.
 

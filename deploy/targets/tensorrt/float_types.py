@@ -7,11 +7,11 @@ so `narrow_float_part` converts the float part::
     x (float32) -> Q -> DQ (float16) -> Conv -> Sigmoid -> Mul -> ... -> Cast -> Softmax -> y
                                         '------- float16 --------'      '---- float32 ----'
 
-Operators in `_NARROW` compute in the narrow type, unless an input or output overflows it or an
-epsilon constant becomes 0 in it; all others stay in float32. QuantizeLinear reads either type and
-DequantizeLinear outputs the type that its readers need, so neither needs a Cast; a tensor is cast
-at most once for all its readers. Model inputs and outputs keep their type. Scales are rounded to
-values of the narrow type before anything is quantized with them (`round_scales`).
+Operators in `_NARROW` compute in the narrow type, unless an input or output is too large or small
+for it or an epsilon constant becomes 0 in it; all others stay in float32. QuantizeLinear reads
+either type and DequantizeLinear outputs the type that its readers need, so neither needs a Cast; a
+tensor is cast at most once for all its readers. Model inputs and outputs keep their type. Scales
+are rounded to values of the narrow type before anything is quantized with them (`round_scales`).
 
 In a weakly typed network TensorRT with `--fp16` runs a layer in float16 wherever that is faster,
 whatever its values; `find_float32_layers` lists the nodes that must be bound to float32 there.
@@ -30,7 +30,7 @@ from onnx import defs, helper, numpy_helper
 
 from deploy.errors import ExportError, ModelError, first_line
 from deploy.frontends.lift import raise_opset
-from deploy.graph.bounds import find_float16_overflows, float16_overflow
+from deploy.graph.bounds import find_float16_overflows, float16_overflow, scales_fit_float16
 from deploy.graph.edit import copy_message, infer_types, make_node, rebuild, unique_name
 from deploy.graph.index import FLOAT, ONNX_DOMAINS, Graph, by_name, opset_of
 from deploy.graph.placement import MOVES
@@ -54,15 +54,17 @@ _NARROW = _MOVES | frozenset(
 
 
 def round_scales(scales: NDArray[np.float32], float_type: str) -> NDArray[np.float32]:
-    """Round positive scales up to values of the narrow type, so that nothing is clipped."""
-    if float_type == FP32:
+    """Round positive scales up to values of the narrow type, so that nothing is clipped.
+
+    Scales of a tensor that float16 cannot hold, which stays in float32, are returned as they are.
+    """
+    if float_type == FP32 or (float_type == FP16 and not scales_fit_float16(scales)):
         return scales
     float32_scales = np.ascontiguousarray(scales, np.float32)
     if float_type == BF16:  # the upper half of float32
         bits = float32_scales.view(np.uint32) + np.uint32(0xFFFF)
         return (bits & np.uint32(0xFFFF0000)).view(np.float32)
-    with np.errstate(over="ignore"):  # overflows to inf
-        nearest = float32_scales.astype(np.float16)
+    nearest = float32_scales.astype(np.float16)
     above = np.nextafter(nearest, np.float16(np.inf))
     return np.where(nearest < float32_scales, above, nearest).astype(np.float32)
 

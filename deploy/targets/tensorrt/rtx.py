@@ -146,6 +146,10 @@ class TensorRTForRTX:
         """Return the Q/DQ model."""
         return self._typed_target.trial(request)
 
+    def evaluated(self, request: BuildRequest) -> onnx.ModelProto:
+        """Return the typed model."""
+        return self._typed_target.evaluated(request)
+
     def build(self, request: BuildRequest) -> BuildResult:
         """Write the typed model, and compile it if TensorRT for RTX is installed."""
         from deploy.targets.tensorrt import cache_contents, engines

@@ -245,6 +245,12 @@ class TensorRT(TensorrtOptions):
         match = self.calibrate_scales(request).match
         return to_qdq(request.model, match.plan, match.scales)
 
+    def evaluated(self, request: BuildRequest) -> onnx.ModelProto:
+        """Return the typed model if TensorRT runs that one and a CPU can, else the Q/DQ model."""
+        calibrated = self.calibrate_scales(request)
+        models = self.make_models(request, calibrated).models
+        return models[self._evaluated_role(models, calibrated.version)]
+
     def calibrate_scales(self, request: BuildRequest) -> _CalibratedModel:
         """Return TensorRT's cache of the ranges that the request chose, matched to the model."""
         from deploy.targets.tensorrt import cache_contents

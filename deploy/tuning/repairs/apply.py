@@ -62,6 +62,16 @@ def trial_builder(
         return rounded_trial_builder(request, repair_input)
 
 
+def evaluated_model(target: Target, request: BuildRequest, names: Sequence[str]) -> onnx.ModelProto:
+    """Return the model that a build of a request evaluates in place of its engine.
+
+    `names`: repairs of the trials; `trial_builder` has computed what they need.
+    """
+    if ROUNDING in names:
+        request, _ = repair_request(target, request, (ROUNDING,), ())
+    return target.evaluated(request)
+
+
 def repair_request(
     target: Target, request: BuildRequest, names: Sequence[str], samples: Sequence[EvaluationSample]
 ) -> tuple[BuildRequest, list[RepairResult]]:

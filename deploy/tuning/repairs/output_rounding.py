@@ -254,14 +254,15 @@ class LayerInputs:
 
     Attributes:
         grams: Gram matrices of the patches, of `_MAX_GRAM_SIZE` of their values each.
-        held_out: held-out patches; None where there are too few samples.
+        held_out: held-out patches in float64, as errors are summed; None where there are too few
+            samples.
     """
 
     def __init__(self, patches: FloatArray, held_out: FloatArray | None = None) -> None:
         """`patches`: [groups, K, P]."""
         starts = range(0, patches.shape[1], _MAX_GRAM_SIZE)
         self.grams = [gram(patches[:, start : start + _MAX_GRAM_SIZE]) for start in starts]
-        self.held_out = held_out
+        self.held_out = None if held_out is None else held_out.astype(np.float64)
 
 
 def round_weight(
@@ -337,7 +338,7 @@ def _undo_worse_rows(
     nearest: NDArray[np.floating],
     integers: NDArray[np.floating],
     scales: Float64Array,
-    held_out: FloatArray,
+    held_out: Float64Array,
 ) -> float:
     """Round output channels to nearest again, in place, where rounding by error gained nothing.
 
