@@ -441,6 +441,16 @@ def test_choices_are_tried_once_unless_unbuildable():
     assert nan.worst_slice_label == "y"
 
 
+def test_trial_stopped_before_its_samples_could_not_run():
+    model = doubling().model
+    prober = probe.Prober(
+        lambda _: model, fake_request(model), doubled(1), runs_here=True, threads=1
+    )
+    prober._is_stopped = True  # by Ctrl-C, while the model was built
+    assert prober.noises([NO_CHOICES]) == [None]
+    assert "interrupted" in str(prober.errors[0])
+
+
 @pytest.mark.parametrize("factor, temperatures", [(1.0, {"y": (4.0, -1)}), (0.2, {})])
 def test_certain_softmax_shows_logit_noise(factor, temperatures):
     """Half of the logits changes the certain outputs by 37 dB only."""

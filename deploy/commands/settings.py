@@ -34,9 +34,10 @@ _UNWRITTEN_KEYS = _ONE_RUN_KEYS.union(
 )
 # option on the command line -> options of the file that have no effect then
 _OVERRIDDEN_OPTIONS = {
-    "split": ("plan", "effort"),
-    "plan": ("split", "effort"),
+    "split": ("plan", "effort", "prefer"),
+    "plan": ("split", "effort", "prefer"),
     "effort": ("split", "plan"),
+    "prefer": ("split", "plan"),
     "refresh": ("split", "plan"),
 }
 _UNDECODED_BYTE = re.compile("[\ud800-\udfff]")  # in a file name, which UTF-8 cannot encode
@@ -244,12 +245,6 @@ def tuning_options(command: CommandFunction) -> CommandFunction:
         from deploy.report.verdict import Gates
         from deploy.tuning.search_options import Tuning
 
-        if effort is not None and (plan is not None or split is not None):
-            flag = "--split" if plan is None else "--plan"
-            raise ConfigError(
-                f"{flag} is built without a search, got --effort {effort} too; leave one of them"
-                " out"
-            )
         tuning = Tuning(
             effort=effort, plan=plan, split=split, max_loss=max_loss, prefer=prefer, cpu=cpu
         )

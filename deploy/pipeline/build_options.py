@@ -446,7 +446,7 @@ def _refuse_files_in_output_folder(options: BuildOptions, loaded: LoadedModel) -
         replace(options.tuning, fresh=options.calibration.cache.refresh),
         loaded,
         options.targets,
-        has_method=options.calibration.method is not None,
+        options.calibration.method,
     )
 
 

@@ -13,7 +13,7 @@ from onnx import ModelProto
 
 from deploy.calibration.calibration_result import CalibrationResult
 from deploy.calibration.fingerprint import feed_versions
-from deploy.errors import CacheError, ConfigError, counted, list_first
+from deploy.errors import CacheError, ConfigError, list_first
 from deploy.feed.feed import describe_preprocessing
 from deploy.feed.samples import Feed
 from deploy.files import atomic, manifest
@@ -52,7 +52,7 @@ from deploy.targets.base import BuildResult
 from deploy.tensors import TensorSpec
 from deploy.terminal import phase
 from deploy.tuning.plan_file import SplitRow, TargetPlan
-from deploy.tuning.tune import PlannedTarget
+from deploy.tuning.tune import PlannedTarget, without_taken_split
 from deploy.version import __version__
 
 _MAX_NAMES = 3  # tensors named for each reason
@@ -577,16 +577,16 @@ def _search_part(planned_target: PlannedTarget, nodes: Sequence[NodeRow]) -> Sea
 
     `nodes`: of the model that was built, with their precisions.
     """
-    settled = planned_target.plan.settled
-    front = tuple(split_rows(planned_target.plan))
-    if not settled:
+    plan = planned_target.plan
+    if not plan.settled:
         return None
-    added_count = _count_added_floats(front, nodes)
-    if added_count:  # then no split of the plan was built as it is
-        settled += f"; {counted(added_count, 'more layer')} built in float"
-        front = tuple(replace(split, taken=False) for split in front)
+    if _has_added_floats(plan, nodes):
+        plan = without_taken_split(plan)
     return SearchPart(
-        reused=planned_target.reused, probes=planned_target.probes, settled=settled, front=front
+        reused=planned_target.reused,
+        probes=planned_target.probes,
+        settled=plan.settled,
+        front=tuple(split_rows(plan)),
     )
 
 
@@ -598,14 +598,14 @@ def _search_notes(planned_target: PlannedTarget) -> Iterator[str]:
         yield f"the search was made without some of its trials: {planned_target.plan.failed}"
 
 
-def _count_added_floats(front: Sequence[SplitRow], nodes: Sequence[NodeRow]) -> int:
-    """Return how many layers were built in float beside those of the split that was taken.
+def _has_added_floats(plan: TargetPlan, nodes: Sequence[NodeRow]) -> bool:
+    """Return whether other layers were built in float beside those of the split that was taken.
 
     Such as those of `--keep-float` with another's plan, or of a target's own configuration.
     """
     int8_layers = [node for node in nodes if node.op in WEIGHTED and node.quantized]
-    planned_counts = [split.layers - split.float_layers for split in front if split.taken]
-    return max(0, sum(planned_counts) - len(int8_layers))
+    rows = [split.row for split in plan.front if split.row.taken]
+    return any(row.layers - row.float_layers > len(int8_layers) for row in rows)
 
 
 def split_rows(plan: TargetPlan) -> Iterator[SplitRow]:

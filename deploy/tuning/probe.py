@@ -34,7 +34,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from deploy.errors import Calib8Error, ConfigError
+from deploy.errors import BackendError, Calib8Error, ConfigError
 from deploy.graph.edit import copy_with_outputs
 from deploy.graph.index import PROTOBUF
 from deploy.method import Choices
@@ -351,6 +351,9 @@ class Prober:
 
         Noise is the power of the error of each output slice in each sample, relative to that of the
         float model's slice (the signal). A sample may hold more tensors than the model reads.
+
+        Raises:
+            BackendError: ONNX Runtime refused a sample, or the search was interrupted.
         """
         comparison = self._new_comparison(session, trial_samples)  # None if no accuracy is needed
         input_names = [spec.name for spec in session.inputs]
@@ -358,8 +361,8 @@ class Prober:
         signal_powers = np.maximum(trial_samples.powers, self._mean_powers)
         powers_by_sample = []  # of the noise, [samples, slices]
         for index, (inputs, float_outputs) in enumerate(trial_samples.samples):
-            if self._is_stopped:  # by Ctrl-C: no one reads the result
-                break
+            if self._is_stopped:  # by Ctrl-C
+                raise BackendError("the search was interrupted")
             outputs = session.run({name: inputs[name] for name in input_names})
             if comparison is not None:
                 is_added = self._add_to_comparison(comparison, inputs, float_outputs, outputs)

@@ -139,7 +139,7 @@ class Search:
             return
         methods_by_kind: dict[bool, list[Method]] = {True: [], False: []}
         for trial in sorted(self.trial_by_key.values(), key=lambda trial: trial.noise.mean):
-            method = trial.choices.method or self.methods[0]
+            method = trial.choices.method
             if trial.in_float == self.refused and method is not None:
                 methods_by_kind[clips(method)].append(method)
         self.shared.best_methods = (
@@ -416,20 +416,21 @@ class Search:
 
         Where another target's search showed whether to clip, only methods of that kind are tried.
         """
-        methods = [None, *self.methods[1:]]  # None is the first
-        likely_methods = [method for method in methods if clips(method) == self.shared.is_clipping]
+        likely_methods = [
+            method for method in self.methods if clips(method) == self.shared.is_clipping
+        ]
         method_choices = []
-        for method in likely_methods or methods:
+        for method in likely_methods or self.methods:
             method_choices.append(replace(choices, method=method))
         return self.try_choices(method_choices, in_float)
 
     def _method_label(self, trial: Trial) -> str:
-        """Return the label of a trial's method; None is the first of the methods.
+        """Return the label of a trial's method; None is the target's own.
 
-        A target that ignores the method asked for has None as the first one, and may have its own
-        method without clipping, which a plan calls "minmax".
+        A target that ignores the method asked for may also have its own method without clipping,
+        which a plan calls "minmax".
         """
         method = trial.choices.method
         if self.methods[0] is None:
             return _OWN_METHOD if method is None else f"{_OWN_METHOD} without clipping"
-        return (method or self.methods[0]).label
+        return method.label if method else ""

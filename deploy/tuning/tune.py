@@ -9,15 +9,16 @@ from typing import Any
 
 from onnx import ModelProto
 
+from calibrators.searches import COMPARABLE
 from deploy.errors import ConfigError
 from deploy.frontends import LoadedModel
 from deploy.graph.index import match_nodes
 from deploy.graph.plan import Decision, quantized_precision
-from deploy.method import Choices
+from deploy.method import Choices, Method
 from deploy.targets.base import BuildRequest, Target
 from deploy.terminal import phase
+from deploy.tuning import PREFERENCES
 from deploy.tuning.plan_file import PlanFile, TargetPlan, read_plan, write_plan
-from deploy.tuning.prices import group_units
 from deploy.tuning.probe import choices_key
 from deploy.tuning.repairs import ROUNDING
 from deploy.tuning.repairs.apply import trial_builder
@@ -96,8 +97,7 @@ def plan_target(
         float_nodes = {**request.float_nodes, **pinned}
         decisions = target.plan(request.model, tuple(float_nodes)).decisions
         _check_precision(target, decisions, earlier)
-        layer_count = len(group_units(request.model, decisions).layers)
-        plan = _with_built_split(earlier, pinned, layer_count)
+        plan = _with_chosen_split(earlier, pinned)
         return PlannedTarget(plan=_with_pinned(plan, pinned), reused=True)
 
     # no search without effort, nor where the user's plan has nothing for this target
@@ -197,8 +197,7 @@ def refuse_wrong_plan(
     options: Tuning,
     loaded: LoadedModel,
     targets: Iterable[Target],
-    *,
-    has_method: bool,
+    method: Method | str | None,
 ) -> None:
     """Refuse a plan or split that the user asks for and that cannot be built, before anything runs.
 
@@ -207,13 +206,17 @@ def refuse_wrong_plan(
         options: of the search.
         loaded: the model.
         targets: targets to build. One without a plan may have failed when the plan was made.
-        has_method: whether the user chose the range method.
+        method: the range method that the user chose, or its name; None for the default.
 
     Raises:
-        ConfigError: the plan does not fit the model, has no such split, or other range methods.
+        ConfigError: the plan does not fit the model, has no such split, or other range methods; or
+            an option of the search was given too.
     """
     if options.plan is None and options.split is None:
         return
+    _refuse_search_options(options)
+    if isinstance(method, str):
+        method = Method.of(method)
     plans = find_plan(path, options, loaded.digest)
     match_nodes(loaded.model, plans.float_nodes)
     for target in targets:
@@ -221,11 +224,42 @@ def refuse_wrong_plan(
             continue
         plan = _find_earlier_plan(target, options, plans) or TargetPlan()
         _check_names(loaded.model, plan)
-        if has_method and (plan.choices.method or plan.choices.methods):
-            raise ConfigError(
-                f"ranges are found by the plan's methods or by the user's, got both for"
-                f" {target.name}; leave --method out, or the methods in the plan"
-            )
+        if not target.own_method:  # else it ignores --method
+            _check_method(target.name, plan.choices, method)
+
+
+def _refuse_search_options(options: Tuning) -> None:
+    """Refuse options of the search with a plan or split, which is built without one."""
+    flag = "--split" if options.plan is None else "--plan"
+    search_options = []
+    if options.effort is not None:
+        search_options.append(f"--effort {options.effort}")
+    if options.prefer != PREFERENCES[0]:
+        search_options.append(f"--prefer {options.prefer}")
+    if search_options:
+        raise ConfigError(
+            f"{flag} is built without a search, got {search_options[0]} too; leave one of them out"
+        )
+
+
+def _check_method(target: str, choices: Choices, method: Method | None) -> None:
+    """Refuse a plan whose ranges are found by another method than the calibration of this build.
+
+    `target`: its name. `method`: the method that the user chose; None for the default, with which
+    the statistics of all comparable methods are observed.
+    """
+    planned = choices.method
+    if method is not None and method != planned and (planned or choices.methods):
+        raise ConfigError(
+            f"ranges are found by the plan's methods or by the user's, got both for {target};"
+            " leave --method out, or the methods in the plan"
+        )
+    comparable_names = [name for name, _ in COMPARABLE]
+    if method is None and planned is not None and planned.name not in comparable_names:
+        raise ConfigError(
+            f"the plan of {target} has ranges of another calibration; build with --method"
+            f" {planned.name}"
+        )
 
 
 def _check_names(model: ModelProto, plan: TargetPlan) -> None:
@@ -256,24 +290,26 @@ def _check_precision(target: Target, decisions: Iterable[Decision], plan: Target
         )
 
 
-def _with_built_split(plan: TargetPlan, pinned: Mapping[str, str], layer_count: int) -> TargetPlan:
-    """Return the plan with the mark and text of the split that it builds.
+def _with_chosen_split(plan: TargetPlan, pinned: Mapping[str, str]) -> TargetPlan:
+    """Return the plan with the mark and text of the split that its choices are.
 
-    It may build none of its splits: the user may have edited it, or keep other nodes in float now.
+    They may be those of none of its splits, since the user may have edited them.
 
     Args:
         plan: to be followed.
         pinned: nodes that the plan file has in float for every target.
-        layer_count: layers that the target runs in int8 without the plan.
     """
     if not plan.settled:  # written by hand, without a search
         return plan
-    built_key = _without_nodes(plan.choices, pinned)
+    chosen_key = _without_nodes(plan.choices, pinned)
     for split in plan.front:
-        is_built = _without_nodes(split.choices, pinned) == built_key
-        if is_built and split.row.layers == layer_count:
+        if _without_nodes(split.choices, pinned) == chosen_key:
             return plan if split.row.taken else plan.with_split(split.row.number)
+    return without_taken_split(plan)
 
+
+def without_taken_split(plan: TargetPlan) -> TargetPlan:
+    """Return the plan with the text of a split that is none of its front."""
     front = []
     for split in plan.front:
         front.append(replace(split, row=replace(split.row, taken=False)))
