@@ -294,7 +294,8 @@ class Target(Protocol):
     def evaluated(self, request: BuildRequest) -> onnx.ModelProto:
         """Return the model that is evaluated in place of the engine; write nothing.
 
-        It differs from that of `trial` in the type of its float part alone.
+        It differs from that of `trial` in the type of its float part alone. A target in which both
+        are the same has one method for them.
 
         Raises:
             ExportError, CalibrationError: as `build`.

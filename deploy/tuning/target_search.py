@@ -381,7 +381,10 @@ def _split_chooser(
 
     def judge(trial: Trial) -> ExpectedVerdict:
         request = setup.request.with_added_choices(trial.choices)
-        model = evaluated_model(target, request, [ROUNDING] if setup.rounded else [])
+        if target.evaluated == target.trial:  # the same method
+            model = setup.build_trial(request)
+        else:
+            model = evaluated_model(target, request, [ROUNDING] if setup.rounded else [])
         return predictor.predict(model, noise=trial.noise.worst)
 
     return SplitChooser(

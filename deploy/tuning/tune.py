@@ -39,7 +39,7 @@ _UNTRIED = "a split that the search did not try"
 _INTERRUPTED = (
     "the search was interrupted: the best so far is built, and the next build searches again"
 )
-_VERSION = 28  # raised when a search of the same input would give another plan
+_VERSION = 29  # raised when a search of the same input would give another plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
