@@ -66,7 +66,7 @@ def test_right_colors_are_no_warning(red_detector, warnings_of):
 
 def test_swapped_colors_are_named(red_detector, warnings_of):
     text = warnings_of(red_detector(), "--color", "bgr")
-    doubt = "FP32 finds 16 boxes as RGB, 0 as BGR; check --color rgb"
+    doubt = "FP32 finds 16 boxes as RGB, but 0 as BGR; check --color rgb"
     assert f"Verdict doubtful: the float model's inputs are in question: {doubt}" in text
     assert text.count(doubt) == 1
 
@@ -82,7 +82,9 @@ def test_metadata_that_fits_better_is_named(red_detector, warnings_of):
 
 def test_pixels_that_are_divided_needlessly_are_named(red_detector, warnings_of):
     text = warnings_of(red_detector(scale=1 / 255), "--preprocess", "unit")
-    assert "FP32 finds 16 boxes with pixels of 0 to 255, 0 with the present preprocessing" in text
+    assert (
+        "FP32 finds 16 boxes with pixels of 0 to 255, but 0 with the present preprocessing" in text
+    )
     assert "check --preprocess raw" in text
 
 
@@ -93,8 +95,8 @@ def test_preset_that_is_right_by_labels_is_named(run, tmp_path):
     _, out, _ = run("build", folder / "fashion.onnx", *images, *options)
     text = " ".join(out.split())
     assert (
-        "FP32 gets 14 of 16 images right with values of -1 to 1, 2 with the present preprocessing"
-        in text
+        "FP32 gets 14 of 16 images right with values of -1 to 1, but 2 with the present"
+        " preprocessing" in text
     )
 
     (repair,) = re.findall(r"check (--preprocess [\w-]+)", text)

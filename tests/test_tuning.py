@@ -830,7 +830,7 @@ def test_wrong_preprocessing_makes_the_demo_unusable(tmp_path):
     assert "Verdict       unusable" in wrong.output
     text = " ".join(wrong.output.split())
     assert "the float model itself is wrong" in text
-    assert "of 10 classes, chance is 10 %; check --preprocess" in text
+    assert "and chance is 10 % with 10 classes; check --preprocess" in text
     page = (tmp_path / "wrong" / "report.html").read_text()
     assert "chance is 10 %" in page
     assert "verdict unusable" in page

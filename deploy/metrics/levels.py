@@ -280,15 +280,15 @@ def _doubt_top1(accuracy: Accuracy, top1: float, classes: int) -> LevelReasons:
     elif is_spread_narrow and top1 <= chance + spread:
         yield (
             UNUSABLE,
-            f"{FLOAT_MODEL} itself is wrong on its own images: top-1 {100 * top1:.2f} % of"
-            f" {classes} classes, chance is {100 * chance:.3g} %; check --preprocess, --mean,"
+            f"{FLOAT_MODEL} itself is wrong on its own images: top-1 {100 * top1:.2f} %, and"
+            f" chance is {100 * chance:.3g} % with {classes} classes; check --preprocess, --mean,"
             " --std, --color and the labels",
         )
     elif top1 < _MIN_TOP1 and chance < _MIN_TOP1 / 2:
         yield (
             DOUBTFUL,
             f"{FLOAT_MODEL} itself is mostly wrong on its own images: top-1 {100 * top1:.2f} %"
-            f" of {classes} classes; check --preprocess, --mean, --std, --color and the labels",
+            f" with {classes} classes; check --preprocess, --mean, --std, --color and the labels",
         )
 
 

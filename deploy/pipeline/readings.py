@@ -61,7 +61,7 @@ class Reading(NamedTuple):
 
     Attributes:
         text, current_text: this reading and the one in use, as in the sentence "FP32 finds 14 boxes
-            `text`, 10 `current_text`", such as "as RGB" and "as BGR".
+            `text`, but 10 `current_text`", such as "as RGB" and "as BGR".
         remedy: what the user should check.
         preprocess: the preprocessing; its size and resize are not used.
     """
@@ -290,7 +290,7 @@ def describe_reading(
 ) -> str:
     """Return a sentence on a reading that is better than the one in use.
 
-    Such as "FP32 finds 14 boxes as RGB, 10 as BGR; check --color rgb".
+    Such as "FP32 finds 14 boxes as RGB, but 10 as BGR; check --color rgb".
 
     Args:
         reading: the better reading.
@@ -305,4 +305,4 @@ def describe_reading(
         count_text = f"is {100 * np.mean(scores):.0f} % sure"
         current_text = f"{100 * np.mean(current_scores):.0f} %"
     better_text = f"{count_text} {reading.text}"
-    return f"FP32 {better_text}, {current_text} {reading.current_text}; {reading.remedy}"
+    return f"FP32 {better_text}, but {current_text} {reading.current_text}; {reading.remedy}"
