@@ -41,11 +41,13 @@ def search_bins(histogram: NDArray[np.int64]) -> int:
 
     approximate = _divergences(counts)
     candidates = np.flatnonzero(approximate <= approximate.min() + _TOLERANCE) + LEVELS
-    min_kl, bin_count = np.inf, BINS
+    min_kl = np.inf
+    bin_count = BINS
     for i in candidates:  # exact sums, so that equal divergences compare equal
         kl = divergence(counts, int(i))
         if kl <= min_kl:
-            min_kl, bin_count = kl, int(i)
+            min_kl = kl
+            bin_count = int(i)
     return bin_count
 
 
@@ -65,7 +67,8 @@ def divergence(counts: NDArray[np.float64], kept_bins: int) -> float:
     q = np.where(occupied, (sums / np.maximum(bin_counts, 1))[level_by_bin], 0.0)
     if q.sum() == 0 or np.any((p > 0) & (q == 0)):
         return float(np.inf)
-    p, q = p / p.sum(), q / q.sum()
+    p = p / p.sum()
+    q = q / q.sum()
     is_positive = p > 0
     return float((p[is_positive] * np.log(p[is_positive] / q[is_positive])).sum())
 
@@ -85,9 +88,12 @@ def _divergences(counts: NDArray[np.float64]) -> NDArray[np.float64]:
     Sums over bins are differences of prefix sums: entry i is the sum of the bins before bin i.
     """
     kept_bins = np.arange(LEVELS, BINS + 1)  # every i; arrays below have a value for each
-    counts_before, occupied_before = _prefix_sums(counts), _prefix_sums(counts > 0)
-    kept_sums, total = counts_before[kept_bins], counts.sum()
-    last_count, outliers = counts[kept_bins - 1], total - kept_sums
+    counts_before = _prefix_sums(counts)
+    occupied_before = _prefix_sums(counts > 0)
+    kept_sums = counts_before[kept_bins]
+    total = counts.sum()
+    last_count = counts[kept_bins - 1]
+    outliers = total - kept_sums
 
     # sum p ln p; the outliers change the term of the last bin
     kept_bin_terms = _prefix_sums(_xlogx(counts))[kept_bins]

@@ -189,7 +189,8 @@ def affine_params(lo: float, hi: float, grid: Grid = UINT8) -> tuple[np.float32,
     Raises:
         CalibrationError: lo > hi, or the scale is not finite.
     """
-    low, high = min(float(lo), 0.0), max(float(hi), 0.0)
+    low = min(float(lo), 0.0)
+    high = max(float(hi), 0.0)
     with np.errstate(over="ignore"):
         scale = np.float32((high - low) / (grid.qmax - grid.qmin))
     if not lo <= hi or np.isinf(scale):

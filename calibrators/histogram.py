@@ -59,7 +59,8 @@ def range_for(amax: float) -> float:
 
 def _count_bins(x: NDArray[np.float32], full_range: float) -> NDArray[np.int64]:
     """Return the counts of a chunk of values, [2 * BINS + 1] int64."""
-    real, index = _buffers.real[: x.size], _buffers.index[: x.size]
+    real = _buffers.real[: x.size]
+    index = _buffers.index[: x.size]
     np.multiply(x, np.float32(BINS / full_range), out=real)
     np.copyto(index.view(np.int16), real, casting="unsafe")  # a C cast truncates towards zero
     index += np.uint16(BINS)
@@ -205,7 +206,8 @@ class Histogram(HistogramState):
         if chunk.size == 0:
             return
         # + 0.0 turns -0.0 into 0.0, so that the order of both does not matter
-        low, high = float(chunk.min()) + 0.0, float(chunk.max()) + 0.0
+        low = float(chunk.min()) + 0.0
+        high = float(chunk.max()) + 0.0
         if math.isnan(low):
             raise make_nan_error(int(np.isnan(chunk).sum()))
         if math.isinf(low) or math.isinf(high):
@@ -217,7 +219,8 @@ class Histogram(HistogramState):
         amax = max(abs(low), abs(high))
         self.batch_amax = max(self.batch_amax, amax)
         self._widen(amax)
-        self.minimum, self.maximum = min(self.minimum, low), max(self.maximum, high)
+        self.minimum = min(self.minimum, low)
+        self.maximum = max(self.maximum, high)
         self.total += chunk.size
 
         if not self.full_range:  # only zeros so far
@@ -240,9 +243,11 @@ class Histogram(HistogramState):
                 f" {self.initial_range} and {histogram.initial_range}"
             )
         self._widen_to(histogram.full_range)
-        counts, full_range = histogram.counts, histogram.full_range
+        counts = histogram.counts
+        full_range = histogram.full_range
         while full_range and full_range < self.full_range:
-            counts, full_range = halve_resolution(counts), full_range * 2
+            counts = halve_resolution(counts)
+            full_range = full_range * 2
         self.counts[:] += counts
         self.minimum = min(self.minimum, histogram.minimum)
         self.maximum = max(self.maximum, histogram.maximum)
@@ -277,7 +282,8 @@ class Histogram(HistogramState):
         # an extreme that may have been removed is replaced by the edge of the last occupied bin:
         # bin b is from b to b + 1 widths above 0, from b - 1 to b below 0, from -1 to 1 around 0
         width = remaining.full_range / BINS
-        low_bin, high_bin = int(occupied_bins[0]), int(occupied_bins[-1])
+        low_bin = int(occupied_bins[0])
+        high_bin = int(occupied_bins[-1])
         if subset.minimum <= self.minimum:
             lower_edge = low_bin if low_bin > 0 else low_bin - 1
             remaining.minimum = max(self.minimum, lower_edge * width)
@@ -304,8 +310,10 @@ class Histogram(HistogramState):
         clamped = Histogram(initial_range=self.initial_range)
         clamped.counts[:] = self.counts
         clamped.full_range = self.full_range
-        clamped.minimum, clamped.maximum = self.minimum, self.maximum
-        clamped.total, clamped.infinite = self.total, self.infinite
+        clamped.minimum = self.minimum
+        clamped.maximum = self.maximum
+        clamped.total = self.total
+        clamped.infinite = self.infinite
         has_no_value_inside = floor > self.full_range or ceiling < -self.full_range
         changes_nothing = floor <= self.minimum and self.maximum <= ceiling
         if self.total == 0 or has_no_value_inside or changes_nothing:

@@ -86,7 +86,9 @@ def load_kernels(library: Path) -> tuple[CountingKernel, ...]:
             " install calib8 again"
         )
 
-    integer, size, real = ctypes.c_int, ctypes.c_size_t, ctypes.c_double
+    integer = ctypes.c_int
+    size = ctypes.c_size_t
+    real = ctypes.c_double
     pointer = ctypes.c_void_p
     observe.argtypes = (integer, pointer, pointer, pointer, size, pointer)
     observe_each.argtypes = (integer, size, *[pointer] * 6)

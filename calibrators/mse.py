@@ -203,7 +203,8 @@ class _Bins:
         candidates = self._candidates(lows, highs)
         if candidates.size == 1:
             return int(candidates[0])
-        lows, highs = lows[candidates], highs[candidates]
+        lows = lows[candidates]
+        highs = highs[candidates]
         errors = range_errors(self.centres, self.counts, lows, highs, self.grid, self.power)
         return int(candidates[np.argmin(errors)])
 
@@ -228,10 +229,12 @@ class _Bins:
 
         steps, lowest, highest = _levels(lows, highs, self.grid)
         steps32 = (steps / unit).astype(np.float32)
-        lowest32, highest32 = lowest.astype(np.float32), highest.astype(np.float32)
+        lowest32 = lowest.astype(np.float32)
+        highest32 = highest.astype(np.float32)
         # values outside these bounds are clipped by more than half a step, the most that rounding
         # costs
-        lower_bounds, upper_bounds = (lows - steps / 2) / unit, (highs + steps / 2) / unit
+        lower_bounds = (lows - steps / 2) / unit
+        upper_bounds = (highs + steps / 2) / unit
 
         block_errors: list[FloatArray] = []
         min_error = np.inf
@@ -286,10 +289,12 @@ def _affine(histogram: Histogram, grid: Grid, power: float) -> tuple[float, floa
     """
     edges = histogram.edges()
     bins = _Bins.of((edges[:-1] + edges[1:]) / 2, histogram.signed(), grid, power)
-    low, high = min(histogram.minimum, 0.0), max(histogram.maximum, 0.0)
+    low = min(histogram.minimum, 0.0)
+    high = max(histogram.maximum, 0.0)
     if not bins.counts.size:
         return low, high
-    lows, highs = low * _RATIOS, high * _RATIOS
+    lows = low * _RATIOS
+    highs = high * _RATIOS
 
     @cache  # the second round often repeats the first
     def best_low(fixed_high: float) -> float:

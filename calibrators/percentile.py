@@ -54,8 +54,10 @@ def percentile(histogram: Histogram, *, percent: float) -> Scale:
     share = percent / 100
     bin_width = histogram.full_range / BINS
     amax = quantile(histogram.magnitudes(BINS), share) * bin_width
-    minimum, maximum = histogram.minimum, histogram.maximum
-    lo, hi = minimum, maximum
+    minimum = histogram.minimum
+    maximum = histogram.maximum
+    lo = minimum
+    hi = maximum
     if minimum < 0:
         lo = max(minimum, min(_real_quantile(histogram, 1 - share), 0.0))
     if maximum > 0:
@@ -94,7 +96,8 @@ def _real_quantile(histogram: Histogram, share: float) -> float:
 
 def minmax(histogram: Histogram) -> Scale:
     """Return the range of a tensor's data, unclipped."""
-    low, high = histogram.minimum, histogram.maximum
+    low = histogram.minimum
+    high = histogram.maximum
     return Scale(
         lo=low, hi=high, amax=histogram.amax, observed_min=low, observed_max=high, method="minmax"
     )

@@ -266,10 +266,12 @@ class ConvWindow:
     def output_sizes(self, sizes: Sequence[int]) -> list[int]:
         """Return the output sizes for an input of these sizes."""
         output_padding = self.output_padding or (0,) * len(sizes)
-        paddings, spans = self.paddings(sizes), self.spans
+        paddings = self.paddings(sizes)
+        spans = self.spans
         output_sizes = []
         for axis, size in enumerate(sizes):
-            stride, padding = self.strides[axis], sum(paddings[axis])
+            stride = self.strides[axis]
+            padding = sum(paddings[axis])
             if self.transposed:
                 output_size = stride * (size - 1) + output_padding[axis] + spans[axis] - padding
             else:
@@ -324,7 +326,8 @@ def extract_patches(
 def _same_padding(size: int, span: int, stride: int, *, upper: bool) -> tuple[int, int]:
     """Return ONNX's SAME padding (start, end); `upper`: the end gets the odd value."""
     total = max((-(-size // stride) - 1) * stride + span - size, 0)
-    small, large = total // 2, total - total // 2
+    small = total // 2
+    large = total - total // 2
     return (small, large) if upper else (large, small)
 
 

@@ -204,7 +204,8 @@ def read_numbers(arrays: Arrays, *, reals: int, wholes: int) -> tuple[list[float
         CalibrationError: an array is missing or of another length.
     """
     empty = np.zeros(0)
-    floats, integers = arrays.get("reals", empty), arrays.get("wholes", empty)
+    floats = arrays.get("reals", empty)
+    integers = arrays.get("wholes", empty)
     if floats.shape != (reals,) or integers.shape != (wholes,):
         raise CalibrationError(
             f"stored statistics need {reals} reals and {wholes} wholes, got {floats.shape} and"

@@ -110,7 +110,8 @@ def from_device(bits: Array, dtype: str) -> Array:
 def _float8() -> Array:
     """Return the float32 value of every E4M3 code: 4 exponent bits, 3 mantissa bits, bias 7."""
     codes = np.arange(256)
-    exponent, mantissa = codes >> 3 & 15, codes & 7
+    exponent = codes >> 3 & 15
+    mantissa = codes & 7
     normal = np.ldexp(1 + mantissa / 8, exponent - 7)
     sizes = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal)
     sizes[(exponent == 15) & (mantissa == 7)] = np.nan

@@ -87,7 +87,8 @@ def pair_sums(rows: NDArray[np.generic]) -> NDArray[np.float32]:
     """
     padded = np.pad(_flatten(rows), ((0, 0), (0, 2))).astype(np.float32)  # 0 after the last weight
     stride = pair_stride(rows.shape)
-    a, b = padded[:, :-2:stride], padded[:, 1:-1:stride]  # views of both weights of each pair
+    a = padded[:, :-2:stride]
+    b = padded[:, 1:-1:stride]  # views of both weights of each pair
     has_equal_sign = (a > 0) == (b > 0)
     np.abs(padded, out=padded)  # now a and b are the sizes
     with np.errstate(over="ignore"):  # sums of weights near 1e38 are capped
@@ -117,7 +118,8 @@ def tight_pair_mask(weight_steps: NDArray[np.floating]) -> NDArray[np.bool_]:
     """
     is_tight = pair_sums(weight_steps) > PAIR_LIMIT - 2 * PAIR_ROUNDING  # 124 steps
     out_channels, in_channels, *kernel = weight_steps.shape
-    weight_count, stride = _flatten(weight_steps).shape[1], pair_stride(weight_steps.shape)
+    weight_count = _flatten(weight_steps).shape[1]
+    stride = pair_stride(weight_steps.shape)
     # one column more than weights: the last weight may be the first of a pair
     is_in_tight_pair = np.zeros((out_channels, weight_count + 1), np.bool_)
     is_in_tight_pair[:, 0:weight_count:stride] = is_tight  # first weight of each pair

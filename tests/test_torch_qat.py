@@ -193,7 +193,6 @@ def test_unfit_checkpoint_is_refused(small, tmp_path, wording):
         ({"clip_gradient": -1}, errors.ConfigError, "clip_gradient .* 0 or more, got -1"),
         ({"distil": 3}, errors.ConfigError, "distil takes a list, got 3"),
         ({"optimizer": lambda parameters: 3}, errors.ConfigError, "torch optimizer, got int"),
-        ({"model": 3}, errors.ModelError, "got int"),
         ({"inputs": 3}, errors.FeedError, "got int"),
         ({"calibration": 3}, errors.FeedError, "got int"),
         ({"batches": 3}, errors.FeedError, "got int"),
@@ -201,7 +200,7 @@ def test_unfit_checkpoint_is_refused(small, tmp_path, wording):
         (
             {"batches": lambda epoch: (1 / number for number in range(2))},
             errors.FeedError,
-            "ZeroDivisionError.* 1 / number",
+            r"ZeroDivisionError.*\(1 / number",
         ),
         (
             {

@@ -710,6 +710,16 @@ def test_layer_whose_weight_others_read_is_fused(function):
     assert torch.allclose(prepare(model, [X], target=STEM)(X), model(X), atol=1e-5)
 
 
+def test_weight_of_a_layer_and_of_a_function_is_quantized_in_both():
+    model = module(lambda self, x: F.linear(self.own(x), self.own.weight), own=nn.Linear(4, 4))
+    batch = torch.randn(3, 4)
+    prepared = prepare(model, [batch])
+    assert torch.equal(prepared(batch), model(batch))
+    calibrate(prepared, [batch])
+    layers = export(convert(prepared), [batch]).graph.node
+    assert [node.op_type for node in layers].count("DequantizeLinear") > 2
+
+
 @pytest.mark.parametrize("norms", ["fold", "train"])
 def test_frozen_weights_stay_frozen(norms):
     model = net()

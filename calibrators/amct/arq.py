@@ -93,11 +93,13 @@ def ascend_scale_offset(
     Raises:
         CalibrationError: a scale, its inverse or an offset is not finite.
     """
-    hi, lo = np.asarray(hi, np.float32), np.asarray(lo, np.float32)
+    hi = np.asarray(hi, np.float32)
+    lo = np.asarray(lo, np.float32)
     qmin, _ = ascend_range(bits)
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         if with_offset:
-            hi, lo = np.maximum(hi, np.float32(0)), np.minimum(lo, np.float32(0))
+            hi = np.maximum(hi, np.float32(0))
+            lo = np.minimum(lo, np.float32(0))
             raw_scale = (hi - lo) / np.float32(2**bits - 1)
             offset = np.where(hi == lo, np.float32(qmin), np.float32(qmin) - lo / raw_scale)
             offset = np.where(raw_scale < FLT_EPSILON, np.float32(qmin), offset)
@@ -261,8 +263,10 @@ def balance_factors(
     """
     if not 0.2 <= strength <= 0.8:
         raise CalibrationError(f"the DMQ migration strength must be in [0.2, 0.8], got {strength}")
-    activation, weight = np.asarray(act_max, np.float32), np.asarray(weight_max, np.float32)
-    has_no_activation, has_no_weight = activation < FLT_EPSILON, weight < FLT_EPSILON
+    activation = np.asarray(act_max, np.float32)
+    weight = np.asarray(weight_max, np.float32)
+    has_no_activation = activation < FLT_EPSILON
+    has_no_weight = weight < FLT_EPSILON
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # replaced or refused below
         factor = activation ** np.float32(strength) / weight ** np.float32(1 - strength)
         factor = np.where(has_no_activation | has_no_weight, np.float32(1), factor)
@@ -305,7 +309,8 @@ def kl_scale(weight: NDArray[np.floating], *, channel_wise: bool = True) -> Floa
     scales = np.ones(len(rows), np.float32)  # a channel of zeros has scale 1
     is_nonzero = amax > 0
     if is_nonzero.any():
-        rows, amax = rows[is_nonzero], amax[is_nonzero]
+        rows = rows[is_nonzero]
+        amax = amax[is_nonzero]
         scales[is_nonzero] = _best_scales(_histograms(rows, amax), amax)
     return ascend_guard(scales)
 
@@ -352,8 +357,10 @@ def _cut_and_level(counts: FloatArray, cut: int) -> tuple[FloatArray, FloatArray
 
 def _divergence(p: FloatArray, q: FloatArray) -> FloatArray:
     """Return KL(p, q) of every row, with a small count in empty bins."""
-    p, q = _fill_empty_bins(p), _fill_empty_bins(q)
-    p, q = p / p.sum(axis=1, keepdims=True), q / q.sum(axis=1, keepdims=True)
+    p = _fill_empty_bins(p)
+    q = _fill_empty_bins(q)
+    p = p / p.sum(axis=1, keepdims=True)
+    q = q / q.sum(axis=1, keepdims=True)
     return np.asarray((p * np.log(p / q)).sum(axis=1))
 
 

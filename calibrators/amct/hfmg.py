@@ -97,17 +97,21 @@ class HfmgHistogram:
 
     def _add(self, data: Float32Array) -> None:
         """Count one batch on its range, joined with the range of the earlier batches."""
-        lo, hi = np.float32(data.min()), np.float32(data.max())
+        lo = np.float32(data.min())
+        hi = np.float32(data.max())
         if self.counts is None:
             self.counts = histc(data, self.nbins, lo, hi)
-            self.lo, self.hi = lo, hi
+            self.lo = lo
+            self.hi = hi
             return
-        lo, hi = min(lo, self.lo), max(hi, self.hi)
+        lo = min(lo, self.lo)
+        hi = max(hi, self.hi)
         earlier = self.counts
         if not (_is_close(lo, self.lo) and _is_close(hi, self.hi)):
             earlier = redistribute(earlier, (self.lo, self.hi), (lo, hi))
         self.counts = (earlier + histc(data, self.nbins, lo, hi)).astype(np.int32)
-        self.lo, self.hi = lo, hi
+        self.lo = lo
+        self.hi = hi
 
     @property
     def extremes(self) -> tuple[float, float]:
@@ -124,7 +128,8 @@ def histc(data: Float32Array, nbins: int, lo: np.float32, hi: np.float32) -> NDA
     """Count as torch.histc in float32: bin trunc((x - lo) / (hi - lo) * nbins), hi in the last."""
     with np.errstate(over="ignore", invalid="ignore"):
         if lo == hi:
-            lo, hi = np.float32(lo - np.float32(1)), np.float32(hi + np.float32(1))
+            lo = np.float32(lo - np.float32(1))
+            hi = np.float32(hi + np.float32(1))
         position = (data - lo) / np.float32(hi - lo) * np.float32(nbins)
     if not np.isfinite(position).all():
         raise CalibrationError(
@@ -152,7 +157,8 @@ def redistribute(
         new: the same of the wider range.
     """
     bin_count = counts.size
-    old_lo, new_lo = float(old[0]), float(new[0])
+    old_lo = float(old[0])
+    new_lo = float(new[0])
     old_width = (float(old[1]) - old_lo) / bin_count
     new_width = (float(new[1]) - new_lo) / bin_count
 
@@ -181,7 +187,8 @@ def candidate_runs(counts: NDArray[np.int32]) -> NDArray[np.int64]:
     bin_count = counts.size
     counts_below = [0, *np.cumsum(counts, dtype=np.int64).tolist()]  # values below each bin
     values_per_cut = max(math.ceil(counts_below[-1] / 100000), 1)
-    left, right = 0, bin_count - 1
+    left = 0
+    right = bin_count - 1
     min_distance = math.ceil(bin_count / 4)  # between the ends of a run
     runs = []
     while right - left > min_distance:
@@ -211,14 +218,17 @@ def hfmg(histogram: HfmgHistogram, params: HfmgParams | None = None) -> AscendSc
     histogram.end()  # counts the waiting samples
     if histogram.counts is None:
         raise CalibrationError("HFMG needs at least one calibration batch, got none")
-    counts, lo, hi = histogram.counts, histogram.lo, histogram.hi
+    counts = histogram.counts
+    lo = histogram.lo
+    hi = histogram.hi
     width = np.float32(np.float32(hi - lo) / np.float32(counts.size))
     runs = candidate_runs(counts)
     losses = _losses(counts, runs, width, params.bits)
 
     # the ends of the best run of bins, in float32 as in AMCT
     left, right = runs[np.argmin(losses)].astype(np.float32)
-    run_lo, run_hi = lo + left * width, lo + (right + np.float32(1)) * width
+    run_lo = lo + left * width
+    run_hi = lo + (right + np.float32(1)) * width
     scale, offset = ascend_scale_offset(
         np.asarray(run_hi), np.asarray(run_lo), with_offset=params.with_offset, bits=params.bits
     )
@@ -323,8 +333,10 @@ def _loss32(
         # the edges of the bins, from the start of the run, and the code at each
         edges = np.arange(-left, counts.size + 1 - left).astype(np.float32) * width
         codes = np.clip(np.floor(edges / step), 0, 2**bits - 1).astype(np.float32)
-        bin_start, bin_end = edges[:-1], edges[1:]
-        first_code, last_code = codes[:-1], codes[1:]  # that each bin overlaps
+        bin_start = edges[:-1]
+        bin_end = edges[1:]
+        first_code = codes[:-1]
+        last_code = codes[1:]  # that each bin overlaps
         has_one_code = first_code == last_code
 
         # the parts of each bin, by their ends relative to the centre of their code

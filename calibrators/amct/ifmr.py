@@ -369,7 +369,8 @@ class IfmrHistogram:
     def __init__(self, *, exact: bool = False) -> None:
         self.exact = exact
         self.total = 0
-        self.minimum, self.maximum = math.inf, -math.inf
+        self.minimum = math.inf
+        self.maximum = -math.inf
         self.full_range = 0.0
         self.counts: NDArray[np.int64] = np.zeros(0, np.int64)
         self.sums: Float64Array = np.zeros(0)
@@ -527,14 +528,16 @@ class _Density:
         sums_below = np.concatenate(([0.0], np.cumsum(counts * mean)))
         mean_squares = mean**2 + half_width**2 / 3  # of each bin: mean squared, plus variance
         squares = float((counts * mean_squares).sum())
-        lows, highs = mean - half_width, mean + half_width
+        lows = mean - half_width
+        highs = mean + half_width
         return cls(edges, lows, highs, counts_below, sums_below, squares)
 
     def count_below(self, boundaries: Float64Array) -> tuple[Float64Array, Float64Array]:
         """Return number and sum of the data below each boundary."""
         bins = np.searchsorted(self.edges, boundaries, "right") - 1
         bins = np.clip(bins, 0, self.lows.size - 1)
-        low, high = self.lows[bins], self.highs[bins]
+        low = self.lows[bins]
+        high = self.highs[bins]
         clipped = np.clip(boundaries, low, high)
         span = np.where(high > low, high - low, 1.0)
         share = np.where(boundaries >= high, 1.0, (clipped - low) / span)
@@ -564,6 +567,7 @@ class _Density:
         count_below_bin = self.counts_below[bin_index]
         bin_count = self.counts_below[bin_index + 1] - count_below_bin
         share = (rank - count_below_bin) / max(bin_count, 1.0)
-        low, high = self.lows[bin_index], self.highs[bin_index]
+        low = self.lows[bin_index]
+        high = self.highs[bin_index]
         value = float(low + share * (high - low))
         return max(value, extreme) if smallest else min(value, extreme)

@@ -60,7 +60,8 @@ class IfmrOf(_Ordered):
         recorder = IfmrHistogram()
         reals, (recorder.total,) = read_numbers(arrays, reals=3, wholes=1)
         recorder.minimum, recorder.maximum, recorder.full_range = reals
-        stored_values, bins = arrays["kept"], arrays["bins"]
+        stored_values = arrays["kept"]
+        bins = arrays["bins"]
         if stored_values.size:
             recorder.set_values(np.array(stored_values, np.float32))
         elif bins.size:
@@ -100,7 +101,9 @@ class HfmgOf(_Ordered):
         counts = np.array(arrays["counts"], np.int32)
         if counts.shape != (self.nbins,) or counts.min() < 0:
             raise CalibrationError(f"a stored histogram must have {self.nbins} counts of 0 or more")
-        recorder.counts, recorder.lo, recorder.hi = counts, np.float32(lo), np.float32(hi)
+        recorder.counts = counts
+        recorder.lo = np.float32(lo)
+        recorder.hi = np.float32(hi)
         return recorder
 
 
@@ -206,7 +209,8 @@ class Targets:
 
     def take_outputs(self) -> Float32Array:
         """Return all outputs, [P, C], and drop them here."""
-        chunks, self._chunks = self._chunks, []
+        chunks = self._chunks
+        self._chunks = []
         return np.concatenate(chunks)
 
     def to_arrays(self) -> Arrays:
@@ -246,7 +250,8 @@ class RoundedWeightsOf(_SampledPositions):
         """
         recorder = RoundedWeights(None, 0)
         errors, _ = read_numbers(arrays, reals=2, wholes=0)
-        integers, scale = arrays["integers"], arrays["scale"]
+        integers = arrays["integers"]
+        scale = arrays["scale"]
         if integers.shape != (np.prod(self.shape),) or scale.shape != (self.scales,):
             raise CalibrationError("stored integers must be as many as the weights and are not")
         weights = np.array(integers, np.int8).reshape(self.shape)
@@ -281,14 +286,17 @@ class RoundedWeights:
 
     def take_patches(self) -> Float32Array:
         """Return all patches, [P, G, K], and drop them here."""
-        chunks, self._chunks = self._chunks, []
+        chunks = self._chunks
+        self._chunks = []
         return np.ascontiguousarray(np.concatenate(chunks, axis=2).transpose(2, 0, 1))
 
     def set_result(
         self, integers: NDArray[np.int8], scale: Float32Array, errors: tuple[float, float]
     ) -> None:
         """Set the result."""
-        self.integers, self.scale, self.errors = integers, scale, errors
+        self.integers = integers
+        self.scale = scale
+        self.errors = errors
 
     def to_arrays(self) -> Arrays:
         """Return the result; {} before there is one."""

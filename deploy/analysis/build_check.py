@@ -369,9 +369,11 @@ def _find_changed(
 
 def _change_alerts(verification: Verification, results: Sequence[BuildResult]) -> Iterator[str]:
     """Yield sentences on changed, missing or foreign files, unless an error names them already."""
-    folder, known_files = verification.folder, verification.manifest.files
+    folder = verification.folder
+    known_files = verification.manifest.files
     errors = [result.error for result in results]
-    changed, missing = [], []
+    changed = []
+    missing = []
     for name in verification.changed:
         if any(error.startswith(f"{Path(name).name} ") for error in errors):
             continue

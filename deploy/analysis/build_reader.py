@@ -89,7 +89,8 @@ class Verification(PrintedResult):
 
     def to_screen(self) -> str:
         """Return a line for each file and for the cache, and how many files are unchanged."""
-        files, lines = self.manifest.files, []
+        files = self.manifest.files
+        lines = []
         for name in files:
             lines.append(f"{name} {self.changed.get(name, 'is as it was written')}")
         for name in self.manifest.earlier:
@@ -335,9 +336,11 @@ def _explain_target(
     """
     target_plan = plan.targets.get(target.name, TargetPlan())
     # a split says which nodes run in int8: the one that was built, and others that can be built
-    built_split, front = target_plan.settled, tuple(split_rows(target_plan))
+    built_split = target_plan.settled
+    front = tuple(split_rows(target_plan))
     if target.search is not None:  # else no search was needed, such as for a plan of the user's
-        built_split, front = target.search.settled, target.search.front
+        built_split = target.search.settled
+        front = target.search.front
     explanation = TargetExplanation(
         name=target.name,
         error=target.error,
@@ -361,7 +364,8 @@ def _add_engine(explanation: TargetExplanation, engine: EngineRow) -> TargetExpl
     is_native = explanation.runnable is not None and engine.path == explanation.runnable
     explanation = replace(explanation, native=is_native)
     if engine.verdict is not None:
-        level, reasons = engine.verdict.level, engine.verdict.reasons
+        level = engine.verdict.level
+        reasons = engine.verdict.reasons
         explanation = replace(explanation, level=level, reasons=reasons)
     accuracy = engine.accuracy
     if accuracy is None:

@@ -403,7 +403,8 @@ def _bisect(names: Sequence[str], agrees: Callable[[str], bool]) -> None:
     `names`: of tensors in the model's order; `agrees`: compares one tensor.
     """
     # below `low` all agrees (-1 are the model's inputs), from `high` on nothing (the outputs)
-    low, high = -1, len(names)
+    low = -1
+    high = len(names)
     while high - low > 1:
         middle = (low + high) // 2
         if agrees(names[middle]):
@@ -577,7 +578,8 @@ def _uncompared_notes(
     first_model: ModelProto, second_model: ModelProto, compared_names: Collection[str]
 ) -> Iterator[str]:
     """Yield notes on the outputs that only one model has, and on those without float values."""
-    first_outputs, second_outputs = _output_names(first_model), _output_names(second_model)
+    first_outputs = _output_names(first_model)
+    second_outputs = _output_names(second_model)
     for name in first_outputs:
         if name in second_outputs and name not in compared_names:
             yield f"not compared: {name!r}, which has no float values to compare"

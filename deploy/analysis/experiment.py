@@ -73,7 +73,8 @@ class Experiment(PrintedResult):
     def clipped(self) -> int:
         """Number of values outside the representable range."""
         low, high = self.quantized.representable()
-        rank, axis = self.values.ndim, self.quantized.axis
+        rank = self.values.ndim
+        axis = self.quantized.axis
         is_too_low = self.values < broadcast_parameter(low, rank, axis)
         outside = is_too_low | (self.values > broadcast_parameter(high, rank, axis))
         return int(outside.sum())
@@ -109,7 +110,8 @@ class Experiment(PrintedResult):
 
     def _figures(self) -> dict[str, float]:
         """Return the largest error, its root mean square, and the SQNR, by their keys in JSON."""
-        error, values = self.error, self.values.astype(np.float64)
+        error = self.error
+        values = self.values.astype(np.float64)
         return {
             "largest_error": float(np.abs(error).max()),
             "rms": float(np.sqrt(np.square(error).mean())),
@@ -221,7 +223,8 @@ def _quantize_by_search(
     channels = [values]
     if axis is not None:
         channels = list(np.moveaxis(values, checked_axis(axis, values.ndim), 0))
-    scales, zero_points = [], []
+    scales = []
+    zero_points = []
     for channel in channels:
         scale, zero_point = _search_scale(channel, method, GRIDS[dtype])
         scales.append(scale)

@@ -248,12 +248,14 @@ class _WorstImages:
         self, inputs: Outputs, reference: Outputs, candidate: Outputs
     ) -> tuple[str, float]:
         """Return (label, SQNR) of the output slice of lowest SQNR; ("", NaN) without slices."""
-        worst_label, worst_db = "", math.nan
+        worst_label = ""
+        worst_db = math.nan
         # the float model's scores weight the values of both models, hence `reference` in both calls
         reference_values = self.form.prepare(reference, inputs, reference)
         candidate_values = self.form.prepare(candidate, inputs, reference)
         for output_slice in self.form.parts:
-            name, label = output_slice.output, output_slice.label
+            name = output_slice.output
+            label = output_slice.label
             if name not in reference or name not in candidate:
                 continue
             error = RunningError(label)
@@ -261,7 +263,8 @@ class _WorstImages:
             error.add(expected, output_slice.of(candidate_values[name]))
             db = error.result().sqnr_db
             if not worst_label or sqnr_sort_key(db) < sqnr_sort_key(worst_db):
-                worst_label, worst_db = label, db
+                worst_label = label
+                worst_db = db
         return worst_label, worst_db
 
 

@@ -380,7 +380,8 @@ class ClusterRun:
         if self._job_future is not None:
             futures.append(self._job_future)
         if self._running:
-            key, client = self._job.key, self._client
+            key = self._job.key
+            client = self._client
             with suppress(Exception):
                 call_with_timeout(STOP_S, lambda: client.cancel(futures, force=True))
                 call_with_timeout(

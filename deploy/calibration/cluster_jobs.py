@@ -413,7 +413,8 @@ def _open_share(job: ClusterJob, share: Share) -> Feed:
             feed = dataset.open(job.inputs)
         except FeedError as error:
             raise FeedError(f"{error}; {remedy}") from error
-        _last_feed.job_key, _last_feed.feed = job.key, feed
+        _last_feed.job_key = job.key
+        _last_feed.feed = feed
     complete_feed: Feed = _last_feed.feed
     # the share that has this number here; it differs if this machine sees other images
     share_here = complete_feed.get_share((share.number, share.of))

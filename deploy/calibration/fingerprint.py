@@ -155,10 +155,13 @@ def _convert_schema_4(data: object) -> dict[str, Any]:
     """
     if not isinstance(data, dict) or data.keys() != _SCHEMA_4_PARTS:
         return {}
-    versions, model = data["versions"], data["model"]
+    versions = data["versions"]
+    model = data["model"]
     if not isinstance(versions, dict) or not isinstance(model, str):
         return {}
-    numbers, decoder, programs = {}, {}, {}
+    numbers = {}
+    decoder = {}
+    programs = {}
     for name, version in versions.items():
         if name in ("frontend", "searches", "statistics"):
             numbers[name] = version
@@ -216,7 +219,8 @@ def _difference(old: object, new: object) -> str:
         return ""
     changes = []
     for key in sorted(old.keys() | new.keys()):
-        old_value, new_value = old.get(key), new.get(key)
+        old_value = old.get(key)
+        new_value = new.get(key)
         if old_value == new_value:
             continue
         if max(len(str(old_value)), len(str(new_value))) <= _MAX_SHOWN_LENGTH:

@@ -419,7 +419,8 @@ def _compare_units(data: Moments, training: Moments) -> str:
     training_deviation = np.sqrt(training.variance[live_channels])
     offsets = np.abs(data.mean - training.mean)[live_channels] / training_deviation
     spreads = np.sqrt(data.variance[live_channels]) / training_deviation
-    offset, spread = float(np.median(offsets)), float(np.median(spreads))
+    offset = float(np.median(offsets))
+    spread = float(np.median(spreads))
     has_same_unit = MIN_UNIT_RATIO < spread < MAX_UNIT_RATIO and offset < MAX_UNIT_RATIO
     if has_same_unit or not np.isfinite(offset + spread):  # NaN without a live channel
         return ""
@@ -548,7 +549,9 @@ def renormalize(array: Array, source: Preprocess, preset: Preprocess) -> Array:
 
 def _moments(arrays: Iterable[Array]) -> Moments:
     """Return the mean and variance of each channel over all [1, C, ...] arrays together."""
-    count, total, squares = 0, np.zeros(1), np.zeros(1)
+    count = 0
+    total = np.zeros(1)
+    squares = np.zeros(1)
     for array in arrays:
         rows = np.moveaxis(array.astype(np.float64), 1, 0).reshape(array.shape[1], -1)
         count += rows.shape[1]

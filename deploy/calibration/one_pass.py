@@ -355,7 +355,8 @@ def observe(
         has_halves=halves is not None,
         has_snapshots=should_stop is not None,
     )
-    pause, resumed_count = NO_PAUSE, 0
+    pause = NO_PAUSE
+    resumed_count = 0
     if checkpoint is not None:
         pause, resumed_count = _resume(checkpoint, state, schedule.main)
 

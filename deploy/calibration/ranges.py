@@ -174,7 +174,8 @@ class Ranges:
         """
         if self.trusted is not None:  # ranges of a user's cache, used as they are
             return self.trusted
-        scales, unusable = {}, {}
+        scales = {}
+        unusable = {}
         observations = list(observations)
         with phase("ranges", len(observations), "tensors") as step:
             for observation in observations:

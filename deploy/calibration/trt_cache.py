@@ -270,9 +270,11 @@ def relabel(
     if header.label is None and algorithm is None:
         version_label(version)  # raises CacheError if it is no version
         return cache
-    quantile, cutoff = header.quantile, header.cutoff
+    quantile = header.quantile
+    cutoff = header.cutoff
     if quantile is None or cutoff is None:  # only legacy headers have them
-        quantile, cutoff = QUANTILE, 1.0
+        quantile = QUANTILE
+        cutoff = 1.0
     new_header = _make_header(version, algorithm or header.algorithm, quantile, cutoff)
     return replace(cache, header=replace(new_header, end=header.end))
 

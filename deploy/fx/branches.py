@@ -71,7 +71,8 @@ def _merge(graph_module: fx.GraphModule, node: fx.Node) -> tuple[str, str] | Non
     if not _covers(larger.module, smaller.module):
         return None
 
-    layer_name, merged_name = str(larger.call.target), str(smaller.call.target)
+    layer_name = str(larger.call.target)
+    merged_name = str(smaller.call.target)
     replace_layer(graph_module, layer_name, _sum_branches(larger, smaller))
     replace_node(node, larger.call)
     return layer_name, merged_name

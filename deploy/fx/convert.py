@@ -337,7 +337,8 @@ def set_phase(
     """
     for module in prepared.modules():
         if isinstance(module, FakeQuant):
-            module.observe, module.enabled = observe, quantize
+            module.observe = observe
+            module.enabled = quantize
             module.start_batch()
         elif isinstance(module, WeightQuant):
             module.enabled = quantize if weights is None else weights

@@ -123,7 +123,8 @@ class _ThreadStderr:
     """Stderr that drops what the creating thread writes; another thread shows the progress."""
 
     def __init__(self) -> None:
-        self._silenced, self._stream = threading.get_ident(), sys.stderr
+        self._silenced = threading.get_ident()
+        self._stream = sys.stderr
 
     def write(self, text: str) -> int:
         if threading.get_ident() == self._silenced:

@@ -316,7 +316,9 @@ def compare_with_torch(
             saturate them.
     """
     session = OrtSession.open(exported, threads=1, optimize=optimized, int8_kernels=kernels)
-    sample_counts, differences, magnitudes = [], [], []
+    sample_counts = []
+    differences = []
+    magnitudes = []
     same_argmax: list[NDArray[np.bool_]] = []  # for each row of the last output
     # whether an output varies in a batch: between samples or, in a batch of one, between its values
     varies_between_samples: list[bool] = []

@@ -84,7 +84,8 @@ class _LsqRound(torch.autograd.Function):
         x, scale, low, high, factor = ctx.saved_tensors
         (output_grad,) = grads
         steps = x / scale
-        is_below, is_above = steps <= low, steps >= high
+        is_below = steps <= low
+        is_above = steps >= high
         scale_slope = torch.round(steps) - steps  # dy/ds of the formulas
         scale_slope = torch.where(is_above, high, scale_slope)
         scale_slope = torch.where(is_below, low, scale_slope)
@@ -203,7 +204,8 @@ class FakeQuant(nn.Module):
             )
         if self.reach is not None:  # no reader can tell the values beyond it apart
             limits = (self.reach.floor, self.reach.ceiling)
-            lo, hi = lo.clamp(*limits), hi.clamp(*limits)
+            lo = lo.clamp(*limits)
+            hi = hi.clamp(*limits)
         if self.batch_extremes is not None:
             lo = torch.minimum(lo, self.batch_extremes[0])
             hi = torch.maximum(hi, self.batch_extremes[1])
@@ -226,7 +228,8 @@ class FakeQuant(nn.Module):
 
     def start_batch(self) -> None:
         """Start a new batch, also after one that was interrupted."""
-        self.calls_in_batch, self.batch_extremes = 0, None
+        self.calls_in_batch = 0
+        self.batch_extremes = None
 
     def _update_average(self, lo: torch.Tensor, hi: torch.Tensor) -> None:
         if self.momentum == 1:
@@ -287,7 +290,8 @@ class DynamicQuant(ExportedModule):
             )
             return _dequantize(quantized, scale, zero_point, x)
         lo, hi = torch.aminmax(x)
-        lo, hi = lo.clamp(max=0), hi.clamp(min=0)
+        lo = lo.clamp(max=0)
+        hi = hi.clamp(min=0)
         scale = (hi - lo) / UINT8_MAX
         scale = torch.where(scale > 0, scale, 1.0)
         zero_point = torch.round(-lo / scale).clamp(0, UINT8_MAX)

@@ -3,7 +3,8 @@
 `functions_to_modules` turns `F.conv2d(x, self.weight, ...)` into a call of an `nn.Conv2d` with the
 same weight, named `<owner of the weight>.conv`; `F.batch_norm(...)` into `<owner of the
 statistics>.norm`; and `x @ self.weight` into an `nn.Linear` with the transposed weight,
-`<owner>.linear`. Further linears of one owner have the weight's name in front.
+`<owner>.linear`. Further linears of one owner have the weight's name in front. If the owner is a
+layer that is called too, the module lies beside it, as `<owner>_linear`.
 """
 
 from typing import Any
@@ -59,32 +60,39 @@ class _Rewriter:
 
     Attributes:
         options_by_name: name of each new module -> its options, tensors by their names.
+        called_modules: names of the modules that the graph calls.
     """
 
     def __init__(self, graph_module: fx.GraphModule):
         self.graph_module = graph_module
         self.options_by_name: dict[str, dict[str, Any]] = {}
+        calls = graph_module.graph.find_nodes(op="call_module")
+        self.called_modules = {str(node.target) for node in calls}
 
     def replace_layer(self, node: fx.Node) -> None:
         """Replace a functional convolution or linear, if its weight is no computed one."""
         options = _layer_arguments(node)
-        input_node, weight = options.pop("input"), options["weight"]
+        input_node = options.pop("input")
+        weight = options["weight"]
         if not _is_parameter(weight) or not _is_parameter_or_none(options["bias"]):
             return
         kind, suffix = _LAYERS[node.target]
-        self._replace(node, input_node, kind, _module_name(weight, suffix), _name_tensors(options))
+        self._replace(
+            node, input_node, kind, self._module_name(weight, suffix), _name_tensors(options)
+        )
 
     def replace_product(self, node: fx.Node) -> None:
         """Replace x @ weight."""
         input_node, weight = node.all_input_nodes
         options = {"weight": weight.target, "bias": None, "transposed": True}
-        self._replace(node, input_node, nn.Linear, _module_name(weight, "linear"), options)
+        self._replace(node, input_node, nn.Linear, self._module_name(weight, "linear"), options)
 
     def replace_norm(self, node: fx.Node) -> None:
         """Replace a functional BatchNorm, unless it uses the statistics of the batch."""
         options = batch_norm_arguments(node)
         assert options is not None
-        input_node, mean = options.pop("input"), options["running_mean"]
+        input_node = options.pop("input")
+        mean = options["running_mean"]
         uses_batch_statistics = options.pop("training") and not self.graph_module.training
         if uses_batch_statistics or mean is None:
             return
@@ -92,7 +100,7 @@ class _Rewriter:
             return
         if not isinstance(options["momentum"], float):
             return
-        name = _module_name(mean, "norm")
+        name = self._module_name(mean, "norm")
         self._replace(node, input_node, ChannelNorm, name, _name_tensors(options))
 
     def _replace(
@@ -130,6 +138,17 @@ class _Rewriter:
         call.meta.update(node.meta)
         replace_node(node, call)
 
+    def _module_name(self, tensor: fx.Node, suffix: str) -> str:
+        """Return the name of a module for a tensor: inside the tensor's owner, or beside it.
+
+        A called owner is a layer: quantization replaces it, and what is inside would be lost.
+        """
+        owner, _, _ = str(tensor.target).rpartition(".")
+        if not owner:
+            return suffix
+        separator = "_" if owner in self.called_modules else "."
+        return f"{owner}{separator}{suffix}"
+
     def _is_name_taken(self, name: str, options: dict[str, Any]) -> bool:
         """Return whether a new module with other options, or one of the user's, has this name."""
         if name in self.options_by_name:
@@ -152,7 +171,8 @@ class _Rewriter:
             tensors = {key: self._tensor(options[key]) for key in _NORM_TENSORS}
             return create_channel_norm(tensors, options).train(is_training)
 
-        weight, bias = self._tensor(options["weight"]), self._tensor(options["bias"])
+        weight = self._tensor(options["weight"])
+        bias = self._tensor(options["bias"])
         if options.get("transposed"):
             is_trained = isinstance(weight, nn.Parameter) and weight.requires_grad
             weight = nn.Parameter(weight.detach().t().contiguous(), is_trained)
@@ -196,11 +216,6 @@ def _is_product(graph_module: fx.GraphModule, node: fx.Node) -> bool:
         return False
     matrix = tensor_of(graph_module, node.all_input_nodes[-1].target)
     return matrix.dim() == 2 and matrix.is_floating_point()
-
-
-def _module_name(tensor: fx.Node, suffix: str) -> str:
-    owner, _, _ = str(tensor.target).rpartition(".")
-    return f"{owner}.{suffix}" if owner else suffix
 
 
 def _layer_arguments(node: fx.Node) -> dict[str, Any]:

@@ -303,7 +303,8 @@ def _fold_into_layer(
     """Fold a norm and its other calls after the same layer; return the removed nodes."""
     layer_call = path_to_layer(graph_module, norm)[-1]
     norm_calls = _foldable_calls(graph_module, norm)
-    layer, module = called_module(graph_module, layer_call), called_module(graph_module, norm)
+    layer = called_module(graph_module, layer_call)
+    module = called_module(graph_module, norm)
     assert layer is not None and module is not None
     replace_layer(graph_module, str(layer_call.target), _with_norm_after(layer, module))
     report.fused.append((f"{_kind(layer)}+BN", (str(layer_call.target), str(norm.target))))

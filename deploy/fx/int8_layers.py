@@ -44,7 +44,8 @@ def minimum_scales(
     weights_by_output = rows.detach().float().movedim(1, -1).flatten(1)
     padded = functional.pad(weights_by_output, (0, 1))  # a neighbor for the last weight
     step = pair_stride(rows.shape)
-    first, second = padded[:, :-1:step], padded[:, 1::step]
+    first = padded[:, :-1:step]
+    second = padded[:, 1::step]
 
     # if the signs of a pair differ, its sum is no larger than the larger product
     have_same_sign = (first > 0) == (second > 0)

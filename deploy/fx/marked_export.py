@@ -226,7 +226,8 @@ def _remove_markers(model: Any) -> dict[str, str]:
     for node in list(model.graph):
         if node.domain != MARKER_DOMAIN or node.op_type != MARKER:
             continue
-        (source,), (marked,) = node.inputs, node.outputs
+        (source,) = node.inputs
+        (marked,) = node.outputs
         name = node.attributes["name"].as_string()
         tensor_name_by_node[name] = name_by_value.setdefault(source, name)
         marked.replace_all_uses_with(source, replace_graph_outputs=True)

@@ -209,7 +209,8 @@ def create_channel_norm(
     tensors: dict[str, torch.Tensor | None], options: dict[str, Any]
 ) -> ChannelNorm:
     """Return the module for a call of F.batch_norm with these tensors."""
-    mean, weight = tensors["running_mean"], tensors["weight"]
+    mean = tensors["running_mean"]
+    weight = tensors["weight"]
     assert mean is not None
     norm = ChannelNorm(mean.numel(), options["eps"], options["momentum"], weight is not None)
     for name, tensor in tensors.items():

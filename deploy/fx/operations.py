@@ -139,7 +139,8 @@ def normalize(graph_module: fx.GraphModule) -> fx.GraphModule:
     for node in graph_module.graph.nodes:
         for spellings, _ in SPELLINGS.values():
             if is_call(node) and node.target in spellings:
-                node.op, node.target = "call_function", spellings[0]
+                node.op = "call_function"
+                node.target = spellings[0]
     refresh(graph_module)
     return graph_module
 

@@ -191,7 +191,9 @@ def _train_epochs(
         checkpoint: as for `train`.
         report: called with one line per epoch.
     """
-    task, prepared, optimizer = trainer.task, trainer.prepared, trainer.optimizer
+    task = trainer.task
+    prepared = trainer.prepared
+    optimizer = trainer.optimizer
     # of the models and settings, not of the data: a checkpoint must have equal ones
     fingerprints = training_fingerprint(
         task.model, prepared, optimizer, teacher=task.teacher, settings=settings

@@ -453,7 +453,8 @@ def _max_magnitude(graph: Graph, name: str) -> float:
     pair_nodes = [graph.find_producer(name, "DequantizeLinear")]
     pair_nodes += [node for node in graph.readers.get(name, ()) if node.op_type == "QuantizeLinear"]
     for node in filter(None, pair_nodes):
-        name, steps = node.input[1], INT8.qmax  # its scale
+        name = node.input[1]
+        steps = INT8.qmax  # its scale
     constant = graph.initializers.get(name)
     if constant is None or constant.data_type != FLOAT:
         return 0.0

@@ -187,7 +187,8 @@ class Comparison:
 
         If the form is unknown so far, it is derived from these samples first.
         """
-        samples, self._buffered_samples = self._buffered_samples, []
+        samples = self._buffered_samples
+        self._buffered_samples = []
         if self._form is None:
             inputs, reference_outputs, _ = zip(*samples, strict=True)
             self._use_form(derive_form(reference_outputs, inputs=inputs, metric=self._metric))
@@ -236,7 +237,8 @@ class Comparison:
         reference_values = form.prepare(reference, inputs, reference)
         candidate_values = form.prepare(candidate, inputs, reference)
         for part, error in self._slice_errors.items():
-            expected, actual = reference_values[part.output], candidate_values[part.output]
+            expected = reference_values[part.output]
+            actual = candidate_values[part.output]
             error.add(part.of(expected), part.of(actual))
         for tally in (
             self._alike,
@@ -450,7 +452,8 @@ class TensorComparison:
         batch = batch_length(feed, self._batch_inputs)
         for sample_reference, sample_candidate in split_batches(batch, reference, candidate):
             for name, candidate_name in self.pairs.items():
-                expected, actual = sample_reference[name], sample_candidate[candidate_name]
+                expected = sample_reference[name]
+                actual = sample_candidate[candidate_name]
                 self._errors[name].add(
                     strip_padded_channels(name, expected, actual),
                     strip_padded_channels(candidate_name, actual, expected),

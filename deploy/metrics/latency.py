@@ -418,7 +418,8 @@ class _InterleavedTimer:
                 would hardly change the speed-ups.
         """
         labels = list(self._sessions)
-        start, round_count = time.perf_counter(), 0
+        start = time.perf_counter()
+        round_count = 0
         while round_count < rounds or time.perf_counter() - start < seconds:
             feed = self._feeds[round_count % len(self._feeds)]
             for label in labels:
@@ -461,12 +462,15 @@ class _InterleavedTimer:
 
     def _time(self, label: str, feed: Outputs) -> None:
         """Run a session once and store its times."""
-        session, times = self._sessions[label], self.times[label]
+        session = self._sessions[label]
+        times = self.times[label]
         if len(self._sessions) > 1:
             session.run(feed)  # untimed: refills caches, wakes this session's threads
-        start, cpu_start = time.perf_counter(), time.thread_time()
+        start = time.perf_counter()
+        cpu_start = time.thread_time()
         session.run(feed)
-        cpu_end, end = time.thread_time(), time.perf_counter()
+        cpu_end = time.thread_time()
+        end = time.perf_counter()
         times.host_ms.append((end - start) * 1e3)
         times.cpu_ms.append((cpu_end - cpu_start) * 1e3)
         if isinstance(session, DeviceSession):

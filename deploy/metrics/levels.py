@@ -67,7 +67,8 @@ def measure_loss(accuracy: Accuracy, max_loss: float | None) -> TaskLoss | None:
     `max_loss`: loss up to which an engine is good, and above which it is unusable. None uses the
     limits of this file.
     """
-    task, precision = accuracy.task, accuracy.precision
+    task = accuracy.task
+    precision = accuracy.precision
     is_user_metric = task is not None and task.task == "metric"
     if accuracy.top1_reference is not None and accuracy.top1_candidate is not None:
         lost_share = accuracy.top1_reference - accuracy.top1_candidate

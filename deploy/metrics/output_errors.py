@@ -111,7 +111,8 @@ class RunningError:
         if reference.size == 0:  # neither model detected anything
             self.empty += 1
             return
-        reference, candidate = reference.reshape(-1), candidate.reshape(-1)
+        reference = reference.reshape(-1)
+        candidate = candidate.reshape(-1)
         sums, max_error = _pair_sums(reference, candidate)
         if not np.isfinite(sums).all():
             reference_is_finite = bool(np.isfinite(reference).all())
@@ -150,7 +151,8 @@ class RunningError:
         if any(self.not_finite) or self.other_shape or not has_samples:
             return figures
 
-        signal, noise = float(self.sums[0]), float(self.sums[3])  # sums of r^2 and of (r - c)^2
+        signal = float(self.sums[0])
+        noise = float(self.sums[3])  # sums of r^2 and of (r - c)^2
         is_zero = signal == noise == 0
         if self.reference_sum is not None:
             # sum r^2 - (sum r)^2 / n: only the deviation from the mean; n is 0 if all were empty
@@ -159,7 +161,8 @@ class RunningError:
         # cosine over all samples
         cosine_mean = cosine_min = _cosine(self.sums)
         if self.max_values > 1:
-            cosine_mean, cosine_min = self.cosine_sum / self.samples, self.cosine_min
+            cosine_mean = self.cosine_sum / self.samples
+            cosine_min = self.cosine_min
         return replace(
             figures,
             sqnr_db=sqnr_db(signal, noise),
@@ -197,7 +200,8 @@ def _pair_sums(reference: Array, candidate: Array) -> tuple[Floats, float]:
     The sums, [4], are those of the reference's squares, the candidate's squares, the products, and
     the squared differences. They are added up block by block; a block fits a core's cache.
     """
-    sums, max_error = np.zeros(4), 0.0
+    sums = np.zeros(4)
+    max_error = 0.0
     with np.errstate(invalid="ignore", over="ignore"):
         for start in range(0, reference.size, _BLOCK):
             expected = reference[start : start + _BLOCK].astype(np.float64)
@@ -267,12 +271,14 @@ def find_repeated_input(samples: Arrays, inputs: Sequence[Outputs]) -> RepeatedI
         samples: the output's array of each sample.
         inputs: the inputs of the same samples, by name.
     """
-    best_db, repeated_input = 0.0, None
+    best_db = 0.0
+    repeated_input = None
     for name in inputs[0] if inputs else ():
         for resize in ("", *_RESIZES):
             db = _unchanged_input_db(samples, [sample[name] for sample in inputs], resize)
             if db > best_db:
-                best_db, repeated_input = db, RepeatedInput(name, resize)
+                best_db = db
+                repeated_input = RepeatedInput(name, resize)
     if best_db < GIVEN_BACK_DB or best_db > ROUNDING_DB:
         return None  # the output is another one than the input, or differs by rounding alone
     return repeated_input
@@ -331,10 +337,12 @@ def enlarge_input(source: Array, shape: tuple[int, ...], resize: str) -> Array |
     output = np.empty(shape, np.float64)
     planes = output  # a view of it with the channels first, filled in place
     if source.shape[3] == shape[3] and source.shape[1] != shape[1]:  # channels last
-        source, planes = np.moveaxis(source, 3, 1), np.moveaxis(output, 3, 1)
+        source = np.moveaxis(source, 3, 1)
+        planes = np.moveaxis(output, 3, 1)
     batch, channels, height, width = source.shape
     scale = planes.shape[2] // height
-    scaled_height, scaled_width = height * scale, width * scale
+    scaled_height = height * scale
+    scaled_width = width * scale
     is_scaled = planes.shape == (batch, channels, scaled_height, scaled_width)
     if not is_scaled or not 2 <= scale <= _MAX_SCALE:
         return None
@@ -375,7 +383,8 @@ def find_large_mean(values: Array, weights: Array) -> Array | None:
 
     Both arrays are [rows, ...]; the mean is a float32 array of one row's shape.
     """
-    exact_values, exact_weights = values.astype(np.float64), weights.astype(np.float64)
+    exact_values = values.astype(np.float64)
+    exact_weights = weights.astype(np.float64)
     weight_sums = np.maximum(exact_weights.sum(axis=0), 1e-30)  # no division by zero
     mean = (exact_weights * exact_values).sum(axis=0) / weight_sums
     signal = float(np.vdot(exact_weights, np.square(exact_values)))

@@ -110,7 +110,8 @@ class AveragePrecision:
             detected_indices = np.flatnonzero(detections.classes == class_number)
             best_detections = detections.at(detected_indices[:_MAX_BOXES])
             is_of_class = classes == class_number
-            class_boxes, class_crowds = boxes[is_of_class], crowds[is_of_class]
+            class_boxes = boxes[is_of_class]
+            class_crowds = crowds[is_of_class]
 
             outcomes = []
             for iou in IOUS.tolist():
@@ -180,7 +181,8 @@ def _average_precision(outcomes: NDArray[np.int8], object_count: int) -> float:
         outcomes: [n] of the detected boxes of one class, the best score first.
         object_count: number of annotated objects of the class.
     """
-    hits, misses = np.cumsum(outcomes == _HIT), np.cumsum(outcomes == _MISS)
+    hits = np.cumsum(outcomes == _HIT)
+    misses = np.cumsum(outcomes == _MISS)
     recall = hits / object_count
     precision = hits / np.maximum(hits + misses, 1)
     # at each recall counts the best precision at this recall or a higher one

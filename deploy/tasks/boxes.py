@@ -177,7 +177,8 @@ def _is_list(decoder: RowDecoder, samples: FirstSamples) -> bool:
     if len(rows) < MIN_LIST_ROWS:
         return False
 
-    scores, class_numbers = rows[:, 4], rows[:, 5]
+    scores = rows[:, 4]
+    class_numbers = rows[:, 5]
     are_whole = (scores == scores.round()).all()  # whole numbers are classes, not scores
     has_scores = scores.max() <= 1 + UNIT_TOLERANCE and not are_whole
     has_classes = class_numbers.min() >= 0 and (class_numbers == class_numbers.round()).all()
@@ -246,7 +247,8 @@ class _BoxTally(ThresholdTally["BoxDetection"]):
         # boxes of no coding are squares without a place in the picture: nothing to show
         size = image_size(inputs) if decoder.coding else None
         for threshold, pairs in zip(self.thresholds, pairs_by_threshold, strict=True):
-            fp32, int8 = reference_boxes.above(threshold), candidate_boxes.above(threshold)
+            fp32 = reference_boxes.above(threshold)
+            int8 = candidate_boxes.above(threshold)
             self.count(threshold, len(fp32.scores), len(int8.scores), len(pairs))
             if size is not None:
                 self._offer_example(threshold, pairs, fp32, int8, size)

@@ -234,7 +234,8 @@ def _last_operators(tensor: str, makers: Makers) -> set[str]:
     such as a Reshape.
     """
     operators = set()
-    tensors, visited = [tensor], set[str]()
+    tensors = [tensor]
+    visited = set[str]()
     while tensors:
         name = tensors.pop()
         node = makers.get(name)

@@ -69,7 +69,8 @@ class InstanceMasks:
 
     def is_like(self, candidate: Any, box: Floats, candidate_box: Floats) -> bool:
         """Whether the first box's mask overlaps enough with the candidate's."""
-        mask, candidate_mask = self.first(box), candidate.first(candidate_box)
+        mask = self.first(box)
+        candidate_mask = candidate.first(candidate_box)
         union = int((mask | candidate_mask).sum())
         return not union or int((mask & candidate_mask).sum()) > MIN_MASK_IOU * union
 
@@ -207,7 +208,8 @@ def suppress_overlaps(detections: Detections, iou: float = IOU) -> Detections:
     best_boxes: list[int] = []
     remaining = np.arange(len(detections.scores))
     while remaining.size:
-        best, remaining = remaining[0], remaining[1:]
+        best = remaining[0]
+        remaining = remaining[1:]
         best_boxes.append(int(best))
         ious = box_ious(detections.boxes[best : best + 1], detections.boxes[remaining])[0]
         has_class = detections.classes[remaining] == detections.classes[best]

@@ -308,7 +308,8 @@ class RowDecoder:
         Raises:
             OtherShapeError: an output has another shape.
         """
-        boxes, scores = read_columns(self.box_columns, outputs), read_columns(self.scores, outputs)
+        boxes = read_columns(self.box_columns, outputs)
+        scores = read_columns(self.scores, outputs)
         if self.has_rows_first:
             boxes = boxes[:, ROWS_FIRST]
         classes = np.zeros((len(boxes), 1))
@@ -463,7 +464,8 @@ def decode_distances(numbers: Floats, cells: Floats) -> Floats:
     with np.errstate(invalid="ignore"):
         # left, top, right, bottom
         distances = activate(bins, "softmax") @ np.arange(bins.shape[2])
-    middles, strides = cells[:, :2] + 0.5, cells[:, 2:]
+    middles = cells[:, :2] + 0.5
+    strides = cells[:, 2:]
     corners = [middles - distances[:, :2], middles + distances[:, 2:]]
     return np.asarray(np.concatenate(corners, axis=1) * strides)
 
@@ -472,7 +474,8 @@ def are_corners(boxes: BoxRows) -> bool:
     """Whether the second corner is right of the first and below it, and moves with it."""
     if boxes.relative_boxes is None or boxes.output in CENTRE_OUTPUTS:
         return False
-    low, high = boxes.relative_boxes[:, :2], boxes.relative_boxes[:, 2:]
+    low = boxes.relative_boxes[:, :2]
+    high = boxes.relative_boxes[:, 2:]
     correlation = min(correlate(low[:, axis], high[:, axis]) for axis in (0, 1))
     moves_together = correlation > MIN_CORNER_CORRELATION
     are_ordered = _are_mostly(high >= low)
@@ -485,7 +488,8 @@ def are_centres(boxes: BoxRows) -> bool:
         return bool(boxes.numbers.shape[1] == 4)
     if boxes.relative_boxes is None or boxes.has_levels:
         return False
-    centres, sizes = boxes.relative_boxes[:, :2], boxes.relative_boxes[:, 2:]
+    centres = boxes.relative_boxes[:, :2]
+    sizes = boxes.relative_boxes[:, 2:]
     return _are_mostly(sizes >= 0) and _are_all_over(centres)
 
 

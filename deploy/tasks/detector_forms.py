@@ -266,7 +266,8 @@ def _has_objectness(scores: Array, layout: Layout) -> bool:
     if scores[:, 0].min() >= 1 - UNIT_TOLERANCE:
         return True  # YOLO v6 has none, and writes 1 in its place
     best_others = scores[:, 1:].max(axis=1)
-    first_mean, best_other_mean = float(scores[:, 0].mean()), float(best_others.mean())
+    first_mean = float(scores[:, 0].mean())
+    best_other_mean = float(best_others.mean())
     if first_mean < best_other_mean and best_other_mean > MAX_EMPTY_SCORE:
         # the other columns are high in rows without an object too, so an objectness must tell them
         return _are_mostly_empty(scores[:, 0])

@@ -114,7 +114,8 @@ _NORMAL_95 = 1.96  # quantile of the normal distribution for an interval of 95 %
 
 def share_interval(kept: int, total: int) -> tuple[float, float]:
     """Return Wilson's 95 % interval of a share, 0 to 1 (JASA 22, 1927, p. 209)."""
-    share, scale = kept / total, 1 + _NORMAL_95**2 / total
+    share = kept / total
+    scale = 1 + _NORMAL_95**2 / total
     center = share + _NORMAL_95**2 / (2 * total)
     half = _NORMAL_95 * math.sqrt(share * (1 - share) / total + (_NORMAL_95 / (2 * total)) ** 2)
     return max(0.0, (center - half) / scale), min(1.0, (center + half) / scale)
@@ -315,7 +316,8 @@ class PointTally(TaskTally["PointTask"]):
 
     def result(self) -> TaskFigure | None:
         """Return the share of the points; None if FP32 has none."""
-        things, condition = self.task.things, self.task.condition
+        things = self.task.things
+        condition = self.task.condition
         return self.figure_of_kept(things, self.matches, self.points, condition)
 
 
@@ -362,7 +364,8 @@ class ThresholdTally(TaskTally[T]):
     def count_above(self, reference: Array, candidate: Array) -> None:
         """Count one sample's values above each threshold; other shapes have none in common."""
         for threshold in self.counts:
-            is_above, is_above_too = reference > threshold, candidate > threshold
+            is_above = reference > threshold
+            is_above_too = candidate > threshold
             common = 0
             if reference.shape == candidate.shape:
                 common = int((is_above & is_above_too).sum())

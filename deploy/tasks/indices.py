@@ -65,7 +65,8 @@ class PlaceCounts:
         silence or background, at nearly all places, a constant candidate would have most of them:
         then only places where either model has another class count.
         """
-        total, equal = self.reference.total(), self.equal.total()
+        total = self.reference.total()
+        equal = self.equal.total()
         if len(self.reference) < 2:
             return None
         usual_class = max(sorted(self.reference), key=self.reference.__getitem__)
@@ -140,7 +141,8 @@ class _IndexTally(TaskTally["Indices"]):
         """Return the share kept; None if FP32 gives nothing, or one value at every place."""
         equal, total, exception = self.place_counts.without_usual() or (0, 0, "")
         text = f"kept, {self.new} new{exception}"
-        kept, count = equal + self.common_rows, total + self.rows
+        kept = equal + self.common_rows
+        count = total + self.rows
         return self.figure_of_kept("indices", kept, count, text, self.new)
 
 

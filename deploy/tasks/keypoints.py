@@ -68,7 +68,8 @@ class Points(PointTask):
 
     def match_points(self, reference: Outputs, candidate: Outputs) -> tuple[Flags, Flags]:
         """Match points near FP32's, relative to the extent of each output's points."""
-        present, matching = [np.zeros(0, np.bool_)], [np.zeros(0, np.bool_)]  # of each output, [K]
+        present = [np.zeros(0, np.bool_)]
+        matching = [np.zeros(0, np.bool_)]  # of each output, [K]
         for name, point_width in self.outputs.items():
             if reference[name].size % point_width:
                 continue  # a flat output of varying length may hold no whole points
@@ -216,7 +217,8 @@ def _find_point_width(values: Arrays, size: ImageSize) -> int:
         return 0
     if is_vector(values[0]):  # flat
         point_width = _find_width_by_order(values, _POINT_WIDTHS)
-        is_ordered, min_points = True, MIN_ORDERED
+        is_ordered = True
+        min_points = MIN_ORDERED
     else:
         point_width = shape[-1]
         is_ordered = _find_width_by_order(values, (point_width,)) > 0
@@ -243,14 +245,16 @@ def _find_width_by_order(values: Arrays, widths: Sequence[int]) -> int:
     """
     vectors = np.stack(values).reshape(len(values), -1).astype(np.float64)
     length = vectors.shape[1]
-    best_width, best_order = 1, MIN_ORDER  # order: mean correlation with the point before
+    best_width = 1
+    best_order = MIN_ORDER  # order: mean correlation with the point before
     for width in (1, *widths):  # 1: a signal, each of whose numbers is near the one before
         if length % width or length < width * MIN_ORDERED:
             continue  # no whole points, or too few to show an order
         correlations = [correlate(vector[width:], vector[:-width]) for vector in vectors]
         order = float(np.mean(correlations))
         if order > best_order:
-            best_width, best_order = width, order
+            best_width = width
+            best_order = order
     if best_width == 1:  # a signal, or no order at all
         return 0
     return best_width
@@ -294,7 +298,8 @@ def _are_central(positions: Floats) -> bool:
     is_inside = (positions > -margin) & (positions < 1 + margin)
     if is_inside.mean() < MIN_CODED_SHARE:
         return False
-    means, deviations = positions.mean(axis=(0, 1)), positions.std(axis=1).mean(axis=0)
+    means = positions.mean(axis=(0, 1))
+    deviations = positions.std(axis=1).mean(axis=0)
     has_mean = _are_between(means, MEAN_COORDINATE)
     return has_mean and _are_between(deviations, COORDINATE_SPREAD)
 

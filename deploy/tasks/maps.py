@@ -359,7 +359,8 @@ class HeatMaps(PointTask):
 
     def match_points(self, reference: Outputs, candidate: Outputs) -> tuple[Flags, Flags]:
         """Match peaks as near to FP32's as `max_distance` in each direction."""
-        maps_by_output, candidate_maps = self._read_maps(reference), self._read_maps(candidate)
+        maps_by_output = self._read_maps(reference)
+        candidate_maps = self._read_maps(candidate)
         is_present = self.find_present([*maps_by_output.values()])
         is_match = np.ones_like(is_present)
         for name, maps in maps_by_output.items():

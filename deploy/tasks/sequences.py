@@ -359,7 +359,8 @@ def _is_blank(blank: int, samples: Arrays) -> bool:
     best_symbols = [steps.argmax(axis=1) for steps in samples]
     # the steps of all samples one after the other, with a blank before each sample
     symbols = np.concatenate([np.insert(sample, 0, blank) for sample in best_symbols])
-    previous, current = symbols[:-1], symbols[1:]
+    previous = symbols[:-1]
+    current = symbols[1:]
     is_symbol = current != blank
     run_count = int((is_symbol & (current != previous)).sum())  # runs of one symbol
     word_count = int((is_symbol & (previous == blank)).sum())  # runs between blanks
@@ -397,8 +398,10 @@ def edit_distance(text: Sequence[int], other_text: Sequence[int]) -> int:
     """Return the Levenshtein distance (Levenshtein 1965)."""
     row = list(range(len(other_text) + 1))
     for i, symbol in enumerate(text, 1):
-        diagonal, row[0] = row[0], i
+        diagonal = row[0]
+        row[0] = i
         for j, other_symbol in enumerate(other_text, 1):
             substitution = diagonal + (symbol != other_symbol)
-            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, substitution)
+            diagonal = row[j]
+            row[j] = min(row[j] + 1, row[j - 1] + 1, substitution)
     return row[-1]

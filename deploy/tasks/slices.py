@@ -119,7 +119,8 @@ class OutputSlice:
         The slice stays unchanged if the scores are not of its cells; see `_broadcast_shape`.
         """
         assert self.at is not None
-        rows, scores = self.of(value), self.at.best_scores(reference)
+        rows = self.of(value)
+        scores = self.at.best_scores(reference)
         score_shape = _broadcast_shape(scores.shape, rows.shape)
         if score_shape is not None:
             np.multiply(rows, scores.reshape(score_shape), out=rows, casting="unsafe")
@@ -258,7 +259,8 @@ def _gap(rows: _Rows, start: int, cut: int, stop: int) -> float:
     the larger values, divided by the largest peak of the other side; 0 if nothing shows that the
     sides differ in their unit.
     """
-    large, small = slice(start, cut), slice(cut, stop)
+    large = slice(start, cut)
+    small = slice(cut, stop)
     if rows.peak[large].min() <= rows.peak[small].max():
         large, small = small, large
     small_peak = float(rows.peak[small].max())

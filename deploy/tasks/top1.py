@@ -56,8 +56,10 @@ class Top1:
         self.samples += 1
         if self.output_name is None:
             self.output_name = _choose_output(reference)
-        scores, candidate_scores = reference[self.output_name], candidate[self.output_name]
-        reference_class, candidate_class = _read_class(scores), _read_class(candidate_scores)
+        scores = reference[self.output_name]
+        candidate_scores = candidate[self.output_name]
+        reference_class = _read_class(scores)
+        candidate_class = _read_class(candidate_scores)
         has_equal_shape = scores.shape == candidate_scores.shape
         if reference_class is None or candidate_class is None or not has_equal_shape:
             self.has_classes = False  # from now on there are no figures

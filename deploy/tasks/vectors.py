@@ -166,7 +166,8 @@ class _ClassTally(TaskTally["Classes"]):
 
         Those with the largest margin between both classes in FP32's scores are shown first.
         """
-        reference_scores, scores = reference[name].reshape(-1), candidate[name].reshape(-1)
+        reference_scores = reference[name].reshape(-1)
+        scores = candidate[name].reshape(-1)
         example = ClassExample(
             number=self.samples - 1,  # `add` has counted this sample already
             output=name,
@@ -240,7 +241,8 @@ def find_ranked(samples: FirstSamples) -> Classes | None:
 
     They may be alone, or beside one output of the same shape, their scores.
     """
-    names, first_outputs = samples.names, samples.outputs[0]
+    names = samples.names
+    first_outputs = samples.outputs[0]
     if len(names) > 2 or len({first_outputs[name].shape for name in names}) != 1:
         return None
     for name in names:
@@ -330,7 +332,8 @@ def _stand_out(rows: Floats) -> Flags:
     It exceeds the expected maximum of normal numbers, and is farther from the mean than the worst.
     """
     mean = rows.mean(axis=1)
-    high, low = rows.max(axis=1) - mean, mean - rows.min(axis=1)
+    high = rows.max(axis=1) - mean
+    low = mean - rows.min(axis=1)
     is_clear = high > MIN_STAND_OUT * _normal_maximum(rows.shape[1]) * rows.std(axis=1)
     return np.asarray(is_clear & (high > MIN_STAND_OUT * low))
 
@@ -360,7 +363,8 @@ class _LabelTally(ThresholdTally["Labels"]):
     thresholds = LABEL_THRESHOLDS
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        scores, candidate_scores = reference[self.task.output], candidate[self.task.output]
+        scores = reference[self.task.output]
+        candidate_scores = candidate[self.task.output]
         shares = activate(scores.astype(np.float64), self.task.activation)
         candidate_shares = activate(candidate_scores.astype(np.float64), self.task.activation)
         self.count_above(shares, candidate_shares)
@@ -400,7 +404,8 @@ def find_labels(samples: FirstSamples) -> Labels | None:
     if len(samples.names) != 1:
         return None
     (name,) = samples.names
-    labels, rows = fit_labels(name, samples), _read_vectors(samples).get(name)
+    labels = fit_labels(name, samples)
+    rows = _read_vectors(samples).get(name)
     if labels is None or rows is None:
         return None
     if not samples.has_pictures and sequences.find_steps(samples) is not None:
@@ -562,7 +567,8 @@ def _are_smooth(rows: Floats) -> bool:
 def is_about_zero(vector: Floats) -> bool:
     """Whether numbers are spread about 0 as normal ones, to both sides alike."""
     spread = float(vector.std())
-    high, low = float(vector.max()), float(-vector.min())
+    high = float(vector.max())
+    low = float(-vector.min())
     is_centred = abs(float(vector.mean())) < MAX_MEAN_SHARE * spread
     is_symmetric = max(high, low) < MAX_SIDE_RATIO * min(high, low)
     peak = MAX_NORMAL_PEAK * _normal_maximum(len(vector)) * spread

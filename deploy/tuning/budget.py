@@ -278,7 +278,8 @@ class RepairedBuilder:
     """Builds trials of a repaired model in which layers in float have their own constants."""
 
     def __init__(self, target: Target, request: BuildRequest, repaired: BuildRequest) -> None:
-        self._target, self._repaired = target, repaired
+        self._target = target
+        self._repaired = repaired
         self._originals = original_constants(request.model, repaired.model)
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:

@@ -100,7 +100,8 @@ class FloatActivations:
         graph = model.graph
         needed = {value.name for value in graph.output}
         stored = self.unchanged_tensors(model).intersection(self.values_by_sample[0]) - needed
-        nodes, new_inputs = [], []
+        nodes = []
+        new_inputs = []
         # from the outputs upstream: a node without an output that is needed is left out
         for node in reversed(graph.node):
             needed_outputs = [name for name in node.output if name in needed]

@@ -123,7 +123,8 @@ class SplitChooser:
         while len(points) > MAX_POINTS:
             gaps: dict[int, float] = {}
             for index in range(1, len(points) - 1):
-                faster, slower = points[index - 1], points[index + 1]
+                faster = points[index - 1]
+                slower = points[index + 1]
                 if points[index].key != choice.key:
                     # time and loss are both shares of the float model's, so they can be added
                     time_gap = slower.time - faster.time
@@ -278,7 +279,8 @@ class SplitChooser:
             split that is as good, infinite without one), as predicted shares of the float model's
             time.
         """
-        slowest_worse, fastest_good = 0.0, math.inf
+        slowest_worse = 0.0
+        fastest_good = math.inf
         for trial in self.search.eligible:
             verdict = self.find_verdict(trial)
             if verdict is None:
@@ -333,12 +335,15 @@ def find_fastest(
         is_good_enough: judges a trial.
         can_go_on: whether the budget allows another trial.
     """
-    first, end, fastest = 0, len(splits), None
+    first = 0
+    end = len(splits)
+    fastest = None
     while first < end and can_go_on():
         middle = (first + end) // 2
         trial = search.try_split(base, splits[middle])
         if trial is not None and is_good_enough(trial):
-            end, fastest = middle, trial
+            end = middle
+            fastest = trial
         else:
             first = middle + 1
     return fastest

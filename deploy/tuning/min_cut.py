@@ -88,7 +88,8 @@ class _FlowNetwork:
 
     def _measure_distances(self) -> dict[int, int]:
         """Return the nodes that can reach the float end -> the fewest pipes on the way."""
-        distances, waiting = {_FLOAT_END: 0}, deque([_FLOAT_END])
+        distances = {_FLOAT_END: 0}
+        waiting = deque([_FLOAT_END])
         while waiting:
             end = waiting.popleft()
             for start in self._residuals[end]:

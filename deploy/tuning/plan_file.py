@@ -128,7 +128,8 @@ class TargetPlan:
             raise ConfigError(f"a split must be one of the plan's, {numbers}, got {number}")
 
         chosen_split = split_by_number[number]
-        row, choices = chosen_split.row, chosen_split.choices
+        row = chosen_split.row
+        choices = chosen_split.choices
         # a node that this plan has in float too keeps its reason, which says more
         reason = f"split {number} of the plan keeps it in float"
         float_nodes = dict.fromkeys(choices.float_nodes, reason)

@@ -128,7 +128,9 @@ def _join(groups: Groups, nodes: Iterable[str]) -> None:
 
 def _find_tail(graph: Graph, node: onnx.NodeProto, groups: Groups) -> list[str]:
     """Return the int8 nodes of a node's tail, such as its Relu."""
-    tail, end, tensor = [], graph.tail(node), str(node.output[0])
+    tail = []
+    end = graph.tail(node)
+    tensor = str(node.output[0])
     while tensor != end:
         (reader,) = graph.readers[tensor]
         if reader.name not in groups:
@@ -436,7 +438,8 @@ def measure_prices(
     profile = partial(kernel_times, feeds=feeds, float_model=model, runs=_RUNS, seconds=_SECONDS)
     # two rounds of either model, in turns, and the least time of both: another process may disturb
     # a round
-    first_float_times, first_int8_times = profile(float_model), profile(int8_model)
+    first_float_times = profile(float_model)
+    first_int8_times = profile(int8_model)
     float_times = least_kernel_times(first_float_times, profile(float_model))
     int8_times = least_kernel_times(first_int8_times, profile(int8_model))
 
@@ -472,7 +475,8 @@ def _conversion_us(
     quantized: KernelTimes, int8: onnx.ModelProto, sizes: Mapping[str, int]
 ) -> float:
     """Return the microseconds to convert one value, changes of layout included."""
-    time, values = quantized.unattributed, 0
+    time = quantized.unattributed
+    values = 0
     for node in int8.graph.node:
         if node.op_type in PAIRS and quantized.nodes[node.name] > 0:
             time += quantized.nodes[node.name]

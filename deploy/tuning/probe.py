@@ -277,7 +277,8 @@ class Prober:
         the most noise in the first trial of all: it may be in samples of one class, or where the
         float model sees small objects.
         """
-        outputs, count = self._samples.prepared_outputs, self._isolated_sample_count
+        outputs = self._samples.prepared_outputs
+        count = self._isolated_sample_count
         measured_noises = (noise for noise in self._noise_by_key.values() if noise is not None)
         first_noise = next(measured_noises, Noise({}))
         noise_by_sample = first_noise.powers_by_slice.get(

@@ -319,9 +319,11 @@ class Search:
 
     def predicted_front(self) -> list[frozenset[str]]:
         """Return the splits of least price and noise, one a weight of noise, the fastest first."""
-        losses, weights = NO_LOSSES, _NOISE_WEIGHTS[:1]  # all weights give the same split
+        losses = NO_LOSSES
+        weights = _NOISE_WEIGHTS[:1]  # all weights give the same split
         if self.sensitivity is not None:
-            losses, weights = self.sensitivity.loss_by_layer(), _NOISE_WEIGHTS
+            losses = self.sensitivity.loss_by_layer()
+            weights = _NOISE_WEIGHTS
         float_price = self.prices.float_total
         splits: dict[frozenset[str], None] = {}
         for weight in weights:

@@ -297,7 +297,8 @@ class VerdictPredictor:
         doubtful where the float model finds so few boxes or labels that their count shows no loss.
         """
         reasons: dict[str, str] = {}  # level of a verdict -> why
-        task_loss, is_loss_hidden = None, False
+        task_loss = None
+        is_loss_hidden = False
         try:
             comparison = GrowingComparison(
                 [model],

@@ -65,7 +65,8 @@ class Sensitivity:
 
         Where the loss is large, noise does not add up, so the scale stays as it is.
         """
-        predicted_loss, measured_loss = self.predict(in_float).worst, measured.worst
+        predicted_loss = self.predict(in_float).worst
+        measured_loss = measured.worst
         if not (0 < predicted_loss < _SATURATED_LOSS and 0 < measured_loss < _SATURATED_LOSS):
             return self
         power_ratio = (math.log1p(-measured_loss) / math.log1p(-predicted_loss)) ** 2
@@ -153,8 +154,10 @@ def _measure_runnable(groups: Sequence[Group], measure: NoiseMeter) -> dict[Grou
 
 def _noisiest(noise_by_group: Mapping[Group, Noise], skipped: Collection[Group]) -> Group | None:
     """Return the noisiest group that can be halved; None if all of these are quiet."""
-    noisiest, highest_loss = None, _QUIET_GROUP_LOSS
+    noisiest = None
+    highest_loss = _QUIET_GROUP_LOSS
     for group, noise in noise_by_group.items():
         if len(group) > 1 and group not in skipped and noise.worst > highest_loss:
-            noisiest, highest_loss = group, noise.worst
+            noisiest = group
+            highest_loss = noise.worst
     return noisiest

@@ -49,7 +49,8 @@ def slice_signals(form: OutputForm, outputs: Iterable[Outputs]) -> Floats:
         slices = [part.of(sample_outputs[part.output]) for part in form.parts]
         rows.append([_measure_signal(values, min_probabilities) for values in slices])
     measured = np.array(rows).reshape(len(rows), len(form.parts), 2)
-    squares, uncertainties = measured[..., 0], measured[..., 1]
+    squares = measured[..., 0]
+    uncertainties = measured[..., 1]
     signals = np.where(np.isfinite(uncertainties).all(axis=0), uncertainties, squares)
     is_number = [part.less == USUAL and part.at is None for part in form.parts]
     return np.asarray(np.where(is_number, signals > 0, signals))
@@ -80,7 +81,8 @@ def rank_by_signal(signals: Floats) -> Array:
 
     Samples of equal signal are in sampling order, so that they are spread over the data.
     """
-    order, largest = sampling_order(len(signals)), signals.max(axis=0)
+    order = sampling_order(len(signals))
+    largest = signals.max(axis=0)
     normalized = (signals / np.where(largest > 0, largest, 1.0)).sum(axis=1)
     return order[np.argsort(-normalized[order], kind="stable")]
 
@@ -174,7 +176,8 @@ def noise_powers(
     """
     powers = []
     for part, signal_power in zip(form.parts, signal_powers, strict=True):
-        expected, actual = part.of(reference[part.output]), part.of(candidate[part.output])
+        expected = part.of(reference[part.output])
+        actual = part.of(candidate[part.output])
         powers.append(_noise_power(expected, actual, float(signal_power)))
     return powers
 

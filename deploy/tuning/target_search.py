@@ -202,7 +202,8 @@ def _count_products(model: onnx.ModelProto, units: Units, sample: Mapping[str, A
 
 def _search_samples(setup: SearchSetup) -> tuple[Sequence[ReferenceSample], OutputForm]:
     """Return the samples of every trial, which the targets share, with outputs and their form."""
-    request, evaluation_set = setup.request, setup.evaluation_set
+    request = setup.request
+    evaluation_set = setup.evaluation_set
     count = min(
         setup.effort.samples,
         len(request.feed) // _SAMPLE_SHARE,
@@ -234,7 +235,9 @@ def make_prober(
     Raises:
         BackendError: ONNX Runtime refused the float model with the compared tensors as outputs.
     """
-    request, effort, model = setup.request, setup.effort, setup.request.model
+    request = setup.request
+    effort = setup.effort
+    model = setup.request.model
     build_trial = setup.build_trial
     # class numbers hardly change with noise, so what ArgMax, TopK or NMS picks from is compared
     sources = find_pick_sources(model)
@@ -287,7 +290,9 @@ def _unit_prices(
     setup: SearchSetup, units: Units, samples: Sequence[Mapping[str, Array]]
 ) -> Prices:
     """Return the price of every unit: its time where int8 is clearly faster here, else products."""
-    request, target, options = setup.request, setup.target, setup.options
+    request = setup.request
+    target = setup.target
+    options = setup.options
     if target.runs_here and options.is_timed:
         with suppress(BackendError):  # the search itself finds layers that cannot run
             prices = _measured_prices(setup, units, samples)
@@ -369,7 +374,8 @@ def _split_chooser(
         form=form,
         count_samples=budget.spend,
     )
-    target, units = setup.target, search.units
+    target = setup.target
+    units = search.units
     measure: Callable[[Sequence[Trial]], list[Trial]] | None = None
     if search.prices.measured:
         measure = partial(_measure_times, setup, search, samples)
@@ -409,7 +415,9 @@ def _measure_times(
     of the float model, int8 seems faster than it is. So a share is never far below that which the
     times of the single kernels predict.
     """
-    request, target, units = setup.request, setup.target, search.units
+    request = setup.request
+    target = setup.target
+    units = search.units
     models = [target.trial(request.with_added_choices(trial.choices)) for trial in trials]
     float_model = _model_with_float(setup, units, units.members)
     *times_ms, float_ms = time_models([*models, float_model], samples, threads=request.threads)
@@ -469,7 +477,8 @@ def cpu_name() -> str:
 
 def _describe(search: Search, trial: Trial) -> str:
     """Return a trial's description with its figure."""
-    text, noise = search.describe(trial), trial.noise
+    text = search.describe(trial)
+    noise = trial.noise
     accuracy = noise.accuracy
     if accuracy is not None and accuracy.task and noise.worst_slice_label == DETECTION_LIST:
         return f"{text}: {accuracy.task.text}"

@@ -157,7 +157,8 @@ def _find_layer_inside(
         kernel_owners: nodes with a kernel of their own, past which nothing is fused.
     """
     layers: set[str] = set()
-    visited, waiting = {end.name}, [end]
+    visited = {end.name}
+    waiting = [end]
     for node in waiting:  # grows inside the loop
         for name in node.input:
             maker = maker_by_tensor.get(name)

@@ -345,23 +345,29 @@ def _set_sizes(
     odd_sides = [side for side in (*(source.size or ()), height, width) if side % 2]
     if source.is_yuv and odd_sides:
         raise ExportError(f"YUV pictures have even sides, got one of {odd_sides[0]}")
-    parameters.src_image_size_w, parameters.src_image_size_h = width, height
+    parameters.src_image_size_w = width
+    parameters.src_image_size_h = height
 
     if (height, width) == input_size:
         return
-    top, left = 0, 0  # a planned picture has the model's input in its upper left corner
+    top = 0
+    left = 0  # a planned picture has the model's input in its upper left corner
     if plan is None:  # a frame is cropped to its center, as by `resized_geometry`
-        top, left = round((height - input_size[0]) / 2), round((width - input_size[1]) / 2)
+        top = round((height - input_size[0]) / 2)
+        left = round((width - input_size[1]) / 2)
     if top < 0 or left < 0:  # this happens only with dynamic AIPP, which has no frame plan
         raise ExportError(
             f"AIPP crops but does not enlarge, got a source of {height}x{width} for an input"
             f" of {format_size(input_size)}"
         )
     if source.is_yuv:  # U and V are shared by two rows and columns
-        top, left = top // 2 * 2, left // 2 * 2
+        top = top // 2 * 2
+        left = left // 2 * 2
     parameters.crop = True
-    parameters.load_start_pos_w, parameters.load_start_pos_h = left, top
-    parameters.crop_size_w, parameters.crop_size_h = input_size[1], input_size[0]
+    parameters.load_start_pos_w = left
+    parameters.load_start_pos_h = top
+    parameters.crop_size_w = input_size[1]
+    parameters.crop_size_h = input_size[0]
 
 
 def _describe_host_steps(
@@ -370,7 +376,8 @@ def _describe_host_steps(
     """Describe the steps before AIPP, which are left to the host or DVPP."""
     if plan:
         return _describe_frame_plan(plan, preprocess, source)
-    height, width = parameters.src_image_size_h, parameters.src_image_size_w
+    height = parameters.src_image_size_h
+    width = parameters.src_image_size_w
     step = {
         "stretch": "stretch the picture",
         "letterbox": f"letterbox the picture (border {preprocess.pad[0]:g})",
@@ -455,7 +462,8 @@ def run_aipp(parameters: Any, picture: Bytes) -> NDArray[np.float32]:
     elif parameters.rbuv_swap_switch:
         pixels = pixels[..., ::-1]  # R and B
     if parameters.crop:
-        top, left = parameters.load_start_pos_h, parameters.load_start_pos_w
+        top = parameters.load_start_pos_h
+        left = parameters.load_start_pos_w
         pixels = pixels[top : top + parameters.crop_size_h, left : left + parameters.crop_size_w]
     if parameters.csc_switch:
         pixels = _convert_color(parameters, pixels)
@@ -504,7 +512,8 @@ def measure_aipp_error(
 def _pad_to_source(pixels: Bytes, parameters: Any) -> Bytes:
     """Pad an image to the source size, at the place of the crop, by repeating its edges."""
     height, width = pixels.shape[:2]
-    top, left = parameters.load_start_pos_h, parameters.load_start_pos_w  # 0 without crop
+    top = parameters.load_start_pos_h
+    left = parameters.load_start_pos_w  # 0 without crop
     bottom = parameters.src_image_size_h - height - top
     right = parameters.src_image_size_w - width - left
     return np.pad(pixels, ((top, bottom), (left, right), (0, 0)), mode="edge")

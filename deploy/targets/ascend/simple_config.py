@@ -321,7 +321,8 @@ def _read_fields(message: Any) -> dict[str, Any]:
 
 def _join_range(fields: dict[str, Any], key: str, default: tuple[float, float]) -> None:
     """Replace the fields of a range's start and end by one; an end that is unset has a default."""
-    start, end = fields.pop(f"{key}_start", None), fields.pop(f"{key}_end", None)
+    start = fields.pop(f"{key}_start", None)
+    end = fields.pop(f"{key}_end", None)
     if start is not None or end is not None:
         fields[key] = [
             default[0] if start is None else start,

@@ -232,10 +232,12 @@ class _QdqWriter:
         if pair.consumers is None and producer is not None:
             # all readers read the pair: its DequantizeLinear gets the tensor's name, and they stay
             # as they are
-            float_name, dequantized_name = f"{tensor}/float", tensor
+            float_name = f"{tensor}/float"
+            dequantized_name = tensor
             producer.output[list(producer.output).index(tensor)] = float_name
         else:  # only named readers, or a graph input, whose name stays: these readers change
-            float_name, dequantized_name = tensor, f"{tensor}/dequantized"
+            float_name = tensor
+            dequantized_name = f"{tensor}/dequantized"
             for node in self.graph.node:
                 if pair.consumers is None or node.name in pair.consumers:
                     _redirect_reads(node, tensor, dequantized_name)

@@ -91,7 +91,8 @@ def repair_request(
     """
     if not names:
         return request, []
-    original_model, results = request.model, []
+    original_model = request.model
+    results = []
     with _repair_phase(target, request, samples) as repair_input:
         for name in names:
             repaired_request, text = _try_repair(request, repair_input, name)
@@ -130,11 +131,14 @@ def _repair_phase(
     open, the progress of the layers is shown.
     """
     inputs = [sample for sample, _ in samples]
-    computing_inputs, held_out_inputs, evaluation = inputs, inputs[:0], samples
+    computing_inputs = inputs
+    held_out_inputs = inputs[:0]
+    evaluation = samples
     if len(samples) >= _MIN_SPLIT:
         value_count = sum(value.size for value in inputs[0].values())  # of one sample
         computing_count = max(2, _MAX_VALUES // max(value_count, 1))
-        computing_inputs, evaluation = inputs[0::2][:computing_count], samples[1::2]
+        computing_inputs = inputs[0::2][:computing_count]
+        evaluation = samples[1::2]
         # half as many as compute
         held_out_inputs = inputs[1::2][: (len(computing_inputs) + 1) // 2]
     layer_count = len(find_weighted_layers(request.model))

@@ -76,7 +76,8 @@ def round_weights(
     where no weight of an int8 layer changes.
     """
     rounded_by_weight = _round_all_weights(request, repair_input)
-    arrays, error_ratios = {}, []
+    arrays = {}
+    error_ratios = []
     int8_model = repair_input.target.trial(request)
     quantized = read_all_quantizations(int8_model, _find_exclusive_layers(request.model))
     for layer, quantization in quantized.values():
@@ -360,7 +361,8 @@ def _undo_worse_rows(
         output_errors = block_products((rounded_steps - steps) * scales, held_out)
         return np.asarray(np.square(output_errors).sum(axis=2), np.float64)
 
-    nearest_errors, rounded_errors = row_errors(nearest), row_errors(integers)
+    nearest_errors = row_errors(nearest)
+    rounded_errors = row_errors(integers)
     is_worse = rounded_errors >= nearest_errors
     integers[is_worse] = nearest[is_worse]
     total = float(nearest_errors.sum())

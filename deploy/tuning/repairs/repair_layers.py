@@ -138,7 +138,8 @@ class WeightedLayer:
 
 def find_weighted_layers(model: onnx.ModelProto) -> list[WeightedLayer]:
     """Return the layers of the main graph, in its order."""
-    graph, read_counts = Graph(model), count_reads(model.graph)
+    graph = Graph(model)
+    read_counts = count_reads(model.graph)
     layers = []
     for node in graph.nodes:
         if node.op_type in WEIGHTED and not node.domain:
@@ -167,12 +168,15 @@ def _read_layer(
     if is_matrix != (node.op_type in _MATRIX_PRODUCTS):
         return None
 
-    output, bias, add_name = str(node.output[0]), "", ""
+    output = str(node.output[0])
+    bias = ""
+    add_name = ""
     if node.op_type == "MatMul":  # its bias is added by an Add, which then belongs to the layer
         add = graph.bias_add(node, int(weight.dims[1]))
         if add is not None:
             bias = str(add.input[1] if add.input[0] == output else add.input[0])
-            output, add_name = str(add.output[0]), add.name
+            output = str(add.output[0])
+            add_name = add.name
     elif len(node.input) > 2:
         bias = str(node.input[2])
     if bias and bias not in graph.initializers:
@@ -379,10 +383,14 @@ def _read_pairs(
         weight_scales = weight_scales[: layer.out_channels]
 
     if graph.constants[input_dq.input[2]].data_type == TensorProto.FLOAT8E4M3FN:
-        grid, low, high = FP8, FP8.qmin, FP8.qmax
+        grid = FP8
+        low = FP8.qmin
+        high = FP8.qmax
     else:
         integers = np.iinfo(zero_point.dtype)
-        grid, low, high = INT8, float(integers.min), float(integers.max)
+        grid = INT8
+        low = float(integers.min)
+        high = float(integers.max)
     return LayerQuantization(
         weight_scale=broadcast_parameter(weight_scales, layer.array.ndim, axis),
         input_scale=float(input_scale.item()),

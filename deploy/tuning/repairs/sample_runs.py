@@ -109,7 +109,8 @@ def _split_by_memory(
         values = _patch_share(layer) * max_patches * layer.groups * layer.patch_size
         if portion and portion_values + values > _MAX_VALUES:
             yield portion
-            portion, portion_values = [], 0.0
+            portion = []
+            portion_values = 0.0
         portion.append(layer)
         portion_values += values
     if portion:
