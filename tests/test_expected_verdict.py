@@ -6,7 +6,7 @@ import pytest
 
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.levels import DOUBTFUL, GOOD
-from deploy.metrics.output_errors import USUAL, OutputAccuracy
+from deploy.metrics.output_errors import SAMPLE_MEAN, OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy
 from deploy.tasks import TaskFigure
 from deploy.tuning import search_samples
@@ -86,7 +86,7 @@ def test_other_task_outputs_are_judged(monkeypatch):
         cosine_mean=1,
         cosine_min=1,
         max_abs_error=9,
-        less=USUAL,
+        less=SAMPLE_MEAN,
     )
     figures = Accuracy(samples=9, outputs=(age,), parts=(part,), task=figure)
     monkeypatch.setattr(search_samples.VerdictPredictor, "_accuracies", lambda *_: [figures])

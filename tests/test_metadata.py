@@ -52,7 +52,11 @@ def test_ultralytics_boxes_are_letterboxed(task):
 
 def test_ultralytics_other_tasks_channels_and_versions():
     classes = resolve(make_metadata(**(YOLO | {"task": "classify", "imgsz": "224"})))
-    assert (classes.resize, classes.short, classes.size) == ("short-side", 224, (224, 224))
+    assert (classes.resize, classes.resized_short_side, classes.size) == (
+        "short-side",
+        224,
+        (224, 224),
+    )
     assert classes.mean == (0.0,)
     detr = make_metadata(**(YOLO | {"description": "Ultralytics rtdetr-l model"}))
     assert resolve(detr).resize == "stretch"
@@ -76,7 +80,7 @@ def test_yolov5_classifier_is_cropped_and_normalized():
     names = {"stride": "32", "names": "{0: 'cat', 1: 'dog', 2: 'hen'}"}
     model = save_with_metadata(make_model([("Relu", "x", "y")], ends[:1], ends[1:]), names)
     preprocess = resolve(read_metadata_preprocess(model, None), ("n", 3, 160, 160))
-    assert (preprocess.resize, preprocess.short, preprocess.interpolation) == (
+    assert (preprocess.resize, preprocess.resized_short_side, preprocess.interpolation) == (
         "short-side",
         160,
         "linear",
@@ -133,7 +137,7 @@ def test_timm_configuration_is_read(tmp_path):
         303,
     )
     from_entries = resolve(make_metadata(mean="0.5", std="(0.5, 0.5, 0.5)"), ("n", 3, 224, 224))
-    assert (from_entries.short, from_entries.mean, from_entries.std) == (
+    assert (from_entries.resized_short_side, from_entries.mean, from_entries.std) == (
         256,
         (0.5,),
         (0.5, 0.5, 0.5),

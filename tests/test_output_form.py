@@ -206,7 +206,7 @@ def test_single_numbers_are_centred():
     turns = np.random.default_rng(0).normal(0, 0.3, (4, 1, 3, 3)) + np.eye(3)  # of a head
     for values in turns, turns[:, 0, 0, 0]:
         assert (
-            derive_form([as_float32({"y": number}) for number in values]).parts[0].less
+            derive_form([as_float32({"y": number}) for number in values]).parts[0].subtracted
             == "its mean"
         )
     for low, high, label in (0.5, 0.7, "y - its mean"), (0.02, 0.03, "y"), (0.9, 1, "y"):

@@ -127,7 +127,7 @@ def test_text_lines_are_padded_with_zero():
 def test_imagenet_resizes_and_crops_centre(width, resized_width, left):
     preprocess, notes = complete_preprocess(PRESETS["imagenet"], spec(1, 3, 224, 224))
     assert notes == ()
-    assert preprocess.short == 256
+    assert preprocess.resized_short_side == 256
     image = make_noise(300, width)
     placed, corner = resize_to_input(image, preprocess)
     resized = cv2.resize(image, (resized_width, 256), interpolation=cv2.INTER_AREA)

@@ -10,7 +10,7 @@ from onnx import TensorProto, numpy_helper
 from deploy.errors import FeedError
 from deploy.metrics.accuracy import Accuracy, Comparison, StoredOutputs
 from deploy.metrics.levels import DOUBTFUL, GOOD, UNUSABLE, judge_accuracy
-from deploy.metrics.output_errors import USUAL, OutputAccuracy
+from deploy.metrics.output_errors import SAMPLE_MEAN, OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy, derive_form
 from deploy.report import Report, to_screen
 from deploy.report.parts import EngineRow
@@ -931,9 +931,9 @@ def test_what_the_classes_do_not_tell_is_judged_by_its_noise(db, beside, level):
 @pytest.mark.parametrize(
     ("less", "db", "level"),
     [
-        (USUAL, 15, GOOD),
-        (USUAL, 14, DOUBTFUL),
-        (USUAL, 3, DOUBTFUL),
+        (SAMPLE_MEAN, 15, GOOD),
+        (SAMPLE_MEAN, 14, DOUBTFUL),
+        (SAMPLE_MEAN, 3, DOUBTFUL),
         ("x", 5, GOOD),
     ],
 )

@@ -345,17 +345,17 @@ def test_remaining_int8_noise_adds_by_part():
 def test_noise_sum_matches_measured_loss():
     groups = {("a",): noise(y=0.01), ("b",): noise(y=0.03)}
     sensitivity = Sensitivity(groups)
-    scaled = sensitivity.fitted(frozenset(), noise(y=0.01))  # together a quarter of the sum
+    scaled = sensitivity.scaled_to(frozenset(), noise(y=0.01))  # together a quarter of the sum
     assert scaled.predict(frozenset()).worst == pytest.approx(noise(y=0.01).worst)
     assert scaled.predict(frozenset("b")).worst == pytest.approx(noise(y=0.0025).worst)
     assert scaled.groups == groups
     losses = scaled.loss_by_layer()
     assert losses["b"] == pytest.approx(3 * losses["a"])
-    part = sensitivity.fitted(frozenset("b"), noise(y=0.04))
+    part = sensitivity.scaled_to(frozenset("b"), noise(y=0.04))
     assert part.predict(frozenset("b")).worst == pytest.approx(noise(y=0.04).worst)
     for odd in (noise(y=0.0), noise(y=0.5)):  # nothing, or so much that noises do not add up
-        assert sensitivity.fitted(frozenset(), odd) is sensitivity
-    assert sensitivity.fitted(frozenset("ab"), noise(y=0.01)) == sensitivity
+        assert sensitivity.scaled_to(frozenset(), odd) is sensitivity
+    assert sensitivity.scaled_to(frozenset("ab"), noise(y=0.01)) == sensitivity
 
 
 SAMPLE = {"x": np.ones((1, 16, 8, 8), np.float32)}

@@ -126,7 +126,7 @@ class Tiles:
         bias: float32 [G, 1, M, 1].
         inputs: float32 [P, G, A * T].
         row_width: K.
-        batch_shape: (B, S): tiles and positions per tile of an iteration.
+        position_layout: (B, S): tiles and positions per tile of an iteration.
     """
 
     weight: FloatArray
@@ -134,7 +134,7 @@ class Tiles:
     bias: FloatArray
     inputs: FloatArray
     row_width: int
-    batch_shape: tuple[int, int]
+    position_layout: tuple[int, int]
 
     @classmethod
     def of(
@@ -151,7 +151,7 @@ class Tiles:
         # an iteration takes its positions in tiles too, which are not padded: it leaves out the few
         # that do not fill a tile
         position_count = min(len(inputs), _MAX_POSITIONS)
-        batch_shape = tile_layout(position_count, drop_remainder=True)
+        position_layout = tile_layout(position_count, drop_remainder=True)
         padding = tile_count * tile_size - row_width
         padded = np.pad(weight, ((0, 0), (0, 0), (0, padding)))
         tiled = padded.reshape(groups, rows, tile_count, tile_size).transpose(0, 2, 1, 3)
@@ -161,7 +161,7 @@ class Tiles:
             bias=np.ascontiguousarray(bias[:, None, :, None], np.float32),
             inputs=np.pad(inputs, ((0, 0), (0, 0), (0, padding))),
             row_width=row_width,
-            batch_shape=batch_shape,
+            position_layout=position_layout,
         )
 
     def activate_targets(self, targets: FloatArray, activation: AdaActivation) -> FloatArray:
@@ -170,7 +170,7 @@ class Tiles:
 
     def draw(self, source: np.random.Generator) -> NDArray[np.int64]:
         """Draw the positions of one iteration without repetition; all if they are few."""
-        count = self.batch_shape[0] * self.batch_shape[1]
+        count = self.position_layout[0] * self.position_layout[1]
         if count == len(self.inputs):
             return np.arange(count)
         return source.choice(len(self.inputs), count, replace=False, shuffle=False)
@@ -178,13 +178,15 @@ class Tiles:
     def inputs_at(self, positions: NDArray[np.int64]) -> FloatArray:
         """Return the inputs at some positions, [B, S, G, A, T]."""
         groups, tile_count, _, tile_size = self.weight.shape
-        return self.inputs[positions].reshape(*self.batch_shape, groups, tile_count, tile_size)
+        return self.inputs[positions].reshape(*self.position_layout, groups, tile_count, tile_size)
 
     def targets_at(self, targets: FloatArray, positions: NDArray[np.int64]) -> FloatArray:
         """Return the values of [G, M, P] at some positions, in the layout of `outputs`."""
         groups, rows, _ = targets.shape
         return (
-            targets[:, :, positions].reshape(groups, rows, *self.batch_shape).transpose(0, 2, 1, 3)
+            targets[:, :, positions]
+            .reshape(groups, rows, *self.position_layout)
+            .transpose(0, 2, 1, 3)
         )
 
     def outputs(self, weight: FloatArray, inputs: FloatArray) -> FloatArray:

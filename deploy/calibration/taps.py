@@ -318,9 +318,9 @@ class VariantRunner:
         sample: Sample,
         on_outputs: OutputCallback | None,
     ) -> list[Waiting]:
-        """Run one sample, record its order-free statistics, and return the other values.
+        """Run one sample and record what does not depend on the order of samples.
 
-        These wait for the samples before: their statistics depend on the order of samples.
+        Return the other values, which wait until the samples before them are recorded.
 
         Args:
             reader: the thread's reader of the tensors that are counted in histograms.
@@ -343,7 +343,7 @@ class VariantRunner:
             counted_values = [values[o.tensor] for o in self.counted]
         recorders.count(sample_number, counted_values)
         waiting = recorders.record_uncounted(sample_number, values)
-        if peaks is not None:
+        if peaks is not None:  # of counted tensors by their histograms, of others by their values
             self._add_peaks(peaks, sample_number, recorders.group.histograms, values)
         return waiting
 

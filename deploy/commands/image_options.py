@@ -191,7 +191,7 @@ _CHOICE = (
 
 
 def take_limit(arguments: dict[str, Any]) -> Limit:
-    """Take the values of `_CHOICE` out of `arguments`.
+    """Remove the options of `_CHOICE` from `arguments`; return them, or None if none is given.
 
     Raises:
         ConfigError: a seed without --sample; or as `Choice`.
@@ -204,7 +204,7 @@ def take_limit(arguments: dict[str, Any]) -> Limit:
     seed = arguments.pop("sample_seed")
     if seed is not None and sample is None:
         raise ConfigError(f"--sample-seed is of --sample, got {seed} alone; give --sample too")
-    if limit is sample is stride is None:
+    if limit is None and sample is None and stride is None:
         return None
     return Choice(limit=limit, sample=sample, seed=seed or 0, every=stride)
 

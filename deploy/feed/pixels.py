@@ -255,7 +255,7 @@ def resized_geometry(size: Size, preprocess: Preprocess) -> tuple[Size, tuple[in
     """
     height, width = preprocess.input_size
     if preprocess.resize == "short-side":
-        resized = short_side_size(size, preprocess.short)
+        resized = short_side_size(size, preprocess.resized_short_side)
         return resized, (round((height - resized[0]) / 2), round((width - resized[1]) / 2))
     if preprocess.resize == "letterbox":
         fitted = letterbox_size(size, preprocess.input_size)

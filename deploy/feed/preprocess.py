@@ -136,7 +136,7 @@ class Preprocess:
         return height, width
 
     @property
-    def short(self) -> int:
+    def resized_short_side(self) -> int:
         """Short side in pixels for the resize "short-side"; `size` must be set."""
         if self.short_side is None and self.size is None:
             raise ConfigError("short_side follows from size, got neither; give one of them")
@@ -342,7 +342,7 @@ def _check_sides(preprocess: Preprocess) -> None:
                 f"a multiple is for sides that depend on the image, got {preprocess.multiple} for"
                 f" {height}x{width}; give a size such as {height}x*, or leave the multiple out"
             )
-        if preprocess.resize == "short-side" and preprocess.short < max(height, width):
+        if preprocess.resize == "short-side" and preprocess.resized_short_side < max(height, width):
             raise ConfigError(
                 f"short_side must reach the crop of {height}x{width}, got"
                 f" {preprocess.short_side}; give {max(height, width)} or more"

@@ -210,7 +210,7 @@ class Comparison:
             if part == OutputSlice(output=part.output):
                 continue  # complete outputs are measured already
             error = self._slice_errors[part] = RunningError(part.label)
-            if part in form.means and part.at is None:
+            if part in form.means and part.cell_scores is None:
                 error.reference_sum = np.zeros(1)  # only what varies about the mean is signal
 
         if isinstance(form.task, Classes):  # the output with the classes comes first
@@ -340,7 +340,7 @@ class Comparison:
                     cosine_min=figures.cosine_min,
                     max_abs_error=figures.max_abs_error,
                     # slices with `less` are rated by limits of their own, weighted ones as usual
-                    less="" if part.at else part.less,
+                    less="" if part.cell_scores else part.subtracted,
                 )
             )
         slice_figures.sort(key=lambda figures: sqnr_sort_key(figures.sqnr_db))

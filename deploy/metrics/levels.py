@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from deploy.metrics.accuracy import Accuracy
-from deploy.metrics.output_errors import LEFT_DB, USUAL
+from deploy.metrics.output_errors import LEFT_DB, SAMPLE_MEAN
 from deploy.metrics.output_form import SliceAccuracy
 
 # FLOAT: int8 loses little but gains no speed, so the float model is the better engine
@@ -192,7 +192,7 @@ def _rate_slice(worst: SliceAccuracy, *, has_task: bool, has_limit: bool) -> tup
     if has_task or (subtracted and has_limit):
         limits = _TASK_SLICE_LIMITS
     elif subtracted:
-        limits = _VARYING_LIMITS if subtracted == USUAL else _CHANGE_LIMITS
+        limits = _VARYING_LIMITS if subtracted == SAMPLE_MEAN else _CHANGE_LIMITS
     else:
         limits = _SLICE_LIMITS
     sqnr = "exact" if worst.sqnr_db == math.inf else f"{worst.sqnr_db:.1f} dB"

@@ -355,7 +355,7 @@ def enlarge_input(source: Array, shape: tuple[int, ...], resize: str) -> Array |
     return output
 
 
-USUAL = "its mean"  # in `OutputSlice.less`: the mean over samples is subtracted
+SAMPLE_MEAN = "its mean"  # `OutputSlice.subtracted`: the mean over samples
 FEW = 32  # values per sample, at most, that are meaningful one by one
 _MIN_MEAN_DB = 3.0  # SQNR of their mean from which only what deviates from it counts
 
@@ -394,7 +394,7 @@ def find_large_mean(values: Array, weights: Array) -> Array | None:
     return np.asarray(mean, np.float32)
 
 
-def subtract_usual(value: Array, mean: Array) -> None:
+def subtract_mean(value: Array, mean: Array) -> None:
     """Subtract the mean from an output in place, unless its shape differs from the mean's.
 
     `mean`: [1, ...] as of one sample, or a single number.

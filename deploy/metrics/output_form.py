@@ -19,12 +19,12 @@ import numpy as np
 
 from deploy.metrics.output_errors import (
     FEW,
-    USUAL,
+    SAMPLE_MEAN,
     find_large_mean,
     find_repeated_input,
     find_usual_values,
     subtract_input,
-    subtract_usual,
+    subtract_mean,
 )
 from deploy.tasks import EvaluationTask, FirstSamples, Metric, recognise_task
 from deploy.tasks.declarations import Declaration
@@ -83,17 +83,16 @@ class OutputForm:
         prepared = {**outputs}
         for part in self.parts:
             name = part.output
-            # `less` names what is subtracted: the mean, or else an input
-            is_minus_input = bool(part.less) and part not in self.means
-            if is_minus_input:  # the complete output, which no scores weight
-                prepared[name] = subtract_input(outputs[name], inputs[part.less], part.resize)
+            is_input_subtracted = bool(part.subtracted) and part not in self.means
+            if is_input_subtracted:  # from the complete output, which no scores weight
+                prepared[name] = subtract_input(outputs[name], inputs[part.subtracted], part.resize)
                 continue
             # slices are changed in place below, so their output is copied first
-            if (part.at or part in self.means) and prepared[name] is outputs[name]:
+            if (part.cell_scores or part in self.means) and prepared[name] is outputs[name]:
                 prepared[name] = np.array(outputs[name])
             if part in self.means:
-                subtract_usual(part.of(prepared[name]), self.means[part])
-            if part.at:
+                subtract_mean(part.of(prepared[name]), self.means[part])
+            if part.cell_scores:
                 part.weight(prepared[name], reference)
         return prepared
 
@@ -169,7 +168,7 @@ def _choose_slices(
     for name in first.outputs[0]:
         slices_by_output[name] = _slice_output(name, task, first)
         if name in first.all_output_names:
-            value_slices += [part for part in slices_by_output[name] if not part.less]
+            value_slices += [part for part in slices_by_output[name] if not part.subtracted]
     # slice -> the slice of its scores: where these are low (a hidden landmark) no error counts
     scores = find_cell_scores(value_slices, first)
 
@@ -199,16 +198,16 @@ def _choose_measures(
         samples: all samples, not only the first: a search puts similar ones first.
         scores: slice -> scores that say where it counts.
     """
-    weighted_slices = [replace(part, at=scores.get(part)) for part in slices]
+    weighted_slices = [replace(part, cell_scores=scores.get(part)) for part in slices]
     # if any slice of the output is weighted, the other slices get no mean
-    has_weighted = any(part.at for part in weighted_slices)
+    has_weighted = any(part.cell_scores for part in weighted_slices)
     mean_by_slice = {}
     for part in weighted_slices:
         mean = None
-        if part.at is not None or (is_uncovered and not has_weighted):
+        if part.cell_scores is not None or (is_uncovered and not has_weighted):
             mean = _find_mean(part, samples)
         if mean is not None:
-            part = replace(part, less=USUAL)
+            part = replace(part, subtracted=SAMPLE_MEAN)
         mean_by_slice[part] = mean
     return mean_by_slice
 
@@ -220,7 +219,7 @@ def _find_mean(part: OutputSlice, samples: FirstSamples) -> Array | None:
     at each step, have one for all.
     """
     values = [part.of(outputs[part.output]) for outputs in samples.outputs]
-    if part.at is not None:
+    if part.cell_scores is not None:
         weights = [part.weights(outputs).reshape(-1, 1) for outputs in samples.outputs]
         rows = [value.reshape(-1, 1) for value in values]
         return find_large_mean(np.concatenate(rows), np.concatenate(weights))
@@ -283,7 +282,7 @@ def _slice_output(
     values = samples.arrays(name)
     source = find_repeated_input(values, samples.inputs)
     if source is not None:
-        return (OutputSlice(output=name, less=source.name, resize=source.resize),)
+        return (OutputSlice(output=name, subtracted=source.name, resize=source.resize),)
     if not np.issubdtype(values[0].dtype, np.floating):  # class numbers or counts: no signal
         return ()
     return split_output(name, values)
@@ -317,7 +316,7 @@ class SliceAccuracy:
         cosine_mean: mean of the samples' cosines.
         cosine_min: minimum of the samples' cosines.
         max_abs_error: largest absolute difference.
-        less: what was subtracted first: an input, or `USUAL` for the mean; "" for nothing.
+        less: what was subtracted first: an input, or `SAMPLE_MEAN` for the mean; "" for nothing.
     """
 
     label: str

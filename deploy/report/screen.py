@@ -474,7 +474,9 @@ def _data_steps(verdict: Verdict, request: RequestPart, command: str) -> Iterato
 def _effort_steps(
     request: RequestPart, effort: int, options_file: str, command: str
 ) -> Iterator[str]:
-    """Yield builds that search longer, and training with int8 for a PyTorch model.
+    """Yield the next steps to suggest: a longer search, or training for a PyTorch model.
+
+    A method that the user fixed leaves nothing to search, so its line must first go from the file.
 
     Args:
         request: what the user asked for.
@@ -485,9 +487,9 @@ def _effort_steps(
     if effort == 0:
         yield f"{command} --effort 1"
     if request.has_method:
-        condition = f"without the line of method in {shlex.quote(options_file)}"
-        yield f"{condition}: {command} --effort {max(effort, 1)}"
-    if EFFORT not in request.followed:  # it is offered once
+        edit = f"without the line of method in {shlex.quote(options_file)}"
+        yield f"{edit}: {command} --effort {max(effort, 1)}"
+    if EFFORT not in request.followed:  # a step that was followed is not suggested again
         yield f"{command} --prefer accuracy --effort {max(effort, 2)} --repair all"
     if request.is_module:
         yield "train it with int8: calib8.torch.qat or `calib8 qat`"

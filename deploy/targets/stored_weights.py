@@ -76,8 +76,9 @@ def fit_trained_scales(
     if _is_depthwise(weight, node):  # its kernels add no pairs
         return scales
     rows = channel_rows(weight, node)
+    largest_sums = pair_maxima(rows, scales)  # of each scale's pairs, in real units
     # trained weights are multiples of their scale, so these sums are integers but for rounding
-    sums_in_steps = np.rint(pair_maxima(rows, scales) / scales)
+    sums_in_steps = np.rint(largest_sums / scales)
     return np.where(sums_in_steps > PAIR_LIMIT, pair_scales(rows, scales), scales)
 
 

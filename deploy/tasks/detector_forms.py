@@ -725,7 +725,7 @@ def _slice_separate_outputs(decoder: RowDecoder, samples: FirstSamples) -> Slice
     weights = _find_weights(decoder, samples)
     for columns_of_levels in (decoder.box_columns, decoder.extra):
         for columns, weight in zip(columns_of_levels, weights, strict=False):
-            slices[columns.output] = (OutputSlice(output=columns.output, at=weight),)
+            slices[columns.output] = (OutputSlice(output=columns.output, cell_scores=weight),)
     return slices
 
 

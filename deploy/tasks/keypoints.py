@@ -110,8 +110,8 @@ class Points(PointTask):
         """Return the confidence of each point [K]; 1 for all if no scores tell it."""
         point_count = outputs[name].size // self.outputs[name]
         parts = self.parts.get(name, ())
-        if parts and parts[0].at is not None:
-            confidences = parts[0].at.best_scores(outputs).reshape(-1)
+        if parts and parts[0].cell_scores is not None:
+            confidences = parts[0].cell_scores.best_scores(outputs).reshape(-1)
             if confidences.size in (1, point_count):  # one of all points, or of each
                 return np.broadcast_to(confidences, point_count)
         return np.ones(point_count)
@@ -193,10 +193,12 @@ def _slice_points(name: str, values: Arrays, scores: OutputSlice | None) -> Slic
     third = np.concatenate([value[..., 2:3].reshape(-1) for value in values])
     if not is_vector(values[0]) and are_in_unit_range(third) and third.max() > 0:
         own_scores = OutputSlice(output=name, axis=-1, start=2, stop=3)
-        return {name: (OutputSlice(output=name, axis=-1, stop=2, at=own_scores), own_scores)}
+        return {
+            name: (OutputSlice(output=name, axis=-1, stop=2, cell_scores=own_scores), own_scores)
+        }
     if scores is None:
         return {}
-    return {name: (OutputSlice(output=name, at=scores),)}
+    return {name: (OutputSlice(output=name, cell_scores=scores),)}
 
 
 def _find_point_width(values: Arrays, size: ImageSize) -> int:

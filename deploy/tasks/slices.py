@@ -63,10 +63,11 @@ class OutputSlice:
         output: name of the output.
         axis: 1 or -1, the dimension of the rows; None for the complete output.
         start, stop: the rows, half open; stop 0 for all from start on.
-        less: name of the input, or `USUAL` for the mean, that is subtracted from the output first.
+        subtracted: what is subtracted from the output first: an input, by its name, or
+            `SAMPLE_MEAN`.
         resize: interpolation that makes that input as large as the output; "" if it is.
-        at: scores of the same cells. Each cell is weighted by its best score, since values of cells
-            without an object are not used.
+        cell_scores: scores of the same cells. Each cell is weighted by its best score, since values
+            of cells without an object are not used.
         activation: missing activation of scores: "", "sigmoid" or "softmax".
     """
 
@@ -74,9 +75,9 @@ class OutputSlice:
     axis: int | None = None
     start: int = 0
     stop: int = 0
-    less: str = ""
+    subtracted: str = ""
     resize: str = ""
-    at: "OutputSlice | None" = None
+    cell_scores: "OutputSlice | None" = None
     activation: str = ""
 
     @property
@@ -85,11 +86,11 @@ class OutputSlice:
         rows = ""
         if self.axis is not None and self.stop:
             rows = f"[{'..., ' * (self.axis == -1)}{self.start}:{self.stop}]"
-        less = f" - {self.less}" if self.less else ""
+        subtracted = f" - {self.subtracted}" if self.subtracted else ""
         if self.resize:
-            less += " resized"
-        weight = "" if self.at is None else f" weighted by {self.at.label}"
-        return f"{self.output}{rows}{less}{weight}"
+            subtracted += " resized"
+        weight = "" if self.cell_scores is None else f" weighted by {self.cell_scores.label}"
+        return f"{self.output}{rows}{subtracted}{weight}"
 
     def of(self, value: Array) -> Array:
         """Return the slice of an array of the output, with all its dimensions, as a view."""
@@ -118,9 +119,9 @@ class OutputSlice:
 
         The slice stays unchanged if the scores are not of its cells; see `_broadcast_shape`.
         """
-        assert self.at is not None
+        assert self.cell_scores is not None
         rows = self.of(value)
-        scores = self.at.best_scores(reference)
+        scores = self.cell_scores.best_scores(reference)
         score_shape = _broadcast_shape(scores.shape, rows.shape)
         if score_shape is not None:
             np.multiply(rows, scores.reshape(score_shape), out=rows, casting="unsafe")

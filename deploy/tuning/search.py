@@ -301,7 +301,7 @@ class Search:
             max_trials=max_trials,
             prior=prior,
         )
-        return measured.fitted(base.in_float, base.noise)
+        return measured.scaled_to(base.in_float, base.noise)
 
     def _measure_isolated(self, choices: Choices, groups: Sequence[Group]) -> list[Noise | None]:
         """Return the noise of each group in int8 with all else in float; None if it cannot run."""

@@ -60,7 +60,7 @@ class Sensitivity:
             total = total.combined_with(noise.scaled(int8_share * self.scale))
         return total
 
-    def fitted(self, in_float: Collection[str], measured: Noise) -> Sensitivity:
+    def scaled_to(self, in_float: Collection[str], measured: Noise) -> Sensitivity:
         """Return a copy that predicts the measured loss of a split with these layers in float.
 
         Where the loss is large, noise does not add up, so the scale stays as it is.

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from deploy.feed.sampling import sampling_order
-from deploy.metrics.output_errors import USUAL
+from deploy.metrics.output_errors import SAMPLE_MEAN
 from deploy.metrics.output_form import OutputForm
 from deploy.tasks.rows import Floats, Outputs, are_probabilities, is_floating
 from deploy.tasks.slices import OutputSlice
@@ -52,7 +52,7 @@ def slice_signals(form: OutputForm, outputs: Iterable[Outputs]) -> Floats:
     squares = measured[..., 0]
     uncertainties = measured[..., 1]
     signals = np.where(np.isfinite(uncertainties).all(axis=0), uncertainties, squares)
-    is_number = [part.less == USUAL and part.at is None for part in form.parts]
+    is_number = [part.subtracted == SAMPLE_MEAN and part.cell_scores is None for part in form.parts]
     return np.asarray(np.where(is_number, signals > 0, signals))
 
 

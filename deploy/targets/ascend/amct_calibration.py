@@ -351,7 +351,9 @@ class RecordPlan:
                 with _in_layer(name):
                     recorder = observed.recorder(observation)
                     result = search_activation_scale(recorder, params)
-                if self.config.fakequant_precision_mode is not None:  # FORCE_FP16_QUANT
+                if (
+                    self.config.fakequant_precision_mode is not None
+                ):  # its only value: FORCE_FP16_QUANT
                     result = replace(result, scale=ascend_half(result.scale))
                 result_by_search[search] = result
             scales[name] = result_by_search[search]

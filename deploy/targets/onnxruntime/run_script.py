@@ -145,7 +145,7 @@ def _preparing_fields(preprocess: Preprocess) -> dict[str, object]:
     return {
         "height": preprocess.input_size[0],
         "width": preprocess.input_size[1],
-        "sizes": _SIZES[preprocess.resize].format(short=preprocess.short),
+        "sizes": _SIZES[preprocess.resize].format(short=preprocess.resized_short_side),
         "kind": _interpolation_text(preprocess.interpolation),
         "channels": preprocess.channels,
         "order": "[:, :, ::-1]" if preprocess.color == "rgb" else "",

@@ -236,17 +236,17 @@ class GateWriter:
             return output, []
         name = f"{gate.name}/product"
         scale, zero_point = output_range.on(UINT8)
-        output_params = fit_output_offset(scale, zero_point, gate.offset)
-        if output_params.steps:
+        offset_fit = fit_output_offset(scale, zero_point, gate.offset)
+        if offset_fit.steps:  # 0 if the offset is no integer number of steps
             # product and product + offset have the same integers, of different zero points
-            product_zero = np.array(output_params.zero + output_params.steps, np.uint8)
-            quantize.input[2] = self.constant(f"{name}/zero_point", product_zero)
+            zero_point_of_product = np.array(offset_fit.zero + offset_fit.steps, np.uint8)
+            quantize.input[2] = self.constant(f"{name}/zero_point", zero_point_of_product)
             return output, []
 
         product_lo = output_range.lo - gate.offset
         product_hi = output_range.hi - gate.offset
-        product_scale, zero_of_product = affine_params(product_lo, product_hi)
-        params = self._parameters(name, float(product_scale), zero_of_product)
+        product_scale, product_zero = affine_params(product_lo, product_hi)
+        params = self._parameters(name, float(product_scale), product_zero)
         float_product = f"{name}/float"
         pair = make_pair(float_product, name, name, params, params)
         add = make_node("Add", [name, self.add_number(gate.offset)], output, f"{name}/Add")

@@ -222,9 +222,9 @@ class TensorrtSession:
         self._device_buffers: dict[str, DeviceBuffer] = {}
         self._output_allocators: dict[str, OutputAllocator] = {}
         self._graph = CudaGraph(self._stream.handle) if cuda_graph else None
-        # input -> the shape that buffers were allocated for, and its values if it is in host
-        # memory; None before the first allocation
-        self._allocated: dict[str, tuple[tuple[int, ...], bytes]] | None = None
+        # what buffers were allocated for: input -> its shape, and the bytes of its values if it
+        # is a shape tensor in host memory, else b""; None before the first allocation
+        self._allocated_for: dict[str, tuple[tuple[int, ...], bytes]] | None = None
         self._enqueue_ms = 0.0
         self._log: LogRecorder  # of the run in progress
         self._profiler: trt.IProfiler  # held for as long as the context uses it
@@ -349,10 +349,10 @@ class TensorrtSession:
             # output shapes may depend on the values of an input in host memory
             values = array.tobytes() if tensor.on_host else b""
             requested[tensor.name] = array.shape, values
-        if requested != self._allocated:
-            self._allocated = None  # in case the allocation fails halfway
+        if requested != self._allocated_for:
+            self._allocated_for = None  # in case the allocation fails halfway
             self._allocate(arrays)
-            self._allocated = requested
+            self._allocated_for = requested
         for name, array in arrays.items():
             self._host_arrays[name][...] = array
 

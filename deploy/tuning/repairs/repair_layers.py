@@ -432,6 +432,7 @@ def _read_fake_quant(
         # AMCT's DMQ divides each input channel by a factor and multiplies its weights by it; the
         # model holds the inverse of the factor
         inverse_factors = np.asarray(_to_array(graph, balance_name), np.float32).reshape(-1)
+        # integers * scale / factor are the weights before DMQ
         weight_scales *= inverse_factors.reshape(groups, 1, -1, 1)
         factors = (np.float32(1) / inverse_factors).repeat(taps).reshape(groups, -1, 1)
 
