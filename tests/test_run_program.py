@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import cv2
@@ -168,6 +169,7 @@ ROWS_OF_LIST = np.array([[4, 5, 20, 25, 0.9, 1], [1, 1, 8, 8, 0.2, 0]], np.float
                 scores=(Columns("y", LIST, 4, 5),),
                 box_columns=(Columns("y", LIST, 0, 4),),
                 numbers=(Columns("y", LIST, 5, 6),),
+                coding="corners",
                 is_list=True,
             ),
             {"y": ROWS_OF_LIST[None]},
@@ -177,6 +179,7 @@ ROWS_OF_LIST = np.array([[4, 5, 20, 25, 0.9, 1], [1, 1, 8, 8, 0.2, 0]], np.float
                 scores=(Columns("s", LIST_NUMBERS),),
                 box_columns=(Columns("y", LIST, 0, 4),),
                 numbers=(Columns("k", LIST_NUMBERS),),
+                coding="corners",
                 is_list=True,
             ),
             {"y": ROWS_OF_LIST[:, :4], "s": ROWS_OF_LIST[:, 4], "k": ROWS_OF_LIST[:, 5]},
@@ -187,6 +190,10 @@ def test_program_draws_a_list_of_boxes(decoder, outputs, tmp_path):
     lines, canvas = show(BoxDetection(decoder), outputs, tmp_path, {1: "cat"})
     assert lines == ["cat 0.90 [8.0, 10.0, 40.0, 50.0]"]
     assert canvas[10:50, 8:10].any()
+    rotated = BoxDetection(replace(decoder, coding="centre"))  # is not drawn as corners
+    assert run_program("a.onnx", INPUTS, PREPROCESS, {}, rotated, outputs) == run_program(
+        "a.onnx", INPUTS, PREPROCESS, {}
+    )
 
 
 def one_hot(shape, places):

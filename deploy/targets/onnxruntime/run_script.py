@@ -314,7 +314,7 @@ def _box_text(task: BoxDetection, outputs: Outputs) -> str:
     """
     decoder = task.decoder
     if decoder.is_list:
-        return _list_text(decoder, outputs)
+        return _list_text(decoder, outputs) if decoder.coding == "corners" else ""
     if decoder.coding not in _CORNER_LINES:
         return ""
     layouts = set()
