@@ -196,7 +196,7 @@ def test_unfit_checkpoint_is_refused(small, tmp_path, wording):
         ({"inputs": 3}, errors.FeedError, "got int"),
         ({"calibration": 3}, errors.FeedError, "got int"),
         ({"batches": 3}, errors.FeedError, "got int"),
-        ({"batches": lambda: []}, errors.ModelError, "batches of the task .*argument"),
+        ({"batches": lambda: []}, errors.FeedError, "what gives the feed .*argument"),
         (
             {"batches": lambda epoch: (1 / number for number in range(2))},
             errors.FeedError,
@@ -573,7 +573,7 @@ def test_resumed_training_equals_unbroken_training(options, tmp_path, wording):
 
     path, lines = tmp_path / "qat.pt", []
     unbroken = trained()
-    with pytest.raises(Stop):
+    with pytest.raises(errors.FeedError, match="got Stop at"):
         trained(path, batches=stop_in_third_epoch)
     assert not any("going on" in line for line in lines)
     resumed = trained(path)

@@ -16,6 +16,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,6 @@ from deploy.fx.capture import as_inputs
 from deploy.fx.convert import CustomClasses
 from deploy.fx.model_inputs import cast_floats, make_named_class, match_arguments
 from deploy.fx.plain_copy import unwrap
-from deploy.fx.source import wrap_user_errors
 from deploy.fx.trace import Leaves
 from deploy.method import Method
 from deploy.tensors import TensorSpec
@@ -109,8 +109,7 @@ class Task:
         Raises:
             FeedError: a batch is no pair of inputs and label, or the user's code failed.
         """
-        with wrap_user_errors("batches of the task"):
-            batches = self.batches(epoch) if callable(self.batches) else self.batches
+        batches = partial(self.batches, epoch) if callable(self.batches) else self.batches
         items: Batches = iterate_items(batches)[0]
         for batch in items:
             if not isinstance(batch, tuple | list) or len(batch) != 2:
