@@ -264,6 +264,7 @@ ALLOWED_DOORS = {
     "deploy.files.staging": "its own files, as it moves them",
     "deploy.standins.memory": "the memory of this very process",
     "deploy.targets.tensorrt.engines": "what was built a moment ago",
+    "deploy.targets.tensorrt.rtx": "what was built a moment ago",
 }
 DOORS = {"read_bytes", "read_text", "fromfile", "memmap"}
 OPENED = {"np.load", "onnx.load", "torch.load", "open", "os.open", "io.open", "path.open"}

@@ -21,6 +21,7 @@ import onnx
 from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.sample_reader import SampleCache
 from deploy.feed.samples import Feed
+from deploy.frontends.onnx_reader import model_bytes, parse_model, read_model
 from deploy.graph.edit import copy_message, make_node, replace_nodes
 from deploy.graph.index import ONNX_DOMAINS, PROTOBUF, RANDOM, all_nodes
 from deploy.runtimes.ort import OrtSession
@@ -165,7 +166,7 @@ def _with_float32_nodes(model: Path | onnx.ModelProto) -> Path | onnx.ModelProto
     A model without such nodes is returned as it is, so that its weights are not read for nothing.
     """
     if isinstance(model, Path):
-        without_weights = onnx.load(model, load_external_data=False)
+        without_weights = parse_model(model_bytes(model), str(model))
     else:
         without_weights = model
     float16_names = set()
@@ -181,7 +182,7 @@ def _with_float32_nodes(model: Path | onnx.ModelProto) -> Path | onnx.ModelProto
     if not cast_outputs:
         return model
 
-    copy = onnx.load(model) if isinstance(model, Path) else copy_message(model)
+    copy = read_model(model) if isinstance(model, Path) else copy_message(model)
     nodes: list[onnx.NodeProto] = []
     for node in copy.graph.node:
         output = node.output[0]
