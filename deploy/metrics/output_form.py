@@ -316,7 +316,7 @@ class SliceAccuracy:
         cosine_mean: mean of the samples' cosines.
         cosine_min: minimum of the samples' cosines.
         max_abs_error: largest absolute difference.
-        less: what was subtracted first: an input, or `SAMPLE_MEAN` for the mean; "" for nothing.
+        less: what was subtracted first: the name of an input, or "its mean"; "" for nothing.
     """
 
     label: str
