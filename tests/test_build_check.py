@@ -16,6 +16,7 @@ import calib8
 from deploy.analysis.build_check import _change_alerts
 from deploy.analysis.build_reader import Verification
 from deploy.errors import BackendError, CacheError, ConfigError, ExportError
+from deploy.files.manifest import sha256
 from deploy.targets.base import BuildResult
 
 PREPROCESS = {"mean": 0.5, "std": 0.25}
@@ -189,6 +190,20 @@ def test_engine_for_a_gpu_is_one_sentence(copy, pictures, wording):
     wording.check(foreign)
     assert "small_cnn.engine" in absent
     assert "small_cnn.tensorrt.typed.onnx" in absent
+
+
+def test_file_that_is_no_model_fails_its_target_alone(copy, pictures):
+    """A file that the folder's list of checksums agrees with, and that does not parse."""
+    path = copy / "small_cnn.tensorrt.typed.onnx"
+    digest = sha256(path.read_bytes())
+    path.write_bytes(b"no model" * 9)
+    for listing in (copy / "report.json", copy / "calib8" / "manifest.json"):
+        text = listing.read_text()
+        listing.write_text(text.replace(digest, sha256(path.read_bytes())))
+    report = check(copy, pictures)
+    failed = [target for target in report.targets if target.error]
+    assert [target.name for target in failed] == ["tensorrt"]
+    assert "must be an ONNX model" in failed[0].error
 
 
 def test_nothing_to_check_is_refused(copy, pictures):

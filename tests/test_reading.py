@@ -257,14 +257,12 @@ ALLOWED_DOORS = {
     "deploy.machine": "the system's description of the processor",
     "deploy.runtimes.openvino": "its own temporary files, in its own process",
     "deploy.analysis.comparison": "its own temporary files",
-    "deploy.pipeline.evaluate": "what was built a moment ago",
     "deploy.runtimes.ort": "ONNX Runtime's trace in a temporary folder",
     "deploy.files.reading": "the door itself",
     "deploy.pipeline.results": "what was built a moment ago",
     "deploy.files.staging": "its own files, as it moves them",
     "deploy.standins.memory": "the memory of this very process",
     "deploy.targets.tensorrt.engines": "what was built a moment ago",
-    "deploy.targets.tensorrt.rtx": "what was built a moment ago",
 }
 DOORS = {"read_bytes", "read_text", "fromfile", "memmap"}
 OPENED = {"np.load", "onnx.load", "torch.load", "open", "os.open", "io.open", "path.open"}

@@ -251,7 +251,8 @@ def boxes_to_input(
 def resized_geometry(size: Size, preprocess: Preprocess) -> tuple[Size, tuple[int, int]]:
     """Return the image's size after resizing, and the (top, left) of its corner in the input.
 
-    A crop is placed as by torchvision's `center_crop`: half a pixel becomes the even number.
+    These are negative where the image is cropped. A crop is placed as by torchvision's
+    `center_crop`: half a pixel becomes the even number.
     """
     height, width = preprocess.input_size
     if preprocess.resize == "short-side":
@@ -263,7 +264,8 @@ def resized_geometry(size: Size, preprocess: Preprocess) -> tuple[Size, tuple[in
             return fitted, ((height - fitted[0]) // 2, (width - fitted[1]) // 2)
         return fitted, (0, 0)
     if preprocess.resize == "fit-height":
-        return (height, min(width, -(-height * size[1] // size[0]))), (0, 0)
+        scaled_width = -(-height * size[1] // size[0])  # keeps the aspect ratio, rounded up
+        return (height, min(width, scaled_width)), (0, 0)
     return preprocess.input_size, (0, 0)
 
 

@@ -121,7 +121,8 @@ def calibrate(
             result is the same. None calibrates on this machine.
         resume: continue an interrupted run from its checkpoint.
         checkpoint: file to save the state in from time to time; None for one next to the cache, if
-            there is a cache. Without a cache the caller removes it.
+            there is a cache. Without a cache a run that ends leaves the file, which the caller
+            removes.
         progress: report steps that take over two seconds on stderr.
 
     Raises:

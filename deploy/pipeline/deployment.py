@@ -227,8 +227,8 @@ def _write_files(
         threads: worker threads.
         force: replace files that calib8 did not write.
     """
-    feed = inputs.feed(subject.loaded)
     loaded = subject.loaded
+    feed = inputs.feed(loaded)
     with stage_files(out) as stage:
         request = BuildRequest(
             subject=subject,

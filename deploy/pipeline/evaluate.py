@@ -17,14 +17,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import onnx
-
 from deploy.calibration.reference_outputs import (
     EngineOutputs,
     ReferenceOutputs,
     open_single_thread,
 )
-from deploy.errors import BackendError
+from deploy.errors import BackendError, ModelError
 from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.parallel import Sample, run_in_order
 from deploy.feed.pixels import shrink_image
@@ -33,6 +31,7 @@ from deploy.feed.samples import Feed
 from deploy.feed.states import OwnStates
 from deploy.frontends import LoadedModel
 from deploy.frontends.base import model_digest
+from deploy.frontends.onnx_reader import read_model
 from deploy.graph.edit import (
     append_outputs,
     copy_with_outputs,
@@ -94,9 +93,12 @@ def compare_inner_tensors(
         is_quantized = any(decision.quantized for decision in result.decisions)
         if result.runnable is not None and is_quantized:
             has_no_engine = result.target not in engine_sessions
-            session_and_comparison = _open_with_inner_tensors(
-                loaded, result, stand_in=has_no_engine
-            )
+            try:
+                session_and_comparison = _open_with_inner_tensors(
+                    loaded, result, stand_in=has_no_engine
+                )
+            except (BackendError, ModelError):  # `find_candidates` reports it
+                continue
             if session_and_comparison is not None:
                 opened_targets[result.target] = session_and_comparison
     if not opened_targets:
@@ -132,7 +134,7 @@ def _open_with_inner_tensors(
         stand_in: whether the file stands for an engine of another runtime.
     """
     assert result.runnable is not None
-    model = onnx.load(result.runnable)
+    model = read_model(result.runnable)
     quantized_by_float_name = pair_quantized_tensors(loaded.model, model)
     if not quantized_by_float_name:  # a fake-quant model has no DequantizeLinear
         return None
@@ -171,7 +173,7 @@ def find_candidates(
             continue
         try:
             candidates[result.target] = open_single_thread(path, stand_in=not has_opened_engine)
-        except BackendError as error:
+        except (BackendError, ModelError) as error:
             failures[result.target] = str(error)
 
     for result in results:
@@ -201,7 +203,7 @@ def find_stored_outputs(
         runs_in_ort = isinstance(candidates.get(result.target), OrtSession)
         if outputs is None or result.runnable is None or not runs_in_ort:
             continue
-        if model_digest(onnx.load(result.runnable)) == outputs.digest:
+        if model_digest(read_model(result.runnable)) == outputs.digest:
             stored_outputs[result.target] = outputs.by_key
     return stored_outputs
 

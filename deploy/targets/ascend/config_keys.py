@@ -385,11 +385,11 @@ def _resolve_tensor(tensor: TensorConfig, config: QuantConfig, graph: LayerGraph
 
 
 def check_tensor_input(name: str, index: int, graph: LayerGraph) -> None:
-    """Refuse an input that cannot be quantized by itself."""
+    """Refuse the input `index` of the node `name` if it cannot be quantized by itself."""
     op = graph.ops.get(name)
     key = f"{name}:{index}"
     if op is None:
-        candidates = [node for node, kind in graph.ops.items() if kind in TENSOR_QUANTIZE_OPS]
+        candidates = [node for node, node_op in graph.ops.items() if node_op in TENSOR_QUANTIZE_OPS]
         raise ConfigError(
             f"node {name!r} of tensor_quantize does not exist in the model;"
             f" {suggest_name(name, candidates)}"
@@ -404,7 +404,7 @@ def check_tensor_input(name: str, index: int, graph: LayerGraph) -> None:
             f"input {index} of {name!r} cannot be quantized: {graph.unfit_inputs[key]}; take it out"
             " of tensor_quantize"
         )
-    if key not in graph.optional_layers:
+    if key not in graph.optional_layers:  # which holds all other inputs of these nodes
         raise ConfigError(
             f"input_index of {name!r}, of type {op}, must be below {TENSOR_QUANTIZE_OPS[op]}, got"
             f" {index}"

@@ -164,14 +164,15 @@ class TensorRTForRTX:
             )
         complete_model = request.with_plugin_nodes(model_set.models[TYPED])
         typed_model, lowering_note = engines.lower_for_tensorrt(complete_model, _PARSER)
-        typed_path = request.write(_TYPED_ENDING, typed_model)
+        typed_bytes = typed_model.SerializeToString(deterministic=True)
+        typed_path = request.write(_TYPED_ENDING, typed_bytes)
 
         files = {"typed model for TensorRT for RTX": typed_path}
         engine: Path | None = None
         error = ""
         notes = [*model_set.notes, lowering_note]
         try:
-            engine = self._compile(request, typed_path, sha256(typed_path.read_bytes()))
+            engine = self._compile(request, typed_path, sha256(typed_bytes))
             files["TensorRT for RTX engine"] = engine
             command = f'exec tensorrt_rtx --loadEngine={shlex.quote(engine.name)} "$@"'
             files["script of TensorRT for RTX"] = request.write_script(_SCRIPT_ENDING, command)
@@ -193,7 +194,9 @@ class TensorRTForRTX:
         )
 
     def _compile(self, request: BuildRequest, typed_path: Path, digest: str) -> Path:
-        """Compile the typed model, or reuse the engine of the same model; return its path.
+        """Write the engine of the typed model; return its path.
+
+        It is compiled, or copied from an earlier build of the same model, compiler and profiles.
 
         `digest`: sha256 of the typed model's file.
 
@@ -205,17 +208,17 @@ class TensorRTForRTX:
 
         library = _import_library()
         profiles = sample_profiles(request, max_batch=self.max_batch, fixed=False, batch_shapes={})
-        path = request.file(self._engine_ending)
+        engine_path = request.file(self._engine_ending)
         made_from = {
             "tensorrt_rtx": library.__version__,
             "compute_capabilities": self.capabilities,
             "model_sha256": digest,
             "profiles": profiles,
         }
-        engine = manifest.read_if_made_from(request.earlier_file(path.name), made_from)
+        engine = manifest.read_if_made_from(request.earlier_file(engine_path.name), made_from)
         if engine is None:
             engine = compile_engine(typed_path, self.capabilities, profiles)
-        return manifest.write_with_note(path, engine, made_from)
+        return manifest.write_with_note(engine_path, engine, made_from)
 
     def describe_sdk(self) -> str:
         """Name the installed compiler.
