@@ -92,10 +92,17 @@ def test_a_build_is_amcts(case, built):
         mine = records[name]
         assert (mine.act_bits, mine.weight_bits) == (record.act_bits, record.weight_bits), name
         assert mine.offset_d == record.offset_d
-        assert mine.force_fp16 == (case == "force")
+        assert mine.force_fp16 == record.force_fp16
         assert max(ulps(mine.scale_d, record.scale_d), ulps(mine.scale_w, record.scale_w)) <= 8
     deployed = onnx.load(out / "float_deploy_model.onnx")
-    assert kinds(deployed) == kinds(onnx.load(WIDTHS / case / "res_deploy_model.onnx"))
+    amct = onnx.load(WIDTHS / case / "res_deploy_model.onnx")
+    assert kinds(deployed) == kinds(amct)
+    expected = tensors(amct)
+    for key, parameter in tensors(deployed).items():
+        if parameter.dtype == np.uint64:  # the bits of scale_w * scale_d
+            assert np.abs(parameter - expected[key].astype(np.int64)).max() <= 8, key
+    config = json.loads((out / "float_config.json").read_text())
+    assert list(config) == list(json.loads((WIDTHS / case / "config.json").read_text()))
     (fake,) = OrtSession.open(out / "float_fake_quant_model.onnx").run({"x": X[:1]}).values()
     reference = np.load(WIDTHS / case / "y.npy")[:1]
     assert np.abs(fake - reference).max() <= 4e-3 * np.abs(reference).max()

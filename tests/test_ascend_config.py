@@ -324,9 +324,11 @@ def test_layers_and_their_names():
     assert list(GRAPH.layers) == ["conv1", "conv2", "dw", "pw", "up", "pool", "fc1", "fc2"]
     assert GRAPH.layers["dw"].group == 16
     assert GRAPH.layers["fc1"].trans_b
-    nodes = [("MatMul", "x w", "m", "mm"), ("Add", "b m", "y", "add")]
-    layer = find_layers(model_of(nodes, {"w": np.ones((4, 3)), "b": np.ones(3)})).layers["mm"]
-    assert (layer.bias, layer.bias_add, layer.output) == ("b", "add", "y")
+    # an Add whose first input is the bias stays float, as in AMCT
+    for inputs, bias in (("m b", ("b", "add", "y")), ("b m", ("", "", "m"))):
+        nodes = [("MatMul", "x w", "m", "mm"), ("Add", inputs, "y", "add")]
+        layer = find_layers(model_of(nodes, {"w": np.ones((4, 3)), "b": np.ones(3)})).layers["mm"]
+        assert (layer.bias, layer.bias_add, layer.output) == bias
     model = model_of([("Gemm", "x w", "y", "batch_num")], {"w": np.ones((4, 4))})
     with pytest.raises(ConfigError, match="rename the node"):
         default_config(find_layers(model))

@@ -383,7 +383,6 @@ class RecordPlan:
             is_node_input=layer.input_index is not None,
             act_bits=settings.activation.num_bits,
             weight_bits=settings.weight.num_bits if layer.weight else 8,
-            force_fp16=self.config.fakequant_precision_mode is not None,
         )
 
     def dmq_factors(self, observed: ObservedStatistics) -> Factors:

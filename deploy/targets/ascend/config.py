@@ -37,8 +37,8 @@ from deploy.targets.ascend.layers import TENSOR_QUANTIZE_OPS, Layer, LayerGraph
 from deploy.targets.ascend.proto import suggest_name
 
 _CONFIG_KEYS = (
-    *("version", "batch_num", "activation_offset", "do_fusion", "skip_fusion_layers"),
-    "fakequant_precision_mode",
+    *("version", "batch_num", "activation_offset", "do_fusion", "fakequant_precision_mode"),
+    "skip_fusion_layers",
 )
 _ACTIVATION_KEY, _WEIGHT_KEY = "activation_quant_params", "weight_quant_params"
 

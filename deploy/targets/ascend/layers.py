@@ -304,13 +304,15 @@ def _layer_or_float_reason(node: onnx.NodeProto, index: Graph) -> Layer | str:
 def _with_bias_add(
     layer: Layer, node: onnx.NodeProto, weight: onnx.TensorProto, index: Graph
 ) -> Layer:
-    """Return a MatMul's layer with the Add of its bias, if only that Add reads the product."""
+    """Return a MatMul's layer with the Add of its bias, if only that Add reads the product.
+
+    AMCT leaves an Add in float whose first input is the bias, as PyTorch exports it.
+    """
     layer = replace(layer, channels_in=weight.dims[-2], stacked=len(weight.dims) == 3)
     add = index.bias_add(node, weight.dims[-1])
-    if add is None:
+    if add is None or add.input[0] != layer.output:
         return layer
-    (bias,) = (name for name in add.input if name != layer.output)
-    return replace(layer, output=add.output[0], bias=bias, bias_add=add.name)
+    return replace(layer, output=add.output[0], bias=add.input[1], bias_add=add.name)
 
 
 def _float_reason_of_weight(

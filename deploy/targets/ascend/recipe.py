@@ -307,8 +307,7 @@ _PRECISION_FLAGS = (
     "--customize_dtypes",
 )
 _FORCED_FLOAT16 = (
-    "scale_d is stored in float16, and scale_w * scale_d is truncated to the 10 mantissa bits that"
-    " Nano chips (Ascend035) read"
+    "scale_w * scale_d is truncated to the 10 mantissa bits that Nano chips (Ascend035) read"
 )
 
 

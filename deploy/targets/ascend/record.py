@@ -61,7 +61,8 @@ class LayerRecord:
             scale_w.
         rounded_weight: AdaRound's integers, int8, output channels first; None for rounding to
             nearest. AMCT stores them in its modified float model, not in the record.
-        force_fp16: scale_d is a float16 number; dequantization scales are truncated for Nano chips.
+        force_fp16: the dequantization scales are truncated for Nano chips; AMCT takes this from a
+            record, but does not write it there.
         is_float16: the layer's input and output are float16; None if unknown.
     """
 
