@@ -106,6 +106,9 @@ def cli() -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line; print a failure as one sentence on stderr, exit 1 (usage: 2)."""
+    if argv is None:
+        argv = sys.argv[1:]
+        del sys.argv[1:]  # a user's script must not parse them as its own arguments
     try:
         with guard_inputs(), end_on_signals():
             code = cli.main(args=argv, prog_name="calib8", standalone_mode=False)
@@ -117,7 +120,7 @@ def main(argv: list[str] | None = None) -> None:
         error.show()
         sys.exit(error.exit_code)
     except click.ClickException as error:
-        say(f"calib8: error: {_sentence(error, sys.argv if argv is None else argv)}", err=True)
+        say(f"calib8: error: {_sentence(error, argv)}", err=True)
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt) as stop:
         _print_ended("interrupted", stop)

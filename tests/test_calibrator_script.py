@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
@@ -13,6 +14,7 @@ from onnx import TensorProto, helper
 
 import calib8
 from deploy.calibration.trt_cache import dump, from_scales
+from deploy.cli import main
 from deploy.errors import FeedError
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.feed import open_feed
@@ -215,7 +217,8 @@ def test_script_cache_equals_arrays_cache(name, calibrate, rows, tmp_path):
 
 
 def test_calibrator_class_chooses_method_in_python(small_cnn, rows, tmp_path):
-    script = CalibratorScript(written(CUDART, tmp_path))
+    text = CUDART.replace("trt.IInt8", "trt.tensorrt.IInt8")  # as older scripts name it
+    script = CalibratorScript(written(text, tmp_path))
     calibrated = calib8.calibrate(small_cnn, script, targets="tensorrt")
     assert calibrated.method.name == "minmax"
     options = {"out": tmp_path / "build", "effort": 0, "duration_s": 0}
@@ -241,6 +244,21 @@ def test_existing_script_cache_is_compared(calibrate, tmp_path):
     assert (tmp_path / "out.cache").read_bytes() == cache_bytes
     script_cache.write_bytes(b"no cache")
     assert "was not compared" in calibrate("--calibrator-script", script, "--refresh")
+
+
+def test_unreadable_script_cache_is_ignored(rows, tmp_path):
+    """TensorRT calibrates, too, if read_calibration_cache raises."""
+    text = PYCUDA.replace("if os.path.exists(self.cache_file):", "if True:")
+    assert CalibratorScript(written(text, tmp_path)).cache is None
+
+
+def test_script_does_not_get_the_arguments_of_the_command(small_cnn, rows, tmp_path, monkeypatch):
+    """A script that parses arguments at its top takes its own defaults."""
+    parsing = "import argparse, os; argparse.ArgumentParser().parse_args()"
+    script = written(PYCUDA.replace("import os", parsing, 1), tmp_path)
+    arguments = ["calibrate", str(small_cnn), "-o", str(tmp_path / "c"), "--calibrator-script"]
+    monkeypatch.setattr(sys, "argv", ["calib8", *arguments, script])
+    main()
 
 
 def test_cache_comparison_counts_equal_scales(wording):
@@ -503,6 +521,14 @@ def test_every_device_copy_gives_equal_values(put, tmp_path):
     assert values(of_two(*PUTS[put], tmp_path)) == values(expected_of_two())
 
 
+def test_scripts_share_a_module_that_they_import_late(tmp_path):
+    """It keeps the stand-ins that it has imported for the first of the scripts."""
+    (tmp_path / "late_module.py").write_text(PUTS["bindings"][0])
+    put = f"from late_module import cudart; {PUTS['bindings'][1]}"
+    for _ in range(2):
+        assert values(of_two("", put, tmp_path)) == values(expected_of_two())
+
+
 @pytest.mark.parametrize(
     ("put", "copy_call", "message"),
     [
@@ -637,6 +663,8 @@ def test_script_excludes_images(arguments, message, small_cnn, run):
         "held = torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, device='cuda')"
         "; held.copy_(torch.from_numpy(array)); setattr(self, name, held); return held.data_ptr()",
         "return int(torch.as_tensor(array).to('cuda:0').contiguous().data_ptr())",
+        "torch.cuda.set_device(0); held = torch.from_numpy(array).pin_memory().cuda()"
+        "; torch.cuda.synchronize(); return held.data_ptr()",
     ],
 )
 def test_torch_gpu_tensors_are_fed(put, tmp_path, wording):
@@ -648,8 +676,23 @@ def test_torch_gpu_tensors_are_fed(put, tmp_path, wording):
     wording.check(raised.value)
 
 
-def test_libcudart_writes_results_through_pointers() -> None:
-    library = make_cdll(Memory())("libcudart.so")
+@pytest.mark.slow
+def test_torch_imported_by_the_script_is_on_the_cpu(tmp_path):
+    """In a process of its own, where nothing else has imported torch before."""
+    pytest.importorskip("torch")
+    imports = "import torch; DEVICE = torch.zeros(1, device='cuda').device"
+    put = "held = torch.from_numpy(array).cuda(); return held.data_ptr()"
+    script = written(TWO.format(imports=imports, put=put), tmp_path)
+    code = (
+        f"from tests.test_calibrator_script import *; x = samples_of(CalibratorScript({script!r})"
+    )
+    code += ", *SPECS_OF_TWO[::-1])[0]; assert values(x) == values(expected_of_two())"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["libcudart.so", Path("/usr/lib/libcudart.so.12")])
+def test_libcudart_writes_results_through_pointers(name: str | Path) -> None:
+    library = make_cdll(Memory())(name)
     count, address = ctypes.c_int(0), ctypes.c_void_p()
     assert library.cudaGetDeviceCount(ctypes.byref(count)) == 0
     assert library.cudaMalloc(ctypes.pointer(address), ctypes.c_size_t(4)) == 0

@@ -27,7 +27,7 @@ from deploy.feed.loaders import open_iterable
 from deploy.feed.preprocess import describe
 from deploy.feed.temporary_arrays import Item
 from deploy.files import usercode
-from deploy.standins.install import CalibrationAlgoType, StandIns
+from deploy.standins.install import CalibrationAlgoType, shared_stand_ins
 from deploy.standins.memory import AddressWindow, Memory, address_of
 from deploy.tensors import Array, TensorSpec
 
@@ -311,7 +311,8 @@ class CalibratorScript:
         """
         self.spec = spec
         self.notes: tuple[str, ...] = ()
-        self._stand_ins = StandIns()  # of tensorrt and CUDA's packages, which are not needed
+        self._stand_ins = shared_stand_ins()  # tensorrt and CUDA's packages are not needed
+        self._stand_ins.memory.fault = None  # that of another script
         with self._stand_ins.installed():
             self._create = usercode.load_function(
                 spec, what="a calibrator", form="file.py:function", error=FeedError
@@ -393,7 +394,10 @@ class CalibratorScript:
 
     def _read_cache(self) -> bytes | None:
         """Return what read_calibration_cache gives, if these are bytes."""
-        value = self._call_method("read_calibration_cache")
+        try:
+            value = self._call_method("read_calibration_cache")
+        except FeedError:  # TensorRT, too, takes any exception for a missing cache
+            return None
         if not isinstance(value, bytes | bytearray | memoryview):
             return None
         return bytes(value)

@@ -1,7 +1,7 @@
 """Load a user's code, given as `file.py:function`; its errors become one sentence.
 
-The file is imported under a unique name, with its folder on `sys.path` during the import, so that
-it can import modules next to it.
+The file is imported under a unique name. Its folder is on `sys.path` while user code runs, so that
+it can import modules next to it, also later than at its top.
 
 Whatever runs code that is named by a text asks `refuse_foreign_code` first, just before running it:
 Python files, plugin libraries, a scheduler, flags of another program. In a command whose `--config`
@@ -39,6 +39,7 @@ class _ForeignConfig:
     typed_code: frozenset[str]
 
 
+_SCRIPT_FOLDERS: list[str] = []  # of the imported files, the last one first
 _FOREIGN_CONFIGS: list[_ForeignConfig] = []  # of the command that runs, for all its threads
 
 
@@ -152,7 +153,12 @@ def wrap_user_errors(
     import numpy as np  # not at the top, for a quick --help
 
     try:
-        with _WORKING_FOLDER.of_user_code(), _restored_handlers(), np.errstate():
+        with (
+            _WORKING_FOLDER.of_user_code(),
+            _importable_folders(),
+            _restored_handlers(),
+            np.errstate(),
+        ):
             yield
     except (Calib8Error, KeyboardInterrupt, Terminated):
         raise
@@ -206,6 +212,19 @@ class _WorkingFolder:
 
 
 _WORKING_FOLDER = _WorkingFolder()
+
+
+@contextmanager
+def _importable_folders() -> Iterator[None]:
+    """Put the folders of all imported files at the start of `sys.path`; calls may overlap."""
+    folders = tuple(_SCRIPT_FOLDERS)
+    sys.path[:0] = folders
+    try:
+        yield
+    finally:
+        for folder in folders:
+            with suppress(ValueError):  # the code itself removed it
+                sys.path.remove(folder)
 
 
 @contextmanager
@@ -267,13 +286,12 @@ def _import_file(path: Path, error: type[Calib8Error]) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    sys.path.insert(0, str(real_path.parent))
+    folder = str(real_path.parent)
+    _SCRIPT_FOLDERS[:] = dict.fromkeys((folder, *_SCRIPT_FOLDERS))
     try:
         with wrap_user_errors(str(path), error=error):
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
-    finally:
-        sys.path.remove(str(real_path.parent))
     return module

@@ -206,7 +206,7 @@ def make_cdll(memory: Memory) -> type[ctypes.CDLL]:
         """The libraries of this machine, and the stand-in."""
 
         def __new__(cls, name: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(name, str) and _CUDART_FILE.fullmatch(name):
+            if _CUDART_FILE.fullmatch(str(name)):
                 return library
             return super().__new__(cls)
 

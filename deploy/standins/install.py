@@ -11,8 +11,12 @@ python/src/infer/pyInt8.cpp and python/packaging/bindings_wheel/__init__.py at 8
 import ctypes
 import enum
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache, partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from math import prod
 from types import ModuleType
 from typing import Any
@@ -123,14 +127,16 @@ def tensorrt_modules() -> dict[str, ModuleType]:
     names: dict[str, Any] = {definition.__name__: definition for definition in definitions}
     for dtype in (DataType.FLOAT, DataType.HALF, DataType.INT8, DataType.INT32, DataType.BOOL):
         names[dtype.value] = dtype
-    return {"tensorrt": make_module("tensorrt", {**names, "__version__": VERSION})}
+    module = make_module("tensorrt", {**names, "__version__": VERSION})
+    vars(module)["tensorrt"] = module  # the extension module inside the package, with all names
+    return {"tensorrt": module}
 
 
 _REPLACED_PACKAGES = ("tensorrt", "pycuda", "cuda")
 
 
 class StandIns:
-    """The stand-in modules of one script, all on one memory."""
+    """The stand-in modules, all on one memory."""
 
     def __init__(self) -> None:
         self.memory = Memory()
@@ -146,12 +152,61 @@ class StandIns:
         """Replace the real modules while the context is active; not thread-safe."""
         with ExitStack() as stack:
             stack.enter_context(_replace_modules(self._modules))
-            stack.enter_context(_replace_ctypes(self._library))
+            # with the loader that uses it
+            names = {"CDLL": self._library, "cdll": ctypes.LibraryLoader(self._library)}
+            stack.enter_context(_replace_attributes(ctypes, **names))
             if "torch" in sys.modules:
-                from deploy.standins.torch_on_cpu import CudaOnCpu
-
-                stack.enter_context(CudaOnCpu(self.memory))
+                self._enter_torch(stack)
+            else:
+                stack.enter_context(_import_hook("torch", partial(self._enter_torch, stack)))
             yield
+
+    def _enter_torch(self, stack: ExitStack) -> None:
+        """Put PyTorch on the CPU until the stack ends."""
+        from deploy.standins.torch_on_cpu import CudaOnCpu
+
+        stack.enter_context(CudaOnCpu(self.memory))
+        no_operations = dict.fromkeys(
+            ("init", "set_device", "synchronize"), lambda *arguments: None
+        )
+        stack.enter_context(_replace_attributes(sys.modules["torch.cuda"], **no_operations))
+
+
+@cache
+def shared_stand_ins() -> StandIns:
+    """Return the stand-ins of all scripts: modules that a script imported keep those they saw."""
+    return StandIns()
+
+
+@contextmanager
+def _import_hook(name: str, on_import: Callable[[], None]) -> Iterator[None]:
+    """Call a function as soon as a module has been imported in the context."""
+
+    class Finder(MetaPathFinder):
+        """Finds the module as usual, and adds the call to its loader."""
+
+        def find_spec(self, fullname: str, *arguments: Any) -> ModuleSpec | None:
+            if fullname != name:
+                return None
+            sys.meta_path.remove(self)
+            spec = find_spec(name)
+            if spec is not None and spec.loader is not None:
+                exec_module = spec.loader.exec_module
+
+                def exec_and_call(module: ModuleType) -> None:
+                    exec_module(module)
+                    on_import()
+
+                spec.loader.exec_module = exec_and_call  # type: ignore[method-assign]
+            return spec
+
+    finder = Finder()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # the module was imported
+            sys.meta_path.remove(finder)
 
 
 @contextmanager
@@ -174,11 +229,11 @@ def _replace_modules(modules: dict[str, ModuleType]) -> Iterator[None]:
 
 
 @contextmanager
-def _replace_ctypes(kind: type[ctypes.CDLL]) -> Iterator[None]:
-    """Replace `ctypes.CDLL` and the loader that uses it."""
-    originals = ctypes.CDLL, ctypes.cdll
-    ctypes.CDLL, ctypes.cdll = kind, ctypes.LibraryLoader(kind)  # type: ignore[misc]
+def _replace_attributes(module: ModuleType, **replacements: Any) -> Iterator[None]:
+    """Replace attributes of a module."""
+    originals = {name: vars(module)[name] for name in replacements}
+    vars(module).update(replacements)
     try:
         yield
     finally:
-        ctypes.CDLL, ctypes.cdll = originals  # type: ignore[misc]
+        vars(module).update(originals)

@@ -30,7 +30,7 @@ class CudaOnCpu(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run one function with its devices replaced by the CPU."""
-        if func is torch.Tensor.cuda:
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0].clone()
         cpu_args = [_on_cpu(value) for value in args]
         result = func(*cpu_args, **{k: _on_cpu(v) for k, v in (kwargs or {}).items()})
