@@ -35,14 +35,6 @@ class TensorSpec:
     first_axis: FirstAxis | None = field(default=None, compare=False)
 
 
-class HasOutputs(Protocol):
-    """Anything with specs of its outputs."""
-
-    @property
-    def outputs(self) -> Sequence[TensorSpec]:
-        """Specs of the outputs, in the model's order."""
-
-
 class Session(Protocol):
     """A loaded engine, ready to run."""
 

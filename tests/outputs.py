@@ -35,7 +35,7 @@ def figure(references, candidates, inputs=None, ends=None):
 
 def compare(reference, candidate, samples, *, labels=None, count=None):
     """Run both sessions on the same samples and compare every output."""
-    comparison = Comparison(reference, candidate, labels=labels)
+    comparison = Comparison(labels=labels)
     for feed in samples:
         comparison.add(feed, reference.run(feed), candidate.run(feed), count=count)
     return comparison.result()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto
 
 from deploy.errors import BackendError, ConfigError, FeedError
-from deploy.metrics.accuracy import Accuracy, Comparison, StoredOutputs, TensorComparison
+from deploy.metrics.accuracy import Accuracy, Comparison, TensorComparison
 from deploy.metrics.latency import SpeedUp
 from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
 from deploy.metrics.output_errors import RunningError, cosine, sqnr_db
@@ -118,9 +118,7 @@ def test_labels_of_an_unset_task_read_the_indices_of_topk():
     ]
     labels = [int(place[0, 0]) for place in places]
     metric = Metric(None, task="none")
-    comparison = Comparison(
-        StoredOutputs(samples[0]), StoredOutputs(samples[0]), labels=labels, metric=metric
-    )
+    comparison = Comparison(labels=labels, metric=metric)
     for sample in samples:
         comparison.add({"x": np.zeros((1, 2))}, sample, sample)
     assert comparison.result().top1_reference == comparison.result().top1_candidate == 1
@@ -477,7 +475,7 @@ def test_labels_shifted_by_one_are_named(shift, side):
     rows = [{"y": row} for row in scores]
     labels = (scores.argmax(axis=2).ravel() + shift) % 10
     labels[:8] = (labels[:8] + 3) % 10
-    figures = Comparison(StoredOutputs(rows[0]), StoredOutputs(rows[0]), labels=labels.tolist())
+    figures = Comparison(labels=labels.tolist())
     for row in rows:
         figures.add({"x": np.zeros((1, 3, 8, 8), np.float32)}, row, row)
     outcome = judge(figures.result())
@@ -610,18 +608,12 @@ def test_verdict_names_the_users_loss_limit(figures, percent):
     assert "limit" not in judge(figures).text
 
 
-class Given:
-    """A session in a name alone: what it says is told to the comparison."""
-
-    outputs = (TensorSpec("y", "float32", (1, 3, 16, 16)),)
-
-
 def compared(change, error, *, shape=(1, 3, 16, 16), cut=0):
     """The figures of an engine of a model that changes so much.
 
     It is off by so much; without an error it gives its input back.
     """
-    rng, comparison = np.random.default_rng(3), Comparison(Given(), Given())
+    rng, comparison = np.random.default_rng(3), Comparison()
     for _ in range(6):
         x = rng.normal(size=shape).astype(np.float32)
         output = x + change * rng.normal(size=shape).astype(np.float32)

@@ -1,7 +1,6 @@
 """The form of a model's outputs: parts, weighting by scores, centring, the task."""
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from deploy.metrics.output_form import derive_form
 from deploy.tasks import Metric
 from deploy.tasks.declarations import Declaration
 from deploy.tasks.slices import OutputSlice, split_output
-from deploy.tensors import TensorSpec
 from tests.models import as_float32
 
 
@@ -95,15 +93,8 @@ def test_every_float_output_is_a_part(rng):
     assert [part.label for part in derive_form([sample] * 4).parts] == ["a", "b"]
 
 
-class Net:
-    """Gives what it is told to; both outputs and inputs are named y and x."""
-
-    inputs = (TensorSpec("x", "float32", ("n", 4)),)
-    outputs = (TensorSpec("y", "float32", ("n", 22, 300)),)
-
-
 def compared(references, candidates, batch, form=None):
-    comparison = Comparison(Net(), Net(), form=form)
+    comparison = Comparison(form=form)
     for start in range(0, len(references), batch):
         reference = np.concatenate(references[start : start + batch])
         candidate = np.concatenate(candidates[start : start + batch])
@@ -144,9 +135,8 @@ def test_values_are_weighted_by_cell_scores(value, gate, cells, preprocess):
     form = derive_form(references, inputs=inputs, metric=ending(score="sigmoid"))
     assert [part.label for part in form.parts] == ["score", "pitch - its mean weighted by score"]
     first_sample = references[0]
-    message = form.prepare(first_sample, {}, first_sample)["pitch"] / (
-        first_sample["pitch"] - sum(form.means.values())
-    )
+    values = form.slice_values(form.parts[1], first_sample, {}, first_sample)
+    message = values / (first_sample["pitch"] - sum(form.means.values()))
     closed = np.broadcast_to(first_sample["score"].reshape(cells) < 0.5, message.shape)
     assert np.abs(message[closed]).max() < 0.01
     assert np.abs(message[~closed]).min() > 0.9
@@ -231,9 +221,7 @@ def test_numbers_of_two_units_are_parts():
 
 
 def compared_vectors(reference, candidate):
-    names = [TensorSpec("y", "float32", ("n", len(reference[0])))]
-    session = SimpleNamespace(inputs=(TensorSpec("x", "float32", ("n", 4)),), outputs=names)
-    comparison = Comparison(session, session)
+    comparison = Comparison()
     for pair in zip(reference, candidate, strict=True):
         comparison.add({"x": np.zeros((1, 4))}, *({"y": np.float32([vector])} for vector in pair))
     return comparison.result()
@@ -271,7 +259,7 @@ def test_pitch_is_weighted_and_centred():
     (part,) = form.means
     assert part.label == "y - its mean weighted by s"
     assert float(form.means[part][0]) == pytest.approx(200, abs=2)
-    message = form.prepare(outputs[0], {}, outputs[0])["y"]
+    message = form.slice_values(part, outputs[0], {}, outputs[0])
     assert np.allclose(message, sure[0] * (pitch[0] - form.means[part][0]), atol=1e-3)
 
 

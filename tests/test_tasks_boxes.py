@@ -1,17 +1,14 @@
 """Boxes among a model's outputs: how they are recognised, and how many a candidate keeps."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
-from deploy.metrics.accuracy import Comparison, StoredOutputs
+from deploy.metrics.accuracy import Comparison
 from deploy.metrics.output_form import derive_form
 from deploy.tasks import Metric, detections
 from deploy.tasks.declarations import Declaration
 from deploy.tasks.detections import Detections, match_detections, suppress_overlaps
 from deploy.tasks.detector import CODINGS, BoxCoding
-from deploy.tensors import TensorSpec
 from tests import outputs as forms
 from tests.outputs import GRID, SIZE, change_all, fed, figure, rng, same_task, scene, v8, yolo
 
@@ -341,7 +338,7 @@ def test_list_of_a_batch_is_split_by_its_image_numbers():
         selected = np.concatenate(pair)[:, [0, 6, 1]].astype(np.int64)
         batches.append({"output": np.concatenate(pair), "selected": selected})
     pictures = {"images": np.zeros((2, 3, *SIZE), np.float32)}
-    comparison = Comparison(StoredOutputs(batches[0]), StoredOutputs(batches[0]))
+    comparison = Comparison()
     for outputs in batches:
         comparison.add(pictures, outputs, outputs)
     found = comparison.result()
@@ -757,8 +754,7 @@ def test_lists_of_varying_length_are_judged_by_their_boxes():
     """The first samples have as many boxes as each other; int8 finds one less in one of them."""
     references = [{"out": ended(n, pad=0)[None]} for n in range(6)]
     candidates = [*references[:5], {"out": references[5]["out"][:, :-1]}]
-    session = SimpleNamespace(outputs=[TensorSpec("out", "float32", ("n", "k", 6))])
-    comparison = Comparison(session, session)
+    comparison = Comparison()
     for reference, candidate in zip(references, candidates, strict=True):
         comparison.add(fed(), reference, candidate)
     accuracy = comparison.result()
@@ -802,7 +798,7 @@ def test_selected_indices_may_change_in_number():
         selected = np.random.default_rng(number).integers(0, 9, (5 + number, 3))
         outputs.append(v8(number) | {"selected": selected})
     candidates = [*outputs[:5], outputs[5] | {"selected": outputs[5]["selected"][1:]}]
-    comparison = Comparison(StoredOutputs(outputs[0]), StoredOutputs(outputs[0]))
+    comparison = Comparison()
     for reference, candidate in zip(outputs, candidates, strict=True):
         comparison.add(fed(), reference, candidate)
     accuracy = comparison.result()
@@ -820,7 +816,7 @@ def test_masks_of_a_list_may_change_in_number(counts):
 
     references = [outputs(n, count) for n, count in enumerate(counts)]
     candidates = [*references[:3], outputs(3, counts[3] - 1)]
-    comparison = Comparison(StoredOutputs(references[0]), StoredOutputs(references[0]))
+    comparison = Comparison()
     for reference, candidate in zip(references, candidates, strict=True):
         comparison.add(fed(), reference, candidate)
     accuracy = comparison.result()

@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, numpy_helper
 
 from deploy.errors import FeedError
-from deploy.metrics.accuracy import Accuracy, Comparison, StoredOutputs
+from deploy.metrics.accuracy import Accuracy, Comparison
 from deploy.metrics.levels import DOUBTFUL, GOOD, UNUSABLE, judge_accuracy
 from deploy.metrics.output_errors import SAMPLE_MEAN, OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy, derive_form
@@ -122,7 +122,7 @@ def test_few_raw_scores_in_several_outputs_are_classes_where_all_are_sure():
     assert form.task.name == "classes" and same.value == 1 and same.count == "40 of 40"
     other = {**references[0], "c3": np.roll(references[0]["c3"], 1)}
     assert figure(references, [other, *references[1:]])[1].count == "39 of 40"
-    figures = Comparison(StoredOutputs(other), StoredOutputs(other))
+    figures = Comparison()
     for row, changed in zip(references, [other, *references[1:]], strict=True):
         figures.add(fed(), row, changed)
     assert figures.result().top1_agreement is None  # of the first output alone it would be 1
@@ -461,7 +461,7 @@ def test_samples_of_other_places_are_not_alike_though_all_values_are_sure(names,
     for n in range(8):
         row = {"v": np.float32([[1, 0]]), "i": np.array([[9, n * by]])}
         rows.append({name: row[name] for name in names})
-    figures = Comparison(StoredOutputs(rows[0]), StoredOutputs(rows[0]))
+    figures = Comparison()
     for row in rows:
         figures.add(fed(), row, row)
     assert figures.result().alike == alike

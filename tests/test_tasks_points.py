@@ -186,8 +186,8 @@ def test_points_that_fp32_is_not_sure_of_do_not_count(more, own):
     batch = {}
     for name in references[0]:
         batch[name] = np.concatenate([sample[name] for sample in references])
-    told, given = (form.parts[0].of(one["y"]) for one in (form.prepare(batch, {}, batch), batch))
-    weights = (told / given).reshape(4, MESH, -1)
+    told = form.slice_values(form.parts[0], batch, {}, batch)
+    weights = (told / form.parts[0].of(batch["y"])).reshape(4, MESH, -1)
     assert weights[:, :8].max() < 0.06 and weights[:, 8:].min() > 0.9
     halves = [{"y": np.float32(line(n))[None, ::2], "s": np.float32(sure)[None]} for n in range(4)]
     parts = derive_form(halves, inputs=[fed(PICTURE)] * 4).parts
@@ -245,7 +245,7 @@ def test_points_count_where_there_is_an_object(unit):
     form = derive_form(alone, inputs=[fed(PICTURE)] * 8)
     assert [part.label for part in form.parts] == ["y weighted by p0", "p0"]
     assert form.uncovered == ("p0",)  # how sure the model is counts by its value
-    told = form.prepare(alone[1], {}, alone[1])["y"]
+    told = form.slice_values(form.parts[0], alone[1], {}, alone[1])
     assert np.allclose(told, 0.1 * alone[1]["y"], atol=1e-6 * unit)
 
 

@@ -258,11 +258,18 @@ def test_form_samples_follow_size_and_memory(side, numbers, count):
     assert with_flag == max(count, 32 if side == 8 else count)  # one value beside many
 
 
+def strongest_samples(form, outputs, count):
+    samples = []
+    for arrays in outputs:
+        samples.append([part.of(arrays[part.output]) for part in form.parts])
+    return slice_signals.strongest_samples(form, samples, count)
+
+
 def test_strongest_samples_consider_all_parts():
     outputs = [{"y": np.full((1, 4), size, np.float32)} for size in (1, 5, np.inf, 2, 4)]
     form = derive_form([outputs[0]], inputs=[{"x": np.ones((1, 4), np.float32)}])
-    assert slice_signals.strongest_samples(form, outputs, 2) == [1, 4]
-    assert slice_signals.strongest_samples(form, outputs, 9) == [0, 1, 2, 3, 4]
+    assert strongest_samples(form, outputs, 2) == [1, 4]
+    assert strongest_samples(form, outputs, 9) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (1, 4, 1, 1)])
@@ -271,13 +278,13 @@ def test_uncertain_shares_are_the_strongest_samples(shape):
     shares = [(1 - k) * sure + k / 4 for k in (0.0, 0.9, 0.3, 0.01, 0.6)]
     outputs = [{"y": values.reshape(shape).astype(np.float32)} for values in shares]
     form = derive_form(outputs, inputs=[{"x": np.ones((1, 4), np.float32)}] * 5)
-    assert slice_signals.strongest_samples(form, outputs, 2) == [1, 4]
+    assert strongest_samples(form, outputs, 2) == [1, 4]
     no_shares = [{"y": 3 * values["y"]} for values in outputs]
-    assert slice_signals.strongest_samples(form, no_shares, 2) == [0, 3]
+    assert strongest_samples(form, no_shares, 2) == [0, 3]
     outputs[4]["y"] = outputs[4]["y"] * np.nan
-    assert 4 not in slice_signals.strongest_samples(form, outputs, 2)
+    assert 4 not in strongest_samples(form, outputs, 2)
     steps = [{"y": np.stack([values, sure])[None].astype(np.float32)} for values in shares]
-    assert slice_signals.strongest_samples(derive_form(steps), steps, 2) == [
+    assert strongest_samples(derive_form(steps), steps, 2) == [
         0,
         3,
     ]  # several steps a sample
@@ -287,13 +294,13 @@ def test_uncertain_shares_are_the_strongest_samples(shape):
 def test_uncertain_probabilities_are_the_strongest_samples(shape):
     outputs = [{"y": np.full(shape, p, np.float32)} for p in (1.0, 0.55, 0.0, 0.99, 0.3)]
     form = derive_form(outputs, inputs=[{"x": np.ones((1, 4), np.float32)}] * 5)
-    assert slice_signals.strongest_samples(form, outputs, 2) == [1, 4]
+    assert strongest_samples(form, outputs, 2) == [1, 4]
     ages = [{"y": 3 * output["y"]} for output in outputs]
-    assert slice_signals.strongest_samples(form, ages, 2) == [0, 3]
+    assert strongest_samples(form, ages, 2) == [0, 3]
     with_box = [
         {**output, "z": np.float32([[2, -3, 1]])} for output in outputs
     ]  # of a face that is there
-    assert slice_signals.strongest_samples(derive_form(with_box), with_box, 2) == [0, 3]
+    assert strongest_samples(derive_form(with_box), with_box, 2) == [0, 3]
 
 
 @pytest.mark.slow
@@ -345,35 +352,33 @@ def test_noise_is_relative_to_signal_shares():
 
 
 def constant_outputs(*values):
-    return [{"y": np.full((1, 4), value, np.float32)} for value in values]
+    return [[np.full((1, 4), value, np.float32)] for value in values]
 
 
 def test_half_loud_sample_counts_fully():
     outputs = constant_outputs(9.0, 9.0, 0.0, 0.0)
-    form = derive_form(outputs)
-    powers = slice_signals.slice_powers(form, outputs)
+    powers = slice_signals.slice_powers(outputs)
     mean_power = slice_signals.mean_powers(powers)  # that of 4.5
     assert slice_signals.signal_shares(powers, mean_power) == pytest.approx([0.5])
     assert slice_signals.signal_shares(powers[:2], mean_power) == pytest.approx([1.0])
     assert slice_signals.signal_shares(powers[2:], mean_power) == [1.0]
     assert slice_signals.signal_shares(powers[:1], np.zeros(1)) == [1.0]
     for level, share in ((2.3, 1.0), (2.25 / 2, 0.25), (2.25 / 10, 0.01)):
-        quiet_powers = slice_signals.slice_powers(form, constant_outputs(level))
+        quiet_powers = slice_signals.slice_powers(constant_outputs(level))
         assert slice_signals.signal_shares(quiet_powers, mean_power) == pytest.approx([share])
 
 
 def test_quiet_sample_is_measured_against_mean():
     loud, silent = outputs = constant_outputs(8.0, 0.02)
-    form = derive_form(outputs)
-    powers = slice_signals.slice_powers(form, outputs)
+    powers = slice_signals.slice_powers(outputs)
     mean_power = slice_signals.mean_powers(powers)
     assert mean_power == pytest.approx(4 * 4.01**2)  # of the mean amplitude
     loud_power, silent_power = np.maximum(powers, mean_power)
-    (quiet,) = slice_signals.noise_powers(form, silent, {"y": 2 * silent["y"]}, silent_power)
+    (quiet,) = slice_signals.noise_powers(silent, [2 * silent[0]], silent_power)
     assert quiet < 1e-4  # 0.04 for 0.02 is nothing where 8 is said elsewhere
-    (loud_noise,) = slice_signals.noise_powers(form, loud, {"y": 1.5 * loud["y"]}, loud_power)
+    (loud_noise,) = slice_signals.noise_powers(loud, [1.5 * loud[0]], loud_power)
     assert loud_noise == pytest.approx(0.25)
-    (noise_alone,) = slice_signals.noise_powers(form, silent, {"y": 2 * silent["y"]}, powers[1])
+    (noise_alone,) = slice_signals.noise_powers(silent, [2 * silent[0]], powers[1])
     assert noise_alone == pytest.approx(1.0)
 
 
@@ -465,7 +470,8 @@ def test_certain_softmax_shows_logit_noise(factor, temperatures):
     prober = probe.Prober(lambda _: halved_model, request, samples, runs_here=True, threads=1)
     (noise,) = prober.noises([NO_CHOICES])
     assert 0.1 < noise.worst < 0.3
-    assert slice_signals.find_temperatures(derive_form([outputs]), [outputs]) == temperatures
+    by_slice = slice_signals.find_temperatures(derive_form([outputs]), [outputs])
+    assert {part.output: found for part, found in by_slice.items()} == temperatures
     restored = slice_signals.apply_temperature(
         slice_signals.apply_temperature(outputs["y"], 4, 2), 0.25, 2
     )

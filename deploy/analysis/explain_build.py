@@ -250,17 +250,14 @@ class _WorstImages:
         """Return (label, SQNR) of the output slice of lowest SQNR; ("", NaN) without slices."""
         worst_label = ""
         worst_db = math.nan
-        # the float model's scores weight the values of both models, hence `reference` in both calls
-        reference_values = self.form.prepare(reference, inputs, reference)
-        candidate_values = self.form.prepare(candidate, inputs, reference)
         for output_slice in self.form.parts:
-            name = output_slice.output
             label = output_slice.label
-            if name not in reference or name not in candidate:
-                continue
             error = RunningError(label)
-            expected = output_slice.of(reference_values[name])
-            error.add(expected, output_slice.of(candidate_values[name]))
+            # the float model's scores weight the values of both models
+            error.add(
+                self.form.slice_values(output_slice, reference, inputs, reference),
+                self.form.slice_values(output_slice, candidate, inputs, reference),
+            )
             db = error.result().sqnr_db
             if not worst_label or sqnr_sort_key(db) < sqnr_sort_key(worst_db):
                 worst_label = label

@@ -25,7 +25,7 @@ from deploy.frontends.onnx_reader import model_bytes, parse_model, read_model
 from deploy.graph.edit import copy_message, make_node, replace_nodes
 from deploy.graph.index import ONNX_DOMAINS, PROTOBUF, RANDOM, all_nodes
 from deploy.runtimes.ort import OrtSession
-from deploy.tensors import Array, Session, TensorSpec
+from deploy.tensors import Array, Session
 
 MOST_BYTES = 1 << 30  # on disk; outputs beyond this are computed again
 _MAX_NOISE_SHARE = 1e-6  # noise / signal, 60 dB: largest difference after a repair of a float model
@@ -64,15 +64,7 @@ class ReferenceOutputs:
         self._stored_keys = frozenset(keys)
         self._cache = SampleCache(self._stored_keys, max_bytes=MOST_BYTES)
         self._session = session
-        self._specs: Sequence[TensorSpec] | None = None
         self._lock = threading.Lock()
-
-    @property
-    def outputs(self) -> Sequence[TensorSpec]:
-        """Specs of the outputs; those of a stored sample, if there is one."""
-        if self._specs is None:
-            return self._open_session().outputs
-        return self._specs
 
     def add(self, key: int, values: Mapping[str, Array]) -> None:
         """Store a sample's outputs, unless its key is none of those to be stored.
@@ -86,14 +78,11 @@ class ReferenceOutputs:
         if key not in self._stored_keys:
             return
         outputs: dict[str, Array] = {}
-        specs = []
         for name in self._names:
             value = values.get(name)
             if value is None or value.dtype.kind not in _NUMERIC_KINDS:
                 return
             outputs[name] = value
-            specs.append(TensorSpec(name, str(value.dtype), value.shape))
-        self._specs = specs
         self._cache.add(key, outputs)
 
     def __contains__(self, key: object) -> bool:

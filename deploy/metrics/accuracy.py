@@ -14,7 +14,7 @@ import numpy as np
 from deploy.errors import ConfigError, FeedError
 from deploy.graph.index import strip_padded_channels
 from deploy.metrics.output_errors import OutputAccuracy, RunningError, plain_json, sqnr_sort_key
-from deploy.metrics.output_form import OutputForm, SliceAccuracy, derive_form
+from deploy.metrics.output_form import OutputForm, SliceAccuracy, derive_form, drop_text
 from deploy.metrics.precision import GroundTruth, MeanPrecision, PrecisionTally
 from deploy.tasks import EvaluationTask, Metric, TaskFigure
 from deploy.tasks.boxes import BoxDetection
@@ -23,7 +23,6 @@ from deploy.tasks.rows import AlikeOutputs, Outputs, batch_length, split_batches
 from deploy.tasks.slices import OutputSlice, form_samples
 from deploy.tasks.top1 import Top1
 from deploy.tasks.vectors import Classes
-from deploy.tensors import HasOutputs, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +96,6 @@ class Comparison:
 
     def __init__(
         self,
-        reference: HasOutputs,
-        candidate: HasOutputs,
         *,
         labels: Sequence[int] | GroundTruth | None = None,
         form: OutputForm | None = None,
@@ -107,23 +104,10 @@ class Comparison:
         """Start with no samples.
 
         Args:
-            reference: session of the float model, or its stored outputs; only the names and types
-                of its outputs are read here. Outputs of text are not compared.
-            candidate: the same of the engine.
             labels: classes of the samples, or annotated objects for a detector.
             form: slices and task of the outputs; None derives them from the first samples.
             metric: what the user set in place of the recognised task or its figure.
-
-        Raises:
-            ConfigError: outputs whose names differ.
         """
-        names = [spec.name for spec in reference.outputs if spec.dtype != "str"]
-        candidate_names = {spec.name for spec in candidate.outputs}
-        if not names or not candidate_names.issuperset(names):
-            raise ConfigError(
-                f"both models must have the same outputs, got {names} and"
-                f" {sorted(candidate_names)}; compare an engine with the model it was built from"
-            )
         self._objects: GroundTruth | None = None
         self._labels: Sequence[int] | None = None
         if isinstance(labels, GroundTruth):
@@ -134,20 +118,17 @@ class Comparison:
         self._metric_tally = self._metric.tally(self._labels)
         if self._metric_tally is not None:
             self._labels = None  # only the user's function uses them
-        self._batch_inputs = (form or self._metric.declared).batch_inputs
         self._alike = AlikeOutputs()
         self._samples = 0
-        self._errors = {name: RunningError(name) for name in names}
-
-        # what `_use_form` sets once the form is known
+        self._names: Sequence[str] = ()  # of the outputs; the first sample shows them
         self._buffered_samples: list[tuple[Outputs, ...]] = []  # inputs and outputs of both models
-        self._form: OutputForm | None = None
-        self._slice_errors: dict[OutputSlice, RunningError] = {}
+
+        # what `_use_form` sets before the first sample is counted
+        self._form = form
+        self._errors: dict[OutputSlice, RunningError] = {}  # of complete outputs and of slices
         self._task_tally: TaskTally[Any] | None = None
         self._precision: PrecisionTally | None = None
         self._top1 = Top1(self._labels)
-        if form is not None:
-            self._use_form(form)
 
     def add(
         self,
@@ -157,7 +138,7 @@ class Comparison:
         *,
         count: int | None = None,
     ) -> None:
-        """Add one batch's outputs.
+        """Add one batch's outputs, without those of text.
 
         Args:
             feed: the inputs.
@@ -167,11 +148,16 @@ class Comparison:
                 last batch and are not compared. None compares every row.
 
         Raises:
-            FeedError: labels that do not fit the samples or the classes.
+            ConfigError: the engine lacks an output.
+            FeedError: labels that do not fit the samples or the classes, or annotated boxes for a
+                model whose boxes cannot be read.
         """
-        batch = batch_length(feed, self._batch_inputs)
-        reference = {name: reference[name] for name in self._errors}
-        candidate = {name: candidate[name] for name in self._errors}
+        batch = batch_length(feed, self._metric.declared.batch_inputs)
+        reference = drop_text(reference)
+        if not self._names:
+            self._names = tuple(reference)
+            _check_outputs(self._names, candidate)
+        candidate = {name: candidate[name] for name in self._names}
         samples = split_batches(batch, feed, reference, candidate)
         remaining_count = batch if count is None else min(batch, count - self._samples)
         self._buffered_samples += islice(samples, remaining_count)
@@ -191,25 +177,24 @@ class Comparison:
         self._buffered_samples = []
         if self._form is None:
             inputs, reference_outputs, _ = zip(*samples, strict=True)
-            self._use_form(derive_form(reference_outputs, inputs=inputs, metric=self._metric))
-        assert self._form is not None
+            self._form = derive_form(reference_outputs, inputs=inputs, metric=self._metric)
+        if not self._errors:
+            self._use_form(self._form)
         for sample in samples:
             self._count(self._form, *sample)
         return self._form
 
     def _use_form(self, form: OutputForm) -> None:
-        """Prepare the running errors of the form's slices, and the tally of its task.
+        """Prepare the running errors of the outputs and of their slices, and the task's tally.
 
         A tally counts what a task compares, such as boxes that both models have.
 
         Raises:
             FeedError: annotated boxes for a model whose boxes cannot be read.
         """
-        self._form = form
-        for part in form.parts:
-            if part == OutputSlice(output=part.output):
-                continue  # complete outputs are measured already
-            error = self._slice_errors[part] = RunningError(part.label)
+        complete_outputs = [OutputSlice(output=name) for name in self._names]
+        for part in (*complete_outputs, *form.parts):
+            error = self._errors[part] = RunningError(part.label)
             if part in form.means and part.cell_scores is None:
                 error.reference_sum = np.zeros(1)  # only what varies about the mean is signal
 
@@ -232,14 +217,10 @@ class Comparison:
         self, form: OutputForm, inputs: Outputs, reference: Outputs, candidate: Outputs
     ) -> None:
         """Add a sample to the errors of outputs and slices, and to every tally."""
-        for name, error in self._errors.items():
-            error.add(reference[name], candidate[name])
-        reference_values = form.prepare(reference, inputs, reference)
-        candidate_values = form.prepare(candidate, inputs, reference)
-        for part, error in self._slice_errors.items():
-            expected = reference_values[part.output]
-            actual = candidate_values[part.output]
-            error.add(part.of(expected), part.of(actual))
+        for part, error in self._errors.items():
+            expected = form.slice_values(part, reference, inputs, reference)
+            actual = form.slice_values(part, candidate, inputs, reference)
+            error.add(expected, actual)
         for tally in (
             self._alike,
             self._top1,
@@ -275,7 +256,7 @@ class Comparison:
         if self._samples == 0:
             raise FeedError("a comparison needs at least one sample, got none")
         form = self._count_buffered()
-        outputs = tuple(error.result() for error in self._errors.values())
+        outputs = tuple(self._errors[OutputSlice(output=name)].result() for name in self._names)
         figure = self._task_figure(form)
         precision = None
         if self._precision is not None:
@@ -293,12 +274,12 @@ class Comparison:
             samples=self._samples,
             outputs=outputs,
             **top1_figures,
-            parts=self._slice_figures(form, outputs),
+            parts=self._slice_figures(form),
             task=figure,
             precision=precision,
             reading=_describe_form(form.task, is_silent=is_silent),
             why=form.reason,
-            set_task=form.set_task,
+            set_task=self._metric.task,
             silent=is_silent,
             alike=self._alike.alike and self._alike.has_floats,
             carried=form.states,
@@ -317,18 +298,11 @@ class Comparison:
         figure = self._task_tally.result()
         return figure and replace(figure, beside=form.uncovered)
 
-    def _slice_figures(
-        self, form: OutputForm, outputs: Sequence[OutputAccuracy]
-    ) -> tuple[SliceAccuracy, ...]:
-        """Return the slices' figures, the lowest SQNR first; NaN is lower than any number.
-
-        `outputs`: figures of the complete outputs, which are not computed twice.
-        """
-        output_figures = {output.name: output for output in outputs}
+    def _slice_figures(self, form: OutputForm) -> tuple[SliceAccuracy, ...]:
+        """Return the slices' figures, the lowest SQNR first; NaN is lower than any number."""
         slice_figures = []
         for part in form.parts:
-            error = self._slice_errors.get(part)  # None for a complete output
-            figures = output_figures[part.output] if error is None else error.result()
+            figures = self._errors[part].result()
             if part.output in form.lists and figures.other_shape:
                 continue  # rows of lists of different lengths are not the same boxes
             slice_figures.append(
@@ -345,6 +319,19 @@ class Comparison:
             )
         slice_figures.sort(key=lambda figures: sqnr_sort_key(figures.sqnr_db))
         return tuple(slice_figures)
+
+
+def _check_outputs(names: Sequence[str], candidate: Outputs) -> None:
+    """Refuse an engine that lacks some of the float model's outputs.
+
+    Raises:
+        ConfigError: it lacks one, or the float model has none.
+    """
+    if not names or not candidate.keys() >= {*names}:
+        raise ConfigError(
+            f"both models must have the same outputs, got {[*names]} and {sorted(candidate)};"
+            " compare an engine with the model it was built from"
+        )
 
 
 def _describe_form(task: EvaluationTask | None, *, is_silent: bool) -> str:
@@ -396,26 +383,6 @@ def find_threshold(samples: SamplePairs, metric: Metric) -> float | None:
             # the threshold depends on the float model alone, which stands for the engine too
             tally.add(sample_inputs, sample_outputs, sample_outputs)
     return tally.threshold
-
-
-@dataclass(frozen=True, slots=True)
-class StoredOutputs:
-    """Stored outputs in place of the session that computed them.
-
-    Attributes:
-        values: output -> array.
-    """
-
-    values: Outputs
-
-    @property
-    def outputs(self) -> Sequence[TensorSpec]:
-        """Specs derived from the values; text has the dtype "str"."""
-        specs = []
-        for name, value in self.values.items():
-            is_text = value.dtype.kind in "OSU"
-            specs.append(TensorSpec(name, "str" if is_text else value.dtype.name, value.shape))
-        return specs
 
 
 class TensorComparison:

@@ -394,10 +394,11 @@ def find_large_mean(values: Array, weights: Array) -> Array | None:
     return np.asarray(mean, np.float32)
 
 
-def subtract_mean(value: Array, mean: Array) -> None:
-    """Subtract the mean from an output in place, unless its shape differs from the mean's.
+def subtract_mean(value: Array, mean: Array) -> Array:
+    """Return values minus the mean, or unchanged if their shape differs from the mean's.
 
     `mean`: [1, ...] as of one sample, or a single number.
     """
-    if value.shape[1:] == mean.shape[1:] or mean.size == 1:
-        np.subtract(value, mean, out=value, casting="unsafe")
+    if value.shape[1:] != mean.shape[1:] and mean.size > 1:
+        return value
+    return np.subtract(value, mean).astype(value.dtype)

@@ -57,8 +57,6 @@ class OutputForm:
         uncovered: outputs that the task does not cover.
         lists: outputs whose length, or the order of whose rows, may differ between two models.
         reason: the task, and what shows it.
-        set_task: name of the task that the user set.
-        batch_inputs: inputs each of whose rows is one sample; None for the first input.
     """
 
     parts: tuple[OutputSlice, ...] = ()
@@ -68,33 +66,25 @@ class OutputForm:
     uncovered: tuple[str, ...] = ()
     lists: frozenset[str] = frozenset()
     reason: str = ""
-    set_task: str = ""
-    batch_inputs: Collection[str] | None = None
 
-    def prepare(self, outputs: Outputs, inputs: Outputs, reference: Outputs) -> Outputs:
-        """Return outputs ready to be sliced: minus an input or mean, and weighted by scores.
+    def slice_values(
+        self, part: OutputSlice, outputs: Outputs, inputs: Outputs, reference: Outputs
+    ) -> Array:
+        """Return a slice's values to compare: minus an input or mean, and weighted by scores.
 
         Args:
-            outputs: the outputs of either model; they stay unchanged.
+            part: the slice.
+            outputs: the outputs of either model.
             inputs: its inputs.
             reference: the float model's outputs. Its scores weight the values of both models, so
                 that both are measured in the same cells.
         """
-        prepared = {**outputs}
-        for part in self.parts:
-            name = part.output
-            is_input_subtracted = bool(part.subtracted) and part not in self.means
-            if is_input_subtracted:  # from the complete output, which no scores weight
-                prepared[name] = subtract_input(outputs[name], inputs[part.subtracted], part.resize)
-                continue
-            # slices are changed in place below, so their output is copied first
-            if (part.cell_scores or part in self.means) and prepared[name] is outputs[name]:
-                prepared[name] = np.array(outputs[name])
-            if part in self.means:
-                subtract_mean(part.of(prepared[name]), self.means[part])
-            if part.cell_scores:
-                part.weight(prepared[name], reference)
-        return prepared
+        values = part.of(outputs[part.output])
+        if part in self.means:
+            values = subtract_mean(values, self.means[part])
+        elif part.subtracted:
+            values = subtract_input(values, inputs[part.subtracted], part.resize)
+        return part.weigh(values, reference)
 
 
 def derive_form(
@@ -118,7 +108,7 @@ def derive_form(
         ConfigError: the outputs do not fit the user's task.
     """
     metric = metric or Metric(None)
-    reference_outputs = [_drop_text(outputs) for outputs in reference_outputs]
+    reference_outputs = [drop_text(outputs) for outputs in reference_outputs]
     samples = _split_samples(reference_outputs, inputs, metric.declared)
     # a fixed number of samples shows the task and the slices; means are those of all samples
     sample_count = form_samples(samples.inputs[0], samples.outputs[0])
@@ -141,8 +131,6 @@ def derive_form(
         uncovered=uncovered,
         lists=frozenset() if task is None else _find_lists(task, first),
         reason=_describe_task(task, declared_by),
-        set_task=metric.task,
-        batch_inputs=metric.declared.batch_inputs,
     )
 
 
@@ -228,7 +216,7 @@ def _find_mean(part: OutputSlice, samples: FirstSamples) -> Array | None:
     return find_usual_values(values)
 
 
-def _drop_text(outputs: Outputs) -> Outputs:
+def drop_text(outputs: Outputs) -> Outputs:
     """Return the outputs that hold numbers: not the names of classes, for example."""
     return {name: value for name, value in outputs.items() if value.dtype.kind not in "OSU"}
 

@@ -26,7 +26,7 @@ from deploy.files.guard import guard_inputs
 from deploy.files.staging import Stage, stage_files
 from deploy.graph.index import as_names
 from deploy.method import Method
-from deploy.metrics.accuracy import Comparison, StoredOutputs
+from deploy.metrics.accuracy import Comparison
 from deploy.pipeline.build_options import (
     BuildOptions,
     CalibrationOptions,
@@ -369,8 +369,7 @@ def _refuse_broken_metric(build: PreparedBuild, calibration: CalibrationResult) 
     labels = None if build.evaluation is None else build.evaluation.labels
     if labels is not None:  # any label will do, as many as the batch has rows
         labels = labels[:1] * batch_length(sample, build.metric.declared.batch_inputs)
-    float_outputs = StoredOutputs(outputs)
-    comparison = Comparison(float_outputs, float_outputs, metric=build.metric, labels=labels)
+    comparison = Comparison(metric=build.metric, labels=labels)
     comparison.add(sample, outputs, outputs)
     comparison.result()
 

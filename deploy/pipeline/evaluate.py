@@ -212,7 +212,7 @@ def compare_sessions(
     reference: Session, candidate: Session, feed: Feed, metric: Metric | None = None
 ) -> Accuracy:
     """Run two sessions over all samples, one after the other; return the candidate's accuracy."""
-    comparison = Comparison(reference, candidate, metric=metric)
+    comparison = Comparison(metric=metric)
     with phase("accuracy", len(feed), "samples") as step, feed.samples() as samples:
         for sample in samples:
             reference_outputs = reference.run(sample)
@@ -377,10 +377,7 @@ class _EvaluationPass:
         labels = evaluation.labels
         metric = evaluation.metric
         self._images = CandidateImages(evaluation.feed, metric.declared.batch_inputs)
-        self._comparisons = {
-            name: Comparison(reference, session, labels=labels, metric=metric)
-            for name, session in candidates.items()
-        }
+        self._comparisons = {name: Comparison(labels=labels, metric=metric) for name in candidates}
 
     def run(self, _worker: int, number: int, sample: Sample) -> _SampleOutputs:
         """Run the float model, and the candidates in ONNX Runtime, on one sample.

@@ -110,21 +110,20 @@ class OutputSlice:
 
     def weights(self, outputs: Outputs) -> Array:
         """Return the score of each value of the slice."""
-        ones = np.ones_like(outputs[self.output])
-        self.weight(ones, outputs)
-        return self.of(ones)
+        return self.weigh(np.ones_like(self.of(outputs[self.output])), outputs)
 
-    def weight(self, value: Array, reference: Outputs) -> None:
-        """Multiply the slice of an array of the output by the float model's scores, in place.
+    def weigh(self, values: Array, reference: Outputs) -> Array:
+        """Return values of the slice times the float model's scores of their cells.
 
-        The slice stays unchanged if the scores are not of its cells; see `_broadcast_shape`.
+        They are unchanged without scores, or if these are not of its cells; see `_broadcast_shape`.
         """
-        assert self.cell_scores is not None
-        rows = self.of(value)
+        if self.cell_scores is None:
+            return values
         scores = self.cell_scores.best_scores(reference)
-        score_shape = _broadcast_shape(scores.shape, rows.shape)
-        if score_shape is not None:
-            np.multiply(rows, scores.reshape(score_shape), out=rows, casting="unsafe")
+        score_shape = _broadcast_shape(scores.shape, values.shape)
+        if score_shape is None:
+            return values
+        return np.multiply(values, scores.reshape(score_shape)).astype(values.dtype)
 
 
 SlicesByOutput = dict[str, tuple[OutputSlice, ...]]

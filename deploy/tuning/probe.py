@@ -38,7 +38,7 @@ from deploy.errors import BackendError, Calib8Error, ConfigError
 from deploy.graph.edit import copy_with_outputs
 from deploy.graph.index import PROTOBUF
 from deploy.method import Choices
-from deploy.metrics.accuracy import Accuracy, Comparison, StoredOutputs
+from deploy.metrics.accuracy import Accuracy, Comparison
 from deploy.metrics.output_form import OutputForm, derive_form
 from deploy.runtimes.ort import OrtSession, holds_fp8
 from deploy.targets.base import BuildRequest
@@ -46,6 +46,7 @@ from deploy.tasks import Metric
 from deploy.tasks.rows import Floats, Outputs
 from deploy.tuning.float_activations import FloatActivations
 from deploy.tuning.slice_signals import (
+    SliceValues,
     apply_temperature,
     find_temperatures,
     mean_powers,
@@ -149,14 +150,14 @@ class _TrialSamples:
 
     Attributes:
         samples: inputs, with stored inner tensors if there are any, and float outputs.
-        prepared_outputs: the float outputs in the form in which slices are measured.
+        float_slices: values of the float model's slices in every sample.
         powers: power of every slice in every sample, [samples, slices].
         activations: of the float model, from which isolated trials start; None for other trials,
             an error if the float model could not be run.
     """
 
     samples: Sequence[ReferenceSample]
-    prepared_outputs: Sequence[Outputs]
+    float_slices: Sequence[SliceValues]
     powers: Floats
     activations: FloatActivations | Calib8Error | None = None
 
@@ -221,10 +222,10 @@ class Prober:
         # a list of detections has no slices: its noise is the loss of the task alone
         self._is_detection_list = not self._form.parts and self._form.task is not None
         self._temperatures = find_temperatures(self._form, float_outputs)
-        prepared = [self._prepare_outputs(outputs, inputs, outputs) for inputs, outputs in samples]
-        powers = slice_powers(self._form, prepared)
+        float_slices = [self._slice_values(outputs, inputs, outputs) for inputs, outputs in samples]
+        powers = slice_powers(float_slices)
         self._mean_powers = mean_powers(powers)
-        self._samples = _TrialSamples(samples, prepared, powers)
+        self._samples = _TrialSamples(samples, float_slices, powers)
 
         self.trial_count = 0
         self.errors: list[Calib8Error] = []
@@ -258,17 +259,17 @@ class Prober:
         self._count_samples(self._isolated_sample_count)
         indices = self._select_isolated_samples()
         samples = [self._samples.samples[index] for index in indices]
-        prepared_outputs = [self._samples.prepared_outputs[index] for index in indices]
+        float_slices = [self._samples.float_slices[index] for index in indices]
         powers = self._samples.powers[indices]
         try:
             inputs = [sample for sample, _ in samples]
             activations = FloatActivations(self._request.model, int8_nodes, inputs)
         except Calib8Error as error:
-            return _TrialSamples(samples, prepared_outputs, powers, error)
+            return _TrialSamples(samples, float_slices, powers, error)
         extended_samples = []
         for (sample, outputs), values in zip(samples, activations.values_by_sample, strict=True):
             extended_samples.append(({**sample, **values}, outputs))
-        return _TrialSamples(extended_samples, prepared_outputs, powers, activations)
+        return _TrialSamples(extended_samples, float_slices, powers, activations)
 
     def _select_isolated_samples(self) -> list[int]:
         """Return the indices of the samples that isolated trials run on, in order.
@@ -277,16 +278,16 @@ class Prober:
         the most noise in the first trial of all: it may be in samples of one class, or where the
         float model sees small objects.
         """
-        outputs = self._samples.prepared_outputs
+        float_slices = self._samples.float_slices
         count = self._isolated_sample_count
         measured_noises = (noise for noise in self._noise_by_key.values() if noise is not None)
         first_noise = next(measured_noises, Noise({}))
         noise_by_sample = first_noise.powers_by_slice.get(
             first_noise.worst_slice_label, np.zeros(0)
         )
-        if noise_by_sample.size != len(outputs):  # no trial ran, or its outputs have no slices
-            return strongest_samples(self._form, outputs, count)
-        strongest = strongest_samples(self._form, outputs, count // 2)
+        if noise_by_sample.size != len(float_slices):  # no trial ran, or there are no slices
+            return strongest_samples(self._form, float_slices, count)
+        strongest = strongest_samples(self._form, float_slices, count // 2)
         noisiest_first = map(int, np.argsort(-noise_by_sample, kind="stable"))
         noisiest = [index for index in noisiest_first if index not in strongest]
         return sorted([*strongest, *noisiest[: count - len(strongest)]])
@@ -356,7 +357,7 @@ class Prober:
         Raises:
             BackendError: ONNX Runtime refused a sample, or the search was interrupted.
         """
-        comparison = self._new_comparison(session, trial_samples)  # None if no accuracy is needed
+        comparison = self._new_comparison(trial_samples)  # None if no accuracy is needed
         input_names = [spec.name for spec in session.inputs]
         # in a sample with less signal than average, noise is relative to the average
         signal_powers = np.maximum(trial_samples.powers, self._mean_powers)
@@ -369,9 +370,8 @@ class Prober:
                 is_added = self._add_to_comparison(comparison, inputs, float_outputs, outputs)
                 if not is_added:  # the user's metric failed: there is no accuracy
                     comparison = None
-            prepared_float = trial_samples.prepared_outputs[index]
-            prepared = self._prepare_outputs(outputs, inputs, float_outputs)
-            powers = noise_powers(self._form, prepared_float, prepared, signal_powers[index])
+            slices = self._slice_values(outputs, inputs, float_outputs)
+            powers = noise_powers(trial_samples.float_slices[index], slices, signal_powers[index])
             powers_by_sample.append(powers)
 
         accuracy = None if comparison is None else comparison.result()
@@ -385,9 +385,7 @@ class Prober:
             accuracy=accuracy,
         )
 
-    def _new_comparison(
-        self, session: OrtSession, trial_samples: _TrialSamples
-    ) -> Comparison | None:
+    def _new_comparison(self, trial_samples: _TrialSamples) -> Comparison | None:
         """Return a comparison that measures the task of a trial; None if only its slices count.
 
         A limit of loss needs the task's figure, but the samples of isolated trials are too few for
@@ -396,19 +394,20 @@ class Prober:
         is_isolated = trial_samples.activations is not None
         if not self._is_detection_list and (is_isolated or not self._by_task):
             return None
-        reference = StoredOutputs(trial_samples.samples[0][1])
-        return Comparison(reference, session, form=self._form, metric=self._metric)
+        return Comparison(form=self._form, metric=self._metric)
 
-    def _prepare_outputs(self, outputs: Outputs, inputs: Outputs, reference: Outputs) -> Outputs:
-        """Return outputs in the form in which slices are measured.
+    def _slice_values(self, outputs: Outputs, inputs: Outputs, reference: Outputs) -> SliceValues:
+        """Return the values of every slice, as they are measured.
 
         `reference`: the float model's outputs on the same inputs.
         """
-        prepared = dict(self._form.prepare(outputs, inputs, reference))
-        for name, (temperature, axis) in self._temperatures.items():
-            if prepared[name].ndim > 1:
-                prepared[name] = apply_temperature(prepared[name], temperature, axis)
-        return prepared
+        slices = []
+        for part in self._form.parts:
+            values = self._form.slice_values(part, outputs, inputs, reference)
+            if part in self._temperatures and values.ndim > 1:
+                values = apply_temperature(values, *self._temperatures[part])
+            slices.append(values)
+        return slices
 
     def _add_to_comparison(
         self, comparison: Comparison, inputs: Outputs, reference: Outputs, outputs: Outputs

@@ -140,11 +140,11 @@ def _measure_candidates(
     inputs, reference_outputs = zip(*first_candidates, strict=True)
     form = derive_form(reference_outputs, inputs=inputs, metric=metric)
 
-    slices = (
-        form.prepare(outputs, sample, outputs)
-        for sample, outputs in chain(first_candidates, remaining)
-    )
-    return slice_signals(form, slices), form
+    def slice_values() -> Iterator[list[Array]]:
+        for sample, outputs in chain(first_candidates, remaining):
+            yield [form.slice_values(part, outputs, sample, outputs) for part in form.parts]
+
+    return slice_signals(form, slice_values()), form
 
 
 def _select_indices(signals: Floats, max_count: int) -> frozenset[int]:
@@ -195,9 +195,7 @@ class GrowingComparison:
         if len(models) > 1:
             self._second_keys = second_half(evaluation_set.subset)
         self._evaluation_set = evaluation_set
-        self._comparison = Comparison(
-            evaluation_set.outputs, self._sessions[0], labels=labels, form=form, metric=metric
-        )
+        self._comparison = Comparison(labels=labels, form=form, metric=metric)
         states = evaluation_set.subset.states
         # a model with states gets those of its own last step, not of the float model's
         self._own_states = OwnStates(states)

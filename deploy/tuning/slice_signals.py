@@ -40,13 +40,15 @@ _FULL_SIGNAL = 0.25  # share of the mean power, half the amplitude: a sample wit
 _ALL_NOISE = 1e6  # -60 dB, a loss of all: NaN, another shape
 
 
-def slice_signals(form: OutputForm, outputs: Iterable[Outputs]) -> Floats:
+SliceValues = Sequence[Array]  # one array per slice, in the order of `OutputForm.parts`
+
+
+def slice_signals(form: OutputForm, samples: Iterable[SliceValues]) -> Floats:
     """Return the signal of every slice in every sample, [samples, slices]; 0 where not finite."""
     # a single probability is measured only alone: next to other slices these say if it matters
     min_probabilities = 1 if len(form.parts) == 1 else 2
     rows = []
-    for sample_outputs in outputs:
-        slices = [part.of(sample_outputs[part.output]) for part in form.parts]
+    for slices in samples:
         rows.append([_measure_signal(values, min_probabilities) for values in slices])
     measured = np.array(rows).reshape(len(rows), len(form.parts), 2)
     squares = measured[..., 0]
@@ -87,9 +89,9 @@ def rank_by_signal(signals: Floats) -> Array:
     return order[np.argsort(-normalized[order], kind="stable")]
 
 
-def strongest_samples(form: OutputForm, outputs: Sequence[Outputs], count: int) -> list[int]:
+def strongest_samples(form: OutputForm, samples: Sequence[SliceValues], count: int) -> list[int]:
     """Return the indices of the samples of greatest signal, each slice normalized, in order."""
-    return sorted(map(int, rank_by_signal(slice_signals(form, outputs))[:count]))
+    return sorted(map(int, rank_by_signal(slice_signals(form, samples))[:count]))
 
 
 def sum_of_squares(values: Array) -> float:
@@ -98,7 +100,9 @@ def sum_of_squares(values: Array) -> float:
     return float(np.einsum("i,i->", flat, flat))
 
 
-def find_temperatures(form: OutputForm, outputs: Sequence[Outputs]) -> dict[str, tuple[float, int]]:
+def find_temperatures(
+    form: OutputForm, outputs: Sequence[Outputs]
+) -> dict[OutputSlice, tuple[float, int]]:
     """Return {output of a Softmax that is certain: (temperature, axis of the classes)}."""
     temperatures = {}
     for part in form.parts:
@@ -109,7 +113,7 @@ def find_temperatures(form: OutputForm, outputs: Sequence[Outputs]) -> dict[str,
             if all(_is_softmax(values, axis) for values in arrays):
                 temperature = _find_temperature(arrays, axis)
                 if temperature > 1:
-                    temperatures[part.output] = temperature, axis
+                    temperatures[part] = temperature, axis
                 break
     return temperatures
 
@@ -138,12 +142,9 @@ def _is_softmax(values: Array, axis: int) -> bool:
     return has_classes and is_floating(values) and are_probabilities(values, axis)
 
 
-def slice_powers(form: OutputForm, outputs: Sequence[Outputs]) -> Floats:
+def slice_powers(samples: Sequence[SliceValues]) -> Floats:
     """Return the sum of squares of every slice in every sample, [samples, slices]."""
-    rows = []
-    for sample_outputs in outputs:
-        rows.append([sum_of_squares(part.of(sample_outputs[part.output])) for part in form.parts])
-    return np.array(rows)
+    return np.array([[sum_of_squares(values) for values in slices] for slices in samples])
 
 
 def mean_powers(powers: Floats) -> Floats:
@@ -168,16 +169,14 @@ def signal_shares(powers: Floats, usual_powers: Floats) -> Floats:
 
 
 def noise_powers(
-    form: OutputForm, reference: Outputs, candidate: Outputs, signal_powers: Floats
+    reference: SliceValues, candidate: SliceValues, signal_powers: Floats
 ) -> list[float]:
     """Return the relative noise power of every slice in one sample.
 
     `signal_powers`: [slices], of the sample, or of an average sample where that has more.
     """
     powers = []
-    for part, signal_power in zip(form.parts, signal_powers, strict=True):
-        expected = part.of(reference[part.output])
-        actual = part.of(candidate[part.output])
+    for expected, actual, signal_power in zip(reference, candidate, signal_powers, strict=True):
         powers.append(_noise_power(expected, actual, float(signal_power)))
     return powers
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from calibrators.weights import shrunk_mean
 from deploy.feed.parallel import Sample, run_in_order
-from deploy.metrics.accuracy import Comparison, StoredOutputs
+from deploy.metrics.accuracy import Comparison
 from deploy.metrics.output_form import derive_form
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.base import BuildRequest
@@ -143,7 +143,7 @@ def _measure_sqnr(
         reuse_memory=True,
         int8_kernels=repair_input.target.runs_here,
     )
-    comparison = Comparison(StoredOutputs(outputs[0]), session, form=form)
+    comparison = Comparison(form=form, metric=metric)
 
     def run(_worker: int, _number: int, sample: Sample) -> Outputs:
         return session.run(sample)
