@@ -297,20 +297,26 @@ def measure(
             f" got {warmup_ms} ms, {duration_s} s, {min_iterations}"
         )
 
-    # one timer for the warm-up, whose times do not count, and another for the measured runs
-    warmup = _InterleavedTimer(sessions, feeds)
     warmup_s = len(sessions) * warmup_ms / 1000
     measured_s = len(sessions) * duration_s
     with timed_phase("latency", warmup_s + measured_s):  # progress tells the time left of both
-        warmup.run_rounds(seconds=warmup_s, rounds=1)
+        warmup = _run_rounds(sessions, feeds, seconds=warmup_s, rounds=1)
 
-    timer = _InterleavedTimer(sessions, feeds)
     earliest_end_s = math.inf
     if until_settled:
         earliest_end_s = _MIN_SETTLED_SHARE * measured_s
-    with timed_phase("latency", max(measured_s, min_iterations * warmup.round_s)):
-        timer.run_rounds(seconds=measured_s, rounds=min_iterations, earliest_end_s=earliest_end_s)
-    return timer.summarize(warmup)
+    with timed_phase("latency", max(measured_s, min_iterations * _round_s(warmup))):
+        measured = _run_rounds(
+            sessions,
+            feeds,
+            seconds=measured_s,
+            rounds=min_iterations,
+            earliest_end_s=earliest_end_s,
+        )
+    latencies = {}
+    for label, timed_session in measured.items():
+        latencies[label] = timed_session.summarize(len(warmup[label].host_ms))
+    return latencies
 
 
 def _run_in_calling_thread(sessions: Iterable[Session]) -> bool:
@@ -328,52 +334,61 @@ def _run_in_calling_thread(sessions: Iterable[Session]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _SessionTimes:
-    """Times of one session's iterations, in order.
+class _TimedSession:
+    """A session, and the times of its iterations in order.
 
     Attributes:
+        session: the session.
+        has_cpu_clock: whether its latency is CPU time of the calling thread, if it does not time
+            its device; else wall-clock time.
+        latency_ms: time of each iteration by the clock of its latency.
         host_ms: wall-clock time of `run`.
-        cpu_ms: CPU time of the thread that called `run`.
         device_times: stages on the device; empty if the session does not time them.
     """
 
+    session: Session
+    has_cpu_clock: bool
+    latency_ms: list[float] = field(default_factory=list)
     host_ms: list[float] = field(default_factory=list)
-    cpu_ms: list[float] = field(default_factory=list)
     device_times: list[DeviceTimes] = field(default_factory=list)
 
-    def samples_ms(self, *, in_calling_thread: bool) -> list[float]:
-        """Return the latency of every iteration, by the device's clock if it has one.
+    def run(self, feed: Outputs) -> None:
+        """Run the session once and store its times."""
+        start = time.perf_counter()
+        cpu_start = time.thread_time()
+        self.session.run(feed)
+        cpu_end = time.thread_time()
+        end = time.perf_counter()
+        host_ms = (end - start) * 1e3
+        self.host_ms.append(host_ms)
+        if isinstance(self.session, DeviceSession):
+            stages = self.session.device_times()
+            self.device_times.append(stages)
+            # from the first byte sent to the last byte received
+            self.latency_ms.append(stages.h2d_ms + stages.compute_ms + stages.d2h_ms)
+        elif self.has_cpu_clock:
+            self.latency_ms.append((cpu_end - cpu_start) * 1e3)
+        else:
+            self.latency_ms.append(host_ms)
 
-        `in_calling_thread`: whether other sessions are timed in CPU time of the calling thread.
-        """
-        if self.device_times:  # from the first byte sent to the last byte received
-            return [t.h2d_ms + t.compute_ms + t.d2h_ms for t in self.device_times]
-        return self.cpu_ms if in_calling_thread else self.host_ms
-
-    def summarize(self, warmup_queries: int, *, in_calling_thread: bool) -> Latency:
-        """Return the session's latency figures.
-
-        Args:
-            warmup_queries: number of warm-up iterations.
-            in_calling_thread: whether a session without device times is timed in CPU time of the
-                calling thread, and not in wall time.
-        """
-        samples_ms = self.samples_ms(in_calling_thread=in_calling_thread)
+    def summarize(self, warmup_queries: int) -> Latency:
+        """Return the latency figures; `warmup_queries`: number of warm-up iterations."""
+        iterations = len(self.host_ms)
         seconds = sum(self.host_ms) / 1e3
-        timing = Timing.of(samples_ms)
+        timing = Timing.of(self.latency_ms)
         return Latency(
-            queries=len(samples_ms),
+            queries=iterations,
             warmup_queries=warmup_queries,
             total_host_walltime_s=seconds,
-            throughput_qps=len(samples_ms) / seconds if seconds > 0 else float("inf"),
+            throughput_qps=iterations / seconds if seconds > 0 else float("inf"),
             latency=timing,
             host=Timing.of(self.host_ms),
             enqueue=self._stage("enqueue_ms"),
             h2d=self._stage("h2d_ms"),
             gpu_compute=self._stage("compute_ms"),
             d2h=self._stage("d2h_ms"),
-            is_cpu_time=in_calling_thread and not self.device_times,
-            samples_ms=tuple(samples_ms),
+            is_cpu_time=self.has_cpu_clock and not self.device_times,
+            samples_ms=tuple(self.latency_ms),
             warnings=tuple(self._warnings(timing)),
         )
 
@@ -395,83 +410,61 @@ class _SessionTimes:
             yield f"unstable latency, its coefficient of variance is over {_MAX_CV_PERCENT} %"
 
 
-class _InterleavedTimer:
-    """Runs all sessions in rounds, one after the other, and stores every time.
+def _run_rounds(
+    sessions: Mapping[str, Session],
+    feeds: Feeds,
+    *,
+    seconds: float,
+    rounds: int,
+    earliest_end_s: float = math.inf,
+) -> dict[str, _TimedSession]:
+    """Run rounds, one inference of each session, until the time and the number are reached.
 
-    Attributes:
-        times: label of a session -> its times.
+    Args:
+        sessions: label -> session.
+        feeds: inputs, used in turn.
+        seconds: least duration of all rounds.
+        rounds: least number of rounds.
+        earliest_end_s: from this many seconds on the rounds end as soon as longer measuring would
+            hardly change the speed-ups.
+
+    Returns:
+        label -> the session with its times.
     """
+    has_cpu_clock = _run_in_calling_thread(sessions.values())
+    timed_sessions = {}
+    for label, session in sessions.items():
+        timed_sessions[label] = _TimedSession(session, has_cpu_clock)
+    running_order = [*timed_sessions.values()]
+    start = time.perf_counter()
+    round_count = 0
+    while round_count < rounds or time.perf_counter() - start < seconds:
+        feed = feeds[round_count % len(feeds)]
+        for timed_session in running_order:
+            if len(sessions) > 1:
+                timed_session.session.run(feed)  # untimed: refills caches, wakes its threads
+            timed_session.run(feed)
+        if time.perf_counter() - start >= earliest_end_s and _is_settled(timed_sessions):
+            break
+        round_count += 1
+        running_order.reverse()  # no session always runs first
+    return timed_sessions
 
-    def __init__(self, sessions: Mapping[str, Session], feeds: Feeds) -> None:
-        self._sessions = sessions
-        self._feeds = feeds
-        self._in_calling_thread = _run_in_calling_thread(sessions.values())
-        self.times = {label: _SessionTimes() for label in sessions}
 
-    def run_rounds(self, *, seconds: float, rounds: int, earliest_end_s: float = math.inf) -> None:
-        """Run rounds, one inference of each session, until the time and the number are reached.
-
-        Args:
-            seconds: least duration of all rounds.
-            rounds: least number of rounds.
-            earliest_end_s: from this many seconds on the rounds end as soon as longer measuring
-                would hardly change the speed-ups.
-        """
-        labels = list(self._sessions)
-        start = time.perf_counter()
-        round_count = 0
-        while round_count < rounds or time.perf_counter() - start < seconds:
-            feed = self._feeds[round_count % len(self._feeds)]
-            for label in labels:
-                self._time(label, feed)
-            if time.perf_counter() - start >= earliest_end_s and self._is_settled():
-                break
-            round_count += 1
-            labels.reverse()  # no session always runs first
-
-    def _is_settled(self) -> bool:
-        """Whether enough rounds ran, and no session's speed-up over the first changes any more."""
-        latencies_ms = []
-        for times in self.times.values():
-            latencies_ms.append(times.samples_ms(in_calling_thread=self._in_calling_thread))
-        first_ms, *other_latencies = latencies_ms
-        if len(first_ms) < MIN_RUNS_FOR_P95 or not other_latencies:
+def _is_settled(timed_sessions: Mapping[str, _TimedSession]) -> bool:
+    """Whether enough rounds ran, and no session's speed-up over the first changes any more."""
+    first_ms, *other_latencies = [session.latency_ms for session in timed_sessions.values()]
+    if len(first_ms) < MIN_RUNS_FOR_P95 or not other_latencies:
+        return False
+    for latency_ms in other_latencies:
+        ratios = _stretch_ratios(first_ms, latency_ms)
+        if ratios[-1] > _SETTLED_RATIO * ratios[0]:
             return False
-        for samples_ms in other_latencies:
-            ratios = _stretch_ratios(first_ms, samples_ms)
-            if ratios[-1] > _SETTLED_RATIO * ratios[0]:
-                return False
-        return True
+    return True
 
-    def summarize(self, warmup: _InterleavedTimer) -> dict[str, Latency]:
-        """Return label -> figures of the session; `warmup`: the timer of the warm-up runs."""
-        latencies = {}
-        for label, times in self.times.items():
-            warmup_queries = len(warmup.times[label].host_ms)
-            latencies[label] = times.summarize(
-                warmup_queries, in_calling_thread=self._in_calling_thread
-            )
-        return latencies
 
-    @property
-    def round_s(self) -> float:
-        """Median duration in seconds of the rounds so far, untimed runs included."""
-        runs_per_round = 2 if len(self._sessions) > 1 else 1
-        medians_ms = [statistics.median(times.host_ms) for times in self.times.values()]
-        return runs_per_round * sum(medians_ms) / 1e3
-
-    def _time(self, label: str, feed: Outputs) -> None:
-        """Run a session once and store its times."""
-        session = self._sessions[label]
-        times = self.times[label]
-        if len(self._sessions) > 1:
-            session.run(feed)  # untimed: refills caches, wakes this session's threads
-        start = time.perf_counter()
-        cpu_start = time.thread_time()
-        session.run(feed)
-        cpu_end = time.thread_time()
-        end = time.perf_counter()
-        times.host_ms.append((end - start) * 1e3)
-        times.cpu_ms.append((cpu_end - cpu_start) * 1e3)
-        if isinstance(session, DeviceSession):
-            times.device_times.append(session.device_times())
+def _round_s(timed_sessions: Mapping[str, _TimedSession]) -> float:
+    """Median duration in seconds of the rounds so far, untimed runs included."""
+    runs_per_round = 2 if len(timed_sessions) > 1 else 1
+    medians_ms = [statistics.median(session.host_ms) for session in timed_sessions.values()]
+    return runs_per_round * sum(medians_ms) / 1e3

@@ -46,64 +46,38 @@ def pair_tensors_by_name(first: ModelProto, second: ModelProto) -> dict[str, str
     return pairs
 
 
-def _without_padding(tensor: str) -> str:
-    """Return the name of a tensor without the suffix for additional channels of zeros."""
-    return tensor.removesuffix(PADDED_SUFFIX)
-
-
 def _named_tensors(model: ModelProto) -> Iterator[tuple[str, str]]:
     """Yield (name to find a tensor by, name of the tensor that layers read in its place).
 
-    Layers read the output of a tensor's Q/DQ pair (QuantizeLinear, DequantizeLinear), or the tensor
-    itself if it has no pair. It can be found by both names, without the suffix that marks a tensor
-    padded with channels. Constants are left out: they are weights, which other models hold as
-    initializers.
+    A tensor can be found by both names, without the suffix that marks a tensor padded with
+    channels: if every reader reads int8, the output of the Q/DQ pair has the float model's name
+    (`deploy.targets.onnxruntime.qdq`). Constants are left out: they are weights, which other models
+    hold as initializers.
     """
     dequantized_by_tensor = _find_dequantized(model)
-    computed_as_integers = _dequantized_from_kernels(model)  # no QuantizeLinear before the DQ
     for node in model.graph.node:
-        if node.op_type in (_Q, "Constant"):
-            continue
-        if node.op_type == _DQ and node.output[0] not in computed_as_integers:
-            continue  # yielded with the tensor in front of its pair
+        if node.op_type in (_Q, _DQ, "Constant"):
+            continue  # a DequantizeLinear is yielded with the tensor that it stands for
         for output in filter(None, node.output):  # an optional output without a name is unused
             tensor = dequantized_by_tensor.get(output, output)
-            yield _without_padding(output), tensor
-            yield _without_padding(tensor), tensor
+            yield output.removesuffix(PADDED_SUFFIX), tensor
+            yield tensor.removesuffix(PADDED_SUFFIX), tensor
 
 
 def _find_dequantized(model: ModelProto) -> dict[str, str]:
-    """Return tensor -> tensor that layers read in its place, the output of a DequantizeLinear (DQ).
+    """Return tensor -> output of the DequantizeLinear that layers read in its place.
 
-    The keys are the inputs of Q/DQ pairs. The outputs of DQs are keys too, with themselves as
-    values, since the float model's tensor may be found under their name: if every reader reads
-    int8, the pair's output has that name (`deploy.targets.onnxruntime.qdq`).
+    The tensor is the input of a QuantizeLinear, or integers that another node computes, such as a
+    Resize (nearest) that runs on integers (`deploy.targets.onnxruntime.target`).
     """
-    dequantized_by_integers = {}  # input of a DQ -> its output
+    tensor_by_integers: dict[str, str] = {}
     for node in model.graph.node:
-        if node.op_type == _DQ:
-            dequantized_by_integers[node.input[0]] = node.output[0]
+        if node.op_type == _Q:
+            tensor_by_integers[node.output[0]] = node.input[0]
+        elif node.op_type != "Constant":
+            tensor_by_integers |= {output: output for output in node.output}
     dequantized_by_tensor = {}
     for node in model.graph.node:
-        if node.op_type == _Q and node.output[0] in dequantized_by_integers:
-            dequantized_by_tensor[node.input[0]] = dequantized_by_integers[node.output[0]]
-    for name in (*dequantized_by_tensor.values(), *_dequantized_from_kernels(model)):
-        dequantized_by_tensor[name] = name
+        if node.op_type == _DQ and node.input[0] in tensor_by_integers:
+            dequantized_by_tensor[tensor_by_integers[node.input[0]]] = node.output[0]
     return dequantized_by_tensor
-
-
-def _dequantized_from_kernels(model: ModelProto) -> set[str]:
-    """Return outputs of DequantizeLinears whose integers no QuantizeLinear computes.
-
-    A Resize (nearest) or ConvTranspose that runs on integers gives such
-    (`deploy.targets.onnxruntime.target`).
-    """
-    kernel_outputs: set[str] = set()
-    for node in model.graph.node:
-        if node.op_type not in (_Q, "Constant"):
-            kernel_outputs.update(node.output)
-    dequantized = set()
-    for node in model.graph.node:
-        if node.op_type == _DQ and node.input[0] in kernel_outputs:
-            dequantized.add(node.output[0])
-    return dequantized

@@ -294,7 +294,7 @@ def _unchanged_input_db(outputs: Arrays, inputs: Arrays, resize: str) -> float:
         inputs: input of each sample.
         resize: interpolation, as for `enlarge_input`.
     """
-    signal = change = 0.0
+    change = RunningError(resize)
     for output, source in zip(outputs, inputs, strict=False):
         has_floats = output.dtype.kind == source.dtype.kind == "f"
         if output.ndim < _PICTURE_DIMENSIONS or not has_floats:
@@ -302,11 +302,9 @@ def _unchanged_input_db(outputs: Arrays, inputs: Arrays, resize: str) -> float:
         enlarged_input = enlarge_input(source, output.shape, resize)
         if enlarged_input is None:
             return 0.0
-        signal += float(np.square(output, dtype=np.float64).sum())
-        change += float(np.square(np.subtract(output, enlarged_input, dtype=np.float64)).sum())
-    if change <= 0:  # there is no change that could be measured
-        return 0.0
-    return sqnr_db(signal, change)
+        change.add(output, enlarged_input)
+    db = change.result().sqnr_db
+    return 0.0 if db == math.inf else db
 
 
 def subtract_input(value: Array, source: Array, resize: str) -> Array:
