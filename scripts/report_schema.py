@@ -20,7 +20,7 @@ import msgspec
 from deploy.metrics.output_errors import NOT_WRITTEN
 from deploy.report import Report
 from deploy.report.model import SCHEMA
-from deploy.report.previews import DRAWN
+from deploy.report.previews import PAGE_ONLY
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "report.schema.json"
 NUMBER = {"$ref": "#/$defs/Number"}
@@ -72,7 +72,7 @@ def find_classes(kind: type) -> dict[str, type]:
     classes = {kind.__name__: kind}
     hints = get_type_hints(kind)
     for stored_field in fields(kind):
-        if stored_field.metadata == DRAWN:  # for the page alone
+        if stored_field.metadata == PAGE_ONLY:  # for the page alone
             continue
         for inner in _dataclasses_in(hints[stored_field.name]):
             if inner.__name__ not in classes:
@@ -121,7 +121,7 @@ def _describe_class(name: str, kind: type, raw: Mapping[str, Any]) -> dict[str, 
     properties: dict[str, Any] = {}
     for stored_field in fields(kind):
         field_name = stored_field.name
-        if field_name in UNWRITTEN.get(name, ()) or stored_field.metadata == DRAWN:
+        if field_name in UNWRITTEN.get(name, ()) or stored_field.metadata == PAGE_ONLY:
             continue
         key = RENAMED.get(name, {}).get(field_name, field_name)
         properties[key] = {**_plain_type(raw[field_name]), "description": texts[field_name]}

@@ -72,7 +72,7 @@ HISTOGRAM = parts.HistogramPart(
 
 
 def weight_row(name, i):
-    """A weight of many channels, drawn where it is one of the first."""
+    """A weight of many channels."""
     return parts.WeightRow(
         node=name,
         op="Conv",
@@ -85,7 +85,6 @@ def weight_row(name, i):
         used=0.5432,
         dead=11,
         worst=(1070, 1074, 1135),
-        strip=(0.001, 0.1, 21.15) * 32 if i < 6 else (),
     )
 
 

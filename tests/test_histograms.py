@@ -267,14 +267,12 @@ def test_page_of_200_tensors_is_small(built_report):
         start=-1.23456789, width=0.0456789, counts=counts, others=other_ranges
     )
     weight = built_report["targets"][0]["weights"][0] | {"worst": (100, 200, 300)}
-    strip = tuple(0.1234 + n / 1000 for n in range(96))
     rows, weights = [], []
     for n in range(200):
         name = f"/backbone/stage.{n // 10}/block.{n % 10}/conv/Conv_output_0"
         histogram = part if n < report_rows.MAX_HISTOGRAMS else None
         rows.append(make_row(name=name, sqnr_db=20.0 + n, clipped=0.001, histogram=histogram))
-        weight_strip = strip if n < 6 else ()
-        weights.append(parts.WeightRow(**weight | {"node": name, "strip": weight_strip}))
+        weights.append(parts.WeightRow(**weight | {"node": name}))
     target = parts.TargetPart(name="onnxruntime", tensors=tuple(rows), weights=tuple(weights))
     page = to_html(Report(targets=(target,)))
     assert page.count('class="hist"') == report_rows.MAX_HISTOGRAMS

@@ -114,7 +114,6 @@ def full_report(name="logits"):
         used=0.25,
         dead=0,
         worst=(0, 1),
-        strip=(0.5, 2.0),
     )
     split = parts.SplitRow(
         number=1,
@@ -309,8 +308,8 @@ def test_html_page_fetches_nothing():
     assert "url(" not in text
     assert "@import" not in text
     assert "http:" not in text
-    # latency in two parts, range, histogram, weight, front with three points
-    assert page.tags.count("svg") == 9
+    # latency in two parts, range, histogram, front with three points
+    assert page.tags.count("svg") == 8
 
 
 def test_hostile_names_stay_text():

@@ -10,7 +10,7 @@ import pytest
 from deploy.pipeline.evaluate import CandidateImages
 from deploy.report import Report, to_html, to_json, to_markdown
 from deploy.report.parts import EngineRow
-from deploy.report.previews import box_rows
+from deploy.report.previews import BoxPicture, box_rows
 from deploy.tasks.boxes import BoxDetection
 from deploy.tasks.detections import Detections, scale_to_pixels
 from deploy.tasks.evaluation_task import MAX_SHOWN, ClassExample, ExampleSelection
@@ -211,12 +211,11 @@ def test_labels_are_escaped_in_pages():
 
 def test_only_the_best_boxes_are_drawn():
     (full_row,) = boxes()
-    drawn = replace(
-        full_row.boxes,
-        matched_fp32=full_row.boxes.matched_fp32 * 20,
-        matched_engine=full_row.boxes.matched_engine * 20,
-    )
-    long_row = replace(full_row, kept=len(drawn.matched_fp32), boxes=drawn)
+    example = full_row.boxes.example
+    repeated = np.tile(np.arange(7), 20)
+    kept, found = example.kept.at(repeated), example.found.at(repeated)
+    picture = BoxPicture(full_row.boxes.picture, replace(example, kept=kept, found=found), {})
+    long_row = replace(full_row, kept=len(kept.scores), boxes=picture)
     page = to_html(Report(engines=(EngineRow(label="int8", boxes=(long_row,)),)))
     assert page.count('<rect class="kept"') == 200
     assert "the best 100" in page

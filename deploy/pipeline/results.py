@@ -43,7 +43,7 @@ from deploy.report.parts import (
     node_rows,
 )
 from deploy.report.previews import box_rows, class_rows, pictures_part
-from deploy.report.report_rows import clip_rows, weight_rows
+from deploy.report.report_rows import clip_rows, weight_row
 from deploy.report.screen import EFFORT, IMAGES, rank_of, split_name
 from deploy.report.tables import OPTIONS, PLAN, REPORT
 from deploy.report.verdict import Gates, verdict
@@ -530,7 +530,7 @@ def _target_part(
         reused=has_reused_statistics and not error,
         nodes=nodes,
         tensors=clip_rows(calibration, result, layers),
-        weights=weight_rows(result.weights),
+        weights=tuple(map(weight_row, result.weights)),
         layers=layers,
         modules=_modules_by_tensor(calibration.loaded.model),
         files=file_rows(result.files, stage),

@@ -78,6 +78,21 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
+class DrawingColumn:
+    """A column of a table with a drawing for each row, on the page only.
+
+    Attributes:
+        head: name of the column.
+        drawings: SVG of each row; "" for none.
+        legend: what a drawing shows, as plain text.
+    """
+
+    head: str
+    drawings: Sequence[str]
+    legend: str
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
     """A table, whose first column has the names.
 
@@ -85,13 +100,13 @@ class Table:
         heads: name of each column.
         rows: one cell per column.
         kind: class of the table in the page.
-        drawn: a second column on the page: its head, the drawings as SVG, and their legend.
+        drawings: a second column on the page, next to the names; None without.
     """
 
     heads: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     kind: str = "figures"
-    drawn: tuple[str, Sequence[str], str] | None = None
+    drawings: DrawingColumn | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,16 +254,15 @@ def _table_html(table: Table) -> str:
     """
     heads = list(table.heads)
     legend = ""
-    rows = [list(map(_cell_html, row)) for row in table.rows]
-    if table.drawn is not None:  # drawings stand in a column next to the names
-        drawing_head, drawings, legend_text = table.drawn
-        heads.insert(1, drawing_head)
-        for row, drawing in zip(rows, drawings, strict=True):
+    rows = [list(map(_cell_content, row)) for row in table.rows]
+    if table.drawings is not None:
+        heads.insert(1, table.drawings.head)
+        for row, drawing in zip(rows, table.drawings.drawings, strict=True):
             row.insert(1, drawing)
-        legend = block_html(Paragraph(legend_text, note=True)) if legend_text else ""
+        legend = block_html(Paragraph(table.drawings.legend, note=True))
 
     head_row = "".join(f'<th scope="col">{breakable(head)}</th>' for head in heads)
-    body = "\n".join(f"<tr>{''.join(map(_cell_with_head, heads, row))}</tr>" for row in rows)
+    body = "\n".join(f"<tr>{''.join(map(_cell_element, heads, row))}</tr>" for row in rows)
     return (
         f'{legend}<div class="scroll"><table class="{table.kind}">'
         f"<thead><tr>{head_row}</tr></thead>"
@@ -256,8 +270,8 @@ def _table_html(table: Table) -> str:
     )
 
 
-def _cell_html(cell: Cell) -> str:
-    """Return a cell's text as HTML; many names are folded under their number."""
+def _cell_content(cell: Cell) -> str:
+    """Return what a cell shows as HTML; many names are folded under their number."""
     text = breakable(cell_text(cell))
     if isinstance(cell, str) or len(cell) <= _MAX_UNFOLDED_NAMES:
         return text
@@ -269,10 +283,10 @@ def cell_text(cell: Cell) -> str:
     return cell if isinstance(cell, str) else ", ".join(cell)
 
 
-def _cell_with_head(head: str, cell: str) -> str:
-    """Return a cell as HTML, with the name of its column as an attribute."""
-    attribute = f' data-head="{escape(head)}"' if head and cell else ""
-    return f"<td{attribute}>{cell}</td>"
+def _cell_element(head: str, content: str) -> str:
+    """Return the element of a cell, with the name of its column as an attribute."""
+    attribute = f' data-head="{escape(head)}"' if head and content else ""
+    return f"<td{attribute}>{content}</td>"
 
 
 def _unprinted_rows_note(row_count: int) -> str:

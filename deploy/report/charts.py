@@ -29,11 +29,6 @@ Front of a search, time across and SQNR of the worst output slice up::
     20 dB  1  (3)                    larger: the split that was built
          ---0.7---0.8---0.9---1-
 
-Weights by channel::
-
-    |  | |      || |         largest |w| of each channel, logarithmic, relative to the
-    |||| |||..|||||||..|     largest of the weight
-
 Also the table of a batch sweep: p50 and throughput of engines by batch.
 """
 
@@ -50,7 +45,7 @@ from numpy.typing import NDArray
 from deploy.errors import counted
 from deploy.report import figures
 from deploy.report.blocks import breakable
-from deploy.report.parts import EngineRow, HistogramPart, TensorRow, WeightRow
+from deploy.report.parts import EngineRow, HistogramPart, TensorRow
 from deploy.tuning.plan_file import SplitRow
 
 
@@ -140,42 +135,6 @@ def range_bar(row: TensorRow) -> str:
     return drawing(_BAR_WIDTH, _BAR_HEIGHT, label, body, "bar")
 
 
-_STRIP_WIDTH, _STRIP_HEIGHT = 120, 26  # in px
-_DECADES = 4  # range of a strip's logarithmic scale, below the largest
-_MIN_BAR_SHARE = 0.02  # of a strip's height, so that every bar is seen
-_BAR_GAP, _MIN_BAR_WIDTH = 0.4, 0.6  # in px; between bars, and of a bar among many
-
-
-def weight_strip(row: WeightRow) -> str:
-    """Draw a weight's channels as bars on a logarithmic scale; "" for a weight of zeros.
-
-    `row.strip` has the value of each bar: the largest |w| of a channel, or the least of these in a
-    run of several channels. Only the worst weights have it; "" without.
-    """
-    if not row.strip or not row.largest > 0:
-        return ""
-
-    step = _STRIP_WIDTH / len(row.strip)
-    bar_width = max(step - _BAR_GAP, _MIN_BAR_WIDTH)
-    path = ""
-    for index, value in enumerate(row.strip):
-        height = 0.0
-        if value > 0:
-            decades_below_largest = math.log10(row.largest / value)
-            share = 1 - decades_below_largest / _DECADES
-            height = _STRIP_HEIGHT * max(share, _MIN_BAR_SHARE)
-        path += (
-            f"M{index * step:.1f},{_STRIP_HEIGHT}v-{height:.1f}h{bar_width:.1f}V{_STRIP_HEIGHT}z"
-        )
-    label = (
-        f"{row.node}: largest |w| of {row.channels} channels,"
-        f" {figures.real(row.least)} to {figures.real(row.largest)}"
-    )
-    if len(row.strip) != row.channels:
-        label += "; each bar is the least of a run of channels"
-    return drawing(_STRIP_WIDTH, _STRIP_HEIGHT, label, f'<path class="kept" d="{path}"/>', "bar")
-
-
 Float64Array = NDArray[np.float64]
 
 LATENCY_CAPTION = (
@@ -222,11 +181,11 @@ def latency_figure(engines: Sequence[EngineRow], *, on_device: bool = False) -> 
     curves = ""
     marks = ""
     legend = ""
-    not_drawn_count = 0
+    slower_count = 0  # iterations beyond the axis
     for index, engine in enumerate(measured_engines):
         if len(engine.samples_ms) >= _MIN_CURVE:
             curves += _curve(engine.samples_ms, axis, engine.colour)
-        not_drawn_count += int((engine.samples_ms > axis.hi).sum())
+        slower_count += int((engine.samples_ms > axis.hi).sum())
 
         # a line at the p50, with the letter of the engine on its top
         letter = ascii_uppercase[index % len(ascii_uppercase)]
@@ -239,8 +198,8 @@ def latency_figure(engines: Sequence[EngineRow], *, on_device: bool = False) -> 
             f" <b>p50 {figures.milliseconds(engine.p50_ms)}</b></li>"
         )
     unit = "ms per inference"
-    if not_drawn_count:
-        unit += f"; {counted(not_drawn_count, 'slower iteration')} not drawn"
+    if slower_count:
+        unit += f"; {counted(slower_count, 'slower iteration')} not drawn"
     # the curves are a drawing inside the drawing: they are stretched to the page, texts are not
     return (
         f'<ul class="legend">{legend}</ul>'

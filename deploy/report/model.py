@@ -24,7 +24,7 @@ from deploy.report.parts import (
     TargetPart,
     WorkPart,
 )
-from deploy.report.previews import DRAWN
+from deploy.report.previews import PAGE_ONLY
 
 
 def find_rivals(engines: Iterable[EngineRow], engine: EngineRow) -> tuple[EngineRow, ...]:
@@ -223,8 +223,7 @@ def to_plain(value: object) -> object:
         plain: dict[str, object] = {}
         for stored_field in fields(value):
             item = getattr(value, stored_field.name)
-            # drawings are for the page only
-            if stored_field.metadata != DRAWN and item not in (None, (), {}):
+            if stored_field.metadata != PAGE_ONLY and item not in (None, (), {}):
                 plain[stored_field.name] = to_plain(item)
         return plain
     if isinstance(value, Mapping):

@@ -229,8 +229,6 @@ class WeightRow:
         dead: number of channels whose largest |w| is below a millionth of the weight's, or stored
             as 0; they are left out of the other figures.
         worst: indices of the channels that use least of the grid, the worst first.
-        strip: for the worst weights, largest |w| along the channels, or the least of each run of
-            channels.
     """
 
     node: str
@@ -244,7 +242,6 @@ class WeightRow:
     used: float
     dead: int = 0
     worst: tuple[int, ...] = ()
-    strip: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

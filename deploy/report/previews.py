@@ -6,7 +6,6 @@ Only the HTML page shows pictures; JSON contains names, counts and how the pictu
 import base64
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 
@@ -14,7 +13,6 @@ from deploy.feed.decoding import opencv
 from deploy.feed.images import printable_name
 from deploy.feed.pixels import Preview, describe_display
 from deploy.feed.preprocess import Preprocess
-from deploy.tasks.detections import Detections
 from deploy.tasks.evaluation_task import BoxExample, ClassExample, Example
 from deploy.tensors import Array
 
@@ -54,7 +52,7 @@ def raster(picture: Array) -> Raster:
     return Raster("jpeg", jpeg, width, height)
 
 
-DRAWN = {"drawn": True}  # metadata of fields for the page only: JSON leaves them out
+PAGE_ONLY = {"page_only": True}  # metadata of fields that JSON leaves out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,44 +84,26 @@ class PicturesPart:
 
     how: str
     samples: tuple[str, ...]
-    views: tuple[ViewRow, ...] = field(default=(), metadata=DRAWN)
+    views: tuple[ViewRow, ...] = field(default=(), metadata=PAGE_ONLY)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnBox:
-    """A detected box.
+class BoxPicture:
+    """A sample with the boxes of the float model and of an engine.
 
-    Attributes:
-        corners: x1 y1 x2 y2, relative to the picture.
-        kind: its class by name or number.
-        score: of the class.
-    """
-
-    corners: tuple[float, float, float, float]
-    kind: str
-    score: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnBoxes:
-    """Boxes of the float model and an engine in one sample, and the picture below them.
+    It is no dataclass, since `deploy.report.documents.read_report` reads every field of those.
 
     Attributes:
-        number: index of the sample, from 0.
         picture: the sample.
-        size: (height, width) of the model's input.
-        matched_fp32: boxes of the float model that the engine finds too.
-        matched_engine: the engine's boxes that match them.
-        lost, new: boxes of the float model only, and of the engine only.
+        example: the boxes, in pixels of the model's input.
+        class_names: class -> name; classes without one have their number.
     """
 
-    number: int
-    picture: Raster
-    size: tuple[int, int]
-    matched_fp32: tuple[DrawnBox, ...] = ()
-    matched_engine: tuple[DrawnBox, ...] = ()
-    lost: tuple[DrawnBox, ...] = ()
-    new: tuple[DrawnBox, ...] = ()
+    def __init__(
+        self, picture: Raster, example: BoxExample, class_names: Mapping[int, str]
+    ) -> None:
+        self.picture = picture
+        self.example = example
+        self.class_names = class_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +116,7 @@ class BoxRow:
         kept: number of boxes that both models find.
         lost: number of boxes of the float model only.
         new: number of boxes of the engine only.
-        boxes: the boxes themselves; not in JSON.
+        boxes: the picture with the boxes themselves; not in JSON.
     """
 
     sample: str
@@ -144,7 +124,7 @@ class BoxRow:
     kept: int
     lost: int
     new: int
-    boxes: DrawnBoxes | None = field(default=None, metadata=DRAWN)
+    boxes: BoxPicture | None = field(default=None, metadata=PAGE_ONLY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +147,7 @@ class ClassRow:
     fp32_value: float
     engine: int
     engine_value: float
-    picture: Raster | None = field(default=None, metadata=DRAWN)
+    picture: Raster | None = field(default=None, metadata=PAGE_ONLY)
 
 
 def pictures_part(
@@ -212,7 +192,15 @@ def box_rows(
     for example in examples:
         if isinstance(example, BoxExample) and example.number in pictures:
             sample, picture = pictures[example.number]
-            rows.append(_box_row(example, sample, picture, class_names))
+            row = BoxRow(
+                sample=printable_name(sample),
+                threshold=example.threshold,
+                kept=len(example.kept.scores),
+                lost=len(example.lost.scores),
+                new=len(example.new.scores),
+                boxes=BoxPicture(raster(picture), example, class_names),
+            )
+            rows.append(row)
     return tuple(rows)
 
 
@@ -243,50 +231,3 @@ def class_rows(
             )
             rows.append(row)
     return tuple(rows)
-
-
-def _box_row(
-    example: BoxExample, sample: str, picture: Array, class_names: Mapping[int, str]
-) -> BoxRow:
-    """Return the row of one sample with boxes, those of the float model and of an engine.
-
-    Args:
-        example: the boxes: `kept` of the float model, which match `found` of the engine; `lost`
-            of the float model only, and `new` of the engine only.
-        sample: name of the sample.
-        picture: uint8 [h, w, 3].
-        class_names: class -> name.
-    """
-    to_drawn_boxes = partial(_drawn_boxes, size=example.size, class_names=class_names)
-    boxes = DrawnBoxes(
-        number=example.number,
-        picture=raster(picture),
-        size=example.size,
-        matched_fp32=to_drawn_boxes(example.kept),
-        matched_engine=to_drawn_boxes(example.found),
-        lost=to_drawn_boxes(example.lost),
-        new=to_drawn_boxes(example.new),
-    )
-    return BoxRow(
-        sample=printable_name(sample),
-        threshold=example.threshold,
-        kept=len(boxes.matched_fp32),
-        lost=len(boxes.lost),
-        new=len(boxes.new),
-        boxes=boxes,
-    )
-
-
-def _drawn_boxes(
-    detections: Detections, size: tuple[int, int], class_names: Mapping[int, str]
-) -> tuple[DrawnBox, ...]:
-    """Return boxes for the page, with corners relative to a picture of `size` (height, width)."""
-    height, width = size
-    relative_corners = detections.boxes / (width, height, width, height)
-    boxes = []
-    for corners, class_number, score in zip(
-        relative_corners.tolist(), detections.classes.tolist(), detections.scores, strict=True
-    ):
-        kind = class_names.get(int(class_number), str(int(class_number)))
-        boxes.append(DrawnBox(corners=tuple(corners), kind=kind, score=float(score)))
-    return tuple(boxes)

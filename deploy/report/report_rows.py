@@ -362,19 +362,8 @@ def _float_rank(group: FloatGroup) -> tuple[int, float, bool, int]:
     return kind_order, reason_sqnr_db(group.reason), is_trivial, -len(group.names)
 
 
-MAX_STRIPS = 6  # weights of a target whose channels are drawn
-_MAX_STRIP_BARS = 96
 _DEAD_RATIO = 1e-6  # largest |w| of a dead channel, relative to the weight's
 _LISTED_CHANNELS = 3  # worst channels listed per weight
-
-
-def weight_rows(weights: Sequence[StoredWeight]) -> tuple[WeightRow, ...]:
-    """Return one row per weight in the model's order; the `MAX_STRIPS` worst with their strip."""
-    rows = list(map(_weight_row, weights))
-    indices = sorted(range(len(rows)), key=lambda index: _weight_rank(rows[index]))
-    for index in indices[:MAX_STRIPS]:
-        rows[index] = replace(rows[index], strip=_strip(weights[index].amax))
-    return tuple(rows)
 
 
 def worst_weights(rows: Iterable[WeightRow]) -> list[WeightRow]:
@@ -387,7 +376,7 @@ def _weight_rank(row: WeightRow) -> tuple[float, float]:
     return row.used, -row.ratio
 
 
-def _weight_row(weight: StoredWeight) -> WeightRow:
+def weight_row(weight: StoredWeight) -> WeightRow:
     """Return the figures of a weight's channels; dead channels, nearly all 0, are only counted.
 
     `weight.amax` is the largest |w| of each output channel, `weight.used` the share of the grid
@@ -428,13 +417,3 @@ def _weight_row(weight: StoredWeight) -> WeightRow:
         used=float(live_used.min()),
         worst=tuple(worst_channels),
     )
-
-
-def _strip(amax: NDArray[np.float64]) -> tuple[float, ...]:
-    """Return at most `_MAX_STRIP_BARS` heights, each the least `amax` of a run of channels.
-
-    They are rounded to four digits, which a drawing does not show, for a shorter report.json.
-    """
-    channels_per_bar = -(-amax.size // _MAX_STRIP_BARS)  # rounded up
-    heights = np.minimum.reduceat(amax, np.arange(0, amax.size, channels_per_bar))
-    return tuple(float(f"{height:.4g}") for height in heights)

@@ -11,9 +11,9 @@ Samples where the float model and an engine differ, with boxes drawn over the pi
 Each picture is in the page once, however many engines are drawn over it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from html import escape
-from itertools import repeat
+from itertools import islice, repeat
 
 from deploy.errors import counted
 from deploy.report import charts, figures, tables
@@ -22,6 +22,7 @@ from deploy.report.blocks import (
     Bullets,
     Cell,
     Drawing,
+    DrawingColumn,
     Facts,
     Heading,
     Paragraph,
@@ -33,16 +34,17 @@ from deploy.report.figures import DEVIATION_HEADS, encodable, engine_layers_text
 from deploy.report.model import Findings
 from deploy.report.page import DRAWING_PX, PICTURE_PX
 from deploy.report.parts import TensorRow
-from deploy.report.previews import BoxRow, ClassRow, DrawnBox, DrawnBoxes, Raster, ViewRow
+from deploy.report.previews import BoxPicture, BoxRow, ClassRow, Raster, ViewRow
 from deploy.report.report_rows import float_groups, worst_first, worst_rows, worst_weights
 from deploy.report.tables import target_suffix
+from deploy.tasks.detections import Detections
 from deploy.tuning.reasons import NOISE, NOISE_NOTE, reason_kind
 
 Sections = Iterator[Section]
 
 _MAX_LAYERS = 10  # worst layers shown
 _MAX_LAYERS_OF_TARGET = 5  # if there are several targets
-_MAX_DRAWN_BOXES = 100  # boxes of a kind in one drawing, the best by score
+_MAX_BOXES = 100  # of a kind in one drawing, the best by score
 _LABEL_WIDTH, _LABEL_HEIGHT = 34, 12  # in px, of a box's class and score
 
 _RANGE_TEXT = (
@@ -166,7 +168,7 @@ def _worst_layers(report: Findings) -> Sections:
             rows.append(cells)
             bars.append(bar)
     if rows:
-        table = Table(heads, rows, "tensors", ("range", bars, _RANGE_TEXT))
+        table = Table(heads, rows, "tensors", DrawingColumn("range", bars, _RANGE_TEXT))
         yield Section("Worst layers", (table,), folded=False)
 
 
@@ -181,7 +183,7 @@ def _histograms(report: Findings) -> Sections:
         if drawings:
             body = (
                 f'<p class="sub">{_HISTOGRAM_TEXT}</p>\n'
-                f'<div class="drawn">{"".join(drawings)}</div>'
+                f'<div class="histograms">{"".join(drawings)}</div>'
             )
             title = f"Histograms{target_suffix(report, target.name)}"
             yield Section(title, (Drawing(body),), len(drawings))
@@ -301,7 +303,7 @@ def tensor_sections(report: Findings) -> Sections:
         if target.tensors:
             tensors = worst_first(target.tensors)
             rows = list(map(_tensor_row, tensors))
-            bars = ("range", list(map(charts.range_bar, tensors)), _RANGE_TEXT)
+            bars = DrawingColumn("range", list(map(charts.range_bar, tensors)), _RANGE_TEXT)
             title = f"Tensors{target_suffix(report, target.name)}"
             yield Section(title, (Table(_TENSOR_HEADS, rows, "tensors", bars),), len(rows))
 
@@ -333,11 +335,9 @@ def _weights(report: Findings) -> Sections:
     for target in report.targets:
         if target.weights:
             weights = worst_weights(target.weights)
-            rows = list(map(tables.weight_row, weights))
-            strips = ("by channel", list(map(charts.weight_strip, weights)), "")
-            table = Table(tables.WEIGHT_HEADS, rows, "tensors", strips)
+            table = Table(tables.WEIGHT_HEADS, list(map(tables.weight_row, weights)))
             title = f"Weights{target_suffix(report, target.name)}"
-            yield Section(title, (Paragraph(_WEIGHT_TEXT, note=True), table), len(rows))
+            yield Section(title, (Paragraph(_WEIGHT_TEXT, note=True), table), len(weights))
 
 
 def _machine(report: Findings) -> Sections:
@@ -418,9 +418,10 @@ def _examples(report: Findings) -> Sections:
         is_folded = bool(samples_in_page)  # an engine above has boxes
         for row in engine.boxes:
             if row.boxes is not None:
-                is_in_page = row.boxes.number in samples_in_page
+                number = row.boxes.example.number
+                is_in_page = number in samples_in_page
                 drawings += _box_pair(row, row.boxes, engine.label, is_in_page=is_in_page)
-                samples_in_page.add(row.boxes.number)
+                samples_in_page.add(number)
         if drawings:
             text = _BOX_TEXT.format(engine.boxes[0].threshold)  # the same for all its boxes
             body = f'<p class="sub">{text}</p><div class="pairs">{drawings}</div>'
@@ -436,7 +437,7 @@ def _examples(report: Findings) -> Sections:
             yield Section(f"Samples of another class in {engine.label}", (drawing,))
 
 
-def _box_pair(row: BoxRow, boxes: DrawnBoxes, label: str, *, is_in_page: bool) -> str:
+def _box_pair(row: BoxRow, boxes: BoxPicture, label: str, *, is_in_page: bool) -> str:
     """Return FP32's boxes and the engine's over one sample, side by side, as HTML.
 
     Args:
@@ -446,14 +447,15 @@ def _box_pair(row: BoxRow, boxes: DrawnBoxes, label: str, *, is_in_page: bool) -
         is_in_page: whether the page has the picture already, so that it is only referred to.
     """
     name = encodable(row.sample)
+    example = boxes.example
     fp32_body = _picture_reference(boxes) if is_in_page else _picture_definition(boxes)
-    fp32_body += _boxes(boxes, boxes.matched_fp32, "kept") + _boxes(boxes, boxes.lost, "lost")
+    fp32_body += _boxes(boxes, example.kept, "kept") + _boxes(boxes, example.lost, "lost")
     engine_body = _picture_reference(boxes)  # FP32's drawing has defined it
-    engine_body += _boxes(boxes, boxes.matched_engine, "kept") + _boxes(boxes, boxes.new, "new")
+    engine_body += _boxes(boxes, example.found, "kept") + _boxes(boxes, example.new, "new")
 
     text = f"{row.kept} of {row.kept + row.lost} boxes kept, {row.new} new"
-    if max(row.kept, row.lost, row.new) > _MAX_DRAWN_BOXES:
-        text += f"; the best {_MAX_DRAWN_BOXES} of a kind are drawn"
+    if max(row.kept, row.lost, row.new) > _MAX_BOXES:
+        text += f"; the best {_MAX_BOXES} of a kind are drawn"
     return (
         f'<div class="beside">{_box_drawing(boxes, fp32_body, f"FP32, {name}")}'
         + _box_drawing(boxes, engine_body, f"{encodable(label)}, {name}")
@@ -461,13 +463,14 @@ def _box_pair(row: BoxRow, boxes: DrawnBoxes, label: str, *, is_in_page: bool) -
     )
 
 
-def _drawing_size(boxes: DrawnBoxes) -> tuple[float, float]:
+def _drawing_size(boxes: BoxPicture) -> tuple[float, float]:
     """Return width and height of a drawing in px."""
-    scale = DRAWING_PX / max(boxes.size)
-    return boxes.size[1] * scale, boxes.size[0] * scale
+    height, width = boxes.example.size
+    scale = DRAWING_PX / max(height, width)
+    return width * scale, height * scale
 
 
-def _box_drawing(boxes: DrawnBoxes, body: str, title: str) -> str:
+def _box_drawing(boxes: BoxPicture, body: str, title: str) -> str:
     """Return one picture with its boxes as SVG; `body`: its elements."""
     width, height = _drawing_size(boxes)
     return (
@@ -476,21 +479,21 @@ def _box_drawing(boxes: DrawnBoxes, body: str, title: str) -> str:
     )
 
 
-def _picture_definition(boxes: DrawnBoxes) -> str:
+def _picture_definition(boxes: BoxPicture) -> str:
     """Return the picture at its first use in the page."""
     width, height = _drawing_size(boxes)
     return (
-        f'<image id="look-{boxes.number}" width="{width:.1f}" height="{height:.1f}"'
+        f'<image id="look-{boxes.example.number}" width="{width:.1f}" height="{height:.1f}"'
         f' preserveAspectRatio="none" href="{boxes.picture.uri}"/>'
     )
 
 
-def _picture_reference(boxes: DrawnBoxes) -> str:
+def _picture_reference(boxes: BoxPicture) -> str:
     """Return a reference to the picture that is in the page already."""
-    return f'<use href="#look-{boxes.number}"/>'
+    return f'<use href="#look-{boxes.example.number}"/>'
 
 
-def _boxes(boxes: DrawnBoxes, group: Sequence[DrawnBox], line_style: str) -> str:
+def _boxes(boxes: BoxPicture, group: Detections, line_style: str) -> str:
     """Draw boxes, each with its class and score, cut off at the edges of the drawing.
 
     Args:
@@ -499,9 +502,12 @@ def _boxes(boxes: DrawnBoxes, group: Sequence[DrawnBox], line_style: str) -> str
         line_style: class of the lines in the page's style: "kept", "lost" or "new".
     """
     width, height = _drawing_size(boxes)  # in px, as all numbers here
+    input_height, input_width = boxes.example.size
+    shares = group.boxes / (input_width, input_height, input_width, input_height)
+    columns = (shares.tolist(), group.classes.tolist(), group.scores.tolist())
     body = ""
-    for box in group[:_MAX_DRAWN_BOXES]:
-        left, top, right, bottom = box.corners
+    for corners, class_number, score in islice(zip(*columns, strict=True), _MAX_BOXES):
+        left, top, right, bottom = corners
         x1 = _clamp(left * width, width)
         x2 = _clamp(right * width, width)
         y1 = _clamp(top * height, height)
@@ -510,11 +516,11 @@ def _boxes(boxes: DrawnBoxes, group: Sequence[DrawnBox], line_style: str) -> str
         text_y = y1 - 3
         if y1 <= _LABEL_HEIGHT:  # no room above the box
             text_y = y1 + _LABEL_HEIGHT - 1
-        class_name = escape(encodable(box.kind))
+        class_name = boxes.class_names.get(class_number, str(class_number))
         body += (
             f'<rect class="{line_style}" x="{x1:.1f}" y="{y1:.1f}" width="{max(x2 - x1, 0):.1f}"'
             f' height="{max(y2 - y1, 0):.1f}"/><text x="{text_x:.1f}" y="{text_y:.1f}">'
-            f"{class_name} {box.score:.2f}</text>"
+            f"{escape(encodable(class_name))} {score:.2f}</text>"
         )
     return body
 
