@@ -125,6 +125,32 @@ def test_file_of_samples_agrees(agree, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("input_shape", "shape"),
+    [
+        (("n", 3, 4, 5), (3, 4, 5)),  # a sample without the batch dimension
+        ((2, 3), (3,)),
+        ((2, 3, 4, 5), (5, 2, 3, 4, 5)),  # samples stacked with their batch dimension
+        ((3, 4, 5), (2, 3, 4, 5)),  # images of an input without a batch dimension
+        ((3, 4, 5), (3, 4, 5)),
+        ((3,), (3,)),
+    ],
+)
+def test_first_dimensions_agree(agree, tmp_path, input_shape, shape):
+    np.save(tmp_path / "a.npy", batch(shape=shape))
+    assert agree(tmp_path / "a.npy", TensorSpec("x", "float32", input_shape))["size"] >= 1
+
+
+def test_linked_folders_agree(agree, tmp_path):
+    (tmp_path / "far" / "below").mkdir(parents=True)
+    (tmp_path / "near").mkdir()
+    np.save(tmp_path / "far" / "below" / "a.npy", batch(seed=2))
+    np.save(tmp_path / "near" / "b.npy", batch(seed=3)[:1])
+    for name, target in (("y", "far"), ("x", "far"), ("z", "near")):  # the last one is a loop
+        (tmp_path / "near" / name).symlink_to(tmp_path / target)
+    assert agree(tmp_path / "near", IMAGE)["names"][-1] == "sample 3 of x/below/a.npy"
+
+
+@pytest.mark.parametrize(
     "dtype", ["float16", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "bool"]
 )
 def test_every_dtype_agrees(agree, tmp_path, dtype):
@@ -161,6 +187,8 @@ def test_folders_lists_and_labels_agree(agree, tmp_path):
     agree(folder, IMAGE, limit=5)
     (tmp_path / "list.txt").write_text("arrays/b.npy 2\narrays/sub/a.npy 0\n")
     assert agree(tmp_path / "list.txt", IMAGE)["labels"] == [2, 0, 0, 0, 0]
+    np.savez(tmp_path / "single.npz", image=batch()[0], target=np.array(3))
+    assert agree(tmp_path / "single.npz", IMAGE)["labels"] == [3]
     (tmp_path / "one.txt").write_text("arrays/c.npz\n")
     assert agree(tmp_path / "one.txt", IMAGE)["labels"] == [3, 1]
     (tmp_path / "mixed.txt").write_text("arrays/b.npy\nx.png\n")
@@ -188,10 +216,19 @@ def test_several_inputs_agree(agree, tmp_path):
         np.save(folder / name / "0.npy", array)
         np.savez(folder / name / "1.npz", anything=array)
     assert agree(folder, *specs)["size"] == 8
+    np.save(folder / "beside.npy", batch())
+    assert agree(folder, *specs)["size"] == 8
+    np.save(folder / "state" / "1.npy", arrays["state"])
+    assert "one file of a name" in agree(folder, *specs)["message"]
+    (folder / "state" / "1.npy").unlink()
     (folder / "state" / "1.npz").unlink()
     assert "the same names" in agree(folder, *specs)["message"]
     assert "exactly the inputs" in agree(tmp_path / "a.npz", IMAGE, STATE)["message"]
     assert "exactly the inputs" in agree(folder / "state" / "0.npy", *specs)["message"]
+    listing = folder / "list.txt"  # of one file for each input
+    listing.write_text("image/0.npy state/0.npy\tscales/0.npy\n")
+    assert agree(listing, *specs)["size"] == 4
+    assert "one for each of" in agree(listing, IMAGE, STATE)["message"]
     np.savez(tmp_path / "few.npz", **arrays | {"state": batch("int64", (3, 2))})
     assert "equally many samples" in agree(tmp_path / "few.npz", *specs)["message"]
 

@@ -167,11 +167,11 @@ std::vector<int> labels_in(const std::string& key, const StoredArray& array) {
 }
 
 std::optional<std::vector<int>> take_labels(Arrays& arrays, const std::vector<TensorSpec>& specs) {
-  for (const char* key : {"labels", "label", "y"}) {
+  for (const char* key : {"labels", "label", "targets", "target", "y"}) {
     const auto entry = arrays.find(key);
     const auto is_input = [key](const TensorSpec& spec) { return spec.name == key; };
     if (entry == arrays.end() || std::any_of(specs.begin(), specs.end(), is_input) ||
-        entry->second.header().shape.size() != 1) {
+        entry->second.header().shape.size() > 1) {
       continue;
     }
     const StoredArray array = entry->second;

@@ -45,6 +45,8 @@ class StoredArray {
       : file_(std::move(file)), header_(std::move(header)), offset_(offset) {}
 
   const npy::Header& header() const { return header_; }
+  // The same values with a first dimension of 1 more.
+  void add_batch() { header_.shape.insert(header_.shape.begin(), 1); }
   // Values in C order and this machine's byte order, of one index along the first axis, or all of them.
   // Throws FeedError: the file cannot be read any more.
   std::vector<char> slice(std::uint64_t index) const;

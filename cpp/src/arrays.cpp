@@ -16,11 +16,27 @@ namespace {
 
 namespace fs = std::filesystem;
 
+// Whether an input [3, H, W] is an image without a batch dimension.
+bool is_unbatched_image(const TensorSpec& spec) {
+  const auto is_side = [](const Dim& dim) { return dim.size.value_or(0) > 3; };
+  return spec.shape.size() == 3 && spec.shape[0].size == 3 && is_side(spec.shape[1]) &&
+         is_side(spec.shape[2]);
+}
+
 // Whether the first dimension of the input is a batch.
 bool is_batch(const TensorSpec& spec, const Specs& specs) {
   if (spec.shape.empty()) return false;
   const std::optional<std::int64_t>& first = spec.shape.front().size;
   return !first || *first == 1 || *first == fixed_batch(specs);
+}
+
+// Whether a shape is that of a single sample of the input, without the batch dimension.
+bool lacks_batch(const std::vector<std::int64_t>& shape, const TensorSpec& spec) {
+  bool fits = shape.size() + 1 == spec.shape.size();
+  for (std::size_t axis = 0; fits && axis < shape.size(); ++axis) {
+    fits = spec.shape[axis + 1].size.value_or(shape[axis]) == shape[axis];
+  }
+  return fits;
 }
 
 std::string transpose_hint(const std::vector<std::int64_t>& dims, const TensorSpec& spec) {
@@ -87,6 +103,13 @@ std::size_t count_rows(const Arrays& arrays, const Specs& specs, const std::stri
   return counts.empty() ? 1 : static_cast<std::size_t>(counts.front().second);
 }
 
+// Whether an array has one dimension more than its input.
+bool has_stacked_samples(const Arrays& arrays, const Specs& specs) {
+  return std::any_of(specs.begin(), specs.end(), [&arrays](const TensorSpec& spec) {
+    return arrays.at(spec.name).header().shape.size() > spec.shape.size();
+  });
+}
+
 Tensor tensor_of(const StoredArray& array, const TensorSpec& spec, std::size_t row,
                  const Specs& specs) {
   const npy::Header& header = array.header();
@@ -144,13 +167,19 @@ void require_finite(const Tensor& tensor, const std::string& file_name) {
 using FilesByInput = std::map<std::string, fs::path>;
 
 std::shared_ptr<const FileArrays> read_file_arrays(const FilesByInput& files, const Specs& specs) {
-  const auto single_file = files.find("");
-  if (single_file != files.end())
-    return std::make_shared<FileArrays>(read_arrays(single_file->second, specs));
   auto file_arrays = std::make_shared<FileArrays>();
+  const auto single_file = files.find("");
+  if (single_file != files.end()) {
+    *file_arrays = read_arrays(single_file->second, specs);
+  } else {
+    for (const TensorSpec& spec : specs) {
+      FileArrays input_arrays = read_arrays(files.at(spec.name), {spec});
+      file_arrays->arrays.merge(input_arrays.arrays);
+    }
+  }
   for (const TensorSpec& spec : specs) {
-    FileArrays input_arrays = read_arrays(files.at(spec.name), {spec});
-    file_arrays->arrays.merge(input_arrays.arrays);
+    StoredArray& array = file_arrays->arrays.at(spec.name);
+    if (is_batch(spec, specs) && lacks_batch(array.header().shape, spec)) array.add_batch();
   }
   return file_arrays;
 }
@@ -182,6 +211,7 @@ class ArraySource final : public Source {
   std::vector<std::string> file_names;  // one a file; empty where there is only one file
   std::vector<int> labels;              // empty where there are none
   bool is_limited = false;              // whether the limit ended the reading
+  bool is_stacked = false;              // whether samples have a batch dimension of their own
 
   std::size_t size() const override { return ends.empty() ? 0 : ends.back(); }
 
@@ -217,6 +247,8 @@ class ArraySource final : public Source {
     return {title + " was read once into a temporary file (" + (is_limited ? "the first " : "") +
             std::to_string(size()) + " samples)"};
   }
+
+  bool has_batches() const override { return is_stacked; }
 
   // Keeps the file that was opened last open: its samples are read one after the other.
   void cache_file(std::size_t file_index, std::shared_ptr<const FileArrays> file_arrays) const {
@@ -277,6 +309,9 @@ std::shared_ptr<const FileArrays> add_file(ArraySource& source, const FilesByInp
   const std::string file_name = describe_files(files, source.specs);
   const std::size_t count = count_rows(file_arrays->arrays, source.specs, file_name);
   check_labels(*file_arrays, count, file_name);
+  if (source.size() == 0) {
+    source.is_stacked = has_stacked_samples(file_arrays->arrays, source.specs);
+  }
   source.file_groups.push_back(files);
   source.ends.push_back(source.size() + count);
   if (file_arrays->labels) {
@@ -312,6 +347,36 @@ std::unique_ptr<ArraySource> make_source(const std::vector<FilesByInput>& file_g
   return source;
 }
 
+std::vector<std::string> split_words(std::string_view line) {
+  std::vector<std::string> words;
+  while (!line.empty()) {
+    const auto [start, last_word] = text::split_last(line);
+    words.emplace_back(last_word.empty() ? start : last_word);
+    line = last_word.empty() ? last_word : start;
+  }
+  std::reverse(words.begin(), words.end());
+  return words;
+}
+
+// A line of a list names the file of all inputs, or one file an input, separated by spaces.
+FilesByInput files_of_line(const images::Picture& file, const Specs& specs) {
+  const std::vector<std::string> names = split_words(file.name);
+  std::error_code failed;
+  if (names.size() == 1 || fs::exists(file.path, failed)) return {{"", file.path}};
+  if (names.size() != specs.size()) {
+    std::vector<std::string> input_names;
+    for (const TensorSpec& spec : specs) input_names.push_back(spec.name);
+    throw FeedError(text::printable(file.name) +
+                    " must name one file of all inputs or one for each of " +
+                    text::repr(input_names) + ", got " + std::to_string(names.size()));
+  }
+  const std::string path = file.path.string();
+  const fs::path folder = path.substr(0, path.size() - file.name.size());
+  FilesByInput files;
+  for (std::size_t k = 0; k < specs.size(); ++k) files[specs[k].name] = folder / names[k];
+  return files;
+}
+
 // One folder an input; files of one name are one item.
 std::unique_ptr<Source> join_input_folders(const std::vector<images::Picture>& files,
                                            const Specs& specs, const std::string& title,
@@ -319,9 +384,17 @@ std::unique_ptr<Source> join_input_folders(const std::vector<images::Picture>& f
   std::map<std::string, FilesByInput> files_by_stem;  // name without suffix -> input -> file
   for (const images::Picture& file : files) {
     const std::size_t slash = file.name.find('/');
+    if (slash == std::string::npos) continue;  // it lies beside the folders
+    const std::string input = file.name.substr(0, slash);
     const fs::path path_below = fs::path(file.name.substr(slash + 1));
-    files_by_stem[(path_below.parent_path() / path_below.stem()).string()]
-                 [file.name.substr(0, slash)] = file.path;
+    const std::string stem = (path_below.parent_path() / path_below.stem()).string();
+    const auto [entry, is_first] = files_by_stem[stem].emplace(input, file.path);
+    if (is_first) continue;
+    throw FeedError("every input's folder in " + title +
+                    " must have one file of a name, suffix aside, got " +
+                    text::printable(entry->second.filename().string()) + " and " +
+                    text::printable(file.path.filename().string()) + " in " +
+                    text::printable(input) + "; remove one");
   }
   std::vector<FilesByInput> file_groups;
   std::vector<std::string> stems;
@@ -388,16 +461,15 @@ std::size_t append_item(ArraySource& source, const Sample& sample) {
   Arrays arrays;
   std::vector<StoredValues> stored_values;
   for (std::size_t k = 0; k < specs.size(); ++k) {
-    npy::Header header = header_of(*tensors[k], file_name);
-    if (header.shape.size() + 1 == specs[k].shape.size()) {
-      header.shape.insert(header.shape.begin(), 1);
-    }
-    stored_values.push_back({offset, header.shape});
-    arrays.emplace(specs[k].name, StoredArray(source.store, std::move(header), offset));
+    StoredArray array(source.store, header_of(*tensors[k], file_name), offset);
+    if (lacks_batch(array.header().shape, specs[k])) array.add_batch();
+    stored_values.push_back({offset, array.header().shape});
+    arrays.emplace(specs[k].name, std::move(array));
     offset += tensors[k]->bytes.size();
   }
   const std::size_t count = count_rows(arrays, specs, file_name);
   if (count == 0) throw FeedError(file_name + " must hold samples, got none");
+  if (source.items.empty()) source.is_stacked = has_stacked_samples(arrays, specs);
   for (const Tensor* tensor : tensors) {
     source.store->append({tensor->bytes.data(), tensor->bytes.size()});
   }
@@ -429,14 +501,12 @@ std::unique_ptr<Source> read_function(const NextSample& next, const Specs& specs
 }
 
 std::int64_t fixed_batch(const Specs& specs) {
-  std::optional<std::int64_t> only;
+  std::set<std::int64_t> first_sizes;
   for (const TensorSpec& spec : specs) {
-    if (spec.shape.empty()) continue;
-    const std::int64_t first = spec.shape.front().size.value_or(0);
-    if (first < 1 || (only && *only != first)) return 1;
-    only = first;
+    if (spec.shape.size() < 2) continue;
+    first_sizes.insert(is_unbatched_image(spec) ? 1 : spec.shape.front().size.value_or(1));
   }
-  return only.value_or(1);
+  return first_sizes.size() == 1 ? std::max<std::int64_t>(*first_sizes.begin(), 1) : 1;
 }
 
 std::unique_ptr<Source> array_file(const fs::path& path, const Specs& specs) {
@@ -453,7 +523,7 @@ std::unique_ptr<Source> array_files(const std::vector<images::Picture>& files, c
   std::vector<FilesByInput> file_groups;
   std::vector<std::string> names;
   for (const images::Picture& file : files) {
-    file_groups.push_back({{"", file.path}});
+    file_groups.push_back(files_of_line(file, specs));
     names.push_back(file.name);
   }
   std::unique_ptr<ArraySource> source = make_source(file_groups, names, specs, title, skip_bad);

@@ -268,6 +268,7 @@ struct Feed::State {
     source = std::move(arrays);
     notes = source->notes();
     batch = resolve_batch(specs, options);
+    if (source->has_batches()) batch = 1;
     chosen = choose_samples(source->size(), options.limit, notes);
   }
 
@@ -376,7 +377,9 @@ std::unique_ptr<Source> open_arrays(const Files& listing, const Specs& specs,
         " images");
   }
   if (listing.folder) return array_folder(listing.files, specs, listing.title, options.skip_bad);
-  if (listing.files.size() == 1 && !listing.files.front().label) {
+  std::error_code failed;  // a line of one file an input is no path
+  if (listing.files.size() == 1 && !listing.files.front().label &&
+      fs::exists(listing.files.front().path, failed)) {
     return array_file(listing.files.front().path, specs);
   }
   return array_files(listing.files, specs, listing.title, options.skip_bad);
@@ -534,15 +537,16 @@ std::vector<std::string> Feed::notes() const {
                     std::to_string(count()) + " samples fill none and were left out");
   } else if (!complete_batches_only_ && fed_count > count()) {
     const std::size_t filler_count = fed_count - count();
-    std::string filler_samples =
-        filler_count > 1 ? "first " + std::to_string(filler_count) + " samples" : "first sample";
-    if (filler_count > count()) {
-      filler_samples =
-          count() > 1 ? std::to_string(count()) + " samples that there are" : "only sample";
+    std::string filler_samples = "first " + std::to_string(filler_count) + " samples again";
+    if (count() == 1) {
+      filler_samples = "only sample again and again";
+    } else if (filler_count > count()) {
+      filler_samples = std::to_string(count()) + " samples that there are again and again";
+    } else if (filler_count == 1) {
+      filler_samples = "first sample again";
     }
     notes.push_back("the model's batch is " + std::to_string(state_->batch) +
-                    ": the last one was filled with the " + filler_samples + " again" +
-                    (filler_count > count() ? " and again" : ""));
+                    ": the last one was filled with the " + filler_samples);
   }
   return notes;
 }

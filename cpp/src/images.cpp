@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <set>
 #include <system_error>
 
 #include "calib8/errors.hpp"
@@ -33,25 +34,43 @@ bool is_file(const fs::path& path) {
   return path.string().find('\0') == std::string::npos && fs::is_regular_file(path, error);
 }
 
-std::vector<std::string> list_names(const fs::path& folder,
-                                    bool (*is_accepted_too)(const fs::path&)) {
-  std::vector<std::string> names;
-  try {
-    auto entry = fs::recursive_directory_iterator(folder);
-    for (; entry != fs::recursive_directory_iterator(); ++entry) {
-      const bool directory = entry->is_directory();
-      if (is_hidden(entry->path())) {
-        if (directory) entry.disable_recursion_pending();
-      } else if (!directory && (is_image(entry->path()) || is_accepted_too(entry->path()))) {
-        names.push_back(entry->path().lexically_relative(folder).generic_string());
+// The accepted files of a folder and its subfolders. Of several paths to a folder, as by links, only the
+// first is read.
+struct FolderTree {
+  bool (*is_accepted_too)(const fs::path&);
+  std::set<fs::path> read_folders;
+  std::vector<std::string> names;  // relative to the folder
+
+  // `prefix` is the folder's own name, with a slash at its end; empty for that of the tree.
+  void read(const fs::path& folder, const std::string& prefix) {
+    if (!read_folders.insert(fs::canonical(folder)).second) return;
+    std::vector<std::string> subfolders;
+    for (const fs::directory_entry& entry : fs::directory_iterator(folder)) {
+      std::error_code failed;  // of a link without an end, which is no folder
+      const fs::path name = entry.path().filename();
+      if (is_hidden(name)) continue;
+      if (entry.is_directory(failed)) {
+        subfolders.push_back(name.string());
+      } else if (is_image(name) || is_accepted_too(name)) {
+        names.push_back(prefix + name.string());
       }
     }
+    std::sort(subfolders.begin(), subfolders.end());
+    for (const std::string& name : subfolders) read(folder / name, prefix + name + "/");
+  }
+};
+
+std::vector<std::string> list_names(const fs::path& folder,
+                                    bool (*is_accepted_too)(const fs::path&)) {
+  FolderTree tree{is_accepted_too, {}, {}};
+  try {
+    tree.read(folder, "");
   } catch (const fs::filesystem_error& error) {
     throw FeedError("folder " + text::printable(error.path1().string()) +
                     " cannot be read: " + error.code().message() + "; make it readable");
   }
-  std::sort(names.begin(), names.end());
-  return names;
+  std::sort(tree.names.begin(), tree.names.end());
+  return tree.names;
 }
 
 std::string read_list_text(const fs::path& path) {
@@ -76,12 +95,13 @@ Picture parse_line(const fs::path& listing, std::size_t line_number, std::string
   const std::string name(path_text);
   if (scan::are_digits(last_word, 1, 9))
     return {folder / name, name, std::stoi(std::string(last_word))};
-  if (is_file(folder / name)) {
+  if (is_file(folder / name) && !is_file(folder / std::string(last_word))) {
     throw FeedError("a label must be a whole number from 0, got " + text::repr(last_word) +
                     " on line " + std::to_string(line_number) + " of " +
                     text::printable(listing.string()) +
                     "; number the classes in the order of the model's outputs");
   }
+  // several files, or one that is missing
   return {folder / entire_line, entire_line, std::nullopt};
 }
 

@@ -31,6 +31,8 @@ class Source {
   // By any number of threads. Throws FeedError: it cannot be read; SampleChanged: it is another one now.
   virtual Raw load(std::size_t index) const = 0;
   virtual std::vector<std::string> notes() const { return {}; }
+  // Whether each sample has the batch of the model.
+  virtual bool has_batches() const { return false; }
 };
 
 }  // namespace calib8

@@ -56,6 +56,16 @@ TEST_CASE("letterbox pads through the same arithmetic") {
   CHECK(apply(wide, preprocess)[0] == 9.0F);
 }
 
+TEST_CASE("preprocessing that would read beyond its numbers or the picture is refused") {
+  Preprocess small_crop = ready({8, 8});
+  small_crop.resize = Resize::kShortSide;
+  small_crop.short_side = 4;
+  CHECK_THROWS_AS(apply(Pixels(16, 16, 3), small_crop), ConfigError);
+  Preprocess few_means = ready({8, 8});
+  few_means.mean = {0.5, 0.5};
+  CHECK_THROWS_AS(apply(Pixels(16, 16, 3), few_means), ConfigError);
+}
+
 TEST_CASE("sizes of letterbox and short side") {
   CHECK(letterbox_size({40, 80}, {32, 32}) == Size{16, 32});
   CHECK(letterbox_size({1, 5000}, {32, 32}) == Size{1, 32});
