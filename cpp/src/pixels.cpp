@@ -26,6 +26,8 @@ void check_pixels(const Pixels& pixels, const Preprocess& preprocess) {
         "a picture is fitted into a size of 1x1 at the least, got none; resolve() gives"
         " the model's own");
   }
+  preprocess.check();
+  preprocess.check_crop();
   const bool is_complete =
       pixels.height > 0 && pixels.width > 0 && pixels.channels == preprocess.channels() &&
       pixels.data.size() == static_cast<std::size_t>(pixels.height) * pixels.row_bytes();

@@ -45,14 +45,6 @@ Size resolve_size(const Preprocess& preprocess, const Dim& height, const Dim& wi
   return size;
 }
 
-void check_crop(const Preprocess& preprocess) {
-  const int crop = std::max(preprocess.size->height, preprocess.size->width);
-  if (preprocess.resize != Resize::kShortSide || preprocess.short_length() >= crop) return;
-  throw ConfigError("short_side must reach the crop of " + format_size(*preprocess.size) +
-                    ", got " + std::to_string(*preprocess.short_side) + "; give " +
-                    std::to_string(crop) + " or more");
-}
-
 std::string format_list(const std::vector<double>& values, int digits) {
   std::ostringstream out;
   out.precision(digits);
@@ -112,7 +104,7 @@ Resolved resolve(const std::optional<Preprocess>& requested, const TensorSpec& s
   } catch (const ConfigError& error) {
     throw FeedError(std::string(error.what()) + " (the input is " + spec.describe() + ")");
   }
-  check_crop(preprocess);
+  preprocess.check_crop();
   check_mean(preprocess);
   if (requested) return {preprocess, {}};
   return {

@@ -40,7 +40,8 @@ struct Pixels {
 };
 
 // uint8 [H, W, C] -> C * h * w floats. `preprocess` must be resolved.
-// Throws ConfigError: it has no size; FeedError: other channels than `preprocess` states, or too little data.
+// Throws ConfigError: it has no size, or an invalid value; FeedError: other channels than `preprocess` states, or
+// too little data.
 std::vector<float> apply(const Pixels& pixels, const Preprocess& preprocess);
 
 // (h, w) with the short side made `length`, the long one scaled alike and rounded down.
