@@ -646,13 +646,19 @@ def test_gpu_engine_has_no_cpu_speedup():
 
 def test_worst_of_several_engines_is_named():
     def accuracy(share):
-        return dataclasses.replace(full_report().engines[1].accuracy, top1_candidate=share)
+        precision = MeanPrecision(
+            reference=0.95, candidate=share, reference_50=0.95, candidate_50=share, objects=9
+        )
+        figures = full_report().engines[1].accuracy
+        return dataclasses.replace(figures, top1_candidate=share, precision=precision)
 
     engines = (
         parts.EngineRow(label="FP32", reference=True),
         *(parts.EngineRow(label=str(s), accuracy=accuracy(s)) for s in (0.93, 0.9, 0.92)),
     )
-    assert "worst -2.25 points" in to_screen(Report(engines=engines))
+    screen = to_screen(Report(engines=engines))
+    assert "worst -2.25 points" in screen
+    assert "worst -5.00 points" in screen
 
 
 def test_warnings_are_unique_and_name_engines():

@@ -315,7 +315,7 @@ def _describe_match(
         )
     if "method" in changes:
         return f"only {changes['method']}: searched again, the model was not run"
-    return "model, images, preprocessing, method and versions are the same"
+    return "model, images, preprocessing and method are the same"
 
 
 def _describe_programs(stored: Fingerprint, current: Fingerprint) -> str:

@@ -362,10 +362,16 @@ def _top1_line(report: Findings) -> ComparisonLine:
     changes = [
         share - shares[0] for share in shares[1:] if share is not None and shares[0] is not None
     ]
+    return ComparisonLine("Top-1", tuple(map(figures.percent, shares)), _worst_change(changes))
+
+
+def _worst_change(changes: Sequence[float]) -> str:
+    """Return the largest loss of the int8 engines; it is marked as the worst if there are several.
+
+    `changes`: gained share of each engine against the float model; "" for none.
+    """
     text = figures.points(min(changes)) if changes else ""
-    if len(changes) > 1:
-        text = f"worst {text}"
-    return ComparisonLine("Top-1", tuple(map(figures.percent, shares)), text)
+    return f"worst {text}" if len(changes) > 1 else text
 
 
 def _task_line(report: Findings, label: str) -> ComparisonLine:
@@ -412,7 +418,7 @@ def _precision(report: Findings, label: str, suffix: str) -> Iterator[Comparison
         if engine.reference:  # the float model's own row
             values[index] = float_model_value
     cells = tuple(map(figures.percent, values))
-    yield ComparisonLine(label, cells, figures.points(min(changes)))
+    yield ComparisonLine(label, cells, _worst_change(changes))
 
 
 PLAN, OPTIONS, REPORT = "plan", "options", "report"  # roles of the report's files

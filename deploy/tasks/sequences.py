@@ -140,7 +140,7 @@ STEPS = Form(
     shape="[N, T, C], [N, C, T], [N, T] or [N, 1]",
     values="probabilities of the classes of each step, or their logarithms; or independent"
     " probabilities",
-    figure="steps of the same class, or on the same side of 0.5, of the first such output",
+    figure="steps of the same class, or on the same side of 0.5; of several such outputs the first",
     source="voice activity, taggers, wake words",
 )
 

@@ -493,7 +493,7 @@ class Embeddings(EvaluationTask):
 
 EMBEDDINGS = Form(
     shape="[N, D] with D 32 or more",
-    values="vectors of length 1; values symmetric about zero; or, for pictures, values of 0 or more"
+    values="vectors of norm 1; values symmetric about zero; or, for pictures, values of 0 or more"
     " if D is a multiple of 16",
     figure="same nearest neighbour; cosine",
     source="faces, sentences, CLIP",
