@@ -230,7 +230,7 @@ class HalvesAgreement:
             clauses = [f"{name} by {_percent(share)}" for name, share in self.differences.items()]
             sentence += f": {list_first(clauses, _MAX_LISTED)}"
         if self.stopped:
-            sentence += "; enough twice in a row, so no more were looked at"
+            sentence += "; the ranges agreed twice in a row, so no more were used"
         elif not self.is_enough:
             sentence += "; calibrate with more images"
         return sentence

@@ -274,21 +274,21 @@ def _doubt_top1(accuracy: Accuracy, top1: float, classes: int) -> LevelReasons:
         side = "above" if shift > 0 else "below"
         yield (
             UNUSABLE,
-            f"{FLOAT_MODEL} itself is wrong on its own images: top-1 {100 * top1:.2f} %, but"
+            f"{FLOAT_MODEL} is mostly wrong: top-1 {100 * top1:.2f} %, but"
             f" {100 * abs(shift):.0f} % of the labels are the class {side}; shift the labels"
             " by one",
         )
     elif is_spread_narrow and top1 <= chance + spread:
         yield (
             UNUSABLE,
-            f"{FLOAT_MODEL} itself is wrong on its own images: top-1 {100 * top1:.2f} %, and"
+            f"{FLOAT_MODEL} is no better than chance: top-1 {100 * top1:.2f} %, and"
             f" chance is {100 * chance:.3g} % with {classes} classes; check --preprocess, --mean,"
             " --std, --color and the labels",
         )
     elif top1 < _MIN_TOP1 and chance < _MIN_TOP1 / 2:
         yield (
             DOUBTFUL,
-            f"{FLOAT_MODEL} itself is mostly wrong on its own images: top-1 {100 * top1:.2f} %"
+            f"{FLOAT_MODEL} is mostly wrong: top-1 {100 * top1:.2f} %"
             f" with {classes} classes; check --preprocess, --mean, --std, --color and the labels",
         )
 
