@@ -195,6 +195,10 @@ def test_page_draws_kept_lost_new_boxes():
     page = to_html(Report(engines=engines))  # a picture stands once for several engines
     assert page.count("data:image/") == 1
     assert page.count('<use href="#look-0"/>') == 3
+    # a label right of the middle ends at its box, so that a long name is not cut off
+    assert engine_figure.count('<text class="end"') == 1
+    assert re.search(r'class="new" x="156.2" [^/]*/><text class="end" x="160.5"', engine_figure)
+    assert 'class="end"' not in reference_figure
     page = to_html(Report(engines=(EngineRow(label="int8", boxes=boxes(names={0: "a<b"})),)))
     assert page.count(">a&lt;b 0.90</text>") == 16
     assert page.count('id="look-0"') == 1

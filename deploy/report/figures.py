@@ -82,8 +82,8 @@ def rate(value: float) -> str:
 
 
 def real(value: float) -> str:
-    """Format a tensor's value with four significant digits."""
-    return f"{value:.4g}"
+    """Format a tensor's value with four significant digits; -0 is 0."""
+    return f"{value + 0.0:.4g}"
 
 
 def ratio(value: float) -> str:

@@ -45,7 +45,7 @@ Sections = Iterator[Section]
 _MAX_LAYERS = 10  # worst layers shown
 _MAX_LAYERS_OF_TARGET = 5  # if there are several targets
 _MAX_BOXES = 100  # of a kind in one drawing, the best by score
-_LABEL_WIDTH, _LABEL_HEIGHT = 34, 12  # in px, of a box's class and score
+_LABEL_HEIGHT = 12  # in px, of a box's class and score
 
 _RANGE_TEXT = (
     "Thin line: values seen. Bar: range kept by the scale. Tick: zero."
@@ -512,14 +512,16 @@ def _boxes(boxes: BoxPicture, group: Detections, line_style: str) -> str:
         x2 = _clamp(right * width, width)
         y1 = _clamp(top * height, height)
         y2 = _clamp(bottom * height, height)
-        text_x = min(x1 + 2, width - _LABEL_WIDTH)
+        label_start = f'<text x="{x1 + 2:.1f}"'
+        if x1 > width / 2:  # a long name would be cut off at the right
+            label_start = f'<text class="end" x="{x2 - 2:.1f}"'
         text_y = y1 - 3
         if y1 <= _LABEL_HEIGHT:  # no room above the box
             text_y = y1 + _LABEL_HEIGHT - 1
         class_name = boxes.class_names.get(class_number, str(class_number))
         body += (
             f'<rect class="{line_style}" x="{x1:.1f}" y="{y1:.1f}" width="{max(x2 - x1, 0):.1f}"'
-            f' height="{max(y2 - y1, 0):.1f}"/><text x="{text_x:.1f}" y="{text_y:.1f}">'
+            f' height="{max(y2 - y1, 0):.1f}"/>{label_start} y="{text_y:.1f}">'
             f"{escape(encodable(class_name))} {score:.2f}</text>"
         )
     return body
