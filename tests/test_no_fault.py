@@ -20,6 +20,7 @@ from deploy.analysis.experiment import SHOWN, quantize, read_values
 from deploy.calibration import store
 from deploy.errors import BackendError, ConfigError, FeedError
 from deploy.files.manifest import sha256
+from deploy.report.profile_page import Area, Tile, squarify, tree_map
 from deploy.runtimes.ort import OrtSession
 from scripts import house
 from scripts.attacks.mutate import mutated
@@ -389,3 +390,26 @@ def test_bad_experiments_are_refused(run, tmp_path):
         read_values(str(tmp_path))
     with pytest.raises(ConfigError, match="brackets"):
         read_values("[" * 70)
+
+
+def test_tree_map_areas_are_shares():
+    values = [6, 6, 4, 3, 2, 2, 1]  # the example of its source: 6 x 4
+    areas = squarify(values, Area(0, 0, 6, 4))
+    assert [area.width * area.height for area in areas] == pytest.approx(values)
+    assert areas[0] == Area(0, 0, 3, 2)
+    assert areas[1] == Area(0, 2, 3, 2)
+    assert areas[2].width == pytest.approx(12 / 7)
+    assert areas[2].height == pytest.approx(7 / 3)
+    assert squarify([], Area(0, 0, 1, 1)) == []
+
+
+def test_tree_map_nests_and_escapes_parts():
+    inner = (Tile("a<b", 3, "said & done", 1), Tile("tiny", 1e-9, "unseen"))
+    text = tree_map([Tile("whole", 3, "all", parts=inner), Tile("none", 0, "nothing")], "Title")
+    assert text.count("<rect") == 2
+    assert "a&lt;b" in text
+    assert "said &amp; done" in text
+    assert 'class="whole"' in text
+    assert 'class="c1"' in text
+    assert "none" not in text
+    assert tree_map([], "Title") == ""
