@@ -166,8 +166,8 @@ def test_dynamic_aipp_leaves_values_to_host():
     assert "\n" not in note
     files = {}
     request = SimpleNamespace(manifest={"preprocess": None})
-    note = aipp.write_aipp_files(request, files, AippSource(), first_layer_int8=False)
-    assert note == ["No AIPP file: the calibration was fed arrays, not pictures."]
+    with pytest.raises(ExportError, match="fed arrays, not pictures"):
+        aipp.write_aipp_files(request, files, AippSource(), first_layer_int8=False)
     assert not files
 
 
@@ -204,6 +204,13 @@ def test_command_writes_aipp_and_its_deviation(build_with_aipp, command, tmp_pat
     code, _, err = build_with_aipp("--dynamic-aipp")
     assert code == 0, err
     assert "max_src_image_size: 768" in (tmp_path / "small_cnn_aipp.cfg").read_text()
+
+
+def test_missing_aipp_file_is_on_the_screen(build_with_aipp, tmp_path):
+    code, out, err = build_with_aipp("--mean", -1)
+    assert code == 0, err
+    assert "no AIPP file: AIPP takes means of 0 to 255" in " ".join(out.split())
+    assert not (tmp_path / "small_cnn_aipp.cfg").exists()
 
 
 @pytest.mark.parametrize(

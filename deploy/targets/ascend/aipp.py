@@ -562,16 +562,16 @@ def write_aipp_files(
     `files`: role -> path of the files of the build, to which these are added.
 
     Returns:
-        Sentences for the user: what the host has to do, how exact AIPP is, or why there is no file.
+        Sentences for the user: what the host has to do, and how exact AIPP is.
+
+    Raises:
+        ExportError: AIPP cannot express the preprocessing; no file is written.
     """
     settings = request.manifest.get("preprocess")
     if not settings:
-        return ["No AIPP file: the calibration was fed arrays, not pictures."]
+        raise ExportError("the calibration was fed arrays, not pictures; AIPP takes pictures")
     preprocess: Preprocess = Preprocess.from_json(settings)
-    try:
-        aipp = write_aipp(preprocess, source)
-    except ExportError as error:
-        return [f"No AIPP file: {error}."]
+    aipp = write_aipp(preprocess, source)
     files["AIPP configuration"] = request.write("_aipp.cfg", aipp.text)
     if first_layer_int8:
         options_text = compression_options()

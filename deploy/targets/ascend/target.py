@@ -19,7 +19,7 @@ from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, ClassVar
 
-from deploy.errors import ConfigError, SdkMissingError
+from deploy.errors import ConfigError, ExportError, SdkMissingError
 from deploy.targets.ascend.atc import (
     COLORS,
     DEFAULT_CANN,
@@ -390,10 +390,14 @@ class Ascend:
             deploy_model_note(recipe.model, recipe.layers, request),
         ]
         host_notes: list[str] = []  # on the steps before AIPP, which the device's program has to do
+        alerts = self._alerts(recipe)
         if self.aipp or self.first_layer_int8:
-            host_notes = write_aipp_files(
-                request, files, self._source(), first_layer_int8=self.first_layer_int8
-            )
+            try:
+                host_notes = write_aipp_files(
+                    request, files, self._source(), first_layer_int8=self.first_layer_int8
+                )
+            except ExportError as error:  # all else is as good as with AIPP
+                alerts += (f"no AIPP file: {error}",)
         engine, atc_notes, atc_error = write_om(request, files, self._atc())
         write_readme(request, files, self._atc(), cann=self.cann, host_notes=host_notes)
         decisions = decide_precisions(
@@ -415,7 +419,7 @@ class Ascend:
             ranges=recipe.ranges,
             weights=deployed_weights(recipe.layers),
             notes=(*notes, *host_notes, *atc_notes),
-            alerts=self._alerts(recipe),
+            alerts=alerts,
             error=atc_error,
         )
 
