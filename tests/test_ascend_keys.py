@@ -3,10 +3,12 @@
 import json
 
 import numpy as np
+import onnx
 import pytest
 
 from deploy.targets.ascend.config_keys import ACTIVATION, LAYER, MODEL_SETTINGS, WEIGHT
 from deploy.targets.ascend.proto import message_class
+from deploy.targets.ascend.target import Ascend
 from tests.vendor_models import save_net
 
 BLOCKS = {"ARQuantize": "arq_quantize", "ADAquantize": "ada_quantize"}
@@ -209,6 +211,13 @@ def test_simplified_key_is_obeyed(key, built):
         assert value_at(config, path) == pytest.approx(expected)
     else:
         assert value_at(config, path) == expected
+
+
+def test_plan_has_the_configuration_float_layers(model, tmp_path):
+    config = tmp_path / "my.cfg"
+    config.write_text('skip_layers: "conv2"')
+    decisions = Ascend(config=config).plan(onnx.load(model), ("fc",)).decisions
+    assert {d.node for d in decisions if d.precision == "int8"} == {"conv1"}
 
 
 @pytest.mark.parametrize("key", REFUSED)

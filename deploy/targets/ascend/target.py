@@ -217,8 +217,19 @@ class Ascend:
         return tuple(dict.fromkeys(tensors))
 
     def plan(self, model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
-        """Return the layers that AMCT quantizes by default, and why the others stay float."""
-        return make_default_plan(model, float_nodes)
+        """Return the layers that AMCT quantizes, and why the others stay float.
+
+        A configuration of the user may keep layers in float, as `float_nodes` does.
+        """
+        from deploy.graph.plan import FLOAT_BY_USER, reasons_by_node
+        from deploy.targets.ascend.existing_files import read_any_config
+
+        float_reasons = reasons_by_node(float_nodes)
+        if self.config is not None:
+            _, graph = prepare_model(model)
+            disabled_names = set(graph.layers) - set(read_any_config(self.config, graph).enabled())
+            float_reasons = {**dict.fromkeys(disabled_names, FLOAT_BY_USER), **float_reasons}
+        return make_default_plan(model, float_reasons)
 
     def demand(self, subject: CalibrationSubject) -> tuple[Observation, ...]:
         """Return the statistics of AMCT's searches, on the model with fake-quantized weights.
