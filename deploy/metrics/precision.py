@@ -113,11 +113,11 @@ class AveragePrecision:
             class_boxes = boxes[is_of_class]
             class_crowds = crowds[is_of_class]
 
-            outcomes = []
-            for iou in IOUS.tolist():
-                outcomes.append(
-                    _find_outcomes(best_detections.boxes, class_boxes, class_crowds, iou)
-                )
+            overlaps = box_ious(best_detections.boxes, class_boxes)
+            overlaps[:, class_crowds] = _shares_inside(
+                best_detections.boxes, class_boxes[class_crowds]
+            )
+            outcomes = [_find_outcomes(overlaps, class_crowds, iou) for iou in IOUS.tolist()]
             self._outcomes[class_number].append((best_detections.scores, np.stack(outcomes)))
             self._object_counts[class_number] += int((~class_crowds).sum())
 
@@ -141,26 +141,22 @@ class AveragePrecision:
         return float(np.mean(precisions)), float(np.mean(precisions, axis=0)[0])
 
 
-def _find_outcomes(
-    detected_boxes: Floats, boxes: Floats, crowds: Flags, iou: float
-) -> NDArray[np.int8]:
+def _find_outcomes(overlaps: Floats, crowds: Flags, iou: float) -> NDArray[np.int8]:
     """Return the outcome of each detected box: _HIT, _MISS or _CROWD, [detected].
 
     Args:
-        detected_boxes: [detected, 4] corners, the best score first.
-        boxes: [objects, 4] corners of the annotated objects.
+        overlaps: [detected, objects], the best score first: the IoU, or the share of the box in a
+            crowd.
         crowds: [objects] whether each is a crowd.
         iou: overlap with an object from which a box is a hit.
     """
-    overlaps = box_ious(detected_boxes, boxes)  # [detected, objects]
-    overlaps[:, crowds] = _shares_inside(detected_boxes, boxes[crowds])
     is_unmatched = ~crowds  # objects that no box has hit yet
-    outcomes = np.full(len(detected_boxes), _MISS, np.int8)
+    outcomes = np.full(len(overlaps), _MISS, np.int8)
     for index, box_overlaps in enumerate(overlaps):
         candidates = np.where(is_unmatched & (box_overlaps >= iou), box_overlaps, 0)
         if candidates.max(initial=0) > 0:
             # COCOeval takes the last object of several with the same overlap
-            matched_object = len(boxes) - 1 - candidates[::-1].argmax()
+            matched_object = len(candidates) - 1 - candidates[::-1].argmax()
             is_unmatched[matched_object] = False
             outcomes[index] = _HIT
         elif (box_overlaps[crowds] >= iou).any():

@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,7 +99,7 @@ def _mirrored_histogram(counts: NDArray[np.int64], full_range: float) -> Histogr
     return HistogramPart(start=(first_bar - 0.5) * width, width=width, counts=tuple(sums.tolist()))
 
 
-def _even_histogram(counts: NDArray[np.int32], lo: float, hi: float) -> HistogramPart | None:
+def _even_histogram(counts: NDArray[np.integer[Any]], lo: float, hi: float) -> HistogramPart | None:
     """Return bars of a histogram whose bins divide [lo, hi] evenly; None if it is empty."""
     if not counts.any():
         return None
@@ -119,10 +119,8 @@ def _histogram_of_values(values: NDArray[np.float32]) -> HistogramPart | None:
         return None
     lo = float(values.min())
     hi = float(values.max())
-    if lo == hi:
-        return _single_bar(lo, values.size)
     counts, _ = np.histogram(values.astype(np.float64), bins=MAX_BARS, range=(lo, hi))
-    return HistogramPart(start=lo, width=(hi - lo) / MAX_BARS, counts=tuple(counts.tolist()))
+    return _even_histogram(counts, lo, hi)
 
 
 def _single_bar(value: float, count: int) -> HistogramPart:
@@ -368,12 +366,7 @@ _LISTED_CHANNELS = 3  # worst channels listed per weight
 
 def worst_weights(rows: Iterable[WeightRow]) -> list[WeightRow]:
     """Sort by the grid share of the weight's worst channel, then by the channels' ratio."""
-    return sorted(rows, key=_weight_rank)
-
-
-def _weight_rank(row: WeightRow) -> tuple[float, float]:
-    """Return what weights are sorted by, the worst first."""
-    return row.used, -row.ratio
+    return sorted(rows, key=lambda row: (row.used, -row.ratio))
 
 
 def weight_row(weight: StoredWeight) -> WeightRow:
@@ -383,37 +376,26 @@ def weight_row(weight: StoredWeight) -> WeightRow:
     that it reaches, both [channels].
     """
     amax = weight.amax
-    used = weight.used
     live_channels = np.flatnonzero(amax > _DEAD_RATIO * amax.max())
-    row_of_dead_weight = WeightRow(
-        node=weight.node,
-        op=weight.op,
-        channels=amax.size,
-        scales=weight.scales.size,
-        least=0.0,
-        median=0.0,
-        largest=0.0,
-        ratio=1.0,
-        used=0.0,
-        dead=amax.size - live_channels.size,
-    )
-    if not live_channels.size:
-        return row_of_dead_weight
-
-    live_amax = amax[live_channels]
-    live_used = used[live_channels]
+    # without a live channel the figures are those of one that is 0
+    live_amax = amax[live_channels] if live_channels.size else np.zeros(1)
+    live_used = weight.used[live_channels] if live_channels.size else np.zeros(1)
     smallest = float(live_amax.min())
     largest = float(live_amax.max())
     worst_channels: list[int] = []
     if largest > smallest:  # channels that are all equal have no worst one
         by_used_then_amax = np.lexsort((live_amax, live_used))  # the last key sorts first
         worst_channels = live_channels[by_used_then_amax[:_LISTED_CHANNELS]].tolist()
-    return replace(
-        row_of_dead_weight,
+    return WeightRow(
+        node=weight.node,
+        op=weight.op,
+        channels=amax.size,
+        scales=weight.scales.size,
         least=smallest,
         median=float(np.median(live_amax)),
         largest=largest,
-        ratio=largest / smallest,
+        ratio=largest / smallest if smallest else 1.0,
         used=float(live_used.min()),
+        dead=amax.size - live_channels.size,
         worst=tuple(worst_channels),
     )
