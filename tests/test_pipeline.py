@@ -288,6 +288,7 @@ def test_bad_evaluation_image_skips_its_label(build_small, pictures, tmp_path):
         ({"float_nodes": "Conv_c22"}, "did you mean 'Conv_c2'"),
         ({"threads": -1}, "got -1"),
         ({"targets": ["onnx"]}, "a target is one of"),
+        ({"targets": 3}, "a target is one of .*got '3'"),
         ({"targets": ["tensorrt", "tensorrt"]}, "'tensorrt' twice"),
         ({"method": "kl"}, "a method is one of"),
     ],

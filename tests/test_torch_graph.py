@@ -8,6 +8,7 @@ import json.decoder
 import math
 import operator
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -129,9 +130,30 @@ def test_containers_of_inputs_are_captured():
     assert torch.equal(outputs["sum"], expected["sum"])
     assert len(outputs["rows"]) == 2
     parts = {"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)}
+    model = module(lambda self, batch: self.a(batch["x"]) + self.b(batch["y"]), **parts)
+    batch = {"x": torch.randn(4, 3), "y": torch.randn(4, 3)}
+    assert torch.equal(prepare(model, [batch])(batch), model(batch))
+    assert profile(model, [batch], warm_up=0, runs=1).macs == 2 * 4 * 3 * 2
     model, x = module(lambda self, x, y: self.a(x) + self.b(y), **parts), torch.randn(4, 3)
     assert torch.allclose(capture(model, [x, x])(x, 5 * x), model(x, 5 * x))
     assert compare_with_torch(to_onnx(model, [x, x]), model, [(x, 5 * x)]).max_difference < 1e-5
+
+
+@dataclass
+class Returned:
+    first: torch.Tensor
+    rows: list
+
+
+def test_returned_dataclass_is_captured():
+    torch.export.register_dataclass(Returned)  # as transformers does with its own
+    # symbolic tracing, which is tried next, cannot follow unbind
+    model = module(lambda self, x: {"out": Returned(self.a(x), [*x.unbind(1)])}, a=nn.Linear(3, 2))
+    x = torch.randn(4, 3)
+    for captured in (capture(model, [x]), prepare(model, [x])):
+        returned, expected = captured(x)["out"], model(x)["out"]
+        assert torch.equal(returned.first, expected.first)
+        assert len(returned.rows) == 3
 
 
 def test_changes_in_place_are_captured():
@@ -655,6 +677,12 @@ def test_functional_convolutions_fold_too():
     assert isinstance(folded.get_submodule("linear"), nn.Linear)
     x = torch.randn(2, 3, 8, 8)
     assert torch.allclose(folded(x), model(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("runs", [{"runs": "a"}, {"runs": 0}, {"warm_up": 0.5}, {"warm_up": -1}])
+def test_profile_refuses_bad_numbers_of_runs(runs):
+    with pytest.raises(ConfigError, match=f"{next(iter(runs))} must be a whole number"):
+        profile(nn.ReLU(), [torch.zeros(1)], **runs)
 
 
 @pytest.mark.slow

@@ -191,7 +191,11 @@ def test_unfit_checkpoint_is_refused(small, tmp_path, wording):
         ({"evaluate": lambda model: None}, errors.ModelError, "evaluate .*NoneType"),
         ({"epochs": 1.5}, errors.ConfigError, "whole number"),
         ({"clip_gradient": -1}, errors.ConfigError, "clip_gradient .* 0 or more, got -1"),
-        ({"distil": 3}, errors.ConfigError, "distil takes a list, got 3"),
+        ({"distil": 3}, errors.ConfigError, "distil takes a list .*got 3"),
+        ({"convert": {nn.Conv2d: nn.Conv2d}}, errors.ConfigError, "from_observed"),
+        ({"amp": 3}, errors.ConfigError, "amp .*got 3"),
+        ({"skip": ["features.0", "features.4", "head"]}, errors.ExportError, "none of 3 layers"),
+        ({"distil": ["head"]}, errors.ConfigError, "pairs .*got 'head'"),
         ({"optimizer": lambda parameters: 3}, errors.ConfigError, "torch optimizer, got int"),
         ({"inputs": 3}, errors.FeedError, "got int"),
         ({"calibration": 3}, errors.FeedError, "got int"),
@@ -215,6 +219,12 @@ def test_unfit_checkpoint_is_refused(small, tmp_path, wording):
 def test_unfit_tasks_are_refused(small, options, error, reason):
     with pytest.raises(error, match=reason):
         train(task_of(small, **options))
+
+
+@pytest.mark.parametrize("device", ["gpu", "meta", []])
+def test_unfit_device_is_refused(device):
+    with pytest.raises(errors.ConfigError, match=r"meta"):
+        train(task_of(nn.Linear(1, 1)), device=device)
 
 
 def test_channel_wise_loss_is_its_formula():

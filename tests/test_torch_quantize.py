@@ -355,7 +355,7 @@ def test_calibration_keeps_modes_of_modules():
 
     x = torch.randn(2, 3, 4, 4)
     model = module(run, conv=nn.Conv2d(3, 4, 1), drop=nn.Dropout())
-    prepared = prepare(model, [x], norms="train").train()
+    prepared = prepare(model, [x], target="tensorrt", norms="train").train()
     prepared.drop.eval()  # as fine-tuning freezes a part of a model
     calibrate(prepared, [x])
     assert prepared.training
@@ -387,7 +387,10 @@ def test_bad_data_and_options_are_refused(resnet, batches, wording):
         ({"mode": "magic"}, "a mode is one of"),
         ({"target": "tpu"}, "a target is one of"),
         ({"bits": 16}, "bits are 2 to 8"),
-        ({"skip": "conv1"}, "skip takes a list, got 'conv1'"),
+        ({"target": 3}, "a target is one of"),
+        ({"skip": "conv1"}, "skip takes a list .*got 'conv1'"),
+        ({"leaves": [3]}, r"leaves takes a list .*got \[3\]"),
+        ({"custom": 3}, "from_float, got 3"),
         ({"momentum": "1"}, "momentum lies in"),
     ):
         with pytest.raises(ConfigError, match=reason):
@@ -397,9 +400,10 @@ def test_bad_data_and_options_are_refused(resnet, batches, wording):
 def test_model_without_int8_layers_is_refused():
     x = torch.zeros(1, 3, 4, 4)
     net = nn.Sequential(nn.Conv2d(3, 4, 1)).eval()
-    for prepared in (prepare(net, [x], mode="dynamic"), net):  # the second one is not prepared
-        with pytest.raises(ExportError, match="none of 1 layers"):
-            convert(prepared)
+    with pytest.raises(ExportError, match="none of 1 layers"):
+        prepare(net, [x], mode="dynamic")
+    with pytest.raises(ExportError, match="none of 1 layers"):
+        convert(net)  # not prepared
 
 
 def failing_loader():
@@ -410,7 +414,7 @@ def failing_loader():
 def test_data_that_cannot_be_read_is_refused():
     x = torch.ones(1, 3, 4, 4)
     net = nn.Sequential(nn.Conv2d(3, 4, 1)).eval()
-    prepared = prepare(net, [x], mode="weight-only")
+    prepared = prepare(net, [x], target="tensorrt")
     with pytest.raises(FeedError, match=r"LookupError: no such photo at .*raise LookupError"):
         calibrate(prepared, failing_loader())
     with pytest.raises(FeedError, match="got int"):

@@ -201,7 +201,7 @@ def export_trained(
     target: str | Target = "onnxruntime",
     bits: int = 8,
     checkpoint: Path | None = None,
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
     report: Callable[[str], object] = lambda line: None,
 ) -> QuantizedExport:
     """Train a task for int8, export the result with Q/DQ, and measure it.

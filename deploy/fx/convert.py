@@ -94,6 +94,21 @@ def widest_reach(reaches: Iterable[RangeLimits | None]) -> RangeLimits | None:
 
 _PADDING = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)  # ZeroPad is a ConstantPad
 CustomClasses = Mapping[type[nn.Module], type[nn.Module]]
+QUANTIZED_MAKERS = ("from_observed", "from_float")  # methods of a quantized class, the first goes
+
+
+def check_classes(classes: CustomClasses | None, *makers: str) -> None:
+    """Raise `ConfigError` unless `classes` maps classes to classes with one of these methods."""
+    if classes is None:
+        return
+    pairs = classes.items() if isinstance(classes, Mapping) else [(None, classes)]
+    for replaced, replacement in pairs:
+        has_maker = any(map(partial(hasattr, replacement), makers))
+        if not (isinstance(replaced, type) and has_maker):
+            raise ConfigError(
+                f"custom modules are a dict of class -> class with {' or '.join(makers)}, got"
+                f" {classes!r}"
+            )
 
 
 def scale_table(model: nn.Module) -> list[tuple[str, float, int]]:
@@ -116,8 +131,10 @@ def convert(prepared: nn.Module, custom: CustomClasses | None = None) -> nn.Modu
 
     Raises:
         CalibrationError: a tensor has no range, or a weight is not finite.
+        ConfigError: `custom` is no dict of classes.
         ExportError: nothing is quantized, as in a model that was not prepared.
     """
+    check_classes(custom, *QUANTIZED_MAKERS)
     converted = copy.deepcopy(unwrap(prepared)).eval()
     replacements: dict[nn.Module, nn.Module] = {}  # a shared module is converted once
     for name, module in list(converted.named_modules(remove_duplicate=False)):

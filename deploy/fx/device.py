@@ -18,7 +18,7 @@ from deploy.errors import ConfigError, ModelError, SdkMissingError, first_line
 CPU = torch.device("cpu")
 
 
-def find_device(text: str) -> torch.device:
+def find_device(text: str | torch.device) -> torch.device:
     """Return the torch device named `cpu`, `cuda`, `cuda:1`, `meta`, or any other torch supports.
 
     Raises:
@@ -27,7 +27,7 @@ def find_device(text: str) -> torch.device:
     """
     try:
         device = torch.device(text)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(f"a device is cpu, cuda, cuda:1 or meta, got {text!r}") from error
     try:
         torch.empty(1, device=device)

@@ -237,7 +237,7 @@ def run_exporter(
     with quiet():
         return torch.onnx.export(
             model,
-            inputs,
+            (*inputs, {}),  # a dict at the end holds the keyword arguments: none
             None,
             dynamo=True,
             verbose=False,

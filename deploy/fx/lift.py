@@ -14,12 +14,14 @@ function with the same arguments; all others stay ATen calls.
 import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
+from torch.fx.proxy import GraphAppendingTracer
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
@@ -177,9 +179,11 @@ class _Lifter:
         values = fx.node.map_arg(self.program.graph.output_node().args[0], self._lifted_value)
         spec = self.program.call_spec.out_spec
         assert spec is not None
-        returned = pytree.tree_unflatten(values, spec)
-        try:
-            self.graph.output(returned)
+        tracer = GraphAppendingTracer(self.graph)
+        proxies = fx.node.map_arg(values, partial(fx.Proxy, tracer=tracer))
+        returned = pytree.tree_unflatten(proxies, spec)
+        try:  # a dataclass becomes a call of its class, as in symbolic tracing
+            self.graph.output(tracer.create_arg(returned))
         except (NotImplementedError, RuntimeError, TypeError) as error:
             raise ModelError(
                 "a captured model must return tensors, or tuples, lists and dicts of them, got"

@@ -31,8 +31,14 @@ from calibrators.grids import INT8, Grid
 from deploy.errors import ConfigError, ModelError
 from deploy.fx.capture import as_inputs, graph_of, run_model
 from deploy.fx.comparison import eval_mode
-from deploy.fx.convert import CustomClasses, insert_call, insert_monitors, widest_reach
-from deploy.fx.coverage import FLOAT_REASONS
+from deploy.fx.convert import (
+    CustomClasses,
+    check_classes,
+    insert_call,
+    insert_monitors,
+    widest_reach,
+)
+from deploy.fx.coverage import FLOAT_REASONS, measure_coverage, refuse_unquantized
 from deploy.fx.device import device_of
 from deploy.fx.fakequant import DynamicQuant, FakeQuant
 from deploy.fx.fuse import (
@@ -262,9 +268,11 @@ def prepare(
     Raises:
         ConfigError: an option has an unknown value or name.
         ModelError: the model cannot be traced or run.
+        ExportError: nothing would be quantized.
     """
     _check_options(mode, norms, momentum, bits)
     check_names(leaves=leaves, skip=skip, share=share)
+    check_classes(custom, "from_float")
     model = unwrap(model)
     custom = custom or {}
     inputs = cast_floats(as_inputs(inputs, model), torch.float32)
@@ -297,6 +305,9 @@ def prepare(
     _wrap_weights(graph_module, placement, bits, linear_only=mode == "dynamic")
 
     graph_module.meta[FLOAT_REASONS] = dict(placement.reasons)
+    has_quantizer = any(isinstance(m, FakeQuant | WeightQuant) for m in graph_module.modules())
+    if not has_quantizer and not opaque:  # `convert` may put int8 classes of the user's there
+        refuse_unquantized(measure_coverage(graph_module, model))
     graph_module.delete_all_unused_submodules()
     refresh(graph_module)
     return graph_module.to(device_of(graph_module))  # new quantizers are on the CPU

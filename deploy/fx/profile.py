@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deploy.errors import ConfigError
 from deploy.fx.capture import as_inputs, graph_of
+from deploy.fx.device import move_tensors
 from deploy.fx.graph_text import format_columns, target_name
 from deploy.fx.operations import called_module
 from deploy.fx.plain_copy import in_eval_mode, tensor_of
@@ -161,11 +162,12 @@ def profile(
         runs: number of timed runs.
 
     Raises:
-        ConfigError: no timed run.
+        ConfigError: a number of runs is no whole number, or no run is timed.
         ModelError: the model cannot be traced or run.
     """
-    if runs < 1:
-        raise ConfigError(f"at least one run is timed, got {runs}")
+    for name, count, minimum in (("runs", runs, 1), ("warm_up", warm_up, 0)):
+        if not isinstance(count, int) or count < minimum:
+            raise ConfigError(f"{name} must be a whole number, {minimum} or more, got {count!r}")
     inputs = as_inputs(inputs, model)
     graph_module = graph_of(in_eval_mode(model), inputs, leaves=leaves)
     timing = NodeMeter(graph_module, _read_clock)  # node name -> seconds, in `timing.amounts`
@@ -206,7 +208,7 @@ def count_flops(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) ->
         )
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         meter = NodeMeter(on_meta, counter.get_total_flops)
-        meter.run(*(tensor.to(meta_device) for tensor in inputs))
+        meter.run(*move_tensors(tuple(inputs), meta_device))
     return meter.amounts
 
 

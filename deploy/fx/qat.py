@@ -26,8 +26,22 @@ from deploy.errors import CalibrationError, ConfigError, FeedError
 from deploy.files.guard import refuse_unwritable
 from deploy.fx.capture import select_arguments
 from deploy.fx.comparison import check_same_outputs
-from deploy.fx.convert import calibrate, convert, freeze_norms, set_phase
-from deploy.fx.device import CPU, DeviceAdapter, device_of, move_tensors
+from deploy.fx.convert import (
+    QUANTIZED_MAKERS,
+    calibrate,
+    check_classes,
+    convert,
+    freeze_norms,
+    set_phase,
+)
+from deploy.fx.device import (
+    CPU,
+    DeviceAdapter,
+    device_of,
+    find_device,
+    move_tensors,
+    refuse_meta,
+)
 from deploy.fx.distill import Distiller
 from deploy.fx.fakequant import FakeQuant
 from deploy.fx.int8_layers import QatLayer, WeightQuant
@@ -132,7 +146,7 @@ def train(
     target: str | Target = "onnxruntime",
     bits: int = 8,
     checkpoint: Path | None = None,
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
     report: Callable[[str], object] = lambda line: None,
 ) -> TrainingResult:
     """Calibrate the task's model, train it on the target's grid, and convert it.
@@ -155,6 +169,9 @@ def train(
     task = order_inputs(task)
     for name in computed_weights(task.model):  # such as by weight norm
         report(f"{name} is computed from other tensors in the model; it is trained directly")
+    if device is not None:
+        device = find_device(device)
+        refuse_meta(device, "a training")
     task = _move_task(task, device)
     target = resolve_target(target)
     prepared = _prepare_task(task, target, bits)
@@ -272,7 +289,13 @@ def _prepare_task(task: Task, target: Target, bits: int) -> nn.Module:
         if not is_number or not value >= 0:  # nor NaN
             number = "whole number" if kind is Integral else "number"
             raise ConfigError(f"{name} must be a {number}, 0 or more, got {value!r}")
+    if not isinstance(task.amp, bool):
+        raise ConfigError(f"amp must be True or False, got {task.amp!r}")
     check_names(distil=task.distil)
+    for pair in task.distil:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ConfigError(f"distil takes pairs (student's, teacher's), got {pair!r}")
+    check_classes(task.convert, *QUANTIZED_MAKERS)  # else refused only after the training
     dtype = floating_dtype(task.model)
     if dtype != torch.float32:
         raise ConfigError(

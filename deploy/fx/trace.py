@@ -175,10 +175,12 @@ def trace(
 
 
 def check_names(**arguments: object) -> None:
-    """Raise `ConfigError` if an argument that takes a list, as of names, is a text or a number."""
+    """Raise `ConfigError` if an argument is no list of names, classes or pairs."""
     for argument, names in arguments.items():
-        if isinstance(names, str) or not isinstance(names, Iterable):
-            raise ConfigError(f"{argument} takes a list, got {names!r}")
+        is_list = isinstance(names, Iterable) and not isinstance(names, str)
+        entries: Any = names if is_list else [None]
+        if not all(isinstance(entry, str | type | tuple | list) for entry in entries):
+            raise ConfigError(f"{argument} takes a list of names, got {names!r}")
 
 
 def _check_leaves(model: nn.Module, leaves: Leaves) -> None:

@@ -5,6 +5,7 @@ Target classes import heavy packages inside their functions, since `--help` list
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from deploy.errors import ConfigError, did_you_mean
 from deploy.targets.ascend.target import Ascend
@@ -43,7 +44,7 @@ def make_targets(targets: str | Target | Sequence[str | Target]) -> list[Target]
         targets = [targets]
     target_by_name: dict[str, Target] = {}
     for entry in targets:
-        target = find_target(entry) if isinstance(entry, str) else entry
+        target: Any = entry if hasattr(entry, "name") else find_target(str(entry))
         if isinstance(target, type):
             target = target()
         if target.name in target_by_name:
