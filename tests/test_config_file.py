@@ -98,6 +98,26 @@ def test_split_option_replaces_the_files_effort(built, run):
 
 
 @pytest.mark.parametrize(
+    ("file_option", "line_option"),
+    [
+        ("images = '.'", ("calibrator_script", "old.py:make")),
+        ("calibrator-script = 'old.py:make'", ("images", ".")),
+        ("sample = 8", ("limit", 4)),
+        ("limit = 8", ("sample", 4)),
+    ],
+)
+def test_typed_option_replaces_its_alternative(file_option, line_option, small_cnn, tmp_path):
+    file = tmp_path / "calib8.toml"
+    file.write_text(f"[build]\n{file_option}\n")
+    name, value = line_option
+    flag = f"--{name.replace('_', '-')}"
+    arguments = ["--config", str(file), str(small_cnn), flag, str(value)]
+    params = build.make_context("build", arguments).params
+    given = {key: params[key] for key in ("images", "calibrator_script", "limit", "sample")}
+    assert given == {**dict.fromkeys(given), name: value}
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("[build", "must be a TOML file of the options of a command"),
