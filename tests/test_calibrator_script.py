@@ -246,6 +246,16 @@ def test_existing_script_cache_is_compared(calibrate, tmp_path):
     assert "was not compared" in calibrate("--calibrator-script", script, "--refresh")
 
 
+def test_shard_of_a_script_names_the_method_to_merge(calibrate, small_cnn, run, tmp_path):
+    script = ("--calibrator-script", written(CUDART, tmp_path))
+    out = calibrate(*script, "--shard", "1/1", out="a.shard")
+    assert "found by minmax" in out and "give that --method to merge" in out
+    calibrate(*script)
+    arguments = ("--target", "tensorrt", "--method", "minmax", "-o", tmp_path / "merged.cache")
+    run.ok("merge", small_cnn, tmp_path / "a.shard", *arguments)
+    assert content(tmp_path, "merged") == content(tmp_path, "out")
+
+
 def test_unreadable_script_cache_is_ignored(rows, tmp_path):
     """TensorRT calibrates, too, if read_calibration_cache raises."""
     text = PYCUDA.replace("if os.path.exists(self.cache_file):", "if True:")

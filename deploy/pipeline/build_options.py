@@ -26,6 +26,7 @@ from deploy.feed.evaluation import BY_FOLDER, ImageLabels, apply_labels
 from deploy.feed.feed import Dataset, FeedSource, is_array_dataset
 from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.samples import Feed
+from deploy.feed.sampling import to_choice
 from deploy.files import manifest
 from deploy.frontends import LoadedModel, load_float_or_qdq
 from deploy.frontends.input_shapes import is_torch_module
@@ -299,9 +300,9 @@ def with_calibrator_method(
         is_tuned: whether methods are to be compared; then the calibrator's is not taken, since a
             given method is not compared with others.
     """
-    script = None if dataset is None else dataset.source
-    if not isinstance(script, CalibratorScript):
+    if dataset is None or not isinstance(dataset.source, CalibratorScript):
         return options
+    script = dataset.source
     script.notes = ()  # those of an earlier run
     method_and_reason = method_of_calibrator(script)
     if options.method is not None or method_and_reason is None:
@@ -317,6 +318,8 @@ def with_calibrator_method(
             f" {method.label}, that of its base class",
         )
         return options
+    if to_choice(dataset.limit).shard is not None:
+        reason += "; give that --method to merge, too"
     script.notes = (reason,)
     return replace(options, method=method)
 
