@@ -17,6 +17,8 @@ from deploy.metrics.output_errors import OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy
 from deploy.report import Report, parts, to_html
 from deploy.report.blocks import PRINTED
+from deploy.report.page import page
+from deploy.report.profile_page import Tile, tree_map
 from deploy.report.verdict import Verdict
 
 pytest.importorskip("playwright", reason="the browser's tests need playwright")
@@ -301,6 +303,17 @@ def test_chart_labels_are_readable(show):
     legend = tab.page.evaluate("document.querySelector('.legend').innerText")
     assert "A FP32 p50 2.16 ms" in legend
     assert "D /model 2 p50 1.30 ms" in legend
+
+
+def test_tree_map_is_readable_on_a_phone(tab, tmp_path):
+    parts_of_module = tuple(Tile(f"block{n}_conv", 1 / (n + 1), "1 ms") for n in range(6))
+    drawing = tree_map([Tile("layer", 1.0, "1 ms", parts=parts_of_module)], "Time by module")
+    path = tmp_path / "profile.html"
+    path.write_text(page("Profile", f"<figure>{drawing}</figure>"))
+    tab.show(path, width=400)
+    boxes = "[...document.querySelectorAll('svg.map text')].map(t => t.getBoundingClientRect())"
+    assert min(tab.page.evaluate(f"{boxes}.map(b => b.height)")) >= 10
+    assert tab.page.evaluate("document.documentElement.scrollWidth") == 400  # the figure scrolls
 
 
 def test_verdict_comes_first_in_its_colour(show):
