@@ -599,7 +599,11 @@ def test_fixed_batch_is_filled_like_arrays(fixed, batch, rows, tmp_path):
 
 def test_script_gives_equal_samples_again(rows, tmp_path):
     script = CalibratorScript(written(PYCUDA, tmp_path))
-    (first_samples, notes), (second, second_notes) = (samples_of(script) for _ in range(2))
+    first_samples, notes = samples_of(script)
+    faulty = PYCUDA.replace("batch * images[0].nbytes", "images[0].nbytes")
+    with pytest.raises(FeedError, match="fit its allocation"):
+        samples_of(CalibratorScript(written(faulty, tmp_path)))
+    second, second_notes = samples_of(script)
     assert values(first_samples) == values(second)
     assert notes == second_notes
     text = PYCUDA.replace("return self.batch", "return 1")

@@ -312,7 +312,6 @@ class CalibratorScript:
         self.spec = spec
         self.notes: tuple[str, ...] = ()
         self._stand_ins = shared_stand_ins()  # tensorrt and CUDA's packages are not needed
-        self._stand_ins.memory.fault = None  # that of another script
         with self._stand_ins.installed():
             self._create = usercode.load_function(
                 spec, what="a calibrator", form="file.py:function", error=FeedError

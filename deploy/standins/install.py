@@ -150,6 +150,7 @@ class StandIns:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Replace the real modules while the context is active; not thread-safe."""
+        self.memory.fault = None  # that of another script
         with ExitStack() as stack:
             stack.enter_context(_replace_modules(self._modules))
             # with the loader that uses it
