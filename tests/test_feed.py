@@ -278,6 +278,9 @@ def test_wrong_source_is_refused(tmp_path, photos, wording):
     with pytest.raises(ConfigError) as refusal:
         open_feed(photos, [IMAGE], limit=0)
     wording.check(refusal.value)
+    for limit in ("9", 1.5):
+        with pytest.raises(ConfigError, match=f"whole number, 1 or more, got {limit!r}"):
+            open_feed(photos, [IMAGE], limit=limit)
     (empty / "x.png").write_bytes(b"x")
     with pytest.raises(FeedError, match="all 1 were skipped"):
         collect(open_feed(empty, [IMAGE], skip_bad=True))

@@ -34,6 +34,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
+from numbers import Integral
 from pathlib import PurePath
 
 import numpy as np
@@ -174,8 +175,11 @@ class Choice:
     def __post_init__(self) -> None:
         for name in ("limit", "sample", "every"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be 1 or more, got {value}; leave it out to use all")
+            if value is not None and (not isinstance(value, Integral) or value < 1):
+                raise ConfigError(
+                    f"{name} must be a whole number, 1 or more, got {value!r}; leave it out to use"
+                    " all"
+                )
         if self.limit is not None and self.sample is not None:
             raise ConfigError(
                 f"samples are spread evenly or drawn by lot, got limit {self.limit} and sample"
