@@ -827,6 +827,7 @@ def test_wrong_tool_calls_print_one_line(tool, tmp_path):
         (["relabel", golden, "-o", tmp_path / "x"], "--version must be given"),
         (["relabel", golden, "--version", "8", "-o", tmp_path / "x"], "reads X.Y.Z"),
         (["relabel", golden, "--version"], "--version needs a value"),
+        (["relabel", golden, "--version=11.0.0", "-o", tmp_path / "x"], "TensorRT up to 10 reads"),
         (["calibrate", "--tensor", "a", "--version=8.5.3", "-o", "x"], "must read NAME=FILE.f32"),
         (["calibrate", f"--tensor=a={tmp_path}/odd.f32", "-o", "x"], "must hold raw float32"),
         ([*calibrate_infinite, tmp_path / "x"], "tensor 'a': a search needs finite values, got 0"),

@@ -82,12 +82,18 @@ int diff(const ArgumentList& argument_list) {
   return rows.empty() ? 0 : 1;
 }
 
+std::string parse_version(const Arguments& arguments) {
+  const std::string version = arguments.required("version");
+  if (version_label(version) < version_label("11.0.0")) return version;
+  throw CacheError("TensorRT up to 10 reads calibration caches, got " + version +
+                   "; it takes a Q/DQ model (calib8 cache to-qdq makes one from a cache)");
+}
+
 int relabel_file(const ArgumentList& argument_list) {
   const Arguments arguments(argument_list, {"version", "algorithm", "out"}, {});
   arguments.expect({"CACHE"});
   const CalibrationCache cache = read_cache(arguments.positional()[0]);
-  const auto relabelled =
-      relabel(cache, arguments.required("version"), arguments.option("algorithm"));
+  const auto relabelled = relabel(cache, parse_version(arguments), arguments.option("algorithm"));
   files::write(arguments.required("out"), relabelled.dump());
   return 0;
 }
@@ -167,7 +173,7 @@ int calibrate(const ArgumentList& argument_list) {
     scales.emplace_back(name,
                         with_tensor_name(name, [&] { return search.scale(values); }).symmetric());
   }
-  const CacheOptions options{arguments.required("version")};
+  const CacheOptions options{parse_version(arguments)};
   files::write(arguments.required("out"), cache_from_scales(scales, options).dump());
   return 0;
 }
