@@ -220,7 +220,7 @@ def one_hot(shape, places):
             "dog 100.0 % of the picture",
         ),
         (
-            Pixels("y", 4, channels_last=True),
+            Pixels("y", 4, axis=-1),
             {"y": one_hot((1, 8, 12, 4), [np.s_[..., 2]])},
             "dog 100.0 % of the picture",
         ),

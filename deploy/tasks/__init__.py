@@ -111,13 +111,13 @@ def recognise_task(samples: FirstSamples, task: str) -> tuple[EvaluationTask | N
         ConfigError: the outputs do not fit the user's task.
     """
     declared = samples.declared
-    if task == NO_TASK or (task and not samples.outputs):
+    if task == NO_TASK:
         return None, "as set by --task"
     # probabilities are used without their raw scores, which say the same
     distinct = first_samples.drop_outputs(samples, declared.probabilities)
     if task:
         return _fit_user_task(distinct, task), "as set by --task"
-    if not samples.outputs or len(samples.names) > _MAX_OUTPUTS:
+    if len(samples.names) > _MAX_OUTPUTS:
         return None, ""
     if declared.task == NO_TASK:
         return None, f"by {declared.source}"

@@ -46,13 +46,13 @@ from deploy.tasks.slices import OutputSlice, SlicesByOutput
 from deploy.tasks.thresholds import BOX_THRESHOLDS, MIN_CODED_SHARE, MIN_LIST_ROWS, UNIT_TOLERANCE
 from deploy.tensors import Array
 
-# numbers of a row -> columns of the first corner, the score and the class
-_LAYOUTS = {
-    6: ((0, 4, 5), (0, 5, 4), (2, 1, 0)),
-    7: ((1, 6, 5), (1, 5, 6), (3, 2, 1)),  # the first column is the number of the image
+_USUAL_COLUMNS = 0, 4, 5  # of the first corner, the score and the class
+# numbers of a row -> these columns; of longer rows, the usual ones
+_ROW_COLUMNS = {
+    6: (_USUAL_COLUMNS, (0, 5, 4), (2, 1, 0)),
+    7: ((1, 6, 5), (1, 5, 6), (3, 2, 1), _USUAL_COLUMNS),  # three with the number of the image
 }
-
-
+_MIN_WIDTH = 6  # numbers of a row of corners, a score and a class
 # names of boxes in TensorFlow's Object Detection API, and in its TFLite files
 _ROWS_FIRST_OUTPUTS = "detection_boxes", "TFLite_Detection_PostProcess"
 
@@ -94,11 +94,11 @@ def _propose_lists(samples: FirstSamples) -> Iterator[RowDecoder]:
     boxes. Lists in several outputs come before those in one.
     """
     shapes = {name: samples.outputs[0][name].shape for name in samples.all_output_names}
-    for name, shape in shapes.items():
-        if len(shape) > 1:
-            yield from _propose_several_outputs(name, shape[-1], shapes)
-    for name, shape in shapes.items():
-        if len(shape) > 1 and np.prod(shape[:-2]) == 1:
+    tables = {name: shape for name, shape in shapes.items() if len(shape) > 1}
+    for name, shape in tables.items():
+        yield from _propose_several_outputs(name, shape[-1], shapes)
+    for name, shape in tables.items():
+        if np.prod(shape[:-2]) == 1:
             yield from _propose_one_output(name, shape[-1])
 
 
@@ -119,10 +119,9 @@ def _propose_several_outputs(
         score_columns = [Columns(box_output, LIST, 4, 5)]
     else:
         return
-    for scores, classes in product(score_columns, number_columns):
-        yield _list_decoder(corners, scores, classes)
-    for scores in score_columns:
-        yield _list_decoder(corners, scores)
+    class_columns = [(columns,) for columns in number_columns]
+    for classes, scores in product([*class_columns, ()], score_columns):
+        yield _list_decoder(corners, scores, *classes)
 
 
 def _propose_one_output(name: str, width: int) -> Iterator[RowDecoder]:
@@ -131,18 +130,18 @@ def _propose_one_output(name: str, width: int) -> Iterator[RowDecoder]:
     In longer rows, key points or weights of masks come after the class; after rotated boxes, which
     are centre and size, an angle.
     """
-    for first_corner, score, class_number in _LAYOUTS.get(width, ()):
-        yield _list_decoder(
-            Columns(name, LIST, first_corner, first_corner + 4),
+    if width < _MIN_WIDTH:
+        return
+    for corner, score, class_number in _ROW_COLUMNS.get(width, (_USUAL_COLUMNS,)):
+        decoder = _list_decoder(
+            Columns(name, LIST, corner, corner + 4),
             Columns(name, LIST, score, score + 1),
             Columns(name, LIST, class_number, class_number + 1),
         )
-    if width > 6:
-        decoder = _list_decoder(
-            Columns(name, LIST, 0, 4), Columns(name, LIST, 4, 5), Columns(name, LIST, 5, 6)
-        )
-        coding = "centre" if width == 7 else "corners"
-        yield replace(decoder, coding=coding, extra=(Columns(name, LIST, 6),))
+        if width > _MIN_WIDTH and corner == 0:
+            coding = "centre" if width == 7 else "corners"
+            decoder = replace(decoder, coding=coding, extra=(Columns(name, LIST, _MIN_WIDTH),))
+        yield decoder
 
 
 def _list_decoder(corners: Columns, scores: Columns, *numbers: Columns) -> RowDecoder:
@@ -199,8 +198,9 @@ def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
     slices: SlicesByOutput = dict.fromkeys(decoder.list_outputs, ())
     for name in samples.all_output_names:
         values = samples.arrays(name)
-        shows_rows = values[0].ndim > 2 or len(set(box_counts)) > 1
-        has_rows = shows_rows and all(map(_has_rows, values, box_counts))
+        # a matrix of as many rows may be anything, unless its length varies with the list's
+        may_have_rows = values[0].ndim > 2 or len(set(box_counts)) > 1
+        has_rows = may_have_rows and all(map(_has_rows, values, box_counts))
         if has_rows or all(map(_is_number_of_boxes, values, box_counts)):
             slices[name] = ()
     (scores,) = decoder.scores
@@ -334,10 +334,7 @@ class BoxDetection(EvaluationTask):
 
 def fit_boxes(samples: FirstSamples) -> BoxDetection | None:
     """Return the boxes of outputs that the user or the file says to hold such; else None."""
-    decoder = find_detector(samples, is_set=True)
-    if decoder is None:
-        return None
-    return BoxDetection(decoder, parts=slice_detector(decoder, samples))
+    return _find_rows(replace(samples, is_set=True))
 
 
 def find_boxes(samples: FirstSamples) -> BoxDetection | None:
@@ -351,6 +348,11 @@ def find_boxes(samples: FirstSamples) -> BoxDetection | None:
     decoder = find_box_list(samples)
     if decoder is not None:
         return BoxDetection(decoder, parts=_slice_list(decoder, samples))
+    return _find_rows(samples)
+
+
+def _find_rows(samples: FirstSamples) -> BoxDetection | None:
+    """Return the boxes of a detector with a row per anchor, cell or query; else None."""
     decoder = find_detector(samples)
     if decoder is None:
         return None

@@ -99,7 +99,7 @@ class Declaration:
         classes: number of classes; 0 if unknown.
         ends: output -> what its values are by the operator at its end, as in `ENDS`.
         probabilities: output of raw scores -> the output that is their Softmax or Sigmoid.
-        best_classes: output of an ArgMax -> the output of the scores that it is computed of.
+        best_classes: outputs of an ArgMax of scores that are an output too.
         batch_inputs: inputs each of whose rows is one sample; None if that is unknown, and then
             the first input is taken.
     """
@@ -109,7 +109,7 @@ class Declaration:
     classes: int = 0
     ends: Mapping[str, str] = field(default_factory=dict)
     probabilities: Mapping[str, str] = field(default_factory=dict)
-    best_classes: Mapping[str, str] = field(default_factory=dict)
+    best_classes: Collection[str] = ()
     batch_inputs: Collection[str] | None = None
 
 
@@ -188,7 +188,7 @@ def _find_ends(outputs: Collection[str], makers: Makers) -> dict[str, str]:
 
 def _find_repeats(
     outputs: Collection[str], makers: Makers, ends: Mapping[str, str]
-) -> tuple[dict[str, str], dict[str, str]]:
+) -> tuple[dict[str, str], list[str]]:
     """Find the outputs of raw scores and of ArgMax that say the same as another output.
 
     Classifiers often give raw scores, their probabilities (the Softmax or Sigmoid of the scores)
@@ -200,23 +200,22 @@ def _find_repeats(
         ends: output -> what its values are, as in `ENDS`.
 
     Returns:
-        (output of raw scores -> output of their probabilities, output of an ArgMax -> output of its
-        scores, the probabilities if there are any).
+        (output of raw scores -> output of their probabilities, outputs of an ArgMax of scores that
+        are an output too).
     """
     outputs_by_origin: dict[str, list[str]] = {}
     for output in outputs:
         outputs_by_origin.setdefault(_find_origin(output, makers), []).append(output)
     probabilities: dict[str, str] = {}
-    best_classes: dict[str, str] = {}
+    best_classes: list[str] = []
     for group in outputs_by_origin.values():  # outputs that are computed from the same scores
         class_outputs = [output for output in group if ends.get(output) == "classes"]
         activated_outputs = [output for output in group if ends.get(output) in _ACTIVATED]
-        raw_outputs = [output for output in group if ends.get(output) not in _DERIVED]
         if activated_outputs:
+            raw_outputs = [output for output in group if ends.get(output) not in _DERIVED]
             probabilities |= dict.fromkeys(raw_outputs, activated_outputs[0])
-        score_outputs = activated_outputs or raw_outputs
-        if score_outputs:
-            best_classes |= dict.fromkeys(class_outputs, score_outputs[0])
+        if len(class_outputs) < len(group):  # beside the scores, or their probabilities
+            best_classes += class_outputs
     return probabilities, best_classes
 
 

@@ -160,16 +160,6 @@ class Detections:
 NO_DETECTIONS = Detections(np.zeros((0, 4)), np.zeros(0), np.zeros(0, np.int64))
 
 
-def detections_by_score(
-    boxes: Floats, scores: Floats, shapes: BoxShapes | None = None
-) -> Detections:
-    """Return boxes [A, 4] with the best class of their scores [A, C]."""
-    with np.errstate(invalid="ignore"):
-        classes = np.asarray(np.nan_to_num(scores, nan=-1.0).argmax(axis=1), np.int64)
-    best = np.take_along_axis(scores, classes[:, None], axis=1)[:, 0]
-    return Detections.of(boxes, best, classes, shapes)
-
-
 def anchor_squares(anchors: Integers) -> Floats:
     """Return unit squares [n, 4] for anchors [n] whose boxes cannot be decoded.
 

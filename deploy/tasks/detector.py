@@ -25,7 +25,6 @@ from deploy.tasks.detections import (
     BoxShapes,
     Detections,
     anchor_squares,
-    detections_by_score,
     find_rotated_ends,
     make_masks,
 )
@@ -97,10 +96,9 @@ def to_table(value: Array | None, layout: Layout) -> Array:
     is_map = layout == ROWS and value.ndim == 4 and value.shape[2] > 1
     if is_map or len(value) != 1:  # or several samples
         raise OtherShapeError
-    if layout == COLUMNS:
-        return value.reshape(-1, value.shape[-1]).T
-    if layout == MAP:
-        return value.reshape(value.shape[1], -1).T
+    if layout in (COLUMNS, MAP):
+        columns = np.atleast_2d(value[0])
+        return columns.reshape(len(columns), -1).T
     if layout == ANCHOR_MAP and value.ndim == 4:
         if value.shape[1] % ANCHORS_PER_CELL:
             raise OtherShapeError
@@ -140,26 +138,27 @@ class AnchorGrid:
         return np.concatenate(levels).astype(np.float64)
 
 
-def find_grid(count: int, size: ImageSize | None) -> AnchorGrid | None:
+def find_grids(count: int, size: ImageSize | None) -> tuple[AnchorGrid, ...]:
     """Return the grid of cells over a picture that has as many cells as a detector has rows.
 
     The cells are those of levels with adjacent strides, such as 8, 16 and 32 pixels; an incomplete
     cell at the picture's edge counts in all levels or in none. Of several grids that fit, the one
-    with most levels is returned; None if none fits.
+    with most levels is returned, as a tuple of one; the tuple is empty if none fits.
 
     Args:
         count: number of rows.
         size: (height, width) of the picture in pixels; None if it is unknown.
     """
     if size is None:
-        return None
+        return ()
     grids = []
     spans = itertools.combinations(range(len(STRIDES) + 1), 2)
     for (start, stop), rounds_up in itertools.product(spans, (False, True)):
         grid = AnchorGrid(STRIDES[start:stop], rounds_up)
         if grid.count(size) == count:
             grids.append(grid)
-    return max(grids, key=lambda grid: len(grid.strides), default=None)
+    grids.sort(key=lambda grid: -len(grid.strides))
+    return tuple(grids[:1])
 
 
 def fits_stride(sides: tuple[int, ...], size: ImageSize | None) -> bool:
@@ -202,6 +201,22 @@ def read_columns(levels: Sequence[Columns], outputs: Outputs) -> Floats:
     if len({table.shape[1] for table in tables}) != 1:
         raise OtherShapeError
     return np.concatenate(tables, dtype=np.float64)
+
+
+def _read_rows(levels: Sequence[Columns], outputs: Outputs, row_count: int) -> Floats:
+    """Return the columns [A, n] of all levels of one sample, which must be so many rows."""
+    return _check_row_count(read_columns(levels, outputs), row_count)
+
+
+def _check_row_count(table: Floats, row_count: int) -> Floats:
+    """Return the table.
+
+    Raises:
+        OtherShapeError: it has another number of rows.
+    """
+    if len(table) != row_count:
+        raise OtherShapeError
+    return table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,25 +297,31 @@ class RowDecoder:
             outputs: of the sample.
         """
         try:
-            if self.is_list:
-                rows = self.read_list(outputs)
-                # int8 may give NaN or Inf, which no class number is
-                classes = np.nan_to_num(rows[:, 5], nan=-1, posinf=-1, neginf=-1)
-                row_numbers = np.arange(len(rows))
-                shapes = self._read_shapes(rows[:, :4], row_numbers, image_size(inputs), outputs)
-                class_numbers = classes.round().astype(np.int64)
-                corners = CODINGS[self.coding].decode(rows[:, :4], rows)
-                return Detections.of(corners, rows[:, 4], class_numbers, shapes)
-            scores = self.read_scores(outputs)
+            scores, classes = self._read_best(outputs)
             # few rows are likely objects: only these are decoded
-            likely = np.flatnonzero(scores.max(axis=1) > MIN_SCORE)
+            rows = np.flatnonzero(scores > MIN_SCORE)
             # boxes cannot be decoded: squares that overlap none of another row stand for them, so
             # that detections are matched by row
-            if not self.coding:
-                return detections_by_score(anchor_squares(likely), scores[likely])
-            return self._decode(scores, likely, image_size(inputs), outputs)
+            corners, shapes = anchor_squares(rows), None
+            if self.coding:
+                corners, shapes = self._decode(rows, len(scores), image_size(inputs), outputs)
         except OtherShapeError:
             return NO_DETECTIONS
+        return Detections.of(corners, scores[rows], classes[rows], shapes)
+
+    def _read_best(self, outputs: Outputs) -> tuple[Floats, Integers]:
+        """Return the score and the class of each row, [A]; NaN for a row with any score of NaN.
+
+        Raises:
+            OtherShapeError: an output has another shape.
+        """
+        if self.is_list:
+            table = self.read_list(outputs)
+            # int8 may give NaN or Inf, which no class number is
+            classes = np.nan_to_num(table[:, 5], nan=-1, posinf=-1, neginf=-1)
+            return table[:, 4], classes.round().astype(np.int64)
+        scores = self.read_scores(outputs)
+        return scores.max(axis=1), scores.argmax(axis=1)
 
     def read_list(self, outputs: Outputs) -> Floats:
         """Return box, score and class number of a list, [K, 6]; class 0 if it has no classes.
@@ -308,16 +329,17 @@ class RowDecoder:
         Raises:
             OtherShapeError: an output has another shape.
         """
-        boxes = read_columns(self.box_columns, outputs)
-        scores = read_columns(self.scores, outputs)
-        if self.has_rows_first:
-            boxes = boxes[:, ROWS_FIRST]
+        boxes = self._read_boxes(outputs)
+        scores = _read_rows(self.scores, outputs, len(boxes))
         classes = np.zeros((len(boxes), 1))
         if self.numbers:
-            classes = read_columns(self.numbers, outputs)
-        if not len(boxes) == len(scores) == len(classes):
-            raise OtherShapeError
+            classes = _read_rows(self.numbers, outputs, len(boxes))
         return np.concatenate([boxes, scores, classes], axis=1)
+
+    def _read_boxes(self, outputs: Outputs) -> Floats:
+        """Return the numbers of the boxes of all rows; the corners of a list in the usual order."""
+        boxes = read_columns(self.box_columns, outputs)
+        return boxes[:, ROWS_FIRST] if self.has_rows_first else boxes
 
     def read_scores(self, outputs: Outputs) -> Floats:
         """Return the probabilities [A, classes] of all levels of a sample, without the background.
@@ -336,62 +358,54 @@ class RowDecoder:
             scores = np.delete(scores, self.background, axis=1)
         if not self.gates:
             return scores
-        gates = read_columns(self.gates, outputs)
-        if len(gates) != len(scores):
-            raise OtherShapeError
+        gates = _read_rows(self.gates, outputs, len(scores))
         return scores * activate(gates, self.gate_activation)
 
     def _decode(
-        self, scores: Floats, rows: Integers, size: ImageSize | None, outputs: Outputs
-    ) -> Detections:
-        """Return the boxes of some rows, with their masks or key points; a row is one box.
+        self, rows: Integers, row_count: int, size: ImageSize | None, outputs: Outputs
+    ) -> tuple[Floats, BoxShapes | None]:
+        """Return the corners of some rows, and their masks or key points; a row is one box.
 
         Args:
-            scores: probabilities of all rows, [A, classes].
             rows: indices of the rows to decode.
+            row_count: number of all rows.
             size: (height, width) of the picture in pixels; None if it is unknown.
             outputs: of the sample.
 
         Raises:
             OtherShapeError: an output has another shape.
         """
-        box_numbers = read_columns(self.box_columns, outputs)
-        if len(box_numbers) != len(scores):
-            raise OtherShapeError
-        box_numbers = box_numbers[rows]
+        box_numbers = _check_row_count(self._read_boxes(outputs), row_count)[rows]
         coding = CODINGS[self.coding]
         # column, row and stride of each row's cell; codings without cells do not read them
-        cells = np.zeros((len(scores), 3))
+        cells = np.zeros((row_count, 3))
         if coding.uses_cells:
             if size is None:
                 raise OtherShapeError
-            cells = np.concatenate([grid.cells(size) for grid in self.grids])
-            if len(cells) != len(scores):
-                raise OtherShapeError
-
-        shapes = self._read_shapes(box_numbers, rows, size, outputs)
-        corners = coding.decode(box_numbers, cells[rows])
-        return detections_by_score(corners, scores[rows], shapes)
+            all_cells = np.concatenate([grid.cells(size) for grid in self.grids])
+            cells = _check_row_count(all_cells, row_count)
+        extra = np.zeros((row_count, 0))
+        if self.extra:
+            extra = _read_rows(self.extra, outputs, row_count)
+        shapes = self._read_shapes(box_numbers, extra[rows], size, outputs)
+        return coding.decode(box_numbers, cells[rows]), shapes
 
     def _read_shapes(
-        self, boxes: Floats, rows: Integers, size: ImageSize | None, outputs: Outputs
+        self, boxes: Floats, extra: Floats, size: ImageSize | None, outputs: Outputs
     ) -> BoxShapes | None:
         """Return the masks, the ends of rotated boxes, or the key points of some rows.
 
-        None if there are no further columns, or they have no known meaning.
+        None if the further columns have no known meaning.
 
         Args:
             boxes: numbers of these rows' boxes, [n, 4].
-            rows: indices of the rows.
+            extra: their further columns, [n, k].
             size: (height, width) of the picture in pixels; None if it is unknown.
             outputs: of the sample.
 
         Raises:
             OtherShapeError: an output has another shape.
         """
-        if not self.extra:
-            return None
-        extra = read_columns(self.extra, outputs)[rows]
         if self.mask_maps:
             masks = make_masks(extra, outputs.get(self.mask_maps), size)
             if masks is None:

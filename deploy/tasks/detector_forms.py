@@ -28,7 +28,7 @@ from deploy.tasks.detector import (
     Layout,
     OtherShapeError,
     RowDecoder,
-    find_grid,
+    find_grids,
     fits_stride,
     read_columns,
 )
@@ -91,30 +91,26 @@ class _RowTable:
         return ()
 
 
-def find_detector(samples: FirstSamples, *, is_set: bool = False) -> RowDecoder | None:
+def find_detector(samples: FirstSamples) -> RowDecoder | None:
     """Return the decoder of a detector's outputs; None if no form of `PROPOSALS` is certain.
 
     A form proposes which columns are boxes and scores, and `_confirm` decides. Several decoders of
     one form are the levels of one detector if each output of the model is one of them; else the
-    next form is tried.
-
-    Args:
-        samples: the first samples.
-        is_set: whether the user or the model's file says that the outputs are boxes; then any
-            layout that fits is taken, though the values leave doubt.
+    next form is tried. If the user or the model's file says that the outputs are boxes, any layout
+    that fits is taken, though the values leave doubt (`FirstSamples.is_set`).
     """
     tables = [*_read_tables(samples)]
     for propose in PROPOSALS:
         decoders: dict[str, RowDecoder] = {}
-        for proposed in propose(tables, samples, is_set):
-            decoder = _confirm(proposed, samples, is_set=is_set)
+        for proposed in propose(tables, samples):
+            decoder = _confirm(proposed, samples)
             if decoder is not None:
                 decoders.setdefault(decoder.scores[0].output, decoder)
         if len(decoders) == 1:
             return decoders.popitem()[1]
         joined = _join_levels([*decoders.values()])
         if joined is not None and len(decoders) == len(samples.all_output_names):
-            return _confirm(joined, samples, is_set=is_set)
+            return _confirm(joined, samples)
     return None
 
 
@@ -140,9 +136,7 @@ def _read_tables(samples: FirstSamples) -> Iterator[_RowTable]:
         rows = np.concatenate(tables)  # of all samples
         row_count = len(tables[0])  # of one sample
         if np.isfinite(rows).all():
-            grid = find_grid(row_count, picture_size)
-            grids = () if grid is None else (grid,)
-            yield _RowTable(columns, rows, row_count, grids)
+            yield _RowTable(columns, rows, row_count, find_grids(row_count, picture_size))
 
 
 def _read_rows(levels: Sequence[Columns], samples: FirstSamples) -> Floats:
@@ -157,9 +151,7 @@ def _read_rows(levels: Sequence[Columns], samples: FirstSamples) -> Floats:
 # --- what shapes and units propose ---
 
 
-def _propose_joined(
-    tables: Sequence[_RowTable], samples: FirstSamples, is_set: bool
-) -> Iterator[RowDecoder]:
+def _propose_joined(tables: Sequence[_RowTable], samples: FirstSamples) -> Iterator[RowDecoder]:
     """Propose columns of one output: boxes, an objectness, classes, and what comes after."""
     map_sizes = {table.row_count for table in tables if table.columns.layout == MAP}
     has_levels = len(map_sizes) == len(samples.all_output_names) > 1
@@ -172,7 +164,7 @@ def _propose_joined(
             continue
         values = samples.arrays(table.columns.output)
         if table.width > _BOX and not any(_are_classes(values, axis) for axis in (1, -1, -2)):
-            yield from _split_columns(table, samples.declared.classes, is_set=is_set)
+            yield from _split_columns(table, samples)
 
 
 def _are_classes(values: Arrays, axis: int) -> bool:
@@ -180,7 +172,7 @@ def _are_classes(values: Arrays, axis: int) -> bool:
     return all(sums_to_one(value, axis).all() for value in values)
 
 
-def _split_columns(table: _RowTable, class_count: int, *, is_set: bool) -> Iterator[RowDecoder]:
+def _split_columns(table: _RowTable, samples: FirstSamples) -> Iterator[RowDecoder]:
     """Propose which columns of a table are boxes, objectness and classes, by their values.
 
     Two orders are proposed::
@@ -188,12 +180,10 @@ def _split_columns(table: _RowTable, class_count: int, *, is_set: bool) -> Itera
         NanoDet   classes | distributions of a box's distances from its cell
         YOLO      box | objectness, if any | classes | further columns, such as key points
 
-    An objectness is the probability that there is any object.
+    An objectness is the probability that there is any object. If it is set that the outputs are
+    boxes, the columns after these may be raw scores, too.
 
-    Args:
-        table: an output as rows [anchors, columns].
-        class_count: number of classes that the model's file declares; 0 if unknown.
-        is_set: whether columns after the boxes may be raw scores, too.
+    `table`: an output as rows [anchors, columns].
     """
     # NanoDet's order
     classes_end = _count_probabilities(table, 0)
@@ -206,11 +196,12 @@ def _split_columns(table: _RowTable, class_count: int, *, is_set: bool) -> Itera
 
     # YOLO's order; the scores are the objectness and the classes
     score_count = _count_probabilities(table, _BOX)
-    if not score_count and is_set:
+    if not score_count and samples.is_set:
         score_count = table.width - _BOX
     if not score_count:
         return
     scores_end = _BOX + score_count
+    class_count = samples.declared.classes
     if class_count and score_count >= class_count:
         # only outputs [1, anchors, columns] have an objectness; what remains are further columns
         has_objectness = table.columns.layout == ROWS and score_count > class_count
@@ -286,9 +277,7 @@ def _are_mostly_empty(best_scores: Array) -> bool:
     return bool(np.median(best_scores) < MAX_EMPTY_SCORE)
 
 
-def _propose_separate(
-    tables: Sequence[_RowTable], samples: FirstSamples, is_set: bool
-) -> Iterator[RowDecoder]:
+def _propose_separate(tables: Sequence[_RowTable], samples: FirstSamples) -> Iterator[RowDecoder]:
     """Propose outputs of scores and of boxes that have the same number of rows.
 
     A detector of several levels has a pair of outputs for each level, which differ in their number
@@ -307,7 +296,7 @@ def _propose_separate(
     # an output [1, a, b] was read as a table of a rows and as one of b rows: the larger number is
     # that of the anchors, so it is tried first
     for _, table_by_output in sorted(tables_by_row_count.items(), reverse=True):
-        level = _pair_tables([*table_by_output.values()], is_set=is_set)
+        level = _pair_tables([*table_by_output.values()], is_set=samples.is_set)
         if level is not None and paired_outputs.isdisjoint(table_by_output):
             levels.append(level)
             paired_outputs |= {*table_by_output}
@@ -346,49 +335,38 @@ def _pair_tables(tables: Sequence[_RowTable], *, is_set: bool) -> RowDecoder | N
     """
     box_tables = [table for table in tables if table.width == _BOX or _have_wide_coding(table)]
     if not box_tables:
-        for table in tables:
-            has_anchors = table.columns.layout == MAP and table.width % _BOX == 0  # of a cell
-            if table.width > _BOX and (is_set or has_anchors):
-                box_tables.append(table)
+        box_tables = [table for table in tables if _may_be_anchors(table, is_set=is_set)]
     if not box_tables:
         return None
     boxes = min(box_tables, key=_box_order)
 
     other_tables = [table for table in tables if table is not boxes]
-    score_tables = _find_score_tables(other_tables)
-    gates: list[Columns] = []
+    score_tables = (
+        [table for table in other_tables if are_in_unit_range(table.rows)]
+        # raw scores, first those of two columns: an object and the background
+        or [table for table in other_tables if table.width == 2]
+        or other_tables
+    )
     # of two outputs that may be scores, one has a single column: the gate
-    if len(score_tables) == 2 and score_tables[1].width == 1:
-        gates = [score_tables.pop().columns]
-    elif len(score_tables) == 2 and score_tables[0].width == 1:
-        gates = [score_tables.pop(0).columns]
-    if len(score_tables) != 1:
+    score_tables = sorted(score_tables, key=lambda table: table.width == 1)
+    has_gate = len(score_tables) == 2 and score_tables[1].width == 1
+    if len(score_tables) - has_gate != 1:
         return None
-
-    scores = score_tables[0].columns
-    point_columns = []
-    for table in other_tables:
-        if table.columns not in (scores, *gates):
-            point_columns.append(table.columns)
+    scores, *gates = [table.columns for table in score_tables]
+    further_columns = [table.columns for table in other_tables if table not in score_tables]
     return RowDecoder(
         scores=(scores,),
         box_columns=boxes.part(0, boxes.width),
         gates=tuple(gates),
-        extra=tuple(point_columns[:1]),
+        extra=tuple(further_columns[:1]),
         grids=boxes.grids,
     )
 
 
-def _find_score_tables(tables: Sequence[_RowTable]) -> list[_RowTable]:
-    """Return the tables of one level that may be scores, by the range of their values.
-
-    `tables`: of all outputs but the boxes.
-    """
-    probability_tables = [table for table in tables if are_in_unit_range(table.rows)]
-    if probability_tables:
-        return probability_tables
-    # raw scores, first those of two columns: an object and the background
-    return [table for table in tables if table.width == 2] or [*tables]
+def _may_be_anchors(table: _RowTable, *, is_set: bool) -> bool:
+    """Whether rows may be the boxes of several anchors of a cell, or of an unknown coding."""
+    has_anchors = table.columns.layout == MAP and table.width % _BOX == 0
+    return table.width > _BOX and (is_set or has_anchors)
 
 
 def _box_order(table: _RowTable) -> tuple[bool, bool, int]:
@@ -419,11 +397,11 @@ def _are_scores(rows: Array) -> bool:
     """Whether four columns are scores of four classes, and not boxes: in few rows one is high."""
     if are_in_unit_range(rows):
         return bool(sums_to_one(rows).all()) or _are_mostly_empty(rows.max(axis=1))
-    return _find_activation(rows, 0, is_set=False) is not None
+    return _find_activation(rows) is not None
 
 
 def _propose_anchor_maps(
-    tables: Sequence[_RowTable], samples: FirstSamples, is_set: bool
+    tables: Sequence[_RowTable], samples: FirstSamples
 ) -> Iterator[RowDecoder]:
     """Propose raw maps of YOLO v3 to v7, with several anchors per cell, if all outputs are such.
 
@@ -475,52 +453,44 @@ PROPOSALS: dict[Callable[..., Iterator[RowDecoder]], Form] = {
 # --- what values confirm ---
 
 
-def _confirm(proposed: RowDecoder, samples: FirstSamples, *, is_set: bool) -> RowDecoder | None:
+def _confirm(proposed: RowDecoder, samples: FirstSamples) -> RowDecoder | None:
     """Return a proposed decoder with its activations and coding; None if its values do not fit.
 
     They fit if the scores of most rows detect nothing, and the boxes have a coding of `CODINGS`.
-    Gates are columns that multiply the scores, such as an objectness.
+    Gates are columns that multiply the scores, such as an objectness. If it is set that the outputs
+    are boxes, rows may all detect something, and boxes may have an unknown coding.
 
-    Args:
-        proposed: columns of scores, boxes, gates and others, without activations or a coding.
-        samples: the first samples.
-        is_set: whether the user or the file says that they are boxes; then rows may all detect
-            something, and boxes may have an unknown coding.
+    `proposed`: columns of scores, boxes, gates and others, without activations or a coding.
     """
     try:
-        decoder = _with_activations(proposed, samples, is_set=is_set)
+        decoder = _with_activations(proposed, samples)
     except OtherShapeError:  # its levels differ in their number of classes
         return None
     if decoder is None:
         return None
-    if not is_set and not _detects_little(decoder, samples):
+    if not samples.is_set and not _detects_little(decoder, samples):
         return None
     if not decoder.box_columns:
         return decoder
 
     decoder = replace(decoder, coding=_find_coding(decoder, samples))
     # boxes in an output with scores may be any numbers, unless a coding fits them
-    has_boxes = is_set or bool(decoder.coding) or _are_separate(decoder)
+    has_boxes = samples.is_set or bool(decoder.coding) or _are_separate(decoder)
     return read_extra(decoder, samples) if has_boxes else None
 
 
-def _with_activations(
-    proposed: RowDecoder, samples: FirstSamples, *, is_set: bool
-) -> RowDecoder | None:
+def _with_activations(proposed: RowDecoder, samples: FirstSamples) -> RowDecoder | None:
     """Return a proposed decoder with its number of classes and the activations of its scores.
 
     An activation is the Sigmoid or Softmax that the model's outputs still lack to be probabilities.
     None if no activation fits the scores.
 
-    Args:
-        proposed: columns of scores, boxes and gates (columns that multiply the scores).
-        samples: the first samples.
-        is_set: whether the user or the file says that the outputs are those of a detector.
+    `proposed`: columns of scores, boxes and gates (columns that multiply the scores).
     """
     score_rows = _read_rows(proposed.scores, samples)
     activation: _Activation | None
     if _are_separate(proposed):
-        activation = _find_activation(score_rows, samples.declared.classes, is_set=is_set)
+        activation = _find_activation(score_rows, samples.declared.classes, is_set=samples.is_set)
     else:  # scores in one output with boxes never have a Softmax, nor a class for the background
         activation = _Activation(missing_sigmoid(score_rows))
     if activation is None:
@@ -564,7 +534,9 @@ class _Activation(NamedTuple):
     background: int | None = None
 
 
-def _find_activation(rows: Floats, class_count: int, *, is_set: bool) -> _Activation | None:
+def _find_activation(
+    rows: Floats, class_count: int = 0, *, is_set: bool = False
+) -> _Activation | None:
     """Return how the scores of a detector become probabilities; None if that is unknown.
 
     The result names the missing activation, "" for scores that are probabilities already, and the
@@ -722,35 +694,32 @@ def _slice_separate_outputs(decoder: RowDecoder, samples: FirstSamples) -> Slice
     slices: SlicesByOutput = {}
     for columns in (*decoder.scores, *decoder.gates):
         slices[columns.output] = (OutputSlice(output=columns.output),)
-    weights = _find_weights(decoder, samples)
+    weights = [*_find_weights(decoder, samples)]
     for columns_of_levels in (decoder.box_columns, decoder.extra):
         for columns, weight in zip(columns_of_levels, weights, strict=False):
             slices[columns.output] = (OutputSlice(output=columns.output, cell_scores=weight),)
     return slices
 
 
-def _find_weights(decoder: RowDecoder, samples: FirstSamples) -> list[OutputSlice]:
-    """Return, for each level, the slice of an output that says which rows hold an object.
+def _find_weights(decoder: RowDecoder, samples: FirstSamples) -> Iterator[OutputSlice]:
+    """Yield, for each level, the slice of an output that says which rows hold an object.
 
     It holds the gates that multiply the scores, such as an objectness; without gates the scores of
     the classes, without the background.
     """
+    levels = decoder.scores
+    activation = decoder.activation
+    start = stop = 0  # all columns
     if decoder.gates:
-        return [_weight_slice(gate, decoder.gate_activation, samples) for gate in decoder.gates]
-    weights = []
-    for columns in decoder.scores:
-        weight = _weight_slice(columns, decoder.activation, samples)
-        if decoder.background == 0:  # the first column: the classes follow
-            weight = replace(weight, start=1, stop=1 + (decoder.classes or 0))
-        elif decoder.background is not None:  # the last column
-            weight = replace(weight, stop=decoder.background)
-        weights.append(weight)
-    return weights
-
-
-def _weight_slice(columns: Columns, activation: str, samples: FirstSamples) -> OutputSlice:
-    """Return an output of scores as a slice that weights the boxes of the same rows."""
-    axis: int | None = -1 if columns.layout == ROWS else 1
-    if samples.outputs[0][columns.output].ndim == 2 and columns.layout == COLUMNS:
-        axis = None  # one number a row
-    return OutputSlice(output=columns.output, axis=axis, activation=activation)
+        levels = decoder.gates
+        activation = decoder.gate_activation
+    elif decoder.background is not None:  # the first column or the last one
+        start = int(decoder.background == 0)
+        stop = start + (decoder.classes or 0)
+    for columns in levels:
+        axis: int | None = -1 if columns.layout == ROWS else 1
+        if samples.outputs[0][columns.output].ndim == 2 and columns.layout == COLUMNS:
+            axis = None  # one number a row
+        yield OutputSlice(
+            output=columns.output, axis=axis, start=start, stop=stop, activation=activation
+        )

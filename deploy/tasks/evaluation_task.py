@@ -393,8 +393,6 @@ class ThresholdTally(TaskTally[T]):
             return None
         fp32, candidate, common = self.counts[self.threshold]
         new = candidate - common
-        condition = f"kept, {new} new ({measure} above {self.threshold:g})"
-        figure = self.figure_of_kept(self.task.name, common, fp32, condition, new)
-        if figure is None:
-            return None
-        return replace(figure, found=fp32)
+        things = self.task.name
+        text = f"{things} of FP32 kept, {new} new ({measure} above {self.threshold:g})"
+        return replace(self.share(f"{things} kept", common, fp32, text, new), found=fp32)

@@ -21,17 +21,19 @@ _CHANNELS = frozenset((1, 3, 4))
 
 @dataclass(frozen=True, slots=True)
 class FirstSamples:
-    """The float model's first samples, from which a task is recognised.
+    """The float model's first samples, at least one, from which a task is recognised.
 
     Attributes:
         inputs: one mapping per sample, with a batch of 1.
         outputs: the same for floating-point and integer outputs.
         declared: what the model's file declares.
+        is_set: whether the user or the model's file says which task the outputs have.
     """
 
     inputs: Sequence[Outputs]
-    outputs: Sequence[Outputs] = field(default_factory=tuple)
+    outputs: Sequence[Outputs]
     declared: Declaration = field(default_factory=Declaration)
+    is_set: bool = False
 
     def arrays(self, name: str) -> list[Array]:
         """Return one output's array of every sample."""
@@ -75,7 +77,7 @@ class FirstSamples:
     @property
     def all_output_names(self) -> tuple[str, ...]:
         """Outputs that every sample has, possibly empty."""
-        names = self.outputs[0] if self.outputs else {}
+        names = self.outputs[0]
         return tuple(name for name in names if all(name in sample for sample in self.outputs))
 
 
@@ -100,7 +102,7 @@ def find_states(samples: FirstSamples) -> dict[str, str]:
     result is empty.
     """
     input_by_state: dict[str, str] = {}
-    input_names = samples.inputs[0] if samples.inputs else {}
+    input_names = samples.inputs[0]
     for name, input_name in itertools.product(samples.names, input_names):
         is_paired = name in input_by_state or input_name in input_by_state.values()
         if not is_paired and _is_state(name, input_name, samples):

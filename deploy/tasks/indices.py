@@ -6,7 +6,6 @@ equal or not, at the same place or, in lists of varying length, as rows in any o
 `PlaceCounts` counts class numbers at places, here and for steps and pixels.
 """
 
-from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -84,11 +83,24 @@ def _count_values(values: Array) -> Counter[int]:
 
 @dataclass(frozen=True, slots=True)
 class PlaceTask(EvaluationTask):
-    """A class number at each place, such as a step or a pixel."""
+    """A class at each place of an output, such as a step or a pixel.
 
-    @abstractmethod
+    Attributes:
+        output: name of the output.
+        classes: number of classes.
+        axis: dimension of the classes, 1 or -1.
+    """
+
+    output: str
+    classes: int
+    axis: int = 1
+
     def read_classes(self, outputs: Outputs) -> Integers:
-        """Return the class at each place of one sample; none for another shape."""
+        """Return the best class at each place of one sample, flat; none for another shape."""
+        scores = outputs[self.output]
+        if scores.ndim < 3 or scores.shape[self.axis] != self.classes:
+            return np.zeros(0, np.int64)
+        return best_classes(np.moveaxis(scores, self.axis, 1)).reshape(-1)
 
 
 P = TypeVar("P", bound=PlaceTask)

@@ -24,9 +24,9 @@ from deploy.tasks.rows import (
     Outputs,
     are_comparable,
     are_in_unit_range,
-    correlate,
     is_floating,
     is_vector,
+    order_by_step,
 )
 from deploy.tasks.slices import OutputSlice, SlicesByOutput, find_cell_scores
 from deploy.tasks.thresholds import (
@@ -252,8 +252,7 @@ def _find_width_by_order(values: Arrays, widths: Sequence[int]) -> int:
     for width in (1, *widths):  # 1: a signal, each of whose numbers is near the one before
         if length % width or length < width * MIN_ORDERED:
             continue  # no whole points, or too few to show an order
-        correlations = [correlate(vector[width:], vector[:-width]) for vector in vectors]
-        order = float(np.mean(correlations))
+        order = order_by_step(vectors, width)
         if order > best_order:
             best_width = width
             best_order = order

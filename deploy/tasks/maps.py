@@ -28,7 +28,7 @@ from deploy.tasks.evaluation_task import (
     ThresholdTally,
 )
 from deploy.tasks.first_samples import FirstSamples
-from deploy.tasks.indices import NO_CLASS, PlaceTally, PlaceTask, best_classes
+from deploy.tasks.indices import NO_CLASS, PlaceTally, PlaceTask
 from deploy.tasks.rows import (
     Arrays,
     Flags,
@@ -68,25 +68,18 @@ from deploy.tensors import Array
 _MAX_CLASSES = 1024
 
 
-def to_channels_first(value: Array) -> Array:
-    """Return [1, H, W, C] as [1, C, H, W]; other shapes stay unchanged."""
-    if value.ndim != 4:
-        return value
-    return np.moveaxis(value, 3, 1)
-
-
-def _read_layouts(values: Arrays) -> Iterator[tuple[bool, list[Array]]]:
-    """Yield (whether channels are last, an output's maps [1, C, H, W]) for each layout that fits.
+def _read_layouts(values: Arrays) -> Iterator[tuple[int, list[Array]]]:
+    """Yield (axis of the channels, an output's maps [1, C, H, W]) for each layout that fits.
 
     Maps are finite floating-point numbers of one number of channels, with large sides.
     """
     if not all(value.ndim == 4 and is_floating(value) for value in values):
         return
-    for channels_last in (False, True):
-        maps = [to_channels_first(value) if channels_last else value for value in values]
+    for axis in (1, -1):
+        maps = [np.moveaxis(value, axis, 1) for value in values]
         min_side = min(min(value.shape[2:]) for value in maps)
         if min_side >= MIN_MAP_SIDE and len({value.shape[1] for value in maps}) == 1:
-            yield channels_last, maps
+            yield axis, maps
 
 
 def _fit_pictures(samples: Arrays, inputs: Sequence[Outputs], max_scale: int) -> bool:
@@ -142,32 +135,19 @@ class _PixelTally(PlaceTally["Pixels"]):
 
 @dataclass(frozen=True, slots=True)
 class Pixels(PlaceTask):
-    """A class per pixel, in one output.
+    """A class per pixel, in one output: scores of the classes, or class numbers."""
 
-    Attributes:
-        output: name of the output.
-        classes: number of classes.
-        channels_last: whether classes are the last dimension.
-    """
-
-    output: str
-    classes: int
-    channels_last: bool = False
     name = "segmentation"
     reads = "{0.classes} classes a pixel"
     tally_type = _PixelTally
 
     def read_classes(self, outputs: Outputs) -> Integers:
-        """Return the class of each pixel, flat; none for an output of another shape."""
+        """Return the class of each pixel of one sample, flat; none for another shape."""
         value = outputs[self.output]
         if value.dtype.kind in "iu" or value.ndim == 3 or value.shape[1:2] == (1,):
             numbers = np.nan_to_num(value.reshape(-1), nan=-1).astype(np.int64)
             return np.where(numbers < 0, NO_CLASS, numbers)
-
-        maps = to_channels_first(value) if self.channels_last else value
-        if maps.ndim != 4 or maps.shape[1] != self.classes:
-            return np.zeros(0, np.int64)
-        return best_classes(maps).reshape(-1)
+        return PlaceTask.read_classes(self, outputs)
 
 
 SEGMENTATION = Form(
@@ -188,11 +168,11 @@ def find_segmentation(samples: FirstSamples) -> Pixels | None:
             class_count = 1 + int(max(value.max() for value in values))
             return Pixels(name, class_count, parts={name: ()})
 
-        for channels_last, maps in _read_layouts(values):
-            if not _are_class_scores(maps, samples.inputs, fits_picture=channels_last):
+        for axis, maps in _read_layouts(values):
+            if not _are_class_scores(maps, samples.inputs, fits_picture=axis == -1):
                 continue
             if len(samples.names) == 1 or _have_several_classes(maps):
-                return Pixels(name, maps[0].shape[1], channels_last)
+                return Pixels(name, maps[0].shape[1], axis)
     return None
 
 
@@ -201,7 +181,8 @@ def fit_segmentation(name: str, samples: FirstSamples) -> Pixels | None:
     shape = samples.outputs[0][name].shape
     if len(shape) != 4:
         return None
-    return Pixels(name, min(shape[1], shape[3]), channels_last=shape[3] < shape[1])
+    axis = -1 if shape[-1] < shape[1] else 1
+    return Pixels(name, shape[axis], axis)
 
 
 def _are_class_scores(maps: Arrays, inputs: Sequence[Outputs], *, fits_picture: bool) -> bool:
@@ -344,13 +325,13 @@ class HeatMaps(PointTask):
     Attributes:
         outputs: names of the outputs, such as one of the columns and one of the rows of points.
         count: number of channels.
-        channels_last: whether the channels are the last dimension.
+        axis: dimension of the channels, 1 or -1.
         max_distance: cells between peaks that match.
     """
 
     outputs: tuple[str, ...]
     count: int
-    channels_last: bool = False
+    axis: int = 1
     max_distance: float = 1
     name = "heat maps"
     reads = "{0.count} heat maps"
@@ -359,24 +340,19 @@ class HeatMaps(PointTask):
 
     def match_points(self, reference: Outputs, candidate: Outputs) -> tuple[Flags, Flags]:
         """Match peaks as near to FP32's as `max_distance` in each direction."""
-        maps_by_output = self._read_maps(reference)
-        candidate_maps = self._read_maps(candidate)
-        is_present = self.find_present([*maps_by_output.values()])
+        reference_maps = self._read_maps(reference)
+        is_present = self.find_present(reference_maps)
+        if not all(are_comparable(reference[name], candidate[name]) for name in self.outputs):
+            return is_present, np.zeros_like(is_present)
         is_match = np.ones_like(is_present)
-        for name, maps in maps_by_output.items():
-            if are_comparable(maps, candidate_maps[name]):
-                distance = np.abs(_peak_cells(maps) - _peak_cells(candidate_maps[name]))
-                is_match &= distance.max(axis=1) <= self.max_distance
-            else:
-                is_match[:] = False
+        for maps, candidate_maps in zip(reference_maps, self._read_maps(candidate), strict=True):
+            distance = np.abs(_peak_cells(maps) - _peak_cells(candidate_maps))
+            is_match &= distance.max(axis=1) <= self.max_distance
         return is_present, is_match
 
-    def _read_maps(self, outputs: Outputs) -> dict[str, Array]:
+    def _read_maps(self, outputs: Outputs) -> list[Array]:
         """Return the outputs with the channels first, [1, K, ...]."""
-        maps = {name: outputs[name] for name in self.outputs}
-        if self.channels_last:
-            maps = {name: to_channels_first(value) for name, value in maps.items()}
-        return maps
+        return [np.moveaxis(outputs[name], self.axis, 1) for name in self.outputs]
 
     def find_present(self, maps: Arrays) -> Flags:
         """Return which points [K] FP32 sees: those of a high peak."""
@@ -402,25 +378,23 @@ def fit_heatmaps(name: str, samples: FirstSamples) -> HeatMaps | None:
     pixels = fit_segmentation(name, samples)
     if pixels is None:
         return None
-    return HeatMaps((name,), pixels.classes, pixels.channels_last)
+    return HeatMaps((name,), pixels.classes, pixels.axis)
 
 
 def find_heatmaps(samples: FirstSamples) -> HeatMaps | None:
     """Return the output of heat maps, if there is exactly one; else None."""
-    tasks = [task for name in samples.names if (task := _find_heat(name, samples)) is not None]
-    if len(tasks) != 1:
-        return None
-    return tasks[0]
+    tasks = [*filter(None, (_find_heat(name, samples) for name in samples.names))]
+    return tasks[0] if len(tasks) == 1 else None
 
 
 def _find_heat(name: str, samples: FirstSamples) -> HeatMaps | None:
     """Return an output's heat maps, in the layout that has the picture's aspect."""
     size = samples.picture_size
-    for channels_last, maps in _read_layouts(samples.arrays(name)):
+    for axis, maps in _read_layouts(samples.arrays(name)):
         rows, columns = maps[0].shape[2:]
         has_aspect = size is not None and rows * size[1] == columns * size[0]
         if has_aspect and _are_heat_maps(maps):
-            return HeatMaps((name,), maps[0].shape[1], channels_last)
+            return HeatMaps((name,), maps[0].shape[1], axis)
     return None
 
 

@@ -192,6 +192,14 @@ def correlate(x_values: Floats, y_values: Floats) -> float:
     return float(x_deviations @ y_deviations) / max(norms, 1e-30)
 
 
+def order_by_step(rows: Floats, step: int) -> float:
+    """Return the mean correlation of the numbers of vectors [n, D] with those `step` places before.
+
+    Neighbours of a signal are alike (1 place), and so are those of points in an order (2 or 3).
+    """
+    return float(np.mean([correlate(row[step:], row[:-step]) for row in rows]))
+
+
 def missing_sigmoid(scores: Array) -> str:
     """Return "sigmoid" for scores that leave 0 to 1, and so lack it; else ""."""
     return "" if are_in_unit_range(scores) else "sigmoid"

@@ -11,12 +11,13 @@ each step is the slot of a symbol, as in number plates, and repeats stay.
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from deploy.tasks.evaluation_task import EvaluationTask, Form, TaskFigure, TaskTally
 from deploy.tasks.first_samples import FirstSamples, drop_outputs, find_states
-from deploy.tasks.indices import NO_CLASS, PlaceTally, PlaceTask, best_classes
+from deploy.tasks.indices import NO_CLASS, PlaceTally, PlaceTask
 from deploy.tasks.rows import (
     Arrays,
     Integers,
@@ -47,17 +48,16 @@ from deploy.tensors import Array
 def _read_steps(value: Array, axis: int) -> Array | None:
     """Return the scores of one sample as [T, C]; None for other shapes.
 
-    `axis`: dimension of the classes, 1 or 2 of [1, T, C], [T, 1, C] or [1, C, T]. Maps of a height
+    `axis`: dimension of the classes, 1 or -1 of [1, T, C], [T, 1, C] or [1, C, T]. Maps of a height
     of 1 are read as these.
     """
-    if value.ndim == 4 and value.shape[2] == 1:
-        value = value[:, :, 0]
-    if value.ndim != 3 or not value.size:
+    has_steps = value.ndim == 3 or (value.ndim == 4 and value.shape[2] == 1)
+    if not has_steps or not value.size:
         return None
-    steps = np.moveaxis(value, axis, 2)
-    if 1 not in steps.shape[:2]:
+    steps = np.moveaxis(value, axis, -1)
+    if not is_vector(steps[..., 0]):  # several samples
         return None
-    return steps.reshape(-1, steps.shape[2])
+    return steps.reshape(-1, steps.shape[-1])
 
 
 def _read_step_samples(samples: Arrays, axis: int) -> list[Array]:
@@ -88,7 +88,7 @@ class _StepTally(PlaceTally["Steps"]):
             return None
         equal, total, exception = counted
         count = f"{equal} of {total}"
-        text = f"{count} {self.task.agreement}{exception}"
+        text = f"{count} {self.task.agreement.format(self.task)}{exception}"
         return self.figure("steps alike", equal / total, count, text)
 
 
@@ -97,43 +97,32 @@ class Steps(PlaceTask):
     """Classes of steps.
 
     Attributes:
-        output: name of the output.
-        classes: number of classes; 2 for independent scores, on one or the other side.
-        axis: dimension of the classes, 1 or 2; None for independent scores.
-        limit: between the sides of independent scores: 0.5 of probabilities, 0 of logits.
+        agreement: what the two models are compared by, as text with fields of the task.
     """
 
-    output: str
-    classes: int
-    axis: int | None
-    limit: float = 0.5
     name = "steps"
+    reads = "{0.classes} classes a step"
+    agreement: ClassVar[str] = "steps of FP32's class"
     tally_type = _StepTally
 
-    @property
-    def form(self) -> str:
-        """How the output is interpreted."""
-        if self.axis is None:
-            return f"{self.output}: scores of steps or labels, each its own"
-        return f"{self.output}: {self.classes} classes a step"
 
-    @property
-    def agreement(self) -> str:
-        """What the two models are compared by, as text."""
-        if self.axis is None:
-            return f"scores on FP32's side of {self.limit:g}"
-        return "steps of FP32's class"
+@dataclass(frozen=True, slots=True)
+class Decisions(Steps):
+    """Independent scores of steps, each of which is on one side of a limit or the other.
+
+    Attributes:
+        limit: 0.5 for probabilities, 0 for logits.
+    """
+
+    classes: int = 2
+    limit: float = 0.5
+    reads = "scores of steps or labels, each its own"
+    agreement = "scores on FP32's side of {0.limit:g}"
 
     def read_classes(self, outputs: Outputs) -> Integers:
-        """Return the class of each step of one sample; none for another shape."""
-        value = outputs[self.output]
-        if self.axis is None:
-            scores = value.reshape(-1)
-            return np.where(np.isnan(scores), NO_CLASS, (scores > self.limit).astype(np.int64))
-        steps = _read_steps(value, self.axis)
-        if steps is None or steps.shape[1] != self.classes:
-            return np.zeros(0, np.int64)
-        return best_classes(steps)
+        """Return the side of each score of one sample, 0 or 1."""
+        scores = outputs[self.output].reshape(-1)
+        return np.where(np.isnan(scores), NO_CLASS, (scores > self.limit).astype(np.int64))
 
 
 STEPS = Form(
@@ -156,8 +145,8 @@ def fit_steps(name: str, samples: FirstSamples) -> Steps | None:
     is_independent = samples.declared.ends.get(name) == "sigmoid" or all(map(is_vector, values))
     if is_independent or values[0].ndim != 3:
         limit = 0.5 if all(map(are_in_unit_range, values)) else 0.0
-        return Steps(name, 2, None, limit)
-    axis = _find_class_axis(values) or 2
+        return Decisions(name, limit=limit)
+    axis = _find_class_axis(values) or -1
     return Steps(name, values[0].shape[axis], axis)
 
 
@@ -172,19 +161,13 @@ def find_steps(samples: FirstSamples) -> Steps | None:
     arrays = itertools.chain.from_iterable(float_outputs.values())
     if decisions and all(map(is_vector, arrays)):
         # one probability a step: below 0.5 is one class, above it the other
-        return Steps(decisions[0], classes=2, axis=None)
+        return Decisions(decisions[0])
 
-    axis_by_output = {}  # output of probabilities -> dimension of the classes
     for name, values in float_outputs.items():
         axis = _find_class_axis(values)
         if axis is not None:
-            axis_by_output[name] = axis
-    if not axis_by_output:
-        return None
-
-    step_output, axis = next(iter(axis_by_output.items()))
-    class_count = float_outputs[step_output][0].shape[axis]
-    return Steps(step_output, class_count, axis)
+            return Steps(name, values[0].shape[axis], axis)
+    return None
 
 
 def _are_decisions(name: str, samples: FirstSamples) -> bool:
@@ -224,9 +207,9 @@ def is_input_shape(value: Array, samples: FirstSamples) -> bool:
 
 
 def _find_class_axis(samples: Arrays) -> int | None:
-    """Return the axis of probabilities of classes, 1 or 2; None if neither or both fit."""
+    """Return the axis of probabilities of classes, 1 or -1; None if neither or both fit."""
     axes = []
-    for axis in (1, 2):
+    for axis in (1, -1):
         tables = _read_step_samples(samples, axis)
         if tables and all(map(are_probabilities_or_logs, tables)):
             axes.append(axis)
@@ -266,14 +249,14 @@ class Text(EvaluationTask):
         output: name of the output.
         symbols: number of symbols with the blank.
         blank: number of the blank.
-        axis: dimension of the symbols, 1 or 2.
+        axis: dimension of the symbols, 1 or -1.
         merged: whether repeated symbols are merged.
     """
 
     output: str
     symbols: int
     blank: int
-    axis: int = 2
+    axis: int = -1
     merged: bool = True
     name = "text"
     tally_type = _TextTally
@@ -303,7 +286,7 @@ TEXT = Form(
 )
 
 
-def fit_text(name: str, samples: FirstSamples, axes: Sequence[int] = (2, 1)) -> Text | None:
+def fit_text(name: str, samples: FirstSamples, axes: Sequence[int] = (-1, 1)) -> Text | None:
     """Return the text of an output that the user or the file says to hold such; else None.
 
     The blank is the first or the last symbol, whichever is more frequent.
@@ -330,7 +313,7 @@ def find_text(samples: FirstSamples) -> Text | None:
         return None
     (name,) = samples.names
     # only networks of pictures give symbols before steps, [N, C, T]
-    for axis in (2, 1) if samples.has_pictures else (2,):
+    for axis in (-1, 1) if samples.has_pictures else (-1,):
         text = fit_text(name, samples, (axis,))
         if text is None:
             continue

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from deploy.tasks import sequences
 from deploy.tasks.evaluation_task import (
     ClassExample,
     EvaluationTask,
@@ -45,13 +44,14 @@ from deploy.tasks.rows import (
     are_in_unit_range,
     are_probabilities_or_logs,
     are_undecided,
-    correlate,
     is_floating,
     is_vector,
     may_be_logits,
     missing_sigmoid,
+    order_by_step,
     sums_to_one,
 )
+from deploy.tasks.sequences import find_steps, is_input_shape
 from deploy.tasks.slices import OutputSlice, SlicesByOutput, split_output
 from deploy.tasks.thresholds import (
     FEATURE_FACTOR,
@@ -96,11 +96,11 @@ def _read_vectors(samples: FirstSamples) -> dict[str, Floats]:
 
 def fit_classes(samples: FirstSamples) -> "Classes | None":
     """Return the classes of all vectors, which the user or the file says to hold such."""
-    counts = {name: rows.shape[1] for name, rows in _read_vectors(samples).items()}
-    names = [name for name, count in counts.items() if count > 1]
-    if not names:
+    lengths = {name: rows.shape[1] for name, rows in _read_vectors(samples).items()}
+    counts = {name: length for name, length in lengths.items() if length > 1}
+    if not counts:
         return None
-    return Classes(tuple(names), tuple(counts[name] for name in names))
+    return Classes(tuple(counts), tuple(counts.values()))
 
 
 def fit_labels(name: str, samples: FirstSamples) -> "Labels | None":
@@ -303,7 +303,7 @@ def _find_raw_scores(candidates: Mapping[str, Floats], samples: FirstSamples) ->
 
     `candidates`: output -> its vectors [samples, C].
     """
-    if not samples.has_pictures and sequences.find_steps(samples) is not None:
+    if not samples.has_pictures and find_steps(samples) is not None:
         return []
     is_single = len(samples.names) == 1
     return [name for name, rows in candidates.items() if are_raw_scores(rows, is_single=is_single)]
@@ -405,14 +405,12 @@ def find_labels(samples: FirstSamples) -> Labels | None:
         return None
     (name,) = samples.names
     labels = fit_labels(name, samples)
-    rows = _read_vectors(samples).get(name)
-    if labels is None or rows is None:
-        return None
-    if not samples.has_pictures and sequences.find_steps(samples) is not None:
+    if labels is None or (not samples.has_pictures and find_steps(samples) is not None):
         return None
     # a single label of a sample may be the class of a Softmax, unless the graph ends in a Sigmoid
     min_labels = 1 if samples.declared.ends.get(name) == "sigmoid" else 2
-    return labels if _are_labels(rows, min_labels) else None
+    has_labels = _are_labels(_read_vectors(samples)[name], min_labels)
+    return labels if has_labels else None
 
 
 def _are_labels(rows: Floats, min_labels: int) -> bool:
@@ -527,7 +525,7 @@ def _embedding_lengths(samples: FirstSamples) -> dict[str, int]:
         length = rows.shape[1]
         if length < MIN_EMBEDDING_SIZE or _are_smooth(rows):
             continue
-        if sequences.is_input_shape(samples.outputs[0][name], samples):
+        if is_input_shape(samples.outputs[0][name], samples):
             continue  # as the signal that an autoencoder gives back
         is_embedding = samples.has_pictures and are_features(rows)
         is_embedding |= all(map(has_unit_length, rows)) or all(map(is_about_zero, rows))
@@ -557,11 +555,7 @@ def has_unit_length(vector: Floats) -> bool:
 
 def _are_smooth(rows: Floats) -> bool:
     """Whether numbers correlate with those 1 to 3 before them, as of a signal or of points."""
-    for step in (1, 2, 3):
-        correlations = [correlate(row[step:], row[:-step]) for row in rows]
-        if np.mean(correlations) > MIN_ORDER:
-            return True
-    return False
+    return any(order_by_step(rows, step) > MIN_ORDER for step in (1, 2, 3))
 
 
 def is_about_zero(vector: Floats) -> bool:

@@ -171,7 +171,7 @@ def _task_text(task: EvaluationTask | None, outputs: Outputs) -> str:
     if isinstance(task, Labels):
         sigmoid = _ACTIVATIONS[task.activation]
         return _template_part("labels", output=ascii(task.output), sigmoid=sigmoid)
-    if isinstance(task, Text) and task.axis == 2:  # the program reads symbols in the last dimension
+    if isinstance(task, Text) and task.axis == -1:  # the program reads symbols last
         merged = _MERGED_STEPS if task.merged else ""
         fields = {"symbols": task.symbols, "blank": task.blank, "merged": merged}
         return _template_part("text", output=ascii(task.output), **fields)
@@ -215,7 +215,7 @@ def _pixel_classes(task: Pixels, outputs: Outputs) -> str:
     shape = outputs[task.output].shape
     if task.output in task.parts and not task.parts[task.output]:  # class numbers
         return f"values.reshape({shape[-2]}, {shape[-1]})"
-    axis = -1 if task.channels_last else 0
+    axis = -1 if task.axis == -1 else 0
     if task.classes == 1:
         return f"(values.max(axis={axis}) > 0)"
     return f"values.argmax(axis={axis})"
@@ -237,7 +237,7 @@ def _point_lines(task: Points | HeatMaps, outputs: Outputs) -> str:
         )
     if isinstance(task, HeatMaps):
         maps = f"outputs[{task.outputs[0]!a}][0]"
-        if task.channels_last:
+        if task.axis == -1:
             maps += ".transpose(2, 0, 1)"
         return (
             f"    maps = {maps}\n"
