@@ -531,6 +531,16 @@ def test_every_device_copy_gives_equal_values(put, tmp_path):
     assert values(of_two(*PUTS[put], tmp_path)) == values(expected_of_two())
 
 
+@pytest.mark.parametrize("put", ["bindings", "driver"])
+def test_float16_input_takes_float32_batches(put, tmp_path):
+    """TensorRT calibrates float inputs of any precision with float32 values."""
+    script = CalibratorScript(written(TWO.format(imports=PUTS[put][0], put=PUTS[put][1]), tmp_path))
+    spec = TensorSpec("x", "float16", ("n", 4))
+    samples, _ = samples_of(script, SPECS_OF_TWO[1], spec)
+    expected = [{**sample, "x": sample["x"].astype(np.float16)} for sample in expected_of_two()]
+    assert values(samples) == values(expected)
+
+
 def test_scripts_share_a_module_that_they_import_late(tmp_path):
     """It keeps the stand-ins that it has imported for the first of the scripts."""
     (tmp_path / "late_module.py").write_text(PUTS["bindings"][0])

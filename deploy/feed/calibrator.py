@@ -31,6 +31,10 @@ from deploy.standins.install import CalibrationAlgoType, shared_stand_ins
 from deploy.standins.memory import AddressWindow, Memory, address_of
 from deploy.tensors import Array, TensorSpec
 
+# dtype of an input -> dtype of 4 bytes that TensorRT calibrates it with, if that is another one.
+# Source: NVIDIA/TensorRT tools/Polygraphy/polygraphy/backend/trt/calibrator.py, which supplies all
+# float inputs as float32.
+_TENSORRT_DTYPES = {"int64": "int32", "float16": "float32"}
 _NUMBER_DTYPES = frozenset(np.dtype(code).name for code in "?bhiqBHIQefd")
 
 
@@ -172,9 +176,7 @@ class CalibratorBatches:
         return shape
 
     def _dtype(self, spec: TensorSpec, window: AddressWindow, value_count: int) -> str:
-        """Return the dtype of the values in memory: the input's, or int32 for an int64 input.
-
-        TensorRT takes int32 for inputs that ONNX declares as int64.
+        """Return the dtype of the values in memory: the input's, or that of TensorRT's calibration.
 
         Args:
             spec: the input.
@@ -186,12 +188,12 @@ class CalibratorBatches:
                 f"a calibrator hands over plain numbers, got the input {describe(spec)}; feed"
                 " arrays by --images"
             )
-        is_int64 = spec.dtype == "int64"
+        tensorrt_dtype = _TENSORRT_DTYPES.get(spec.dtype)
         if window.dtype is None:  # bytes from an address: only their number shows the dtype
-            if is_int64 and window.used_bytes == 4 * value_count:
-                return "int32"
+            if tensorrt_dtype and window.used_bytes == 4 * value_count:
+                return tensorrt_dtype
             return spec.dtype
-        if window.dtype != spec.dtype and not (is_int64 and window.dtype == "int32"):
+        if window.dtype not in (spec.dtype, tensorrt_dtype):
             raise FeedError(
                 f"get_batch of {self._script} must copy the dtype of the input {describe(spec)},"
                 f" got {window.dtype} in {self.batch_title}; convert it with"
