@@ -1,7 +1,7 @@
 """The rule that chooses a split, and the front of what could be built instead."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +15,7 @@ from deploy.tuning import timing
 from deploy.tuning.front import MAX_POINTS, SplitChooser, find_fastest
 from deploy.tuning.probe import Noise
 from deploy.tuning.search import Search
-from deploy.tuning.search_options import EFFORTS, Trial
+from deploy.tuning.search_options import EFFORTS, Trial, split_cost
 from deploy.tuning.search_samples import ExpectedVerdict
 from tests.models import make_model, make_node
 
@@ -31,7 +31,7 @@ def make_trial(float_layers, *, time, db, method=None):
         in_float=in_float,
         choices=choices,
         noise=Noise({"y": np.array([power])}),
-        time=time,
+        predicted_time=time,
     )
 
 
@@ -43,8 +43,6 @@ class FakeSearch:
     untried: list = field(default_factory=list)
     weight: float = 2.5
     refused: frozenset = frozenset()
-    pinned: frozenset = frozenset()
-    losses: dict = field(default_factory=dict)
 
     @property
     def eligible(self):
@@ -62,10 +60,10 @@ class FakeSearch:
         return len(in_float)
 
     def cost(self, trial):
-        return trial.cost(self.weight)
+        return split_cost(trial.time, trial.loss, self.weight)
 
     def layer_losses(self, base):
-        return self.losses
+        return {}
 
     def predicted_front(self):
         return sorted((t.in_float for t in [*self.trials, *self.untried]), key=self.time_share)
@@ -129,7 +127,7 @@ def test_equal_time_with_less_loss_wins():
     trials = [make_trial(0, time=0.7, db=29.3, method=Method.of("minmax"))]
     trials.insert(0, make_trial(0, time=0.7, db=36.0))
     chosen, chooser = choose(FakeSearch(trials), good_from(15))
-    assert chosen is min(trials, key=lambda trial: trial.worst_loss)
+    assert chosen is min(trials, key=lambda trial: trial.loss)
     assert chooser.front_trials(chosen) == [chosen]
 
 
@@ -157,7 +155,7 @@ def test_no_trial_of_the_best_verdict_costs_less(weight):
         best = GOOD if GOOD in levels else DOUBTFUL
         rivals = [trial for trial in trials if judge(trial).level == best]
         assert chosen in rivals
-        assert chosen.cost(weight) == min(trial.cost(weight) for trial in rivals)
+        assert search.cost(chosen) == min(map(search.cost, rivals))
 
 
 def test_fastest_good_split_is_looked_for_between_trials():
@@ -180,17 +178,19 @@ def test_split_that_wins_nothing_is_no_better_than_a_doubtful_one():
     assert chosen is doubtful
 
 
-def test_layers_that_cannot_run_stay_float_in_the_last_resort():
-    """Every split that wins nothing has the pinned units in float too."""
-    unusable = make_trial(1, time=1.1, db=1.0)
-    search = FakeSearch([unusable], pinned=frozenset(LAYERS[:1]), losses={LAYERS[1]: 1, "/g": 0})
-    better = make_trial(2, time=1.2, db=30.0)
-    search.untried.append(better)
+def test_good_split_is_looked_for_below_one_that_wins_nothing():
+    trials = [make_trial(0, time=0.6, db=20.0), make_trial(19, time=0.99, db=50.0)]
+    chosen, _ = choose(FakeSearch(trials, [make_trial(9, time=0.8, db=42.0)]), good_from(40))
+    assert chosen.time == 0.8
+
+
+def test_slow_splits_are_tried_in_the_last_resort():
+    unusable, better = make_trial(1, time=1.1, db=1.0), make_trial(2, time=1.2, db=30.0)
 
     def judge(trial):
         return ExpectedVerdict(unusable="" if trial is better else "1 dB")
 
-    chosen, _ = choose(search, judge)
+    chosen, _ = choose(FakeSearch([unusable], [better]), judge)
     assert chosen is better
 
 
@@ -198,13 +198,14 @@ def test_spent_budget_builds_the_best_of_what_was_judged():
     trials = [make_trial(n, time=0.6 + 0.01 * n, db=12.0 + n) for n in range(6)]
     judged = []
     judge = good_from(90)
+    search = FakeSearch(trials)
     chosen, _ = choose(
-        FakeSearch(trials),
+        search,
         lambda trial: judged.append(trial) or judge(trial),
         judgements=1,
     )
     assert len(judged) == 2
-    assert chosen is min(judged, key=lambda trial: trial.cost(2.5))
+    assert chosen is min(judged, key=search.cost)
 
 
 def test_measured_times_decide():
@@ -215,7 +216,7 @@ def test_measured_times_decide():
 
     def measure(trials):
         times = {0: 0.9, 3: 0.55}
-        return [replace(trial, time=times[len(trial.in_float)]) for trial in trials]
+        return [times[len(trial.in_float)] for trial in trials]
 
     chosen, chooser = choose(
         FakeSearch([predicted_fast, predicted_slow]), good_from(20), measure=measure
@@ -232,7 +233,7 @@ def test_front_falls_in_loss_and_holds_what_is_built():
     chosen, chooser = choose(FakeSearch(trials), good_from(15))
     front = chooser.front_trials(chosen)
     times = [trial.time for trial in front]
-    losses = [trial.worst_loss for trial in front]
+    losses = [trial.loss for trial in front]
     assert len(front) == MAX_POINTS
     assert times == sorted(times)
     assert losses == sorted(losses, reverse=True)
@@ -285,7 +286,7 @@ def test_preferred_size_counts_in_place_of_time():
         "prober": None,
         "methods": [None],
         "effort": EFFORTS[1],
-        "trial_by_key": {trial.key: trial for trial in (int8, half)},
+        "trial_by_key": {trial.in_float: trial for trial in (int8, half)},
     }
     assert Search(**options).best is half
     assert Search(**options, size_of=sizes.__getitem__).best is int8
@@ -331,8 +332,8 @@ def test_device_timer_builds_engines_of_splits_and_leaves_nothing(tmp_path, monk
     device = FakeDevice()
     timer = timing.DeviceTimer(device, request, all_float, [{}])
     trials = [make_trial(19, time=0.5, db=20), make_trial(16, time=0.6, db=25)]
-    assert [trial.time for trial in timer.measure(trials)] == [0.8, 0.5]
-    assert [trial.time for trial in timer.measure(trials[:1])] == [0.8]
+    assert timer.measure(trials) == [0.8, 0.5]
+    assert timer.measure(trials[:1]) == [0.8]
     assert device.builds == 4  # the float engine once
     assert not list(tmp_path.iterdir())
 

@@ -258,7 +258,7 @@ def test_fixed_batch_evaluates_every_image_once(small_cnn, tmp_path):
     assert report.engines[1].accuracy.samples == 8
     model = onnx.load(models["fixed"])
     feed = calibrate(models["fixed"], complete).feed
-    searched = GrowingComparison([model], make_evaluation_set(feed, model, 9), int8_kernels=False)
+    searched = GrowingComparison(model, make_evaluation_set(feed, model, 9), int8_kernels=False)
     assert searched.compare(9, threads=1).samples == 8
 
 

@@ -115,10 +115,8 @@ def test_a_search_costs_six_calibrations(target, search_deep, runs, never_usable
     (row,) = search_deep("--target", target).report["targets"]
     assert row["search"]["probes"] > 40  # as many alone as it may try, and others whole
     # splits are judged on all samples, none twice: each on 12, then on 48, then on the other 52
-    # two methods may have been compared before, on 24 each; Ascend's statistics cannot be halved
-    method_samples = (0,) if target == "ascend" else (0, 2 * 24)
-    assert runs["search_samples"] > IMAGES / 2
-    assert runs["search_samples"] % IMAGES in method_samples
+    assert runs["search_samples"] >= IMAGES
+    assert runs["search_samples"] % IMAGES == 0
     total = sum(runs.values())
     assert total <= 6 * IMAGES
     assert [budget.spent for budget in counted] == [total]  # what is not counted is not bounded
@@ -126,24 +124,20 @@ def test_a_search_costs_six_calibrations(target, search_deep, runs, never_usable
 
 @pytest.mark.parametrize("products, factor", [(1e9, 1), (4e7, 2), (1.0, 4)])
 def test_small_model_has_a_larger_budget(products, factor):
-    counts = []
-    budget = SearchBudget.for_feed(5, 60, lambda: counts.append(1) or products)
-    assert budget.holds(500)
-    assert not counts  # counted where it matters alone
+    budget = SearchBudget.for_feed(5, 60, products)
     assert budget.holds(factor * 500)
     assert not budget.holds(factor * 500 + 1)
-    assert len(counts) <= 1
 
 
 @pytest.mark.slow
 def test_spent_budget_stops_split_comparison(search_deep, runs, never_usable, monkeypatch):
-    """Of five calibrations the trials take most; the first choice is judged all the same."""
-    monkeypatch.setitem(EFFORTS, 1, replace(EFFORTS[1], calibrations=5))
+    """Of four calibrations the trials take most; the first choice is judged all the same."""
+    monkeypatch.setitem(EFFORTS, 1, replace(EFFORTS[1], calibrations=4))
     monkeypatch.setattr(search_options, "_SMALL_MODEL_PRODUCTS", 0)  # as of a large model
     built = search_deep()
     assert built.code == 0
-    assert runs["search_samples"] == 2 * 24 + IMAGES
-    assert sum(runs.values()) <= 4 * IMAGES + IMAGES
+    assert runs["search_samples"] == IMAGES
+    assert sum(runs.values()) <= 4 * IMAGES
     (row,) = built.report["targets"]
     (taken,) = (split for split in row["search"]["front"] if split.get("taken"))
     assert taken["level"] == "unusable"

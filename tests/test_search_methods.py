@@ -41,7 +41,6 @@ def run_search(db_by_method, methods, shared):
         shared=shared,
     )
     search.run()
-    search.share_findings()
     return search
 
 
@@ -93,9 +92,8 @@ def measure_layers(noisy_layers, method, shared):
         shared=shared,
     )
     int8_noise = prober.noise(LAYERS)
-    base = Trial(in_float=frozenset(), choices=NO_CHOICES, noise=int8_noise, time=0.7)
+    base = Trial(in_float=frozenset(), choices=NO_CHOICES, noise=int8_noise, predicted_time=0.7)
     losses = search.layer_losses(base)
-    search.share_findings()
     most_first = sorted(losses, key=losses.__getitem__, reverse=True)
     return set(most_first[: len(noisy_layers)]), prober.trial_count
 

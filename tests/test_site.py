@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_documented_efforts_match_the_search():
     page = (ROOT / "docs" / "search.md").read_text("utf-8")
     for number, effort in EFFORTS.items():
-        row = f"{effort.samples} | {effort.isolated_trials} | {effort.split_trials} |"
+        row = f"{effort.isolated_trials} | {effort.split_trials} |"
         assert re.search(rf"^\| {number}( \(default\))? \| {re.escape(row)}", page, re.MULTILINE)
     assert f"| {DEFAULT_EFFORT} (default) |" in page
 

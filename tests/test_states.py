@@ -165,7 +165,7 @@ def test_search_compares_models_with_own_states():
     loaded = load(model)
     feed = loaded.open_samples(Dataset(source=[{"x": frames} for frames in arrays]))
     evaluation_set = make_evaluation_set(feed, loaded.model, 100)
-    comparison = GrowingComparison([candidate], evaluation_set, int8_kernels=False)
+    comparison = GrowingComparison(candidate, evaluation_set, int8_kernels=False)
     comparison.compare(4, threads=2)  # then the sequences go on where they were left
     accuracy = comparison.compare(9, threads=2)
     figures = {output.name: output.sqnr_db for output in accuracy.outputs}

@@ -119,23 +119,15 @@ def build(model, x, out, *arguments):
 
 @pytest.mark.slow
 def test_clipping_is_judged_on_unseen_samples(tmp_path):
-    """Rare values that matter: squares of noise. That do not: of a channel of weights near 0."""
+    """Rare values that matter: squares of noise. All images together would show no loss."""
     rng = np.random.default_rng(0)
     weights = {"w1": rng.normal(0, 0.3, (8, 3, 3, 3)), "w2": rng.normal(0, 0.2, (4, 8, 3, 3))}
     nodes = [("Conv", "x w1", "c", SAME), ("Relu", "c", "r", {}), ("Conv", "r w2", "y", SAME)]
     noise = np.random.default_rng(1).normal(size=(40, 3, 12, 12)).astype(np.float32)
-    net = saved(tmp_path, "net", nodes, weights)
-    build(net, np.sign(noise) * noise**2, tmp_path / "matter")
-    weights["w1"][:, 2], weights["w1"][7] = 0, 0
-    weights["w1"][7, 2, 1, 1], weights["w2"][:, 7] = 1, 1e-3 * weights["w2"][:, 7]
-    x = rng.uniform(-1, 1, (40, 3, 48, 48)).astype(np.float32)
-    x[:, 2, 24, 24] = 10
-    build(saved(tmp_path, "idle", nodes, weights, (48, 48)), x, tmp_path / "idle")
-    plans = (
-        read_plan(next(tmp_path.glob(f"{folder}/calib8/*.toml"))) for folder in ("matter", "idle")
-    )
-    methods = [plan.targets["onnxruntime"].choices.method.label for plan in plans]
-    assert methods == ["minmax", "percentile 99.99"]  # by 1.5 and 4 dB on other samples
+    build(saved(tmp_path, "net", nodes, weights), np.sign(noise) * noise**2, tmp_path / "o")
+    plan = read_plan(next(tmp_path.glob("o/calib8/*.toml")))
+    method = plan.targets["onnxruntime"].choices.method
+    assert method.label == "minmax"  # by 1.5 dB on other samples
 
 
 def test_ascend_plan_sets_unclipped_search_ranges(model, tmp_path):
@@ -403,7 +395,7 @@ def test_negligible_noise_is_no_float_reason(power, by_noise):
 
 def fake_request(model, choices=NO_CHOICES):
     add_choices = partial(fake_request, model)
-    return SimpleNamespace(model=model, choices=choices, with_added_choices=add_choices)
+    return SimpleNamespace(model=model, choices=choices, with_added_choices=add_choices, threads=2)
 
 
 class FakeTarget:
@@ -432,7 +424,7 @@ def doubled(*values):
 
 def test_choices_are_tried_once_unless_unbuildable():
     target, request = FakeTarget(), fake_request(doubling().model)
-    prober = probe.Prober(target.trial, request, doubled(1), runs_here=True, threads=2)
+    prober = probe.Prober(target.trial, request, doubled(1), runs_here=True)
     broken, minmax = Choices(float_nodes={"/y": "why"}), Choices(method=Method.of("minmax"))
     equal, half, unbuildable, repeated = prober.noises([NO_CHOICES, minmax, broken, minmax])
     assert equal.worst == 0
@@ -448,9 +440,7 @@ def test_choices_are_tried_once_unless_unbuildable():
 
 def test_trial_stopped_before_its_samples_could_not_run():
     model = doubling().model
-    prober = probe.Prober(
-        lambda _: model, fake_request(model), doubled(1), runs_here=True, threads=1
-    )
+    prober = probe.Prober(lambda _: model, fake_request(model), doubled(1), runs_here=True)
     prober._is_stopped = True  # by Ctrl-C, while the model was built
     assert prober.noises([NO_CHOICES]) == [None]
     assert "interrupted" in str(prober.errors[0])
@@ -467,7 +457,7 @@ def test_certain_softmax_shows_logit_noise(factor, temperatures):
     logits = factor * np.float32([[[9, -9, 0], [0, 9, -9]]])
     outputs = {"y": np.exp(logits) / np.exp(logits).sum(axis=2, keepdims=True)}
     request, samples = fake_request(full_model), [({"x": logits}, outputs)]
-    prober = probe.Prober(lambda _: halved_model, request, samples, runs_here=True, threads=1)
+    prober = probe.Prober(lambda _: halved_model, request, samples, runs_here=True)
     (noise,) = prober.noises([NO_CHOICES])
     assert 0.1 < noise.worst < 0.3
     by_slice = slice_signals.find_temperatures(derive_form([outputs]), [outputs])
@@ -481,7 +471,7 @@ def test_certain_softmax_shows_logit_noise(factor, temperatures):
 def test_layers_alone_run_on_some_samples():
     target, request = FakeTarget(), fake_request(doubling().model)
     prober = probe.Prober(
-        target.trial, request, doubled(1, -3, 2), runs_here=True, threads=1, isolated_sample_count=2
+        target.trial, request, doubled(1, -3, 2), runs_here=True, isolated_sample_count=2
     )
     off = Choices(method=Method.of("minmax"))
     (full_noise,), (single_noise,) = prober.noises([off]), prober.isolated_noises([off], [["/y"]])
@@ -505,7 +495,6 @@ def test_layers_alone_run_where_they_lose_most(count, has_noise):
         request,
         [*doubled(5, -4), *deviating],
         runs_here=True,
-        threads=1,
         isolated_sample_count=count,
     )
     prober.noises([NO_CHOICES])

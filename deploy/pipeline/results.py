@@ -52,7 +52,7 @@ from deploy.targets.base import BuildResult
 from deploy.tensors import TensorSpec
 from deploy.terminal import phase
 from deploy.tuning.plan_file import SplitRow, TargetPlan
-from deploy.tuning.tune import PlannedTarget, without_taken_split
+from deploy.tuning.tune import PlannedTarget
 from deploy.version import __version__
 
 _MAX_NAMES = 3  # tensors named for each reason
@@ -581,7 +581,7 @@ def _search_part(planned_target: PlannedTarget, nodes: Sequence[NodeRow]) -> Sea
     if not plan.settled:
         return None
     if _has_added_floats(plan, nodes):
-        plan = without_taken_split(plan)
+        plan = plan.marked(None)
     return SearchPart(
         reused=planned_target.reused,
         probes=planned_target.probes,

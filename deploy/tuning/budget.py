@@ -8,7 +8,6 @@ those of a build. It differs in what it minimizes, layers in float instead of ti
     each layer alone in int8                            its loss, the worst first
     other searches for the worst                        those that lose less
     the worst n of them in float                        the least n that holds, by halving
-    each of these in int8 again, by any search          where it is not missed
 
 The search ends as soon as the budget holds. A ranking that is given replaces the losses; then
 nothing but its n worst is tried.
@@ -90,7 +89,6 @@ class BudgetSearch:
     _samples: Sequence[ReferenceSample] = field(init=False)
     _form: OutputForm = field(init=False)
     _builder: RepairedBuilder = field(init=False)
-    _loss_by_split: dict[frozenset[str], float] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         feed = self.evaluation
@@ -137,8 +135,7 @@ class BudgetSearch:
         swapped = self._with_swapped_searches(search, base)
         if swapped is not base and self._check_budget(swapped):
             return swapped
-        trial = self._with_fewest_float_layers(search, swapped)
-        return None if trial is None else self._with_layers_back_in_int8(search, trial)
+        return self._with_fewest_float_layers(search, swapped)
 
     def _make_search(self, builder: RepairedBuilder, step: Step) -> Search:
         """Return a search on the evaluation samples whose units are the layers.
@@ -153,19 +150,23 @@ class BudgetSearch:
         setup = SearchSetup(
             target=self.target,
             request=self.request,
-            options=Tuning(effort=_EFFORT, max_loss=self.max_loss),
+            options=Tuning(effort=_EFFORT),
             has_fixed_method=True,
-            build_trial=builder.trial,
-            rounded=None,
-            is_held_out=False,
         )
         members = {name: (name,) for name in self.layers}
         units = Units(members=members, borders=(), layers=(*members,))
         prices = dict.fromkeys(members, (0.0, 1.0))  # (in int8, in float)
-        unlimited = SearchBudget(math.inf)
         return Search(
             prices=Prices(units=units, unit_prices=prices, conversions={}),
-            prober=make_prober(setup, self._samples, self._form, step, unlimited),
+            prober=make_prober(
+                setup,
+                builder.trial,
+                self._samples,
+                self._form,
+                step,
+                SearchBudget(math.inf),
+                measures_accuracy=True,
+            ),
             methods=[None],  # the target's own: that of each layer's search
             effort=EFFORTS[_EFFORT],
         )
@@ -214,36 +215,16 @@ class BudgetSearch:
     def _with_swapped_searches(self, search: Search, base: Trial) -> Trial:
         """Return a trial in which the layers that lose most have another search that loses less."""
         best = base
-        for name, _ in self.ranking[:_SWAPPED]:
-            trial = self._by_any_search(search, best, name, best.in_float)
+        for layer, _ in self.ranking[:_SWAPPED]:
+            choices = []
+            for name, layers in self.searches.items():
+                if layer in layers:
+                    searches = {**best.choices.searches, layer: name}
+                    choices.append(replace(best.choices, searches=searches))
+            trial = min(search.try_choices(choices, best.in_float), key=_loss, default=best)
             if _loss(trial) < _WORTH * _loss(best):
                 best = trial
         return best
-
-    def _with_layers_back_in_int8(self, search: Search, holding: Trial) -> Trial:
-        """Return a trial with fewer layers in float if it holds the budget too, else `holding`."""
-        loss = self._loss_by_split[holding.in_float]
-        limit = _loss(holding)
-        if loss > 0:
-            limit *= self.max_loss / loss
-        best = holding
-        for name, _ in reversed(self.ranking):
-            if name in holding.in_float:
-                trial = self._by_any_search(search, best, name, best.in_float - {name})
-                if _loss(trial) <= limit:
-                    best = trial
-        return best if best is holding or self._check_budget(best) else holding
-
-    def _by_any_search(
-        self, search: Search, base: Trial, layer: str, in_float: frozenset[str]
-    ) -> Trial:
-        """Return the trial of least loss with some search of a layer, else `base`."""
-        choices = []
-        for name, layers in self.searches.items():
-            if layer in layers:
-                searches = {**base.choices.searches, layer: name}
-                choices.append(replace(base.choices, searches=searches))
-        return min(search.try_choices(choices, in_float), key=_loss, default=base)
 
     def _check_budget(self, trial: Trial) -> bool:
         """Run a trial on all evaluation samples; return whether its loss is within the budget.
@@ -254,7 +235,7 @@ class BudgetSearch:
         trial_text = f"{len(int8_layers)} layers in int8"
         with phase(trial_text):
             comparison = GrowingComparison(
-                [self._builder.trial(self.request.with_choices(trial.choices))],
+                self._builder.trial(self.request.with_choices(trial.choices)),
                 self._evaluation_set,
                 int8_kernels=self.target.runs_here,
                 labels=self.evaluation.labels,
@@ -263,7 +244,6 @@ class BudgetSearch:
                 len(self._evaluation_set.subset), threads=self.request.threads
             )
         loss = loss_of(accuracy)
-        self._loss_by_split[trial.in_float] = loss
         is_held = bool(loss <= self.max_loss)
         unit = "cosine" if accuracy.top1_reference is None else "top-1"
         self.say(f"{trial_text}: loss {loss:.5f} of {unit}, {'held' if is_held else 'too much'}")

@@ -24,12 +24,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 import onnx
 
 from deploy.errors import BackendError
-from deploy.graph.index import Graph
 from deploy.graph.placement import WEIGHTED
 from deploy.metrics.latency import MIN_GAIN
 from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
@@ -43,7 +43,6 @@ MAX_POINTS = 8  # of the front that the plan stores
 WORTHWHILE_SIZE = 0.75  # share of the float model's bytes: a smaller engine is worth having
 _INT8_SIZE = 0.25  # of a weight, as a share of its float size
 _TIMED_SPLITS = 3  # the cheapest splits are timed before one is chosen
-_TIME_STEP = 1.02  # splits that differ by less time are not worth judging both
 _RANKS = (GOOD, DOUBTFUL, FLOAT, UNUSABLE)  # FLOAT: good or doubtful, but it wins nothing
 
 
@@ -51,22 +50,22 @@ class SplitSizes:
     """Predicted sizes of a model's splits."""
 
     def __init__(self, model: onnx.ModelProto, units: Units) -> None:
-        graph = Graph(model)
-        nodes = {node.name: node for node in graph.nodes}
-        counts = {name: int(math.prod(tensor.dims)) for name, tensor in graph.initializers.items()}
+        counts = {tensor.name: math.prod(tensor.dims) for tensor in model.graph.initializer}
+        weight_by_node = {}
+        for node in model.graph.node:
+            if node.op_type in WEIGHTED:
+                weight_by_node[node.name] = node.input[1]
         self._value_count: int = max(sum(counts.values()), 1)
         self._weight_count_by_layer: dict[str, int] = {}
         for layer in units.layers:
-            weighted = [nodes[name] for name in units.members[layer]]
-            names = {node.input[1] for node in weighted if node.op_type in WEIGHTED}
-            self._weight_count_by_layer[layer] = sum(counts.get(name, 0) for name in names)
+            weights = {weight_by_node.get(name, "") for name in units.members[layer]}
+            weight_counts = (counts.get(weight, 0) for weight in weights)
+            self._weight_count_by_layer[layer] = sum(weight_counts)
 
     def of(self, in_float: frozenset[str]) -> float:
         """Return the bytes of a split's constants, as a share of the float model's."""
-        int8_weights = 0
-        for layer, count in self._weight_count_by_layer.items():
-            if layer not in in_float:
-                int8_weights += count
+        int8_layers = self._weight_count_by_layer.keys() - in_float
+        int8_weights = sum(self._weight_count_by_layer[layer] for layer in int8_layers)
         return 1.0 - (1.0 - _INT8_SIZE) * int8_weights / self._value_count
 
 
@@ -79,29 +78,27 @@ class SplitChooser:
         sizes: of the splits.
         judge: trial -> its expected verdict.
         can_judge: whether the budget allows judging another trial.
-        measure: trials -> the same with measured times; None where time is predicted, as it is
-            too once measuring raised a BackendError, which the build then reports.
+        measure: trials -> their times as shares of the float model's; None where time is predicted,
+            as it is too once measuring raised a BackendError, which the build then reports.
     """
 
     search: Search
     sizes: SplitSizes
     judge: Callable[[Trial], ExpectedVerdict]
     can_judge: Callable[[], bool]
-    measure: Callable[[Sequence[Trial]], list[Trial]] | None = None
-    _verdict_by_key: dict[object, ExpectedVerdict] = field(default_factory=dict)
-    _timed_by_key: dict[object, Trial] = field(default_factory=dict)
+    measure: Callable[[Sequence[Trial]], Sequence[float]] | None = None
 
     def choose(self) -> Trial:
         """Return the trial to build."""
         choice = self._choose_tried()
         cheapest = min(self._candidates(), key=self.search.cost)
-        if self._expected_level(cheapest) == GOOD:
+        if self._rank(cheapest) == _RANKS.index(GOOD):
             return choice
 
-        for level in (GOOD, DOUBTFUL, FLOAT):
-            self._try_splits_for(level)
+        for rank in range(len(_RANKS) - 1):
+            self._try_splits_for(rank)
             choice = self._choose_tried()
-            if _is_as_good(self._expected_level(choice), level):
+            if self._rank(choice) <= rank:
                 break
         return choice
 
@@ -112,25 +109,16 @@ class SplitChooser:
         """
         points: list[Trial] = []
         least_loss = math.inf
-        candidates = [self._with_time(trial) for trial in self.search.eligible]
-        for trial in sorted(candidates, key=lambda trial: (trial.time, trial.worst_loss)):
-            if trial.worst_loss < least_loss or trial.key == choice.key:
+        for trial in sorted(self.search.eligible, key=lambda trial: (trial.time, trial.loss)):
+            if trial.loss < least_loss or trial is choice:
                 points.append(trial)
-                least_loss = min(least_loss, trial.worst_loss)
+                least_loss = min(least_loss, trial.loss)
 
         # if there are too many, those that differ least from their neighbours go; both ends, and
         # the trial that is built, stay
         while len(points) > MAX_POINTS:
-            gaps: dict[int, float] = {}
-            for index in range(1, len(points) - 1):
-                faster = points[index - 1]
-                slower = points[index + 1]
-                if points[index].key != choice.key:
-                    # time and loss are both shares of the float model's, so they can be added
-                    time_gap = slower.time - faster.time
-                    loss_gap = faster.worst_loss - slower.worst_loss
-                    gaps[index] = time_gap + loss_gap
-            del points[min(gaps, key=gaps.__getitem__)]
+            inner_indices = [i for i in range(1, len(points) - 1) if points[i] is not choice]
+            del points[min(inner_indices, key=partial(_gap_between_neighbours, points))]
         return points
 
     def front(self, choice: Trial) -> tuple[PlannedSplit, ...]:
@@ -140,26 +128,22 @@ class SplitChooser:
         """
         splits = []
         for number, trial in enumerate(self.front_trials(choice), start=1):
-            verdict = self.find_verdict(trial)
+            verdict = trial.verdict
             task_loss = verdict.task_loss if verdict else None
             row = SplitRow(
                 number=number,
                 float_layers=self.search.count_float_layers(trial.in_float),
                 layers=len(self.search.units.layers),
                 time=round(trial.time, 4),
-                is_timed=trial.key in self._timed_by_key,
+                is_timed=trial.measured_time is not None,
                 size=round(self.sizes.of(trial.in_float), 4),
                 sqnr_db=round(trial.noise.db, 2),
                 figure=task_loss.words if task_loss else "",
                 level=verdict.level if verdict else "",
-                taken=trial.key == choice.key,
+                taken=trial is choice,
             )
             splits.append(PlannedSplit(row=row, choices=trial.choices))
         return tuple(splits)
-
-    def find_verdict(self, trial: Trial) -> ExpectedVerdict | None:
-        """Return the expected verdict of a trial; None if it was not judged."""
-        return self._verdict_by_key.get(trial.key)
 
     def _choose_tried(self) -> Trial:
         """Return the cheapest of the trials with the best expected verdict.
@@ -170,18 +154,18 @@ class SplitChooser:
         """
         judged_trials: list[Trial] = []
         for trial in sorted(self._candidates(), key=self.search.cost):
-            if trial.key not in self._verdict_by_key:  # not judged yet: may it win at all?
+            if trial.verdict is None:  # not judged yet: may it win at all?
                 # a trial that loses as much at more cost cannot have a better verdict
-                if any(cheaper.worst_loss <= trial.worst_loss for cheaper in judged_trials):
+                if any(cheaper.loss <= trial.loss for cheaper in judged_trials):
                     continue
                 if judged_trials and not self.can_judge():  # the budget is spent
                     break
             judged_trials.append(trial)
-            if self._expected_level(trial) == GOOD:  # this call judges the trial
+            if self._rank(trial) == 0:  # this call judges the trial, and it is good
                 break
 
         # of equal verdicts `min` returns the first trial, which is the cheapest
-        return min(judged_trials, key=lambda trial: _RANKS.index(self._expected_level(trial)))
+        return min(judged_trials, key=self._rank)
 
     def _candidates(self) -> list[Trial]:
         """Return the trials to choose among, with their times.
@@ -193,127 +177,85 @@ class SplitChooser:
         trials = self.search.eligible
         if self.measure is None:
             return trials
-        return [self._with_time(trial) for trial in trials if trial.key in self._timed_by_key]
+        return [trial for trial in trials if trial.measured_time is not None]
 
     def _time_likely_trials(self) -> None:
-        """Measure and store the times of trials that may win (`_likely_trials`).
+        """Measure the times of trials that may win: the cheapest, plain int8, and the judged ones.
 
-        If that fails, measured times are dropped and all times are predicted: the two kinds cannot
-        be compared.
+        If that fails, all times are predicted: measured and predicted times cannot be compared.
         """
         if self.measure is None:
             return
-        untimed = {trial.key: trial for trial in self._likely_trials()}
-        for key in self._timed_by_key:
-            untimed.pop(key, None)
+        trials = sorted(self.search.eligible, key=self.search.cost)
+        untimed = []
+        for index, trial in enumerate(trials):
+            is_plain = trial.in_float == self.search.refused
+            is_likely = index < _TIMED_SPLITS or is_plain or trial.verdict is not None
+            if is_likely and trial.measured_time is None:
+                untimed.append(trial)
         if not untimed:
             return
         try:
-            timed_trials = self.measure(list(untimed.values()))
+            for trial, time in zip(untimed, self.measure(untimed), strict=True):
+                trial.measured_time = time
         except BackendError:
             self.measure = None
-            self._timed_by_key.clear()
-        else:
-            self._timed_by_key |= {trial.key: trial for trial in timed_trials}
+            for trial in trials:
+                trial.measured_time = None
 
-    def _likely_trials(self) -> list[Trial]:
-        """Return the trials to time: of the cheapest splits, plain int8, and the judged ones."""
-        trials = sorted(self.search.eligible, key=self.search.cost)
-        trial_by_split: dict[frozenset[str], Trial] = {}
-        for trial in trials:
-            trial_by_split.setdefault(trial.in_float, trial)
-        likely = list(trial_by_split.values())[:_TIMED_SPLITS]
-        if self.search.refused in trial_by_split:
-            likely.append(trial_by_split[self.search.refused])
-        return likely + [trial for trial in trials if trial.key in self._verdict_by_key]
-
-    def _try_splits_for(self, level: str) -> None:
-        """Try splits by halving, to find the fastest one with this verdict or a better one.
+    def _try_splits_for(self, rank: int) -> None:
+        """Try splits by halving, to find the fastest one with a verdict of this rank or better.
 
         A split says which layers are in float. Those that are tried become trials of the search;
-        nothing is returned. A slower split is assumed to have a verdict at least as good.
-
-        Args:
-            level: the verdict. For GOOD and DOUBTFUL the splits are predicted from the price and
-                the loss of each layer. FLOAT allows a split as slow as the float model: then more
-                and more of the noisiest layers are in float.
+        nothing is returned. A slower split has more layers in float, so it is assumed to have a
+        verdict at least as good.
         """
         # all splits have the range methods of the trial of least loss
-        base = min(self._candidates(), key=lambda trial: trial.worst_loss)
-        losses = self.search.layer_losses(base)
-        if level == FLOAT:
-            noisiest_layers = sorted(losses, key=lambda layer: -losses[layer])
-            pinned = self.search.pinned
-            counts = range(1, len(noisiest_layers))
-            splits = [pinned.union(noisiest_layers[:count]) for count in counts]
-        else:
-            splits = self._predicted_splits(level)
+        base = min(self._candidates(), key=lambda trial: trial.loss)
+        self.search.layer_losses(base)  # without them, the predicted front is of time alone
 
-        def is_good_enough(trial: Trial) -> bool:
-            return _is_as_good(self._expected_level(trial), level)
-
-        find_fastest(self.search, base, splits, is_good_enough, self.can_judge)
-
-    def _predicted_splits(self, level: str) -> list[frozenset[str]]:
-        """Return the splits of the predicted front that may be the fastest with a verdict.
-
-        The fastest first, each slower than the one before by a step that is worth another trial.
-        """
-        slower_than, faster_than = self._time_bounds(level)
-        splits = []
-        for split in self.search.predicted_front():
-            time = self.search.prices.time_share(split)
-            is_between = slower_than * _TIME_STEP < time < faster_than / _TIME_STEP
-            if is_between and self._is_worthwhile(split, time):
-                splits.append(split)
-                slower_than = time
-        return splits
-
-    def _time_bounds(self, level: str) -> tuple[float, float]:
-        """Return the times between which the fastest split with this verdict must be.
-
-        A slower split has more layers in float, so its verdict is taken to be at least as good.
-
-        Returns:
-            (time of the slowest split with a worse verdict, 0 without one; time of the fastest
-            split that is as good, infinite without one), as predicted shares of the float model's
-            time.
-        """
+        # judged trials bound the time of the fastest split that is as good
+        time_share = self.search.prices.time_share
         slowest_worse = 0.0
         fastest_good = math.inf
         for trial in self.search.eligible:
-            verdict = self.find_verdict(trial)
-            if verdict is None:
-                continue
-            time = self.search.prices.time_share(trial.in_float)
-            if _is_as_good(verdict.level, level):
-                fastest_good = min(fastest_good, time)
-            else:
-                slowest_worse = max(slowest_worse, time)
-        return slowest_worse, fastest_good
+            if trial.verdict is not None:
+                time = time_share(trial.in_float)
+                if _RANKS.index(trial.verdict.level) <= rank:
+                    fastest_good = min(fastest_good, time)
+                else:
+                    slowest_worse = max(slowest_worse, time)
 
-    def _expected_level(self, trial: Trial) -> str:
-        """Return the expected verdict of a trial; FLOAT where it would win nothing."""
-        key = trial.key
-        if key not in self._verdict_by_key:
-            self._verdict_by_key[key] = self.judge(trial)
-        level = self._verdict_by_key[key].level
+        splits = []
+        for split in self.search.predicted_front():
+            time = time_share(split)
+            is_allowed = _RANKS[rank] == FLOAT or self._is_worthwhile(split, time)
+            if slowest_worse < time < fastest_good and is_allowed:
+                splits.append(split)
+        find_fastest(
+            self.search, base, splits, lambda trial: self._rank(trial) <= rank, self.can_judge
+        )
+
+    def _rank(self, trial: Trial) -> int:
+        """Return the rank of a trial's expected verdict in `_RANKS`; judge it if need be."""
+        if trial.verdict is None:
+            trial.verdict = self.judge(trial)
+        level = trial.verdict.level
         if level != UNUSABLE and not self._is_worthwhile(trial.in_float, trial.time):
-            return FLOAT
-        return level
+            level = FLOAT
+        return _RANKS.index(level)
 
     def _is_worthwhile(self, in_float: frozenset[str], time: float) -> bool:
         """Whether a split of some time wins some of the float model's, or a quarter of its size."""
         return time * MIN_GAIN <= 1 or self.sizes.of(in_float) <= WORTHWHILE_SIZE
 
-    def _with_time(self, trial: Trial) -> Trial:
-        """Return a trial with its measured time, if it was timed."""
-        return self._timed_by_key.get(trial.key, trial)
 
-
-def _is_as_good(level: str, required: str) -> bool:
-    """Whether the verdict `level` is at least as good as `required`."""
-    return _RANKS.index(level) <= _RANKS.index(required)
+def _gap_between_neighbours(points: Sequence[Trial], index: int) -> float:
+    """Return how far apart the neighbours of a point of the front are."""
+    faster = points[index - 1]
+    slower = points[index + 1]
+    # time and loss are both shares of the float model's, so they can be added
+    return slower.time - faster.time + faster.loss - slower.loss
 
 
 def find_fastest(

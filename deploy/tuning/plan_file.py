@@ -26,7 +26,7 @@ A choice by time would differ on a busier day; with the file, the same bytes are
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,9 @@ from deploy.files.reading import convert
 from deploy.method import NO_CHOICES, Choices, Method
 
 SCHEMA = "calib8-plan/1"
+_UNTRIED = "a split that the search did not try"
 _BUILD_AGAIN = "build again without it"
-# keys of a target's table, and of a split's; figures are always written, the others if not empty
-_TEXTS = ("precision", "timed_on", "settled", "failed")
-_FIGURES = ("number", "float_layers", "layers", "time", "size", "sqnr_db")
-_MARKS = ("is_timed", "taken", "figure", "level")
+_TEXTS = ("made_from", "precision", "timed_on", "settled", "failed")  # keys of a target's table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,26 +125,28 @@ class TargetPlan:
             numbers = ", ".join(map(str, split_by_number)) or "none"
             raise ConfigError(f"a split must be one of the plan's, {numbers}, got {number}")
 
-        chosen_split = split_by_number[number]
-        row = chosen_split.row
-        choices = chosen_split.choices
+        choices = split_by_number[number].choices
         # a node that this plan has in float too keeps its reason, which says more
         reason = f"split {number} of the plan keeps it in float"
         float_nodes = dict.fromkeys(choices.float_nodes, reason)
         for name in float_nodes.keys() & self.choices.float_nodes.keys():
             float_nodes[name] = self.choices.float_nodes[name]
+        return replace(self, choices=replace(choices, float_nodes=float_nodes)).marked(number)
 
+    def marked(self, number: int | None) -> "TargetPlan":
+        """Return the plan with a split of its front marked as the one that is built.
+
+        `number`: of the split; None if another split than those of the front is built.
+        """
+        settled = _UNTRIED
         front = []
         for split in self.front:
-            is_taken = split.row.number == number
-            front.append(replace(split, row=replace(split.row, taken=is_taken)))
-        return replace(
-            self,
-            choices=replace(choices, float_nodes=float_nodes),
-            settled=f"split {number}: {row.float_layers} of {row.layers} layers in float,"
-            f" {row.sqnr_db:.1f} dB",
-            front=tuple(front),
-        )
+            row = replace(split.row, taken=split.row.number == number)
+            front.append(replace(split, row=row))
+            if row.taken:
+                layer_text = f"{row.float_layers} of {row.layers} layers in float"
+                settled = f"split {number}: {layer_text}, {row.sqnr_db:.1f} dB"
+        return replace(self, settled=settled, front=tuple(front))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,8 +182,7 @@ def _target_lines(table: str, target: TargetPlan) -> Iterator[str]:
     """Yield the TOML lines of a target's plan; `table` is the name of its table, quoted."""
     choices = target.choices
     yield from ("", f"[{table}]")
-    yield from _key_lines({"made_from": target.made_from})
-    yield from _key_lines(_attributes_that_are_set(target, _TEXTS))
+    yield from _key_lines(_without_empty({key: getattr(target, key) for key in _TEXTS}))
     yield from _key_lines(_method_values(choices))
     yield from ("", f"[{table}.float]")
     yield from _key_lines(choices.float_nodes)
@@ -191,8 +190,7 @@ def _target_lines(table: str, target: TargetPlan) -> Iterator[str]:
     yield from _key_lines(_method_labels(choices))
     for split in target.front:
         yield from ("", f"[[{table}.front]]")
-        yield from _key_lines({key: getattr(split.row, key) for key in _FIGURES})
-        yield from _key_lines(_attributes_that_are_set(split.row, _MARKS))
+        yield from _key_lines(_without_empty(asdict(split.row)))
         yield from _key_lines(_method_values(split.choices))
         yield f"float = {toml.toml_value(split.choices.float_nodes)}"
         yield f"methods = {_inline_table(_method_labels(split.choices))}"
@@ -209,12 +207,13 @@ def _inline_table(values: Mapping[str, str]) -> str:
     return f"{{ {', '.join(_key_lines(values))} }}" if values else "{}"
 
 
-def _attributes_that_are_set(
-    record: TargetPlan | SplitRow, names: tuple[str, ...]
-) -> dict[str, Any]:
-    """Return name -> value of the attributes that are not empty."""
-    values = {name: getattr(record, name) for name in names}
-    return {name: value for name, value in values.items() if value}
+def _without_empty(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values without empty texts and marks that are not set; a number 0 stays."""
+    filled = dict(values)
+    for key, value in values.items():
+        if value == "" or value is False:
+            del filled[key]
+    return filled
 
 
 def _method_values(choices: Choices) -> dict[str, str | bool]:
@@ -325,6 +324,6 @@ def _read_target(path: Path, name: str, table: object) -> TargetPlan:
     for row, split in zip(rows, target.front, strict=True):
         choices = split.to_choices(dict.fromkeys(split.float_nodes, ""))
         front.append(PlannedSplit(row=row, choices=choices))
-    texts = {key: getattr(target, key) for key in ("made_from", *_TEXTS)}
+    texts = {key: getattr(target, key) for key in _TEXTS}
     choices = target.to_choices(target.float_nodes)
     return TargetPlan(choices=choices, front=tuple(front), **texts)

@@ -408,15 +408,14 @@ def _products_per_value(node: onnx.NodeProto, dims: Sequence[int]) -> float:
     """
     node_attributes = attributes(node)
     if node.op_type in ("Gemm", "MatMul"):
-        columns = dims[0] if node_attributes.get("transB", 0) else dims[-1]
-        return math.prod(dims) / max(columns, 1)
-    if node.op_type == "Conv":
-        return math.prod(dims[1:])
-    # ConvTranspose: a pixel of the input is multiplied with the entire kernel, and gives as many
-    # pixels of the output as the product of the strides
-    input_channels = dims[0] / int(node_attributes.get("group", 1))
-    pixel_count = math.prod(map(int, node_attributes.get("strides", [1])))
-    return input_channels * math.prod(dims[2:]) / pixel_count
+        out_channels = dims[0] if node_attributes.get("transB", 0) else dims[-1]
+    elif node.op_type == "Conv":
+        out_channels = dims[0]
+    else:
+        # a pixel of the input gives as many pixels of the output as the product of the strides
+        out_channels = dims[1] * node_attributes.get("group", 1)
+        out_channels *= math.prod(node_attributes.get("strides", [1]))
+    return math.prod(dims) / max(out_channels, 1)
 
 
 def measure_prices(

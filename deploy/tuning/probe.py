@@ -44,6 +44,7 @@ from deploy.runtimes.ort import OrtSession, holds_fp8
 from deploy.targets.base import BuildRequest
 from deploy.tasks import Metric
 from deploy.tasks.rows import Floats, Outputs
+from deploy.tasks.slices import OutputSlice
 from deploy.tuning.float_activations import FloatActivations
 from deploy.tuning.slice_signals import (
     SliceValues,
@@ -152,84 +153,69 @@ class _TrialSamples:
         samples: inputs, with stored inner tensors if there are any, and float outputs.
         float_slices: values of the float model's slices in every sample.
         powers: power of every slice in every sample, [samples, slices].
-        activations: of the float model, from which isolated trials start; None for other trials,
-            an error if the float model could not be run.
+        activations: of the float model, from which isolated trials start; None for other trials.
     """
 
     samples: Sequence[ReferenceSample]
     float_slices: Sequence[SliceValues]
     powers: Floats
-    activations: FloatActivations | Calib8Error | None = None
+    activations: FloatActivations | None = None
 
 
+@dataclass(slots=True)
 class Prober:
     """Runs trials, each choice once.
 
     The noise of a trial that cannot be built or run is None, and its error is stored.
 
-    Args:
+    Attributes:
         build_trial: builds the trial model of a request.
         request: build request; its choices are replaced in each trial.
         samples: samples with the float model's outputs.
-        form: slices and task of the outputs; None derives them from the samples.
         runs_here: whether ONNX Runtime's int8 kernels run the trials.
-        threads: trials that run in parallel.
+        form: slices and task of the outputs; None derives them from the samples.
         isolated_sample_count: number of samples for trials of a few layers; None for all.
-        by_task: whether to measure the task or the metric too, which a limit of loss needs.
+        measures_accuracy: whether to measure the accuracy of trials too.
         metric: the user's metric or task.
         progress: called after each trial.
         count_samples: called with the number of samples that are run.
-
-    Attributes:
         trial_count: number of trials.
         errors: errors of trials that could not run, in the order of the trials.
-        metric_error: error of the user's metric, if it failed.
     """
 
-    def __init__(
-        self,
-        build_trial: Callable[[BuildRequest], onnx.ModelProto],
-        request: BuildRequest,
-        samples: Sequence[ReferenceSample],
-        *,
-        form: OutputForm | None = None,
-        runs_here: bool,
-        threads: int,
-        isolated_sample_count: int | None = None,
-        by_task: bool = True,
-        metric: Metric | None = None,
-        progress: Callable[[], None] = lambda: None,
-        count_samples: Callable[[int], None] = lambda _: None,
-    ) -> None:
-        """Measure the float model's outputs. The arguments are described at the class."""
-        self._build_trial = build_trial
-        self._request = request
-        self._runs_here = runs_here
-        self._threads = threads
-        self._isolated_sample_count = isolated_sample_count or len(samples)
-        self._by_task = by_task
-        self._metric = metric
-        self._metric_lock = Lock()  # a user's metric need not be thread-safe
-        self._progress = progress
-        self._count_samples = count_samples
-        self._noise_by_key: dict[object, Noise | None] = {}  # None: it could not run
-        self._is_stopped = False
-        self._isolated_samples: _TrialSamples | None = None  # made for the first isolated trial
+    build_trial: Callable[[BuildRequest], onnx.ModelProto]
+    request: BuildRequest
+    samples: Sequence[ReferenceSample]
+    runs_here: bool
+    form: OutputForm | None = None
+    isolated_sample_count: int | None = None
+    measures_accuracy: bool = False
+    metric: Metric | None = None
+    progress: Callable[[], None] = lambda: None
+    count_samples: Callable[[int], None] = lambda _: None
+    trial_count: int = 0
+    errors: list[Calib8Error] = field(default_factory=list)
+    _form: OutputForm = field(init=False)
+    _temperatures: Mapping[OutputSlice, tuple[float, int]] = field(init=False)
+    _mean_powers: Floats = field(init=False)
+    _samples: _TrialSamples = field(init=False)
+    # made for the first isolated trial
+    _isolated_samples: _TrialSamples | None = None
+    _noise_by_key: dict[object, Noise | None] = field(default_factory=dict)  # None: it cannot run
+    _metric_lock: Lock = field(default_factory=Lock)  # a user's metric need not be thread-safe
+    _is_stopped: bool = False
 
-        # the float model's outputs on the samples, in the form in which noise is measured
-        inputs, float_outputs = zip(*samples, strict=True)
-        self._form = form or derive_form(float_outputs, inputs=inputs, metric=metric)
-        # a list of detections has no slices: its noise is the loss of the task alone
-        self._is_detection_list = not self._form.parts and self._form.task is not None
+    def __post_init__(self) -> None:
+        """Bring the float model's outputs into the form in which noise is measured."""
+        inputs, float_outputs = zip(*self.samples, strict=True)
+        self._form = self.form or derive_form(float_outputs, inputs=inputs, metric=self.metric)
         self._temperatures = find_temperatures(self._form, float_outputs)
-        float_slices = [self._slice_values(outputs, inputs, outputs) for inputs, outputs in samples]
+        float_slices = [
+            self._slice_values(outputs, inputs, outputs) for inputs, outputs in self.samples
+        ]
         powers = slice_powers(float_slices)
         self._mean_powers = mean_powers(powers)
-        self._samples = _TrialSamples(samples, float_slices, powers)
-
-        self.trial_count = 0
-        self.errors: list[Calib8Error] = []
-        self.metric_error: ConfigError | None = None
+        self._samples = _TrialSamples(self.samples, float_slices, powers)
 
     def noises(self, trials: Sequence[Choices]) -> list[Noise | None]:
         """Return the noise of several trials, run in parallel; None for one that could not run."""
@@ -253,19 +239,18 @@ class Prober:
     def _store_activations(self, int8_nodes: Sequence[Sequence[str]]) -> _TrialSamples:
         """Return the samples of isolated trials, with inner tensors of the float model as inputs.
 
-        An isolated trial has a few layers in int8 and starts from these tensors. If the float model
-        cannot run, every isolated trial reports that error.
+        An isolated trial has a few layers in int8 and starts from these tensors.
+
+        Raises:
+            BackendError: the float model cannot run with these tensors as outputs.
         """
-        self._count_samples(self._isolated_sample_count)
         indices = self._select_isolated_samples()
+        self.count_samples(len(indices))
         samples = [self._samples.samples[index] for index in indices]
         float_slices = [self._samples.float_slices[index] for index in indices]
         powers = self._samples.powers[indices]
-        try:
-            inputs = [sample for sample, _ in samples]
-            activations = FloatActivations(self._request.model, int8_nodes, inputs)
-        except Calib8Error as error:
-            return _TrialSamples(samples, float_slices, powers, error)
+        inputs = [sample for sample, _ in samples]
+        activations = FloatActivations(self.request.model, int8_nodes, inputs)
         extended_samples = []
         for (sample, outputs), values in zip(samples, activations.values_by_sample, strict=True):
             extended_samples.append(({**sample, **values}, outputs))
@@ -279,7 +264,7 @@ class Prober:
         float model sees small objects.
         """
         float_slices = self._samples.float_slices
-        count = self._isolated_sample_count
+        count = self.isolated_sample_count or len(float_slices)
         measured_noises = (noise for noise in self._noise_by_key.values() if noise is not None)
         first_noise = next(measured_noises, Noise({}))
         noise_by_sample = first_noise.powers_by_slice.get(
@@ -301,8 +286,8 @@ class Prober:
         for key in new_trials.keys() & self._noise_by_key.keys():
             del new_trials[key]
         self.trial_count += len(new_trials)
-        self._count_samples(len(new_trials) * len(samples.samples))
-        with ThreadPoolExecutor(self._threads) as pool:
+        self.count_samples(len(new_trials) * len(samples.samples))
+        with ThreadPoolExecutor(self.request.threads) as pool:
             try:
                 results = list(pool.map(partial(self._attempt, samples), new_trials.values()))
             except BaseException:  # Ctrl-C reaches only this thread
@@ -324,7 +309,7 @@ class Prober:
         except Calib8Error as error:
             return error
         finally:
-            self._progress()
+            self.progress()
 
     def _open(self, choices: Choices, samples: _TrialSamples) -> OrtSession:
         """Build and open a trial model, or its part downstream of stored activations.
@@ -332,16 +317,13 @@ class Prober:
         protobuf's messages must not be used by several threads, so models are built one at a time.
 
         Raises:
-            Calib8Error: the model cannot be built or opened, or the float model could not be run.
+            Calib8Error: the model cannot be built or opened.
         """
-        activations = samples.activations
-        if isinstance(activations, Calib8Error):  # stored, since it is the error of each trial
-            raise activations
         with PROTOBUF:
-            model = self._build_trial(self._request.with_added_choices(choices))
-            if activations is not None:
-                model = activations.shorten(model)
-            int8_kernels = self._runs_here and not holds_fp8(model)
+            model = self.build_trial(self.request.with_added_choices(choices))
+            if samples.activations is not None:
+                model = samples.activations.shorten(model)
+            int8_kernels = self.runs_here and not holds_fp8(model)
             data = model.SerializeToString()
             del model  # its weights need not be in memory while it runs
         return OrtSession.open(
@@ -357,7 +339,11 @@ class Prober:
         Raises:
             BackendError: ONNX Runtime refused a sample, or the search was interrupted.
         """
-        comparison = self._new_comparison(trial_samples)  # None if no accuracy is needed
+        # a list of detections has no slices: its noise is the loss of the task alone
+        is_detection_list = not self._form.parts and self._form.task is not None
+        comparison = None
+        if is_detection_list or self.measures_accuracy:
+            comparison = Comparison(form=self._form, metric=self.metric)
         input_names = [spec.name for spec in session.inputs]
         # in a sample with less signal than average, noise is relative to the average
         signal_powers = np.maximum(trial_samples.powers, self._mean_powers)
@@ -367,15 +353,17 @@ class Prober:
                 raise BackendError("the search was interrupted")
             outputs = session.run({name: inputs[name] for name in input_names})
             if comparison is not None:
-                is_added = self._add_to_comparison(comparison, inputs, float_outputs, outputs)
-                if not is_added:  # the user's metric failed: there is no accuracy
+                try:
+                    with self._metric_lock:
+                        comparison.add(inputs, float_outputs, outputs)
+                except ConfigError:  # the user's metric fails: the trial counts as a loss of all
                     comparison = None
             slices = self._slice_values(outputs, inputs, float_outputs)
             powers = noise_powers(trial_samples.float_slices[index], slices, signal_powers[index])
             powers_by_sample.append(powers)
 
         accuracy = None if comparison is None else comparison.result()
-        if self._is_detection_list:  # it has no slices: the loss of the task counts as its noise
+        if is_detection_list:
             return Noise({DETECTION_LIST: _task_power(accuracy)}, accuracy=accuracy)
         labels = [part.label for part in self._form.parts]
         shares = signal_shares(trial_samples.powers, self._mean_powers).tolist()
@@ -384,17 +372,6 @@ class Prober:
             signal_shares=dict(zip(labels, shares, strict=True)),
             accuracy=accuracy,
         )
-
-    def _new_comparison(self, trial_samples: _TrialSamples) -> Comparison | None:
-        """Return a comparison that measures the task of a trial; None if only its slices count.
-
-        A limit of loss needs the task's figure, but the samples of isolated trials are too few for
-        one. A list of detections has nothing else.
-        """
-        is_isolated = trial_samples.activations is not None
-        if not self._is_detection_list and (is_isolated or not self._by_task):
-            return None
-        return Comparison(form=self._form, metric=self._metric)
 
     def _slice_values(self, outputs: Outputs, inputs: Outputs, reference: Outputs) -> SliceValues:
         """Return the values of every slice, as they are measured.
@@ -408,24 +385,6 @@ class Prober:
                 values = apply_temperature(values, *self._temperatures[part])
             slices.append(values)
         return slices
-
-    def _add_to_comparison(
-        self, comparison: Comparison, inputs: Outputs, reference: Outputs, outputs: Outputs
-    ) -> bool:
-        """Add one sample to the comparison; return False if the user's metric fails on it.
-
-        The first error is stored.
-        """
-        if self._metric is None or self._metric.function is None:
-            comparison.add(inputs, reference, outputs)
-            return True
-        with self._metric_lock:
-            try:
-                comparison.add(inputs, reference, outputs)
-            except ConfigError as error:
-                self.metric_error = self.metric_error or error
-                return False
-        return True
 
 
 def _task_power(accuracy: Accuracy | None) -> Floats:

@@ -11,8 +11,7 @@ Terms:
 
 Steps::
 
-    every method, all in int8            -> the best that clips and the best that does not
-    these two on samples without range   -> the method
+    every method, all in int8            -> the method
     Adds in float, the layers in int8    -> whether they stay so, where time is not measured
     groups alone in int8, halved         -> noise of each layer (`deploy.tuning.sensitivity`)
     kernels of both models, or products  -> price of each unit (`deploy.tuning.prices`)
@@ -32,12 +31,13 @@ from functools import partial
 from deploy.errors import BackendError
 from deploy.method import NO_CHOICES, Choices, Method
 from deploy.tuning.prices import NO_LOSSES, Prices, Units
-from deploy.tuning.probe import Noise, Prober
-from deploy.tuning.search_options import COMMON_WEIGHT, Effort, Trial, clips, trial_cost
+from deploy.tuning.probe import Noise, Prober, choices_key
+from deploy.tuning.search_options import COMMON_WEIGHT, Effort, Trial, clips, split_cost
 from deploy.tuning.sensitivity import (
     QUIET_LOSS,
     Group,
     Sensitivity,
+    first_groups,
     measure_sensitivity,
     split_into_groups,
 )
@@ -46,10 +46,9 @@ from deploy.tuning.sensitivity import (
 _NOISE_WEIGHTS = (0.0, *(2.0 ** (step / 2) for step in range(-12, 29)))
 _FIRST_STEP_SHARE = 6  # the first step along the predicted front is a sixth of it
 _ADDS_GAIN = 0.1  # loss that Adds in float must save, worth a quarter of the time
-_MAX_PRIOR_SCALE = 2.0  # of measured to predicted noise power: more comes of other layers
-_DROWNED_LOSS = 0.3  # about 10 dB: methods are compared where the noisiest layers are float
-_CLEARLY_DB = 0.5  # gain on held-back samples that a method which clips needs
-_SHARED_METHODS = 2  # of each kind: which of two nearly level methods is best differs by grid
+# loss added for methods that clip: new inputs are clipped more than the few of a trial
+_CLIPPING_LOSS = 0.02
+_SHARED_METHODS = 2  # which of two nearly level methods is best differs by grid
 _OWN_METHOD = "its own method"  # of a target that ignores the method asked for
 _TRIED = "tried in float"  # reason of trials, which nobody reads
 
@@ -60,14 +59,21 @@ class SharedFindings:
 
     Attributes:
         sensitivity: noise of the layers; None until it is measured.
-        best_methods: the best methods that clip and the best that do not, all in int8.
-        is_clipping: whether methods that clip are better on samples that gave no range; None until
-            they are compared.
+        is_clipping: whether the best method clips; None until methods are compared.
+        best_methods: the best methods of that kind, the best first.
     """
 
     sensitivity: Sensitivity | None = None
-    best_methods: tuple[Method, ...] = ()
     is_clipping: bool | None = None
+    best_methods: tuple[Method, ...] = ()
+
+    def add_methods(self, ranked_methods: Sequence[Method | None]) -> None:
+        """Store the methods of one search, the best first, if it is the first search."""
+        if self.is_clipping is None:
+            self.is_clipping = clips(ranked_methods[0])
+        if not self.best_methods:
+            likely = [m for m in ranked_methods if m is not None and clips(m) == self.is_clipping]
+            self.best_methods = tuple(likely[:_SHARED_METHODS])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,8 +90,6 @@ class Search:
         size_of: returns the size of a split as a share of the float model's, which then counts in
             place of its time; None where time counts.
         rounded: whether trials have rounded weights; None without that repair.
-        unseen_gain_db: returns how many dB a trial's worst slice has more than another's on samples
-            that gave no range; None where all samples are needed for the ranges.
         shared: what other targets' searches found out; this one adds to it.
         add_units: units of Adds without weights, the residual stream.
         trial_by_key: the trials that ran, in order, by their choices.
@@ -103,7 +107,6 @@ class Search:
     weight: float = COMMON_WEIGHT
     size_of: Callable[[frozenset[str]], float] | None = None
     rounded: bool | None = None
-    unseen_gain_db: Callable[[Trial, Trial], float | None] = lambda trial, rival: None
     shared: SharedFindings = field(default_factory=SharedFindings)
     add_units: frozenset[str] = frozenset()
     trial_by_key: dict[object, Trial] = field(default_factory=dict)
@@ -119,33 +122,11 @@ class Search:
             BackendError: the model cannot run in int8 with any method, and no single layer is the
                 cause.
         """
-        self._try_all_in_int8()
-        best = min(self.trial_by_key.values(), key=lambda trial: trial.mean_loss)
-        # much noise of a few layers hides which method is best, so these become float first
-        if best.noise.worst > _DROWNED_LOSS:
-            self._try_splits_by_noise(best)
-            best = self.best
-        best = self._settle_method(best)
-        if best.noise.worst < QUIET_LOSS:
-            self._try_splits(best)  # by time alone: no layer needs to be float
-        else:
-            self._try_splits_by_noise(best)
-
-    def share_findings(self) -> None:
-        """Store what later searches of other targets can use, if it is the first of its kind."""
-        if self.shared.sensitivity is None:
-            self.shared.sensitivity = self.sensitivity
-        if self.shared.best_methods:
-            return
-        methods_by_kind: dict[bool, list[Method]] = {True: [], False: []}
-        for trial in sorted(self.trial_by_key.values(), key=lambda trial: trial.noise.mean):
-            method = trial.choices.method
-            if trial.in_float == self.refused and method is not None:
-                methods_by_kind[clips(method)].append(method)
-        self.shared.best_methods = (
-            *methods_by_kind[True][:_SHARED_METHODS],
-            *methods_by_kind[False][:_SHARED_METHODS],
-        )
+        base = self._settle_method(self._try_all_in_int8())
+        if base.loss >= QUIET_LOSS:  # else no layer needs to be float, and time alone decides
+            base = self._with_float_adds(base)
+            self.layer_losses(base)
+        self._try_splits(base)
 
     # ------------------------------------------------------------ the trials
 
@@ -169,8 +150,11 @@ class Search:
 
     def cost(self, trial: Trial) -> float:
         """Return the cost of a trial with the weight of this search."""
-        size = None if self.size_of is None else self.size_of(trial.in_float)
-        return trial.cost(self.weight, size)
+        return self._cost(trial.in_float, trial.time, trial.loss)
+
+    def _cost(self, in_float: frozenset[str], time: float, loss: float) -> float:
+        share = time if self.size_of is None else self.size_of(in_float)
+        return split_cost(share, loss, self.weight)
 
     def try_split(self, base: Trial, in_float: frozenset[str]) -> Trial | None:
         """Try a split with the methods of a trial; return None if it could not run."""
@@ -187,8 +171,8 @@ class Search:
         for choices, noise in zip(split_choices, noises, strict=True):
             if noise is not None:
                 time = self.prices.time_share(in_float)
-                trial = Trial(in_float=in_float, choices=choices, noise=noise, time=time)
-                trials.append(self.trial_by_key.setdefault(trial.key, trial))
+                trial = Trial(in_float=in_float, choices=choices, noise=noise, predicted_time=time)
+                trials.append(self.trial_by_key.setdefault(choices_key(choices), trial))
         return trials
 
     def _with_float(self, choices: Choices, units: Iterable[str]) -> Choices:
@@ -215,17 +199,38 @@ class Search:
 
     # ------------------------------------------------------------ all in int8
 
-    def _try_all_in_int8(self) -> None:
-        choices = replace(NO_CHOICES, rounded=self.rounded)
-        if self._try_methods(self.refused, choices):
-            return
-        self.refused = self._find_refused()
-        if not (self.refused and self._try_methods(self.refused, choices)):
+    def _try_all_in_int8(self) -> list[Trial]:
+        """Return the trials of all methods, with as much in int8 as can run."""
+        # where another target's search compared the methods, only those of the better kind
+        methods = [method for method in self.methods if clips(method) == self.shared.is_clipping]
+        method_choices = []
+        for method in methods or self.methods:
+            method_choices.append(replace(NO_CHOICES, method=method, rounded=self.rounded))
+        trials = self.try_choices(method_choices)
+        if not trials:
+            self.refused = self._find_refused()
+            if self.refused:
+                trials = self.try_choices(method_choices, self.refused)
+        if not trials:
             raise BackendError(
                 f"a search must be able to run the model with all in {self.precision}, got:"
                 f" {self.prober.errors[0]}; keep in float what cannot be run (--keep-float), or"
                 " build without a search (--effort 0)"
             )
+        return trials
+
+    def _settle_method(self, trials: Sequence[Trial]) -> Trial:
+        """Choose the range method that is built; return its trial, one of these.
+
+        Trials of other methods are not `eligible` from then on.
+        """
+        ranked_trials = sorted(trials, key=_method_loss)
+        best = ranked_trials[0]
+        if len(self.methods) > 1:
+            self.settled_method = self._method_label(best)
+            ranked_methods = [trial.choices.method for trial in ranked_trials]
+            self.shared.add_methods(ranked_methods)
+        return best
 
     def _find_refused(self) -> frozenset[str]:
         """Return the groups of layers that cannot run in int8; nothing if no group can run.
@@ -253,7 +258,7 @@ class Search:
         if self.prices.measured or not self.add_units:
             return base
         trial = self.try_split(base, base.in_float | self.add_units)
-        if trial is None or base.noise.worst - trial.noise.worst < _ADDS_GAIN:
+        if trial is None or base.loss - trial.loss < _ADDS_GAIN:
             return base
         gain = f"from {base.noise.db:.1f} to {trial.noise.db:.1f} dB"
         reason = f"alone in float all Adds lift {base.noise.worst_slice_label} {gain}"
@@ -262,46 +267,26 @@ class Search:
 
     # ------------------------------------------------------------ noise of the layers
 
-    def _try_splits_by_noise(self, base: Trial) -> None:
-        """Try splits with the methods of a trial, by the noise of each layer and its price."""
-        base = self._with_float_adds(base)
-        self.layer_losses(base)
-        self._try_splits(base)
-
     def layer_losses(self, base: Trial) -> dict[str, float]:
         """Return layer -> the loss that it adds in int8, with the range method of a trial.
 
-        The noise of each layer alone in int8 (`sensitivity`) is measured once for a method, then
-        stored. The noisy layers are much the same for all targets, so the measurement starts from
-        that of another target's search, if there is one, with half the trials. If the result does
-        not explain the noise of all layers together, it is measured again from the start.
+        The noise of each layer alone in int8 (`sensitivity`) is measured once, then stored. The
+        noisy layers are much the same for all targets, so the measurement begins with the groups
+        that another target's search found noisy, and needs half the trials.
         """
-        method = self._method_label(base)
-        if self.sensitivity is None or self.sensitivity.method != method:
-            prior = self.shared.sensitivity
-            fitted = self._measure_sensitivity(base, prior)
-            # scale: the noise of all layers together, over the sum of what each has alone
-            if prior is not None and fitted.scale > _MAX_PRIOR_SCALE:
-                fitted = self._measure_sensitivity(base, None)
-            self.sensitivity = replace(fitted, method=method)
+        if self.sensitivity is None:
+            layers = [layer for layer in self.units.layers if layer not in self.refused]
+            max_trials = self.effort.isolated_trials
+            if self.shared.sensitivity is not None:
+                max_trials //= 2
+            measured = measure_sensitivity(
+                first_groups(layers, self.effort.first_groups, self.shared.sensitivity),
+                partial(self._measure_isolated, base.choices),
+                max_trials=max_trials,
+            )
+            self.sensitivity = measured.scaled_to(base.in_float, base.noise)
+            self.shared.sensitivity = self.shared.sensitivity or self.sensitivity
         return self.sensitivity.loss_by_layer()
-
-    def _measure_sensitivity(self, base: Trial, prior: Sensitivity | None) -> Sensitivity:
-        """Return the noise of the layers alone, scaled to that of a trial with all of them.
-
-        `prior`: what another target's search measured; None to start without.
-        """
-        max_trials = self.effort.isolated_trials
-        if prior is not None:
-            max_trials //= 2
-        measured = measure_sensitivity(
-            [layer for layer in self.units.layers if layer not in self.refused],
-            partial(self._measure_isolated, base.choices),
-            first_groups=self.effort.first_groups,
-            max_trials=max_trials,
-            prior=prior,
-        )
-        return measured.scaled_to(base.in_float, base.noise)
 
     def _measure_isolated(self, choices: Choices, groups: Sequence[Group]) -> list[Noise | None]:
         """Return the noise of each group in int8 with all else in float; None if it cannot run."""
@@ -343,88 +328,37 @@ class Search:
             1st                        o                  least predicted cost
             2nd, 3rd          o                 o         its neighbours at a distance
             then                 o  .  .  o               nearer, about the cheapest so far
-
-        A split whose time alone costs more than the cheapest trial cannot win and is not tried.
         """
         splits = self.predicted_front()  # the fastest first
         if not splits:
             return
-        predicted_costs = [self._predicted_cost(split) for split in splits]
-        center = predicted_costs.index(min(predicted_costs))
+        center = min(range(len(splits)), key=lambda index: self._predicted_cost(splits[index]))
         step = max(1, len(splits) // _FIRST_STEP_SHARE)
-
-        cost_by_index = {center: self._cost_of_split(base, splits[center])}
-        while step and len(cost_by_index) < self.effort.split_trials:
-            for neighbour in (center - step, center + step):
-                is_new = 0 <= neighbour < len(splits) and neighbour not in cost_by_index
-                if is_new and len(cost_by_index) < self.effort.split_trials:
-                    cost_by_index[neighbour] = self._cost_of_split(base, splits[neighbour])
-            nearby = (center, center - step, center + step)
-            tried_indices = [index for index in nearby if index in cost_by_index]
-            cheapest = min(tried_indices, key=cost_by_index.__getitem__)
+        cost_by_index: dict[int, float] = {}
+        while step:
+            nearby = [center, center - step, center + step]
+            nearby = [index for index in nearby if 0 <= index < len(splits)]
+            for index in nearby:
+                if index not in cost_by_index and len(cost_by_index) < self.effort.split_trials:
+                    cost_by_index[index] = self._cost_of_split(base, splits[index])
+            cheapest = min(nearby, key=lambda index: cost_by_index.get(index, math.inf))
             if cheapest == center:
                 step //= 2
             center = cheapest
 
     def _cost_of_split(self, base: Trial, in_float: frozenset[str]) -> float:
-        """Try a split with a trial's methods; return its cost, infinite where it cannot win."""
-        if self._cost_with_loss(in_float, 0.0) > self.cost(self.best):
+        """Try a split with a trial's methods; return its cost, infinite where it cannot win.
+
+        A split whose time alone costs more than the cheapest trial cannot win and is not tried.
+        """
+        if self._cost(in_float, self.prices.time_share(in_float), 0.0) > self.cost(self.best):
             return math.inf
         trial = self.try_split(base, in_float)
         return math.inf if trial is None else self.cost(trial)
 
     def _predicted_cost(self, in_float: frozenset[str]) -> float:
         loss = 0.0 if self.sensitivity is None else self.sensitivity.predict(in_float).worst
-        return self._cost_with_loss(in_float, loss)
-
-    def _cost_with_loss(self, in_float: frozenset[str], loss: float) -> float:
-        """Return the cost of a split that was not tried, if it has this loss."""
-        share_of = self.size_of or self.prices.time_share
-        return trial_cost(share_of(in_float), loss, self.weight)
-
-    # ------------------------------------------------------------ methods
-
-    def _settle_method(self, base: Trial) -> Trial:
-        """Choose the range method that is built; return the trial with it and `base`'s split.
-
-        Trials of other methods are not `eligible` from then on. A method that clips leaves rare
-        large values out of the range. The few samples of a trial may hold none of them, so the best
-        method that clips and the best that does not are compared on samples that gave no range.
-        """
-        if len(self.methods) == 1:
-            return base
-        trials = self._try_methods(base.in_float, base.choices) or [base]  # if none could run
-        trials.sort(key=lambda trial: trial.noise.mean)
-        clipping_trials = [trial for trial in trials if clips(trial.choices.method)]
-        unclipping_trials = [trial for trial in trials if not clips(trial.choices.method)]
-        best = trials[0]
-        if clipping_trials and unclipping_trials:
-            best = self._choose_clipping(clipping_trials[0], unclipping_trials[0])
-            self.shared.is_clipping = clips(best.choices.method)
-        self.settled_method = self._method_label(best)
-        return best
-
-    def _choose_clipping(self, clipping: Trial, unclipping: Trial) -> Trial:
-        """Return the better of two trials, of which one has ranges that clip."""
-        if clipping.noise.worst >= unclipping.noise.worst:
-            return unclipping
-        gain_db = self.unseen_gain_db(clipping, unclipping)
-        if gain_db is None:
-            return min(unclipping, clipping, key=lambda trial: trial.mean_loss)
-        return clipping if gain_db > _CLEARLY_DB else unclipping
-
-    def _try_methods(self, in_float: frozenset[str], choices: Choices) -> list[Trial]:
-        """Try a split with the methods, other choices the same; return what ran.
-
-        Where another target's search showed whether to clip, only methods of that kind are tried.
-        """
-        likely_methods = [
-            method for method in self.methods if clips(method) == self.shared.is_clipping
-        ]
-        method_choices = []
-        for method in likely_methods or self.methods:
-            method_choices.append(replace(choices, method=method))
-        return self.try_choices(method_choices, in_float)
+        return self._cost(in_float, self.prices.time_share(in_float), loss)
 
     def _method_label(self, trial: Trial) -> str:
         """Return the label of a trial's method; None is the target's own.
@@ -436,3 +370,8 @@ class Search:
         if self.methods[0] is None:
             return _OWN_METHOD if method is None else f"{_OWN_METHOD} without clipping"
         return method.label if method else ""
+
+
+def _method_loss(trial: Trial) -> float:
+    """Return the mean loss of a trial's slices, which still ranks trials that lose one entirely."""
+    return trial.noise.mean + (_CLIPPING_LOSS if clips(trial.choices.method) else 0.0)

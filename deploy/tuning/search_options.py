@@ -8,7 +8,7 @@ is all noise costs 3.5, more than int8 ever wins.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,8 +19,11 @@ from deploy.runtimes.ort import cpu_kind
 from deploy.targets.base import Target
 from deploy.tasks import Metric
 from deploy.tuning import CPU_NAMES, PREFERENCES, THIS_CPU
-from deploy.tuning.probe import Noise, choices_key
+from deploy.tuning.probe import Noise
+from deploy.tuning.search_samples import ExpectedVerdict
 from deploy.tuning.sensitivity import QUIET_LOSS
+
+TRIAL_SAMPLES = 8  # samples of each trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,15 +31,13 @@ class Effort:
     """How much the search tries, for one value of `--effort`.
 
     Attributes:
-        samples: samples of each trial.
-        isolated_samples: those of them on which a group runs alone in int8.
+        isolated_samples: those of `TRIAL_SAMPLES` on which a group runs alone in int8.
         first_groups: groups of layers to begin with.
         isolated_trials: groups to run alone in int8, at most.
         split_trials: splits to try, at most.
         calibrations: budget in samples run, as a number of calibrations.
     """
 
-    samples: int
     isolated_samples: int
     first_groups: int
     isolated_trials: int
@@ -51,7 +52,6 @@ class Effort:
 
 EFFORTS: dict[int, Effort] = {
     1: Effort(
-        samples=8,
         isolated_samples=4,
         first_groups=8,
         isolated_trials=40,
@@ -59,7 +59,6 @@ EFFORTS: dict[int, Effort] = {
         calibrations=6,
     ),
     2: Effort(
-        samples=8,
         isolated_samples=4,
         first_groups=16,
         isolated_trials=80,
@@ -67,7 +66,6 @@ EFFORTS: dict[int, Effort] = {
         calibrations=25,
     ),
     3: Effort(
-        samples=8,
         isolated_samples=8,
         first_groups=64,
         isolated_trials=400,
@@ -87,32 +85,31 @@ class SearchBudget:
 
     Attributes:
         limit: samples that may be run; the trials alone need far less.
-        count_products: returns the float model's products of one sample; called once, where the
-            budget would be spent. None where the limit is final.
         spent: samples run so far, each counted once per model that ran it.
     """
 
     limit: float
-    count_products: Callable[[], float] | None = None
     spent: int = 0
 
     @classmethod
-    def for_feed(
-        cls, calibrations: float, samples: int, count_products: Callable[[], float]
-    ) -> SearchBudget:
-        """Return the budget of a number of calibrations on a feed of `samples`."""
-        return cls(calibrations * max(samples, _MIN_IMAGES), count_products)
+    def for_feed(cls, calibrations: float, samples: int, products: float) -> SearchBudget:
+        """Return the budget of a number of calibrations, which is larger for a small model.
+
+        Args:
+            calibrations: how often all samples may be run.
+            samples: of the feed.
+            products: of the float model in one sample.
+        """
+        limit = calibrations * max(samples, _MIN_IMAGES)
+        factor = _SMALL_MODEL_PRODUCTS / max(limit * products, 1.0)
+        return cls(limit * min(max(factor, 1.0), _MAX_FACTOR))
 
     def spend(self, samples: int) -> None:
         """Count samples as run."""
         self.spent += samples
 
     def holds(self, samples: int) -> bool:
-        """Return whether so many more samples may be run; a small model gets a larger budget."""
-        if self.spent + samples > self.limit and self.count_products is not None:
-            factor = _SMALL_MODEL_PRODUCTS / max(self.limit * self.count_products(), 1.0)
-            self.limit *= min(max(factor, 1.0), _MAX_FACTOR)
-            self.count_products = None
+        """Return whether so many more samples may be run."""
         return self.spent + samples <= self.limit
 
 
@@ -120,11 +117,9 @@ COMMON_WEIGHT = 3.5  # default weight of loss against log(time)
 _ACCURATE_WEIGHT = 14.0  # the same where accuracy is preferred
 _MIN_SHARE = 1e-6  # of the time or size, whose logarithm must be finite
 _CLIPS_LITTLE = ("lp 3", "minmax")
-# loss added for other methods, until held-back samples decide: new inputs are clipped more
-_CLIPPING_LOSS = 0.02
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Trial:
     """One split with its range methods, run on the samples of the search.
 
@@ -132,41 +127,30 @@ class Trial:
         in_float: units in float.
         choices: nodes in float and range methods.
         noise: of the outputs.
-        time: as a share of the float model's, predicted or measured.
+        predicted_time: as a share of the float model's.
+        measured_time: the same; None where it is not measured.
+        verdict: expected for its engine; None until it is judged.
     """
 
     in_float: frozenset[str]
     choices: Choices
     noise: Noise
-    time: float
+    predicted_time: float
+    measured_time: float | None = None
+    verdict: ExpectedVerdict | None = None
 
     @property
-    def key(self) -> object:
-        """What is equal for trials of equal choices."""
-        return choices_key(self.choices)
+    def time(self) -> float:
+        """Time as a share of the float model's, measured if possible."""
+        return self.predicted_time if self.measured_time is None else self.measured_time
 
     @property
-    def clipping_loss(self) -> float:
-        """Loss expected on inputs that did not calibrate."""
-        return _CLIPPING_LOSS if clips(self.choices.method) else 0.0
-
-    @property
-    def mean_loss(self) -> float:
-        """Loss averaged over the output slices, with that of clipping."""
-        return self.noise.mean + self.clipping_loss
-
-    @property
-    def worst_loss(self) -> float:
-        """Loss of the worst output slice, with that of clipping."""
-        return self.noise.worst + self.clipping_loss
-
-    def cost(self, weight: float, size: float | None = None) -> float:
-        """Return the cost of the trial with a weight of loss; with `size` in place of its time."""
-        share = self.time if size is None else size
-        return trial_cost(share, self.noise.worst, weight) + weight * self.clipping_loss
+    def loss(self) -> float:
+        """Loss of the worst output slice."""
+        return self.noise.worst
 
 
-def trial_cost(share: float, loss: float, weight: float) -> float:
+def split_cost(share: float, loss: float, weight: float) -> float:
     """Return log(share) + weight * loss; `share` is of the float model's time, or of its size.
 
     Losses below `QUIET_LOSS` are equal, so that no time is given for what nobody notices. Where

@@ -10,8 +10,7 @@ halving it (verdict "unusable") would change the verdict.
 
 Ranges. What a range clips is rare in the images that calibrate, and a search that measures on these
 images finds that clipping costs nothing. So where the images are few, the ranges of the trials are
-made without the samples of the search. Between the best method that clips and the best that does
-not, more samples decide: half of them run with ranges of the other half, and the other way round::
+made without the samples of the search::
 
     calibration images  o o x o o o x o ...      x: measure the noise of every trial
                         o o   o o o   o          source of the trial's ranges
@@ -29,7 +28,7 @@ import onnx
 
 from calibrators.statistics import HistogramOf
 from deploy.calibration.observation import Observation, ObservedStatistics
-from deploy.calibration.one_pass import alternate_halves, observe
+from deploy.calibration.one_pass import observe
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.reference_outputs import (
     MOST_BYTES,
@@ -38,7 +37,6 @@ from deploy.calibration.reference_outputs import (
     open_single_thread,
 )
 from deploy.errors import BackendError, Calib8Error
-from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.file_list import SampleChangedError, sample_digest
 from deploy.feed.parallel import Sample, run_in_order
 from deploy.feed.sample_reader import SampleCache
@@ -67,7 +65,6 @@ from deploy.tuning.slice_signals import rank_by_signal, slice_signals
 
 CANDIDATES = 48  # evaluation samples to select from
 LARGE_FEED = 128  # samples from which on a few make no difference
-_MIN_HALVED = 40  # samples, half of which can give ranges
 _STRONGEST_STEP = 2  # every second one of the strongest: the very first would dominate
 _MEAN_SAMPLES = 32  # samples that give the mean of what is measured about it
 _MAX_VALUES = 5_000_000  # input values of all samples: a large one shows as much as many small
@@ -160,26 +157,24 @@ def _select_indices(signals: Floats, max_count: int) -> frozenset[int]:
 class GrowingComparison:
     """Comparison of a model with the float one on a growing number of evaluation samples.
 
-    Of two models the second runs the samples of `second_half`, the first all others.
-
     Args:
-        models: the model, or the two.
+        model: the model.
         evaluation_set: samples with the float model's outputs.
         metric: the user's metric or task.
         form: slices and task of the outputs; None derives them from the samples.
-        int8_kernels: whether ONNX Runtime's int8 kernels run the models.
+        int8_kernels: whether ONNX Runtime's int8 kernels run the model.
         labels: class of each image, for top-1 accuracy on all samples.
-        stores_outputs: whether to store the models' outputs on disk.
+        stores_outputs: whether to store the model's outputs on disk.
 
     Attributes:
         keys: keys of the samples that were run.
-        outputs: of the models, by sample key, as far as they are stored; none of a model with
+        outputs: of the model, by sample key, as far as they are stored; none of a model with
             states, whose outputs depend on the samples before.
     """
 
     def __init__(
         self,
-        models: Sequence[onnx.ModelProto],
+        model: onnx.ModelProto,
         evaluation_set: EvaluationSet,
         metric: Metric | None = None,
         *,
@@ -188,12 +183,8 @@ class GrowingComparison:
         labels: Sequence[int] | None = None,
         stores_outputs: bool = False,
     ) -> None:
-        """Open the models; no sample has run. The arguments are described at the class."""
-        self._sessions = [open_single_thread(model, stand_in=not int8_kernels) for model in models]
-        # keys of the samples that the second of two models runs
-        self._second_keys = frozenset[int]()
-        if len(models) > 1:
-            self._second_keys = second_half(evaluation_set.subset)
+        """Open the model; no sample has run. The arguments are described at the class."""
+        self._session = open_single_thread(model, stand_in=not int8_kernels)
         self._evaluation_set = evaluation_set
         self._comparison = Comparison(labels=labels, form=form, metric=metric)
         states = evaluation_set.subset.states
@@ -230,11 +221,10 @@ class GrowingComparison:
             yield sample
 
     def _run(self, _: int, number: int, sample: Sample) -> Sequence[Mapping[str, Array]]:
-        """Return a sample, the float outputs and those of a model."""
+        """Return a sample, the float outputs and those of the model."""
         key = self.keys[number - 1]
-        session = self._sessions[1 if key in self._second_keys else 0]
         sequence = self._evaluation_set.subset.sequence_of(key)
-        outputs = self._own_states.run(session, sample, sequence)
+        outputs = self._own_states.run(self._session, sample, sequence)
         self.outputs.add(key, outputs)
         return sample, self._evaluation_set.outputs.get(key, sample), outputs
 
@@ -299,7 +289,7 @@ class VerdictPredictor:
         is_loss_hidden = False
         try:
             comparison = GrowingComparison(
-                [model],
+                model,
                 self.evaluation_set,
                 self.metric,
                 form=self.form,
@@ -371,52 +361,6 @@ def _is_certain(reasons: Mapping[str, str], accuracy: Accuracy, task_loss: TaskL
             return False
     is_extreme = UNUSABLE in reasons or set(reasons) <= {GOOD}
     return is_extreme and (task_loss is None or task_loss.sure)
-
-
-def second_half(subset: EvaluationSubset) -> frozenset[int]:
-    """Return the keys of half of the evaluation samples; repetition in the feed does not matter."""
-    keys = []
-    for index, key in enumerate(subset.keys):
-        if alternate_halves(index) % 2:
-            keys.append(key)
-    return frozenset(keys)
-
-
-def halved_requests(
-    target: Target, request: BuildRequest, count_samples: Callable[[int], None]
-) -> list[BuildRequest]:
-    """Return two requests, each with the ranges of one half of the calibration samples.
-
-    So each half can be run with ranges that it did not give, which shows what clipping costs. The
-    first request has the ranges of `second_half` of the evaluation samples, the second those of all
-    other calibration samples: their statistics are those of all samples minus those of the first.
-    Empty if half of the samples are too few for ranges, or if the statistics cannot be subtracted.
-
-    `count_samples`: called with the number of samples that are run here.
-    """
-    assert request.evaluation_set is not None
-    ranges = request.ranges
-    demand = target.demand(request.subject)  # the statistics of tensors that the target needs
-    has_only_ranges = ranges.trusted is not None  # read from the user's cache, without statistics
-    if has_only_ranges or len(request.feed) < _MIN_HALVED:
-        return []
-    if not all(_is_subtractable(ranges, observation) for observation in demand):
-        return []
-
-    second_keys = second_half(request.evaluation_set.subset)
-    # the searches of all targets share it, and add to it what their targets need
-    second_statistics = ranges.compute_once("halves", ObservedStatistics)
-    missing = second_statistics.missing(demand)
-    if missing:
-        count_samples(len(second_keys))
-        samples = (sample for _, sample in request.feed.samples_by_key(second_keys))
-        second_statistics |= observe(missing, samples, threads=request.threads)
-    first_statistics = _subtract(ranges, demand, second_statistics)
-    requests = []
-    for statistics in (second_statistics, first_statistics):
-        half_ranges = Ranges(statistics, ranges.method, ranges.range_limits)
-        requests.append(replace(request, ranges=half_ranges))
-    return requests
 
 
 def with_held_out_ranges(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import groupby
 
 from deploy.tuning.probe import Noise
 
@@ -34,14 +34,12 @@ class Sensitivity:
     """Noise of groups of layers, each alone in int8.
 
     Attributes:
-        groups: group of layers -> its noise, in the model's order.
+        groups: group of layers -> its noise.
         scale: factor from the summed noise power to the measured one.
-        method: label of the range method; each has its own noisy layers.
     """
 
     groups: Mapping[Group, Noise]
     scale: float = 1.0
-    method: str = ""
 
     def loss_by_layer(self) -> dict[str, float]:
         """Return layer -> loss of the worst output slice that it adds to that of all others."""
@@ -75,12 +73,7 @@ class Sensitivity:
 
 
 def measure_sensitivity(
-    layers: Sequence[str],
-    measure: NoiseMeter,
-    *,
-    first_groups: int,
-    max_trials: int,
-    prior: Sensitivity | None = None,
+    groups: Sequence[Group], measure: NoiseMeter, *, max_trials: int
 ) -> Sensitivity:
     """Return the noise of groups of layers, the noisiest ones divided down to single layers.
 
@@ -88,53 +81,37 @@ def measure_sensitivity(
     halved and its halves are measured, again and again, as long as trials are left.
 
     Args:
-        layers: units with weights, in the model's order.
+        groups: to begin with, in the model's order.
         measure: groups -> noise of each with all else in float; None where it cannot run.
-        first_groups: groups to begin with.
         max_trials: groups to measure at most.
-        prior: what another target's search measured; its noisiest groups are measured first, and
-            the noise of its other groups is taken over. None without one.
     """
-    # what an earlier search measured, and the groups to begin with
-    noise_by_group: dict[Group, Noise] = {}
-    groups = split_into_groups(layers, first_groups)
-    if prior is not None:
-        noise_by_group = _noise_of_prior(layers, prior)
-        noisiest = sorted(noise_by_group, key=lambda group: -noise_by_group[group].worst)
-        known_layers = set(chain.from_iterable(noise_by_group))
-        unknown_layers = [layer for layer in layers if layer not in known_layers]
-        groups = [*noisiest[:first_groups], *split_into_groups(unknown_layers, first_groups)]
-
-    noise_by_group |= _measure_runnable(groups, measure)
+    noise_by_group = _measure_runnable(groups, measure)
     trial_count = len(groups)
-    unsplittable: set[Group] = set()
     while trial_count + 2 <= max_trials:
-        group = _noisiest(noise_by_group, unsplittable)
+        group = _noisiest(noise_by_group)
         if group is None:
             break
         middle = (len(group) + 1) // 2
         halves = [group[:middle], group[middle:]]
-        noise_by_half = _measure_runnable(halves, measure)
+        del noise_by_group[group]
+        noise_by_group |= _measure_runnable(halves, measure)
         trial_count += 2
-        if len(noise_by_half) < len(halves):
-            unsplittable.add(group)  # a half cannot run, so the noise of the whole group stays
-        else:
-            del noise_by_group[group]
-            noise_by_group |= noise_by_half
-
-    position = {layer: index for index, layer in enumerate(layers)}
-    ordered_groups = sorted(noise_by_group, key=lambda group: position[group[0]])
-    return Sensitivity({group: noise_by_group[group] for group in ordered_groups})
+    return Sensitivity(noise_by_group)
 
 
-def _noise_of_prior(layers: Sequence[str], prior: Sensitivity) -> dict[Group, Noise]:
-    """Return the noise of the prior's groups, as far as they have some of these layers."""
-    noise_by_group = {}
+def first_groups(layers: Sequence[str], max_groups: int, prior: Sensitivity | None) -> list[Group]:
+    """Return the groups of layers to begin with.
+
+    Without a prior they have equal size. If another target's search measured the model (`prior`),
+    they are the groups that were noisy there, and all quiet layers between two of them.
+    """
+    if prior is None:
+        return split_into_groups(layers, max_groups)
+    noisy_group_by_layer: dict[str, Group] = {}
     for group, noise in prior.groups.items():
-        shared = tuple(layer for layer in group if layer in layers)
-        if shared:
-            noise_by_group[shared] = noise.scaled(len(shared) / len(group))
-    return noise_by_group
+        if noise.worst > _QUIET_GROUP_LOSS:
+            noisy_group_by_layer.update(dict.fromkeys(group, group))
+    return [tuple(group) for _, group in groupby(layers, key=noisy_group_by_layer.get)]
 
 
 def split_into_groups(layers: Sequence[str], max_groups: int) -> list[Group]:
@@ -152,12 +129,12 @@ def _measure_runnable(groups: Sequence[Group], measure: NoiseMeter) -> dict[Grou
     return noise_by_group
 
 
-def _noisiest(noise_by_group: Mapping[Group, Noise], skipped: Collection[Group]) -> Group | None:
+def _noisiest(noise_by_group: Mapping[Group, Noise]) -> Group | None:
     """Return the noisiest group that can be halved; None if all of these are quiet."""
     noisiest = None
     highest_loss = _QUIET_GROUP_LOSS
     for group, noise in noise_by_group.items():
-        if len(group) > 1 and group not in skipped and noise.worst > highest_loss:
+        if len(group) > 1 and noise.worst > highest_loss:
             noisiest = group
             highest_loss = noise.worst
     return noisiest

@@ -7,7 +7,6 @@
           -> front (timed where it can be, judged) -> plan, with a reason for every node in float
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -46,15 +45,12 @@ from deploy.tuning.probe import (
 )
 from deploy.tuning.reasons import float_reasons
 from deploy.tuning.repairs import ROUNDING
-from deploy.tuning.repairs.apply import evaluated_model
+from deploy.tuning.repairs.apply import evaluated_model, trial_builder
 from deploy.tuning.search import Search, SharedFindings
-from deploy.tuning.search_options import EFFORTS, Effort, SearchBudget, Trial, Tuning
+from deploy.tuning.search_options import EFFORTS, TRIAL_SAMPLES, Effort, SearchBudget, Trial, Tuning
 from deploy.tuning.search_samples import (
-    CANDIDATES,
     ExpectedVerdict,
-    GrowingComparison,
     VerdictPredictor,
-    halved_requests,
     max_sample_count,
     same_shape_samples,
     select_samples,
@@ -62,8 +58,9 @@ from deploy.tuning.search_samples import (
 )
 from deploy.tuning.timing import DeviceTimer, has_device, time_models
 
+TrialBuilder = Callable[[BuildRequest], onnx.ModelProto]
+
 _MIN_SAMPLES = 2  # of a trial
-_MIN_COMPARED = 16  # samples that two methods are compared on, however large
 _SAMPLE_SHARE = 5  # at most a fifth of the samples, so that the search stays cheap
 _MIN_FLOAT_US = 250.0  # a float model that is faster takes mostly the runtime's own overhead
 _MAX_SHARE = 0.98  # of the float model's time: what saves less may be measurement noise
@@ -79,21 +76,19 @@ class SearchSetup:
         request: its build request, with evaluation samples.
         options: of the search, with an effort of at least 1.
         has_fixed_method: whether the range method must stay: the user chose it or trusts a cache.
-        build_trial: builds the trial model of a request.
-        rounded: whether trials have rounded weights; None without that repair.
-        is_held_out: whether ranges of trials come from other samples than their own, which are
-            samples of the calibration.
-        observes_again: whether to run all other samples for those ranges, if need be.
+        repairs: names of the repairs that a build tries.
     """
 
     target: Target
     request: BuildRequest
     options: Tuning
     has_fixed_method: bool
-    build_trial: Callable[[BuildRequest], onnx.ModelProto]
-    rounded: bool | None
-    is_held_out: bool = True
-    observes_again: bool = True
+    repairs: Sequence[str] = ()
+
+    @property
+    def rounded(self) -> bool | None:
+        """Whether trials have rounded weights; None without that repair."""
+        return True if ROUNDING in self.repairs else None
 
     @property
     def effort(self) -> Effort:
@@ -134,13 +129,12 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         return TargetPlan(), 0
 
     samples, form = _search_samples(setup)
-    budget = SearchBudget.for_feed(
-        setup.effort.calibrations,
-        len(setup.request.feed),
-        partial(_count_products, model, units, samples[0][0]),
-    )
     timed_samples = same_shape_samples([sample for sample, _ in samples])
-    prober = make_prober(setup, samples, form, step, budget)
+    products = count_prices(model, units, timed_samples[0]).float_total
+    budget = SearchBudget.for_feed(setup.effort.calibrations, len(setup.request.feed), products)
+    build_trial = trial_builder(setup.target, setup.request, setup.repairs)
+    trial_setup = _with_held_out_ranges(setup, samples, budget)
+    prober = make_prober(trial_setup, build_trial, samples, form, step, budget)
     sizes = SplitSizes(model, units)
     search = Search(
         prices=_unit_prices(setup, units, timed_samples),
@@ -151,15 +145,13 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
         weight=setup.options.weight,
         size_of=sizes.of if setup.options.prefer == "size" else None,
         rounded=setup.rounded,
-        unseen_gain_db=partial(_unseen_gain_db, setup, budget.spend),
         shared=setup.shared_findings,
         add_units=find_add_units(model, units),
     )
-    chooser = _split_chooser(setup, search, sizes, form, timed_samples, budget)
+    chooser = _split_chooser(setup, search, build_trial, sizes, form, timed_samples, budget)
 
     built_trial, is_interrupted = _run_and_choose(search, chooser)
-    search.share_findings()
-    verdict = chooser.find_verdict(built_trial)
+    verdict = built_trial.verdict
     if verdict is not None and verdict.outputs is not None:
         setup.evaluation_set.engine_outputs[setup.target.name] = verdict.outputs
     plan = _make_plan(search, chooser, built_trial)
@@ -183,10 +175,6 @@ def _run_and_choose(search: Search, chooser: SplitChooser) -> tuple[Trial, bool]
     """Run a search; return the trial to build, and whether Ctrl-C ended the search early."""
     try:
         search.run()
-        metric_error = search.prober.metric_error
-        # a metric that fails on noisy trials alone counts as a loss of all there
-        if metric_error is not None and search.best.noise.accuracy is None:
-            raise metric_error
         return chooser.choose(), False
     except KeyboardInterrupt:
         if not search.trial_by_key:
@@ -195,17 +183,12 @@ def _run_and_choose(search: Search, chooser: SplitChooser) -> tuple[Trial, bool]
         return search.best, True
 
 
-def _count_products(model: onnx.ModelProto, units: Units, sample: Mapping[str, Array]) -> float:
-    """Return the products of the float model in a sample."""
-    return count_prices(model, units, sample).float_total
-
-
 def _search_samples(setup: SearchSetup) -> tuple[Sequence[ReferenceSample], OutputForm]:
     """Return the samples of every trial, which the targets share, with outputs and their form."""
     request = setup.request
     evaluation_set = setup.evaluation_set
     count = min(
-        setup.effort.samples,
+        TRIAL_SAMPLES,
         len(request.feed) // _SAMPLE_SHARE,
         max_sample_count(evaluation_set),
     )
@@ -216,29 +199,50 @@ def _search_samples(setup: SearchSetup) -> tuple[Sequence[ReferenceSample], Outp
     )
 
 
+def _with_held_out_ranges(
+    setup: SearchSetup, samples: Sequence[ReferenceSample], budget: SearchBudget
+) -> SearchSetup:
+    """Return the setup of trials, whose ranges come of other samples than those that they run.
+
+    On samples that gave its ranges, a trial's clipping would seem to cost nothing.
+    """
+    request = with_held_out_ranges(
+        setup.target,
+        setup.request,
+        [sample for sample, _ in samples],
+        budget.spend,
+        # only until a search has decided whether to clip
+        observes_again=setup.shared_findings.is_clipping is None,
+    )
+    return replace(setup, request=request)
+
+
 def make_prober(
     setup: SearchSetup,
+    build_trial: TrialBuilder,
     samples: Sequence[ReferenceSample],
     form: OutputForm | None,
     step: Step,
     budget: SearchBudget,
+    *,
+    measures_accuracy: bool = False,
 ) -> Prober:
     """Return the prober of a search, which runs trial models and measures their noise.
 
     Args:
         setup: of the search.
+        build_trial: builds the trial model of a request.
         samples: inputs with the float model's outputs.
         form: slices and task of these outputs; None derives them from the samples.
         step: called after each trial.
         budget: of the search; what runs here is spent from it.
+        measures_accuracy: whether to measure the accuracy of trials too.
 
     Raises:
         BackendError: ONNX Runtime refused the float model with the compared tensors as outputs.
     """
     request = setup.request
-    effort = setup.effort
-    model = setup.request.model
-    build_trial = setup.build_trial
+    model = request.model
     # class numbers hardly change with noise, so what ArgMax, TopK or NMS picks from is compared
     sources = find_pick_sources(model)
     if sources:
@@ -251,25 +255,16 @@ def make_prober(
         )
         form = None  # `form` is that of the class numbers
         build_trial = partial(_trial_with_sources, build_trial, sources)
-    if setup.is_held_out:
-        # on samples that gave its ranges, a trial's clipping would seem to cost nothing. The ranges
-        # of the others may need another pass, until a search has decided whether to clip
-        observes_again = setup.observes_again and setup.shared_findings.is_clipping is None
-        inputs = [sample for sample, _ in samples]
-        request = with_held_out_ranges(
-            setup.target, request, inputs, budget.spend, observes_again=observes_again
-        )
-    # the effort runs isolated layers on some of its samples; of fewer samples, on the same share
-    isolated_count = len(samples) * effort.isolated_samples // effort.samples
+    # of fewer samples, isolated layers run on the same share of them
+    isolated_count = len(samples) * setup.effort.isolated_samples // TRIAL_SAMPLES
     return Prober(
         build_trial,
         request,
         samples,
-        form=form,
         runs_here=setup.target.runs_here,
-        threads=setup.request.threads,
+        form=form,
         isolated_sample_count=max(min(_MIN_SAMPLES, len(samples)), isolated_count),
-        by_task=setup.options.max_loss is not None,
+        measures_accuracy=measures_accuracy,
         metric=setup.options.metric,
         progress=step,
         count_samples=budget.spend,
@@ -277,7 +272,7 @@ def make_prober(
 
 
 def _trial_with_sources(
-    build_trial: Callable[[BuildRequest], onnx.ModelProto],
+    build_trial: TrialBuilder,
     sources: Mapping[tuple[str, int], str],
     request: BuildRequest,
 ) -> onnx.ModelProto:
@@ -347,6 +342,7 @@ def _methods(setup: SearchSetup) -> list[Method | None]:
 def _split_chooser(
     setup: SearchSetup,
     search: Search,
+    build_trial: TrialBuilder,
     sizes: SplitSizes,
     form: OutputForm,
     samples: Sequence[Mapping[str, Array]],
@@ -360,6 +356,7 @@ def _split_chooser(
     Args:
         setup: of the search.
         search: its trials are chosen from.
+        build_trial: builds the trial model of a request.
         sizes: of the splits.
         form: slices and task of the outputs.
         samples: to time models with, all of one shape.
@@ -376,21 +373,21 @@ def _split_chooser(
     )
     target = setup.target
     units = search.units
-    measure: Callable[[Sequence[Trial]], list[Trial]] | None = None
+    measure: Callable[[Sequence[Trial]], Sequence[float]] | None = None
     if search.prices.measured:
         measure = partial(_measure_times, setup, search, samples)
     elif not target.runs_here and setup.options.is_timed and has_device(target):
         float_choices = _float_choices(units, units.members)
         measure = DeviceTimer(target, setup.request, float_choices, samples).measure
     # most samples that one more trial takes: to run it, and to predict its verdict
-    judged_samples = setup.effort.samples + len(setup.evaluation_set.subset)
+    judged_samples = TRIAL_SAMPLES + len(setup.evaluation_set.subset)
 
     def judge(trial: Trial) -> ExpectedVerdict:
         request = setup.request.with_added_choices(trial.choices)
         if target.evaluated == target.trial:  # the same method
-            model = setup.build_trial(request)
+            model = build_trial(request)
         else:
-            model = evaluated_model(target, request, [ROUNDING] if setup.rounded else [])
+            model = evaluated_model(target, request, setup.repairs)
         return predictor.predict(model, noise=trial.noise.worst)
 
     return SplitChooser(
@@ -407,8 +404,8 @@ def _measure_times(
     search: Search,
     samples: Sequence[Mapping[str, Array]],
     trials: Sequence[Trial],
-) -> list[Trial]:
-    """Return the trials with measured times, as a share of the time with all units in float.
+) -> list[float]:
+    """Return the times of the trials, as shares of the time with all units in float.
 
     A unit is a group of nodes that are int8 or float together, such as a Conv with its Relu. All
     models are timed in turns, as they would be deployed. If other processes disturbed every run
@@ -421,44 +418,12 @@ def _measure_times(
     models = [target.trial(request.with_added_choices(trial.choices)) for trial in trials]
     float_model = _model_with_float(setup, units, units.members)
     *times_ms, float_ms = time_models([*models, float_model], samples, threads=request.threads)
-    timed_trials = []
+    shares = []
     for trial, trial_ms in zip(trials, times_ms, strict=True):
         # the times of many small kernels add up to more than the model's: `measured_share` corrects
-        predicted_share = search.prices.measured_share * search.prices.time_share(trial.in_float)
-        share = max(trial_ms / float_ms, _MIN_CREDIBLE_RATIO * predicted_share)
-        timed_trials.append(replace(trial, time=share))
-    return timed_trials
-
-
-def _unseen_gain_db(
-    setup: SearchSetup, count_samples: Callable[[int], None], trial: Trial, rival: Trial
-) -> float | None:
-    """Return how many dB more a trial's worst slice has than its rival's, on unseen samples.
-
-    Either half of the samples runs with the ranges of the other half, so that no sample runs with
-    ranges that it gave. None if no ranges can be made from half of the samples.
-    """
-    halves = halved_requests(setup.target, setup.request, count_samples)
-    if not halves:
-        return None
-    metric = setup.options.metric
-    # half as many as a search selects from, fewer if they are large
-    max_samples = max(_MIN_COMPARED, min(CANDIDATES // 2, max_sample_count(setup.evaluation_set)))
-    worst_sqnr_db = []
-    for candidate in (trial, rival):
-        # one model for either half; it runs on the samples that did not give its ranges
-        models = [setup.build_trial(half.with_added_choices(candidate.choices)) for half in halves]
-        comparison = GrowingComparison(
-            models,
-            setup.evaluation_set,
-            None if metric is None else metric.without_function,
-            int8_kernels=setup.target.runs_here,
-        )
-        worst = comparison.compare(max_samples, threads=setup.request.threads).worst
-        count_samples(len(comparison.keys))
-        # None: no output is compared by value, so nothing is lost
-        worst_sqnr_db.append(math.inf if worst is None else worst.sqnr_db)
-    return worst_sqnr_db[0] - worst_sqnr_db[1]
+        predicted_share = search.prices.measured_share * trial.predicted_time
+        shares.append(max(trial_ms / float_ms, _MIN_CREDIBLE_RATIO * predicted_share))
+    return shares
 
 
 def _describe_failures(prober: Prober) -> str:

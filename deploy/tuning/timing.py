@@ -210,55 +210,46 @@ def has_device(target: Target) -> bool:
     return True
 
 
+@dataclass(slots=True)
 class DeviceTimer:
     """Times trials beside the float model on a target's device.
 
-    Args:
+    Attributes:
         target: the target.
         request: its build request.
         float_choices: choices with all in float.
         samples: inputs of the runs.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        request: BuildRequest,
-        float_choices: Choices,
-        samples: Sequence[Mapping[str, Array]],
-    ) -> None:
-        self._target = target
-        self._request = request
-        self._float_choices = float_choices
-        self._samples = samples
-        self._float_session: Session | None = None  # built once for all calls
+    target: Target
+    request: BuildRequest
+    float_choices: Choices
+    samples: Sequence[Mapping[str, Array]]
+    _float_session: Session | None = None  # built once for all calls
 
     @phase("timing splits")
-    def measure(self, trials: Sequence[Trial]) -> list[Trial]:
-        """Return the trials with their times as a share of the float model's.
+    def measure(self, trials: Sequence[Trial]) -> list[float]:
+        """Return the times of the trials, as shares of the float model's.
 
         Raises:
             BackendError: an engine cannot be built or run here.
         """
-        trial_by_name = {f"split {number}": trial for number, trial in enumerate(trials)}
-        with tempfile.TemporaryDirectory(dir=self._request.folder) as folder:
+        with tempfile.TemporaryDirectory(dir=self.request.folder) as folder:
             if self._float_session is None:
-                self._float_session = self._open(self._float_choices, Path(folder) / "float")
+                self._float_session = self._open(self.float_choices, Path(folder) / "float")
             sessions = {"float": self._float_session}
-            for name, trial in trial_by_name.items():
+            for number, trial in enumerate(trials):
+                name = f"split {number}"
                 sessions[name] = self._open(trial.choices, Path(folder) / name)
-            latencies = measure(sessions, self._samples, duration_s=_DEVICE_SPLIT_S)
-        float_ms = latencies["float"].latency.p50
-        timed_trials = []
-        for name, trial in trial_by_name.items():
-            timed_trials.append(replace(trial, time=latencies[name].latency.p50 / float_ms))
-        return timed_trials
+            latencies = measure(sessions, self.samples, duration_s=_DEVICE_SPLIT_S)
+        float_ms, *times_ms = (latencies[name].latency.p50 for name in sessions)
+        return [trial_ms / float_ms for trial_ms in times_ms]
 
     def _open(self, choices: Choices, folder: Path) -> Session:
         """Build the engine of a split in a new folder, and load it."""
         folder.mkdir()
-        request = self._request.with_added_choices(choices)
-        result = self._target.build(replace(request, folder=folder))
+        request = self.request.with_added_choices(choices)
+        result = self.target.build(replace(request, folder=folder))
         if result.engine is None:
-            raise BackendError(result.error or f"{self._target.name} built no engine here")
-        return self._target.open(result.engine, threads=request.threads)
+            raise BackendError(result.error or f"{self.target.name} built no engine here")
+        return self.target.open(result.engine, threads=request.threads)

@@ -20,8 +20,6 @@ from deploy.terminal import phase
 from deploy.tuning import PREFERENCES
 from deploy.tuning.plan_file import PlanFile, TargetPlan, read_plan, write_plan
 from deploy.tuning.probe import choices_key
-from deploy.tuning.repairs import ROUNDING
-from deploy.tuning.repairs.apply import trial_builder
 from deploy.tuning.search_options import Tuning
 from deploy.tuning.target_search import SearchSetup, cpu_name, run_search
 
@@ -35,11 +33,10 @@ _OVERRULED = (
 )
 _NO_TARGET = "the plan {} has no [{}], so nothing was chosen for it, and nothing was searched"
 
-_UNTRIED = "a split that the search did not try"
 _INTERRUPTED = (
     "the search was interrupted: the best so far is built, and the next build searches again"
 )
-_VERSION = 29  # raised when a search of the same input would give another plan
+_VERSION = 30  # raised when a search of the same input would give another plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +83,17 @@ def plan_target(
         ConfigError: a plan with nodes that the model does not have, or made for another grid; a
             split that the plan does not have.
     """
+    setup = SearchSetup(
+        target=target,
+        request=request,
+        options=options,
+        has_fixed_method=has_method or request.ranges.trusted is not None,
+        repairs=repairs,
+    )
     # node that the plan file has in float for every target -> the reason
     pinned_nodes = match_nodes(request.model, earlier_plans.float_nodes)
     pinned = dict.fromkeys(pinned_nodes, "the plan keeps it in float")
-    digest = _digest_of_input(target, request, options, has_method, repairs)
+    digest = _digest_of_input(setup, has_method)
     earlier = _find_earlier_plan(target, options, earlier_plans)
     # the user asked for that plan, or it was made from the same input
     if earlier is not None and _is_followed(options, earlier, digest):
@@ -106,8 +110,9 @@ def plan_target(
         plan = TargetPlan(choices=Choices(float_nodes=pinned))
         return PlannedTarget(plan=plan, searched=False, note=note)
 
-    request = request.with_choices(Choices(float_nodes=pinned))
-    plan, probes = _search(target, request, options, has_method=has_method, repairs=repairs)
+    setup = replace(setup, request=request.with_choices(Choices(float_nodes=pinned)))
+    with phase("trials", setup.effort.trials, about=True) as step:
+        plan, probes = run_search(setup, step)
     note = ""
     if plan.interrupted:
         note = _INTERRUPTED
@@ -144,27 +149,6 @@ def _is_followed(options: Tuning, plan: TargetPlan, digest: str) -> bool:
     if options.plan is not None or options.split is not None:
         return True
     return plan.made_from == digest and plan.timed_on in ("", cpu_name())
-
-
-def _search(
-    target: Target,
-    request: BuildRequest,
-    options: Tuning,
-    *,
-    has_method: bool,
-    repairs: Sequence[str],
-) -> tuple[TargetPlan, int]:
-    """Return (the plan of a new search, the number of trial models that ran)."""
-    setup = SearchSetup(
-        target=target,
-        request=request,
-        options=options,
-        has_fixed_method=has_method or request.ranges.trusted is not None,
-        build_trial=trial_builder(target, request, repairs),
-        rounded=True if ROUNDING in repairs else None,
-    )
-    with phase("trials", setup.effort.trials, about=True) as step:
-        return run_search(setup, step)
 
 
 def find_plan(path: Path, options: Tuning, digest: str) -> PlanFile:
@@ -304,16 +288,8 @@ def _with_chosen_split(plan: TargetPlan, pinned: Mapping[str, str]) -> TargetPla
     chosen_key = _without_nodes(plan.choices, pinned)
     for split in plan.front:
         if _without_nodes(split.choices, pinned) == chosen_key:
-            return plan if split.row.taken else plan.with_split(split.row.number)
-    return without_taken_split(plan)
-
-
-def without_taken_split(plan: TargetPlan) -> TargetPlan:
-    """Return the plan with the text of a split that is none of its front."""
-    front = []
-    for split in plan.front:
-        front.append(replace(split, row=replace(split.row, taken=False)))
-    return replace(plan, settled=_UNTRIED, front=tuple(front))
+            return plan if split.row.taken else plan.marked(split.row.number)
+    return plan.marked(None)
 
 
 def _without_nodes(choices: Choices, nodes: Mapping[str, str]) -> object:
@@ -332,20 +308,17 @@ def _with_pinned(plan: TargetPlan, pinned: Mapping[str, str]) -> TargetPlan:
     return replace(plan, choices=choices)
 
 
-def _digest_of_input(
-    target: Target,
-    request: BuildRequest,
-    options: Tuning,
-    has_method: bool,
-    repairs: Sequence[str],
-) -> str:
+def _digest_of_input(setup: SearchSetup, has_method: bool) -> str:
     """Return a digest of all that a search depends on, except measured times.
 
     A stored plan has the digest of its search: if that of a build differs, the plan is obsolete. So
     neither the keys nor the form of their values may change.
 
-    The arguments are those of `plan_target`.
+    `has_method`: whether the user chose the range method.
     """
+    target = setup.target
+    request = setup.request
+    options = setup.options
     cpu = [options.is_timed, options.cpu_kind] if target.runs_here else None  # None: not read
     parts: dict[str, Any] = {
         "version": _VERSION,
@@ -354,7 +327,7 @@ def _digest_of_input(
         "target": repr(target),
         "method": [request.ranges.chosen_by, has_method],
         "float": sorted(request.subject.float_nodes),
-        "rounded": ROUNDING in repairs,
+        "rounded": bool(setup.rounded),
         "wish": [options.level, options.prefer, options.max_loss, cpu],
     }
     metric = options.metric
