@@ -102,7 +102,9 @@ def test_a_build_is_amcts(case, built):
         if parameter.dtype == np.uint64:  # the bits of scale_w * scale_d
             assert np.abs(parameter - expected[key].astype(np.int64)).max() <= 8, key
     config = json.loads((out / "float_config.json").read_text())
-    assert list(config) == list(json.loads((WIDTHS / case / "config.json").read_text()))
+    expected_config = json.loads((WIDTHS / case / "config.json").read_text())
+    assert config == expected_config
+    assert list(config) == list(expected_config)
     (fake,) = OrtSession.open(out / "float_fake_quant_model.onnx").run({"x": X[:1]}).values()
     reference = np.load(WIDTHS / case / "y.npy")[:1]
     assert np.abs(fake - reference).max() <= 4e-3 * np.abs(reference).max()
@@ -210,6 +212,12 @@ IN_JSON = {"fc2": {"activation_quant_params": {"num_bits": 16}}, "conv1": {"quan
 def test_unsuitable_named_16_bits_are_refused(text, suffix, who, built, no_pass):
     message = "16-bit activations are for Conv and ConvTranspose with a 1-D or 2-D kernel, and Gemm"
     assert f"{message}, got {who}" in refused(built, text, suffix)
+
+
+def test_unsuitable_named_7_bits_are_refused(built, no_pass):
+    text = override("layer_type", "Linear", "arq_quantize { quant_bits: 7 }")
+    message = "quant_bits 7 is for Conv with a 2-D kernel, got Gemm; leave it out (in layer 'fc1')"
+    assert message in refused(built, text, ".cfg")
 
 
 def test_3d_convolution_takes_4_bit_weights(tmp_path, built, request, rng):

@@ -82,11 +82,12 @@ def resolve_config(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
     layers = {
         name: _resolve_layer(name, entry, config, graph) for name, entry in config.layers.items()
     }
+    weighted = {name: config.layers[name] for name in layers if graph.layer_by_name[name].weight}
     return replace(
         config,
         layers=layers,
         tensors=resolve_tensors(config, graph),
-        notes=(*config.notes, *weight_width_notes(config.layers, layers)),
+        notes=(*config.notes, *weight_width_notes(weighted, layers)),
     )
 
 

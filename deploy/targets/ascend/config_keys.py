@@ -8,7 +8,9 @@ Layers support these bit widths besides 8; activations of 4 bits are supported b
 width           layers                                               other layers
 ==============  ===================================================  ======================
 weights 4       an even number of input channels, one group          8, with a note
-weights 6, 7    Conv with a 2-D kernel                               8, with a note
+weights 6, 7    Conv with a 2-D kernel                               8, with a note, if set by
+                                                                     common_config or JSON;
+                                                                     else refused
 activations 16  Conv and ConvTranspose with a 1-D or 2-D kernel,     8, with a note, if set by
                 Gemm                                                 common_config; else
                                                                      refused
@@ -314,12 +316,10 @@ def takes_activations(layer: Layer, bits: int) -> bool:
 
 
 def takes_weights(layer: Layer, bits: int) -> bool:
-    """Whether a layer supports weights of this bit width; a layer without weights always does."""
-    if not layer.weight or bits == 8:
-        return True
+    """Whether a layer supports weights of this bit width; as in AMCT, a pool has 4 or 8."""
     if bits == 4:
         return layer.group == 1 and layer.channels_in % 2 == 0
-    return layer.kind == "Conv" and layer.rank == 2
+    return bits == 8 or (layer.kind == "Conv" and layer.rank == 2)
 
 
 def weight_width_notes(

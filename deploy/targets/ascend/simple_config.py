@@ -14,6 +14,7 @@ from deploy.targets.ascend.config import no_layer_reason, resolve_config
 from deploy.targets.ascend.config_keys import (
     ACTIVATION,
     LAYER,
+    LAYERS_BY_WEIGHT_BITS,
     MODEL_SETTINGS,
     WEIGHT,
     ActivationParams,
@@ -27,6 +28,7 @@ from deploy.targets.ascend.config_keys import (
     check_values,
     refuse_repeats,
     takes_activations,
+    takes_weights,
     weight_from,
 )
 from deploy.targets.ascend.layers import ALIASES, TYPES, Layer, LayerGraph
@@ -278,6 +280,12 @@ def _read_layer_weight(section: Any, layer: Layer, *, is_common: bool) -> Weight
         is_common: it is the section common_config.
     """
     weight = _read_weight(section)
+    bits = weight.num_bits
+    if not is_common and bits != 4 and not takes_weights(layer, bits):
+        raise ConfigError(
+            f"quant_bits {bits} is for {LAYERS_BY_WEIGHT_BITS[bits]}, got {layer.kind}; leave it"
+            " out"
+        )
     is_adaround = weight.wts_algo == "ada_quantize"
     if is_common and is_adaround and not layer.can_use_adaround:
         return WeightParams()
