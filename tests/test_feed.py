@@ -594,6 +594,14 @@ def test_nan_sample_is_named_or_skipped(wording):
     assert len(feed) == 4
 
 
+def test_first_bad_file_is_skipped_with_fixed_batch(tmp_path):
+    (tmp_path / "a.npy").write_bytes(b"no array")
+    np.save(tmp_path / "b.npy", BATCH[:2])
+    spec = TensorSpec("x", "float32", (2, *BATCH.shape[1:]))
+    (values,) = collect_images(tmp_path, spec, skip_bad=True)
+    assert np.array_equal(values, BATCH[:2])
+
+
 def test_preprocessing_of_arrays_is_refused(tmp_path, wording):
     with pytest.raises(FeedError) as refusal:
         open_feed(BATCH, [IMAGE], preprocess=find_preset("imagenet"))

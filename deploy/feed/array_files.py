@@ -111,6 +111,7 @@ def open_array_file(path: Path, specs: Specs) -> ArraySource:
         specs=counter.specs,
         items=[contents.item],
         item_ends=counter.item_ends,
+        batch=counter.batch,
         name=name,
         labels=contents.labels,
         notes=notes,
@@ -261,6 +262,7 @@ def _open_items(
         specs=counter.specs,
         items=FileItems(tuple(paths), counter.specs),
         item_ends=counter.item_ends,
+        batch=counter.batch,
         name=name,
         labels=tuple(labels) if len(labels) == total else None,  # only if every sample has one
         notes=tuple(sorted(notes)),

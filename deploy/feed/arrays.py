@@ -85,6 +85,7 @@ class ArraySource:
         specs: the arrays of a sample: the model's inputs, or the values of raw files.
         items: arrays by input, each of one or more samples.
         item_ends: per item, the number of samples up to its end.
+        batch: samples of one run.
         name: of the source in messages.
         labels: one class number per sample; None without labels.
         notes: for the user.
@@ -95,6 +96,7 @@ class ArraySource:
     specs: tuple[TensorSpec, ...]
     items: ItemSequence
     item_ends: tuple[int, ...]
+    batch: int
     name: str
     labels: tuple[int, ...] | None = None
     notes: tuple[str, ...] = ()
@@ -103,16 +105,6 @@ class ArraySource:
 
     def __len__(self) -> int:
         return self.item_ends[-1] if self.item_ends else 0
-
-    @property
-    def batch(self) -> int:
-        """Samples of one run: 1 if the samples have their own batch, else what the model fixes."""
-        batch = rows_of_run(self.specs)
-        if batch == 1:
-            return 1
-        first_item = self.items[0]
-        is_stacked = any(first_item[spec.name].ndim > len(spec.shape) for spec in self.specs)
-        return 1 if is_stacked else batch  # stacked samples have their own batch
 
     @property
     def has_uneven_items(self) -> bool:
@@ -206,6 +198,7 @@ class SampleCounter:
 
     inputs: Specs
     row_counts: list[int] = field(default_factory=list)
+    _is_stacked: bool | None = None  # whether the first item that could be read is stacked
     _has_unequal_rows: bool = False  # whether the inputs of some item differ in their rows
     _each_fills_one_run: bool = True  # whether each item has just the rows of one run of the model
 
@@ -241,6 +234,8 @@ class SampleCounter:
                 )
             self._has_unequal_rows = True  # so a row is no sample: the whole item is one
 
+        if self._is_stacked is None:
+            self._is_stacked = is_stacked
         row_count = max(distinct_counts, default=1)
         if is_stacked or row_count != rows_of_run(self.inputs):
             self._each_fills_one_run = False
@@ -270,6 +265,11 @@ class SampleCounter:
     def specs(self) -> tuple[TensorSpec, ...]:
         """The inputs, as model and items show them."""
         return without_batch(self.inputs) if self.items_are_samples else tuple(self.inputs)
+
+    @property
+    def batch(self) -> int:
+        """Samples of one run: 1 if stacked, with their own batch, else what the model fixes."""
+        return 1 if self._is_stacked else rows_of_run(self.specs)
 
     @property
     def total(self) -> int:

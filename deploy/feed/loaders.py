@@ -240,6 +240,7 @@ def open_iterable(
         specs=counter.specs,
         items=items,
         item_ends=(*counter.item_ends[:-1], total),
+        batch=counter.batch,
         name=name,
         labels=None if labels is None else labels[:total],
         notes=tuple(all_notes),
