@@ -4,6 +4,7 @@ import ctypes
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from textwrap import dedent
 
@@ -19,6 +20,7 @@ from deploy.errors import FeedError
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.feed import open_feed
 from deploy.standins.cuda_modules import make_cdll
+from deploy.standins.install import shared_stand_ins
 from deploy.standins.memory import Memory
 from deploy.targets.tensorrt.cache_tools import compare_with_script_cache
 from deploy.tensors import TensorSpec
@@ -663,6 +665,23 @@ def test_installed_modules_are_restored(calibrate, tmp_path, monkeypatch):
     assert sys.modules["tensorrt"] is real
     assert sys.modules["cuda.core"] is part
     assert "cuda.cudart" not in sys.modules
+
+
+def test_scripts_in_two_threads_leave_no_stand_ins():
+    has_entered, may_leave = threading.Event(), threading.Event()
+
+    def overlap():
+        with shared_stand_ins().installed():
+            has_entered.set()
+            may_leave.wait(9)
+
+    thread = threading.Thread(target=overlap)
+    with shared_stand_ins().installed():
+        thread.start()
+        has_entered.wait(0.2)
+    may_leave.set()
+    thread.join()
+    assert "tensorrt" not in sys.modules
 
 
 @pytest.mark.parametrize(

@@ -349,7 +349,8 @@ class CalibratorScript:
         self._was_read = True
         batches = CalibratorBatches(str(self), self._stand_ins.memory, specs, self.batch_size)
         items = iter(lambda: self._next_item(batches, specs), None)
-        source = open_iterable(items, specs, name=str(self), has_end=False, limit=limit)
+        with self._stand_ins.lock:
+            source = open_iterable(items, specs, name=str(self), has_end=False, limit=limit)
         return replace(source, notes=(*self.notes, *batches.notes, *source.notes))
 
     def _call(self, function: Callable[..., T], *args: object) -> T:

@@ -11,6 +11,7 @@ python/src/infer/pyInt8.cpp and python/packaging/bindings_wheel/__init__.py at 8
 import ctypes
 import enum
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
@@ -140,6 +141,7 @@ class StandIns:
 
     def __init__(self) -> None:
         self.memory = Memory()
+        self.lock = threading.RLock()  # one script at a time replaces the modules, or is read
         self._modules = {
             **tensorrt_modules(),
             **cuda_modules.pycuda_modules(self.memory),
@@ -149,9 +151,10 @@ class StandIns:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Replace the real modules while the context is active; not thread-safe."""
-        self.memory.fault = None  # that of another script
+        """Replace the real modules, which other threads see too, while the context is active."""
         with ExitStack() as stack:
+            stack.enter_context(self.lock)
+            self.memory.fault = None  # that of another script
             stack.enter_context(_replace_modules(self._modules))
             # with the loader that uses it
             names = {"CDLL": self._library, "cdll": ctypes.LibraryLoader(self._library)}
