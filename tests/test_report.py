@@ -726,11 +726,9 @@ def test_latency_figure_counts_undrawn_iterations():
 
 def test_few_iterations_have_no_curve():
     times_ms = (1.0,) * 9 + (40.0,)
-    slow = parts.EngineRow(label="slow", latency=latency_of(times_ms))
-    text = latency_figure([slow, parts.EngineRow(label="fast", latency=latency_of((1.0,) * 20))])
-    assert text.count("<path") == 1
+    text = latency_figure([parts.EngineRow(label="slow", latency=latency_of(times_ms))])
+    assert "<path" not in text
     assert "1 slower iteration not drawn" in text
-    assert latency_figure([slow]) == ""  # lines alone show no more than the table
 
 
 @pytest.mark.parametrize("ends", [(0.0, 0.0), (math.nan, 1.0), (-math.inf, 1.0)])
@@ -860,12 +858,7 @@ def test_long_tables_count_unprinted_rows():
 
 
 def test_speed_is_compared_by_p50():
-    samples = (
-        1.0,
-        1.0,
-        1.0,
-        3.0,
-    ) * 5  # median 1, as trtexec counts the p50; and of two in the middle
+    samples = (1.0, 1.0, 1.0, 3.0)  # median 1, as trtexec counts the p50; and of two in the middle
     timing = dataclasses.replace(Timing.of(samples), median=1.7)
     fast = latency_of(samples, latency=timing, host=timing)
     slow = dataclasses.replace(fast, latency=dataclasses.replace(timing, p50=2.0, median=9.0))

@@ -166,8 +166,8 @@ class _MeasuredEngine(NamedTuple):
 def latency_figure(engines: Sequence[EngineRow], *, on_device: bool = False) -> str:
     """Draw the distribution of all measured iterations, one curve per engine, with its p50.
 
-    "" without any curve. Iterations beyond the end of the axis are only counted; an engine with few
-    iterations has no curve, which would look like a distribution.
+    "" without measured iterations. Iterations beyond the end of the axis are only counted; an
+    engine with few iterations has no curve, which would look like a distribution.
 
     Args:
         engines: all engines of the report.
@@ -197,8 +197,6 @@ def latency_figure(engines: Sequence[EngineRow], *, on_device: bool = False) -> 
             f'<li><i class="{engine.colour}">{letter}</i> {escape(engine.label)}'
             f" <b>p50 {figures.milliseconds(engine.p50_ms)}</b></li>"
         )
-    if not curves:
-        return ""
     unit = "ms per inference"
     if slower_count:
         unit += f"; {counted(slower_count, 'slower iteration')} not drawn"
