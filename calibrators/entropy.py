@@ -77,8 +77,9 @@ def _divergences(counts: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return KL(P, Q) for every number i of bins that are kept, 128 to 2048: [1921] float64.
 
     P has the count p of each kept bin; the last one also has the outliers, all counts beyond it.
-    Q has one value for the occupied bins of a level, the mean s / n: s is the sum of the level's
-    counts without outliers, n the number of its occupied bins. With A the sum of all counts and S
+    The kept bins are split into 128 levels, runs of neighbouring bins. Q has one value for the
+    occupied bins of a level, the mean s / n: s is the sum of the level's counts without outliers, n
+    the number of its occupied bins. With A the sum of all counts and S
     that of the kept bins::
 
         A * KL = sum p ln p  -  sum p ln(s / n)  +  A ln(S / A)
@@ -101,7 +102,7 @@ def _divergences(counts: NDArray[np.float64]) -> NDArray[np.float64]:
 
     # sum p ln(s / n): each level is a run of bins, whose term is computed once for all i
     run_terms = _run_terms(counts_before, occupied_before)
-    level_terms = np.take(run_terms, _run_of_level()).sum(axis=1)
+    level_terms = np.take(run_terms, _run_of_level()).sum(axis=1)  # [i, level] -> [i]
     last_level_start = _level_starts()[:, LEVELS - 1]
     last_level_bins = occupied_before[kept_bins] - occupied_before[last_level_start]
     last_level_sum = kept_sums - counts_before[last_level_start]

@@ -544,7 +544,8 @@ def _measure_streams(
     with timed_phase("streams", warmup_ms / 1000 + duration_s):
         rate = throughput(sessions, inputs, warmup_ms=warmup_ms, duration_s=duration_s)
     streams = f"{stream_count} streams at once"
-    runs_on_cpu = not isinstance(sessions[0], ReportsLayers)  # TensorRT's sessions do
+    # sessions on a GPU (TensorRT's) report their layers
+    runs_on_cpu = not isinstance(sessions[0], ReportsLayers)
     if runs_on_cpu:
         streams += f", {counted(stream_threads, 'thread')} each"
     return (f"{streams}: {rate:,.0f} inferences a second",)

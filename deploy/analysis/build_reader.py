@@ -249,7 +249,7 @@ def load_float_model(
         report: path of the report.
         model: the user's model; None takes that of the report.
         shapes: texts such as "x=1x3x96x96", the input shapes that the build set in place of the
-            file's.
+            file's. A model in memory has its shapes already.
         flag: the command's option that names the model.
 
     Raises:

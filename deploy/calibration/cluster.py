@@ -264,6 +264,7 @@ def observe_on(
         threads = run.wait_for_workers()
         piece_count = _count_pieces(cluster, feed, all_images, threads)
         first_piece = feed.get_share((1, piece_count))
+        # they differ by their numbers alone, from which their positions follow
         pieces = (replace(first_piece, number=number) for number in range(1, piece_count + 1))
         try:
             with phase("observing", all_images.count, "samples") as step:

@@ -237,6 +237,7 @@ def target_options(
     )
 
     def add(command: CommandFunction) -> CommandFunction:
+        # `target_field_options` gathers its options in `target_values`
         @wraps(command)
         def run(names: tuple[str, ...], target_values: TargetValues, **arguments: Any) -> None:
             command(targets=_make_targets(names, target_values), **arguments)

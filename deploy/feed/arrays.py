@@ -226,15 +226,15 @@ class SampleCounter:
         distinct_counts = set(rows_by_input.values())
         if len(distinct_counts) > 1:
             # stacked samples are equally many, and so are dimensions of one name, such as "batch"
-            must_be_equal = is_stacked or self._have_one_batch(rows_by_input)
-            if must_be_equal or not self._is_one_input(item):
+            must_be_equal = is_stacked or self._have_one_name(rows_by_input)
+            if must_be_equal or not self._fits_as_it_is(item):
                 counts_text = ", ".join(f"{name}: {count}" for name, count in rows_by_input.items())
                 raise FeedError(
                     f"all inputs of {item_name} must have equally many samples, got {counts_text}"
                 )
             self._has_unequal_rows = True  # so a row is no sample: the whole item is one
 
-        if self._is_stacked is None:
+        if self._is_stacked is None:  # all items are as the first one
             self._is_stacked = is_stacked
         row_count = max(distinct_counts, default=1)
         if is_stacked or row_count != rows_of_run(self.inputs):
@@ -246,11 +246,11 @@ class SampleCounter:
         """Count an item that could not be read as one sample."""
         self.row_counts.append(1)
 
-    def _is_one_input(self, item: Item) -> bool:
+    def _fits_as_it_is(self, item: Item) -> bool:
         """Whether the model takes the arrays of an item as they are."""
         return all(fits(item[spec.name].shape, spec.shape) for spec in self.inputs)
 
-    def _have_one_batch(self, input_names: Collection[str]) -> bool:
+    def _have_one_name(self, input_names: Collection[str]) -> bool:
         """Whether the first dimensions of these inputs have the same name, such as "batch"."""
         first_dimensions = {spec.shape[0] for spec in self.inputs if spec.name in input_names}
         return len(first_dimensions) == 1 and None not in first_dimensions

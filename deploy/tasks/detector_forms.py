@@ -96,8 +96,9 @@ def find_detector(samples: FirstSamples) -> RowDecoder | None:
 
     A form proposes which columns are boxes and scores, and `_confirm` decides. Several decoders of
     one form are the levels of one detector if each output of the model is one of them; else the
-    next form is tried. If the user or the model's file says that the outputs are boxes, any layout
-    that fits is taken, though the values leave doubt (`FirstSamples.is_set`).
+    next form is tried. A single decoder may leave outputs over. If the user or the model's file
+    says that the outputs are boxes, any layout that fits is taken, though the values leave doubt
+    (`FirstSamples.is_set`).
     """
     tables = [*_read_tables(samples)]
     for propose in PROPOSALS:
@@ -108,9 +109,10 @@ def find_detector(samples: FirstSamples) -> RowDecoder | None:
                 decoders.setdefault(decoder.scores[0].output, decoder)
         if len(decoders) == 1:
             return decoders.popitem()[1]
-        joined = _join_levels([*decoders.values()])
-        if joined is not None and len(decoders) == len(samples.all_output_names):
-            return _confirm(joined, samples)
+        if len(decoders) == len(samples.all_output_names):
+            joined = _join_levels([*decoders.values()])
+            if joined is not None:
+                return _confirm(joined, samples)
     return None
 
 
@@ -625,7 +627,7 @@ def read_extra(decoder: RowDecoder, samples: FirstSamples) -> RowDecoder:
     if width == 1:
         has_angle = decoder.coding == "centre" and are_angles(extra)
         return replace(decoder, has_angle=has_angle)
-    if not decoder.coding:
+    if not decoder.coding:  # which columns are x and y of a box is not known
         return decoder
     for point_width in (3, 2):  # a key point is x, y and perhaps a visibility
         if width % point_width == 0 and _are_points(extra, boxes, point_width):

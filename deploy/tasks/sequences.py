@@ -61,7 +61,7 @@ def _read_steps(value: Array, axis: int) -> Array | None:
 
 
 def _read_step_samples(samples: Arrays, axis: int) -> list[Array]:
-    """Return the steps [T, C] of each sample; none if one has none, or another number of classes.
+    """Return the steps [T, C] of each sample, or [] if they are no steps of the same classes.
 
     `samples`: an output's arrays for the first few samples. `axis`: dimension of the classes.
     """

@@ -312,15 +312,17 @@ def _find_raw_scores(candidates: Mapping[str, Floats], samples: FirstSamples) ->
 def are_raw_scores(rows: Floats, *, is_single: bool) -> bool:
     """Whether vectors [samples, C] are raw scores of classes, in front of a Softmax.
 
-    Of many numbers the best must stand out as no direction of an embedding does. A few numbers must
-    have one unit, be no pose, and, if there are other outputs, be sure of their class.
+    Of many numbers, as many as an embedding has, the best must stand out as in no embedding. A few
+    numbers must not be a position, a size or a pose; and, if there are other outputs, their Softmax
+    must be sure of its class.
 
     `is_single`: whether the model has no other output.
     """
     if rows.shape[1] >= MIN_EMBEDDING_SIZE:
         return bool(_stand_out(rows).all()) and not all(map(has_unit_length, rows))
-    # a few numbers of one sign may be a position or a size, or a position and a rotation
-    if len(split_output("", [*rows[:, None]])) > 1 or not _are_few_scores(rows):
+    # columns of different units, such as a position and a rotation, are split
+    has_several_units = len(split_output("", [*rows[:, None]])) > 1
+    if has_several_units or not _are_scores_of_few(rows):
         return False
     confidence = activate(rows, "softmax").max(axis=1).mean()
     return is_single or bool(confidence > 0.5)
@@ -343,7 +345,7 @@ def _normal_maximum(count: int) -> float:
     return math.sqrt(2 * math.log(count))
 
 
-def _are_few_scores(rows: Floats) -> bool:
+def _are_scores_of_few(rows: Floats) -> bool:
     """Whether a few numbers [samples, C] may be in front of a Softmax, and are no pose."""
     if not may_be_logits(rows, 1):
         return False

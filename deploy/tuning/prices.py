@@ -340,7 +340,7 @@ class Prices:
 def count_prices(
     model: onnx.ModelProto, units: Units, sample: Mapping[str, Array], cpu: CpuKernels | None = None
 ) -> Prices:
-    """Return prices without measured times, in times of one float multiplication.
+    """Return prices from counts of operations; the unit is the duration of one multiplication.
 
     `sample`: one inference on it gives the size of each tensor. `cpu`: the CPU that is to run the
     model, one of `CPUS`; None where it is not known.

@@ -283,11 +283,12 @@ def _describe_frame_plan(plan: FramePlan, preprocess: Preprocess, source: AippSo
     # (row, column) of the resized frame in the picture, negative where it is cropped
     row, column = plan.corner
     calibrated_size, calibrated_corner = resized_geometry(plan.frame, preprocess)
+    # the plan crops or pastes as the calibration did; it may round the sizes and corners otherwise
     is_cropped = min(calibrated_corner) < 0
     height, width = preprocess.input_size
-    input_size = format_size((height, width))
+    picture_size = format_size((height, width))
     if source.is_yuv:  # DVPP writes even sides
-        input_size = format_size((_round_up(height, 2), _round_up(width, 2)))
+        picture_size = format_size((_round_up(height, 2), _round_up(width, 2)))
 
     device = "DVPP" if source.is_yuv else "The host"
     text = (
@@ -295,10 +296,10 @@ def _describe_frame_plan(plan: FramePlan, preprocess: Preprocess, source: AippSo
         f" {format_size(plan.resized)} ({preprocess.interpolation})"
     )
     if is_cropped:
-        text += f", crop {input_size} at row {-row}, column {-column}"
+        text += f", crop {picture_size} at row {-row}, column {-column}"
     elif preprocess.resize in ("letterbox", "fit-height"):
         border = _describe_border(preprocess, source)
-        text += f", paste at row {row}, column {column} of {input_size} filled with {border}"
+        text += f", paste at row {row}, column {column} of {picture_size} filled with {border}"
     text += "."
     if plan.stored != preprocess.input_size:
         text += (
