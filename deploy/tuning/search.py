@@ -272,17 +272,14 @@ class Search:
 
         The noise of each layer alone in int8 (`sensitivity`) is measured once, then stored. The
         noisy layers are much the same for all targets, so the measurement begins with the groups
-        that another target's search found noisy, and needs half the trials.
+        that another target's search found noisy.
         """
         if self.sensitivity is None:
             layers = [layer for layer in self.units.layers if layer not in self.refused]
-            max_trials = self.effort.isolated_trials
-            if self.shared.sensitivity is not None:
-                max_trials //= 2
             measured = measure_sensitivity(
                 first_groups(layers, self.effort.first_groups, self.shared.sensitivity),
                 partial(self._measure_isolated, base.choices),
-                max_trials=max_trials,
+                max_trials=self.effort.isolated_trials,
             )
             self.sensitivity = measured.scaled_to(base.in_float, base.noise)
             self.shared.sensitivity = self.shared.sensitivity or self.sensitivity
