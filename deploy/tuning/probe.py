@@ -233,7 +233,12 @@ class Prober:
             int8_nodes: names of the nodes of each trial.
         """
         if self._isolated_samples is None:
-            self._isolated_samples = self._store_activations(int8_nodes)
+            try:
+                self._isolated_samples = self._store_activations(int8_nodes)
+            except Calib8Error as error:  # then no isolated trial can run
+                self.trial_count += len(trials)
+                self.errors += [error] * len(trials)
+                return [None] * len(trials)
         return self._run(trials, self._isolated_samples)
 
     def _store_activations(self, int8_nodes: Sequence[Sequence[str]]) -> _TrialSamples:
