@@ -11,6 +11,8 @@ from deploy.targets.ascend.proto import message_class
 from deploy.targets.ascend.target import Ascend
 from tests.vendor_models import save_net
 
+pytestmark = pytest.mark.slow
+
 BLOCKS = {"ARQuantize": "arq_quantize", "ADAquantize": "ada_quantize"}
 BLOCKS |= {"FMRQuantize": "ifmr_quantize", "HFMGQuantize": "hfmg_quantize"}
 INNER = {"OverrideLayerType", "OverrideLayer", "CalibrationConfig"}

@@ -28,6 +28,8 @@ from deploy.targets.ascend.record import read_record
 from tests.models import run_net
 from tests.vendor_models import build_net, calibrate_amct, save_net
 
+pytestmark = pytest.mark.slow
+
 DATA = np.random.default_rng(0).normal(size=(6, 3, 16, 16)).astype(np.float32)
 
 

@@ -5,6 +5,8 @@ import pytest
 
 from tests.models import build_net, make_model, parse_nodes
 
+pytestmark = pytest.mark.slow
+
 ALL_TARGETS = "onnxruntime,tensorrt,ascend"
 
 

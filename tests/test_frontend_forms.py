@@ -47,6 +47,8 @@ from tests.models import (
 )
 from tests.vendor_models import fetch_model
 
+pytestmark = pytest.mark.slow
+
 F16, F32 = TensorProto.FLOAT16, TensorProto.FLOAT
 IMAGE = (1, 4, 6, 8)
 OPSETS = range(7, onnx.defs.onnx_opset_version() + 1)
@@ -570,7 +572,6 @@ def test_every_opset_reaches_every_parser(opset):
         np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_every_opset_builds_equal_files(tmp_path):
     x = np.random.default_rng(1).normal(size=(4, 3, 8, 8)).astype(F)
     outputs = {}
@@ -973,7 +974,6 @@ def node_outputs(model):
     return {name for node in model.graph.node for name in node.output if name}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_loading_keeps_values_and_names(name):
     *source, sizes = MODELS[name]
@@ -1034,7 +1034,6 @@ def test_brevitas_model_is_refused_by_operator(kind):
         load(path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("file", ["silero_vad.onnx", "silero_vad_16k_op15.onnx"])
 def test_subgraphs_and_recurrent_layers_stay_float(file):
     loaded = load(fetch_model("silero-vad", "6.2.3", f"silero_vad/data/{file}"))
@@ -1276,7 +1275,6 @@ def test_moved_body_input_has_no_pair(model, float_, tmp_path):
     assert {decision.reason for decision in tensorrt if decision.node == "/c2"} <= {""}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", [TRANSPOSED, CHOSEN, PLAIN], ids=["moved", "chosen", "plain"])
 def test_engine_of_model_with_bodies_runs(model, rng, tmp_path):
     path = save_net(model, tmp_path / "net.onnx")

@@ -11,6 +11,8 @@ import pytest
 from deploy.runtimes.ort import OrtSession
 from tests.models import build_net, make_model, read_target, run_command, run_net
 
+pytestmark = pytest.mark.slow
+
 SAME_PADS = {"pads": [1] * 4}
 HALF = {"kernel_shape": [3, 3], "strides": [2, 2]}
 CEIL_MODE = {"ceil_mode": 1, "count_include_pad": 1}

@@ -19,6 +19,8 @@ from deploy.targets.onnxruntime.rewrite_base import RewriteContext
 from deploy.tuning.timing import attribute_kernels
 from tests.models import as_float32, build_net, make_model, make_node, read_target, run_net
 
+pytestmark = pytest.mark.slow
+
 SIDE = 16
 INT8 = "net.int8.onnx"
 PADS = {"pads": [1] * 4}
@@ -75,7 +77,6 @@ def output_bytes(model: onnx.ModelProto) -> list[bytes]:
     return [value.tobytes() for value in run_net(model, x)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("inner", "outer", "window", "padded"),
     [
@@ -221,7 +222,6 @@ def wide_window_build(tmp_path) -> Path:
     return build_folder(inverted(24, window=5), tmp_path / "net", *VNNI)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("channels", "wide", "avx2", "squeeze"),
     [

@@ -18,6 +18,8 @@ from deploy.targets.onnxruntime.gate_rewrite import fuse_gates
 from deploy.targets.onnxruntime.rewrite_base import RewriteContext
 from tests.models import as_float32, build_net, make_model, parse_nodes, read_target, run_net
 
+pytestmark = pytest.mark.slow
+
 INT8 = "net.int8.onnx"
 
 NUMBERS = {

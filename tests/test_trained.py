@@ -17,6 +17,8 @@ from deploy.targets.prequantized import qdq_decisions
 from deploy.targets.stored_weights import read_stored_weights
 from tests.models import make_model, make_node, rename_tensor, run_command, save_net
 
+pytestmark = pytest.mark.slow
+
 ALL_TARGETS = ("--target", "onnxruntime,tensorrt,ascend")
 
 

@@ -22,6 +22,8 @@ from deploy.targets.tensorrt import builder, sdk, session
 from deploy.targets.tensorrt.inspector import parse_layers
 from deploy.targets.tensorrt.session import TensorrtSession
 
+pytestmark = pytest.mark.slow
+
 EIGHT, TEN, ELEVEN = "8.5.3.1", "10.13.0.35", "11.1.0"
 COMPUTE_MS = {"int8": 1.0, "float16": 2.0, "float32": 4.0}
 COPY_MS = {"h2d_ms": 0.3, "d2h_ms": 0.2}
@@ -273,7 +275,6 @@ def test_gpu_verdict_names_float16_and_size(tensorrt, build, monkeypatch):
     assert verdict["reasons"][0] == f"{reason}, and its file is 1.04x larger"
 
 
-@pytest.mark.slow
 def test_gpu_and_cpu_speedups_are_independent(tensorrt, build, monkeypatch):
     tensorrt(TEN)
     result = build("--min-speedup", "1000", "--accept", target="onnxruntime,tensorrt")

@@ -26,6 +26,8 @@ from deploy.targets import find_target
 from tests.models import read_markdown, save_fixed_batch, save_net
 from tests.test_calibrator_script import PYCUDA, written
 
+pytestmark = pytest.mark.slow
+
 IMAGE_COUNT = 100
 
 
