@@ -207,14 +207,28 @@ class SplitChooser:
         """Try splits by halving, to find the fastest one with a verdict of this rank or better.
 
         A split says which layers are in float. Those that are tried become trials of the search;
-        nothing is returned. A slower split has more layers in float, so it is assumed to have a
-        verdict at least as good.
+        nothing is returned. FLOAT allows a split as slow as the float model: then more and more of
+        the noisiest layers are in float.
         """
         # all splits have the range methods of the trial of least loss
         base = min(self._candidates(), key=lambda trial: trial.loss)
-        self.search.layer_losses(base)  # without them, the predicted front is of time alone
+        losses = self.search.layer_losses(base)
+        if _RANKS[rank] == FLOAT:
+            noisiest_layers = sorted(losses, key=lambda layer: -losses[layer])
+            counts = range(1, len(noisiest_layers))
+            splits = [self.search.pinned.union(noisiest_layers[:count]) for count in counts]
+        else:
+            splits = self._predicted_splits(rank)
+        find_fastest(
+            self.search, base, splits, lambda trial: self._rank(trial) <= rank, self.can_judge
+        )
 
-        # judged trials bound the time of the fastest split that is as good
+    def _predicted_splits(self, rank: int) -> list[frozenset[str]]:
+        """Return the splits of the predicted front that may be the fastest of a rank or better.
+
+        The judged trials bound the time of that split: a slower one has more layers in float, so it
+        is assumed to have a verdict at least as good.
+        """
         time_share = self.search.prices.time_share
         slowest_worse = 0.0
         fastest_good = math.inf
@@ -229,12 +243,9 @@ class SplitChooser:
         splits = []
         for split in self.search.predicted_front():
             time = time_share(split)
-            is_allowed = _RANKS[rank] == FLOAT or self._is_worthwhile(split, time)
-            if slowest_worse < time < fastest_good and is_allowed:
+            if slowest_worse < time < fastest_good and self._is_worthwhile(split, time):
                 splits.append(split)
-        find_fastest(
-            self.search, base, splits, lambda trial: self._rank(trial) <= rank, self.can_judge
-        )
+        return splits
 
     def _rank(self, trial: Trial) -> int:
         """Return the rank of a trial's expected verdict in `_RANKS`; judge it if need be."""
