@@ -192,7 +192,7 @@ def task_of(model, **options):
 )
 def test_checkpoint_of_another_training_is_refused(tmp_path, change, reason):
     path, model, options = tmp_path / "qat.pt", net(), {}
-    train(task_of(model), checkpoint=path)
+    train(task_of(model), checkpoint=path, target="tensorrt")
     if change == "weights":
         nn.init.zeros_(model[0].weight)
     elif change == "teacher":
@@ -200,7 +200,7 @@ def test_checkpoint_of_another_training_is_refused(tmp_path, change, reason):
     else:
         options = change
     with pytest.raises(CacheError, match=reason):
-        train(task_of(model, **options), checkpoint=path)
+        train(task_of(model, **options), checkpoint=path, target="tensorrt")
 
 
 @pytest.mark.slow
