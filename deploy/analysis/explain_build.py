@@ -253,7 +253,7 @@ class _WorstImages:
         for output_slice in self.form.parts:
             label = output_slice.label
             error = RunningError(label)
-            # the float model's scores weight the values of both models
+            # the values of both models are weighted by the scores of the float model (`reference`)
             error.add(
                 self.form.slice_values(output_slice, reference, inputs, reference),
                 self.form.slice_values(output_slice, candidate, inputs, reference),

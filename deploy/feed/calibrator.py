@@ -176,7 +176,7 @@ class CalibratorBatches:
         return shape
 
     def _dtype(self, spec: TensorSpec, window: AddressWindow, value_count: int) -> str:
-        """Return the dtype of the values in memory: the input's, or that of TensorRT's calibration.
+        """Return the dtype of the values in memory: the input's, or TensorRT's in calibration.
 
         Args:
             spec: the input.
@@ -188,7 +188,7 @@ class CalibratorBatches:
                 f"a calibrator hands over plain numbers, got the input {describe(spec)}; feed"
                 " arrays by --images"
             )
-        tensorrt_dtype = _TENSORRT_DTYPES.get(spec.dtype)
+        tensorrt_dtype = _TENSORRT_DTYPES.get(spec.dtype)  # of 4 bytes; None for the input's own
         if window.dtype is None:  # bytes from an address: only their number shows the dtype
             if tensorrt_dtype and window.used_bytes == 4 * value_count:
                 return tensorrt_dtype

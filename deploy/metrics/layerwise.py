@@ -49,19 +49,19 @@ def pair_tensors_by_name(first: ModelProto, second: ModelProto) -> dict[str, str
 def _named_tensors(model: ModelProto) -> Iterator[tuple[str, str]]:
     """Yield (name to find a tensor by, name of the tensor that layers read in its place).
 
-    A tensor can be found by both names, without the suffix that marks a tensor padded with
-    channels: if every reader reads int8, the output of the Q/DQ pair has the float model's name
-    (`deploy.targets.onnxruntime.qdq`). Constants are left out: they are weights, which other models
-    hold as initializers.
+    If a Q/DQ pair follows a tensor, layers read the output of the pair. Either of the two may have
+    the float model's name, so both find it (`deploy.targets.onnxruntime.qdq` names the output like
+    this if every reader reads int8). The suffix of a tensor that was padded with channels is
+    dropped. Constants are left out: they are weights.
     """
     dequantized_by_tensor = _find_dequantized(model)
     for node in model.graph.node:
         if node.op_type in (_Q, _DQ, "Constant"):
-            continue  # a DequantizeLinear is yielded with the tensor that it stands for
+            continue  # the output of a pair is yielded with the tensor that the pair quantizes
         for output in filter(None, node.output):  # an optional output without a name is unused
-            tensor = dequantized_by_tensor.get(output, output)
-            yield output.removesuffix(PADDED_SUFFIX), tensor
-            yield tensor.removesuffix(PADDED_SUFFIX), tensor
+            read_name = dequantized_by_tensor.get(output, output)
+            yield output.removesuffix(PADDED_SUFFIX), read_name
+            yield read_name.removesuffix(PADDED_SUFFIX), read_name
 
 
 def _find_dequantized(model: ModelProto) -> dict[str, str]:

@@ -342,7 +342,7 @@ class RowDecoder:
         return boxes[:, ROWS_FIRST] if self.has_rows_first else boxes
 
     def read_scores(self, outputs: Outputs) -> Floats:
-        """Return the probabilities [A, classes] of all levels of a sample, without the background.
+        """Return the probabilities [anchors of all levels, classes] of a sample, no background.
 
         Gates are multiplied in: columns such as an objectness, the probability of any object.
 

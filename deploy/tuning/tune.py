@@ -311,15 +311,15 @@ def _with_pinned(plan: TargetPlan, pinned: Mapping[str, str]) -> TargetPlan:
 def _digest_of_input(setup: SearchSetup, has_method: bool) -> str:
     """Return a digest of all that a search depends on, except measured times.
 
-    A stored plan has the digest of its search: if that of a build differs, the plan is obsolete. So
-    neither the keys nor the form of their values may change.
+    A stored plan has this digest; a build with another one does not follow the plan. So neither the
+    keys nor the form of their values may change.
 
     `has_method`: whether the user chose the range method.
     """
     target = setup.target
     request = setup.request
     options = setup.options
-    cpu = [options.is_timed, options.cpu_kind] if target.runs_here else None  # None: not read
+    cpu = [options.is_timed, options.cpu_kind] if target.runs_here else None  # else unused
     parts: dict[str, Any] = {
         "version": _VERSION,
         "model": request.digest,
