@@ -328,7 +328,7 @@ def _write_samples(feed: Feed, folder: Path) -> list[Path]:
     return files
 
 
-def _compare_cut_models(
+def _compare_in_openvino(
     first_model: ModelProto,
     second_model: ModelProto,
     pairs: Mapping[str, str],
@@ -459,8 +459,8 @@ def compare(
             " alone; name a second model, or another runtime with --runtime"
         )
     dataset = to_dataset(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
-    # a PyTorch module is exported with the first item of the images, so `dataset` is replaced by
-    # one that yields this item again
+    # exporting a PyTorch module takes the first item of the images; the dataset that comes back
+    # yields it again
     first_model, dataset = _read_model(first, dataset)
     second_model = first_model
     if second is not None:
@@ -475,12 +475,12 @@ def compare(
             " it"
         )
 
-    feed = _open_feed(dataset, first, first_model, threads)
+    feed = _open_feed(dataset, first_model, threads, metadata_beside=first)
     # OpenVINO gives its outputs only, so each tensor is made the output of a model of its own
     by_cut_models = runtime != "onnxruntime"
     notes: list[str] = []
     if by_cut_models:
-        accuracies, notes = _compare_cut_models(
+        accuracies, notes = _compare_in_openvino(
             first_model,
             second_model,
             pairs,
@@ -525,17 +525,19 @@ def _read_model(
     return read_source(user_model)[1], replace(dataset, source=source)
 
 
-def _open_feed(dataset: Dataset, first: object, model: ModelProto, threads: int | None) -> Feed:
+def _open_feed(
+    dataset: Dataset, model: ModelProto, threads: int | None, *, metadata_beside: object
+) -> Feed:
     """Open the dataset for the first model.
 
     Args:
         dataset: the images or arrays.
-        first: the first model as the user gave it; metadata may lie beside its file.
-        model: the same model.
+        model: the first model.
         threads: threads of the session that reads the types of its inputs, and runs its states.
+        metadata_beside: the model as the user gave it; beside its file may lie its metadata.
     """
     session = OrtSession.open(model, threads=threads)
-    path = Path(first) if isinstance(first, str | Path) else None
+    path = Path(metadata_beside) if isinstance(metadata_beside, str | Path) else None
     return dataset.open(
         mark_first_axes(session.inputs, session.outputs),
         metadata_preprocess=read_metadata_preprocess(model, path),

@@ -473,22 +473,22 @@ class ClusterRun:
         """Return (address of the worker, bytes of the shard or the failure) of a piece that ended.
 
         Raises:
-            TimeoutError: the result cannot be fetched, since its worker was lost.
+            TimeoutError: the worker was lost before it sent the result; the piece runs again.
             BackendError: the scheduler dropped the piece, or the piece killed several workers.
         """
-        share = self._running[future]
+        piece = self._running[future]
         if future.status in ("cancelled", "lost"):
-            raise self._lost_job_error(f"piece {share} taken away")
+            raise self._lost_job_error(f"piece {piece} taken away")
         try:
             result: tuple[str, bytes | cluster_jobs.PieceFailure] = future.result(
                 timeout=10 * TICK_S
             )
         except TIMEOUT_ERRORS:  # the caller waits for the piece again
             raise
-        except Exception as error:  # the piece killed several workers, or is not unpickled there
+        except Exception as error:  # it killed several workers, or none can unpickle it
             raise BackendError(
                 f"the workers must survive their pieces, got {type(error).__name__} of piece"
-                f" {share}: {first_line(error)}; see the workers' logs, use more --pieces, or give"
+                f" {piece}: {first_line(error)}; see the workers' logs, use more --pieces, or give"
                 " the workers more memory"
             ) from error
         return result

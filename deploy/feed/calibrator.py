@@ -158,7 +158,10 @@ class CalibratorBatches:
     def _sample_shape(
         self, spec: TensorSpec, window: AddressWindow, *, has_batch: bool
     ) -> tuple[int, ...]:
-        """Return the shape of one sample, without batch; the copied array fills in open sizes."""
+        """Return the shape of one sample, without batch; `window.shape` fills in open sizes.
+
+        `window`: the memory that the calibrator copied its batch to.
+        """
         sizes = list(spec.shape)
         if window.shape and len(window.shape) == len(sizes):
             for axis, copied_size in enumerate(window.shape):
@@ -166,7 +169,7 @@ class CalibratorBatches:
                     sizes[axis] = copied_size
         if has_batch:
             sizes = sizes[1:]
-        # an open size is a name or None; of size 0, nothing could be copied
+        # open sizes are names or None; a sample with a size of 0 would have no values
         shape = tuple(size for size in sizes if isinstance(size, int) and size)
         if len(shape) < len(sizes):
             raise FeedError(

@@ -233,7 +233,7 @@ def refuse_foreign(folder: Path, names: list[str], *, force: bool | None) -> Non
     Raises:
         ExportError: names the first such file; or the folder cannot be written to.
     """
-    guard.refuse_unwritable(folder / RECORDS)
+    guard.refuse_unwritable(folder / RECORDS)  # a subfolder, so `folder` can be written to as well
     for name in names:
         guard.refuse_output(folder / name)
     known_names = _files_in_manifest(folder)

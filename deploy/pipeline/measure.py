@@ -215,12 +215,12 @@ class _OpenedEngine:
     Attributes:
         session: the session as a user would open it; None of the float model if its outputs own it.
         load_ms: the ms that opening it took.
-        is_for_accuracy: whether it is opened for accuracy only: in one thread, and not timed.
+        is_single_thread: whether it is opened in one thread, for accuracy alone; else it is timed.
     """
 
     session: Session | None
     load_ms: float
-    is_for_accuracy: bool = False
+    is_single_thread: bool = False
 
 
 def _measure_accuracy(
@@ -269,7 +269,7 @@ def _find_engine_sessions(target_engines: Mapping[str, _OpenedEngine]) -> Engine
     sessions = {}
     for name, engine in target_engines.items():
         is_on_device = not isinstance(engine.session, OrtSession)
-        sessions[name] = engine.session if is_on_device or engine.is_for_accuracy else None
+        sessions[name] = engine.session if is_on_device or engine.is_single_thread else None
     return sessions
 
 
@@ -279,7 +279,7 @@ def _find_timed_sessions(
     """Return engine -> the session whose latency is measured; `failures`: engines without."""
     sessions = {}
     for name, engine in engines.items():
-        is_timed = not engine.is_for_accuracy and name not in failures
+        is_timed = not engine.is_single_thread and name not in failures
         if is_timed and engine.session is not None:
             sessions[name] = engine.session
     return sessions
@@ -351,6 +351,8 @@ def _open_engines(
 ) -> tuple[dict[str, _OpenedEngine], dict[str, str], dict[str, str]]:
     """Open each target's own engine, and its baselines: float engines that were built for it.
 
+    `is_timed`: whether latency is measured.
+
     Returns:
         (engine -> its session and load time, engine -> why its runtime refused it, engine -> the
         runtime or device that is not here).
@@ -362,11 +364,11 @@ def _open_engines(
         path_by_engine = dict(result.baselines)
         if result.engine is not None:
             path_by_engine[result.target] = result.engine
-        # the evaluation needs engines of ONNX Runtime in one thread: without latency runs they are
-        # opened in that form only
-        is_for_accuracy = target.runs_here and not is_timed
+        # accuracy is evaluated in one thread of ONNX Runtime; an engine of a target that runs in it
+        # (`runs_here`) serves this alone if no latency is measured
+        is_single_thread = target.runs_here and not is_timed
         for name, path in path_by_engine.items():
-            if is_for_accuracy:
+            if is_single_thread:
                 open_session = partial(open_single_thread, path)
             else:
                 open_session = partial(target.open, path, threads=threads)
@@ -377,7 +379,7 @@ def _open_engines(
             except BackendError as error:
                 failures[name] = str(error)
             else:
-                engines[name] = _OpenedEngine(session, load_ms, is_for_accuracy)
+                engines[name] = _OpenedEngine(session, load_ms, is_single_thread)
     return engines, failures, absent
 
 
@@ -504,7 +506,7 @@ def _find_lossy_layers(
         loaded: the float model.
         results: files and ranges of the targets that were evaluated.
     """
-    bounds = find_bounds(loaded.model)
+    bounds = find_bounds(loaded.model)  # tensor -> range of its values that its readers keep
     lossy_layers = {}
     for result in results:
         layers = inner_tensors.layers.get(result.target)

@@ -142,7 +142,7 @@ def _fit_user_task(samples: FirstSamples, task: str) -> EvaluationTask:
     if fitting is not None:
         return fitting
     got = []
-    for name in samples.all_output_names[:4]:
+    for name in samples.common_output_names[:4]:
         got.append(f"{name} {[*samples.outputs[0][name].shape]}")
     shapes = ", or ".join(form.shape for form in row.forms)
     raise ConfigError(

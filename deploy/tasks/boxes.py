@@ -93,7 +93,7 @@ def _propose_lists(samples: FirstSamples) -> Iterator[RowDecoder]:
     A list has a row of four corner coordinates, a score and perhaps a class number for each of K
     boxes. Lists in several outputs come before those in one.
     """
-    shapes = {name: samples.outputs[0][name].shape for name in samples.all_output_names}
+    shapes = {name: samples.outputs[0][name].shape for name in samples.common_output_names}
     tables = {name: shape for name, shape in shapes.items() if len(shape) > 1}
     for name, shape in tables.items():
         yield from _propose_several_outputs(name, shape[-1], shapes)
@@ -196,7 +196,7 @@ def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
     """
     box_counts = [len(decoder.read_list(outputs)) for outputs in samples.outputs]
     slices: SlicesByOutput = dict.fromkeys(decoder.list_outputs, ())
-    for name in samples.all_output_names:
+    for name in samples.common_output_names:
         values = samples.arrays(name)
         # a matrix of as many rows may be anything, unless its length varies with the list's
         may_have_rows = values[0].ndim > 2 or len(set(box_counts)) > 1

@@ -192,8 +192,12 @@ def box_areas(boxes: Floats) -> Floats:
 def suppress_overlaps(detections: Detections, iou: float = IOU) -> Detections:
     """Return the boxes that are left by greedy non-maximum suppression, per class.
 
-    The best box by score is taken, and those of its class that overlap it by more than `iou`
-    dropped.
+    The first box is kept, those of its class that overlap it by more than `iou` are dropped, and
+    so on.
+
+    Args:
+        detections: of one sample, the best score first.
+        iou: intersection over union.
     """
     best_boxes: list[int] = []
     remaining = np.arange(len(detections.scores))
@@ -202,8 +206,8 @@ def suppress_overlaps(detections: Detections, iou: float = IOU) -> Detections:
         remaining = remaining[1:]
         best_boxes.append(int(best))
         ious = box_ious(detections.boxes[best : best + 1], detections.boxes[remaining])[0]
-        has_class = detections.classes[remaining] == detections.classes[best]
-        remaining = remaining[~((ious > iou) & has_class)]
+        is_same_class = detections.classes[remaining] == detections.classes[best]
+        remaining = remaining[~((ious > iou) & is_same_class)]
     return detections.at(np.array(best_boxes, np.int64))
 
 

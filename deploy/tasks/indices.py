@@ -187,7 +187,7 @@ def find_integers(samples: FirstSamples) -> Indices | None:
     order; all other outputs place by place.
     """
     arrays_by_name = {}  # outputs whose integers may be class numbers or indices
-    for name in samples.all_output_names:
+    for name in samples.common_output_names:
         if all(map(_are_class_numbers, samples.arrays(name))):
             arrays_by_name[name] = samples.arrays(name)
 
@@ -195,7 +195,7 @@ def find_integers(samples: FirstSamples) -> Indices | None:
     for name, arrays in arrays_by_name.items():
         # integers that are equal in all samples may be a constant, unless they are all there is
         is_constant = len({value.tobytes() for value in arrays}) == 1
-        if is_constant and len(arrays_by_name) < len(samples.all_output_names):
+        if is_constant and len(arrays_by_name) < len(samples.common_output_names):
             continue
         is_selection = samples.declared.ends.get(name) == "selected"
         varies_in_shape = len({value.shape for value in arrays}) > 1

@@ -262,7 +262,7 @@ def _gap(rows: _Rows, start: int, cut: int, stop: int) -> float:
     large = slice(start, cut)
     small = slice(cut, stop)
     if rows.peak[large].min() <= rows.peak[small].max():
-        large, small = small, large
+        large, small = small, large  # where the ranges overlap, the result is at most 1
     small_peak = float(rows.peak[small].max())
     if small_peak < MAX_SILENT_PEAK:
         return 0.0  # rows near 0 show no unit

@@ -195,7 +195,7 @@ class Prober:
     count_samples: Callable[[int], None] = lambda _: None
     trial_count: int = 0
     errors: list[Calib8Error] = field(default_factory=list)
-    _form: OutputForm = field(init=False)
+    _output_form: OutputForm = field(init=False)
     _temperatures: Mapping[OutputSlice, tuple[float, int]] = field(init=False)
     _mean_powers: Floats = field(init=False)
     _samples: _TrialSamples = field(init=False)
@@ -208,8 +208,10 @@ class Prober:
     def __post_init__(self) -> None:
         """Bring the float model's outputs into the form in which noise is measured."""
         inputs, float_outputs = zip(*self.samples, strict=True)
-        self._form = self.form or derive_form(float_outputs, inputs=inputs, metric=self.metric)
-        self._temperatures = find_temperatures(self._form, float_outputs)
+        self._output_form = self.form or derive_form(
+            float_outputs, inputs=inputs, metric=self.metric
+        )
+        self._temperatures = find_temperatures(self._output_form, float_outputs)
         float_slices = [
             self._slice_values(outputs, inputs, outputs) for inputs, outputs in self.samples
         ]
@@ -262,22 +264,22 @@ class Prober:
         return _TrialSamples(extended_samples, float_slices, powers, activations)
 
     def _select_isolated_samples(self) -> list[int]:
-        """Return the indices of the samples that isolated trials run on, in order.
+        """Return the indices of the samples for trials with a few layers in int8, in order.
 
         Half are those with the strongest outputs of the float model. The other half are those with
-        the most noise in the first trial of all: it may be in samples of one class, or where the
-        float model sees small objects.
+        the most noise in the worst slice of the first trial: noise may be in samples of one class,
+        or where the float model sees small objects.
         """
         float_slices = self._samples.float_slices
-        count = self.isolated_sample_count or len(float_slices)
+        count = self.isolated_sample_count or len(float_slices)  # None: all samples
         measured_noises = (noise for noise in self._noise_by_key.values() if noise is not None)
         first_noise = next(measured_noises, Noise({}))
         noise_by_sample = first_noise.powers_by_slice.get(
             first_noise.worst_slice_label, np.zeros(0)
         )
         if noise_by_sample.size != len(float_slices):  # no trial ran, or there are no slices
-            return strongest_samples(self._form, float_slices, count)
-        strongest = strongest_samples(self._form, float_slices, count // 2)
+            return strongest_samples(self._output_form, float_slices, count)
+        strongest = strongest_samples(self._output_form, float_slices, count // 2)
         noisiest_first = map(int, np.argsort(-noise_by_sample, kind="stable"))
         noisiest = [index for index in noisiest_first if index not in strongest]
         return sorted([*strongest, *noisiest[: count - len(strongest)]])
@@ -345,10 +347,10 @@ class Prober:
             BackendError: ONNX Runtime refused a sample, or the search was interrupted.
         """
         # a list of detections has no slices: its noise is the loss of the task alone
-        is_detection_list = not self._form.parts and self._form.task is not None
+        is_detection_list = not self._output_form.parts and self._output_form.task is not None
         comparison = None
         if is_detection_list or self.measures_accuracy:
-            comparison = Comparison(form=self._form, metric=self.metric)
+            comparison = Comparison(form=self._output_form, metric=self.metric)
         input_names = [spec.name for spec in session.inputs]
         # in a sample with less signal than average, noise is relative to the average
         signal_powers = np.maximum(trial_samples.powers, self._mean_powers)
@@ -370,7 +372,7 @@ class Prober:
         accuracy = None if comparison is None else comparison.result()
         if is_detection_list:
             return Noise({DETECTION_LIST: _task_power(accuracy)}, accuracy=accuracy)
-        labels = [part.label for part in self._form.parts]
+        labels = [part.label for part in self._output_form.parts]
         shares = signal_shares(trial_samples.powers, self._mean_powers).tolist()
         return Noise(
             powers_by_slice=dict(zip(labels, np.array(powers_by_sample).T, strict=True)),
@@ -384,8 +386,8 @@ class Prober:
         `reference`: the float model's outputs on the same inputs.
         """
         slices = []
-        for part in self._form.parts:
-            values = self._form.slice_values(part, outputs, inputs, reference)
+        for part in self._output_form.parts:
+            values = self._output_form.slice_values(part, outputs, inputs, reference)
             if part in self._temperatures and values.ndim > 1:
                 values = apply_temperature(values, *self._temperatures[part])
             slices.append(values)
@@ -445,9 +447,9 @@ def find_pick_sources(model: onnx.ModelProto) -> dict[tuple[str, int], str]:
 def replace_by_sources(
     model: onnx.ModelProto, samples: Sequence[ReferenceSample], *, keep_outputs: bool, threads: int
 ) -> list[ReferenceSample]:
-    """Replace the float model's picked outputs by the tensors that they are picked from.
+    """Return samples whose outputs are the tensors that the float model picks its outputs from.
 
-    `keep_outputs`: whether the picked outputs stay too.
+    `keep_outputs`: whether the samples keep their own outputs too.
     """
     names = list(dict.fromkeys(find_pick_sources(model).values()))
     session = OrtSession.open(copy_with_outputs(model, names), threads=threads, spin=False)

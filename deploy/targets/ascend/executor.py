@@ -66,7 +66,7 @@ _CHECKED_SAMPLES = 2  # a build runs the deploy model on them
 
 @dataclass(frozen=True, slots=True)
 class Uint8Part:
-    """One uint8 part of a quantized tensor, which is the sum of (tensor - zero) * factor."""
+    """A uint8 tensor; a quantized tensor is the sum of (tensor - zero) * factor of its parts."""
 
     tensor: str
     factor: int
@@ -338,10 +338,11 @@ class _IntegerWriter:
     def multiply_exact(
         self, node: onnx.NodeProto, parts: tuple[Uint8Part, ...], weight: NDArray[Any]
     ) -> Iterator[tuple[str, int]]:
-        """Yield (sums of products, exact in float32; their factor) of the weight's two halves.
+        """Yield (name of a tensor with sums of products, its factor), whose total is the result.
 
-        A weight is 16 high + low, with 0 <= low < 16, so that the sums of either half stay below
-        2^24, up to which float32 holds every integer.
+        There is one tensor for each part of the input and half of the weight. A weight is
+        16 high + low, with 0 <= low < 16, so that the sums of either half stay below 2^24, up to
+        which float32 holds every integer.
         """
         weight = weight.astype(np.int32)
         max_product = 255 * 15  # an input less its zero point is at most 255, half a weight 15
@@ -356,8 +357,8 @@ class _IntegerWriter:
         for part in parts:
             values = self.subtract_zero(part)
             for half, factor in ((low, 1), (high, 16)):
-                kernel = self.add_constant(half.astype(np.float32))
-                products = self.emit(node.op_type, values, kernel, template=node)
+                half_name = self.add_constant(half.astype(np.float32))
+                products = self.emit(node.op_type, values, half_name, template=node)
                 yield products, factor * part.factor
 
     def read_bias(self, node: onnx.NodeProto) -> NDArray[np.int32]:

@@ -240,6 +240,7 @@ def append_zero_channels(
         return
     dequantize = graph.producer[constant]
     integers, *params = dequantize.input  # scale and zero point
+    # the integer 0 is 0.0: zero points of weights and biases are 0
     dequantize.input[0] = pad(integers, axes, "constant")
     has_more_outputs = 0 in axes
     if has_more_outputs:

@@ -92,7 +92,7 @@ def store_halves(graph: onnx.GraphProto) -> None:
     replace_nodes(graph, [*casts, *graph.node])
 
 
-_FLAT_SHAPE = "calib8/flat"  # name of the shape [0, -1]: 0 keeps the first dimension
+_FLAT_SHAPE_NAME = "calib8/flat"  # of a constant [0, -1]: 0 keeps the first dimension
 
 
 def write_means(model: onnx.ModelProto, context: RewriteContext) -> None:
@@ -104,8 +104,8 @@ def write_means(model: onnx.ModelProto, context: RewriteContext) -> None:
     """
     if apply_to_model(_MEAN_AS_POOL, model, context):
         # one shape for all means without keepdims
-        if any(_FLAT_SHAPE in node.input for node in model.graph.node):
-            shape = numpy_helper.from_array(np.array([0, -1], np.int64), _FLAT_SHAPE)
+        if any(_FLAT_SHAPE_NAME in node.input for node in model.graph.node):
+            shape = numpy_helper.from_array(np.array([0, -1], np.int64), _FLAT_SHAPE_NAME)
             model.graph.initializer.append(shape)
         rebuild(model.graph, model.graph.node)
 
@@ -139,8 +139,14 @@ def _write_pool(mean: onnx.NodeProto, scope: RewriteScope) -> Nodes:
     if quantize is not None:
         scale_and_zero = quantize.input[1:]
         reshape_source = f"{pooled}/read"
-        nodes += make_pair(pooled, reshape_source, pooled, scale_and_zero, scale_and_zero)
-    flatten = make_node("Reshape", [reshape_source, _FLAT_SHAPE], output, f"{name}/flat")
+        nodes += make_pair(
+            pooled,
+            reshape_source,
+            name=pooled,
+            quantize_params=scale_and_zero,
+            dequantize_params=scale_and_zero,
+        )
+    flatten = make_node("Reshape", [reshape_source, _FLAT_SHAPE_NAME], output, f"{name}/flat")
     return [*nodes, flatten]
 
 

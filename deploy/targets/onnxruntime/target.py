@@ -405,6 +405,7 @@ class _PairedModel:
         from deploy.targets.onnxruntime.rewrite_base import KERNELS, RewriteContext
         from deploy.targets.onnxruntime.rewrites import apply_rewrites
 
+        # gates: products with a Hard-Sigmoid, as in Hard-Swish; the plan has some of them in int8
         int8_gates = () if self.plan is None else self.plan.gates
         float_gates = [gate for gate in self.analysis.gates if gate not in int8_gates]
         float_nodes = {decision.node for decision in self.decisions if not decision.quantized}

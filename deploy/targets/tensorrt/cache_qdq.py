@@ -352,7 +352,7 @@ class _PairRemover:
         scales: activation tensor -> scale of its pair.
         weights: weights that were stored as integers.
         float_name_by_dequantized: output of a DQ -> the float tensor in its place.
-        original_name_by_tensor: output of a node -> its name before quantization.
+        final_name_by_pair_input: input of a pair -> the name that it takes, of the pair's output.
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
@@ -362,7 +362,7 @@ class _PairRemover:
         self.scales: dict[str, np.float32] = {}
         self.weights: list[str] = []
         self.float_name_by_dequantized: dict[str, str] = {}
-        self.original_name_by_tensor: dict[str, str] = {}
+        self.final_name_by_pair_input: dict[str, str] = {}
 
     def remove_pairs(self) -> PlainModel:
         """Return the float model and its scales; the model is edited in place."""
@@ -380,7 +380,7 @@ class _PairRemover:
         # readers of a pair read its float tensor; then each tensor gets its own name back
         float_nodes = [node for node in self.index.nodes if node.op_type not in (Q, DQ)]
         rename_reads(float_nodes, self.float_name_by_dequantized)
-        rename_tensors(float_nodes, self.original_name_by_tensor)
+        rename_tensors(float_nodes, self.final_name_by_pair_input)
 
         # scales and zero points may be Constant nodes, which nothing reads any more
         read_tensors = self.index.outputs.union(all_reads(float_nodes))
@@ -455,13 +455,13 @@ class _PairRemover:
     def _read_activation(self, quantizer: onnx.NodeProto, dequantizer: onnx.NodeProto) -> None:
         """Record the scale of an activation's pair, and the float tensor that replaces its output.
 
-        Without the pair, the readers of its output read its input.
+        The pair is removed: what read its output then reads this tensor.
         """
         output = dequantizer.output[0]
         # the input of a second pair in a row is the output of the first, which is removed too
         pair_input = self.float_name_by_dequantized.get(quantizer.input[0], quantizer.input[0])
-        scale = self._scale(quantizer, pair_input)
-        if self._scale(dequantizer, pair_input) != scale:
+        scale = self._scale(quantizer, tensor=pair_input)
+        if self._scale(dequantizer, tensor=pair_input) != scale:
             raise ExportError(f"the two scales of the pair on {pair_input!r} must be equal")
         # The float tensor keeps the name of the pair's input, but for two cases. An output of the
         # model must keep its own name. And calib8, when it put a pair on a tensor `t`, gave its
@@ -469,7 +469,7 @@ class _PairRemover:
         float_name = pair_input
         if output in self.index.outputs or pair_input == f"{output}/float":
             float_name = output
-            self.original_name_by_tensor[pair_input] = output
+            self.final_name_by_pair_input[pair_input] = output
         self.float_name_by_dequantized[output] = float_name
         if self.scales.setdefault(float_name, scale) != scale:
             raise ExportError(

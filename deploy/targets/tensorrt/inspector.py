@@ -169,6 +169,12 @@ def throughput(
     Like trtexec's --infStreams, except that trtexec enqueues one inference ahead and may show more.
     Latency is not measured: with streams sharing a device it says nothing about one inference.
 
+    Args:
+        sessions: one per stream.
+        feeds: inputs of single inferences, which every session runs in turn, over and over.
+        warmup_ms: inferences before the measured ones take this long.
+        duration_s: the measured inferences take this long.
+
     Raises:
         BackendError: a session refused a feed.
     """

@@ -486,9 +486,10 @@ class TensorRT(TensorrtOptions):
 
         Args:
             request: the build request.
-            calibrated: the scales of the pairs.
-            qdq_model: the Q/DQ model. If it is the user's own, it is converted itself; else the
-                float model is quantized again, with scales rounded to values of the narrow type.
+            calibrated: the planned pairs with their scales, and the largest magnitudes of tensors.
+            qdq_model: the Q/DQ model. If it is the user's own, with pairs where TensorRT reads
+                them, it is converted itself; else the float model is quantized again, with scales
+                rounded to values of the narrow type.
         """
         from deploy.targets.tensorrt import trained_pairs
         from deploy.targets.tensorrt.cache_qdq import to_typed
@@ -511,7 +512,7 @@ class TensorRT(TensorrtOptions):
                     largest_values=largest_values,
                     trained_scales={} if trained is None else trained.weight_scales,
                 )
-            # the result is not used: this raises if plugin nodes mean something else in this opset
+            # only to raise if plugin nodes mean something else in the typed model's opset
             request.with_plugin_nodes(model)
         except ExportError as error:
             return None, (f"no typed model was written: {error}",)
@@ -530,7 +531,8 @@ def _write_script(
     TensorRT `version` needs another command, the script's role tells which argument to give.
 
     Returns:
-        The files that TensorRT `version` needs, which are to be shipped.
+        The files that the command for TensorRT `version` reads, which are to be shipped; none if
+        no command fits this version.
     """
     from deploy.targets.tensorrt.trtexec import shipping_command, trtexec_script
 

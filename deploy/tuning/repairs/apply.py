@@ -124,11 +124,11 @@ def _try_repair(
 def _repair_phase(
     target: Target, request: BuildRequest, samples: Sequence[EvaluationSample]
 ) -> Iterator[RepairInput]:
-    """Yield the input of repairs: every other sample computes them, the rest evaluate them.
+    """Yield the input of repairs: every other sample, up to a limit, computes them.
 
-    Some of those that evaluate also accept or reject the change of a single layer (`held_out`). If
-    samples are few, all of them compute and evaluate, and none is held out. While the context is
-    open, the progress of the layers is shown.
+    The samples between these evaluate them. Some of those that evaluate also accept or reject the
+    change of a single layer (`held_out`). If samples are few, all of them compute and evaluate, and
+    none is held out. While the context is open, the progress of the layers is shown.
     """
     inputs = [sample for sample, _ in samples]
     computing_inputs = inputs
