@@ -430,20 +430,20 @@ _FIGURE = "boxes of the same class, with an IoU over 0.5 and matching key points
 PROPOSALS: dict[Callable[..., Iterator[RowDecoder]], Form] = {
     _propose_separate: Form(
         shape="boxes [N, A, 4 or more] and scores [N, A, C], or transposed; one pair, or one per"
-        " level",
+        " stride",
         values="boxes; scores, most of them near 0; perhaps an objectness as third output",
         figure=_FIGURE,
         source="SSD, RetinaNet, DETR (Carion et al. 2020), PicoDet, YuNet, FCOS",
     ),
     _propose_anchor_maps: Form(
-        shape="[N, 3 (5 + C), H, W] or [N, 3, H, W, 5 + C] for each level",
+        shape="[N, 3 (5 + C), H, W] or [N, 3, H, W, 5 + C] per stride",
         values="boxes before decoding, an objectness, class scores",
         figure="cells with the same class",
         source="YOLO v3 to v7",
     ),
     _propose_joined: Form(
         shape="[N, 4 + C, A], [N, A, 5 + C] or [N, A, C + 4 (m + 1)]; [N, 4 (m + 1) + C, H, W] per"
-        " level",
+        " stride",
         values="boxes and scores, perhaps an objectness, key points, an angle or mask coefficients",
         figure=_FIGURE,
         source="YOLO v5 to v11, YOLOX (Ge et al. 2021), RT-DETR (Zhao et al. 2023), NanoDet, YOLACT"

@@ -264,9 +264,9 @@ class MaskMaps(EvaluationTask):
 
 
 MASKS = Form(
-    shape="maps [N, K, H, W] with K up to 4, in one output or several of one shape",
-    values="0 to 1; an output that resembles the input picture is not taken for a mask",
-    figure="IoU of the pixels above 0.5, 0.3 or 0.1",
+    shape="[N, K, H, W] or [N, H, W, K] with K up to 4; one output, or several of one shape",
+    values="0 to 1, most near 0 or 1, and unlike the input picture",
+    figure="IoU of the pixels above 0.5 (above 0.3 or 0.1 if almost none are)",
     source="saliency (U2-Net, Qin et al. 2020), text regions",
 )
 
@@ -366,9 +366,10 @@ def _peak_cells(value: Array) -> Integers:
 
 
 HEATMAPS = Form(
-    shape="maps [N, K, H, W], or [N, H, W, K] with the aspect ratio of the picture",
-    values="one narrow peak per channel",
-    figure="peaks that differ by at most one pixel",
+    shape="a map for each point, with the aspect ratio of the picture: [N, K, H, W] or"
+    " [N, H, W, K]",
+    values="about 0 to 1, with one narrow peak in each map",
+    figure="peaks at most one pixel of the map apart",
     source="HRNet, CenterNet's key points",
 )
 

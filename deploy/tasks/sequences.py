@@ -127,9 +127,8 @@ class Decisions(Steps):
 
 STEPS = Form(
     shape="[N, T, C], [N, C, T], [N, T] or [N, 1]",
-    values="probabilities of the classes of each step, or their logarithms; or independent"
-    " probabilities",
-    figure="steps of the same class, or on the same side of 0.5; of several such outputs the first",
+    values="for each step, the probabilities of C classes or their logarithms, or one probability",
+    figure="steps of the same class, or on the same side of 0.5, in the first such output",
     source="voice activity, taggers, wake words",
 )
 

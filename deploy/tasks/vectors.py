@@ -492,9 +492,9 @@ class Embeddings(EvaluationTask):
 
 
 EMBEDDINGS = Form(
-    shape="[N, D] with D 32 or more",
-    values="vectors of norm 1; values symmetric about zero; or, for pictures, values of 0 or more"
-    " if D is a multiple of 16",
+    shape="[N, D] with D of 32 or more",
+    values="vectors of length 1, or values evenly on both sides of 0; for pictures also values of 0"
+    " or more, if D is a multiple of 16",
     figure="same nearest neighbour; cosine",
     source="faces, sentences, CLIP",
 )
