@@ -11,15 +11,21 @@ each channel to itself. Not merged: branches with other readers, or with differe
 or positions. Source: X. Ding et al., 2021, "RepVGG", section 3.3.
 """
 
-import copy
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx, nn
 from torch.nn import functional
 
 from deploy.fx.norms import has_factors, is_norm, norm_factors
-from deploy.fx.operations import called_module, called_once, is_op, replace_layer, replace_node
+from deploy.fx.operations import (
+    bias_of,
+    called_module,
+    called_once,
+    is_op,
+    replace_layer,
+    replace_node,
+    with_parameters,
+)
 
 
 def merge_branches(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
@@ -109,9 +115,7 @@ def _find_module(graph_module: fx.GraphModule, call: fx.Node) -> nn.Module | Non
 
 
 def _kernel_size(branch: _Branch) -> tuple[int, ...]:
-    if isinstance(branch.module, nn.Conv2d):
-        return branch.module.kernel_size
-    return (0, 0)
+    return getattr(branch.module, "kernel_size", (0, 0))  # a norm has none
 
 
 def _as_convolution(norm: nn.Module, groups: int) -> nn.Conv2d | None:
@@ -153,21 +157,12 @@ def _covers(larger: nn.Conv2d, smaller: nn.Conv2d) -> bool:
 
 def _sum_branches(larger: _Branch, smaller: _Branch) -> nn.Conv2d:
     """Return a convolution that computes the sum of two branches."""
-    weight, bias = _weight_and_bias(larger.module)
-    added_weight, added_bias = _weight_and_bias(smaller.module)
+    weight = larger.module.weight.detach()  # [C_out, C_in / groups, h, w]
+    added_weight = smaller.module.weight.detach()
     # the smaller kernel goes to the center of the larger one
     rows = (weight.shape[2] - added_weight.shape[2]) // 2
     columns = (weight.shape[3] - added_weight.shape[3]) // 2
     added_weight = functional.pad(added_weight, (columns, columns, rows, rows))
-    layer: nn.Conv2d = copy.deepcopy(larger.module)
-    layer.weight = nn.Parameter(weight + added_weight, layer.weight.requires_grad)
-    layer.bias = nn.Parameter(bias + added_bias, layer.weight.requires_grad)
-    return layer
-
-
-def _weight_and_bias(convolution: nn.Conv2d) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weight [C_out, C_in / groups, h, w] and bias [C_out] of a branch."""
-    weight = convolution.weight.detach()
-    if convolution.bias is None:
-        return weight, weight.new_zeros(len(weight))
-    return weight, convolution.bias.detach()
+    channels = weight[:, 0, 0, 0]  # of the shape of a bias
+    bias = bias_of(larger.module, channels) + bias_of(smaller.module, channels)
+    return with_parameters(larger.module, weight + added_weight, bias)

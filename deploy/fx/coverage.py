@@ -78,11 +78,11 @@ def measure_coverage(
             layer_class = class_by_name.get(name, type(module))
             float_layers += _find_float_weights(name, layer_class, module, is_weight_by_id)
 
-    quantizers = [
-        module for module in converted.modules() if isinstance(module, FixedQuant | DynamicQuant)
-    ]
+    quantizer_count = sum(
+        isinstance(module, FixedQuant | DynamicQuant) for module in converted.modules()
+    )
     reasons = _float_reasons(converted)
-    return LayerCoverage(tuple(int8_layers), tuple(float_layers), len(quantizers), reasons)
+    return LayerCoverage(tuple(int8_layers), tuple(float_layers), quantizer_count, reasons)
 
 
 def _float_reasons(converted: nn.Module) -> dict[str, str]:

@@ -141,20 +141,11 @@ State = dict[str, Any]
 def random_state() -> State:
     """Return the random state of torch (CPU and every GPU), numpy and Python."""
     version, python_words, gauss = random.getstate()
-    name, key, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 (a user's own)
-    gpu_states = []
-    if torch.cuda.is_available():
-        gpu_states = torch.cuda.get_rng_state_all()
+    name, numpy_words, *numpy_position = np.random.get_state()  # noqa: NPY002 (a user's own)
     return {
         "torch": torch.get_rng_state(),
-        "cuda": gpu_states,
-        "numpy": [
-            str(name),
-            torch.from_numpy(np.array(key, np.int64)),
-            position,
-            has_gauss,
-            cached,
-        ],
+        "cuda": torch.cuda.get_rng_state_all(),
+        "numpy": [str(name), torch.from_numpy(np.array(numpy_words, np.int64)), *numpy_position],
         "python": [version, torch.tensor(python_words), gauss],
     }
 
@@ -177,8 +168,8 @@ def restore_random_state(saved: State) -> None:
     gpu_states = saved["cuda"][: torch.cuda.device_count()]
     for device, gpu_state in enumerate(gpu_states):
         torch.cuda.set_rng_state(gpu_state, device)
-    name, key, position, has_gauss, cached = saved["numpy"]
-    numpy_words = key.numpy().astype(np.uint32)
-    np.random.set_state((name, numpy_words, position, has_gauss, cached))  # noqa: NPY002
+    name, numpy_words, *numpy_position = saved["numpy"]
+    numpy_state = (name, numpy_words.numpy().astype(np.uint32), *numpy_position)
+    np.random.set_state(numpy_state)  # noqa: NPY002
     version, python_words, gauss = saved["python"]
     random.setstate((version, tuple(python_words.tolist()), gauss))

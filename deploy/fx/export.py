@@ -489,6 +489,5 @@ def _same_argmax(expected: NDArray[Any], output: NDArray[Any]) -> NDArray[np.boo
     """Compare the arg-max of [N, C, ...] for each sample, or each position of a dense output."""
     if not expected.size:
         return np.zeros(0, np.bool_)
-    if expected.ndim < 2:
-        return np.asarray(expected.argmax() == output.argmax()).reshape(1)
-    return np.asarray(expected.argmax(1) == output.argmax(1)).reshape(-1)
+    axis = 1 if expected.ndim > 1 else None
+    return np.ravel(expected.argmax(axis) == output.argmax(axis))

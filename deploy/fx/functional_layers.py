@@ -30,9 +30,8 @@ _LAYERS: dict[Any, tuple[type[nn.Module], str]] = {
     torch.conv3d: (nn.Conv3d, "conv"),
     functional.linear: (nn.Linear, "linear"),
 }
-_LINEAR_ARGUMENTS = ("input", "weight", "bias")
-_CONV_ARGUMENTS = (*_LINEAR_ARGUMENTS, "stride", "padding", "dilation", "groups")
-_CONV_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+_ARGUMENTS = ("input", "weight", *_DEFAULTS)  # linear has only the first three of them
 _NORM_TENSORS = ("weight", "bias", *STATISTICS)
 
 
@@ -71,7 +70,7 @@ class _Rewriter:
 
     def replace_layer(self, node: fx.Node) -> None:
         """Replace a functional convolution or linear, if its weight is no computed one."""
-        options = _layer_arguments(node)
+        options = _DEFAULTS | arguments_by_name(node, _ARGUMENTS)
         input_node = options.pop("input")
         weight = options["weight"]
         if not _is_parameter(weight) or not _is_parameter_or_none(options["bias"]):
@@ -180,11 +179,8 @@ class _Rewriter:
         conv_options = {}
         if kind is not nn.Linear:
             input_channels *= options["groups"]
-            conv_options["kernel_size"] = tuple(kernel_size)
-            for key in ("stride", "padding", "dilation", "groups"):
-                value = options[key]
-                # torch.fx has immutable lists, but the modules take tuples
-                conv_options[key] = tuple(value) if isinstance(value, list) else value
+            conv_options = {key: options[key] for key in _DEFAULTS if key != "bias"}
+            conv_options["kernel_size"] = kernel_size
         # on the device "meta": these parameters take no memory, and are replaced right away
         module = kind(
             input_channels, output_channels, bias=bias is not None, device="meta", **conv_options
@@ -216,12 +212,6 @@ def _is_product(graph_module: fx.GraphModule, node: fx.Node) -> bool:
         return False
     matrix = tensor_of(graph_module, node.all_input_nodes[-1].target)
     return matrix.dim() == 2 and matrix.is_floating_point()
-
-
-def _layer_arguments(node: fx.Node) -> dict[str, Any]:
-    if node.target is functional.linear:
-        return {"bias": None} | arguments_by_name(node, _LINEAR_ARGUMENTS)
-    return _CONV_DEFAULTS | arguments_by_name(node, _CONV_ARGUMENTS)
 
 
 def _name_tensors(options: dict[str, Any]) -> dict[str, Any]:

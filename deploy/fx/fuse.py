@@ -20,7 +20,6 @@ running statistics. ONNX Runtime and torch.onnx fold BatchNorm too; it is done h
 scales of weights must be those of the folded weights.
 """
 
-import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +46,7 @@ from deploy.fx.norms import (
     readers_of,
 )
 from deploy.fx.operations import (
+    bias_of,
     called_module,
     called_once,
     calls_of_module,
@@ -55,6 +55,7 @@ from deploy.fx.operations import (
     refresh,
     replace_layer,
     replace_node,
+    with_parameters,
 )
 from deploy.fx.plain_copy import in_eval_mode
 from deploy.terminal import PrintedResult, join_visible
@@ -382,30 +383,14 @@ def _with_norm_before(layer: Any, norm: Any, repeats: int) -> Any:
     rows = weight.reshape(groups, len(weight) // groups, weight.shape[1], -1)
     added_bias = (rows.sum(3) * shift).sum(2).reshape(-1)
     scaled_weight = (rows * factor.unsqueeze(-1)).reshape(weight.shape)
-    return _with_parameters(layer, scaled_weight, _bias_of(layer, added_bias) + added_bias)
+    return with_parameters(layer, scaled_weight, bias_of(layer, added_bias) + added_bias)
 
 
 def _with_norm_after(layer: Any, norm: nn.Module) -> Any:
     """Return a copy of `layer` that computes norm(layer(x))."""
     factor, shift = norm_factors(norm)
     scaled_weight = scale_outputs(layer, layer.weight.detach(), factor)
-    return _with_parameters(layer, scaled_weight, _bias_of(layer, shift) * factor + shift)
-
-
-def _bias_of(layer: Any, template: torch.Tensor) -> torch.Tensor:
-    """Return a layer's bias, or zeros like another tensor."""
-    if layer.bias is None:
-        return torch.zeros_like(template)
-    bias: torch.Tensor = layer.bias.detach()
-    return bias
-
-
-def _with_parameters(layer: Any, weight: torch.Tensor, bias: torch.Tensor) -> Any:
-    """Return a copy of `layer` with another weight and bias, trained if its weight is."""
-    copied = copy.deepcopy(layer)
-    copied.weight = nn.Parameter(weight, layer.weight.requires_grad)
-    copied.bias = nn.Parameter(bias, layer.weight.requires_grad)
-    return copied
+    return with_parameters(layer, scaled_weight, bias_of(layer, shift) * factor + shift)
 
 
 def scale_outputs(layer: Any, weight: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

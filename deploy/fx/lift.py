@@ -145,6 +145,7 @@ class _Lifter:
         self.program = program
         self.model = model
         self.graph = fx.Graph()
+        self.tracer = GraphAppendingTracer(self.graph)
         self.modules_and_tensors: dict[str, Any] = {}
         self.lifted: dict[fx.Node, Any] = {}
         signature = program.graph_signature
@@ -157,11 +158,12 @@ class _Lifter:
     def add_inputs(self, inputs: Sequence[Any]) -> None:
         """Add a placeholder per argument, and unpack the containers."""
         names = argument_names(self.model, len(inputs))
-        arguments = [self.graph.placeholder(name) for name in names]
+        placeholders = map(self.graph.placeholder, names)
+        arguments = [fx.Proxy(placeholder, self.tracer) for placeholder in placeholders]
         leaves, _ = pytree.tree_flatten_with_path(tuple(inputs))
         for node, (path, _) in zip(input_placeholders(self.program), leaves, strict=True):
-            position: Any = path[0]
-            self.lifted[node] = self._unpack(arguments[position.idx], path[1:])
+            # the path leads from the tuple of arguments through containers to the tensor
+            self.lifted[node] = pytree.key_get(arguments, path).node
 
     def add_nodes(self, nodes: Iterable[fx.Node]) -> None:
         """Add the calls; those of one layer become one `call_module`."""
@@ -179,26 +181,15 @@ class _Lifter:
         values = fx.node.map_arg(self.program.graph.output_node().args[0], self._lifted_value)
         spec = self.program.call_spec.out_spec
         assert spec is not None
-        tracer = GraphAppendingTracer(self.graph)
-        proxies = fx.node.map_arg(values, partial(fx.Proxy, tracer=tracer))
+        proxies = fx.node.map_arg(values, partial(fx.Proxy, tracer=self.tracer))
         returned = pytree.tree_unflatten(proxies, spec)
         try:  # a dataclass becomes a call of its class, as in symbolic tracing
-            self.graph.output(tracer.create_arg(returned))
+            self.graph.output(self.tracer.create_arg(returned))
         except (NotImplementedError, RuntimeError, TypeError) as error:
             raise ModelError(
                 "a captured model must return tensors, or tuples, lists and dicts of them, got"
                 f" {type(returned).__name__}"
             ) from error
-
-    def _unpack(self, value: fx.Node, path: Sequence[Any]) -> fx.Node:
-        """Add the calls that take a leaf out of a container."""
-        for key in path:
-            if isinstance(key, pytree.GetAttrKey):
-                value = self.graph.call_function(getattr, (value, key.name))
-            else:
-                index = key.key if isinstance(key, pytree.MappingKey) else key.idx
-                value = self.graph.call_function(operator.getitem, (value, index))
-        return value
 
     def _lifted_value(self, node: fx.Node) -> Any:
         """Return a node's node or value in the new graph; a parameter is added at its first use."""

@@ -4,8 +4,7 @@
 `replace_pattern` edit a graph by them.
 """
 
-import contextlib
-import io
+import copy
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
 from deploy.errors import ConfigError, ModelError, first_line
+from deploy.fx.device import quiet
 from deploy.fx.plain_copy import replace_submodule, tensor_of
 
 # operation -> (functions, operators and methods; in-place operators and methods)
@@ -82,6 +82,19 @@ def replace_layer(graph_module: fx.GraphModule, name: str, replacement: nn.Modul
             setattr(graph_module, shared_name, tensor_of(graph_module, node.target))
             node.target = shared_name
     replace_submodule(graph_module, name, replacement)
+
+
+def bias_of(layer: Any, template: torch.Tensor) -> Any:
+    """Return a layer's bias without gradient, or zeros like another tensor."""
+    return torch.zeros_like(template) if layer.bias is None else layer.bias.detach()
+
+
+def with_parameters(layer: Any, weight: torch.Tensor, bias: torch.Tensor) -> Any:
+    """Return a copy of `layer` with another weight and bias, trained if its weight is."""
+    copied = copy.deepcopy(layer)
+    copied.weight = nn.Parameter(weight, layer.weight.requires_grad)
+    copied.bias = nn.Parameter(bias, layer.weight.requires_grad)
+    return copied
 
 
 def arguments_by_name(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
@@ -155,8 +168,8 @@ def propagate_shapes(
     Raises:
         ModelError: a node does not run for these inputs.
     """
-    try:  # torch prints a traceback before it raises
-        with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
+    try:
+        with torch.no_grad(), quiet():  # torch prints a traceback before it raises
             ShapeProp(graph_module).propagate(*inputs)
     except Exception as error:  # whatever a user's model raises
         described = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in inputs)

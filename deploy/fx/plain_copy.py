@@ -34,19 +34,13 @@ def plain_copy(model: nn.Module) -> nn.Module:
     """
     model = unwrap(model)
     refuse_nan(model)
-    # weights that hooks compute are detached while the model is copied: torch copies none with a
-    # gradient function
-    hook_weights: list[tuple[nn.Module, str, torch.Tensor]] = []  # (module, name, weight)
+    # id of a weight that a hook computes -> its copy: torch copies no tensor with a gradient function
+    copied_weights: dict[int, Any] = {}
     for module in model.modules():
         for name in map(_computed_name, _weight_hooks(module)):
-            hook_weights.append((module, name, getattr(module, name)))
-    for module, name, weight in hook_weights:
-        setattr(module, name, weight.detach())
-    try:
-        copied = deep_copy(model)
-    finally:
-        for module, name, weight in hook_weights:
-            setattr(module, name, weight)
+            weight = getattr(module, name)
+            copied_weights[id(weight)] = weight.detach().clone()
+    copied = deep_copy(model, copied_weights)
 
     for name, module in list(copied.named_modules()):
         if name and (unwrapped := unwrap(module, name)) is not module:
@@ -57,14 +51,16 @@ def plain_copy(model: nn.Module) -> nn.Module:
     return copied
 
 
-def deep_copy(model: nn.Module) -> nn.Module:
+def deep_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """Return a deep copy of a model as it is.
+
+    `memo`: as of `copy.deepcopy`: id of an object in the model -> what is in its place in the copy.
 
     Raises:
         ModelError: one of its modules holds something that cannot be copied.
     """
     try:
-        return copy.deepcopy(model)
+        return copy.deepcopy(model, memo)
     except Exception as error:  # a user's module may hold anything
         raise ModelError(
             f"a model must be copied before it is changed, got {type(error).__name__}:"

@@ -27,7 +27,7 @@ from torch import fx, nn
 from torch.fx.proxy import GraphAppendingTracer
 from torch.nn import functional
 
-from calibrators.grids import INT8, Grid
+from calibrators.grids import INT8, Grid, signed_grid, unsigned_grid
 from deploy.errors import ConfigError, ModelError
 from deploy.fx.capture import as_inputs, graph_of, run_model
 from deploy.fx.comparison import eval_mode
@@ -88,9 +88,8 @@ def grid_with_bits(grid: Grid, bits: int) -> Grid:
         raise ConfigError(f"bits are {BITS[0]} to {BITS[-1]}, got {bits}")
     if grid.kind != "integer":
         raise ConfigError(f"a PyTorch model is quantized to integers, got a grid of {grid.name}")
-    low = -(2 ** (bits - 1)) if grid.qmin < 0 else 0
-    name = grid.name.rstrip("0123456789") + str(bits)
-    return replace(grid, name=name, bits=bits, qmin=low, qmax=low + 2**bits - 1)
+    grid_of_bits = signed_grid if grid.qmin < 0 else unsigned_grid
+    return replace(grid_of_bits(bits), symmetric=grid.symmetric)
 
 
 SILUS = (functional.silu, torch.ops.aten.silu.default, torch.ops.aten.silu_.default)
@@ -540,10 +539,9 @@ def _merge_norms(graph_module: fx.GraphModule, skip: Sequence[str]) -> None:
         layer_call: Any = norm_call.args[0]
         layer: Any = called_module(graph_module, layer_call)
         reason = reason_not_foldable(graph_module, norm_call)
-        if reason is None and not isinstance(layer, FOLDABLE):  # a view or dropout lies between
-            reason = NORM_NOT_ADJACENT
-        # each call of the layer would need a merged layer with its own norm
-        if reason is None and not called_once(graph_module, layer_call):
+        # else a view or dropout lies between, or several calls would each need a merged layer
+        is_adjacent = isinstance(layer, FOLDABLE) and called_once(graph_module, layer_call)
+        if reason is None and not is_adjacent:
             reason = NORM_NOT_ADJACENT
         if reason is not None:
             reason_by_norm[str(norm_call.target)] = reason

@@ -66,13 +66,10 @@ class MethodSearch:
         assert isinstance(recorder, Histogram)
         if recorder.amax == 0:
             return scale_on_grid(0.0, 0.0, grid)
-        if not self.bounded:
-            reach = None
-        if grid.symmetric:
-            clip = search_scale(recorder, self.method.search(symmetric=grid), reach)
-            return scale_on_grid(-clip.amax, clip.amax, grid)
-        clip = search_scale(recorder, self.method.search(affine=grid), reach)
-        return scale_on_grid(clip.lo, clip.hi, grid)
+        search = self.method.search(symmetric=grid, affine=grid)  # one of the two results is read
+        clip = search_scale(recorder, search, reach if self.bounded else None)
+        ends = (-clip.amax, clip.amax) if grid.symmetric else (clip.lo, clip.hi)
+        return scale_on_grid(*ends, grid)
 
 
 @dataclass(frozen=True, slots=True)

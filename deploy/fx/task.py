@@ -150,11 +150,16 @@ def order_inputs(task: Task) -> Task:
         )
 
     arguments = ForwardArguments.match(task.model, inputs[0])
+
+    def ordered_batches(epoch: int) -> Batches:
+        for samples, label in task.batches_of(epoch):
+            yield arguments.tensors(*as_inputs(samples)), label
+
     ordered = replace(
         task,
         model=arguments.adapt(task.model),
         inputs=list(arguments.tensors(inputs[0])),
-        batches=lambda epoch: arguments.order_batches(task.batches_of(epoch)),
+        batches=ordered_batches,
     )
     if task.teacher is not None:
         ordered.teacher = arguments.adapt(task.teacher)
@@ -221,10 +226,6 @@ class ForwardArguments:
                 " batch, or add them to the inputs"
             )
         return tuple(value_by_name[name] for name in self.names)
-
-    def order_batches(self, batches: Batches) -> Iterator[tuple[Tensors, Any]]:
-        """Yield (tensors in order, labels) for batches of (samples, labels)."""
-        return ((self.tensors(*as_inputs(samples)), labels) for samples, labels in batches)
 
     def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return input name -> value for a call of the forward with these arguments.

@@ -112,9 +112,8 @@ class LeafTracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether a module is a chosen leaf, or one of torch.fx's (torch.nn modules)."""
-        if self._is_chosen(m, module_qualified_name):
-            return True
-        return bool(super().is_leaf_module(m, module_qualified_name))
+        is_chosen = self._is_chosen(m, module_qualified_name)
+        return is_chosen or bool(super().is_leaf_module(m, module_qualified_name))
 
     def _is_chosen(self, m: nn.Module, name: str) -> bool:
         return any(names_module(leaf, name, m) for leaf in self.leaves)
