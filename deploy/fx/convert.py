@@ -318,8 +318,7 @@ def _samples(batch: Any) -> Iterator[tuple[Any, ...]]:
     """Split a batch into batches of 1."""
     inputs = as_inputs(batch)
     batched = filter(has_batch, tensors_of(inputs))
-    sizes = [len(tensor) for tensor in batched] or [1]
-    for index in range(sizes[0]):
+    for index in range(next(map(len, batched), 1)):
         yield map_tensors(inputs, partial(_sample, index))
 
 

@@ -64,15 +64,14 @@ class Distiller:
     ):
         folded_teacher, _ = fold_batch_norms(teacher, inputs)
         self.teacher = folded_teacher.requires_grad_(False)
-        # names of layers whose outputs are compared: (in the student, in the teacher)
-        self.pairs = list(layers) or _last_convolution(student, self.teacher)
-        # name of a layer -> its output in the last forward, stored by hooks
-        self._student_maps: dict[str, torch.Tensor] = {}
-        self._teacher_maps: dict[str, torch.Tensor] = {}
+        # layers whose outputs are compared: (student's, teacher's)
+        self.pairs: list[tuple[nn.Module, nn.Module]] = []
+        self._maps: dict[nn.Module, torch.Tensor] = {}  # layer -> its output in the last forward
         self._hooks: list[Any] = []
-        for student_layer, teacher_layer in self.pairs:
-            self._store_outputs(student, student_layer, self._student_maps)
-            self._store_outputs(self.teacher, teacher_layer, self._teacher_maps)
+        for student_name, teacher_name in layers or _last_convolution(student, self.teacher):
+            pair = (submodule(student, student_name), submodule(self.teacher, teacher_name))
+            self._hooks += [layer.register_forward_hook(self._store_output) for layer in pair]
+            self.pairs.append(pair)
 
     def loss(self, inputs: tuple[Any, ...], output: Any) -> torch.Tensor:
         """Return the loss of the student's last forward against the teacher's, as a scalar.
@@ -88,10 +87,8 @@ class Distiller:
         """
         with torch.no_grad():
             teacher_output = self.teacher(*inputs)
-        student_values = [self._student_maps[name] for name, _ in self.pairs]
-        teacher_values = [self._teacher_maps[name] for _, name in self.pairs]
-        student_values += tensors_of(output)
-        teacher_values += tensors_of(teacher_output)
+        student_values = [self._maps[layer] for layer, _ in self.pairs] + tensors_of(output)
+        teacher_values = [self._maps[layer] for _, layer in self.pairs] + tensors_of(teacher_output)
 
         total = torch.zeros(())
         for student, teacher in zip(student_values, teacher_values, strict=True):
@@ -110,15 +107,8 @@ class Distiller:
         for hook in self._hooks:
             hook.remove()
 
-    def _store_outputs(
-        self, model: nn.Module, name: str, output_by_name: dict[str, torch.Tensor]
-    ) -> None:
-        """Add a hook to a submodule that stores its output in `output_by_name` in each forward."""
-
-        def store(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
-            output_by_name[name] = output
-
-        self._hooks.append(submodule(model, name).register_forward_hook(store))
+    def _store_output(self, layer: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+        self._maps[layer] = output
 
 
 def _last_convolution(student: nn.Module, teacher: nn.Module) -> list[tuple[str, str]]:

@@ -356,7 +356,7 @@ def compare_with_torch(
 
 
 def _batch_size(batch: Sequence[torch.Tensor]) -> int:
-    return next((len(tensor) for tensor in batch if has_batch(tensor)), 1)
+    return next(map(len, filter(has_batch, batch)), 1)
 
 
 def _run_both(

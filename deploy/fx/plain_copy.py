@@ -34,7 +34,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
     """
     model = unwrap(model)
     refuse_nan(model)
-    # id of a weight that a hook computes -> its copy: torch copies no tensor with a gradient function
+    # id of a weight that a hook computes -> its copy, as torch copies no tensor with a gradient
     copied_weights: dict[int, Any] = {}
     for module in model.modules():
         for name in map(_computed_name, _weight_hooks(module)):

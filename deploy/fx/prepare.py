@@ -410,19 +410,18 @@ def _insert_observers(
 
     Tensors of a group, which share a scale, share the quantizer.
     """
-    name_by_group: dict[str, str] = {}
+    quantizer_by_group: dict[str, FakeQuant] = {}
     quantizers: dict[fx.Node, FakeQuant] = {}
     for site in sites:
-        if site.group in name_by_group:
-            name = name_by_group[site.group]
-            quantizer = getattr(graph_module, name)
-            quantizer.calls_per_batch += 1
-        else:
-            name = name_by_group[site.group] = f"quant_{site.tensor.name}"
+        quantizer = quantizer_by_group.get(site.group)
+        if quantizer is None:
             quantizer = FakeQuant(grid, site.tensor.name, momentum=momentum)
-            graph_module.add_submodule(name, quantizer)
+            quantizer_by_group[site.group] = quantizer
+            graph_module.add_submodule(f"quant_{quantizer.name}", quantizer)
+        else:
+            quantizer.calls_per_batch += 1
         quantizers[site.tensor] = quantizer
-        _insert(graph_module, site.tensor, site.readers, name)
+        _insert(graph_module, site.tensor, site.readers, f"quant_{quantizer.name}")
     return quantizers
 
 

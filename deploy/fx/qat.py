@@ -278,6 +278,27 @@ def _prepare_task(task: Task, target: Target, bits: int) -> nn.Module:
     Raises:
         ConfigError, ModelError: see `train`; or preparing changes the outputs of the model.
     """
+    _check_options(task)
+    prepared = prepare_part(
+        task.model,
+        task.only,
+        task.inputs,
+        target=target,
+        bits=bits,
+        norms=task.norms,
+        leaves=task.leaves,
+        skip=task.skip,
+        share=task.share,
+        custom=task.custom,
+    )
+    if not task.custom:  # observed classes of the user's may compute anything
+        original = plain_copy(task.model)  # a run may change its buffers
+        check_same_outputs(original, prepared, task.inputs, "tracing and folding BatchNorm")
+    return prepared
+
+
+def _check_options(task: Task) -> None:
+    """Raise `ConfigError` for an option of a task that has another type or an unknown value."""
     if task.ranges not in RANGES:
         raise ConfigError(
             f"ranges of a training are one of {', '.join(RANGES)}, got {task.ranges!r};"
@@ -302,20 +323,6 @@ def _prepare_task(task: Task, target: Target, bits: int) -> nn.Module:
             f"a model is trained in float32, got {str(dtype).removeprefix('torch.')}; give"
             " model.float() and float32 batches"
         )
-    options: dict[str, Any] = {
-        "target": target,
-        "bits": bits,
-        "norms": task.norms,
-        "leaves": task.leaves,
-        "skip": task.skip,
-        "share": task.share,
-        "custom": task.custom,
-    }
-    prepared = prepare_part(task.model, task.only, task.inputs, **options)
-    if not task.custom:  # observed classes of the user's may compute anything
-        original = plain_copy(task.model)  # a run may change its buffers
-        check_same_outputs(original, prepared, task.inputs, "tracing and folding BatchNorm")
-    return prepared
 
 
 def _first_inputs(task: Task) -> Iterable[Any]:
