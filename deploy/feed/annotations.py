@@ -223,7 +223,7 @@ def _read_yaml_labels(path: Path) -> Annotations:
     data = read_data_yaml(path)
     if data.kpt_shape is not None:
         raise FeedError(
-            f"labels must be of boxes or outlines, {printable_name(str(path))} has key points"
+            f"labels must be of boxes or outlines, {printable_name(path)} has key points"
             " (kpt_shape); leave the labels out"
         )
     files = resolve_files(path, split="val").files
@@ -232,7 +232,7 @@ def _read_yaml_labels(path: Path) -> Annotations:
     existing_paths = list(filter(os.path.exists, label_paths))
     if not existing_paths:
         raise FeedError(
-            f"the pictures of `val` in {printable_name(str(path))} must have label files, such as"
+            f"the pictures of `val` in {printable_name(path)} must have label files, such as"
             f" {printable_name(label_paths[0])}, got none; put them into a folder `labels` beside"
             " `images`"
         )
@@ -258,7 +258,7 @@ def _read_label_folder(folder: Path) -> Annotations:
     if len(suffixes) != 1:
         raise FeedError(
             f"a folder of labels must hold YOLO's .txt or VOC's .xml, got"
-            f" {' and '.join(sorted(suffixes)) or 'neither'} in {printable_name(str(folder))};"
+            f" {' and '.join(sorted(suffixes)) or 'neither'} in {printable_name(folder)};"
             " give the folder of one of them"
         )
     paths = [str(folder / name) for name in label_names]
@@ -370,7 +370,7 @@ def _read_classes(folder: Path) -> list[str]:
             return [line.strip() for line in text.splitlines() if line.strip()]
     raise FeedError(
         f"VOC's files name classes, which need numbers: write the names, one a line in the order"
-        f" of the model's outputs, into {printable_name(str(folder / CLASSES_FILE))}"
+        f" of the model's outputs, into {printable_name(folder / CLASSES_FILE)}"
     )
 
 

@@ -158,7 +158,7 @@ def open_array_folder(
     Raises:
         FeedError: a file does not fit the inputs, or the subfolders hold different file names.
     """
-    title = printable_name(folder.name or str(folder))
+    title = printable_name(folder.name or folder)
     subfolders = {name.partition("/")[0] for name in files.names if "/" in name}
     if len(specs) > 1 and subfolders == {spec.name for spec in specs}:
         return _open_subfolders(files, specs, title, skip_bad=skip_bad)
@@ -306,7 +306,7 @@ def read_arrays(path: Path, specs: Specs) -> ArrayFileContents:
         raise
     except Exception as error:  # numpy and zipfile raise a dozen kinds on malformed bytes
         raise FeedError(
-            f"{printable_name(str(path))} cannot be read as plain numpy arrays:"
+            f"{printable_name(path)} cannot be read as plain numpy arrays:"
             f" {first_line(error)}; write it with numpy.save or numpy.savez"
         ) from error
 

@@ -25,9 +25,9 @@ _MAX_LIST_BYTES = 256 << 20
 _SOURCE_KINDS = "a folder of images, a UTF-8 list of them, an image, an .npy or an .npz file"
 
 
-def printable_name(name: str) -> str:
+def printable_name(name: Path | str) -> str:
     """Return a file name for a message: one line, printable whatever its bytes."""
-    return visible(name)
+    return visible(str(name))
 
 
 def summarize_names(names: Sequence[str], max_names: int = 5) -> str:
@@ -83,7 +83,7 @@ def walk_files(folder: Path, is_selected: Callable[[str], bool]) -> list[str]:
 
 def _refuse_folder(error: OSError) -> None:
     raise FeedError(
-        f"folder {printable_name(str(error.filename))} cannot be read: {error.strerror}; make it"
+        f"folder {printable_name(error.filename)} cannot be read: {error.strerror}; make it"
         " readable"
     ) from error
 
@@ -112,11 +112,11 @@ def read_list(path: Path) -> FileList:
 
     if not files:
         raise FeedError(
-            f"{printable_name(str(path))} must list images, got no line; write one path per line"
+            f"{printable_name(path)} must list images, got no line; write one path per line"
         )
     if 0 < unlabelled_count < len(files):
         raise FeedError(
-            f"every line of {printable_name(str(path))} or none must have a label, got"
+            f"every line of {printable_name(path)} or none must have a label, got"
             f" {unlabelled_count} of {len(files)} without, the first on line {first_unlabelled};"
             " add them or remove all labels"
         )
@@ -141,7 +141,7 @@ def _iterate_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _not_a_list(path: Path) -> FeedError:
     return FeedError(
-        f"{printable_name(str(path))} must be {_SOURCE_KINDS}, got a file that is none of these;"
+        f"{printable_name(path)} must be {_SOURCE_KINDS}, got a file that is none of these;"
         " check the path, or read the file in a loader (loader.py:function)"
     )
 
@@ -162,7 +162,7 @@ def _parse_line(list_path: Path, number: int, line: str) -> tuple[str, int | Non
     if os.path.isfile(folder / name) and not os.path.isfile(folder / token):
         raise FeedError(
             f"a label must be a whole number from 0, got {token!r} on line {number} of"
-            f" {printable_name(str(list_path))}; number the classes in the order of the model's"
+            f" {printable_name(list_path)}; number the classes in the order of the model's"
             " outputs"
         )
     return line, None  # several files, or one that is missing

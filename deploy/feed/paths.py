@@ -87,7 +87,7 @@ def resolve_files(path: Path, *, split: Split = "train") -> SourceFiles:
     Raises:
         FeedError: the path does not exist, or the list is invalid.
     """
-    title = printable_name(str(path))
+    title = printable_name(path)
     if path.is_dir():
         return _resolve_folder(path)
     if not path.exists():
@@ -114,7 +114,7 @@ def _resolve_pattern(pattern: Path) -> SourceFiles:
     Raises:
         FeedError: there are none.
     """
-    title = printable_name(str(pattern))
+    title = printable_name(pattern)
     names = sorted(glob.iglob(str(pattern), recursive=True), key=os.fsencode)
     usable_names = [name for name in names if is_image(name) or is_array_file(name)]
     if not usable_names:
@@ -142,10 +142,7 @@ def _read_coco_files(path: Path) -> FileList:
     beside the annotations.
     """
     values = read_json(path, what="COCO annotations", error=FeedError)
-    rule = (
-        f"{printable_name(str(path))} must be COCO annotations with `images` that have a"
-        " `file_name`"
-    )
+    rule = f"{printable_name(path)} must be COCO annotations with `images` that have a `file_name`"
     way_out = "give a folder or a list file"
     data = convert(values, _CocoFileNames, rule=rule, error=FeedError, way_out=way_out)
     names = [image.file_name for image in data.images]
@@ -210,7 +207,7 @@ def read_data_yaml(path: Path) -> DataYaml:
     """
     what = "a data.yaml of Ultralytics with `train`, `val` and `names`"
     values = read_yaml(path, what=what, error=FeedError)
-    rule = f"{printable_name(str(path))} must be {what}"
+    rule = f"{printable_name(path)} must be {what}"
     return convert(values, DataYaml, rule=rule, error=FeedError, strict=False)
 
 
@@ -222,7 +219,7 @@ def _list_yaml_images(path: Path, split: Split) -> FileList:
         image_sources = [image_sources] if image_sources else []
     if not image_sources:
         raise FeedError(
-            f"{printable_name(str(path))} must say where the images of `{split}` are, got no"
+            f"{printable_name(path)} must say where the images of `{split}` are, got no"
             f" `{split}`; add it, or give a folder or a list file"
         )
     files = FileList(path.parent)
@@ -254,7 +251,7 @@ def _locate_yaml_images(path: Path, root: str, source: str) -> Path:
             if candidate.is_dir() or (suffix_of(candidate) == ".txt" and candidate.is_file()):
                 return candidate
     raise FeedError(
-        f"{printable_name(str(path))} must name folders or list files (.txt) of images that exist,"
+        f"{printable_name(path)} must name folders or list files (.txt) of images that exist,"
         f" got {source[:200]!r} under {root[:200] or '.'!r}; correct `path` or the folder"
     )
 
@@ -280,7 +277,7 @@ def _resolve_folder(folder: Path) -> SourceFiles:
         if unsupported_images:
             got = _describe_unsupported(unsupported_images)
         raise FeedError(
-            f"{printable_name(str(folder))} must hold images (such as .jpg, .png) or arrays (.npy,"
+            f"{printable_name(folder)} must hold images (such as .jpg, .png) or arrays (.npy,"
             f" .npz, .bin, .raw), got {got}"
         )
 
@@ -292,7 +289,7 @@ def _resolve_folder(folder: Path) -> SourceFiles:
         notes.append(f"in {folder_name} are {_describe_unsupported(unsupported_images)}")
     return SourceFiles(
         FileList(folder, images or arrays),
-        printable_name(folder.name or str(folder)),
+        printable_name(folder.name or folder),
         folder,
         tuple(notes),
     )

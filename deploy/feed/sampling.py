@@ -106,10 +106,10 @@ _BITS = 32
 @lru_cache(maxsize=8)
 def sampling_order(count: int) -> NDArray[np.int64]:
     """Return all positions below `count` in low-discrepancy order; read-only, since cached."""
-    steps = np.arange(1 << (2 * count).bit_length(), dtype=np.uint64)  # enough for all positions
+    steps = np.arange(1 << (2 * count).bit_length(), dtype=np.uint32)  # enough for all positions
     # the scrambled sequence of van der Corput, as fractions of 2**32
-    fractions = _reverse_bits(_scramble(steps))
-    positions = (fractions * np.uint64(count)) >> np.uint64(_BITS)
+    fractions = _reverse_bits(_scramble(steps)).astype(np.uint64)
+    positions = (fractions * count) >> _BITS
     # each position where it comes first
     _, first_steps = np.unique(positions, return_index=True)
     return np.asarray(positions[np.sort(first_steps)][:count], np.int64)
@@ -126,25 +126,22 @@ def spread_evenly(items: Sequence[int], max_items: int) -> list[int]:
     return [items[position] for position in positions]
 
 
-def _scramble(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Flip each of 32 bits depending on the bits below it, so that halves stay together."""
-    x = _low_bits(x ^ (x * np.uint64(0x3D20ADEA)))
-    x = _low_bits(x + np.uint64(_SEED))
-    x = _low_bits(x * np.uint64((_SEED >> 16) | 1))
-    x = _low_bits(x ^ (x * np.uint64(0x05526C56)))
-    return _low_bits(x ^ (x * np.uint64(0x53A22864)))
+def _scramble(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Flip each of 32 bits depending on the bits below it, so that halves stay together.
+
+    Of sums and products the lower 32 bits count, as in C.
+    """
+    x = x ^ (x * 0x3D20ADEA)
+    x = (x + _SEED) * ((_SEED >> 16) | 1)
+    x = x ^ (x * 0x05526C56)
+    return x ^ (x * 0x53A22864)
 
 
-def _low_bits(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the lower 32 bits: a product of unsigned 32-bit integers, as in C."""
-    return x & np.uint64((1 << _BITS) - 1)
-
-
-def _reverse_bits(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _reverse_bits(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
     """Reverse the order of 32 bits."""
     out = np.zeros_like(x)
     for bit in range(_BITS):
-        out |= ((x >> np.uint64(bit)) & np.uint64(1)) << np.uint64(_BITS - 1 - bit)
+        out |= ((x >> bit) & 1) << (_BITS - 1 - bit)
     return out
 
 

@@ -91,7 +91,7 @@ class VideoSource:
         self.frames_per_second = max(round(self._capture.get(cv2.CAP_PROP_FPS) or 1), 1)
         if self._count < 1:
             raise FeedError(
-                f"video {images.printable_name(str(path))} must say how many frames it has, got"
+                f"video {images.printable_name(path)} must say how many frames it has, got"
                 " none; encode it again, or give its frames as images"
             )
 
@@ -163,7 +163,7 @@ def _open_capture(path: Path) -> Any:
         capture = cv2.VideoCapture(f"/dev/fd/{file.fileno()}")
     if not capture.isOpened():
         raise FeedError(
-            f"video {images.printable_name(str(path))} cannot be read by this OpenCV; encode it"
+            f"video {images.printable_name(path)} cannot be read by this OpenCV; encode it"
             " again, or give its frames as images"
         )
     return capture
