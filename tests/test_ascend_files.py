@@ -1,6 +1,7 @@
 """AIPP, and the folder of an Ascend build on another machine."""
 
 import json
+import re
 import subprocess
 from collections import Counter
 from dataclasses import replace
@@ -19,7 +20,7 @@ from deploy.targets.ascend import aipp
 from deploy.targets.ascend.atc import COLORS, STANDARDS, AippSource
 from deploy.targets.ascend.executor import open_deploy
 from deploy.targets.ascend.proto import parse_text
-from tests.models import run_command
+from tests.models import make_model, run_command
 from tests.vendor_models import build_net
 
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
@@ -84,7 +85,7 @@ def test_om_receives_the_calibration_input(source, color, standard):
     frame_source = AippSource(color=source, standard=standard)
     files = aipp.write_aipp(preprocess, frame_source)
     expected = prepared(picture(), preprocess)
-    error = aipp.measure_aipp_error(files, preprocess, frame_source, {"x": expected[None]})
+    error = aipp.measure_aipp_error(files, preprocess, frame_source, expected[None])
     assert error is not None
     assert error < (0.02 if frame_source.is_yuv else 5e-4)
     if (
@@ -93,7 +94,7 @@ def test_om_receives_the_calibration_input(source, color, standard):
         files = aipp.write_aipp(
             preprocess, replace(frame_source, color={"nv12": "nv21", "nv21": "nv12"}[source])
         )
-        swapped = aipp.measure_aipp_error(files, preprocess, frame_source, {"x": expected[None]})
+        swapped = aipp.measure_aipp_error(files, preprocess, frame_source, expected[None])
         assert swapped is not None
         assert swapped > 3 * error
 
@@ -144,7 +145,7 @@ def test_frame_is_cropped_at_even_offsets():
     assert np.abs(got - expected).mean() < 0.02
     narrow, full = (AippSource(color="nv12", standard=f"bt601-{k}") for k in ("narrow", "full"))
     right, wrong = (
-        aipp.measure_aipp_error(aipp.write_aipp(RGB, source), RGB, full, {"x": expected[None]})
+        aipp.measure_aipp_error(aipp.write_aipp(RGB, source), RGB, full, expected[None])
         for source in (full, narrow)
     )
     assert right is not None
@@ -204,6 +205,23 @@ def test_command_writes_aipp_and_its_deviation(build_with_aipp, command, tmp_pat
     code, _, err = build_with_aipp("--dynamic-aipp")
     assert code == 0, err
     assert "max_src_image_size: 768" in (tmp_path / "small_cnn_aipp.cfg").read_text()
+
+
+def test_aipp_makes_the_images_and_no_state(run, pictures, tmp_path):
+    nodes = "c = Conv(x, w) y = Add(c, h) h_out = Tanh(y)"
+    weights = {"w": np.full((8, 3, 1, 1), 0.1, np.float32)}
+    state = [1, 8, 16, 16]
+    inputs = {"h": state, "x": [1, 3, 16, 16]}
+    model = make_model(nodes, inputs, {"y": state, "h_out": state}, weights)
+    onnx.save(model, tmp_path / "net.onnx")
+    quick = ("--target", "ascend", "--effort", 0, "--duration", 0, "--out", tmp_path / "out")
+    run.ok("build", tmp_path / "net.onnx", "--images", pictures, "--aipp", *quick)
+    text = (tmp_path / "out" / "net_aipp.cfg").read_text()
+    assert parse_text("InsertNewOps", text, "it").aipp_op[0].related_input_rank == 1
+    deviation = re.search(
+        "input is (.*) of full scale", (tmp_path / "out" / "net_README.txt").read_text()
+    )
+    assert float(deviation[1]) < 0.001
 
 
 def test_missing_aipp_file_is_on_the_screen(build_with_aipp, tmp_path):

@@ -27,7 +27,6 @@ Source: hicann/ge, docs of atc, AIPP (configuration template, CSC, crop); ITU-R 
 CANN's docs of acldvppVpcResizeAsync, hi_vpc_crop_resize_paste_region and of VPC's alignment.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,12 +152,13 @@ class FramePlan:
     stored: Size
 
 
-def write_aipp(preprocess: Preprocess, source: AippSource) -> AippConfig:
+def write_aipp(preprocess: Preprocess, source: AippSource, input_index: int = 0) -> AippConfig:
     """Return the AIPP configuration, as text and message; no file is written.
 
     Args:
         preprocess: the calibration's preprocessing, resolved: size, color and layout are set.
         source: format of the .om's input images.
+        input_index: which of the model's inputs are the images, counted from 0.
 
     Raises:
         ExportError: AIPP cannot express the preprocessing.
@@ -168,7 +168,7 @@ def write_aipp(preprocess: Preprocess, source: AippSource) -> AippConfig:
 
     parameters = message_class("AippOpParams")()
     parameters.aipp_mode = 1
-    parameters.related_input_rank = 0
+    parameters.related_input_rank = input_index
     _set_color(parameters, preprocess, source)
     frame_plan = _plan_frame(preprocess, source)
     _set_sizes(parameters, preprocess, source, frame_plan)
@@ -222,7 +222,7 @@ def _make_dynamic(parameters: Any) -> Any:
     pixels = parameters.src_image_size_w * parameters.src_image_size_h
     dynamic = message_class("AippOpParams")()
     dynamic.aipp_mode = 2
-    dynamic.related_input_rank = 0
+    dynamic.related_input_rank = parameters.related_input_rank
     dynamic.max_src_image_size = int(pixels * bytes_per_pixel)
     return dynamic
 
@@ -483,18 +483,17 @@ def measure_aipp_error(
     aipp: AippConfig,
     preprocess: Preprocess,
     source: AippSource,
-    sample: Mapping[str, NDArray[Any]],
+    batch: NDArray[Any],
 ) -> float | None:
     """Measure how far AIPP's input is from the calibration's, relative to full scale.
 
     The image is recovered exactly from the calibration sample and converted to the .om's format.
 
-    `sample`: input name -> array; AIPP makes the first input.
+    `batch`: the input of a calibration sample that AIPP makes.
 
     Returns:
-        The largest mean absolute error of an image in the batch; None if `sample` has no images.
+        The largest mean absolute error of an image in the batch; None if `batch` has no images.
     """
-    batch = next(iter(sample.values()))
     if layout_of(batch) != "nchw" or not np.issubdtype(batch.dtype, np.floating):
         return None
     # about the largest value of the model's input
@@ -572,7 +571,10 @@ def write_aipp_files(
     if not settings:
         raise ExportError("the calibration was fed arrays, not pictures; AIPP takes pictures")
     preprocess: Preprocess = Preprocess.from_json(settings)
-    aipp = write_aipp(preprocess, source)
+    inputs = [spec.name for spec in request.subject.loaded.inputs]
+    # images feed one input; all other inputs are states
+    image_input = next(name for name in inputs if name not in request.feed.states)
+    aipp = write_aipp(preprocess, source, inputs.index(image_input))
     files["AIPP configuration"] = request.write("_aipp.cfg", aipp.text)
     if first_layer_int8:
         options_text = compression_options()
@@ -580,7 +582,9 @@ def write_aipp_files(
 
     notes = list(aipp.host_notes)
     samples = request.feed.first_samples(_CHECKED_SAMPLES)
-    results = [measure_aipp_error(aipp, preprocess, source, sample) for sample in samples]
+    results = [
+        measure_aipp_error(aipp, preprocess, source, sample[image_input]) for sample in samples
+    ]
     errors = [error for error in results if error is not None]
     if errors:
         notes.append(
