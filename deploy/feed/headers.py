@@ -15,6 +15,7 @@ blocks in which every coefficient is -1.
 import re
 import struct
 from collections.abc import Callable, Iterator
+from functools import partial
 
 _HOLE = bytes(64)
 _MIN_SCAN_OFFSET = 20  # bytes before the first scan of any file
@@ -188,13 +189,9 @@ def is_rotated(data: bytes) -> bool | None:
     return False
 
 
-def _read_png_size(data: bytes) -> WidthHeight:
-    width, height = struct.unpack_from(">II", data, 16)
-    return width, height
-
-
-def _read_gif_size(data: bytes) -> WidthHeight:
-    width, height = struct.unpack_from("<HH", data, 6)
+def _unpack_size(layout: str, offset: int, data: bytes) -> WidthHeight:
+    """Return the two numbers at an offset; `layout` is that of `struct`."""
+    width, height = struct.unpack_from(layout, data, offset)
     return width, height
 
 
@@ -305,21 +302,20 @@ def _read_box_size(data: bytes) -> WidthHeight | None:
     """Search the beginning of a JPEG 2000 or AVIF for the box with the size."""
     box = data.find(b"ihdr", 0, _MAX_BOX_OFFSET)
     if box >= 0:
-        height, width = struct.unpack_from(">II", data, box + 4)
+        height, width = _unpack_size(">II", box + 4, data)
         return width, height
     box = data.find(b"ispe", 0, _MAX_BOX_OFFSET)
     if box < 0:
         return None
-    width, height = struct.unpack_from(">II", data, box + 8)
-    return width, height
+    return _unpack_size(">II", box + 8, data)
 
 
 _SIZE_READERS: tuple[tuple[bytes, Callable[[bytes], WidthHeight | None]], ...] = (
-    (b"\x89PNG\r\n\x1a\n", _read_png_size),
+    (b"\x89PNG\r\n\x1a\n", partial(_unpack_size, ">II", 16)),
     (b"\xff\xd8", _read_jpeg_size),
     (b"RIFF", _read_webp_size),
     (b"BM", _read_bmp_size),
-    (b"GIF8", _read_gif_size),
+    (b"GIF8", partial(_unpack_size, "<HH", 6)),
     (b"II*\0", _read_tiff_size),
     (b"MM\0*", _read_tiff_size),
     (b"II+\0", _read_tiff_size),

@@ -576,6 +576,3 @@ class Feed:
     def to_image(self, sample: Mapping[str, Array]) -> Array | None:
         """Return the model's view of one sample, uint8 [H, W, 3]; None if it is no image."""
         return find_image(sample, self.preprocess)
-
-
-__all__ = ["SAMPLES_IN_MEMORY", "Feed", "Sample"]

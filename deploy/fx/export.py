@@ -39,7 +39,7 @@ from deploy.graph.edit import (
     rename_tensors,
     replace_field,
 )
-from deploy.graph.index import MODULE_SCOPES, Graph, attributes
+from deploy.graph.index import MODULE_SCOPES, Graph, attributes, opset_of
 from deploy.graph.placement import is_global_mean
 from deploy.runtimes.ort import OrtSession
 from deploy.terminal import PrintedResult, phase
@@ -53,15 +53,14 @@ def clean_exported(model: onnx.ModelProto) -> onnx.ModelProto:
     """
     result = copy_message(model)
     graph = result.graph
-    for message in (result, graph, *graph.initializer, *graph.value_info):
+    values = (*graph.input, *graph.output, *graph.value_info)
+    for message in (result, graph, *graph.initializer, *values):
         del message.metadata_props[:]
         message.ClearField("doc_string")
     for node in graph.node:
         module_paths = [entry for entry in node.metadata_props if entry.key == MODULE_SCOPES]
         replace_field(node.metadata_props, module_paths)
         node.ClearField("doc_string")
-    for value in (*graph.input, *graph.output):
-        del value.metadata_props[:]
 
     graph_index = Graph(result)
     for node in graph.node:
@@ -187,8 +186,7 @@ def to_onnx(
 
     exported = program.model_proto
     name_outputs(exported, program.exported_program)
-    version_by_domain = {entry.domain: entry.version for entry in exported.opset_import}
-    written_opset = version_by_domain.get("", 0)
+    written_opset = opset_of(exported)
     if written_opset != opset:  # the exporter could not convert to it
         raise ExportError(
             f"this model cannot be written at opset {opset}: torch's exporter kept {written_opset};"
