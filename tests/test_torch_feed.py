@@ -101,9 +101,10 @@ class Pair(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        self.total = nn.Parameter(torch.tensor(2.0))  # of an output's name
     def forward(self, batch):
         x = self.body(batch["image.rgb"]) * batch["scale"].reshape(-1, 1, 1, 1)
-        return {"image": x, "total": x.mean((1, 2, 3))}
+        return {"image": x, "total": x.mean((1, 2, 3)) * self.total}
 
 class Open(Pair):
     def forward(self, **batch):

@@ -39,7 +39,14 @@ from deploy.graph.edit import (
     rename_tensors,
     replace_field,
 )
-from deploy.graph.index import MODULE_SCOPES, Graph, attributes, opset_of
+from deploy.graph.index import (
+    MODULE_SCOPES,
+    Graph,
+    all_outputs,
+    attributes,
+    names_of,
+    opset_of,
+)
 from deploy.graph.placement import is_global_mean
 from deploy.runtimes.ort import OrtSession
 from deploy.terminal import PrintedResult, phase
@@ -122,19 +129,16 @@ def _key_name(key: Any) -> str:
 
 
 def _rename_outputs(graph: onnx.GraphProto, new_names: dict[str, str]) -> None:
-    """Rename outputs; inner values whose name is needed get "_inner"."""
-    displaced_names = {}
-    for node in graph.node:
-        for name in node.output:
-            if name not in new_names and name in new_names.values():
-                displaced_names[name] = f"{name}_inner"
-    rename_values(graph, new_names | displaced_names)
+    """Rename outputs; inner values and weights whose name is needed get "_inner"."""
+    names = all_outputs(graph.node) | names_of(graph.initializer)
+    needed_names = names.intersection(new_names.values()) - new_names.keys()
+    rename_values(graph, new_names | {name: f"{name}_inner" for name in needed_names})
 
 
 def rename_values(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
-    """Rename tensors wherever a node or an output names them, in place."""
+    """Rename tensors wherever they are named, in place; inputs keep their names."""
     rename_tensors(graph.node, names)
-    for value in (*graph.output, *graph.value_info):
+    for value in (*graph.output, *graph.value_info, *graph.initializer):
         value.name = names.get(value.name, value.name)
 
 
