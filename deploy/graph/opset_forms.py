@@ -9,8 +9,8 @@ operator. A node whose check fails has no form on the other side of that opset.
 `COMPLETIONS` write operators of some axes over all axes, in any opset.
 
 `UPGRADES` covers every operator whose form or meaning changed between opset 7 and 22. ONNX's own
-converter leaves out how a Resize of opset 10 rounds (onnx#8480), has no form of an Upsample, and
-handles neither subgraphs nor models with custom domains.
+converter (1.23) leaves out where an Upsample or a Resize of opset 10 takes its values (onnx#8480),
+computes another Hardmax, and refuses operators that ONNX lacks, such as TensorRT's plugins.
 
 Source: the schemas of ONNX, and their changelog (docs/Changelog.md of onnx).
 """
