@@ -72,16 +72,17 @@ class StackedChunks(nn.Module):
         super().__init__()
         self.first = nn.Conv2d(3, 8, 3)
         self.last = nn.Conv2d(4, 4, 1)
-        self.leaf = nn.Flatten()
+        self.quant_last = nn.Flatten()  # the name of a quantizer, that of `last`
 
     def forward(self, x):
         chunks = torch.chunk(torch.relu(self.first(x)), 2, 1)
-        return self.leaf(self.last(torch.stack(chunks).sum(0)))
+        return self.quant_last(self.last(torch.stack(chunks).sum(0)))
 
 
 def test_chunks_that_are_stacked_are_prepared():
-    prepared = prepare(StackedChunks().eval(), [torch.randn(2, 3, 8, 8)], leaves=["leaf"])
+    prepared = prepare(StackedChunks().eval(), [torch.randn(2, 3, 8, 8)], leaves=["quant_last"])
     assert [name for name, _, _ in scale_table(prepared)] == ["sum_1", "last"]
+    assert isinstance(prepared.quant_last, nn.Flatten)
 
 
 def grid_of(quant):

@@ -36,7 +36,13 @@ from deploy.fx.coverage import measure_coverage, refuse_unquantized
 from deploy.fx.device import device_of, map_tensors, move_tensors
 from deploy.fx.fakequant import FakeQuant, FixedQuant, no_range_error
 from deploy.fx.int8_layers import IntLayer, QatConvBn, QatLayer, WeightQuant, folded_layer
-from deploy.fx.operations import arguments_by_name, called_module, called_once, module_calls
+from deploy.fx.operations import (
+    add_module,
+    arguments_by_name,
+    called_module,
+    called_once,
+    module_calls,
+)
 from deploy.fx.plain_copy import replace_submodule, unwrap
 from deploy.fx.range_search import DEFAULT_SEARCH, ActivationSearch, ScaleAndZero, widest_range
 from deploy.graph.bounds import RangeLimits
@@ -68,8 +74,7 @@ def insert_monitors(graph_module: fx.GraphModule, quantizer: FakeQuant, sources:
     quantizer.monitors = []
     for number, (node, reach) in enumerate(sources):
         monitor = RangeMonitor(node.name, reach)
-        name = f"watch_{quantizer.name}_{number}"
-        graph_module.add_submodule(name, monitor)
+        name = add_module(graph_module, f"watch_{quantizer.name}_{number}", monitor)
         insert_call(graph_module, node, name)
         quantizer.monitors.append(monitor)
 

@@ -32,6 +32,7 @@ from deploy.fx.export import (
     run_exporter,
 )
 from deploy.fx.int8_layers import QatLayer, folded_layer
+from deploy.fx.operations import add_module
 from deploy.fx.plain_copy import replace_submodule
 from deploy.fx.trace import explain_export_failure
 from deploy.graph.index import Graph
@@ -115,10 +116,8 @@ def _float_copy(graph_module: fx.GraphModule) -> fx.GraphModule:
 def _replace_opaque_calls(marked: fx.GraphModule, is_opaque: Callable[[fx.Node], bool]) -> None:
     for node in marked.graph.nodes:
         if node.op == "call_module" and is_opaque(node):
-            name = f"stand_in_{node.name}"
             stand_in = OpaqueStandIn(node.meta.get("tensor_meta"), _batch_size(node))
-            marked.add_submodule(name, stand_in)
-            node.target = name
+            node.target = add_module(marked, f"stand_in_{node.name}", stand_in)
     marked.delete_all_unused_submodules()
 
 

@@ -24,7 +24,14 @@ from torch import fx, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from deploy.fx.operations import SPELLINGS, arguments_by_name, called_module, is_call, is_op
+from deploy.fx.operations import (
+    SPELLINGS,
+    add_module,
+    arguments_by_name,
+    called_module,
+    is_call,
+    is_op,
+)
 from deploy.fx.plain_copy import tensor_of
 
 _VIEWS_LIKE = (torch.ops.aten.reshape_as.default, torch.ops.aten.view_as.default)
@@ -229,25 +236,18 @@ def as_parameter(tensor: torch.Tensor) -> nn.Parameter:
 def freeze_affines(graph_module: fx.GraphModule) -> None:
     """Replace each x * factor + shift with per-channel constants by a `FrozenNorm`, in place."""
     constants = _evaluate_constants(graph_module)
+    norm_count = 0
     for node in list(graph_module.graph.nodes):
         affine = _find_affine(constants, node)
         if affine is None:
             continue
         source, norm = affine
-        name = _unused_name(graph_module)
-        graph_module.add_submodule(name, norm)
+        name = add_module(graph_module, f"frozen_norm_{norm_count}", norm)
+        norm_count += 1
         with graph_module.graph.inserting_before(node):
             call = graph_module.graph.call_module(name, (source,))
         node.replace_all_uses_with(call)
     graph_module.graph.eliminate_dead_code()
-
-
-def _unused_name(graph_module: fx.GraphModule) -> str:
-    """Return the first of frozen_norm_0, frozen_norm_1, ... that the module has not."""
-    number = 0
-    while hasattr(graph_module, f"frozen_norm_{number}"):
-        number += 1
-    return f"frozen_norm_{number}"
 
 
 def _find_affine(constants: Constants, addition: fx.Node) -> tuple[fx.Node, FrozenNorm] | None:

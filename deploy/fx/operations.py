@@ -71,6 +71,14 @@ def replace_node(node: fx.Node, replacement: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
+def add_module(graph_module: fx.GraphModule, name: str, module: nn.Module) -> str:
+    """Add a module under a name, with "_" after it if the user's model has it; return the name."""
+    while hasattr(graph_module, name):
+        name += "_"
+    graph_module.add_submodule(name, module)
+    return name
+
+
 def replace_layer(graph_module: fx.GraphModule, name: str, replacement: nn.Module) -> None:
     """Replace a layer; nodes that read its tensors themselves, such as a tied Embedding, keep them.
 

@@ -63,6 +63,7 @@ from deploy.fx.lift import is_layer
 from deploy.fx.model_inputs import cast_floats, convert_to_float32, floating_dtype
 from deploy.fx.norms import is_norm
 from deploy.fx.operations import (
+    add_module,
     arguments_by_name,
     called_module,
     called_once,
@@ -410,18 +411,18 @@ def _insert_observers(
 
     Tensors of a group, which share a scale, share the quantizer.
     """
-    quantizer_by_group: dict[str, FakeQuant] = {}
+    name_by_group: dict[str, str] = {}
     quantizers: dict[fx.Node, FakeQuant] = {}
     for site in sites:
-        quantizer = quantizer_by_group.get(site.group)
-        if quantizer is None:
-            quantizer = FakeQuant(grid, site.tensor.name, momentum=momentum)
-            quantizer_by_group[site.group] = quantizer
-            graph_module.add_submodule(f"quant_{quantizer.name}", quantizer)
-        else:
+        if site.group in name_by_group:
+            quantizer = getattr(graph_module, name_by_group[site.group])
             quantizer.calls_per_batch += 1
+        else:
+            quantizer = FakeQuant(grid, site.tensor.name, momentum=momentum)
+            name = add_module(graph_module, f"quant_{site.tensor.name}", quantizer)
+            name_by_group[site.group] = name
         quantizers[site.tensor] = quantizer
-        _insert(graph_module, site.tensor, site.readers, f"quant_{quantizer.name}")
+        _insert(graph_module, site.tensor, site.readers, name_by_group[site.group])
     return quantizers
 
 
@@ -453,13 +454,14 @@ def _insert(
 
 def _insert_dynamic(graph_module: fx.GraphModule, quantized_layers: Container[str]) -> None:
     """Insert a dynamic quantizer before each Linear with a quantized weight."""
+    name_by_source: dict[Any, str] = {}
     for node, module in module_calls(graph_module):
         if isinstance(module, nn.Linear) and str(node.target) in quantized_layers:
             source = node.args[0]
-            name = f"quant_{source.name}"
-            if not hasattr(graph_module, name):
-                graph_module.add_submodule(name, DynamicQuant(source.name))
-            _insert(graph_module, source, {node}, name)
+            if source not in name_by_source:
+                quantizer = DynamicQuant(source.name)
+                name_by_source[source] = add_module(graph_module, f"quant_{source.name}", quantizer)
+            _insert(graph_module, source, {node}, name_by_source[source])
 
 
 def _replace_custom(
