@@ -45,11 +45,11 @@ _MIN_VALUES_PER_TAIL_VALUE = 100  # the tail holds at most 1 / 100 of all values
 
 
 def percentile(histogram: Histogram, *, percent: float) -> Scale:
-    """Return the range that holds `percent` of a tensor's values.
+    """Return the range that clips all but `percent` of a tensor's values.
 
-    `amax` clips 100 - percent of the |values|. `lo` and `hi` each clip 100 - percent of the values
-    at their end, but are never on the other side of 0. Values count as evenly spread within a bin.
-    `searches.PercentileParams` checks that 50 < percent <= 100.
+    `amax` clips 100 - percent of the |values|. `lo` clips as many values at the lower end, but only
+    negative ones, and `hi` at the upper end, but only positive ones. Values count as evenly spread
+    within a bin. `searches.PercentileParams` checks that 50 < percent <= 100.
     """
     share = percent / 100
     bin_width = histogram.full_range / BINS
@@ -59,11 +59,11 @@ def percentile(histogram: Histogram, *, percent: float) -> Scale:
     lo = minimum
     hi = maximum
     if minimum < 0:
-        lo = max(minimum, min(_real_quantile(histogram, 1 - share), 0.0))
+        lo = max(minimum, min(_signed_quantile(histogram, 1 - share), 0.0))
     if maximum > 0:
-        hi = min(maximum, max(_real_quantile(histogram, share), 0.0))
+        hi = min(maximum, max(_signed_quantile(histogram, share), 0.0))
     return Scale(
-        # quantiles are exact to a bin, so they may lie beyond all values
+        # a quantile is exact to a bin: of values of one sign it may lie beyond their other end
         lo=min(lo, maximum),
         hi=max(hi, minimum),
         amax=min(amax, histogram.amax),
@@ -84,8 +84,8 @@ def quantile(counts: NDArray[np.int64], share: float) -> float:
     return above - 1 + float(rank - cumulative[above - 1]) / float(bin_count)
 
 
-def _real_quantile(histogram: Histogram, share: float) -> float:
-    """Return a quantile of the values, in real units."""
+def _signed_quantile(histogram: Histogram, share: float) -> float:
+    """Return a quantile of the values with their signs."""
     position = quantile(histogram.signed(), share)
     edges = histogram.edges()
     below = int(position)

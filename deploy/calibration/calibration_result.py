@@ -248,10 +248,10 @@ def find_reference_model(
     float_model: str | Path | onnx.ModelProto | None,
     images: FeedSource | None,
 ) -> tuple[LoadedModel, tuple[str, ...]]:
-    """Return the float reference model, and notes on what it is.
+    """Return the float reference model, and notes on it for the report.
 
     Args:
-        loaded: the model to build from.
+        loaded: the model to build from; of a Q/DQ model, the float model extracted from it.
         float_model: the user's float reference of a Q/DQ model, if any.
         images: the calibration images; None for a Q/DQ model without.
 

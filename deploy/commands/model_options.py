@@ -138,8 +138,8 @@ class TorchArguments:
     def inputs(self, module: nn.Module) -> tuple[torch.Tensor, ...]:
         """Return the inputs of one run, on the model's device: random ones, or those of a file.
 
-        The class of `module` is changed if its forward takes keywords or a dict: from then on it
-        takes the inputs by position.
+        `accept_named_inputs`, which `read_sample` calls too, changes the class of `module` if its
+        forward takes keywords or a dict: from then on it takes the inputs by position.
 
         Raises:
             ConfigError, FeedError: --input and --sample, or inputs that do not fit the model.
@@ -167,9 +167,9 @@ class TorchArguments:
                 [spec.dtype for spec in specs],
                 floating=floating_dtype(module),
             )
-            # for each input of the changed module, its index among the examples
-            order = accept_named_inputs(module, [spec.name for spec in specs])
-            tensors = tuple(examples[index] for index in order)
+            # of each input, in the order of the changed module
+            example_indices = accept_named_inputs(module, [spec.name for spec in specs])
+            tensors = tuple(examples[index] for index in example_indices)
         if note := dict_input_note(module):
             say(note)
         moved_tensors: tuple[torch.Tensor, ...] = move_tensors(tensors, device_of(module))

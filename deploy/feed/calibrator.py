@@ -58,16 +58,16 @@ class CalibratorBatches:
         self._declared_size = batch_size
         # many scripts declare 1 sample, and copy as many as the model takes
         self._expected_size = rows_of_run(specs) if batch_size == 1 else batch_size
-        self._number = 0  # of the current batch
+        self._batch_count = 0  # batches so far, the current one included
         self._is_last = False  # whether no batch may follow the current one
         # samples in batches of another size than expected
         self._size_by_short_batch: dict[int, int] = {}  # number of the batch -> its samples
-        self._largest_size = 0
+        self._largest_excess = 0
 
     @property
     def batch_title(self) -> str:
         """Name of the current batch in messages."""
-        return f"batch {self._number}"
+        return f"batch {self._batch_count}"
 
     @property
     def notes(self) -> list[str]:
@@ -77,13 +77,13 @@ class CalibratorBatches:
             first_size, *_ = self._size_by_short_batch.values()
             notes.append(
                 f"{self._script} copied fewer than {self._expected_size} samples for"
-                f" {len(self._size_by_short_batch)} of its {self._number} batches"
+                f" {len(self._size_by_short_batch)} of its {self._batch_count} batches"
                 f" ({first_size} for the first of them): only those are used, whereas"
                 " TensorRT would read old samples after them again"
             )
-        if self._largest_size:
+        if self._largest_excess:
             notes.append(
-                f"get_batch_size of {self._script} says 1, and up to {self._largest_size} samples"
+                f"get_batch_size of {self._script} says 1, and up to {self._largest_excess} samples"
                 " were copied for a batch: all of them are used"
             )
         return notes
@@ -108,7 +108,7 @@ class CalibratorBatches:
         item: Item = {}
         for spec, pointer in zip(self._specs, pointers, strict=True):
             item[spec.name] = self._array(spec, pointer)  # may set `_is_last`
-        self._number += 1
+        self._batch_count += 1
         return item
 
     def _array(self, spec: TensorSpec, pointer: object) -> Array:
@@ -267,13 +267,13 @@ class CalibratorBatches:
         if is_larger:
             if not is_typed or self._declared_size > 1:
                 return False
-            self._largest_size = max(self._largest_size, count)
+            self._largest_excess = max(self._largest_excess, count)
             return True
         if not is_typed:
-            if self._number == 0:
+            if self._batch_count == 0:
                 return False
             self._is_last = True
-        self._size_by_short_batch[self._number] = count
+        self._size_by_short_batch[self._batch_count] = count
         return True
 
 

@@ -97,9 +97,9 @@ class Feed:
         )
         self._cached_names_digest = ""
         self._user_labels: Mapping[int, int] | None = None  # index -> label not from the source
-        # cached labels of the good samples, and how many bad ones were known when they were cached
+        # cached labels of the good samples, and the number of bad ones known when they were cached
         self._good_labels: tuple[int, ...] = ()
-        self._bad_count_of_labels: int | None = None
+        self._bad_count_when_cached: int | None = None
 
     def __len__(self) -> int:
         """Number of samples that `samples()` yields; known bad ones do not count."""
@@ -176,16 +176,16 @@ class Feed:
         if labels is None:
             return None
         skipped_count = len(self._chosen.skipped)
-        if self._bad_count_of_labels != skipped_count:
+        if self._bad_count_when_cached != skipped_count:
             good_labels = tuple(labels[index] for index in self._chosen.good_indices())
             self._good_labels = good_labels[:: self._rows_of_sample]
-            self._bad_count_of_labels = skipped_count
+            self._bad_count_when_cached = skipped_count
         return self._good_labels
 
     def set_labels(self, labels: Sequence[int]) -> None:
-        """Set the class number of each image or row, bad ones included.
+        """Set the class numbers of the chosen images or rows, or of all in the source.
 
-        They are of the chosen ones, or of all in the source.
+        Their number tells which; bad images have labels too.
 
         Raises:
             FeedError: there are more or fewer labels than images.
@@ -199,7 +199,7 @@ class Feed:
                 f" labels for {len(indices)}"
             )
         self._user_labels = dict(zip(indices, labels, strict=True))
-        self._bad_count_of_labels = None
+        self._bad_count_when_cached = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -476,7 +476,7 @@ class Feed:
             self._notes = (*self._notes, note)
         self._chosen.keep_first(count)
         self._cached_names_digest = ""
-        self._bad_count_of_labels = None
+        self._bad_count_when_cached = None
 
     # --- Reading
 

@@ -185,7 +185,7 @@ class Comparison:
         return self._form
 
     def _use_form(self, form: OutputForm) -> None:
-        """Prepare the running errors of the outputs and of their slices, and the task's tally.
+        """Prepare what is measured: errors of outputs and slices, the task's tally, labels.
 
         A tally counts what a task compares, such as boxes that both models have.
 
@@ -194,9 +194,11 @@ class Comparison:
         """
         complete_outputs = [OutputSlice(output=name) for name in self._names]
         for part in (*complete_outputs, *form.parts):
-            error = self._errors[part] = RunningError(part.label)
+            error = RunningError(part.label)
+            # only what varies about the mean is signal; errors of scored cells are weighted instead
             if part in form.means and part.cell_scores is None:
-                error.reference_sum = np.zeros(1)  # only what varies about the mean is signal
+                error.reference_sum = np.zeros(1)
+            self._errors[part] = error
 
         if isinstance(form.task, Classes):  # the output with the classes comes first
             self._top1 = Top1(self._labels, form.task.outputs[0])
@@ -349,7 +351,7 @@ def _describe_form(task: EvaluationTask | None, *, is_silent: bool) -> str:
 SamplePairs = Iterable[tuple[Outputs, Outputs]]  # (inputs, FP32's outputs)
 
 
-def recognise_first(
+def recognise_from_first(
     samples: SamplePairs, metric: Metric
 ) -> tuple[EvaluationTask | None, SamplePairs]:
     """Return (the task that the first samples show, all samples).
@@ -371,15 +373,19 @@ def recognise_first(
 def find_threshold(samples: SamplePairs, metric: Metric) -> float | None:
     """Return the score above which the float model's boxes, labels or masks count.
 
-    None if the task has no such score. `metric`: what the user set.
+    None if the task has no such score.
+
+    Args:
+        samples: inputs, and the float model's outputs.
+        metric: what the user set.
     """
-    task, pairs = recognise_first(samples, metric)
+    task, pairs = recognise_from_first(samples, metric)
     tally = None if task is None else task.tally()
     if not isinstance(tally, ThresholdTally):
         return None
     for inputs, reference in pairs:
-        batch = batch_length(inputs, metric.declared.batch_inputs)
-        for sample_inputs, sample_outputs in split_batches(batch, inputs, reference):
+        batch_size = batch_length(inputs, metric.declared.batch_inputs)
+        for sample_inputs, sample_outputs in split_batches(batch_size, inputs, reference):
             # the threshold depends on the float model alone, which stands for the engine too
             tally.add(sample_inputs, sample_outputs, sample_outputs)
     return tally.threshold

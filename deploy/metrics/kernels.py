@@ -71,8 +71,9 @@ def time_kernels(
         path: the engine's file.
         session: a session of that engine; its runtime and number of threads are used.
         feeds: inputs, used in turn.
-        open_session: opens another session of the engine, which the profiling slows down.
-        duration_ms: approximate time to measure; at least 10 and at most 100 runs.
+        open_session: opens another session of the engine: profiling slows one down for good.
+        duration_ms: approximate time to measure; at least 10 and at most 100 runs, after warm-up
+            runs that are not counted.
         p50_ms: p50 latency of one inference.
 
     Raises:
@@ -88,7 +89,7 @@ def time_kernels(
         return _summarize(executions, runs)
 
     refuse_untimed(path, session)
-    profiled_session = open_session()  # it stays slow, so it is not the one that is timed
+    profiled_session = open_session()
     assert isinstance(profiled_session, TimesLayers)
     return _summarize(profiled_session.layer_times(feeds, runs), runs)
 

@@ -174,14 +174,15 @@ def _average_precision(outcomes: NDArray[np.int8], object_count: int) -> float:
     """Return the average precision at 101 recalls.
 
     Args:
-        outcomes: [n] of the detected boxes of one class, the best score first.
+        outcomes: [n], `_HIT`, `_MISS` or `_CROWD` of the detected boxes of one class, the best
+            score first.
         object_count: number of annotated objects of the class.
     """
     hits = np.cumsum(outcomes == _HIT)
     misses = np.cumsum(outcomes == _MISS)
     recall = hits / object_count
     precision = hits / np.maximum(hits + misses, 1)
-    # at each recall counts the best precision at this recall or a higher one
+    # the precision of a recall is the best one at this recall or a higher one
     monotonic_precision = np.maximum.accumulate(precision[::-1])[::-1]
     sample_indices = np.searchsorted(recall, _RECALLS, side="left")
     # recalls that no box reaches have the index n, where precision is 0

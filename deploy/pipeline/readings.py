@@ -27,7 +27,7 @@ from deploy.calibration.input_checks import check_input_samples, renormalize
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.preprocess import PRESETS, Preprocess, complete_preprocess
 from deploy.feed.samples import Feed
-from deploy.metrics.accuracy import recognise_first
+from deploy.metrics.accuracy import recognise_from_first
 from deploy.tasks import Metric
 from deploy.tasks.boxes import BoxDetection
 from deploy.tasks.detections import suppress_overlaps
@@ -155,7 +155,7 @@ def find_better_reading(
     if current_preprocess is None or not has_single_picture or loaded.qdq is not None:
         return ""
     evaluation_set = calibration.evaluation_set
-    task, samples_with_outputs = recognise_first(
+    task, samples_with_outputs = recognise_from_first(
         evaluation_set.samples_with_outputs(SAMPLES), metric
     )
     if not isinstance(task, BoxDetection | Classes):

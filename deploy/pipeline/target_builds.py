@@ -126,7 +126,7 @@ def build_targets(
         One result a target, in the order of `targets`.
 
     Raises:
-        Calib8Error: every target failed, and none left a file.
+        Calib8Error: every target failed, not all in the calibration, and none left a file.
     """
     request = replace(
         _make_request(targets, calibration, stage, threads, cpu), unrepaired_model=unrepaired_model
@@ -153,9 +153,9 @@ def build_targets(
             result = BuildResult(target=target.name, error=str(known_error))
         results.append(result)
 
-    # a target whose engine alone failed has files: another machine builds the engine from them
-    has_built_any = any(result.files or not result.error for result in results)
-    if errors and not has_built_any:
+    # if only its engine failed, a target has an error and files: another machine can build it
+    is_any_usable = any(result.files or not result.error for result in results)
+    if errors and not is_any_usable:
         raise errors[0]
     return results
 

@@ -24,7 +24,7 @@ import onnx
 from deploy.errors import BackendError, SdkMissingError
 from deploy.graph.placement import WEIGHTED
 from deploy.method import Choices
-from deploy.metrics.latency import measure
+from deploy.metrics.latency import measure as measure_latencies
 from deploy.runtimes.ort import OrtSession, profile_kernels
 from deploy.targets.base import BuildRequest, Target
 from deploy.tensors import Array, Session
@@ -195,10 +195,10 @@ def time_models(
     for number, model in enumerate(models):
         sessions[str(number)] = OrtSession.open(model, threads=threads)
     with phase("timing splits"):
-        latencies = measure(
+        measurements = measure_latencies(
             sessions, feeds, warmup_ms=0, duration_s=_SPLIT_S, min_iterations=_MIN_ROUNDS
         )
-    return [latency.run_time.min for latency in latencies.values()]
+    return [measurement.run_time.min for measurement in measurements.values()]
 
 
 def has_device(target: Target) -> bool:
@@ -241,8 +241,9 @@ class DeviceTimer:
             for number, trial in enumerate(trials):
                 name = f"split {number}"
                 sessions[name] = self._open(trial.choices, Path(folder) / name)
-            latencies = measure(sessions, self.samples, duration_s=_DEVICE_SPLIT_S)
-        float_ms, *times_ms = (latencies[name].latency.p50 for name in sessions)
+            measurements = measure_latencies(sessions, self.samples, duration_s=_DEVICE_SPLIT_S)
+        # in the order of `sessions`, the float model first
+        float_ms, *times_ms = (measurements[name].latency.p50 for name in sessions)
         return [trial_ms / float_ms for trial_ms in times_ms]
 
     def _open(self, choices: Choices, folder: Path) -> Session:

@@ -127,7 +127,7 @@ def read_adaround_layers(text: str) -> list[str]:
 
 
 def read_record(text: str, file_name: str = "the record") -> dict[str, LayerRecord]:
-    """Parse AMCT's record file; return layer name -> its scales and offsets, after AMCT's checks.
+    """Parse AMCT's record file; return layer name -> its scales and offsets, checked as by AMCT.
 
     `file_name`: for messages.
 
@@ -135,6 +135,7 @@ def read_record(text: str, file_name: str = "the record") -> dict[str, LayerReco
         ConfigError: text that does not parse, an unknown or missing field, an invalid value.
     """
     message: Any = parse_text("ScaleOffsetRecord", text, file_name)
+    # a record of pruning alone is valid; it has no scales
     if not message.record and not message.prune_record:
         raise ConfigError(f"{file_name} must hold at least one layer, got none; calibrate first")
     records: dict[str, LayerRecord] = {}

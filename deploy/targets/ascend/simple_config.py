@@ -235,12 +235,13 @@ def _read_section(section: Any, layer: Layer, common_section: Any) -> LayerConfi
     Args:
         section: the only section that counts for the layer.
         layer: the layer.
-        common_section: the section common_config.
+        common_section: the section common_config, which also says what others leave open.
     """
     is_common = section is common_section
+    has_no_balancer = is_common and not layer.weight
     return LayerConfig(
         activation=_read_layer_activation(section, layer, common_section),
-        dmq_balancer_param=None if is_common and not layer.weight else _read_balancer(section),
+        dmq_balancer_param=None if has_no_balancer else _read_balancer(section),
         weight=_read_layer_weight(section, layer, is_common=is_common),
     )
 

@@ -462,7 +462,8 @@ def _create_profile(
 def _set_timing_cache(config: trt.IBuilderConfig, settings: BuilderSettings) -> str:
     """Give TensorRT the timings of earlier builds, so that it need not measure its kernels again.
 
-    Return a note if it refuses the user's file, to which the new timings would be written; else "".
+    Return a note if it refuses the user's file (`settings.timing_cache`), which then stays as it
+    is; else "".
     """
     import tensorrt as trt
 
@@ -479,7 +480,7 @@ def _set_timing_cache(config: trt.IBuilderConfig, settings: BuilderSettings) -> 
     if cache is not None and config.set_timing_cache(cache, ignore_mismatch=False):
         return ""
     config.set_timing_cache(config.create_timing_cache(b""), ignore_mismatch=False)  # an empty one
-    if path != settings.timing_cache:  # an earlier build's: a new file is written, so all is well
+    if settings.earlier_timing_cache is not None:  # not the user's: a new file is written
         return ""
     return (
         f"{path} is not a timing cache of TensorRT {trt.__version__} on this GPU: it was neither"

@@ -164,8 +164,8 @@ def _read_layer(
     is_scaled = any(node_attributes.get(name, 1.0) != 1.0 for name in ("alpha", "beta"))
     if is_scaled or node_attributes.get("transA", 0):
         return None
-    is_matrix = len(weight.dims) == 2
-    if is_matrix != (node.op_type in _MATRIX_PRODUCTS):
+    has_matrix = len(weight.dims) == 2
+    if has_matrix != (node.op_type in _MATRIX_PRODUCTS):  # a batch of matrices, or a broken Conv
         return None
 
     output = str(node.output[0])
@@ -189,7 +189,7 @@ def _read_layer(
         weight=str(node.input[1]),
         array=np.asarray(numpy_helper.to_array(weight), np.float32),
         bias=bias,
-        bias_array=_to_array(graph, bias) if bias else np.zeros(1),  # for all channels
+        bias_array=_to_array(graph, bias) if bias else np.zeros(1),  # one 0 for all channels
         add=add_name,
         attributes=node_attributes,
         is_only_reader=read_counts[node.input[1]] == 1,
