@@ -18,6 +18,7 @@ Every message states the rule, the value that breaks it, and the remedy. `Termin
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from numbers import Integral
 
 from calibrators.errors import Calib8Error, CalibrationError
 
@@ -66,6 +67,14 @@ class SdkMissingError(BackendError):
 
 class Terminated(BaseException):
     """Raised on SIGTERM; ends a run like the user's interrupt."""
+
+
+def check_whole_number(name: str, value: object, minimum: int, remedy: str = "") -> None:
+    """Raise `ConfigError` unless an argument, which may be of numpy, is a number >= `minimum`."""
+    if not isinstance(value, Integral) or value < minimum:
+        raise ConfigError(
+            f"{name} must be a whole number, {minimum} or more, got {value!r}{remedy}"
+        )
 
 
 def did_you_mean(word: str, choices: Iterable[str], otherwise: str = "") -> str:

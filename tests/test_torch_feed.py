@@ -243,6 +243,8 @@ def test_weights_are_found_in_checkpoints(tmp_path):
         {"ema": with_prefix("module."), "epoch": 3},
         {"state_dict": {**with_prefix("model."), "criterion.weight": torch.ones(3)}},
         {**with_prefix("module."), "n_averaged": torch.ones(1)},
+        {"model": {"other": torch.ones(2)}, "student": state},
+        {"state_dict": with_prefix("module."), "state": {"0.weight": {"step": torch.ones(1)}}},
     ):
         torch.save(content, path)
         nn.init.zeros_(model[0].weight)
@@ -251,6 +253,10 @@ def test_weights_are_found_in_checkpoints(tmp_path):
     for content, reason in (
         ({"epoch": 3, "ema": {"decay": 0.9}}, "got 'epoch', 'ema'"),
         ({"params": state, "params_ema": state}, "several under 'params' and 'params_ema'"),
+        ({"model": state, "ema": {"module": state}}, "several under 'model' and 'ema.module'"),
+        (state | {"0.bias": torch.ones(2, dtype=torch.int8)}, "got 0.bias in torch.int8"),
+        (state | {"0.bias": torch.ones(2, dtype=torch.cfloat)}, "got 0.bias in torch.complex64"),
+        (state | {"0.bias": torch.ones(2).to(torch.float8_e5m2)}, "in torch.float8_e5m2"),
         (with_prefix("student.") | with_prefix("teacher."), "this model's weights"),
         ({"state_dict": state, "args": Namespace()}, "an object of argparse.Namespace"),
         (model, "an object of torch.nn.modules"),
@@ -261,6 +267,16 @@ def test_weights_are_found_in_checkpoints(tmp_path):
         torch.save(content, path)
         with pytest.raises(ModelError, match=reason):
             load_weights(model, path)
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_old_norms_have_no_batch_count(tmp_path, prefix):
+    model = nn.BatchNorm1d(2)
+    state = {prefix + name: torch.full((2,), 3.0) for name in model.state_dict()}
+    del state[f"{prefix}num_batches_tracked"]
+    torch.save(state, tmp_path / "w.pt")
+    load_weights(model, tmp_path / "w.pt")
+    assert model.running_var.tolist() == [3, 3]
 
 
 def test_foreign_weight_files_are_named(tmp_path, recwarn, wording):

@@ -8,15 +8,18 @@ import json.decoder
 import math
 import operator
 import sys
-from dataclasses import dataclass
+from collections import OrderedDict
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="the torch front end needs torch: calib8[torch]")
 
 from torch import fx, nn
+from torch.utils._pytree import register_pytree_node
 
 from deploy.errors import ConfigError, ModelError
 from deploy.fx.capture import capture, graph_of
@@ -26,6 +29,7 @@ from deploy.fx.export import compare_with_torch, to_onnx
 from deploy.fx.fuse import fold_batch_norms, fuse
 from deploy.fx.graph_text import format_graph, graph_source
 from deploy.fx.norms import FrozenNorm, freeze_affines, is_norm
+from deploy.fx.open_model import export
 from deploy.fx.operations import propagate_shapes, replace_op, replace_pattern
 from deploy.fx.prepare import prepare, prepare_part
 from deploy.fx.profile import count_flops, profile
@@ -143,6 +147,34 @@ def test_containers_of_inputs_are_captured():
 class Returned:
     first: torch.Tensor
     rows: list
+
+
+@dataclass
+class AttributeDict(OrderedDict):  # such as ModelOutput of transformers
+    logits: torch.Tensor = None
+    loss: torch.Tensor = None
+
+    def __post_init__(self):
+        self.update({field.name: getattr(self, field.name) for field in fields(self)})
+
+
+@pytest.mark.parametrize("is_registered", [False, True])
+def test_returned_dict_keeps_its_attributes(is_registered):
+    returned_class = type("Returned", (AttributeDict,), {})
+    if is_registered:
+        register_pytree_node(
+            returned_class, lambda d: ([*d.values()], [*d]), lambda v, keys: returned_class(*v)
+        )
+    parts = {"a": nn.Linear(3, 2), "n": nn.BatchNorm1d(2)}
+    model = module(lambda self, x: returned_class(self.n(self.a(x))), **parts).eval()
+    x = torch.randn(4, 3)
+    for captured in (trace(model), fuse(model)[0], fuse(model, [x])[0], prepare(model, [x])):
+        returned = captured(x)
+        assert type(returned) is returned_class
+        assert returned.loss is None
+        assert torch.allclose(returned.logits, model(x).logits, atol=1e-6)
+        assert returned["logits"] is returned.logits
+    assert [output.name for output in export(model, [x]).graph.output] == ["logits"]
 
 
 def test_returned_dataclass_is_captured():
@@ -677,6 +709,18 @@ def test_functional_convolutions_fold_too():
     assert isinstance(folded.get_submodule("linear"), nn.Linear)
     x = torch.randn(2, 3, 8, 8)
     assert torch.allclose(folded(x), model(x), atol=1e-5)
+
+
+def test_profile_takes_numbers_of_numpy():
+    cost = profile(nn.ReLU(), [torch.zeros(1)], runs=np.int64(2), warm_up=np.uint8(0))
+    assert cost.seconds > 0
+
+
+def test_profile_refuses_operators_without_meta_kernel():
+    leaf = module(lambda self, x: x * x.max().item())  # torch.ao's int8 layers fail in this way
+    model = module(lambda self, x: self.leaf(x), leaf=leaf)
+    with pytest.raises(ModelError, match="profile the float model"):
+        profile(model, [torch.ones(2)], leaves=["leaf"], runs=1)
 
 
 @pytest.mark.parametrize("runs", [{"runs": "a"}, {"runs": 0}, {"warm_up": 0.5}, {"warm_up": -1}])

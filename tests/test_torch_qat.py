@@ -348,6 +348,14 @@ def test_exporter_refuses_fallbacks(wording):
     wording.check(raised.value)
 
 
+def test_arguments_of_other_types_are_refused(small):
+    with pytest.raises(errors.ConfigError, match="opset must be a whole number"):
+        to_onnx(small, [torch.ones(2, 1, 8, 8)], opset="a")
+    for options in ({"report": 3}, {"checkpoint": 3}):
+        with pytest.raises(errors.ConfigError, match=f"{next(iter(options))} takes .*got 3"):
+            train(task_of(small), **options)
+
+
 def fashion_module():
     sys.path.insert(0, str(BENCHMARKS))
     try:

@@ -555,6 +555,8 @@ def test_custom_module_without_observed_class(mode):
     converted = convert(prepared, {NonTraceable: DynamicQuantNonTraceable})
     assert type(converted.nt) is DynamicQuantNonTraceable
     assert (converted(x) - model(x)).abs().max() < 0.1
+    with pytest.raises(ConfigError, match="of classes in the prepared model, got LazyLinear"):
+        convert(prepared, {nn.LazyLinear: DynamicQuantNonTraceable})
 
 
 def test_leaf_stays_float():

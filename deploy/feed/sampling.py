@@ -34,13 +34,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from numbers import Integral
 from pathlib import PurePath
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.errors import ConfigError, FeedError
+from deploy.errors import ConfigError, FeedError, check_whole_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,11 +171,8 @@ class Choice:
     def __post_init__(self) -> None:
         for name in ("limit", "sample", "every"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, Integral) or value < 1):
-                raise ConfigError(
-                    f"{name} must be a whole number, 1 or more, got {value!r}; leave it out to use"
-                    " all"
-                )
+            if value is not None:
+                check_whole_number(name, value, 1, "; leave it out to use all")
         if self.limit is not None and self.sample is not None:
             raise ConfigError(
                 f"samples are spread evenly or drawn by lot, got limit {self.limit} and sample"

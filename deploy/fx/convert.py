@@ -116,6 +116,18 @@ def check_classes(classes: CustomClasses | None, *makers: str) -> None:
             )
 
 
+def check_quantized_classes(classes: CustomClasses | None, prepared: nn.Module) -> None:
+    """Raise `ConfigError` unless `classes` maps classes in `prepared` to quantized classes."""
+    check_classes(classes, *QUANTIZED_MAKERS)
+    present_classes = {type(module) for module in prepared.modules()}
+    missing = set(classes or ()) - present_classes
+    if missing:
+        raise ConfigError(
+            "custom modules to convert are of classes in the prepared model, got"
+            f" {', '.join(sorted(kind.__name__ for kind in missing))}; a subclass is named itself"
+        )
+
+
 def scale_table(model: nn.Module) -> list[tuple[str, float, int]]:
     """Return (tensor, scale, zero_point) of each quantized activation, prepared or converted."""
     return [
@@ -136,10 +148,10 @@ def convert(prepared: nn.Module, custom: CustomClasses | None = None) -> nn.Modu
 
     Raises:
         CalibrationError: a tensor has no range, or a weight is not finite.
-        ConfigError: `custom` is no dict of classes.
+        ConfigError: `custom` is no dict of classes, or has one that is not in `prepared`.
         ExportError: nothing is quantized, as in a model that was not prepared.
     """
-    check_classes(custom, *QUANTIZED_MAKERS)
+    check_quantized_classes(custom, unwrap(prepared))
     converted = copy.deepcopy(unwrap(prepared)).eval()
     replacements: dict[nn.Module, nn.Module] = {}  # a shared module is converted once
     for name, module in list(converted.named_modules(remove_duplicate=False)):

@@ -20,7 +20,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
-from deploy.errors import BackendError, ExportError, ModelError, first_line
+from deploy.errors import BackendError, ExportError, ModelError, check_whole_number, first_line
 from deploy.fx.capture import dynamic_shapes, has_batch, repeat_single_sample, run_model
 from deploy.fx.comparison import (
     largest_difference,
@@ -166,10 +166,12 @@ def to_onnx(
         dynamic_batch: make the batch dynamic, named "batch".
 
     Raises:
+        ConfigError: the opset is no number.
         ModelError: the model cannot be copied, it does not run for the inputs, torch.export cannot
             follow it, or it fixes the batch.
         ExportError: the exporter cannot write this opset.
     """
+    check_whole_number("opset", opset, 1)
     if any(isinstance(module, FakeQuant) for module in model.modules()):
         raise ExportError("a prepared model must be converted before export: convert(prepared)")
     # copies, because the same tensor twice would become one input
@@ -484,7 +486,8 @@ def _tensors_only(returned: Any) -> Any:
             return _tensors_only({field.name: getattr(leaf, field.name) for field in fields(leaf)})
         return leaf if isinstance(leaf, torch.Tensor) else None
 
-    return pytree.tree_map(tensor_or_none, returned)
+    # also of a registered dataclass, since torch may not know the names of its fields
+    return pytree.tree_map(tensor_or_none, returned, is_leaf=is_dataclass)
 
 
 def _same_argmax(expected: NDArray[Any], output: NDArray[Any]) -> NDArray[np.bool_]:

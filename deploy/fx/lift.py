@@ -29,6 +29,7 @@ from deploy.errors import ModelError
 from deploy.fx.model_inputs import argument_names
 from deploy.fx.norms import sizes_of
 from deploy.fx.plain_copy import tensor_of
+from deploy.fx.trace import ClassKeepingTracer
 
 # ATen operators that become the torch function of the same name
 _ARITHMETIC = ("add", "sub", "mul", "div", "neg", "clamp", "matmul", "bmm", "mean", "softmax")
@@ -133,6 +134,10 @@ def input_placeholders(program: ExportedProgram) -> list[fx.Node]:
     return [node for node in placeholders if node.name not in state]
 
 
+class _OutputTracer(ClassKeepingTracer, GraphAppendingTracer):
+    """Adds the calls that build what forward returns to a graph."""
+
+
 class _Lifter:
     """Writes the lifted graph.
 
@@ -145,7 +150,7 @@ class _Lifter:
         self.program = program
         self.model = model
         self.graph = fx.Graph()
-        self.tracer = GraphAppendingTracer(self.graph)
+        self.tracer = _OutputTracer(self.graph)
         self.modules_and_tensors: dict[str, Any] = {}
         self.lifted: dict[fx.Node, Any] = {}
         signature = program.graph_signature

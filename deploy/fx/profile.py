@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from deploy.errors import ConfigError
+from deploy.errors import ModelError, check_whole_number, first_line
 from deploy.fx.capture import as_inputs, graph_of
 from deploy.fx.device import move_tensors
 from deploy.fx.graph_text import format_columns, target_name
@@ -165,9 +165,8 @@ def profile(
         ConfigError: a number of runs is no whole number, or no run is timed.
         ModelError: the model cannot be traced or run.
     """
-    for name, count, minimum in (("runs", runs, 1), ("warm_up", warm_up, 0)):
-        if not isinstance(count, int) or count < minimum:
-            raise ConfigError(f"{name} must be a whole number, {minimum} or more, got {count!r}")
+    check_whole_number("runs", runs, 1)
+    check_whole_number("warm_up", warm_up, 0)
     inputs = as_inputs(inputs, model)
     graph_module = graph_of(in_eval_mode(model), inputs, leaves=leaves)
     timing = NodeMeter(graph_module, _read_clock)  # node name -> seconds, in `timing.amounts`
@@ -199,7 +198,23 @@ def profile(
 
 
 def count_flops(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> dict[str, int]:
-    """Return node name -> FLOPs for inputs of these shapes; nothing is computed."""
+    """Return node name -> FLOPs for inputs of these shapes; nothing is computed.
+
+    Raises:
+        ModelError: an operator does not run on the meta device, such as those of torch.ao's int8.
+    """
+    try:
+        return _run_on_meta(graph_module, inputs)
+    except Exception as error:  # torch's, or that of a user's operator
+        raise ModelError(
+            "FLOPs are counted on torch's meta device, which has neither values nor int8 kernels,"
+            f" and the model does not run there: {first_line(error)}; profile the float model, and"
+            " read no value of a tensor in a leaf"
+        ) from error
+
+
+def _run_on_meta(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> dict[str, int]:
+    """Return node name -> FLOPs of a run on the meta device."""
     meta_device = torch.device("meta")
     on_meta = copy.deepcopy(graph_module).to(meta_device)
     for node in on_meta.graph.nodes:  # captured nodes name the device of tensors they create

@@ -15,21 +15,21 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from numbers import Integral, Real
+from numbers import Real
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from deploy.errors import CalibrationError, ConfigError, FeedError
+from deploy.errors import CalibrationError, ConfigError, FeedError, check_whole_number
 from deploy.files.guard import refuse_unwritable
 from deploy.fx.capture import select_arguments
 from deploy.fx.comparison import check_same_outputs
 from deploy.fx.convert import (
-    QUANTIZED_MAKERS,
     calibrate,
-    check_classes,
+    check_quantized_classes,
     convert,
     freeze_norms,
     set_phase,
@@ -59,13 +59,6 @@ from deploy.targets.options import changed_options
 from deploy.terminal import PrintedResult, phase
 
 Scales = Mapping[str, nn.Parameter]
-
-_NUMBERS = {  # fields of a task -> their kind
-    "epochs": Integral,
-    "calibration_batches": Integral,
-    "distil_weight": Real,
-    "clip_gradient": Real,
-}
 
 
 def learn_scales(prepared: nn.Module) -> Scales:
@@ -166,6 +159,10 @@ def train(
             or the loss is not finite.
         CacheError: the checkpoint is broken or of another training.
     """
+    if not callable(report):
+        raise ConfigError(f"report takes a function of one line, got {report!r}")
+    if not isinstance(checkpoint, str | PathLike | None):
+        raise ConfigError(f"checkpoint takes the path of a file, got {checkpoint!r}")
     task = order_inputs(task)
     for name in computed_weights(task.model):  # such as by weight norm
         report(f"{name} is computed from other tensors in the model; it is trained directly")
@@ -291,6 +288,7 @@ def _prepare_task(task: Task, target: Target, bits: int) -> nn.Module:
         share=task.share,
         custom=task.custom,
     )
+    check_quantized_classes(task.convert, prepared)  # else refused only after the training
     if not task.custom:  # observed classes of the user's may compute anything
         original = plain_copy(task.model)  # a run may change its buffers
         check_same_outputs(original, prepared, task.inputs, "tracing and folding BatchNorm")
@@ -304,19 +302,19 @@ def _check_options(task: Task) -> None:
             f"ranges of a training are one of {', '.join(RANGES)}, got {task.ranges!r};"
             " what finds them first is named by method"
         )
-    for name, kind in _NUMBERS.items():
+    check_whole_number("epochs", task.epochs, 0)
+    check_whole_number("calibration_batches", task.calibration_batches, 0)
+    for name in ("distil_weight", "clip_gradient"):
         value = getattr(task, name)
-        is_number = isinstance(value, kind)
+        is_number = isinstance(value, Real)
         if not is_number or not value >= 0:  # nor NaN
-            number = "whole number" if kind is Integral else "number"
-            raise ConfigError(f"{name} must be a {number}, 0 or more, got {value!r}")
+            raise ConfigError(f"{name} must be a number, 0 or more, got {value!r}")
     if not isinstance(task.amp, bool):
         raise ConfigError(f"amp must be True or False, got {task.amp!r}")
     check_names(distil=task.distil)
     for pair in task.distil:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise ConfigError(f"distil takes pairs (student's, teacher's), got {pair!r}")
-    check_classes(task.convert, *QUANTIZED_MAKERS)  # else refused only after the training
     dtype = floating_dtype(task.model)
     if dtype != torch.float32:
         raise ConfigError(

@@ -18,6 +18,7 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
 from shlex import quote
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.proxy import TracerBase
 
 from deploy.errors import ConfigError, ModelError
 from deploy.fx.model_inputs import input_names
@@ -86,7 +88,18 @@ def names_module(leaf: str | type[nn.Module], name: str, module: nn.Module) -> b
     return isinstance(module, leaf)
 
 
-class LeafTracer(fx.Tracer):
+class ClassKeepingTracer(TracerBase):
+    """A tracer that keeps the class of a dict with attributes, as the outputs of transformers."""
+
+    def create_arg(self, a: Any) -> Any:
+        """Record a dataclass as a call of its class, also if it is a dict too."""
+        if isinstance(a, dict) and is_dataclass(a):
+            values = {field.name: self.create_arg(getattr(a, field.name)) for field in fields(a)}
+            return self.create_node("call_function", type(a), (), values)
+        return super().create_arg(a)
+
+
+class LeafTracer(ClassKeepingTracer, fx.Tracer):
     """A tracer that keeps chosen modules as one `call_module` node each, and chosen functions."""
 
     def __init__(self, leaves: Leaves, functions: Sequence[Function]):

@@ -7,7 +7,7 @@ checkpoints and under a wrapper's prefix.
 import pickle
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,11 @@ STATE_DICT_KEYS = (
 _MAX_DEPTH = 3  # of nested checkpoints
 
 
-def find_state_dict(content: Any, path: Path) -> Mapping[str, torch.Tensor]:
-    """Find the state dict in the content of a file: itself, or the only one in it.
+def find_state_dict(content: Any, path: Path, model: nn.Module) -> Mapping[str, torch.Tensor]:
+    """Find the state dict of a model in the content of a file, without a wrapper's prefix.
 
-    If one of `STATE_DICT_KEYS` is there, only what is under it is searched.
+    It is the only one in the file that fits the model. If none fits, it is the only one, or the one
+    under one of `STATE_DICT_KEYS`, so that the caller can report what differs.
 
     Raises:
         ModelError: there is none, or several; the message lists the keys.
@@ -45,7 +46,12 @@ def find_state_dict(content: Any, path: Path) -> Mapping[str, torch.Tensor]:
         raise ModelError(
             f"{path} must hold a state dict, got {type(content).__name__}; save model.state_dict()"
         )
-    states = list(_find_states(content))
+    states = []
+    for key, state in _find_states(content):
+        weights = strip_prefix(state, model)
+        if _has_names(weights, model):
+            states.append((key, weights))
+    states = states or list(_find_states(content, STATE_DICT_KEYS))
     if len(states) == 1:
         return states[0][1]
     if states:
@@ -61,12 +67,18 @@ def find_state_dict(content: Any, path: Path) -> Mapping[str, torch.Tensor]:
 
 
 def _find_states(
-    checkpoint: Mapping[Any, Any], path: str = "", depth: int = _MAX_DEPTH
+    checkpoint: Mapping[Any, Any],
+    usual_keys: Sequence[str] = (),
+    path: str = "",
+    depth: int = _MAX_DEPTH,
 ) -> Iterator[tuple[str, Mapping[str, torch.Tensor]]]:
     """Yield (path of keys, state dict) of each state dict in a checkpoint.
 
-    `path`: keys that lead to `checkpoint`, joined by dots. `depth`: how many levels of dicts below
-    `checkpoint` are searched.
+    Args:
+        checkpoint: content of a file, or a dict in it.
+        usual_keys: if one of them is there, only what is under it is searched.
+        path: keys that lead to `checkpoint`, joined by dots.
+        depth: how many levels of dicts below `checkpoint` are searched.
     """
     if _is_state(checkpoint):
         yield path, checkpoint
@@ -74,13 +86,14 @@ def _find_states(
     if not depth:
         return
     parts = {key: value for key, value in checkpoint.items() if isinstance(value, dict)}
-    for key in STATE_DICT_KEYS:
-        if key in parts:  # search only what is under the usual key
+    for key in usual_keys:
+        if key in parts:
             parts = {key: parts[key]}
             break
     for key, part in parts.items():
         if isinstance(key, str):  # the keys of optimizer states are integers
-            yield from _find_states(part, f"{path}.{key}" if path else key, depth - 1)
+            part_path = f"{path}.{key}" if path else key
+            yield from _find_states(part, usual_keys, part_path, depth - 1)
 
 
 def strip_prefix(state: Mapping[str, torch.Tensor], model: nn.Module) -> Mapping[str, torch.Tensor]:
@@ -91,11 +104,10 @@ def strip_prefix(state: Mapping[str, torch.Tensor], model: nn.Module) -> Mapping
     averaged weights. The state dict is returned unchanged if it has the model's names already, or
     if not exactly one prefix fits.
     """
-    model_names = set(model.state_dict())
-    if model_names <= set(state):
+    if _has_names(state, model):
         return state
     # what stands before one name of the model may be the prefix of all of them
-    sample_name = min(model_names)
+    sample_name = min(_required_names(model))
     suffix = f".{sample_name}"
     prefixes = [name.removesuffix(sample_name) for name in state if name.endswith(suffix)]
     fitting_weights = []  # of each prefix that fits
@@ -105,9 +117,34 @@ def strip_prefix(state: Mapping[str, torch.Tensor], model: nn.Module) -> Mapping
             for name, tensor in state.items()
             if name.startswith(prefix)
         }
-        if set(weights) == model_names:
+        if _has_names(weights, model) and weights.keys() <= model.state_dict().keys():
             fitting_weights.append(weights)
     return fitting_weights[0] if len(fitting_weights) == 1 else state
+
+
+def _required_names(model: nn.Module) -> set[str]:
+    """Return the names in a model's state dict, without those that torch adds to older files."""
+    return {name for name in model.state_dict() if not name.endswith("num_batches_tracked")}
+
+
+def _has_names(state: Mapping[str, torch.Tensor], model: nn.Module) -> bool:
+    return _required_names(model) <= state.keys()
+
+
+def _refuse_casts(state: Mapping[str, torch.Tensor], model: nn.Module, path: Path) -> None:
+    """Raise `ModelError` if the values of a weight would change when it is loaded.
+
+    torch copies integers, complex numbers and 8-bit floats into a float tensor, but the scale that
+    belongs to such values is lost.
+    """
+    for name, tensor in model.state_dict().items():
+        stored = state.get(name, tensor)
+        has_scale = not stored.is_floating_point() or stored.element_size() == 1
+        if tensor.is_floating_point() and has_scale:
+            raise ModelError(
+                f"{path} must hold float weights, got {name} in {stored.dtype}; save the weights of"
+                " the float model"
+            )
 
 
 def _is_state(value: Mapping[Any, Any]) -> bool:
@@ -134,7 +171,8 @@ def load_weights(model: nn.Module, path: Path) -> None:
         SdkMissingError: safetensors is needed and not installed.
     """
     content = read_safetensors(path) if path.suffix == ".safetensors" else read_tensors(path)
-    state = strip_prefix(find_state_dict(content, path), model)
+    state = strip_prefix(find_state_dict(content, path, model), model)
+    _refuse_casts(state, model, path)
     try:
         model.load_state_dict(state)
     except (RuntimeError, TypeError, AttributeError) as error:
