@@ -359,15 +359,17 @@ def test_objects_that_cannot_be_are_refused(
 
 
 def test_a_box_of_no_size_in_a_picture_of_a_pixel_is_an_object(tmp_path, wording):
-    def read(**sides):
+    def read(category=3, **sides):
         image = {"id": 7, "file_name": "a/0.png", "width": 1, "height": 1} | sides
-        box = {"image_id": 7, "bbox": [1, 2, 0, 0], "category_id": 3, "iscrowd": 1}
-        data = {"images": [image], "annotations": [box], "categories": [{"id": 3}]}
+        box = {"image_id": 7, "bbox": [1, 2, 0, 0], "category_id": category, "iscrowd": 1}
+        data = {"images": [image], "annotations": [box], "categories": [{"id": category}]}
         (tmp_path / "objects.json").write_text(json.dumps(data))
         return read_coco(tmp_path / "objects.json").pictures["0.png"]
 
     result = read()
     assert result.boxes.tolist() == [[1, 2, 1, 2]] and result.size == (1, 1)
+    with pytest.raises(FeedError, match="must be a COCO json"):
+        read(category=1 << 63)
     for side in ("width", "height"):
         with pytest.raises(FeedError) as refusal:
             read(**{side: 0})

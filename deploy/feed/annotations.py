@@ -34,6 +34,7 @@ CLASSES_FILE = "classes.txt"  # beside label files: the name of a class a line
 _MAX_COCO_BYTES = 2 << 30  # the annotations of COCO's training images take 450 MB
 _MAX_LABEL_BYTES = 16 << 20  # of one picture
 _BOX_VALUES = 4
+_MAX_CLASSES = 1 << 31
 _MAX_SHARE_BEYOND = 0.01  # of a side, by which rounding moves a corner out of the picture
 
 
@@ -160,7 +161,7 @@ def read_coco(path: Path) -> Annotations:
     data = convert(values, _CocoFile, rule=rule, error=FeedError, strict=False)
     try:
         return _group_by_image(data)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:  # an overflow: an id of more than 64 bits
         raise FeedError(f"{rule}, got {str(error)[:100]}; write it again") from error
 
 
@@ -328,7 +329,7 @@ def _parse_yolo_line(line: str, line_title: str) -> tuple[int, Sequence[float]]:
     shares = np.array(numbers)
     is_box = len(shares) == _BOX_VALUES
     is_outline = len(shares) > _BOX_VALUES and len(shares) % 2 == 0
-    is_class = class_number >= 0 and class_number.is_integer()
+    is_class = 0 <= class_number < _MAX_CLASSES and class_number.is_integer()
     if not is_class or not (is_box or is_outline):
         raise FeedError(
             "a line of labels reads class, x and y of the centre, width and height, or class and"
