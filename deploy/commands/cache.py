@@ -217,7 +217,7 @@ def check(
     say("ok")
 
 
-@cache.command("to-qdq", short_help="Convert a cache to a Q/DQ model for TensorRT 10, 11 and CPUs.")
+@cache.command("to-qdq", short_help="Convert a cache to a Q/DQ model for TensorRT 10 and 11.")
 @shows_progress
 @click.argument("model", type=FILE, metavar="MODEL.ONNX")
 @click.argument("path", type=FILE, metavar="CACHE")
