@@ -129,6 +129,11 @@ def test_addresses_are_no_paths(address, small_cnn, tmp_path, run):
         open_feed(address, [X])
 
 
+def test_empty_path_is_not_the_current_folder():
+    with pytest.raises(ConfigError, match="must not be empty"):
+        open_feed("", [X])
+
+
 def test_foreign_data_set_is_no_list(tmp_path, wording):
     (tmp_path / "a.mat").write_bytes(b"MATLAB 5.0 MAT-file".ljust(124) + b"\0\1IM" + bytes(64))
     with pytest.raises(FeedError) as refusal:

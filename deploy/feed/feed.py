@@ -467,10 +467,17 @@ def is_array_dataset(dataset: Dataset, specs: Sequence[TensorSpec]) -> bool:
 
 
 def _resolve_source_files(source: FeedSource, split: Split) -> SourceFiles | None:
-    """Return the files that a path or a list of paths resolves to; None for other sources."""
+    """Return the files that a path or a list of paths resolves to; None for other sources.
+
+    Raises:
+        ConfigError: an empty path, which would be the current folder, or an address.
+        FeedError: there are no such files.
+    """
     if isinstance(source, RawFiles):
         source = source.path
     if isinstance(source, str | os.PathLike):
+        if source == "":
+            raise ConfigError("a path must not be empty; name a file or a folder")
         refuse_address(source)
         add_input_file(Path(source))
         return resolve_files(Path(source), split=split)
