@@ -441,7 +441,7 @@ def test_report_lists_splits_and_plan_file(searched_build):
     page = (searched_build / "report.html").read_text()
     text = (searched_build / "report.md").read_text()
     assert '<a href="calib8/small_cnn.plan.toml">calib8/small_cnn.plan.toml</a>' in page
-    assert "[calib8/small\\_cnn.plan.toml](calib8/small_cnn.plan.toml)" in text
+    assert "[calib8/small_cnn.plan.toml](calib8/small_cnn.plan.toml)" in text
     for name in ("onnxruntime", "tensorrt"):
         assert f">Splits for {name}" in page
         assert f"## Splits for {name}" in text

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import re
-from html import escape, unescape
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -355,6 +355,13 @@ def test_markdown_rows_have_equal_cell_counts():
     assert all(len(set(cells)) <= 1 for cells in tables)
 
 
+def test_markdown_escapes_only_marks_that_format():
+    command = "pip 'tensorrt>=10,<11'; net_a.sh _x_ a__b *.sh <b> </b> <!-- -->"
+    escaped = r"pip 'tensorrt>=10,<11'; net_a.sh \_x\_ a\_\_b \*.sh &lt;b> &lt;/b> &lt;!-- -->"
+    assert blocks.escape_markdown(command) == escaped
+    assert blocks.escape_markdown("> x") == "&gt; x"
+
+
 def test_text_has_everything_without_escapes():
     command = "pip install 'tensorrt>=10,<11'; make\\_[x]_*.sh | #`"
     text = to_text(full_report(command))
@@ -499,7 +506,7 @@ def test_failed_target_row_has_its_error():
     assert f"Failed        {message}" in to_screen(report)
     (size,) = [line for line in to_screen(report).splitlines() if line.startswith("Size")]
     assert size.split()[-4:-2] == ["-", "failed"]
-    assert escape(note) in to_markdown(report)
+    assert blocks.escape_markdown(note) in to_markdown(report)
     page = Page(to_html(report))
     assert ("class", "troubles") in page.attributes
     assert note in page.texts

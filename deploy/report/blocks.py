@@ -21,7 +21,8 @@ PRINTED = 25  # rows of a table on paper, at most
 _MAX_UNFOLDED_NAMES = 8  # in a cell
 _RUN = 20  # letters without a break before a name may be broken anywhere
 _PIECE = re.compile(rf".{{1,{_RUN}}}?(?:[/._:,;\-]+|$)|.{{1,{_RUN}}}", re.DOTALL)
-_MARKS = re.compile(r"[\\`*_\[\]|<>#]")  # marks of Markdown and HTML
+# marks of Markdown and HTML, without those that format nothing: _ inside a word, < before a number
+_MARKS = re.compile(r"[\\`*\[\]|#]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|<(?=[A-Za-z/!?])|^>")
 _ENTITIES = {"<": "&lt;", ">": "&gt;"}
 
 Cell = str | tuple[str, ...]  # a text, or names that the page folds if there are many
