@@ -25,7 +25,7 @@ from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import read_record
 from deploy.tuning.budget import BudgetSearch
 from deploy.tuning.repairs.repair_layers import find_weighted_layers, read_all_quantizations
-from tests.models import run_net
+from tests.models import make_model, run_net
 from tests.vendor_models import calibrate_amct, plan_amct, save_net
 
 
@@ -383,6 +383,15 @@ def test_auto_takes_no_labels_of_objects(refusal, small_cnn, data, tmp_path):
     arguments = ("ascend", "auto", small_cnn, "--images", data, "--labels", tmp_path / "o.json")
     assert "--eval-images" in refusal(*arguments, "-o", tmp_path)
     assert "o.json" in refusal(*arguments, "--eval-images", data, "-o", tmp_path)
+
+
+def test_float_outputs_without_numbers_are_refused(refusal, data, tmp_path):
+    weights = {"w": np.ones((4, 3, 1, 1), np.float32)}
+    model = make_model("c = Conv(x, w) y = Sqrt(c)", {"x": [1, 3, 16, 16]}, {"y": None}, weights)
+    onnx.save(model, tmp_path / "net.onnx")
+    arguments = ("ascend", "auto", tmp_path / "net.onnx", "--images", data)
+    assert "'y' of the reference holds NaN" in refusal(*arguments, "-o", tmp_path / "out")
+    assert not (tmp_path / "out" / FINAL).exists()
 
 
 def test_threads_sharing_plans_get_all_weights(parts, monkeypatch):

@@ -23,7 +23,7 @@ from typing import Any
 import onnx
 
 from deploy.calibration.reference_outputs import EvaluationSet, make_evaluation_set
-from deploy.errors import BackendError
+from deploy.errors import BackendError, FeedError
 from deploy.feed.samples import Feed
 from deploy.graph.edit import copy_message
 from deploy.method import Choices
@@ -103,6 +103,7 @@ class BudgetSearch:
 
         Raises:
             BackendError: the int8 model cannot be run.
+            FeedError: no cosine, since an output of the float model holds NaN or Inf.
             Calib8Error: what the target raises for its trial.
         """
         with phase("trying layers", len(self.layers), "trials", about=True) as step:
@@ -244,6 +245,11 @@ class BudgetSearch:
                 len(self._evaluation_set.subset), threads=self.request.threads
             )
         loss = loss_of(accuracy)
+        if math.isnan(loss) and any(output.not_finite[0] for output in accuracy.outputs):
+            raise FeedError(
+                f"the loss of cosine needs numbers, got: {accuracy.problems[0]}; leave these images"
+                " out, or give labels (--labels)"
+            )
         is_held = bool(loss <= self.max_loss)
         unit = "cosine" if accuracy.top1_reference is None else "top-1"
         self.say(f"{trial_text}: loss {loss:.5f} of {unit}, {'held' if is_held else 'too much'}")
