@@ -992,6 +992,17 @@ def test_raw_pictures_equal_image_files(tmp_path, small_cnn, command, wording):
     command(*build, tmp_path / "p", "--eval-images", tmp_path / "*.png")
 
 
+@pytest.mark.parametrize("shard", [3, (1,), (1, 2, 3), ("1", "2"), (1.0, 2.0), (0, 2), (3, 2)])
+def test_shard_is_a_pair_of_whole_numbers(shard):
+    with pytest.raises(ConfigError, match="a shard is i/n"):
+        Choice(shard=shard)
+
+
+def test_raw_shape_is_no_number():
+    with pytest.raises(ConfigError, match="a raw shape must have 1 to 8 sides"):
+        RawFiles("x.raw", shape=3)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -999,7 +1010,7 @@ def test_raw_pictures_equal_image_files(tmp_path, small_cnn, command, wording):
         ("--raw-dtype uint8", "which have their own; leave them out"),
         ("--raw-dtype complex64", "a raw dtype must be one of float32, float16"),
         ("--raw-shape 1x3xq", "--raw-shape takes whole numbers, got 'q'"),
-        ("--raw-shape 0x3", "a raw shape must have 1 to 8 sides of 1 or more, got [0, 3]"),
+        ("--raw-shape 0x3", "a raw shape must have 1 to 8 sides of 1 or more, got (0, 3)"),
     ],
 )
 def test_raw_options_need_raw_files(options, message, small_cnn, pictures, tmp_path, run):

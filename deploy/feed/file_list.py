@@ -154,11 +154,6 @@ class SampleDigests:
         return hashlib.sha256(rows.data).hexdigest()
 
 
-def bytes_digest(data: bytes) -> bytes:
-    """Return the sha256 of a file's bytes."""
-    return hashlib.sha256(data).digest()
-
-
 def sample_digest(sample: Mapping[str, Array]) -> bytes:
     """Return the sha256 over (input name, dtype, shape, C-order bytes) of every array."""
     digest = hashlib.sha256()

@@ -382,7 +382,7 @@ class RawFiles:
         if self.shape is not None and not _is_raw_shape(self.shape):
             raise ConfigError(
                 f"a raw shape must have 1 to {_MAX_DIMENSIONS} sides of 1 or more, got"
-                f" {list(self.shape)}; give the shape of a sample, such as 1x3x224x224"
+                f" {self.shape}; give the shape of a sample, such as 1x3x224x224"
             )
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ConfigError(f"a raw dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
@@ -414,8 +414,8 @@ class RawFiles:
         return TensorSpec(spec.name, self.dtype or spec.dtype, (None, *shape), FirstAxis.ROWS)
 
 
-def _is_raw_shape(shape: tuple[int, ...]) -> bool:
-    if not 1 <= len(shape) <= _MAX_DIMENSIONS:
+def _is_raw_shape(shape: object) -> bool:
+    if not isinstance(shape, tuple | list) or not 1 <= len(shape) <= _MAX_DIMENSIONS:
         return False
     return all(isinstance(side, int) and 0 < side <= _MAX_RAW_SIDE for side in shape)
 

@@ -34,7 +34,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
+from numbers import Integral
 from pathlib import PurePath
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -178,11 +180,18 @@ class Choice:
                 f"samples are spread evenly or drawn by lot, got limit {self.limit} and sample"
                 f" {self.sample}; leave one of them out"
             )
-        if self.shard is not None and not 1 <= self.shard[0] <= self.shard[1]:
-            raise ConfigError(
-                "a shard is i/n with i from 1 to n, such as 2/3, got"
-                f" {self.shard[0]}/{self.shard[1]}"
-            )
+        shard: Any = self.shard  # of any type, if the user makes the choice in Python
+        match shard:
+            case None:
+                return
+            case [Integral(), Integral()]:
+                is_shard = 1 <= shard[0] <= shard[1]
+                shown_shard = f"{shard[0]}/{shard[1]}"
+            case _:
+                is_shard = False
+                shown_shard = repr(shard)
+        if not is_shard:
+            raise ConfigError(f"a shard is i/n with i from 1 to n, such as 2/3, got {shown_shard}")
 
     @property
     def required_samples(self) -> int | None:

@@ -10,6 +10,7 @@ decoded if its first bytes leave that open.
 Samples go to another machine as file bytes (images) or as arrays (all others).
 """
 
+import hashlib
 import os
 import threading
 from collections.abc import Iterable, Sequence
@@ -28,7 +29,6 @@ from deploy.feed.file_list import (
     FileList,
     ImageFile,
     RawSample,
-    bytes_digest,
     sample_digest,
 )
 from deploy.feed.pixels import preprocess_image
@@ -256,7 +256,7 @@ class ImageSource:
     def raw(self, index: int, data: bytes) -> RawSample:
         """Return the same as `load` for bytes that were read before."""
         return RawSample(
-            bytes_digest(data),
+            hashlib.sha256(data).digest(),
             lambda: self._preprocess(index, data),
             lambda: self._decode_preview(index, data),
         )
