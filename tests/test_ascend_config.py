@@ -399,7 +399,7 @@ def checked(run, tmp_path, text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (DVPP, "a sound AIPP configuration"),
+        (DVPP, "an AIPP configuration that parses"),
         ("aipp_op { aipp_mode: dynamic max_src_image_size: 6220800 support_rotation: false }", "a"),
         ("# a record\n\n" + RECORD, "a sound record of 8 layers"),
         (

@@ -201,7 +201,7 @@ def test_command_writes_aipp_and_its_deviation(build_with_aipp, command, tmp_pat
     readme = (tmp_path / "small_cnn_README.txt").read_text()
     assert "AIPP's arithmetic on 2 samples" in readme
     assert "NV21" in readme
-    assert "sound AIPP" in command("ascend", "check", tmp_path / "small_cnn_aipp.cfg")
+    assert "an AIPP configuration" in command("ascend", "check", tmp_path / "small_cnn_aipp.cfg")
     code, _, err = build_with_aipp("--dynamic-aipp")
     assert code == 0, err
     assert "max_src_image_size: 768" in (tmp_path / "small_cnn_aipp.cfg").read_text()

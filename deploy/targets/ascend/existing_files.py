@@ -98,7 +98,7 @@ def check_file(path: Path | str, subject: CalibrationSubject | None = None) -> s
         return _check_record_text(text, path, subject)
     if key in ("aipp_op", "multi_shape_op"):
         parse_text("InsertNewOps", text, str(path))
-        return "a sound AIPP configuration"
+        return "an AIPP configuration that parses; atc checks its values"
     if graph is not None:
         config = read_simple_config(text, graph, str(path))
         return f"a sound simplified configuration, {_describe_config(config)}"
