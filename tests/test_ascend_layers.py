@@ -242,6 +242,7 @@ def test_batch_num_counts_batches(exact, ascend_record, small_cnn):
     few = "activation_offset: true\n"  # batch_num is 1
     _, _, output = ascend_record(small_cnn, 8, *exact, "--accept", config=few)
     assert "Warning       ascend: batch_num of the configuration is 1" in output
+    assert "IFMR over 1 sample." in output
     _, _, err = ascend_record(small_cnn, 8, "--amct-batch", 5, config=text.replace("2", "3", 1))
     assert "needs batch_num batches, 3, got 2 of 5 images" in err
 

@@ -18,7 +18,7 @@ from onnx import numpy_helper
 
 from calibrators.amct.arq import arq
 from deploy.calibration.observation import CalibrationSubject
-from deploy.errors import CacheError, ConfigError, ModelError
+from deploy.errors import CacheError, ConfigError, ModelError, list_first
 from deploy.files.reading import read_text
 from deploy.frontends import load
 from deploy.frontends.onnx_reader import read_model
@@ -296,7 +296,7 @@ def _other_weights_alert(layer_names: Sequence[str]) -> tuple[str, ...]:
     if not layer_names:
         return ()
     return (
-        f"Weights or biases of {len(layer_names)} layers ({', '.join(layer_names[:3])}) were"
+        f"Weights or biases of {len(layer_names)} layers ({list_first(layer_names, 3)}) were"
         " changed before the record was made, by AdaRound or a repair, and the given model has its"
         " own: give the _modified_model.onnx that was written with the record",
     )

@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from deploy.errors import counted, list_first
 from deploy.graph.edit import claim_name, copy_message, copy_tensor
 from deploy.graph.index import Graph, count_reads
 
@@ -254,13 +255,13 @@ def calibration_notes(calibrated: CalibrationRecord, plan: RecordPlan) -> Iterat
     if zero_layers:
         yield (
             f"The input of {len(zero_layers)} layers was zero on every sample, so their scale is"
-            f" meaningless: {', '.join(zero_layers[:3])}."
+            f" meaningless: {list_first(zero_layers, 3)}."
         )
     if underflow_layers:
         yield (
             f"The input of {len(underflow_layers)} layers is so small (under 1.2e-7 per code) that"
             " AMCT's searches give it scale 1, which rounds all of it to zero:"
-            f" {', '.join(underflow_layers[:3])}; --keep-float keeps them in float."
+            f" {list_first(underflow_layers, 3)}; --keep-float keeps them in float."
         )
     if plan.used_samples < plan.samples and plan.config.batch_num > 1:
         total = plan.samples * plan.images_per_sample
@@ -288,7 +289,7 @@ def _describe_batches(plan: RecordPlan) -> str:
     images = plan.used_samples * plan.images_per_sample
     batch_size = plan.images_per_sample * plan.samples_per_batch
     if batch_size == 1:
-        return f"{images} samples"
+        return counted(images, "sample")
     remainder = images % batch_size
     last_batch = f", the last one of {remainder}" if remainder else ""
     return f"{images} samples in {plan.config.batch_num} batches of {batch_size}{last_batch}"

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from deploy.errors import ConfigError, did_you_mean
+from deploy.errors import ConfigError, did_you_mean, list_first
 from deploy.files.reading import read_package_text
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def print_text(message: Message) -> str:
 
 def suggest_name(name: str, candidates: Collection[str]) -> str:
     """Return "did you mean ...?" with the nearest known name, or the list of known names."""
-    return did_you_mean(name, candidates, f"known: {', '.join(sorted(candidates)[:24])}")
+    return did_you_mean(name, candidates, f"known: {list_first(sorted(candidates), 24)}")
 
 
 def _hint(error: Exception) -> str:

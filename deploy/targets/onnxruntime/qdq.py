@@ -36,7 +36,7 @@ from calibrators.grids import (
     signed_grid,
 )
 from calibrators.scales import Scales
-from deploy.errors import ExportError
+from deploy.errors import ExportError, list_first
 from deploy.graph.edit import drop_dead, make_node, rebuild, set_input
 from deploy.graph.gates import Gate
 from deploy.graph.index import Nodes, by_name, count_reads, map_producers
@@ -100,7 +100,7 @@ def write_qdq(
     if missing:
         raise ExportError(
             f"every quantized tensor needs a scale, {len(missing)} have none"
-            f" ({', '.join(missing[:3])}); calibrate again for this target"
+            f" ({list_first(missing, 3)}); calibrate again for this target"
         )
     read_counts = memoize("reads", lambda: count_reads(model.graph))
     quantized = copy_without_initializers(model, _replaced_constants(plan, read_counts))

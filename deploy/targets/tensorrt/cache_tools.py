@@ -18,7 +18,7 @@ from calibrators.tensorrt import CLASSES
 from deploy.calibration import store, trt_cache
 from deploy.calibration.reuse import make_fingerprint
 from deploy.calibration.trt_cache import CalibrationCache, Entry
-from deploy.errors import CacheError, counted
+from deploy.errors import CacheError, counted, list_first
 from deploy.feed.calibrator import CalibratorScript
 from deploy.files import atomic
 from deploy.files.manifest import SETTINGS, sha256
@@ -204,7 +204,7 @@ def check_cache(
     findings = [*origin_findings(path), *_scale_findings(cache)]
     duplicates = cache.duplicates()
     if duplicates:
-        text = f"{len(duplicates)} names occur twice: {', '.join(duplicates[:3])}"
+        text = f"{len(duplicates)} names occur twice: {list_first(duplicates, 3)}"
         findings.append(CacheFinding(text, harmful=_has_conflict(cache)))
     findings += _header_findings(cache, path, version, algorithm)
     if match is not None:
@@ -229,13 +229,13 @@ def _scale_findings(cache: CalibrationCache) -> Iterator[CacheFinding]:
     for name, flaw in cache.flaws().items():
         names_by_flaw.setdefault(flaw, []).append(name)
     for flaw, names in names_by_flaw.items():
-        text = f"{len(names)} {flaw} scales ({', '.join(names[:3])}): {_CAUSE_BY_FLAW[flaw]}"
+        text = f"{len(names)} {flaw} scales ({list_first(names, 3)}): {_CAUSE_BY_FLAW[flaw]}"
         yield CacheFinding(text, harmful=flaw in ("NaN", "negative"))
     sound_entries = [entry for entry in cache.entries if not entry.flaw]
     extremes = [e.name for e in sound_entries if not _MIN_SCALE <= e.scale <= _MAX_SCALE]
     if extremes:
         text = (
-            f"{len(extremes)} scales ({', '.join(extremes[:3])}) are too small or too large for"
+            f"{len(extremes)} scales ({list_first(extremes, 3)}) are too small or too large for"
             " float32; calibrate again"
         )
         yield CacheFinding(text, harmful=True)
