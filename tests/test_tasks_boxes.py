@@ -277,6 +277,11 @@ def turned_list(number, by=0.0):
     return {"output0": rows[None]}
 
 
+def test_features_of_a_picture_are_no_list_of_boxes():
+    features = [{"hidden": ended(n, columns=32)[:1]} for n in range(4)]  # a dead channel: class 0
+    assert same_task(features) == "embeddings"
+
+
 def test_rotated_boxes_of_a_list_are_kept_by_class_and_angle():
     """As Ultralytics' exports after suppression have them: centre, size, score, class, angle."""
     references = [turned_list(n) for n in range(4)]
@@ -396,7 +401,7 @@ def test_heads_of_several_anchors_a_cell_match_by_anchor(raw, joined):
     assert "4 classes, boxes matched by anchor" in form.task.form
     assert found.words.startswith("24 of 36 boxes of FP32 kept, 0 new")
     features = change_all(references, lambda value: rng().standard_normal(value.shape))
-    assert same_task(features) is None
+    assert same_task(features) == "embeddings"
 
 
 @pytest.mark.parametrize("softmaxed", [False, True])

@@ -170,6 +170,9 @@ def _is_list(decoder: RowDecoder, samples: FirstSamples) -> bool:
         # one row a sample cannot show that scores fall
         if not has_falling_scores or len(rows) <= len(tables):
             return False
+    # pooled features [N, C] have one row a sample; a channel that is always 0 looks like class 0
+    if decoder.extra and all(len(table) == 1 for table in tables):
+        return False
     if not np.isfinite(rows).all():
         return False
     rows = rows[rows[:, 4] > 0]  # lists of fixed length end in rows without a box, of score 0
