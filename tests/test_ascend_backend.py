@@ -319,6 +319,9 @@ def test_atc_command_chips_and_shapes():
     assert "--insert_op_conf=a.cfg" in command
     assert "--enable_small_channel=1" in command
     assert command[-1] == "--log=error"
+    shapes = {"state": (1, 8), "x": (1, 3, 8, 8)}
+    assert "--input_format=ND" in atc_command(Path("m"), Path("m"), shapes, options)
+    assert "--input_format=NCHW" in atc_command(Path("m"), Path("m"), shapes, options, **files)
     command = atc_command(Path("m"), Path("m"), {"least": ()}, AtcOptions())
     assert f"--soc_version={CHIP}" in command
     assert not [word for word in command if word.startswith("--input_shape")]

@@ -121,7 +121,8 @@ def atc_command(
             raise ConfigError(
                 f"a quantized model takes fixed shapes, got {list(shape)} for {name!r}"
             )
-    is_4d = all(len(shape) == 4 for shape in shapes.values())
+    # with AIPP atc takes no ND, whatever the shapes of the other inputs
+    is_nchw = aipp is not None or all(len(shape) == 4 for shape in shapes.values())
     # without scalars, which would be "name:": that is documented from CANN 8.0 on only
     input_shapes = [
         f"{name}:{','.join(map(str, shape))}" for name, shape in shapes.items() if shape
@@ -135,7 +136,7 @@ def atc_command(
     ]
     if input_shapes:
         command.append(f"--input_shape={';'.join(input_shapes)}")
-    command.append(f"--input_format={'NCHW' if is_4d else 'ND'}")
+    command.append(f"--input_format={'NCHW' if is_nchw else 'ND'}")
     if aipp is not None:
         command.append(f"--insert_op_conf={aipp}")
     if compression is not None:
