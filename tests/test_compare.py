@@ -168,6 +168,23 @@ def test_states_are_computed_as_in_builds(tmp_path):
     assert comparison.first_difference.tensor == "k"
 
 
+def test_float16_pairs_are_computed_as_written(tmp_path):
+    """A channel of tiny weights: float16 rounds the product of its scale and the input's to 0."""
+    random = np.random.default_rng(0)
+    weights = {"w": random.normal(0, 0.1, (4, 3, 1, 1)).astype(np.float32)}
+    weights["w"][0] = 1e-6
+    weights |= {"b": np.ones(4, np.float32), "v": np.ones((4, 4, 1, 1), np.float32)}
+    shapes = {"x": ["n", 3, 8, 8]}, {"y": ["n", 4, 8, 8]}
+    net = make_model("h = Conv (x, w, b) y = Conv (h, v)", *shapes, weights)
+    paths = [save_net(net, tmp_path / "net.onnx"), tmp_path / "typed.onnx"]
+    scales = {name: np.float32(3 / 127).tobytes()[::-1].hex() for name in "xhy"}
+    lines = ["TRT-8601-EntropyCalibration2", *(f"{name}: {scales[name]}" for name in "xhy")]
+    (tmp_path / "c.cache").write_text("\n".join(lines) + "\n")
+    run_command("cache", "to-qdq", paths[0], tmp_path / "c.cache", "-o", paths[1], "--rest", "fp16")
+    samples = random.normal(0, 1, (4, 1, 3, 8, 8)).astype(np.float32)
+    assert compare(*paths, samples, min_sqnr_db=30).first_difference is None
+
+
 def test_incomparable_models_are_refused(tmp_path, model_a, refusal):
     other_output = save(tmp_path / "o.onnx", "z = Relu (x)", out="z")
     other_input = save(tmp_path / "f.onnx", "y = Relu (w)", x="w")

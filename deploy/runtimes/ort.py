@@ -299,7 +299,7 @@ class OrtSession(CpuSession):
                 since a session of only a few runs needs none.
             int8_kernels: False computes a Q/DQ model as written, in float between its pairs, with
                 its weights quantized once: for a model in another runtime's form. A `ModelProto`
-                with fp8 pairs always runs so, since there are no fp8 kernels.
+                with fp8 pairs or float16 scales always runs so (`breaks_int8_kernels`).
             trace: record a profile; the prefix of its path.
             save_to: path to write the optimized model to, with its larger weights in a file next to
                 it.
@@ -321,9 +321,9 @@ class OrtSession(CpuSession):
         if save_to is not None:
             _request_optimized_model(options, save_to)
         disabled_optimizers: Sequence[str] = ()
-        if not int8_kernels or holds_fp8(model):
+        if not int8_kernels or breaks_int8_kernels(model):
             options.add_session_config_entry("session.disable_quant_qdq", "1")
-            # also without int8 kernels: `holds_fp8` cannot see the fp8 pairs of a file
+            # also without int8 kernels: `breaks_int8_kernels` cannot see the pairs of a file
             disabled_optimizers = _FP8_BREAKING_OPTIMIZERS
 
         _LOADING_OPTIONS.add(options)  # so that a signal can cancel the loading
@@ -504,14 +504,26 @@ def _write_if_large(model: ModelProto, stack: ExitStack) -> str:
     return str(write_mapped(model, sizes, Path(stack.enter_context(temporary))))
 
 
-def holds_fp8(model: Model) -> bool:
-    """Return whether a model in memory holds fp8 values; False for files and bytes."""
+def breaks_int8_kernels(model: Model) -> bool:
+    """Return whether int8 kernels would compute a model in memory wrongly; False for files, bytes.
+
+    There are none for fp8 pairs. Of a pair with a float16 scale they compute the bias in float16,
+    too: its scale, the product of two scales, may round to 0.
+    """
     if isinstance(model, Path | str | bytes):
         return False
     from onnx import TensorProto
 
-    fp8 = TensorProto.FLOAT8E4M3FN
-    return any(tensor.data_type == fp8 for tensor in model.graph.initializer)
+    scales = set()
+    for node in model.graph.node:
+        if node.op_type == "DequantizeLinear":
+            scales.add(node.input[1])
+    for tensor in model.graph.initializer:
+        if tensor.data_type == TensorProto.FLOAT8E4M3FN:
+            return True
+        if tensor.data_type == TensorProto.FLOAT16 and tensor.name in scales:
+            return True
+    return False
 
 
 def _read_bytes(path: Path | str) -> bytes:

@@ -40,7 +40,7 @@ from deploy.graph.index import PROTOBUF
 from deploy.method import Choices
 from deploy.metrics.accuracy import Accuracy, Comparison
 from deploy.metrics.output_form import OutputForm, derive_form
-from deploy.runtimes.ort import OrtSession, holds_fp8
+from deploy.runtimes.ort import OrtSession, breaks_int8_kernels
 from deploy.targets.base import BuildRequest
 from deploy.tasks import Metric
 from deploy.tasks.rows import Floats, Outputs
@@ -330,7 +330,7 @@ class Prober:
             model = self.build_trial(self.request.with_added_choices(choices))
             if samples.activations is not None:
                 model = samples.activations.shorten(model)
-            int8_kernels = self.runs_here and not holds_fp8(model)
+            int8_kernels = self.runs_here and not breaks_int8_kernels(model)
             data = model.SerializeToString()
             del model  # its weights need not be in memory while it runs
         return OrtSession.open(
