@@ -479,7 +479,7 @@ def test_labels_shifted_by_one_are_named(shift, side):
     for row in rows:
         figures.add({"x": np.zeros((1, 3, 8, 8), np.float32)}, row, row)
     outcome = judge(figures.result())
-    assert outcome.level == UNUSABLE and outcome.blames_float
+    assert outcome.level == UNUSABLE and outcome.blames_float and outcome.blames_labels
     assert f"92 % of the labels are the class {side}" in outcome.text
 
 

@@ -120,6 +120,12 @@ def test_text_lines_are_padded_with_zero():
     assert resize_to_input(np.zeros((10, 500, 3), np.uint8), preprocess)[0].shape == (48, 320, 3)
 
 
+@pytest.mark.parametrize("name", ["ppocr-rec", "ppocr-cls"])
+def test_description_names_the_preset(name):
+    completed, _ = complete_preprocess(PRESETS[name], spec("n", 3, "h", "w"))
+    assert preprocess.describe_preprocess(completed).startswith(f"{name}: ")
+
+
 @pytest.mark.parametrize(
     ("width", "resized_width", "left"),
     [(500, 426, 101), (400, 341, 58), (402, 343, 60)],  # torchvision's int(round(117 / 2)) is 58

@@ -415,7 +415,7 @@ def _resolve_size(
             example = format_size([side or 224 for side in sides])
             raise FeedError(
                 f"the input {describe(spec)} leaves its size open; give a size, such as {example},"
-                f" or {format_size(sides)} for sizes that depend on the image"
+                f" or {format_size(sides)} for sizes that depend on the image (--size)"
             )
         size = _check_size("size", sides)
     fixed_sides = [side if isinstance(side, int) else None for side in model_sides]
@@ -506,6 +506,8 @@ def find_preset(name: str) -> Preprocess:
 def describe_preprocess(preprocess: Preprocess) -> str:
     """Describe preprocessing in one line, for the top of a report; a preset's name comes first."""
     preset_names = [name for name in PRESETS if _equals_preset(PRESETS[name], preprocess)]
+    # presets of one arithmetic, such as ppocr-rec and ppocr-cls, differ in their default size
+    preset_names.sort(key=lambda name: PRESETS[name].default_size != preprocess.default_size)
     title = f"{preset_names[0]}: " if preset_names else ""
     size = format_size(preprocess.size) if preprocess.size else ""
     if preprocess.multiple > 1:

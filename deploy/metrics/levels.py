@@ -15,6 +15,7 @@ from deploy.metrics.output_form import SliceAccuracy
 # FLOAT: int8 loses little but gains no speed, so the float model is the better engine
 GOOD, DOUBTFUL, UNUSABLE, FLOAT = "good", "doubtful", "unusable", "keep FP32"
 FLOAT_MODEL = "the float model"  # subject of a reason that does not blame int8
+SHIFT_LABELS = "shift the labels by one"  # end of a reason that blames the labels
 LEVELS = (GOOD, FLOAT, DOUBTFUL, UNUSABLE)  # the best first
 
 LevelReasons = Iterator[tuple[str, str]]  # (level, reason for it)
@@ -275,8 +276,8 @@ def _doubt_top1(accuracy: Accuracy, top1: float, classes: int) -> LevelReasons:
         yield (
             UNUSABLE,
             f"{FLOAT_MODEL} is mostly wrong: top-1 {100 * top1:.2f} %, but"
-            f" {100 * abs(shift):.0f} % of the labels are the class {side}; shift the labels"
-            " by one",
+            f" {100 * abs(shift):.0f} % of the labels are the class {side};"
+            f" {SHIFT_LABELS}",
         )
     elif is_spread_narrow and top1 <= chance + spread:
         yield (

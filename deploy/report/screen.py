@@ -466,7 +466,9 @@ def _data_steps(verdict: Verdict, request: RequestPart, command: str) -> Iterato
         yield f"with {verdict.missing_calibration} images: {command} --images FOLDER"
     if verdict.missing_samples:
         yield from _image_steps(verdict.missing_samples, request, command)
-    if verdict.blames_float:
+    if verdict.blames_labels:
+        yield f"with shifted labels: {command} --labels FILE"
+    elif verdict.blames_float:
         preprocessing = "--preprocess NAME, or --mean, --std, --scale, --color"
         yield f"with the preprocessing that the model was trained with: {command} {preprocessing}"
 

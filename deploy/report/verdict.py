@@ -20,6 +20,7 @@ from deploy.metrics.levels import (
     FLOAT_MODEL,
     GOOD,
     LEVELS,
+    SHIFT_LABELS,
     UNUSABLE,
     finds_objects,
     judge_accuracy,
@@ -71,6 +72,11 @@ class Verdict:
     def blames_float(self) -> bool:
         """Whether the float model or its inputs are at fault, and not int8."""
         return any(reason.startswith(FLOAT_MODEL) for reason in self.reasons)
+
+    @property
+    def blames_labels(self) -> bool:
+        """Whether the labels of the evaluation images are at fault."""
+        return any(reason.endswith(SHIFT_LABELS) for reason in self.reasons)
 
     @property
     def has_few(self) -> bool:
