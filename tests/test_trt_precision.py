@@ -418,7 +418,7 @@ def test_trtexec_script_runs_from_any_folder(lines, small_cnn, tmp_path):
     for folder in (moved_folder, Path("/")):
         path = os.path.relpath(moved_folder / "small_cnn_trtexec.sh", folder)
         cache_files = ["small_cnn.tensorrt.onnx", "small_cnn.tensorrt.cache"]
-        files_by_choice = {"cache": cache_files, "": cache_files, "qdq": [PAIRS_NAME]}
+        files_by_choice = {"cache": cache_files, "": [TYPED_NAME], "qdq": [PAIRS_NAME]}
         files_by_choice |= {"typed": [TYPED_NAME], "11": [TYPED_NAME]}
         for choice, names in files_by_choice.items():
             run_options = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
@@ -435,6 +435,7 @@ def test_trtexec_script_runs_from_any_folder(lines, small_cnn, tmp_path):
     [
         ("8.6.1", ["small_cnn.tensorrt.onnx", "small_cnn.tensorrt.cache"], ""),
         ("10.3.0", [TYPED_NAME], "typed"),
+        ("10.3.0 --rest bf16", ["small_cnn.tensorrt.onnx", "small_cnn.tensorrt.cache"], ""),
         ("11.2.0", [TYPED_NAME], ""),
     ],
 )
@@ -442,7 +443,7 @@ def test_shipped_files_are_the_versions(
     run, small_cnn, pictures, tmp_path, version, shipped_names, line
 ):
     quick = ("--size", "16x16", "--duration", 0, "--effort", 0, "--target", "tensorrt")
-    arguments = (*quick, "--trt-version", version, "--out", tmp_path)
+    arguments = (*quick, "--trt-version", *version.split(), "--out", tmp_path)
     screen = " ".join(run.ok("build", small_cnn, "--images", pictures, *arguments).split())
     shipped = " with ".join(f"{tmp_path}/{name}" for name in shipped_names)
     assert f"Ship {shipped} Report" in screen
@@ -450,9 +451,8 @@ def test_shipped_files_are_the_versions(
     assert screen.endswith(f"sh {script} {line}".strip())
     assert read_target(tmp_path)["shipped"] == shipped.split(" with ")
     default_command = script.read_text().split("''|")[1].splitlines()[0]
-    assert ("--stronglyTyped" in default_command) is False
-    if not line:
-        assert all(name in default_command for name in shipped_names)
+    assert ("--stronglyTyped" in default_command) == (line == "typed")
+    assert all(name in default_command for name in shipped_names)
 
 
 def test_first_tensorrt_version_by_requirement(wording):

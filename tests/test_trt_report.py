@@ -81,7 +81,7 @@ def line(result, label):
 @pytest.mark.parametrize("version", [EIGHT, TEN])
 def test_float_engines_use_trtexec_flags(tensorrt, build, version):
     trt = tensorrt(version)
-    result = build()
+    result = build("--engine-from", "cache")
     assert list(result.rows) == ["FP32 on the CPU", "TensorRT FP32", "TensorRT FP16", "int8"]
     assert [row["baseline"] for row in result.rows.values()] == [False, True, True, False]
     assert ["verdict" in row for row in result.rows.values()] == [False, False, False, True]
@@ -92,7 +92,7 @@ def test_float_engines_use_trtexec_flags(tensorrt, build, version):
     assert all(c.int8_calibrator is None for c in trt.STORY.configs[1:])
     profile_shapes = {tuple(c.profile.shapes.items()) for c in trt.STORY.configs}
     assert len(profile_shapes) == 1  # of the same inputs
-    build()
+    build("--engine-from", "cache")
     assert len(trt.STORY.configs) == 3  # all three are used again
 
 
@@ -104,10 +104,10 @@ def test_engines_share_the_timing_cache(tensorrt, build, tmp_path, monkeypatch):
     assert (tmp_path / "out/tensorrt.timing").read_bytes() == b"timing\0+++"
 
 
-@pytest.mark.parametrize(("version", "options"), [(ELEVEN, ()), (TEN, ("--engine-from", "qdq"))])
-def test_float16_engine_is_typed_like_int8(tensorrt, build, tmp_path, version, options):
+@pytest.mark.parametrize("version", [TEN, ELEVEN])
+def test_float16_engine_is_typed_like_int8(tensorrt, build, tmp_path, version):
     trt = tensorrt(version)
-    build(*options)
+    build()
     int8, fp32, fp16 = trt.STORY.networks
     assert int8.typed
     assert fp16.typed
@@ -272,7 +272,7 @@ def test_gpu_verdict_names_float16_and_size(tensorrt, build, monkeypatch):
     verdict = build().rows["int8"]["verdict"]
     assert verdict["level"] == "keep FP32"
     reason = "int8 has 0.75x (0.75 to 0.75) the speed of TensorRT FP16 on this device"
-    assert verdict["reasons"][0] == f"{reason}, and its file is 1.04x larger"
+    assert verdict["reasons"][0] == f"{reason}, and its file is 1.41x smaller"
 
 
 def test_gpu_and_cpu_speedups_are_independent(tensorrt, build, monkeypatch):
@@ -386,7 +386,7 @@ def test_engine_of_layer_names_is_unchecked(tensorrt, build, run, tmp_path):
     path = tmp_path / "out/small_cnn.engine"
     output = run("bench", path, "--duration", 0, "--warm-up", 0)[1]
     assert "Quantized layers" in output
-    assert "4 of 7" in output
+    assert re.search(r"Quantized layers +4 of \d+", output)
     path.write_bytes(path.read_bytes().replace(b'"detailed": true', b'"detailed": false', 1))
     output = run("bench", path, "--duration", 0, "--warm-up", 0)[1]
     assert "GPU compute" in output

@@ -296,6 +296,11 @@ def typed_version(version: str, rest: str, features: Iterable[str]) -> str:
     return version if first is None else max(version, first, key=version_label)
 
 
+def reads_typed(options: TensorrtOptions, version: str) -> bool:
+    """Return whether TensorRT X.Y.Z reads the typed model of these options."""
+    return typed_version(version, options.rest, options.features) == version
+
+
 def lower_models(
     options: TensorrtOptions, models: Mapping[str, onnx.ModelProto], version: str
 ) -> tuple[dict[str, onnx.ModelProto], tuple[str, ...]]:
@@ -441,10 +446,16 @@ def _check_versions(options: TensorrtOptions, installed: Sdk, request: BuildRequ
 def _uses_cache(options: TensorrtOptions, installed: Sdk, request: BuildRequest) -> bool:
     """Return whether the engine is built from the cache (implicit quantization).
 
-    A trained model is built from its own pairs, which are more exact than a cache.
+    By default it is for TensorRT 8 and 9, and with a calibrator of TensorRT. TensorRT 10 reads
+    caches too, but they are deprecated since 10.1, and the accuracy in the report and the layers
+    that the search chose are those of the typed model. A trained model is built from its own pairs,
+    which are more exact than a cache.
     """
-    forms = ("auto", "cache") if request.trained is None else ("cache",)
-    return installed.calibrators and options.form in forms and options.precision == INT8
+    if not installed.calibrators or options.precision != INT8:
+        return False
+    if options.form == "auto" and options.calibrator is None:
+        return request.trained is None and not reads_typed(options, installed.release)
+    return options.form != "qdq"
 
 
 def _source_role(
@@ -453,8 +464,7 @@ def _source_role(
     """Return the role, in `files`, of the model that the quantized engine is built from."""
     if _uses_cache(options, installed, request):
         return FLOAT
-    can_read_typed = features_of(installed.release).typed
-    return TYPED if TYPED in files and can_read_typed else QDQ
+    return TYPED if TYPED in files and reads_typed(options, installed.release) else QDQ
 
 
 def build_float_engines(

@@ -10,8 +10,8 @@ Files that are written on any machine::
     m.tensorrt.part.onnx the part of it that ONNX Runtime can run, if the model has plugins
 
 The Q/DQ model is made from the cache, so both have the same scales. An engine is built from the
-cache if TensorRT still has calibrators, else from the Q/DQ model. With `precision` fp8 there is
-only the Q/DQ model, since TensorRT's calibrators and caches are for int8.
+cache by TensorRT 8 and 9, from the typed model by 10 and 11. With `precision` fp8 there is only the
+Q/DQ model, since TensorRT's calibrators and caches are for int8.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ class TensorRT(TensorrtOptions):
         version: "X.Y.Z" of the TensorRT that will read the files; None for `trt_version` of the
             `CachePolicy`, or of the installed TensorRT, or of a stored cache, or 10.3.0.
         precision: quantized type: "int8", or "fp8" (E4M3, GPUs from Ada and Hopper on).
-        form: what the engine is built from: "cache", "qdq", or "auto".
+        form: what the engine is built from: "cache", "qdq" (the typed model from TensorRT 10 on),
+            or "auto": the cache for TensorRT 8 and 9 or with `calibrator`, else "qdq".
         rest: type of the layers that are not quantized: "fp16", "bf16" or "fp32".
         workspace_mib: workspace limit in MiB; None for TensorRT's default.
         max_batch: largest batch of an engine with a dynamic batch.
@@ -312,7 +313,10 @@ class TensorRT(TensorrtOptions):
         commands = trtexec.trtexec_commands(
             self, request, files, written_models, version, float32_nodes
         )
-        shipped = _write_script(request, files, commands, version)
+        command = trtexec.shipping_command(
+            commands, version, reads_typed=engines.reads_typed(self, version)
+        )
+        shipped = _write_script(request, files, commands, command)
         built = self._build_engines(request, calibrated, files, float32_nodes, commands)
         if built.engine is not None:
             files["TensorRT engine"] = built.engine
@@ -523,29 +527,31 @@ class TensorRT(TensorrtOptions):
 
 
 def _write_script(
-    request: BuildRequest, files: dict[str, Path], commands: Sequence[TrtexecCommand], version: str
+    request: BuildRequest,
+    files: dict[str, Path],
+    commands: Sequence[TrtexecCommand],
+    default: TrtexecCommand | None,
 ) -> tuple[Path, ...]:
     """Write the script of the trtexec commands and add it to `files`, which are role -> path.
 
-    The script's argument is the name of the command to run; without one it runs the first. If
-    TensorRT `version` needs another command, the script's role tells which argument to give.
+    The script's argument is the name of the command to run; without one it runs `default`, the
+    command for the TensorRT that is built for. If that is not the first command, the script's role
+    names it too.
 
     Returns:
-        The files that the command for TensorRT `version` reads, which are to be shipped; none if
-        no command fits this version.
+        The files that the default command reads, which are to be shipped; none without one.
     """
-    from deploy.targets.tensorrt.trtexec import shipping_command, trtexec_script
+    from deploy.targets.tensorrt.trtexec import trtexec_script
 
     role = "script of trtexec"
-    command = shipping_command(commands, version)
     shipped = []
-    if command is not None:
+    if default is not None:
         # arguments that name a file, such as --onnx=m.onnx
-        argument_values = {argument.rpartition("=")[2] for argument in command.arguments}
+        argument_values = {argument.rpartition("=")[2] for argument in default.arguments}
         shipped = [path for path in files.values() if path.name in argument_values]
-        if command != commands[0]:
-            role += f", with {command.name} as argument"
-    files[role] = request.write_script("_trtexec.sh", trtexec_script(commands))
+        if default != commands[0]:
+            role += f", with {default.name} as argument"
+    files[role] = request.write_script("_trtexec.sh", trtexec_script(commands, default))
     return tuple(shipped)
 
 

@@ -244,26 +244,29 @@ def _common_flags(options: TensorrtOptions, request: BuildRequest) -> list[str]:
     return [*flags, *options.trtexec_flags]
 
 
-def shipping_command(commands: Sequence[TrtexecCommand], version: str) -> TrtexecCommand | None:
+def shipping_command(
+    commands: Sequence[TrtexecCommand], version: str, *, reads_typed: bool
+) -> TrtexecCommand | None:
     """Return the command whose files are to be shipped to TensorRT `version`; None if none can be.
 
     It is the first one, but for TensorRT 10 that of the typed model: this version reads caches too,
     but they are deprecated since 10.1, and the accuracy in the report is that of the typed model.
+
+    `reads_typed`: whether this version reads the typed model.
     """
     runnable = [command for command in commands if command.arguments]
-    features = features_of(version)
-    if features.calibrators and features.typed:
+    if reads_typed and features_of(version).calibrators:
         runnable.sort(key=lambda command: command.name != "typed")  # stable: only this one moves
     return runnable[0] if runnable else None
 
 
-def trtexec_script(commands: Sequence[TrtexecCommand]) -> str:
-    """Return the body of a shell script that runs the command it is given, by default the first."""
+def trtexec_script(commands: Sequence[TrtexecCommand], default: TrtexecCommand | None) -> str:
+    """Return the body of a shell script that runs the command it is given, or the default one."""
     cases = ""
     usage = ""
     for command in commands:
         if command.arguments:
-            pattern = command.name if cases else f"''|{command.name}"
+            pattern = f"''|{command.name}" if command == default else command.name
             cases += f"  {pattern}) exec {shlex.join(command.arguments)} ;;\n"
             usage += f"echo '  {command.name}: {command.condition}' >&2\n    "
     return (
