@@ -77,9 +77,9 @@ def check_whole_number(name: str, value: object, minimum: int, remedy: str = "")
         )
 
 
-def did_you_mean(word: str, choices: Iterable[str], otherwise: str = "") -> str:
+def did_you_mean(word: object, choices: Iterable[str], otherwise: str = "") -> str:
     """Return the remedy for an unknown word: "did you mean 'x'?", or `otherwise`."""
-    matches = get_close_matches(word, list(choices), n=1)
+    matches = get_close_matches(str(word), list(choices), n=1)
     return f"did you mean {matches[0]!r}?" if matches else otherwise
 
 

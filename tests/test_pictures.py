@@ -249,6 +249,7 @@ def test_channel_values_may_be_an_array():
         ({"std": (1e-60,)}, "above 0"),
         ({"scale": float("nan")}, "scale must be finite"),
         ({"mean": ("0.5",)}, "mean must be finite numbers"),
+        ({3: (0.5,)}, "3 is no preprocessing option"),
         ({"men": (0.5,)}, "'men' is no preprocessing option.*'mean'"),
     ],
 )

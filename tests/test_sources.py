@@ -132,6 +132,8 @@ def test_addresses_are_no_paths(address, small_cnn, tmp_path, run):
 def test_empty_path_is_not_the_current_folder():
     with pytest.raises(ConfigError, match="must not be empty"):
         open_feed("", [X])
+    with pytest.raises(ConfigError, match="must not be empty"):
+        to_labels("")
 
 
 def test_foreign_data_set_is_no_list(tmp_path, wording):
@@ -163,7 +165,7 @@ def test_set_labels_replace_those_of_the_source():
     assert feed.labels == (1, 2)
 
 
-@pytest.mark.parametrize("labels", [[1.5, 2.0], np.eye(2), ["1", "2"], [[1], [1, 2]], [-1, 0]])
+@pytest.mark.parametrize("labels", [[1.5, 2.0], np.eye(2), ["1", "2"], [[1], [1, 2]], [-1, 0], 1.5])
 def test_labels_are_whole_numbers(labels):
     with pytest.raises(FeedError, match="labels must be whole numbers"):
         to_labels(labels)

@@ -16,7 +16,7 @@ import click
 from click.core import ParameterSource
 
 from deploy.errors import ConfigError
-from deploy.files.reading import refuse_address
+from deploy.files.reading import refuse_no_path
 from deploy.machine import MAX_THREADS
 from deploy.terminal import say_data, say_lines, separate_stdout, show_progress, without_text
 
@@ -56,7 +56,8 @@ class InputPath(NamedPath):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Convert to a path, in which the two slashes of an address would be one."""
-        refuse_address(value)
+        if value:
+            refuse_no_path(value)
         return super().convert(value, param, ctx)
 
     def check(self, path: object, *, advice: str = "check the path") -> None:

@@ -27,7 +27,7 @@ from deploy.feed.pixels import boxes_to_input
 from deploy.feed.preprocess import Size, with_image_size
 from deploy.feed.samples import Feed
 from deploy.feed.sources import Sample
-from deploy.files.reading import read_text
+from deploy.files.reading import read_text, refuse_no_path
 from deploy.metrics.precision import GroundTruth, Objects
 from deploy.tensors import Array
 from deploy.terminal import phase
@@ -143,10 +143,12 @@ def read_labels(path: Path | str) -> FileList | Annotations | str:
         The annotated objects; the name and the class number of each line; or `BY_FOLDER`.
 
     Raises:
+        ConfigError: the path is empty, or an address.
         FeedError: the file cannot be read, or a line does not end in a whole number >= 0.
     """
     if str(path) == BY_FOLDER:
         return BY_FOLDER
+    refuse_no_path(path)
     path = Path(path)
     if path.is_dir() or is_data_yaml(path) or path.suffix.lower() == ".json":
         return read_annotations(path)
@@ -178,7 +180,7 @@ def to_labels(labels: Iterable[int] | ImageLabels | Path | None) -> ImageLabels 
         return labels
     if isinstance(labels, str | Path):
         return read_labels(labels)
-    values = list(labels)
+    values = list(labels) if isinstance(labels, Iterable) else [labels]
     numbers = read_item_labels(values, len(values))
     if numbers is None:
         raise FeedError(

@@ -65,7 +65,7 @@ from deploy.feed.sources import (
 )
 from deploy.feed.states import Recurrence, SequenceSource, choose_steps
 from deploy.files.guard import add_input_file, add_input_files
-from deploy.files.reading import refuse_address
+from deploy.files.reading import refuse_no_path
 from deploy.tensors import TensorSpec
 from deploy.terminal import phase
 
@@ -476,9 +476,7 @@ def _resolve_source_files(source: FeedSource, split: Split) -> SourceFiles | Non
     if isinstance(source, RawFiles):
         source = source.path
     if isinstance(source, str | os.PathLike):
-        if source == "":
-            raise ConfigError("a path must not be empty; name a file or a folder")
-        refuse_address(source)
+        refuse_no_path(source)
         add_input_file(Path(source))
         return resolve_files(Path(source), split=split)
     if isinstance(source, list | tuple):

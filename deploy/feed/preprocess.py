@@ -90,7 +90,7 @@ class Preprocess:
             value = getattr(self, name)
             is_open = value is None and name in ("color", "layout")  # the model decides
             if value not in choices and not is_open:
-                suggestion = did_you_mean(str(value), choices, "take one of these")
+                suggestion = did_you_mean(value, choices, "take one of these")
                 raise ConfigError(
                     f"{name} must be one of {', '.join(choices)}, got {value!r}; {suggestion}"
                 )

@@ -9,7 +9,7 @@ a budget of bytes::
     read_yaml, from_yaml       mappings, lists and texts of YAML
     convert                    values of JSON or TOML as a dataclass, checked by its fields' types
     refuse_irregular           for a library that opens a file by its path
-    refuse_address             https:// and the like, in place of a path
+    refuse_no_path             https:// and the like, in place of a path
 
 A refusal is one sentence, raised as the caller's error class. A file that is read is an input of
 the run (`deploy.files.guard`). `deploy.files.archives` reads zip archives and .npy arrays.
@@ -281,12 +281,14 @@ def refuse_irregular(path: FilePath, *, what: str, error: type[Calib8Error]) -> 
     add_input_file(os.fspath(path))
 
 
-def refuse_address(path: object) -> None:
-    """Refuse the address of a page or a stream in place of a path.
+def refuse_no_path(path: object) -> None:
+    """Refuse a text that is no path: an empty one, or the address of a page or a stream.
 
     Raises:
-        ConfigError: `path` begins like https:// or rtsp://.
+        ConfigError: `path` is "", which would be the current folder, or begins like https://.
     """
+    if path == "":
+        raise ConfigError("a path must not be empty; name a file or a folder")
     if isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path):
         raise ConfigError(
             f"a path must be of a file or a folder, got the address {path}; download it, or record"
