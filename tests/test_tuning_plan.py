@@ -474,6 +474,22 @@ def test_layer_of_few_products_costs_its_weights():
     assert prices.unit_prices == {"/y": (0.5 * 8 * 64 * 32, 8 * 64 * 32)}
 
 
+def test_values_cost_more_than_products_unless_a_layer_makes_them():
+    nodes = [
+        make_node("Conv", "x w", "c", name="/c"),
+        make_node("Relu", "c", "r", name="/r"),  # runs in the kernel of /c
+        make_node("Sigmoid", "r", "y", name="/s"),
+    ]
+    weight = np.ones((8, 16, 1, 1), np.float32)
+    model = make_model(nodes, {"x": [1, 16, 8, 8]}, {"y": [1, 8, 8, 8]}, {"w": weight})
+    units = group_units(model, [Decision(node.name, node.op_type, "int8") for node in nodes])
+    prices = count_prices(model, units, SAMPLE, CPUS["avx2"])
+    assert prices.unit_prices == {
+        "/c": (pytest.approx(0.6 * 512 * 16), 512 * 16),
+        "/s": (12 * 512, 12 * 512),
+    }
+
+
 @pytest.mark.parametrize(("kernel", "stride"), [(2, 2), (4, 2), (3, 1)])
 @pytest.mark.parametrize(("groups", "outputs"), [(1, 8), (2, 3), (4, 1)])
 def test_transposed_convolutions_cost_their_products(groups, outputs, kernel, stride):

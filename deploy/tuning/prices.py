@@ -216,6 +216,7 @@ class CpuKernels:
         depthwise: Conv with one channel a group.
         matrix: Gemm, MatMul.
         other: nodes without weights.
+        other_value: time of a float value of a node without weights, in dense products.
         depthwise_product: time of a float product of a depthwise Conv, in dense ones.
         weight_read: time to read a float weight from memory, in dense products; the price of a
             layer of few products a weight, such as the last Gemm of a classifier.
@@ -226,7 +227,8 @@ class CpuKernels:
     pointwise: float
     depthwise: float
     matrix: float
-    other: float = 0.6
+    other: float = 1.0
+    other_value: float = 12.0
     depthwise_product: float = 2.2
     weight_read: float = 8.0
     conversion: float = 20.0
@@ -234,7 +236,8 @@ class CpuKernels:
 
 # `vnni` and `avx2` were measured on an EPYC 9005 with ONNX Runtime 1.23 (one thread, 32 to 256
 # channels, 14 to 112 pixels), `avx2` with the wider instructions hidden from ONNX Runtime. `arm` is
-# the bound of arithmetic, 16 products a SDOT and 4 a FMLA, with the losses of `vnni`.
+# the bound of arithmetic, 16 products a SDOT and 4 a FMLA, with the losses of `vnni`. Nodes without
+# weights (SiLU, Add, Concat) wait for memory, in int8 too: measured on AVX2, 20 to 80 pixels.
 CPUS: Mapping[str, CpuKernels] = {
     "vnni": CpuKernels(dense=0.28, pointwise=0.36, depthwise=1.5, matrix=0.5),
     "avx2": CpuKernels(dense=0.53, pointwise=0.6, depthwise=1.5, matrix=0.7),
@@ -246,6 +249,7 @@ _OTHER_DEVICE = CpuKernels(
     depthwise=ASSUMED_INT8_TIME,
     matrix=ASSUMED_INT8_TIME,
     other=ASSUMED_INT8_TIME,
+    other_value=1.0,
     depthwise_product=1.0,
     weight_read=0.0,
     conversion=0.0,
@@ -353,11 +357,12 @@ def count_prices(
     unit_prices = {}
     for unit, members in units.members.items():
         int8_price = float_price = 0.0
-        for name in members:
-            value_count = sizes[nodes[name].output[0]]
-            node_int8_price, node_float_price = _price_node(
-                graph, nodes[name], value_count, kernels
-            )
+        for node in map(nodes.__getitem__, members):
+            # what is fused into a layer, such as its Relu, takes no time of its own
+            if unit in units.layers and node.op_type not in WEIGHTED:
+                continue
+            value_count = sizes[node.output[0]]
+            node_int8_price, node_float_price = _price_node(graph, node, value_count, kernels)
             int8_price += node_int8_price
             float_price += node_float_price
         unit_prices[unit] = int8_price, float_price
@@ -377,7 +382,8 @@ def _price_node(
     """
     weight = graph.initializers.get(node.input[1]) if node.op_type in WEIGHTED else None
     if weight is None:
-        return kernels.other * value_count, float(value_count)
+        float_price = kernels.other_value * value_count
+        return kernels.other * float_price, float_price
 
     dims = list(weight.dims)
     groups = attributes(node).get("group", 1)
