@@ -130,14 +130,16 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
 
     samples, form = _search_samples(setup)
     timed_samples = same_shape_samples([sample for sample, _ in samples])
-    products = count_prices(model, units, timed_samples[0]).float_total
-    budget = SearchBudget.for_feed(setup.effort.calibrations, len(setup.request.feed), products)
+    products = count_prices(model, units, timed_samples[0])
+    budget = SearchBudget.for_feed(
+        setup.effort.calibrations, len(setup.request.feed), products.float_total
+    )
     build_trial = trial_builder(setup.target, setup.request, setup.repairs)
     trial_setup = _with_held_out_ranges(setup, samples, budget)
     prober = make_prober(trial_setup, build_trial, samples, form, step, budget)
     sizes = SplitSizes(model, units)
     search = Search(
-        prices=_unit_prices(setup, units, timed_samples),
+        prices=_unit_prices(setup, units, timed_samples, products),
         prober=prober,
         methods=_methods(setup),
         precision=quantized_precision(decisions),
@@ -282,9 +284,12 @@ def _trial_with_sources(
 
 @phase("timing kernels")
 def _unit_prices(
-    setup: SearchSetup, units: Units, samples: Sequence[Mapping[str, Array]]
+    setup: SearchSetup, units: Units, samples: Sequence[Mapping[str, Array]], products: Prices
 ) -> Prices:
-    """Return the price of every unit: its time where int8 is clearly faster here, else products."""
+    """Return the price of every unit: its time where int8 is clearly faster here, else products.
+
+    `products`: the prices for a device of unknown speed.
+    """
     request = setup.request
     target = setup.target
     options = setup.options
@@ -294,7 +299,7 @@ def _unit_prices(
             if prices is not None:
                 return prices
     cpu = CPUS.get(options.cpu_kind) if target.runs_here else None
-    return count_prices(request.model, units, samples[0], cpu)
+    return count_prices(request.model, units, samples[0], cpu) if cpu else products
 
 
 def _measured_prices(

@@ -11,13 +11,14 @@ Every unused entry and every tensor to be quantized that is left without a scale
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import onnx
 
 from deploy.calibration.trt_cache import CalibrationCache
 from deploy.graph.placement import TENSORRT, Placement
-from deploy.graph.plan import Plan, analyse, reasons_by_node
+from deploy.graph.plan import ModelAnalysis, Plan, analyse, reasons_by_node
 from deploy.targets.tensorrt.cache_contents import CacheTensor, cache_tensors, scale_owners
 
 _LEGACY_VERSION = "6.0.1"  # version assumed for the legacy form, whose header has none
@@ -96,6 +97,7 @@ def match_cache(
     parser: str | None = None,
     float_nodes: Mapping[str, str] | Iterable[str] = (),
     placement: Placement = TENSORRT,
+    analysis: ModelAnalysis | None = None,
 ) -> CacheMatch:
     """Return which tensor each entry of a cache belongs to, and the plan of the pairs it allows.
 
@@ -110,6 +112,7 @@ def match_cache(
         float_nodes: nodes to keep in float, optionally with reasons.
         placement: where TensorRT wants Q/DQ pairs: from `placement.TENSORRT_BY_GRID`, possibly
             changed by the target's options.
+        analysis: of the model, from an earlier call.
 
     Raises:
         CacheError: the cache has two scales for one tensor.
@@ -140,6 +143,7 @@ def match_cache(
         flaw_by_tensor,
         expected_entries,
         reasons_by_node(float_nodes),
+        analysis or ModelAnalysis(model),
     )
 
     # a tensor may take the scale of another one, its owner: a pool's output that of its input
@@ -191,6 +195,7 @@ def _plan_with_scales(
     flaw_by_tensor: Mapping[str, str],
     expected_entries: Sequence[CacheTensor],
     float_nodes: Mapping[str, str],
+    analysis: ModelAnalysis,
 ) -> tuple[Plan, dict[str, str]]:
     """Return the plan of the Q/DQ pairs for which the cache has a scale.
 
@@ -203,6 +208,7 @@ def _plan_with_scales(
         flaw_by_tensor: tensor -> why its scale in the cache cannot be used.
         expected_entries: the entries that TensorRT would write.
         float_nodes: node -> why it stays in float.
+        analysis: of the model.
 
     Returns:
         The plan, and tensor -> owner, for each tensor that would be quantized if the cache had all
@@ -211,7 +217,8 @@ def _plan_with_scales(
     owner_by_entry = scale_owners(expected_entries)
     # the output of a pool -> the pool's input; any other tensor -> itself
     cache_owner_by_tensor = {entry.source: owner_by_entry[entry.name] for entry in expected_entries}
-    complete_plan = analyse(model, placement, float_nodes=float_nodes)
+    plan_pairs = partial(analyse, model, placement, float_nodes=float_nodes, analysis=analysis)
+    complete_plan = plan_pairs()
     owner_by_tensor = {}
     reason_by_float_tensor = {}
     for pair in complete_plan.pairs:
@@ -227,7 +234,9 @@ def _plan_with_scales(
             reason_by_float_tensor[tensor] = reason
             # it has no scale either, and `analyse` finds the readers of the copy by its name
             reason_by_float_tensor[copy_source] = reason
-    plan = analyse(model, placement, float_nodes=float_nodes, float_tensors=reason_by_float_tensor)
+    plan = complete_plan
+    if reason_by_float_tensor:
+        plan = plan_pairs(float_tensors=reason_by_float_tensor)
     # `owner_by_tensor` stands in place of the plan's owners
     return replace(plan, scale_owners={}), owner_by_tensor
 

@@ -55,7 +55,7 @@ from deploy.graph.edit import (
 from deploy.graph.index import Graph, all_reads, attributes
 from deploy.graph.placement import TENSORRT
 from deploy.graph.plan import Plan
-from deploy.targets.onnxruntime.qdq import write_qdq
+from deploy.targets.onnxruntime.qdq import Memoize, write_qdq
 from deploy.targets.tensorrt.cache_contents import POOLING_LAYERS
 from deploy.targets.tensorrt.float_types import (
     FP8_OPSET,
@@ -77,6 +77,7 @@ def to_qdq(
     *,
     own_concat_scales: bool = False,
     trained_scales: Weights = NO_WEIGHTS,
+    memoize: Memoize | None = None,
 ) -> onnx.ModelProto:
     """Return the model with Q/DQ pairs where TensorRT expects them; `model` is not changed.
 
@@ -89,6 +90,8 @@ def to_qdq(
             the grid is fp8.
         own_concat_scales: do not share scales between the tensors of a Concat.
         trained_scales: node -> scales of its weight, if it was trained with them.
+        memoize: of a search, for a trial model: its weights stay int8, which gives the same numbers
+            in a smaller model.
 
     Raises:
         ExportError: a tensor of the plan has no positive scale; or the grid is fp8 and the model
@@ -97,6 +100,8 @@ def to_qdq(
     ranges = _ranges(model, plan, scales, own_concat_scales)
     if _is_fp8(plan):  # weights are stored as fp8, since TensorRT does not quantize them to it
         return _with_fp8_ir(write_qdq(at_opset(model, FP8_OPSET), plan, ranges))
+    if memoize is not None:
+        return write_qdq(model, plan, ranges, trained_scales=trained_scales, memoize=memoize)
     quantized = write_qdq(model, plan, ranges, trained_scales=trained_scales)
     _restore_float_weights(quantized, model)  # `write_qdq` stores int8 weights
     return quantized
