@@ -324,7 +324,7 @@ def test_device_timer_builds_engines_of_splits_and_leaves_nothing(tmp_path, monk
             name: SimpleNamespace(latency=SimpleNamespace(p50=ms)) for name, ms in sessions.items()
         }
 
-    monkeypatch.setattr(timing, "measure", measure)
+    monkeypatch.setattr(timing, "measure_latencies", measure)
     request = BuildRequest(
         subject=None, folder=tmp_path, ranges=None, feed=None, manifest={}, threads=1
     )
