@@ -159,6 +159,8 @@ def test_dynamic_aipp_leaves_values_to_host():
     (op,) = parse_text("InsertNewOps", aipp_files.text, "it").aipp_op
     assert op.aipp_mode == 2
     assert op.max_src_image_size == 64 * 64 * 3 // 2
+    four_pictures = aipp.write_aipp(replace(RGB, **IMAGENET), source, batch=4)
+    assert f"max_src_image_size: {4 * op.max_src_image_size}" in four_pictures.text
     assert not op.HasField("input_format")
     assert not op.HasField("csc_switch")
     (note,) = [line for line in aipp_files.host_notes if "aclmdlSetAIPP" in line]

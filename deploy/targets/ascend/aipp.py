@@ -152,13 +152,16 @@ class FramePlan:
     stored: Size
 
 
-def write_aipp(preprocess: Preprocess, source: AippSource, input_index: int = 0) -> AippConfig:
+def write_aipp(
+    preprocess: Preprocess, source: AippSource, input_index: int = 0, batch: int = 1
+) -> AippConfig:
     """Return the AIPP configuration, as text and message; no file is written.
 
     Args:
         preprocess: the calibration's preprocessing, resolved: size, color and layout are set.
         source: format of the .om's input images.
         input_index: which of the model's inputs are the images, counted from 0.
+        batch: number of images in this input.
 
     Raises:
         ExportError: AIPP cannot express the preprocessing.
@@ -180,7 +183,7 @@ def write_aipp(preprocess: Preprocess, source: AippSource, input_index: int = 0)
 
     message = message_class("InsertNewOps")()
     if source.dynamic:  # the file has only the picture's size, the host sets all else
-        message.aipp_op.append(_make_dynamic(parameters))
+        message.aipp_op.append(_make_dynamic(parameters, batch))
         one_line = print_text(parameters).replace("\n", ", ").strip(", ")
         settings = one_line.removeprefix("aipp_mode: static, ")
         host_notes.append(f"Dynamic AIPP: the host sets, by aclmdlSetAIPP..., {settings}.")
@@ -216,14 +219,14 @@ def _set_color(parameters: Any, preprocess: Preprocess, source: AippSource) -> N
         getattr(parameters, f"input_bias_{channel}").append(bias)
 
 
-def _make_dynamic(parameters: Any) -> Any:
-    """Return the parameters of dynamic AIPP: only the largest image size in bytes."""
+def _make_dynamic(parameters: Any, batch: int) -> Any:
+    """Return the parameters of dynamic AIPP: only the largest size in bytes of `batch` images."""
     bytes_per_pixel = {_YUV420SP: 1.5, _YUV400: 1, _RGB888: 3}[parameters.input_format]
     pixels = parameters.src_image_size_w * parameters.src_image_size_h
     dynamic = message_class("AippOpParams")()
     dynamic.aipp_mode = 2
     dynamic.related_input_rank = parameters.related_input_rank
-    dynamic.max_src_image_size = int(pixels * bytes_per_pixel)
+    dynamic.max_src_image_size = int(batch * pixels * bytes_per_pixel)
     return dynamic
 
 
@@ -574,7 +577,7 @@ def write_aipp_files(
     inputs = [spec.name for spec in request.subject.loaded.inputs]
     # images feed one input; all other inputs are states
     image_input = next(name for name in inputs if name not in request.feed.states)
-    aipp = write_aipp(preprocess, source, inputs.index(image_input))
+    aipp = write_aipp(preprocess, source, inputs.index(image_input), request.feed.batch)
     files["AIPP configuration"] = request.write("_aipp.cfg", aipp.text)
     if first_layer_int8:
         options_text = compression_options()
