@@ -368,7 +368,8 @@ def quietable(*files: str) -> Decorator:
     `--json -` suppresses the command's text too, since it prints JSON in its place.
 
     Args:
-        files: flags of which one must be given with --quiet, if the command writes nothing else.
+        files: flags that write the result to a file, or print it by `say_data`; one of them must be
+            given with --quiet, if the command writes nothing else.
     """
 
     def add_quiet(command: CommandFunction) -> CommandFunction:

@@ -237,7 +237,8 @@ class Target(Protocol):
     """One target: a dataclass whose options are fields declared by `deploy.targets.options`.
 
     Attributes:
-        engines: suffixes of the engine files that `open` loads.
+        engines: suffixes of the engine files that `open` loads. The longest suffix that fits a
+            file names its target; ".onnx" is ONNX Runtime's.
         runs_here: whether ONNX Runtime runs the engine on this machine's CPU, so that the search
             can use its latency.
         own_method: text: the algorithms that find this target's ranges whatever --method says; ""
@@ -282,6 +283,9 @@ class Target(Protocol):
 
         Raises:
             ConfigError: an option or configuration contradicts the model or the method.
+            ExportError: nodes that ONNX Runtime does not know were cut off the model
+                (`subject.loaded.cut_off`), and `build` does not put them back
+                (`BuildRequest.with_plugin_nodes`).
         """
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:

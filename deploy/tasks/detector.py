@@ -451,6 +451,11 @@ class BoxRows:
 class BoxCoding(NamedTuple):
     """How the numbers of a row are a box; a row of docs/forms.md.
 
+    Boxes are looked for in a separate output; in an output with the scores, boxes of four numbers
+    before the scores, and all others after them. Any other order needs a layout in `PROPOSALS` of
+    `detector_forms` too. The program `X_run.py` draws the boxes of a coding that has a row in
+    `_CORNER_LINES` of `deploy/targets/onnxruntime/run_script.py`.
+
     Attributes:
         numbers: what they are, as text.
         source: models or papers that have it, as text.
