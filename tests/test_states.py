@@ -232,6 +232,12 @@ def test_bad_step_is_left_out_of_its_sequence():
         np.testing.assert_allclose(sample["c"], step["c"], atol=1e-5)
 
 
+def test_states_are_a_dict():
+    dataset = Dataset(source=sequences([5]), states=["c=c_out"])
+    with pytest.raises(ConfigError, match="states are a dict"):
+        load(tracker()).open_samples(dataset)
+
+
 @pytest.mark.parametrize(("option", "count"), [("sample", 1), ("sample", 2), ("every", 2)])
 def test_steps_between_are_never_left_out(option, count):
     dataset = Dataset(source=sequences([5]), limit=Choice(**{option: count}))

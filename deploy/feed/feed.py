@@ -160,7 +160,15 @@ class Dataset:
     def _find_recurrence(
         self, specs: Sequence[TensorSpec], recurrence: Recurrence | None
     ) -> Recurrence | None:
-        """Return the model's recurrence with the user's states; None for a model without states."""
+        """Return the model's recurrence with the user's states; None for a model without states.
+
+        Raises:
+            ConfigError: the states are no dict, or not those of a float model that can be run.
+        """
+        if self.states and not isinstance(self.states, Mapping):
+            raise ConfigError(
+                f"states are a dict of an input and the output that it takes, got {self.states!r}"
+            )
         if recurrence is None:
             if self.states:
                 raise ConfigError(
