@@ -110,9 +110,10 @@ def test_another_split_is_named_if_it_is_worth_knowing(others, number):
     assert (other and other.number) == number
 
 
-def test_price_is_the_sqnr_where_the_figure_is_the_same():
+@pytest.mark.parametrize(("level", "figure"), [("good", "28 of 28 boxes"), ("", "")])
+def test_price_is_the_sqnr_without_two_different_figures(level, figure):
     front = (
-        split(1, 0.7, "good", 20.0, "28 of 28 boxes", taken=True),
+        split(1, 0.7, level, 20.0, figure, taken=True),
         split(2, 0.71, "good", 33.0, "28 of 28 boxes"),
     )
     (line,) = speed_lines(front)

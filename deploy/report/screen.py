@@ -365,9 +365,10 @@ def _built_speed(
 def _accuracy_text(split: SplitRow, built_split: SplitRow) -> str:
     """Return the accuracy of a split, as far as it differs from that of the built split."""
     text = split.figure
-    if text in ("", built_split.figure):  # an equal figure of the task shows no difference
+    # "": it was not judged, so that a figure of the other one would show no difference
+    if "" in (text, built_split.figure) or text == built_split.figure:
         text = figures.decibels(split.sqnr_db)
-    if split.level not in ("", built_split.level):  # "": it was not judged
+    if split.level != built_split.level and "" not in (split.level, built_split.level):
         text += f" ({split.level})"
     return text
 
