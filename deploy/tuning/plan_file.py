@@ -123,7 +123,7 @@ class TargetPlan:
         split_by_number = {split.row.number: split for split in self.front}
         if number not in split_by_number:
             numbers = ", ".join(map(str, split_by_number)) or "none"
-            raise ConfigError(f"a split must be one of the plan's, {numbers}, got {number}")
+            raise ConfigError(f"a split must be one of the plan's ({numbers}), got {number}")
 
         choices = split_by_number[number].choices
         # a node that this plan has in float too keeps its reason, which says more
