@@ -279,6 +279,21 @@ def test_old_norms_have_no_batch_count(tmp_path, prefix):
     assert model.running_var.tolist() == [3, 3]
 
 
+class CountedLinear(nn.Linear):
+    def get_extra_state(self):
+        return {"calls": 3}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+
+def test_extra_state_is_loaded(tmp_path):
+    model = CountedLinear(2, 1)
+    torch.save(model.state_dict(), tmp_path / "w.pt")
+    load_weights(model, tmp_path / "w.pt")
+    assert model.calls == 3
+
+
 def test_foreign_weight_files_are_named(tmp_path, recwarn, wording):
     model = nn.Linear(2, 2)
     torch.jit.script(model).save(tmp_path / "s.pt")

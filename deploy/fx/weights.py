@@ -138,6 +138,8 @@ def _refuse_casts(state: Mapping[str, torch.Tensor], model: nn.Module, path: Pat
     belongs to such values is lost.
     """
     for name, tensor in model.state_dict().items():
+        if name.endswith("_extra_state"):  # anything that a module stores
+            continue
         stored = state.get(name, tensor)
         has_scale = not stored.is_floating_point() or stored.element_size() == 1
         if tensor.is_floating_point() and has_scale:
