@@ -201,7 +201,7 @@ def count_flops(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) ->
     """Return node name -> FLOPs for inputs of these shapes; nothing is computed.
 
     Raises:
-        ModelError: an operator does not run on the meta device, such as those of torch.ao's int8.
+        ModelError: an operator, such as torch's int8 ones, does not run on the meta device.
     """
     try:
         return _run_on_meta(graph_module, inputs)
