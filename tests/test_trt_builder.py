@@ -356,11 +356,12 @@ def gpu(tensorrt, monkeypatch):
 
 @pytest.mark.slow
 def test_float_nodes_are_pinned_in_engine(gpu, model, tmp_path, monkeypatch):
-    built_on(model, tmp_path, float_nodes=("Gemm_logits",))
+    built_on(model, tmp_path, TensorRT(form="cache"), float_nodes=("Gemm_logits",))
     (name, settings, cache) = gpu[-1]
     assert (name, settings.float_layers) == ("net.tensorrt.onnx", {"Gemm_logits": "logits"})
     assert cache == (tmp_path / "net.tensorrt.cache").read_bytes()
-    built_on(model, tmp_path)  # another engine, not the one that was built before
+    # another engine, not the one that was built before
+    built_on(model, tmp_path, TensorRT(form="cache"))
     assert len(gpu) == 2
     assert not gpu[-1][1].float_layers
     built_on(model, tmp_path / "qdq", TensorRT(form="qdq"), float_nodes=("Gemm_logits",))
@@ -380,7 +381,7 @@ def test_float16_overflow_is_pinned_in_engines(gpu, model, tmp_path, tensorrt, m
     overflowing.graph.node.append(helper.make_node("Mul", [output, "much"], ["large"], "/mul"))
     overflowing.graph.output[0].name = "large"
     onnx.save(overflowing, model)
-    built_on(model, tmp_path / "cache")
+    built_on(model, tmp_path / "cache", TensorRT(form="cache"))
     assert not gpu[-1][1].typed
     assert gpu[-1][1].wide_layers == {"/mul": "large"}
     cache = tmp_path / "cache" / "net.tensorrt.cache"
@@ -390,7 +391,7 @@ def test_float16_overflow_is_pinned_in_engines(gpu, model, tmp_path, tensorrt, m
     built_on(model, tmp_path / "typed", TensorRT(form="qdq"))
     assert gpu[-1][1].typed
     assert not gpu[-1][1].wide_layers
-    built_on(model, tmp_path / "wide", TensorRT(rest="fp32"))
+    built_on(model, tmp_path / "wide", TensorRT(form="cache", rest="fp32"))
     assert not gpu[-1][1].wide_layers
     tensorrt("11.1.0")  # has no types to choose, nor a way to bind one
     monkeypatch.setattr(engines, "_source_role", lambda *_: engines.QDQ)
