@@ -19,7 +19,7 @@ from tests.test_tuning import SAME, ran, save_feed, saved
 # layers alone, ranges without the judges' samples, and the judging of what would be built.
 IMAGES = 100
 # one of TensorRT's two, as the search is theirs both; ONNX Runtime's budget is tried below
-REPEATED = dict.fromkeys(("onnxruntime", "tensorrt-rtx"), pytest.mark.release)
+REPEATED = dict.fromkeys(("onnxruntime", "tensorrt", "tensorrt-rtx"), pytest.mark.release)
 
 
 @pytest.fixture(scope="module")

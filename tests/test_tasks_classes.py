@@ -351,7 +351,7 @@ def test_a_candidate_of_other_shapes_keeps_nothing(form):
         assert figure(references, others)[1].value == 0
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_outputs_make_it_fail(seed):
     made = np.random.default_rng(seed)
 
@@ -360,7 +360,7 @@ def test_no_outputs_make_it_fail(seed):
             return value * np.nan
         return value[..., :1] if value.ndim else value
 
-    for _ in range(100):
+    for _ in range(60):
         references = anything(made)
         form = derive_form(references, inputs=[fed((64, 64))] * 5)
         if form.task is None:

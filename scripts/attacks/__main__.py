@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None, *, parts: Mapping[str, Part] | None 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="scripts/attack", description=__doc__)
     parser.add_argument("parts", nargs="*", help="such as fuzz, fuzz-npy or kills; default: all")
-    parser.add_argument("--long", action="store_true", help="two thousand times as many changes")
+    parser.add_argument("--long", action="store_true", help="four thousand times as many changes")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--case", type=int, help="this one of a part alone")
     # one more than cores: they wait for processes and signals now and then

@@ -30,7 +30,7 @@ class Reader:
         open: a folder -> (path of the changed file -> what reads it). Words are a command line;
             a function is called where a command would run.
         mutate: gives a changed input.
-        cases: number of changed inputs. The short form tries the first twentieth of them, the
+        cases: number of changed inputs. The short form tries the first fortieth of them, the
             long form a hundred times as many.
         limit_s: of a case, which takes milliseconds; the machine may do other things as well.
         memory: bytes beyond what a worker has: an input of some kilobytes needs no more.
@@ -50,7 +50,7 @@ class Reader:
         """As a part of the attack."""
         return Part(
             name=f"fuzz-{self.name}",
-            short=-(-self.cases // 20),
+            short=-(-self.cases // 40),
             long=100 * self.cases,
             start=self._start,
             limit_s=3 * self.limit_s,
