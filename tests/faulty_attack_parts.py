@@ -79,7 +79,7 @@ def make_part(name, read):
     reader = Reader(
         name=name,
         suffix=".txt",
-        cases=80,
+        cases=160,
         seeds=lambda folder: [b"die"],
         limit_s=0.2 if name == "endless" else 60,
         open=open_reader,
