@@ -96,14 +96,8 @@ echo "[1] [I] Latency: min = 0.1 ms, max = 0.2 ms, mean = 0.15 ms, median = 0.12
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "version",
-    [
-        pytest.param("8.5.3.1", marks=pytest.mark.release),
-        "10.16.1.11",
-        pytest.param("11.4.0.106", marks=pytest.mark.release),
-    ],
-)
+@pytest.mark.release
+@pytest.mark.parametrize("version", ["8.5.3.1", "10.16.1.11", "11.4.0.106"])
 def test_failed_row_leaves_the_others(tensorrt, version, tmp_path, monkeypatch, capsys):
     """The fake searches no scales: it takes the largest value, and names nothing inside a Gemm."""
     tensorrt(version, "cuda-python")
