@@ -287,7 +287,7 @@ ANY_JSON = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.data(), ANY_JSON)
 def test_no_value_breaks_the_json_reader(data, value):
     tree = json.loads((CASES / "small_mixed" / "config.json").read_text())

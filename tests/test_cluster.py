@@ -216,6 +216,7 @@ def test_interrupt_ends_pieces_on_workers(cluster, small_cnn, pictures, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_lost_scheduler_is_named(refusal_of, tmp_path):
     with scheduling(tmp_path) as (process, lost_scheduler):
         lost_scheduler.tell("slow")

@@ -207,6 +207,7 @@ def test_incomparable_models_are_refused(tmp_path, model_a, refusal):
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_difference_between_runtimes_is_located(
     tmp_path, model_a, sample_file, compare_json, openvino
 ):

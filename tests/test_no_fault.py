@@ -61,6 +61,7 @@ def npy(array):
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_forged_statistics_are_made_again(stored_calibration, run):
     cache, arguments = stored_calibration
     files = (cache, *store.sidecars(cache))

@@ -130,6 +130,7 @@ def test_small_model_has_a_larger_budget(products, factor):
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_spent_budget_stops_split_comparison(search_deep, runs, never_usable, monkeypatch):
     """Of four calibrations the trials take most; the first choice is judged all the same."""
     monkeypatch.setitem(EFFORTS, 1, replace(EFFORTS[1], calibrations=4))

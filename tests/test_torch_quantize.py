@@ -272,6 +272,7 @@ def test_exported_model_differs_by_one_code(converted_and_exported, batches, tar
     assert "steps of the last quantized tensor" in str(used)
 
 
+@pytest.mark.slow
 def test_export_is_int8_and_deterministic(converted_and_exported, kernels, resnet, batches):
     converted, exported = converted_and_exported()
     ran = Counter(kernels(exported))
