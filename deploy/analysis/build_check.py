@@ -261,11 +261,7 @@ def _find_score_threshold(folder: Path, manifest: Manifest, loaded: LoadedModel)
     if manifest.cache is not None:
         outside_path, _ = manifest.cache
         paths.insert(0, outside_path)
-    for path in paths:
-        threshold = read_score_threshold(path, loaded.identities)
-        if threshold is not None:
-            return threshold
-    return None
+    return read_score_threshold(paths, loaded.identities)
 
 
 def _read_task_and_metric(report: Report) -> tuple[str, str]:

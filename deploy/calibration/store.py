@@ -324,21 +324,26 @@ def load_calibration(path: Path) -> StoredCalibration:
     )
 
 
-def read_score_threshold(path: Path, model: Mapping[str, str]) -> float | None:
-    """Return the score threshold in the cache of a model, whatever its images; None without.
+def read_score_threshold(paths: Iterable[Path], model: Mapping[str, str]) -> float | None:
+    """Return the first score threshold in caches of a model, whatever their images; None without.
 
-    `model`: identities of the model, as in a fingerprint.
+    Args:
+        paths: caches, which may be missing or of other models.
+        model: identities of the model, as in a fingerprint.
     """
-    json_path = sidecars(path)[0]
-    if not json_path.exists():
-        return None
-    try:
-        document = _parse_document(read_cache_file(json_path), json_path)
-        stored_model = Fingerprint.from_json(document.fingerprint).model
-    except CacheError:  # the check of the cache says why
-        return None
-    is_of_model = not model.items().isdisjoint(stored_model.items())
-    return document.score_threshold if is_of_model else None
+    for path in paths:
+        json_path = sidecars(path)[0]
+        if not json_path.exists():
+            continue
+        try:
+            document = _parse_document(read_cache_file(json_path), json_path)
+            stored_model = Fingerprint.from_json(document.fingerprint).model
+        except CacheError:  # the check of the cache says why
+            continue
+        is_of_model = not model.items().isdisjoint(stored_model.items())
+        if is_of_model and document.score_threshold is not None:
+            return document.score_threshold
+    return None
 
 
 def read_cache_text(path: Path) -> tuple[bytes, Fingerprint]:

@@ -85,7 +85,7 @@ class VideoSource:
         self._preprocess = preprocess
         self._lock = threading.Lock()
         self._capture = _open_capture(path)
-        self._next_frame = 0
+        self._next_frame = 0  # index of the frame that the capture reads next
         cv2 = opencv()
         self._count = int(self._capture.get(cv2.CAP_PROP_FRAME_COUNT))
         self.frames_per_second = max(round(self._capture.get(cv2.CAP_PROP_FPS) or 1), 1)

@@ -9,7 +9,7 @@ a budget of bytes::
     read_yaml, from_yaml       mappings, lists and texts of YAML
     convert                    values of JSON or TOML as a dataclass, checked by its fields' types
     refuse_irregular           for a library that opens a file by its path
-    refuse_no_path             https:// and the like, in place of a path
+    refuse_no_path             an empty text, or https:// and the like, in place of a path
 
 A refusal is one sentence, raised as the caller's error class. A file that is read is an input of
 the run (`deploy.files.guard`). `deploy.files.archives` reads zip archives and .npy arrays.

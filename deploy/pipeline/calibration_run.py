@@ -496,10 +496,10 @@ def _find_score_threshold(
     """
     subject = run.subject
     # first the cache that is read, then the one that this build writes, if it is another file
-    for path in filter(None, dict.fromkeys((run.policy.read_path, run.policy.path))):
-        earlier_threshold = read_score_threshold(path, subject.identities)
-        if earlier_threshold is not None:
-            return earlier_threshold
+    paths = filter(None, dict.fromkeys((run.policy.read_path, run.policy.path)))
+    earlier_threshold = read_score_threshold(paths, subject.identities)
+    if earlier_threshold is not None:
+        return earlier_threshold
     if not is_observed or not run.evaluation_count:
         return None
     metric = Metric(None, task=subject.task, declared=subject.loaded.declaration)

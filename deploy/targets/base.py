@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from deploy.calibration.reference_outputs import EvaluationSet
     from deploy.feed.samples import Feed
     from deploy.frontends.base import QdqCalibration
-    from deploy.graph.plan import Decision, FloatNodes, Plan
+    from deploy.graph.plan import Decision, FloatNodes, ModelAnalysis, Plan
     from deploy.targets.stored_weights import StoredWeight
     from deploy.tensors import Session
 
@@ -83,8 +83,20 @@ class BuildRequest:
         """
         subject = self.subject
         key = "demand", target.name, subject.float_nodes, subject.method.label
-        demand = self.ranges.compute_once(key, lambda: target.demand(subject), of=subject.model)
+        demand = self.compute_once(key, lambda: target.demand(subject))
         return self.chosen_ranges.find(demand, symmetric=symmetric)
+
+    def compute_once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """Return `compute()`, called once per key for all builds of this model by a search."""
+        return self.ranges.compute_once(key, compute, of=self.model)
+
+    @property
+    def model_analysis(self) -> ModelAnalysis:
+        """The analysis of the model's graph, made once for all builds of this model."""
+        from deploy.graph.plan import ModelAnalysis
+
+        analysis: ModelAnalysis = self.compute_once("analysis", lambda: ModelAnalysis(self.model))
+        return analysis
 
     @property
     def name(self) -> str:

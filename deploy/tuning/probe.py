@@ -330,6 +330,7 @@ class Prober:
             model = self.build_trial(self.request.with_added_choices(choices))
             if samples.activations is not None:
                 model = samples.activations.shorten(model)
+            # ONNX Runtime stands in for targets that do not run here: it computes pairs in float
             int8_kernels = self.runs_here and not breaks_int8_kernels(model)
             data = model.SerializeToString()
             del model  # its weights need not be in memory while it runs

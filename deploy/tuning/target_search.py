@@ -112,9 +112,9 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
     """Search which layers stay float; return the plan and the number of trial models that ran.
 
     The search tries models with different layers in float and different range methods on a few
-    samples. Without a layer that can be int8 the plan is empty. After Ctrl-C it is that of the best
-    trial so far. What was found is stored for the searches of other targets, and the outputs of the
-    chosen trial for the evaluation. `step`: called after each trial.
+    samples. If no layer can be int8 the plan is empty; after Ctrl-C the plan is that of the best
+    trial so far. Findings are added to `setup.shared_findings`, for the searches of other targets;
+    `setup.evaluation_set` stores the outputs of the chosen trial. `step`: called after each trial.
 
     Raises:
         Calib8Error: what the target raises on planning the model.

@@ -246,7 +246,7 @@ def describe_algorithms(config: QuantConfig) -> str:
 
 
 def calibration_notes(calibrated: CalibrationRecord, plan: RecordPlan) -> Iterator[str]:
-    """Yield notes on the searches, the samples, and layers whose scale is meaningless."""
+    """Yield notes on searches, rounding, the configuration, tiny inputs, and unused samples."""
     yield f"Scales: {describe_algorithms(plan.config)} over {_describe_batches(plan)}."
     yield from _rounding_notes(calibrated, plan)
     yield from plan.config.notes
@@ -264,10 +264,10 @@ def calibration_notes(calibrated: CalibrationRecord, plan: RecordPlan) -> Iterat
             f" {list_first(underflow_layers, 3)}; --keep-float keeps them in float."
         )
     if plan.used_samples < plan.samples and plan.config.batch_num > 1:
-        total = plan.samples * plan.images_per_sample
+        image_count = plan.samples * plan.images_per_sample
         yield (
             f"batch_num {plan.config.batch_num} of the configuration:"
-            f" {plan.used_samples * plan.images_per_sample} of {total} samples were used."
+            f" {plan.used_samples * plan.images_per_sample} of {image_count} samples were used."
         )
 
 

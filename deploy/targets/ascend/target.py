@@ -14,7 +14,6 @@ calib8 does not drive.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, ClassVar
@@ -264,9 +263,8 @@ class Ascend:
         """Return the default plan, and the records of all layers by a search; computed once."""
         from deploy.targets.ascend.layer_searches import make_search_plan
 
-        compute_once = partial(request.ranges.compute_once, of=request.model)
-        plan: RecordPlan = compute_once(self, lambda: self.record_plan(request.subject))
-        record = compute_once(
+        plan: RecordPlan = request.compute_once(self, lambda: self.record_plan(request.subject))
+        record = request.compute_once(
             (self, search),
             lambda: make_search_plan(plan, search).record(request.ranges.observed),
         )

@@ -8,7 +8,6 @@ fuses it into QLinearConv, QGemm and similar kernels when it loads the file.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from deploy.frontends.base import QdqCalibration
     from deploy.graph.placement import Placement
     from deploy.graph.plan import Decision, FloatNodes, ModelAnalysis, Plan
-    from deploy.targets.onnxruntime.qdq import Memoize
     from deploy.targets.stored_weights import StoredWeight
     from deploy.tasks.evaluation_task import EvaluationTask
     from deploy.tasks.rows import Outputs
@@ -193,7 +191,6 @@ class OnnxRuntime:
         since ONNX Runtime finds their ranges in each run.
         """
         from calibrators.grids import signed_grid
-        from deploy.graph.plan import ModelAnalysis
         from deploy.targets.onnxruntime.dynamic import write_dynamic
         from deploy.targets.onnxruntime.qdq import write_qdq
         from deploy.targets.prequantized import qdq_decisions
@@ -202,20 +199,17 @@ class OnnxRuntime:
         trained = request.trained  # the user's Q/DQ model; None if the model has no pairs
         if trained is not None and self._keeps_pairs(request):
             decisions = qdq_decisions(trained, request.model, self.placement)
-            analysis = ModelAnalysis(request.model)
-            return _PairedModel(trained.model, decisions, dict(ranges.scales), analysis)
+            ranges_by_tensor = dict(ranges.scales)
+            return _PairedModel(trained.model, decisions, ranges_by_tensor, request.model_analysis)
 
-        # (key, function) -> its result, computed once for all builds of this model by a search
-        memoize = partial(request.ranges.compute_once, of=request.model)
-        analysis = memoize("read", lambda: ModelAnalysis(request.model))
-        plan = self._plan_pairs(request, ranges, analysis, memoize)
+        plan = self._plan_pairs(request, ranges)
         model = write_qdq(
             request.model,
             plan,
             ranges.scales,
             weight_bits=self.weight_bits,
             trained_scales={} if trained is None else trained.weight_scales,
-            memoize=memoize,
+            memoize=request.compute_once,
         )
         dynamic_nodes = self._dynamic_matmuls(request.model, tuple(request.float_nodes))
         if dynamic_nodes:
@@ -223,15 +217,13 @@ class OnnxRuntime:
             fits_pairs = self.placement.fits_pairs
             model = write_dynamic(model, dynamic_nodes, grid, fits_pairs=fits_pairs)
         decisions = self._with_dynamic(plan.decisions, dynamic_nodes)
-        return _PairedModel(model, decisions, _ranges_of_pairs(plan, ranges), analysis, plan)
+        pair_ranges = _ranges_of_pairs(plan, ranges)
+        return _PairedModel(model, decisions, pair_ranges, request.model_analysis, plan)
 
-    def _plan_pairs(
-        self, request: BuildRequest, ranges: RangeSet, analysis: ModelAnalysis, memoize: Memoize
-    ) -> Plan:
+    def _plan_pairs(self, request: BuildRequest, ranges: RangeSet) -> Plan:
         """Return which nodes run in int8, and which tensors get pairs, with these ranges.
 
-        `memoize`: (key, function) -> its result, computed once for each key. The plan depends on
-        the nodes and tensors that stay float, not on the values of the ranges.
+        The plan depends on the nodes and tensors that stay float, not on the values of the ranges.
         """
         from deploy.graph.plan import analyse
 
@@ -239,14 +231,14 @@ class OnnxRuntime:
         if request.trained is not None:  # a layer that was trained in int8 stays, however small
             placement = replace(placement, min_products=0)
         plan_key = ("plan", self, tuple(request.float_nodes.items()), tuple(ranges.reasons.items()))
-        plan: Plan = memoize(
+        plan: Plan = request.compute_once(
             plan_key,
             lambda: analyse(
                 request.model,
                 placement,
                 float_nodes=request.float_nodes,
                 float_tensors=ranges.reasons,
-                analysis=analysis,
+                analysis=request.model_analysis,
             ),
         )
         return plan

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -245,8 +244,7 @@ class TensorRT(TensorrtOptions):
         from deploy.targets.tensorrt.cache_qdq import to_qdq
 
         match = self.calibrate_scales(request).match
-        memoize = partial(request.ranges.compute_once, of=request.model)
-        return to_qdq(request.model, match.plan, match.scales, memoize=memoize)
+        return to_qdq(request.model, match.plan, match.scales, memoize=request.compute_once)
 
     def evaluated(self, request: BuildRequest) -> onnx.ModelProto:
         """Return the typed model if TensorRT runs that one and a CPU can, else the Q/DQ model."""
@@ -256,7 +254,6 @@ class TensorRT(TensorrtOptions):
 
     def calibrate_scales(self, request: BuildRequest) -> _CalibratedModel:
         """Return TensorRT's cache of the ranges that the request chose, matched to the model."""
-        from deploy.graph.plan import ModelAnalysis
         from deploy.targets.tensorrt import cache_contents
         from deploy.targets.tensorrt.cache_match import match_cache
 
@@ -271,13 +268,12 @@ class TensorRT(TensorrtOptions):
         fp8_grid = placement.grid if self.precision == FP8 else None
         ranges = request.ranges_of(self, symmetric=fp8_grid)
         cache = cache_contents.cache_of(request.model, ranges, version)
-        model = request.model
         match = match_cache(
             cache,
-            model,
+            request.model,
             float_nodes=request.float_nodes,
             placement=placement,
-            analysis=request.ranges.compute_once("read", lambda: ModelAnalysis(model), of=model),
+            analysis=request.model_analysis,
         )
         # A tensor that is always 0 has scale 0, with which TensorRT cannot quantize. Without an
         # entry in the cache its node stays float.

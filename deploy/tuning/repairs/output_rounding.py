@@ -133,9 +133,7 @@ def _round_all_weights(request: BuildRequest, repair_input: RepairInput) -> Roun
 
     The weights for all targets of the build are computed once, in one pass over the layers.
     """
-    weights_by_target: dict[str, RoundedWeights] = request.ranges.compute_once(
-        "rounded weights", dict, of=request.model
-    )
+    weights_by_target: dict[str, RoundedWeights] = request.compute_once("rounded weights", dict)
     target = repair_input.target
     if target.name not in weights_by_target:
         finished = {target.name, *weights_by_target}
