@@ -1,4 +1,4 @@
-"""AIPP (preprocessing inside the .om): its configuration file, and its arithmetic in numpy.
+"""AIPP (preprocessing inside the .om): its configuration file, and what is left to the host.
 
 AIPP takes a uint8 image from a camera or DVPP, and computes, in this order::
 
@@ -19,10 +19,6 @@ YUV to RGB uses integer factors of 1/256::
 The factors follow from the standard's weights of red and blue in Y. (CANN's docs call full "wide";
 JPEG is BT.601 full.)
 
-`run_aipp` follows the documented arithmetic of the hardware: integers up to the conversion, whose
-products are shifted right by 8 and clipped to 0..255, then float16. With it a build measures how
-far the .om's input is from the calibration's.
-
 Source: hicann/ge, docs of atc, AIPP (configuration template, CSC, crop); ITU-R BT.601 and BT.709;
 CANN's docs of acldvppVpcResizeAsync, hi_vpc_crop_resize_paste_region and of VPC's alignment.
 """
@@ -35,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.errors import ExportError
-from deploy.feed.pixels import input_to_image, layout_of, resized_geometry
+from deploy.feed.pixels import resized_geometry
 from deploy.feed.preprocess import Preprocess, Size, format_size
 from deploy.targets.ascend.atc import AippSource, compression_options
 from deploy.targets.ascend.proto import message_class, print_text
@@ -46,7 +42,6 @@ Matrix = tuple[tuple[int, int, int], ...]
 
 _LUMA_WEIGHTS = {"bt601": (0.299, 0.114), "bt709": (0.2126, 0.0722)}  # of red and blue in Y
 _MIN_SIDE, _MAX_SIDE = 2, 4096  # pixels of an image
-_CHECKED_SAMPLES = 2  # a build measures AIPP's error on them
 
 # AippOpParams.input_format
 _YUV420SP, _RGB888, _YUV400 = 1, 3, 4
@@ -87,23 +82,15 @@ def yuv_to_rgb_matrix(standard: str, color: str) -> tuple[Matrix, tuple[int, int
 
 
 def to_yuv(rgb: Bytes, standard: str) -> Bytes:
-    """Convert RGB [H, W, 3] of even sides to NV12 [H * 3 / 2, W].
-
-    NV12 has H rows of Y, then H / 2 rows of U and V in turns, each the mean of 2 x 2 pixels.
-    """
+    """Convert RGB pixels [..., 3] to Y, U, V [..., 3]."""
     red_weight, blue_weight = _LUMA_WEIGHTS[standard.partition("-")[0]]
     red, green, blue = np.moveaxis(rgb.astype(np.float64), -1, 0)
     y = red_weight * red + (1 - red_weight - blue_weight) * green + blue_weight * blue
-    height, width = y.shape
-
-    # U and V, -0.5 * 255 to 0.5 * 255
-    color_differences = [(blue - y) / (2 * (1 - blue_weight)), (red - y) / (2 * (1 - red_weight))]
-    pixel_blocks = np.stack(color_differences, axis=-1).reshape(height // 2, 2, width // 2, 2, 2)
-    uv = pixel_blocks.mean(axis=(1, 3)).reshape(height // 2, width)
-
+    u = (blue - y) / (2 * (1 - blue_weight))  # -0.5 * 255 to 0.5 * 255, as V
+    v = (red - y) / (2 * (1 - red_weight))
     y_span, uv_span, y_bias = _value_ranges(standard)
-    rows = np.concatenate([y * y_span + y_bias, uv * uv_span + 128])
-    return np.asarray(np.clip(np.rint(rows), 0, 255), np.uint8)
+    yuv = np.stack([y * y_span + y_bias, u * uv_span + 128, v * uv_span + 128], axis=-1)
+    return np.asarray(np.clip(np.rint(yuv), 0, 255), np.uint8)
 
 
 def _value_ranges(standard: str) -> tuple[float, float, int]:
@@ -329,8 +316,7 @@ def _describe_border(preprocess: Preprocess, source: AippSource) -> str:
         return f"{preprocess.color} {', '.join(map(str, border))}"
     if preprocess.color == "bgr":
         border = border[::-1]
-    four_pixels = np.broadcast_to(border, (2, 2, 3))
-    y, u, v = to_yuv(four_pixels, source.standard).ravel()[[0, 4, 5]]
+    y, u, v = to_yuv(np.broadcast_to(border, 3), source.standard)
     return f"Y {y}, U {u}, V {v}"
 
 
@@ -453,110 +439,6 @@ def _channel_value(values: tuple[float, ...], channel: int) -> float:
     return float(values[channel if len(values) > 1 else 0])
 
 
-def run_aipp(parameters: Any, picture: Bytes) -> NDArray[np.float32]:
-    """Compute the model's input [C, H, W] from one input image of the .om, as the hardware does.
-
-    Args:
-        parameters: an AippOpParams, the message of the configuration.
-        picture: [H, W, 3] packed, [H, W] grey, or [H * 3 / 2, W] YUV420SP.
-    """
-    pixels = _unpack_pixels(parameters, picture)
-    if parameters.rbuv_swap_switch and parameters.input_format == _YUV420SP:
-        pixels = pixels[..., [0, 2, 1]]  # U and V
-    elif parameters.rbuv_swap_switch:
-        pixels = pixels[..., ::-1]  # R and B
-    if parameters.crop:
-        top = parameters.load_start_pos_h
-        left = parameters.load_start_pos_w
-        pixels = pixels[top : top + parameters.crop_size_h, left : left + parameters.crop_size_w]
-    if parameters.csc_switch:
-        pixels = _convert_color(parameters, pixels)
-
-    # the mean's integer part is subtracted in integers, its fraction in float16
-    channels = []
-    for index, channel in enumerate(np.moveaxis(pixels, -1, 0)):
-        mean = getattr(parameters, f"mean_chn_{index}")
-        fraction = np.float16(getattr(parameters, f"min_chn_{index}"))
-        factor = np.float16(getattr(parameters, f"var_reci_chn_{index}")[0])
-        channels.append(((channel - mean).astype(np.float16) - fraction) * factor)
-    return np.stack(channels).astype(np.float32)
-
-
-def measure_aipp_error(
-    aipp: AippConfig,
-    preprocess: Preprocess,
-    source: AippSource,
-    batch: NDArray[Any],
-) -> float | None:
-    """Measure how far AIPP's input is from the calibration's, relative to full scale.
-
-    The image is recovered exactly from the calibration sample and converted to the .om's format.
-
-    `batch`: the input of a calibration sample that AIPP makes.
-
-    Returns:
-        The largest mean absolute error of an image in the batch; None if `batch` has no images.
-    """
-    if layout_of(batch) != "nchw" or not np.issubdtype(batch.dtype, np.floating):
-        return None
-    # about the largest value of the model's input
-    full_scale = 255 * preprocess.scale / min(preprocess.std)
-    errors = []
-    for expected in batch:
-        pixels = input_to_image(expected[None], preprocess)
-        assert pixels is not None
-        padded = _pad_to_source(pixels, aipp.parameters)  # AIPP's crop takes the padding away
-        picture = to_source_format(padded, preprocess, source)
-        computed = run_aipp(aipp.parameters, picture)
-        errors.append(float(np.abs(computed - expected).mean() / full_scale))
-    return max(errors)
-
-
-def _pad_to_source(pixels: Bytes, parameters: Any) -> Bytes:
-    """Pad an image to the source size, at the place of the crop, by repeating its edges."""
-    height, width = pixels.shape[:2]
-    top = parameters.load_start_pos_h
-    left = parameters.load_start_pos_w  # 0 without crop
-    bottom = parameters.src_image_size_h - height - top
-    right = parameters.src_image_size_w - width - left
-    return np.pad(pixels, ((top, bottom), (left, right), (0, 0)), mode="edge")
-
-
-def to_source_format(rgb: Bytes, preprocess: Preprocess, source: AippSource) -> Bytes:
-    """Convert RGB [H, W, 3] to the format of the .om's input images."""
-    if source.is_yuv:
-        nv12 = to_yuv(rgb, source.standard)
-        if source.color == "nv12":
-            return nv12
-        height = rgb.shape[0]
-        vu_rows = nv12[height:].reshape(height // 2, -1, 2)[..., ::-1]  # NV21 has V before U
-        return np.concatenate([nv12[:height], vu_rows.reshape(height // 2, -1)])
-    if preprocess.color == "grey":
-        return rgb[..., 0]
-    return rgb if source.color == "rgb" else rgb[..., ::-1]
-
-
-def _unpack_pixels(parameters: Any, picture: Bytes) -> NDArray[np.int32]:
-    """Return the pixels as int32 [H, W, C]; each U and V is repeated for its four pixels."""
-    if parameters.input_format == _YUV420SP:
-        height = picture.shape[0] * 2 // 3
-        uv_pairs = picture[height:].reshape(height // 2, -1, 2)
-        uv_planes = uv_pairs.repeat(2, axis=0).repeat(2, axis=1)
-        picture = np.concatenate([picture[:height, :, None], uv_planes], axis=-1)
-    elif picture.ndim == 2:
-        picture = picture[..., None]
-    return picture.astype(np.int32)
-
-
-def _convert_color(parameters: Any, pixels: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Convert YUV to the model's color; with a matrix for grey only the first channel is left."""
-    values = [getattr(parameters, f"matrix_r{r}c{c}")[0] for r in range(3) for c in range(3)]
-    matrix = np.array(values).reshape(3, 3)
-    bias = np.array([getattr(parameters, f"input_bias_{channel}")[0] for channel in range(3)])
-    converted = np.asarray(np.clip((pixels - bias) @ matrix.T >> 8, 0, 255), np.int32)
-    return converted if matrix[1:].any() else converted[..., :1]
-
-
 def write_aipp_files(
     request: BuildRequest, files: dict[str, Path], source: AippSource, *, first_layer_int8: bool
 ) -> list[str]:
@@ -565,7 +447,7 @@ def write_aipp_files(
     `files`: role -> path of the files of the build, to which these are added.
 
     Returns:
-        Sentences for the user: what the host has to do, and how exact AIPP is.
+        Sentences for the user: what the host has to do, and how exact AIPP's factors are.
 
     Raises:
         ExportError: AIPP cannot express the preprocessing; no file is written.
@@ -583,15 +465,4 @@ def write_aipp_files(
         options_text = compression_options()
         files["compression options"] = request.write("_compression.cfg", options_text)
 
-    notes = list(aipp.host_notes)
-    samples = request.feed.first_samples(_CHECKED_SAMPLES)
-    results = [
-        measure_aipp_error(aipp, preprocess, source, sample[image_input]) for sample in samples
-    ]
-    errors = [error for error in results if error is not None]
-    if errors:
-        notes.append(
-            f"AIPP's arithmetic on {len(errors)} samples: the .om's input is {max(errors):.2g} of"
-            " full scale from the calibration's, on average over a picture."
-        )
-    return notes
+    return list(aipp.host_notes)
