@@ -263,14 +263,12 @@ def weight_scales(
 ) -> NDArray[np.float32]:
     """Return symmetric float32 scales from the largest |w|: [C] along `axis`, or [1] for None.
 
-    A channel of zeros gets scale 1.
+    A channel of zeros gets scale 1. `grid`: a symmetric one.
 
     Raises:
-        CalibrationError: the weight is empty or holds NaN or Inf (as float32), the axis is none of
-            its dimensions, or the grid is not symmetric.
+        CalibrationError: the weight is empty or holds NaN or Inf (as float32), or the axis is none
+            of its dimensions.
     """
-    if not grid.symmetric:
-        raise CalibrationError(f"a weight is stored on a symmetric grid, got {grid.name}")
     with np.errstate(over="ignore"):
         finite = np.isfinite(weight.astype(np.float32, copy=False))
     if weight.size == 0 or not finite.all():

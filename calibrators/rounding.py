@@ -132,13 +132,8 @@ def round_by_output(
         [G, C, K], each entry the grid's value below or above its weight.
 
     Raises:
-        CalibrationError: shapes do not match, or values are not finite.
+        CalibrationError: values are not finite.
     """
-    if steps.ndim != 3 or products.shape != (steps.shape[0], steps.shape[2], steps.shape[2]):
-        raise CalibrationError(
-            "weights [G, C, K] need products [G, K, K], got"
-            f" {list(steps.shape)} and {list(products.shape)}"
-        )
     if not (np.isfinite(steps).all() and np.isfinite(products).all()):
         raise CalibrationError("weights and products must be finite, got NaN or Inf")
     # added to the diagonal of `products`, so that few inputs do not decide everything

@@ -86,7 +86,9 @@ def batches(count, flaw=None):
 
 def make(feed, promised, algorithm="entropy2", **options):
     feed_options = {"batches": promised, "shapes": SHAPES, "memory": HostMemory(), **options}
-    return calibrator(algorithm, feed, **feed_options)
+    callbacks = calibrator(algorithm, feed, **feed_options)
+    callbacks.expect({"data": "float32", "ids": "int32"})
+    return callbacks
 
 
 def outcome(calib):
@@ -96,11 +98,11 @@ def outcome(calib):
         return f"{type(error).__name__}: {error}"
 
 
-def run_all(calib, *names, refuses=False):
+def run_all(calib, *, refuses=False):
     """Do what the builder does: ask for the cache, take batches until none are left, write."""
     builder = Builder(calib)
     if builder.read() is None or refuses:
-        while builder.batch(*(names or ("data", "ids"))) is not None:
+        while builder.batch("data", "ids") is not None:
             pass
     builder.write(b"TRT-8503-EntropyCalibration2\ndata: 3c008912\n")
     return outcome(calib)
@@ -201,9 +203,7 @@ def calibrations():
         "empty": run_all(make([], 3)),
         "raises": run_all(make(raising(), 4)),
         "wrong_shape": run_all(make(batches(3, np.zeros((1, 3, 4, 4), np.float32)), 3)),
-        "wrong_dtype": run_all(make(batches(3, np.zeros(SHAPE, np.float64)), 3)),
         "nan": run_all(make(batches(3, np.full(SHAPE, np.nan, np.float32)), 3)),
-        "missing_name": run_all(make(batches(3), 3), "data", "mask"),
         "no_cache_written": outcome(unwritten),
         "reused": run_all(reused),
         "reused_taken": reused.batches_taken,

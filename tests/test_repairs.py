@@ -280,11 +280,8 @@ def test_damping_holds_weights_at_nearest(weight, expected_sum):
     assert codes.sum() == expected_sum
 
 
-def test_unsound_weights_are_refused(wording):
+def test_unsound_weights_are_refused():
     fixed = np.zeros((1, 1, 2), bool)
-    with pytest.raises(CalibrationError) as refusal:
-        round_by_output(np.ones((1, 1, 2)), np.ones((1, 3, 3)), fixed=fixed)
-    wording.check(refusal.value)
     with pytest.raises(CalibrationError, match="must be finite"):
         round_by_output(np.full((1, 1, 2), np.nan), np.ones((1, 2, 2)), fixed=fixed)
 

@@ -59,8 +59,7 @@ class IfmrParams:
     """Parameters of the search, with AMCT's defaults.
 
     Attributes:
-        max_percentile, min_percentile: share of the data inside the initial range, (0, 1];
-            configurations allow (0.5, 1].
+        max_percentile, min_percentile: share of the data inside the initial range, (0, 1].
         search_range: (start, end) of the ratios, 0 < start < end; the end is a candidate only by
             rounding, as with the defaults.
         search_step: step between ratios, 0 < step <= end - start.
@@ -74,18 +73,6 @@ class IfmrParams:
     search_step: float = 0.01
     bits: int = 8
     with_offset: bool = False
-
-    def __post_init__(self) -> None:
-        percentiles = (self.max_percentile, self.min_percentile)
-        if not all(0 < p <= 1 for p in percentiles):
-            raise CalibrationError(f"IFMR percentiles must be in (0, 1], got {percentiles}")
-        start, end = self.search_range
-        is_range = 0 < start < end < math.inf and self.search_step > 0
-        if not is_range or count_steps(self.search_range, self.search_step) < 1:
-            raise CalibrationError(
-                "IFMR needs finite 0 < start < end and 0 < step <= end - start,"
-                f" got search_range [{start}, {end}] and search_step {self.search_step}"
-            )
 
 
 def count_steps(search_range: tuple[float, float], search_step: float) -> float:
