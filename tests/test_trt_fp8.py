@@ -16,7 +16,7 @@ from calibrators.grids import FP8, dequantize, fp8_codes, quantize, round_to_gri
 from calibrators.histogram import Histogram
 from calibrators.mse import range_errors
 from calibrators.rounding import gram, round_by_output
-from deploy.errors import ConfigError, ExportError
+from deploy.errors import ConfigError, ExportError, ModelError
 from deploy.frontends import load
 from deploy.graph.index import Graph
 from deploy.graph.placement import TENSORRT_FP8
@@ -343,7 +343,7 @@ def test_fp8_cache_converts_to_qdq_only(run, fp8_folder, wide_net, tmp_path, ref
     assert "float8" in err
     wording.check(err)
     model = onnx.load(fp8_folder / "net.tensorrt.qdq.onnx")
-    with pytest.raises(ExportError) as raised:
+    with pytest.raises(ModelError) as raised:
         from_qdq(model)
     wording.check(raised.value)
 

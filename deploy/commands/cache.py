@@ -330,11 +330,6 @@ def from_qdq(
     write_bytes(cache_path, dump(cache))
     say(f"{model_path}: the float model")
     say(f"{cache_path}: {len(cache.entries)} entries under {cache.header.text}")
-    if float_model.weights:
-        say(
-            f"{len(float_model.weights)} weights were stored as integers; they are now those"
-            " integers times their scale"
-        )
     if inferred_scales is None:
         scales = float_model.scales
         _print_unpaired([name for name in trt_tensors(float_model.model) if name not in scales])

@@ -56,7 +56,7 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
     name = path.stem if path else original.graph.name or "model"
     model = prepare_qdq_model(_with_standard_pairs(original))
     index = Graph(model)
-    constant_grids = tuple(_check_pairs(model, index))
+    constant_grids = check_pairs(model, index)
     stripped = remove_pairs(model, (), keep_rounding=False)
     # folding norms would change the weights, and the scales of the pairs would not fit them
     loaded = load_onnx(stripped.model, fold_batchnorm=False)
@@ -124,8 +124,8 @@ def _with_standard_pairs(original: onnx.ModelProto) -> onnx.ModelProto:
     return model
 
 
-def _check_pairs(model: onnx.ModelProto, index: Graph) -> Iterator[PairGrid]:
-    """Check every Q/DQ pair, and yield the grids of the nodes on constants, such as weights.
+def check_pairs(model: onnx.ModelProto, index: Graph) -> tuple[PairGrid, ...]:
+    """Check every Q/DQ pair, and return the grids of the nodes on constants, such as weights.
 
     A grid is the scale, zero point and integer type of a QuantizeLinear or DequantizeLinear.
 
@@ -138,6 +138,7 @@ def _check_pairs(model: onnx.ModelProto, index: Graph) -> Iterator[PairGrid]:
     """
     # also grows by the outputs of nodes that read constants alone
     constant_tensors = set(index.constants)
+    constant_grids = []
     for node in model.graph.node:
         if node.op_type not in (Q, DQ):
             if node.input and constant_tensors.issuperset(filter(None, node.input)):
@@ -149,7 +150,7 @@ def _check_pairs(model: onnx.ModelProto, index: Graph) -> Iterator[PairGrid]:
                 constant_tensors.update(node.output)
                 if grid.dtype not in ("int8", "uint8", "int32"):  # int32 is for biases
                     raise UnfitError(f"it is quantized to {grid.dtype}")
-                yield grid
+                constant_grids.append(grid)
             else:
                 _check_activation_pair(node, grid, index)
         except UnfitError as error:
@@ -159,6 +160,7 @@ def _check_pairs(model: onnx.ModelProto, index: Graph) -> Iterator[PairGrid]:
                 f" {node.op_type} '{node.name}': {error}; quantize it again in that form, or give"
                 " the float model"
             ) from error
+    return tuple(constant_grids)
 
 
 def _check_activation_pair(node: onnx.NodeProto, grid: PairGrid, index: Graph) -> None:

@@ -23,11 +23,10 @@ does not quantize weights to fp8 itself. There is no way back: caches are for in
     int8 w -------------> DQ ------> c      becomes      float w -> c       (w * scale)
 
 A cache holds one float scale per tensor, so anything else is refused: a zero-point other than 0,
-per-channel activation scales, two scales for one tensor, integer model inputs or outputs, operators
-that compute on integers.
+per-channel activation scales, two scales for one tensor, operators that compute on integers.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -40,19 +39,11 @@ from onnx import numpy_helper
 from calibrators.grids import INT8, broadcast_parameter, quantize
 from calibrators.scales import Scale
 from deploy.errors import ExportError
-from deploy.frontends import checks
-from deploy.frontends.lift import dequantize_constant
-from deploy.frontends.pairs import DQ, Q, UnfitError, read_pair_grid, refuse_integer_operators
-from deploy.frontends.plugins import check_part_valid
-from deploy.graph.edit import (
-    copy_message,
-    make_node,
-    rebuild,
-    rename_reads,
-    rename_tensors,
-    replace_nodes,
-)
-from deploy.graph.index import Graph, all_reads, attributes
+from deploy.frontends.pair_removal import prepare_qdq_model, remove_pairs
+from deploy.frontends.pairs import DQ, PairGrid, Q, refuse_integer_operators
+from deploy.frontends.qdq_model import check_pairs
+from deploy.graph.edit import bypass, make_node, replace_nodes
+from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import TENSORRT
 from deploy.graph.plan import Plan
 from deploy.targets.onnxruntime.qdq import Memoize, write_qdq
@@ -329,174 +320,72 @@ class PlainModel:
     Attributes:
         model: the float model.
         scales: activation tensor -> float32 scale of its pair, in the model's order.
-        weights: names of weights that were stored as integers and have been dequantized.
     """
 
     model: onnx.ModelProto
     scales: dict[str, np.float32]
-    weights: tuple[str, ...]
 
 
 def from_qdq(quantized: onnx.ModelProto) -> PlainModel:
     """Return the float model and scales of a Q/DQ model; `quantized` is not changed.
 
     Raises:
-        ModelError: the model is not valid, or has integer operators.
-        ExportError: the model has no pairs, or a quantization that a cache cannot express.
+        ModelError: the model is not valid, or has other quantized operators than pairs.
+        ExportError: a pair has a grid that a cache cannot express.
     """
-    checks.check_fields(quantized)
-    check_part_valid(quantized)
-    refuse_integer_operators(quantized)
-    return _PairRemover(copy_message(quantized)).remove_pairs()
+    model = prepare_qdq_model(quantized)
+    refuse_integer_operators(model)
+    check_pairs(model, Graph(model))
+    _unpair_float_weights(model)
+    stripped = remove_pairs(model, (), keep_rounding=False)
+    tensors = [value.name for value in stripped.model.graph.input]
+    for node in stripped.model.graph.node:
+        tensors += node.output
+    scales = {}
+    for name in tensors:
+        if name in stripped.grids:
+            scales[name] = _single_scale(name, stripped.grids[name])
+    return PlainModel(stripped.model, scales)
 
 
-class _PairRemover:
-    """Removes the Q/DQ pairs of one model.
+def _unpair_float_weights(model: onnx.ModelProto) -> None:
+    """Let the readers of a float weight's Q/DQ pair read the weight itself, in place.
 
-    Attributes:
-        scales: activation tensor -> scale of its pair.
-        weights: weights that were stored as integers.
-        float_name_by_dequantized: output of a DQ -> the float tensor in its place.
-        final_name_by_pair_input: input of a pair -> the name that it takes, of the pair's output.
+    `remove_pairs` would round the weight as its pair does.
     """
+    constants = Graph(model).constants
+    codes = {node.output[0] for node in model.graph.node if _quantizes_float(node, constants)}
 
-    def __init__(self, model: onnx.ModelProto) -> None:
-        self.model = model
-        self.graph = model.graph
-        self.index = Graph(model)
-        self.scales: dict[str, np.float32] = {}
-        self.weights: list[str] = []
-        self.float_name_by_dequantized: dict[str, str] = {}
-        self.final_name_by_pair_input: dict[str, str] = {}
+    def is_of_weight_pair(node: onnx.NodeProto) -> bool:
+        return node.output[0] in codes or (node.op_type == DQ and node.input[0] in codes)
 
-    def remove_pairs(self) -> PlainModel:
-        """Return the float model and its scales; the model is edited in place."""
-        self._refuse_integer_ends()
-        for node in self.index.nodes:
-            if node.op_type == DQ:
-                self._read_dequantizer(node)
-        if not self.float_name_by_dequantized:
-            raise ExportError(
-                "a Q/DQ model holds QuantizeLinear and DequantizeLinear nodes, got none; this model"
-                " is plain already"
-            )
-        self._refuse_unread_quantizers()
+    bypass(model.graph, is_of_weight_pair)
 
-        # readers of a pair read its float tensor; then each tensor gets its own name back
-        float_nodes = [node for node in self.index.nodes if node.op_type not in (Q, DQ)]
-        rename_reads(float_nodes, self.float_name_by_dequantized)
-        rename_tensors(float_nodes, self.final_name_by_pair_input)
 
-        # scales and zero points may be Constant nodes, which nothing reads any more
-        read_tensors = self.index.outputs.union(all_reads(float_nodes))
-        read_nodes = [
-            node
-            for node in float_nodes
-            if node.op_type != "Constant" or node.output[0] in read_tensors
-        ]
-        rebuild(self.graph, read_nodes)
+def _quantizes_float(node: onnx.NodeProto, constants: Collection[str]) -> bool:
+    """Whether a node is the QuantizeLinear of a constant."""
+    return node.op_type == Q and node.input[0] in constants
 
-        tensors = [value.name for value in self.graph.input]
-        for node in self.graph.node:
-            tensors += node.output
-        scales = {name: self.scales[name] for name in tensors if name in self.scales}
-        return PlainModel(self.model, scales, tuple(self.weights))
 
-    def _refuse_integer_ends(self) -> None:
-        for value in (*self.graph.input, *self.graph.output):
-            if value.type.tensor_type.elem_type in (2, 3):  # uint8, int8
-                raise ExportError(
-                    "a model that a cache is for has float inputs and outputs, got int8 at"
-                    f" {value.name!r}; export it with float ends"
-                )
+def _single_scale(tensor: str, grids: Iterable[PairGrid]) -> np.float32:
+    """Return the scale that all pairs of a tensor have, which must be symmetric int8.
 
-    def _refuse_unread_quantizers(self) -> None:
-        dequantized = {node.input[0] for node in self.index.nodes if node.op_type == DQ}
-        for node in self.index.nodes:
-            is_activation = node.op_type == Q and node.input[0] not in self.index.constants
-            if is_activation and node.output[0] not in dequantized:
-                raise ExportError(
-                    f"a DequantizeLinear follows each QuantizeLinear, got none after {node.name!r}"
-                )
-
-    def _read_dequantizer(self, node: onnx.NodeProto) -> None:
-        """Record which float tensor replaces the output of a DequantizeLinear, and its scale."""
-        int8_name = node.input[0]
-        output = node.output[0]
-        producer = self.index.producer.get(int8_name)
-        if int8_name in self.index.constants:
-            self.float_name_by_dequantized[output] = self._add_weight(node)
-            self.weights.append(int8_name)
-        elif producer is None or producer.op_type != Q:
-            name = producer.op_type if producer is not None else "an input of the model"
-            raise ExportError(
-                f"each DequantizeLinear follows its QuantizeLinear, got {name} before {output!r}"
-            )
-        elif producer.input[0] in self.index.constants:  # a float weight
-            self.float_name_by_dequantized[output] = producer.input[0]
-        else:
-            self._read_activation(producer, node)
-
-    def _add_weight(self, node: onnx.NodeProto) -> str:
-        """Add the float values of a weight that is stored as integers; return their name."""
-        name = str(node.output[0])
-        dtype = checks.type_name(self.index.constants[node.input[0]].data_type)
-        if "int" not in dtype:
-            raise ExportError(
-                f"a cache is for int8, got a weight stored as {dtype} for {name!r}; there is no"
-                " cache of an fp8 model"
-            )
-        if name in self.index.outputs:
-            raise ExportError(f"an output of the model cannot be a constant, got {name!r}")
-        values = dequantize_constant(node, self.index)
-        if values is None:
-            raise ExportError(
-                "the scales and zero points of a weight must be constants that fit its axis, got"
-                f" others for {name!r}; export the model again"
-            )
-        self.graph.initializer.append(numpy_helper.from_array(values.astype(np.float32), name))
-        return name
-
-    def _read_activation(self, quantizer: onnx.NodeProto, dequantizer: onnx.NodeProto) -> None:
-        """Record the scale of an activation's pair, and the float tensor that replaces its output.
-
-        The pair is removed: what read its output then reads this tensor.
-        """
-        output = dequantizer.output[0]
-        # the input of a second pair in a row is the output of the first, which is removed too
-        pair_input = self.float_name_by_dequantized.get(quantizer.input[0], quantizer.input[0])
-        scale = self._scale(quantizer, tensor=pair_input)
-        if self._scale(dequantizer, tensor=pair_input) != scale:
-            raise ExportError(f"the two scales of the pair on {pair_input!r} must be equal")
-        # The float tensor keeps the name of the pair's input, but for two cases. An output of the
-        # model must keep its own name. And calib8, when it put a pair on a tensor `t`, gave its
-        # name to the output of the pair and called the input `t/float`.
-        float_name = pair_input
-        if output in self.index.outputs or pair_input == f"{output}/float":
-            float_name = output
-            self.final_name_by_pair_input[pair_input] = output
-        self.float_name_by_dequantized[output] = float_name
-        if self.scales.setdefault(float_name, scale) != scale:
-            raise ExportError(
-                f"a cache has one scale a tensor, got {self.scales[float_name]} and {scale} for"
-                f" {float_name!r}; give its pairs one scale"
-            )
-
-    def _scale(self, node: onnx.NodeProto, tensor: str) -> np.float32:
-        """Return the scale of an activation's Q or DQ, which must be symmetric int8."""
-        try:
-            grid = read_pair_grid(node, self.index)
-        except UnfitError as error:
-            raise ExportError(f"a cache needs the scale of {tensor!r}, got: {error}") from error
-        if not grid.is_per_tensor:
-            raise ExportError(
-                f"a cache has one scale a tensor, got {grid.scale.size} (one a channel) for"
-                f" {tensor!r}"
-            )
-        zero = int(grid.zero.reshape(-1)[0])
+    Raises:
+        ExportError: a pair is not symmetric int8, or two have different scales.
+    """
+    scales = set()
+    for grid in grids:
+        zero = grid.zero.item()
         if grid.dtype != "int8" or zero:
             raise ExportError(
                 f"a cache is for symmetric int8 (zero-point 0), got {grid.dtype} with zero-point"
                 f" {zero} for {tensor!r}; quantize the model symmetrically"
             )
-        return np.float32(grid.scale.reshape(-1)[0])
+        scales.add(np.float32(grid.scale.item()))
+    first_scale, *other_scales = sorted(scales)
+    if other_scales:
+        raise ExportError(
+            f"a cache has one scale a tensor, got {first_scale} and {other_scales[0]} for"
+            f" {tensor!r}; give its pairs one scale"
+        )
+    return first_scale

@@ -412,8 +412,8 @@ def qdq_to_cache(model: Path | str, *, version: str) -> tuple[PlainModel, Calibr
     """Return the float model of a Q/DQ model, and the cache with the scales of its pairs.
 
     Raises:
-        ModelError: the file cannot be read.
-        ExportError: the model is not quantized, or in a way that a cache cannot express.
+        ModelError: the file cannot be read, or the model is not quantized.
+        ExportError: it is quantized in a way that a cache cannot express.
     """
     plain = from_qdq(read_model(Path(model)))
     return plain, trt_cache.from_scales(plain.scales, version=version)
