@@ -284,7 +284,7 @@ def openvino(tmp_path, monkeypatch):
 def tensorrt(monkeypatch):
     """(version, CUDA's binding) -> a fake TensorRT of that version, with two fake GPUs.
 
-    The binding is "cuda-python", "cudart" (cuda-python before 12.6) or "" for none.
+    The binding is "pycuda", "cuda-python", "cudart" (cuda-python before 12.6) or "" for none.
     """
     from deploy.targets.tensorrt.log import process_logger
 
@@ -296,12 +296,13 @@ def tensorrt(monkeypatch):
         spec.loader.exec_module(module)
         return module
 
-    def install(version="10.13.0.35", binding="cuda-python"):
+    def install(version="10.13.0.35", binding="pycuda"):
         process_logger.cache_clear()  # its class is one of the module that is replaced
         monkeypatch.setenv("FAKE_TENSORRT", version)
         cuda = load_module("fake_cuda", "fake_cuda")
         cuda.reset()
-        kinds = {"cuda-python": cuda.cuda_python(), "cudart": cuda.cuda_python(old=True)}
+        kinds = {"pycuda": cuda.pycuda(), "cuda-python": cuda.cuda_python()}
+        kinds["cudart"] = cuda.cuda_python(old=True)
         absent = {name: None for modules in kinds.values() for name in modules}  # not installed
         for name, module in (absent | kinds.get(binding, {})).items():
             monkeypatch.setitem(sys.modules, name, module)

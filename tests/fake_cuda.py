@@ -1,7 +1,8 @@
 """CUDA for tests: device memory in host memory, streams that work only when waited for.
 
-`cuda_python()` gives the modules of cuda-python. What a real GPU answers with silence or a fault is
-an error here: an address that is no device memory, that of another device, or one that was freed.
+`pycuda()` and `cuda_python()` give the modules that the two bindings have, on the same GPUs. What a
+real GPU answers with silence or a fault is an error here: an address that is no device memory, that
+of another device, or one that was freed; a call without a current context.
 """
 
 import ctypes
@@ -129,6 +130,137 @@ def elapsed(start, end):
     if start.seconds is None or end.seconds is None:
         raise Fault("device not ready")
     return (end.seconds - start.seconds) * 1e3
+
+
+# pycuda
+
+
+def pycuda():
+    """Modules of pycuda, by name."""
+    driver = types.ModuleType("pycuda.driver")
+    vars(driver).update(_PYCUDA)
+    package = types.ModuleType("pycuda")
+    package.driver = driver
+    return {"pycuda": package, "pycuda.driver": driver}
+
+
+def _needs_context():
+    if not _here.stack:
+        raise Fault("cuCtxGetCurrent failed: invalid device context")
+
+
+def _start():
+    if not GPUS:
+        raise Fault("cuInit failed: no CUDA-capable device is detected")
+
+
+class _Context:
+    def __init__(self, device):
+        self.device = device
+
+    def push(self):
+        _here.stack.append(self.device)
+
+    @staticmethod
+    def pop():
+        _needs_context()
+        _here.stack.pop()
+
+
+class _Device:
+    def __init__(self, number):
+        if not 0 <= number < len(GPUS):
+            raise Fault("cuDeviceGet failed: invalid device ordinal")
+        self.number = number
+
+    @staticmethod
+    def count():
+        return len(GPUS)
+
+    def name(self):
+        return GPUS[self.number]
+
+    def compute_capability(self):
+        return CAPABILITY
+
+    def retain_primary_context(self):
+        return _Context(self.number)
+
+
+class _Allocation:
+    def __init__(self, size):
+        _needs_context()
+        self.address, self.device = allocate(size), current()
+
+    def __int__(self):
+        return self.address
+
+    def free(self):
+        free(self.address)
+
+
+class _PycudaStream:
+    def __init__(self):
+        _needs_context()
+        self.stream = Stream()
+        self.handle = handle(self.stream)
+
+    def synchronize(self):
+        self.stream.wait()
+
+
+class _PycudaEvent(Moment):
+    def __init__(self, flags=0):
+        _needs_context()
+
+    def record(self, stream):
+        stream.stream.put(self.mark)
+
+    def time_till(self, end):
+        return elapsed(self, end)
+
+
+def _bytes(array):
+    if not array.flags.c_contiguous:
+        raise Fault("only C-contiguous arrays are copied")
+    return host(array.ctypes.data, array.nbytes)
+
+
+def _to_device(allocation, array):
+    _needs_context()
+    at(int(allocation), array.nbytes, current())[:] = _bytes(array)
+
+
+def _to_device_later(allocation, array, stream):
+    device = current()
+    stream.stream.put(lambda: np.copyto(at(int(allocation), array.nbytes, device), _bytes(array)))
+
+
+def _to_host_later(array, allocation, stream):
+    device = current()
+    stream.stream.put(lambda: np.copyto(_bytes(array), at(int(allocation), array.nbytes, device)))
+
+
+def _pagelocked(shape, dtype, order="C", mem_flags=0):
+    _needs_context()
+    if shape == ():
+        raise Fault("cuMemHostAlloc failed: a scalar has no shape")  # so does pycuda refuse
+    return np.full(shape, 0, dtype)
+
+
+_PYCUDA = {
+    "Error": Fault,
+    "init": _start,
+    "Device": _Device,
+    "Stream": _PycudaStream,
+    "Event": _PycudaEvent,
+    "mem_alloc": _Allocation,
+    "memcpy_htod": _to_device,
+    "memcpy_htod_async": _to_device_later,
+    "memcpy_dtoh_async": _to_host_later,
+    "pagelocked_empty": _pagelocked,
+    "get_driver_version": lambda: DRIVER,
+}
 
 
 # cuda-python

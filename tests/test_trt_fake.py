@@ -265,6 +265,7 @@ def test_trtexec_commands_name_gpu_without_gpu(tensorrt, build, tmp_path, librar
     tensorrt(TEN, "")
     notes = " ".join(build("--device", 3, "--plugin", library))
     assert "cuda-python" in notes
+    assert "pycuda" in notes
     script = next(tmp_path.glob("out/*_trtexec.sh")).read_text()
     assert script.count(f"--device=3 --plugins={library}") == script.count("exec trtexec") > 2
 

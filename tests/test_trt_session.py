@@ -18,7 +18,7 @@ from deploy.targets.tensorrt.sdk import dtype_of
 from deploy.targets.tensorrt.session import TensorrtSession
 from tests.vendor_models import build_net, parse_nodes, save_net
 
-BINDINGS = ("cuda-python", "cudart")  # since 12.6, and before
+BINDINGS = ("cuda-python", "cudart", "pycuda")
 EIGHT, TEN = "8.5.3.1", "10.13.0.35"
 FLOATS = BuilderSettings(int8=False, fp16=False)
 
@@ -218,7 +218,15 @@ def test_calibrator_memory_is_reused(machine):
         device.between_ms(device.event(), device.event())
 
 
-def test_missing_or_broken_bindings_are_named(tensorrt, wording):
+def test_missing_or_broken_bindings_are_named(tensorrt, monkeypatch, tmp_path, wording):
+    tensorrt(TEN, "pycuda")
+    cuda = sys.modules["fake_cuda"]
+    broken = cuda.cuda_python()
+    runtime = broken["cuda.bindings.runtime"]
+    runtime.cudaGetDeviceCount = lambda: (cuda.Code.cudaErrorInvalidValue, None)
+    for name, module in broken.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    assert type(open_gpu()).__name__ == "_Pycuda"
     tensorrt(TEN, "")
     with pytest.raises(SdkMissingError) as refusal:
         open_gpu()

@@ -1,4 +1,4 @@
-"""CUDA: the calls that building and running an engine needs, by cuda-python.
+"""CUDA: the calls that building and running an engine needs, by cuda-python or by pycuda.
 
 ::
 
@@ -10,13 +10,14 @@
 Addresses are integers. A call that CUDA refuses is a `BackendError`, which quotes CUDA.
 
 Each call of cuda-python returns a tuple that starts with the error code. The module is
-`cuda.bindings.runtime` since 12.6; before it was `cuda.cudart`. It uses the device's primary
-context, as TensorRT and torch do.
+`cuda.bindings.runtime` since 12.6; before it was `cuda.cudart`. pycuda's contexts are pushed and
+popped, since a leftover one aborts the process. Both bindings use the device's primary context, as
+TensorRT and torch do.
 """
 
 import ctypes
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -27,6 +28,9 @@ import numpy as np
 from deploy.errors import BackendError, ConfigError, SdkMissingError, first_line
 from deploy.tensors import Array
 
+_REFUSED_CALL = "CUDA must take every call, but refused one"
+_ADVICE = "`nvidia-smi` shows the state of the GPU and what else holds its memory"
+
 
 @dataclass(frozen=True)
 class CudaStream:
@@ -34,11 +38,24 @@ class CudaStream:
 
     Attributes:
         handle: its address, as TensorRT takes it.
-        binding: the object of cuda-python.
+        binding: the object of cuda-python or pycuda.
     """
 
     handle: int
     binding: Any
+
+
+def _format_version(number: int) -> str:
+    """Format CUDA's integer version: 12040 is "12.4"."""
+    major, remainder = divmod(number, 1000)
+    return f"{major}.{remainder // 10}"
+
+
+def _count_by_cuda_python() -> int:
+    code, gpus = _runtime().cudaGetDeviceCount()
+    if int(code) != 0:
+        raise SdkMissingError(_error_text(code))
+    return int(gpus)
 
 
 def _runtime() -> Any:
@@ -53,10 +70,7 @@ def _check(result: Sequence[Any]) -> Any:
     """Return the value of a call, or None if it has none."""
     code, *values = result
     if int(code) != 0:
-        raise BackendError(
-            f"CUDA must take every call, but refused one: {_error_text(code)}; `nvidia-smi` shows"
-            " the state of the GPU and what else holds its memory"
-        )
+        raise BackendError(f"{_REFUSED_CALL}: {_error_text(code)}; {_ADVICE}")
     return values[0] if values else None
 
 
@@ -72,8 +86,8 @@ class _Event:
     binding: Any
 
 
-class Cuda:
-    """One GPU.
+class _CudaPython:
+    """One GPU by cuda-python.
 
     Attributes:
         name: device name and compute capability, such as "NVIDIA H200 sm_90".
@@ -88,8 +102,7 @@ class Cuda:
         if isinstance(name, bytes):
             name = name.decode()
         self.name = f"{name.rstrip(chr(0))} sm_{properties.major}{properties.minor}"
-        major, remainder = divmod(int(_check(self._rt.cudaDriverGetVersion())), 1000)
-        self.newest = f"{major}.{remainder // 10}"  # 12040 is "12.4"
+        self.newest = _format_version(int(_check(self._rt.cudaDriverGetVersion())))
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -122,41 +135,35 @@ class Cuda:
         return flat[:count].reshape(tuple(shape))
 
     def copy_in(self, address: int, array: Array) -> None:
-        """Copy a C-contiguous array to the device, synchronously."""
+        """Copy a C-contiguous array to the device, synchronously; the others queue their copy."""
         direction = self._rt.cudaMemcpyKind.cudaMemcpyHostToDevice
         _check(self._rt.cudaMemcpy(address, array.ctypes.data, array.nbytes, direction))
 
     def copy_in_later(self, address: int, array: Array, stream: CudaStream) -> None:
-        """Queue the copy of a C-contiguous array to the device."""
         direction = self._rt.cudaMemcpyKind.cudaMemcpyHostToDevice
         source = array.ctypes.data
         _check(self._rt.cudaMemcpyAsync(address, source, array.nbytes, direction, stream.binding))
 
     def copy_out_later(self, array: Array, address: int, stream: CudaStream) -> None:
-        """Queue the copy from the device to a C-contiguous array."""
         direction = self._rt.cudaMemcpyKind.cudaMemcpyDeviceToHost
         target = array.ctypes.data
         _check(self._rt.cudaMemcpyAsync(target, address, array.nbytes, direction, stream.binding))
 
     def stream(self) -> CudaStream:
-        """Create a stream, destroyed with the last reference to it."""
         binding = _check(self._rt.cudaStreamCreate())
         stream = CudaStream(int(binding), binding)
         weakref.finalize(stream, self._rt.cudaStreamDestroy, binding).atexit = False
         return stream
 
     def wait(self, stream: CudaStream) -> None:
-        """Wait until a stream's work is done."""
         _check(self._rt.cudaStreamSynchronize(stream.binding))
 
     def event(self) -> _Event:
-        """Create an event."""
         event = _Event(_check(self._rt.cudaEventCreate()))
         weakref.finalize(event, self._rt.cudaEventDestroy, event.binding).atexit = False
         return event
 
     def record(self, event: _Event, stream: CudaStream) -> None:
-        """Let a stream record the time at which it reaches an event."""
         _check(self._rt.cudaEventRecord(event.binding, stream.binding))
 
     def between_ms(self, start: _Event, end: _Event) -> float:
@@ -164,41 +171,118 @@ class Cuda:
         return float(_check(self._rt.cudaEventElapsedTime(start.binding, end.binding)))
 
 
+def _count_by_pycuda() -> int:
+    import pycuda.driver as cuda
+
+    try:
+        cuda.init()
+        return int(cuda.Device.count())
+    except cuda.Error as error:
+        raise SdkMissingError(str(error)) from error
+
+
+class _Pycuda:
+    """One GPU by pycuda, with the methods of `_CudaPython`."""
+
+    def __init__(self, number: int) -> None:
+        import pycuda.driver as cuda
+
+        self._cuda = cuda
+        device = cuda.Device(number)
+        major, minor = device.compute_capability()
+        self.name = f"{device.name()} sm_{major}{minor}"
+        self.newest = _format_version(cuda.get_driver_version())
+        self._context = device.retain_primary_context()
+        self._allocations: dict[int, Any] = {}  # address -> pycuda's object
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Push the primary context."""
+        self._context.push()
+        try:
+            yield
+        except self._cuda.Error as error:
+            raise BackendError(f"{_REFUSED_CALL}: {error}; {_ADVICE}") from error
+        finally:
+            self._context.pop()
+
+    def allocate(self, size: int) -> int:
+        allocation = self._cuda.mem_alloc(max(size, 1))
+        self._allocations[int(allocation)] = allocation
+        return int(allocation)
+
+    def free(self, address: int) -> None:
+        with self.current():
+            self._allocations.pop(address).free()
+
+    def pinned(self, shape: Sequence[int], dtype: str) -> Array:
+        """`pagelocked_empty`, which supports neither scalars nor empty arrays."""
+        flat: Array = self._cuda.pagelocked_empty((max(prod(shape), 1),), np.dtype(dtype))
+        return flat[: prod(shape)].reshape(tuple(shape))
+
+    def copy_in(self, address: int, array: Array) -> None:
+        self._cuda.memcpy_htod(self._allocations[address], array)
+
+    def copy_in_later(self, address: int, array: Array, stream: CudaStream) -> None:
+        self._cuda.memcpy_htod_async(self._allocations[address], array, stream.binding)
+
+    def copy_out_later(self, array: Array, address: int, stream: CudaStream) -> None:
+        self._cuda.memcpy_dtoh_async(array, self._allocations[address], stream.binding)
+
+    def stream(self) -> CudaStream:
+        binding = self._cuda.Stream()
+        return CudaStream(int(binding.handle), binding)
+
+    def wait(self, stream: CudaStream) -> None:
+        stream.binding.synchronize()
+
+    def event(self) -> Any:
+        return self._cuda.Event()
+
+    def record(self, event: Any, stream: CudaStream) -> None:
+        event.record(stream.binding)
+
+    def between_ms(self, start: Any, end: Any) -> float:
+        return float(start.time_till(end))
+
+
+Cuda = _CudaPython | _Pycuda
+# package -> (function that counts the GPUs, class of one GPU). Counting raises ImportError or
+# OSError where the package is missing, SdkMissingError where CUDA does not start
+BINDINGS: Mapping[str, tuple[Callable[[], int], Callable[[int], Cuda]]] = {
+    "cuda-python": (_count_by_cuda_python, _CudaPython),
+    "pycuda": (_count_by_pycuda, _Pycuda),
+}
+
+
 def open_gpu(number: int = 0) -> Cuda:
-    """Return the GPU with this index.
+    """Return the GPU with this index, through the first binding that works.
+
+    cuda-python is tried first, since it has wheels.
 
     Raises:
-        SdkMissingError: cuda-python is missing or does not work, or there is no GPU.
+        SdkMissingError: no binding works, or there is no GPU.
         ConfigError: no GPU has this index.
     """
-    try:
-        count = _count_gpus()
-    except (ImportError, OSError, SdkMissingError) as error:
-        raise SdkMissingError(
-            "an engine is built and run on an NVIDIA GPU by way of cuda-python, which does not work"
-            f" here ({first_line(error)}); on a machine with a GPU and its driver: pip install"
-            " cuda-python"
-        ) from error
-    if number >= count:
-        raise ConfigError(
-            f"a device is one of the {count} GPUs of this machine, counted from 0, got {number}"
-        )
-    return Cuda(number)
-
-
-def _count_gpus() -> int:
-    """Return the number of GPUs, at least 1.
-
-    Raises:
-        ImportError, OSError: cuda-python is missing, or its library.
-        SdkMissingError: CUDA does not start, or there is no GPU.
-    """
-    code, gpus = _runtime().cudaGetDeviceCount()
-    if int(code) != 0:
-        raise SdkMissingError(_error_text(code))
-    if not gpus:
-        raise SdkMissingError("no GPU")
-    return int(gpus)
+    failures = []
+    for name, (count_gpus, open_binding) in BINDINGS.items():
+        try:
+            count = count_gpus()
+            if count == 0:
+                raise SdkMissingError("no GPU")
+        except (ImportError, OSError, SdkMissingError) as error:
+            failures.append(f"{name}: {first_line(error)}")
+            continue
+        if number >= count:
+            raise ConfigError(
+                f"a device is one of the {count} GPUs of this machine, counted from 0, got {number}"
+            )
+        return open_binding(number)
+    raise SdkMissingError(
+        f"an engine is built and run on an NVIDIA GPU by way of cuda-python or pycuda, and neither"
+        f" works here ({'; '.join(failures)}); on a machine with a GPU and its driver: pip install"
+        " cuda-python, or pycuda"
+    )
 
 
 class DeviceBuffer:
