@@ -14,7 +14,6 @@ import pytest
 from onnx import TensorProto, helper
 
 import calib8
-from deploy.calibration.trt_cache import dump, from_scales
 from deploy.cli import main
 from deploy.errors import FeedError
 from deploy.feed.calibrator import CalibratorScript
@@ -22,7 +21,6 @@ from deploy.feed.feed import open_feed
 from deploy.standins.cuda_modules import make_cdll
 from deploy.standins.install import shared_stand_ins
 from deploy.standins.memory import Memory
-from deploy.targets.tensorrt.cache_tools import compare_with_script_cache
 from deploy.tensors import TensorSpec
 from tests.models import read_markdown
 from tests.vendor_models import save_net
@@ -230,22 +228,14 @@ def test_calibrator_class_chooses_method_in_python(small_cnn, rows, tmp_path):
     assert "since the calibrator" not in " ".join(report.notes)
 
 
-def test_existing_script_cache_is_compared(calibrate, tmp_path):
+def test_existing_script_cache_is_not_used(calibrate, tmp_path):
     script_cache, script = tmp_path / "calibration.cache", written(PYCUDA, tmp_path)
     calibrate("--calibrator-script", script)
     cache_bytes = (tmp_path / "out.cache").read_bytes()
-    head, *lines = cache_bytes.splitlines()
-    lines[1] = lines[1].rpartition(b" ")[0] + b" 3f800000"
-    old = b"\n".join([head, *lines, b"elsewhere: 3c008912", b""])
-    script_cache.write_bytes(old)
-    out = calibrate("--calibrator-script", script, "--refresh")
-    assert f"{len(lines) - 1} of its {len(lines) + 1} scales are equal" in out
-    assert "1 differ, by" in out
-    assert "1 are of tensors" in out
-    assert script_cache.read_bytes() == old
-    assert (tmp_path / "out.cache").read_bytes() == cache_bytes
     script_cache.write_bytes(b"no cache")
-    assert "was not compared" in calibrate("--calibrator-script", script, "--refresh")
+    calibrate("--calibrator-script", script, "--refresh")
+    assert script_cache.read_bytes() == b"no cache"
+    assert (tmp_path / "out.cache").read_bytes() == cache_bytes
 
 
 def test_shard_of_a_script_names_the_method_to_merge(calibrate, small_cnn, run, tmp_path):
@@ -258,12 +248,6 @@ def test_shard_of_a_script_names_the_method_to_merge(calibrate, small_cnn, run, 
     assert content(tmp_path, "merged") == content(tmp_path, "out")
 
 
-def test_unreadable_script_cache_is_ignored(rows, tmp_path):
-    """TensorRT calibrates, too, if read_calibration_cache raises."""
-    text = PYCUDA.replace("if os.path.exists(self.cache_file):", "if True:")
-    assert CalibratorScript(written(text, tmp_path)).cache is None
-
-
 def test_script_does_not_get_the_arguments_of_the_command(small_cnn, rows, tmp_path, monkeypatch):
     """A script that parses arguments at its top takes its own defaults."""
     parsing = "import argparse, os; argparse.ArgumentParser().parse_args()"
@@ -271,21 +255,6 @@ def test_script_does_not_get_the_arguments_of_the_command(small_cnn, rows, tmp_p
     arguments = ["calibrate", str(small_cnn), "-o", str(tmp_path / "c"), "--calibrator-script"]
     monkeypatch.setattr(sys, "argv", ["calib8", *arguments, script])
     main()
-
-
-def test_cache_comparison_counts_equal_scales(wording):
-    def describe(**scales):
-        old = from_scales({name: np.float32(v) for name, v in scales.items()}, version="8.5.3")
-        reference = from_scales({n: np.float32(1) for n in "abcd"}, version="8.5.3")
-        return compare_with_script_cache(dump(old), reference).partition("not used: ")[2]
-
-    for scales in (
-        {"a": 1, "b": 1},
-        {"a": 1, "b": 1.25, "c": 0.8, "d": 0.25},
-        {"a": 0, "b": 2},
-        {"a": 1, "e": 1},
-    ):
-        wording.check(describe(**scales))
 
 
 def test_build_takes_a_script(small_cnn, rows, tmp_path, command):

@@ -155,15 +155,12 @@ class CalibrationResult(PrintedResult):
             "notes": [*self.doubts, *self.warnings, *self.resumed, *self.notes, *self.feed.notes],
         }
 
-    def to_screen(
-        self, *, file: Path | None = None, everything: bool = False, notes: Sequence[str] = ()
-    ) -> str:
+    def to_screen(self, *, file: Path | None = None, everything: bool = False) -> str:
         """Return what was observed, how ranges are searched, and notes.
 
         Args:
             file: the file that was written; None is the cache.
             everything: also the number of images and inferences.
-            notes: further sentences.
         """
         path = file or self.cache
         if path is None:  # no file was written
@@ -191,7 +188,7 @@ class CalibrationResult(PrintedResult):
         for tensor, trouble in self.range_set.reasons.items():
             lines.append(f"no scale for {tensor}: it {trouble}")
         lines += [*self.doubts, *self.warnings, *self.resumed, *self.notes]
-        return join_visible([*lines, *preprocessing_notes(self.feed), *notes])
+        return join_visible([*lines, *preprocessing_notes(self.feed)])
 
     @property
     def cost(self) -> str:

@@ -16,7 +16,6 @@ from deploy.commands.calibration_options import (
     cluster_options,
     print_calibration,
     resume_option,
-    script_cache_notes,
 )
 from deploy.commands.image_options import ImageArguments, feed_options
 from deploy.commands.model_options import model_options, resolve_model, target_options
@@ -100,13 +99,7 @@ def calibrate(
     result = calibrate_with(resolved_model, dataset, options, targets=targets)
     if shard is not None:
         write_shard(result, path)
-    print_calibration(
-        result,
-        path,
-        verbose=calibration.verbose,
-        json_path=json_path,
-        notes=script_cache_notes(dataset, path),
-    )
+    print_calibration(result, path, verbose=calibration.verbose, json_path=json_path)
 
 
 def _parse_shard(text: str) -> tuple[int, int]:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from deploy.calibration.calibration_result import CalibrationResult
     from deploy.calibration.cluster_jobs import Cluster
     from deploy.calibration.reuse import CachePolicy
-    from deploy.feed.feed import Dataset
     from deploy.pipeline.build_options import CalibrationOptions
     from deploy.targets import Target
 
@@ -279,32 +278,15 @@ def _cluster(address: str, cluster_values: Mapping[str, Any]) -> Cluster:
     return Cluster(address=address, threads=threads or 1, **given_values)
 
 
-def script_cache_notes(dataset: Dataset, path: Path) -> list[str]:
-    """Return a note that compares the cache at `path` with that of a TensorRT calibrator's script.
-
-    No note for images without such a script, or if it has no cache.
-    """
-    from deploy.feed.calibrator import CalibratorScript
-
-    script = dataset.source
-    if not isinstance(script, CalibratorScript) or script.cache is None:
-        return []
-
-    from deploy.targets.tensorrt.cache_tools import compare_with_script_cache, read_cache
-
-    return [compare_with_script_cache(script.cache, read_cache(path))]
-
-
 def print_calibration(
     result: CalibrationResult,
     path: Path,
     *,
     verbose: bool,
     json_path: Path | None,
-    notes: Sequence[str] = (),
 ) -> None:
-    """Print what was observed, how ranges were searched, and notes; exit 1 if a target failed."""
-    say_lines(result.to_screen(file=path, everything=verbose, notes=notes))
+    """Print what was observed and how ranges were searched; exit 1 if a target failed."""
+    say_lines(result.to_screen(file=path, everything=verbose))
     if is_text_suppressed():
         for warning in (*result.doubts, *result.warnings):
             say(warning, err=True)

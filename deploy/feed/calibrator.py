@@ -300,7 +300,6 @@ class CalibratorScript:
     Attributes:
         algorithm: of its base class: "entropy2", "entropy", "minmax" or "legacy"; else None.
         quantile: a legacy calibrator's `get_quantile`; else None.
-        cache: the bytes that its `read_calibration_cache` returns; None without.
         batch_size: samples per batch, its `get_batch_size`.
         notes: for the user, besides those from reading the batches.
     """
@@ -335,7 +334,6 @@ class CalibratorScript:
         self.algorithm = _ALGORITHM_NAMES.get(algorithm) if is_algorithm else None
         # TensorRT calls get_quantile of legacy calibrators only
         self.quantile = self._read_quantile() if self.algorithm == "legacy" else None
-        self.cache = self._read_cache()
 
     def __str__(self) -> str:
         return f"the calibrator {self.spec}"
@@ -396,16 +394,6 @@ class CalibratorScript:
                 f"get_quantile of {self} must be over 0.5 and at most 1, got {value!r:.60}"
             )
         return float(value)
-
-    def _read_cache(self) -> bytes | None:
-        """Return what read_calibration_cache gives, if these are bytes."""
-        try:
-            value = self._call_method("read_calibration_cache")
-        except FeedError:  # TensorRT, too, takes any exception for a missing cache
-            return None
-        if not isinstance(value, bytes | bytearray | memoryview):
-            return None
-        return bytes(value)
 
     def _next_item(self, batches: CalibratorBatches, specs: tuple[TensorSpec, ...]) -> Item | None:
         """Return the next batch of the script as arrays by input; None at its end.

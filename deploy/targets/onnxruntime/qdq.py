@@ -39,7 +39,7 @@ from calibrators.scales import Scales
 from deploy.errors import ExportError, list_first
 from deploy.graph.edit import drop_dead, make_node, rebuild, set_input
 from deploy.graph.gates import Gate
-from deploy.graph.index import Nodes, by_name, count_reads, map_producers
+from deploy.graph.index import Nodes, by_name, count_reads, map_producers, names_of
 from deploy.graph.plan import Plan, QdqPair, WeightTarget
 from deploy.runtimes.mapped_model import copy_without_initializers
 from deploy.targets.onnxruntime.uint8_gates import (
@@ -64,7 +64,8 @@ _WeightKey = tuple[str, int | None, bool, bytes]  # weight, axis, whether traine
 Memoize = Callable[[Hashable, Callable[[], Any]], Any]
 
 
-def _compute_each_time(_: Hashable, compute: Callable[[], Any]) -> Any:
+def compute_each_time(_: Hashable, compute: Callable[[], Any]) -> Any:
+    """Return `compute()`: the `Memoize` that remembers nothing."""
     return compute()
 
 
@@ -76,7 +77,8 @@ def write_qdq(
     weight_bits: int = 8,
     round_scales: Callable[[Scales32], Scales32] = lambda scales: scales,
     trained_scales: Mapping[str, Scales32] = MappingProxyType({}),
-    memoize: Memoize = _compute_each_time,
+    memoize: Memoize = compute_each_time,
+    float_weights: bool = False,
 ) -> onnx.ModelProto:
     """Return a copy of a float model with the Q/DQ pairs, int8 weights and int32 biases of a plan.
 
@@ -91,6 +93,7 @@ def write_qdq(
             is a multiple of them already.
         memoize: (key, function) -> the function's result, computed once for all calls with the same
             model, as a search makes them.
+        float_weights: leave the weights float; a QuantizeLinear of each makes its integers.
 
     Raises:
         ExportError: a tensor of the plan has no scale, or a scale is not positive.
@@ -105,7 +108,15 @@ def write_qdq(
     read_counts = memoize("reads", lambda: count_reads(model.graph))
     quantized = copy_without_initializers(model, _replaced_constants(plan, read_counts))
     writer = _QdqWriter(
-        quantized.graph, model, plan, scales, weight_bits, round_scales, trained_scales, memoize
+        quantized.graph,
+        model,
+        plan,
+        scales,
+        weight_bits,
+        round_scales,
+        trained_scales,
+        memoize,
+        float_weights,
     )
     for weight in plan.weights:
         writer.fuse_gemm(weight)
@@ -168,6 +179,7 @@ class _QdqWriter:
         initializers: name -> constant of both models.
         producer: tensor -> the node that makes it.
         constant_nodes: nodes that read only constants.
+        weight_quantizers: the QuantizeLinear nodes of float weights.
         nodes_after: tensor -> the Q/DQ pair that reads it.
         replacements: name of a replaced node -> new nodes.
         gate_offsets: output of a gate -> the offset that it adds.
@@ -183,6 +195,7 @@ class _QdqWriter:
     round_scales: Callable[[Scales32], Scales32]
     trained_scales: Mapping[str, Scales32]
     memoize: Memoize
+    float_weights: bool
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -194,6 +207,7 @@ class _QdqWriter:
         self.initializers: dict[str, onnx.TensorProto] = by_name(self.float_model.graph.initializer)
         self.producer = map_producers(self.graph.node)
         self.constant_nodes: Nodes = []
+        self.weight_quantizers: Nodes = []
         self.nodes_after: dict[str, Nodes] = {}
         self.replacements: dict[str, Nodes] = {}
         # a partial, not a method of this writer: the gate writer would refer back to it, and such a
@@ -343,7 +357,10 @@ class _QdqWriter:
         stored_weights = {weight for weight, *_ in self.dequantized_weights}
         if target.name in stored_weights:  # with other scales, for another node
             stored_name = f"{target.name}/{node.name}"
-        dequantized = self._dequantized(stored_name, integers, scales, target.axis, grid)
+        float_weight = target.name if self.float_weights else ""
+        dequantized = self._dequantized(
+            stored_name, integers, scales, target.axis, grid, float_weight
+        )
         self.dequantized_weights[key] = dequantized
         return dequantized
 
@@ -369,17 +386,26 @@ class _QdqWriter:
         scales: Scales32,
         axis: int | None,
         grid: Grid | None = None,
+        float_weight: str = "",
     ) -> str:
-        """Add constant integers and their DequantizeLinear; return the float tensor's name."""
+        """Add constant integers and their DequantizeLinear; return the float tensor's name.
+
+        `float_weight`: the constant of which a QuantizeLinear makes the integers; "" to store them.
+        """
+        codes = f"{name}/quantized"
+        if not float_weight:
+            self.constant(codes, integers, grid)
         shape = () if axis is None else scales.shape
-        zeros = np.zeros(shape, integers.dtype)
-        inputs = [
-            self.constant(f"{name}/quantized", integers, grid),
+        params = [
             self.constant(f"{name}/scale", scales.astype(np.float32).reshape(shape)),
-            self.constant(f"{name}/zero_point", zeros, grid),
+            self.constant(f"{name}/zero_point", np.zeros(shape, integers.dtype), grid),
         ]
+        if float_weight:
+            inputs = [float_weight, *params]
+            quantizer = make_node("QuantizeLinear", inputs, codes, f"{codes}/Q", axis=axis)
+            self.weight_quantizers.append(quantizer)
         output = f"{name}/dequantized"
-        node = make_node("DequantizeLinear", inputs, output, f"{name}/DQ", axis=axis)
+        node = make_node("DequantizeLinear", [codes, *params], output, f"{name}/DQ", axis=axis)
         self.constant_nodes.append(node)
         return output
 
@@ -449,7 +475,11 @@ class _QdqWriter:
 
     def finish(self) -> None:
         """Insert all nodes in an order in which each tensor is made before it is read."""
-        ordered = list(self.constant_nodes)
+        ordered = [*self.weight_quantizers, *self.constant_nodes]
+        copied_constants = names_of(self.graph.initializer)
+        for name in dict.fromkeys(node.input[0] for node in self.weight_quantizers):
+            if name not in copied_constants:
+                self.graph.initializer.append(self.initializers[name])
         for value in self.graph.input:
             ordered += self.nodes_after.pop(value.name, [])
         for node in self.graph.node:

@@ -34,19 +34,17 @@ from types import MappingProxyType
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import numpy_helper
 
-from calibrators.grids import INT8, broadcast_parameter, quantize
+from calibrators.grids import INT8
 from calibrators.scales import Scale
 from deploy.errors import ExportError
 from deploy.frontends.pair_removal import prepare_qdq_model, remove_pairs
 from deploy.frontends.pairs import DQ, PairGrid, Q, refuse_integer_operators
 from deploy.frontends.qdq_model import check_pairs
-from deploy.graph.edit import bypass, make_node, replace_nodes
-from deploy.graph.index import Graph, attributes
-from deploy.graph.placement import TENSORRT
+from deploy.graph.edit import bypass
+from deploy.graph.index import Graph
 from deploy.graph.plan import Plan
-from deploy.targets.onnxruntime.qdq import Memoize, write_qdq
+from deploy.targets.onnxruntime.qdq import Memoize, compute_each_time, write_qdq
 from deploy.targets.tensorrt.cache_contents import POOLING_LAYERS
 from deploy.targets.tensorrt.float_types import (
     FP8_OPSET,
@@ -68,7 +66,8 @@ def to_qdq(
     *,
     own_concat_scales: bool = False,
     trained_scales: Weights = NO_WEIGHTS,
-    memoize: Memoize | None = None,
+    memoize: Memoize = compute_each_time,
+    float_weights: bool = True,
 ) -> onnx.ModelProto:
     """Return the model with Q/DQ pairs where TensorRT expects them; `model` is not changed.
 
@@ -81,8 +80,9 @@ def to_qdq(
             the grid is fp8.
         own_concat_scales: do not share scales between the tensors of a Concat.
         trained_scales: node -> scales of its weight, if it was trained with them.
-        memoize: of a search, for a trial model: its weights stay int8, which gives the same numbers
-            in a smaller model.
+        memoize: of a search, see `write_qdq`.
+        float_weights: whether weights stay float on an int8 grid. As int8 they give the same
+            numbers in a smaller model, for a trial.
 
     Raises:
         ExportError: a tensor of the plan has no positive scale; or the grid is fp8 and the model
@@ -91,11 +91,14 @@ def to_qdq(
     ranges = _ranges(model, plan, scales, own_concat_scales)
     if _is_fp8(plan):  # weights are stored as fp8, since TensorRT does not quantize them to it
         return _with_fp8_ir(write_qdq(at_opset(model, FP8_OPSET), plan, ranges))
-    if memoize is not None:
-        return write_qdq(model, plan, ranges, trained_scales=trained_scales, memoize=memoize)
-    quantized = write_qdq(model, plan, ranges, trained_scales=trained_scales)
-    _restore_float_weights(quantized, model)  # `write_qdq` stores int8 weights
-    return quantized
+    return write_qdq(
+        model,
+        plan,
+        ranges,
+        trained_scales=trained_scales,
+        memoize=memoize,
+        float_weights=float_weights,
+    )
 
 
 def to_typed(
@@ -242,75 +245,6 @@ def _symmetric_range(scale: np.float32) -> Scale:
     return Scale(
         lo=-amax, hi=amax, amax=amax, observed_min=-amax, observed_max=amax, method="cache"
     )
-
-
-def _restore_float_weights(quantized: onnx.ModelProto, model: onnx.ModelProto) -> None:
-    """Replace the int8 weights of a Q/DQ model by float ones with a QuantizeLinear, in place.
-
-    TensorRT quantizes them itself, and `from_qdq` finds the float model's weights again. A weight
-    stays int8 where QuantizeLinear would not give exactly its integers.
-
-    Args:
-        quantized: the Q/DQ model, as `write_qdq` names its int8 weights.
-        model: the float model.
-    """
-    graph = quantized.graph
-    index = Graph(quantized)
-    initializer_by_name = index.initializers
-    float_initializers = Graph(model).initializers
-    quantize_nodes = []
-    for node in index.nodes:
-        dequantizer = None
-        if node.op_type in TENSORRT.heavy:  # with a weight
-            dequantizer = index.find_producer(node.input[1], DQ)
-        if dequantizer is None:
-            continue
-        int8_name = dequantizer.input[0]
-        if int8_name not in initializer_by_name:  # restored already, for another node
-            continue
-        float_name = _find_float_weight(int8_name, float_initializers)
-        if not float_name:
-            continue
-        float_weight = float_initializers[float_name]
-        if not _gives_stored_integers(dequantizer, initializer_by_name, float_weight):
-            continue
-
-        # the int8 tensor becomes the output of a QuantizeLinear with the scales of its DQ node
-        inputs = [float_name, *dequantizer.input[1:]]
-        quantize_nodes.append(
-            make_node(Q, inputs, int8_name, f"{int8_name}/Q", **attributes(dequantizer))
-        )
-        graph.initializer.remove(initializer_by_name.pop(int8_name))
-        if float_name not in initializer_by_name:  # it may have been added for another node
-            graph.initializer.append(float_weight)
-            initializer_by_name[float_name] = float_weight
-    replace_nodes(graph, [*quantize_nodes, *graph.node])
-
-
-def _find_float_weight(int8_name: str, float_constants: Collection[str]) -> str:
-    """Return the float weight W of an int8 weight; "" if there is none.
-
-    That is named `W/quantized`, or `W/<node>/quantized` if nodes with other scales share W.
-    """
-    name = int8_name.removesuffix("/quantized")
-    while name and name not in float_constants:
-        name = name.rpartition("/")[0]
-    return name
-
-
-def _gives_stored_integers(
-    dequantizer: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto], weight: onnx.TensorProto
-) -> bool:
-    """Return whether a QuantizeLinear of a float weight gives the integers that are stored of it.
-
-    `dequantizer`: the DequantizeLinear that reads these integers, with their scales.
-    """
-    integers = numpy_helper.to_array(constants[dequantizer.input[0]])
-    scales = numpy_helper.to_array(constants[dequantizer.input[1]])
-    float_weight = numpy_helper.to_array(weight)
-    axis = attributes(dequantizer).get("axis")
-    steps = broadcast_parameter(scales, float_weight.ndim, axis)
-    return bool(np.array_equal(quantize(float_weight, steps, 0, TENSORRT.weights), integers))
 
 
 @dataclass(frozen=True, slots=True)

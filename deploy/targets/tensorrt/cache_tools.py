@@ -467,44 +467,6 @@ def method_of_calibrator(script: CalibratorScript) -> tuple[Method, str] | None:
     return method, note
 
 
-def compare_with_script_cache(script_cache: bytes, new_cache: trt_cache.CalibrationCache) -> str:
-    """Return a sentence on how the cache that a user's script reads differs from the new one."""
-    try:
-        old_cache = trt_cache.parse(script_cache, origin="the cache that the script reads")
-        differences = compare_caches(old_cache, new_cache)
-    except CacheError as error:
-        return f"the script's own cache was not compared: {error}"
-    # a tensor has no first scale if it is not in the old cache, no second if not in the new one
-    changed = [
-        difference
-        for difference in differences
-        if difference.first is not None and difference.second is not None
-    ]
-    removed_count = sum(difference.second is None for difference in differences)
-    count = len(old_cache.scales())
-    equal_count = count - len(changed) - removed_count
-    parts = [f"{equal_count} of its {count} scales are equal to the bit"]
-    if changed:
-        parts.append(f"{len(changed)} differ{_largest_change(changed)}")
-    if removed_count:
-        parts.append(f"{removed_count} are of tensors that are not in the new one")
-    return (
-        f"the cache that the script reads ({old_cache.header.text}) was compared and not used:"
-        f" {', '.join(parts)}"
-    )
-
-
-def _largest_change(changed: Sequence[ScaleDifference]) -> str:
-    """Describe by how much the scales changed; `changed` starts with the largest change."""
-    largest_ratio = changed[0].ratio
-    if not largest_ratio:  # to or from a scale that is none
-        return ""
-    changes = [abs(float(np.log2(change.ratio))) for change in changed if change.ratio]
-    median = 2 ** float(np.median(changes)) - 1
-    largest = f"{changed[0].name} ({largest_ratio:.4g} times)"
-    return f", by {100 * median:.2g} % in the median, most {largest}"
-
-
 def write_cache_note(
     request: BuildRequest,
     cache_path: Path,

@@ -25,8 +25,7 @@ bound  input of Sigmoid, Tanh, ...        where the operator saturates (`deploy.
 bound  Concat                             output: the largest input; input: as the output
 bound  Add, Sub                           output: sum of inputs; input: output + other input
 bound  Mul                                product of the inputs
-bound  input of Hard-Swish or SiLU        output + 0.375 or 0.279, the maximum of x - y
-guess  the same with a small output       the same: some negative values are clipped
+guess  input of Hard-Swish or SiLU        output + 0.375, the maximum of x - y
 guess  input of LeakyRelu, AveragePool,   as the output: larger values are clipped
        ReduceMean, linear Resize, or of
        Mul by a Sigmoid
@@ -53,7 +52,6 @@ from deploy.frontends import checks
 from deploy.frontends.shapes import infer_shapes
 from deploy.graph.bounds import find_bounds
 from deploy.graph.edit import copy_message
-from deploy.graph.gates import find_gates
 from deploy.graph.index import ONNX_DOMAINS, Graph, attributes
 from deploy.graph.placement import MOVES, pads_nonzero, resize_mode
 from deploy.targets.tensorrt.cache_contents import POOLING_LAYERS, trt_tensors
@@ -63,6 +61,7 @@ LEVEL_NAMES = {EQUAL: "equal", BOUND: "bound", GUESS: "guess"}
 Range = tuple[float, int]  # (largest |x|, level: how certain it is)
 
 _QMAX = 127
+_MAX_GATE_LOSS = 0.375  # maximum of x - y, where y is the Hard-Swish of x; 0.279 for a SiLU
 _COPIES = MOVES | {"Identity", "Dropout", "Expand", "Tile", "DepthToSpace", "SpaceToDepth"}
 _MAXIMA = frozenset({"MaxPool", "GlobalMaxPool"})
 # Operators that pass a part of their input on, or clip it.
@@ -78,21 +77,6 @@ _SUMS = frozenset({"Add", "Sub", "Sum"})
 _SEVERAL_OPERANDS = _SUMS | {"Mul", "Div", "Concat", "Max", "Min"}
 
 
-@dataclass(frozen=True, slots=True)
-class SelfGate:
-    """A gate whose factor is its own input: y = x * gate(x), which only it reads.
-
-    Attributes:
-        output: the tensor y.
-        max_offset: maximum of x - y.
-        min_unclipped: smallest output range with which no negative value is clipped.
-    """
-
-    output: str
-    max_offset: float
-    min_unclipped: float
-
-
 class TensorRanges:
     """Ranges of a model's tensors, as far as they are known.
 
@@ -100,7 +84,6 @@ class TensorRanges:
         range_by_tensor: tensor -> its range.
         constants: constant -> its largest |x|.
         saturated: tensor -> the |x| beyond which all of its readers saturate.
-        gate_by_tensor: tensor that only a Hard-Swish or SiLU reads -> that gate.
         read_tensors: tensors that a node reads, and model outputs.
     """
 
@@ -121,7 +104,6 @@ class TensorRanges:
             if math.isfinite(low) and math.isfinite(high):
                 self.saturated[name] = max(abs(low), abs(high))
         self.read_tensors = frozenset(self.graph.readers) | self.graph.outputs
-        self.gate_by_tensor = {**_find_hard_swish(self.graph), **_find_silu(self.graph)}
 
     def range_of(self, name: str) -> Range | None:
         """Return the range of a tensor or constant, or None."""
@@ -196,9 +178,6 @@ def _range_for_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
     upper limit) or GUESS, in ascending order. A reader may need less than the tensor holds: a Clip
     needs no values beyond its limits.
     """
-    # its only reader is a Hard-Swish or SiLU, which the graph spells in several nodes
-    if name in tensor_ranges.gate_by_tensor:
-        return _range_for_gate(tensor_ranges, tensor_ranges.gate_by_tensor[name])
     graph = tensor_ranges.graph
     readers = graph.readers.get(name, [])
     ranges = [_range_for_reader(tensor_ranges, name, node) for node in readers]
@@ -215,15 +194,6 @@ def _range_for_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
     elif len(amaxes) > 1:  # one scale serves all: for the other readers it is only a bound
         level = max(level, BOUND)
     return max(amaxes), level
-
-
-def _range_for_gate(tensor_ranges: TensorRanges, gate: SelfGate) -> Range | None:
-    """Return the range that a Hard-Swish or SiLU needs of its input."""
-    amax, level = tensor_ranges.range_by_tensor.get(gate.output, (0.0, GUESS))
-    if not amax:
-        return None
-    gate_level = BOUND if amax >= gate.min_unclipped else GUESS
-    return amax + gate.max_offset, max(level, gate_level)
 
 
 def _range_for_reader(tensor_ranges: TensorRanges, name: str, node: onnx.NodeProto) -> Range | None:
@@ -256,6 +226,8 @@ def _range_for_reader(tensor_ranges: TensorRanges, name: str, node: onnx.NodePro
         return None
     if operator in _COPIES | _MAXIMA or (operator in _CUTS and _shrinks(tensor_ranges, node)):
         return amax, level
+    if operator == "HardSwish":
+        return amax + _MAX_GATE_LOSS, GUESS
     if operator in _MEANS:  # the input may hold larger values, which are then clipped
         return amax, GUESS
     return None
@@ -301,7 +273,10 @@ def _operand_range(
         return amax / abs(constant), level
     # a gate is near 1 where x is large, so that the product has about the range of x
     gate = tensor_ranges.graph.find_producer(other_operand, "Sigmoid", "HardSigmoid")
-    return None if gate is None else (amax, GUESS)
+    if gate is None:
+        return None
+    margin = _MAX_GATE_LOSS if gate.input[0] == name else 0.0
+    return amax + margin, GUESS
 
 
 def _product(
@@ -330,35 +305,6 @@ def _clip_limit(tensor_ranges: TensorRanges, node: onnx.NodeProto) -> float:
     if low is None or high is None:
         return math.inf
     return max(abs(low), abs(high))
-
-
-def _find_hard_swish(graph: Graph) -> dict[str, SelfGate]:
-    """Map each tensor that only a Hard-Swish reads to that gate."""
-    gates = {}
-    for gate in find_gates(graph):
-        is_self_gate = gate.source == gate.factor and not gate.offset
-        has_parameters = np.allclose((gate.gain * gate.top, gate.shift), (1, 3), rtol=1e-3)
-        if is_self_gate and has_parameters and gate.source not in graph.outputs:
-            readers = {node.name for node in graph.readers[gate.source]}
-            if readers <= set(gate.nodes):
-                gates[gate.source] = SelfGate(gate.output, max_offset=0.375, min_unclipped=3)
-    return gates
-
-
-def _find_silu(graph: Graph) -> dict[str, SelfGate]:
-    """Map each tensor x that only x * Sigmoid(x) reads to that gate."""
-    gates = {}
-    for node in graph.nodes:
-        if node.op_type != "Sigmoid" or node.input[0] in graph.outputs:
-            continue
-        source = str(node.input[0])
-        sigmoid = str(node.output[0])
-        products = [reader for reader in graph.readers[source] if reader.output[0] != sigmoid]
-        if len(products) == 1:
-            (product,) = products
-            if product.op_type == "Mul" and set(product.input) == {source, sigmoid}:
-                gates[source] = SelfGate(product.output[0], max_offset=0.279, min_unclipped=8)
-    return gates
 
 
 def _largest_magnitude(constant: onnx.TensorProto) -> float:

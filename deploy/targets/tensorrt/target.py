@@ -244,7 +244,13 @@ class TensorRT(TensorrtOptions):
         from deploy.targets.tensorrt.cache_qdq import to_qdq
 
         match = self.calibrate_scales(request).match
-        return to_qdq(request.model, match.plan, match.scales, memoize=request.compute_once)
+        return to_qdq(
+            request.model,
+            match.plan,
+            match.scales,
+            memoize=request.compute_once,
+            float_weights=False,
+        )
 
     def evaluated(self, request: BuildRequest) -> onnx.ModelProto:
         """Return the typed model if TensorRT runs that one and a CPU can, else the Q/DQ model."""
