@@ -91,9 +91,20 @@ def list_first(texts: Sequence[str], max_count: int) -> str:
     return text
 
 
+_PLURALS = {"box": "boxes", "class": "classes", "entry": "entries", "index": "indices"}
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: "1 node", "2 nodes"."""
-    return f"1 {noun}" if number == 1 else f"{number} {noun}s"
+    return f"1 {noun}" if number == 1 else f"{number} {_PLURALS.get(noun, f'{noun}s')}"
+
+
+def too_few(number: int, plural: str) -> str:
+    """Return the sentence "1 box is too few" or "2 boxes are too few"; `plural`: "boxes"."""
+    if number != 1:
+        return f"{number} {plural} are too few"
+    singular_by_plural = {_PLURALS[noun]: noun for noun in _PLURALS}
+    return f"1 {singular_by_plural.get(plural, plural.removesuffix('s'))} is too few"
 
 
 def first_line(error: BaseException) -> str:

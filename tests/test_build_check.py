@@ -154,6 +154,19 @@ def test_model_in_memory_is_saved_for_later_checks(small_cnn, pictures, tmp_path
     assert calib8.explain(folder, images=pictures).targets[0].held.samples > 0
 
 
+def test_check_finds_the_model_from_another_folder(copy, small_cnn, pictures, monkeypatch):
+    """A relative path of the model starts where the build ran, above its folder."""
+    report = json.loads((copy / "report.json").read_text())
+    report["model"]["path"] = "model.onnx"
+    (copy / "report.json").write_text(json.dumps(report))
+    shutil.copy(small_cnn, copy.parent / "model.onnx")
+    elsewhere = copy.parent / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "model.onnx").write_bytes(b"another model")
+    monkeypatch.chdir(elsewhere)
+    assert not check("../copy", pictures).failed
+
+
 def test_labels_by_folder_reach_the_check(small_cnn, pictures, tmp_path, run):
     """As for `build`: the classes are numbers of folders, from the command line too."""
     for label in range(2):

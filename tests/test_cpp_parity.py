@@ -204,6 +204,16 @@ def test_bad_lists_have_equal_messages(cpp, photos, tmp_path):
             ), content
 
 
+def test_pictures_below_the_crop_are_skipped_alike(cpp, photos, tmp_path):
+    chosen = Preprocess(resize="short-side", short_side=60)
+    feed = open_feed(photos, [SPEC], preprocess=chosen, skip_bad=True)
+    shapes = [list(sample.shape) for sample in samples_of(feed)]
+    options = chosen.to_json()
+    answer = ask_feed(cpp, tmp_path / "x", photos, SPEC, options=options, skip_bad=True)
+    assert 0 < len(feed.skipped) < 100
+    assert answer == answer_of(feed, shapes)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_decoding_threads_keep_the_batches(cpp, photos, tmp_path, threads):
     paths = sorted(photos.rglob("*.*"))[:40]

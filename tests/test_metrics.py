@@ -339,6 +339,9 @@ FEW = {
     "39 labels are too few; 1 more samples with labels would do": counted(
         "labels kept", "labels", 39, 39, 30
     ),
+    "1 box is too few; about 1170 more photos with objects would do": counted(
+        "boxes kept", "boxes", 1, 1, 30
+    ),
     "20 samples are too few; 10 more would do": counted("top-1 agreement", "classes", 20, 20, 20),
 }
 

@@ -193,6 +193,30 @@ def test_impossible_numbers_are_refused(options, small_cnn, tmp_path):
         calib8.build(small_cnn, images, out=tmp_path / "build", effort=0, **options)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"float_nodes": 5},
+        {"float_nodes": [5]},
+        {"repairs": 5},
+        {"repairs": [5]},
+        {"duration_s": "3"},
+        {"tuning": 1},
+        {"gates": {"max_loss": 0.1}},
+        {"out": 5},
+        {"out": ""},
+        {"cache": ""},
+        {"cache": b"cache"},
+    ],
+)
+def test_arguments_of_wrong_types_are_refused(options, small_cnn, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    images = np.ones((2, 3, 16, 16), np.float32)
+    with pytest.raises(calib8.ConfigError):
+        calib8.build(small_cnn, images, effort=0, **options)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_python_reads_compares_and_verifies_builds(small_cnn, pictures, tmp_path):
     quick = {"duration_s": 0, "tuning": calib8.Tuning(effort=0), "limit": 4}

@@ -462,7 +462,7 @@ def test_distributions_of_distances_are_boxes_level_by_level(maps):
 def test_key_points_of_a_box_are_kept_with_it(length):
     references = [forms.posed(n, length=length) for n in range(8)]
     form, same = figure(references, references)
-    assert "1 classes, boxes by centre, key points" in form.task.form and same.value == 1
+    assert "1 class, boxes by centre, key points" in form.task.form and same.value == 1
     for moved, value in ((1.0, 1), (3.0, 0)):
         others = [forms.posed(n, length=length, moved=moved) for n in range(8)]
         assert figure(references, others)[1].value == value
@@ -498,7 +498,7 @@ def test_masks_of_a_box_are_kept_with_it(turned, stride):
 
     references = split(0.0)
     form, same = figure(references, references)
-    assert "1 classes, boxes by centre, a mask" in form.task.form and same.value == 1
+    assert "1 class, boxes by centre, a mask" in form.task.form and same.value == 1
     assert figure(references, split(0.1))[1].value > 0.9
     assert figure(references, split(7.0))[1].value < 0.1
     for change in (np.negative, lambda v: v * np.nan, lambda v: v[:, :2]):
@@ -526,7 +526,7 @@ def test_offsets_from_anchors_are_boxes_only_if_set(flat, shares):
     metric = Metric(None, task="boxes")
     form = derive_form(references, inputs=[fed()] * 8, metric=metric)
     scores = "scores" if shares else "sigmoid"
-    assert form.task.form == f"classificators: {scores} of 1 classes, boxes matched by anchor"
+    assert form.task.form == f"classificators: {scores} of 1 class, boxes matched by anchor"
     assert [part.label for part in form.parts] == labels
     tally = form.task.tally()
     for number, reference in enumerate(references):

@@ -473,7 +473,7 @@ def saved_faces(path):
             saved_posed,
             partial(pictures_of_cells, channels=4, objects=2, apart=4),
             32,
-            "y: scores of 1 classes, boxes by centre, key points",
+            "y: scores of 1 class, boxes by centre, key points",
             "boxes of FP32 kept",
         ),
         (
@@ -487,7 +487,7 @@ def saved_faces(path):
             saved_faces,
             pictures_of_cells,
             64,
-            "scores: scores of 1 classes, boxes matched by anchor",
+            "scores: scores of 1 class, boxes matched by anchor",
             "boxes of FP32 kept",
         ),
         (

@@ -229,7 +229,8 @@ class ImageSource final : public Source {
     const auto image_size = headers::read_size(data);
     if (image_size && image_size->pixels() > kLargePixels) large_image_lock.lock();
     const Pixels pixels = images::decode(data, pictures_[index].name, grey, deep, max_pixels_);
-    return {Tensor::of(spec_.name, std::move(shape), apply(pixels, preprocess_))};
+    const std::string title = text::printable(pictures_[index].name);
+    return {Tensor::of(spec_.name, std::move(shape), apply(pixels, preprocess_, title))};
   }
 
   std::vector<Picture> pictures_;

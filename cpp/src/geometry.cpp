@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <string>
 
+#include "calib8/errors.hpp"
 #include "resize.hpp"
 
 namespace calib8 {
@@ -32,6 +34,18 @@ Pixels crop_centre(const Pixels& pixels, Size size) {
   return out;
 }
 
+std::string size_text(Size size) {
+  return std::to_string(size.height) + "x" + std::to_string(size.width);
+}
+
+void refuse_below_crop(Size resized, Size crop, Size source, int short_side,
+                       const std::string& title) {
+  if (resized.height >= crop.height && resized.width >= crop.width) return;
+  throw FeedError(title + " of " + size_text(source) + " must reach the crop of " +
+                  size_text(crop) + ", got " + size_text(resized) + " once its short side is " +
+                  std::to_string(short_side) + "; give a larger --short-side");
+}
+
 }  // namespace
 
 Size short_side_size(Size size, int length) {
@@ -52,15 +66,15 @@ Size letterbox_size(Size size, Size box) {
 
 namespace geometry {
 
-Placed fit(const Pixels& pixels, const Preprocess& preprocess) {
+Placed fit(const Pixels& pixels, const Preprocess& preprocess, const std::string& title) {
   const Size target = preprocess.size.value();
   const Size source{pixels.height, pixels.width};
   switch (preprocess.resize) {
-    case Resize::kShortSide:
-      return {crop_centre(resize_pixels(pixels, short_side_size(source, preprocess.short_length()),
-                                        preprocess),
-                          target),
-              0, 0};
+    case Resize::kShortSide: {
+      const Size resized = short_side_size(source, preprocess.short_length());
+      refuse_below_crop(resized, target, source, preprocess.short_length(), title);
+      return {crop_centre(resize_pixels(pixels, resized, preprocess), target), 0, 0};
+    }
     case Resize::kLetterbox: {
       const Size inner = letterbox_size(source, target);
       const bool is_centred = preprocess.anchor == Anchor::kCentre;

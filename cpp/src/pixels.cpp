@@ -27,7 +27,6 @@ void check_pixels(const Pixels& pixels, const Preprocess& preprocess) {
         " the model's own");
   }
   preprocess.check();
-  preprocess.check_crop();
   const bool is_complete =
       pixels.height > 0 && pixels.width > 0 && pixels.channels == preprocess.channels() &&
       pixels.data.size() == static_cast<std::size_t>(pixels.height) * pixels.row_bytes();
@@ -50,9 +49,10 @@ Pixels::Pixels(int rows, int columns, int depth) : height(rows), width(columns),
   data.resize(static_cast<std::size_t>(rows) * row_bytes());
 }
 
-std::vector<float> apply(const Pixels& pixels, const Preprocess& preprocess) {
+std::vector<float> apply(const Pixels& pixels, const Preprocess& preprocess,
+                         const std::string& title) {
   check_pixels(pixels, preprocess);
-  const geometry::Placed placed = geometry::fit(pixels, preprocess);
+  const geometry::Placed placed = geometry::fit(pixels, preprocess, title);
   const auto height = static_cast<std::size_t>(preprocess.size->height);
   const auto width = static_cast<std::size_t>(preprocess.size->width);
   const auto channels = static_cast<std::size_t>(preprocess.channels());

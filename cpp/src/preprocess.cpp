@@ -149,15 +149,6 @@ void Preprocess::check() const {
   }
 }
 
-void Preprocess::check_crop() const {
-  if (!size || resize != Resize::kShortSide) return;
-  const int crop = std::max(size->height, size->width);
-  if (short_length() >= crop) return;
-  throw ConfigError("short_side must reach the crop of " + std::to_string(size->height) + "x" +
-                    std::to_string(size->width) + ", got " + std::to_string(short_length()) +
-                    "; give " + std::to_string(crop) + " or more");
-}
-
 std::string Preprocess::to_json() const {
   Json json;
   json["size"] = size_json(size);

@@ -104,7 +104,6 @@ Resolved resolve(const std::optional<Preprocess>& requested, const TensorSpec& s
   } catch (const ConfigError& error) {
     throw FeedError(std::string(error.what()) + " (the input is " + spec.describe() + ")");
   }
-  preprocess.check_crop();
   check_mean(preprocess);
   if (requested) return {preprocess, {}};
   return {

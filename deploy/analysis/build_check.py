@@ -27,6 +27,7 @@ from deploy.analysis.build_reader import (
     load_float_model,
     model_notes,
     path_in_build,
+    path_near_report,
     read_stored_build,
     verify,
     with_stored_preprocess,
@@ -55,7 +56,7 @@ from deploy.graph.index import all_nodes
 from deploy.graph.plan import Decision
 from deploy.machine import this_machine, worker_threads
 from deploy.metrics import DURATION_S
-from deploy.pipeline.build_options import open_torch_module
+from deploy.pipeline.build_options import check_arguments, open_torch_module
 from deploy.pipeline.calibration_run import describe_source
 from deploy.pipeline.measure import ALL_CALIBRATED, Figures, measure_engines
 from deploy.pipeline.results import engine_rows, feed_part, model_part
@@ -80,6 +81,7 @@ _FED_ARRAYS = (
 _INPUT_SAMPLES = 8  # images that are looked at for odd preprocessing
 
 
+@check_arguments
 @with_progress
 def check(
     path: Path | str,
@@ -292,8 +294,9 @@ def _load_reference(
     """
     model = build.report.model
     float_path = (build.options or {}).get("float")
-    if against is None and float_path and os.path.isfile(float_path):
-        against = Path(float_path)
+    if against is None and float_path:
+        found_path = path_near_report(float_path, build.path)
+        against = found_path if os.path.isfile(found_path) else None
     loaded = load_float_model(
         model.path if model else "",
         build.path,

@@ -226,11 +226,14 @@ def path_in_build(written: str, report: Path) -> Path:
 
 
 def path_near_report(written: str, report: Path) -> Path:
-    """Return the path of a model: as in the report, unless it lies in the report's folder."""
-    path = Path(written)
-    is_saved = path.parent.name == RECORDS  # by the build, from a model in memory
-    if os.path.exists(path) and not is_saved:
-        return path
+    """Return the path of a model: as in the report, unless it lies in the report's folder.
+
+    A relative path starts at the folder in which the build ran, mostly one above the report.
+    """
+    if Path(written).parent.name != RECORDS:  # else the build saved it, from a model in memory
+        for folder in (*report.parents, *report.resolve().parents, Path()):
+            if os.path.isfile(folder / written):
+                return folder / written
     return path_in_build(written, report)
 
 

@@ -32,7 +32,7 @@ from deploy.graph.index import Graph, module_scopes, runtime_inputs
 from deploy.metrics.accuracy import TensorComparison
 from deploy.metrics.layerwise import pair_tensors_by_name
 from deploy.metrics.output_errors import OutputAccuracy
-from deploy.pipeline.build_options import find_user_model, open_torch_module
+from deploy.pipeline.build_options import check_arguments, find_user_model, open_torch_module
 from deploy.report.model import to_plain_object
 from deploy.runtimes.openvino import run_in_subprocess
 from deploy.runtimes.ort import OrtSession
@@ -413,6 +413,7 @@ def _bisect(names: Sequence[str], agrees: Callable[[str], bool]) -> None:
             high = middle
 
 
+@check_arguments
 @with_progress
 def compare(
     first: Path | str | ModelProto | nn.Module,

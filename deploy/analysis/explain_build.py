@@ -45,7 +45,7 @@ from deploy.metrics.accuracy import find_threshold
 from deploy.metrics.layerwise import pair_quantized_tensors
 from deploy.metrics.output_errors import RunningError, sqnr_db, sqnr_sort_key
 from deploy.metrics.output_form import OutputForm, derive_form
-from deploy.pipeline.build_options import open_torch_module
+from deploy.pipeline.build_options import check_arguments, open_torch_module
 from deploy.runtimes.ort import OrtSession
 from deploy.tasks import Metric
 from deploy.tasks.evaluation_task import ThresholdTally
@@ -313,6 +313,7 @@ class ChannelSums:
         yield from losses[:_MAX_CHANNELS]
 
 
+@check_arguments
 @with_progress
 def explain(
     folder: Path | str,

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from deploy.calibration.observation import CalibrationSubject
-from deploy.errors import BackendError
+from deploy.errors import BackendError, too_few
 from deploy.feed.pixels import PREVIEW_COUNT, layout_of
 from deploy.feed.preprocess import PRESETS, Preprocess
 from deploy.feed.samples import Feed
@@ -228,10 +228,10 @@ def _check_variety(feed: Feed, samples: Samples) -> Iterator[str]:
     if feed.duplicate_count >= distinct_count:  # most are copies
         min_count *= 2
     if distinct_count < min_count:
-        clause = "calibration sample is" if distinct_count == 1 else "calibration samples are"
+        things = "calibration samples"
         if distinct_count < feed.count:
-            clause = f"different {clause}"
-        yield f"{distinct_count} {clause} too few; 100 or more would do"
+            things = f"different {things}"
+        yield f"{too_few(distinct_count, things)}; 100 or more would do"
         return
 
     for sample in samples[1:]:

@@ -39,7 +39,7 @@ from deploy.commands.image_options import (
     shape_option,
 )
 from deploy.commands.model_options import TargetValues, target_field_options
-from deploy.errors import ConfigError
+from deploy.errors import ConfigError, counted
 from deploy.files import atomic
 from deploy.targets import Ascend
 from deploy.targets.ascend.preparation import prepare_model
@@ -152,7 +152,7 @@ def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path
     int8_layers = quant_config.enabled()
     summary = f"{len(int8_layers)} of {len(quant_config.layers)} layers in int8"
     if quant_config.tensors:
-        summary += f", {len(quant_config.tensors)} inputs moved in int8"
+        summary += f", {counted(len(quant_config.tensors), 'input')} moved in int8"
     say(f"{out}: {summary}")
     for note in quant_config.notes:
         say(f"  {note}")

@@ -11,7 +11,7 @@ import click
 from deploy.calibration import DEFAULT_TRT_VERSION
 from deploy.commands import base
 from deploy.commands.base import FILE, OutputFile, out_option, shows_progress
-from deploy.errors import list_first
+from deploy.errors import counted, list_first
 from deploy.terminal import say, say_lines
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def merge(paths: tuple[Path, ...], out: Path, on_conflict: str) -> None:
         list(map(_read_with_note, paths)), on_conflict=on_conflict
     )
     write_bytes(out, dump(merged_cache))
-    say(f"{out}: {len(merged_cache.entries)} entries from {len(paths)} caches")
+    say(f"{out}: {counted(len(merged_cache.entries), 'entry')} from {counted(len(paths), 'cache')}")
 
 
 @cache.command(short_help="Rewrite a cache for another TensorRT version.")
@@ -161,7 +161,7 @@ def relabel(path: Path, trt_version: str, algorithm: str | None, out: Path) -> N
     relabelled_cache = relabel_cache(source_cache, version=trt_version, algorithm=algorithm)
     write_bytes(out, dump(relabelled_cache))
     say(
-        f"{out}: {len(relabelled_cache.entries)} entries, {source_cache.header.text} ->"
+        f"{out}: {counted(len(relabelled_cache.entries), 'entry')}, {source_cache.header.text} ->"
         f" {relabelled_cache.header.text}"
     )
     if relabelled_cache.header.label is None:
@@ -329,7 +329,7 @@ def from_qdq(
     write_model(model_path, float_model.model)
     write_bytes(cache_path, dump(cache))
     say(f"{model_path}: the float model")
-    say(f"{cache_path}: {len(cache.entries)} entries under {cache.header.text}")
+    say(f"{cache_path}: {counted(len(cache.entries), 'entry')} under {cache.header.text}")
     if inferred_scales is None:
         scales = float_model.scales
         _print_unpaired([name for name in trt_tensors(float_model.model) if name not in scales])
@@ -396,7 +396,7 @@ def _header_text(source_cache: CalibrationCache) -> str:
         details += f", quantile {header.quantile}, cutoff {header.cutoff}"
     elif header.version:
         details = f"TensorRT {header.version}, {details}"
-    return f"{header.text}: {details}, {len(source_cache.entries)} entries"
+    return f"{header.text}: {details}, {counted(len(source_cache.entries), 'entry')}"
 
 
 def _document(source_cache: CalibrationCache) -> dict[str, object]:

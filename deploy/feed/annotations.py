@@ -23,7 +23,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from deploy.errors import FeedError
+from deploy.errors import FeedError, counted
 from deploy.feed.images import printable_name, suffix_of, walk_files
 from deploy.feed.paths import is_data_yaml, read_data_yaml, resolve_files
 from deploy.files.reading import convert, read_json, read_text
@@ -405,7 +405,7 @@ def _read_voc_file(path: str, number_by_class: Mapping[str, int]) -> Objects:
             if name not in number_by_class:
                 raise FeedError(
                     f"the classes of VOC's files must be in {CLASSES_FILE}, got {name[:60]!r} in"
-                    f" {title} and {len(number_by_class)} classes there; add it"
+                    f" {title} and {counted(len(number_by_class), 'class')} there; add it"
                 )
             boxes.append(corners)
             classes.append(number_by_class[name])

@@ -341,8 +341,8 @@ def label_by_folder(files: SourceFiles) -> SourceFiles:
     if files.folder is None or "" in subfolders or len(classes) < 2:
         raise FeedError(
             f"labels by folder need one folder per class, got {files.name} with"
-            f" {len(classes)} folders and {subfolders.count('')} files in none;"
-            " give a list file with labels, or --labels FILE"
+            f" {counted(len(classes), 'folder')} and {counted(subfolders.count(''), 'file')} in"
+            " none; give a list file with labels, or --labels FILE"
         )
     label_by_class = {name: label for label, name in enumerate(classes)}
     labels = map(label_by_class.__getitem__, subfolders)

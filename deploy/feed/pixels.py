@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 from deploy.errors import FeedError
 from deploy.feed.decoding import decode_image, opencv
 from deploy.feed.file_list import RawSample
-from deploy.feed.preprocess import Preprocess, Size, with_image_size
+from deploy.feed.preprocess import Preprocess, Size, short_side_size, with_image_size
 from deploy.files.manifest import sha256
 from deploy.tensors import Array
 
@@ -89,14 +89,6 @@ def resize_to_input(pixels: Array, preprocess: Preprocess) -> tuple[Array, tuple
     input_height, input_width = preprocess.input_size
     visible = resized[max(-top, 0) :, max(-left, 0) :][:input_height, :input_width]
     return visible, (max(top, 0), max(left, 0))
-
-
-def short_side_size(size: Size, short: int) -> Size:
-    """Return (h, w) with short side `short`; the long side keeps the aspect, rounded down."""
-    height, width = size
-    if height <= width:
-        return short, width * short // height
-    return height * short // width, short
 
 
 def letterbox_size(size: Size, box: Size) -> Size:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from deploy.errors import ConfigError, FeedError, did_you_mean
+from deploy.errors import ConfigError, FeedError, counted, did_you_mean
 from deploy.tensors import TensorSpec
 
 RESIZES = ("stretch", "letterbox", "short-side", "fit-height")
@@ -120,7 +120,7 @@ class Preprocess:
         if count not in allowed:
             raise ConfigError(
                 f"{name} must have one value or one per channel of {self.color or 'rgb'},"
-                f" got {count} values; give {' or '.join(map(str, sorted(allowed)))}"
+                f" got {counted(count, 'value')}; give {' or '.join(map(str, sorted(allowed)))}"
             )
 
     @property
@@ -279,12 +279,20 @@ def with_image_size(
         title: of the image in messages.
 
     Raises:
-        FeedError: a side would be longer than `MAX_SIDE`.
+        FeedError: a side would be longer than `MAX_SIDE`, or the resized image is below the crop.
     """
     height, width = preprocess.size or (None, None)
-    if height is not None and width is not None:
-        return preprocess
     rows, columns = image_size
+    if height is not None and width is not None:
+        if preprocess.resize == "short-side":
+            resized_size = short_side_size(image_size, preprocess.resized_short_side)
+            if resized_size[0] < height or resized_size[1] < width:
+                raise FeedError(
+                    f"{title} of {rows}x{columns} must reach the crop of {height}x{width}, got"
+                    f" {format_size(resized_size)} once its short side is"
+                    f" {preprocess.resized_short_side}; give a larger --short-side"
+                )
+        return preprocess
     if height is not None:
         width = _round_to_multiple(height * columns, rows, preprocess)
     elif width is not None:
@@ -298,6 +306,14 @@ def with_image_size(
             f" {title} of {rows}x{columns}; give a size for all"
         )
     return dataclasses.replace(preprocess, size=(height, width))
+
+
+def short_side_size(size: Size, short: int) -> Size:
+    """Return (h, w) with short side `short`; the long side keeps the aspect, rounded down."""
+    height, width = size
+    if height <= width:
+        return short, width * short // height
+    return height * short // width, short
 
 
 def format_size(size: Sequence[int | None]) -> str:
@@ -332,8 +348,8 @@ def _check_sides(preprocess: Preprocess) -> None:
     """Refuse a size that the other options do not go with; a side of None depends on each image.
 
     Raises:
-        ConfigError: a `multiple` without a side that depends on the image, such a side with a
-            resize that needs both, or a short side below the crop.
+        ConfigError: a `multiple` without a side that depends on the image, or such a side with a
+            resize that needs both.
     """
     height, width = preprocess.size or (None, None)
     if height is not None and width is not None:
@@ -341,11 +357,6 @@ def _check_sides(preprocess: Preprocess) -> None:
             raise ConfigError(
                 f"a multiple is for sides that depend on the image, got {preprocess.multiple} for"
                 f" {height}x{width}; give a size such as {height}x*, or leave the multiple out"
-            )
-        if preprocess.resize == "short-side" and preprocess.resized_short_side < max(height, width):
-            raise ConfigError(
-                f"short_side must reach the crop of {height}x{width}, got"
-                f" {preprocess.short_side}; give {max(height, width)} or more"
             )
         return
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from deploy.errors import ConfigError, FeedError
+from deploy.errors import ConfigError, FeedError, counted
 from deploy.feed.arrays import ArraySource, fits
 from deploy.feed.file_list import RawSample
 from deploy.feed.preprocess import describe
@@ -97,8 +97,7 @@ class Recurrence:
     def describe(self, sequence_count: int) -> str:
         """Return which states are carried, for the report."""
         pairs = ", ".join(f"{state} is {output}" for state, output in self.states.items())
-        kind = "1 sequence" if sequence_count == 1 else f"{sequence_count} sequences"
-        return f"{kind}, in which {pairs} of the step before"
+        return f"{counted(sequence_count, 'sequence')}, in which {pairs} of the step before"
 
 
 def find_states(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> States:

@@ -491,8 +491,15 @@ def channel_axis(node: onnx.NodeProto, rank: int) -> int:
 
 
 def as_names(names: str | Iterable[str]) -> tuple[str, ...]:
-    """Return names as a tuple; a text is one name, not its letters."""
-    return (names,) if isinstance(names, str) else tuple(names)
+    """Return names as a tuple; a text is one name, not its letters.
+
+    Raises:
+        ConfigError: a name is no text.
+    """
+    all_names = (names,) if isinstance(names, str) else tuple(names)
+    if not all(isinstance(name, str) for name in all_names):
+        raise ConfigError(f"names must be texts, got {all_names!r:.60}")
+    return all_names
 
 
 MODULE_SCOPES = "pkg.torch.onnx.name_scopes"  # metadata of a node, by torch's exporter

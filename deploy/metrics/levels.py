@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from deploy.errors import too_few
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.output_errors import LEFT_DB, SAMPLE_MEAN
 from deploy.metrics.output_form import SliceAccuracy
@@ -244,9 +245,7 @@ def _doubt_outputs(accuracy: Accuracy) -> LevelReasons:
             "the outputs are 0 in every sample, so equal ones prove nothing; load trained weights",
         )
     elif samples < _MIN_SAMPLES:
-        subject = "sample is" if samples == 1 else "samples are"
-        missing = _MIN_SAMPLES - samples
-        yield DOUBTFUL, f"{samples} {subject} too few; {missing} more would do"
+        yield DOUBTFUL, f"{too_few(samples, 'samples')}; {_MIN_SAMPLES - samples} more would do"
     elif accuracy.alike:
         yield (
             DOUBTFUL,

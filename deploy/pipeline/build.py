@@ -33,6 +33,7 @@ from deploy.pipeline.build_options import (
     ModelSource,
     PreparedBuild,
     UserModel,
+    check_arguments,
     find_user_model,
     open_torch_module,
     prepare_build,
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 _NO_NUMBERS = ("str", "sequence", "map", "optional")  # dtypes of outputs that are not compared
 
 
+@check_arguments
 @with_progress
 def build(  # noqa: D417
     model: ModelSource | nn.Module,

@@ -8,11 +8,25 @@ refuses what can be refused before anything is run or written.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import wraps
+from inspect import signature
+from numbers import Integral, Real
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, TypeVar
+from types import SimpleNamespace, UnionType
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ParamSpec,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import onnx
 
@@ -28,6 +42,7 @@ from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.samples import Feed
 from deploy.feed.sampling import to_choice
 from deploy.files import manifest
+from deploy.files.reading import refuse_no_path
 from deploy.frontends import LoadedModel, load_float_or_qdq
 from deploy.frontends.input_shapes import is_torch_module
 from deploy.machine import worker_threads
@@ -50,8 +65,47 @@ if TYPE_CHECKING:
 
 
 _Images = TypeVar("_Images", bound="FeedSource | None")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 UserModel = str | Path | onnx.ModelProto  # a file, or a model in memory
 ModelSource = UserModel | LoadedModel
+
+_TYPING_NAMES = {"nn": SimpleNamespace(Module=object)}  # torch is imported for type checkers only
+_NUMBER_CLASSES = {bool: Integral, int: Integral, float: Real}  # which numpy's numbers are too
+
+
+def check_arguments(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Decorate a public function, so that it refuses arguments that its annotations do not allow.
+
+    The elements of lists and mappings are not checked. Of paths, empty texts and addresses are
+    refused too. A wrong argument raises `ConfigError`.
+    """
+
+    @wraps(function)
+    def checked_function(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        types = get_type_hints(function, localns=_TYPING_NAMES)
+        for name, value in signature(function).bind(*args, **kwargs).arguments.items():
+            classes = tuple(_classes_of(types[name]))
+            if Path in classes and isinstance(value, str):
+                refuse_no_path(value)
+            with suppress(TypeError):  # a protocol, such as Target, has no class to check by
+                if not isinstance(value, classes):
+                    raise ConfigError(
+                        f"{name} must be {function.__annotations__[name]}, got"
+                        f" {type(value).__name__}; help(calib8.{function.__name__}) explains it"
+                    )
+        return function(*args, **kwargs)
+
+    return checked_function
+
+
+def _classes_of(annotation: Any) -> Iterator[type]:
+    """Yield the classes of an annotation: those of `str | Sequence[str]` are str and Sequence."""
+    if get_origin(annotation) in (Union, UnionType):
+        for part in get_args(annotation):
+            yield from _classes_of(part)
+    else:
+        yield _NUMBER_CLASSES.get(annotation, get_origin(annotation) or annotation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

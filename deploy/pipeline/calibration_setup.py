@@ -47,6 +47,7 @@ from deploy.pipeline.build_options import (
     CalibrationOptions,
     ModelSource,
     UserModel,
+    check_arguments,
     find_user_model,
     open_torch_module,
     with_calibrator_method,
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
 _RANDOM_SAMPLES = 2  # for a Q/DQ model without images
 
 
+@check_arguments
 @with_progress
 def calibrate(
     model: ModelSource | nn.Module,
@@ -165,6 +167,7 @@ def calibrate_with(
     return calibrate_loaded(loaded, find_user_model(model), dataset, options, targets=targets)
 
 
+@check_arguments
 @with_progress
 def merge(  # noqa: D417
     model: ModelSource,

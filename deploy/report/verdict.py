@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from deploy.errors import ConfigError
+from deploy.errors import ConfigError, too_few
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.latency import MIN_GAIN, SpeedUp
 from deploy.metrics.levels import (
@@ -271,7 +271,7 @@ def _describe_too_few(accuracy: Accuracy) -> Iterator[str]:
     missing_text = str(missing)
     if missing > 20:
         missing_text = f"about {math.ceil(missing / 10) * 10}"
-    yield f"{count} {counted_things} are too few; {missing_text} more{sample_text} would do"
+    yield f"{too_few(count, counted_things)}; {missing_text} more{sample_text} would do"
 
 
 def _find_counted(accuracy: Accuracy) -> tuple[str, int]:

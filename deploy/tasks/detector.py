@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from deploy.errors import counted
 from deploy.tasks.detections import (
     MIN_SCORE,
     NO_DETECTIONS,
@@ -285,8 +286,9 @@ class RowDecoder:
         names = dict.fromkeys(columns.output for columns in self.scores)
         objectness = "objectness and " * bool(self.gates)
         scores = self.activation or "scores"
+        classes = counted(self.classes or 0, "class")
         boxes = f"boxes by {self.coding}" if self.coding else "boxes matched by anchor"
-        text = f"{', '.join(names)}: {objectness}{scores} of {self.classes} classes, {boxes}"
+        text = f"{', '.join(names)}: {objectness}{scores} of {classes}, {boxes}"
         return text + extras
 
     def boxes(self, inputs: Outputs, outputs: Outputs) -> Detections:

@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "calib8/export.hpp"
@@ -40,9 +41,10 @@ struct Pixels {
 };
 
 // uint8 [H, W, C] -> C * h * w floats. `preprocess` must be resolved.
-// Throws ConfigError: it has no size, or an invalid value; FeedError: other channels than `preprocess` states, or
-// too little data.
-std::vector<float> apply(const Pixels& pixels, const Preprocess& preprocess);
+// `title` names the picture in messages. Throws ConfigError: it has no size, or an invalid value; FeedError: other
+// channels than `preprocess` states, too little data, or a picture below the crop.
+std::vector<float> apply(const Pixels& pixels, const Preprocess& preprocess,
+                         const std::string& title = "a picture");
 
 // (h, w) with the short side made `length`, the long one scaled alike and rounded down.
 Size short_side_size(Size size, int length);

@@ -66,8 +66,6 @@ struct Preprocess {
 
   // Throws ConfigError: a value is invalid.
   void check() const;
-  // Throws ConfigError: the short side is smaller than the crop of `size`.
-  void check_crop() const;
   int channels() const;  // 1 or 3
   int short_length() const;
 

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from deploy.errors import ExportError
 from deploy.feed.pixels import resized_geometry
-from deploy.feed.preprocess import Preprocess, Size, format_size
+from deploy.feed.preprocess import Preprocess, Size, format_size, with_image_size
 from deploy.targets.ascend.atc import AippSource, compression_options
 from deploy.targets.ascend.proto import message_class, print_text
 from deploy.targets.base import BuildRequest
@@ -229,6 +229,7 @@ def _plan_frame(preprocess: Preprocess, source: AippSource) -> FramePlan | None:
     if frame_size == input_size or source.dynamic:
         return None
     # top and left are negative where the resized frame is cropped
+    preprocess = with_image_size(preprocess, frame_size, "a frame")  # refuses one below the crop
     (height, width), (top, left) = resized_geometry(frame_size, preprocess)
     if preprocess.resize == "short-side" and (height, width) == frame_size:
         return None  # it is only cropped
