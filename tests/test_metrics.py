@@ -660,7 +660,7 @@ def test_the_worst_figure_of_a_changed_input_is_that_of_the_change():
     small_change = compared(0.03, 0.003)
     assert small_change.worst.label == "y - x"
     assert small_change.worst.sqnr_db == pytest.approx(20, abs=0.5)
-    assert "19.8 dB (worst: y - x); 50.4 dB in y" in judge(small_change).text
+    assert "19.8 dB (worst: y - x)" in judge(small_change).text
     assert compared(0.5, 0.03).worst.label == "y"
     assert compared(1e-6, 0.03).worst.label == "y"  # rounding alone
     # a state, or of another shape

@@ -211,7 +211,7 @@ def one_hot(shape, places):
             {"y": np.float32([[0, 0, 9, 1]])},
             "y class dog 1.00, class 3 0.00",
         ),
-        (Labels("y", 3, "sigmoid"), {"y": np.float32([[-9, -9, 9]])}, "dog 1.00"),
+        (Labels("y", activation="sigmoid"), {"y": np.float32([[-9, -9, 9]])}, "dog 1.00"),
         (Classes(("y",), (1,), are_numbers=True), {"y": np.int64([[2]])}, "class dog"),
         (Text("y", 4, 0), {"y": np.eye(4)[[2, 2, 0, 2]][None]}, "dogdog"),
         (

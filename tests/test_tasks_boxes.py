@@ -6,9 +6,10 @@ import pytest
 from deploy.metrics.accuracy import Comparison
 from deploy.metrics.output_form import derive_form
 from deploy.tasks import Metric, detections
+from deploy.tasks.boxes import BoxDetection
 from deploy.tasks.declarations import Declaration
 from deploy.tasks.detections import Detections, match_detections, suppress_overlaps
-from deploy.tasks.detector import CODINGS, BoxCoding
+from deploy.tasks.detector import CODINGS, BoxCoding, RowDecoder
 from tests import outputs as forms
 from tests.outputs import GRID, SIZE, change_all, fed, figure, rng, same_task, scene, v8, yolo
 
@@ -878,3 +879,13 @@ def test_coding_is_added_as_one_row(monkeypatch):
     corners = np.concatenate([centres - radii, centres + radii], axis=1)
     seen = scene(0)[0]
     np.testing.assert_allclose(np.sort(found.boxes, axis=0), np.sort(corners[seen], axis=0))
+
+
+@pytest.mark.parametrize(
+    ("score", "count", "threshold"),
+    [(0.25, 5, 0.25), (0.25, 4, None), (0.15, 5, 0.15), (0.05, 5, 0.05), (0.05, 4, None)],
+)
+def test_the_threshold_is_the_highest_with_boxes_enough(score, count, threshold):
+    tally = BoxDetection(RowDecoder(scores=())).tally()
+    tally.counts[score][0] = count
+    assert tally.threshold == threshold

@@ -18,7 +18,7 @@ from deploy.report.verdict import Verdict
 from deploy.tasks import Metric
 from deploy.tasks.evaluation_task import TaskFigure
 from deploy.tasks.indices import NO_CLASS, PlaceCounts
-from deploy.tasks.vectors import Labels, are_features, has_unit_length
+from deploy.tasks.vectors import are_features, has_unit_length
 from deploy.tensors import TensorSpec
 from deploy.tuning.plan_file import read_plan
 from deploy.tuning.probe import add_source_outputs, find_pick_sources
@@ -86,10 +86,10 @@ def test_logits_are_classes_and_other_vectors_are_not():
 @pytest.mark.parametrize(
     ("form", "on", "task"),
     [
-        ((1, 100, 1), 1, "steps"),
-        ((1, 100, 1), 3, "steps"),
-        ((1, 100), 3, "steps"),
-        ((1, 100), 1, "steps"),
+        ((1, 100, 1), 1, "labels"),
+        ((1, 100, 1), 3, "labels"),
+        ((1, 100), 3, "labels"),
+        ((1, 100), 1, "labels"),
     ],
 )
 def test_steps_of_a_film_that_are_near_1_are_no_classes(form, on, task):
@@ -207,8 +207,7 @@ def test_classes_and_labels_are_known_beside_an_embedding(classes, pictures, lab
         outputs.append({"e": np.float32(embedding), "y": np.float32(scores)})
     sound = [{"x": np.zeros((1, 4000), np.float32)}] * 8
     form, same = figure(outputs, outputs, None if pictures else sound)
-    tagged = "labels" if pictures else "steps"
-    assert form.task.name == (tagged if labels else "classes") and same.value == 1
+    assert form.task.name == ("labels" if labels else "classes") and same.value == 1
     assert form.uncovered == ("e",) and form.task.covered == ("y",)
 
 
@@ -525,7 +524,7 @@ def test_best_of_a_set_decides():
     ("task", "shape", "words"),
     [
         ("text", (1, 9, 12), "text of 11 symbols, blank 0"),
-        ("labels", (1, 6), "6 labels"),
+        ("labels", (1, 6), "scores of steps or labels"),
         ("segmentation", (1, 4, 9, 9), "4 classes a pixel"),
         ("masks", (1, 2, 9, 9), "masks of 0 to 1"),
         ("segmentation", (1, 9, 9, 4), "4 classes a pixel"),
@@ -535,7 +534,7 @@ def test_best_of_a_set_decides():
         ("keypoints", (1, 8), "4 key points"),
         ("embeddings", (1, 40), "embeddings of 40 numbers"),
         ("steps", (1, 9, 5), "5 classes a step"),
-        ("steps", (1, 9, 1), "scores of steps"),
+        ("labels", (1, 9, 1), "scores of steps or labels"),
     ],
 )
 def test_a_task_that_is_set_takes_outputs_of_its_shape(task, shape, words):
@@ -734,7 +733,7 @@ def test_labels_of_both_are_counted(count):
     task, same = figure_labels(rows, rows)
     assert task.name == "labels" and same.value == 1 and not task.activation
     _, found = figure_labels(rows, fewer)
-    assert found.words == "24 of 30 labels of FP32 kept, 0 new (probability above 0.5)"
+    assert found.words.startswith("24 of 30 scores on FP32's side of 0.5, without 0, the usual one")
     assert found.value == pytest.approx(24 / 30)
     assert figure_labels(rows, [row * np.nan for row in rows])[1].value == 0
 
@@ -750,36 +749,12 @@ def test_raw_scores_are_labels_only_if_set():
     assert tally.result().count == "30 of 30"
 
 
-@pytest.mark.parametrize(
-    ("score", "count", "threshold"),
-    [
-        (0.51, 5, 0.5),
-        (0.51, 4, None),
-        (0.31, 5, 0.3),
-        (0.31, 4, None),
-        (0.29, 5, 0.1),
-        (0.11, 5, 0.1),
-        (0.11, 4, None),
-        (0.09, 20, None),
-    ],
-)
-def test_the_threshold_is_the_highest_with_labels_enough(score, count, threshold):
-    row = {"y": np.concatenate([np.full(count, score), np.zeros(4)])[None]}
-    tally = Labels("y", count + 4, "").tally()
-    tally.add(fed(), row, row)
-    found = tally.result()
-    assert (found and found.words.rpartition("above ")[2]) == (threshold and f"{threshold})")
-    silent = Labels("y", count + 4, "").tally()
-    silent.add(fed(), {"y": row["y"] * 0}, row)
-    assert silent.result() is None
-
-
 @pytest.mark.parametrize(("counts", "labels"), [
     (((0.95, 2), (0.05, 2)), True), (((0.95, 2), (0.05, 1)), False),  # four labels
-    (((0.95, 1), (0.05, 3)), False), (((0.51, 2), (0.05, 8)), True),  # two of a sample
-    (((0.49, 2), (0.05, 8)), False), (((0.95, 2), (0.5, 2), (0.05, 5)), True),
-    (((0.95, 3), (0.5, 2), (0.05, 5)), True), (((0.95, 3), (0.5, 3), (0.05, 6)), False),
-    (((0.95, 5), (0.05, 5)), True), (((0.95, 6), (0.05, 5)), False),  # half of all are off
+    (((0.95, 1), (0.05, 3)), False), (((0.95, 2), (0.05, 8)), True),  # two of a sample
+    (((0.51, 2), (0.05, 8)), False), (((0.95, 2), (0.5, 2), (0.05, 5)), True),  # none near 1
+    (((0.95, 3), (0.5, 2), (0.05, 5)), True), (((0.95, 3), (0.5, 4), (0.05, 6)), False),
+    (((0.95, 6), (0.05, 5)), True), (((0.95, 6), (0.11, 5)), False),  # none near 0
     (((1.1, 2), (0.05, 8)), False), (((0.95, 1), (0.91, 1), (0.09, 8)), True),
 ])  # fmt: skip
 def test_labels_are_several_of_a_sample_and_seldom_in_between(counts, labels):
@@ -797,7 +772,7 @@ def test_one_class_a_sample_is_no_label():
     assert task_of_four(lambda: made.uniform(0, 1, (1, 136))) is None  # places
     assert task_of([scores(0, 3)] * 4) != "labels"
     sound = [{"sound": np.zeros((1, 800), np.float32)}] * 4
-    assert task_of([np.where(np.arange(50) < 20, 0.97, 0.02)[None]] * 4, sound) == "steps"
+    assert task_of([np.where(np.arange(50) < 20, 0.97, 0.02)[None]] * 4, sound) == "labels"
 
 
 def saved(path):
@@ -826,7 +801,7 @@ def test_a_build_counts_the_labels(build_with_accuracy, tmp_path, glare):
     task = told["task"]
     assert task["task"] == "labels" and task["count"].endswith(" of 72")
     assert (task["value"] == 1, code) == ((True, 0) if glare == 1 else (False, 3))
-    assert f"{task['count']} labels of FP32 kept" in out and "Labels kept" in out
+    assert f"{task['count']} scores on FP32's side of 0.5" in out and "Labels kept" in out
     assert "Top-1 agreement" not in out and told["top1_agreement"] is None
 
 
@@ -933,15 +908,17 @@ def test_what_the_classes_do_not_tell_is_judged_by_its_noise(db, beside, level):
     [
         (SAMPLE_MEAN, 15, GOOD),
         (SAMPLE_MEAN, 14, DOUBTFUL),
-        (SAMPLE_MEAN, 3, DOUBTFUL),
+        (SAMPLE_MEAN, -10, DOUBTFUL),
+        (SAMPLE_MEAN, -11, UNUSABLE),
         ("x", 5, GOOD),
+        ("x", -11, UNUSABLE),
     ],
 )
 def test_numbers_say_as_much_with_an_offset_as_without(less, db, level):
     """A third of what varies was lost, and called good since the mean was large."""
     whole = OutputAccuracy(name="age", sqnr_db=30, cosine_mean=1, cosine_min=1, max_abs_error=0)
     figures = Accuracy(samples=9, outputs=(whole,), parts=(part("age", db, less=less),))
-    assert {*dict(judge_accuracy(figures, None))} == {level, GOOD}
+    assert {*dict(judge_accuracy(figures, None))} == {level}
 
 
 def test_text_beside_four_scores_is_no_output_of_a_task():

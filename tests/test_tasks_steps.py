@@ -177,17 +177,17 @@ def test_one_probability_a_sample_is_on_a_side_of_a_half():
     said = [{"y": np.array([[share]])} for share in [0.02, 0.97, 0.02, 0.02] * 4]
     for inputs in (None, SOUND * 4):  # a wake word's, or whether a picture is upside down
         form, same = figure(said, said, inputs)
-        assert form.task.name == "steps" and same.value == 1
+        assert form.task.name == "labels" and same.value == 1
         quiet = [said[0], {"y": said[1]["y"] * 0.5}, *said[2:]]
         _, found = figure(said, quiet, inputs)
-        assert found.words == "15 of 16 scores on FP32's side of 0.5"
+        assert found.words.startswith("3 of 4 scores on FP32's side of 0.5, without 0, the usual")
         assert figure(said, [{"y": one["y"] * np.nan} for one in said], inputs)[1].value == 0
     state = rng().normal(size=(2, 1, 16))  # is fed to the next call
     calls = [{"sound": np.zeros((1, 512)), "state": state}] * 4
     heard = [{**one, "state_n": state} for one in said[:4]]
-    assert same_task(heard, calls) == "steps"
+    assert same_task(heard, calls) == "labels"
     assert same_task(heard) is None  # a probability and what it is about, maybe
-    assert same_task([{**one, "size": np.array(2.5)} for one in said]) == "steps"
+    assert same_task([{**one, "size": np.array(2.5)} for one in said]) == "labels"
     assert same_task([{"y": np.array([[0.02]])}] * 4) is None  # always near 0: a small number
     assert same_task([{"y": np.array([[0.2 * n]])} for n in range(4)]) is None
 
@@ -356,7 +356,7 @@ def test_of_numbers_that_hardly_vary_what_varies_is_judged(build):
 def test_one_probability_is_counted_sample_by_sample(build):
     _, out, told = build(switch)
     task = told["task"]
-    assert task["task"] == "steps" and task["count"].endswith(" of 24") and task["value"] > 0.75
+    assert task["task"] == "labels" and task["count"].endswith(" of 24") and task["value"] > 0.75
     assert f"{task['count']} scores on FP32's side of 0.5" in out
 
 
@@ -434,14 +434,14 @@ def of(*counts):
 def test_one_value_a_sample_is_a_probability_where_both_sides_are_seen(values, are):
     for shape in (1, 1), (1,):
         outputs = [{"y": np.full(shape, value, np.float32)} for value in values]
-        assert (same_task(outputs, SOUND * 4) == "steps") == are
+        assert (same_task(outputs, SOUND * 4) == "labels") == are
 
 
 @pytest.mark.parametrize(
     ("values", "are"),
     [
-        (of((0.95, 2), (0.05, 6)), True),
-        (of((0.95, 2), (0.05, 5)), False),  # eight steps
+        (of((0.95, 2), (0.05, 2)), True),
+        (of((0.95, 2), (0.05, 1)), False),  # four steps
         (of((0.95, 30), (0.89, 25), (0.05, 45)), True),  # a quarter may be in between
         (of((0.95, 30), (0.5, 26), (0.05, 44)), False),
         (of((0.95, 8)), False),
@@ -453,7 +453,7 @@ def test_one_value_a_sample_is_a_probability_where_both_sides_are_seen(values, a
 )
 def test_values_of_steps_are_probabilities_where_few_are_between(values, are):
     outputs = [{"y": values.reshape(1, -1)}] * 4
-    assert (same_task(outputs, SOUND) == "steps") == are
+    assert (same_task(outputs, SOUND) == "labels") == are
 
 
 IN, STATE, OUT = 8, 16, 5

@@ -156,8 +156,8 @@ def test_a_task_that_is_set_holds_for_the_search_and_the_verdict(
     [
         (
             "cats",
-            "a task is one of boxes, text, segmentation, masks, heatmaps, keypoints, labels,"
-            " classes, embeddings, steps, indices, none, got 'cats'",
+            "a task is one of boxes, text, segmentation, masks, heatmaps, keypoints, classes,"
+            " embeddings, labels, steps, indices, none, got 'cats'",
         ),
         ("boxes", "boxes [N, A, 4 or more] and scores [N, A, C]"),
         ("text", "got logits [1, 10]; set another, or none to compare values"),

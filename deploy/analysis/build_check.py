@@ -181,7 +181,7 @@ class _ShippedFiles:
         gates: limits of the build.
         task: task that the user set in the build; "" without.
         metric: name of the metric that judged the build; "" without.
-        score_threshold: score above which boxes or labels counted in the build; None if unknown.
+        score_threshold: score above which boxes counted in the build; None if unknown.
         calibration_digest: of the build's calibration images; "" if unknown.
         alerts: sentences on files that are not as the build wrote them.
         image_doubts: sentences on the preprocessing, for evaluation samples that are images.

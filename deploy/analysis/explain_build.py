@@ -48,7 +48,7 @@ from deploy.metrics.output_form import OutputForm, derive_form
 from deploy.pipeline.build_options import check_arguments, open_torch_module
 from deploy.runtimes.ort import OrtSession
 from deploy.tasks import Metric
-from deploy.tasks.evaluation_task import ThresholdTally
+from deploy.tasks.boxes import BoxTally
 from deploy.tasks.rows import Outputs, batch_length, split_batches
 from deploy.tasks.slices import form_samples
 from deploy.terminal import phase, with_progress
@@ -199,7 +199,7 @@ class _WorstImages:
 
     Attributes:
         form: slices and task of the outputs.
-        threshold: score above which boxes or labels count; None for other tasks.
+        threshold: score above which boxes count; None for other tasks.
         count: number of images so far.
     """
 
@@ -234,7 +234,7 @@ class _WorstImages:
         task_text = ""
         if self.form.task is not None:
             tally = self.form.task.tally()
-            if isinstance(tally, ThresholdTally):
+            if isinstance(tally, BoxTally):
                 tally.fixed_threshold = self.threshold
             tally.add(inputs, reference, candidate)
             figure = tally.result()

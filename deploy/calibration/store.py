@@ -53,7 +53,7 @@ class Calibration:
         fingerprint: what they were made from.
         outliers: samples that stand out.
         stop_rule: rule that ended the observation; None if the samples were chosen beforehand.
-        score_threshold: score above which the model's boxes or labels count; None if unknown.
+        score_threshold: score above which the model's boxes count; None if unknown.
     """
 
     observed: ObservedStatistics

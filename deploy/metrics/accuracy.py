@@ -17,8 +17,8 @@ from deploy.metrics.output_errors import OutputAccuracy, RunningError, plain_jso
 from deploy.metrics.output_form import OutputForm, SliceAccuracy, derive_form, drop_text
 from deploy.metrics.precision import GroundTruth, MeanPrecision, PrecisionTally
 from deploy.tasks import EvaluationTask, Metric, TaskFigure
-from deploy.tasks.boxes import BoxDetection
-from deploy.tasks.evaluation_task import Example, TaskTally, ThresholdTally
+from deploy.tasks.boxes import BoxDetection, BoxTally
+from deploy.tasks.evaluation_task import Example, TaskTally
 from deploy.tasks.rows import AlikeOutputs, Outputs, batch_length, split_batches
 from deploy.tasks.slices import OutputSlice, form_samples
 from deploy.tasks.top1 import Top1
@@ -128,7 +128,7 @@ class Comparison:
         self._errors: dict[OutputSlice, RunningError] = {}  # of complete outputs and of slices
         self._task_tally: TaskTally[Any] | None = None
         self._precision: PrecisionTally | None = None
-        self._top1 = Top1(self._labels)
+        self._top1: Top1 | None = None
 
     def add(
         self,
@@ -200,11 +200,14 @@ class Comparison:
                 error.reference_sum = np.zeros(1)
             self._errors[part] = error
 
-        if isinstance(form.task, Classes):  # the output with the classes comes first
-            self._top1 = Top1(self._labels, form.task.outputs[0])
+        class_outputs = form.task.outputs if isinstance(form.task, Classes) else ()
+        # without labels, several outputs have the task's figure alone
+        has_one_output = len(class_outputs) == 1 and not form.uncovered
+        if self._labels is not None or has_one_output:
+            self._top1 = Top1(self._labels, next(iter(class_outputs), None))
         if form.task is not None:
             self._task_tally = form.task.tally()
-        if isinstance(self._task_tally, ThresholdTally):
+        if isinstance(self._task_tally, BoxTally):
             self._task_tally.fixed_threshold = self._metric.threshold
         if self._objects is None:
             return
@@ -263,14 +266,7 @@ class Comparison:
         precision = None
         if self._precision is not None:
             precision = self._precision.result()
-        # with other outputs beside the task's, the agreement of top-1 classes is not reported
-        task_name = ""
-        if form.task is not None and (figure is None or not figure.beside):
-            task_name = form.task.name
-        top1_figures = self._top1.result(task_name)
-        # classes in several outputs: the task's figure is of all, not of the first one
-        if self._labels is None and figure is not None and figure.counted > self._samples:
-            top1_figures.pop("top1_agreement", None)
+        top1_figures = {} if self._top1 is None else self._top1.result()
         is_silent = form.task is not None and figure is None  # FP32 predicts next to nothing
         return Accuracy(
             samples=self._samples,
@@ -371,7 +367,7 @@ def recognise_from_first(
 
 
 def find_threshold(samples: SamplePairs, metric: Metric) -> float | None:
-    """Return the score above which the float model's boxes, labels or masks count.
+    """Return the score above which the float model's boxes count.
 
     None if the task has no such score.
 
@@ -381,7 +377,7 @@ def find_threshold(samples: SamplePairs, metric: Metric) -> float | None:
     """
     task, pairs = recognise_from_first(samples, metric)
     tally = None if task is None else task.tally()
-    if not isinstance(tally, ThresholdTally):
+    if not isinstance(tally, BoxTally):
         return None
     for inputs, reference in pairs:
         batch_size = batch_length(inputs, metric.declared.batch_inputs)

@@ -27,11 +27,12 @@ GOOD_LOSS = 0.05  # share of the float model's predictions that a good engine ma
 _TASK_LIMITS = GOOD_LOSS, 0.25
 # the same of minus the SQNR in dB
 _SLICE_LIMITS = -15.0, -5.0  # of the worst slice, if the task is unknown
-_VARYING_LIMITS = -15.0, math.inf  # of what varies: numbers say as much without their mean
-_CHANGE_LIMITS = -LEFT_DB, math.inf  # of the change of an input
+# with ten times as much noise as signal, the complete output has little left too
+_VARYING_LIMITS = -15.0, 10.0  # of what varies: numbers say as much without their mean
+_CHANGE_LIMITS = -LEFT_DB, 10.0  # of the change of an input
 _TASK_SLICE_LIMITS = 0.0, math.inf  # beside a task: more noise than signal is never good
 
-_MAX_NEW_SHARE = 0.1  # boxes or labels that FP32 lacks, as a share of FP32's
+_MAX_NEW_SHARE = 0.1  # boxes that FP32 lacks, as a share of FP32's
 _ROUNDING = 1e-9  # in floating point 1 - 0.99 is more than 0.01
 _MIN_SAMPLES = 4  # samples that can be judged
 _MIN_CHANCE_SAMPLES = 20  # samples needed to tell accuracy from chance
@@ -50,7 +51,7 @@ class TaskLoss:
         words: the loss as text.
         sure: whether more samples would hardly change the level: twice the loss would still be
             good, or half of it still unusable.
-        found: number of boxes or labels that the float model finds; None for other tasks.
+        found: number of boxes that the float model finds; None for other tasks.
     """
 
     share: float
@@ -81,7 +82,7 @@ def measure_loss(accuracy: Accuracy, max_loss: float | None) -> TaskLoss | None:
         text = f"mAP .50:.95 {_percentage_points(-lost_share)}"
         return _rate_loss(lost_share, max_loss, _LABEL_LIMITS, text)
     if task is not None:
-        # boxes or labels that the float model lacks are no loss, but no good sign either
+        # boxes that the float model lacks are no loss, but no good sign either
         loss = _rate_loss(task.lost, max_loss, _TASK_LIMITS, task.text)
         has_many_new = max_loss is None and task.new > _MAX_NEW_SHARE * task.counted
         if loss.level == GOOD and has_many_new:
@@ -169,8 +170,6 @@ def judge_accuracy(accuracy: Accuracy, max_loss: float | None) -> LevelReasons:
         return
     has_task = accuracy.task is not None or accuracy.top1_reference is not None
     yield _rate_slice(worst, has_task=has_task, has_limit=max_loss is not None)
-    if worst.less:  # an input or the mean was subtracted; the complete output counts too
-        yield _rate_output(accuracy, worst.output, has_task=has_task)
 
 
 def _limit_text(loss: TaskLoss, max_loss: float) -> str:
@@ -199,13 +198,6 @@ def _rate_slice(worst: SliceAccuracy, *, has_task: bool, has_limit: bool) -> tup
         limits = _SLICE_LIMITS
     sqnr = "exact" if worst.sqnr_db == math.inf else f"{worst.sqnr_db:.1f} dB"
     return _level(-worst.sqnr_db, limits), f"{sqnr} (worst: {worst.label})"
-
-
-def _rate_output(accuracy: Accuracy, name: str, *, has_task: bool) -> tuple[str, str]:
-    """Return (level, reason) by the SQNR of a complete output, from which nothing is subtracted."""
-    output = next(output for output in accuracy.outputs if output.name == name)
-    limits = _TASK_SLICE_LIMITS if has_task else _SLICE_LIMITS
-    return _level(-output.sqnr_db, limits), f"{output.sqnr_db:.1f} dB in {name}"
 
 
 def question_reference(accuracy: Accuracy) -> LevelReasons:

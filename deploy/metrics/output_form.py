@@ -155,8 +155,7 @@ def _choose_slices(
     value_slices = []  # all but changes of an input, which count in every cell
     for name in first.outputs[0]:
         slices_by_output[name] = _slice_output(name, task, first)
-        if name in first.common_output_names:
-            value_slices += [part for part in slices_by_output[name] if not part.subtracted]
+        value_slices += [part for part in slices_by_output[name] if not part.subtracted]
     # slice -> the slice of its scores: where these are low (a hidden landmark) no error counts
     scores = find_cell_scores(value_slices, first)
 
@@ -265,8 +264,6 @@ def _slice_output(
     """
     if task is not None and name in task.parts:
         return task.parts[name]
-    if name not in samples.common_output_names:  # it is missing in some samples
-        return (OutputSlice(output=name),)
     values = samples.arrays(name)
     source = find_repeated_input(values, samples.inputs)
     if source is not None:

@@ -65,7 +65,6 @@ TASKS: dict[str, TaskRow] = {
         [keypoints.SIMCC, keypoints.POINTS],
         _fit_largest(keypoints.fit_keypoints),
     ),
-    "labels": TaskRow([vectors.find_labels], [vectors.LABELS], _fit_largest(vectors.fit_labels)),
     "classes": TaskRow(
         [vectors.find_ranked, vectors.find_classes],
         [vectors.RANKED, vectors.CLASSES],
@@ -74,6 +73,7 @@ TASKS: dict[str, TaskRow] = {
     "embeddings": TaskRow(
         [vectors.find_embeddings], [vectors.EMBEDDINGS], _fit_largest(vectors.fit_embeddings)
     ),
+    "labels": TaskRow([vectors.find_labels], [vectors.LABELS], _fit_largest(vectors.fit_labels)),
     "steps": TaskRow([sequences.find_steps], [sequences.STEPS], _fit_largest(sequences.fit_steps)),
     "indices": TaskRow([indices.find_integers], [indices.INDICES]),
 }
@@ -142,7 +142,7 @@ def _fit_user_task(samples: FirstSamples, task: str) -> EvaluationTask:
     if fitting is not None:
         return fitting
     got = []
-    for name in samples.common_output_names[:4]:
+    for name in samples.output_names[:4]:
         got.append(f"{name} {[*samples.outputs[0][name].shape]}")
     shapes = ", or ".join(form.shape for form in row.forms)
     raise ConfigError(

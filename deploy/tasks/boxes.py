@@ -38,12 +38,18 @@ from deploy.tasks.evaluation_task import (
     ExampleSelection,
     Form,
     TaskFigure,
-    ThresholdTally,
+    TaskTally,
 )
 from deploy.tasks.first_samples import FirstSamples
-from deploy.tasks.rows import ImageSize, Outputs, image_size
+from deploy.tasks.rows import ImageSize, Integers, Outputs, image_size
 from deploy.tasks.slices import OutputSlice, SlicesByOutput
-from deploy.tasks.thresholds import BOX_THRESHOLDS, MIN_CODED_SHARE, MIN_LIST_ROWS, UNIT_TOLERANCE
+from deploy.tasks.thresholds import (
+    BOX_THRESHOLDS,
+    MIN_BOXES,
+    MIN_CODED_SHARE,
+    MIN_LIST_ROWS,
+    UNIT_TOLERANCE,
+)
 from deploy.tensors import Array
 
 _USUAL_COLUMNS = 0, 4, 5  # of the first corner, the score and the class
@@ -93,7 +99,7 @@ def _propose_lists(samples: FirstSamples) -> Iterator[RowDecoder]:
     A list has a row of four corner coordinates, a score and perhaps a class number for each of K
     boxes. Lists in several outputs come before those in one.
     """
-    shapes = {name: samples.outputs[0][name].shape for name in samples.common_output_names}
+    shapes = {name: samples.outputs[0][name].shape for name in samples.output_names}
     tables = {name: shape for name, shape in shapes.items() if len(shape) > 1}
     for name, shape in tables.items():
         yield from _propose_several_outputs(name, shape[-1], shapes)
@@ -199,7 +205,7 @@ def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
     """
     box_counts = [len(decoder.read_list(outputs)) for outputs in samples.outputs]
     slices: SlicesByOutput = dict.fromkeys(decoder.list_outputs, ())
-    for name in samples.common_output_names:
+    for name in samples.output_names:
         values = samples.arrays(name)
         # a matrix of as many rows may be anything, unless its length varies with the list's
         may_have_rows = values[0].ndim > 2 or len(set(box_counts)) > 1
@@ -233,10 +239,19 @@ _PICTURE = 4  # dimensions of pictures and feature maps
 
 
 @dataclass(slots=True)
-class _BoxTally(ThresholdTally["BoxDetection"]):
-    """Counts boxes at each threshold: FP32's, the candidate's, both's; stores examples to show."""
+class BoxTally(TaskTally["BoxDetection"]):
+    """Counts boxes at each threshold: FP32's, the candidate's, both's; stores examples to show.
 
-    thresholds = BOX_THRESHOLDS
+    Attributes:
+        fixed_threshold: that of the calibration; None without.
+        counts: threshold -> numbers of FP32's, of the candidate's, and of both's boxes above it.
+        examples: threshold -> the samples to show.
+    """
+
+    fixed_threshold: float | None = None
+    counts: dict[float, Integers] = field(
+        default_factory=lambda: {threshold: np.zeros(3, int) for threshold in BOX_THRESHOLDS}
+    )
     examples: dict[float, ExampleSelection[BoxExample]] = field(
         default_factory=lambda: {threshold: ExampleSelection() for threshold in BOX_THRESHOLDS}
     )
@@ -246,13 +261,13 @@ class _BoxTally(ThresholdTally["BoxDetection"]):
         decoder = self.task.decoder
         reference_boxes = suppress_overlaps(decoder.boxes(inputs, reference))
         candidate_boxes = suppress_overlaps(decoder.boxes(inputs, candidate))
-        pairs_by_threshold = match_detections(reference_boxes, candidate_boxes, self.thresholds)
+        pairs_by_threshold = match_detections(reference_boxes, candidate_boxes, BOX_THRESHOLDS)
         # boxes of no coding are squares without a place in the picture: nothing to show
         size = image_size(inputs) if decoder.coding else None
-        for threshold, pairs in zip(self.thresholds, pairs_by_threshold, strict=True):
+        for threshold, pairs in zip(BOX_THRESHOLDS, pairs_by_threshold, strict=True):
             fp32 = reference_boxes.above(threshold)
             int8 = candidate_boxes.above(threshold)
-            self.count(threshold, len(fp32.scores), len(int8.scores), len(pairs))
+            self.counts[threshold] += (len(fp32.scores), len(int8.scores), len(pairs))
             if size is not None:
                 self._offer_example(threshold, pairs, fp32, int8, size)
 
@@ -291,6 +306,19 @@ class _BoxTally(ThresholdTally["BoxDetection"]):
         self.examples[threshold].offer(example, difference=difference, predictions=len(pairs))
 
     @property
+    def threshold(self) -> float | None:
+        """The calibration's, or the highest above which FP32 has enough; None without any.
+
+        It hardly depends on the number of samples, so that builds of one model can be compared.
+        """
+        choices: tuple[float, ...] = BOX_THRESHOLDS
+        min_boxes = MIN_BOXES
+        if self.fixed_threshold in choices:
+            choices = (self.fixed_threshold,)
+            min_boxes = 1
+        return next((score for score in choices if self.counts[score][0] >= min_boxes), None)
+
+    @property
     def watched(self) -> frozenset[int]:
         """Indices of the samples that `shown` may still return."""
         return frozenset().union(*(selection.numbers for selection in self.examples.values()))
@@ -303,7 +331,14 @@ class _BoxTally(ThresholdTally["BoxDetection"]):
         return self.examples[threshold].result()
 
     def result(self) -> TaskFigure | None:
-        return self.share_kept("score")
+        """Return the share of FP32's boxes that are kept; None if it has none."""
+        threshold = self.threshold
+        if threshold is None:
+            return None
+        fp32, candidate, common = self.counts[threshold].tolist()
+        new = candidate - common
+        text = f"boxes of FP32 kept, {new} new (score above {threshold:g})"
+        return replace(self.share("boxes kept", common, fp32, text, new), found=fp32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +351,7 @@ class BoxDetection(EvaluationTask):
 
     decoder: RowDecoder
     name = "boxes"
-    tally_type = _BoxTally
+    tally_type = BoxTally
 
     @property
     def covered(self) -> tuple[str, ...]:

@@ -108,33 +108,36 @@ def to_table(value: Array | None, layout: Layout) -> Array:
     return value.reshape(-1, value.shape[-1])
 
 
+def count_cells(size: ImageSize, stride: int) -> ImageSize:
+    """Return (rows, columns) of the cells over a picture, incomplete ones at its edge included.
+
+    Args:
+        size: (height, width) of the picture in pixels.
+        stride: pixels from cell to cell.
+    """
+    height, width = size
+    return math.ceil(height / stride), math.ceil(width / stride)
+
+
 @dataclass(frozen=True, slots=True)
 class AnchorGrid:
     """Levels of cells over a picture, one anchor at each cell, level by level.
 
     Attributes:
         strides: pixels from cell to cell, per level.
-        up: whether a level's last, incomplete cells count.
     """
 
     strides: tuple[int, ...]
-    up: bool = False
-
-    def sides(self, size: ImageSize, stride: int) -> ImageSize:
-        """Return (rows, columns) of a level."""
-        rounding = stride - 1 if self.up else 0
-        height, width = size
-        return (height + rounding) // stride, (width + rounding) // stride
 
     def count(self, size: ImageSize) -> int:
         """Return the number of cells of a picture of `size` pixels (height, width)."""
-        return sum(math.prod(self.sides(size, stride)) for stride in self.strides)
+        return sum(math.prod(count_cells(size, stride)) for stride in self.strides)
 
     def cells(self, size: ImageSize) -> Floats:
         """Return column, row, and stride in pixels of each cell, [A, 3]."""
         levels = []
         for stride in self.strides:
-            rows, columns = np.indices(self.sides(size, stride)).reshape(2, -1)
+            rows, columns = np.indices(count_cells(size, stride)).reshape(2, -1)
             levels.append(np.stack([columns, rows, np.full(len(rows), stride)], axis=1))
         return np.concatenate(levels).astype(np.float64)
 
@@ -142,9 +145,9 @@ class AnchorGrid:
 def find_grids(count: int, size: ImageSize | None) -> tuple[AnchorGrid, ...]:
     """Return the grid of cells over a picture that has as many cells as a detector has rows.
 
-    The cells are those of levels with adjacent strides, such as 8, 16 and 32 pixels; an incomplete
-    cell at the picture's edge counts in all levels or in none. Of several grids that fit, the one
-    with most levels is returned, as a tuple of one; the tuple is empty if none fits.
+    The cells are those of levels with adjacent strides, such as 8, 16 and 32 pixels; incomplete
+    cells at the picture's edge count. Of several grids that fit, the one with most levels is
+    returned, as a tuple of one; the tuple is empty if none fits.
 
     Args:
         count: number of rows.
@@ -153,9 +156,8 @@ def find_grids(count: int, size: ImageSize | None) -> tuple[AnchorGrid, ...]:
     if size is None:
         return ()
     grids = []
-    spans = itertools.combinations(range(len(STRIDES) + 1), 2)
-    for (start, stop), rounds_up in itertools.product(spans, (False, True)):
-        grid = AnchorGrid(STRIDES[start:stop], rounds_up)
+    for start, stop in itertools.combinations(range(len(STRIDES) + 1), 2):
+        grid = AnchorGrid(STRIDES[start:stop])
         if grid.count(size) == count:
             grids.append(grid)
     grids.sort(key=lambda grid: -len(grid.strides))
@@ -166,7 +168,7 @@ def fits_stride(sides: tuple[int, ...], size: ImageSize | None) -> bool:
     """Whether (rows, columns) of a map are those of the picture divided by a stride, rounded up."""
     if size is None:
         return False
-    return any(sides == AnchorGrid((), up=True).sides(size, stride) for stride in STRIDES)
+    return any(sides == count_cells(size, stride) for stride in STRIDES)
 
 
 @dataclass(frozen=True, slots=True)

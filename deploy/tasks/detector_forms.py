@@ -109,7 +109,7 @@ def find_detector(samples: FirstSamples) -> RowDecoder | None:
                 decoders.setdefault(decoder.scores[0].output, decoder)
         if len(decoders) == 1:
             return decoders.popitem()[1]
-        if len(decoders) == len(samples.common_output_names):
+        if len(decoders) == len(samples.output_names):
             joined = _join_levels([*decoders.values()])
             if joined is not None:
                 return _confirm(joined, samples)
@@ -156,7 +156,7 @@ def _read_rows(levels: Sequence[Columns], samples: FirstSamples) -> Floats:
 def _propose_joined(tables: Sequence[_RowTable], samples: FirstSamples) -> Iterator[RowDecoder]:
     """Propose columns of one output: boxes, an objectness, classes, and what comes after."""
     map_sizes = {table.row_count for table in tables if table.columns.layout == MAP}
-    has_levels = len(map_sizes) == len(samples.common_output_names) > 1
+    has_levels = len(map_sizes) == len(samples.output_names) > 1
     for table in tables:
         if has_levels and table.columns.layout == MAP:
             yield from _split_raw_columns(table)
@@ -420,7 +420,7 @@ def _propose_anchor_maps(
         if objectness < MAX_EMPTY_SCORE < box_median:
             scores = table.part(_BOX + 1, table.width)
             levels.append(RowDecoder(scores=scores, gates=table.part(_BOX, _BOX + 1)))
-    if len(levels) == len(samples.common_output_names) > 1:
+    if len(levels) == len(samples.output_names) > 1:
         yield from levels
 
 

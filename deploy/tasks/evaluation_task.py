@@ -16,8 +16,6 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 from deploy.tasks.detections import Detections
 from deploy.tasks.rows import Flags, ImageSize, Outputs
 from deploy.tasks.slices import SlicesByOutput
-from deploy.tasks.thresholds import MIN_THINGS
-from deploy.tensors import Array
 
 MAX_SHOWN = 4  # samples shown
 
@@ -132,8 +130,8 @@ class TaskFigure:
         words: the figure as text.
         count: the figure in short, such as "84 of 88".
         samples: number of samples.
-        found: number of boxes or labels of the float model; None for other tasks.
-        new: boxes, labels or indices of the candidate only.
+        found: number of boxes of the float model; None for other tasks.
+        new: boxes or indices of the candidate only.
         kept: boxes, points or samples that the candidate reproduces; 0 where there are none.
         counted: number of boxes, points or samples that `kept` is counted among.
         reference: the float model's own value.
@@ -337,62 +335,3 @@ class PointTask(EvaluationTask):
     @abstractmethod
     def match_points(self, reference: Outputs, candidate: Outputs) -> tuple[Flags, Flags]:
         """Return which points [K] FP32 sees in a sample, and which of them the candidate has."""
-
-
-@dataclass(slots=True)
-class ThresholdTally(TaskTally[T]):
-    """A tally of detected things, such as boxes or labels, above each threshold.
-
-    Attributes:
-        thresholds: the highest first.
-        fixed_threshold: that of the calibration; None without.
-        counts: threshold -> numbers of FP32's, of the candidate's, and of both's.
-    """
-
-    thresholds: ClassVar[tuple[float, ...]]
-    fixed_threshold: float | None = None
-    counts: dict[float, list[int]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.counts = {threshold: [0, 0, 0] for threshold in self.thresholds}
-
-    def count(self, threshold: float, reference: int, candidate: int, common: int) -> None:
-        """Add the numbers of one sample."""
-        for index, number in enumerate((reference, candidate, common)):
-            self.counts[threshold][index] += number
-
-    def count_above(self, reference: Array, candidate: Array) -> None:
-        """Count one sample's values above each threshold; other shapes have none in common."""
-        for threshold in self.counts:
-            is_above = reference > threshold
-            is_above_too = candidate > threshold
-            common = 0
-            if reference.shape == candidate.shape:
-                common = int((is_above & is_above_too).sum())
-            self.count(threshold, int(is_above.sum()), int(is_above_too.sum()), common)
-
-    @property
-    def threshold(self) -> float | None:
-        """The calibration's, or the highest above which FP32 has enough; None without any.
-
-        It hardly depends on the number of samples, so that builds of one model can be compared.
-        """
-        if self.fixed_threshold in self.counts:
-            if not self.counts[self.fixed_threshold][0]:
-                return None
-            return self.fixed_threshold
-        return next(filter(self.has_enough, self.thresholds), None)
-
-    def has_enough(self, threshold: float) -> bool:
-        """Whether FP32 has enough above a threshold."""
-        return self.counts[threshold][0] >= MIN_THINGS
-
-    def share_kept(self, measure: str) -> TaskFigure | None:
-        """Return the share of FP32's above that threshold of a measure, such as the score."""
-        if self.threshold is None:
-            return None
-        fp32, candidate, common = self.counts[self.threshold]
-        new = candidate - common
-        things = self.task.name
-        text = f"{things} of FP32 kept, {new} new ({measure} above {self.threshold:g})"
-        return replace(self.share(f"{things} kept", common, fp32, text, new), found=fp32)

@@ -55,9 +55,7 @@ class FirstSamples:
     @property
     def names(self) -> tuple[str, ...]:
         """Outputs that have values in every sample."""
-        return tuple(
-            name for name in self.common_output_names if all(map(np.size, self.arrays(name)))
-        )
+        return tuple(name for name in self.output_names if all(map(np.size, self.arrays(name))))
 
     @property
     def float_outputs(self) -> dict[str, list[Array]]:
@@ -77,10 +75,9 @@ class FirstSamples:
         return frozenset(name for name in ends if ends[name] == "sigmoid" and name not in repeats)
 
     @property
-    def common_output_names(self) -> tuple[str, ...]:
-        """Outputs that every sample has, possibly empty."""
-        names = self.outputs[0]
-        return tuple(name for name in names if all(name in sample for sample in self.outputs))
+    def output_names(self) -> tuple[str, ...]:
+        """All outputs, also those without values."""
+        return tuple(self.outputs[0])
 
 
 def sort_by_size(samples: FirstSamples) -> list[str]:
@@ -109,7 +106,7 @@ def find_states(samples: FirstSamples) -> dict[str, str]:
         is_paired = name in input_by_state or input_name in input_by_state.values()
         if not is_paired and _is_state(name, input_name, samples):
             input_by_state[name] = input_name
-    has_other_outputs = len(input_by_state) < len(samples.common_output_names)
+    has_other_outputs = len(input_by_state) < len(samples.output_names)
     has_other_inputs = len(input_by_state) < len(input_names)
     if has_other_outputs and has_other_inputs:
         return input_by_state

@@ -9,7 +9,7 @@ equal or not, at the same place or, in lists of varying length, as rows in any o
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
@@ -69,7 +69,7 @@ class PlaceCounts:
         if len(self.reference) < 2:
             return None
         usual_class = max(sorted(self.reference), key=self.reference.__getitem__)
-        if self.reference[usual_class] <= MOST_SHARE * total:
+        if self.reference[usual_class] < MOST_SHARE * total:
             return equal, total, ""
         common = self.equal[usual_class]
         exception = f", without {usual_class}, the usual one, where both have it"
@@ -89,11 +89,15 @@ class PlaceTask(EvaluationTask):
         output: name of the output.
         classes: number of classes.
         axis: dimension of the classes, 1 or -1.
+        figure_name: name of the share of places that agree.
+        agreement: what agrees at them, as text.
     """
 
     output: str
     classes: int
     axis: int = 1
+    figure_name: ClassVar[str]
+    agreement: ClassVar[str]
 
     def read_classes(self, outputs: Outputs) -> Integers:
         """Return the best class at each place of one sample, flat; none for another shape."""
@@ -118,6 +122,15 @@ class PlaceTally(TaskTally[P]):
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         self.place_counts.add(self.task.read_classes(reference), self.task.read_classes(candidate))
+
+    def result(self) -> TaskFigure | None:
+        """Return the share of equal places; None if FP32 gives all of them to one class."""
+        counted = self.place_counts.without_usual()
+        if counted is None:
+            return None
+        equal, total, exception = counted
+        text = f"{self.task.agreement}{exception}"
+        return self.share(self.task.figure_name, equal, total, text)
 
 
 def best_classes(scores: Array) -> Integers:
@@ -187,7 +200,7 @@ def find_integers(samples: FirstSamples) -> Indices | None:
     order; all other outputs place by place.
     """
     arrays_by_name = {}  # outputs whose integers may be class numbers or indices
-    for name in samples.common_output_names:
+    for name in samples.output_names:
         if all(map(_are_class_numbers, samples.arrays(name))):
             arrays_by_name[name] = samples.arrays(name)
 
@@ -195,7 +208,7 @@ def find_integers(samples: FirstSamples) -> Indices | None:
     for name, arrays in arrays_by_name.items():
         # integers that are equal in all samples may be a constant, unless they are all there is
         is_constant = len({value.tobytes() for value in arrays}) == 1
-        if is_constant and len(arrays_by_name) < len(samples.common_output_names):
+        if is_constant and len(arrays_by_name) < len(samples.output_names):
             continue
         is_selection = samples.declared.ends.get(name) == "selected"
         varies_in_shape = len({value.shape for value in arrays}) > 1

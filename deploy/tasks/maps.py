@@ -25,7 +25,7 @@ from deploy.tasks.evaluation_task import (
     Form,
     PointTask,
     TaskFigure,
-    ThresholdTally,
+    TaskTally,
 )
 from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.indices import NO_CLASS, PlaceTally, PlaceTask
@@ -57,11 +57,10 @@ from deploy.tasks.thresholds import (
     MIN_COUNT,
     MIN_EQUAL_NEIGHBOURS,
     MIN_MAP_SIDE,
-    MIN_MASK_PEAK,
+    MIN_MASK_SHARE,
     MIN_NEGATIVE_SHARE,
     MIN_VISIBLE,
     MOST_SHARE,
-    PIXEL_SHARES,
 )
 from deploy.tensors import Array
 
@@ -224,29 +223,39 @@ def _are_logits(value: Array) -> bool:
 
 
 @dataclass(slots=True)
-class _MaskTally(ThresholdTally["MaskMaps"]):
-    """Counts pixels above each threshold: FP32's, the candidate's, both's."""
+class _MaskTally(TaskTally["MaskMaps"]):
+    """Counts pixels above 0.5: all, FP32's, those of both models, and those of either.
+
+    Attributes:
+        pixels: number of all pixels.
+        reference: number of FP32's pixels above 0.5.
+        common: number of those that are above 0.5 in both models.
+        either: number of those that are above 0.5 in one of them at least.
+    """
 
     pixels: int = 0
-    thresholds = tuple(PIXEL_SHARES)
+    reference: int = 0
+    common: int = 0
+    either: int = 0
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         for name in self.task.outputs:
-            self.pixels += reference[name].size
-            self.count_above(reference[name], candidate[name])
+            is_above = reference[name] > 0.5
+            is_above_too = candidate[name] > 0.5
+            if is_above_too.shape != is_above.shape:
+                is_above_too = np.zeros_like(is_above)
+            self.pixels += is_above.size
+            self.reference += int(is_above.sum())
+            self.common += int((is_above & is_above_too).sum())
+            self.either += int((is_above | is_above_too).sum())
 
     def result(self) -> TaskFigure | None:
-        """Return the IoU above the threshold."""
-        if self.threshold is None:
+        """Return the IoU of the pixels above 0.5; None if FP32 has hardly any."""
+        if self.reference <= MIN_MASK_SHARE * self.pixels:
             return None
-        reference, candidate, common = self.counts[self.threshold]
-        iou = common / (reference + candidate - common)
-        text = f"IoU {iou:.3f} of the pixels above {self.threshold:g}"
+        iou = self.common / self.either
+        text = f"IoU {iou:.3f} of the pixels above 0.5"
         return self.figure("IoU with FP32", iou, f"{iou:.3f}", text)
-
-    def has_enough(self, threshold: float) -> bool:
-        """Whether FP32 has enough pixels above a threshold."""
-        return self.counts[threshold][0] > PIXEL_SHARES[threshold] * self.pixels
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +275,7 @@ class MaskMaps(EvaluationTask):
 MASKS = Form(
     shape="[N, K, H, W] or [N, H, W, K] with K up to 4; one output, or several of one shape",
     values="0 to 1, most near 0 or 1, and unlike the input picture",
-    figure="IoU of the pixels above 0.5 (above 0.3 or 0.1 if almost none are)",
+    figure="IoU of the pixels above 0.5",
     source="saliency (U2-Net, Qin et al. 2020), text regions",
 )
 
@@ -304,7 +313,7 @@ def _are_masks(maps: Arrays, inputs: Sequence[Outputs]) -> bool:
             return False  # classes
     between_share = np.mean([are_undecided(value).mean() for value in maps])
     is_decided = between_share < MAX_BETWEEN_SHARE
-    return bool(is_decided and max(map(np.max, maps)) >= MIN_MASK_PEAK)
+    return bool(is_decided and max(map(np.max, maps)) > 0.5)
 
 
 def _is_like_picture(value: Array, inputs: Outputs) -> bool:

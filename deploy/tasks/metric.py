@@ -41,7 +41,7 @@ class Metric:
         digest: SHA-256 of the file; "" for a function object.
         task: name of the user's task; "" for the task that is declared, or that the outputs show.
         declared: what the model's file declares.
-        threshold: score above which boxes or labels count; None for the one that the samples show.
+        threshold: score above which boxes count; None for the one that the samples show.
     """
 
     function: Function | None

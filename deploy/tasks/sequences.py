@@ -8,38 +8,28 @@ greedily: repeats merged, blanks dropped. If blanks only follow the last symbol 
 each step is the slot of a symbol, as in number plates, and repeats stay.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
 from deploy.tasks.evaluation_task import EvaluationTask, Form, TaskFigure, TaskTally
 from deploy.tasks.first_samples import FirstSamples, drop_outputs, find_states
-from deploy.tasks.indices import NO_CLASS, PlaceTally, PlaceTask
+from deploy.tasks.indices import PlaceTally, PlaceTask
 from deploy.tasks.rows import (
     Arrays,
-    Integers,
     Outputs,
     activate,
-    are_in_unit_range,
     are_probabilities_or_logs,
-    are_undecided,
     is_floating,
     is_vector,
-    sums_to_one,
 )
 from deploy.tasks.thresholds import (
-    HIGH,
-    LOW,
-    MAX_BETWEEN_SHARE,
     MAX_SYMBOL_STEPS,
     MAX_WORD_STEPS,
     MIN_BLANK_SHARE,
     MIN_CONFIDENCE,
     MIN_COUNT,
-    MIN_ORDERED,
     MIN_SYMBOLS,
 )
 from deploy.tensors import Array
@@ -77,74 +67,34 @@ def _read_step_samples(samples: Arrays, axis: int) -> list[Array]:
     return []
 
 
-@dataclass(slots=True)
-class _StepTally(PlaceTally["Steps"]):
-    """Counts steps by class."""
-
-    def result(self) -> TaskFigure | None:
-        """Return the share of equal steps; None if FP32 gives all of them to one class."""
-        counted = self.place_counts.without_usual()
-        if counted is None:
-            return None
-        equal, total, exception = counted
-        count = f"{equal} of {total}"
-        text = f"{count} {self.task.agreement.format(self.task)}{exception}"
-        return self.figure("steps alike", equal / total, count, text)
-
-
 @dataclass(frozen=True, slots=True)
 class Steps(PlaceTask):
-    """Classes of steps.
-
-    Attributes:
-        agreement: what the two models are compared by, as text with fields of the task.
-    """
+    """Classes of steps."""
 
     name = "steps"
     reads = "{0.classes} classes a step"
-    agreement: ClassVar[str] = "steps of FP32's class"
-    tally_type = _StepTally
-
-
-@dataclass(frozen=True, slots=True)
-class Decisions(Steps):
-    """Independent scores of steps, each of which is on one side of a limit or the other.
-
-    Attributes:
-        limit: 0.5 for probabilities, 0 for logits.
-    """
-
-    classes: int = 2
-    limit: float = 0.5
-    reads = "scores of steps or labels, each its own"
-    agreement = "scores on FP32's side of {0.limit:g}"
-
-    def read_classes(self, outputs: Outputs) -> Integers:
-        """Return the side of each score of one sample, 0 or 1."""
-        scores = outputs[self.output].reshape(-1)
-        return np.where(np.isnan(scores), NO_CLASS, (scores > self.limit).astype(np.int64))
+    figure_name = "steps alike"
+    agreement = "steps of FP32's class"
+    tally_type = PlaceTally
 
 
 STEPS = Form(
-    shape="[N, T, C], [N, C, T], [N, T] or [N, 1]",
-    values="for each step, the probabilities of C classes or their logarithms, or one probability",
-    figure="steps of the same class, or on the same side of 0.5, in the first such output",
-    source="voice activity, taggers, wake words",
+    shape="[N, T, C] or [N, C, T]",
+    values="for each step, the probabilities of C classes or their logarithms",
+    figure="steps of the same class, in the first such output",
+    source="voice activity, taggers",
 )
 
 
 def fit_steps(name: str, samples: FirstSamples) -> Steps | None:
     """Return the steps of an output that the user or the file says to hold such; else None.
 
-    One number a step, or a Sigmoid at the end of the graph, makes independent scores.
+    A Sigmoid at the end of the graph makes independent probabilities, which are no classes.
     """
     values = samples.arrays(name)
-    if values[0].ndim not in (1, 2, 3):
-        return None
     is_independent = samples.declared.ends.get(name) == "sigmoid" or all(map(is_vector, values))
-    if is_independent or values[0].ndim != 3:
-        limit = 0.5 if all(map(are_in_unit_range, values)) else 0.0
-        return Decisions(name, limit=limit)
+    if values[0].ndim != 3 or is_independent:
+        return None
     axis = _find_class_axis(values) or -1
     return Steps(name, values[0].shape[axis], axis)
 
@@ -155,49 +105,11 @@ def find_steps(samples: FirstSamples) -> Steps | None:
     The output holds the probabilities of the classes. Others, such as the length of the event that
     begins at a step, are compared by value.
     """
-    float_outputs = drop_outputs(samples, find_states(samples)).float_outputs
-    decisions = [name for name in float_outputs if _are_decisions(name, samples)]
-    arrays = itertools.chain.from_iterable(float_outputs.values())
-    if decisions and all(map(is_vector, arrays)):
-        # one probability a step: below 0.5 is one class, above it the other
-        return Decisions(decisions[0])
-
-    for name, values in float_outputs.items():
+    for name, values in drop_outputs(samples, find_states(samples)).float_outputs.items():
         axis = _find_class_axis(values)
         if axis is not None:
             return Steps(name, values[0].shape[axis], axis)
     return None
-
-
-def _are_decisions(name: str, samples: FirstSamples) -> bool:
-    """Whether an output is independent probabilities, one a step, most of them near 0 or 1.
-
-    Some must be near 0 and others near 1. The operator that computes them, if known, must be a
-    Sigmoid.
-    """
-    values = samples.arrays(name)
-    end = samples.declared.ends.get(name)  # kind of the operator that computes the output
-    if end not in (None, "sigmoid"):
-        return False
-    if values[0].ndim == 0 or not all(map(is_vector, values)):
-        return False
-    probabilities = np.concatenate([value.reshape(-1) for value in values])
-    if not are_in_unit_range(probabilities):
-        return False
-
-    step_counts = {value.size for value in values}
-    if step_counts == {1}:  # a single probability a sample
-        max_undecided_share = 0.5
-    else:
-        max_undecided_share = MAX_BETWEEN_SHARE
-        # an output in the shape of an input may be an autoencoder's copy of it
-        if min(step_counts) < MIN_ORDERED or is_input_shape(values[0], samples):
-            return False
-        # scores that sum to 1 are those of classes
-        if all(sums_to_one(value.reshape(-1)).all() for value in values):
-            return False
-    has_low_and_high = bool(probabilities.min() < LOW and probabilities.max() > HIGH)
-    return has_low_and_high and are_undecided(probabilities).mean() <= max_undecided_share
 
 
 def is_input_shape(value: Array, samples: FirstSamples) -> bool:

@@ -9,7 +9,7 @@ IOU = 0.5  # above it two boxes are the same, for suppression and for matching
 MIN_MASK_IOU = 0.75  # of the masks of two boxes
 MIN_VISIBILITY = 0.5  # of a key point of a box that counts
 MAX_BOX_POINT_DISTANCE = 0.1  # mean distance of a box's key points, relative to its size
-MIN_THINGS = 5  # things, such as boxes or labels, of FP32 above a threshold that counts
+MIN_BOXES = 5  # boxes of FP32 above a threshold that counts
 UNIT_TOLERANCE = 1e-3  # rounding of a probability by float16 and resizing
 MIN_ANCHORS = 10  # fewer rows are classes of a few steps
 MIN_ROWS_PER_COLUMN = 2  # anchors are many more than the numbers of one, unless there are 100
@@ -36,7 +36,6 @@ MAX_WORD_STEPS = 16  # mean number of steps between blanks
 MAX_SYMBOL_STEPS = 3  # mean number of steps of one symbol: CTC's symbols are peaks
 
 # --- a vector per sample: classes, labels, embeddings ---
-LABEL_THRESHOLDS = 0.5, 0.3, 0.1  # probabilities above which labels count
 MIN_NEIGHBOUR_VECTORS = 8  # vectors that have a nearest neighbour
 MIN_EMBEDDING_SIZE = 32  # numbers of an embedding; of as many raw scores the best stands out
 MIN_STAND_OUT = 1.2  # best raw score, relative to the expected maximum of normal numbers
@@ -81,10 +80,9 @@ MIN_NEGATIVE_SHARE = 0.2  # share of raw scores below 0; a picture has none
 MAX_RARE_SHARE = 1e-3  # share of all pixels up to which a class is left out of mIoU
 MIN_CLASS_PIXELS = 16  # pixels of a class that counts where all others are background
 MAX_MASKS = 4  # channels of an output of masks
-MIN_MASK_PEAK = 0.3  # largest value of masks
 MAX_PICTURE_CORRELATION = 0.9  # of masks with the picture: an enhanced picture is no mask
 MAX_MASK_EXCESS = 0.15  # distance to [0, 1] of masks without a final Sigmoid
-PIXEL_SHARES = {0.5: 2e-3, 0.3: 1e-3, 0.1: 5e-4}  # threshold of masks -> share of pixels above it
+MIN_MASK_SHARE = 5e-4  # share of pixels above 0.5 in masks that show anything
 MAX_PEAK_SHARE = 0.05  # share of a heat map's pixels above half of its peak
 HEAT_RANGE = -0.3, 1.5  # values of heat maps, which are trained to be 0 to 1
 
@@ -93,7 +91,7 @@ LOW, HIGH = 0.1, 0.9  # probabilities between them are undecided
 MIN_COUNT = 4  # fewer steps, labels, points or bins are numbers of something else
 MIN_ORDERED = 8  # fewer numbers, such as points or classes, do not show an order
 MIN_CONFIDENCE = 0.8  # mean probability of the best of raw scores that a Softmax belongs to
-MOST_SHARE = 0.75  # of values: of decided scores, sure pixels, steps of the usual class
+MOST_SHARE = 0.75  # of values: of sure pixels, places of the usual class
 MIN_ORDER = 0.6  # correlation of numbers in an order with those before, as of points or signals
 MAX_MASK_SCALE = 8  # scale of the picture to masks
 MAX_CLASS_SCALE = 4  # the same to raw scores of pixels; smaller maps are features

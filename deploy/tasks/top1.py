@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from deploy.errors import FeedError
-from deploy.tasks.indices import PlaceCounts, best_classes
+from deploy.tasks.indices import NO_CLASS, PlaceCounts, best_classes
 from deploy.tasks.rows import Integers, Outputs, is_index_type, is_vector
 from deploy.tensors import Array
 
@@ -37,21 +37,22 @@ class Top1:
     def __init__(self, labels: Sequence[int] | None, output_name: str | None = None) -> None:
         """Start at 0 samples.
 
-        `output_name`: output to read the class from; None derives it from the first sample.
+        Args:
+            labels: classes of the samples; None without.
+            output_name: output to read the class from; None derives it from the first sample.
         """
         self.labels = labels
         self.samples = self.reference_hits = self.candidate_hits = 0
         self.shifts = Counter[int]()  # 1, -1 -> labels above and below the reference's class
         self.output_name = output_name
-        self.has_classes = True  # until the output turns out to hold no classes
         self.score_count: int | None = None  # scores of a sample; None for class numbers
         self.classes = PlaceCounts()  # classes of the samples
 
     def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        """Add the outputs of one sample.
+        """Add the outputs of one sample; a candidate's output of another shape has no class.
 
         Raises:
-            FeedError: a label that does not fit the samples or the classes.
+            FeedError: the output holds no classes, or a label does not fit samples or classes.
         """
         self.samples += 1
         if self.output_name is None:
@@ -60,22 +61,20 @@ class Top1:
         candidate_scores = candidate[self.output_name]
         reference_class = _read_class(scores)
         candidate_class = _read_class(candidate_scores)
-        has_equal_shape = scores.shape == candidate_scores.shape
-        if reference_class is None or candidate_class is None or not has_equal_shape:
-            self.has_classes = False  # from now on there are no figures
-            return
+        if scores.shape != candidate_scores.shape:
+            candidate_class = np.full(1, NO_CLASS)
 
         self.score_count = None if _holds_numbers(scores) else scores.size
         self.classes.add(reference_class, candidate_class)
         if self.labels is None:
             return
         label = self._read_label(self.labels)
-        self.reference_hits += int(reference_class[0] == label)
-        self.candidate_hits += int(candidate_class[0] == label)
+        self.reference_hits += int(label in reference_class)
+        self.candidate_hits += int(label in candidate_class)
         # hits if the labels were numbered one higher or lower: from 1, or with a background class
         for shift in (1, -1):
-            shifted_class = (int(reference_class[0]) + shift) % self._class_limit
-            self.shifts[shift] += int(label == shifted_class)
+            shifted_label = (label - shift) % self._class_limit
+            self.shifts[shift] += int(shifted_label in reference_class)
 
     def _read_label(self, labels: Sequence[int]) -> int:
         """Return the label of the sample that was counted last."""
@@ -97,28 +96,26 @@ class Top1:
         """Number of classes; the largest integer if outputs of class numbers do not show it."""
         return self.score_count or _MAX_CLASS
 
-    def result(self, task_name: str) -> dict[str, Any]:
+    def result(self) -> dict[str, Any]:
         """Return the figures, by their fields of `deploy.metrics.accuracy.Accuracy`.
 
-        `task_name`: name of the task that the outputs have; "" for none. Without labels only
-        classes and embeddings have figures.
-
         Raises:
-            FeedError: labels that do not fit.
+            FeedError: there are more or fewer labels than samples.
         """
-        figures: dict[str, Any] = {}
-        is_counted = self.has_classes and (self.labels is not None or task_name == "classes")
-        if is_counted:
-            figures["top1_agreement"] = self.classes.equal.total() / self.samples
-        # embeddings that all point one way are as doubtful as one class for all samples
-        if is_counted or (self.has_classes and task_name == "embeddings"):
-            favourite_count = max(self.classes.reference.values(), default=0)
-            figures["classes"] = self.score_count
-            figures["favourite"] = favourite_count / self.samples
-        if self.labels is not None:
-            self._check_labels(self.labels)
-            figures |= self._label_figures(self.labels)
-        return figures
+        favourite_count = max(self.classes.reference.values(), default=0)
+        figures: dict[str, Any] = {
+            "top1_agreement": self.classes.equal.total() / self.samples,
+            "classes": self.score_count,
+            "favourite": favourite_count / self.samples,
+        }
+        if self.labels is None:
+            return figures
+        if len(self.labels) != self.samples:
+            raise FeedError(
+                f"there must be one label a sample, got {len(self.labels)} labels"
+                f" for {self.samples} samples"
+            )
+        return figures | self._label_figures(self.labels)
 
     def _label_figures(self, labels: Sequence[int]) -> dict[str, Any]:
         """Return the figures that compare with the labels of all samples."""
@@ -134,29 +131,27 @@ class Top1:
             "classes": self.score_count or highest_class + 1,
         }
 
-    def _check_labels(self, labels: Sequence[int]) -> None:
-        """Check that each sample has a label, and that an output holds classes."""
-        if len(labels) != self.samples:
-            raise FeedError(
-                f"there must be one label a sample, got {len(labels)} labels"
-                f" for {self.samples} samples"
-            )
-        if not self.has_classes:
-            raise FeedError(
-                "labels need an output of one score a class, [N, classes], or of the number of the"
-                f" class, [N] or TopK's places; got {self.output_name!r} of another shape, so leave"
-                " the labels out, or give a metric of your own"
-            )
-
 
 def _choose_output(outputs: Outputs) -> str:
-    """Return the only output of class numbers, else the only one of classes, else the first."""
-    names = [name for name, value in outputs.items() if _read_class(value) is not None]
+    """Return the only output of class numbers, else the first one of classes.
+
+    Raises:
+        FeedError: no output holds classes.
+    """
+    names = []
+    for name, value in outputs.items():
+        if value.shape[:1] == (1,) and _read_class(value).size:
+            names.append(name)
     number_names = [name for name in names if _holds_numbers(outputs[name])]
-    for choice in (number_names, names):
-        if len(choice) == 1:
-            return choice[0]
-    return next(iter(outputs))
+    if len(number_names) == 1:
+        return number_names[0]
+    if names:
+        return names[0]
+    raise FeedError(
+        "labels need an output of one score a class, [N, classes], or of the number of the class,"
+        f" [N] or TopK's places; got {next(iter(outputs))!r} of another shape, so leave the labels"
+        " out, or give a metric of your own"
+    )
 
 
 def _holds_numbers(value: Array) -> bool:
@@ -164,17 +159,16 @@ def _holds_numbers(value: Array) -> bool:
     return is_index_type(value) or (value.dtype.kind in "iu" and value.size == 1)
 
 
-def _read_class(value: Array) -> Integers | None:
-    """Return the best class of a sample, [1]; None for an output that holds no classes.
+def _read_class(value: Array) -> Integers:
+    """Return the best class of a sample, [1]; empty for an output that holds no classes.
 
     It holds scores [1, C], with any further sides of 1, or class numbers [1] or [1, k], the best
     one first. A sample of NaN has no class.
     """
-    if not value.ndim or not value.size or value.shape[0] != 1 or not is_vector(value):
-        return None
-    row = value.reshape(1, -1)
-    if _holds_numbers(value):
-        return np.asarray(row[:, 0], np.int64)
-    if row.size < 2 or value.dtype.kind not in "fiu":
-        return None  # a single number, flags
-    return best_classes(row.astype(np.float64))
+    if value.size and is_vector(value):
+        row = value.reshape(1, -1)
+        if _holds_numbers(value):
+            return np.asarray(row[:, 0], np.int64)
+        if row.size > 1 and value.dtype.kind in "fiu":  # no single number, no flags
+            return best_classes(row.astype(np.float64))
+    return np.zeros(0, np.int64)

@@ -9,8 +9,8 @@ a licence plate, must all be confident of their class.
 
 `find_ranked`: the class numbers of a TopK or an ArgMax.
 
-`find_labels`: independent probabilities, nearly all near 0 or 1. Some samples must have several
-above 0.5, unless the graph ends in a Sigmoid.
+`find_labels`: independent probabilities, nearly all near 0 or 1, of labels or of steps, such as the
+beginnings of words or a wake word. They count by their side of 0.5.
 
 `find_embeddings`: vectors of unit length, which no classifier's scores have, or of numbers
 symmetric about zero, none of which stands out; or a picture's features, means of channels after an
@@ -18,6 +18,7 @@ activation. The vectors of the first 64 samples are stored; each one's nearest n
 should be the float model's.
 """
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,9 +32,9 @@ from deploy.tasks.evaluation_task import (
     Form,
     TaskFigure,
     TaskTally,
-    ThresholdTally,
 )
-from deploy.tasks.first_samples import FirstSamples, sort_by_size
+from deploy.tasks.first_samples import FirstSamples, drop_outputs, find_states, sort_by_size
+from deploy.tasks.indices import NO_CLASS, PlaceTally, PlaceTask
 from deploy.tasks.rows import (
     Flags,
     Floats,
@@ -51,11 +52,11 @@ from deploy.tasks.rows import (
     order_by_step,
     sums_to_one,
 )
-from deploy.tasks.sequences import find_steps, is_input_shape
+from deploy.tasks.sequences import is_input_shape
 from deploy.tasks.slices import OutputSlice, SlicesByOutput, split_output
 from deploy.tasks.thresholds import (
     FEATURE_FACTOR,
-    LABEL_THRESHOLDS,
+    HIGH,
     LOW,
     MAX_BETWEEN_SHARE,
     MAX_COMMON_MOTION,
@@ -103,12 +104,10 @@ def fit_classes(samples: FirstSamples) -> "Classes | None":
     return Classes(tuple(counts), tuple(counts.values()))
 
 
-def fit_labels(name: str, samples: FirstSamples) -> "Labels | None":
+def fit_labels(name: str, samples: FirstSamples) -> "Labels":
     """Return the labels of an output that the user or the file says to hold such."""
-    rows = _read_vectors(samples).get(name)
-    if rows is None or rows.shape[1] < MIN_COUNT:
-        return None
-    return Labels(name, rows.shape[1], missing_sigmoid(rows))
+    scores = np.concatenate([value.reshape(-1) for value in samples.arrays(name)])
+    return Labels(name, activation=missing_sigmoid(scores))
 
 
 def fit_embeddings(name: str, samples: FirstSamples) -> "Embeddings | None":
@@ -299,11 +298,11 @@ def find_classes(samples: FirstSamples) -> Classes | None:
 
 
 def _find_raw_scores(candidates: Mapping[str, Floats], samples: FirstSamples) -> list[str]:
-    """Return the outputs of raw scores; none if a sequence's values are decisions at its steps.
+    """Return the outputs of raw scores; none if an output is independent probabilities.
 
     `candidates`: output -> its vectors [samples, C].
     """
-    if not samples.has_pictures and find_steps(samples) is not None:
+    if find_labels(samples) is not None:
         return []
     is_single = len(samples.names) == 1
     return [name for name, rows in candidates.items() if are_raw_scores(rows, is_single=is_single)]
@@ -358,76 +357,83 @@ def _are_scores_of_few(rows: Floats) -> bool:
     return bool(common_variance < MAX_COMMON_MOTION * independent_variance)
 
 
-@dataclass(slots=True)
-class _LabelTally(ThresholdTally["Labels"]):
-    """Counts labels above each threshold: FP32's, the candidate's, both's."""
-
-    thresholds = LABEL_THRESHOLDS
-
-    def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        scores = reference[self.task.output]
-        candidate_scores = candidate[self.task.output]
-        shares = activate(scores.astype(np.float64), self.task.activation)
-        candidate_shares = activate(candidate_scores.astype(np.float64), self.task.activation)
-        self.count_above(shares, candidate_shares)
-
-    def result(self) -> TaskFigure | None:
-        return self.share_kept("probability")
-
-
 @dataclass(frozen=True, slots=True)
-class Labels(EvaluationTask):
-    """One probability per label.
+class Labels(PlaceTask):
+    """Independent probabilities of labels or steps, each of which is on one side of a half.
 
     Attributes:
-        output: name of the output.
-        count: number of labels.
         activation: "sigmoid" if the output lacks it; "" for probabilities.
     """
 
-    output: str
-    count: int
-    activation: str
+    classes: int = 2
+    activation: str = ""
     name = "labels"
-    reads = "{0.count} labels, each its own"
-    tally_type = _LabelTally
+    reads = "scores of steps or labels, each its own"
+    figure_name = "labels kept"
+    agreement = "scores on FP32's side of 0.5"
+    tally_type = PlaceTally
+
+    def read_classes(self, outputs: Outputs) -> Integers:
+        """Return the side of each score of one sample, 0 or 1."""
+        shares = activate(outputs[self.output].reshape(-1), self.activation)
+        return np.where(np.isnan(shares), NO_CLASS, (shares > 0.5).astype(np.int64))
 
 
 LABELS = Form(
-    shape="[N, C] with 4 or more labels",
-    values="independent probabilities, several above 0.5 in a sample; with `--task` raw scores too",
-    figure="equal labels",
-    source="taggers",
+    shape="[N, 1], [N, 4 or more labels] or [N, T]; [N, T, C] after a Sigmoid",
+    values="independent probabilities, most near 0 or 1; of pictures several above 0.5 in a sample,"
+    " unless after a Sigmoid; with `--task` raw scores too",
+    figure="probabilities on the same side of 0.5, in the first such output",
+    source="taggers, voice activity, wake words",
 )
 
 
 def find_labels(samples: FirstSamples) -> Labels | None:
-    """Return the labels of the only output, if that is independent probabilities; else None."""
-    if len(samples.names) != 1:
-        return None
-    (name,) = samples.names
-    labels = fit_labels(name, samples)
-    if labels is None or (not samples.has_pictures and find_steps(samples) is not None):
-        return None
-    # a single label of a sample may be the class of a Softmax, unless the graph ends in a Sigmoid
-    min_labels = 1 if samples.declared.ends.get(name) == "sigmoid" else 2
-    has_labels = _are_labels(_read_vectors(samples)[name], min_labels)
-    return labels if has_labels else None
+    """Return the first output of independent probabilities; None without such.
 
-
-def _are_labels(rows: Floats, min_labels: int) -> bool:
-    """Whether vectors [samples, C] are independent probabilities of labels, most of them near 0.
-
-    `min_labels`: labels above 0.5 that a sample must have: one has exactly one class, but may have
-    several labels.
+    Others must be one vector a sample, such as a size; they are compared by value.
     """
-    # probabilities that sum to 1 are those of classes
-    if not are_in_unit_range(rows) or sums_to_one(rows).all():
+    float_outputs = drop_outputs(samples, find_states(samples)).float_outputs
+    names = [name for name in float_outputs if _are_labels(name, samples)]
+    other_arrays = [float_outputs[name] for name in float_outputs if name not in names]
+    if not names or not all(map(is_vector, itertools.chain.from_iterable(other_arrays))):
+        return None
+    return fit_labels(names[0], samples)
+
+
+def _are_labels(name: str, samples: FirstSamples) -> bool:
+    """Whether an output is independent probabilities, most of them near 0 or 1.
+
+    Some must be near 0 and others near 1. The operator that computes them, if known, must be a
+    Sigmoid.
+    """
+    values = samples.arrays(name)
+    end = samples.declared.ends.get(name)  # kind of the operator that computes the output
+    if end not in (None, "sigmoid") or values[0].ndim not in (1, 2, 3):
         return False
-    has_labels = np.count_nonzero(rows > 0.5, axis=1).max() >= min_labels
-    are_decided = are_undecided(rows).mean() < MAX_BETWEEN_SHARE
-    are_mostly_low = np.mean(rows < LOW) >= 0.5
-    return bool(has_labels and are_decided and are_mostly_low)
+    if end is None and not all(map(is_vector, values)):
+        return False
+    probabilities = np.concatenate([value.reshape(-1) for value in values])
+    if not are_in_unit_range(probabilities):
+        return False
+
+    sizes = {value.size for value in values}
+    if sizes == {1}:  # a single probability a sample
+        max_undecided_share = 0.5
+    else:
+        max_undecided_share = MAX_BETWEEN_SHARE
+        # an output in the shape of an input may be an autoencoder's copy of it
+        if min(sizes) < MIN_COUNT or is_input_shape(values[0], samples):
+            return False
+        # scores that sum to 1 are those of classes
+        if all(sums_to_one(value.reshape(-1)).all() for value in values):
+            return False
+        # a single label of a picture may be its class
+        max_label_count = max(np.count_nonzero(value > 0.5) for value in values)
+        if end is None and samples.has_pictures and max_label_count < 2:
+            return False
+    has_low_and_high = bool(probabilities.min() < LOW and probabilities.max() > HIGH)
+    return has_low_and_high and are_undecided(probabilities).mean() <= max_undecided_share
 
 
 @dataclass(slots=True)

@@ -336,7 +336,7 @@ def _box_text(task: BoxDetection, outputs: Outputs) -> str:
     if CODINGS[decoder.coding].uses_cells:
         all_strides = [stride for grid in decoder.grids for stride in grid.strides]
         strides = f"STRIDES = {all_strides}  # pixels from cell to cell\n"
-        functions += _cells_text(decoder)
+        functions += _template_part("cells")
     rows = _template_part(
         "rows",
         levels=_levels_text(decoder),
@@ -412,13 +412,6 @@ def _box_extras(decoder: RowDecoder, *, is_relative: bool) -> _BoxExtras:
     if decoder.has_angle:
         return _BoxExtras(expression='columns(outputs, "extra")[kept]', outline=_ROTATED)
     return _BoxExtras()
-
-
-def _cells_text(decoder: RowDecoder) -> str:
-    """Return the function that lists the cells of all levels."""
-    if any(grid.up for grid in decoder.grids):  # the others have no incomplete cells
-        return _template_part("cells", rows="-(-HEIGHT // stride)", columns="-(-WIDTH // stride)")
-    return _template_part("cells", rows="HEIGHT // stride", columns="WIDTH // stride")
 
 
 def _are_relative(places: Array) -> bool:
