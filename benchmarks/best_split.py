@@ -15,16 +15,15 @@ from trial import Trial
 from calib8 import calibrate
 from deploy.calibration.reference_outputs import make_evaluation_set
 from deploy.method import Choices, Method
-from deploy.runtimes.ort import OrtSession
+from deploy.runtimes.ort import OrtSession, cpu_kind
 from deploy.targets.base import BuildRequest
 from deploy.targets.onnxruntime.target import OnnxRuntime
 from deploy.tuning.plan_file import read_plan
-from deploy.tuning.prices import group_units, measure_prices
+from deploy.tuning.prices import CPUS, count_prices, group_units
 from deploy.tuning.repairs import ROUNDING
 from deploy.tuning.repairs.apply import trial_builder
 
 _SENSITIVE = 20  # layers that may become float
-_PRICED = 4  # samples that time the kernels
 _JUDGED = 100
 
 Figure = tuple[float, float]  # score of the task, SQNR in dB of the worst part
@@ -65,8 +64,7 @@ def best_splits(
         )
 
     every = frozenset(units.members)
-    priced = [built(one, target.trial) for one in (every, frozenset())]
-    prices = measure_prices(request.model, *priced, units, trial.held[:_PRICED])
+    prices = count_prices(request.model, units, trial.held[0], CPUS.get(cpu_kind()))
     assert trial.case.score is not None
     score = trial.case.score(trial.folder)
 

@@ -318,10 +318,10 @@ class FakeDevice:
         return float(engine.read_text())
 
 
-def test_device_timer_builds_engines_of_splits_and_leaves_nothing(tmp_path, monkeypatch):
-    def measure(sessions, samples, *, duration_s):
+def test_split_timer_builds_engines_of_splits_and_leaves_nothing(tmp_path, monkeypatch):
+    def measure(sessions, samples, **options):
         return {
-            name: SimpleNamespace(latency=SimpleNamespace(p50=ms)) for name, ms in sessions.items()
+            name: SimpleNamespace(run_time=SimpleNamespace(min=ms)) for name, ms in sessions.items()
         }
 
     monkeypatch.setattr(timing, "measure_latencies", measure)
@@ -330,7 +330,7 @@ def test_device_timer_builds_engines_of_splits_and_leaves_nothing(tmp_path, monk
     )
     all_float = Choices(float_nodes=dict.fromkeys(LAYERS, "float"))
     device = FakeDevice()
-    timer = timing.DeviceTimer(device, request, all_float, [{}])
+    timer = timing.SplitTimer(device, request, all_float, [{}])
     trials = [make_trial(19, time=0.5, db=20), make_trial(16, time=0.6, db=25)]
     assert timer.measure(trials) == [0.8, 0.5]
     assert timer.measure(trials[:1]) == [0.8]
@@ -338,13 +338,13 @@ def test_device_timer_builds_engines_of_splits_and_leaves_nothing(tmp_path, monk
     assert not list(tmp_path.iterdir())
 
 
-def test_device_timer_says_why_an_engine_is_missing(tmp_path):
+def test_split_timer_says_why_an_engine_is_missing(tmp_path):
     device = FakeDevice()
     device.build = lambda request: SimpleNamespace(engine=None, error="no kernel for this GPU")
     request = BuildRequest(
         subject=None, folder=tmp_path, ranges=None, feed=None, manifest={}, threads=1
     )
-    timer = timing.DeviceTimer(device, request, Choices(), [{}])
+    timer = timing.SplitTimer(device, request, Choices(), [{}])
     with pytest.raises(BackendError, match="no kernel for this GPU"):
         timer.measure([make_trial(0, time=0.5, db=20)])
     assert not list(tmp_path.iterdir())

@@ -7,6 +7,7 @@ the others, and its weights make up for that. Who makes that input runs in float
 import contextlib
 import io
 import json
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +21,8 @@ from deploy.cli import main
 from deploy.errors import BackendError
 from deploy.metrics.latency import Latency, Timing
 from deploy.runtimes.ort import OrtSession
-from deploy.tuning import prices, probe
+from deploy.tuning import probe
 from deploy.tuning.plan_file import read_plan
-from deploy.tuning.timing import PAIRS, KernelTimes
 from tests.models import as_float32, built_files, make_model, make_node, save_fixed_batch, save_net
 
 FASHION = Path(__file__).parent.parent / "datasets" / "fashion"
@@ -545,7 +545,7 @@ def test_requested_method_is_kept(default, model, build):
     assert rebuilt.report["targets"][0]["method"] == "mse"
 
 
-# Decisions by time: what kernels and models take is put in their place, nothing reads a clock.
+# Decisions by time: what engines take is put in their place, nothing reads a clock.
 
 
 def latency(ms):
@@ -560,56 +560,23 @@ def latency(ms):
     )
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """Sets what each node takes in float and in int8, and each model: label -> ms."""
-
-    def set_to(*, floats, int8, models):
-        def times(ran, feeds, *, float_model, runs, seconds):
-            pairs = [node.name for node in ran.graph.node if node.op_type in PAIRS]
-            time_by_node = int8 if pairs else floats
-            nodes = {node.name: time_by_node.get(node.name, 0.0) for node in float_model.graph.node}
-            return KernelTimes({**nodes, **dict.fromkeys(pairs, 0.1)}, 0.0)
-
-        def measure(sessions, *args, **options):
-            return {label: latency(models[label]) for label in sessions}
-
-        def time_model(model):
-            dequantized_tensors = {
-                name for n in model.graph.node if n.op_type in PAIRS for name in n.output
-            }
-            conv_is_int8 = [
-                n.input[1] in dequantized_tensors for n in model.graph.node if n.op_type == "Conv"
-            ]
-            if all(conv_is_int8):
-                return models["all in int8"]
-            return models["found" if any(conv_is_int8) else "float"]
-
-        def time_models(models, feeds, *, threads):
-            return [time_model(model) for model in models]
-
-        monkeypatch.setattr(prices, "kernel_times", times)
-        monkeypatch.setattr("deploy.tuning.target_search.time_models", time_models)
-        monkeypatch.setattr("deploy.pipeline.measure.measure", measure)
-
-    return set_to
+def fake_clock(ms_of):
+    """In place of `deploy.metrics.latency.measure`: label of an engine -> its ms."""
+    return lambda sessions, *_, **__: {label: latency(ms_of(label)) for label in sessions}
 
 
-def layer_times(us, **exceptions):
-    """Microseconds of the three layers, some of which take others."""
-    return {f"/{name}/Conv": exceptions.get(name, us) for name in "aby"}
-
-
-FLOATS, FAST, SLOW_B = layer_times(100.0), layer_times(30.0), layer_times(30.0, b=300.0)
-MODELS = {"float": 10.0, "FP32": 10.0, "found": 4.0, "all in int8": 5.0, "onnxruntime": 4.0}
+MODELS = {"FP32": 10.0, "onnxruntime": 4.0}
 
 
 @pytest.fixture
-def timed(clock, build, tmp_path):
-    """A build of `sound` whose kernels and models take so long."""
+def timed(monkeypatch, build, tmp_path):
+    """A build of `sound` whose engines take so many ms; one of FP32 takes 10."""
 
-    def run(*arguments, models=MODELS, floats=FLOATS, int8=FAST, duration=0.01):
-        clock(floats=floats, int8=int8, models=models)
+    def run(*arguments, models=MODELS, split_ms=4.0, min_price=0.0, duration=0.01):
+        splits = fake_clock(lambda label: 10.0 if label == "float" else split_ms)
+        monkeypatch.setattr("deploy.tuning.target_search._MIN_TIMED_PRICE", min_price)
+        monkeypatch.setattr("deploy.tuning.timing.measure_latencies", splits)
+        monkeypatch.setattr("deploy.pipeline.measure.measure", fake_clock(models.get))
         built = build(save_robust_model(tmp_path), "--duration", duration, *arguments)
         assert built.code == 0, built.error
         return built
@@ -617,44 +584,10 @@ def timed(clock, build, tmp_path):
     return run
 
 
-@pytest.mark.slow
-def test_slower_layer_is_float_on_onnxruntime(timed):
-    built = timed("--target", ALL, int8=SLOW_B)
-    assert "/b/Conv" in built.float_of("onnxruntime")
-    assert "/a/Conv" not in built.float_of("onnxruntime")
-    reason = built.plan.targets["onnxruntime"].choices.float_nodes["/b/Conv"]
-    assert reason == "slower in int8: 300 us, 100 us in float"
-    assert not built.float_of("tensorrt")
-    assert not built.float_of("ascend")
-
-
-@pytest.mark.parametrize(
-    ("floats", "int8", "models", "duration", "is_float"),
-    [
-        (FLOATS, layer_times(30.0, b=119.0), MODELS, 0.01, False),  # slower by less than a fifth
-        (FLOATS, layer_times(30.0, b=200.0), MODELS, 0.01, True),
-        (
-            layer_times(10.0),
-            layer_times(10.0, b=30.0),
-            MODELS,
-            0.01,
-            False,
-        ),  # a model of microseconds
-        (FLOATS, SLOW_B, {}, 0, False),  # nothing is measured
-        # 20 times as fast as float, by kernels slower than it: something disturbed the clock
-        (FLOATS, SLOW_B, MODELS | {"all in int8": 0.5}, 0.01, True),
-    ],
-)
-def test_kernel_times_decide_where_they_can(floats, int8, models, duration, is_float, timed):
-    built = timed(models=models, floats=floats, int8=int8, duration=duration)
-    float_nodes = built.float_of("onnxruntime")
-    assert "/b/Conv" in float_nodes if is_float else not float_nodes
-
-
 @pytest.mark.parametrize("arguments", [(), ("--min-speedup", 2, "--accept")])
 def test_slower_int8_is_built_with_advice(timed, arguments):
-    slow = dict.fromkeys(MODELS, 30.0) | {"float": 10.0, "FP32": 10.0, "onnxruntime": 10.6}
-    built = timed(*arguments, models=slow, int8=SLOW_B)
+    slow = {"FP32": 10.0, "onnxruntime": 10.6}
+    built = timed(*arguments, models=slow, split_ms=10.6)
     assert (built.out / "sound.int8.onnx").exists()
     assert not built.float_of("onnxruntime")
     verdict = (
@@ -663,40 +596,28 @@ def test_slower_int8_is_built_with_advice(timed, arguments):
     assert verdict in " ".join(built.output.split())
 
 
-def test_untimed_build_ignores_the_clock(timed):
-    """Where int8 is not clearly faster than the same model differs, no time decides."""
-    calm = timed(models=dict.fromkeys(MODELS, 10.0), int8=SLOW_B)
-    calm_model = (calm.out / "sound.int8.onnx").read_bytes()
-    calm_choices = calm.plan.targets["onnxruntime"].choices
-    rebuilt = timed("--refresh", models=dict.fromkeys(MODELS, 30.0), int8=FAST)
-    assert (rebuilt.out / "sound.int8.onnx").read_bytes() == calm_model
-    assert rebuilt.plan.targets["onnxruntime"].choices == calm_choices
-
-
 def test_plan_of_another_cpu_is_ignored(timed, monkeypatch):
-    assert timed(int8=SLOW_B).plan.targets["onnxruntime"].timed_on
+    assert timed().plan.targets["onnxruntime"].timed_on
     monkeypatch.setattr("deploy.tuning.tune.cpu_name", lambda: "another")
     rebuilt = timed()
     assert "timed on another CPU" in (rebuilt.out / "report.md").read_text()
-    assert not rebuilt.float_of("onnxruntime")
 
 
-@pytest.mark.parametrize("cpu", ["any", "vnni", "avx2", "arm"])
-def test_nothing_is_timed_for_another_cpu(cpu, timed):
-    built = timed("--for", cpu, int8=SLOW_B, duration=0.01)
-    assert not built.float_of("onnxruntime")
-    assert not built.plan.targets["onnxruntime"].timed_on
-
-
-def test_measured_int8_time_overrides_prices(timed, monkeypatch):
-    # conversions cost 10 times what int8 wins
-    monkeypatch.setattr(prices, "_MIN_CONVERSION_US", 1.0)
-    monkeypatch.setattr(prices, "_MAX_CONVERSION_US", 1.0)
-    assert not timed(models=MODELS | {"found": 5.0, "all in int8": 2.0}).float_of("onnxruntime")
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        *((("--for", cpu), {}) for cpu in ("any", "vnni", "avx2", "arm")),
+        ((), {"duration": 0}),
+        ((), {"min_price": math.inf}),
+    ],
+    ids=str,
+)
+def test_small_model_or_another_cpu_is_not_timed(arguments, options, timed):
+    assert not timed(*arguments, **options).plan.targets["onnxruntime"].timed_on
 
 
 def test_timed_decisions_are_kept_on_rebuild(timed):
-    assert timed().files == timed(int8=SLOW_B).files
+    assert timed().files == timed(split_ms=30.0).files
 
 
 def test_ctrl_c_builds_the_best_split(build, tmp_path, monkeypatch):
@@ -721,7 +642,7 @@ def test_ctrl_c_builds_the_best_split(build, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_disallowed_loss_or_speed_fails_build(clock, build, tmp_path):
+def test_disallowed_loss_or_speed_fails_build(build, tmp_path, monkeypatch):
     model = save_robust_model(tmp_path)
     arguments = ("--effort", 0)
     assert build(model, *arguments).code == 0
@@ -730,7 +651,8 @@ def test_disallowed_loss_or_speed_fails_build(clock, build, tmp_path):
     assert "unusable" in lost.output
     assert build(model, *arguments, "--max-loss", 0.5).code == 0
     assert build(model, *arguments, "--max-loss", 0, "--accept").code == 0
-    clock(floats=FLOATS, int8=FAST, models={"FP32": 10.0, "onnxruntime": 5.0})
+    clock = fake_clock({"FP32": 10.0, "onnxruntime": 5.0}.get)
+    monkeypatch.setattr("deploy.pipeline.measure.measure", clock)
     arguments = (*arguments, "--duration", 0.01)
     assert build(model, *arguments, "--min-speedup", 2.0).code == 0
     slow = build(model, *arguments, "--min-speedup", 2.1)

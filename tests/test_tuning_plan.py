@@ -5,7 +5,6 @@ from dataclasses import replace
 from itertools import chain, combinations
 
 import numpy as np
-import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +15,6 @@ from deploy.graph.plan import Decision
 from deploy.method import Choices, Method
 from deploy.targets import TARGETS
 from deploy.tuning import CPU_NAMES
-from deploy.tuning import prices as prices_module
 from deploy.tuning.min_cut import cheapest_split
 from deploy.tuning.plan_file import (
     SCHEMA,
@@ -34,11 +32,9 @@ from deploy.tuning.prices import (
     Units,
     count_prices,
     group_units,
-    measure_prices,
 )
 from deploy.tuning.probe import Noise
 from deploy.tuning.sensitivity import Sensitivity, measure_sensitivity, split_into_groups
-from deploy.tuning.timing import KernelTimes
 from tests.models import make_model, make_node
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -374,77 +370,6 @@ def priced():
     return model, group_units(model, TARGETS["onnxruntime"]().plan(model).decisions)
 
 
-def timed(monkeypatch, chain, *, int8, floats, other_time=0.0, pairs=()):
-    """Prices, with kernels that take so long."""
-    model, units = chain
-    time_by_pair = dict(pairs)
-    ours = onnx.ModelProto()
-    ours.graph.node.extend(
-        make_node("QuantizeLinear", "x", "q", name=name) for name in time_by_pair
-    )
-
-    def times(ran, feeds, *, float_model, runs, seconds):
-        layer_times = int8 if ran is ours else floats
-        time_by_node = dict(zip(("/a", "/b", "/y"), layer_times, strict=True))
-        return (
-            KernelTimes(time_by_node | time_by_pair, other_time)
-            if ran is ours
-            else KernelTimes(time_by_node, 0.0)
-        )
-
-    monkeypatch.setattr(prices_module, "kernel_times", times)
-    return measure_prices(model, model, ours, units, [SAMPLE])
-
-
-def test_slightly_slower_int8_counts_as_equal(monkeypatch, priced):
-    prices = timed(monkeypatch, priced, int8=(119, 121, 50), floats=(100, 100, 100))
-    assert prices.unit_prices == {"/a": (100, 100), "/b": (121, 100), "/y": (50, 100)}
-    assert prices.measured
-
-
-def test_negligible_time_moves_no_unit(monkeypatch, priced):
-    prices = timed(monkeypatch, priced, int8=(1.9, 2.2, 500), floats=(1, 1, 998))
-    assert prices.unit_prices["/a"] == (1, 1)  # less than a thousandth of 1000 us
-    assert prices.unit_prices["/b"] == (2.2, 1)
-
-
-@pytest.mark.parametrize(
-    ("pairs", "other_time", "rate"),
-    [
-        ({"x/Q": 0.3}, 0.2, 0.5 / 1024),  # 16 x 8 x 8 values of x
-        ({"x/Q": 0.3, "a/Q": 0.7}, 0.0, 1 / 2048),
-        ({"x/Q": 0.3, "a/Q": 0.0}, 0.0, 0.3 / 1024),  # folded away: turns nothing
-        ({"x/Q": 90.0}, 0.0, 1.0e-3),
-        ({"x/Q": 0.001}, 0.0, 0.1e-3),
-        ({}, 5.0, 0.1e-3),
-    ],
-)
-def test_conversion_cost_is_bounded(monkeypatch, priced, pairs, other_time, rate):
-    prices = timed(
-        monkeypatch, priced, int8=(1, 1, 1), floats=(9, 9, 9), other_time=other_time, pairs=pairs
-    )
-    assert prices.conversions["x"] - prices.conversions["y"] == pytest.approx(512 * rate)
-    assert len({prices.conversions[name] for name in "xab"}) == 1
-
-
-def test_conversion_costs_at_least_two_kernels(monkeypatch, priced):
-    prices = timed(monkeypatch, priced, int8=(3, 5, 4), floats=(9, 9, 9))
-    assert prices.conversions["y"] == pytest.approx(2 * 3 + 512 * 0.1e-3)
-
-
-def test_kernels_are_timed_per_side(monkeypatch, priced):
-    ran = []
-
-    def times(model, feeds, *, float_model, runs, seconds):
-        ran.append((model, float_model))
-        return KernelTimes(dict.fromkeys(("/a", "/b", "/y"), 1.0), 0.0)
-
-    monkeypatch.setattr(prices_module, "kernel_times", times)
-    float32, int8 = onnx.ModelProto(ir_version=1), onnx.ModelProto(ir_version=2)
-    measure_prices(priced[0], float32, int8, priced[1], [SAMPLE])
-    assert ran == 2 * [(float32, priced[0]), (int8, priced[0])]
-
-
 def test_counted_prices_are_products_without_conversion(priced):
     model, units = priced
     prices = count_prices(model, units, SAMPLE)
@@ -454,7 +379,6 @@ def test_counted_prices_are_products_without_conversion(priced):
         "/y": (0.7 * (512 * 16), 512 * 16),
     }
     assert set(prices.conversions.values()) == {0.0}
-    assert not prices.measured
     avx2 = count_prices(model, units, SAMPLE, CPUS["avx2"])
     assert avx2.unit_prices["/a"] == (pytest.approx(0.53 * 1024 * 144), 1024 * 144)
     assert avx2.unit_prices["/b"] == (
@@ -525,9 +449,7 @@ ROW = Units(
 def row(turning=1.0, units=ROW, **pairs):
     pairs = {name: (1.0, 10.0) for name in "abc"} | pairs
     conversions = dict.fromkeys("xtuy", turning)
-    return Prices(
-        units=units, unit_prices=pairs, conversions=conversions, fixed_price=5.0, measured=True
-    )
+    return Prices(units=units, unit_prices=pairs, conversions=conversions)
 
 
 def test_nodes_of_units_are_in_model_order():
@@ -536,12 +458,12 @@ def test_nodes_of_units_are_in_model_order():
 
 def test_split_price_counts_borders_once():
     prices = row()
-    assert prices.total(frozenset()) == 5 + 3 + 2  # in and out
-    assert prices.total(frozenset("b")) == 5 + 12 + 4
-    assert prices.total(frozenset("abc")) == prices.float_total == 5 + 30
-    assert prices.time_share(frozenset()) == 10 / 35
+    assert prices.total(frozenset()) == 3 + 2  # in and out
+    assert prices.total(frozenset("b")) == 12 + 4
+    assert prices.total(frozenset("abc")) == prices.float_total == 30
+    assert prices.time_share(frozenset()) == 5 / 30
     shared_tensor = replace(ROW, borders=(("a", "b", "t"), ("a", "c", "t")))
-    assert row(units=shared_tensor).total(frozenset("bc")) == 5 + 21 + 1  # two readers, one pair
+    assert row(units=shared_tensor).total(frozenset("bc")) == 21 + 1  # two readers, one pair
 
 
 def test_cheapest_split_weighs_time_and_noise():

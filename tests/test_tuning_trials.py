@@ -374,12 +374,19 @@ def test_quiet_sample_is_measured_against_mean():
     assert noise_alone == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("power, by_noise", [(1e-12, False), (1e-3, True)])
-def test_negligible_noise_is_no_float_reason(power, by_noise):
+@pytest.mark.parametrize(
+    "power, int8_price, expected",
+    [
+        (1e-12, 1.0, BETWEEN),
+        (1e-12, 3.0, "slower in int8 on this kind of CPU"),
+        (1e-3, 3.0, "alone in int8 it leaves 30.0 dB of a"),
+    ],
+)
+def test_float_reason_is_noise_then_time(power, int8_price, expected):
     """As of a policy whose moves, in the samples that were looked at, are at a Tanh's ends."""
     sensitivity = Sensitivity({("one",): noise(a=[power]), ("other",): noise(a=[power])})
     units = SimpleNamespace(members={"one": ["/one"], "other": ["/other"]})
-    prices = SimpleNamespace(unit_prices={"one": (3.0, 2.0), "other": (3.0, 2.0)}, measured=False)
+    prices = SimpleNamespace(unit_prices=dict.fromkeys(("one", "other"), (int8_price, 2.0)))
     search = SimpleNamespace(
         units=units,
         prices=prices,
@@ -389,7 +396,6 @@ def test_negligible_noise_is_no_float_reason(power, by_noise):
         float_adds={},
     )
     reasons = float_reasons(search, SimpleNamespace(in_float={"one", "other"}))
-    expected = "alone in int8 it leaves 30.0 dB of a" if by_noise else BETWEEN
     assert reasons == {"/one": expected, "/other": expected}
 
 

@@ -44,7 +44,6 @@ _OUTPUT_LOSING_OPTIMIZER = "ConvAddActivationFusion"
 _LOST_OUTPUT_MESSAGE = "Failed to find node output"
 
 _KERNEL_SUFFIX = "_kernel_time"  # suffix of a kernel's event in a profile
-_MAX_TRACED_RUNS = 64  # maximum number of runs of a timed profile
 
 _MIN_EXTERNAL_BYTES = 1 << 12  # larger weights go to a separate file when a model is saved
 
@@ -434,23 +433,18 @@ def profile_kernels(
     *,
     runs: int,
     threads: int = 1,
-    seconds: float = 0.0,
 ) -> list[tuple[str, str, float]]:
     """Return (kernel, its operator, microseconds) of every kernel run, by ONNX Runtime's profiler.
 
     Args:
         model: as it would be deployed.
         feeds: inputs, used in turn.
-        runs: minimum number of runs.
+        runs: number of runs.
         threads: threads inside one operator.
-        seconds: time for which more runs follow, up to 64 in all: a profile has every kernel run.
     """
     with tempfile.TemporaryDirectory(prefix="calib8-") as folder:
         session = OrtSession.open(model, threads=threads, trace=Path(folder) / "trace")
-        end = time.perf_counter() + seconds
-        for number in range(max(runs, _MAX_TRACED_RUNS)):
-            if number >= runs and time.perf_counter() >= end:
-                break
+        for number in range(runs):
             session.run(feeds[number % len(feeds)])
         events = json.loads(Path(session.end_trace()).read_text(encoding="utf-8"))
     return [

@@ -6,19 +6,16 @@ A unit is a group of nodes that change sides together: an int8 node with what is
     x -> Sigmoid -> Mul(x, .)             one unit: a gate is fused in float, and not half in int8
     Conv -> Add -> Clip -> Mul(x, .)      one unit: in float a Hard-Sigmoid is the Conv's tail
 
-Prices are measured where the target runs on this machine: the kernels of the float and of the int8
-model, two profiles each, in turns. For a CPU that is named (`CPUS`) they are products of a layer,
-times the ratio of that CPU's kernels. Elsewhere they are products, times 0.7 in int8: vendors state
-0.5 of fp16, the bound of layers that only multiply; others wait for memory. The price of a
-conversion between int8 and float is unknown there and counts 0, so that a layer is float only for
-its loss.
+Prices are products of a layer. For a known kind of CPU (`CPUS`), int8 products take the share that
+its kernels do. Elsewhere they take 0.7: vendors state 0.5 of fp16, the bound of layers that only
+multiply; others wait for memory. The price of a conversion between int8 and float is unknown there
+and counts 0, so that a layer is float only for its loss.
 """
 
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 
 import onnx
@@ -31,7 +28,6 @@ from deploy.graph.plan import Decision
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array
 from deploy.tuning.min_cut import cheapest_split
-from deploy.tuning.timing import PAIRS, KernelTimes, kernel_times, least_kernel_times
 
 _MAX_GATE_STEPS = 4  # x -> Add -> Clip -> Div -> Mul is the longest gate that exporters write
 
@@ -197,11 +193,6 @@ def _find_borders(graph: Graph, unit_by_node: Mapping[str, str]) -> tuple[Border
     return tuple(borders)
 
 
-MARGIN = 1.2  # int8 counts as slower from a fifth on; less is measurement noise
-_MIN_GAIN = 0.001  # of the model's time, that a unit must gain to be float by time
-_MIN_CONVERSION_US, _MAX_CONVERSION_US = 0.1e-3, 1.0e-3  # of one value, by all threads together
-_CONVERSION_KERNELS = 2  # per border, however small: a Q or DQ, and a change of layout
-_RUNS, _SECONDS = 4, 0.1  # least of a profiling round
 ASSUMED_INT8_TIME = 0.7  # price of an int8 product, in float products, where it is not measured
 NO_LOSSES: Mapping[str, float] = MappingProxyType({})
 
@@ -258,24 +249,17 @@ _OTHER_DEVICE = CpuKernels(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """Prices of one model on one target: microseconds if measured, else products.
+    """Prices of one model on one target, in products of a dense Conv in float.
 
     Attributes:
         units: of the model.
         unit_prices: unit -> (price in int8, price in float).
         conversions: tensor -> price of converting it between int8 and float.
-        fixed_price: price of the nodes that are in no unit.
-        measured: whether prices are times on this machine.
-        int8_total: time of all kernels with all units in int8; less than the sum of the prices
-            where many small units and borders lie side by side.
     """
 
     units: Units
     unit_prices: Mapping[str, tuple[float, float]]
     conversions: Mapping[str, float]
-    fixed_price: float = 0.0
-    measured: bool = False
-    int8_total: float = math.inf
 
     @property
     def float_total(self) -> float:
@@ -284,7 +268,7 @@ class Prices:
 
     def total(self, in_float: frozenset[str]) -> float:
         """Return the price of the model with these units in float."""
-        price = self.fixed_price
+        price = 0.0
         for unit, (int8, float32) in self.unit_prices.items():
             price += float32 if unit in in_float else int8
         # a tensor with several readers is converted once
@@ -299,15 +283,6 @@ class Prices:
         """Return the price with these units in float, as a share of the float model's."""
         float_total = self.float_total
         return self.total(in_float) / float_total if float_total else 1.0
-
-    @property
-    def measured_share(self) -> float:
-        """Measured time over summed prices with all units in int8, at most 1.
-
-        It is less than 1 where kernels take less time together than each by itself.
-        """
-        priced = self.total(frozenset())
-        return min(1.0, self.int8_total / priced) if priced else 1.0
 
     def cheapest_float_units(
         self,
@@ -422,78 +397,6 @@ def _products_per_value(node: onnx.NodeProto, dims: Sequence[int]) -> float:
         out_channels = dims[1] * node_attributes.get("group", 1)
         out_channels *= math.prod(node_attributes.get("strides", [1]))
     return math.prod(dims) / max(out_channels, 1)
-
-
-def measure_prices(
-    model: onnx.ModelProto,
-    float_model: onnx.ModelProto,
-    int8_model: onnx.ModelProto,
-    units: Units,
-    feeds: Sequence[Mapping[str, Array]],
-) -> Prices:
-    """Return prices in microseconds, from profiles of the float and of the int8 model.
-
-    Args:
-        model: the model as it was loaded, to whose nodes the times are counted.
-        float_model: with all units in float, as it would be deployed.
-        int8_model: with all units in int8, as it would be deployed.
-        units: of the model.
-        feeds: input -> array, of one shape.
-    """
-    profile = partial(kernel_times, feeds=feeds, float_model=model, runs=_RUNS, seconds=_SECONDS)
-    # two rounds of either model, in turns, and the least time of both: another process may disturb
-    # a round
-    first_float_times = profile(float_model)
-    first_int8_times = profile(int8_model)
-    float_times = least_kernel_times(first_float_times, profile(float_model))
-    int8_times = least_kernel_times(first_int8_times, profile(int8_model))
-
-    float_units_us = _sum_times(float_times, units.node_names(units.members))
-    # float kernels that belong to no node change the layout: their time is divided among the units.
-    # Those of the int8 model are counted with its conversions
-    layout_factor = 1 + float_times.unattributed / float_units_us if float_units_us else 1.0
-    unit_prices = {}
-    for unit, members in units.members.items():
-        int8_us = _sum_times(int8_times, members)
-        float_us = layout_factor * _sum_times(float_times, members)
-        # int8 that is slower by less than the margin counts as equal
-        if int8_us <= max(MARGIN * float_us, float_us + _MIN_GAIN * float_times.total):
-            int8_us = min(int8_us, float_us)
-        unit_prices[unit] = int8_us, float_us
-
-    sizes = _count_values(model, units.tensors, feeds[0])
-    value_us = _conversion_us(int8_times, int8_model, sizes)
-    # a kernel takes some time however few its values are: that of the fastest one
-    kernel_us = min((time for time in int8_times.nodes.values() if time > 0), default=0.0)
-    border_us = _CONVERSION_KERNELS * kernel_us
-    return Prices(
-        units=units,
-        unit_prices=unit_prices,
-        conversions={tensor: border_us + value_us * size for tensor, size in sizes.items()},
-        fixed_price=max(float_times.total - float_times.unattributed - float_units_us, 0.0),
-        measured=True,
-        int8_total=int8_times.total,
-    )
-
-
-def _conversion_us(
-    quantized: KernelTimes, int8: onnx.ModelProto, sizes: Mapping[str, int]
-) -> float:
-    """Return the microseconds to convert one value, changes of layout included."""
-    time = quantized.unattributed
-    values = 0
-    for node in int8.graph.node:
-        if node.op_type in PAIRS and quantized.nodes[node.name] > 0:
-            time += quantized.nodes[node.name]
-            values += sizes.get(node.name.rpartition("/")[0], 0)
-    if not values:
-        return _MIN_CONVERSION_US
-    return min(max(time / values, _MIN_CONVERSION_US), _MAX_CONVERSION_US)
-
-
-def _sum_times(times: KernelTimes, names: Iterable[str]) -> float:
-    """Return the time of these nodes; one that was folded away takes none."""
-    return sum(times.nodes.get(name, 0.0) for name in names)
 
 
 def _count_values(

@@ -53,11 +53,9 @@ def _noise_reason(unit: str, sensitivity: Sensitivity | None, precision: str) ->
 
 
 def _time_reason(search: Search, unit: str) -> str:
-    """Return the reason by the time of a unit; "" where int8 is no slower, or not timed."""
-    int8_us, float_us = search.prices.unit_prices[unit]
-    if not search.prices.measured or int8_us <= float_us:
-        return ""
-    return f"{_SLOWER}: {int8_us:.0f} us, {float_us:.0f} us in float"
+    """Return the reason by the price of a unit; "" where int8 is no slower."""
+    int8_price, float_price = search.prices.unit_prices[unit]
+    return f"{_SLOWER} on this kind of CPU" if int8_price > float_price else ""
 
 
 def reason_kind(reason: str) -> str:

@@ -5,16 +5,16 @@ Terms:
     trial: a split with range methods, built and run on a few samples.
     noise: power of the errors of an output slice over the power of its signal.
     loss: share of the worst output slice, or of the task, that noise destroys, 0 to 1.
-    price: time of a unit, or its products where time is not measured.
+    price: products of a unit, as a measure of its time.
     cost: log(time) + weight * loss of a trial (`deploy.tuning.search_options`).
     clipping method: a range method that leaves more than a few values out of the range.
 
 Steps::
 
     every method, all in int8            -> the method
-    Adds in float, the layers in int8    -> whether they stay so, where time is not measured
+    Adds in float, the layers in int8    -> whether they stay so
     groups alone in int8, halved         -> noise of each layer (`deploy.tuning.sensitivity`)
-    kernels of both models, or products  -> price of each unit (`deploy.tuning.prices`)
+    products, times a factor             -> price of each unit (`deploy.tuning.prices`)
     least price + weight * noise         -> one split a weight, from "fastest" to "nearly float"
     the likely splits, tried             -> the split of least cost
 
@@ -254,8 +254,7 @@ class Search:
         that they add up, where a few tokens or channels are many times larger than all others.
         Layer by layer, the measurement would blame each layer that writes into that stream.
         """
-        # by measured times, the conversions around float Adds cost more than the Adds win
-        if self.prices.measured or not self.add_units:
+        if not self.add_units:
             return base
         trial = self.try_split(base, base.in_float | self.add_units)
         if trial is None or base.loss - trial.loss < _ADDS_GAIN:

@@ -7,15 +7,13 @@
           -> front (timed where it can be, judged) -> plan, with a reason for every node in float
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import onnx
 
 from deploy.calibration.reference_outputs import EvaluationSet
-from deploy.errors import BackendError
 from deploy.graph.plan import quantized_precision
 from deploy.machine import this_machine
 from deploy.method import Choices, Method, comparable_methods
@@ -23,17 +21,14 @@ from deploy.metrics.output_form import OutputForm
 from deploy.runtimes.ort import continue_runs
 from deploy.targets.base import BuildRequest, Target
 from deploy.tensors import Array
-from deploy.terminal import Step, phase
+from deploy.terminal import Step
 from deploy.tuning.front import SplitChooser, SplitSizes
 from deploy.tuning.plan_file import TargetPlan
 from deploy.tuning.prices import (
     CPUS,
-    Prices,
-    Units,
     count_prices,
     find_add_units,
     group_units,
-    measure_prices,
 )
 from deploy.tuning.probe import (
     DETECTION_LIST,
@@ -56,15 +51,15 @@ from deploy.tuning.search_samples import (
     select_samples,
     with_held_out_ranges,
 )
-from deploy.tuning.timing import DeviceTimer, has_device, time_models
+from deploy.tuning.timing import SplitTimer, has_device
 
 TrialBuilder = Callable[[BuildRequest], onnx.ModelProto]
 
 _MIN_SAMPLES = 2  # of a trial
 _SAMPLE_SHARE = 5  # at most a fifth of the samples, so that the search stays cheap
-_MIN_FLOAT_US = 250.0  # a float model that is faster takes mostly the runtime's own overhead
-_MAX_SHARE = 0.98  # of the float model's time: what saves less may be measurement noise
-_MIN_CREDIBLE_RATIO = 0.8  # of measured to predicted time: less comes of a disturbed float run
+# products of a model that is timed on a CPU, about 250 us: a smaller one takes mostly the runtime's
+# own overhead
+_MIN_TIMED_PRICE = 5e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,16 +125,17 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
 
     samples, form = _search_samples(setup)
     timed_samples = same_shape_samples([sample for sample, _ in samples])
-    products = count_prices(model, units, timed_samples[0])
+    cpu = CPUS.get(setup.options.cpu_kind) if setup.target.runs_here else None
+    prices = count_prices(model, units, timed_samples[0], cpu)
     budget = SearchBudget.for_feed(
-        setup.effort.calibrations, len(setup.request.feed), products.float_total
+        setup.effort.calibrations, len(setup.request.feed), prices.float_total
     )
     build_trial = trial_builder(setup.target, setup.request, setup.repairs)
     trial_setup = _with_held_out_ranges(setup, samples, budget)
     prober = make_prober(trial_setup, build_trial, samples, form, step, budget)
     sizes = SplitSizes(model, units)
     search = Search(
-        prices=_unit_prices(setup, units, timed_samples, products),
+        prices=prices,
         prober=prober,
         methods=_methods(setup),
         precision=quantized_precision(decisions),
@@ -156,19 +152,22 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
     verdict = built_trial.verdict
     if verdict is not None and verdict.outputs is not None:
         setup.evaluation_set.engine_outputs[setup.target.name] = verdict.outputs
-    plan = _make_plan(search, chooser, built_trial)
+    plan = _make_plan(setup, search, chooser, built_trial)
     return replace(plan, interrupted=is_interrupted), prober.trial_count
 
 
-def _make_plan(search: Search, chooser: SplitChooser, built_trial: Trial) -> TargetPlan:
+def _make_plan(
+    setup: SearchSetup, search: Search, chooser: SplitChooser, built_trial: Trial
+) -> TargetPlan:
     """Return the plan that builds a trial, with the reason for each node in float."""
     float_nodes = float_reasons(search, built_trial)
+    is_timed_here = setup.target.runs_here and built_trial.measured_time is not None
     return TargetPlan(
         choices=replace(built_trial.choices, float_nodes=float_nodes),
         precision=search.precision,
         settled=_describe(search, built_trial),
         front=chooser.front(built_trial),
-        timed_on=cpu_name() if search.prices.measured else "",
+        timed_on=cpu_name() if is_timed_here else "",
         failed=_describe_failures(search.prober),
     )
 
@@ -282,51 +281,6 @@ def _trial_with_sources(
     return add_source_outputs(build_trial(request), sources)
 
 
-@phase("timing kernels")
-def _unit_prices(
-    setup: SearchSetup, units: Units, samples: Sequence[Mapping[str, Array]], products: Prices
-) -> Prices:
-    """Return the price of every unit: its time where int8 is clearly faster here, else products.
-
-    `products`: the prices for a device of unknown speed.
-    """
-    request = setup.request
-    target = setup.target
-    options = setup.options
-    if target.runs_here and options.is_timed:
-        with suppress(BackendError):  # the search itself finds layers that cannot run
-            prices = _measured_prices(setup, units, samples)
-            if prices is not None:
-                return prices
-    cpu = CPUS.get(options.cpu_kind) if target.runs_here else None
-    return count_prices(request.model, units, samples[0], cpu) if cpu else products
-
-
-def _measured_prices(
-    setup: SearchSetup, units: Units, samples: Sequence[Mapping[str, Array]]
-) -> Prices | None:
-    """Return times of the units; None if int8 is not clearly faster here.
-
-    A choice by such times would be chance, and the machine that builds may not be the one that
-    runs.
-    """
-    float_model = _model_with_float(setup, units, units.members)
-    int8_model = _model_with_float(setup, units, ())
-    prices = measure_prices(setup.request.model, float_model, int8_model, units, samples)
-    fastest_split = prices.cheapest_float_units()
-    is_large = prices.float_total >= _MIN_FLOAT_US
-    return prices if is_large and prices.time_share(fastest_split) <= _MAX_SHARE else None
-
-
-def _model_with_float(setup: SearchSetup, units: Units, in_float: Iterable[str]) -> onnx.ModelProto:
-    """Return the model with these units in float, as it would be deployed."""
-    return setup.target.trial(setup.request.with_added_choices(_float_choices(units, in_float)))
-
-
-def _float_choices(units: Units, in_float: Iterable[str]) -> Choices:
-    return Choices(float_nodes=dict.fromkeys(units.node_names(in_float), "timed in float"))
-
-
 def _methods(setup: SearchSetup) -> list[Method | None]:
     """Return the range methods to choose among: those that another target's search found best.
 
@@ -377,13 +331,12 @@ def _split_chooser(
         count_samples=budget.spend,
     )
     target = setup.target
-    units = search.units
     measure: Callable[[Sequence[Trial]], Sequence[float]] | None = None
-    if search.prices.measured:
-        measure = partial(_measure_times, setup, search, samples)
-    elif not target.runs_here and setup.options.is_timed and has_device(target):
-        float_choices = _float_choices(units, units.members)
-        measure = DeviceTimer(target, setup.request, float_choices, samples).measure
+    is_large = not target.runs_here or search.prices.float_total >= _MIN_TIMED_PRICE
+    if setup.options.is_timed and is_large and has_device(target):
+        all_nodes = search.units.node_names(search.units.members)
+        float_choices = Choices(float_nodes=dict.fromkeys(all_nodes, "timed in float"))
+        measure = SplitTimer(target, setup.request, float_choices, samples).measure
     # most samples that one more trial takes: to run it, and to predict its verdict
     judged_samples = TRIAL_SAMPLES + len(setup.evaluation_set.subset)
 
@@ -402,33 +355,6 @@ def _split_chooser(
         can_judge=partial(budget.holds, judged_samples),
         measure=measure,
     )
-
-
-def _measure_times(
-    setup: SearchSetup,
-    search: Search,
-    samples: Sequence[Mapping[str, Array]],
-    trials: Sequence[Trial],
-) -> list[float]:
-    """Return the times of the trials, as shares of the time with all units in float.
-
-    A unit is a group of nodes that are int8 or float together, such as a Conv with its Relu. All
-    models are timed in turns, as they would be deployed. If other processes disturbed every run
-    of the float model, int8 seems faster than it is. So a share is never far below that which the
-    times of the single kernels predict.
-    """
-    request = setup.request
-    target = setup.target
-    units = search.units
-    models = [target.trial(request.with_added_choices(trial.choices)) for trial in trials]
-    float_model = _model_with_float(setup, units, units.members)
-    *times_ms, float_ms = time_models([*models, float_model], samples, threads=request.threads)
-    shares = []
-    for trial, trial_ms in zip(trials, times_ms, strict=True):
-        # the times of many small kernels add up to more than the model's: `measured_share` corrects
-        predicted_share = search.prices.measured_share * trial.predicted_time
-        shares.append(max(trial_ms / float_ms, _MIN_CREDIBLE_RATIO * predicted_share))
-    return shares
 
 
 def _describe_failures(prober: Prober) -> str:
