@@ -40,21 +40,6 @@ PAIR_LIMIT = INT16.qmax // UINT8.qmax  # largest sum of a pair, in steps: 128
 PAIR_ROUNDING = 2  # largest gain of a pair by rounding, in steps
 
 
-def shrunk_mean(differences: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the mean [C] of differences [samples, C], shrunk if the samples disagree.
-
-    The mean m is multiplied by m^2 / (m^2 + variance / samples); with one sample it is unchanged.
-    """
-    mean = differences.mean(axis=0)
-    if len(differences) < 2:
-        return np.asarray(mean, np.float64)
-    variance_of_mean = differences.var(axis=0, ddof=1) / len(differences)
-    square = mean * mean
-    with np.errstate(invalid="ignore"):
-        share = np.where(square > 0, square / (square + variance_of_mean), 0.0)
-    return np.asarray(mean * share, np.float64)
-
-
 def is_depthwise(groups: int, outputs: int, inputs: int) -> bool:
     """Whether a Conv is depthwise; its kernels sum in 32 bits, so that pairs do not matter.
 

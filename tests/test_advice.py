@@ -224,7 +224,7 @@ def test_steps_for_a_doubtful_engine_never_repeat():
     assert first_step(report) == f"{line}: {BUILD} --effort 1"
 
     report = compare_with_earlier(detector("doubtful", **own), report)
-    assert first_step(report) == f"{BUILD} --prefer accuracy --effort 2 --repair all"
+    assert first_step(report) == f"{BUILD} --prefer accuracy --effort 2"
 
     more = own | {"prefer": "accuracy", "is_module": True}
     searched = detector("doubtful", **more)
@@ -279,7 +279,7 @@ def test_worse_build_of_another_search_is_undone_by_its_options(effort, ending):
     """Less effort replaces more only with --force."""
     before = compare_with_earlier(detector("good", 60, front=DETECTOR[:3], split_number=3), None)
     other_front = tuple(replace(row, time=row.time + 0.2) for row in DETECTOR)
-    options = {"prefer": "accuracy", "repairs": ("bias",)}
+    options = {"prefer": "accuracy", "repairs": ("adaround",)}
     worse = detector("doubtful", 53, front=other_front, split_number=2, **options)
     worse = replace(worse, request=replace(worse.request, effort={"tensorrt": effort}))
     step = f"as before: {BUILD} --effort 1 --prefer speed --repair none{ending}"
@@ -319,4 +319,4 @@ def test_split_is_built_for_its_target_and_more_effort_for_all():
         return first_step(replace(report, targets=(*report.targets, TargetPart(name="ascend"))))
 
     assert f"{BUILD} --target tensorrt --split 3" in next_step(DETECTOR)
-    assert next_step(DETECTOR[:2]) == f"{BUILD} --prefer accuracy --effort 2 --repair all"
+    assert next_step(DETECTOR[:2]) == f"{BUILD} --prefer accuracy --effort 2"

@@ -254,7 +254,7 @@ def test_python_text_becomes_path_or_target(small_cnn, wording):
     assert TensorRT(plugins=("a.so",)).plugins == (Path("a.so"),)  # type: ignore[arg-type]
     assert CachePolicy(path="a.cache").path == Path("a.cache")  # type: ignore[arg-type]
     assert [target.name for target in make_targets("tensorrt")] == ["tensorrt"]
-    assert parse_repairs("bias") == ("bias",)
+    assert parse_repairs("adaround") == ("adaround",)
     for arguments in ({"engine": onnx.ModelProto()}, {"engine": small_cnn, "against": 3}):
         with pytest.raises(ConfigError) as refusal:
             calib8.bench(**arguments)

@@ -420,7 +420,7 @@ def test_float_model_ships_where_int8_is_not_worth_it(level):
             Verdict("doubtful", ()),
             (2, 2, 2),
             1,
-            "calib8.toml --prefer accuracy --effort 2 --repair all",
+            "calib8.toml --prefer accuracy --effort 2",
         ),
         (Verdict("unusable", (), gated=True), (2, 2, 2), 1, "calib8 explain o"),
         (

@@ -367,8 +367,8 @@ def tiled_net(tmp_path, monkeypatch):
     return build
 
 
-def network(shape, attributes, *, relu=True, bias=True, end="Conv", sizes=(6, 5), lopsided=False):
-    """The float model; lopsided weights of the ConvTranspose all round down."""
+def network(shape, attributes, *, relu=True, bias=True, end="Conv", sizes=(6, 5)):
+    """The float model."""
     rng = np.random.default_rng(3)
     channels, rank = shape[1] * attributes.get("group", 1), len(shape) - 2
     weights = {
@@ -377,9 +377,6 @@ def network(shape, attributes, *, relu=True, bias=True, end="Conv", sizes=(6, 5)
         "b": rng.normal(size=channels),
         "u": rng.normal(size=(8, channels, *[1] * rank)),
     }
-    if lopsided:
-        weights["w"] = (rng.integers(-20, 21, shape) + 0.45) / 126  # the steps of a pair
-        weights["w"][0], weights["w"][1] = 1, 0
     nodes = [
         ("Conv", "x v", "a", {"pads": [1] * 2 * rank}),
         ("Relu", "a", "t"),
@@ -514,28 +511,6 @@ def test_report_names_layer_and_compares_output(tiled_net, tmp_path, run):
     assert "The models agree" in comparison
     reverse_comparison = run.ok("compare", *reversed(models), "--images", tmp_path / "x.npy")
     assert " y  (Transpose up/whole)" in reverse_comparison
-
-
-def test_tile_biases_are_corrected_alike(tiled_net, tmp_path):
-    layer = ((16, 3, 2, 2), {"strides": [2, 2]})
-    options = {"relu": False, "end": "Sigmoid", "lopsided": True}
-
-    def bias(name, engine):
-        tensors = constants(engine)
-        return tensors[f"{name}/quantized"] * tensors[f"{name}/scale"].astype(float)
-
-    engine = tiled_net(*layer, "--repair", "bias", **options)
-    notes = read_target(tmp_path / "out")["notes"]
-    assert any("bias correction" in note and note.endswith(", kept") for note in notes)
-    corrected = bias("up/bias", engine).reshape(4, 3)
-    plain = tiled_net.plain(*layer, "--repair", "bias", **options)
-    original = constants(network(*layer, **options))["b"]
-    assert np.array_equal(corrected, corrected[[0] * 4])
-    assert np.abs(corrected[0] - original).min() > 1e-3
-    assert (
-        np.abs(corrected[0] - bias("b/up", plain)).max()
-        < 0.02 * np.abs(corrected[0] - original).min()
-    )
 
 
 def test_model_with_pairs_keeps_its_values(tiled_net, tmp_path, optimized):

@@ -297,7 +297,7 @@ def test_python_builds_model_in_memory(qdq_models, images_file, tmp_path):
         ("--prefer", "size"),
         ("--plan", __file__),
         ("--split", "2"),
-        ("--repair", "bias"),
+        ("--repair", "adaround"),
         ("--until-stable",),
         ("--scheduler", "host:8786"),
     ],

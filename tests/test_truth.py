@@ -138,7 +138,7 @@ def test_a_task_that_is_set_holds_for_the_search_and_the_verdict(
         return recognise(seen, task)
 
     monkeypatch.setattr(output_form, "recognise_task", spy)
-    result, out = accuracy(small_cnn, "--task", "embeddings", "--repair", "all")
+    result, out = accuracy(small_cnn, "--task", "embeddings", "--repair", "adaround")
     calib8.explain(tmp_path / "o", images=pictures)
     assert asked == {"embeddings"} and "Neighbours alike" in out
     assert result["why"] == "embeddings, as set by --task"

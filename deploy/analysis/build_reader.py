@@ -43,7 +43,7 @@ from deploy.tuning.reasons import (
     reason_kind,
     reason_sqnr_db,
 )
-from deploy.tuning.repairs import REPAIRS
+from deploy.tuning.repairs import TITLE
 
 _CHANGED = "was changed after it was written"
 _KIND_ORDER = (NOISE, TIME, CONSEQUENCE, RULE)
@@ -398,7 +398,7 @@ def _clipped_ranges(tensors: Iterable[TensorRow]) -> tuple[ClippedRange, ...]:
 
 def _is_repair_note(note: str) -> bool:
     """Whether a note of a report begins with the title of a repair, maybe after a target's name."""
-    return any(f"{repair.title}: " in note for repair in REPAIRS.values())
+    return f"{TITLE}: " in note
 
 
 def _sort_by_sqnr(

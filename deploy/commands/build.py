@@ -83,8 +83,8 @@ metric_option = base.measuring_option(
     "repairs",
     multiple=True,
     metavar="NAMES",
-    help="Repairs to try, kept where they help: adaround, bias, all or none; a"
-    " comma list, may be repeated. Default: adaround, none with --effort 0.",
+    help="Repair to try, kept where it helps: adaround or none. Default: adaround, none with"
+    " --effort 0.",
 )
 @config_options
 @target_options(lambda option: True)

@@ -221,7 +221,7 @@ def _write_files(
 
     Args:
         target: the target.
-        budget_search: the search, with its ranking, history and repairs.
+        budget_search: the search, with its ranking, history and rounded weights.
         final_request: what the search chose to build; None if no layer stays in int8.
         record_plan: layers and configuration before the search.
     """
@@ -267,10 +267,10 @@ def _change_notes(
     """Yield sentences on what was changed in the layers in int8 beside searching their ranges.
 
     DMQ scales the channels of a layer's input and, the other way, those of its weight, so that both
-    fit int8 better. Repairs are changes of the float model's constants.
+    fit int8 better. Adaptive rounding changes the float model's weights.
 
     Args:
-        budget_search: the search, with its repairs.
+        budget_search: the search, with its note on rounded weights.
         final_request: what the search chose to build, with the search of each layer's range.
         record_plan: layers and configuration before the search.
     """
@@ -286,10 +286,9 @@ def _change_notes(
             f"DMQ balances {len(dmq_layers)} layers, with a multiplication more in front of each,"
             f" by the largest values of {image_count} images."
         )
-    for repair in budget_search.repairs:
-        yield f"{repair.sentence}."
-    if budget_search.repairs:
+    if budget_search.repair_note:
+        yield f"{budget_search.repair_note}."
         yield (
-            f"{final_request.name}_modified_model.onnx is the float model with these repairs, and"
+            f"{final_request.name}_modified_model.onnx is the float model with these weights, and"
             " goes with the configuration and the record."
         )

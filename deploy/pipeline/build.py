@@ -128,8 +128,8 @@ def build(  # noqa: D417
             `tuning=Tuning(effort=...)`.
         tuning: options of the search, or a plan to follow.
         gates: the user's limits, for the verdicts.
-        repairs: names of `deploy.tuning.repairs.REPAIRS`, "all" or "none"; each is tried, and kept
-            if it helps. None tries `deploy.tuning.repairs.DEFAULT` if there is a search.
+        repairs: "adaround", which is kept if it helps, or "none". None tries
+            `deploy.tuning.repairs.DEFAULT` if there is a search.
         settings: text to write as `calib8.toml`; None writes none.
 
     Raises:

@@ -162,14 +162,16 @@ def build_targets(
 
 def _build_target(target: Target, request: BuildRequest, repairs: Sequence[str]) -> BuildResult:
     """Repair the model for a target, and build it."""
-    samples = repair_samples(request.evaluation_set) if repairs else []
-    repaired_request, repair_results = repair_request(target, request, repairs, samples)
+    notes: tuple[str, ...] = ()
+    if repairs:
+        samples = repair_samples(request.evaluation_set)
+        request, note = repair_request(target, request, samples)
+        notes = (note,)
     with large_blocks_returned():
-        result = target.build(repaired_request)
+        result = target.build(request)
         if request.evaluation_set is not None:  # the build may have run the float model
             request.evaluation_set.outputs.close_session()
-    notes = (*(repair.sentence for repair in repair_results), *result.notes)
-    return replace(result, options=changed_options(target), notes=notes)
+    return replace(result, options=changed_options(target), notes=(*notes, *result.notes))
 
 
 def with_log(error: Exception, name: str, stage: Stage) -> Calib8Error:

@@ -34,10 +34,13 @@ from deploy.terminal import Step, phase
 from deploy.tuning.front import find_fastest
 from deploy.tuning.prices import Prices, Units
 from deploy.tuning.probe import ReferenceSample
-from deploy.tuning.repairs import ROUNDING
-from deploy.tuning.repairs.apply import RepairResult, repair_request
+from deploy.tuning.repairs.apply import repair_request
 from deploy.tuning.repairs.base import with_model
-from deploy.tuning.repairs.repair_layers import original_constants, restore_constants
+from deploy.tuning.repairs.repair_layers import (
+    find_weighted_layers,
+    original_weights,
+    restore_constants,
+)
 from deploy.tuning.search import Search
 from deploy.tuning.search_options import EFFORTS, SearchBudget, Trial, Tuning
 from deploy.tuning.search_samples import GrowingComparison, max_sample_count, select_samples
@@ -69,7 +72,7 @@ class BudgetSearch:
         ranking: layers with their losses, in the order in which they go to float; empty until it
             is measured.
         history: for each evaluation the layers in float, whether the budget held, and the loss.
-        repairs: those that were kept.
+        repair_note: sentence on the rounded weights; "" where they were not kept.
     """
 
     target: Target
@@ -84,7 +87,7 @@ class BudgetSearch:
     say: Callable[[str], None]
     ranking: Sequence[tuple[str, float]] = ()
     history: list[dict[str, Any]] = field(default_factory=list)
-    repairs: tuple[RepairResult, ...] = ()
+    repair_note: str = ""
     _evaluation_set: EvaluationSet = field(init=False)
     _samples: Sequence[ReferenceSample] = field(init=False)
     _form: OutputForm = field(init=False)
@@ -124,7 +127,8 @@ class BudgetSearch:
         if self.ranking:  # the user gave it: then AMCT's rule holds, which tries nothing else
             return self._with_fewest_float_layers(search, base)
 
-        repaired = self._try_repairs(base, step)
+        # one search for all layers is the user's configuration, which keeps the user's weights
+        repaired = self._try_rounding(base, step) if len(self.searches) > 1 else None
         if repaired is not None:
             search, base = repaired
             if self._check_budget(base):
@@ -182,29 +186,28 @@ class BudgetSearch:
             )
         return min(trials, key=_loss)
 
-    def _try_repairs(self, base: Trial, step: Step) -> tuple[Search, Trial] | None:
-        """Try the repairs, which change constants of the float model, in place of `base`.
+    def _try_rounding(self, base: Trial, step: Step) -> tuple[Search, Trial] | None:
+        """Try weights that are rounded by output error, in place of `base`.
 
-        Each layer gets the range with which it is nearest to float. If the repaired model loses
-        less than `base`, later trials and the build have the repairs too.
+        Each layer gets the range with which it is nearest to float. If the rounded model loses
+        less than `base`, later trials and the build have these weights too.
 
         Returns:
-            (a search among repaired models, its first trial); None if that loses no less.
+            (a search among rounded models, its first trial); None if that loses no less.
         """
-        # if the user's configuration leaves one search for all layers, only biases are repaired
-        repairs = ("bias",) if len(self.searches) == 1 else (ROUNDING, "bias")
         request = self.request.with_choices(replace(base.choices, searches=self.find_nearest()))
         assert request.evaluation_set is not None
-        count = len(request.evaluation_set.subset)
-        samples = list(request.evaluation_set.samples_with_outputs(count))
-        repaired_request, results = repair_request(self.target, request, repairs, samples)
+        subset = request.evaluation_set.subset
+        samples = [sample for _, sample in subset.spread_with_keys(len(subset))]
+        repaired_request, note = repair_request(self.target, request, samples)
         builder = RepairedBuilder(self.target, self.request, repaired_request)
         search = self._make_search(builder, step)
         trials = search.try_choices([repaired_request.choices])
         if not trials or _loss(trials[0]) >= _loss(base):
             return None
         self._builder = builder
-        self.repairs = tuple(result for result in results if result.kept)
+        if repaired_request.is_repaired:
+            self.repair_note = note
         return search, trials[0]
 
     def _with_fewest_float_layers(self, search: Search, base: Trial) -> Trial | None:
@@ -266,7 +269,7 @@ class RepairedBuilder:
     def __init__(self, target: Target, request: BuildRequest, repaired: BuildRequest) -> None:
         self._target = target
         self._repaired = repaired
-        self._originals = original_constants(request.model, repaired.model)
+        self._originals = original_weights(request.model, find_weighted_layers(request.model))
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
         """Return the trial model of a request's choices."""

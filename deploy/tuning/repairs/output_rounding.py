@@ -38,6 +38,7 @@ from deploy.tuning.repairs.repair_layers import (
     LayerQuantization,
     WeightedLayer,
     find_weighted_layers,
+    original_weights,
     read_all_quantizations,
     restore_constants,
     with_constants,
@@ -84,7 +85,7 @@ def round_weights(
         rounded = rounded_by_weight.get(layer.weight)
         if rounded is None or rounded.error_ratio == 1:  # 1: every weight is at its nearest integer
             continue
-        if quantization.factors is not None:  # AMCT's DMQ rounds the weight times its factors
+        if quantization.is_balanced:  # AMCT's DMQ rounds the weight times its factors
             continue
         arrays[layer.weight] = rounded.weight
         error_ratios.append(rounded.error_ratio)
@@ -112,8 +113,7 @@ def rounded_trial_builder(
     arrays = {name: rounded.weight for name, rounded in rounded_by_weight.items()}
     rounded_loaded = with_model(request, with_constants(request.model, arrays)).subject.loaded
     layers = [layer for layer in _find_exclusive_layers(request.model) if layer.weight in arrays]
-    original_by_weight = {tensor.name: tensor for tensor in request.model.graph.initializer}
-    originals = {layer.name: {layer.weight: original_by_weight[layer.weight]} for layer in layers}
+    originals = original_weights(request.model, layers)
 
     def build_trial(trial_request: BuildRequest) -> onnx.ModelProto:
         if trial_request.choices.rounded is False:
@@ -238,7 +238,7 @@ def _read_grids(
     """
     quantization_by_layer = {}
     for layer, quantization in read_all_quantizations(target.trial(request), layers).values():
-        if quantization.is_nearest and quantization.factors is None:
+        if quantization.is_nearest and not quantization.is_balanced:
             quantization_by_layer[layer.name] = quantization
     return _TargetGrids(quantization_by_layer, target.plan(request.model).placement.fits_pairs)
 

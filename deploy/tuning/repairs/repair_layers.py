@@ -1,8 +1,8 @@
 """Layers with constant weights, and their quantization in a target's int8 model.
 
-The layers are Conv, ConvTranspose, Gemm, and MatMul with a bias Add.
+The layers are Conv, ConvTranspose, Gemm and MatMul.
 
-The quantization grid of a layer's weight and input is read from the target's int8 model::
+The quantization grid of a layer's weight is read from the target's int8 model::
 
     Q/DQ          x -> Q -> DQ -.
                                  Conv                 integers and scales stand in the pairs
@@ -23,8 +23,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, numpy_helper
 
-from calibrators.grids import FP8, INT8, Grid, broadcast_parameter, round_to_grid
-from deploy.graph.edit import claim_name, copy_message, update_tensors
+from calibrators.grids import FP8, INT8, Grid, broadcast_parameter
+from deploy.graph.edit import copy_message, update_tensors
 from deploy.graph.index import Graph, attributes, count_reads, pad_with_zeros, padded_name
 from deploy.graph.placement import WEIGHTED
 
@@ -42,12 +42,8 @@ class WeightedLayer:
         name: name of its node.
         kind: its operator type, one of `WEIGHTED`.
         input: tensor that it reads.
-        output: tensor that it makes, after the bias Add of a MatMul.
         weight: name of the weight.
         array: the weight, float32 in ONNX layout.
-        bias: initializer of the bias, "" for none.
-        bias_array: the bias, [C_out] or one value; 0 where there is none.
-        add: name of the bias Add of a MatMul, "" for none.
         attributes: attributes of its node.
         is_only_reader: whether no other node reads the weight.
     """
@@ -55,19 +51,10 @@ class WeightedLayer:
     name: str
     kind: str
     input: str
-    output: str
     weight: str
     array: FloatArray
-    bias: str
-    bias_array: NDArray[Any]
-    add: str
     attributes: Mapping[str, Any]
     is_only_reader: bool
-
-    @property
-    def can_have_bias(self) -> bool:
-        """Whether `with_biases` can give it a bias."""
-        return self.kind != "MatMul" or self.add != ""
 
     @property
     def is_transposed_conv(self) -> bool:
@@ -111,12 +98,6 @@ class WeightedLayer:
         """The weight as [groups, C_out per group, values of an input patch]."""
         return self.to_rows(self.array)
 
-    @property
-    def bias_values(self) -> Float64Array:
-        """The bias per output channel, [C_out]; zeros where there is none."""
-        values = self.bias_array.astype(np.float64).reshape(-1)
-        return np.broadcast_to(values, self.out_channels).copy()
-
     def _to_channels(self, weight: NDArray[Any]) -> NDArray[Any]:
         """Return a weight as [groups, C_out per group, C_in per group, taps]; a view or a copy."""
         rows, columns = weight.shape[:2]
@@ -155,7 +136,7 @@ def _read_layer(
     """Return a node of an operator in `WEIGHTED` as a layer that repairs can change, or None.
 
     None for a weight that is no float32 initializer, a Gemm that scales its terms or transposes its
-    input, a matrix product with a weight of more dimensions, and a bias that is no initializer.
+    input, and a matrix product with a weight of more dimensions.
     """
     weight = graph.initializers.get(node.input[1])
     if weight is None or weight.data_type != TensorProto.FLOAT:
@@ -168,29 +149,12 @@ def _read_layer(
     if has_matrix != (node.op_type in _MATRIX_PRODUCTS):  # a batch of matrices, or a broken Conv
         return None
 
-    output = str(node.output[0])
-    bias = ""
-    add_name = ""
-    if node.op_type == "MatMul":  # its bias is added by an Add, which then belongs to the layer
-        add = graph.bias_add(node, int(weight.dims[1]))
-        if add is not None:
-            bias = str(add.input[1] if add.input[0] == output else add.input[0])
-            output = str(add.output[0])
-            add_name = add.name
-    elif len(node.input) > 2:
-        bias = str(node.input[2])
-    if bias and bias not in graph.initializers:
-        return None
     return WeightedLayer(
         name=node.name,
         kind=node.op_type,
         input=str(node.input[0]),
-        output=output,
         weight=str(node.input[1]),
         array=np.asarray(numpy_helper.to_array(weight), np.float32),
-        bias=bias,
-        bias_array=_to_array(graph, bias) if bias else np.zeros(1),  # one 0 for all channels
-        add=add_name,
         attributes=node_attributes,
         is_only_reader=read_counts[node.input[1]] == 1,
     )
@@ -211,52 +175,12 @@ def _to_tensors(arrays: Mapping[str, NDArray[Any]]) -> dict[str, onnx.TensorProt
     return tensors
 
 
-def with_biases(
-    model: onnx.ModelProto, biases: Iterable[tuple[WeightedLayer, Float64Array]]
-) -> onnx.ModelProto:
-    """Return a copy of the model with these biases, each in an initializer of its layer alone.
-
-    `biases`: (layer, its new bias [C_out]) for each layer to change.
-    """
-    read_counts = count_reads(model.graph)
-    used_names = {*read_counts, *(tensor.name for tensor in model.graph.initializer)}
-    arrays: dict[str, Float64Array] = {}
-    # node that adds the bias -> (old name of the bias, "" for none; new name)
-    bias_names_by_node: dict[str, tuple[str, str]] = {}
-    for layer, values in biases:
-        name = layer.bias
-        if not name or read_counts[name] > 1:
-            name = claim_name(f"{layer.output}_bias", used_names)
-        arrays[name] = values
-        bias_names_by_node[layer.add or layer.name] = layer.bias, name
-
-    changed = with_constants(model, arrays)
-    for node in changed.graph.node:
-        if node.name not in bias_names_by_node:
-            continue
-        old_name, new_name = bias_names_by_node[node.name]
-        if old_name:
-            node.input[list(node.input).index(old_name)] = new_name
-        else:  # a Conv, ConvTranspose or Gemm: its third input is the bias
-            node.input[:] = [*node.input[:2], new_name]
-    return changed
-
-
-def original_constants(
-    model: onnx.ModelProto, repaired: onnx.ModelProto
+def original_weights(
+    model: onnx.ModelProto, layers: Iterable[WeightedLayer]
 ) -> dict[str, dict[str, onnx.TensorProto]]:
-    """Return layer -> its weight and bias before the repairs, by their names after them."""
-    original_layers = {layer.name: layer for layer in find_weighted_layers(model)}
-    tensors_by_layer = {}
-    for layer in find_weighted_layers(repaired):
-        original = original_layers[layer.name]
-        arrays = {layer.weight: original.array}
-        if layer.bias:
-            is_same_bias = layer.bias == original.bias  # else it is new, with a value per channel
-            values = original.bias_array if is_same_bias else original.bias_values
-            arrays[layer.bias] = values.astype(np.float32)
-        tensors_by_layer[layer.name] = _to_tensors(arrays)
-    return tensors_by_layer
+    """Return layer -> its weight in a model, by name."""
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+    return {layer.name: {layer.weight: tensors[layer.weight]} for layer in layers}
 
 
 def restore_constants(
@@ -271,7 +195,7 @@ def restore_constants(
 
     Args:
         model: the target's model.
-        originals: layer -> its constants in the float model, by name (`original_constants`).
+        originals: layer -> its constants in the float model, by name (`original_weights`).
         layers: the layers to restore.
     """
     dims_by_constant = {tensor.name: tensor.dims for tensor in model.graph.initializer}
@@ -292,42 +216,20 @@ _MAX_STEP_ERROR = 0.5001  # half a step, plus the error of float32 scales
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerQuantization:
-    """Quantization of a layer in the int8 model.
+    """Quantization of a layer's weight in the int8 model.
 
     Attributes:
         weight_scale: shaped to broadcast over the float weight.
-        input_scale, zero_point: of the input.
-        low, high: smallest and largest stored value of the input.
-        grid: integer or FP8 grid whose rounding rule applies to both.
-        is_nearest: whether the weight is rounded to nearest; False for weights rounded by AMCT's
-            AdaRound, which stay as they are.
-        factors: what AMCT's DMQ divides the input by, [groups, K, 1], and multiplies the weight by
-            before both are rounded; None without DMQ.
+        grid: integer or FP8 grid whose rounding rule applies.
+        is_nearest: whether the integers are the float weight's nearest ones; False for weights
+            rounded by AMCT's AdaRound, which stay as they are.
+        is_balanced: whether AMCT's DMQ multiplies the weight by factors before it is rounded.
     """
 
     weight_scale: Float64Array
-    input_scale: float
-    zero_point: int
-    low: float
-    high: float
     grid: Grid = INT8
     is_nearest: bool = True
-    factors: FloatArray | None = None
-
-    def quantize_weight(self, layer: WeightedLayer) -> Float64Array:
-        """Return a layer's weight after quantization, in ONNX layout."""
-        steps = round_to_grid(layer.array / self.weight_scale, self.grid)
-        return np.asarray(steps * self.weight_scale, np.float64)
-
-    def quantize_inputs(self, values: NDArray[np.floating]) -> FloatArray:
-        """Return input values after quantization."""
-        if self.factors is not None:
-            values = values / self.factors
-        steps = np.asarray(values, np.float32) / np.float32(self.input_scale)
-        steps = round_to_grid(steps, self.grid) + np.float32(self.zero_point)
-        clipped = np.clip(steps, self.low, self.high) - self.zero_point
-        quantized = np.asarray(clipped * np.float32(self.input_scale), np.float32)
-        return quantized if self.factors is None else quantized * self.factors
+    is_balanced: bool = False
 
 
 def read_all_quantizations(
@@ -366,10 +268,9 @@ def _read_pairs(
 ) -> LayerQuantization | None:
     """Read a layer's quantization from the two DequantizeLinear (DQ) of its input and its weight.
 
-    None where the input has a scale per channel, which `LayerQuantization` does not describe.
+    None where the input has a scale per channel.
     """
-    input_scale, zero_point = (_to_array(graph, name) for name in input_dq.input[1:3])
-    if input_scale.size != 1:
+    if _to_array(graph, input_dq.input[1]).size != 1:
         return None
 
     weight_scales = _to_array(graph, weight_dq.input[1]).astype(np.float64)
@@ -382,22 +283,10 @@ def _read_pairs(
         # first ones, in a ConvTranspose that is written as a Conv with channels for several pixels
         weight_scales = weight_scales[: layer.out_channels]
 
-    if graph.constants[input_dq.input[2]].data_type == TensorProto.FLOAT8E4M3FN:
-        grid = FP8
-        low = FP8.qmin
-        high = FP8.qmax
-    else:
-        integers = np.iinfo(zero_point.dtype)
-        grid = INT8
-        low = float(integers.min)
-        high = float(integers.max)
+    is_fp8 = graph.constants[input_dq.input[2]].data_type == TensorProto.FLOAT8E4M3FN
     return LayerQuantization(
-        weight_scale=broadcast_parameter(weight_scales, layer.array.ndim, axis),
-        input_scale=float(input_scale.item()),
-        zero_point=int(zero_point.item()),
-        low=low,
-        high=high,
-        grid=grid,
+        broadcast_parameter(weight_scales, layer.array.ndim, axis),
+        grid=FP8 if is_fp8 else INT8,
     )
 
 
@@ -411,40 +300,31 @@ def _read_fake_quant(
     quantize its input: x -> Mul (scale) -> Round -> Add (offset) -> Clip (min_val, max_val) -> Sub.
     """
     input_prefix = node.input[0].removesuffix(".sub.output0")
-    keys = ("scale", "offset", "min_val", "max_val")
-    input_names = [f"{input_prefix}.{key}.output0" for key in keys]
+    inverse_input_scale_name = f"{input_prefix}.scale.output0"
     output_scale_name = f"{node.name}.fakedequant.dqscale.output0"
-    if not graph.constants.keys() >= {*input_names, output_scale_name}:
+    if not graph.constants.keys() >= {inverse_input_scale_name, output_scale_name}:
         return None
-    inverse_input_scale, zero_point, low, high = (
-        float(_to_array(graph, name)) for name in input_names
-    )
+    inverse_input_scale = float(_to_array(graph, inverse_input_scale_name))
 
     # the output is multiplied by input scale * weight scale: one value, or one for each channel
     output_scales = _to_array(graph, output_scale_name).astype(np.float64).reshape(-1)
     channel_scales = np.broadcast_to(output_scales * inverse_input_scale, layer.out_channels)
-    groups, _, _, taps = layer.channel_shape
+    groups = layer.groups
     # [groups, C_out per group, C_in per group, taps], as all of a layer's weights
     weight_scales = np.ones(layer.channel_shape) * channel_scales.reshape(groups, -1, 1, 1)
-    factors = None
     balance_name = f"{node.name}.tensor_balance_factor.output0"
-    if balance_name in graph.constants:
+    is_balanced = balance_name in graph.constants
+    if is_balanced:
         # AMCT's DMQ divides each input channel by a factor and multiplies its weights by it; the
-        # model holds the inverse of the factor
-        inverse_factors = np.asarray(_to_array(graph, balance_name), np.float32).reshape(-1)
-        # integers * scale / factor are the weights before DMQ
+        # model holds the inverse of the factor. Integers * scale / factor are the weights before
+        inverse_factors = np.asarray(_to_array(graph, balance_name), np.float32)
         weight_scales *= inverse_factors.reshape(groups, 1, -1, 1)
-        factors = (np.float32(1) / inverse_factors).repeat(taps).reshape(groups, -1, 1)
 
     weight_scale = layer.from_rows(weight_scales).astype(np.float64)
     return LayerQuantization(
         weight_scale=weight_scale,
-        input_scale=1 / inverse_input_scale,
-        zero_point=int(zero_point),
-        low=low,
-        high=high,
         is_nearest=_is_nearest(_to_array(graph, node.input[1]), layer, weight_scale),
-        factors=factors,
+        is_balanced=is_balanced,
     )
 
 
