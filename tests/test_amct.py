@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from calibrators.amct import arq
 from calibrators.amct import hfmg as hfmg_module
 from calibrators.amct import ifmr as ifmr_module
-from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, candidate_runs, hfmg, redistribute
+from calibrators.amct.hfmg import HfmgHistogram, candidate_runs, hfmg, redistribute
 from calibrators.amct.ifmr import (
     MAX_STORED_VALUES,
     IfmrHistogram,
@@ -144,7 +144,7 @@ def test_fast_losses_match_bin_by_bin(seed, bits):
     width = np.float32((histogram.hi - histogram.lo) / np.float32(1024))
     loss = hfmg_module._loss32
     direct = [loss(histogram.counts, left_bins, right, width, bits) for left_bins, right in runs]
-    result = hfmg(histogram, HfmgParams(bits=bits))
+    result = hfmg(histogram, bits=bits)
     assert np.argmin(result.losses) == np.argmin(direct)
     np.testing.assert_allclose(result.losses, direct, rtol=1e-3)
 

@@ -19,7 +19,7 @@ from calibrators.amct.arq import (
     ascend_clip_range,
     ascend_scale_offset,
 )
-from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, candidate_runs, hfmg
+from calibrators.amct.hfmg import HfmgHistogram, candidate_runs, hfmg
 from calibrators.amct.ifmr import IfmrParams, ifmr
 from calibrators.errors import CalibrationError
 from deploy.calibration.one_pass import observe
@@ -276,7 +276,7 @@ def run_kernel(kernel, case):
     histogram = HfmgHistogram(p["num_of_bins"])
     for batch in np.array_split(x.reshape(-1), case["batch_num"]):
         histogram.observe(batch)
-    return histogram, hfmg(histogram, HfmgParams(**grid))
+    return histogram, hfmg(histogram, **grid)
 
 
 def same_answer(result, case):

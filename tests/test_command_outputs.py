@@ -92,7 +92,6 @@ def own_build(small_cnn, pictures, tmp_path_factory):
         "calibrate MODEL IMAGES --json p",
         "build MODEL IMAGES --effort 0 --duration 0 --accept --json p",
         "ascend config MODEL -o p",
-        "ascend config MODEL -o p.cfg",
         "cache to-qdq MODEL OUT/small_cnn.tensorrt.cache -o p",
         "cache from-qdq OUT/small_cnn.tensorrt.qdq.onnx -o p q",
         "cache relabel OUT/small_cnn.tensorrt.cache --trt-version 10.5.0 -o p",
@@ -105,7 +104,7 @@ def test_outputs_replace_calib8_files(
     monkeypatch.chdir(tmp_path)
     arguments = arguments.replace("MODEL", str(small_cnn)).replace("OUT", str(own_build))
     arguments = arguments.replace("IMAGES", f"--images {pictures}").split()
-    outputs = [Path(path) for path in ("p", "q", "p.cfg") if path in arguments]
+    outputs = [Path(path) for path in ("p", "q") if path in arguments]
     for path in outputs:
         path.touch()  # as mktemp leaves it
     for _ in range(2):

@@ -211,6 +211,7 @@ def test_option_without_effect_is_refused(arguments, message, build_call, run):
         ("biuld", 2, "No such command 'biuld'; did you mean 'build'?"),
         ("cache check x --parser onnx --verbose", 1, "--parser and --verbose go with --model"),
         ("ascend config x -o y --from z --batch-num 2", 1, "--batch-num goes with"),
+        ("ascend config x -o y.cfg", 1, "is JSON, got y.cfg"),
         ("ascend config x -o y --from z --symmetric", 1, "--symmetric goes with"),
     ],
 )

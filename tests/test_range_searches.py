@@ -8,14 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibrators import SEARCHES
 from calibrators import mse as ranges_by_error
 from calibrators.errors import CalibrationError
 from calibrators.grids import INT4, INT8, UINT8, dequantize, quantize, unsigned_grid
 from calibrators.histogram import BINS, Histogram
 from calibrators.mse import _RATIOS, _Bins, lp, mse, range_errors
 from calibrators.percentile import extend_by_tail, minmax, percentile, quantile, tail_length
-from calibrators.searches import LpParams, PercentileParams
+from calibrators.searches import SEARCHES, LpParams, PercentileParams
 
 seeds = st.integers(0, 10_000)
 

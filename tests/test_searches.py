@@ -7,9 +7,11 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 import numpy as np
 import pytest
 
-from calibrators import SEARCHES, Histogram, searches
+from calibrators import searches
 from calibrators.errors import CalibrationError
+from calibrators.histogram import Histogram
 from calibrators.percentile import minmax, percentile
+from calibrators.searches import SEARCHES
 from deploy.errors import ConfigError
 from deploy.method import Method
 

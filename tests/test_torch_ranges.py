@@ -25,8 +25,8 @@ from deploy.fx.fakequant import FakeQuant
 from deploy.fx.prepare import grid_with_bits, prepare
 from deploy.fx.range_search import IfmrSearch, scale_on_grid, search_for
 from deploy.targets import TARGETS
-from deploy.targets.ascend.config_keys import ActivationParams, LayerConfig
-from deploy.targets.ascend.record import search_params
+from deploy.targets.ascend.config_keys import ActivationParams
+from deploy.targets.ascend.record import ifmr_params
 from tests.models import run_command
 from tests.torch_placed import observers_of
 from tests.torch_shapes import module
@@ -209,7 +209,7 @@ def test_real_ranges_differ_only_by_rounding(folder):
 def test_default_search_equals_the_builds(wording):
     for name, target in TARGETS.items():
         assert bool(target.own_method) == isinstance(search_for(name), IfmrSearch)
-    params = search_params(LayerConfig(activation=ActivationParams(asymmetric=True)))
+    params = ifmr_params(ActivationParams(asymmetric=True))
     assert params == IfmrParams(with_offset=True)
     assert search_for("onnxruntime").label == "mse"
     assert search_for("ascend", "percentile 99.5").label == "percentile 99.5"

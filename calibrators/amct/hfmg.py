@@ -18,7 +18,6 @@ Source: hicann/amct, graph_based custom_op/hfmg; measured on AMCT's own outputs.
 
 import math
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,19 +33,6 @@ _MARGIN = 1e-3  # bound of the float32 rounding error of AMCT's loss
 _MAX_CUBES = 1e36  # far below float32's maximum of 3e38
 
 Float64Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HfmgParams:
-    """Parameters of the search, with AMCT's defaults.
-
-    Attributes:
-        bits: width of the grid: 4, 8 or 16.
-        with_offset: whether the grid is affine, else symmetric.
-    """
-
-    bits: int = 8
-    with_offset: bool = True
 
 
 class HfmgHistogram:
@@ -200,16 +186,18 @@ def candidate_runs(counts: NDArray[np.int32]) -> NDArray[np.int64]:
     return np.array(runs, np.int64).reshape(-1, 2)
 
 
-def hfmg(histogram: HfmgHistogram, params: HfmgParams | None = None) -> AscendScale:
+def hfmg(histogram: HfmgHistogram, *, bits: int = 8, with_offset: bool = True) -> AscendScale:
     """Return scale and offset of AMCT's HFMG: for the run of bins with the least L2 loss.
 
-    The histogram is that of all batches. Samples that fill no batch yet are counted first, as a
-    smaller last batch.
+    Args:
+        histogram: that of all batches. Samples that fill no batch yet are counted first, as a
+            smaller last batch.
+        bits: width of the grid: 4, 8 or 16.
+        with_offset: whether the grid is affine, else symmetric.
 
     Raises:
         CalibrationError: no batch was observed, or a scale is not finite.
     """
-    params = params or HfmgParams()
     histogram.end()  # counts the waiting samples
     if histogram.counts is None:
         raise CalibrationError("HFMG needs at least one calibration batch, got none")
@@ -218,14 +206,14 @@ def hfmg(histogram: HfmgHistogram, params: HfmgParams | None = None) -> AscendSc
     hi = histogram.hi
     width = np.float32(np.float32(hi - lo) / np.float32(counts.size))
     runs = candidate_runs(counts)
-    losses = _losses(counts, runs, width, params.bits)
+    losses = _losses(counts, runs, width, bits)
 
     # the ends of the best run of bins, in float32 as in AMCT
     left, right = runs[np.argmin(losses)].astype(np.float32)
     run_lo = lo + left * width
     run_hi = lo + (right + np.float32(1)) * width
     scale, offset = ascend_scale_offset(
-        np.asarray(run_hi), np.asarray(run_lo), with_offset=params.with_offset, bits=params.bits
+        np.asarray(run_hi), np.asarray(run_lo), with_offset=with_offset, bits=bits
     )
     return AscendScale(scale=np.float32(scale), offset=int(offset), losses=losses)
 

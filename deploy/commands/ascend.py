@@ -116,9 +116,7 @@ def ascend() -> None:
 @ascend.command(short_help="The default configuration of a model, to be edited.")
 @shows_progress
 @click.argument("model", type=FILE)
-@base.out_option(
-    type=base.OutputFile("configuration"), help="File to write: quant.json, or a simplified .cfg."
-)
+@base.out_option(type=base.OutputFile("configuration"), help="File to write, such as quant.json.")
 @click.option(
     "--batch-num",
     type=click.IntRange(min=1),
@@ -131,11 +129,12 @@ def ascend() -> None:
     "--from", "source", type=FILE, help="Configuration to convert (.cfg or JSON), not the default."
 )
 def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path | None) -> None:
-    """Write the quant config of MODEL: JSON, or the simplified form where OUT ends in .cfg."""
+    """Write the quant config of MODEL, which is JSON."""
     from deploy.targets.ascend.config import default_config, write_config
     from deploy.targets.ascend.existing_files import read_any_config
-    from deploy.targets.ascend.simple_config import write_simple_config
 
+    if out.suffix == ".cfg":  # the suffix of the simplified form
+        raise ConfigError(f"a quant config is JSON, got {out}; name it quant.json")
     if source is not None:
         base.refuse_given("batch_num", "symmetric", without="the default configuration")
     graph = _layer_graph(model)
@@ -143,11 +142,7 @@ def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path
         quant_config = default_config(graph, batch_num=batch_num, activation_offset=not symmetric)
     else:
         quant_config = read_any_config(source, graph)
-    if out.suffix == ".cfg":
-        text = f"# calib8 ascend config\n{write_simple_config(quant_config, graph)}"
-    else:
-        text = write_config(quant_config)
-    atomic.write_text(out, text)
+    atomic.write_text(out, write_config(quant_config))
 
     int8_layers = quant_config.enabled()
     summary = f"{len(int8_layers)} of {len(quant_config.layers)} layers in int8"

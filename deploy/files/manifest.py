@@ -255,7 +255,7 @@ MARKS = {
     "page": rb'<!doctype html>.{,80}<meta name="generator" content="calib8',
     "model": rb"\x08.\x12\x06calib8|PK\x03\x04.*/extra\w*/calib8",  # ONNX, or .pt2
     "cache": rb"(TRT-\d{4,6}-\w+|0[0-9a-f]{32})\r?\n[^\n]+: [0-9A-Fa-f]{1,8}\s",
-    "configuration": rb'{\s*"version": ?1,\s*"batch_num": ?\d|# calib8 ascend config\n',
+    "configuration": rb'{\s*"version": ?1,\s*"batch_num": ?\d',
     "fingerprint": rb'{\s*"fingerprint": ?{',
     "statistics": rb"PK\x03\x04.{26}\d+\.[A-Za-z_]+\.npy",
     "shard": rb"PK\x03\x04.{26}shard\.json",

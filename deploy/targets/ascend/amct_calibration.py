@@ -56,7 +56,6 @@ from deploy.targets.ascend.record import (
     LayerRecord,
     clip_range,
     search_activation_scale,
-    search_params,
 )
 from deploy.targets.ascend.weight_rounding import (
     MAX_SAMPLES,
@@ -345,15 +344,14 @@ class RecordPlan:
         result_by_search: dict[object, AscendScale] = {}
         scales = {}
         for name, observation in observations.items():
-            params = search_params(self._settings_by_layer[name])
-            search = (observation, params)
+            activation = self._settings_by_layer[name].activation
+            search = (observation, activation)
             if search not in result_by_search:
                 with _in_layer(name):
                     recorder = observed.recorder(observation)
-                    result = search_activation_scale(recorder, params)
-                if (
-                    self.config.fakequant_precision_mode is not None
-                ):  # its only value: FORCE_FP16_QUANT
+                    result = search_activation_scale(recorder, activation)
+                # the only mode is FORCE_FP16_QUANT
+                if self.config.fakequant_precision_mode is not None:
                     result = replace(result, scale=ascend_half(result.scale))
                 result_by_search[search] = result
             scales[name] = result_by_search[search]

@@ -24,8 +24,8 @@ also written for layers with shared weights, which AMCT refuses; in it each laye
 Source: hicann/ge quant_host_cpu_op_common.h; measured on AMCT's own outputs.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -55,104 +55,71 @@ from deploy.targets.ascend.quant_layer import (
 from deploy.targets.ascend.record import LayerRecord
 
 Nodes = list[onnx.NodeProto]
-InputNodes = Callable[[QuantLayer, str], tuple[Nodes, str]]
-OutputNodes = Callable[[QuantLayer, str, str], Nodes]
-StoredWeight = Callable[[QuantLayer, NDArray[np.int8]], NDArray[Any]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerReplacement:
-    """The functions that make one model's replacement of a float layer.
-
-    Attributes:
-        quantize_input: (layer, input tensor) -> nodes that quantize it, and the quantized tensor.
-        dequantize_output: (layer, integer output, float output) -> nodes that dequantize it.
-        dequantize_input: (layer, integer input) -> nodes that dequantize it, and the float tensor.
-        store_weight: (layer, integers) -> weight as it is stored.
-        bias_type: type in which biases are stored.
-        convert_bias: (layer, stored bias) -> nodes between it and the layer, and their output.
-    """
-
-    quantize_input: InputNodes
-    dequantize_output: OutputNodes
-    dequantize_input: InputNodes
-    store_weight: StoredWeight
-    bias_type: type[np.number[Any]]
-    convert_bias: InputNodes = lambda layer, bias: ([], bias)
-
-
-def rewrite_layers(
-    model: onnx.ModelProto, layers: Mapping[str, QuantLayer], replacement: LayerReplacement
-) -> onnx.ModelProto:
-    """Return a copy of `model` whose `layers` run on integers.
-
-    All float tensors keep their names; a layer's integer output is '<layer>_output0'.
-
-    Args:
-        model: the float model.
-        layers: layer name, or '<node>:<index>' of a tensor_quantize input -> its integers. Such an
-            input is rounded to int8 and back, and its node computes in float.
-        replacement: makes the nodes and tensors of this kind of model.
-    """
-    rewritten = copy_without_weights(model, layers)
-    rewriter = _LayerRewriter(rewritten, replacement)
-    # the Add of a MatMul's bias is a part of the layer, so that the dequantization follows the Add
-    layer_by_last_node = {
-        quant_layer.layer.bias_add or name: quant_layer
-        for name, quant_layer in layers.items()
-        if quant_layer.layer.input_index is None
-    }
-    inputs_by_node = group_tensor_inputs(layers)
-    nodes: Nodes = []
-    for node in rewritten.graph.node:
-        for quant_layer in inputs_by_node.get(node.name, ()):
-            nodes += rewriter.round_input(node, quant_layer)
-        if node.name in layers:
-            nodes += rewriter.convert_to_integers(node, layers[node.name])
-        nodes.append(node)
-        if node.name in layer_by_last_node:
-            nodes += rewriter.dequantize_output(node, layer_by_last_node[node.name])
-    rewriter.update_graph(nodes)
-    return rewritten
 
 
 def copy_without_weights(
     model: onnx.ModelProto, layers: Mapping[str, QuantLayer]
 ) -> onnx.ModelProto:
-    """Return a copy with empty tensors in place of the weights that `rewrite_layers` replaces."""
+    """Return a copy with empty tensors in place of the weights of these layers."""
     quantized = {name for name, quant_layer in layers.items() if quant_layer.weight is not None}
     weights = {node.input[1] for node in model.graph.node if node.name in quantized}
     return copy_without_initializers(model, weights, placeholders=True)
 
 
-def group_tensor_inputs(layers: Mapping[str, QuantLayer]) -> dict[str, list[QuantLayer]]:
-    """Return node -> its tensor_quantize inputs in `layers`."""
-    inputs: dict[str, list[QuantLayer]] = {}
-    for quant_layer in layers.values():
-        if quant_layer.layer.input_index is not None:
-            inputs.setdefault(quant_layer.layer.node, []).append(quant_layer)
-    return inputs
+class LayerRewriter(ABC):
+    """Base of the writers of models with quantized layers; a writer rewrites node after node.
 
-
-class _LayerRewriter:
-    """Rewriter of the layers of a graph, in the order of its nodes.
+    All float tensors keep their names.
 
     Attributes:
+        graph: the graph that is rewritten in place.
+        layers: layer name, or '<node>:<index>' of a tensor_quantize input -> its integers. Such an
+            input is rounded to int8 and back, and its node computes in float.
         tensors: name -> new initializer.
         quantized_by_input: (tensor, scale, offset, bits) -> the quantized tensor.
+        inputs_by_node: node -> its tensor_quantize inputs.
+        layer_by_last_node: name of the node that ends a layer -> the layer. The Add of a MatMul's
+            bias is a part of the layer, so that the dequantization follows the Add.
         bias_by_add: Add of a MatMul's bias -> the integer bias that it reads.
+        bias_type: type in which biases are stored.
     """
 
-    def __init__(self, model: onnx.ModelProto, replacement: LayerReplacement) -> None:
+    bias_type: type[np.number[Any]] = np.float32
+
+    def __init__(self, model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> None:
+        self.model = model
         self.graph = model.graph
+        self.layers = layers
         self.index = Graph(model)
-        self.replacement = replacement
         self.tensors: dict[str, onnx.TensorProto] = {}
         self.quantized_by_input: dict[tuple[str, float, int, int], str] = {}
         self.bias_by_add: dict[str, str] = {}
+        self.inputs_by_node: dict[str, list[QuantLayer]] = {}
+        self.layer_by_last_node: dict[str, QuantLayer] = {}
+        for name, quant_layer in layers.items():
+            layer = quant_layer.layer
+            if layer.input_index is None:
+                self.layer_by_last_node[layer.bias_add or name] = quant_layer
+            else:
+                self.inputs_by_node.setdefault(layer.node, []).append(quant_layer)
 
-    def convert_to_integers(self, node: onnx.NodeProto, quant_layer: QuantLayer) -> Nodes:
-        """Give a layer quantized inputs, integer weight and bias; return the new nodes before it.
+    def rewrite(self) -> onnx.ModelProto:
+        """Rewrite all layers; return the model."""
+        nodes: Nodes = []
+        for node in self.graph.node:
+            for quant_layer in self.inputs_by_node.get(node.name, ()):
+                assert quant_layer.layer.input_index is not None
+                nodes += self.round_input(node, quant_layer.layer.input_index, quant_layer)
+            if node.name in self.layers:
+                nodes += self.convert_layer(node, self.layers[node.name])
+            nodes.append(node)
+            if node.name in self.layer_by_last_node:
+                nodes += self.end_layer(node, self.layer_by_last_node[node.name])
+        self.update_graph(nodes)
+        return self.model
+
+    def convert_layer(self, node: onnx.NodeProto, quant_layer: QuantLayer) -> Nodes:
+        """Give a layer quantized inputs, weight and bias; return the new nodes before it.
 
         Args:
             node: the layer's node; changed in place.
@@ -165,18 +132,10 @@ class _LayerRewriter:
         if quant_layer.second_operand is not None:
             nodes += self.quantize_input(node, 1, quant_layer.second_operand)
         if quant_layer.weight is not None:
-            weight = self.replacement.store_weight(quant_layer, quant_layer.weight)
-            self.tensors[node.input[1]] = numpy_helper.from_array(weight, node.input[1])
+            nodes += self.replace_weight(node, quant_layer, quant_layer.weight)
         if quant_layer.bias is not None:
-            bias_nodes, bias = self.replacement.convert_bias(
-                quant_layer, self.store_bias(quant_layer, quant_layer.bias)
-            )
-            nodes += bias_nodes
-            if quant_layer.layer.bias_add:  # a MatMul's bias is read by an Add, which comes later
-                self.bias_by_add[quant_layer.layer.bias_add] = bias
-            else:
-                node.input[2] = bias
-        clear_transposition(node)
+            nodes += self.replace_bias(node, quant_layer, quant_layer.bias)
+        clear_transposition(node)  # the integers of a Gemm's weight are not transposed
         return nodes
 
     def quantize_input(self, node: onnx.NodeProto, index: int, quant_layer: QuantLayer) -> Nodes:
@@ -186,52 +145,82 @@ class _LayerRewriter:
         """
         new_nodes: Nodes = []
         tensor = node.input[index]
-        key = (
-            tensor,
-            float(quant_layer.scale),
-            quant_layer.record.offset_d,
-            quant_layer.record.act_bits,
-        )
+        record = quant_layer.record
+        key = (tensor, float(record.input_scale), record.offset_d, record.act_bits)
         if key not in self.quantized_by_input:
-            new_nodes, quantized = self.replacement.quantize_input(quant_layer, tensor)
+            new_nodes, quantized = self.make_quant(quant_layer, tensor)
             self.quantized_by_input[key] = quantized
         node.input[index] = self.quantized_by_input[key]
         return new_nodes
 
-    def round_input(self, node: onnx.NodeProto, quant_layer: QuantLayer) -> Nodes:
-        """Quantize and dequantize a tensor_quantize input."""
-        index = quant_layer.layer.input_index
-        assert index is not None
+    def round_input(self, node: onnx.NodeProto, index: int, quant_layer: QuantLayer) -> Nodes:
+        """Round a tensor_quantize input to int8 and back; return the new nodes before its node."""
         nodes = self.quantize_input(node, index, quant_layer)
-        new_nodes, node.input[index] = self.replacement.dequantize_input(
-            quant_layer, node.input[index]
-        )
+        new_nodes, node.input[index] = self.make_anti_quant(quant_layer, node.input[index])
         return [*nodes, *new_nodes]
 
-    def dequantize_output(self, node: onnx.NodeProto, quant_layer: QuantLayer) -> Nodes:
-        """Let a layer make an integer tensor; return the nodes that make the float one from it.
+    def replace_weight(
+        self, node: onnx.NodeProto, quant_layer: QuantLayer, weight: NDArray[np.int8]
+    ) -> Nodes:
+        """Put a layer's integers in the place of its float weight; return new nodes before it."""
+        self.store(node.input[1], self.convert_weight(quant_layer, weight))
+        return []
 
-        `node`: the layer, or the Add of a MatMul's bias.
+    def replace_bias(
+        self, node: onnx.NodeProto, quant_layer: QuantLayer, bias: NDArray[np.int32]
+    ) -> Nodes:
+        """Let a layer read its integer bias; return the new nodes before it.
+
+        The bias takes the place and name of the float bias, unless other nodes read that one too.
         """
-        if node.name in self.bias_by_add:
+        layer = quant_layer.layer
+        name = layer.bias
+        if len(self.index.readers[name]) > 1:
+            name = f"{layer.name}.quant_bias"
+        self.store(name, bias.astype(self.bias_type))
+        nodes, name = self.convert_bias(quant_layer, name)
+        if layer.bias_add:  # a MatMul's bias is read by an Add, which comes later
+            self.bias_by_add[layer.bias_add] = name
+        else:
+            node.input[2] = name
+        return nodes
+
+    def take_output(self, node: onnx.NodeProto, quant_layer: QuantLayer) -> tuple[str, str]:
+        """Let the node that ends a layer make an integer tensor.
+
+        Returns:
+            The integer tensor, '<layer>_output0'; the float one, which the node made before.
+        """
+        if node.name in self.bias_by_add:  # the Add of a MatMul's bias
             bias_position = list(node.input).index(quant_layer.layer.bias)
             node.input[bias_position] = self.bias_by_add[node.name]
         float_output = node.output[0]
         # the name that AMCT gives it, unless a tensor of the model has it
         integer_output = unique_name(f"{quant_layer.layer.name}_output0", self.index.producer)
         node.output[0] = integer_output
-        return self.replacement.dequantize_output(quant_layer, integer_output, float_output)
+        return integer_output, float_output
 
-    def store_bias(self, quant_layer: QuantLayer, bias: NDArray[np.int32]) -> str:
-        """Store a layer's integer bias; return its name.
+    @abstractmethod
+    def make_quant(self, quant_layer: QuantLayer, tensor: str) -> tuple[Nodes, str]:
+        """Return the nodes that quantize an input of a layer, and the tensor that they make."""
 
-        It takes the place and name of the float bias, unless other nodes read that one too.
-        """
-        name = quant_layer.layer.bias
-        if len(self.index.readers[name]) > 1:
-            name = f"{quant_layer.layer.name}.quant_bias"
-        self.tensors[name] = numpy_helper.from_array(bias.astype(self.replacement.bias_type), name)
-        return name
+    @abstractmethod
+    def make_anti_quant(self, quant_layer: QuantLayer, tensor: str) -> tuple[Nodes, str]:
+        """Return the nodes that restore a float tensor from `make_quant`'s, and that tensor."""
+
+    @abstractmethod
+    def end_layer(self, node: onnx.NodeProto, quant_layer: QuantLayer) -> Nodes:
+        """Change the node that ends a layer in place; return the nodes that make its output."""
+
+    def convert_weight(
+        self, quant_layer: QuantLayer, weight: NDArray[np.int8]
+    ) -> NDArray[np.number[Any]]:
+        """Return a weight as this model stores it."""
+        return weight
+
+    def convert_bias(self, quant_layer: QuantLayer, bias: str) -> tuple[Nodes, str]:
+        """Return the nodes between the stored bias and its layer, and their output."""
+        return [], bias
 
     def update_graph(self, nodes: Nodes) -> None:
         """Put the new nodes and tensors into the graph; replaced initializers keep their place."""
@@ -242,6 +231,11 @@ class _LayerRewriter:
         replace_nodes(self.graph, unreplaced_constants + computing_nodes)
         drop_initializer_inputs(self.graph)
         del self.graph.value_info[:]
+
+    def store(self, name: str, value: NDArray[Any]) -> str:
+        """Add an initializer; return its name."""
+        self.tensors[name] = numpy_helper.from_array(value, name)
+        return name
 
 
 def clear_transposition(node: onnx.NodeProto) -> None:
@@ -312,26 +306,13 @@ def deploy_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> on
         model: the float model.
         layers: layer name, or '<node>:<index>' of a tensor_quantize input -> its integers.
     """
-    replacement = LayerReplacement(
-        quantize_input=_make_quant,
-        dequantize_output=_make_dequant,
-        dequantize_input=_make_anti_quant,
-        store_weight=_pack_weight,
-        bias_type=np.int32,
-        convert_bias=_cast_bias,
-    )
-    deploy = rewrite_layers(model, layers, replacement)
+    deploy = _DeployWriter(copy_without_weights(model, layers), layers).rewrite()
     for quant_layer in layers.values():
         # a tensor_quantize input has an AscendAntiQuant instead, without packed scales
         if quant_layer.layer.input_index is None:
             packed_scales = pack_dequant_scales(quant_layer.dequant)
-            parameter = helper.make_tensor(
-                f"{quant_layer.layer.name}.dequant.param",
-                onnx.TensorProto.UINT64,
-                packed_scales.shape,
-                packed_scales.tolist(),
-            )
-            deploy.graph.initializer.append(parameter)
+            name = f"{quant_layer.layer.name}.dequant.param"
+            deploy.graph.initializer.append(numpy_helper.from_array(packed_scales, name))
     return deploy
 
 
@@ -371,59 +352,62 @@ def unpack_int4(packed: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
     return np.ascontiguousarray(np.moveaxis(unpacked, -1, axis), np.int8)
 
 
-def _make_quant(quant_layer: QuantLayer, tensor: str) -> tuple[Nodes, str]:
-    dst_type = f"INT{quant_layer.record.act_bits}"
-    return _scaling_node(
-        "AscendQuant",
-        "quant",
-        quant_layer,
-        tensor,
-        scale=float(quant_layer.scale),
-        dst_type=dst_type,
-    )
+class _DeployWriter(LayerRewriter):
+    """Writer of the deploy model, with the operators of the NPU."""
 
+    bias_type = np.int32
 
-def _make_dequant(quant_layer: QuantLayer, integers: str, output: str) -> Nodes:
-    name = f"{quant_layer.layer.name}.dequant"
-    inputs = [integers, f"{name}.param"]
-    node = make_node("AscendDequant", inputs, output, name, dtype=0)
-    if quant_layer.record.weight_bits == 4:
-        node.attribute.append(helper.make_attribute(PACKED, "INT4"))
-    return [node]
+    def make_quant(self, quant_layer: QuantLayer, tensor: str) -> tuple[Nodes, str]:
+        """Return the AscendQuant of a layer's input, and its output."""
+        options = {
+            "scale": float(quant_layer.scale),
+            "dst_type": f"INT{quant_layer.record.act_bits}",
+        }
+        return _scaling_node("AscendQuant", "quant", quant_layer, tensor, options)
 
+    def make_anti_quant(self, quant_layer: QuantLayer, tensor: str) -> tuple[Nodes, str]:
+        """Return the AscendAntiQuant of a tensor_quantize input, and its output."""
+        options = {"scale": float(quant_layer.record.input_scale), "dst_type": "INT8", "dtype": 0}
+        return _scaling_node("AscendAntiQuant", "anti_quant", quant_layer, tensor, options)
 
-def _make_anti_quant(quant_layer: QuantLayer, integers: str) -> tuple[Nodes, str]:
-    options = {"scale": float(quant_layer.record.input_scale), "dst_type": "INT8", "dtype": 0}
-    return _scaling_node("AscendAntiQuant", "anti_quant", quant_layer, integers, **options)
+    def end_layer(self, node: onnx.NodeProto, quant_layer: QuantLayer) -> Nodes:
+        """Let a layer make integers; return the AscendDequant that makes its output from them."""
+        integers, output = self.take_output(node, quant_layer)
+        name = f"{quant_layer.layer.name}.dequant"
+        dequant = make_node("AscendDequant", [integers, f"{name}.param"], output, name, dtype=0)
+        if quant_layer.record.weight_bits == 4:
+            dequant.attribute.append(helper.make_attribute(PACKED, "INT4"))
+        return [dequant]
+
+    def convert_weight(
+        self, quant_layer: QuantLayer, weight: NDArray[np.int8]
+    ) -> NDArray[np.number[Any]]:
+        """Return a weight of 4 bits with two integers per byte, any other one as it is."""
+        if quant_layer.record.weight_bits == 4:
+            return pack_int4(weight, packed_axis(quant_layer.layer.kind))
+        return weight
+
+    def convert_bias(self, quant_layer: QuantLayer, bias: str) -> tuple[Nodes, str]:
+        """Return the nodes between the int32 bias and its layer, and their output.
+
+        With 4-bit activations that is a Cast to float, as in AMCT's models; else there are none.
+        """
+        if quant_layer.record.act_bits != 4:
+            return [], bias
+        name = f"{quant_layer.layer.name}.bias_quant"
+        output = f"{name}.output0"
+        cast = make_node("Cast", [bias], output, name, to=onnx.TensorProto.FLOAT)
+        return [cast], output
 
 
 def _scaling_node(
-    op: str, suffix: str, quant_layer: QuantLayer, tensor: str, **options: Any
+    op: str, suffix: str, quant_layer: QuantLayer, tensor: str, options: Mapping[str, Any]
 ) -> tuple[Nodes, str]:
+    """Return an AscendQuant or AscendAntiQuant with the layer's offset, and its output."""
     name = f"{quant_layer.layer.stem}.{suffix}"
     offset = float(quant_layer.record.offset_d)
     output = f"{name}.output0"
     return [make_node(op, [tensor], output, name, offset=offset, **options)], output
-
-
-def _pack_weight(quant_layer: QuantLayer, weight: NDArray[np.int8]) -> NDArray[np.int8]:
-    """Return a weight of 4 bits with two integers per byte, any other one as it is."""
-    if quant_layer.record.weight_bits == 4:
-        return pack_int4(weight, packed_axis(quant_layer.layer.kind))
-    return weight
-
-
-def _cast_bias(quant_layer: QuantLayer, bias: str) -> tuple[Nodes, str]:
-    """Return the nodes between the int32 bias and its layer, and their output.
-
-    With 4-bit activations that is a Cast to float, as in AMCT's models; else there are none.
-    """
-    if quant_layer.record.act_bits != 4:
-        return [], bias
-    name = f"{quant_layer.layer.name}.bias_quant"
-    output = f"{name}.output0"
-    cast = make_node("Cast", [bias], output, name, to=onnx.TensorProto.FLOAT)
-    return [cast], output
 
 
 _MAX_GRID_ERROR = 0.01  # steps: float32 error of a weight that is an integer times its scale

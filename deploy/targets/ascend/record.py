@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.amct.arq import FLT_EPSILON, ascend_clip_range, ascend_range
-from calibrators.amct.hfmg import HfmgHistogram, HfmgParams, hfmg
+from calibrators.amct.hfmg import HfmgHistogram, hfmg
 from calibrators.amct.ifmr import AscendScale, IfmrHistogram, IfmrParams, ifmr_streaming
 from calibrators.scales import Scale
 from calibrators.statistics import Recorder
@@ -23,6 +23,7 @@ from deploy.targets.ascend.config_keys import (
     IFMR,
     INT16_LAYERS,
     LAYERS_BY_WEIGHT_BITS,
+    ActivationParams,
     LayerConfig,
     check_tensor_input,
     takes_activations,
@@ -332,24 +333,22 @@ def _read_bits(message: Any, field: str) -> int:
     return bits_by_kind[kind]
 
 
-def search_params(entry: LayerConfig) -> IfmrParams | HfmgParams:
-    """Return the parameters of a layer's activation search."""
-    activation = entry.activation
-    bits = activation.num_bits
-    with_offset = bool(activation.asymmetric)
-    if activation.act_algo == "hfmg":
-        return HfmgParams(bits=bits, with_offset=with_offset)
-    options = {key: getattr(activation, key) for key in IFMR}
-    return IfmrParams(bits=bits, with_offset=with_offset, **options)
+def ifmr_params(activation: ActivationParams) -> IfmrParams:
+    """Return the parameters of IFMR for a layer's activation settings."""
+    return IfmrParams(
+        **{key: getattr(activation, key) for key in IFMR},
+        bits=activation.num_bits,
+        with_offset=bool(activation.asymmetric),
+    )
 
 
-def search_activation_scale(recorder: Recorder, params: IfmrParams | HfmgParams) -> AscendScale:
-    """Run the search on the recorded statistics; return scale and offset."""
-    if isinstance(params, HfmgParams):
-        assert isinstance(recorder, HfmgHistogram)
-        return hfmg(recorder, params)
+def search_activation_scale(recorder: Recorder, activation: ActivationParams) -> AscendScale:
+    """Run a layer's activation search on the recorded statistics; return scale and offset."""
+    if isinstance(recorder, HfmgHistogram):
+        with_offset = bool(activation.asymmetric)
+        return hfmg(recorder, bits=activation.num_bits, with_offset=with_offset)
     assert isinstance(recorder, IfmrHistogram)
-    return ifmr_streaming(recorder, params)
+    return ifmr_streaming(recorder, ifmr_params(activation))
 
 
 def clip_range(input_scale: AscendScale, recorder: InputRecorder, entry: LayerConfig) -> Scale:

@@ -1,4 +1,4 @@
-"""AMCT's simplified configuration (.cfg, protobuf text) to and from a quant config.
+"""AMCT's simplified configuration (.cfg, protobuf text) to a quant config.
 
 As in AMCT, one section alone counts for a layer: its own in override_layer_configs, else that of
 its type in override_layer_types, else common_config. AMCT's defaults fill in what that section
@@ -32,10 +32,9 @@ from deploy.targets.ascend.config_keys import (
     weight_from,
 )
 from deploy.targets.ascend.layers import ALIASES, TYPES, Layer, LayerGraph
-from deploy.targets.ascend.proto import message_class, parse_text, print_text, suggest_name
+from deploy.targets.ascend.proto import parse_text, suggest_name
 
 _BITS_BY_TYPE = {1: 8, 2: 16}  # DataType.INT8, INT16
-_TYPE_INT16 = 2
 
 
 def read_simple_config(text: str, graph: LayerGraph, file_name: str = "the config") -> QuantConfig:
@@ -71,42 +70,6 @@ def read_simple_config(text: str, graph: LayerGraph, file_name: str = "the confi
         notes=tuple(activation_width_notes(lowered_to_8_bits)),
     )
     return resolve_config(config, graph)
-
-
-def write_simple_config(config: QuantConfig, graph: LayerGraph) -> str:
-    """Return a simplified configuration that resolves to this config: one override per layer.
-
-    Layers of the model that the config leaves out are float, so they are skipped by name.
-
-    Args:
-        config: the resolved config.
-        graph: the layers of its model.
-
-    Raises:
-        ConfigError: 4-bit activations, which this format cannot express.
-    """
-    message = message_class("AMCTConfig")()
-    message.batch_num = config.batch_num
-    message.activation_offset = config.activation_offset
-    message.do_fusion = config.do_fusion
-    message.skip_fusion_layers.extend(config.skip_fusion_layers)
-    message.skip_layers.extend(sorted(set(graph.layers) - set(config.layers)))
-    if config.fakequant_precision_mode:
-        message.fakequant_precision_mode = 1
-    for tensor in config.tensors:
-        entry = message.tensor_quantize.add(
-            layer_name=tensor.layer_name, input_index=tensor.input_index
-        )
-        _write_activation(entry, tensor.activation)
-    for name, layer in sorted(config.layers.items()):
-        if not layer.quant_enable:
-            message.skip_layers.append(name)
-        entry = message.override_layer_configs.add(layer_name=name).calibration_config
-        _write_weight(entry, layer.weight)
-        _write_activation(entry, layer.activation)
-        if layer.dmq_balancer_param is not None:
-            entry.dmq_balancer.migration_strength = layer.dmq_balancer_param
-    return print_text(message)
 
 
 def _read_layers(message: Any, graph: LayerGraph) -> tuple[dict[str, LayerConfig], list[str]]:
@@ -363,42 +326,3 @@ def _read_weight(section: Any) -> WeightParams:
         fields["num_bits"] = fields.pop("quant_bits")
     _join_range(fields, "beta_range", WeightParams().beta_range)
     return weight_from(check_values(fields, WEIGHT, algorithm))
-
-
-def _write_weight(entry: Any, weight: WeightParams) -> None:
-    """Write a weight algorithm into a section; SetInParent keeps one without parameters."""
-    if weight.wts_algo == "arq_quantize":
-        algorithm = entry.arq_quantize
-        algorithm.SetInParent()
-        if weight.num_bits != 8:
-            algorithm.quant_bits = weight.num_bits
-    else:
-        algorithm = entry.ada_quantize
-        algorithm.num_iteration = weight.num_iteration
-        algorithm.reg_param = weight.reg_param
-        algorithm.beta_range_start, algorithm.beta_range_end = weight.beta_range
-        algorithm.warm_start = weight.warm_start
-    if weight.channel_wise is not None:
-        algorithm.channel_wise = weight.channel_wise
-
-
-def _write_activation(entry: Any, activation: ActivationParams) -> None:
-    """Write an activation search into a section, or into an entry of tensor_quantize."""
-    if activation.num_bits not in _BITS_BY_TYPE.values():
-        raise ConfigError(
-            "a simplified configuration has 8 or 16-bit activations, got"
-            f" {activation.num_bits} bits; write JSON"
-        )
-    if activation.act_algo == "ifmr":
-        algorithm = entry.ifmr_quantize
-        algorithm.search_range_start, algorithm.search_range_end = activation.search_range
-        algorithm.search_step = activation.search_step
-        algorithm.max_percentile = activation.max_percentile
-        algorithm.min_percentile = activation.min_percentile
-    else:
-        algorithm = entry.hfmg_quantize
-        algorithm.num_of_bins = activation.num_of_bins
-    if activation.asymmetric is not None:
-        algorithm.asymmetric = activation.asymmetric
-    if activation.num_bits == 16:  # a type that is unset is INT8
-        algorithm.dst_type = _TYPE_INT16
