@@ -24,6 +24,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from calibrators.grids import Float64Array, Int64Array
 from calibrators.histogram import Histogram
 from calibrators.scales import Scale
 
@@ -32,7 +33,7 @@ LEVELS = 128
 _TOLERANCE = 1e-9  # largest error of the divergences from prefix sums
 
 
-def search_bins(histogram: NDArray[np.int64]) -> int:
+def search_bins(histogram: Int64Array) -> int:
     """Return i in 128..2048, the number of bins to keep, for [2048] counts of |x| over [0, R]."""
     counts = histogram.astype(np.float64)
     counts[0] = 0.0
@@ -56,7 +57,7 @@ def threshold(i: int, full_range: float) -> float:
     return (i + 0.5) * full_range / BINS
 
 
-def divergence(counts: NDArray[np.float64], kept_bins: int) -> float:
+def divergence(counts: Float64Array, kept_bins: int) -> float:
     """Return KL(P || Q) if the first `kept_bins` of [2048] `counts` are kept; counts[0] is 0."""
     p = counts[:kept_bins].copy()
     p[-1] += counts[kept_bins:].sum()
@@ -73,7 +74,7 @@ def divergence(counts: NDArray[np.float64], kept_bins: int) -> float:
     return float((p[is_positive] * np.log(p[is_positive] / q[is_positive])).sum())
 
 
-def _divergences(counts: NDArray[np.float64]) -> NDArray[np.float64]:
+def _divergences(counts: Float64Array) -> Float64Array:
     """Return KL(P, Q) for every number i of bins that are kept, 128 to 2048: [1921] float64.
 
     P has the count p of each kept bin; the last one also has the outliers, all counts beyond it.
@@ -117,7 +118,7 @@ def _divergences(counts: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.where(is_infinite, np.inf, kl)
 
 
-def _run_terms(sums: NDArray[np.float64], occupied: NDArray[np.float64]) -> NDArray[np.float64]:
+def _run_terms(sums: Float64Array, occupied: Float64Array) -> Float64Array:
     """Return s ln(s / n) of the runs of 1 to 16 bins from each bin on: [16 * 2049], shortest first.
 
     Every level of every i is one of these runs, and most runs are levels of many i. `sums` and
@@ -144,12 +145,12 @@ def _run_of_level() -> NDArray[np.intp]:
     return np.asarray((np.diff(_level_starts(), axis=1) - 1) * (BINS + 1) + _level_starts()[:, :-1])
 
 
-def _prefix_sums(x: NDArray[np.generic]) -> NDArray[np.float64]:
+def _prefix_sums(x: NDArray[np.generic]) -> Float64Array:
     """Return the sums of the elements before each index and of all elements."""
     return np.concatenate([[0.0], np.cumsum(x, dtype=np.float64)])
 
 
-def _xlogx(x: NDArray[np.float64]) -> NDArray[np.float64]:
+def _xlogx(x: Float64Array) -> Float64Array:
     """Return x ln x, and 0 for 0."""
     return np.asarray(x * np.log(np.where(x > 0, x, 1.0)), np.float64)
 

@@ -55,6 +55,11 @@ from numpy.typing import ArrayLike, NDArray
 from calibrators.errors import CalibrationError
 
 Float32Array = NDArray[np.float32]
+Float64Array = NDArray[np.float64]
+RealArray = NDArray[np.floating]
+Int8Array = NDArray[np.int8]
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
 StoredArray = NDArray[np.number[Any]]
 Value = TypeVar("Value", bound=np.generic)
 
@@ -201,9 +206,7 @@ def affine_params(lo: float, hi: float, grid: Grid = UINT8) -> tuple[np.float32,
     return scale, zero_point
 
 
-def round_to_grid(
-    x: NDArray[np.floating], grid: Grid, to: Callable[[Any], Any] = np.rint
-) -> NDArray[np.floating]:
+def round_to_grid(x: RealArray, grid: Grid, to: Callable[[Any], Any] = np.rint) -> RealArray:
     """Round x / scale to the values of a grid, without saturation; half to even.
 
     Integer grids round to integers, float grids to their mantissa, in the dtype of x, where every
@@ -222,7 +225,7 @@ def round_to_grid(
 
 
 def quantize(
-    x: NDArray[np.floating], scale: NDArray[np.float32] | np.float32, zero_point: int, grid: Grid
+    x: RealArray, scale: Float32Array | np.float32, zero_point: int, grid: Grid
 ) -> StoredArray:
     """Return the stored values clip(rne(x / scale) + zero_point), in float32 as ONNX defines it.
 
@@ -250,17 +253,13 @@ def fp8_codes(q: StoredArray) -> NDArray[np.uint8]:
     return np.asarray(code, np.uint8)
 
 
-def dequantize(
-    q: StoredArray, scale: NDArray[np.float32] | np.float32, zero_point: int
-) -> Float32Array:
+def dequantize(q: StoredArray, scale: Float32Array | np.float32, zero_point: int) -> Float32Array:
     """Return the real values (q - zero_point) * scale of any grid, float32."""
     # float32 is exact for every stored value and for differences of 16-bit values
     return np.asarray((q.astype(np.float32) - np.float32(zero_point)) * scale, np.float32)
 
 
-def weight_scales(
-    weight: NDArray[np.floating], axis: int | None, *, grid: Grid = INT8
-) -> NDArray[np.float32]:
+def weight_scales(weight: RealArray, axis: int | None, *, grid: Grid = INT8) -> Float32Array:
     """Return symmetric float32 scales from the largest |w|: [C] along `axis`, or [1] for None.
 
     A channel of zeros gets scale 1. `grid`: a symmetric one.
@@ -286,8 +285,8 @@ def weight_scales(
 
 
 def quantize_weight(
-    weight: NDArray[np.floating],
-    scales: NDArray[np.float32],
+    weight: RealArray,
+    scales: Float32Array,
     axis: int | None,
     *,
     grid: Grid = INT8,
@@ -318,26 +317,26 @@ class QuantizedTensor:
     """
 
     stored: NDArray[np.integer]
-    scale: NDArray[np.float32]
-    zero_point: NDArray[np.int64]
+    scale: Float32Array
+    zero_point: Int64Array
     axis: int | None = None
 
     def int_repr(self) -> NDArray[np.integer]:
         """Return a copy of the stored integers."""
         return self.stored.copy()
 
-    def distance_from_zero_point(self) -> NDArray[np.int64]:
+    def distance_from_zero_point(self) -> Int64Array:
         """Return q - zero_point, int64."""
         zero_point = broadcast_parameter(self.zero_point, self.stored.ndim, self.axis)
         return np.asarray(self.stored.astype(np.int64) - zero_point, np.int64)
 
-    def dequantize(self) -> NDArray[np.float32]:
+    def dequantize(self) -> Float32Array:
         """Return the real values (q - zero_point) * scale, float32 of the same shape."""
         steps = self.distance_from_zero_point().astype(np.float32)
         scales = broadcast_parameter(self.scale, self.stored.ndim, self.axis)
         return np.asarray(steps * scales, np.float32)
 
-    def representable(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def representable(self) -> tuple[Float32Array, Float32Array]:
         """Return the least and greatest representable real value: two float32 [1] or [C]."""
         limits = np.iinfo(self.stored.dtype)
         low = (limits.min - self.zero_point).astype(np.float32) * self.scale
@@ -427,7 +426,7 @@ def checked_axis(axis: int, ndim: int) -> int:
     return axis % ndim
 
 
-def check_scale(scale: NDArray[np.float32] | np.float32) -> None:
+def check_scale(scale: Float32Array | np.float32) -> None:
     """Raise CalibrationError if a scale is not finite and positive."""
     values = np.ravel(scale)
     invalid = values[~((values > 0) & (values < np.inf))]

@@ -42,7 +42,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.errors import CalibrationError
-from calibrators.grids import Value
+from calibrators.grids import Float32Array, Float64Array, Int64Array, RealArray, Value
 from calibrators.kernel import SCRATCH, HistogramState, kernel
 
 BINS = 4096  # bins per side: two for each of TensorRT's 2048
@@ -57,7 +57,7 @@ def range_for(amax: float) -> float:
     return math.ldexp(1.0, exponent - 1 if is_power_of_two else exponent)
 
 
-def _count_bins(x: NDArray[np.float32], full_range: float) -> NDArray[np.int64]:
+def _count_bins(x: Float32Array, full_range: float) -> Int64Array:
     """Return the counts of a chunk of values, [2 * BINS + 1] int64."""
     real = _buffers.real[: x.size]
     index = _buffers.index[: x.size]
@@ -82,7 +82,7 @@ class _ThreadBuffers(threading.local):
 _buffers = _ThreadBuffers()
 
 
-def as_kernel_array(x: NDArray[np.floating]) -> NDArray[np.float32]:
+def as_kernel_array(x: RealArray) -> Float32Array:
     """Return the values as the kernel reads them: float32, C-contiguous, aligned."""
     values = np.ascontiguousarray(x, np.float32)
     return values if values.flags.aligned else values.copy()
@@ -100,7 +100,7 @@ def make_nan_error(nan_count: int) -> CalibrationError:
     return CalibrationError(f"values must be numbers, got {nan_count} NaN")
 
 
-def close_range(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def close_range(counts: Int64Array) -> Int64Array:
     """Return a copy in which |x| == R is counted in the outermost bin inside the range."""
     closed = counts.copy()
     closed[1] += closed[0]
@@ -144,7 +144,7 @@ class Histogram(HistogramState):
         self._counts = np.zeros(2 * BINS + 1, np.int64)
 
     @property
-    def counts(self) -> NDArray[np.int64]:
+    def counts(self) -> Int64Array:
         """Counts, [2 * BINS + 1] int64."""
         return self._counts
 
@@ -158,7 +158,7 @@ class Histogram(HistogramState):
         """Largest |x| so far; 0 for a tensor that is empty or always zero."""
         return max(abs(self.minimum), abs(self.maximum)) if self.total else 0.0
 
-    def observe(self, x: NDArray[np.floating]) -> None:
+    def observe(self, x: RealArray) -> None:
         """Count every value of `x`, any shape, float16/32/64 (binned as float32).
 
         Raises:
@@ -195,7 +195,7 @@ class Histogram(HistogramState):
                 f"a histogram's range is 0 or at least {_MIN_RANGE}, got {self.full_range}"
             )
 
-    def _observe_chunk(self, chunk: NDArray[np.float32]) -> None:
+    def _observe_chunk(self, chunk: Float32Array) -> None:
         """Count one chunk of a batch: extremes, range, counts; used where no kernel was compiled.
 
         A chunk is small enough for a core's cache.
@@ -333,19 +333,19 @@ class Histogram(HistogramState):
         index = math.trunc(value * BINS / self.full_range)
         return min(max(index, -BINS), BINS) + BINS
 
-    def magnitudes(self, bins: int) -> NDArray[np.int64]:
+    def magnitudes(self, bins: int) -> Int64Array:
         """Return the histogram of |x| over [0, R], [bins] int64; `bins` must divide BINS."""
         counts = close_range(self.counts)
         folded = counts[BINS : 2 * BINS]
         folded[1:] += counts[BINS - 1 : 0 : -1]
         return np.asarray(folded.reshape(bins, -1).sum(axis=1), np.int64)
 
-    def edges(self) -> NDArray[np.float64]:
+    def edges(self) -> Float64Array:
         """Return the bin edges of `signed()`, [2 * BINS] in real units, ascending."""
         index = np.concatenate([np.arange(-BINS, 0), np.arange(1, BINS + 1)])
         return index * (self.full_range / BINS)
 
-    def signed(self) -> NDArray[np.int64]:
+    def signed(self) -> Int64Array:
         """Return the counts between `edges()`, [2 * BINS - 1] int64; the middle bin contains 0."""
         return close_range(self.counts)[1:-1]
 
@@ -392,7 +392,7 @@ class HistogramGroup:
         self._table_addresses = [array_address(table) for table in self._tables]
         self._counted_arrays = ctypes.c_size_t()
 
-    def observe(self, arrays: Iterable[NDArray[np.floating]]) -> None:
+    def observe(self, arrays: Iterable[RealArray]) -> None:
         """Count each array in its histogram, as `Histogram.observe`, with one kernel call for all.
 
         Raises:

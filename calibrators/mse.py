@@ -36,11 +36,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrators.grids import INT8, UINT8, Grid, round_to_grid
+from calibrators.grids import (
+    INT8,
+    UINT8,
+    Float32Array,
+    Float64Array,
+    Grid,
+    Int64Array,
+    RealArray,
+    round_to_grid,
+)
 from calibrators.histogram import BINS, Histogram
 from calibrators.scales import Scale
-
-FloatArray = NDArray[np.float64]
 
 _RATIOS = np.concatenate([np.arange(100, 20, -1), np.arange(20, 0, -0.5)]) / 100
 _BINS_PER_BLOCK = 1 << 15  # bins per block of ranges, which fit in a core's cache
@@ -91,13 +98,13 @@ def lp(
 
 
 def range_errors(
-    centres: FloatArray,
-    counts: NDArray[np.int64],
-    lows: FloatArray,
-    highs: FloatArray,
+    centres: Float64Array,
+    counts: Int64Array,
+    lows: Float64Array,
+    highs: Float64Array,
     grid: Grid,
     power: float = 2.0,
-) -> FloatArray:
+) -> Float64Array:
     """Return the sum of |error|^power over a histogram's values for each of K ranges, [K].
 
     The error of a value is what clipping it to the range and rounding it to the grid changes.
@@ -120,14 +127,14 @@ def range_errors(
 
 
 def _block_errors(
-    centres: NDArray[np.floating],
+    centres: RealArray,
     counts: NDArray[Any],
-    steps: NDArray[np.floating],
-    lowest: NDArray[np.floating],
-    highest: NDArray[np.floating],
+    steps: RealArray,
+    lowest: RealArray,
+    highest: RealArray,
     grid: Grid,
     power: float,
-) -> FloatArray:
+) -> Float64Array:
     """Return `range_errors` of a few ranges, [K], from all their [K, B] errors at once.
 
     They are computed in float32 if all arrays are, else in float64.
@@ -157,8 +164,8 @@ def _block_errors(
 
 
 def _levels(
-    lows: FloatArray, highs: FloatArray, grid: Grid
-) -> tuple[FloatArray, FloatArray, FloatArray]:
+    lows: Float64Array, highs: Float64Array, grid: Grid
+) -> tuple[Float64Array, Float64Array, Float64Array]:
     """Return (step width, lowest and highest stored value in steps) of each range, [K] each.
 
     An empty range has the step 1.
@@ -178,13 +185,13 @@ class _Bins:
         centres, counts: [B] centres in real units and counts of the occupied bins.
     """
 
-    centres: FloatArray
-    counts: NDArray[np.int64]
+    centres: Float64Array
+    counts: Int64Array
     grid: Grid
     power: float
 
     @classmethod
-    def of(cls, centres: FloatArray, counts: NDArray[np.int64], grid: Grid, power: float) -> _Bins:
+    def of(cls, centres: Float64Array, counts: Int64Array, grid: Grid, power: float) -> _Bins:
         """Return the occupied bins, without the one around 0, which clipping does not affect.
 
         Args:
@@ -196,7 +203,7 @@ class _Bins:
         is_used = (counts > 0) & (np.abs(centres) > 0)
         return cls(centres=centres[is_used], counts=counts[is_used], grid=grid, power=power)
 
-    def best(self, lows: FloatArray, highs: FloatArray) -> int:
+    def best(self, lows: Float64Array, highs: Float64Array) -> int:
         """Return the index of the [K] range with the least error; the first on ties."""
         if (lows == lows[0]).all() and (highs == highs[0]).all():
             return 0
@@ -208,7 +215,7 @@ class _Bins:
         errors = range_errors(self.centres, self.counts, lows, highs, self.grid, self.power)
         return int(candidates[np.argmin(errors)])
 
-    def _candidates(self, lows: FloatArray, highs: FloatArray) -> NDArray[np.intp]:
+    def _candidates(self, lows: Float64Array, highs: Float64Array) -> NDArray[np.intp]:
         """Return the indices of the ranges whose error in float32 is nearly the least.
 
         Only among these are errors computed in float64. All indices are returned where float32 is
@@ -236,7 +243,7 @@ class _Bins:
         lower_bounds = (lows - steps / 2) / unit
         upper_bounds = (highs + steps / 2) / unit
 
-        block_errors: list[FloatArray] = []
+        block_errors: list[Float64Array] = []
         min_error = np.inf
         for block in _blocks(lows.size, centres.size):
             # the least clipping error of all remaining ranges, which the block's first one contains
@@ -260,7 +267,7 @@ def _is_quick(grid: Grid) -> bool:
 
 
 def _clipping_error(
-    centres: NDArray[np.float32], counts: NDArray[np.float32], low: float, high: float, power: float
+    centres: Float32Array, counts: Float32Array, low: float, high: float, power: float
 ) -> float:
     """Return the error of the values beyond two bounds; `centres` ascend."""
     below, above = np.searchsorted(centres, (low, high))

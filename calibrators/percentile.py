@@ -34,8 +34,8 @@ ends of those observations only.
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from calibrators.grids import Int64Array
 from calibrators.histogram import BINS, Histogram
 from calibrators.scales import Scale
 
@@ -73,7 +73,7 @@ def percentile(histogram: Histogram, *, percent: float) -> Scale:
     )
 
 
-def quantile(counts: NDArray[np.int64], share: float) -> float:
+def quantile(counts: Int64Array, share: float) -> float:
     """Return the position of a quantile in [B] counts, 0..B in bins, linear within a bin."""
     cumulative = np.concatenate([[0], np.cumsum(counts)])
     rank = share * cumulative[-1]

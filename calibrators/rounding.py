@@ -32,11 +32,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.errors import CalibrationError
-from calibrators.grids import INT8, Float32Array, Grid, round_to_grid
+from calibrators.grids import (
+    INT8,
+    Float32Array,
+    Float64Array,
+    Grid,
+    Int64Array,
+    RealArray,
+    round_to_grid,
+)
 from calibrators.kernel import CountingKernel, kernel
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 
 _SWEEPS = 2  # visits of each weight; a third one would change one weight in a hundred
 _BLOCK_SIZE = 64  # BLAS uses threads for larger products than 64^3, which changes the sums
@@ -45,7 +50,7 @@ _BLOCK_SIZE = 64  # BLAS uses threads for larger products than 64^3, which chang
 _DAMPING = 0.2
 
 
-def gram(inputs: NDArray[np.floating]) -> FloatArray:
+def gram(inputs: RealArray) -> Float64Array:
     """Return X X^T / P of each group, [G, K, K], from G groups of P patches of K values [G, K, P].
 
     The result does not depend on the number of threads.
@@ -59,7 +64,7 @@ def gram(inputs: NDArray[np.floating]) -> FloatArray:
 @np.errstate(over="ignore", invalid="ignore")  # callers check for values that are not finite
 def block_products(
     left: NDArray[Any], right: NDArray[Any], *, mirrored: bool = False
-) -> FloatArray:
+) -> Float64Array:
     """Multiply [G, M, K] by [G, K, N] to float64 [G, M, N], independent of the thread count.
 
     Blocks of 64 x 64 x 64 are multiplied in the arrays' dtype and summed in float64. If the product
@@ -86,7 +91,7 @@ def block_products(
     return total
 
 
-def _add_blocks(strip: FloatArray, left_block: NDArray[Any], right: NDArray[Any]) -> None:
+def _add_blocks(strip: Float64Array, left_block: NDArray[Any], right: NDArray[Any]) -> None:
     """Add to `strip` the product of a block of rows and `right`, block of columns by block.
 
     All B blocks of 64 columns are multiplied in one call, the columns that remain in another.
@@ -110,12 +115,12 @@ def _add_blocks(strip: FloatArray, left_block: NDArray[Any], right: NDArray[Any]
 
 
 def round_by_output(
-    steps: FloatArray,
-    products: FloatArray,
+    steps: Float64Array,
+    products: Float64Array,
     *,
     fixed: NDArray[np.bool_],
     grid: Grid = INT8,
-) -> FloatArray:
+) -> Float64Array:
     """Round each weight up or down for the least output error.
 
     Starting from rounding to nearest, each weight in turn takes the side with the lower error; all
@@ -150,11 +155,11 @@ def round_by_output(
 
 
 def _sweep(
-    ends: tuple[FloatArray, FloatArray],
-    integers: FloatArray,
-    slope: FloatArray,
-    products: FloatArray,
-    damping: FloatArray,
+    ends: tuple[Float64Array, Float64Array],
+    integers: Float64Array,
+    slope: Float64Array,
+    products: Float64Array,
+    damping: Float64Array,
     fixed: NDArray[np.bool_],
 ) -> None:
     """Move each weight to its other integer, above or below, if that lowers the error.
@@ -202,7 +207,7 @@ def _sweep(
 
 
 def _sweep_in_c(
-    c_kernel: CountingKernel, arrays: Sequence[NDArray[Any]], damping: FloatArray
+    c_kernel: CountingKernel, arrays: Sequence[NDArray[Any]], damping: Float64Array
 ) -> None:
     """Do what `_sweep` does with calib8_round of the C kernel, which takes a group at a time.
 
@@ -275,7 +280,7 @@ class ConvWindow:
         return output_sizes
 
 
-def sample_positions(seed: int, count: int, max_count: int) -> IntArray:
+def sample_positions(seed: int, count: int, max_count: int) -> Int64Array:
     """Return at most `max_count` of `count` positions, sampled uniformly."""
     if count <= max_count:
         return np.arange(count, dtype=np.int64)
@@ -326,7 +331,7 @@ def _same_padding(size: int, span: int, stride: int, *, upper: bool) -> tuple[in
     return (small, large) if upper else (large, small)
 
 
-def _tap_positions(window: ConvWindow, axis: int, positions: IntArray, start: int) -> IntArray:
+def _tap_positions(window: ConvWindow, axis: int, positions: Int64Array, start: int) -> Int64Array:
     """Return where a tap reads on one axis for these output positions; -1 if it reads nothing.
 
     `start`: position of the tap in the window, less the padding.
@@ -339,7 +344,7 @@ def _tap_positions(window: ConvWindow, axis: int, positions: IntArray, start: in
 
 
 def _read_values(
-    value: NDArray[Any], batch: IntArray, positions: Sequence[IntArray]
+    value: NDArray[Any], batch: Int64Array, positions: Sequence[Int64Array]
 ) -> Float32Array:
     """Return the values of all channels at these positions, float32 [P, C]; 0 outside the input."""
     is_inside = np.ones(len(batch), bool)

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.errors import CalibrationError
+from calibrators.grids import RealArray
 from calibrators.histogram import Histogram
 from calibrators.percentile import extend_by_tail
 from calibrators.scales import Scale
@@ -35,7 +36,7 @@ Arrays = dict[str, NDArray[Any]]
 class Recorder(Protocol):
     """Records the statistic of one tensor over all batches so far."""
 
-    def observe(self, x: NDArray[np.floating]) -> None:
+    def observe(self, x: RealArray) -> None:
         """Add a batch of any shape.
 
         Raises:
@@ -188,7 +189,7 @@ class Amax:
     def __init__(self) -> None:
         self.amax = 0.0
 
-    def observe(self, x: NDArray[np.floating]) -> None:
+    def observe(self, x: RealArray) -> None:
         """Add a batch; ignores NaN, which the following statistic reports."""
         self.amax = max(self.amax, float(np.abs(x).max(initial=0)))
 

@@ -32,9 +32,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrators.grids import INT16, UINT8
-
-FloatArray = NDArray[np.float64]
+from calibrators.grids import INT16, UINT8, Float32Array, RealArray
 
 PAIR_LIMIT = INT16.qmax // UINT8.qmax  # largest sum of a pair, in steps: 128
 PAIR_ROUNDING = 2  # largest gain of a pair by rounding, in steps
@@ -48,7 +46,7 @@ def is_depthwise(groups: int, outputs: int, inputs: int) -> bool:
     return groups > 1 and outputs == groups and inputs == 1
 
 
-def pair_scales(rows: NDArray[np.floating], scales: NDArray[np.float32]) -> NDArray[np.float32]:
+def pair_scales(rows: RealArray, scales: Float32Array) -> Float32Array:
     """Return scales with which the pairs of a weight fit, no smaller than before.
 
     `rows`: weight in real units, [C_out, C_in of a group, ...]. `scales`: its scales, float32
@@ -58,14 +56,14 @@ def pair_scales(rows: NDArray[np.floating], scales: NDArray[np.float32]) -> NDAr
     return np.asarray(np.maximum(scales, min_scales.astype(np.float32)), np.float32)
 
 
-def pair_maxima(rows: NDArray[np.floating], scales: NDArray[np.float32]) -> NDArray[np.float32]:
+def pair_maxima(rows: RealArray, scales: Float32Array) -> Float32Array:
     """Return the largest of `pair_sums` for each scale: of a channel, or of all if it is one."""
     axis = None if scales.size == 1 else 1
     maxima = pair_sums(rows).max(axis=axis, initial=0.0)
     return np.asarray(maxima, np.float32).reshape(-1)
 
 
-def pair_sums(rows: NDArray[np.generic]) -> NDArray[np.float32]:
+def pair_sums(rows: NDArray[np.generic]) -> Float32Array:
     """Return |w| + |w'| of each pair of equal sign, else the larger |w|: [C_out, pairs].
 
     `rows`: [C_out, C_in of a group, ...], in real units or in steps.
@@ -86,7 +84,7 @@ def pair_stride(shape: Sequence[int]) -> int:
     return 1 if shape[1] % 2 and len(shape) > 2 else 2
 
 
-def tight_pair_mask(weight_steps: NDArray[np.floating]) -> NDArray[np.bool_]:
+def tight_pair_mask(weight_steps: RealArray) -> NDArray[np.bool_]:
     """Return a mask of the weights that must be rounded to nearest, so that the scales stay.
 
     An older x86 CPU adds the products of two neighbouring weights, a pair, in 16 bits, which can

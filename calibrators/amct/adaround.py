@@ -35,13 +35,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from calibrators.amct.arq import ascend_range
 from calibrators.errors import CalibrationError
+from calibrators.grids import Float32Array, Int8Array, Int64Array
 from calibrators.rounding import block_products
-
-FloatArray = NDArray[np.float32]
 
 NONE, RELU, SIGMOID, TANH, LEAKY, RELU6 = "none", "relu", "sigmoid", "tanh", "leaky", "relu6"
 TILE = 64
@@ -64,7 +62,7 @@ class AdaActivation:
     """
 
     kind: str = NONE
-    slope: FloatArray = field(default_factory=lambda: np.zeros((1, 1), np.float32))
+    slope: Float32Array = field(default_factory=lambda: np.zeros((1, 1), np.float32))
 
     def select(self, groups: slice, rows: slice) -> AdaActivation:
         """Return the activation of some groups and channels."""
@@ -72,7 +70,7 @@ class AdaActivation:
             return self
         return AdaActivation(self.kind, self.slope[groups, rows])
 
-    def value(self, x: FloatArray) -> FloatArray:
+    def value(self, x: Float32Array) -> Float32Array:
         """Return the activation of x, [G, B, M, P]."""
         if self.kind == RELU:
             return np.maximum(x, np.float32(0))
@@ -86,7 +84,7 @@ class AdaActivation:
             return np.clip(x, np.float32(0), np.float32(6))
         return x
 
-    def derivative(self, x: FloatArray) -> FloatArray | np.float32:
+    def derivative(self, x: Float32Array) -> Float32Array | np.float32:
         """Return the derivative at x, [G, B, M, P]; at a kink that from below, as in torch."""
         if self.kind == RELU:
             return (x > 0).astype(np.float32)
@@ -102,11 +100,11 @@ class AdaActivation:
         return _ONE
 
     @property
-    def _broadcast_slope(self) -> FloatArray:
+    def _broadcast_slope(self) -> Float32Array:
         return self.slope[:, None, :, None]
 
 
-def sigmoid(x: FloatArray) -> FloatArray:
+def sigmoid(x: Float32Array) -> Float32Array:
     """Return 1 / (1 + e^-x); an overflow gives 0."""
     with np.errstate(over="ignore"):
         return np.reciprocal(_ONE + np.exp(-x))
@@ -129,16 +127,16 @@ class Tiles:
         position_layout: (B, S): tiles and positions per tile of an iteration.
     """
 
-    weight: FloatArray
-    scale: FloatArray
-    bias: FloatArray
-    inputs: FloatArray
+    weight: Float32Array
+    scale: Float32Array
+    bias: Float32Array
+    inputs: Float32Array
     row_width: int
     position_layout: tuple[int, int]
 
     @classmethod
     def of(
-        cls, weight: FloatArray, scale: FloatArray, bias: FloatArray, inputs: FloatArray
+        cls, weight: Float32Array, scale: Float32Array, bias: Float32Array, inputs: Float32Array
     ) -> Tiles:
         """Return a layer's tiles: the K weights of a channel as A tiles of T, with 0 at the end.
 
@@ -164,23 +162,23 @@ class Tiles:
             position_layout=position_layout,
         )
 
-    def activate_targets(self, targets: FloatArray, activation: AdaActivation) -> FloatArray:
+    def activate_targets(self, targets: Float32Array, activation: AdaActivation) -> Float32Array:
         """Return the activation of targets [P, G, M], as [G, M, P]."""
         return np.ascontiguousarray(activation.value(targets.transpose(1, 2, 0)[:, None])[:, 0])
 
-    def draw(self, source: np.random.Generator) -> NDArray[np.int64]:
+    def draw(self, source: np.random.Generator) -> Int64Array:
         """Draw the positions of one iteration without repetition; all if they are few."""
         count = self.position_layout[0] * self.position_layout[1]
         if count == len(self.inputs):
             return np.arange(count)
         return source.choice(len(self.inputs), count, replace=False, shuffle=False)
 
-    def inputs_at(self, positions: NDArray[np.int64]) -> FloatArray:
+    def inputs_at(self, positions: Int64Array) -> Float32Array:
         """Return the inputs at some positions, [B, S, G, A, T]."""
         groups, tile_count, _, tile_size = self.weight.shape
         return self.inputs[positions].reshape(*self.position_layout, groups, tile_count, tile_size)
 
-    def targets_at(self, targets: FloatArray, positions: NDArray[np.int64]) -> FloatArray:
+    def targets_at(self, targets: Float32Array, positions: Int64Array) -> Float32Array:
         """Return the values of [G, M, P] at some positions, in the layout of `outputs`."""
         groups, rows, _ = targets.shape
         return (
@@ -189,17 +187,17 @@ class Tiles:
             .transpose(0, 2, 1, 3)
         )
 
-    def outputs(self, weight: FloatArray, inputs: FloatArray) -> FloatArray:
+    def outputs(self, weight: Float32Array, inputs: Float32Array) -> Float32Array:
         """Return weight [G, A, M, T] times inputs from `inputs_at`, plus bias: [G, B, M, S]."""
         right = inputs.transpose(2, 0, 3, 4, 1)  # [G, B, A, T, S]
         return np.asarray((weight[:, None] @ right).sum(axis=2) + self.bias)
 
-    def weight_gradient(self, output_gradient: FloatArray, inputs: FloatArray) -> FloatArray:
+    def weight_gradient(self, output_gradient: Float32Array, inputs: Float32Array) -> Float32Array:
         """Return the gradient by the weight [G, A, M, T] from that by the outputs [G, B, M, S]."""
         right = inputs.transpose(2, 0, 3, 1, 4)  # [G, B, A, S, T]
         return np.asarray((output_gradient[:, :, None] @ right).sum(axis=1))
 
-    def rows(self, tiled: FloatArray) -> FloatArray:
+    def rows(self, tiled: Float32Array) -> Float32Array:
         """Untile [G, A, M, T] to [G, M, K]."""
         groups, tile_count, rows, tile_size = tiled.shape
         padded = tiled.transpose(0, 2, 1, 3).reshape(groups, rows, tile_count * tile_size)
@@ -248,11 +246,11 @@ class AdaProblem:
         share: factor of the output's error, relative to AMCT's mean over positions.
     """
 
-    weight: FloatArray
-    scale: FloatArray
-    inputs: FloatArray
-    targets: FloatArray
-    bias: FloatArray
+    weight: Float32Array
+    scale: Float32Array
+    inputs: Float32Array
+    targets: Float32Array
+    bias: Float32Array
     activation: AdaActivation = field(default_factory=AdaActivation)
     share: float = 1.0
 
@@ -278,7 +276,7 @@ class AdaProblem:
         )
 
 
-def join_blocks(problem: AdaProblem, blocks: Sequence[NDArray[np.int8]]) -> NDArray[np.int8]:
+def join_blocks(problem: AdaProblem, blocks: Sequence[Int8Array]) -> Int8Array:
     """Join the integers of `problem.blocks()` to [G, M, K]."""
     blocks_per_group = -(-problem.weight.shape[1] // TILE)
     groups = []
@@ -289,7 +287,7 @@ def join_blocks(problem: AdaProblem, blocks: Sequence[NDArray[np.int8]]) -> NDAr
 
 def round_block(
     problem: AdaProblem, params: AdaParams, *, step: Callable[[], None] = lambda: None
-) -> NDArray[np.int8]:
+) -> Int8Array:
     """Return the integers of one block of a problem, int8 [G, M, K].
 
     During the search a code is ``floor(w / scale) + height``. The height of a weight, 0 to 1, is a
@@ -329,7 +327,7 @@ def round_block(
     return np.asarray(np.clip(codes, _MIN_CODE, _MAX_CODE), np.int8)
 
 
-def output_error(problem: AdaProblem, integers: NDArray[np.int8]) -> float:
+def output_error(problem: AdaProblem, integers: Int8Array) -> float:
     """Return the mean over positions of the squared error after the activation."""
     weight = integers.astype(np.float32) * problem.scale
     products = block_products(weight, problem.inputs.transpose(1, 2, 0))
@@ -340,13 +338,13 @@ def output_error(problem: AdaProblem, integers: NDArray[np.int8]) -> float:
     return float(squares.sum() / max(len(problem.inputs), 1))
 
 
-def round_to_nearest(problem: AdaProblem) -> NDArray[np.int8]:
+def round_to_nearest(problem: AdaProblem) -> Int8Array:
     """Return the integers by rounding to nearest, [G, M, K]."""
     codes = np.rint(problem.weight / problem.scale)
     return np.asarray(np.clip(codes, _MIN_CODE, _MAX_CODE), np.int8)
 
 
-def initial_alpha(weight: FloatArray, scale: FloatArray) -> tuple[FloatArray, FloatArray]:
+def initial_alpha(weight: Float32Array, scale: Float32Array) -> tuple[Float32Array, Float32Array]:
     """Return (floor of weight / scale, alpha whose height is the fraction)."""
     steps = weight / scale
     floor_codes = np.floor(steps)
@@ -354,7 +352,7 @@ def initial_alpha(weight: FloatArray, scale: FloatArray) -> tuple[FloatArray, Fl
     return floor_codes, np.asarray(-np.log(ratio - _ONE), np.float32)
 
 
-def alpha_heights(alpha: FloatArray) -> tuple[FloatArray, FloatArray]:
+def alpha_heights(alpha: Float32Array) -> tuple[Float32Array, Float32Array]:
     """Return (h, its derivative by alpha, which is 0 where h is clipped)."""
     value = sigmoid(alpha)
     unclipped = value * (_ZETA - _GAMMA) + _GAMMA
@@ -372,7 +370,7 @@ def beta_of(params: AdaParams, iteration: int) -> float:
     return last_beta + 0.5 * (first_beta - last_beta) * (1 + math.cos(progress * math.pi))
 
 
-def regularizer_slope(heights: FloatArray, reg_param: float, beta: float) -> FloatArray:
+def regularizer_slope(heights: Float32Array, reg_param: float, beta: float) -> Float32Array:
     """Return the derivative of reg_param * sum(1 - |2 h - 1|^beta) by h."""
     distance = heights * _TWO - _ONE
     powers = np.power(np.abs(distance), np.float32(beta - 1))
@@ -382,10 +380,10 @@ def regularizer_slope(heights: FloatArray, reg_param: float, beta: float) -> Flo
 def error_slope(
     problem: AdaProblem,
     tiles: Tiles,
-    codes: FloatArray,
-    targets: FloatArray,
-    positions: NDArray[np.int64],
-) -> FloatArray:
+    codes: Float32Array,
+    targets: Float32Array,
+    positions: Int64Array,
+) -> Float32Array:
     """Return the derivative of the output's mean squared error at some positions by the codes.
 
     The chain rule backwards: error, activation, layer, scale, and 0 where a code is clipped.
@@ -418,12 +416,12 @@ class Adam:
         steps: number of steps.
     """
 
-    def __init__(self, x: FloatArray) -> None:
+    def __init__(self, x: Float32Array) -> None:
         self.mean = np.zeros_like(x)
         self.squares = np.zeros_like(x)
         self.steps = 0
 
-    def step(self, x: FloatArray, gradient: FloatArray) -> None:
+    def step(self, x: Float32Array, gradient: Float32Array) -> None:
         """Update `x` in place by one step against its gradient."""
         self.steps += 1
         self.mean *= np.float32(_BETA1)

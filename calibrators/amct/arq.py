@@ -45,10 +45,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.errors import CalibrationError
-from calibrators.grids import Float32Array, check_scale, checked_axis
+from calibrators.grids import (
+    Float32Array,
+    Float64Array,
+    Int8Array,
+    Int32Array,
+    RealArray,
+    check_scale,
+    checked_axis,
+)
 
-IntArray = NDArray[np.int32]
-FloatArray = NDArray[np.float64]
 Value = TypeVar("Value", bound=np.generic)
 
 FLT_EPSILON = np.float32(2.0**-23)
@@ -63,7 +69,7 @@ def ascend_range(bits: int) -> tuple[int, int]:
     return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
 
 
-def ascend_denominator(hi: NDArray[np.floating], lo: NDArray[np.floating], bits: int) -> IntArray:
+def ascend_denominator(hi: RealArray, lo: RealArray, bits: int) -> Int32Array:
     """Return the code of the symmetric grid's extreme: 128 if |lo| > |hi|, else 127 (8 bits)."""
     return np.asarray(2 ** (bits - 1) - 1 + (np.abs(hi) < np.abs(lo)), np.int32)
 
@@ -74,8 +80,8 @@ def ascend_guard(scale: Float32Array) -> Float32Array:
 
 
 def ascend_scale_offset(
-    hi: NDArray[np.floating], lo: NDArray[np.floating], *, with_offset: bool, bits: int = 8
-) -> tuple[Float32Array, IntArray]:
+    hi: RealArray, lo: RealArray, *, with_offset: bool, bits: int = 8
+) -> tuple[Float32Array, Int32Array]:
     """Return (scale float32, offset int32) of clip ranges [lo, hi] in real units, elementwise.
 
     Args:
@@ -113,7 +119,7 @@ def ascend_scale_offset(
     return scale, np.rint(offset).astype(np.int32)
 
 
-def ascend_quantize(x: NDArray[np.floating], scale: Float32Array, *, bits: int) -> Float32Array:
+def ascend_quantize(x: RealArray, scale: Float32Array, *, bits: int) -> Float32Array:
     """Return clip(rne(x / scale)) on the signed grid, as float32.
 
     Raises:
@@ -146,7 +152,7 @@ def ascend_s19(scales: Float32Array) -> Float32Array:
     return np.asarray(bits.view(np.float32))
 
 
-def arq(weight: NDArray[np.floating], *, bits: int = 8, channel_wise: bool = True) -> Float32Array:
+def arq(weight: RealArray, *, bits: int = 8, channel_wise: bool = True) -> Float32Array:
     """Return the scale of a weight, [C_out] or [1]; its offset is 0, as the hardware requires.
 
     Args:
@@ -161,9 +167,7 @@ def arq(weight: NDArray[np.floating], *, bits: int = 8, channel_wise: bool = Tru
     return ascend_scale_offset(rows.max(axis=1), rows.min(axis=1), with_offset=False, bits=bits)[0]
 
 
-def arq_integers(
-    weight: NDArray[np.floating], scale: Float32Array, *, bits: int = 8
-) -> NDArray[np.int8]:
+def arq_integers(weight: RealArray, scale: Float32Array, *, bits: int = 8) -> Int8Array:
     """Quantize a weight [C_out, ...] to int8 of the same shape: clip(rne(w / scale)).
 
     `bits`: 8 or fewer.
@@ -174,9 +178,7 @@ def arq_integers(
     return ascend_quantize(weight, by_row(scale, weight.ndim), bits=bits).astype(np.int8)
 
 
-def arq_fake_quantize(
-    weight: NDArray[np.floating], scale: Float32Array, *, bits: int = 8
-) -> NDArray[np.floating]:
+def arq_fake_quantize(weight: RealArray, scale: Float32Array, *, bits: int = 8) -> RealArray:
     """Quantize and dequantize a weight [C_out, ...], in the weight's dtype."""
     step = by_row(scale, weight.ndim)
     return (ascend_quantize(weight, step, bits=bits) * step).astype(weight.dtype)
@@ -219,7 +221,7 @@ def check_values(x: NDArray[np.generic], role: str) -> Float32Array:
     return x.astype(np.float32, copy=False)
 
 
-def channel_max(x: NDArray[np.floating], axis: int) -> Float32Array:
+def channel_max(x: RealArray, axis: int) -> Float32Array:
     """Return the largest |x| of each channel along `axis`, float32 [C].
 
     Raises:
@@ -231,7 +233,7 @@ def channel_max(x: NDArray[np.floating], axis: int) -> Float32Array:
     return np.asarray(data.max(axis=reduced_axes), np.float32)
 
 
-def weight_channel_max(weight: NDArray[np.floating], group: int = 1) -> Float32Array:
+def weight_channel_max(weight: RealArray, group: int = 1) -> Float32Array:
     """Return the largest |w| per input channel [C_in] of a weight [C_out, C_in / group, ...]."""
     c_out, c_in = check_values(weight, "weight").shape[:2]
     split = np.abs(weight).reshape(group, c_out // group, c_in, -1)
@@ -280,7 +282,7 @@ _MIN_CODE, _MAX_CODE = ascend_range(8)
 _LEVELS = _MAX_CODE - _MIN_CODE  # number of steps between the codes
 
 
-def kl_scale(weight: NDArray[np.floating], *, channel_wise: bool = True) -> Float32Array:
+def kl_scale(weight: RealArray, *, channel_wise: bool = True) -> Float32Array:
     """Return the scales that AMCT's AdaRound rounds a weight with: [C_out], or [1] for the tensor.
 
     They have the least KL divergence between the weight's histogram and its quantized form.
@@ -307,7 +309,7 @@ def kl_scale(weight: NDArray[np.floating], *, channel_wise: bool = True) -> Floa
     return ascend_guard(scales)
 
 
-def _histograms(rows: Float32Array, amax: Float32Array) -> FloatArray:
+def _histograms(rows: Float32Array, amax: Float32Array) -> Float64Array:
     """Return the counts over [-amax, amax] of every row, [C, 512], as in torch.histc."""
     end = amax[:, None]
     bins = ((rows + end) * np.float32(_HISTOGRAM_BINS) / (end + end)).astype(np.int64)
@@ -317,7 +319,7 @@ def _histograms(rows: Float32Array, amax: Float32Array) -> FloatArray:
     return counts.reshape(len(rows), _HISTOGRAM_BINS).astype(np.float64)
 
 
-def _best_scales(counts: FloatArray, amax: Float32Array) -> Float32Array:
+def _best_scales(counts: Float64Array, amax: Float32Array) -> Float32Array:
     """Return the scales of least divergence, with the smallest cut on ties."""
     divergences = [_divergence(*_cut_and_level(counts, cut)) for cut in range(_MAX_CUTS)]
     best_cuts = np.argmin(divergences, axis=0).astype(np.float32)
@@ -325,7 +327,7 @@ def _best_scales(counts: FloatArray, amax: Float32Array) -> Float32Array:
     return np.asarray((amax - best_cuts * width) / np.float32(-_MIN_CODE), np.float32)
 
 
-def _cut_and_level(counts: FloatArray, cut: int) -> tuple[FloatArray, FloatArray]:
+def _cut_and_level(counts: Float64Array, cut: int) -> tuple[Float64Array, Float64Array]:
     """Return (p, q) of a cut, [C, bins that remain]: the counts, and their form in 255 levels.
 
     The cut of the least KL(p, q) decides the scale. A level is the mean of the bins that it merges,
@@ -347,7 +349,7 @@ def _cut_and_level(counts: FloatArray, cut: int) -> tuple[FloatArray, FloatArray
     return p, np.where(p != 0, means[:, level_by_bin], 0.0)
 
 
-def _divergence(p: FloatArray, q: FloatArray) -> FloatArray:
+def _divergence(p: Float64Array, q: Float64Array) -> Float64Array:
     """Return KL(p, q) of every row, with a small count in empty bins."""
     p = _fill_empty_bins(p)
     q = _fill_empty_bins(q)
@@ -356,7 +358,7 @@ def _divergence(p: FloatArray, q: FloatArray) -> FloatArray:
     return np.asarray((p * np.log(p / q)).sum(axis=1))
 
 
-def _fill_empty_bins(counts: FloatArray) -> FloatArray:
+def _fill_empty_bins(counts: Float64Array) -> Float64Array:
     """Give empty bins a small count, and spread the same amount over the others, as AMCT does."""
     is_empty = counts == 0
     empty_bins = is_empty.sum(axis=1, keepdims=True)

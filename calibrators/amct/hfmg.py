@@ -20,19 +20,22 @@ import math
 from bisect import bisect_left, bisect_right
 
 import numpy as np
-from numpy.typing import NDArray
 
 from calibrators.amct.arq import FLT_EPSILON, ascend_scale_offset, check_values
 from calibrators.amct.ifmr import AscendScale
 from calibrators.errors import CalibrationError
-from calibrators.grids import Float32Array
+from calibrators.grids import (
+    Float32Array,
+    Float64Array,
+    Int32Array,
+    Int64Array,
+    RealArray,
+)
 from calibrators.statistics import Arrays
 
 NBINS = (1024, 2048, 4096, 8192)
 _MARGIN = 1e-3  # bound of the float32 rounding error of AMCT's loss
 _MAX_CUBES = 1e36  # far below float32's maximum of 3e38
-
-Float64Array = NDArray[np.float64]
 
 
 class HfmgHistogram:
@@ -49,10 +52,10 @@ class HfmgHistogram:
         self.nbins = nbins
         self.samples_per_batch = samples_per_batch
         self._waiting: list[Float32Array] = []
-        self.counts: NDArray[np.int32] | None = None
+        self.counts: Int32Array | None = None
         self.lo = self.hi = np.float32(0)
 
-    def observe(self, x: NDArray[np.floating]) -> None:
+    def observe(self, x: RealArray) -> None:
         """Add one sample of any shape, float32 or float16; a refused one changes nothing.
 
         Raises:
@@ -105,7 +108,7 @@ class HfmgHistogram:
         return {"counts": counts, "reals": np.array([self.lo, self.hi], np.float64)}
 
 
-def histc(data: Float32Array, nbins: int, lo: np.float32, hi: np.float32) -> NDArray[np.int32]:
+def histc(data: Float32Array, nbins: int, lo: np.float32, hi: np.float32) -> Int32Array:
     """Count as torch.histc in float32: bin trunc((x - lo) / (hi - lo) * nbins), hi in the last."""
     with np.errstate(over="ignore", invalid="ignore"):
         if lo == hi:
@@ -123,10 +126,10 @@ def histc(data: Float32Array, nbins: int, lo: np.float32, hi: np.float32) -> NDA
 
 
 def redistribute(
-    counts: NDArray[np.int32],
+    counts: Int32Array,
     old: tuple[np.float32, np.float32],
     new: tuple[np.float32, np.float32],
-) -> NDArray[np.int32]:
+) -> Int32Array:
     """Redistribute counts on the range `old` to as many bins on the wider range `new`.
 
     An old bin lies in one or two of the new bins, which are wider. If in two, its count is split by
@@ -159,7 +162,7 @@ def redistribute(
     return redistributed.astype(np.int32)
 
 
-def candidate_runs(counts: NDArray[np.int32]) -> NDArray[np.int64]:
+def candidate_runs(counts: Int32Array) -> Int64Array:
     """Return the candidate runs of bins, [K, 2] (left, right) inclusive, from the outside in.
 
     A run is what remains of the histogram after cuts at both ends. Each next run is cut by 1/100000
@@ -218,9 +221,7 @@ def hfmg(histogram: HfmgHistogram, *, bits: int = 8, with_offset: bool = True) -
     return AscendScale(scale=np.float32(scale), offset=int(offset), losses=losses)
 
 
-def _losses(
-    counts: NDArray[np.int32], runs: NDArray[np.int64], width: np.float32, bits: int
-) -> Float64Array:
+def _losses(counts: Int32Array, runs: Int64Array, width: np.float32, bits: int) -> Float64Array:
     """Return the L2 loss of each run, [K]: AMCT's float32 value if it may be best, else float64.
 
     AMCT's rounding decides between runs of nearly the same loss, but its loss takes long to
@@ -250,7 +251,7 @@ def _losses(
     return losses
 
 
-def _fast_losses(counts: NDArray[np.int32], runs: NDArray[np.int64], bits: int) -> Float64Array:
+def _fast_losses(counts: Int32Array, runs: Int64Array, bits: int) -> Float64Array:
     """Return the L2 losses, [K] float64, in units of the squared bin width.
 
     The squared errors are summed as if every value x had the last code, of centre c, and then
@@ -292,9 +293,7 @@ def _fast_losses(counts: NDArray[np.int32], runs: NDArray[np.int64], bits: int) 
     return losses
 
 
-def _loss32(
-    counts: NDArray[np.int32], left: int, right: int, width: np.float32, bits: int
-) -> np.float32:
+def _loss32(counts: Int32Array, left: int, right: int, width: np.float32, bits: int) -> np.float32:
     """Return AMCT's loss of one run, in float32: the sum over the bins of their errors.
 
     The values of a bin count as spread evenly over it. Its error is the integral of the squared

@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from calibrators.amct.arq import (
     FLT_EPSILON,
@@ -39,11 +38,9 @@ from calibrators.amct.arq import (
     check_values,
 )
 from calibrators.errors import CalibrationError
-from calibrators.grids import Float32Array
+from calibrators.grids import Float32Array, Float64Array, Int64Array, RealArray
 from calibrators.histogram import halve_resolution, range_for
 from calibrators.statistics import Arrays
-
-Float64Array = NDArray[np.float64]
 
 MAX_STORED_VALUES = 1 << 16  # largest number of values that streaming stores unbinned
 FINE_BINS = 1 << 15  # bins per side of the streaming histogram
@@ -111,7 +108,7 @@ class Candidates:
         return Candidates(self.lo[start:end], self.hi[start:end], self.scale[start:end])
 
 
-def ifmr(x: NDArray[np.floating], params: IfmrParams | None = None) -> AscendScale:
+def ifmr(x: RealArray, params: IfmrParams | None = None) -> AscendScale:
     """Return scale and offset for all activations of a tensor, any shape, float32 or float16.
 
     AMCT computes each loss in float32 from all the data. With many values, all losses are computed
@@ -268,7 +265,7 @@ def staircase_losses(
     return np.concatenate(losses)
 
 
-def _code_ends(candidates: Candidates) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _code_ends(candidates: Candidates) -> tuple[Int64Array, Int64Array]:
     """Return the lowest and the highest code of each candidate, [K] each, never equal."""
     lowest_code = np.rint(candidates.lo / candidates.scale).astype(np.int64)
     highest_code = np.rint(candidates.hi / candidates.scale).astype(np.int64)
@@ -359,7 +356,7 @@ class IfmrHistogram:
         self.minimum = math.inf
         self.maximum = -math.inf
         self.full_range = 0.0
-        self.counts: NDArray[np.int64] = np.zeros(0, np.int64)
+        self.counts: Int64Array = np.zeros(0, np.int64)
         self.sums: Float64Array = np.zeros(0)
         self._chunks: list[Float32Array] = []
 
@@ -370,7 +367,7 @@ class IfmrHistogram:
             return None
         return np.concatenate([*self._chunks, np.zeros(0, np.float32)])
 
-    def observe(self, x: NDArray[np.floating]) -> None:
+    def observe(self, x: RealArray) -> None:
         """Add one batch of any shape, float32 or float16; a refused one changes nothing.
 
         Raises:

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from calibrators.amct.adaround import AdaParams
 from calibrators.amct.arq import channel_max, check_values
 from calibrators.amct.hfmg import HfmgHistogram
 from calibrators.amct.ifmr import FINE_BINS, IfmrHistogram
 from calibrators.errors import CalibrationError
-from calibrators.grids import Float32Array
+from calibrators.grids import Float32Array, Int8Array, RealArray
 from calibrators.rounding import ConvWindow, extract_patches, sample_positions
 from calibrators.statistics import Arrays, Recorder, Statistic, read_numbers
 
@@ -137,7 +136,7 @@ class ChannelMax:
         self.axis = axis
         self.values: Float32Array = np.zeros(0, np.float32)
 
-    def observe(self, x: NDArray[np.floating]) -> None:
+    def observe(self, x: RealArray) -> None:
         """Add a sample of the first batch."""
         maxima = channel_max(x, self.axis)
         self.values = np.maximum(self.values, maxima) if self.values.size else maxima
@@ -195,7 +194,7 @@ class Targets:
         self._sample_number = 0
         self._chunks: list[Float32Array] = []
 
-    def observe(self, x: NDArray[np.floating]) -> None:
+    def observe(self, x: RealArray) -> None:
         """Add sampled positions of a sample, [N, C, ...] or [..., C]."""
         value = check_values(x, "output of a layer that AdaRound rounds")
         self._sample_number += 1
@@ -269,7 +268,7 @@ class RoundedWeights:
     """
 
     def __init__(self, window: ConvWindow | None, max_positions: int) -> None:
-        self.integers: NDArray[np.int8] | None = None
+        self.integers: Int8Array | None = None
         self.scale: Float32Array = np.zeros(0, np.float32)
         self.errors = (0.0, 0.0)
         self._window = window
@@ -277,7 +276,7 @@ class RoundedWeights:
         self._sample_number = 0
         self._chunks: list[Float32Array] = []
 
-    def observe(self, x: NDArray[np.floating]) -> None:
+    def observe(self, x: RealArray) -> None:
         """Add the patches at sampled positions of a sample."""
         value = check_values(x, "input of a layer that AdaRound rounds")
         self._sample_number += 1
@@ -291,7 +290,7 @@ class RoundedWeights:
         return np.ascontiguousarray(np.concatenate(chunks, axis=2).transpose(2, 0, 1))
 
     def set_result(
-        self, integers: NDArray[np.int8], scale: Float32Array, errors: tuple[float, float]
+        self, integers: Int8Array, scale: Float32Array, errors: tuple[float, float]
     ) -> None:
         """Set the result."""
         self.integers = integers

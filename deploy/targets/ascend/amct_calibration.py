@@ -19,7 +19,6 @@ from types import MappingProxyType
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from calibrators.amct.arq import (
@@ -40,6 +39,7 @@ from calibrators.amct.recorders import (
     RoundedWeights,
 )
 from calibrators.errors import CalibrationError
+from calibrators.grids import Float32Array, Int8Array
 from calibrators.scales import Scale
 from calibrators.statistics import Statistic
 from deploy.calibration.observation import Observation, ObservedStatistics, Variant
@@ -68,8 +68,8 @@ from deploy.targets.ascend.weight_rounding import (
     weight_algorithms,
 )
 
-Factors = Mapping[str, NDArray[np.float32]]
-WeightScales = dict[str, NDArray[np.float32]]  # layer -> scale of its weight, [C_out] or [1]
+Factors = Mapping[str, Float32Array]
+WeightScales = dict[str, Float32Array]  # layer -> scale of its weight, [C_out] or [1]
 
 
 def observation_model(
@@ -78,7 +78,7 @@ def observation_model(
     config: QuantConfig,
     weight_scales: WeightScales,
     factors: Factors,
-    integers_by_layer: Mapping[str, NDArray[np.int8]] = MappingProxyType({}),
+    integers_by_layer: Mapping[str, Int8Array] = MappingProxyType({}),
 ) -> onnx.ModelProto:
     """Return the float model to observe: weights fake-quantized, inputs divided by DMQ factors.
 
@@ -361,7 +361,7 @@ class RecordPlan:
         self,
         name: str,
         input_scale: AscendScale,
-        weight_scale: NDArray[np.float32],
+        weight_scale: Float32Array,
         dmq_factors: Factors,
         roundings: Mapping[str, RoundedWeights],
     ) -> LayerRecord:
@@ -428,7 +428,7 @@ class RecordPlan:
             self._arq.update(scales)  # at once: trials in other threads share the plan
         return self._arq
 
-    def _compute_dmq_factors(self, name: str, maxima: ChannelMax) -> NDArray[np.float32]:
+    def _compute_dmq_factors(self, name: str, maxima: ChannelMax) -> Float32Array:
         """Return the DMQ factors of a layer's input channels, [C_in].
 
         They are 1 if the layer cannot be balanced, and `allow_unbalanced` is set.
@@ -447,7 +447,7 @@ class RecordPlan:
                 raise
             return np.ones_like(maxima.values)
 
-    def _arq_scale(self, layer: Layer, factors: Factors) -> NDArray[np.float32]:
+    def _arq_scale(self, layer: Layer, factors: Factors) -> Float32Array:
         """Return the scales of a layer's weight by ARQ, [C_out] or [1].
 
         As in AMCT's records, an input of tensor_quantize has none, and a pool has 1.
@@ -460,7 +460,7 @@ class RecordPlan:
         rows = self._weight_rows(layer, factors)
         return arq(rows, bits=params.num_bits, channel_wise=bool(params.channel_wise))
 
-    def _weight_rows(self, layer: Layer, factors: Factors) -> NDArray[np.float32]:
+    def _weight_rows(self, layer: Layer, factors: Factors) -> Float32Array:
         """Return a layer's weight times its DMQ factors, output channels first."""
         return read_weight_rows(self._index, layer, factors.get(layer.name, NO_FACTORS))
 
@@ -529,7 +529,7 @@ def _in_layer(name: str) -> Iterator[None]:
         ) from None
 
 
-def _weight_channel_maxima(weight: NDArray[np.float32], layer: Layer) -> NDArray[np.float32]:
+def _weight_channel_maxima(weight: Float32Array, layer: Layer) -> Float32Array:
     """Return the largest magnitude of a weight for each input channel."""
     if layer.kind == "Conv":
         return weight_channel_max(weight, layer.group)

@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from calibrators.amct.arq import by_row
+from calibrators.grids import Float32Array, Int8Array, Int32Array
 from deploy.graph.edit import (
     drop_initializer_inputs,
     make_node,
@@ -46,7 +47,6 @@ from deploy.graph.index import Graph
 from deploy.runtimes.mapped_model import copy_without_initializers
 from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.quant_layer import (
-    Float32Array,
     QuantLayer,
     balanced_weight,
     from_rows,
@@ -160,14 +160,14 @@ class LayerRewriter(ABC):
         return [*nodes, *new_nodes]
 
     def replace_weight(
-        self, node: onnx.NodeProto, quant_layer: QuantLayer, weight: NDArray[np.int8]
+        self, node: onnx.NodeProto, quant_layer: QuantLayer, weight: Int8Array
     ) -> Nodes:
         """Put a layer's integers in the place of its float weight; return new nodes before it."""
         self.store(node.input[1], self.convert_weight(quant_layer, weight))
         return []
 
     def replace_bias(
-        self, node: onnx.NodeProto, quant_layer: QuantLayer, bias: NDArray[np.int32]
+        self, node: onnx.NodeProto, quant_layer: QuantLayer, bias: Int32Array
     ) -> Nodes:
         """Let a layer read its integer bias; return the new nodes before it.
 
@@ -212,9 +212,7 @@ class LayerRewriter(ABC):
     def end_layer(self, node: onnx.NodeProto, quant_layer: QuantLayer) -> Nodes:
         """Change the node that ends a layer in place; return the nodes that make its output."""
 
-    def convert_weight(
-        self, quant_layer: QuantLayer, weight: NDArray[np.int8]
-    ) -> NDArray[np.number[Any]]:
+    def convert_weight(self, quant_layer: QuantLayer, weight: Int8Array) -> NDArray[np.number[Any]]:
         """Return a weight as this model stores it."""
         return weight
 
@@ -311,8 +309,13 @@ def deploy_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> on
         # a tensor_quantize input has an AscendAntiQuant instead, without packed scales
         if quant_layer.layer.input_index is None:
             packed_scales = pack_dequant_scales(quant_layer.dequant)
-            name = f"{quant_layer.layer.name}.dequant.param"
-            deploy.graph.initializer.append(numpy_helper.from_array(packed_scales, name))
+            parameter = helper.make_tensor(  # not as raw bytes, as AMCT writes it
+                f"{quant_layer.layer.name}.dequant.param",
+                onnx.TensorProto.UINT64,
+                packed_scales.shape,
+                packed_scales.tolist(),
+            )
+            deploy.graph.initializer.append(parameter)
     return deploy
 
 
@@ -332,7 +335,7 @@ def packed_axis(kind: str) -> int:
     return {"Conv": 1, "ConvTranspose": 0}.get(kind, -2)
 
 
-def pack_int4(weight: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
+def pack_int4(weight: Int8Array, axis: int) -> Int8Array:
     """Pack integers in [-8, 7], two neighbors along `axis` per byte, the first in the low half.
 
     Args:
@@ -344,7 +347,7 @@ def pack_int4(weight: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
     return np.ascontiguousarray(np.moveaxis(pairs, -1, axis))
 
 
-def unpack_int4(packed: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
+def unpack_int4(packed: Int8Array, axis: int) -> Int8Array:
     """Invert `pack_int4`."""
     pairs = np.moveaxis(packed, axis, -1)
     nibbles = np.stack((pairs << 4 >> 4, pairs >> 4), axis=-1)  # shifts keep the sign
@@ -379,9 +382,7 @@ class _DeployWriter(LayerRewriter):
             dequant.attribute.append(helper.make_attribute(PACKED, "INT4"))
         return [dequant]
 
-    def convert_weight(
-        self, quant_layer: QuantLayer, weight: NDArray[np.int8]
-    ) -> NDArray[np.number[Any]]:
+    def convert_weight(self, quant_layer: QuantLayer, weight: Int8Array) -> NDArray[np.number[Any]]:
         """Return a weight of 4 bits with two integers per byte, any other one as it is."""
         if quant_layer.record.weight_bits == 4:
             return pack_int4(weight, packed_axis(quant_layer.layer.kind))

@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from calibrators.amct.arq import ascend_range
+from calibrators.grids import Int32Array
 from deploy.errors import ModelError
 from deploy.graph.edit import copy_message, make_node, rebuild
 from deploy.graph.index import Graph, attributes
@@ -361,7 +362,7 @@ class _IntegerWriter:
                 products = self.emit(node.op_type, values, half_name, template=node)
                 yield products, factor * part.factor
 
-    def read_bias(self, node: onnx.NodeProto) -> NDArray[np.int32]:
+    def read_bias(self, node: onnx.NodeProto) -> Int32Array:
         """Return a layer's bias."""
         name = node.input[2]
         producer = self.index.producer.get(name)

@@ -17,6 +17,7 @@ import onnx
 from onnx import numpy_helper
 
 from calibrators.amct.arq import arq
+from calibrators.grids import Float32Array
 from deploy.calibration.observation import CalibrationSubject
 from deploy.errors import CacheError, ConfigError, ModelError, list_first
 from deploy.files.reading import read_text
@@ -35,7 +36,6 @@ from deploy.targets.ascend.models import is_fusion_mapping
 from deploy.targets.ascend.preparation import disable_layers, prepare_model, unfuse_batchnorms
 from deploy.targets.ascend.proto import parse_text, suggest_name
 from deploy.targets.ascend.quant_layer import (
-    Float32Array,
     quantize_fitting,
     quantize_layers,
     read_constant,

@@ -28,6 +28,7 @@ import onnx
 from numpy.typing import NDArray
 
 from calibrators.amct.arq import ascend_range
+from calibrators.grids import Int8Array, Int32Array
 from deploy.graph.edit import (
     copy_message,
     drop_initializer_inputs,
@@ -116,9 +117,7 @@ class _FakeQuantWriter(LayerRewriter):
         mul = make_node("Mul", [tensor, scale.output[0]], output, f"{name}.mul")
         return [scale, mul], output
 
-    def convert_weight(
-        self, quant_layer: QuantLayer, weight: NDArray[np.int8]
-    ) -> NDArray[np.number[Any]]:
+    def convert_weight(self, quant_layer: QuantLayer, weight: Int8Array) -> NDArray[np.number[Any]]:
         """Return the integers as float32."""
         return weight.astype(np.float32)
 
@@ -172,7 +171,7 @@ class _AmctQdqWriter(LayerRewriter):
         return [], tensor
 
     def replace_weight(
-        self, node: onnx.NodeProto, quant_layer: QuantLayer, weight: NDArray[np.int8]
+        self, node: onnx.NodeProto, quant_layer: QuantLayer, weight: Int8Array
     ) -> Nodes:
         """Let a layer read its int8 weight through a DequantizeLinear; return that node."""
         name = quant_layer.layer.name
@@ -194,7 +193,7 @@ class _AmctQdqWriter(LayerRewriter):
         ]
 
     def replace_bias(
-        self, node: onnx.NodeProto, quant_layer: QuantLayer, bias: NDArray[np.int32]
+        self, node: onnx.NodeProto, quant_layer: QuantLayer, bias: Int32Array
     ) -> Nodes:
         """Let a layer read its rounded bias; that of a MatMul is in an Add, see `end_layer`."""
         if not quant_layer.layer.bias_add:
@@ -209,7 +208,7 @@ class _AmctQdqWriter(LayerRewriter):
             node.input[position] = self.store_bias(quant_layer, quant_layer.bias)
         return []
 
-    def store_bias(self, quant_layer: QuantLayer, bias: NDArray[np.int32]) -> str:
+    def store_bias(self, quant_layer: QuantLayer, bias: Int32Array) -> str:
         """Add a layer's bias in float, a multiple of scale_w * scale_d; return its name."""
         rounded = (bias * quant_layer.dequant.astype(np.float64)).astype(np.float32)
         return self.store(f"{quant_layer.layer.name}.bias.rounded", rounded)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from calibrators.amct.arq import arq_integers, ascend_range, ascend_s19, channels_first
+from calibrators.grids import Float32Array, Int8Array, Int32Array
 from deploy.errors import ExportError
 from deploy.graph.index import Graph
 from deploy.targets.ascend.layers import Layer, LayerGraph
@@ -22,7 +23,6 @@ from deploy.targets.stored_weights import StoredWeight, make_stored_weight
 # happens with 16 bits; quant_host_cpu_op_common, MIN/MAX_SCALE_VALUE and DealQauntNotRequant
 _MIN_FACTOR, _MAX_FACTOR = 2.0**-14, 65504.0
 
-Float32Array = NDArray[np.float32]
 Value = TypeVar("Value", bound=np.generic)
 
 
@@ -45,8 +45,8 @@ class QuantLayer:
     layer: Layer
     record: LayerRecord
     scale: np.float32
-    weight: NDArray[np.int8] | None
-    bias: NDArray[np.int32] | None
+    weight: Int8Array | None
+    bias: Int32Array | None
     dequant: Float32Array
     inverse_factors: Float32Array | None
     second_operand: QuantLayer | None = None
@@ -197,7 +197,7 @@ def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
 
 
 def _refuse_overflow(
-    layer: Layer, record: LayerRecord, weight: NDArray[np.int8], bias: NDArray[np.int32] | None
+    layer: Layer, record: LayerRecord, weight: Int8Array, bias: Int32Array | None
 ) -> None:
     """Refuse a layer whose sums of products could exceed int32.
 
@@ -241,7 +241,7 @@ def _second_operand(layer: Layer, record: LayerRecord) -> QuantLayer:
     )
 
 
-def _quantize_weight(layer: Layer, record: LayerRecord, index: Graph) -> NDArray[np.int8]:
+def _quantize_weight(layer: Layer, record: LayerRecord, index: Graph) -> Int8Array:
     """Return a layer's weight as integers: AdaRound's, if the record has them, else the nearest."""
     if record.factors.size not in (0, layer.channels_in):
         raise ExportError(f"{layer.channels_in} DMQ factors are needed, got {record.factors.size}")
@@ -255,7 +255,7 @@ def _quantize_weight(layer: Layer, record: LayerRecord, index: Graph) -> NDArray
     return from_rows(integers, _with_deployed_layout(layer))
 
 
-def quantize_bias(bias: Float32Array, dequant: Float32Array) -> NDArray[np.int32]:
+def quantize_bias(bias: Float32Array, dequant: Float32Array) -> Int32Array:
     """Return a bias in steps of scale_w * scale_d, int32 [C_out].
 
     Raises:

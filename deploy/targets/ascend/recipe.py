@@ -29,6 +29,7 @@ import numpy as np
 import onnx
 
 from calibrators.amct.arq import arq
+from calibrators.grids import Float32Array
 from calibrators.scales import Scale
 from deploy.errors import ExportError
 from deploy.frontends import LoadedModel, load
@@ -41,7 +42,6 @@ from deploy.targets.ascend.config_keys import QuantConfig, summarize_layers
 from deploy.targets.ascend.layers import TYPES, Layer, LayerGraph
 from deploy.targets.ascend.preparation import prepare_model
 from deploy.targets.ascend.quant_layer import (
-    Float32Array,
     QuantLayer,
     quantize_fitting,
     read_constant,

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from calibrators.amct.arq import FLT_EPSILON, ascend_clip_range, ascend_range
 from calibrators.amct.hfmg import HfmgHistogram, hfmg
 from calibrators.amct.ifmr import AscendScale, IfmrHistogram, IfmrParams, ifmr_streaming
+from calibrators.grids import Float32Array, Int8Array
 from calibrators.scales import Scale
 from calibrators.statistics import Recorder
 from deploy.errors import ConfigError
@@ -42,7 +42,6 @@ _IS_FLOAT16_BY_TYPE = {"": None, "FLOAT32": False, "FLOAT16": True}  # op_data_t
 
 InputRecorder = HfmgHistogram | IfmrHistogram
 
-Float32Array = NDArray[np.float32]
 NO_FACTORS = np.zeros(0, np.float32)  # DMQ factors of a layer that DMQ does not balance
 
 
@@ -73,7 +72,7 @@ class LayerRecord:
     factors: Float32Array = field(default_factory=lambda: NO_FACTORS)
     has_weight: bool = True
     skip_fusion: bool = False
-    rounded_weight: NDArray[np.int8] | None = None
+    rounded_weight: Int8Array | None = None
     is_node_input: bool = False
     act_bits: int = 8
     weight_bits: int = 8

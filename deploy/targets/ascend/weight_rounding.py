@@ -22,7 +22,6 @@ from threading import Event
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 
 from calibrators.amct.adaround import (
     LEAKY,
@@ -40,6 +39,7 @@ from calibrators.amct.adaround import (
 )
 from calibrators.amct.arq import kl_scale
 from calibrators.amct.recorders import RoundedWeights, RoundedWeightsOf, Targets, TargetsOf
+from calibrators.grids import Float32Array, Int8Array
 from deploy.calibration.observation import Observation, ObservedStatistics, Variant
 from deploy.errors import ConfigError
 from deploy.graph.bounds import make_window
@@ -55,7 +55,6 @@ MAX_POSITIONS = 4096  # sampled positions of a layer
 _MIN_POSITIONS = 256  # whatever memory they take
 _MAX_INPUT_BYTES = 32 * 2**20  # of the inputs at the sampled positions, if these are more
 
-Float32Array = NDArray[np.float32]
 # (observed statistics, names of the layers to round, last tensor) -> model up to that tensor, in
 # which the other AdaRound layers are float
 MakeModel = Callable[[ObservedStatistics, Collection[str], str], "onnx.ModelProto"]
@@ -353,9 +352,7 @@ def _make_problem(
     )
 
 
-def _search_blocks(
-    problem: AdaProblem, params: AdaParams, progress: Step
-) -> list[NDArray[np.int8]]:
+def _search_blocks(problem: AdaProblem, params: AdaParams, progress: Step) -> list[Int8Array]:
     """Return the integers of each block of a problem, searched in threads.
 
     If a block fails or the run is interrupted, the other threads stop at their next iteration.
