@@ -136,13 +136,13 @@ def _level_starts() -> NDArray[np.intp]:
     """Return the first bin of each level of each i, then i itself: [1921, 129]."""
     # level l holds the bins j with floor(j * 128 / i) == l, which start at ceil(l * i / 128)
     kept_bins = np.arange(LEVELS, BINS + 1)
-    return np.asarray(-(-np.arange(LEVELS + 1)[None, :] * kept_bins[:, None] // LEVELS))
+    return -(-np.arange(LEVELS + 1)[None, :] * kept_bins[:, None] // LEVELS)
 
 
 @cache
 def _run_of_level() -> NDArray[np.intp]:
     """Return the index in `_run_terms` of each level of each i: [1921, 128]."""
-    return np.asarray((np.diff(_level_starts(), axis=1) - 1) * (BINS + 1) + _level_starts()[:, :-1])
+    return (np.diff(_level_starts(), axis=1) - 1) * (BINS + 1) + _level_starts()[:, :-1]
 
 
 def _prefix_sums(x: NDArray[np.generic]) -> Float64Array:
@@ -152,7 +152,7 @@ def _prefix_sums(x: NDArray[np.generic]) -> Float64Array:
 
 def _xlogx(x: Float64Array) -> Float64Array:
     """Return x ln x, and 0 for 0."""
-    return np.asarray(x * np.log(np.where(x > 0, x, 1.0)), np.float64)
+    return x * np.log(np.where(x > 0, x, 1.0))
 
 
 def entropy(histogram: Histogram) -> Scale:

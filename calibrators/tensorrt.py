@@ -100,7 +100,7 @@ def to_device(array: Array, dtype: str) -> Array:
 def from_device(bits: Array, dtype: str) -> Array:
     """Convert an array from the device format of `dtype` (inverse of `to_device`) to a copy."""
     if dtype == "bfloat16":
-        return np.asarray((bits.astype(np.uint32) << np.uint32(16)).view(np.float32))
+        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
     if dtype == "float8":
         return _float8()[bits]
     return bits.copy()

@@ -53,7 +53,7 @@ def pair_scales(rows: RealArray, scales: Float32Array) -> Float32Array:
     [C_out], or [1] per tensor.
     """
     min_scales = pair_maxima(rows, scales) / (PAIR_LIMIT - PAIR_ROUNDING)
-    return np.asarray(np.maximum(scales, min_scales.astype(np.float32)), np.float32)
+    return np.maximum(scales, min_scales.astype(np.float32))
 
 
 def pair_maxima(rows: RealArray, scales: Float32Array) -> Float32Array:

@@ -26,7 +26,7 @@ from deploy.targets.ascend.aipp import write_aipp
 from deploy.targets.ascend.atc import CHIP, AippSource, AtcOptions, atc_command, check_flag
 from deploy.targets.ascend.config import default_config
 from deploy.targets.ascend.deploy_model import deploy_model
-from deploy.targets.ascend.executor import compare_deploy_model, open_deploy, to_integer_model
+from deploy.targets.ascend.executor import compare_deploy_model, open_deploy, to_standard_model
 from deploy.targets.ascend.existing_files import check_file
 from deploy.targets.ascend.fake_quant import amct_qdq_model, fake_quant_model
 from deploy.targets.ascend.layer_searches import rank_layers, similarity
@@ -259,7 +259,7 @@ def test_executor_refuses_a_broken_deploy_model(small, damage):
         tensor = next(t for t in model.graph.initializer if t.data_type == 6)
         tensor.CopyFrom(numpy_helper.from_array(np.zeros(8, np.float32), tensor.name))
     with pytest.raises(ModelError):
-        to_integer_model(model)
+        to_standard_model(model)
 
 
 def test_qdq_model_matches_fake_quant_model(small):
@@ -279,7 +279,7 @@ def test_qdq_model_matches_fake_quant_model(small):
 # -- AIPP and atc
 def aipp_of(preprocess, pixels, **options):
     """AIPP's arithmetic on an RGB picture [H, W, 3], from the text it was written as."""
-    text = write_aipp(preprocess, AippSource(**options)).text
+    text, _ = write_aipp(preprocess, AippSource(**options))
     fields = parse_text("InsertNewOps", text, "aipp").aipp_op[0]
     image = pixels[..., ::-1] if fields.rbuv_swap_switch else pixels
     out = np.empty(image.shape, np.float32)
@@ -303,10 +303,10 @@ def test_aipp_computes_the_preprocessing(rng, color):
 
 def test_aipp_center_crop_is_described():
     preprocess = Preprocess(size=(224, 224), color="rgb", layout="nchw", resize="short-side")
-    aipp = write_aipp(preprocess, AippSource(size=(256, 343)))
-    fields = parse_text("InsertNewOps", aipp.text, "aipp").aipp_op[0]
+    text, host_notes = write_aipp(preprocess, AippSource(size=(256, 343)))
+    fields = parse_text("InsertNewOps", text, "aipp").aipp_op[0]
     assert (fields.load_start_pos_h, fields.load_start_pos_w, fields.crop_size_w) == (16, 60, 224)
-    assert any("cannot resize" in sentence for sentence in aipp.host_notes)
+    assert any("cannot resize" in sentence for sentence in host_notes)
 
 
 def test_atc_command_chips_and_shapes():
@@ -384,7 +384,7 @@ def test_build_writes_every_file(small_cnn, data, tmp_path):
     assert row.accuracy.outputs[0].cosine_mean > 0.99
     notes = report.targets[0].notes
     assert any("atc" in note for note in notes)
-    assert any("run in integers on 2 samples" in note for note in notes)
+    assert any("run on 2 samples" in note for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -476,9 +476,11 @@ def test_wrong_options_are_refused(options, match):
 
 # -- commands
 def test_config_and_check_commands(small_cnn, tmp_path, command, refusal, wording):
-    for name in ("quant.json", "quant.cfg"):
-        path = tmp_path / name
-        command("ascend", "config", small_cnn, "-o", path)
+    config = tmp_path / "quant.json"
+    command("ascend", "config", small_cnn, "-o", config)
+    simple = tmp_path / "quant.cfg"
+    simple.write_text("batch_num: 1")
+    for path in (config, simple):
         assert "sound" in command("ascend", "check", path, "--model", small_cnn)
     record = CASES / "small_default" / "record.txt"
     wording.check(refusal("ascend", "check", record, "--model", small_cnn))

@@ -40,6 +40,13 @@ DOCUMENTED = {
 }
 
 
+def aipp_parameters(preprocess, source):
+    """The parameters in the text of an AIPP configuration."""
+    text, _ = aipp.write_aipp(preprocess, source)
+    (parameters,) = parse_text("InsertNewOps", text, "it").aipp_op
+    return parameters
+
+
 def picture(height=32, width=48):
     """A picture without hard edges, whose chroma survives 4:2:0."""
     y, x = np.mgrid[0:height, 0:width]
@@ -88,17 +95,16 @@ def test_om_receives_the_calibration_input(source, color, standard):
     norms = {"mean": (0.4,), "std": (0.3,)} if color == "grey" else IMAGENET
     preprocess = replace(RGB, color=color, **norms)
     frame_source = AippSource(color=source, standard=standard)
-    files = aipp.write_aipp(preprocess, frame_source)
+    parameters = aipp_parameters(preprocess, frame_source)
     expected = prepared(picture(), preprocess)
-    error = measure_aipp_error(files.parameters, preprocess, frame_source, expected)
+    error = measure_aipp_error(parameters, preprocess, frame_source, expected)
     assert error < (0.02 if frame_source.is_yuv else 5e-4)
     if (
         frame_source.is_yuv and color != "grey"
     ):  # and not with V for U, nor with another standard's factors
-        files = aipp.write_aipp(
-            preprocess, replace(frame_source, color={"nv12": "nv21", "nv21": "nv12"}[source])
-        )
-        swapped = measure_aipp_error(files.parameters, preprocess, frame_source, expected)
+        swapped_source = replace(frame_source, color={"nv12": "nv21", "nv21": "nv12"}[source])
+        parameters = aipp_parameters(preprocess, swapped_source)
+        swapped = measure_aipp_error(parameters, preprocess, frame_source, expected)
         assert swapped > 3 * error
 
 
@@ -111,7 +117,7 @@ def test_host_and_aipp_reproduce_calibration_inputs(color, source, resize, size)
     preprocess = replace(preprocess, short_side=40) if resize == "short-side" else preprocess
     if (source, color) == ("bgr", "grey"):
         return  # refused: test_unsupported_aipp_options_are_refused
-    files = aipp.write_aipp(preprocess, frame_source := AippSource(color=source, size=size))
+    parameters = aipp_parameters(preprocess, frame_source := AippSource(color=source, size=size))
     light, tint = picture(80, 120)[..., :1] // 2, cv2.resize(picture()[:4, :6], (120, 80)) // 2
     bgr = cv2.resize((light + tint)[..., ::-1], (size or (80, 120))[::-1])
     pixels = cv2.cvtColor(bgr, cv2.COLOR_BGR2GRAY)[..., None] if color == "grey" else bgr
@@ -120,7 +126,7 @@ def test_host_and_aipp_reproduce_calibration_inputs(color, source, resize, size)
     if size is None:
         placed, (top, left_column) = resize_to_input(pixels, preprocess)
         box = preprocess.input_size
-    elif plan := files.frame_plan:
+    elif plan := aipp._plan_frame(preprocess, frame_source):
         (top, left_column), box = plan.corner, plan.stored
         placed = cv2.resize(pixels, plan.resized[::-1]).reshape(*plan.resized, -1)
         placed = placed[max(-top, 0) :, max(-left_column, 0) :][: box[0], : box[1]]
@@ -128,7 +134,7 @@ def test_host_and_aipp_reproduce_calibration_inputs(color, source, resize, size)
     frame = np.zeros((*box, placed.shape[2]), np.uint8)
     frame[top : top + placed.shape[0], left_column : left_column + placed.shape[1]] = placed
     rgb = np.repeat(frame, 3, axis=2) if color == "grey" else frame[..., ::-1]
-    model_input = run_aipp(files.parameters, to_source_format(rgb, preprocess, frame_source))
+    model_input = run_aipp(parameters, to_source_format(rgb, preprocess, frame_source))
     deviation = (
         np.abs(model_input - expected) * preprocess.std[0] / preprocess.scale
     )  # in pixel units
@@ -137,16 +143,16 @@ def test_host_and_aipp_reproduce_calibration_inputs(color, source, resize, size)
 
 def test_frame_is_cropped_at_even_offsets():
     source = AippSource(color="nv12", size=(38, 54), standard="bt709-full")
-    files = aipp.write_aipp(replace(RGB, resize="short-side", short_side=38), source)
-    assert (files.parameters.load_start_pos_h, files.parameters.load_start_pos_w) == (2, 2)
+    parameters = aipp_parameters(replace(RGB, resize="short-side", short_side=38), source)
+    assert (parameters.load_start_pos_h, parameters.load_start_pos_w) == (2, 2)
     frame = np.zeros((38, 54, 3), np.uint8)
     frame[2:34, 2:50] = picture()
-    got = run_aipp(files.parameters, to_yuv420(frame, "bt709-full"))
+    got = run_aipp(parameters, to_yuv420(frame, "bt709-full"))
     expected = prepared(picture(), RGB)
     assert np.abs(got - expected).mean() < 0.02
     narrow, full = (AippSource(color="nv12", standard=f"bt601-{k}") for k in ("narrow", "full"))
     right, wrong = (
-        measure_aipp_error(aipp.write_aipp(RGB, source).parameters, RGB, full, expected)
+        measure_aipp_error(aipp_parameters(RGB, source), RGB, full, expected)
         for source in (full, narrow)
     )
     assert wrong > 2 * right
@@ -154,15 +160,15 @@ def test_frame_is_cropped_at_even_offsets():
 
 def test_dynamic_aipp_leaves_values_to_host():
     source = AippSource(color="nv12", size=(64, 64), dynamic=True)
-    aipp_files = aipp.write_aipp(replace(RGB, **IMAGENET), source)
-    (op,) = parse_text("InsertNewOps", aipp_files.text, "it").aipp_op
+    text, host_notes = aipp.write_aipp(replace(RGB, **IMAGENET), source)
+    (op,) = parse_text("InsertNewOps", text, "it").aipp_op
     assert op.aipp_mode == 2
     assert op.max_src_image_size == 64 * 64 * 3 // 2
-    four_pictures = aipp.write_aipp(replace(RGB, **IMAGENET), source, batch=4)
-    assert f"max_src_image_size: {4 * op.max_src_image_size}" in four_pictures.text
+    four_pictures, _ = aipp.write_aipp(replace(RGB, **IMAGENET), source, batch=4)
+    assert f"max_src_image_size: {4 * op.max_src_image_size}" in four_pictures
     assert not op.HasField("input_format")
     assert not op.HasField("csc_switch")
-    (note,) = [line for line in aipp_files.host_notes if "aclmdlSetAIPP" in line]
+    (note,) = [line for line in host_notes if "aclmdlSetAIPP" in line]
     assert "matrix_r0c0: 298" in note
     assert "mean_chn_0: 123" in note
     assert "\n" not in note
@@ -310,10 +316,12 @@ EVEN = (
 )
 def test_host_resizing_is_described_with_sizes(changes, options, size, note):
     preprocess, frame_source = replace(RGB, **changes), AippSource(size=size, **options)
-    files = aipp.write_aipp(preprocess, frame_source)
-    assert files.host_notes[0] == note
-    assert files.parameters.src_image_size_w % 16 == 0 or not frame_source.is_yuv
-    assert files.parameters.crop == (files.frame_plan.stored != preprocess.input_size)
+    _, host_notes = aipp.write_aipp(preprocess, frame_source)
+    assert host_notes[0] == note
+    parameters = aipp_parameters(preprocess, frame_source)
+    assert parameters.src_image_size_w % 16 == 0 or not frame_source.is_yuv
+    plan = aipp._plan_frame(preprocess, frame_source)
+    assert parameters.crop == (plan.stored != preprocess.input_size)
 
 
 SECRET = "/home/someone/secret/train.py"

@@ -255,6 +255,7 @@ def test_input_removed_from_record_stays_float(shared_build, command, small_cnn,
 
 EDITS = {  # what stands behind a key of the record, and what takes its place
     "no such input": ("Add_a:", '1"', '2"', "must be below 2, got 2"),
+    "another spelling": ("Add_a:", '1"', '01"', "must be below 2, got 01"),
     "no such node": ("Add_", 'a:1"', 'b:1"', "did you mean 'Add_a'"),
     "of a layer": ("", 'Add_a:1"', 'Conv_c9"', "must be of an input, '<layer>:<index>', got"),
     "no flag": ("Add_a:1", "is_tensor_quantize: true", "", "must hold is_tensor_quantize: true"),
@@ -283,7 +284,10 @@ WRONG = {
     "another type": (tensor("Conv_c2", 0), "inputs of Add and MaxPool, got 'Conv_c2' of type Conv"),
     "no such input": (tensor("Add_a", 2), "of type Add, must be below 2, got 2"),
     "one input only": (tensor("MaxPool_p", 1), "of type MaxPool, must be below 1, got 1"),
-    "twice": (tensor("Add_a", 0) + tensor("Add_a", 0), "each input once, got 'Add_a:0' again"),
+    "twice": (
+        tensor("Add_a", 0) + tensor("Add_a", 0),
+        "must name each once, got ['Add_a:0'] repeated",
+    ),
     "16 bits": (tensor("Add_a", 0, "ifmr_quantize { dst_type: INT16 }"), "8-bit, got 16 bits"),
     "a value": (
         tensor("Add_a", 0, "hfmg_quantize { num_of_bins: 7 }"),
@@ -406,10 +410,7 @@ def test_integers_and_floats_agree(op, all_inputs, asymmetric, padded, seed):
     layers = find_layers(model)
     act = keys.ActivationParams(asymmetric=asymmetric, search_range=(1.0, 1.3))
     indices = (0, 1) if all_inputs and op == "Add" else (0,)
-    tensor_configs = [{"layer_name": "one", "input_index": index} for index in indices]
-    requested_tensors = tuple(
-        keys.TensorConfig(**tensor_config, activation=act) for tensor_config in tensor_configs
-    )
+    requested_tensors = {f"one:{index}": act for index in indices}
     shift = -2 if seed % 2 else 0
     feed = {name: (rng.normal(size=shape) + shift).astype(np.float32) for name in names}
     config = resolve_config(keys.QuantConfig(tensors=requested_tensors), layers)

@@ -149,7 +149,7 @@ def ascend_half(scale: np.float32) -> np.float32:
 def ascend_s19(scales: Float32Array) -> Float32Array:
     """Truncate float32 scales of any shape to 10 mantissa bits, as Nano chips read them."""
     bits = np.ascontiguousarray(scales, np.float32).view(np.uint32) & np.uint32(0xFFFFE000)
-    return np.asarray(bits.view(np.float32))
+    return bits.view(np.float32)
 
 
 def arq(weight: RealArray, *, bits: int = 8, channel_wise: bool = True) -> Float32Array:

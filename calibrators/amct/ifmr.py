@@ -42,6 +42,9 @@ from calibrators.grids import Float32Array, Float64Array, Int64Array, RealArray
 from calibrators.histogram import halve_resolution, range_for
 from calibrators.statistics import Arrays
 
+# boundaries -> the number and the sum of the data below each
+CountBelow = Callable[[Float64Array], tuple[Float64Array, Float64Array]]
+
 MAX_STORED_VALUES = 1 << 16  # largest number of values that streaming stores unbinned
 FINE_BINS = 1 << 15  # bins per side of the streaming histogram
 _MARGIN = 1e-4  # bound of the float32 rounding error of AMCT's loss
@@ -233,7 +236,7 @@ def _sorted_losses(data: Float32Array, candidates: Candidates) -> Float64Array:
 
 
 def staircase_losses(
-    count_below: Callable[[Float64Array], tuple[Float64Array, Float64Array]],
+    count_below: CountBelow,
     count: float,
     total: float,
     squares: float,
@@ -274,7 +277,7 @@ def _code_ends(candidates: Candidates) -> tuple[Int64Array, Int64Array]:
 
 
 def _block_losses(
-    count_below: Callable[[Float64Array], tuple[Float64Array, Float64Array]],
+    count_below: CountBelow,
     count: float,
     total: float,
     squares: float,

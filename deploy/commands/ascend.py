@@ -363,7 +363,7 @@ def convert_pairs(model: Path, keep_rounding: bool, **options: Any) -> Report:
     """Write deploy and fake-quant models of a Q/DQ model with its own scales.
 
     The model may be of calib8 qat or export --qdq, ONNX Runtime, ModelOpt or NNCF. Weights keep
-    their integers. With --images the result is run in integers and compared with the model in ONNX
+    their integers. With --images the deploy model is run and compared with the model in ONNX
     Runtime. (AMCT: convert_qat_model.)
 
     \b

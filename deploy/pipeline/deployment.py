@@ -19,7 +19,7 @@ import onnx
 
 from deploy.calibration.observation import CalibrationSubject, ObservedStatistics
 from deploy.calibration.ranges import Ranges
-from deploy.errors import ConfigError, ModelError
+from deploy.errors import ConfigError
 from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.feed import Dataset, open_feed
 from deploy.feed.samples import Feed
@@ -56,7 +56,6 @@ from deploy.targets.ascend.recipe import Recipe, recipe_from_qdq
 from deploy.targets.ascend.target import Ascend
 from deploy.targets.base import BuildRequest, BuildResult
 from deploy.targets.options import changed_options
-from deploy.tensors import Session
 from deploy.version import __version__
 
 _RANDOM_SAMPLES = 2  # samples to run the models on, without images
@@ -164,7 +163,7 @@ def convert(  # noqa: D417
 ) -> Report:
     """Write Ascend's files of a Q/DQ model by the scales of its own Q/DQ pairs.
 
-    With images the deploy model is run in integers and compared with `model` in ONNX Runtime.
+    With images the deploy model is run and compared with `model` in ONNX Runtime.
 
     The arguments that are not listed are those of `deploy`.
 
@@ -368,9 +367,6 @@ def _compare_with_qdq_model(
 ) -> tuple[EngineRow, ...]:
     """Return the rows of the Q/DQ model and of the deploy model, which is compared with it.
 
-    The deploy model is computed in integers, as the NPU does. If its sums exceed what can be added
-    up exactly here, the fake-quant model stands for it, which computes in float.
-
     Args:
         qdq_model: the user's model.
         path: its file.
@@ -380,15 +376,7 @@ def _compare_with_qdq_model(
     """
     # computed in float as written: integer kernels of an older x86 CPU may saturate
     reference = OrtSession.open(qdq_model, threads=threads, int8_kernels=False)
-    arithmetic_note = "Compared in integers, as the NPU computes."
-    try:
-        deploy_model = read_model(result.files["deploy model"])
-        candidate: Session = open_deploy(deploy_model, threads=threads)
-    except ModelError as error:  # sums that the executor cannot add up exactly
-        fake_quant_path = result.files["fake-quant model"]
-        candidate = OrtSession.open(fake_quant_path, threads=threads, optimize=False)
-        arithmetic_note = f"Compared as the fake-quant model: {error}."
-
+    candidate = open_deploy(read_model(result.files["deploy model"]), threads=threads)
     fp32_note = f"Here FP32 means {path.name} in ONNX Runtime."
     return (
         EngineRow(label="Q/DQ", reference=True, path=str(path)),
@@ -396,6 +384,6 @@ def _compare_with_qdq_model(
             label=result.precision,
             target=result.target,
             accuracy=compare_sessions(reference, candidate, feed),
-            notes=(arithmetic_note, fp32_note),
+            notes=("Compared with the deploy model's integers, as the NPU computes.", fp32_note),
         ),
     )

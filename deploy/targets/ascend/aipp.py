@@ -104,23 +104,6 @@ def _value_ranges(standard: str) -> tuple[float, float, int]:
     return 1.0, 1.0, 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AippConfig:
-    """An AIPP configuration, and the preprocessing left to the host.
-
-    Attributes:
-        text: content of the configuration file.
-        parameters: an AippOpParams; for dynamic AIPP, those that the host has to set.
-        host_notes: sentences on the steps left to the host, and the error of AIPP's arithmetic.
-        frame_plan: how a frame of the source size becomes AIPP's picture, if AIPP cannot crop it.
-    """
-
-    text: str
-    parameters: Any
-    host_notes: tuple[str, ...]
-    frame_plan: "FramePlan | None"
-
-
 @dataclass(frozen=True, slots=True)
 class FramePlan:
     """Sizes before AIPP, as (height, width).
@@ -141,8 +124,10 @@ class FramePlan:
 
 def write_aipp(
     preprocess: Preprocess, source: AippSource, input_index: int = 0, batch: int = 1
-) -> AippConfig:
-    """Return the AIPP configuration, as text and message; no file is written.
+) -> tuple[str, list[str]]:
+    """Return the text of the AIPP configuration, and notes on what is left to the host.
+
+    The notes are sentences on the steps before AIPP, its input, and the error of its factors.
 
     Args:
         preprocess: the calibration's preprocessing, resolved: size, color and layout are set.
@@ -176,12 +161,7 @@ def write_aipp(
         host_notes.append(f"Dynamic AIPP: the host sets, by aclmdlSetAIPP..., {settings}.")
     else:
         message.aipp_op.append(parameters)
-    return AippConfig(
-        text=print_text(message),
-        parameters=parameters,
-        host_notes=tuple(host_notes),
-        frame_plan=frame_plan,
-    )
+    return print_text(message), host_notes
 
 
 def _set_color(parameters: Any, preprocess: Preprocess, source: AippSource) -> None:
@@ -460,10 +440,10 @@ def write_aipp_files(
     inputs = [spec.name for spec in request.subject.loaded.inputs]
     # images feed one input; all other inputs are states
     image_input = next(name for name in inputs if name not in request.feed.states)
-    aipp = write_aipp(preprocess, source, inputs.index(image_input), request.feed.batch)
-    files["AIPP configuration"] = request.write("_aipp.cfg", aipp.text)
+    text, host_notes = write_aipp(preprocess, source, inputs.index(image_input), request.feed.batch)
+    files["AIPP configuration"] = request.write("_aipp.cfg", text)
     if first_layer_int8:
         options_text = compression_options()
         files["compression options"] = request.write("_compression.cfg", options_text)
 
-    return list(aipp.host_notes)
+    return host_notes

@@ -366,28 +366,17 @@ def parse_size(text: str) -> tuple[int, int]:
 _PRIVATE_FIELDS = ("doc_string", "metadata_props")  # exporters leave paths and stack traces there
 
 
-@dataclass(frozen=True, slots=True)
-class OnnxParserLimits:
-    """The ONNX versions that one CANN's parser reads.
-
-    Attributes:
-        opset: newest opset.
-        ir: newest IR version, the one of the ONNX release that the parser was made for.
-    """
-
-    opset: int
-    ir: int
-
-
 # Sources, on hiascend.com: "ONNX operator specifications" of canncommercial/5046 (ONNX 1.8.0,
 # opset 9 to 13), of 700 (ONNX 1.12.0, opset 9 to 18) and of 80RC22, 80RC3 and 910beta3 (ONNX
 # 1.12.0, each operator 11 to 18); hicann/ge, atc's page on --framework (opset 11 to 18).
+# CANN version -> (newest opset, newest IR version) that its parser reads; the IR version is that of
+# the ONNX release that the parser was made for
 PARSERS = {
-    "5.0": OnnxParserLimits(13, 7),
-    "7.0": OnnxParserLimits(18, 8),
-    "8.0": OnnxParserLimits(18, 8),
-    "8.2": OnnxParserLimits(18, 8),
-    "9.1": OnnxParserLimits(18, 8),
+    "5.0": (13, 7),
+    "7.0": (18, 8),
+    "8.0": (18, 8),
+    "8.2": (18, 8),
+    "9.1": (18, 8),
 }
 DEFAULT_CANN = "8.0"
 
@@ -407,9 +396,9 @@ def lower_for_cann(model: onnx.ModelProto, cann: str) -> onnx.ModelProto:
     """
     from deploy.graph.lowering import lower_opset
 
-    parser = PARSERS[cann]
-    lowered = copy_message(lower_opset(model, opset=parser.opset).model)
-    lowered.ir_version = min(lowered.ir_version, parser.ir)
+    newest_opset, newest_ir_version = PARSERS[cann]
+    lowered = copy_message(lower_opset(model, opset=newest_opset).model)
+    lowered.ir_version = min(lowered.ir_version, newest_ir_version)
     return lowered
 
 

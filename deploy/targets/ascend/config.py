@@ -23,11 +23,12 @@ from deploy.targets.ascend.config_keys import (
     ActivationParams,
     LayerConfig,
     QuantConfig,
-    TensorConfig,
     activation_from,
+    add_place,
     check_values,
+    collect_tensors,
     refuse_repeats,
-    resolve_tensors,
+    resolve_tensor,
     takes_activations,
     takes_weights,
     weight_from,
@@ -82,11 +83,14 @@ def resolve_config(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
     layers = {
         name: _resolve_layer(name, entry, config, graph) for name, entry in config.layers.items()
     }
+    tensors = {
+        key: resolve_tensor(key, search, config, graph) for key, search in config.tensors.items()
+    }
     weighted = {name: config.layers[name] for name in layers if graph.layer_by_name[name].weight}
     return replace(
         config,
         layers=layers,
-        tensors=resolve_tensors(config, graph),
+        tensors=tensors,
         notes=(*config.notes, *weight_width_notes(weighted, layers)),
     )
 
@@ -220,7 +224,7 @@ def read_config(text: str, file_name: str = "the quant config") -> QuantConfig:
     refuse_repeats(settings.get("skip_fusion_layers", ()), "skip_fusion_layers")
     if settings.get("fakequant_precision_mode") == "DEFAULT":
         del settings["fakequant_precision_mode"]  # as if it were unset
-    tensors = tuple(map(_read_tensor, settings.get("tensor_quantize", ())))
+    tensors = collect_tensors(map(_read_tensor, settings.get("tensor_quantize", ())))
     # weight_offset and joint_quant are left out: they have only one allowed value, checked above
     fields = {key: settings[key] for key in _CONFIG_KEYS if key in settings}
     return QuantConfig(**fields, tensors=tensors, layers=layers)
@@ -231,11 +235,7 @@ def write_config(config: QuantConfig) -> str:
     document = _set_fields(config, *_CONFIG_KEYS)
     if config.tensors:
         document["tensor_quantize"] = [
-            {
-                **_set_fields(tensor, "layer_name", "input_index"),
-                _ACTIVATION_KEY: _activation_json(tensor.activation),
-            }
-            for tensor in config.tensors
+            _tensor_json(key, search) for key, search in config.tensors.items()
         ]
     for name in sorted(config.layers):
         layer = config.layers[name]
@@ -256,6 +256,16 @@ def _set_fields(values: object, *keys: str) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if value is not None}
 
 
+def _tensor_json(key: str, search: ActivationParams) -> dict[str, Any]:
+    """Return an entry of tensor_quantize; its key is '<node>:<index>'."""
+    node, _, index = key.rpartition(":")
+    return {
+        "layer_name": node,
+        "input_index": int(index),
+        _ACTIVATION_KEY: _activation_json(search),
+    }
+
+
 def _activation_json(activation: ActivationParams) -> dict[str, Any]:
     """Return activation_quant_params in AMCT's order, which differs between the two algorithms."""
     if activation.act_algo == "ifmr":
@@ -263,22 +273,20 @@ def _activation_json(activation: ActivationParams) -> dict[str, Any]:
     return _set_fields(activation, "num_bits", "act_algo", "asymmetric", *HFMG)
 
 
-def _read_tensor(value: dict[str, Any]) -> TensorConfig:
-    """Return one entry of the list tensor_quantize."""
+def _read_tensor(value: dict[str, Any]) -> tuple[str, int, ActivationParams]:
+    """Return (node, index of its input, scale search) of an entry of the list tensor_quantize."""
     fields = check_values(value, TENSOR, "tensor_quantize")
     for key in ("layer_name", "input_index"):
         if key not in fields:
             raise ConfigError(f"each tensor_quantize must hold {key}, got one without")
-    try:
-        activation = _read_activation(fields.pop(_ACTIVATION_KEY, {}))
-    except ConfigError as error:
-        raise ConfigError(f"{error} (in tensor_quantize of {fields['layer_name']!r})") from None
-    return TensorConfig(**fields, activation=activation)
+    node = fields["layer_name"]
+    with add_place(f"in tensor_quantize of {node!r}"):
+        return node, fields["input_index"], _read_activation(fields.get(_ACTIVATION_KEY, {}))
 
 
 def _read_layer(name: str, value: dict[str, Any]) -> LayerConfig:
     """Return the entry of a layer; errors name the layer."""
-    try:
+    with add_place(f"in layer {name!r}"):
         # as in AMCT, an entry without quant_enable leaves its layer in float
         fields = {"quant_enable": False, **check_values(value, LAYER, "a layer")}
         activation_values = fields.pop(_ACTIVATION_KEY, {})
@@ -288,8 +296,6 @@ def _read_layer(name: str, value: dict[str, Any]) -> LayerConfig:
             activation=_read_activation(activation_values),
             weight=weight_from(check_values(weight_values, WEIGHT, _WEIGHT_KEY)),
         )
-    except ConfigError as error:
-        raise ConfigError(f"{error} (in layer {name!r})") from None
 
 
 def _read_activation(value: dict[str, Any]) -> ActivationParams:

@@ -27,7 +27,8 @@ are calib8's.
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -76,20 +77,6 @@ class LayerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorConfig:
-    """One entry of tensor_quantize: an input of an Add or MaxPool, and its scale search."""
-
-    layer_name: str
-    input_index: int
-    activation: ActivationParams = field(default_factory=ActivationParams)
-
-    @property
-    def key(self) -> str:
-        """Name of the input in a record."""
-        return f"{self.layer_name}:{self.input_index}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class QuantConfig:
     """A complete quant config.
 
@@ -100,7 +87,7 @@ class QuantConfig:
         do_fusion: fold BatchNormalizations.
         skip_fusion_layers: Convs whose BatchNormalization is not folded.
         fakequant_precision_mode: "FORCE_FP16_QUANT" or None.
-        tensors: entries of tensor_quantize.
+        tensors: '<node>:<index>' of an input of tensor_quantize -> its scale search.
         layers: layer -> its entry.
         notes: sentences on settings that a layer does not support; never written to the file.
     """
@@ -111,7 +98,7 @@ class QuantConfig:
     do_fusion: bool = True
     skip_fusion_layers: tuple[str, ...] = ()
     fakequant_precision_mode: str | None = None
-    tensors: tuple[TensorConfig, ...] = ()
+    tensors: Mapping[str, ActivationParams] = field(default_factory=dict)
     layers: Mapping[str, LayerConfig] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -121,7 +108,7 @@ class QuantConfig:
 
     def entries(self) -> dict[str, LayerConfig]:
         """Return the enabled layers and the tensor_quantize inputs, by their name in a record."""
-        inputs = {tensor.key: LayerConfig(activation=tensor.activation) for tensor in self.tensors}
+        inputs = {key: LayerConfig(activation=search) for key, search in self.tensors.items()}
         return {**self.enabled(), **inputs}
 
 
@@ -300,6 +287,15 @@ def refuse_repeats(names: Iterable[str], where: str) -> list[str]:
     return list(counts)
 
 
+@contextmanager
+def add_place(place: str) -> Iterator[None]:
+    """Add a place, such as "in layer 'conv1'", to the message of a ConfigError of the block."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{error} ({place})") from None
+
+
 INT16_LAYERS = "Conv and ConvTranspose with a 1-D or 2-D kernel, and Gemm"
 # bits of weights, fewer than 8 -> the layers that support them
 LAYERS_BY_WEIGHT_BITS = {
@@ -359,35 +355,42 @@ def summarize_layers(names: Collection[str]) -> str:
     return f"{len(names)} {noun} ({', '.join(shown)})"
 
 
-def resolve_tensors(config: QuantConfig, graph: LayerGraph) -> tuple[TensorConfig, ...]:
-    """Return the tensor_quantize entries with `asymmetric` set, by default to activation_offset."""
-    keys = set()
-    for tensor in config.tensors:
-        if tensor.key in keys:
-            raise ConfigError(
-                f"tensor_quantize must name each input once, got {tensor.key!r} again"
-            )
-        keys.add(tensor.key)
-    return tuple(_resolve_tensor(tensor, config, graph) for tensor in config.tensors)
+def collect_tensors(
+    entries: Iterable[tuple[str, int, ActivationParams]],
+) -> dict[str, ActivationParams]:
+    """Return '<node>:<index>' -> scale search of the entries (node, index, search).
+
+    Raises:
+        ConfigError: two entries are of one input.
+    """
+    searches = [(f"{node}:{index}", search) for node, index, search in entries]
+    refuse_repeats((key for key, _ in searches), "tensor_quantize")
+    return dict(searches)
 
 
-def _resolve_tensor(tensor: TensorConfig, config: QuantConfig, graph: LayerGraph) -> TensorConfig:
-    check_tensor_input(tensor.layer_name, tensor.input_index, graph)
-    activation = tensor.activation
+def resolve_tensor(
+    key: str, activation: ActivationParams, config: QuantConfig, graph: LayerGraph
+) -> ActivationParams:
+    """Return the search of a tensor_quantize input with `asymmetric` set, as activation_offset is.
+
+    Raises:
+        ConfigError: the input cannot be quantized by itself, or not with these settings.
+    """
+    check_tensor_input(key, graph)
     if activation.num_bits != 8:
         raise ConfigError(
-            f"tensor_quantize is 8-bit, got {activation.num_bits} bits for {tensor.layer_name!r};"
+            f"tensor_quantize is 8-bit, got {activation.num_bits} bits for {key!r};"
             " leave the type out"
         )
     if activation.asymmetric is None:
-        activation = replace(activation, asymmetric=config.activation_offset)
-    return replace(tensor, activation=activation)
+        return replace(activation, asymmetric=config.activation_offset)
+    return activation
 
 
-def check_tensor_input(name: str, index: int, graph: LayerGraph) -> None:
-    """Refuse the input `index` of the node `name` if it cannot be quantized by itself."""
+def check_tensor_input(key: str, graph: LayerGraph) -> None:
+    """Refuse an input, '<node>:<index>', that cannot be quantized by itself."""
+    name, _, index = key.rpartition(":")
     op = graph.ops.get(name)
-    key = f"{name}:{index}"
     if op is None:
         candidates = [node for node, node_op in graph.ops.items() if node_op in TENSOR_QUANTIZE_OPS]
         raise ConfigError(

@@ -48,18 +48,19 @@ from deploy.runtimes.mapped_model import copy_without_initializers
 from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.quant_layer import (
     QuantLayer,
+    QuantLayers,
     balanced_weight,
     from_rows,
     read_weight_rows,
 )
-from deploy.targets.ascend.record import LayerRecord
+from deploy.targets.ascend.record import (
+    Records,
+)
 
 Nodes = list[onnx.NodeProto]
 
 
-def copy_without_weights(
-    model: onnx.ModelProto, layers: Mapping[str, QuantLayer]
-) -> onnx.ModelProto:
+def copy_without_weights(model: onnx.ModelProto, layers: QuantLayers) -> onnx.ModelProto:
     """Return a copy with empty tensors in place of the weights of these layers."""
     quantized = {name for name, quant_layer in layers.items() if quant_layer.weight is not None}
     weights = {node.input[1] for node in model.graph.node if node.name in quantized}
@@ -86,7 +87,7 @@ class LayerRewriter(ABC):
 
     bias_type: type[np.number[Any]] = np.float32
 
-    def __init__(self, model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> None:
+    def __init__(self, model: onnx.ModelProto, layers: QuantLayers) -> None:
         self.model = model
         self.graph = model.graph
         self.layers = layers
@@ -295,7 +296,7 @@ def rewrite_inputs(
 PACKED = "wts_type"
 
 
-def deploy_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:
+def deploy_model(model: onnx.ModelProto, layers: QuantLayers) -> onnx.ModelProto:
     """Return the model for atc: layers in integers, between AscendQuant and AscendDequant nodes.
 
     The activation offset is not folded into the bias: atc does that when it compiles.
@@ -327,7 +328,7 @@ def pack_dequant_scales(dequant: Float32Array) -> NDArray[np.uint64]:
 def unpack_dequant_scales(parameter: NDArray[np.uint64]) -> Float32Array:
     """Invert `pack_dequant_scales`; ignore shift and offset."""
     low = (parameter & np.uint64(0xFFFFFFFF)).astype(np.uint32)
-    return np.asarray(low.view(np.float32))
+    return low.view(np.float32)
 
 
 def packed_axis(kind: str) -> int:
@@ -414,7 +415,7 @@ def _scaling_node(
 _MAX_GRID_ERROR = 0.01  # steps: float32 error of a weight that is an integer times its scale
 
 
-def modified_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:
+def modified_model(model: onnx.ModelProto, layers: QuantLayers) -> onnx.ModelProto:
     """Return the float model with weights that AMCT rounds to AdaRound's integers.
 
     AMCT's record has the scales, but not the integers, and AMCT rounds weights to the nearest. So a
@@ -438,7 +439,7 @@ def modified_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> 
 def find_unrounded_layers(
     model: onnx.ModelProto,
     graph: LayerGraph,
-    records: Mapping[str, LayerRecord],
+    records: Records,
     adaround_names: list[str],
 ) -> list[str]:
     """Return the AdaRound layers whose float weights are not integers times the record's scale.

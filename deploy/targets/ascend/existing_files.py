@@ -29,7 +29,7 @@ from deploy.targets.ascend.amct_calibration import RecordPlan
 from deploy.targets.ascend.config import default_config, read_config, resolve_config
 from deploy.targets.ascend.config_keys import QuantConfig
 from deploy.targets.ascend.deploy_model import find_unrounded_layers, unpack_dequant_scales
-from deploy.targets.ascend.executor import malformed_as_model_error, to_integer_model
+from deploy.targets.ascend.executor import malformed_as_model_error, to_standard_model
 from deploy.targets.ascend.float16 import find_float16_tensors
 from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.models import is_fusion_mapping
@@ -44,6 +44,7 @@ from deploy.targets.ascend.quant_layer import (
 from deploy.targets.ascend.recipe import Recipe
 from deploy.targets.ascend.record import (
     LayerRecord,
+    Records,
     describe_ignored_entries,
     read_adaround_layers,
     read_record,
@@ -157,7 +158,7 @@ def check_deploy_model(path: Path, subject: CalibrationSubject | None) -> str:
                 _check_parameter(node, constants)
     if subject is not None:
         _refuse_other_layers(model, subject)
-    to_integer_model(model)  # raises ModelError for a layer that it cannot express
+    to_standard_model(model)  # raises ModelError for a layer that it cannot express
     integer_types = set()
     for node in model.graph.node:
         if node.op_type == "AscendQuant":
@@ -397,7 +398,7 @@ class _RecordedModel(NamedTuple):
 
 
 def _model_as_recorded(
-    subject: CalibrationSubject, records: Mapping[str, LayerRecord], config_path: Path | None
+    subject: CalibrationSubject, records: Records, config_path: Path | None
 ) -> _RecordedModel:
     """Return the model with the same BatchNormalizations folded as when its record was made.
 
@@ -425,9 +426,7 @@ def _model_as_recorded(
     return _RecordedModel(model, graph, config, unfolded)
 
 
-def _find_unfolded_layers(
-    subject: CalibrationSubject, records: Mapping[str, LayerRecord]
-) -> list[str]:
+def _find_unfolded_layers(subject: CalibrationSubject, records: Records) -> list[str]:
     """Return the layers whose scales fit the weights before folding better than those after it.
 
     AMCT folds a BatchNormalization only into a Conv; calib8 also into ConvTranspose and Gemm, and
@@ -466,9 +465,7 @@ def _scale_distance(index: Graph, layer: Layer | None, record: LayerRecord) -> f
     return float(np.abs(np.log2(record.scale_w / scales)).mean())
 
 
-def _refuse_other_types(
-    records: Mapping[str, LayerRecord], graph: LayerGraph, subject: CalibrationSubject
-) -> None:
+def _refuse_other_types(records: Records, graph: LayerGraph, subject: CalibrationSubject) -> None:
     """Refuse a record whose op_data_type (float32 or float16) differs from the model's file."""
     if all(record.is_float16 is None for record in records.values()):
         return  # no entry names a type

@@ -20,7 +20,6 @@ scale_w * scale_d, so that `convert` rounds them exactly. These stay in float in
 - layers with activations of 4 or 16 bits, which `convert` does not take.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -42,11 +41,14 @@ from deploy.targets.ascend.deploy_model import (
     copy_without_weights,
     make_constant,
 )
-from deploy.targets.ascend.quant_layer import QuantLayer
+from deploy.targets.ascend.quant_layer import (
+    QuantLayer,
+    QuantLayers,
+)
 
 
 def fake_quant_model(
-    model: onnx.ModelProto, layers: Mapping[str, QuantLayer], *, npu_rounding: bool = False
+    model: onnx.ModelProto, layers: QuantLayers, *, npu_rounding: bool = False
 ) -> onnx.ModelProto:
     """Return a model that computes the int8 layers in standard float operators, for any runtime.
 
@@ -122,7 +124,7 @@ class _FakeQuantWriter(LayerRewriter):
         return weight.astype(np.float32)
 
 
-def amct_qdq_model(model: onnx.ModelProto, layers: Mapping[str, QuantLayer]) -> onnx.ModelProto:
+def amct_qdq_model(model: onnx.ModelProto, layers: QuantLayers) -> onnx.ModelProto:
     """Return the model with a pair (QuantizeLinear, DequantizeLinear) on each layer's input.
 
     Its weights are int8 with a DequantizeLinear. Layers that pairs cannot express stay float.

@@ -45,12 +45,16 @@ from deploy.targets.ascend.amct_calibration import CalibrationRecord, RecordPlan
 from deploy.targets.ascend.config_keys import ActivationParams, QuantConfig
 from deploy.targets.ascend.fake_quant import fake_quant_model
 from deploy.targets.ascend.layers import Layer, LayerGraph
-from deploy.targets.ascend.quant_layer import QuantLayer, quantize_layers
-from deploy.targets.ascend.record import LayerRecord
+from deploy.targets.ascend.quant_layer import (
+    QuantLayer,
+    QuantLayers,
+    quantize_layers,
+)
+from deploy.targets.ascend.record import (
+    Records,
+)
 from deploy.tensors import Array
 from deploy.terminal import phase
-
-Records = Mapping[str, LayerRecord]
 
 CONFIGURED, _UNCLIPPED, _HFMG = "as configured", "nothing clipped", "hfmg"
 UNCLIPPED_METHOD = "minmax"  # name of the method without clipping in a plan
@@ -150,12 +154,11 @@ def apply_searches(config: QuantConfig, search_by_layer: Mapping[str, str]) -> Q
         else:
             activation = _with_search(settings.activation, search)
             layers[name] = replace(settings, activation=activation)
-    tensors = []
-    for tensor in config.tensors:
-        if tensor.key in search_by_layer:
-            activation = _with_search(tensor.activation, search_by_layer[tensor.key])
-            tensors.append(replace(tensor, activation=activation))
-    return replace(config, layers=layers, tensors=tuple(tensors))
+    tensors = {}
+    for key, activation in config.tensors.items():
+        if key in search_by_layer:
+            tensors[key] = _with_search(activation, search_by_layer[key])
+    return replace(config, layers=layers, tensors=tensors)
 
 
 def _with_search(params: ActivationParams, search: str) -> ActivationParams:
@@ -183,7 +186,7 @@ def make_search_plan(default: RecordPlan, search: str) -> RecordPlan:
 
 def rank_layers(
     model: onnx.ModelProto,
-    layers: Mapping[str, QuantLayer],
+    layers: QuantLayers,
     samples: Sequence[Sample],
     *,
     threads: int,
@@ -251,7 +254,7 @@ def choose_search(error_by_search: Mapping[str, float]) -> str:
 
 def measure_layer_errors(
     model: onnx.ModelProto,
-    layers: Mapping[str, QuantLayer],
+    layers: QuantLayers,
     samples: Sequence[Sample],
     *,
     threads: int,
@@ -281,7 +284,7 @@ def _difference_moments(layer: Layer, float_output: Array, int8_output: Array) -
 
 def _compare_outputs(
     model: onnx.ModelProto,
-    layers: Mapping[str, QuantLayer],
+    layers: QuantLayers,
     samples: Sequence[Sample],
     compare: Callable[[Layer, Array, Array], Array],
     threads: int,

@@ -157,12 +157,11 @@ def disable_layers(config: QuantConfig, float_nodes: Collection[str]) -> QuantCo
     for name, layer in layers.items():
         if name in float_nodes:
             layers[name] = replace(layer, quant_enable=False)
-    tensors = [
-        tensor
-        for tensor in config.tensors
-        if tensor.key not in float_nodes and tensor.layer_name not in float_nodes
-    ]
-    return replace(config, layers=layers, tensors=tuple(tensors))
+    tensors = {}
+    for key, search in config.tensors.items():  # key: '<node>:<index>'
+        if key not in float_nodes and key.rpartition(":")[0] not in float_nodes:
+            tensors[key] = search
+    return replace(config, layers=layers, tensors=tensors)
 
 
 def make_default_plan(model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:

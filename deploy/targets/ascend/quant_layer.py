@@ -16,7 +16,12 @@ from calibrators.grids import Float32Array, Int8Array, Int32Array
 from deploy.errors import ExportError
 from deploy.graph.index import Graph
 from deploy.targets.ascend.layers import Layer, LayerGraph
-from deploy.targets.ascend.record import NO_FACTORS, LayerRecord, check_record
+from deploy.targets.ascend.record import (
+    NO_FACTORS,
+    LayerRecord,
+    Records,
+    check_record,
+)
 from deploy.targets.stored_weights import StoredWeight, make_stored_weight
 
 # GE stores the quantize scale in float16, or its square root if it is larger (sqrt_mode), which
@@ -52,8 +57,12 @@ class QuantLayer:
     second_operand: QuantLayer | None = None
 
 
+# layer name, or '<node>:<index>' of a tensor_quantize input -> its integers
+QuantLayers = Mapping[str, QuantLayer]
+
+
 def quantize_layers(
-    model: onnx.ModelProto, graph: LayerGraph, records: Mapping[str, LayerRecord]
+    model: onnx.ModelProto, graph: LayerGraph, records: Records
 ) -> dict[str, QuantLayer]:
     """Return layer name -> its integer weight, bias and scales, for all layers with a record.
 
@@ -73,7 +82,7 @@ def quantize_layers(
 
 
 def quantize_fitting(
-    model: onnx.ModelProto, graph: LayerGraph, records: Mapping[str, LayerRecord]
+    model: onnx.ModelProto, graph: LayerGraph, records: Records
 ) -> tuple[dict[str, QuantLayer], dict[str, str]]:
     """Quantize the layers with a record, as far as they are within the hardware's limits.
 
@@ -95,7 +104,7 @@ def quantize_fitting(
     return quantized, refusals
 
 
-def deployed_weights(layers: Mapping[str, QuantLayer]) -> tuple[StoredWeight, ...]:
+def deployed_weights(layers: QuantLayers) -> tuple[StoredWeight, ...]:
     """Return the layers' weights as the deploy model stores them."""
     weights = []
     for name, quant_layer in layers.items():

@@ -43,11 +43,15 @@ from deploy.targets.ascend.layers import TYPES, Layer, LayerGraph
 from deploy.targets.ascend.preparation import prepare_model
 from deploy.targets.ascend.quant_layer import (
     QuantLayer,
+    QuantLayers,
     quantize_fitting,
     read_constant,
     read_weight_rows,
 )
-from deploy.targets.ascend.record import LayerRecord
+from deploy.targets.ascend.record import (
+    LayerRecord,
+    Records,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +73,8 @@ class Recipe:
 
     model: onnx.ModelProto
     graph: LayerGraph
-    records: Mapping[str, LayerRecord]
-    layers: Mapping[str, QuantLayer]
+    records: Records
+    layers: QuantLayers
     config: QuantConfig | None = None
     method: str = ""
     ranges: Mapping[str, Scale] = field(default_factory=dict)
@@ -207,7 +211,7 @@ class _QuantizedLayers(NamedTuple):
 
 
 def _quantize_layers(
-    model: onnx.ModelProto, graph: LayerGraph, qdq_records: Mapping[str, LayerRecord]
+    model: onnx.ModelProto, graph: LayerGraph, qdq_records: Records
 ) -> _QuantizedLayers:
     """Quantize the layers that have a record, as far as they fit the hardware."""
     index = Graph(model)
@@ -311,7 +315,7 @@ _FORCED_FLOAT16 = (
 )
 
 
-def bit_width_notes(records: Mapping[str, LayerRecord]) -> Iterator[str]:
+def bit_width_notes(records: Records) -> Iterator[str]:
     """Yield notes on layers that are not entirely int8, and the chips that accept them."""
     for bits, chips in ((16, _NANO_CHIPS), (4, _INT4_CHIPS)):
         names = [name for name, record in records.items() if record.act_bits == bits]

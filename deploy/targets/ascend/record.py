@@ -25,6 +25,7 @@ from deploy.targets.ascend.config_keys import (
     LAYERS_BY_WEIGHT_BITS,
     ActivationParams,
     LayerConfig,
+    add_place,
     check_tensor_input,
     takes_activations,
     takes_weights,
@@ -86,7 +87,11 @@ class LayerRecord:
         return self.scale_d
 
 
-def write_record(records: Mapping[str, LayerRecord]) -> str:
+# layer name, or '<node>:<index>' of a tensor_quantize input -> its record
+Records = Mapping[str, LayerRecord]
+
+
+def write_record(records: Records) -> str:
     """Return the text of layer name -> record, in the model's order, as AMCT writes it."""
     message = message_class("ScaleOffsetRecord")()
     comments = []
@@ -148,10 +153,8 @@ def read_record(text: str, file_name: str = "the record") -> dict[str, LayerReco
             raise ConfigError(f"{file_name} must hold each layer once, got {entry.key!r} again")
         if entry.HasField("kv_cache_value") and not entry.HasField("value"):
             continue  # scales of a language model's cache belong to no layer
-        try:
+        with add_place(f"layer {entry.key!r} of {file_name}"):
             records[entry.key] = _read_layer(entry.value)
-        except ConfigError as error:
-            raise ConfigError(f"{error} (layer {entry.key!r} of {file_name})") from None
     return records
 
 
@@ -166,7 +169,7 @@ def describe_ignored_entries(text: str, file_name: str) -> tuple[str, ...]:
     return tuple(f"{count} x {kind}" for kind, count in count_by_kind.items() if count)
 
 
-def check_record(records: Mapping[str, LayerRecord], graph: LayerGraph) -> None:
+def check_record(records: Records, graph: LayerGraph) -> None:
     """Check a complete record (AMCT's file of scales and offsets) against its model.
 
     Args:
@@ -186,7 +189,7 @@ def check_record(records: Mapping[str, LayerRecord], graph: LayerGraph) -> None:
                     "a record with is_tensor_quantize must be of an input, '<layer>:<index>', got"
                     f" {name!r}; take the key out of a layer's record"
                 )
-            check_tensor_input(node, int(index), graph)
+            check_tensor_input(name, graph)
         elif name not in layer_by_name:
             raise ConfigError(f"layer {name!r} of the record {no_layer_reason(name, graph)}")
         if record.scale_d is None:

@@ -20,12 +20,13 @@ from deploy.targets.ascend.config_keys import (
     ActivationParams,
     LayerConfig,
     QuantConfig,
-    TensorConfig,
     WeightParams,
     activation_from,
     activation_width_notes,
+    add_place,
     check_value,
     check_values,
+    collect_tensors,
     refuse_repeats,
     takes_activations,
     takes_weights,
@@ -65,7 +66,9 @@ def read_simple_config(text: str, graph: LayerGraph, file_name: str = "the confi
         do_fusion=_is_true_or_unset(message, "do_fusion"),
         skip_fusion_layers=tuple(refuse_repeats(message.skip_fusion_layers, "skip_fusion_layers")),
         fakequant_precision_mode="FORCE_FP16_QUANT" if forces_fp16 else None,
-        tensors=tuple(_read_tensor(entry, common_section) for entry in message.tensor_quantize),
+        tensors=collect_tensors(
+            _read_tensor(entry, common_section) for entry in message.tensor_quantize
+        ),
         layers=layers,
         notes=tuple(activation_width_notes(lowered_to_8_bits)),
     )
@@ -95,10 +98,8 @@ def _read_layers(message: Any, graph: LayerGraph) -> tuple[dict[str, LayerConfig
         # one section alone counts for a layer; AMCT's defaults fill in what it leaves out
         type_section = section_by_type.get((layer.kind, layer.rank), common_section)
         section = section_by_name.get(name, type_section)
-        try:
+        with add_place(f"in layer {name!r}"):
             entry = _read_section(section, layer, common_section)
-        except ConfigError as error:
-            raise ConfigError(f"{error} (in layer {name!r})") from None
         # where another section asks for 16 bits, `resolve_config` refuses them
         is_common = section is common_section
         if is_common and not takes_activations(layer, entry.activation.num_bits):
@@ -166,16 +167,14 @@ def _read_type_overrides(message: Any) -> dict[tuple[str, int], Any]:
 def _read_layer_overrides(message: Any, graph: LayerGraph) -> dict[str, Any]:
     """Return layer name -> the section (protobuf message) with its calibration settings."""
     section_by_name: dict[str, Any] = {}
+    names = [override.layer_name for override in message.override_layer_configs]
+    refuse_repeats(names, "override_layer_configs")
     for override in message.override_layer_configs:
         _require_fields(override, "override_layer_configs", "layer_name", "calibration_config")
         name = override.layer_name
         if name not in graph.configurable_names:
             raise ConfigError(
                 f"layer {name!r} of override_layer_configs {no_layer_reason(name, graph)}"
-            )
-        if name in section_by_name:
-            raise ConfigError(
-                f"override_layer_configs must name each layer once, got {name!r} again"
             )
         section_by_name[name] = override.calibration_config
     return section_by_name
@@ -256,18 +255,15 @@ def _read_layer_weight(section: Any, layer: Layer, *, is_common: bool) -> Weight
     return weight
 
 
-def _read_tensor(entry: Any, common_section: Any) -> TensorConfig:
-    """Return one tensor_quantize entry; its default algorithm is IFMR, as in AMCT."""
+def _read_tensor(entry: Any, common_section: Any) -> tuple[str, int, ActivationParams]:
+    """Return (node, index of its input, scale search) of a tensor_quantize entry.
+
+    Its default algorithm is IFMR, as in AMCT.
+    """
     _require_fields(entry, "tensor_quantize", "layer_name", "input_index")
-    try:
-        activation = _read_activation(entry)
-    except ConfigError as error:
-        raise ConfigError(f"{error} (in tensor_quantize of {entry.layer_name!r})") from None
-    return TensorConfig(
-        layer_name=entry.layer_name,
-        input_index=entry.input_index,
-        activation=_inherit_asymmetric(activation, common_section),
-    )
+    with add_place(f"in tensor_quantize of {entry.layer_name!r}"):
+        activation = _inherit_asymmetric(_read_activation(entry), common_section)
+    return entry.layer_name, entry.input_index, activation
 
 
 def _inherit_asymmetric(activation: ActivationParams, common_section: Any) -> ActivationParams:
