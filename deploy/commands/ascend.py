@@ -201,9 +201,8 @@ def check(path: Path, model: Path | None) -> None:
     "--strategy",
     type=click.Choice(["gain", "binary-search"]),
     default="gain",
-    help="How layers are chosen: gain, by the loss at the outputs, after other searches, DMQ,"
-    " adaptive rounding and bias correction were tried; binary-search, the first layers of AMCT's"
-    " ranking.",
+    help="How layers are chosen: gain, by the loss at the outputs, after other searches, DMQ and"
+    " adaptive rounding were tried; binary-search, the first layers of AMCT's ranking.",
 )
 @image_options
 @keep_float_option
