@@ -12,7 +12,7 @@ from calib8 import build
 from deploy.errors import ModelError
 from deploy.graph import edit
 from deploy.graph.edit import _find_base_name, free_added_names
-from deploy.graph.index import CachedGraph, Graph, attributes
+from deploy.graph.index import Graph, attributes
 from deploy.runtimes.mapped_model import copy_without_initializers
 from deploy.targets.onnxruntime import qdq
 from deploy.tuning.search_options import Tuning
@@ -123,17 +123,6 @@ def test_copy_without_initializers_lacks_only_these(model):
     del expected.graph.initializer[2], expected.graph.initializer[0]
     copy_bytes, expected_bytes = (m.SerializeToString(deterministic=True) for m in (copy, expected))
     assert copy_bytes == expected_bytes
-
-
-def test_cached_index_equals_plain_index(model):
-    cached, graph = CachedGraph(model), Graph(model)
-    for node in (*model.graph.node, *model.graph.node):
-        assert cached.data_inputs(node) == graph.data_inputs(node)
-        assert cached.tail(node) == graph.tail(node)
-    for number in range(50):  # nodes of no graph, each where the one before it lay
-        node = make_node("Add", f"in{number} w", f"out{number}")
-        assert cached.data_inputs(node) == [f"in{number}"]
-        assert cached.tail(node) == f"out{number}"
 
 
 COLLIDING = {

@@ -397,30 +397,6 @@ class Graph:
         return node.op_type == "Relu" or self.scalar(optional_input(node, 1)) == 0.0
 
 
-class CachedGraph(Graph):
-    """Index of a model that no longer changes: caches `data_inputs` and `tail` for searches."""
-
-    def __init__(
-        self, model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto] | None = None
-    ) -> None:
-        super().__init__(model, nodes)
-        # holds the nodes too, so that no other node gets their ids
-        self._read: dict[int, tuple[onnx.NodeProto, list[str]]] = {}
-        self._tails: dict[int, tuple[onnx.NodeProto, str]] = {}
-
-    def data_inputs(self, node: onnx.NodeProto) -> list[str]:
-        """As in `Graph`; callers share the list and must not change it."""
-        if id(node) not in self._read:
-            self._read[id(node)] = node, super().data_inputs(node)
-        return self._read[id(node)][1]
-
-    def tail(self, node: onnx.NodeProto) -> str:
-        """As in `Graph`."""
-        if id(node) not in self._tails:
-            self._tails[id(node)] = node, super().tail(node)
-        return self._tails[id(node)][1]
-
-
 def map_producers(nodes: Iterable[onnx.NodeProto]) -> dict[str, onnx.NodeProto]:
     """Tensor -> the node that makes it."""
     return {name: node for node in nodes for name in node.output if name}

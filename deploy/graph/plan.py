@@ -23,7 +23,6 @@ from calibrators.grids import FP8, INT8
 from deploy.graph.gates import Gate, collapse_gates, find_gates
 from deploy.graph.index import (
     GATE,
-    CachedGraph,
     Graph,
     Nodes,
     channel_axis,
@@ -142,7 +141,7 @@ class ModelAnalysis:
     """Analysis of an unchanging model that does not depend on the plan; shared by many plans."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
-        self.graph = CachedGraph(model)
+        self.graph = Graph(model)
         self._model = model
 
     @cached_property
@@ -153,7 +152,7 @@ class ModelAnalysis:
     @cached_property
     def collapsed(self) -> Graph:
         """The index with each gate as one node."""
-        return CachedGraph(self._model, collapse_gates(self.graph.nodes, self.gates))
+        return Graph(self._model, collapse_gates(self.graph.nodes, self.gates))
 
 
 def analyse(
