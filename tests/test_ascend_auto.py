@@ -282,7 +282,7 @@ def outputs(path, images):
 
 
 @pytest.mark.slow
-def test_repairs_and_searches_precede_float(auto_coarse, coarse, command, tmp_path):
+def test_repairs_precede_float(auto_coarse, coarse, command, tmp_path):
     """The repaired model and the record give the same files again."""
     output, out = auto_coarse("repaired", REPAIRED)
     assert "3 layers in int8, 0 in float." in output
@@ -299,16 +299,16 @@ def test_repairs_and_searches_precede_float(auto_coarse, coarse, command, tmp_pa
     np.testing.assert_array_equal(actual, outputs(out / "coarse_fake_quant_model.onnx", images))
     deployed = (redeployed / "coarse_modified_model_deploy_model.onnx").read_bytes()
     assert deployed == (out / "coarse_deploy_model.onnx").read_bytes()
-    output, out = auto_coarse("swapped", SWAPPED)
-    assert "3 layers in int8, 0 in float." in output
-    assert len(losses_of(out)) == 3
-    assert losses_of(out) == sorted(losses_of(out), reverse=True)
-    assert len(json.loads((out / RANKING).read_text())) == 3
 
 
 @pytest.mark.slow
-def test_threads_change_no_byte(auto_coarse):
-    _, single_thread = auto_coarse("one", SWAPPED, "--threads", 1)
+def test_swaps_for_any_threads_precede_float(auto_coarse):
+    output, single_thread = auto_coarse("one", SWAPPED, "--threads", 1)
+    assert "3 layers in int8, 0 in float." in output
+    losses = losses_of(single_thread)
+    assert len(losses) == 3
+    assert losses == sorted(losses, reverse=True)
+    assert len(json.loads((single_thread / RANKING).read_text())) == 3
     _, three = auto_coarse("three", SWAPPED, "--threads", 3)
     names = sorted(path.name for path in single_thread.iterdir() if path.is_file())
     assert {FINAL, HISTORY, RANKING, "coarse_modified_model.onnx"} <= set(names)

@@ -247,6 +247,7 @@ def test_batch_num_counts_batches(exact, ascend_record, small_cnn):
     assert "needs batch_num batches, 3, got 2 of 5 images" in err
 
 
+@pytest.mark.slow
 def test_a_last_batch_may_be_smaller(ascend_record, small_cnn):
     _, config, output = ascend_record(small_cnn, 10, "--amct-batch", 4)
     assert config.batch_num == 3

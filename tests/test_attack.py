@@ -117,6 +117,7 @@ sys.exit(__main__.main(["faults-disk"], parts=parts))
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_build_writing_in_place_is_found():
     process = subprocess.run(
         [sys.executable, "-c", UNSAFE_WRITES], cwd=ROOT, capture_output=True, text=True

@@ -167,6 +167,7 @@ def test_check_finds_the_model_from_another_folder(copy, small_cnn, pictures, mo
     assert not check("../copy", pictures).failed
 
 
+@pytest.mark.slow
 def test_labels_by_folder_reach_the_check(small_cnn, pictures, tmp_path, run):
     """As for `build`: the classes are numbers of folders, from the command line too."""
     for label in range(2):
@@ -274,6 +275,7 @@ def test_speed_limit_without_timing_is_doubtful(shipped, pictures):
     assert report.request.max_loss == 0.5  # that of the build
 
 
+@pytest.mark.slow
 def test_less_effort_replaces_no_searched_build(small_cnn, pictures, tmp_path):
     searched = {**QUICK, "tuning": calib8.Tuning(effort=1)}
     calib8.build(small_cnn, pictures, out=tmp_path, **searched)

@@ -294,6 +294,7 @@ def test_script_allows_method_but_no_preprocessing(calibrate, rows, tmp_path):
     assert "as they are" in err
 
 
+@pytest.mark.slow
 def test_endless_script_needs_a_limit(calibrate, rows, tmp_path, monkeypatch):
     endless = PYCUDA.replace("return None", "self.at = 0; rows = self.images[:4]")
     script = ("--calibrator-script", written(endless, tmp_path))

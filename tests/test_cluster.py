@@ -270,6 +270,7 @@ def test_arrays_are_sent_and_files_read(cluster, compare_with_one_run, small_cnn
     assert "in 4 pieces" in result.notes[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "message"),
     [
@@ -296,6 +297,7 @@ def test_worker_with_other_images_is_named(
     assert "alice" in err or "bob" in err
 
 
+@pytest.mark.slow
 def test_worker_with_another_model_is_named(refusal_of, detector, monkeypatch):
     for worker_model, message in (
         (detector, "got another one"),
@@ -312,6 +314,7 @@ def test_worker_with_another_model_is_named(refusal_of, detector, monkeypatch):
         assert "--send model" in err
 
 
+@pytest.mark.slow
 def test_worker_of_other_version_is_named(refusal_of, monkeypatch):
     client_versions = cluster_jobs.collect_versions("images")
     worker_versions = client_versions | {"onnxruntime": "1.0"}

@@ -442,21 +442,22 @@ def test_inspect_works_for_every_target(small_cnn, target, run):
     assert re.search(r"\bu?int8 +Conv\b", out)
 
 
-# Runs a command line, then prints its exit code and which of these modules it imported.
+# Runs command lines, and prints the exit code of each and which of these modules are imported then.
 RUN_AND_TELL_IMPORTS = """
 import sys
 from deploy.cli import main
 
-try:
-    main(sys.argv[1:])
-except SystemExit as stop:
-    print(stop.code, *{"numpy", "onnx", "cv2"} & sys.modules.keys())
+for line in sys.argv[1:]:
+    try:
+        main(line.split())
+    except SystemExit as stop:
+        print(f"{line}:", stop.code, *{"numpy", "onnx", "cv2"} & sys.modules.keys())
 """
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+@pytest.mark.usefixtures("named_files")
+def test_missing_path_is_refused_before_imports():
+    command_lines = [
         "build nope.onnx --images p",
         "build m.onnx --images nope",
         "calibrate m.onnx --images nope/x.txt",
@@ -465,15 +466,15 @@ except SystemExit as stop:
         "compare m.onnx nope.onnx --images p",
         "explain nope",
         "ascend deploy m.onnx nope.txt --out o",
-    ],
-)
-def test_missing_path_is_refused_before_imports(arguments, named_files):
-    command = [sys.executable, "-c", RUN_AND_TELL_IMPORTS, *arguments.split()]
+    ]
+    command = [sys.executable, "-c", RUN_AND_TELL_IMPORTS, *command_lines]
     process = subprocess.run(command, capture_output=True, text=True)
-    assert process.stdout == "1\n"
-    assert "got nothing there; check the path\n" in process.stderr
-    assert "error: nope" in process.stderr
-    assert process.stderr.count("\n") == 1
+    assert process.stdout.splitlines() == [f"{line}: 1" for line in command_lines]
+    errors = process.stderr.splitlines()
+    assert len(errors) == len(command_lines)
+    for error in errors:
+        assert "error: nope" in error
+        assert error.endswith("got nothing there; check the path")
 
 
 def test_image_source_may_be_no_path():

@@ -222,6 +222,7 @@ def test_difference_between_runtimes_is_located(
     assert all_tensors["layers"][1]["sqnr_db"] == "inf"
 
 
+@pytest.mark.slow
 def test_agreeing_runtimes_are_not_cut(tmp_path, compare_json, openvino):
     for name in ("x", "file"):  # a name that numpy's savez takes for its own
         model = save(tmp_path / f"{name}.onnx", f"a = Relu ({name}) y = Neg (a)", x=name)
@@ -240,6 +241,7 @@ def test_runtime_crash_on_cut_is_noted(tmp_path, compare_json, openvino):
     assert "status 11" in note
 
 
+@pytest.mark.slow
 def test_runtime_refusal_names_the_operator(tmp_path, refusal, openvino):
     message = refusal(save(tmp_path / "a.onnx", "y = Cosh (x)"), *IN_OPENVINO)
     assert "Operation Cosh" in message

@@ -68,6 +68,7 @@ def test_build_writes_its_options(built, small_cnn, pictures):
     }
 
 
+@pytest.mark.slow
 def test_config_file_repeats_the_same_bytes(built, run):
     first_files = stable_files(built)
     run.ok("build", "--config", "o/calib8.toml", "--out", "again", "--threads", 3)

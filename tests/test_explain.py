@@ -303,6 +303,7 @@ def test_explain_finds_files_of_moved_build(changed_copy, held_out, small_cnn):
     assert "the worst of 6" in explain_text(out, "--images", held_out, "--model", small_cnn)
 
 
+@pytest.mark.slow
 def test_moved_build_is_not_its_successor(small_cnn, pictures, held_out, tmp_path):
     """`mv build kept`, and another build into build/."""
     new_folder, moved_folder = tmp_path / "build", tmp_path / "kept"

@@ -503,6 +503,7 @@ def test_digest_ignores_the_file_layout(tmp_path):
     assert load(padded).digest != digest
 
 
+@pytest.mark.slow
 def test_loading_is_equal_in_another_process(tmp_path):
     path = tmp_path / "m.onnx"
     onnx.save(small(), path)
@@ -528,6 +529,7 @@ def test_loading_twice_changes_nothing_more():
     assert not twice.notes
 
 
+@pytest.mark.slow
 def test_importing_the_frontends_imports_no_runtime():
     code = "import sys, deploy.frontends; print({'onnxruntime', 'torch'} & set(sys.modules))"
     process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -213,6 +213,7 @@ def test_plugin_keeps_its_unfolded_weight(build):
     assert not (written_arrays[first_conv.input[1]] == weight).any()
 
 
+@pytest.mark.slow
 def test_nodes_after_plugin_are_lowered(build):
     newer = with_node(detector(opset=20), "ReduceMax", "out_boxes axes", "top", keepdims=0)
     newer.graph.initializer.append(constant("axes", np.int64([1])))
@@ -287,6 +288,7 @@ def test_plugin_stays_through_cache_commands(run, pictures, tmp_path):
     assert kept_operators(plain, model) == ["EfficientNMS_TRT", "Cast"]
 
 
+@pytest.mark.slow
 def test_second_build_with_plugin_reuses_calibration(build, run, monkeypatch):
     build(detector(), "--target", "tensorrt")
     monkeypatch.setattr("deploy.pipeline.calibration_run.observe", None)

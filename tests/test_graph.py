@@ -135,6 +135,7 @@ COLLIDING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", COLLIDING)
 def test_colliding_names_change_no_accuracy(case, tmp_path):
     expression, names = COLLIDING[case]

@@ -218,6 +218,7 @@ def test_unknown_kernel_name_is_refused(run, refusal, small_cnn, pictures, monke
     assert run("--version")[0] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["", "int calib8_kernel_form(void) { return 1; }", "form 0"])
 def test_foreign_library_is_not_used(installed_kernel, tmp_path, text):
     installed_kernel.unlink()

@@ -214,7 +214,7 @@ def test_memory_does_not_grow_with_the_samples():
         return top
 
     peak(50)
-    assert peak(2000) < peak(50) + 20_000
+    assert peak(1000) < peak(50) + 20_000
 
 
 @given(st.floats(1e-6, 1e6), st.floats(1e-6, 1e6))

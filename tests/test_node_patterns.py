@@ -124,6 +124,7 @@ def test_patterns_are_read_from_a_file(tmp_path):
         match_nodes(NET, [f"@{pattern_file}"])
 
 
+@pytest.mark.slow
 @given(NAMES, st.data())
 def test_every_name_matches_only_itself(names, data):
     nodes = [(name, "Conv") for name in names]

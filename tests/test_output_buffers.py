@@ -114,6 +114,7 @@ def test_bad_sample_fails_like_unbuffered_run():
         assert_same(runs.run(sample), session.run(sample))
 
 
+@pytest.mark.slow
 def test_buffers_keep_no_earlier_sample():
     runs = BufferedSession(open_session(PLAIN_MODEL))
     references = []

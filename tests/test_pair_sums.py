@@ -67,6 +67,7 @@ weights = st.integers(0, 2**32 - 1).map(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(weights)
 def test_no_input_saturates_rounded_weights(weight):

@@ -480,6 +480,7 @@ def is_damaged(data):
     return False
 
 
+@pytest.mark.slow
 def test_decoder_messages_stay_with_their_picture(capfd):
     cut = JPEG[: len(JPEG) // 2] + b"\xff\xd9"
     pictures = [cut, *[JPEG] * 6] * 30
@@ -663,6 +664,7 @@ def test_bad_images_are_not_shown(pictures, tmp_path):
     assert [v.name for v in select_views(tmp_path, skip_bad=True).previews()] == ["b.png", "c.png"]
 
 
+@pytest.mark.slow
 def test_threads_keep_the_shown_pictures(run, small_cnn, pictures, tmp_path):
     pages = []
     for threads in (1, 3):

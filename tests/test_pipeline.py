@@ -60,6 +60,7 @@ def test_every_method_builds_an_accurate_engine(build_small, tmp_path, method):
     assert all(row["precision"] == "uint8" for row in document["targets"][0]["nodes"])
 
 
+@pytest.mark.slow
 def test_threads_change_no_cache_byte(observe_small, tmp_path):
     for method in ("minmax", "entropy", "percentile", "mse"):
         caches = [tmp_path / f"{method}-{threads}" / "m.cache" for threads in (1, 2, 3)]
@@ -183,6 +184,7 @@ def test_damaged_cache_is_rebuilt(observe_small, calibrated, which, damage):
     assert cache_bytes(cache) == good
 
 
+@pytest.mark.slow
 def test_dead_tensor_leaves_its_nodes_float(small_cnn, pictures, tmp_path):
     model = onnx.load(small_cnn)
     for tensor in model.graph.initializer:
@@ -271,6 +273,7 @@ def test_batch_size_counts_images_not_batches(small_cnn, tmp_path):
     assert histogram.initial_range == float(np.abs(arrays[:4]).max())
 
 
+@pytest.mark.slow
 def test_bad_evaluation_image_skips_its_label(build_small, pictures, tmp_path):
     lines = [f"{p} {i % 10}" for i, p in enumerate(sorted(pictures.glob("*.png")))]
     (tmp_path / "bad.png").write_bytes(b"no picture")

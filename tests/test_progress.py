@@ -402,6 +402,7 @@ def test_build_shows_all_its_phases(model_and_images, tmp_path, started_phases, 
     assert "observing" not in started_phases
 
 
+@pytest.mark.slow
 def test_quiet_prints_nothing(model_and_images, quick_build, tmp_path, capfd, immediate_progress):
     assert exit_code_of(*quick_build, "--quiet") == 0
     assert capfd.readouterr() == ("", "")

@@ -360,6 +360,7 @@ def test_calibration_reads_each_image_once(small_cnn, photos, tmp_path, reads):
     assert sum(reads.values()) == 24  # for their digests, and four to look at
 
 
+@pytest.mark.slow
 def test_build_reads_each_image_once(small_cnn, photos, tmp_path, reads):
     build(small_cnn, photos, preprocess=UNIT, out=tmp_path / "o", duration_s=0)
     assert len(reads) == 20
@@ -506,6 +507,7 @@ def test_new_order_repeats_ordered_statistics(recalibrate, photos, reversed_phot
     assert recalibrate(reversed_photos, *two_targets).reused
 
 
+@pytest.mark.slow
 def test_observations_of_old_order_are_dropped(recalibrate, photos, reversed_photos):
     recalibrate(photos, "ascend")
     recalibrate(photos)

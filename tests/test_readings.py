@@ -88,6 +88,7 @@ def test_pixels_that_are_divided_needlessly_are_named(red_detector, warnings_of)
     assert "check --preprocess raw" in text
 
 
+@pytest.mark.slow
 def test_preset_that_is_right_by_labels_is_named(run, tmp_path):
     folder = Path(__file__).parent.parent / "datasets" / "fashion"
     evaluation_lines = (folder / "eval.txt").read_text().splitlines()[:60]

@@ -64,6 +64,7 @@ def test_build_runs_every_image_once(model, tmp_path):
     assert "inner tensors on 4 of these" in note
 
 
+@pytest.mark.slow
 def test_search_outputs_are_not_computed_again(model, tmp_path, monkeypatch):
     searched = {"targets": ["onnxruntime", "ascend"], "tuning": search_options.Tuning()}
     work, _, accuracy = build_and_report(model, images(60), tmp_path / "o", **searched)

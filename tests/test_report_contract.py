@@ -75,6 +75,7 @@ def test_every_key_of_a_report_is_described():
         assert f"## {name}\n" in text
 
 
+@pytest.mark.slow
 def test_reports_keep_to_the_contract(detector, small_cnn, pictures, tmp_path):
     quick = {"duration_s": 0.02, "effort": 1, "out": tmp_path}
     targets = ("onnxruntime", "tensorrt", "ascend")

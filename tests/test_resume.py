@@ -198,6 +198,7 @@ def break_three_pictures(folder):
         (folder / f"{name}.png").write_bytes(b"no picture")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUN_OPTIONS)
 def test_resumed_run_gives_the_same_bytes(name, run, run_until_killed, small_cnn, folder, tmp_path):
     threads, *options = RUN_OPTIONS[name]
@@ -299,6 +300,7 @@ def test_unstorable_statistics_are_named_when_interrupted(
     assert run(*calibrate_arguments, "--resume")[0] == 0
 
 
+@pytest.mark.slow
 def test_killed_build_continues_from_checkpoint(run, run_until_killed, small_cnn, folder, tmp_path):
     out, whole_folder = tmp_path / "out", tmp_path / "whole"
     quick = ("--effort", 0, "--duration", 0, "-q")

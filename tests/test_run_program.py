@@ -251,6 +251,7 @@ def test_program_shows_each_task(task, outputs, expected, tmp_path):
     assert canvas.any() == (task is not None)
 
 
+@pytest.mark.slow
 def test_program_reads_folders_and_videos(tmp_path):
     model = make_model("y = GlobalAveragePool (x)", {"x": [1, 3, 32, 48]}, {"y": [1, 3, 1, 1]})
     save_net(model, tmp_path / "a.onnx")

@@ -328,6 +328,7 @@ def test_coco_annotations_name_images(pictures, tmp_path, make_cache, wording):
     wording.check(raised.value)
 
 
+@pytest.mark.slow
 def test_labels_without_evaluation_images_are_reported(pictures, tmp_path, build):
     """Nobody is to take the figures for those of labels that were never looked at."""
     labels, list_file = tmp_path / "labels.txt", tmp_path / "list.txt"
@@ -367,6 +368,7 @@ def test_labels_follow_images_after_skipping(pictures, tmp_path, run, small_cnn)
         assert not (tmp_path / "no").exists()  # before anything is run
 
 
+@pytest.mark.slow
 def test_evaluation_images_used_twice_are_reported(pictures, tmp_path, build):
     shared_folder, separate_folder = tmp_path / "others", tmp_path / "alone"
     shared_folder.mkdir()
@@ -383,6 +385,7 @@ def test_evaluation_images_used_twice_are_reported(pictures, tmp_path, build):
     assert "calibrated too" not in build("--images", pictures, "--eval-images", separate_folder)
 
 
+@pytest.mark.slow
 def test_image_copies_are_reported(pictures, tmp_path, build):
     train, val = shutil.copytree(pictures, tmp_path / "train"), tmp_path / "val"
     arguments = ("--images", train, "--eval-images", val)
@@ -426,6 +429,7 @@ def test_folders_label_arrays_with_a_note(tmp_path):
     assert "labels by folder: 2 classes, 0 is cat" in feed.notes
 
 
+@pytest.mark.slow
 def test_video_is_fed_by_frames(tmp_path, command, small_cnn, wording):
     path = tmp_path / "clip.avi"
     writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"MJPG"), 5, (32, 32))
@@ -812,6 +816,7 @@ def test_open_sides_follow_each_picture(options, expected, sized_pictures):
         assert samples[0]["x"][..., :20].any()
 
 
+@pytest.mark.slow
 def test_commands_take_open_sizes(sized_pictures, wide_net, tmp_path, command):
     arguments = ("build", wide_net, "--images", sized_pictures, *QUICK, "--size")
     for name, options in (("a", ()), ("b", ("--threads", 1))):

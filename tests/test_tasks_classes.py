@@ -350,6 +350,7 @@ def test_a_candidate_of_other_shapes_keeps_nothing(form):
         assert figure(references, others)[1].value == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_no_outputs_make_it_fail(seed):
     made = np.random.default_rng(seed)

@@ -338,6 +338,7 @@ def test_samples_in_which_nothing_is_found_prove_nothing(build):
     assert code == 0 and said in " ".join(out.split())
 
 
+@pytest.mark.slow
 def test_of_numbers_that_hardly_vary_what_varies_is_judged(build):
     code, out, told = build(level)
     (part,) = told["parts"]

@@ -150,6 +150,7 @@ def hostile(small_cnn, tmp_path):
     return save_net(model, tmp_path / f"m{tensor}.onnx")
 
 
+@pytest.mark.slow
 def test_hostile_model_names_are_escaped(hostile, model_and_images, safe_output, tmp_path):
     out = tmp_path / f"o{HOSTILE[:5]}"
     feed = model_and_images[1:]

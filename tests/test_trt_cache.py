@@ -376,6 +376,7 @@ def test_check_prints_a_command_that_works(run, small_cnn, cache, tmp_path, monk
         run.ok("cache", "check", arguments[arguments.index("-o") + 1], *options)
 
 
+@pytest.mark.slow
 def test_check_of_builds_cache_advises_a_build(run, small_cnn, tmp_path):
     samples = np.random.default_rng(0).normal(size=(4, 3, 16, 16))
     out = build_net(onnx.load(small_cnn), samples, tmp_path, "--target", "tensorrt", "--effort", 0)

@@ -153,6 +153,7 @@ def calibrate_residual(tmp_path):
     return make
 
 
+@pytest.mark.slow
 def test_tensors_of_a_version_10_cache(calibrate_residual):
     scales = calibrate_residual(batch_size=2).cache.scales()
     names = ["x", "c", "n", "r", "dead", "mask", "kept", "p", "f", "/y/gemm_output", "y"]
@@ -363,6 +364,7 @@ def calibrated(run, calibrate_arguments, tmp_path):
     return call
 
 
+@pytest.mark.slow
 def test_only_full_batches_are_observed(
     calibrated, command, calibrate_arguments, small_cnn, tmp_path
 ):

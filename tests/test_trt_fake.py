@@ -59,6 +59,7 @@ def bench(folder):
     return "bench", engine, "--duration", 0, "--warm-up", 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [EIGHT, TEN, ELEVEN])
 def test_engine_is_built_reused_and_measured(tensorrt, build, command, tmp_path, version):
     trt = tensorrt(version)
@@ -106,6 +107,7 @@ def test_tensorrt_calibrates_in_float32_only(tensorrt, build, tmp_path, version,
     assert read_caches == {cache.read_bytes()}
 
 
+@pytest.mark.slow
 def test_trtexec_flags_reach_script_and_engine(tensorrt, build, failing, tmp_path):
     trt = tensorrt(TEN)
     flags_given = ["--builderOptimizationLevel=5", "--versionCompatible", "--sparsity=enable"]
@@ -130,6 +132,7 @@ def test_trtexec_flags_reach_script_and_engine(tensorrt, build, failing, tmp_pat
     assert "TensorRT 8.5.3.1 must know" in failing(f"--trtexec-flag={flags_given[0]}")
 
 
+@pytest.mark.slow
 def test_timing_cache_option_names_the_file(tensorrt, build, tmp_path):
     trt, path = tensorrt(TEN), tmp_path / "of all/builds"
     for float_type, file_bytes in (
@@ -201,6 +204,7 @@ def test_absent_calibrators_and_gpus_are_refused(tensorrt, failing, monkeypatch)
     assert "got 2" in output
 
 
+@pytest.mark.slow
 def test_parser_errors_are_quoted(tensorrt, run, failing, build_arguments, tmp_path):
     tensorrt(TEN).STORY.parser.append("In node 91 (importReduceMean): UNSUPPORTED_NODE")
     code, out, _ = run(*build_arguments("out", "--target", "tensorrt,onnxruntime"))
@@ -460,6 +464,7 @@ def test_model_suits_the_requested_version(build_newest):
     assert opset(out / "net.tensorrt.typed.onnx") == 20  # the first with typed networks reads it
 
 
+@pytest.mark.slow
 def test_cache_names_match_the_written_model(build_newest):
     out, _ = build_newest(newest_model(), "--trt-version", "8.6.1")
     cache = parse((out / "net.tensorrt.cache").read_bytes(), origin="made")
@@ -487,6 +492,7 @@ def test_unsupported_versions_get_no_command(build_newest):
     assert opset(out / "net.tensorrt.onnx") == 20
 
 
+@pytest.mark.slow
 def test_older_installed_tensorrt_limits_the_files(build_newest, monkeypatch):
     model = newest_model()
     model.graph.node.extend(parse_nodes("Unique m -> u"))

@@ -160,6 +160,7 @@ def test_typed_model_agrees_at_extreme_scales(tmp_path):
             assert np.abs(actual[name] - expected[name]).max() < 0.03 * largest, name
 
 
+@pytest.mark.slow
 def test_search_judges_the_models_that_are_evaluated(small_cnn, pictures, tmp_path, monkeypatch):
     """Their outputs are stored for the evaluation; those of the Q/DQ model would not fit."""
     stored_targets = set()

@@ -461,6 +461,7 @@ def test_transposed_convolution_has_pair_before_activation(tmp_path):
     assert np.corrcoef(outputs.ravel(), exact.ravel())[0, 1] > 0.99
 
 
+@pytest.mark.slow
 def test_dla_pairs_have_the_cache_scales(tmp_path):
     path = tmp_path / "m.onnx"
     onnx.save(residual(), path)

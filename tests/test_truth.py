@@ -54,6 +54,7 @@ def refused(run, pictures, tmp_path):
     return lambda model, *extra_arguments: run.fails("build", model, *arguments, *extra_arguments)
 
 
+@pytest.mark.slow
 def test_boxes_and_the_worst_part_lead_the_report(accuracy, detector, tmp_path):
     result, out = accuracy(detector)
     lines = {line[:16].strip(): line for line in out.splitlines()}
@@ -72,6 +73,7 @@ def test_boxes_and_the_worst_part_lead_the_report(accuracy, detector, tmp_path):
 SMALL = ("--size", "16x16")
 
 
+@pytest.mark.slow
 def test_a_classifier_has_its_lines_as_ever(accuracy, small_cnn, tmp_path):
     result, out = accuracy(small_cnn, *SMALL)
     text = (tmp_path / "o" / "report.md").read_text()
@@ -119,6 +121,7 @@ def test_a_metric_of_ones_own_decides(accuracy, small_cnn, pictures, score, tmp_
     assert line.split()[1:] == ["7.5", task["count"]]
 
 
+@pytest.mark.slow
 def test_the_report_says_by_what_a_task_was_recognised(accuracy, small_cnn, tmp_path):
     result, out = accuracy(small_cnn, "--effort", 0)
     assert result["why"].startswith("classes, by ") and "classes, by" not in out
@@ -168,6 +171,7 @@ def test_a_task_that_does_not_fit_is_refused_in_one_sentence(refused, small_cnn,
     assert rule in refused(small_cnn, "--task", task)
 
 
+@pytest.mark.slow
 def test_a_metric_of_percent_is_judged_by_the_share_that_is_lost(build, small_cnn, score):
     """One point of a hundred is one in a hundred, not a hundred times that."""
     score.write_text(
@@ -189,6 +193,7 @@ def worst_db(report):
     return worst
 
 
+@pytest.mark.slow
 def test_metric_cannot_change_arrays_of_other_engines(build, small_cnn, score):
     score.write_text(
         "def score(fp32, int8, label):\n"
@@ -498,6 +503,7 @@ def test_verdict_says_when_its_images_calibrated(
     assert set(notes) == ({calibrated} if calibrated else set())
 
 
+@pytest.mark.slow
 def test_builds_of_a_model_share_a_score_threshold(
     build, run, detector, pictures, tmp_path, monkeypatch
 ):

@@ -348,6 +348,7 @@ def edited(default, folder, old, new):
     return path
 
 
+@pytest.mark.slow
 def test_plan_without_target_is_reported(default, model, build, tmp_path):
     text = (default.out / "calib8/spoiled.plan.toml").read_text()
     path = tmp_path / "typo.plan.toml"
@@ -530,6 +531,7 @@ def test_plan_is_equal_for_any_threads(default, model, build):
     assert single_thread.files == three_threads.files == default.files
 
 
+@pytest.mark.slow
 def test_requested_method_is_kept(default, model, build):
     built = build(model, "--target", "tensorrt", "--method", "mse")
     target_plan = built.plan.targets["tensorrt"]
@@ -596,6 +598,7 @@ def test_slower_int8_is_built_with_advice(timed, arguments):
     assert verdict in " ".join(built.output.split())
 
 
+@pytest.mark.slow
 def test_plan_of_another_cpu_is_ignored(timed, monkeypatch):
     assert timed().plan.targets["onnxruntime"].timed_on
     monkeypatch.setattr("deploy.tuning.tune.cpu_name", lambda: "another")
@@ -616,6 +619,7 @@ def test_small_model_or_another_cpu_is_not_timed(arguments, options, timed):
     assert not timed(*arguments, **options).plan.targets["onnxruntime"].timed_on
 
 
+@pytest.mark.slow
 def test_timed_decisions_are_kept_on_rebuild(timed):
     assert timed().files == timed(split_ms=30.0).files
 

@@ -166,6 +166,7 @@ def test_ascend_refuses_methods_unknown_to_amct(model, tmp_path):
     assert "takes the method minmax or none, got 'entropy'" in refused.error
 
 
+@pytest.mark.slow
 def test_ascend_search_tries_minmax_without_configuration(model, tmp_path):
     config = tmp_path / "own.cfg"
     config.write_text("batch_num: 20\n")

@@ -267,14 +267,15 @@ def near(fp32, int8, label):
 """
 
 
-@pytest.fixture(params=[1, 100], ids=["shares", "percent"])
+@pytest.fixture
 def metric(request, tmp_path):
     """A figure of one's own that int8 in the widest layer spoils; of images with labels it is 1."""
-    (tmp_path / "own.py").write_text(NEAR.format(scale=request.param))
+    (tmp_path / "own.py").write_text(NEAR.format(scale=getattr(request, "param", 1)))
     return f"{tmp_path / 'own.py'}:near"
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("metric", [1, 100], ids=["shares", "percent"], indirect=True)
 def test_user_metric_judges_the_choice(narrow, build, metric, tmp_path):
     plain = build(narrow, "--metric", metric, "--effort", 0, out=tmp_path / "plain")
     built = build(narrow, "--metric", metric)

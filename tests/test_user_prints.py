@@ -138,6 +138,7 @@ def test_stdout_of_a_process_is_left_to_its_text(tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_full_disk_is_one_sentence():
     command = [shutil.which("calib8", path=str(Path(sys.executable).parent)) or "calib8"]

@@ -124,6 +124,6 @@ def _wrong(
 
 
 PARTS = (
-    Part(name="faults-disk", short=12, long=3000, start=_disk, chunk=10**6),
-    Part(name="faults-memory", short=8, long=10_000, start=_memory, chunk=10**6),
+    Part(name="faults-disk", short=8, long=3000, start=_disk, chunk=10**6),
+    Part(name="faults-memory", short=6, long=10_000, start=_memory, chunk=10**6),
 )

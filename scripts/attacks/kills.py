@@ -122,4 +122,4 @@ def _wrong(sent: int, ended: Ended, seconds: float, out: Path) -> str | None:
     return f"temporary files stay: {left}" if left else None
 
 
-PARTS = (Part(name="kills", short=10, long=5000, start=_start, chunk=10**6),)
+PARTS = (Part(name="kills", short=5, long=5000, start=_start, chunk=10**6),)

@@ -80,4 +80,4 @@ def _torn(out: Path, old: dict[str, bytes], new: dict[str, bytes], ended: Ended)
     return whole.mixed(out, old, new) if wrong and journals else wrong
 
 
-PARTS = (Part(name="faults-libc", short=4, long=3000, start=_start, limit_s=600, chunk=10**6),)
+PARTS = (Part(name="faults-libc", short=2, long=3000, start=_start, limit_s=600, chunk=10**6),)
