@@ -19,6 +19,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the torch front end needs torch: calib8[torch]")
 
 from torch import fx, nn
+from torch.nn import functional as F
 from torch.utils._pytree import register_pytree_node
 
 from deploy.errors import ConfigError, ModelError
@@ -178,7 +179,6 @@ def test_returned_dict_keeps_its_attributes(is_registered):
 
 
 def test_returned_dataclass_is_captured():
-    torch.export.register_dataclass(Returned)  # as transformers does with its own
     # symbolic tracing, which is tried next, cannot follow unbind
     model = module(lambda self, x: {"out": Returned(self.a(x), [*x.unbind(1)])}, a=nn.Linear(3, 2))
     x = torch.randn(4, 3)
@@ -186,6 +186,33 @@ def test_returned_dataclass_is_captured():
         returned, expected = captured(x)["out"], model(x)["out"]
         assert torch.equal(returned.first, expected.first)
         assert len(returned.rows) == 3
+
+
+def with_loss(self, x, labels=None):
+    logits = self.a(x)
+    return AttributeDict(logits, None if labels is None else F.cross_entropy(logits, labels))
+
+
+def test_optional_argument_keeps_its_default():
+    x = torch.randn(4, 3)
+    assert prepare(module(with_loss, a=nn.Linear(3, 2)), [x])(x).loss is None
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [with_loss, lambda self, x, labels=None: x if labels is None else (x, x + 1)],
+    ids=["loss", "more outputs"],
+)
+def test_traced_default_is_checked(forward, monkeypatch):
+    # only symbolic tracing follows this branch, as one node, and it takes labels for a tensor
+    monkeypatch.setattr(DataDependent, "__module__", "torch.nn")
+    model = module(
+        lambda self, x, labels=None: forward(self, self.b(x), labels),
+        a=nn.Linear(3, 2),
+        b=DataDependent(),
+    )
+    with pytest.raises(ModelError, match=r"torch\.where"):
+        graph_of(model, [torch.randn(4, 3)])
 
 
 def test_changes_in_place_are_captured():

@@ -9,6 +9,7 @@ over modules that symbolic tracing would give (`deploy.fx.lift`).
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import numpy as np
@@ -128,11 +129,11 @@ def graph_of(
     except ModelError as capture_error:
         try:
             traced = trace(plain_copy(model))
+            # tracing follows a model without running it, and takes an optional argument for given
+            if device_of(model).type != "meta":
+                check_capture(copy.deepcopy(traced).eval(), plain_copy(model).eval(), inputs)
         except ModelError:  # the reason of the capture says more
             raise capture_error from capture_error.__cause__
-    # tracing follows a model without running it: check that it runs, unless it has no values
-    if device_of(model).type != "meta":
-        run_model(plain_copy(model).eval(), inputs)
     return traced
 
 
@@ -152,6 +153,7 @@ def capture(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
     copied = plain_copy(model)
     training_by_module = {module: module.training for module in copied.modules()}
     copied.eval()
+    copied.register_forward_hook(lambda _module, _inputs, returned: _register_dataclasses(returned))
     captured = _export_and_lift(copied, inputs)
     if device_of(copied).type != "meta":  # meta tensors have no values to compare
         # another copy, as the export may have changed this one
@@ -167,13 +169,18 @@ def check_capture(captured: nn.Module, model: nn.Module, inputs: Sequence[Any]) 
     """Raise `ModelError` if `captured` gives other outputs than `model`."""
     references = tensors_of(run_model(model, inputs))
     outputs = tensors_of(run_model(captured, inputs))
-    for output, reference in zip(outputs, references, strict=True):
-        allowed = CAPTURE_TOLERANCE * largest_magnitude(reference)
-        if output.shape != reference.shape or not largest_difference(output, reference) <= allowed:
-            raise ModelError(
-                f"a captured model must compute what {type(model).__name__} does, and does not:"
-                " its forward keeps something from one call to the next, or changes its input"
-            )
+    if len(outputs) != len(references) or not all(map(_is_near, outputs, references)):
+        raise ModelError(
+            f"a captured model must compute what {type(model).__name__} does, and does not:"
+            " its forward keeps something from one call to the next, or changes its input"
+        )
+
+
+def _is_near(output: torch.Tensor, reference: torch.Tensor) -> bool:
+    if output.shape != reference.shape:
+        return False
+    allowed = CAPTURE_TOLERANCE * largest_magnitude(reference)
+    return largest_difference(output, reference) <= allowed
 
 
 def run_model(model: nn.Module, inputs: Sequence[Any]) -> Any:
@@ -232,6 +239,14 @@ def _export_and_lift(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
     except Exception as error:
         run_model(model, inputs)  # if it does not run, that is the reason
         raise ModelError(explain_export_failure(dynamic_error or error, model)) from error
+
+
+def _register_dataclasses(returned: Any) -> None:
+    """Make the dataclasses in a model's output known to torch.export, as transformers does."""
+    for leaf in pytree.tree_leaves(returned):
+        if is_dataclass(leaf):  # of a known class it would be no leaf, but its fields
+            torch.export.register_dataclass(type(leaf))
+            _register_dataclasses(leaf)
 
 
 def _export(
