@@ -321,7 +321,7 @@ class FakeDevice:
 def test_split_timer_builds_engines_of_splits_and_leaves_nothing(tmp_path, monkeypatch):
     def measure(sessions, samples, **options):
         return {
-            name: SimpleNamespace(run_time=SimpleNamespace(min=ms)) for name, ms in sessions.items()
+            name: SimpleNamespace(latency=SimpleNamespace(min=ms)) for name, ms in sessions.items()
         }
 
     monkeypatch.setattr(timing, "measure_latencies", measure)

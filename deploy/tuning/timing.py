@@ -67,7 +67,7 @@ class SplitTimer:
                 min_iterations=_MIN_ROUNDS,
             )
         # in the order of `sessions`, the float model first
-        float_ms, *times_ms = (measurements[name].run_time.min for name in sessions)
+        float_ms, *times_ms = (measurements[name].latency.min for name in sessions)
         return [trial_ms / float_ms for trial_ms in times_ms]
 
     def _open(self, choices: Choices, folder: Path) -> Session:

@@ -109,9 +109,7 @@ def _repair_phase(
     with phase("weights", layer_count, "layers", about=True) as show_progress:
         yield RepairInput(
             target=target,
-            reference=request.model,
             samples=computing_samples,
             held_out=held_out_samples,
-            threads=request.threads,
             progress=show_progress,
         )

@@ -15,19 +15,15 @@ class RepairInput:
 
     Attributes:
         target: target whose int8 model is repaired.
-        reference: float model before any repair; its outputs are the reference.
         samples: samples that compute the repair.
         held_out: samples that accept or reject each change of a layer; empty where there are too
             few samples.
-        threads: samples that run in parallel.
         progress: called after each layer.
     """
 
     target: Target
-    reference: onnx.ModelProto
     samples: Sequence[Sample]
     held_out: Sequence[Sample]
-    threads: int
     progress: Callable[[], None] = lambda: None
 
 

@@ -85,7 +85,7 @@ def round_weights(
         rounded = rounded_by_weight.get(layer.weight)
         if rounded is None or rounded.error_ratio == 1:  # 1: every weight is at its nearest integer
             continue
-        if quantization.is_balanced:  # AMCT's DMQ rounds the weight times its factors
+        if not quantization.is_nearest:  # AMCT's DMQ rounds the weight times its factors
             continue
         arrays[layer.weight] = rounded.weight
         error_ratios.append(rounded.error_ratio)
@@ -180,11 +180,11 @@ def _round_for_targets(
     samples = [*repair_input.samples, *repair_input.held_out]
     weights_by_target: dict[str, RoundedWeights] = {name: {} for name in grids_by_target}
     for layer, patches_by_sample in layer_patches(
-        repair_input.reference,
+        request.model,
         [layer for layer in layers if layer.name in rounded_layers],
         samples,
         max_patches=_PATCHES * len(samples) // rounding_count,  # `_PATCHES` in those that round
-        threads=repair_input.threads,
+        threads=request.threads,
     ):
         held_out = None
         if repair_input.held_out:
@@ -238,7 +238,7 @@ def _read_grids(
     """
     quantization_by_layer = {}
     for layer, quantization in read_all_quantizations(target.trial(request), layers).values():
-        if quantization.is_nearest and not quantization.is_balanced:
+        if quantization.is_nearest:
             quantization_by_layer[layer.name] = quantization
     return _TargetGrids(quantization_by_layer, target.plan(request.model).placement.fits_pairs)
 

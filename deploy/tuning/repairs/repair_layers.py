@@ -221,15 +221,13 @@ class LayerQuantization:
     Attributes:
         weight_scale: shaped to broadcast over the float weight.
         grid: integer or FP8 grid whose rounding rule applies.
-        is_nearest: whether the integers are the float weight's nearest ones; False for weights
-            rounded by AMCT's AdaRound, which stay as they are.
-        is_balanced: whether AMCT's DMQ multiplies the weight by factors before it is rounded.
+        is_nearest: whether the integers are the float weight's nearest ones; False for weights that
+            AMCT's AdaRound rounds, or DMQ multiplies by factors first, which stay as they are.
     """
 
     weight_scale: Float64Array
     grid: Grid = INT8
     is_nearest: bool = True
-    is_balanced: bool = False
 
 
 def read_all_quantizations(
@@ -309,22 +307,14 @@ def _read_fake_quant(
     # the output is multiplied by input scale * weight scale: one value, or one for each channel
     output_scales = _to_array(graph, output_scale_name).astype(np.float64).reshape(-1)
     channel_scales = np.broadcast_to(output_scales * inverse_input_scale, layer.out_channels)
-    groups = layer.groups
     # [groups, C_out per group, C_in per group, taps], as all of a layer's weights
-    weight_scales = np.ones(layer.channel_shape) * channel_scales.reshape(groups, -1, 1, 1)
-    balance_name = f"{node.name}.tensor_balance_factor.output0"
-    is_balanced = balance_name in graph.constants
-    if is_balanced:
-        # AMCT's DMQ divides each input channel by a factor and multiplies its weights by it; the
-        # model holds the inverse of the factor. Integers * scale / factor are the weights before
-        inverse_factors = np.asarray(_to_array(graph, balance_name), np.float32)
-        weight_scales *= inverse_factors.reshape(groups, 1, -1, 1)
-
+    weight_scales = np.ones(layer.channel_shape) * channel_scales.reshape(layer.groups, -1, 1, 1)
     weight_scale = layer.from_rows(weight_scales).astype(np.float64)
+    is_balanced = f"{node.name}.tensor_balance_factor.output0" in graph.constants  # by DMQ
+    codes = _to_array(graph, node.input[1])
     return LayerQuantization(
         weight_scale=weight_scale,
-        is_nearest=_is_nearest(_to_array(graph, node.input[1]), layer, weight_scale),
-        is_balanced=is_balanced,
+        is_nearest=not is_balanced and _is_nearest(codes, layer, weight_scale),
     )
 
 
