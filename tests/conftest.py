@@ -126,12 +126,12 @@ def save_pictures(folder: Path) -> Path:
 @pytest.fixture(scope="session")
 def detector(tmp_path_factory) -> Path:
     """A tiny detector: x [1, 3, 32, 32] -> boxes in pixels and two scores, y [1, 6, 20]."""
-    from deploy.tasks.detector import AnchorGrid
+    from deploy.tasks.detector import list_cells
 
     path = tmp_path_factory.mktemp("detector") / "tiny.onnx"
     side = 32
     rng = np.random.default_rng(4)
-    cells, strides = np.hsplit(AnchorGrid((8, 16)).cells((side, side)), [2])
+    cells, strides = np.hsplit(list_cells((8, 16), (side, side)), [2])
     centres = ((cells + 0.5) * strides).T
     spread = np.array([1, 1, 1, 1, 4, 4]).reshape(6, 1, 1, 1)
     weights = {

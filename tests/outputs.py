@@ -6,11 +6,11 @@ from deploy.metrics.accuracy import Comparison
 from deploy.metrics.output_form import derive_form
 from deploy.tasks import Metric
 from deploy.tasks.declarations import Declaration
-from deploy.tasks.detector import AnchorGrid
+from deploy.tasks.detector import list_cells
 
 SIZE = (160, 224)  # height, width of the picture
 
-GRID = AnchorGrid((8, 16, 32))
+CELLS = list_cells((8, 16, 32), SIZE)
 
 
 def rng():
@@ -58,12 +58,12 @@ def change_all(samples, change):
 def scene(number, objects=6, classes=5):
     """What one picture shows: anchors of the grid that see an object, their class."""
     made = np.random.default_rng(number)
-    return made.choice(GRID.count(SIZE), objects, replace=False), made.integers(0, classes, objects)
+    return made.choice(len(CELLS), objects, replace=False), made.integers(0, classes, objects)
 
 
 def yolo(number, *, classes=5, floor=0.001, score=0.9):
     """(cx cy w h) [A, 4] at the anchors and scores [A, C] of a picture."""
-    cells, strides = np.hsplit(GRID.cells(SIZE), [2])
+    cells, strides = np.hsplit(CELLS, [2])
     made = np.random.default_rng(100 + number)
     places = (cells + 0.5) * strides + made.uniform(-2, 2, cells.shape)
     boxes = np.concatenate([places, np.tile([[3.0, 3.0]], (len(cells), 1))], axis=1)

@@ -23,7 +23,6 @@ from deploy.tasks.detector import (
     LIST_NUMBERS,
     MAP,
     ROWS,
-    AnchorGrid,
     Columns,
     RowDecoder,
 )
@@ -94,8 +93,7 @@ def test_run_program_feeds_calibration_input(preprocess, shape, tmp_path):
     np.testing.assert_array_equal(program["prepare"](picture), expected, strict=True)
 
 
-GRID = AnchorGrid((8, 16))  # 24 + 6 cells of 32 x 48 pixels
-CELLS = GRID.count((32, 48))
+CELLS = 24 + 6  # of 8 and of 16 pixels over 32 x 48
 
 
 def draw_rows(rng, coding, width):
@@ -131,7 +129,7 @@ def test_program_finds_the_boxes_that_are_judged(coding, layout, extra, rng, tmp
         box_columns=(Columns("y", layout, 0, box_width),),
         gates=(tail,) if tail is not None and extra == "gate" else (),
         extra=(tail,) if tail is not None and extra != "gate" else (),
-        grids=(GRID,),
+        strides=(8, 16),
         coding=coding,
         classes=3,
         gate_activation="sigmoid",
@@ -241,6 +239,7 @@ def one_hot(shape, places):
             "point 0 [40.0, 20.0]",
         ),
         (None, {"y": np.float32([[1, 2]])}, "y float32 [1, 2], 1 to 2"),
+        (Labels("y"), {"y": np.float32([[0.9]])}, "y float32 [1, 1], 0.9 to 0.9"),
     ],
 )
 def test_program_shows_each_task(task, outputs, expected, tmp_path):
@@ -248,7 +247,7 @@ def test_program_shows_each_task(task, outputs, expected, tmp_path):
         outputs = {"y": np.where(outputs["y"], 1.0, 0.0)}
     lines, canvas = show(task, outputs, tmp_path, {2: "dog"})
     assert lines[0].startswith(expected)
-    assert canvas.any() == (task is not None)
+    assert canvas.any() == ("float32" not in expected)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from deploy.tasks.declarations import Declaration
 from deploy.tasks.detections import Detections, match_detections, suppress_overlaps
 from deploy.tasks.detector import CODINGS, BoxCoding, RowDecoder
 from tests import outputs as forms
-from tests.outputs import GRID, SIZE, change_all, fed, figure, rng, same_task, scene, v8, yolo
+from tests.outputs import CELLS, SIZE, change_all, fed, figure, rng, same_task, scene, v8, yolo
 
 
 def v5(number):
@@ -24,7 +24,7 @@ def v5(number):
 def yolox(number):
     """As v5, the boxes left in their cells."""
     value = v5(number)["output"].astype(np.float64)
-    cells, strides = np.hsplit(GRID.cells(SIZE), [2])
+    cells, strides = np.hsplit(CELLS, [2])
     value[0, :, :2] = value[0, :, :2] / strides - cells
     value[0, :, 2:4] = np.log(value[0, :, 2:4] / strides)
     return {"output": value.astype(np.float32)}
@@ -645,7 +645,7 @@ def test_scores_and_boxes_side_by_side(form):
 
 def test_a_distribution_stands_where_its_cell_is():
     read, _ = figure([distances(n) for n in range(8)], [distances(n) for n in range(8)])
-    cells, strides = np.hsplit(GRID.cells(SIZE), [2])
+    cells, strides = np.hsplit(CELLS, [2])
     seen = scene(0, classes=5)[0]
     found = read.task.decoder.boxes(fed(), distances(0)).boxes
     sides = np.array([-1, -2, 1, 2])
@@ -874,7 +874,7 @@ def test_coding_is_added_as_one_row(monkeypatch):
     assert task.form == "scores: scores of 5 classes, boxes by polar"
 
     found = task.decoder.boxes(fed(), samples[0])
-    places, strides = np.hsplit(GRID.cells(SIZE), [2])
+    places, strides = np.hsplit(CELLS, [2])
     centres, radii = (places + 0.5) * strides, samples[0]["rays"][0, :, :1] * strides
     corners = np.concatenate([centres - radii, centres + radii], axis=1)
     seen = scene(0)[0]

@@ -297,7 +297,7 @@ def test_sure_classes_are_no_vectors_of_length_one():
     assert same_task(sure) == "classes"
     linear = [{"y": one + made.normal(0, 0.01, (1, 64))} for one in own]
     assert same_task(linear) == "classes"  # trained to be one at its own class, and zero elsewhere
-    value = softmax(made.standard_normal((forms.GRID.count(forms.SIZE), 9)) * 4)
+    value = softmax(made.standard_normal((len(forms.CELLS), 9)) * 4)
     assert same_task([{"y": value[None]}] * 4) == "steps"  # and no raw boxes
 
 

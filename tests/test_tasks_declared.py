@@ -14,7 +14,7 @@ from deploy.metrics.output_form import derive_form
 from deploy.tasks import TASKS, Metric, thresholds
 from deploy.tasks.declarations import ARCHITECTURES, OUTPUT_NAMES, Declaration, declare
 from scripts import forms
-from tests.outputs import GRID, SIZE, fed, split_yolo
+from tests.outputs import CELLS, fed, split_yolo
 
 ROWS = (1, 6, 8)
 
@@ -143,7 +143,7 @@ def test_thresholds_are_few_and_have_reasons():
 def test_class_count_decides_what_raw_scores_lack(columns, activation):
     """A third of the rows detects something: of a Softmax the values alone do not tell it."""
     outputs = split_yolo(0)
-    scores = np.full((1, GRID.count(SIZE), columns), -6, np.float32)
+    scores = np.full((1, len(CELLS), columns), -6, np.float32)
     scores[:, :, 5:] = 0  # the background, if there is one
     scores[:, ::3, 1] = 4
     samples = [{"boxes": outputs["boxes"], "scores": scores}] * 4

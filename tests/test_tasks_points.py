@@ -12,7 +12,7 @@ from deploy.errors import ConfigError
 from deploy.metrics.output_form import derive_form
 from deploy.tasks import Metric
 from deploy.tasks.declarations import Declaration
-from deploy.tasks.detector import AnchorGrid
+from deploy.tasks.detector import list_cells
 from tests.models import as_float32, make_model, make_value, run_command, save_net
 from tests.outputs import change_all, fed, same_task
 from tests.outputs import figure as outputs_figure
@@ -360,7 +360,6 @@ def test_the_screen_tells_key_points_and_no_classes(tmp_path):
 
 
 LARGE, STRIDES = (96, 128), (8, 16)  # height, width of a larger picture
-GRID = AnchorGrid(STRIDES)
 WIDE = 24  # of every box
 
 
@@ -384,7 +383,7 @@ def level(stride, weights):
 
 def saved_posed(path):
     """Bright cells are objects; their two points lie at the box's corners, and further off."""
-    cells, strides = np.hsplit(GRID.cells(LARGE), [2])
+    cells, strides = np.hsplit(list_cells(STRIDES, LARGE), [2])
     middle = ((cells + 0.5) * strides).T
     places = np.concatenate([middle, np.full_like(middle, WIDE), middle - 8, middle + 8])[None]
     weights = {"places": np.float32(places), "borders": [4, 4]}

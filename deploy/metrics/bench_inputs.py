@@ -37,7 +37,7 @@ def random_feeds(
     Args:
         inputs: specs of the inputs.
         shapes: input name -> dimensions, for inputs with open dimensions.
-        batch: first dimension of every input; None leaves it as it is.
+        batch: first dimension of every input, which must be open; None leaves it as it is.
         count: number of different inputs.
         seed: seed of the values.
 
@@ -52,8 +52,6 @@ def random_feeds(
             raise ConfigError(
                 f"--shape must name an input of the model ({', '.join(input_names)}), got {name!r}"
             )
-    if batch is not None:
-        refuse_fixed_batch(inputs)
     input_shapes = [_choose_shape(spec, shapes.get(spec.name), batch) for spec in inputs]
 
     needed_bytes = count * _VALUE_BYTES * sum(map(prod, input_shapes))

@@ -207,9 +207,7 @@ def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
     slices: SlicesByOutput = dict.fromkeys(decoder.list_outputs, ())
     for name in samples.output_names:
         values = samples.arrays(name)
-        # a matrix of as many rows may be anything, unless its length varies with the list's
-        may_have_rows = values[0].ndim > 2 or len(set(box_counts)) > 1
-        has_rows = may_have_rows and all(map(_has_rows, values, box_counts))
+        has_rows = all(map(_has_rows, values, box_counts))
         if has_rows or all(map(_is_number_of_boxes, values, box_counts)):
             slices[name] = ()
     (scores,) = decoder.scores

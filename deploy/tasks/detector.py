@@ -119,35 +119,25 @@ def count_cells(size: ImageSize, stride: int) -> ImageSize:
     return math.ceil(height / stride), math.ceil(width / stride)
 
 
-@dataclass(frozen=True, slots=True)
-class AnchorGrid:
-    """Levels of cells over a picture, one anchor at each cell, level by level.
+def list_cells(strides: Sequence[int], size: ImageSize) -> Floats:
+    """Return column, row, and stride in pixels of each cell over a picture, level by level, [A, 3].
 
-    Attributes:
+    Args:
         strides: pixels from cell to cell, per level.
+        size: (height, width) of the picture in pixels.
     """
-
-    strides: tuple[int, ...]
-
-    def count(self, size: ImageSize) -> int:
-        """Return the number of cells of a picture of `size` pixels (height, width)."""
-        return sum(math.prod(count_cells(size, stride)) for stride in self.strides)
-
-    def cells(self, size: ImageSize) -> Floats:
-        """Return column, row, and stride in pixels of each cell, [A, 3]."""
-        levels = []
-        for stride in self.strides:
-            rows, columns = np.indices(count_cells(size, stride)).reshape(2, -1)
-            levels.append(np.stack([columns, rows, np.full(len(rows), stride)], axis=1))
-        return np.concatenate(levels).astype(np.float64)
+    levels = []
+    for stride in strides:
+        rows, columns = np.indices(count_cells(size, stride)).reshape(2, -1)
+        levels.append(np.stack([columns, rows, np.full(len(rows), stride)], axis=1))
+    return np.concatenate(levels).astype(np.float64)
 
 
-def find_grids(count: int, size: ImageSize | None) -> tuple[AnchorGrid, ...]:
-    """Return the grid of cells over a picture that has as many cells as a detector has rows.
+def find_strides(count: int, size: ImageSize | None) -> tuple[int, ...]:
+    """Return the strides of the levels whose cells over a picture are as many as a detector's rows.
 
-    The cells are those of levels with adjacent strides, such as 8, 16 and 32 pixels; incomplete
-    cells at the picture's edge count. Of several grids that fit, the one with most levels is
-    returned, as a tuple of one; the tuple is empty if none fits.
+    The levels have adjacent strides, such as 8, 16 and 32 pixels; incomplete cells at the picture's
+    edge count. Of several that fit, the most levels are returned; the tuple is empty if none fit.
 
     Args:
         count: number of rows.
@@ -155,13 +145,12 @@ def find_grids(count: int, size: ImageSize | None) -> tuple[AnchorGrid, ...]:
     """
     if size is None:
         return ()
-    grids = []
+    fitting: list[tuple[int, ...]] = [()]
     for start, stop in itertools.combinations(range(len(STRIDES) + 1), 2):
-        grid = AnchorGrid(STRIDES[start:stop])
-        if grid.count(size) == count:
-            grids.append(grid)
-    grids.sort(key=lambda grid: -len(grid.strides))
-    return tuple(grids[:1])
+        strides = STRIDES[start:stop]
+        if sum(math.prod(count_cells(size, stride)) for stride in strides) == count:
+            fitting.append(strides)
+    return max(fitting, key=len)
 
 
 def fits_stride(sides: tuple[int, ...], size: ImageSize | None) -> bool:
@@ -234,7 +223,7 @@ class RowDecoder:
         numbers: column of the class numbers of a list; empty without.
         is_list: whether the model has suppressed the boxes itself.
         has_rows_first: whether a list's corners are y1 x1 y2 x2.
-        grids: the cells of each level; empty if rows are not one cell each.
+        strides: pixels from cell to cell, per level; empty if rows are not one cell each.
         coding: how the boxes are coded; "" if they are not decoded.
         classes: number of classes, without the background; None for a list, which has no such.
         activation: missing activation of the scores: "", "sigmoid" or "softmax".
@@ -252,7 +241,7 @@ class RowDecoder:
     numbers: tuple[Columns, ...] = ()
     is_list: bool = False
     has_rows_first: bool = False
-    grids: tuple[AnchorGrid, ...] = ()
+    strides: tuple[int, ...] = ()
     coding: str = ""
     classes: int | None = None
     activation: str = ""
@@ -386,8 +375,7 @@ class RowDecoder:
         if coding.uses_cells:
             if size is None:
                 raise OtherShapeError
-            all_cells = np.concatenate([grid.cells(size) for grid in self.grids])
-            cells = _check_row_count(all_cells, row_count)
+            cells = _check_row_count(list_cells(self.strides, size), row_count)
         extra = np.zeros((row_count, 0))
         if self.extra:
             extra = _read_rows(self.extra, outputs, row_count)

@@ -22,13 +22,12 @@ from deploy.tasks.detector import (
     LAYOUT_DIMENSIONS,
     MAP,
     ROWS,
-    AnchorGrid,
     BoxRows,
     Columns,
     Layout,
     OtherShapeError,
     RowDecoder,
-    find_grids,
+    find_strides,
     fits_stride,
     read_columns,
 )
@@ -70,14 +69,13 @@ class _RowTable:
         columns: all its columns.
         rows: their values in all samples, [A, n].
         row_count: number of rows of the first sample.
-        grids: the grid whose cells the rows may be; empty without. A tuple, as `RowDecoder` has one
-            grid for each level.
+        strides: those of the levels whose cells the rows may be; empty without.
     """
 
     columns: Columns
     rows: Array
     row_count: int
-    grids: tuple[AnchorGrid, ...]
+    strides: tuple[int, ...]
 
     @property
     def width(self) -> int:
@@ -138,7 +136,7 @@ def _read_tables(samples: FirstSamples) -> Iterator[_RowTable]:
         rows = np.concatenate(tables)  # of all samples
         row_count = len(tables[0])  # of one sample
         if np.isfinite(rows).all():
-            yield _RowTable(columns, rows, row_count, find_grids(row_count, picture_size))
+            yield _RowTable(columns, rows, row_count, find_strides(row_count, picture_size))
 
 
 def _read_rows(levels: Sequence[Columns], samples: FirstSamples) -> Floats:
@@ -193,7 +191,7 @@ def _split_columns(table: _RowTable, samples: FirstSamples) -> Iterator[RowDecod
         yield RowDecoder(
             scores=table.part(0, classes_end),
             box_columns=table.part(classes_end, table.width),
-            grids=table.grids,
+            strides=table.strides,
         )
 
     # YOLO's order; the scores are the objectness and the classes
@@ -217,7 +215,7 @@ def _split_columns(table: _RowTable, samples: FirstSamples) -> Iterator[RowDecod
         box_columns=table.part(0, _BOX),
         gates=table.part(_BOX, first_class),  # the objectness, if there is one
         extra=table.part(scores_end, table.width),
-        grids=table.grids,
+        strides=table.strides,
     )
 
 
@@ -229,7 +227,7 @@ def _split_raw_columns(table: _RowTable) -> Iterator[RowDecoder]:
             yield RowDecoder(
                 scores=table.part(boxes_end, table.width),
                 box_columns=table.part(0, boxes_end),
-                grids=table.grids,
+                strides=table.strides,
             )
 
 
@@ -314,11 +312,10 @@ def _join_levels(levels: Sequence[RowDecoder]) -> RowDecoder | None:
     Each of `levels` is the decoder of one level alone.
     """
     joined: dict[str, Any] = {}
-    for name in ("scores", "box_columns", "gates", "extra", "grids"):
+    for name in ("scores", "box_columns", "gates", "extra", "strides"):
         columns = [getattr(level, name) for level in levels]
         joined[name] = (*itertools.chain.from_iterable(columns),)
-    for name in ("extra", "grids"):  # of some levels alone they say nothing
-        if len(joined[name]) != len(levels):
+        if name in ("extra", "strides") and not all(columns):  # of some levels they say nothing
             joined[name] = ()
     if not levels or len(joined["gates"]) not in (0, len(levels)):
         return None
@@ -361,7 +358,7 @@ def _pair_tables(tables: Sequence[_RowTable], *, is_set: bool) -> RowDecoder | N
         box_columns=boxes.part(0, boxes.width),
         gates=tuple(gates),
         extra=tuple(further_columns[:1]),
-        grids=boxes.grids,
+        strides=boxes.strides,
     )
 
 
@@ -390,7 +387,7 @@ def _have_wide_coding(table: _RowTable, start: int = 0) -> bool:
     boxes = BoxRows(
         output=table.columns.output,
         numbers=table.rows[:, start:],
-        has_cells=bool(table.grids),
+        has_cells=bool(table.strides),
     )
     return any(coding.fits(boxes) for coding in CODINGS.values())
 
@@ -586,7 +583,7 @@ def _find_coding(decoder: RowDecoder, samples: FirstSamples) -> str:
         numbers=numbers,
         relative_boxes=_to_relative(numbers, samples.picture_size),
         has_levels=len(decoder.box_columns) > 1,
-        has_cells=bool(decoder.grids),
+        has_cells=bool(decoder.strides),
         has_gates=bool(decoder.gates),
     )
     return next((name for name, coding in CODINGS.items() if coding.fits(boxes)), "")

@@ -168,7 +168,8 @@ def _task_text(task: EvaluationTask | None, outputs: Outputs) -> str:
         return _template_part("ranked", output=ascii(task.outputs[0]))
     if isinstance(task, Classes):
         return _template_part("classes", outputs=ascii(task.outputs))
-    if isinstance(task, Labels):
+    # a single probability has no class name
+    if isinstance(task, Labels) and outputs[task.output].size > 1:
         sigmoid = _ACTIVATIONS[task.activation]
         return _template_part("labels", output=ascii(task.output), sigmoid=sigmoid)
     if isinstance(task, Text) and task.axis == -1:  # the program reads symbols last
@@ -334,8 +335,7 @@ def _box_text(task: BoxDetection, outputs: Outputs) -> str:
     strides = ""
     functions = extras.functions
     if CODINGS[decoder.coding].uses_cells:
-        all_strides = [stride for grid in decoder.grids for stride in grid.strides]
-        strides = f"STRIDES = {all_strides}  # pixels from cell to cell\n"
+        strides = f"STRIDES = {[*decoder.strides]}  # pixels from cell to cell\n"
         functions += _template_part("cells")
     rows = _template_part(
         "rows",
