@@ -244,6 +244,7 @@ class _StandardWriter:
 
 
 def _writes_float16(node: onnx.NodeProto) -> bool:
+    """Whether an AscendDequant or AscendAntiQuant has the output type float16."""
     return bool(attributes(node).get("dtype", 0) == 1)
 
 
@@ -316,13 +317,7 @@ def compare_deploy_model(
         BackendError: ONNX Runtime refuses a model or a sample.
     """
     deploy = deploy_model(model, layers)
-    layer_by_sums_tensor = {}  # tensor of a layer's integer sums -> layer name
-    for node in deploy.graph.node:
-        layer_name = node.name.removesuffix(".dequant")
-        is_dequant = node.op_type == "AscendDequant"
-        # with 16 bits the sums may exceed int32: they become outputs, to be measured
-        if is_dequant and layers[layer_name].record.act_bits == 16:
-            layer_by_sums_tensor[node.input[0]] = layer_name
+    layer_by_sums_tensor = _find_wide_sums(deploy, layers)
     deploy_session = open_deploy(deploy, threads=threads, extra_outputs=tuple(layer_by_sums_tensor))
     deploy_runs = [deploy_session.run(sample) for sample in samples]
     del deploy_session  # each session has all weights, so one is open at a time
@@ -362,6 +357,20 @@ def compare_deploy_model(
         min_amct_cosine=float(np.min(amct_cosines)),
         sum_share_by_layer=sum_share_by_layer,
     )
+
+
+def _find_wide_sums(deploy: onnx.ModelProto, layers: QuantLayers) -> dict[str, str]:
+    """Return tensor of sums -> its layer, for the layers with 16-bit activations.
+
+    Such sums may exceed int32, so that a comparison measures them.
+    """
+    layer_by_sums_tensor = {}
+    for node in deploy.graph.node:
+        if node.op_type == "AscendDequant":
+            layer_name = node.name.removesuffix(".dequant")
+            if layers[layer_name].record.act_bits == 16:
+                layer_by_sums_tensor[node.input[0]] = layer_name
+    return layer_by_sums_tensor
 
 
 def _cosine_of_numbers(value: NDArray[Any], reference: NDArray[Any]) -> float:

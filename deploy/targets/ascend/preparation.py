@@ -122,21 +122,20 @@ def unfuse_batchnorms(
         return model, graph
 
     model = copy_message(model)
-    # outputs of layers into which nothing is folded, and into which no BatchNormalization is folded
-    unfolded_outputs: set[str] = set()
-    unnormed_outputs: set[str] = set()
+    outputs_without_folds: set[str] = set()  # of layers into which nothing may be folded
+    outputs_without_norms: set[str] = set()  # of layers into which no BatchNormalization may be
     nodes_to_keep = set()
     for node in model.graph.node:
-        reads_unfolded = not unfolded_outputs.isdisjoint(node.input)
-        reads_unnormed = not unnormed_outputs.isdisjoint(node.input)
-        if reads_unfolded or (reads_unnormed and node.op_type == NORM):
+        refuses_folds = not outputs_without_folds.isdisjoint(node.input)
+        refuses_norms = not outputs_without_norms.isdisjoint(node.input)
+        if refuses_folds or (refuses_norms and node.op_type == NORM):
             nodes_to_keep.add(node.name)
         # a node that only moves values is no barrier to folding: its output counts as the layer's
         is_move = node.op_type in MOVES or node.op_type == "Concat"
-        if node.name in unfolded or (is_move and reads_unfolded):
-            unfolded_outputs.add(node.output[0])
-        elif node.name in config.skip_fusion_layers or (is_move and reads_unnormed):
-            unnormed_outputs.add(node.output[0])
+        if node.name in unfolded or (is_move and refuses_folds):
+            outputs_without_folds.add(node.output[0])
+        elif node.name in config.skip_fusion_layers or (is_move and refuses_norms):
+            outputs_without_norms.add(node.output[0])
     fold_affine(model.graph, excluded=nodes_to_keep)
     return prepare_model(model)
 

@@ -166,18 +166,16 @@ def _read_type_overrides(message: Any) -> dict[tuple[str, int], Any]:
 
 def _read_layer_overrides(message: Any, graph: LayerGraph) -> dict[str, Any]:
     """Return layer name -> the section (protobuf message) with its calibration settings."""
-    section_by_name: dict[str, Any] = {}
-    names = [override.layer_name for override in message.override_layer_configs]
-    refuse_repeats(names, "override_layer_configs")
-    for override in message.override_layer_configs:
+    overrides = message.override_layer_configs
+    for override in overrides:
         _require_fields(override, "override_layer_configs", "layer_name", "calibration_config")
         name = override.layer_name
         if name not in graph.configurable_names:
             raise ConfigError(
                 f"layer {name!r} of override_layer_configs {no_layer_reason(name, graph)}"
             )
-        section_by_name[name] = override.calibration_config
-    return section_by_name
+    refuse_repeats((override.layer_name for override in overrides), "override_layer_configs")
+    return {override.layer_name: override.calibration_config for override in overrides}
 
 
 def _require_fields(message: Any, where: str, *fields: str) -> None:
