@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -333,7 +332,7 @@ def test_weights_times_patches_are_the_layer(kind, layer_attributes):
     x = rng.normal(size=(2, 4, 9, 10)).astype(np.float32)
     y = OrtSession.open(model).run({"x": x})["y"]
     (layer,) = find_weighted_layers(model)
-    products = block_products(layer.rows, patches(layer, x, 1, 10_000))
+    products = block_products(layer.to_rows(layer.array), patches(layer, x, 1, 10_000))
     want = y.reshape(2, products.shape[0], -1, *y.shape[2:]).transpose(1, 2, 0, 3, 4)
     np.testing.assert_allclose(products, want.reshape(products.shape), atol=1e-4)
 
@@ -370,10 +369,10 @@ def test_targets_write_the_chosen_integers(seed, kind, is_transposed):
     wide = np.expand_dims(scales.astype(np.float64), other_axes)
     rounded_weight = round_weight(layer, wide, LayerInputs(inputs)).weight
     assert weight_scales(rounded_weight, axis).tobytes() == scales.tobytes()
-    steps = replace(layer, array=(weight / wide).astype(np.float32)).rows
+    steps = layer.to_rows((weight / wide).astype(np.float32))
     target_codes = quantize_weight(rounded_weight, scales, axis)
     assert np.abs(target_codes - weight / wide).max() < 1 + 1e-4
-    got = replace(layer, array=target_codes.astype(np.float32)).rows
+    got = layer.to_rows(target_codes.astype(np.float32))
     products = gram(inputs)
     nearest = np.rint(steps)
     damp = 0.2 * np.trace(products[0]) / 18 * np.eye(18)

@@ -288,11 +288,11 @@ def test_search_restores_weights_of_float_layers(tmp_path, monkeypatch):
         original(engine, weights, layers)
         tensors = constants(engine)
         if wide in tensors:
-            weight = numpy_helper.to_array(weights["expand"]["expand_w"])
+            weight = numpy_helper.to_array(weights["expand"])
             matches.append(np.array_equal(tensors[wide][:24], weight))
 
-    original = output_rounding.restore_constants
-    monkeypatch.setattr(output_rounding, "restore_constants", give_back)
+    original = output_rounding.restore_weights
+    monkeypatch.setattr(output_rounding, "restore_weights", give_back)
     monkeypatch.setattr("deploy.tuning.search.QUIET_LOSS", 0.0)  # layers are looked at alone, too
     build_folder(inverted(24, window=5), tmp_path / "net", "--effort", "1", *VNNI[2:])
     assert matches

@@ -39,7 +39,7 @@ from deploy.tuning.repairs.base import with_model
 from deploy.tuning.repairs.repair_layers import (
     find_weighted_layers,
     original_weights,
-    restore_constants,
+    restore_weights,
 )
 from deploy.tuning.search import Search
 from deploy.tuning.search_options import EFFORTS, SearchBudget, Trial, Tuning
@@ -274,7 +274,7 @@ class RepairedBuilder:
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
         """Return the trial model of a request's choices."""
         model = self._target.trial(self._repaired.with_choices(request.choices))
-        restore_constants(model, self._originals, request.choices.float_nodes)
+        restore_weights(model, self._originals, request.choices.float_nodes)
         return model
 
     def final(self, choices: Choices) -> BuildRequest:
@@ -282,7 +282,7 @@ class RepairedBuilder:
         if not self._repaired.is_repaired:
             return self._repaired.with_choices(choices)
         model = copy_message(self._repaired.model)
-        restore_constants(model, self._originals, choices.float_nodes)
+        restore_weights(model, self._originals, choices.float_nodes)
         return with_model(self._repaired.with_choices(choices), model)
 
 

@@ -40,7 +40,7 @@ from deploy.tuning.repairs.repair_layers import (
     find_weighted_layers,
     original_weights,
     read_all_quantizations,
-    restore_constants,
+    restore_weights,
     with_constants,
 )
 from deploy.tuning.repairs.sample_runs import layer_patches
@@ -122,7 +122,7 @@ def rounded_trial_builder(
         subject = replace(trial_request.subject, loaded=rounded_loaded)
         model = target.trial(replace(trial_request, subject=subject))
         int8_layers = read_all_quantizations(model, layers)
-        restore_constants(model, originals, originals.keys() - int8_layers.keys())
+        restore_weights(model, originals, originals.keys() - int8_layers.keys())
         return model
 
     return build_trial

@@ -93,11 +93,6 @@ class WeightedLayer:
         """Number of output channels."""
         return self.groups * self.channel_shape[1]
 
-    @property
-    def rows(self) -> NDArray[Any]:
-        """The weight as [groups, C_out per group, values of an input patch]."""
-        return self.to_rows(self.array)
-
     def _to_channels(self, weight: NDArray[Any]) -> NDArray[Any]:
         """Return a weight as [groups, C_out per group, C_in per group, taps]; a view or a copy."""
         rows, columns = weight.shape[:2]
@@ -163,51 +158,45 @@ def _read_layer(
 def with_constants(model: onnx.ModelProto, arrays: Mapping[str, NDArray[Any]]) -> onnx.ModelProto:
     """Return a copy in which the named initializers hold these arrays, as float32."""
     changed = copy_message(model)
-    update_tensors(changed.graph.initializer, _to_tensors(arrays))
-    return changed
-
-
-def _to_tensors(arrays: Mapping[str, NDArray[Any]]) -> dict[str, onnx.TensorProto]:
-    """Return name -> float32 tensor of that name."""
     tensors = {}
     for name, array in arrays.items():
-        tensors[name] = numpy_helper.from_array(np.asarray(array, np.float32, order="C"), name)
-    return tensors
+        values = np.asarray(array, np.float32, order="C")
+        tensors[name] = numpy_helper.from_array(values, name)
+    update_tensors(changed.graph.initializer, tensors)
+    return changed
 
 
 def original_weights(
     model: onnx.ModelProto, layers: Iterable[WeightedLayer]
-) -> dict[str, dict[str, onnx.TensorProto]]:
-    """Return layer -> its weight in a model, by name."""
+) -> dict[str, onnx.TensorProto]:
+    """Return layer -> its weight in a model."""
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
-    return {layer.name: {layer.weight: tensors[layer.weight]} for layer in layers}
+    return {layer.name: tensors[layer.weight] for layer in layers}
 
 
-def restore_constants(
-    model: onnx.ModelProto,
-    originals: Mapping[str, Mapping[str, onnx.TensorProto]],
-    layers: Iterable[str],
+def restore_weights(
+    model: onnx.ModelProto, originals: Mapping[str, onnx.TensorProto], layers: Iterable[str]
 ) -> None:
-    """Give layers of a target's model the constants of the float model back, in place.
+    """Give layers of a target's model the weights of the float model back, in place.
 
-    The target may hold a constant in a copy that it padded with channels for a layer. One that it
+    The target may hold a weight in a copy that it padded with channels for a layer. One that it
     holds in another form stays as it is.
 
     Args:
         model: the target's model.
-        originals: layer -> its constants in the float model, by name (`original_weights`).
+        originals: layer -> its weight in the float model (`original_weights`).
         layers: the layers to restore.
     """
     dims_by_constant = {tensor.name: tensor.dims for tensor in model.graph.initializer}
     restored: dict[str, onnx.TensorProto] = {}
-    for layer in layers:
-        for name, tensor in originals.get(layer, {}).items():
-            padded = padded_name(name, layer)
-            if name in dims_by_constant:
-                restored[name] = tensor
-            elif padded in dims_by_constant:
-                values = pad_with_zeros(numpy_helper.to_array(tensor), dims_by_constant[padded])
-                restored[padded] = numpy_helper.from_array(values, padded)
+    for layer in originals.keys() & set(layers):
+        weight = originals[layer]
+        padded = padded_name(weight.name, layer)
+        if weight.name in dims_by_constant:
+            restored[weight.name] = weight
+        elif padded in dims_by_constant:
+            values = pad_with_zeros(numpy_helper.to_array(weight), dims_by_constant[padded])
+            restored[padded] = numpy_helper.from_array(values, padded)
     update_tensors(model.graph.initializer, restored)
 
 
