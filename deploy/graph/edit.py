@@ -266,8 +266,8 @@ def infer_types(model: onnx.ModelProto, **options: bool) -> onnx.ModelProto:
     if _NORMS.isdisjoint(op_types):
         return shape_inference.infer_shapes(model, **options)
 
-    # in a copy, norms become Identity nodes during inference: their output has the same type and
-    # shape
+    # in a copy, the norms that ONNX does not infer become Identity nodes during inference: their
+    # output has the type and shape of their input too
     substitute = copy_message(model)
     for node in all_nodes(substitute.graph):
         if node.op_type in _NORMS:

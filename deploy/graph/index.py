@@ -380,15 +380,15 @@ class Graph:
                 return self.tail(reader)
         return output
 
-    def bias_add(self, node: onnx.NodeProto, columns: int) -> onnx.NodeProto | None:
-        """Return the Add that alone reads a MatMul and adds a constant float32 bias, [columns].
+    def bias_add(self, node: onnx.NodeProto, *shapes: list[int]) -> onnx.NodeProto | None:
+        """Return the Add that alone reads a MatMul and adds a constant float32 bias.
 
-        None if there is no such Add.
+        None if there is no such Add, or if the bias has none of these shapes.
         """
         add = self.only_reader(node.output[0], "Add")
         operands = [] if add is None else other_inputs(add, node.output[0])
         bias = self.constants.get(operands[0]) if operands else None
-        if bias is None or list(bias.dims) != [columns] or bias.data_type != FLOAT:
+        if bias is None or list(bias.dims) not in shapes or bias.data_type != FLOAT:
             return None
         return add
 

@@ -164,14 +164,18 @@ ASCEND = Placement(
 
 def is_global_mean(graph: Graph, node: onnx.NodeProto) -> bool:
     """Whether a ReduceMean is a GlobalAveragePool of an image, as torch exports it."""
-    axes = attributes(node).get("axes")
-    axes_tensor = graph.initializers.get(optional_input(node, 1))
-    if axes is None and axes_tensor is not None:
-        axes = numpy_helper.to_array(axes_tensor).tolist()
     rank = graph.rank(node.input[0])
-    if not axes or rank < 4:
+    if rank < 4:
         return False
-    return sorted(axis % rank for axis in axes) == list(range(2, rank))
+    return sorted(axis % rank for axis in reduced_axes(graph, node)) == list(range(2, rank))
+
+
+def reduced_axes(graph: Graph, node: onnx.NodeProto) -> list[int]:
+    """Return the constant axes of a ReduceMean, an attribute before opset 18; [] without any."""
+    axes_tensor = graph.constants.get(optional_input(node, 1))
+    if axes_tensor is not None:
+        return [int(axis) for axis in numpy_helper.to_array(axes_tensor).reshape(-1)]
+    return list(attributes(node).get("axes", ()))
 
 
 def has_constant_operand(graph: Graph, node: onnx.NodeProto) -> bool:
@@ -214,15 +218,11 @@ def pads_nonzero(graph: Graph, node: onnx.NodeProto) -> bool:
 
 def find_bias_add(graph: Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:
     """Return the Add after a MatMul, if both are a Gemm: 2-D, and one constant per column."""
-    add = graph.only_reader(node.output[0], "Add")
     weight = graph.initializers.get(node.input[1])
-    if add is None or weight is None or graph.rank(node.output[0]) != 2:
-        return None
-    constants = [graph.initializers[name] for name in add.input if name in graph.initializers]
-    if not constants or constants[0].data_type != weight.data_type:
+    if weight is None or graph.rank(node.output[0]) != 2:
         return None
     columns = weight.dims[-1]
-    return add if list(constants[0].dims) in ([columns], [1, columns]) else None
+    return graph.bias_add(node, [columns], [1, columns])
 
 
 def reads_int8(

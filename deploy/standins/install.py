@@ -192,7 +192,7 @@ def _import_hook(name: str, on_import: Callable[[], None]) -> Iterator[None]:
         def find_spec(self, fullname: str, *arguments: Any) -> ModuleSpec | None:
             if fullname != name:
                 return None
-            sys.meta_path.remove(self)
+            sys.meta_path.remove(self)  # so that `find_spec` asks the usual finders alone
             spec = find_spec(name)
             if spec is not None and spec.loader is not None:
                 exec_module = spec.loader.exec_module

@@ -59,6 +59,7 @@ def address_of(value: object) -> int | None:
         return ctypes.cast(value, ctypes.c_void_p).value or 0
     if isinstance(value, ctypes._SimpleCData):
         return int(value.value or 0)
+    # arrays and floats have `__int__` too, but are no addresses
     if isinstance(value, np.ndarray | float | np.floating) or not hasattr(type(value), "__int__"):
         return None
     return int(value)  # type: ignore[call-overload, no-any-return]

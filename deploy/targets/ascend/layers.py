@@ -299,7 +299,7 @@ def _with_bias_add(
     AMCT leaves an Add in float whose first input is the bias, as PyTorch exports it.
     """
     layer = replace(layer, channels_in=weight.dims[-2], stacked=len(weight.dims) == 3)
-    add = index.bias_add(node, weight.dims[-1])
+    add = index.bias_add(node, [weight.dims[-1]])
     if add is None or add.input[0] != layer.output:
         return layer
     return replace(layer, output=add.output[0], bias=add.input[1], bias_add=add.name)

@@ -18,7 +18,6 @@ import math
 from dataclasses import dataclass, field
 
 import onnx
-from onnx import numpy_helper
 
 from deploy.graph.edit import drop_unread, rename_tensors
 from deploy.graph.index import (
@@ -28,8 +27,8 @@ from deploy.graph.index import (
     attributes,
     by_name,
     group_count,
-    optional_input,
 )
+from deploy.graph.placement import reduced_axes
 from deploy.targets.onnxruntime.rewrite_base import (
     BIAS,
     WEIGHT,
@@ -160,11 +159,14 @@ def _find_region(graph: Graph, depthwise: onnx.NodeProto) -> _Region | None:
 
 
 def _add_conv(graph: Graph, region: _Region, node: onnx.NodeProto, tensor: str) -> list[str] | None:
-    """Add to the region a Conv that reads or makes one of its tensors.
+    """Add to a region, whose tensors and Convs get more channels together, one more Conv.
 
-    Return the tensors that must get more channels if the Conv does: input and output of a depthwise
-    one; [] for any other, where the region ends. None if the Conv cannot get more channels: its
-    constants are computed or shared, or its groups or channels are not as many as the region's.
+    `tensor` is the tensor of the region that the Conv reads or makes.
+
+    Returns:
+        The tensors that must get more channels if the Conv does: input and output of a depthwise
+        one; [] for any other, where the region ends. None if the Conv cannot get more channels: its
+        constants are computed or shared, or its groups or channels are not as many as the region's.
     """
     constants = [_find_constant(graph, node, position) for position in constant_positions(node)]
     weight = constants[0] if constants else None
@@ -217,13 +219,9 @@ def _is_scalar(graph: Graph, name: str) -> bool:
 
 def _reduces_pixels(graph: Graph, node: onnx.NodeProto) -> bool:
     """Whether a ReduceMean leaves every channel, and as many axes."""
-    attrs = attributes(node)
-    axes = attrs.get("axes", [])
-    axes_tensor = graph.constants.get(optional_input(node, 1))
-    if not axes and axes_tensor is not None:
-        axes = numpy_helper.to_array(axes_tensor).tolist()
+    axes = reduced_axes(graph, node)
     keeps_channels = bool(axes) and (min(axes) > 1 or axes == [-1])
-    return keeps_channels and bool(attrs.get("keepdims", 1))
+    return keeps_channels and bool(attributes(node).get("keepdims", 1))
 
 
 def _is_worthwhile(graph: Graph, context: RewriteContext, region: _Region) -> bool:
@@ -270,7 +268,10 @@ def _pixel_count(shape: Shape | None) -> int:
 
 
 def _widen_region(model: onnx.ModelProto, graph: Graph, region: _Region) -> None:
-    """Append the channels to all Convs and tensors of a region."""
+    """Append channels of zeros to the weights and biases of a region's Convs, and mark its tensors.
+
+    A region is what gets more channels together. Its tensors get names that end in `PADDED_SUFFIX`.
+    """
     added = region.added_channels
     for conv in region.convs.values():
         node = conv.node

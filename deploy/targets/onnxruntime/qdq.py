@@ -221,8 +221,8 @@ class _QdqWriter:
     def quantization(self, tensor: str) -> ShiftedParams:
         """Return scale and zero point of a tensor, or of its owner if it shares that one's scale.
 
-        If a gate adds an offset to the tensor or a shift, the result has the steps between the zero
-        points of both forms; else 0.
+        A gate is a Hard-Swish or squeeze-excite. If it adds an offset or a shift to the tensor, the
+        result also has the distance, in steps, of the zero points before and after that; else 0.
 
         Raises:
             ExportError: the scale is not positive.

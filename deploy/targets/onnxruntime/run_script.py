@@ -132,9 +132,11 @@ def _reading_fields(preprocess: Preprocess) -> dict[str, str]:
 
 
 def _preparing_fields(preprocess: Preprocess) -> dict[str, object]:
-    """Return the fields of the program's template that make a picture the model's input.
+    """Return name -> value, for the fields of the program's template that prepare a picture.
 
-    They are numbers, lists, and expressions or lines of Python as text.
+    A value is a number, a list, or text: an expression or lines of Python. "sizes" gives the size
+    of the resized picture, "kind" is the interpolation, "order" reverses the colors, "place" copies
+    the picture into the input, and "corner" is where its first pixel lies there.
     """
     # where the resized picture is copied to in the input, a key of _COPY_LINES
     position = "top-left"

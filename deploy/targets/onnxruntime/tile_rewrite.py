@@ -107,9 +107,10 @@ class _TiledLayer(ReplacementNodes):
         self.channels = channels
 
     def write_layer(self, quantize: onnx.NodeProto) -> Nodes:
-        """Return the Conv and the DequantizeLinear nodes of its weight and bias.
+        """Return the Conv that takes the layer's place, and the DequantizeLinear of its constants.
 
-        The activation, if there is one, and the QuantizeLinear now read tiles.
+        The Conv makes each tile of output pixels as channels. The nodes after it, an activation
+        and `quantize`, are changed in place: they read and make tensors of such tiles.
         """
         constants = [self._write_constant(index) for index in constant_positions(self.node)]
         inputs = [self.node.input[0], *(constant.output[0] for constant in constants)]
@@ -117,7 +118,7 @@ class _TiledLayer(ReplacementNodes):
         conv = make_node("Conv", inputs, f"{output}{TILES}", self.name)
         tail_output = quantize.input[0]  # output of the activation, or of the layer itself
         self._read_tiles(output)
-        if tail_output != output:
+        if tail_output != output:  # there is an activation
             self._read_tiles(tail_output)
             self.graph.producer[tail_output].output[0] = f"{tail_output}{TILES}"
         return [*constants, conv]

@@ -138,7 +138,7 @@ def merge_caches(
         cache.scales()  # raises if one file has two scales for a tensor
         for entry in cache.entries:
             merged[entry.name] = _choose(merged.get(entry.name), entry, on_conflict)
-    line_end = head.end or "\n"
+    line_end = head.end or "\n"  # all lines end as the first file's
     entries = tuple(replace(entry, end=line_end) for entry in merged.values())
     return CalibrationCache(replace(head, end=line_end), entries)
 

@@ -99,6 +99,7 @@ class TensorRanges:
         self.constants = {
             name: _largest_magnitude(tensor) for name, tensor in self.graph.constants.items()
         }
+        # `find_bounds` gives the values beyond which all readers of a tensor saturate
         self.saturated = {}
         for name, (low, high) in find_bounds(model).items():
             if math.isfinite(low) and math.isfinite(high):
