@@ -23,7 +23,7 @@ from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import LayerRecord
 from deploy.targets.ascend.simple_config import read_simple_config
 from deploy.targets.ascend.weight_rounding import AdaRoundSteps
-from tests.models import as_float32, run_net
+from tests.models import as_float32, run_command, run_net
 from tests.vendor_models import build_net
 
 # by AMCT's AdaRoundQuant, KlOptimize and loss functions in torch 2.13: random layers and inputs,
@@ -324,10 +324,41 @@ def built(all_kinds, ascend_build):
 
 ARQ = "batch_num: 48"
 LAYERS = ("first", "apart", "turned", "fc", "mm")
+ITERATIONS = 200  # enough to move weights of every layer
 
 
 def ada(iterations, extra_text=""):
     return f"{ARQ} common_config {{ ada_quantize {{ num_iteration: {iterations} }} {extra_text} }}"
+
+
+def build_for_ascend(model, folder, text):
+    config = folder / "my.cfg"
+    config.write_text(text)
+    arguments = ("--target", "ascend", "--effort", 0, "--duration", 0, "--ascend-config", config)
+    run_command("build", model, "--images", model.with_suffix(".npy"), *arguments, "--out", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def arq_build(all_kinds, tmp_path_factory):
+    return build_for_ascend(all_kinds, tmp_path_factory.mktemp("arq"), ARQ)
+
+
+@pytest.fixture(scope="module")
+def adaround_build(all_kinds, tmp_path_factory):
+    """The folder of a build with AdaRound, and the problem of each layer, by name."""
+    from deploy.targets.ascend import weight_rounding
+
+    problem_by_layer, make_problem = {}, weight_rounding._make_problem
+
+    def spy(step, *arguments):
+        problem_by_layer[step.layer.name] = (problem := make_problem(step, *arguments))
+        return problem
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_rounding, "_make_problem", spy)
+        folder = build_for_ascend(all_kinds, tmp_path_factory.mktemp("ada"), ada(ITERATIONS))
+    return folder, problem_by_layer
 
 
 def away(path, out, kind="fake_quant"):
@@ -344,25 +375,23 @@ def integers(out):
 
 
 @pytest.mark.slow
-def test_adaround_reduces_error_of_all_kinds(all_kinds, built):
-    _, arq = built(ARQ, out="arq")
+def test_adaround_reduces_error_of_all_kinds(all_kinds, arq_build, built):
     output, out = built(ada(2000), out="ada")
     assert "AdaRound rounded the weights of 5 layers" in output
     assert "first 48 samples" in output
     assert "AMCT's ARQ and AdaRound and IFMR" in output  # the pool's is ARQ's
-    assert away(all_kinds, out) < 0.7 * away(all_kinds, arq)
+    assert away(all_kinds, out) < 0.7 * away(all_kinds, arq_build)
     assert (out / "kinds_modified_model.onnx").exists()
-    assert not (arq / "kinds_modified_model.onnx").exists()
+    assert not (arq_build / "kinds_modified_model.onnx").exists()
     config = json.loads((out / "kinds_config.json").read_text())
     algorithms = {n: config[n]["weight_quant_params"]["wts_algo"] for n in (*LAYERS, "pool")}
     assert algorithms == {**dict.fromkeys(LAYERS, "ada_quantize"), "pool": "arq_quantize"}
 
 
 @pytest.mark.slow
-def test_the_rounding_is_in_every_file(all_kinds, built):
+def test_the_rounding_is_in_every_file(adaround_build, built):
     """Deploy, fake-quant and Q/DQ model hold the same codes, which are not the nearest."""
-    output, out = built(ada(150), out="ada")
-    assert "within 0 of the fake-quant model" in output  # the integer executor on the deploy model
+    out, _ = adaround_build
     codes = integers(out)
     fake_quant_tensors = {
         t.name: t for t in onnx.load(out / "kinds_fake_quant_model.onnx").graph.initializer
@@ -403,10 +432,13 @@ def document(layers=LAYERS, **weight):
 
 
 @pytest.mark.slow
-def test_forms_threads_and_cache_agree(built, monkeypatch):
-    _, first_folder = built(ada(60), out="one")
-    output, two = built(document(num_iteration=60), "--threads", 1, suffix=".json", out="two")
+def test_forms_threads_and_cache_agree(adaround_build, built, monkeypatch):
+    first_folder, _ = adaround_build
+    output, two = built(
+        document(num_iteration=ITERATIONS), "--threads", 1, suffix=".json", out="two"
+    )
     assert "calibrated" in output
+    assert "within 0 of the fake-quant model" in output  # the integer executor on the deploy model
     files = [
         path.name for path in first_folder.iterdir() if path.suffix in (".onnx", ".txt", ".npz")
     ]
@@ -417,35 +449,25 @@ def test_forms_threads_and_cache_agree(built, monkeypatch):
     search = "deploy.targets.ascend.weight_rounding.round_block"
     monkeypatch.setattr(search, lambda *a, **k: pytest.fail("a search"))
     bytes_by_name = {name: (two / name).read_bytes() for name in files}
-    output, two = built(ada(60), out="two")
+    output, two = built(ada(ITERATIONS), out="two")
     assert "cache reused" in output
     assert all((two / name).read_bytes() == data for name, data in bytes_by_name.items())
 
 
 @pytest.mark.slow
-def test_other_layers_keep_their_arq_weights(built):
-    _, arq = built(ARQ, out="arq")
+def test_other_layers_keep_their_arq_weights(arq_build, built):
     fc = "calibration_config { ada_quantize { num_iteration: 100 } }"
     output, out = built(f'{ARQ} override_layer_configs {{ layer_name: "fc" {fc} }}', out="ada")
     assert "of 1 layers" in output
     assert "ARQ and AdaRound" in output
-    changed = {n for n, codes in integers(out).items() if (codes != integers(arq)[n]).any()}
+    changed = {n for n, codes in integers(out).items() if (codes != integers(arq_build)[n]).any()}
     assert changed == {"w4"}
 
 
 @pytest.mark.slow
-def test_layers_are_rounded_in_order(all_kinds, built, monkeypatch):
+def test_layers_are_rounded_in_order(all_kinds, adaround_build):
     """The inputs of a layer are those behind the rounded layers before it, as in AMCT."""
-    from deploy.targets.ascend import weight_rounding
-
-    problem_by_layer, make_problem = {}, weight_rounding._make_problem
-
-    def spy(step, *arguments):
-        problem_by_layer[step.layer.name] = (problem := make_problem(step, *arguments))
-        return problem
-
-    monkeypatch.setattr(weight_rounding, "_make_problem", spy)
-    _, out = built(ada(100), out="ada")
+    out, problem_by_layer = adaround_build
     assert list(problem_by_layer) == list(LAYERS)
     x = np.load(all_kinds.with_suffix(".npy"))
     # the pool keeps its place, and its own codes do not show: activations stay float
@@ -469,9 +491,9 @@ def test_auto_takes_such_a_configuration(all_kinds, command, tmp_path):
 
 
 @pytest.mark.slow
-def test_repairs_keep_adaround_layers(built):
-    _, out = built(ada(200), out="ada")
-    output, repaired = built(ada(200), "--repair", "adaround", out="more")
+def test_repairs_keep_adaround_layers(adaround_build, built):
+    out, _ = adaround_build
+    output, repaired = built(ada(ITERATIONS), "--repair", "adaround", out="more")
     assert "adaptive rounding: nothing to repair" in output
     name = "kinds_deploy_model.onnx"
     assert (out / name).read_bytes() == (repaired / name).read_bytes()
