@@ -43,16 +43,7 @@ def test_equal_best_classes_are_counted():
         one["y"][0, (one["y"].argmax() + 1) % 20] = 1
     _, found = figure(references, candidates)
     assert found.task == "classes" and found.value == 0.7
-    assert found.words == "7 of 10 samples keep FP32's top-1 class, 10 among the best 5"
-
-
-def test_best_classes_are_those_of_the_largest_output():
-    generator, references = rng(), []
-    for _ in range(10):
-        large, small = generator.standard_normal((1, 20)), generator.standard_normal((1, 2))
-        references.append({"y": softmax(large * 4), "z": softmax(small * 4)})
-    _, found = figure(references, references)
-    assert found.words.endswith("FP32's top-1 class, 20 among the best 5")
+    assert found.words == "7 of 10 samples keep FP32's top-1 class"
 
 
 def task_of_four(make):
@@ -518,7 +509,6 @@ def test_best_of_a_set_decides():
     assert found.value == 1
     _, found = figure(best, [{"y": one["y"][:, ::-1]} for one in best], ends=ends)
     assert found.value == 0
-    assert found.words.endswith("FP32's top-1 class, 8 among the best 5")
 
 
 @pytest.mark.parametrize(

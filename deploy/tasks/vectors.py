@@ -78,7 +78,6 @@ from deploy.tensors import Array
 
 _MIN_DIFFERENCE = 1e-12  # another class is a difference, even if both scores are equal
 _MAX_VECTORS = 64  # vectors stored
-_MAX_LISTED = 5  # best classes of a sample among which FP32's is searched
 
 
 def _read_vectors(samples: FirstSamples) -> dict[str, Floats]:
@@ -118,17 +117,17 @@ def fit_embeddings(name: str, samples: FirstSamples) -> "Embeddings | None":
     return Embeddings(name, rows.shape[1])
 
 
-def _rank_classes(value: Array) -> list[int]:
-    """Return the best classes of an output of scores or class numbers, at most five.
+def _best_class(value: Array) -> int | None:
+    """Return the best class of an output of scores or class numbers, whose first is the best one.
 
-    A list of numbers has the best one first. Scores that are not finite have no classes.
+    None for scores that are not finite, and for outputs without values.
     """
     row = value.reshape(-1)
+    if not row.size:
+        return None
     if value.dtype.kind in "iu":
-        return [int(number) for number in row[:_MAX_LISTED]]
-    if not is_floating(value):
-        return []
-    return [int(number) for number in np.argsort(-row, kind="stable")[:_MAX_LISTED]]
+        return int(row[0])
+    return int(row.argmax()) if is_floating(value) else None
 
 
 @dataclass(slots=True)
@@ -136,22 +135,21 @@ class _ClassTally(TaskTally["Classes"]):
     """Counts outputs of samples with equal classes."""
 
     compared: int = 0
-    top1_matches: int = 0
-    listed_matches: int = 0
+    matches: int = 0
     examples: ExampleSelection[ClassExample] = field(default_factory=ExampleSelection)
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         for name in self.task.outputs:
             self.compared += 1
-            reference_classes = _rank_classes(reference[name])
-            classes = _rank_classes(candidate[name])
-            if not reference_classes or reference[name].shape != candidate[name].shape:
+            reference_class = _best_class(reference[name])
+            candidate_class = _best_class(candidate[name])
+            has_equal_shape = reference[name].shape == candidate[name].shape
+            if reference_class is None or candidate_class is None or not has_equal_shape:
                 continue
-            self.listed_matches += reference_classes[0] in classes
-            if classes[:1] == reference_classes[:1]:
-                self.top1_matches += 1
-            elif classes and not self.task.are_numbers:
-                self._offer_example(name, reference, candidate, reference_classes[0], classes[0])
+            if reference_class == candidate_class:
+                self.matches += 1
+            elif not self.task.are_numbers:
+                self._offer_example(name, reference, candidate, reference_class, candidate_class)
 
     def _offer_example(
         self,
@@ -190,10 +188,7 @@ class _ClassTally(TaskTally["Classes"]):
         # several outputs of each sample
         unit = "samples" if self.compared == self.samples else "outputs"
         text = f"{unit} keep FP32's top-1 class"
-        listed_count = min(_MAX_LISTED, max(self.task.counts))
-        if listed_count > 1 and (self.task.are_numbers or max(self.task.counts) > 10):
-            text += f", {self.listed_matches} among the best {listed_count}"
-        return self.share("top-1 agreement", self.top1_matches, self.compared, text)
+        return self.share("top-1 agreement", self.matches, self.compared, text)
 
 
 @dataclass(frozen=True, slots=True)
