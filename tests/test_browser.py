@@ -69,7 +69,6 @@ HISTOGRAM = parts.HistogramPart(
     start=-2.0,
     width=0.125,
     counts=tuple(range(64)),
-    others=(parts.RangeRow(method="percentile-99.99", lo=-1.2345, hi=3.4567),) * 5,
 )
 
 

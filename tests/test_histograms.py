@@ -52,7 +52,7 @@ def test_every_value_is_in_its_bar(shift):
     assert part.counts[-1]  # none before the first value, none after the last
     expected_counts = np.histogram(values.astype(np.float64), bar_edges(part))[0]
     differences = np.cumsum(expected_counts) - np.cumsum(part.counts)
-    assert np.abs(differences).max() <= 3  # of values on an edge
+    assert np.abs(differences).max() <= values.size / 1000  # of bins across an edge
 
 
 @pytest.mark.parametrize("recorder", [Histogram, IfmrHistogram])
@@ -98,23 +98,20 @@ def bar_positions(drawing, kind):
     return [float(x) for x in re.findall(r"M([\d.]+),", path)]
 
 
-def test_lines_at_range_ends_split_bars():
+def test_bars_beyond_range_ends_are_cut():
     part = parts.HistogramPart(start=-2.0, width=1.0, counts=(1, 9, 9, 1))
     drawing = histogram(make_row(lo=-1.0, hi=1.5), part)
     low, high = line_positions(drawing, "clip")
     zero = line_positions(drawing, "zero")[0]
     assert high - zero == pytest.approx(1.5 * (zero - low), abs=0.2)
-    starts = bar_positions(drawing, "cut")
-    assert len(starts) == 2
-    assert starts[0] < low
-    assert starts[1] == pytest.approx(high, abs=0.1)
+    (start,) = bar_positions(drawing, "cut")
+    assert start < low
 
 
 def test_far_range_end_has_no_line():
     part = parts.HistogramPart(start=-0.5, width=1.0, counts=(9, 9, 1))
     drawing = histogram(make_row(observed_min=0.0, lo=-2.0, hi=2.0), part)
     assert len(line_positions(drawing, "clip")) == 1
-    assert "\N{PLUS-MINUS SIGN}2 is kept" in drawing
     assert bar_positions(drawing, "kept")[0] == line_positions(drawing, "zero")[0]
 
 
@@ -186,7 +183,7 @@ def test_worst_tensor_shows_the_cached_range(build_folder, built_report):
     assert worst["hi"] == -worst["lo"] == worst["amax"]
     assert worst["amax"] == pytest.approx(127 * float(cache.scales()[worst["name"]]), rel=1e-6)
     page = (build_folder / "report.html").read_text()
-    assert f"<title>Histogram of {worst['name']}</title><desc>{sum(part['counts']):,} va" in page
+    assert f"<title>Histogram of {worst['name']}</title>" in page
 
 
 def test_page_draws_every_histogram(build_folder, built_report):
@@ -195,21 +192,6 @@ def test_page_draws_every_histogram(build_folder, built_report):
         histogram_count += sum("histogram" in tensor for tensor in target["tensors"])
     page = (build_folder / "report.html").read_text()
     assert page.count('class="hist"') == histogram_count
-
-
-def test_marks_show_ranges_of_other_methods(built_report):
-    onnxruntime, tensorrt, ascend = built_report["targets"]
-    for target in (onnxruntime, tensorrt):
-        for tensor in target["tensors"]:
-            other_ranges = tensor["histogram"]["others"]
-            marks = {mark["method"]: (mark["lo"], mark["hi"]) for mark in other_ranges}
-            assert tensor["method"] == "mse"
-            assert set(marks) == {"minmax", "percentile-99.99", "entropy"}
-            if tensor["name"] == "r1":  # the output of a Relu
-                top = tensor["observed_max"]
-                assert marks["minmax"] == (0 if target is onnxruntime else -top, top)
-    # AMCT's searches have statistics of their own
-    assert not any("others" in tensor["histogram"] for tensor in ascend["tensors"])
 
 
 @pytest.mark.slow
@@ -262,10 +244,7 @@ def test_only_the_worst_tensors_are_drawn(monkeypatch, small_cnn, pictures, tmp_
 def test_page_of_200_tensors_is_small(built_report):
     """Rows as a real build makes them, the worst with all that is drawn of them."""
     counts = tuple(range(100_000, 100_000 + MAX_BARS))
-    other_ranges = tuple(parts.RangeRow(method=f"method-{n}", lo=-n, hi=n) for n in range(5))
-    part = parts.HistogramPart(
-        start=-1.23456789, width=0.0456789, counts=counts, others=other_ranges
-    )
+    part = parts.HistogramPart(start=-1.23456789, width=0.0456789, counts=counts)
     weight = built_report["targets"][0]["weights"][0] | {"worst": (100, 200, 300)}
     rows, weights = [], []
     for n in range(200):

@@ -100,8 +100,7 @@ def full_report(name="logits"):
     )
     scale = Scale(lo=-1, hi=2, amax=2, observed_min=-1.5, observed_max=4, method="entropy")
     (row,) = parts.tensor_rows({name: scale}, clipped={name: 0.01}, layers=(output,))
-    other_ranges = (parts.RangeRow(method=name, lo=-1.5, hi=4),)
-    histogram = parts.HistogramPart(start=-1.5, width=2.75, counts=(3, 1), others=other_ranges)
+    histogram = parts.HistogramPart(start=-1.5, width=2.75, counts=(3, 1))
     weights = parts.WeightRow(
         node=name,
         op="Conv",

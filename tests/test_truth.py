@@ -64,7 +64,7 @@ def test_boxes_and_the_worst_part_lead_the_report(accuracy, detector, tmp_path):
     assert result["parts"][0]["sqnr_db"] <= result["parts"][1]["sqnr_db"]
     page = (tmp_path / "o" / "report.html").read_text()
     text = (tmp_path / "o" / "report.md").read_text()
-    assert "boxes kept, int8" in page and "SQNR of the worst part" in page and "y[4:6]" in page
+    assert "Boxes kept, int8" in page and "SQNR, worst part" in page and "y[4:6]" in page
     assert "boxes of FP32 kept" in text and "y\\[4:6\\]" in text
     (worst,) = (line for line in text.splitlines() if line.startswith("| SQNR, worst part |"))
     assert "of y\\[" in worst

@@ -17,7 +17,7 @@ width, so that letters keep their size however narrow the page is::
 
 Histograms of the worst tensors and their clip ranges::
 
-             : |  '  '          : : clip range    ' ranges by other searches
+             : |                : : clip range
        .:|:. : |.               bars: counts on a logarithmic scale
     ___|||||||:||:|:|__.__
       0       lo        hi
@@ -69,7 +69,7 @@ class _Axis(NamedTuple):
         return f"{self.position(min(value, self.hi)):.2f}%"
 
 
-def drawing(width: int, height: int, label: str, body: str, kind: str, *, desc: str = "") -> str:
+def drawing(width: int, height: int, label: str, body: str, kind: str) -> str:
     """Return an SVG of fixed size.
 
     Args:
@@ -78,12 +78,10 @@ def drawing(width: int, height: int, label: str, body: str, kind: str, *, desc: 
         label: title, as plain text.
         body: SVG elements.
         kind: class of the drawing in the page's style.
-        desc: longer description for screen readers, as plain text; "" for none.
     """
-    description = f"<desc>{escape(desc)}</desc>" if desc else ""
     return (
         f'<svg class="{kind}" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-        f' role="img"><title>{escape(label)}</title>{description}{body}</svg>'
+        f' role="img"><title>{escape(label)}</title>{body}</svg>'
     )
 
 
@@ -286,21 +284,18 @@ _MAX_OUTSIDE = 0.3  # a range's end further outside the observed values, relativ
 
 def histogram_figure(row: TensorRow, part: HistogramPart) -> str:
     """Return a tensor's name, its histogram, and its ranges as text."""
-    caption = breakable("; ".join(_range_texts(row, part)))
+    caption = breakable("; ".join(_range_texts(row)))
     name = f"<b>{breakable(row.name)}</b>"
     return f"<figure>{name}{histogram(row, part)}<figcaption>{caption}</figcaption></figure>"
 
 
-def _range_texts(row: TensorRow, part: HistogramPart) -> Iterator[str]:
-    """Yield as text a tensor's clip range, what it clips, its SQNR, and other methods' ranges."""
+def _range_texts(row: TensorRow) -> Iterator[str]:
+    """Yield as text a tensor's clip range, what it clips, and its SQNR."""
     yield f"kept {_span(row.lo, row.hi)} by {row.method}"
     if row.clipped is not None:
         yield f"{figures.percent(row.clipped)} clipped"
     if row.sqnr_db is not None:
         yield figures.decibels(row.sqnr_db)
-    if part.others:
-        ranges = [f"{other.method} {_span(other.lo, other.hi)}" for other in part.others]
-        yield f"others: {', '.join(ranges)}"
 
 
 def _span(lo: float, hi: float) -> str:
@@ -320,17 +315,15 @@ def histogram(row: TensorRow, part: HistogramPart) -> str:
         _histogram_bars(row, part, axis)
         + _floor_line(_HIST_WIDTH, _HIST_FLOOR)
         + _vertical_line("zero", f"{axis.position(0):.1f}", _HIST_FLOOR, _HIST_FLOOR + 4)
-        + _end_lines("clip", row.lo, row.hi, axis, 2, _HIST_FLOOR)
     )
-    for other in part.others:
-        body += _end_lines("other", other.lo, other.hi, axis, 0, _HIST_TOP - 4)
+    for end in (row.lo, row.hi):
+        if axis.lo <= end <= axis.hi:  # a far end is not drawn
+            body += _vertical_line("clip", f"{axis.position(end):.1f}", 2, _HIST_FLOOR)
     label_y = str(_HIST_HEIGHT - 3)
     body += _text("", "0", label_y, figures.real(axis.lo))
     body += _text("end", str(_HIST_WIDTH), label_y, figures.real(axis.hi))
 
-    label = f"Histogram of {row.name}"
-    description = _histogram_text(row, part)
-    return drawing(_HIST_WIDTH, _HIST_HEIGHT, label, body, "hist", desc=description)
+    return drawing(_HIST_WIDTH, _HIST_HEIGHT, f"Histogram of {row.name}", body, "hist")
 
 
 def _histogram_axis(row: TensorRow) -> _Axis:
@@ -348,20 +341,11 @@ def _histogram_axis(row: TensorRow) -> _Axis:
     return _Axis(lo, hi, start=_SIDE, length=_HIST_WIDTH - 2 * _SIDE)
 
 
-def _end_lines(kind: str, lo: float, hi: float, axis: _Axis, top: int, floor: int) -> str:
-    """Draw both ends of a range, as far as they lie on the axis."""
-    lines = ""
-    for end in (lo, hi):
-        if axis.lo <= end <= axis.hi:
-            lines += _vertical_line(kind, f"{axis.position(end):.1f}", top, floor)
-    return lines
-
-
 def _histogram_bars(row: TensorRow, part: HistogramPart, axis: _Axis) -> str:
-    """Draw kept and clipped values in two colours; a bar across an end of the range is split.
+    """Draw kept and clipped values in two colours: those of a bar by its middle.
 
     Args:
-        row: the tensor, with its observed extremes and its clip range.
+        row: the tensor, with its observed extremes and its clip range, which always holds 0.
         part: its histogram.
         axis: where values lie in the drawing.
     """
@@ -371,53 +355,19 @@ def _histogram_bars(row: TensorRow, part: HistogramPart, axis: _Axis) -> str:
         if not count:
             continue
         height = (_HIST_FLOOR - _HIST_TOP) * math.log1p(count) / max_log_count
-        bar_start = part.start + index * part.width
-        for kind, start, end in _bar_pieces(row, bar_start, bar_start + part.width):
-            x = axis.position(start)
-            width = max(axis.position(end) - x, 1.0)
-            path_by_kind[kind] += f"M{x:.1f},{_HIST_FLOOR}v-{height:.1f}h{width:.1f}V{_HIST_FLOOR}z"
+        # the first and the last bar are cut off at the observed extremes
+        bar_start = max(part.start + index * part.width, row.observed_min)
+        bar_end = min(part.start + (index + 1) * part.width, row.observed_max)
+        middle = (bar_start + bar_end) / 2
+        kind = "kept" if min(row.lo, 0.0) <= middle <= max(row.hi, 0.0) else "cut"
+        x = axis.position(bar_start)
+        width = max(axis.position(bar_end) - x, 1.0)
+        path_by_kind[kind] += f"M{x:.1f},{_HIST_FLOOR}v-{height:.1f}h{width:.1f}V{_HIST_FLOOR}z"
     paths = ""
     for kind, path in path_by_kind.items():
         if path:
             paths += f'<path class="{kind}" d="{path}"/>'
     return paths
-
-
-def _bar_pieces(row: TensorRow, start: float, end: float) -> Iterator[tuple[str, float, float]]:
-    """Split a bar into pieces (kind, start, end); kind: "kept" or, if clipped, "cut".
-
-    The bar is cut off at the observed extremes first.
-
-    Args:
-        row: the tensor, with its observed extremes and its clip range.
-        start: value at which the bar starts.
-        end: value at which it ends.
-    """
-    start = max(start, row.observed_min)
-    end = min(end, row.observed_max)
-    if start >= end:  # a bar without width: all its values are equal
-        kind = "kept" if row.lo <= end <= row.hi else "cut"
-        yield kind, end, end
-        return
-
-    # the kept piece is the clip range, with 0, which it always holds, as far as the bar reaches
-    kept_start = min(max(min(row.lo, 0.0), start), end)
-    kept_end = min(max(max(row.hi, 0.0), start), end)
-    pieces = (("cut", start, kept_start), ("kept", kept_start, kept_end), ("cut", kept_end, end))
-    for kind, piece_start, piece_end in pieces:
-        if piece_start < piece_end:
-            yield kind, piece_start, piece_end
-
-
-def _histogram_text(row: TensorRow, part: HistogramPart) -> str:
-    """Describe the histogram in a sentence."""
-    tallest_index = part.counts.index(max(part.counts))
-    peak = part.start + (tallest_index + 0.5) * part.width
-    return (
-        f"{sum(part.counts):,} values from {figures.real(row.observed_min)} to"
-        f" {figures.real(row.observed_max)}, most of them near {figures.real(peak)};"
-        f" {_span(row.lo, row.hi)} is kept"
-    )
 
 
 _FRONT_HEIGHT, _FRONT_FLOOR_Y = 180, 146  # in px

@@ -35,7 +35,7 @@ from deploy.report.blocks import (
 from deploy.report.model import Findings
 from deploy.report.page import page, tiles, verdicts
 from deploy.report.parts import EngineRow, FileRow
-from deploy.report.screen import align_columns, to_screen
+from deploy.report.screen import align_columns, main_lines, to_screen
 from deploy.report.sections import SECTIONS
 from deploy.terminal import PrintedResult, join_visible
 
@@ -145,48 +145,19 @@ def _head_facts(report: Findings) -> Iterator[str]:
 
 
 def _main_figures(report: Findings) -> Iterator[tuple[str, str]]:
-    """Yield (value, label): the first engine's main figures, then each target's coverage."""
-    for engine in [*report.engine_by_target.values()][:1]:
-        yield from _engine_figures(report, engine)
+    """Yield (value, label): the first int8 engine's lines of the screen, and targets' coverage."""
+    lines = main_lines(report)
+    int8_engines = [index for index, engine in enumerate(report.engines) if not engine.is_float]
+    for index in int8_engines[:1]:
+        for line in lines:
+            if line.cells[index] != figures.NONE:
+                label = f"{line.label}, {report.engines[index].label}"
+                yield line.cells[index], ": ".join(filter(None, (label, line.change)))
     for target in tables.built_targets(report):
         quantized_precisions = [node.precision for node in target.nodes if node.quantized]
         precisions = ", ".join(sorted(set(quantized_precisions))) or "int8"
         suffix = tables.target_suffix(report, target.name, ", ")
         yield f"{len(quantized_precisions)} / {len(target.nodes)}", f"nodes in {precisions}{suffix}"
-
-
-def _engine_figures(report: Findings, engine: EngineRow) -> Iterator[tuple[str, str]]:
-    """Yield (value, label) of one engine: speed over each rival, size, and accuracy.
-
-    Rivals are the float engines that it replaces (`find_rivals`). Figures of accuracy are top-1,
-    the task's figure, and the SQNR of the worst slice, a part of an output that is compared by
-    itself. An engine that has neither top-1 nor slices has the cosine of complete outputs instead.
-    """
-    for rival in model.find_rivals(report.engines, engine):
-        speed = figures.ratio(model.speed_over(rival, engine))
-        rival_name = "the float model" if rival.reference else rival.label
-        yield speed, f"speed of {rival_name}, {engine.label}"
-    size_ratio = tables.size_ratio(report, engine)
-    if size_ratio is not None:
-        factor, comparison = figures.size_change(size_ratio)  # such as "2.00x" and "smaller"
-        if factor:  # "" for files of about the same size
-            yield factor, f"{comparison} on disk, {engine.label}"
-    top1_share = tables.top1(report, engine)
-    if top1_share is not None:
-        yield figures.percent(top1_share), f"top-1, {engine.label}"
-
-    accuracy = engine.accuracy
-    if accuracy is None:
-        return
-    if accuracy.task and tables.task_label(accuracy):
-        yield accuracy.task.count, f"{accuracy.task.figure}, {engine.label}"
-    if tables.has_slices(accuracy):
-        sqnr = figures.decibels(tables.worst_figure(accuracy, "sqnr_db"))
-        worst_slice = tables.worst_label(accuracy)
-        yield sqnr, f"SQNR of the worst part, {worst_slice}, {engine.label}"
-    elif top1_share is None:
-        cosine = figures.cosine(tables.worst_figure(accuracy, "cosine_mean"))
-        yield cosine, f"cosine to the float model, {engine.label}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -91,18 +91,13 @@ def ratio(value: float) -> str:
     return f"{value:.2f}x"
 
 
-def size_change(size_ratio: float) -> tuple[str, str]:
-    """Return ("2.00x", "smaller"), or "larger" if the file grew; empty texts for equal sizes."""
-    if ratio(size_ratio) == ratio(1):
-        return "", ""
-    if size_ratio > 1:
-        return ratio(size_ratio), "smaller"
-    return ratio(1 / size_ratio), "larger"
-
-
 def size_change_text(size_ratio: float) -> str:
-    """Return `size_change` as one text: "2.00x smaller"; "" for equal sizes."""
-    return " ".join(size_change(size_ratio)).strip()
+    """Return "2.00x smaller", or "larger" if the file grew; "" for equal sizes."""
+    if ratio(size_ratio) == ratio(1):
+        return ""
+    if size_ratio > 1:
+        return f"{ratio(size_ratio)} smaller"
+    return f"{ratio(1 / size_ratio)} larger"
 
 
 def encodable(text: str) -> str:

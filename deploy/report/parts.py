@@ -155,21 +155,6 @@ class NodeRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RangeRow:
-    """Clip range that another calibration method finds for a tensor.
-
-    Attributes:
-        method: name of the method.
-        lo: lower end of the range, in real units.
-        hi: upper end of the range, in real units.
-    """
-
-    method: str
-    lo: float
-    hi: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class HistogramPart:
     """Histogram of a tensor in adjacent bars.
 
@@ -177,13 +162,11 @@ class HistogramPart:
         start: lower edge of the first bar, in real units.
         width: width of every bar; 0 if all values equal `start`.
         counts: number of values per bar.
-        others: ranges that other methods find on the same histogram.
     """
 
     start: float
     width: float
     counts: tuple[int, ...]
-    others: tuple[RangeRow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

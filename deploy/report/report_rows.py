@@ -1,10 +1,6 @@
 """Rows of a report: histograms and clip ranges of tensors, float nodes, weights; worst first.
 
-Histograms are summed into a few bars of equal width without losing counts. One with mirrored bins
-(`calibrators.histogram`) is summed outwards from a bar around 0, so that no bin is split::
-
-    bins     |..|..|..|..|..|..|..|..|.0.|..|..|..|..|..|..|..|..|
-    bars     '-------' '-------' '---------' '-------' '-------'
+Histograms are summed into a few bars of equal width without losing counts.
 
 Float nodes are grouped by operator and reason: first those that would cost most in int8, last shape
 arithmetic.
@@ -25,18 +21,14 @@ from numpy.typing import NDArray
 
 from calibrators.amct.hfmg import HfmgHistogram
 from calibrators.amct.ifmr import IfmrHistogram
-from calibrators.grids import FP8, GRIDS, Grid
-from calibrators.histogram import Histogram
+from calibrators.histogram import Histogram, close_range
 from calibrators.scales import Scale
 from calibrators.statistics import Recorder
 from deploy.calibration.calibration_result import CalibrationResult
-from deploy.calibration.observation import Observation
 from deploy.graph.bounds import UNLIMITED, RangeLimits
-from deploy.method import Choices, Method, comparable_methods
 from deploy.metrics.output_errors import OutputAccuracy, sqnr_sort_key
 from deploy.report.parts import (
     HistogramPart,
-    RangeRow,
     TargetPart,
     TensorRow,
     WeightRow,
@@ -51,81 +43,44 @@ MAX_BARS = 64  # of a histogram
 
 def histogram_part(recorder: Recorder) -> HistogramPart | None:
     """Return a recorder's histogram in at most `MAX_BARS`; None if it has none or is empty."""
-    if isinstance(recorder, Histogram):
-        return _mirrored_histogram(recorder.counts, recorder.full_range)
     if isinstance(recorder, HfmgHistogram) and recorder.counts is not None:
-        return _even_histogram(recorder.counts, float(recorder.lo), float(recorder.hi))
-    if isinstance(recorder, IfmrHistogram):
-        stored_values = recorder.stored_values
-        if stored_values is None:
-            return _mirrored_histogram(recorder.counts, recorder.full_range)
-        return _histogram_of_values(stored_values)
+        edges = np.linspace(recorder.lo, recorder.hi, recorder.counts.size + 1)
+        return _sum_bins(recorder.counts, edges)
+    if isinstance(recorder, IfmrHistogram) and recorder.stored_values is not None:
+        return _sum_bins(*np.histogram(recorder.stored_values.astype(np.float64), MAX_BARS))
+    if isinstance(recorder, Histogram | IfmrHistogram):
+        # the bins on both sides of 0, and one around it
+        bins_per_side = recorder.counts.size // 2
+        indices = np.concatenate([np.arange(-bins_per_side, 0), np.arange(1, bins_per_side + 1)])
+        edges = indices * (recorder.full_range / bins_per_side)
+        return _sum_bins(close_range(recorder.counts)[1:-1], edges)
     return None
 
 
-def _mirrored_histogram(counts: NDArray[np.int64], full_range: float) -> HistogramPart | None:
-    """Return the bars of a histogram whose bins mirror each other; None if it is empty.
-
-    A bar is the sum of several bins. Bins and bars are numbered from the one around 0, which is
-    number 0; those of negative values have negative numbers.
+def _sum_bins(counts: NDArray[np.integer[Any]], edges: NDArray[np.float64]) -> HistogramPart | None:
+    """Return a histogram whose bins are summed into a few bars; None if it is empty.
 
     Args:
-        counts: [2 B + 1], of B bins on each side and one around 0.
-        full_range: R, the magnitude at which the last bins end; 0 if all values are 0.
+        counts: [n], of each bin.
+        edges: [n + 1], of the bins, ascending.
     """
-    bins_per_side = counts.size // 2  # B
     occupied_bins = np.flatnonzero(counts)
     if not occupied_bins.size:
         return None
-    if not full_range:
-        return _single_bar(0.0, int(counts.sum()))
+    start = float(edges[occupied_bins[0]])
+    end = float(edges[occupied_bins[-1] + 1])
+    if start == end:  # of equal values
+        return HistogramPart(start=start, width=0.0, counts=(int(counts.sum()),))
 
-    bin_numbers = np.arange(-bins_per_side, bins_per_side + 1)
-    # the outermost bins hold only |x| == R, the outer edge of their neighbours: they join these
-    bin_numbers[0] = 1 - bins_per_side
-    bin_numbers[-1] = bins_per_side - 1
-
-    # the middle of bar number 0 is at 0, and a bar has an even number of bins. The first and the
-    # last bar may hold few bins, so the bars between them must have room for all occupied bins
-    occupied_span = int(occupied_bins[-1] - occupied_bins[0]) + 1
-    bins_per_half_bar = -(-occupied_span // (2 * (MAX_BARS - 2)))  # rounded up
-    bins_per_bar = 2 * bins_per_half_bar
-    bar_distances = (np.abs(bin_numbers) + bins_per_half_bar) // bins_per_bar
-    bar_numbers = (np.sign(bin_numbers) * bar_distances)[occupied_bins]
-
-    first_bar = int(bar_numbers[0])
-    sums = np.bincount(bar_numbers - first_bar, counts[occupied_bins]).astype(np.int64)
-    width = bins_per_bar * full_range / bins_per_side
-    return HistogramPart(start=(first_bar - 0.5) * width, width=width, counts=tuple(sums.tolist()))
-
-
-def _even_histogram(counts: NDArray[np.integer[Any]], lo: float, hi: float) -> HistogramPart | None:
-    """Return bars of a histogram whose bins divide [lo, hi] evenly; None if it is empty."""
-    if not counts.any():
-        return None
-    if lo == hi:
-        return _single_bar(lo, int(counts.sum()))
-
-    bins_per_bar = -(-counts.size // MAX_BARS)  # rounded up
-    padded = np.pad(counts.astype(np.int64), (0, -counts.size % bins_per_bar))
-    sums = padded.reshape(-1, bins_per_bar).sum(axis=1)
-    width = (hi - lo) / counts.size * bins_per_bar
-    return HistogramPart(start=lo, width=width, counts=tuple(sums.tolist()))
-
-
-def _histogram_of_values(values: NDArray[np.float32]) -> HistogramPart | None:
-    """Return bars of stored values, between their extremes; None without values."""
-    if not values.size:
-        return None
-    lo = float(values.min())
-    hi = float(values.max())
-    counts, _ = np.histogram(values.astype(np.float64), bins=MAX_BARS, range=(lo, hi))
-    return _even_histogram(counts, lo, hi)
-
-
-def _single_bar(value: float, count: int) -> HistogramPart:
-    """Return the histogram of `count` equal values."""
-    return HistogramPart(start=value, width=0.0, counts=(count,))
+    # bars begin at edges of bins, so that none is split but the bin around 0, which may be wider
+    bin_width = float(edges[1] - edges[0])
+    bins_in_span = round((end - start) / bin_width)
+    bins_per_bar = -(-bins_in_span // MAX_BARS)  # rounded up
+    bar_count = -(-bins_in_span // bins_per_bar)
+    width = bins_per_bar * bin_width
+    middles = (edges[:-1] + edges[1:]) / 2
+    sums, _ = np.histogram(middles, bar_count, (start, start + bar_count * width), weights=counts)
+    return HistogramPart(start=start, width=width, counts=tuple(sums.astype(np.int64).tolist()))
 
 
 Row = TypeVar("Row", TensorRow, OutputAccuracy)
@@ -149,7 +104,6 @@ def _sqnr_order(sqnr_db: float | None) -> tuple[bool, float]:
 
 
 MAX_HISTOGRAMS = 24  # tensors of a target whose histogram is drawn
-_QUICK_METHODS = ("minmax", "percentile", "entropy")  # at most 10 ms a tensor; mse and lp take 50
 
 
 def clip_rows(
@@ -166,27 +120,21 @@ def clip_rows(
         result: the target's files and ranges.
         layers: inner tensors whose error was measured.
     """
-    source_by_tensor = {}
+    recorder_by_tensor = {}
     clipped_by_tensor = {}
-    for observation, recorder in _range_sources(calibration, result):
-        tensor = observation.tensor
-        source_by_tensor[tensor] = observation, recorder
+    for tensor, recorder in _range_sources(calibration, result):
+        recorder_by_tensor[tensor] = recorder
         if isinstance(recorder, Histogram):
             limits = calibration.subject.range_limits.get(tensor, UNLIMITED)
             clipped_by_tensor[tensor] = clipped_share(recorder, result.ranges[tensor], limits)
 
     rows = tensor_rows(result.ranges, clipped=clipped_by_tensor, layers=layers)
-    rows_with_source = [row for row in rows if row.name in source_by_tensor]
+    rows_with_source = [row for row in rows if row.name in recorder_by_tensor]
     # `worst_first` sorts by the error, and leaves rows of equal or no error in this order
     rows_with_source.sort(key=lambda row: row.clipped or 0, reverse=True)
-    grids = _grids(result)
-    histograms: dict[str, HistogramPart] = {}
+    histograms = {}
     for row in worst_first(rows_with_source)[:MAX_HISTOGRAMS]:
-        observation, recorder = source_by_tensor[row.name]
-        part = histogram_part(recorder)
-        if part is not None:
-            ranges = _other_ranges(row, observation, calibration, grids)
-            histograms[row.name] = replace(part, others=tuple(ranges))
+        histograms[row.name] = histogram_part(recorder_by_tensor[row.name])
     return tuple(replace(row, histogram=histograms.get(row.name)) for row in rows)
 
 
@@ -213,13 +161,10 @@ def clipped_share(histogram: Histogram, scale: Scale, read_range: RangeLimits) -
 
 def _range_sources(
     calibration: CalibrationResult, result: BuildResult
-) -> Iterator[tuple[Observation, Recorder]]:
-    """Yield the observed tensors whose range was found on their own values.
+) -> Iterator[tuple[str, Recorder]]:
+    """Yield (tensor, statistic of its values) if its range was found on its own values.
 
     The range of a pool's output, for instance, comes from the values of its input: it is left out.
-
-    Yields:
-        (observation: the tensor and the statistic, recorder: the statistic of its values).
     """
     for observation in calibration.observations_by_target.get(result.target, ()):
         recorder = calibration.ranges.observed.get(observation.key)
@@ -231,52 +176,7 @@ def _range_sources(
             own_extremes = recorder.minimum, recorder.maximum
         # a scale has the extremes of the values that its range was found on
         if own_extremes == (scale.observed_min, scale.observed_max):
-            yield observation, recorder
-
-
-def _other_ranges(
-    row: TensorRow,
-    observation: Observation,
-    calibration: CalibrationResult,
-    grids: Mapping[str, Grid],
-) -> Iterator[RangeRow]:
-    """Yield the ranges that other methods give one tensor, for comparison.
-
-    Only methods that search the recorded statistic can be asked. A slow one is left out unless its
-    range is cached from an earlier search. A symmetric method searches a threshold for one grid:
-    fp8 if the target has fp8 nodes, else int8.
-
-    Args:
-        row: the tensor, with the method that found its range.
-        observation: the tensor, and the statistic that was recorded of it.
-        calibration: the calibration.
-        grids: grids of the target's quantized nodes, by name.
-    """
-    threshold_grid = grids.get(FP8.name)  # None stands for int8
-    is_symmetric = any(grid.symmetric for grid in grids.values())
-    # methods that search the default method's statistic, and TensorRT's, which searches its own
-    for method in (*comparable_methods(Method.of()), Method.of("entropy")):
-        if method.statistic != observation.statistic:
-            continue
-        if threshold_grid is not None and method.is_int8_only:
-            continue
-        ranges = calibration.ranges.with_choices(Choices(method=method))
-        scale = ranges.cached_scale(observation, symmetric=threshold_grid)
-        if scale is None and method.name in _QUICK_METHODS:
-            range_set = ranges.find([observation], symmetric=threshold_grid)
-            scale = range_set.scales.get(observation.tensor)
-        if scale is None or scale.method == row.method:
-            continue
-        if is_symmetric:
-            yield RangeRow(method=scale.method, lo=-scale.amax, hi=scale.amax)
-        else:
-            yield RangeRow(method=scale.method, lo=scale.lo, hi=scale.hi)
-
-
-def _grids(result: BuildResult) -> dict[str, Grid]:
-    """Return the grids of the target's quantized nodes."""
-    names = {decision.precision for decision in result.decisions if decision.quantized}
-    return {name: GRIDS[name] for name in sorted(names & set(GRIDS))}
+            yield observation.tensor, recorder
 
 
 # Operators of shape arithmetic.

@@ -133,7 +133,12 @@ def to_screen(report: Findings) -> str:
     is printed in full.
     """
     if any(engine.verdict for engine in report.engines):
-        lines = (report.title, *_verdicts(report), *_short_table(report), *_decisions(report))
+        lines = (
+            report.title,
+            *_verdicts(report),
+            *_table(report, main_lines(report)),
+            *_decisions(report),
+        )
         return join_visible(lines) + "\n"
     blocks = (
         (report.title,),
@@ -175,8 +180,8 @@ _TASKS = ("Top-1", "mAP .50:.95")
 _WITHOUT_TASK = ("Top-1 agreement", "SQNR", "SQNR, worst part")
 
 
-def _short_table(report: Findings) -> Iterator[str]:
-    """Yield size, speed and the task's figures, or the error of the outputs without a task."""
+def main_lines(report: Findings) -> list[ComparisonLine]:
+    """Return size, speed and the task's figures, or the error of the outputs without a task."""
     lines = engine_lines(report)
     labels = set(_TASKS)
     for engine in report.engines:
@@ -185,7 +190,7 @@ def _short_table(report: Findings) -> Iterator[str]:
     if not any(line.label in labels for line in lines):
         labels.update(_WITHOUT_TASK)
     labels.update(_SHORT)
-    yield from _table(report, [line for line in lines if line.label in labels])
+    return [line for line in lines if line.label in labels]
 
 
 def _decisions(report: Findings) -> Iterator[str]:

@@ -63,8 +63,8 @@ _WEIGHT_TEXT = (
 )
 _HISTOGRAM_TEXT = (
     "Bars: how often values were seen, by the logarithm. Dashed: the ends of the range that is"
-    " kept; bars of another colour lie beyond, and count as clipped where a reader looks. Marks on"
-    " top: what other searches find in the same histogram. Each drawing has its own scales."
+    " kept; bars of another colour lie beyond, and count as clipped where a reader looks. Each"
+    " drawing has its own scales."
 )
 _BOX_TEXT = (
     "Where both differ most, over what the model sees; class and score at each box, from a score of"
