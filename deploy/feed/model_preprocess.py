@@ -7,7 +7,10 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from deploy.errors import ConfigError, FeedError
+from deploy.feed.pixels import preprocess_image
 from deploy.feed.preprocess import (
     Preprocess,
     PreprocessRequest,
@@ -72,7 +75,7 @@ def resolve_preprocess(
         requested = find_preset(requested)
     if isinstance(requested, Preprocess):  # complete: the model's is only compared with it
         preprocess, notes = complete_preprocess(requested, spec)
-        if model_preprocess and _normal_form(preprocess) != _normal_form(model_preprocess):
+        if model_preprocess and not _makes_equal_inputs(preprocess, model_preprocess):
             notes = (
                 f"{metadata_title} says {describe_preprocess(model_preprocess)}, although other"
                 " options were given, which are used",
@@ -138,31 +141,24 @@ def _resolve_metadata(
     return preprocess, (f"{title} is followed but for its size: {sizes}",)
 
 
-def _normal_form(preprocess: Preprocess) -> tuple[object, ...]:
-    """Return what affects an input's values, equal however the options are written.
+def _makes_equal_inputs(first: Preprocess, second: Preprocess) -> bool:
+    """Return whether two preprocessings make the same input of an image, however they are written.
 
     Sizes and interpolation are left out: another size or filter is no other preprocessing.
     """
-    pad_values = None
-    if preprocess.resize in ("letterbox", "fit-height"):
-        pad_values = _per_channel(preprocess.pad)
-    return (
-        preprocess.resize,
-        preprocess.anchor if preprocess.resize == "letterbox" else None,
-        preprocess.color,
-        pad_values,
-        _input_values(0, preprocess),  # of a black pixel
-        _input_values(255, preprocess),  # of a white one
-    )
-
-
-def _input_values(pixel: int, preprocess: Preprocess) -> tuple[float, ...]:
-    """Return what a pixel becomes, per channel."""
-    values = []
-    for mean, std in zip(_per_channel(preprocess.mean), _per_channel(preprocess.std), strict=True):
-        values.append(round((pixel * preprocess.scale - mean) / std, 3))
-    return tuple(values)
-
-
-def _per_channel(values: tuple[float, ...]) -> tuple[float, ...]:
-    return values * 3 if len(values) == 1 else values
+    if first.channels != second.channels:
+        return False
+    pattern = np.arange(8 * 16 * first.channels, dtype=np.uint16).astype(np.uint8)
+    image = pattern.reshape(8, 16, first.channels)  # wider than high, so that a border shows
+    inputs = []
+    for preprocess in (first, second):
+        preprocess = dataclasses.replace(
+            preprocess,
+            size=(16, 16),
+            multiple=1,
+            short_side=None,
+            interpolation="linear",
+            layout="nchw",
+        )
+        inputs.append(preprocess_image(image, preprocess))
+    return np.allclose(*inputs, rtol=0, atol=1e-3)
