@@ -618,6 +618,25 @@ def test_bad_picture_is_skipped_in_shard(run, shard, small_cnn, pictures, tmp_pa
     assert "1 skipped" in out
 
 
+def test_shard_of_bad_pictures_is_empty(run, shard, small_cnn, pictures, tmp_path):
+    folder = tmp_path / "bad"
+    folder.mkdir()
+    for path in sorted(pictures.iterdir())[:3]:
+        shutil.copy(path, folder)
+    bad_picture = sorted(folder.iterdir())[1]
+    bad_picture.write_bytes(b"no picture")
+    run.ok("calibrate", small_cnn, "--images", folder, "--skip-bad", "-o", tmp_path / "w.cache")
+    parts = [shard(number, 3, "--skip-bad", images=folder) for number in (1, 2, 3)]
+    run.ok("merge", small_cnn, *parts, "-o", tmp_path / "m.cache")
+    assert contents(tmp_path / "m.cache") == contents(tmp_path / "w.cache")
+    for path in folder.iterdir():
+        path.write_bytes(b"no picture")
+    parts = [shard(number, 3, "--skip-bad", images=folder) for number in (1, 2, 3)]
+    assert "at least one sample" in run.fails(
+        "merge", small_cnn, *parts, "-o", tmp_path / "n.cache"
+    )
+
+
 def test_shard_needs_only_its_own_pictures(run, shard, small_cnn, pictures, tmp_path):
     listing = tmp_path / "list.txt"
     listing.write_text("".join(f"{path}\n" for path in sorted(pictures.iterdir())) + "gone.png\n")

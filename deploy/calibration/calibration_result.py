@@ -115,8 +115,11 @@ class CalibrationResult(PrintedResult):
 
     @property
     def range_set(self) -> RangeSet:
-        """Ranges of every tensor that a target searches with the method."""
-        return self.ranges.find(self.searched)
+        """Ranges of every tensor that a target searches with the method.
+
+        There are none for a shard whose samples were all skipped.
+        """
+        return self.ranges.find(self.searched if self.feed.count else ())
 
     @property
     def observations(self) -> tuple[Observation, ...]:

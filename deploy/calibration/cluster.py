@@ -215,11 +215,7 @@ class ShardMerger:
 
     def end(self, peaks: Peaks) -> ObservedStatistics:
         """Return the merged statistics of all pieces."""
-        if not self._feed.count:
-            raise FeedError(
-                f"at least one sample must be good, all {self._count} were skipped:"
-                f" {self._feed.skipped[0]}"
-            )
+        self._feed.refuse_all_bad()
         numbers = {index: number for number, index in enumerate(self._feed.positions, 1)}
         peaks.add_rows(self._peaks.rows(range(self._count)), numbers)
         return ObservedStatistics({o.key: self._merged[o.key] for o in self._observations})

@@ -31,7 +31,7 @@ from deploy.calibration.observation import (
 )
 from deploy.calibration.one_pass import observe
 from deploy.calibration.sample_checks import Peaks
-from deploy.calibration.shards import make_shard
+from deploy.calibration.shards import make_shard, observe_share
 from deploy.errors import (
     BackendError,
     Calib8Error,
@@ -347,17 +347,13 @@ def _observe_share(job: ClusterJob, share: Share, samples: Sequence[RemoteSample
             share=share,
         )
     peaks = Peaks()
-    observed = ObservedStatistics({})
-    try:
+
+    def observe_samples() -> ObservedStatistics:
         with feed.samples() as stream:
             remaining_samples = _until_stopped(stream, job.key)
-            observed = observe(observations, remaining_samples, threads=job.threads, peaks=peaks)
-    except FeedError:
-        if feed.count:
-            raise
-        # all samples of this piece were skipped, so its shard is empty; the client fails only if no
-        # piece has a good sample
-        peaks = Peaks()
+            return observe(observations, remaining_samples, threads=job.threads, peaks=peaks)
+
+    observed = observe_share(feed, observe_samples)
     return make_shard(feed, job.identities, peaks, observed)
 
 

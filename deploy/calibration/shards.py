@@ -22,7 +22,7 @@ number of samples counted.
 import io
 import json
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -268,6 +268,19 @@ def shard_fingerprint(
     return _common_fingerprint(identities, images, settings["preprocess"] or {})
 
 
+def observe_share(feed: Feed, observe: Callable[[], ObservedStatistics]) -> ObservedStatistics:
+    """Return what `observe` returns; no statistics for a shard whose samples were all skipped.
+
+    Other shards may have good samples, so that only a merge of all finds that there are none.
+    """
+    try:
+        return observe()
+    except FeedError:
+        if feed.share is None or feed.count:
+            raise
+        return ObservedStatistics({})
+
+
 def merge_histograms(merged: dict[Key, Histogram], observed: ObservedStatistics) -> None:
     """Add the histograms of a shard to those of others."""
     for key, histogram in observed.items():
@@ -309,10 +322,11 @@ class ShardSet:
 
         `peaks`: the peaks of all samples are added to it.
         """
+        self.feed.refuse_all_bad()
         observations = tuple(observations)
         for shard in self._shards:
             missing = [o for o in observations if o.key not in shard.keys]
-            if missing:
+            if missing and shard.keys:  # a shard whose samples were all skipped has none
                 raise CacheError(
                     f"{shard.archive} lacks {len(missing)} observations that these targets need,"
                     f" such as {missing[0].statistic.key} of {missing[0].tensor!r}; merge for the"

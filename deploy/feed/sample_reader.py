@@ -187,11 +187,7 @@ class SampleReader:
                         " skip bad ones (--skip-bad)"
                     ) from error
                 chosen.skipped[index] = str(error)
-        if not chosen.count:  # of good samples
-            raise FeedError(
-                f"at least one sample must be good, all {len(chosen)} were skipped:"
-                f" {next(iter(chosen.skipped.values()))}"
-            )
+        chosen.refuse_all_bad()
 
     def _read_uncached(self, index: int) -> _ReadResult | None:
         """Read and decode a sample, in any thread; None if it is cached."""

@@ -268,6 +268,10 @@ class Feed:
             note += f" (and {len(reasons) - _MAX_SKIPS_IN_NOTE} more)"
         return note
 
+    def refuse_all_bad(self) -> None:
+        """Raise `FeedError` if all samples were skipped."""
+        self._chosen.refuse_all_bad()
+
     @property
     def duplicate_count(self) -> int:
         """Number of images or rows that equal another one; complete after a pass."""

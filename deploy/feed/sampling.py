@@ -271,6 +271,14 @@ class ChosenSamples:
         """Number of samples that are fed; known bad ones do not count."""
         return len(self.indices) - len(self.skipped)
 
+    def refuse_all_bad(self) -> None:
+        """Raise `FeedError` if all samples were skipped."""
+        if not self.count:
+            raise FeedError(
+                f"at least one sample must be good, all {len(self)} were skipped:"
+                f" {next(iter(self.skipped.values()))}"
+            )
+
     def good_indices(self) -> Iterator[int]:
         """Yield the indices of samples that are not known to be bad by then."""
         return self._good(self.indices)

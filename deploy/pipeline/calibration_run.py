@@ -55,7 +55,7 @@ from deploy.calibration.sample_checks import (
     StabilityRule,
     describe_outliers,
 )
-from deploy.calibration.shards import ShardSet, refuse_ordered
+from deploy.calibration.shards import ShardSet, observe_share, refuse_ordered
 from deploy.calibration.stability import StabilityMonitor
 from deploy.calibration.store import Calibration, read_score_threshold
 from deploy.errors import ConfigError
@@ -264,9 +264,15 @@ def observe_here(run: CalibrationRun, decision: CacheDecision) -> PassResult:
     checkpoint = _open_checkpoint(run, schedule.main)
     statistics = decision.observed
     if decision.missing:
-        new_statistics = _observe_missing(
-            run, decision, checkpoint, schedule.preliminary_sample_count, threads
+        observe_missing = partial(
+            _observe_missing,
+            run,
+            decision,
+            checkpoint,
+            schedule.preliminary_sample_count,
+            threads,
         )
+        new_statistics = observe_share(run.feed, observe_missing)
         statistics = statistics.merged_with(new_statistics)
 
     notes: tuple[str, ...] = ()
@@ -614,7 +620,8 @@ def _make_result(
     if checkpoint is not None and cache is None:  # else it was removed when the cache was written
         remaining_checkpoint = checkpoint.path
     input_doubts: tuple[str, ...] = ()
-    if run.images.is_readable:  # of merged shards only statistics are here
+    # of merged shards only statistics are here, and all samples of one shard may be bad
+    if run.images.is_readable and feed.count:
         input_doubts = tuple(check_feed_inputs(subject, feed))
     return CalibrationResult(
         subject=subject,
