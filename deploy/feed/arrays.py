@@ -227,7 +227,8 @@ class SampleCounter:
         if len(distinct_counts) > 1:
             # stacked samples are equally many, and so are dimensions of one name, such as "batch"
             must_be_equal = is_stacked or self._have_one_name(rows_by_input)
-            if must_be_equal or not self._fits_as_it_is(item):
+            fits_as_it_is = all(fits(item[spec.name].shape, spec.shape) for spec in self.inputs)
+            if must_be_equal or not fits_as_it_is:
                 counts_text = ", ".join(f"{name}: {count}" for name, count in rows_by_input.items())
                 raise FeedError(
                     f"all inputs of {item_name} must have equally many samples, got {counts_text}"
@@ -245,10 +246,6 @@ class SampleCounter:
     def add_unread(self) -> None:
         """Count an item that could not be read as one sample."""
         self.row_counts.append(1)
-
-    def _fits_as_it_is(self, item: Item) -> bool:
-        """Whether the model takes the arrays of an item as they are."""
-        return all(fits(item[spec.name].shape, spec.shape) for spec in self.inputs)
 
     def _have_one_name(self, input_names: Collection[str]) -> bool:
         """Whether the first dimensions of these inputs have the same name, such as "batch"."""

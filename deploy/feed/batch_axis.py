@@ -120,19 +120,16 @@ def _is_graph(inputs: Sequence[TensorSpec]) -> bool:
     are open: names, or None.
     """
     for spec in inputs:
-        may_be_edges = len(spec.shape) == 2 and not isinstance(spec.shape[1], int)
-        if not may_be_edges:
-            continue
+        if len(spec.shape) != 2 or isinstance(spec.shape[1], int):
+            continue  # it does not hold edges
+        row_count, column_count = spec.shape
         open_inputs = filter(has_open_first, inputs)
         node_counts = [other.shape[0] for other in open_inputs if other is not spec]
-        row_count, column_count = spec.shape
         if spec.dtype in ("int32", "int64"):
-            has_edges = row_count == 2 and bool(node_counts)
-        else:
-            is_square = row_count is not None and row_count == column_count
-            has_edges = is_square and row_count in node_counts
-        if has_edges:
-            return True
+            if row_count == 2 and node_counts:  # the two nodes of each edge
+                return True
+        elif row_count is not None and row_count == column_count and row_count in node_counts:
+            return True  # a matrix of all pairs of nodes
     return False
 
 

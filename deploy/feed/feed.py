@@ -53,7 +53,7 @@ from deploy.feed.paths import (
 from deploy.feed.preprocess import Preprocess, PreprocessRequest, describe, describe_preprocess
 from deploy.feed.sample_reader import refuse_batches
 from deploy.feed.samples import Feed
-from deploy.feed.sampling import Choice, Limit, create_share, digest_names, to_choice
+from deploy.feed.sampling import Choice, Limit, to_choice
 from deploy.feed.sources import (
     DEFAULT_MAX_PIXELS,
     ImageSource,
@@ -369,14 +369,7 @@ class _SourceOpener:
             chosen, choice_notes = choose_steps(self.choice, source)
         notes += tuple(choice_notes)
 
-        share = None
-        if self.choice.shard is not None:
-            refuse_batches(batch)  # a batch would mix samples of several shards
-            names_digest = digest_names(map(source.sample_name, chosen))
-            share = create_share(self.choice.shard, len(chosen), names_digest)
-            chosen = [chosen[position] for position in share.positions]
-            notes += (f"shard {share}: {len(chosen)} of {share.count} samples",)
-        return Feed(
+        feed = Feed(
             source,
             chosen,
             specs=specs,
@@ -386,8 +379,10 @@ class _SourceOpener:
             skip_bad=self.dataset.skip_bad,
             notes=notes,
             origin="" if resolved is None else resolved.origin,
-            share=share,
         )
+        if self.choice.shard is None:
+            return feed
+        return feed.open_share(feed.get_share(self.choice.shard))
 
 
 def _peek_given_inputs(

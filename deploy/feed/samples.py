@@ -382,6 +382,7 @@ class Feed:
 
     def open_share(self, share: Share) -> Feed:
         """Return a share of this feed as a feed."""
+        count = len(share.positions)
         return Feed(
             self._source,
             self._chosen.indices_of(share),
@@ -390,6 +391,8 @@ class Feed:
             batch=self.batch,
             preprocess=self.preprocess,
             skip_bad=self._reader.skip_bad,
+            notes=(*self._notes, f"shard {share}: {count} of {share.count} samples"),
+            origin=self.origin,
             share=share,
         )
 
