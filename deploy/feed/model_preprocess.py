@@ -161,4 +161,5 @@ def _makes_equal_inputs(first: Preprocess, second: Preprocess) -> bool:
             layout="nchw",
         )
         inputs.append(preprocess_image(image, preprocess))
-    return np.allclose(*inputs, rtol=0, atol=1e-3)
+    first_input, second_input = inputs
+    return np.allclose(first_input, second_input, rtol=0, atol=1e-3)
