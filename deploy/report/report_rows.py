@@ -57,7 +57,9 @@ def histogram_part(recorder: Recorder) -> HistogramPart | None:
     return None
 
 
-def _sum_bins(counts: NDArray[np.integer[Any]], edges: NDArray[np.float64]) -> HistogramPart | None:
+def _sum_bins(
+    counts: NDArray[np.integer[Any]], edges: NDArray[np.floating[Any]]
+) -> HistogramPart | None:
     """Return a histogram whose bins are summed into a few bars; None if it is empty.
 
     Args:
