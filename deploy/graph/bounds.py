@@ -365,10 +365,11 @@ def _moved_inputs(node: onnx.NodeProto | None) -> list[str]:
 def find_float16_overflows(
     graph: Graph, largest: Mapping[str, float], *, int8_nodes: Collection[str]
 ) -> dict[str, str]:
-    """Return node -> why it must not compute in float16: values too large or small, or a constant.
+    """Return node -> why it must not compute in float16, for nodes that must not.
 
-    An Add or Max of a constant that is 0 in float16 keeps its output above 0. The readers of that
-    output, such as a Log, must then compute in float32 too.
+    Its values are too large or too small for float16; or it adds a constant that is 0 in float16
+    and keeps its output above 0, as an Add or Max of 1e-9 does. Then the readers of that output,
+    such as a Log, must compute in float32 too.
 
     Args:
         graph: the float model's.

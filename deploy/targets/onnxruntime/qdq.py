@@ -476,6 +476,7 @@ class _QdqWriter:
     def finish(self) -> None:
         """Insert all nodes in an order in which each tensor is made before it is read."""
         ordered = [*self.weight_quantizers, *self.constant_nodes]
+        # float weights that the model still needs, though the copy of the model was made without
         copied_constants = names_of(self.graph.initializer)
         for name in dict.fromkeys(node.input[0] for node in self.weight_quantizers):
             if name not in copied_constants:

@@ -90,7 +90,9 @@ def to_qdq(
     """
     ranges = _ranges(model, plan, scales, own_concat_scales)
     if _is_fp8(plan):  # weights are stored as fp8, since TensorRT does not quantize them to it
-        return _with_fp8_ir(write_qdq(at_opset(model, FP8_OPSET), plan, ranges))
+        quantized = write_qdq(at_opset(model, FP8_OPSET), plan, ranges)
+        quantized.ir_version = max(quantized.ir_version, _FP8_IR)
+        return quantized
     return write_qdq(
         model,
         plan,
@@ -120,8 +122,8 @@ def to_typed(
         The model, and node -> why it stays in float32, for nodes whose operator could be narrow.
     """
     ranges = _ranges(model, plan, scales, own_concat_scales)
-    if _is_fp8(plan):
-        model = at_opset(model, max(FP8_OPSET, OPSETS[float_type]))
+    if _is_fp8(plan):  # before the pairs are written: their operators take fp8 from opset 19 on
+        model = at_opset(model, OPSETS[float_type])
     quantized = write_qdq(
         model,
         plan,
@@ -129,18 +131,11 @@ def to_typed(
         round_scales=partial(round_scales, float_type=float_type),
         trained_scales=trained_scales,
     )
-    if _is_fp8(plan):
-        quantized = _with_fp8_ir(quantized)
     return narrow_float_part(quantized, float_type, largest_values)
 
 
 def _is_fp8(plan: Plan) -> bool:
     return plan.placement.grid.kind == "float"
-
-
-def _with_fp8_ir(quantized: onnx.ModelProto) -> onnx.ModelProto:
-    quantized.ir_version = max(quantized.ir_version, _FP8_IR)
-    return quantized
 
 
 def _ranges(
