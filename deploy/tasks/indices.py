@@ -3,7 +3,7 @@
 `find_integers`: class numbers and indices, such as those that NonMaxSuppression selects. They are
 equal or not, at the same place or, in lists of varying length, as rows in any order.
 
-`PlaceCounts` counts class numbers at places, here and for steps and pixels.
+`PlaceCounts` counts class numbers at places, here and for labels, steps and pixels.
 """
 
 from collections import Counter

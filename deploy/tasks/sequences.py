@@ -1,7 +1,6 @@
 """Sequences: a class per step (`STEPS`), such as voice activity, or text by CTC (`TEXT`).
 
-Raw scores of steps are compared by value, unless `--task steps` says what they are. Independent
-probabilities, such as the beginnings of words or a wake word, count by their side of 0.5.
+Raw scores of steps are compared by value, unless `--task steps` says what they are.
 
 The blank of a text is the first or the last symbol, and stands between symbols. Texts are decoded
 greedily: repeats merged, blanks dropped. If blanks only follow the last symbol in every sample,
@@ -110,11 +109,6 @@ def find_steps(samples: FirstSamples) -> Steps | None:
         if axis is not None:
             return Steps(name, values[0].shape[axis], axis)
     return None
-
-
-def is_input_shape(value: Array, samples: FirstSamples) -> bool:
-    """Whether the first sample has an input of this array's shape."""
-    return any(source.shape == value.shape for source in samples.inputs[0].values())
 
 
 def _find_class_axis(samples: Arrays) -> int | None:

@@ -52,7 +52,6 @@ from deploy.tasks.rows import (
     order_by_step,
     sums_to_one,
 )
-from deploy.tasks.sequences import is_input_shape
 from deploy.tasks.slices import OutputSlice, SlicesByOutput, split_output
 from deploy.tasks.thresholds import (
     FEATURE_FACTOR,
@@ -418,7 +417,7 @@ def _are_labels(name: str, samples: FirstSamples) -> bool:
     else:
         max_undecided_share = MAX_BETWEEN_SHARE
         # an output in the shape of an input may be an autoencoder's copy of it
-        if min(sizes) < MIN_COUNT or is_input_shape(values[0], samples):
+        if min(sizes) < MIN_COUNT or _is_input_shape(values[0], samples):
             return False
         # scores that sum to 1 are those of classes
         if all(sums_to_one(value.reshape(-1)).all() for value in values):
@@ -429,6 +428,11 @@ def _are_labels(name: str, samples: FirstSamples) -> bool:
             return False
     has_low_and_high = bool(probabilities.min() < LOW and probabilities.max() > HIGH)
     return has_low_and_high and are_undecided(probabilities).mean() <= max_undecided_share
+
+
+def _is_input_shape(value: Array, samples: FirstSamples) -> bool:
+    """Whether the first sample has an input of this array's shape."""
+    return any(source.shape == value.shape for source in samples.inputs[0].values())
 
 
 @dataclass(slots=True)
@@ -528,7 +532,7 @@ def _embedding_lengths(samples: FirstSamples) -> dict[str, int]:
         length = rows.shape[1]
         if length < MIN_EMBEDDING_SIZE or _are_smooth(rows):
             continue
-        if is_input_shape(samples.outputs[0][name], samples):
+        if _is_input_shape(samples.outputs[0][name], samples):
             continue  # as the signal that an autoencoder gives back
         is_embedding = samples.has_pictures and are_features(rows)
         is_embedding |= all(map(has_unit_length, rows)) or all(map(is_about_zero, rows))
