@@ -88,24 +88,39 @@ def test_pixels_that_are_divided_needlessly_are_named(red_detector, warnings_of)
     assert "check --preprocess raw" in text
 
 
+@pytest.fixture
+def build_fashion(run, tmp_path):
+    """(*options) -> the screen of a build of the bundled classifier with labels, in one line."""
+
+    def call(*options):
+        folder = Path(__file__).parent.parent / "datasets" / "fashion"
+        evaluation_lines = (folder / "eval.txt").read_text().splitlines()[:60]
+        evaluation = tmp_path / "eval.txt"
+        evaluation.write_text("".join(f"{folder}/{line}\n" for line in evaluation_lines))
+        images = ("--images", folder / "calib.txt", "--eval-images", evaluation)
+        usual = ("--limit", 8, "--effort", 0, "--duration", 0, "--out", tmp_path / "o")
+        _, out, _ = run("build", folder / "fashion.onnx", *images, *usual, *options)
+        return " ".join(out.split())
+
+    return call
+
+
+def test_crop_of_pictures_that_fit_the_input_is_named(build_fashion):
+    normalized = ("--mean", 0.5, "--std", 0.5)
+    text = build_fashion(*normalized, "--resize", "short-side", "--short-side", 56)
+    assert "28x28 already, and are resized to 56 and cropped; check --resize stretch" in text
+    assert "check --resize" not in build_fashion(*normalized, "--resize", "stretch", "--force")
+
+
 @pytest.mark.slow
-def test_preset_that_is_right_by_labels_is_named(run, tmp_path):
-    folder = Path(__file__).parent.parent / "datasets" / "fashion"
-    evaluation_lines = (folder / "eval.txt").read_text().splitlines()[:60]
-    evaluation = tmp_path / "eval.txt"
-    evaluation.write_text("".join(f"{folder}/{line}\n" for line in evaluation_lines))
-    images = ("--images", folder / "calib.txt", "--eval-images", evaluation)
-    options = ("--limit", 8, "--effort", 0, "--duration", 0, "--out", tmp_path / "o")
-    _, out, _ = run("build", folder / "fashion.onnx", *images, *options)
-    text = " ".join(out.split())
+def test_preset_that_is_right_by_labels_is_named(build_fashion):
+    text = build_fashion()
     assert (
         "FP32 gets 13 of 16 images right with values of -1 to 1, but 3 with the present"
         " preprocessing" in text
     )
-
     (repair,) = re.findall(r"check (--preprocess [\w-]+)", text)
-    _, repaired, _ = run("build", folder / "fashion.onnx", *images, *options, *repair.split())
-    assert "Verdict       good" in repaired
+    assert "Verdict good" in build_fashion(*repair.split())
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ import numpy as np
 from deploy.calibration.calibration_result import CalibrationResult
 from deploy.calibration.input_checks import check_input_samples, renormalize
 from deploy.errors import ConfigError, FeedError
-from deploy.feed.preprocess import PRESETS, Preprocess, complete_preprocess
+from deploy.feed.preprocess import PRESETS, Preprocess, complete_preprocess, format_size
 from deploy.feed.samples import Feed
 from deploy.metrics.accuracy import recognise_from_first
 from deploy.tasks import Metric
@@ -146,7 +146,7 @@ def find_better_reading(
             no labels, or if it finds most.
 
     Returns:
-        The sentence; "" if no other reading is clearly better.
+        The sentence, of labelled pictures perhaps on their crop; "" if nothing is clearly better.
     """
     current_preprocess = calibration.feed.preprocess
     loaded = calibration.loaded
@@ -198,7 +198,7 @@ def find_better_reading(
         finds_more = count_clear(scores) > count_clear(current_scores)
         if finds_more or not is_detector:
             return describe_reading(reading, scores, current_scores, count_template)
-    return ""
+    return describe_crop(calibration.feed, current_preprocess) if labelled_samples else ""
 
 
 def score_reading(
@@ -280,6 +280,21 @@ def is_better(scores: Sequence[Floats], current_scores: Sequence[Floats]) -> boo
     total, current_total = confidences.sum(axis=1)
     is_noise = count_clear(scores) > MAX_BOXES * len(scores)
     return bool(not is_chance and not is_noise and total > MIN_GAIN * current_total)
+
+
+def describe_crop(feed: Feed, preprocess: Preprocess) -> str:
+    """Return a sentence on a crop of pictures that have the input's size already; "" without."""
+    sizes = set()
+    for preview in feed.previews():
+        sizes |= {preview.source_size, preview.input_size}
+    if preprocess.resize != "short-side" or sizes != {preprocess.size}:
+        return ""
+    if preprocess.resized_short_side == min(preprocess.input_size):  # nothing is cut off
+        return ""
+    return (
+        f"the pictures have the input's {format_size(preprocess.input_size)} already, and are"
+        f" resized to {preprocess.resized_short_side} and cropped; check --resize stretch"
+    )
 
 
 def describe_reading(
