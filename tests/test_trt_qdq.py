@@ -226,7 +226,8 @@ def test_qdq_beyond_cache_format_is_refused(model, reason):
         from_qdq(model)
 
 
-def test_onnxruntime_qdq_models_convert_to_cache(tmp_path):
+@pytest.mark.parametrize("own_domain", [False, True])
+def test_onnxruntime_qdq_models_convert_to_cache(own_domain, tmp_path):
     """Symmetric Q/DQ as onnxruntime writes it: int8 weights, int32 biases, pairs on outputs."""
     from onnxruntime import quantization as ortq
 
@@ -243,7 +244,11 @@ def test_onnxruntime_qdq_models_convert_to_cache(tmp_path):
         per_channel=True,
         activation_type=ortq.QuantType.QInt8,
         weight_type=ortq.QuantType.QInt8,
-        extra_options={"ActivationSymmetric": True, "WeightSymmetric": True},
+        extra_options={
+            "ActivationSymmetric": True,
+            "WeightSymmetric": True,
+            "UseQDQContribOps": own_domain,
+        },
     )
     plain, cache = qdq_to_cache(target, version="8.5.3")
     onnx.checker.check_model(plain.model)
