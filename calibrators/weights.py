@@ -1,7 +1,11 @@
-"""Pairs of weights whose products an older x86 CPU adds in 16 bits, and scales that fit them.
+"""Weight preprocessing: bias correction, saturation-free weight pairs.
 
-A CPU with int8 dot products sums in 32 bits. An older x86 CPU multiplies uint8 by int8 and adds two
-products in 16 bits with saturation (VPMADDUBSW)::
+**Bias correction** estimates from a few samples how far quantization shifts the mean of a channel.
+Source: Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction"
+(ICCV 2019), section 4.2; the shrinkage is calib8's.
+
+**Pairs**: a CPU with int8 dot products sums in 32 bits. An older x86 CPU multiplies uint8 by int8
+and adds two products in 16 bits with saturation (VPMADDUBSW)::
 
     a[0] w[0] + a[1] w[1]            a up to 255: of one sign, safe up to |w[0]| + |w[1]| = 128
     a[2] w[2] + a[3] w[3]

@@ -19,9 +19,10 @@ Each layer by itself: its int8 twin on the float model's own input of it.
 
     float input -+-> layer in float --.
                  '-> layer in int8 ---+--> similarity, AMCT's ranking: 0.5 + 0.5 * cosine
-                                      '--> error: mean square of the difference
+                                      '--> error: variance of the difference, summed over channels
 
-No error of another layer counts. Source of the ranking: hicann/amct, common/auto_calibration.
+No error of another layer counts. The mean of a channel's difference is no error, since its bias can
+hold it. Source of the ranking: hicann/amct, common/auto_calibration.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +44,7 @@ from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.amct_calibration import CalibrationRecord, RecordPlan
 from deploy.targets.ascend.config_keys import ActivationParams, QuantConfig
 from deploy.targets.ascend.fake_quant import fake_quant_model
-from deploy.targets.ascend.layers import LayerGraph
+from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.quant_layer import (
     QuantLayer,
     QuantLayers,
@@ -191,8 +192,12 @@ def rank_layers(
     threads: int,
 ) -> list[tuple[str, float]]:
     """Return (layer name, similarity in [0, 1]) of all layers, worst first; ties in model order."""
-    means = _compare_outputs(model, layers, samples, similarity, threads)
-    return sorted(means.items(), key=lambda entry: entry[1])
+
+    def compare(_layer: Layer, float_output: Array, int8_output: Array) -> Array:
+        return np.array(similarity(float_output, int8_output))
+
+    means = _compare_outputs(model, layers, samples, compare, threads)
+    return sorted(((name, float(means[name])) for name in layers), key=lambda entry: entry[1])
 
 
 def similarity(float_output: Array, int8_output: Array) -> float:
@@ -224,7 +229,7 @@ def find_best_searches(
     with phase("errors of layers by themselves", len(records_by_search), "searches") as step:
         for search, search_records in records_by_search.items():
             layers = quantize_layers(model, graph, search_records)
-            layer_errors = _compare_outputs(model, layers, samples, squared_error, threads)
+            layer_errors = measure_layer_errors(model, layers, samples, threads=threads)
             for name, error in layer_errors.items():
                 errors_by_layer.setdefault(name, {})[search] = error
             step()
@@ -247,23 +252,48 @@ def choose_search(error_by_search: Mapping[str, float]) -> str:
     return best_unbalanced
 
 
-def squared_error(float_output: Array, int8_output: Array) -> float:
-    """Return the mean square of the difference."""
-    return float(np.square(int8_output - float_output, dtype=np.float64).mean())
+def measure_layer_errors(
+    model: onnx.ModelProto,
+    layers: QuantLayers,
+    samples: Sequence[Sample],
+    *,
+    threads: int,
+) -> dict[str, float]:
+    """Return layer name -> error of its int8 output, summed over its channels.
+
+    The error is the variance of the difference, since the layer's bias can take away its mean. A
+    layer that cannot hold a bias has the mean square.
+    """
+    moments_by_layer = _compare_outputs(model, layers, samples, _difference_moments, threads)
+    errors = {}
+    for name, quant_layer in layers.items():
+        mean, square = moments_by_layer[name]  # each is [C]
+        channel_errors = square - mean**2 if quant_layer.layer.holds_bias else square
+        errors[name] = float(channel_errors.sum())
+    return errors
+
+
+def _difference_moments(layer: Layer, float_output: Array, int8_output: Array) -> Array:
+    """Return mean and mean square of each channel's difference, float64 [2, C]."""
+    difference = int8_output - float_output
+    if difference.ndim > 1:
+        difference = np.moveaxis(difference, layer.channel_axis, -1)
+    rows = difference.reshape(-1, difference.shape[-1]).astype(np.float64)
+    return np.stack([rows.mean(axis=0), (rows * rows).mean(axis=0)])
 
 
 def _compare_outputs(
     model: onnx.ModelProto,
     layers: QuantLayers,
     samples: Sequence[Sample],
-    compare: Callable[[Array, Array], float],
+    compare: Callable[[Layer, Array, Array], Array],
     threads: int,
-) -> dict[str, float]:
+) -> dict[str, Array]:
     """Compare each layer's float output with that of its int8 twin, on every sample.
 
     A twin is a model of the int8 layer alone; it reads the float model's own input of the layer.
 
-    `compare`: (float output, int8 output) -> result.
+    `compare`: (layer, float output, int8 output) -> result.
 
     Returns:
         Layer name -> the mean of the samples' results.
@@ -276,23 +306,23 @@ def _compare_outputs(
         tapped_tensors.update((quant_layer.layer.output, *quant_layer.layer.activations))
     graph_inputs = {value.name for value in model.graph.input}
     tap = Tap(model, sorted(tapped_tensors - graph_inputs))
-    results: dict[str, list[float]] = {name: [] for name in layers}
+    results: dict[str, list[Array]] = {name: [] for name in layers}
 
-    def run_sample(_worker: int, _number: int, sample: Sample) -> dict[str, float]:
+    def run_sample(_worker: int, _number: int, sample: Sample) -> dict[str, Array]:
         values = {**sample, **tap.run(sample)}
         sample_results = {}
         for name, quant_layer in layers.items():
             layer = quant_layer.layer
             outputs = twins[name].run({tensor: values[tensor] for tensor in layer.activations})
-            sample_results[name] = compare(values[layer.output], outputs[layer.output])
+            sample_results[name] = compare(layer, values[layer.output], outputs[layer.output])
         return sample_results
 
-    def collect(_number: int, sample_results: dict[str, float]) -> None:
+    def collect(_number: int, sample_results: dict[str, Array]) -> None:
         for name, value in sample_results.items():
             results[name].append(value)
 
     run_in_order(samples, run_sample, collect, threads=threads)
-    return {name: float(np.mean(results[name])) for name in layers}
+    return {name: np.mean(results[name], axis=0) for name in layers}
 
 
 def _open_twin(model: onnx.ModelProto, index: Graph, quant_layer: QuantLayer) -> OrtSession:

@@ -131,6 +131,16 @@ class Layer:
         return WeightTarget(self.weight, self.node, axis, self.bias or None)
 
     @property
+    def channel_axis(self) -> int:
+        """Channel axis of its output."""
+        return -1 if self.kind == "MatMul" else 1
+
+    @property
+    def holds_bias(self) -> bool:
+        """Whether it can have a bias: a MatMul only in an Add that follows."""
+        return bool(self.weight) and (self.kind != "MatMul" or bool(self.bias_add))
+
+    @property
     def can_use_adaround(self) -> bool:
         """Whether AMCT's AdaRound supports it: 2-D convolutions and matrices."""
         matrix = self.kind in ("Gemm", "MatMul") and not self.stacked
