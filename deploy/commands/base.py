@@ -198,13 +198,13 @@ class SectionedCommand(click.Command):
         for param in self.params:
             name = param.name or ""
             value = ctx.params.get(name)
+            if not isinstance(param.type, InputPath) or not value or ctx.resilient_parsing:
+                continue
             advice = "check the path"
-            is_from_config = ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP
-            if is_from_config:
+            if ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP:
                 advice += " in the file of --config; a relative path starts at the current folder"
-            if isinstance(param.type, InputPath) and value and not ctx.resilient_parsing:
-                for path in value if isinstance(value, tuple) else (value,):
-                    param.type.check(path, advice=advice)
+            for path in value if isinstance(value, tuple) else (value,):
+                param.type.check(path, advice=advice)
         return extra_args
 
     def invoke(self, ctx: click.Context) -> Any:

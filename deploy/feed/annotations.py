@@ -393,23 +393,12 @@ def _read_voc_file(path: str, number_by_class: Mapping[str, int]) -> Objects:
         if "<!DOCTYPE" in text:  # its entities may grow without end
             raise ValueError("a DOCTYPE")
         root = ElementTree.fromstring(text)
+        annotations = root.findall("object")
         height = _number(root, "size/height")
         width = _number(root, "size/width")
-        # one entry per object; a box is xmin, ymin, xmax, ymax
-        boxes = []
-        classes = []
-        crowds = []
-        for annotation in root.findall("object"):
-            name = (annotation.findtext("name") or "").strip()
-            corners = [_number(annotation, f"bndbox/{key}") for key in _VOC_CORNERS]
-            if name not in number_by_class:
-                raise FeedError(
-                    f"the classes of VOC's files must be in {CLASSES_FILE}, got {name[:60]!r} in"
-                    f" {title} and {counted(len(number_by_class), 'class')} there; add it"
-                )
-            boxes.append(corners)
-            classes.append(number_by_class[name])
-            crowds.append((annotation.findtext("difficult") or "").strip() == "1")
+        boxes = []  # of each object: xmin, ymin, xmax, ymax
+        for annotation in annotations:
+            boxes.append([_number(annotation, f"bndbox/{key}") for key in _VOC_CORNERS])
         if min(height, width) < 1 or any(box[0] > box[2] or box[1] > box[3] for box in boxes):
             raise ValueError("a size below 1 or corners in another order")
     except (ElementTree.ParseError, ValueError, OverflowError) as error:
@@ -417,10 +406,25 @@ def _read_voc_file(path: str, number_by_class: Mapping[str, int]) -> Objects:
             "an XML file of labels has size, and objects with name and bndbox, as Pascal VOC's,"
             f" got {str(error)[:100]} in {title}; export the labels again"
         ) from error
+
+    names = [_text(annotation, "name") for annotation in annotations]
+    for name in names:
+        if name not in number_by_class:
+            raise FeedError(
+                f"the classes of VOC's files must be in {CLASSES_FILE}, got {name[:60]!r} in"
+                f" {title} and {counted(len(number_by_class), 'class')} there; add it"
+            )
+    classes = [number_by_class[name] for name in names]
+    crowds = [_text(annotation, "difficult") == "1" for annotation in annotations]
     return _make_objects((int(height), int(width)), boxes, classes, crowds)
 
 
 _VOC_CORNERS = ("xmin", "ymin", "xmax", "ymax")
+
+
+def _text(element: ElementTree.Element, path: str) -> str:
+    """Return the text at a path of elements, without spaces around it; "" without one."""
+    return (element.findtext(path) or "").strip()
 
 
 def _number(element: ElementTree.Element, path: str) -> float:

@@ -239,10 +239,7 @@ def complete_preprocess(
             " feed this model arrays from an .npy or .npz file"
         )
 
-    layout = unresolved.layout
-    if layout is None:
-        is_channels_last = spec.shape[3] in (1, 3) and spec.shape[1] not in (1, 3)
-        layout = "nhwc" if is_channels_last else "nchw"
+    layout = unresolved.layout or _find_layout(spec)
     _, channels, height, width = spec.shape
     if layout == "nhwc":
         _, height, width, channels = spec.shape
@@ -263,6 +260,12 @@ def complete_preprocess(
     return resolved, (
         f"no preprocessing was given: {color} images stretched to {format_size(size)}, {values}",
     )
+
+
+def _find_layout(spec: TensorSpec) -> str:
+    """Return the layout of an input of images by where 1 or 3 channels are; "nchw" if unclear."""
+    is_channels_last = spec.shape[3] in (1, 3) and spec.shape[1] not in (1, 3)
+    return "nhwc" if is_channels_last else "nchw"
 
 
 def with_image_size(

@@ -143,7 +143,7 @@ def write_with(path: Path, fill: Callable[[Path], object]) -> Path:
         ExportError: the file cannot be written, or must stay (`deploy.files.guard`).
     """
     path = Path(path)
-    refuse_output(path, named=True)  # what the user named as an output may be written
+    refuse_output(path, is_named=True)  # what the user named as an output may be written
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = create_claimed_file(path.parent, prefix=PREFIX)

@@ -117,21 +117,21 @@ def add_output(path: Path | str, check: Callable[[], None]) -> None:
     check()
 
 
-def refuse_output(path: Path | str, *, named: bool = False) -> None:
+def refuse_output(path: Path | str, *, is_named: bool = False) -> None:
     """Refuse to write over an input, a folder, a device, or another output that the user named.
 
     Args:
         path: of the file to be written; it may not exist yet.
-        named: whether it is the output that the user named, by an option with this path. An
-            existing file is then refused by the check that `add_output` got for it. Any other
-            output must not have the path of a named one.
+        is_named: whether the user named this output, by an option with its path. An existing file
+            is then refused by the check that `add_output` got for it. An output that the user did
+            not name must not have the path of a named one.
 
     Raises:
         ExportError: `path` is one of these.
     """
     run = _RUN.get() or _RunFiles()
     check_existing_file = run.check_by_output.get(_real_location(path))
-    if check_existing_file is not None and not named:
+    if check_existing_file is not None and not is_named:
         raise ExportError(f"each output must have a path of its own, got {path} twice; change one")
 
     inode = _find_inode(path)

@@ -196,8 +196,8 @@ def main_lines(report: Findings) -> list[ComparisonLine]:
 def _decisions(report: Findings) -> Iterator[str]:
     """Yield the lines below the short table, down to the files to ship and what to do next."""
     accuracies = [engine.accuracy for engine in report.engines if engine.accuracy]
-    # their figures puzzle the user of a classifier. `why` says by what the task was recognised:
-    # there is no doubt of one that the model or the user names
+    # the figures of embeddings puzzle the user of a classifier. `why` says by what the task was
+    # recognised: there is no doubt of one that the model or the user names
     if any(accuracy.why == f"embeddings, {BY_VALUES}" for accuracy in accuracies):
         yield from entry("Task", _EMBEDDINGS)
     yield from entries("Speed", speed_texts(report))
@@ -431,10 +431,7 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
     """
     request = report.request or RequestPart()
     options_file = path_of(report.files, OPTIONS)  # "" without one
-    command = f"calib8 build --config {shlex.quote(options_file)}"
-    # the file of options has a duration of 0: time what runs here, if any target does
-    if request.is_untimed and not all(map(_has_device_script, report.targets)):
-        command += f" --duration {DURATION_S}"
+    command = _build_command(report, options_file)
     target_command = command
     if len(report.targets) > 1:
         target_command += f" --target {target.name}"
@@ -461,6 +458,16 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
             yield f"use the float model: {report.model.path}"
     if page := path_of(report.files, REPORT):
         yield f"calib8 explain {shlex.quote(str(PurePath(page).parent))}"
+
+
+def _build_command(report: Findings, options_file: str) -> str:
+    """Return the command that repeats the build of a report by its file of options."""
+    command = f"calib8 build --config {shlex.quote(options_file)}"
+    is_untimed = report.request is not None and report.request.is_untimed
+    # the file of options has a duration of 0: time what runs here, if any target does
+    if is_untimed and not all(map(_has_device_script, report.targets)):
+        command += f" --duration {DURATION_S}"
+    return command
 
 
 def _data_steps(verdict: Verdict, request: RequestPart, command: str) -> Iterator[str]:
