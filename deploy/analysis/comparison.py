@@ -34,7 +34,7 @@ from deploy.metrics.layerwise import pair_tensors_by_name
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.pipeline.build_options import check_arguments, find_user_model, open_torch_module
 from deploy.report.model import to_plain_object
-from deploy.runtimes.openvino import run_in_subprocess
+from deploy.runtimes.openvino import read_arrays, run_in_subprocess
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array
 from deploy.terminal import PrintedResult, join_visible, phase, with_progress
@@ -297,8 +297,8 @@ class _CutModels:
 
         def run_samples() -> Iterator[tuple[Tensors, Tensors, Tensors]]:
             for sample_file, result_file in zip(self.samples, result_files, strict=True):
-                sample = _read_arrays(sample_file)
-                values = _read_arrays(result_file).values()  # in the order of the outputs
+                sample = read_arrays(sample_file)
+                values = read_arrays(result_file).values()  # in the order of the outputs
                 yield sample, session.run(sample), dict(zip(names, values, strict=True))
 
         return _measure_pairs(pairs, run_samples(), self.batched_inputs)
@@ -307,12 +307,6 @@ class _CutModels:
 def _output_names(model: ModelProto) -> list[str]:
     """Return the names of a model's outputs, in their order."""
     return [value.name for value in model.graph.output]
-
-
-def _read_arrays(file: Path) -> dict[str, Array]:
-    """Return name -> array of an .npz file."""
-    with np.load(file, allow_pickle=False) as arrays:
-        return dict(arrays)
 
 
 def _write_samples(feed: Feed, folder: Path) -> list[Path]:

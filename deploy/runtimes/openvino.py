@@ -142,7 +142,7 @@ def _process_main(args: Sequence[str]) -> int:
     try:
         session = OpenvinoSession.open(Path(path), threads=int(threads))
         for sample, output_file in zip(files[::2], files[1::2], strict=True):
-            outputs = session.run(_load_arrays(sample))
+            outputs = session.run(read_arrays(sample))
             # by number: a name may hold characters that a zip entry must not
             np.savez(output_file, *[outputs[spec.name] for spec in session.outputs])
     except BackendError as error:
@@ -151,7 +151,8 @@ def _process_main(args: Sequence[str]) -> int:
     return 0
 
 
-def _load_arrays(file: str) -> dict[str, Array]:
+def read_arrays(file: str | Path) -> dict[str, Array]:
+    """Return name -> array of an .npz file."""
     with np.load(file, allow_pickle=False) as arrays:
         return dict(arrays)
 
