@@ -446,9 +446,9 @@ def test_video_is_fed_by_frames(tmp_path, command, small_cnn, wording):
         f"build {small_cnn} --images {path} --out {tmp_path / 'b'} --effort 0 --duration 0"
     )
     command(*build_arguments.split())
-    # in a process whose stderr is no test's
-    subprocess.run([sys.executable, "-m", "deploy", *build_arguments.split()], check=True)
     arguments = "calibrate", small_cnn, "--images", path, "--out", tmp_path / "a.cache"
+    # in a process whose stderr is no test's
+    subprocess.run([sys.executable, "-m", "deploy", *map(str, arguments)], check=True)
     assert "one of every 2 of 23 samples is used" in command(*arguments, "--stride", 2)
     for line in ("clip.avi\nclip.avi\n", "clip.avi 3\n"):
         (tmp_path / "list.txt").write_text(line)
