@@ -193,6 +193,25 @@ def test_impossible_numbers_are_refused(options, small_cnn, tmp_path):
         calib8.build(small_cnn, images, out=tmp_path / "build", effort=0, **options)
 
 
+def test_images_may_be_indexed_or_read_one_by_one(small_cnn):
+    class Indexed:
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return np.full((1, 3, 16, 16), index, np.float32)
+
+    class Reader:
+        left = 2
+
+        def get_next(self):
+            self.left -= 1
+            return None if self.left < 0 else {"x": np.ones((1, 3, 16, 16), np.float32)}
+
+    for images in (Indexed(), Reader()):
+        assert calib8.calibrate(small_cnn, images).feed.count == 2
+
+
 @pytest.mark.parametrize(
     "options",
     [

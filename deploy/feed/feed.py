@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.array_files import (
@@ -69,8 +69,31 @@ from deploy.files.reading import refuse_no_path
 from deploy.tensors import TensorSpec
 from deploy.terminal import phase
 
+
+class IndexedItems(Protocol):
+    """Items by index, as a data set of PyTorch has them."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class ItemReader(Protocol):
+    """Items one after the other, and None at the end, as ONNX Runtime's calibration reader."""
+
+    def get_next(self) -> Any:
+        """Return the next item; None at the end."""
+
+
 FeedSource = (
-    str | os.PathLike[str] | RawFiles | CalibratorScript | Iterable[Any] | Callable[[], Any]
+    str
+    | os.PathLike[str]
+    | RawFiles
+    | CalibratorScript
+    | Iterable[Any]
+    | Callable[[], Any]
+    | IndexedItems
+    | ItemReader
 )
 _NO_PREPROCESSING = (
     "files of arrays are fed as they are, got preprocessing for them; leave it out, or feed images"

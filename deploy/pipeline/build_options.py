@@ -71,7 +71,8 @@ UserModel = str | Path | onnx.ModelProto  # a file, or a model in memory
 ModelSource = UserModel | LoadedModel
 
 _TYPING_NAMES = {"nn": SimpleNamespace(Module=object)}  # torch is imported for type checkers only
-_NUMBER_CLASSES = {bool: Integral, int: Integral, float: Real}  # which numpy's numbers are too
+# what an argument may be in place of the class in its annotation: a number of numpy, a set
+_WIDER_CLASSES = {bool: Integral, int: Integral, float: Real, Sequence: Iterable}
 
 
 def check_arguments(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -105,7 +106,8 @@ def _classes_of(annotation: Any) -> Iterator[type]:
         for part in get_args(annotation):
             yield from _classes_of(part)
     else:
-        yield _NUMBER_CLASSES.get(annotation, get_origin(annotation) or annotation)
+        kind = get_origin(annotation) or annotation
+        yield _WIDER_CLASSES.get(kind, kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
