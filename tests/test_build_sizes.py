@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
+from deploy.targets import TARGETS
 from tests.models import build_net, make_model, parse_nodes
 
 pytestmark = pytest.mark.slow
-
-ALL_TARGETS = "onnxruntime,tensorrt,ascend"
 
 
 SIGNAL_LENGTH = 256
@@ -76,7 +75,7 @@ def test_int8_files_never_outgrow_the_model(case, tmp_path):
     shape = SHAPES.get(case, ["n", 4, 32, 32])
     model = make_model(nodes, {"x": shape}, {"y": None}, used)
     x = rng.normal(size=(8, *shape[1:]))
-    options = ("--effort", 0, "--accept", "--target", ALL_TARGETS)
+    options = ("--effort", 0, "--accept", "--target", ",".join(TARGETS))
     out = build_net(model, x, tmp_path, *options)
     names = ["net.int8.onnx", "net.tensorrt.typed.onnx", "net_deploy_model.onnx"]
     if case in ("shared", "halves"):

@@ -18,6 +18,7 @@ from deploy.report.blocks import sections_html
 from deploy.report.charts import histogram
 from deploy.report.report_rows import MAX_BARS, histogram_part
 from deploy.report.sections import tensor_sections
+from deploy.targets import TARGETS
 from deploy.tuning.search_options import Tuning
 from tests.models import run_command
 
@@ -138,14 +139,14 @@ def test_only_finite_ranges_are_drawn(lo, hi):
     assert "nan" not in drawing
 
 
-TARGETS = ("--target", "onnxruntime,tensorrt,ascend")
+ALL_TARGETS = ("--target", ",".join(TARGETS))
 
 
 @pytest.fixture(scope="module")
 def build_folder(small_cnn, pictures, tmp_path_factory):
-    """The folder of a build for the three targets."""
+    """The folder of a build for every target."""
     out = tmp_path_factory.mktemp("histograms")
-    arguments = ("--images", pictures, "--out", out, *QUICK, "--threads", 2, *TARGETS)
+    arguments = ("--images", pictures, "--out", out, *QUICK, "--threads", 2, *ALL_TARGETS)
     run_command("build", small_cnn, *arguments)
     return out
 
@@ -196,7 +197,7 @@ def test_page_draws_every_histogram(build_folder, built_report):
 
 @pytest.mark.slow
 def test_threads_and_reuse_change_no_histogram(run, built_report, small_cnn, pictures, tmp_path):
-    arguments = ("build", small_cnn, "--images", pictures, *QUICK, *TARGETS, "--out", tmp_path)
+    arguments = ("build", small_cnn, "--images", pictures, *QUICK, *ALL_TARGETS, "--out", tmp_path)
     for is_reused in (False, True):
         run.ok(*arguments, "--threads", 1)
         report = read_report(tmp_path)
