@@ -143,7 +143,7 @@ def runs_pairs(opset: int) -> bool:
     return True
 
 
-_LARGE_MODEL_BYTES = 16 << 20
+_LARGE_MODEL_BYTES = 64 << 20
 _LARGE_MODEL_VALUES = 4 << 20  # in large tensors: 16 MiB in float32
 _TEMPORARY = "calib8-"  # start of the name of the folder with a large model
 # messages do not name this file: it is another one every time, and not the user's

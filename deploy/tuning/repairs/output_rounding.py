@@ -253,15 +253,14 @@ class LayerInputs:
 
     Attributes:
         grams: Gram matrices of the patches, of `_MAX_GRAM_SIZE` of their values each.
-        held_out: held-out patches in float64, as errors are summed; None where there are too few
-            samples.
+        held_out: held-out patches; None where there are too few samples.
     """
 
     def __init__(self, patches: FloatArray, held_out: FloatArray | None = None) -> None:
         """`patches`: [groups, K, P]."""
         starts = range(0, patches.shape[1], _MAX_GRAM_SIZE)
         self.grams = [gram(patches[:, start : start + _MAX_GRAM_SIZE]) for start in starts]
-        self.held_out = None if held_out is None else held_out.astype(np.float64)
+        self.held_out = held_out
 
 
 def round_weight(
@@ -337,7 +336,7 @@ def _undo_worse_rows(
     nearest: NDArray[np.floating],
     integers: NDArray[np.floating],
     scales: Float64Array,
-    held_out: Float64Array,
+    held_out: FloatArray,
 ) -> float:
     """Round output channels to nearest again, in place, where rounding by error gained nothing.
 
@@ -356,7 +355,8 @@ def _undo_worse_rows(
 
     def row_errors(rounded_steps: NDArray[np.floating]) -> Float64Array:
         """Return the squared output error of each output channel, [groups, C_out per group]."""
-        output_errors = block_products((rounded_steps - steps) * scales, held_out)
+        weight_errors = ((rounded_steps - steps) * scales).astype(np.float32)
+        output_errors = block_products(weight_errors, held_out)
         return np.asarray(np.square(output_errors).sum(axis=2), np.float64)
 
     nearest_errors = row_errors(nearest)
