@@ -165,25 +165,6 @@ def test_fastest_good_split_is_looked_for_between_trials():
     assert chosen.time == pytest.approx(0.75)
 
 
-def test_what_cannot_be_good_is_not_judged():
-    """Too few boxes to show a loss of more than 24 dB: so one doubtful trial is enough."""
-    trials = [make_trial(n, time=0.7 + n / 100, db=14 + n) for n in range(8)]
-    untried = [make_trial(n, time=0.7 + n / 100, db=14 + n) for n in range(8, 16)]
-    search = FakeSearch(trials, untried=untried)
-    judged_db = []
-
-    def judge(trial):
-        judged_db.append(round(trial.noise.db))
-        if trial.noise.db >= 24 - 1e-6:
-            return ExpectedVerdict()
-        limit = make_trial(0, time=1.0, db=24).loss
-        return ExpectedVerdict(doubtful="1 of 1 boxes, too few", max_good_noise=limit)
-
-    chosen, _ = choose(search, judge)
-    assert chosen.noise.db >= 24
-    assert [db for db in judged_db if db < 24] == [21]
-
-
 def test_search_goes_on_where_no_trial_is_good():
     fast = make_trial(0, time=0.6, db=14.0)
     search = FakeSearch([fast], [make_trial(4, time=0.8, db=30.0)])

@@ -158,10 +158,6 @@ class SplitChooser:
                 # a trial that loses as much at more cost cannot have a better verdict
                 if any(cheaper.loss <= trial.loss for cheaper in judged_trials):
                     continue
-                # nor can one that is doubtful at best, where a cheaper one is doubtful
-                ranks = {self._rank(cheaper) for cheaper in judged_trials}
-                if not self._can_be_good(trial) and _RANKS.index(DOUBTFUL) in ranks:
-                    continue
                 if judged_trials and not self.can_judge():  # the budget is spent
                     break
             judged_trials.append(trial)
@@ -224,7 +220,7 @@ class SplitChooser:
         else:
             splits = self._predicted_splits(rank)
         find_fastest(
-            self.search, base, splits, partial(self._has_rank, max_rank=rank), self.can_judge
+            self.search, base, splits, lambda trial: self._rank(trial) <= rank, self.can_judge
         )
 
     def _predicted_splits(self, rank: int) -> list[frozenset[str]]:
@@ -237,11 +233,12 @@ class SplitChooser:
         slowest_worse = 0.0
         fastest_good = math.inf
         for trial in self.search.eligible:
-            time = time_share(trial.in_float)
-            if trial.verdict is not None and _RANKS.index(trial.verdict.level) <= rank:
-                fastest_good = min(fastest_good, time)
-            elif trial.verdict is not None or (rank == 0 and not self._can_be_good(trial)):
-                slowest_worse = max(slowest_worse, time)
+            if trial.verdict is not None:
+                time = time_share(trial.in_float)
+                if _RANKS.index(trial.verdict.level) <= rank:
+                    fastest_good = min(fastest_good, time)
+                else:
+                    slowest_worse = max(slowest_worse, time)
 
         splits = []
         for split in self.search.predicted_front():
@@ -249,17 +246,6 @@ class SplitChooser:
             if slowest_worse < time < fastest_good and self._is_worthwhile(split, time):
                 splits.append(split)
         return splits
-
-    def _has_rank(self, trial: Trial, max_rank: int) -> bool:
-        """Whether a trial's expected verdict has this rank or a better one; judge it if need be."""
-        is_possible = max_rank > 0 or self._can_be_good(trial)
-        return is_possible and self._rank(trial) <= max_rank
-
-    def _can_be_good(self, trial: Trial) -> bool:
-        """Whether a trial may be good, by what the trials that were judged show of all."""
-        verdicts = [tried.verdict for tried in self.search.eligible]
-        limits = (verdict.max_good_noise for verdict in filter(None, verdicts))
-        return trial.loss <= min(limits, default=math.inf)
 
     def _rank(self, trial: Trial) -> int:
         """Return the rank of a trial's expected verdict in `_RANKS`; judge it if need be."""

@@ -13,7 +13,7 @@ from deploy.tuning.sensitivity import Sensitivity
 # kinds of reasons
 NOISE, TIME, CONSEQUENCE, RULE = "noise", "time", "consequence", "rule"
 BETWEEN = "converting to float and back would cost more than int8 saves"
-NOISE_NOTE = "dB: on the few samples of the first search that measured it, not of the built file"
+NOISE_NOTE = "dB: on the few samples of the search, not of the built file"
 _NOISY, _SLOWER = "alone in ", "slower in int8"  # how reasons of the kinds NOISE and TIME begin
 _DECIBEL = re.compile(r"leaves (-?(?:[0-9]+\.?[0-9]*|inf)) dB of")
 _MIN_NOISE_SHARE = 0.02  # of all noise: a layer with less is not float for its noise

@@ -27,7 +27,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 
 from deploy.errors import BackendError
 from deploy.method import NO_CHOICES, Choices, Method
@@ -35,10 +34,10 @@ from deploy.tuning.prices import NO_LOSSES, Prices, Units
 from deploy.tuning.probe import Noise, Prober, choices_key
 from deploy.tuning.search_options import COMMON_WEIGHT, Effort, Trial, clips, split_cost
 from deploy.tuning.sensitivity import (
-    NO_SENSITIVITY,
     QUIET_LOSS,
     Group,
     Sensitivity,
+    first_groups,
     measure_sensitivity,
     split_into_groups,
 )
@@ -59,12 +58,12 @@ class SharedFindings:
     """What the search of one target finds out about the model, for those of other targets.
 
     Attributes:
-        sensitivity: noise of the layers, as far as it is measured.
+        sensitivity: noise of the layers; None until it is measured.
         is_clipping: whether the best method clips; None until methods are compared.
         best_methods: the best methods of that kind, the best first.
     """
 
-    sensitivity: Sensitivity = NO_SENSITIVITY
+    sensitivity: Sensitivity | None = None
     is_clipping: bool | None = None
     best_methods: tuple[Method, ...] = ()
 
@@ -271,41 +270,19 @@ class Search:
         """Return layer -> the loss that it adds in int8, with the range method of a trial.
 
         The noise of each layer alone in int8 (`sensitivity`) is measured once, then stored. The
-        noisy layers are much the same for all targets, so what another target's search measured is
-        taken over, if a trial confirms it.
+        noisy layers are much the same for all targets, so the measurement begins with the groups
+        that another target's search found noisy.
         """
         if self.sensitivity is None:
-            known = self.shared.sensitivity
-            self.sensitivity = self._complete_sensitivity(known, base)
-            if known.groups and not self._is_confirmed(self.sensitivity, base):
-                self.sensitivity = self._complete_sensitivity(NO_SENSITIVITY, base)
-            self.shared.sensitivity = self.sensitivity
-        return self.sensitivity.loss_by_layer()
-
-    def _complete_sensitivity(self, known: Sensitivity, base: Trial) -> Sensitivity:
-        """Return the known noise of this search's layers, and measure that of the others."""
-        layers = [layer for layer in self.units.layers if layer not in self.refused]
-        groups = known.groups_of(layers)
-        known_layers = set(chain(*groups))
-        other_layers = [layer for layer in layers if layer not in known_layers]
-        if other_layers:
-            groups |= measure_sensitivity(
-                split_into_groups(other_layers, self.effort.first_groups),
+            layers = [layer for layer in self.units.layers if layer not in self.refused]
+            measured = measure_sensitivity(
+                first_groups(layers, self.effort.first_groups, self.shared.sensitivity),
                 partial(self._measure_isolated, base.choices),
                 max_trials=self.effort.isolated_trials,
-            ).groups
-        return Sensitivity(groups).scaled_to(base.in_float, base.noise)
-
-    def _is_confirmed(self, sensitivity: Sensitivity, base: Trial) -> bool:
-        """Whether the split of least predicted cost saves half of the loss that it should save.
-
-        It is among those that the search tries in any case.
-        """
-        split = min(self.predicted_front(), key=self._predicted_cost, default=base.in_float)
-        trial = self.try_split(base, split)
-        if trial is None:
-            return False
-        return trial.loss <= (base.loss + sensitivity.predict(split).worst) / 2
+            )
+            self.sensitivity = measured.scaled_to(base.in_float, base.noise)
+            self.shared.sensitivity = self.shared.sensitivity or self.sensitivity
+        return self.sensitivity.loss_by_layer()
 
     def _measure_isolated(self, choices: Choices, groups: Sequence[Group]) -> list[Noise | None]:
         """Return the noise of each group in int8 with all else in float; None if it cannot run."""

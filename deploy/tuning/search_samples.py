@@ -20,7 +20,6 @@ not depend on the order of samples is subtracted: only the few samples run again
 statistic is observed again on the other samples.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -242,15 +241,12 @@ class ExpectedVerdict:
         doubtful: why it would be doubtful, where int8 is the cause.
         task_loss: loss of the task; None where it is not measured.
         outputs: of the model that was judged; None where it could not run.
-        max_good_noise: loss of the worst slice above which no model is good, since the float model
-            finds too few boxes or labels to show what int8 loses.
     """
 
     unusable: str = ""
     doubtful: str = ""
     task_loss: TaskLoss | None = None
     outputs: EngineOutputs | None = None
-    max_good_noise: float = math.inf
 
     @property
     def level(self) -> str:
@@ -313,17 +309,13 @@ class VerdictPredictor:
             return ExpectedVerdict()
 
         doubtful = reasons.get(DOUBTFUL, "")
-        max_good_noise = math.inf
-        if task_loss is not None and task_loss.found is not None and is_loss_hidden:
-            doubtful = doubtful or f"{task_loss.words}, too few to show what int8 loses"
-            # of a model that keeps all that is found (`_hides_loss`)
-            max_good_noise = GOOD_LOSS * (task_loss.found + _MIN_SHOWING) / _MIN_SHOWING
+        if not doubtful and task_loss is not None and is_loss_hidden:
+            doubtful = f"{task_loss.words}, too few to show what int8 loses"
         return ExpectedVerdict(
             unusable=reasons.get(UNUSABLE, ""),
             doubtful=doubtful,
             task_loss=task_loss,
             outputs=EngineOutputs(model_digest(model), comparison.outputs),
-            max_good_noise=max_good_noise,
         )
 
     def _hides_loss(self, task_loss: TaskLoss, noise: float) -> bool:

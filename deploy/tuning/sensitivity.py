@@ -8,8 +8,7 @@ Each group runs alone in int8, with all else in float, and the noisy ones are sp
 
 Noise of groups adds up, so the sum predicts the loss of a split. Groups are measured on few samples
 and interact, so the sum is scaled to the loss of one split that was measured. A group that cannot
-run alone is left out; its loss shows in the trials of splits. What one target's search measured is
-taken over by those of the others (`deploy.tuning.search.Search.layer_losses`).
+run alone is left out; its loss shows in the trials of splits.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from deploy.tuning.probe import Noise
 
@@ -58,15 +58,6 @@ class Sensitivity:
             total = total.combined_with(noise.scaled(int8_share * self.scale))
         return total
 
-    def groups_of(self, layers: Collection[str]) -> dict[Group, Noise]:
-        """Return the groups and their noise without the layers that are not among these."""
-        groups = {}
-        for group, noise in self.groups.items():
-            members = tuple(sorted(set(group).intersection(layers)))
-            if members:
-                groups[members] = noise.scaled(len(members) / len(group))
-        return groups
-
     def scaled_to(self, in_float: Collection[str], measured: Noise) -> Sensitivity:
         """Return a copy that predicts the measured loss of a split with these layers in float.
 
@@ -79,9 +70,6 @@ class Sensitivity:
         power_ratio = (math.log1p(-measured_loss) / math.log1p(-predicted_loss)) ** 2
         factor = min(max(power_ratio, 1 / _MAX_SCALE), _MAX_SCALE)
         return replace(self, scale=self.scale * factor)
-
-
-NO_SENSITIVITY = Sensitivity({})
 
 
 def measure_sensitivity(
@@ -109,6 +97,21 @@ def measure_sensitivity(
         noise_by_group |= _measure_runnable(halves, measure)
         trial_count += 2
     return Sensitivity(noise_by_group)
+
+
+def first_groups(layers: Sequence[str], max_groups: int, prior: Sensitivity | None) -> list[Group]:
+    """Return the groups of layers to begin with.
+
+    Without a prior they have equal size. If another target's search measured the model (`prior`),
+    they are the groups that were noisy there, and all quiet layers between two of them.
+    """
+    if prior is None:
+        return split_into_groups(layers, max_groups)
+    noisy_group_by_layer: dict[str, Group] = {}
+    for group, noise in prior.groups.items():
+        if noise.worst > _QUIET_GROUP_LOSS:
+            noisy_group_by_layer.update(dict.fromkeys(group, group))
+    return [tuple(group) for _, group in groupby(layers, key=noisy_group_by_layer.get)]
 
 
 def split_into_groups(layers: Sequence[str], max_groups: int) -> list[Group]:
