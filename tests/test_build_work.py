@@ -8,13 +8,14 @@ import onnx
 import pytest
 
 from deploy.calibration.store import sidecars
+from deploy.targets import TARGETS
 
 
 def cache_bytes(cache):
     return [p.read_bytes() for p in (cache, *sidecars(cache))]
 
 
-ALL_TARGETS = "onnxruntime,tensorrt,ascend"
+ALL_TARGETS = ",".join(TARGETS)
 
 
 METHODS = ["minmax", "mse", "percentile", "entropy", "entropy-tensorrt", "legacy"]
@@ -175,7 +176,7 @@ def test_keep_float_works_on_every_target(run_small, tmp_path):
     notes = " ".join(note for target in targets.values() for note in target.get("notes", ()))
     assert "--layerPrecisions=Conv_c3:fp16,Gemm_logits:fp16 --precisionConstraints=obey" in notes
     assert "--int8 --fp16" in (tmp_path / "small_cnn_trtexec.sh").read_text()
-    methods = {"onnxruntime": "minmax", "tensorrt": "minmax", "ascend": "AMCT's ARQ and IFMR"}
+    methods = dict.fromkeys(TARGETS, "minmax") | {"ascend": "AMCT's ARQ and IFMR"}
     assert {name: target["method"] for name, target in targets.items()} == methods
     for name, method in (("ascend", "ifmr"), ("onnxruntime", "minmax")):
         assert {row["method"] for row in targets[name]["tensors"]} == {method}

@@ -13,13 +13,14 @@ from deploy.errors import ModelError
 from deploy.frontends import load_float_or_qdq
 from deploy.graph.placement import ONNXRUNTIME
 from deploy.runtimes.ort import OrtSession
+from deploy.targets import TARGETS
 from deploy.targets.prequantized import qdq_decisions
 from deploy.targets.stored_weights import read_stored_weights
 from tests.models import make_model, make_node, rename_tensor, run_command, save_net
 
 pytestmark = pytest.mark.slow
 
-ALL_TARGETS = ("--target", "onnxruntime,tensorrt,ascend")
+ALL_TARGETS = ("--target", ",".join(TARGETS))
 
 
 @pytest.fixture(scope="module")
@@ -629,10 +630,10 @@ def test_float16_model_kept_only_for_tensorrt(build_model, images_file, tmp_path
     out, report, _ = build_model(
         float16_modelopt(), "--images", tmp_path / "x.npy", *ALL_TARGETS, images=False
     )
-    ort, trt, _ = report["targets"]
-    for target in (ort, trt):
+    targets = {target["name"]: target for target in report["targets"]}
+    for target in (targets["onnxruntime"], targets["tensorrt"]):
         assert {n["name"]: n for n in target["nodes"]}["n_c1"]["precision"] in ("int8", "uint8")
-    assert any("Kept to the bit" in note for note in trt["notes"])
+    assert any("Kept to the bit" in note for note in targets["tensorrt"]["notes"])
     assert (out / "net.tensorrt.typed.onnx").exists()
 
 
