@@ -70,10 +70,13 @@ def copy_without_weights(model: onnx.ModelProto, layers: QuantLayers) -> onnx.Mo
 class LayerRewriter(ABC):
     """Base of the writers of models with quantized layers; a writer rewrites node after node.
 
-    All float tensors keep their names.
+    All float tensors keep their names. By default a layer computes with integers of the type
+    `bias_type`; the Q/DQ model differs.
 
     Attributes:
-        graph: the graph that is rewritten in place.
+        model: the model that is rewritten in place.
+        graph: its graph.
+        index: who makes and reads its tensors, before they are rewritten.
         layers: layer name, or '<node>:<index>' of a tensor_quantize input -> its integers. Such an
             input is rounded to int8 and back, and its node computes in float.
         tensors: name -> new initializer.
