@@ -178,6 +178,7 @@ def test_handwritten_plan_round_trips(path):
         ("x = " + "[" * 100_000, "must be a TOML file"),
         (".".join("a" * 50_000) + " = 1", "keys of over 64 dots"),
         ('"a.b" . ' + " . ".join("a" * 50_000) + ' = "c"', "keys of over 64 dots"),
+        ("x = {a = '''\n\" ''', " + ".".join("a" * 50_000) + ' = 1, c = "1"}', "three quotes"),
         (GOOD + GOOD, "must be a TOML file"),
     ],
 )

@@ -45,19 +45,24 @@ def read_toml(path: Path, *, what: str, way_out: str) -> dict[str, Any]:
     """Return the tables of a TOML file.
 
     Args:
-        path: of the file; a run may overwrite it.
-        what: the file must be, such as "a TOML file of settings".
+        path: path of the file; a run may overwrite it.
+        what: what the file must be, for error messages, such as "a TOML file of settings".
         way_out: remedy for the error message.
 
     Raises:
         ConfigError: the file cannot be read, or is no TOML.
     """
     text = read_text(path, what=what, error=ConfigError, rewritable=True)
-    # Python's TOML parser takes minutes for a deeply dotted key, which a string of several lines
-    # could hide; calib8 writes no such string
+    # Python's TOML parser takes minutes for a key of very many dots. Dots in strings and comments
+    # do not count; a string of several lines, which calib8 never writes, could hide such a key
     without_strings = _STRING_OR_COMMENT.sub("k", text)
-    if '"""' in text or any(line.count(".") > _MAX_DOTS for line in without_strings.split("\n")):
-        raise ConfigError(f"{path} must be {what}, got keys of over {_MAX_DOTS} dots; {way_out}")
+    has_long_string = '"""' in text or "'''" in text
+    has_deep_key = any(line.count(".") > _MAX_DOTS for line in without_strings.split("\n"))
+    if has_long_string or has_deep_key:
+        raise ConfigError(
+            f"{path} must be {what}, got a string in three quotes or keys of over {_MAX_DOTS} dots;"
+            f" {way_out}"
+        )
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
