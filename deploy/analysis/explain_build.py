@@ -78,15 +78,15 @@ def _run_images(
     Args:
         loaded: the float model.
         runnable: a model with the target's numerics.
-        layers: inner tensors, the worst first; channels are measured in the first few.
+        layers: names of inner tensors, the worst first; channels are measured in the first few.
         feed: the images.
         is_native: whether ONNX Runtime is the target, so that its int8 kernels are used.
         threads: samples that run in parallel; the result does not depend on it.
         task: name of the task that the user set.
 
     Raises:
-        ConfigError: the file belongs to another model.
-        ModelError: it is not an ONNX model.
+        ConfigError: `runnable` was not made from the float model.
+        ModelError: `runnable` is not an ONNX model.
         FeedError: an image that cannot be read.
         BackendError: ONNX Runtime refused one of the models.
     """
@@ -96,7 +96,8 @@ def _run_images(
     for name in layers[:_MAX_TENSORS]:
         if name in int8_name_by_float:
             pairs[name] = int8_name_by_float[name]
-    # the inner tensors become outputs of both models, next to the models' own
+    # the inner tensors become outputs of both models, next to the models' own. The float model has
+    # nothing that int8 kernels could run
     float_session = _open(copy_with_outputs(loaded.model, pairs), int8_kernels=True)
     int8_session = _open(copy_with_outputs(int8_model, pairs.values()), int8_kernels=is_native)
     output_names = [spec.name for spec in loaded.outputs if spec.dtype != "str"]
@@ -108,7 +109,8 @@ def _run_images(
     # the form of the outputs (slices, task) follows from the float model's outputs for a few images
     metric = Metric(None, task=task, declared=loaded.declaration)
     output_form = _derive_feed_form(feed, run_float_model, metric)
-    # one image has too few objects to show the score above which they count
+    # the score above which a detector's objects count is found on several samples, since a single
+    # image has too few objects
     first_samples = feed.first_samples(_THRESHOLD_SAMPLES)
     pairs_of_samples = ((sample, run_float_model(sample)) for sample in first_samples)
     worst_images = _WorstImages(output_form, find_threshold(pairs_of_samples, metric))
@@ -125,7 +127,7 @@ def _run_images(
             length = batch_length(arrays[0], loaded.declaration.batch_inputs)
             for image, float_tensors, int8_tensors in split_batches(length, *arrays):
                 if worst_images.count >= feed.count:
-                    break  # the last fixed batch is filled up with the first image
+                    break  # a fixed last batch repeats the first image to be full
                 float_outputs = _select(float_tensors, output_names)
                 worst_images.add(image, float_outputs, _select(int8_tensors, output_names))
                 _add_channels(channel_sums, pairs, float_tensors, int8_tensors)

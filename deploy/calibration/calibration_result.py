@@ -162,22 +162,11 @@ class CalibrationResult(PrintedResult):
         """Return what was observed, how ranges are searched, and notes.
 
         Args:
-            file: the file that was written; None is the cache.
-            everything: also the number of images and inferences.
+            file: the file that was written; None for the cache, if there is one.
+            everything: also the cost: how many images were read, and how often the model ran.
         """
-        path = file or self.cache
-        if path is None:  # no file was written
-            path = Path(self.loaded.name)
-            action = f"observed in {self.seconds:.1f} s"
-        elif self.reused:
-            action = "reused"
-        else:
-            action = f"written in {self.seconds:.1f} s"
-        reason = self.reason
-        if self.feed.share is not None:
-            reason = f"shard {self.feed.share} of {self.feed.share.count} samples"
         lines = [
-            f"{path}: {action}" if reason.endswith(NO_CACHE) else f"{path}: {action} ({reason})",
+            self._describe_file(file or self.cache),
             f"{len(self.ranges.observed)} statistics of tensors from {self.feed.count} images",
         ]
         for target, observations in self.observations_by_target.items():
@@ -192,6 +181,23 @@ class CalibrationResult(PrintedResult):
             lines.append(f"no scale for {tensor}: it {trouble}")
         lines += [*self.doubts, *self.warnings, *self.resumed, *self.notes]
         return join_visible([*lines, *preprocessing_notes(self.feed)])
+
+    def _describe_file(self, path: Path | None) -> str:
+        """Return which file was written or reused, and why; without a file, how long it took."""
+        if path is None:
+            path = Path(self.loaded.name)
+            action = f"observed in {self.seconds:.1f} s"
+        elif self.reused:
+            action = "reused"
+        else:
+            action = f"written in {self.seconds:.1f} s"
+        reason = self.reason
+        share = self.feed.share
+        if share is not None:
+            reason = f"shard {share} of {share.count} samples"  # such as "shard 2/4 of 100 samples"
+        if reason.endswith(NO_CACHE):  # it was the first calibration: "written" says so
+            return f"{path}: {action}"
+        return f"{path}: {action} ({reason})"
 
     @property
     def cost(self) -> str:

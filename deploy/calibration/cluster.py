@@ -372,14 +372,17 @@ class ClusterRun:
         self._poll_workers(force=True)
 
     def end(self) -> None:
-        """Cancel all that remains of the job on the workers."""
-        futures = list(self._running)
-        if self._job_future is not None:
-            futures.append(self._job_future)
+        """Cancel all that remains of the job on the workers.
+
+        With no task running, the cluster frees the job's data as soon as its future is dropped.
+        """
         if self._running:
+            futures = list(self._running)
+            if self._job_future is not None:
+                futures.append(self._job_future)
             key = self._job.key
             client = self._client
-            with suppress(Exception):
+            with suppress(Exception):  # the cluster may be gone, and then neither call helps
                 call_with_timeout(STOP_S, lambda: client.cancel(futures, force=True))
                 call_with_timeout(
                     STOP_S, lambda: client.run(cluster_jobs.stop_job, key, on_error="ignore")

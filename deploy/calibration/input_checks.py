@@ -410,10 +410,11 @@ def _compare_with_training(
 
 
 def _compare_units(data: Moments, training: Moments) -> str:
-    """Return a warning if the data has another unit than the training data, or "".
+    """Return a warning if the data has another unit than the training data (0..255, not 0..1).
 
-    If the unit is the same, even images of another kind have about the mean and the spread of the
-    training data. Both are compared in standard deviations of training, for the median channel.
+    "" if it has the same. Both are moments at the input of the first BatchNormalization. If the
+    unit is the same, even images of another kind have about the mean and the spread of the training
+    data. Both are compared in standard deviations of training, for the median channel.
     """
     live_channels = _live_channels(training)
     training_deviation = np.sqrt(training.variance[live_channels])
@@ -421,6 +422,7 @@ def _compare_units(data: Moments, training: Moments) -> str:
     spreads = np.sqrt(data.variance[live_channels]) / training_deviation
     offset = float(np.median(offsets))
     spread = float(np.median(spreads))
+    # a wrong unit moves the mean about as far as it spreads the values: one bound for both
     has_same_unit = MIN_UNIT_RATIO < spread < MAX_UNIT_RATIO and offset < MAX_UNIT_RATIO
     if has_same_unit or not np.isfinite(offset + spread):  # NaN without a live channel
         return ""
@@ -434,7 +436,8 @@ def _compare_units(data: Moments, training: Moments) -> str:
 def _compare_with_bias(bias: Floats, outputs: Moments, values: Sequence[Array]) -> str:
     """Return a warning if a Conv's outputs are far smaller or larger than its bias, or "".
 
-    A bias was learned for inputs of the training data's unit, so both have about one size.
+    The bias was learned together with inputs in the unit of training. On such inputs, the Conv's
+    outputs vary about as much as the bias is large.
 
     Args:
         bias: bias of each channel of the model's first Conv.
@@ -443,17 +446,18 @@ def _compare_with_bias(bias: Floats, outputs: Moments, values: Sequence[Array]) 
     """
     is_image = values[0].ndim == 4
     bias_size = float(np.sqrt(np.mean(np.square(bias))))
-    output_size = float(np.sqrt(np.mean(outputs.variance)))
-    if bias_size == 0 or not np.isfinite(output_size):
+    output_deviation = float(np.sqrt(np.mean(outputs.variance)))
+    if bias_size == 0 or not np.isfinite(output_deviation):
         return ""
-    ratio = output_size / bias_size
-    if ratio < MIN_BIAS_RATIO and is_image:
+    ratio = output_deviation / bias_size
+    if ratio < MIN_BIAS_RATIO and is_image:  # other inputs may well be near zero
         return (
             "the calibration data is too small: the outputs of the model's first Conv"
             f" vary by {_round(ratio)} times the Conv's own bias"
         )
 
-    # too large: only for values that look unscaled, such as pixels of 0 to 255
+    # too large: only for inputs that most models get scaled, and whose values look unscaled, such
+    # as pixels of 0 to 255
     low, high = _extremes(values)
     has_small_values = max(-low, high) < MIN_PIXEL_MAXIMUM
     if ratio <= MAX_BIAS_RATIO or has_small_values or not _are_usually_scaled(values):

@@ -136,10 +136,11 @@ def open_array_files(files: FileList, specs: Specs, name: str, *, skip_bad: bool
 def _paths_of_line(file: ImageFile, specs: Specs) -> Mapping[str, Path]:
     """Return input name -> its file; or "" -> the file of all inputs.
 
-    The files of an item with several are on one line of a list, separated by spaces.
+    `file`: a line of a list: one file, or one for each input, separated by spaces. Its path is the
+    list's folder followed by the whole line.
     """
     names = file.name.split()
-    if len(names) == 1 or file.path.exists():
+    if len(names) == 1 or file.path.exists():  # a single file may have spaces in its name
         return {"": file.path}
     if len(names) != len(specs):
         raise FeedError(
@@ -290,7 +291,8 @@ def read_arrays(path: Path, specs: Specs) -> ArrayFileContents:
         specs: the inputs that it holds.
 
     Raises:
-        FeedError: the file is damaged, holds objects, or does not fit the inputs.
+        FeedError: the file is damaged, holds objects, does not fit the inputs, or has labels but
+            not one for each sample.
     """
     suffix = path.suffix.lower()
     try:
@@ -312,15 +314,16 @@ def read_arrays(path: Path, specs: Specs) -> ArrayFileContents:
 
     name = printable_name(path.name)
     labels = _take_labels(arrays, specs)  # removed from the arrays: the others are inputs
-    item = arrays_by_input(arrays, specs, name)
+    input_arrays = arrays_by_input(arrays, specs, name)
     for spec in specs:
-        if spec.first_axis is FirstAxis.ROWS:  # a batch dimension, which a single sample may lack
-            item[spec.name] = with_batch(item[spec.name], spec)
+        # the file of a single sample may lack the batch dimension, whose rows are samples
+        if spec.first_axis is FirstAxis.ROWS:
+            input_arrays[spec.name] = with_batch(input_arrays[spec.name], spec)
     if labels is not None:
-        count = count_samples(item, specs, name)
+        count = count_samples(input_arrays, specs, name)
         if len(labels) != count:
             raise FeedError(f"{name} must have one label per sample, got {len(labels)} for {count}")
-    return ArrayFileContents(item, labels)
+    return ArrayFileContents(input_arrays, labels)
 
 
 def _take_labels(arrays: dict[str, Array], specs: Specs) -> tuple[int, ...] | None:

@@ -274,7 +274,7 @@ class _SourceOpener:
 
     def _open_images(self, files: SourceFiles) -> Feed:
         """Return the feed of images, or of a video: by default of one frame a second."""
-        add_input_files(len(files.files), files.files.path)
+        add_input_files(len(files.files), files.files.path)  # so that no output overwrites one
         resolved = self._resolve_preprocess()
         spec = self.specs[0]
         preprocess = resolved.preprocess
@@ -289,9 +289,9 @@ class _SourceOpener:
             )
 
         if not self.dataset.skip_bad:  # a missing file is found now, not in the middle of the run
-            number, shard_count = self.choice.shard or (1, 1)
+            shard_number, shard_count = self.choice.shard or (1, 1)  # shards count from 1
             chosen, _ = self.choice.choose(len(files.files))
-            shard_indices = chosen[number - 1 :: shard_count]  # only these are read here
+            shard_indices = chosen[shard_number - 1 :: shard_count]  # only these are read here
             shard_files = (files.files[index] for index in shard_indices)
             check_present(shard_files, len(shard_indices), files.name)
         source = ImageSource(files.files, spec, preprocess, self.dataset.max_pixels)

@@ -40,7 +40,7 @@ _MIN_CHANNELS = 24  # output channels with which a first Conv is faster in int8
 # window, takes longer (float over int8, windows of 3 to 7: 16 channels 0.51 to 0.84, 32 channels
 # 0.66 to 1.02, 64 channels 0.88 to 1.40 with AVX512-VNNI; 0.70 to 0.84, 0.87 to 0.93 and 1.03 to
 # 1.09 with AVX2)
-_MIN_CHANNELS_OF_GREY = 64
+_MIN_OF_GREY = 64
 _MIN_PRODUCTS = 27  # products per output value of a 3x3 window over three colours
 # ONNX Runtime moves the DequantizeLinear past data movement and then looks for the body's tensor
 # among the inputs of the If (1.31, 1.32): an assertion that no caller can catch.
@@ -132,13 +132,16 @@ def _find_first_conv_refusal(graph: Graph, node: onnx.NodeProto, placement: Plac
         return ""
     output_channels, input_channels, *window = graph.initializers[node.input[1]].dims
     products = math.prod(window) * input_channels  # for each output value
-    has_few_products = products < placement.min_products and not _makes_many_values(graph, node)
+    # a Conv that makes many values is faster in int8 even with few products for each of them
+    saves_little = products < placement.min_products and not _makes_many_values(graph, node)
     # over one channel, the int8 kernel gathers every window, which costs more than it saves unless
     # there are many products or output channels
     reads_grey_picture = input_channels == 1 and len(window) > 1
-    is_slow_on_grey = reads_grey_picture and max(output_channels, products) < _MIN_CHANNELS_OF_GREY
+    is_slow_on_grey = (
+        reads_grey_picture and output_channels < _MIN_OF_GREY and products < _MIN_OF_GREY
+    )
     # before a MaxPool that int8 nodes read, a float Conv would make the pool slower
-    is_slower = has_few_products or is_slow_on_grey
+    is_slower = saves_little or is_slow_on_grey
     if is_slower and not _feeds_int8_through_pool(graph, placement, node):
         count_text = f"only {products} multiplications per output value"
         return f"the first Conv has {count_text}, and is faster in float"

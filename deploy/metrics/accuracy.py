@@ -106,7 +106,8 @@ class Comparison:
         Args:
             labels: classes of the samples, or annotated objects for a detector.
             form: slices and task of the outputs; None derives them from the first samples.
-            metric: what the user set in place of the recognised task or its figure.
+            metric: task or function that the user set, in place of the recognised task or its
+                figure.
         """
         self._objects: GroundTruth | None = None
         self._labels: Sequence[int] | None = None
@@ -118,16 +119,17 @@ class Comparison:
         self._metric_tally = self._metric.tally(self._labels)
         if self._metric_tally is not None:
             self._labels = None  # only the user's function uses them
-        self._alike = AlikeOutputs()
+        self._alike = AlikeOutputs()  # finds outputs that hardly change from sample to sample
         self._samples = 0
         self._names: Sequence[str] = ()  # of the outputs; the first sample shows them
-        self._buffered_samples: list[tuple[Outputs, ...]] = []  # inputs and outputs of both models
+        # (inputs, float outputs, int8 outputs) of the first samples, until the form is known
+        self._buffered_samples: list[tuple[Outputs, ...]] = []
 
         # what `_use_form` sets before the first sample is counted
         self._form = form
         self._errors: dict[OutputSlice, RunningError] = {}  # of complete outputs and of slices
         self._task_tally: TaskTally[Any] | None = None
-        self._precision: PrecisionTally | None = None
+        self._average_precision: PrecisionTally | None = None
         self._top1: Top1 | None = None
 
     def add(
@@ -216,7 +218,7 @@ class Comparison:
                 "annotations of boxes need a model whose boxes can be read from its outputs;"
                 " this one's cannot, so leave the labels out or give a metric of your own"
             )
-        self._precision = PrecisionTally(form.task.decoder, self._objects)
+        self._average_precision = PrecisionTally(form.task.decoder, self._objects)
 
     def _count(
         self, form: OutputForm, inputs: Outputs, reference: Outputs, candidate: Outputs
@@ -231,7 +233,7 @@ class Comparison:
             self._top1,
             self._metric_tally,
             self._task_tally,
-            self._precision,
+            self._average_precision,
         ):
             if tally is not None:
                 tally.add(inputs, reference, candidate)
@@ -264,8 +266,8 @@ class Comparison:
         outputs = tuple(self._errors[OutputSlice(output=name)].result() for name in self._names)
         figure = self._task_figure(form)
         precision = None
-        if self._precision is not None:
-            precision = self._precision.result()
+        if self._average_precision is not None:
+            precision = self._average_precision.result()
         top1_figures = {} if self._top1 is None else self._top1.result()
         is_silent = form.task is not None and figure is None  # FP32 predicts next to nothing
         return Accuracy(

@@ -76,16 +76,18 @@ class AscendAutoTarget(Ascend):
     def records(self, request: BuildRequest) -> dict[str, dict[str, LayerRecord]]:
         """Return search -> layer -> its record: scale, offset and factors that the search finds.
 
-        The default search is the first. A search with DMQ has the layers alone that DMQ changes.
+        The default search is the first. A search that balances inputs and weights (AMCT's DMQ) has
+        only the layers that this changes.
         """
         records_by_search = {}
         for search in self._searches:
-            records = self.search(request, search)[1].records
+            _, quantization = self.search(request, search)
+            records = quantization.records
             if is_balanced(search):
                 records = {
                     layer: record
                     for layer, record in records.items()
-                    if (record.factors != 1).any()  # DMQ changes it
+                    if (record.factors != 1).any()
                 }
             records_by_search[search] = records
         return records_by_search

@@ -315,13 +315,14 @@ def _observe_missing(
 ) -> ObservedStatistics:
     """Run the pass over the samples that the checkpoint does not have; return its statistics.
 
-    The float model's outputs are stored meanwhile, for the evaluation of the engines. The stability
-    monitor gets the statistics of each half of the samples, to compare their ranges afterwards; or,
-    with a rule that ends the pass, it is asked after 8, 16, 32 ... samples whether they are enough.
+    The float model's outputs are stored meanwhile, for the evaluation of the engines. If a rule may
+    end the pass early, the stability monitor is asked after 8, 16, 32 ... samples whether they are
+    enough. Otherwise it gets the statistics of each half of the samples, and compares the ranges of
+    the two when the pass has ended.
 
     Args:
         run: the calibration: which model, images and observations, and its state.
-        decision: which observations the cache lacks.
+        decision: the observations that the cache lacks, and the tensors that any of them reads.
         checkpoint: state of an interrupted run; None without.
         preliminary_sample_count: number of first samples that some statistics need in order to
             start. These samples are read again even if the checkpoint has counted them.
@@ -331,7 +332,7 @@ def _observe_missing(
     monitor = run.stability_monitor
     counted_samples = 0 if checkpoint is None else checkpoint.counted
     skipped_samples = range(preliminary_sample_count, counted_samples)
-    halves = monitor.halves
+    halves = monitor.halves  # `observe` fills it; None if it is not needed
     if counted_samples:  # a checkpoint does not hold the statistics of each half
         halves = None
 

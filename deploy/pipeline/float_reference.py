@@ -112,7 +112,9 @@ def check_cleaned_model(subject: CalibrationSubject, evaluation_set: EvaluationS
 def _compare_outputs(
     session: OrtSession, evaluation_set: EvaluationSet, graph: Graph
 ) -> Iterator[tuple[float, str]]:
-    """Yield (SQNR in dB, name) of each float output of the first sample: how alike both models are.
+    """Yield (SQNR in dB, name) of each float output of the cleaned model against the user's.
+
+    Only the first sample is compared, and only outputs that both models give in the same shape.
 
     Args:
         session: runs the user's model, before constants were folded and old operators rewritten.
@@ -129,8 +131,8 @@ def _compare_outputs(
                 continue
             signal = np.nan_to_num(value.astype(np.float64))
             noise = np.nan_to_num(cleaned_value.astype(np.float64)) - signal
-            # results of a Sigmoid near 0 are as inexact as those near 1: within its rounding they
-            # are equal. Nodes that only move its values may stand between it and the output
+            # results of a Sigmoid have the same absolute error near 0 as near 1: differences within
+            # this error are none. Nodes that only move values may follow the Sigmoid
             computing_node = graph.trace_back(name, MOVES)
             if computing_node is not None and computing_node.op_type in _BOUNDED_OPERATORS:
                 noise[np.abs(noise) <= _BOUNDED_ROUNDING] = 0

@@ -499,23 +499,24 @@ def _write_if_large(model: ModelProto, stack: ExitStack) -> str:
 
 
 def breaks_int8_kernels(model: Model) -> bool:
-    """Return whether int8 kernels would compute a model in memory wrongly; False for files, bytes.
+    """Return whether ONNX Runtime's int8 kernels would fail on a model, or compute it wrongly.
 
-    There are none for fp8 pairs. Of a pair with a float16 scale they compute the bias in float16,
-    too: its scale, the product of two scales, may round to 0.
+    An fp8 pair has no int8 kernel. With a float16 scale, a kernel also holds the scale of the bias
+    in float16: it is the product of two scales, and may round to 0. Files and bytes are not looked
+    into: False.
     """
     if isinstance(model, Path | str | bytes):
         return False
     from onnx import TensorProto
 
-    scales = set()
+    scale_names = set()
     for node in model.graph.node:
         if node.op_type == "DequantizeLinear":
-            scales.add(node.input[1])
+            scale_names.add(node.input[1])
     for tensor in model.graph.initializer:
         if tensor.data_type == TensorProto.FLOAT8E4M3FN:
             return True
-        if tensor.data_type == TensorProto.FLOAT16 and tensor.name in scales:
+        if tensor.data_type == TensorProto.FLOAT16 and tensor.name in scale_names:
             return True
     return False
 

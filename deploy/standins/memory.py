@@ -111,11 +111,13 @@ def read_process_memory(address: int, size: int) -> Bytes:
 
 
 def _read_own_memory(address: int, size: int) -> Bytes:
-    """Copy bytes from an address; on Linux by the kernel, which refuses one that is not mapped.
+    """Return a copy of this process's bytes at an address.
+
+    On Linux the kernel reads them, and refuses an address that is not mapped.
 
     Raises:
-        OSError: they are not mapped.
-        OverflowError: no address.
+        OSError: they are not mapped (Linux alone).
+        OverflowError: the number is negative, or too large for an address.
     """
     data: Bytes = np.empty(size, np.uint8)
     try:

@@ -323,14 +323,15 @@ def _join_levels(levels: Sequence[RowDecoder]) -> RowDecoder | None:
 
 
 def _pair_tables(tables: Sequence[_RowTable], *, is_set: bool) -> RowDecoder | None:
-    """Return the decoder of one level: which of its outputs are boxes, scores, a gate, key points.
+    """Return the decoder of outputs with a row per candidate: which are boxes, scores, a gate.
 
     A gate is an output of one column that multiplies the scores, such as an objectness. None if no
-    output may be boxes, or several may be scores.
+    output may be boxes, or not exactly one may be scores.
 
     Args:
         tables: outputs with equally many rows.
-        is_set: whether outputs of any number of columns may be boxes of an unknown coding.
+        is_set: whether the model returns a set of objects, as DETR does: outputs of any number of
+            columns may then be boxes of an unknown coding.
     """
     box_tables = [table for table in tables if table.width == _BOX or _have_wide_coding(table)]
     if not box_tables:
@@ -346,12 +347,13 @@ def _pair_tables(tables: Sequence[_RowTable], *, is_set: bool) -> RowDecoder | N
         or [table for table in other_tables if table.width == 2]
         or other_tables
     )
-    # of two outputs that may be scores, one has a single column: the gate
+    # of two outputs that may be scores, one of a single column is the gate: it is put last
     score_tables = sorted(score_tables, key=lambda table: table.width == 1)
     has_gate = len(score_tables) == 2 and score_tables[1].width == 1
-    if len(score_tables) - has_gate != 1:
+    if len(score_tables) != (2 if has_gate else 1):
         return None
     scores, *gates = [table.columns for table in score_tables]
+    # what is left may be key points or masks; a decoder carries one such output
     further_columns = [table.columns for table in other_tables if table not in score_tables]
     return RowDecoder(
         scores=(scores,),

@@ -101,8 +101,11 @@ class _FlowNetwork:
     def _find_path(self, distances: Mapping[int, int], untried_ends: list[list[int]]) -> list[int]:
         """Return one shortest path of pipes from the int8 end to the float end; empty without one.
 
+        This is the depth-first step of Dinic's algorithm.
+
         Args:
-            distances: node -> number of pipes from it to the float end.
+            distances: node -> number of pipes from it to the float end, for nodes that reach it;
+                the int8 end is one of them.
             untried_ends: for each node, the ends of its pipes that may still lead on; those that
                 do not are removed.
         """

@@ -179,11 +179,11 @@ def make_default_plan(model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> P
     prepared_model, graph = prepare_model(model)
     int8_layers = {}
     nodes_by_input: dict[str, tuple[str, ...]] = {}
-    for name, layer in graph.layers.items():
-        if name not in float_reasons:
-            # a plan names the tensors of the original model, which has no copies of weights
+    for node, layer in graph.layers.items():
+        if node not in float_reasons:
+            # `prepare_model` copied weights that several layers read; a plan names the originals
             weight = graph.shared_weights.get(layer.weight, layer.weight)
-            int8_layers[name] = replace(layer, weight=weight)
+            int8_layers[node] = replace(layer, weight=weight)
             nodes_by_input[layer.input] = (*nodes_by_input.get(layer.input, ()), layer.node)
     return Plan(
         placement=ASCEND,

@@ -390,11 +390,18 @@ class _QdqWriter:
     ) -> str:
         """Add constant integers and their DequantizeLinear; return the float tensor's name.
 
-        `float_weight`: the constant of which a QuantizeLinear makes the integers; "" to store them.
+        Args:
+            name: start of the names of the new tensors and nodes.
+            integers: the quantized constant.
+            scales: its scales, one a channel of `axis`, or one in all.
+            axis: axis of the channels; None for one scale.
+            grid: grid of the integers, if numpy has no type for it, such as int4.
+            float_weight: name of a float constant. A QuantizeLinear then computes the integers from
+                it, and `integers` shows their type alone. "" to store the integers.
         """
-        codes = f"{name}/quantized"
+        integers_name = f"{name}/quantized"
         if not float_weight:
-            self.constant(codes, integers, grid)
+            self.constant(integers_name, integers, grid)
         shape = () if axis is None else scales.shape
         params = [
             self.constant(f"{name}/scale", scales.astype(np.float32).reshape(shape)),
@@ -402,10 +409,12 @@ class _QdqWriter:
         ]
         if float_weight:
             inputs = [float_weight, *params]
-            quantizer = make_node("QuantizeLinear", inputs, codes, f"{codes}/Q", axis=axis)
+            node_name = f"{integers_name}/Q"
+            quantizer = make_node("QuantizeLinear", inputs, integers_name, node_name, axis=axis)
             self.weight_quantizers.append(quantizer)
         output = f"{name}/dequantized"
-        node = make_node("DequantizeLinear", [codes, *params], output, f"{name}/DQ", axis=axis)
+        inputs = [integers_name, *params]
+        node = make_node("DequantizeLinear", inputs, output, f"{name}/DQ", axis=axis)
         self.constant_nodes.append(node)
         return output
 

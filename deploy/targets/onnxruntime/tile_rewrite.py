@@ -161,15 +161,15 @@ class _TiledLayer(ReplacementNodes):
         quantize.output[0] = tiles
         rows, columns = self.tile
         cut_shape = self.constant("apart", [0, 0, 0, rows, columns * self.channels])
-        _, _, height, width = sizes
+        _, _, height, width = sizes  # H r and W c
         shape_nodes: Nodes = []
         if isinstance(height, int) and isinstance(width, int):
             row_shape = self.constant("shape", [-1, height, width, self.channels])
-        else:
+        else:  # [N, H r, W c, M] is computed when the model runs
             factors = [1, rows, columns]
             row_shape, shape_nodes = self.scaled_shape(tiles, [0, 2, 3], factors, self.channels)
 
-        # `make` names a node and its output NAME/suffix, by its third argument
+        # `make` gives a node and its output one name, which ends in its third argument
         channels_last = self.make("Transpose", [tiles], "turned", perm=[0, 2, 3, 1])
         cut_tiles = self.make("Reshape", [channels_last.name, cut_shape], "cut")
         tile_rows = self.make("Transpose", [cut_tiles.name], "moved", perm=[0, 1, 3, 2, 4])

@@ -225,9 +225,10 @@ class TensorrtSession:
         # what buffers were allocated for: input -> its shape, and the bytes of its values if it
         # is a shape tensor in host memory, else b""; None before the first allocation
         self._allocated_for: dict[str, tuple[tuple[int, ...], bytes]] | None = None
-        self._enqueue_ms = 0.0
-        self._log: LogRecorder  # of the run in progress
-        self._profiler: trt.IProfiler  # held for as long as the context uses it
+        self._enqueue_ms = 0.0  # host time of the last launch
+        # a run sets these two: its messages, and a profiler that lives while the context uses it
+        self._log: LogRecorder
+        self._profiler: trt.IProfiler
         tensors = [_tensor(engine, index) for index in range(engine.num_io_tensors)]
         self._inputs = [tensor for tensor in tensors if tensor.is_input]
         self._outputs = [tensor for tensor in tensors if not tensor.is_input]

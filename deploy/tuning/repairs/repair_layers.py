@@ -179,8 +179,9 @@ def restore_weights(
 ) -> None:
     """Give layers of a target's model the weights of the float model back, in place.
 
-    The target may hold a weight in a copy that it padded with channels for a layer. One that it
-    holds in another form stays as it is.
+    A target's model has a layer's weight under its own name, or a copy padded with zero channels
+    under the name that `padded_name` gives: both are given back. A weight in another form, under
+    neither name, stays as it is.
 
     Args:
         model: the target's model.
@@ -191,12 +192,12 @@ def restore_weights(
     restored: dict[str, onnx.TensorProto] = {}
     for layer in originals.keys() & set(layers):
         weight = originals[layer]
-        padded = padded_name(weight.name, layer)
+        padded_copy = padded_name(weight.name, layer)
         if weight.name in dims_by_constant:
             restored[weight.name] = weight
-        elif padded in dims_by_constant:
-            values = pad_with_zeros(numpy_helper.to_array(weight), dims_by_constant[padded])
-            restored[padded] = numpy_helper.from_array(values, padded)
+        elif padded_copy in dims_by_constant:
+            values = pad_with_zeros(numpy_helper.to_array(weight), dims_by_constant[padded_copy])
+            restored[padded_copy] = numpy_helper.from_array(values, padded_copy)
     update_tensors(model.graph.initializer, restored)
 
 
