@@ -84,7 +84,8 @@ def kinds(model):
 def test_a_build_is_amcts(case, built):
     """Same types and offsets; scales and what follows from them within AMCT's float32 sums."""
     code, output, out = built(CASES[case], ".json" if case == "a4w4" else ".cfg")
-    assert code == 0, output
+    # four bits for weights and activations leave nothing of this network: "unusable", exit code 3
+    assert code == (3 if case == "a4w4" else 0), output
     records = read_record((out / "float_record.txt").read_text())
     expected = read_record((WIDTHS / case / "record.txt").read_text())
     assert list(records) == list(expected)
