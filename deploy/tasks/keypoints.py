@@ -119,7 +119,7 @@ class Points(PointTask):
 
 POINTS = Form(
     shape="points [N, K, p] or [N, K p]; p is 2 or 3, with `--task` up to 5",
-    values="positions in pixels, 0 to 1 or -1 to 1, perhaps with a depth or a score; another output"
+    values="positions in pixels, [0, 1] or [-1, 1], perhaps with a depth or a score; another output"
     " may be the probability of an object",
     figure="visible points that differ by less than 3 % of the extent of all points",
     source="MediaPipe's hands and faces, MoveNet, PFLD, InsightFace",

@@ -375,8 +375,8 @@ class Labels(PlaceTask):
 
 LABELS = Form(
     shape="[N, 1], [N, 4 or more labels] or [N, T]; [N, T, C] after a Sigmoid",
-    values="independent probabilities, most near 0 or 1; of pictures several above 0.5 in a sample,"
-    " unless after a Sigmoid; with `--task` raw scores too",
+    values="independent probabilities, most near 0 or 1; for pictures without a Sigmoid, several"
+    " above 0.5 in a sample; with `--task` raw scores too",
     figure="probabilities on the same side of 0.5, in the first such output",
     source="taggers, voice activity, wake words",
 )
@@ -498,7 +498,7 @@ class Embeddings(EvaluationTask):
 
 EMBEDDINGS = Form(
     shape="[N, D] with D of 32 or more",
-    values="vectors of length 1, or values evenly on both sides of 0; for pictures also values of 0"
+    values="unit vectors, or values evenly on both sides of 0; for pictures also values of 0"
     " or more, if D is a multiple of 16",
     figure="same nearest neighbour; cosine",
     source="faces, sentences, CLIP",
