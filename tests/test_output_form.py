@@ -181,7 +181,7 @@ def test_signals_do_not_weight_each_other():
     faces = [{"age": np.array([[30 + n]]), "of": np.array([[n % 2.0]])} for n in range(32)]
     form = derive_form([as_float32(face) for face in faces])
     assert [part.label for part in form.parts] == ["age - its mean", "of"]
-    assert form.reason.startswith("steps, ")
+    assert form.reason.startswith("labels, ")
     assert form.uncovered == ("age",)
 
 
