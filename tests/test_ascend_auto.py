@@ -12,7 +12,9 @@ import pytest
 
 from deploy.calibration.one_pass import observe
 from deploy.frontends import load
+from deploy.method import Choices
 from deploy.pipeline.ascend_auto import FINAL, HISTORY, RANKING
+from deploy.pipeline.calibration_setup import calibrate
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend import layer_searches as searches
 from deploy.targets.ascend.amct_calibration import RecordPlan
@@ -21,7 +23,9 @@ from deploy.targets.ascend.fake_quant import fake_quant_model
 from deploy.targets.ascend.layers import find_layers
 from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import read_record
-from deploy.tuning.budget import BudgetSearch
+from deploy.targets.ascend.target import Ascend
+from deploy.targets.base import BuildRequest
+from deploy.tuning.budget import BudgetSearch, RepairedBuilder
 from deploy.tuning.repairs.repair_layers import find_weighted_layers, read_all_quantizations
 from tests.models import make_model, run_net
 from tests.vendor_models import calibrate_amct, plan_amct, save_net
@@ -318,6 +322,25 @@ def test_float_layer_keeps_its_constants(auto_coarse, coarse):
     original, corrected = layers_of_models
     (back,) = original.keys() - set(int8_layers)
     assert (corrected[back].array == original[back].array).all()
+
+
+def test_float_layer_leaves_shared_weight_to_int8_layer(data, tmp_path):
+    weight = np.random.default_rng(8).normal(size=(3, 3, 1, 1))
+    nodes = [("Conv", "x w", "c", "first"), ("Relu", "c", "r"), ("Conv", "r w", "y", "second")]
+    inputs, outputs = {"x": [1, 3, 16, 16]}, {"y": [1, 3, 16, 16]}
+    path = save_net(tmp_path / "net.onnx", nodes, inputs, outputs, {"w": weight})
+    calibration = calibrate(path, data, targets=("ascend",))
+    request = BuildRequest(
+        subject=calibration.subject,
+        folder=tmp_path,
+        ranges=calibration.ranges,
+        feed=calibration.feed,
+        manifest={},
+    )
+    for name in ("first", "second"):
+        choice_request = request.with_choices(Choices(float_nodes={name: "tried"}))
+        trial = RepairedBuilder(Ascend(), request, request).trial(choice_request)
+        assert trial == Ascend().trial(choice_request)
 
 
 def test_user_configuration_keeps_user_weights(auto_coarse, tmp_path):

@@ -17,7 +17,8 @@ from deploy.calibration import trt_cache
 from deploy.metrics.bench_inputs import random_feeds
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.executor import open_deploy
-from deploy.targets.ascend.record import read_record
+from deploy.targets.ascend.recipe import recipe_from_qdq
+from deploy.targets.ascend.record import read_record, write_record
 from tests.models import make_value, read_markdown, save_net
 from tests.test_ascend_models import CASES, NAMES, float_model, ulps
 from tests.vendor_models import build_net
@@ -546,6 +547,18 @@ def test_calib8_models_are_converted(ending, small_cnn, built, data, done, tmp_p
             mine = records[name]
             assert (mine.scale_d, mine.offset_d) == (record.scale_d, record.offset_d)
             np.testing.assert_array_equal(mine.scale_w, record.scale_w)
+
+
+def test_pairs_of_onnxruntimes_domain_give_equal_records(small_cnn, built):
+    path = built / f"{small_cnn.stem}.int8.onnx"
+    model = onnx.load(path)
+    _, expected = recipe_from_qdq(model, path)
+    for node in model.graph.node:
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            node.domain = "com.microsoft"
+    model.opset_import.add(domain="com.microsoft", version=1)
+    _, recipe = recipe_from_qdq(model, path)
+    assert write_record(recipe.records) == write_record(expected.records)
 
 
 # -- convert: what Ascend can take over, and what it cannot

@@ -253,6 +253,16 @@ def bypass(graph: onnx.GraphProto, passes: Callable[[onnx.NodeProto], bool]) -> 
     return len(source_by_output)
 
 
+def adopt_runtime_nodes(graph: onnx.GraphProto, op_types: Collection[str]) -> None:
+    """Move nodes from ONNX Runtime's own domain to ONNX's, in place.
+
+    `op_types`: operators that mean the same in both.
+    """
+    for node in all_nodes(graph):
+        if node.op_type in op_types and node.domain == "com.microsoft":
+            node.domain = ""
+
+
 # Norms whose output is of the type and shape of their input, which ONNX 1.23 does not infer.
 _NORMS = frozenset(("GroupNormalization", "MeanVarianceNormalization"))
 

@@ -36,11 +36,8 @@ from deploy.tuning.prices import Prices, Units
 from deploy.tuning.probe import ReferenceSample
 from deploy.tuning.repairs.apply import repair_request
 from deploy.tuning.repairs.base import with_model
-from deploy.tuning.repairs.repair_layers import (
-    find_weighted_layers,
-    original_weights,
-    restore_weights,
-)
+from deploy.tuning.repairs.output_rounding import find_exclusive_layers
+from deploy.tuning.repairs.repair_layers import original_weights, restore_weights
 from deploy.tuning.search import Search
 from deploy.tuning.search_options import EFFORTS, SearchBudget, Trial, Tuning
 from deploy.tuning.search_samples import GrowingComparison, max_sample_count, select_samples
@@ -269,7 +266,7 @@ class RepairedBuilder:
     def __init__(self, target: Target, request: BuildRequest, repaired: BuildRequest) -> None:
         self._target = target
         self._repaired = repaired
-        self._originals = original_weights(request.model, find_weighted_layers(request.model))
+        self._originals = original_weights(request.model, find_exclusive_layers(request.model))
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
         """Return the trial model of a request's choices."""

@@ -41,8 +41,8 @@ from deploy.errors import ExportError
 from deploy.frontends.pair_removal import prepare_qdq_model, remove_pairs
 from deploy.frontends.pairs import DQ, PairGrid, Q, refuse_integer_operators
 from deploy.frontends.qdq_model import check_pairs
-from deploy.graph.edit import bypass
-from deploy.graph.index import Graph, all_nodes
+from deploy.graph.edit import adopt_runtime_nodes, bypass
+from deploy.graph.index import Graph
 from deploy.graph.plan import Plan
 from deploy.targets.onnxruntime.qdq import Memoize, compute_each_time, write_qdq
 from deploy.targets.tensorrt.cache_contents import POOLING_LAYERS
@@ -264,9 +264,7 @@ def from_qdq(quantized: onnx.ModelProto) -> PlainModel:
     """
     model = prepare_qdq_model(quantized)
     refuse_integer_operators(model)
-    for node in all_nodes(model.graph):
-        if node.op_type in (Q, DQ):  # those of ONNX Runtime's own domain mean the same
-            node.domain = ""
+    adopt_runtime_nodes(model.graph, (Q, DQ))
     check_pairs(model, Graph(model))
     _unpair_float_weights(model)
     stripped = remove_pairs(model, (), keep_rounding=False)

@@ -80,7 +80,7 @@ def round_weights(
     arrays = {}
     error_ratios = []
     int8_model = repair_input.target.trial(request)
-    quantized = read_all_quantizations(int8_model, _find_exclusive_layers(request.model))
+    quantized = read_all_quantizations(int8_model, find_exclusive_layers(request.model))
     for layer, quantization in quantized.values():
         rounded = rounded_by_weight.get(layer.weight)
         if rounded is None or rounded.error_ratio == 1:  # 1: every weight is at its nearest integer
@@ -112,7 +112,7 @@ def rounded_trial_builder(
     rounded_by_weight = _round_all_weights(request, repair_input)
     arrays = {name: rounded.weight for name, rounded in rounded_by_weight.items()}
     rounded_loaded = with_model(request, with_constants(request.model, arrays)).subject.loaded
-    layers = [layer for layer in _find_exclusive_layers(request.model) if layer.weight in arrays]
+    layers = [layer for layer in find_exclusive_layers(request.model) if layer.weight in arrays]
     originals = original_weights(request.model, layers)
 
     def build_trial(trial_request: BuildRequest) -> onnx.ModelProto:
@@ -167,7 +167,7 @@ def _round_for_targets(
     `companions`: the other targets of the build; those that cannot be built are left out.
     """
     target = repair_input.target
-    layers = _find_exclusive_layers(request.model)
+    layers = find_exclusive_layers(request.model)
     grids_by_target = {target.name: _read_grids(request, layers, target)}
     for companion in companions:
         with suppress(Calib8Error):  # its own search reports it
@@ -243,7 +243,7 @@ def _read_grids(
     return _TargetGrids(quantization_by_layer, target.plan(request.model).placement.fits_pairs)
 
 
-def _find_exclusive_layers(model: onnx.ModelProto) -> list[WeightedLayer]:
+def find_exclusive_layers(model: onnx.ModelProto) -> list[WeightedLayer]:
     """Return the layers whose weight no other node reads, so that rounding changes no other."""
     return [layer for layer in find_weighted_layers(model) if layer.is_only_reader]
 
