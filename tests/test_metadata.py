@@ -1,6 +1,7 @@
 """Preprocessing of pictures from a model's metadata or from a file beside it."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -317,6 +318,17 @@ def test_options_override_metadata(wording):
     wording.check(refusal.value)
     bare = resolve_preprocess({}, None, TensorSpec("x", "float32", (1, 3, 8, 8)))
     assert bare.notes[0].startswith("no preprocessing was given")
+
+
+@pytest.mark.parametrize(
+    "difference",
+    [{"pad": (7,)}, {"resize": "stretch"}, {"resize": "letterbox", "anchor": "top-left"}],
+)
+def test_other_border_of_text_lines_is_noted(difference):
+    line = Preprocess(size=(48, 320), resize="fit-height", color="bgr")
+    metadata = MetadataPreprocess("the metadata", replace(line, layout="nchw", **difference))
+    spec = TensorSpec("x", "float32", (1, 3, 48, 320))
+    assert resolve_preprocess(line, metadata, spec).notes
 
 
 def test_size_unlike_input_is_noted():

@@ -193,6 +193,17 @@ def test_impossible_numbers_are_refused(options, small_cnn, tmp_path):
         calib8.build(small_cnn, images, out=tmp_path / "build", effort=0, **options)
 
 
+def test_numbers_of_numpy_and_any_path_are_accepted(small_cnn, tmp_path):
+    class Location:
+        def __fspath__(self):
+            return str(tmp_path / "m.cache")
+
+    images = [np.ones((1, 3, 16, 16), np.float32)]
+    numbers = {"skip_bad": np.bool_(True), "until_stable": np.float32(0.5)}
+    calib8.calibrate(small_cnn, images, cache=Location(), **numbers)
+    assert (tmp_path / "m.cache").is_file()
+
+
 def test_images_may_be_indexed_or_read_one_by_one(small_cnn):
     class Indexed:
         def __len__(self):

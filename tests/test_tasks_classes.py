@@ -740,6 +740,14 @@ def test_raw_scores_are_labels_only_if_set():
     assert tally.result().count == "30 of 30"
 
 
+@pytest.mark.parametrize("shape", [(1, 16, 7, 7), (1, 30, 16)])
+def test_user_labels_are_no_features_beside_them(shape):
+    made = np.random.default_rng(0)
+    rows = [{"y": scores(n), "features": made.normal(size=shape)} for n in range(4)]
+    task = derive_form(rows, inputs=[fed()] * 4, metric=Metric(None, task="labels")).task
+    assert task.output == "y"
+
+
 @pytest.mark.parametrize(("counts", "labels"), [
     (((0.95, 2), (0.05, 2)), True), (((0.95, 2), (0.05, 1)), False),  # four labels
     (((0.95, 1), (0.05, 3)), False), (((0.95, 2), (0.05, 8)), True),  # two of a sample

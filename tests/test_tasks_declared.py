@@ -115,8 +115,9 @@ def task_of(outputs, ends, inputs=None):
     return None if form.task is None else form.task.name
 
 
-def test_sigmoid_at_the_end_makes_labels_of_one_class_a_sample():
-    outputs = [{"y": np.float32(0.95 * np.eye(8)[k % 8][None] + 0.01)} for k in range(16)]
+@pytest.mark.parametrize("peak", [0.95, 0.8])
+def test_sigmoid_at_the_end_makes_labels_of_one_class_a_sample(peak):
+    outputs = [{"y": np.float32(peak * np.eye(8)[k % 8][None] + 0.01)} for k in range(16)]
     assert task_of(outputs, {"y": "sigmoid"}) == "labels"
 
 

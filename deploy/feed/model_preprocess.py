@@ -146,10 +146,10 @@ def _makes_equal_inputs(first: Preprocess, second: Preprocess) -> bool:
 
     Sizes and interpolation are left out: another size or filter is no other preprocessing.
     """
-    if first.channels != second.channels:
+    if (first.channels, first.resize) != (second.channels, second.resize):
         return False
-    pattern = np.arange(8 * 16 * first.channels, dtype=np.uint16).astype(np.uint8)
-    image = pattern.reshape(8, 16, first.channels)  # wider than high, so that a border shows
+    pattern = np.arange(16 * 8 * first.channels, dtype=np.uint16).astype(np.uint8)
+    image = pattern.reshape(16, 8, first.channels)  # higher than wide, so that any border shows
     inputs = []
     for preprocess in (first, second):
         preprocess = dataclasses.replace(

@@ -8,6 +8,7 @@ refuses what can be refused before anything is run or written.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ from typing import (
     get_type_hints,
 )
 
+import numpy as np
 import onnx
 
 from deploy.calibration import one_pass, store
@@ -71,8 +73,14 @@ UserModel = str | Path | onnx.ModelProto  # a file, or a model in memory
 ModelSource = UserModel | LoadedModel
 
 _TYPING_NAMES = {"nn": SimpleNamespace(Module=object)}  # torch is imported for type checkers only
-# what an argument may be in place of the class in its annotation: a number of numpy, a set
-_WIDER_CLASSES = {bool: Integral, int: Integral, float: Real, Sequence: Iterable}
+# what an argument may be in place of the class in its annotation: an integer for a float, a set
+_WIDER_CLASSES = {
+    bool: Integral,
+    int: Integral,
+    float: Real,
+    Path: os.PathLike,
+    Sequence: Iterable,
+}
 
 
 def check_arguments(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -85,9 +93,12 @@ def check_arguments(function: Callable[_P, _T]) -> Callable[_P, _T]:
     @wraps(function)
     def checked_function(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         types = get_type_hints(function, localns=_TYPING_NAMES)
-        for name, value in signature(function).bind(*args, **kwargs).arguments.items():
+        bound = signature(function).bind(*args, **kwargs)
+        for name, value in bound.arguments.items():
+            if isinstance(value, np.generic):  # a number of numpy, which JSON cannot hold
+                value = bound.arguments[name] = value.item()
             classes = tuple(_classes_of(types[name]))
-            if Path in classes and isinstance(value, str):
+            if os.PathLike in classes and isinstance(value, str):
                 refuse_no_path(value)
             with suppress(TypeError):  # a protocol, such as Target, has no class to check by
                 if not isinstance(value, classes):
@@ -95,7 +106,7 @@ def check_arguments(function: Callable[_P, _T]) -> Callable[_P, _T]:
                         f"{name} must be {function.__annotations__[name]}, got"
                         f" {type(value).__name__}; help(calib8.{function.__name__}) explains it"
                     )
-        return function(*args, **kwargs)
+        return function(*bound.args, **bound.kwargs)
 
     return checked_function
 

@@ -42,7 +42,6 @@ from deploy.tasks.rows import (
     Outputs,
     activate,
     are_comparable,
-    are_in_unit_range,
     are_probabilities_or_logs,
     are_undecided,
     is_floating,
@@ -102,9 +101,16 @@ def fit_classes(samples: FirstSamples) -> "Classes | None":
     return Classes(tuple(counts), tuple(counts.values()))
 
 
-def fit_labels(name: str, samples: FirstSamples) -> "Labels":
-    """Return the labels of an output that the user or the file says to hold such."""
-    scores = np.concatenate([value.reshape(-1) for value in samples.arrays(name)])
+def fit_labels(name: str, samples: FirstSamples) -> "Labels | None":
+    """Return the labels of an output that the user or the file says to hold such; else None.
+
+    Only a Sigmoid tells scores of several labels at each step from features.
+    """
+    values = samples.arrays(name)
+    has_sigmoid = samples.declared.ends.get(name) == "sigmoid"
+    if values[0].ndim not in (1, 2, 3) or not (has_sigmoid or all(map(is_vector, values))):
+        return None
+    scores = np.concatenate([value.reshape(-1) for value in values])
     return Labels(name, activation=missing_sigmoid(scores))
 
 
@@ -398,19 +404,16 @@ def find_labels(samples: FirstSamples) -> Labels | None:
 def _are_labels(name: str, samples: FirstSamples) -> bool:
     """Whether an output is independent probabilities, most of them near 0 or 1.
 
-    Some must be near 0 and others near 1. The operator that computes them, if known, must be a
-    Sigmoid.
+    Some must be near 0 and others near 1, or above 0.5 after a Sigmoid. The operator that computes
+    them, if known, must be a Sigmoid.
     """
     values = samples.arrays(name)
     end = samples.declared.ends.get(name)  # kind of the operator that computes the output
-    if end not in (None, "sigmoid") or values[0].ndim not in (1, 2, 3):
-        return False
-    if end is None and not all(map(is_vector, values)):
-        return False
-    probabilities = np.concatenate([value.reshape(-1) for value in values])
-    if not are_in_unit_range(probabilities):
-        return False
+    labels = fit_labels(name, samples)
+    if end not in (None, "sigmoid") or labels is None or labels.activation:
+        return False  # with an activation, they are raw scores
 
+    probabilities = np.concatenate([value.reshape(-1) for value in values])
     sizes = {value.size for value in values}
     if sizes == {1}:  # a single probability a sample
         max_undecided_share = 0.5
@@ -426,7 +429,8 @@ def _are_labels(name: str, samples: FirstSamples) -> bool:
         max_label_count = max(np.count_nonzero(value > 0.5) for value in values)
         if end is None and samples.has_pictures and max_label_count < 2:
             return False
-    has_low_and_high = bool(probabilities.min() < LOW and probabilities.max() > HIGH)
+    min_peak = HIGH if end is None else 0.5
+    has_low_and_high = bool(probabilities.min() < LOW and probabilities.max() > min_peak)
     return has_low_and_high and are_undecided(probabilities).mean() <= max_undecided_share
 
 
