@@ -67,7 +67,11 @@ def test_values_at_both_ends_have_bars(recorder):
 
 
 @pytest.mark.parametrize("recorder", [IfmrHistogram, lambda: HfmgHistogram(4096)])
-@pytest.mark.parametrize("values", [VALUES[:1000], VALUES], ids=["stored", "counted"])
+@pytest.mark.parametrize(
+    "values",
+    [VALUES[:1000], VALUES, np.float32(1) + VALUES * np.float32(1e-5)],
+    ids=["stored", "counted", "narrow"],
+)
 def test_ascend_histograms_have_bars(values, recorder):
     part = make_histogram(recorder(), values)
     assert sum(part.counts) == values.size

@@ -44,7 +44,7 @@ MAX_BARS = 64  # of a histogram
 def histogram_part(recorder: Recorder) -> HistogramPart | None:
     """Return a recorder's histogram in at most `MAX_BARS`; None if it has none or is empty."""
     if isinstance(recorder, HfmgHistogram) and recorder.counts is not None:
-        edges = np.linspace(recorder.lo, recorder.hi, recorder.counts.size + 1)
+        edges = np.linspace(*recorder.extremes, recorder.counts.size + 1)
         return _sum_bins(recorder.counts, edges)
     if isinstance(recorder, IfmrHistogram) and recorder.stored_values is not None:
         return _sum_bins(*np.histogram(recorder.stored_values.astype(np.float64), MAX_BARS))
