@@ -93,6 +93,17 @@ def test_run_program_feeds_calibration_input(preprocess, shape, tmp_path):
     np.testing.assert_array_equal(program["prepare"](picture), expected, strict=True)
 
 
+def test_run_program_refuses_picture_below_crop(tmp_path):
+    preprocess = Preprocess(
+        size=(24, 26), color="rgb", layout="nchw", resize="short-side", short_side=24
+    )
+    text = run_program("a.onnx", [TensorSpec("x", "float32", (1, 3, 24, 26))], preprocess, {})
+    (tmp_path / "a_run.py").write_text(text)
+    program = runpy.run_path(str(tmp_path / "a_run.py"))
+    with pytest.raises(SystemExit, match="24x26, got 24x24"):
+        program["prepare"](np.zeros((30, 30, 3), np.uint8))
+
+
 CELLS = 24 + 6  # of 8 and of 16 pixels over 32 x 48
 
 

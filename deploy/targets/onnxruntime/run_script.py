@@ -59,6 +59,9 @@ _COPY_LINES = {
     ),
     "top-left": "    canvas[:rows, :columns] = picture\n",
     "crop": (
+        "    if rows < HEIGHT or columns < WIDTH:\n"
+        "        got = f'got {rows}x{columns} once it is resized'\n"
+        "        sys.exit(f'a picture must reach the crop of {HEIGHT}x{WIDTH}, {got}')\n"
         "    top, left = round((rows - HEIGHT) / 2), round((columns - WIDTH) / 2)\n"
         "    canvas[:] = picture[top : top + HEIGHT, left : left + WIDTH]\n"
     ),
