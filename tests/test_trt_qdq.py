@@ -253,6 +253,8 @@ def test_onnxruntime_qdq_models_convert_to_cache(own_domain, tmp_path):
     plain, cache = qdq_to_cache(target, version="8.5.3")
     onnx.checker.check_model(plain.model)
     assert not [n for n in plain.model.graph.node if "Quantize" in n.op_type]
+    read_tensors = {name for node in plain.model.graph.node for name in node.input}
+    assert {tensor.name for tensor in plain.model.graph.initializer} <= read_tensors
     assert {"x", "stem_relu", "y"} <= set(cache.scales())
     assert np.isfinite(outputs(plain.model)).all()
 

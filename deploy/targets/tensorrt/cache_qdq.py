@@ -41,7 +41,7 @@ from deploy.errors import ExportError
 from deploy.frontends.pair_removal import prepare_qdq_model, remove_pairs
 from deploy.frontends.pairs import DQ, PairGrid, Q, refuse_integer_operators
 from deploy.frontends.qdq_model import check_pairs
-from deploy.graph.edit import adopt_runtime_nodes, bypass
+from deploy.graph.edit import adopt_runtime_nodes, bypass, drop_unread
 from deploy.graph.index import Graph
 from deploy.graph.plan import Plan
 from deploy.targets.onnxruntime.qdq import Memoize, compute_each_time, write_qdq
@@ -268,6 +268,7 @@ def from_qdq(quantized: onnx.ModelProto) -> PlainModel:
     check_pairs(model, Graph(model))
     _unpair_float_weights(model)
     stripped = remove_pairs(model, (), keep_rounding=False)
+    drop_unread(stripped.model.graph)  # integers, scales and zero points of the pairs
     tensors = [value.name for value in stripped.model.graph.input]
     for node in stripped.model.graph.node:
         tensors += node.output
