@@ -784,17 +784,23 @@ def test_corners_of_tensorflow_are_rows_first(name, side, has_rows_first):
 
 @pytest.mark.parametrize("form", [v8, forms.gated, small_list])
 def test_outputs_beside_boxes_are_uncovered(form):
-    """As the lanes of YOLOP; the number of boxes of a list is none of them."""
+    """As the lanes of YOLOP; the number of boxes of a list is none of them.
+
+    A matrix [N, K] may have K classes in place of a value for each of K boxes.
+    """
     made = np.random.default_rng(0)
     references = []
     for number in range(8):
         lanes = made.normal(0, 1, (1, 2, 24, 24)).astype(np.float32)
         beside = {"lanes": lanes}
         if form is small_list:
+            (rows,) = form(number).values()
+            beside["classes"] = made.normal(0, 1, (1, rows.shape[1])).astype(np.float32)
             beside["count"] = np.float32([number])
         references.append(form(number) | beside)
     read, _ = figure(references, references)
-    assert read.task.name == "boxes" and read.uncovered == ("lanes",)
+    others = ("lanes", "classes") if form is small_list else ("lanes",)
+    assert read.task.name == "boxes" and read.uncovered == others
 
 
 def test_selected_indices_may_change_in_number():

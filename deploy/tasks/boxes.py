@@ -207,7 +207,9 @@ def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
     slices: SlicesByOutput = dict.fromkeys(decoder.list_outputs, ())
     for name in samples.output_names:
         values = samples.arrays(name)
-        has_rows = all(map(_has_rows, values, box_counts))
+        # a matrix of as many columns may be anything, unless its length varies with the list
+        may_have_rows = values[0].ndim > 2 or len(set(box_counts)) > 1
+        has_rows = may_have_rows and all(map(_has_rows, values, box_counts))
         if has_rows or all(map(_is_number_of_boxes, values, box_counts)):
             slices[name] = ()
     (scores,) = decoder.scores
