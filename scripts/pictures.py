@@ -64,25 +64,27 @@ def take_docs_pictures() -> None:
     """Build the demo, for three targets and with a limit that needs splits, and picture it."""
     docs = ROOT / "docs"
     with tempfile.TemporaryDirectory() as folder, open_tab() as tab:
-        screen = run_calib8(*DEMO, "--target", TARGETS, "--out", f"{folder}/calib8-out")
-        run_calib8(*DEMO, "--target", "tensorrt", "--max-loss", "0", "--out", f"{folder}/splits")
+        os.symlink(ROOT / "datasets", f"{folder}/datasets")  # paths on the screen are short
+        screen = run_calib8(folder, *DEMO, "--target", TARGETS, "--out", "calib8-out")
+        limit = ("--target", "tensorrt", "--max-loss", "0")
+        run_calib8(folder, *DEMO, *limit, "--out", "splits")
         demo, splits = Path(folder, "calib8-out"), Path(folder, "splits")
         take_page(tab, demo / "report.html", docs / "report.png")
         take_sections(tab, demo / "report.html", docs / "report.png", ["-boxes"])
         take_sections(tab, splits / "report.html", docs / "report.png", ["-splits"])
 
         page = Path(folder, "screen.html")
-        page.write_text(PAGE.format(screen_html(screen.replace(f"{folder}/", ""))), "utf-8")
+        page.write_text(PAGE.format(screen_html(screen)), "utf-8")
         tab.show(page, width=880, height=100)
         write(docs / "screen.png", tab.picture())
 
 
-def run_calib8(*arguments: str) -> str:
-    """Return what a command prints on a color terminal; its exit code does not matter."""
+def run_calib8(folder: str, *arguments: str) -> str:
+    """Return what a command in a folder prints in color; its exit code does not matter."""
     command = [sys.executable, "-m", "deploy", *arguments]
     environment = {**os.environ, "FORCE_COLOR": "1"}
     process = subprocess.run(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=False
     )
     return process.stdout
 
