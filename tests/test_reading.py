@@ -256,7 +256,6 @@ ALLOWED_DOORS = {
     "deploy.files.atomic": "descriptors of what it writes, and those that hold locks",
     "deploy.machine": "the system's description of the processor",
     "deploy.runtimes.openvino": "its own temporary files, in its own process",
-    "deploy.analysis.comparison": "its own temporary files",
     "deploy.runtimes.ort": "ONNX Runtime's trace in a temporary folder",
     "deploy.files.reading": "the door itself",
     "deploy.pipeline.results": "what was built a moment ago",
