@@ -27,7 +27,7 @@ from deploy.runtimes.ort import OrtSession
 from deploy.targets import TARGETS, Ascend, OnnxRuntime, TensorRT, make_targets
 from deploy.targets.base import BuildResult
 from deploy.targets.options import check_options, declared_options, option
-from deploy.tuning.repairs import parse_repairs
+from deploy.tuning.repairs import has_rounding
 from deploy.tuning.search_options import Tuning
 
 # Commands whose options come from the tables of targets and searches.
@@ -255,7 +255,7 @@ def test_python_text_becomes_path_or_target(small_cnn, wording):
     assert TensorRT(plugins=("a.so",)).plugins == (Path("a.so"),)  # type: ignore[arg-type]
     assert CachePolicy(path="a.cache").path == Path("a.cache")  # type: ignore[arg-type]
     assert [target.name for target in make_targets("tensorrt")] == ["tensorrt"]
-    assert parse_repairs("adaround") == ("adaround",)
+    assert has_rounding("adaround")
     for arguments in ({"engine": onnx.ModelProto()}, {"engine": small_cnn, "against": 3}):
         with pytest.raises(ConfigError) as refusal:
             calib8.bench(**arguments)

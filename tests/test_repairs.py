@@ -22,7 +22,7 @@ from deploy.method import Choices, Method
 from deploy.runtimes.ort import OrtSession
 from deploy.targets import TARGETS
 from deploy.targets.base import BuildRequest
-from deploy.tuning.repairs import TITLE, parse_repairs
+from deploy.tuning.repairs import TITLE, has_rounding
 from deploy.tuning.repairs.apply import trial_builder
 from deploy.tuning.repairs.output_rounding import LayerInputs, round_weight
 from deploy.tuning.repairs.repair_layers import find_weighted_layers
@@ -178,8 +178,8 @@ def requests(folder, feed, target):
 def test_search_tries_rounding_without_float_layers(target, tmp_path, feed):
     made_for, fresh = requests(tmp_path, feed, target)
     request = fresh()
-    trial = trial_builder(made_for, request, ("adaround",))
-    plain = trial_builder(made_for, request, ())
+    trial = trial_builder(made_for, request, rounds_weights=True)
+    plain = trial_builder(made_for, request, rounds_weights=False)
     name = next(n.name for n in request.model.graph.node if n.output[0] == "c2")
     choice_request = request.with_choices(Choices(float_nodes={name: "tried"}))
     original_weights = {layer.name: layer.array for layer in find_weighted_layers(request.model)}
@@ -197,13 +197,13 @@ def test_search_tries_rounding_without_float_layers(target, tmp_path, feed):
 
 
 def test_repair_is_named_or_refused(tmp_path, built, wording):
-    assert parse_repairs(["adaround,adaround"]) == parse_repairs("adaround") == ("adaround",)
-    assert parse_repairs([]) == parse_repairs(["none"]) == ()
+    assert has_rounding(["adaround,adaround"]) is has_rounding("adaround") is True
+    assert has_rounding([]) is has_rounding(["none"]) is False
     with pytest.raises(ConfigError) as refusal:
-        parse_repairs(["adaround,none"])
+        has_rounding(["adaround,none"])
     wording.check(refusal.value)
     with pytest.raises(ConfigError) as refusal:
-        parse_repairs(["adaraund"])
+        has_rounding(["adaraund"])
     wording.check(refusal.value)
     error = built.refused(lopsided(tmp_path), "--repair", "bias")
     assert "a repair is adaround, got 'bias'" in error
@@ -403,11 +403,11 @@ def test_trials_do_not_depend_on_order(tmp_path, feed):
         Choices(float_nodes={names[0]: "as asked"}, rounded=False),
         Choices(),
     ]
-    shared_builder = trial_builder(made_for, shared_request, ("adaround",))
+    shared_builder = trial_builder(made_for, shared_request, rounds_weights=True)
     for choices in choice_list:
-        fresh_trial = trial_builder(made_for, fresh_request := fresh(), ("adaround",))(
-            fresh_request.with_choices(choices)
-        )
+        fresh_request = fresh()
+        fresh_builder = trial_builder(made_for, fresh_request, rounds_weights=True)
+        fresh_trial = fresh_builder(fresh_request.with_choices(choices))
         assert (
             shared_builder(shared_request.with_choices(choices)).SerializeToString()
             == fresh_trial.SerializeToString()

@@ -58,8 +58,8 @@ def resolve_preprocess(
 ) -> ResolvedPreprocess:
     """Return the preprocessing to use: the user's, else the model's, else the default.
 
-    Options by name change single values of the model's or the default one. The model's input
-    completes what they leave open.
+    Options by name change single values of the model's preprocessing, or of the default. The
+    model's input completes what these leave open.
 
     Args:
         requested: complete preprocessing, a preset's name, some options by name, or None.
@@ -84,7 +84,7 @@ def resolve_preprocess(
 
     options = _options(requested)
     if model_preprocess is None:
-        changed_default = None
+        changed_default = None  # `complete_preprocess` then takes the default
         origin = "calib8's default"  # which a note of `complete_preprocess` describes
         if options:
             changed_default = apply_user_options(default_preprocess(spec), options)

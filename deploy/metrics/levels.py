@@ -229,7 +229,7 @@ def question_reference(accuracy: Accuracy) -> LevelReasons:
 
 
 def _doubt_outputs(accuracy: Accuracy) -> LevelReasons:
-    """Doubt outputs of zeros, too few samples, or outputs that are the same in all samples."""
+    """Doubt outputs of only zeros, too few samples, or outputs nearly the same in all samples."""
     samples = accuracy.samples
     if accuracy.outputs and all(output.zeros for output in accuracy.outputs):
         yield (

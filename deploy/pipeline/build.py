@@ -54,6 +54,7 @@ from deploy.tasks.metric import Function
 from deploy.tasks.rows import batch_length
 from deploy.terminal import number_phases, with_progress
 from deploy.tuning.plan_file import TargetPlan
+from deploy.tuning.repairs import ROUNDING
 from deploy.tuning.search_options import Tuning
 from deploy.tuning.search_samples import CANDIDATES
 from deploy.tuning.tune import PlannedTarget
@@ -128,8 +129,8 @@ def build(  # noqa: D417
             `tuning=Tuning(effort=...)`.
         tuning: options of the search, or a plan to follow.
         gates: the user's limits, for the verdicts.
-        repairs: "adaround", which is kept if it helps, or "none". None tries
-            `deploy.tuning.repairs.DEFAULT` if there is a search.
+        repairs: "adaround", which is kept if it helps, or "none". None tries "adaround" if there
+            is a search.
         settings: text to write as `calib8.toml`; None writes none.
 
     Raises:
@@ -218,7 +219,7 @@ def build_with(
             stage,
             options.calibration.workers,
             plans,
-            repairs=build.repairs_of,
+            rounds_weights=build.rounds_weights_of,
             # float engines, to time the int8 engines beside, are made from it
             unrepaired_model=build.loaded.model if build.duration_s > 0 else None,
             cpu=options.tuning.cpu,
@@ -297,7 +298,7 @@ def _request_part(build: PreparedBuild) -> RequestPart:
         prefer=tuning.prefer,
         max_loss=options.gates.max_loss,
         min_speedup=options.gates.min_speedup,
-        repairs=tuple(build.repairs),
+        repairs=(ROUNDING,) if build.rounds_weights else (),
         has_method=options.calibration.method is not None,
         has_evaluation=build.evaluation is not None,
         is_module=is_module,
@@ -403,7 +404,7 @@ def _plan_targets(
         stage,
         tuning,
         has_method=options.calibration.method is not None,
-        repairs=build.repairs_of,
+        rounds_weights=build.rounds_weights_of,
         threads=options.calibration.workers,
     )
 

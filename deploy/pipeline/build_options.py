@@ -58,7 +58,7 @@ from deploy.targets.tensorrt.cache_tools import method_of_calibrator
 from deploy.tasks import Metric, make_metric
 from deploy.tasks.metric import Function
 from deploy.tuning import PREFERENCES, THIS_CPU
-from deploy.tuning.repairs import DEFAULT, parse_repairs
+from deploy.tuning.repairs import has_rounding
 from deploy.tuning.search_options import Tuning
 from deploy.tuning.tune import refuse_wrong_plan
 
@@ -205,7 +205,7 @@ class PreparedBuild:
         evaluation: the evaluation images; None if some of the calibration images are used.
         annotated_objects: objects on the evaluation images; class numbers are the feed's own.
         metric: what outputs are judged by.
-        repairs: names of the repairs to be tried where there is a search.
+        rounds_weights: whether adaptive rounding is tried where there is a search.
         duration_s: seconds of latency runs a model; 0 leaves them out.
     """
 
@@ -218,7 +218,7 @@ class PreparedBuild:
     evaluation: Feed | None
     annotated_objects: GroundTruth | None
     metric: Metric
-    repairs: Sequence[str]
+    rounds_weights: bool
     duration_s: float
 
     @property
@@ -236,10 +236,10 @@ class PreparedBuild:
             names.append("latency")
         return (*names, "report")
 
-    def repairs_of(self, target: Target) -> Sequence[str]:
-        """Return the repairs of a target; by default none where nothing is searched."""
+    def rounds_weights_of(self, target: Target) -> bool:
+        """Whether a target tries adaptive rounding; by default not where nothing is searched."""
         is_searched = self.options.tuning.for_target(target).level > 0
-        return self.repairs if is_searched or self.options.repairs is not None else ()
+        return self.rounds_weights and (is_searched or self.options.repairs is not None)
 
     @property
     def has_labels(self) -> bool:
@@ -315,7 +315,9 @@ def prepare_build(
         options.calibration, dataset, options.targets, is_tuned=is_tuned
     )
     options = replace(options, calibration=calibration)
-    repairs = _choose_repairs(options)
+    rounds_weights = options.has_search
+    if options.repairs is not None:
+        rounds_weights = has_rounding(options.repairs)
 
     # the files of an earlier build are refused before the evaluation images are opened
     options = _with_cache_path(options, loaded.name)
@@ -342,7 +344,7 @@ def prepare_build(
         evaluation=evaluation_feed,
         annotated_objects=annotated_objects,
         metric=metric,
-        repairs=repairs,
+        rounds_weights=rounds_weights,
         duration_s=0.0 if dataset is None else _choose_duration(options),
     )
 
@@ -389,13 +391,6 @@ def with_calibrator_method(
         reason += "; give that --method to merge, too"
     script.notes = (reason,)
     return replace(options, method=method)
-
-
-def _choose_repairs(options: BuildOptions) -> tuple[str, ...]:
-    """Return the repairs to try; unless the user names some, those that belong to a search."""
-    if options.repairs is not None:
-        return parse_repairs(options.repairs)
-    return parse_repairs(DEFAULT if options.has_search else ())
 
 
 def _with_cache_path(options: BuildOptions, model_name: str) -> BuildOptions:
@@ -596,7 +591,7 @@ def _calibration_flags(images: object, options: BuildOptions) -> list[str]:
         "--plan": tuning.plan is not None,
         "--split": tuning.split is not None,
         "--until-stable": calibration.until_stable is not None,
-        "--repair": bool(parse_repairs(options.repairs or ())),
+        "--repair": has_rounding(options.repairs or ()),
         "--scheduler": calibration.scheduler is not None,
         "--resume": calibration.resume,
     }

@@ -39,7 +39,7 @@ def search_targets(
     tuning: Tuning,
     *,
     has_method: bool,
-    repairs: Callable[[Target], Sequence[str]],
+    rounds_weights: Callable[[Target], bool],
     threads: int,
 ) -> tuple[dict[str, PlannedTarget], Path | None]:
     """Plan every target: search which layers stay float, and how each range is searched.
@@ -50,7 +50,7 @@ def search_targets(
         stage: folder of the files until the build is complete.
         tuning: options of the search.
         has_method: whether the user chose the range method, which then stays.
-        repairs: target -> names of the repairs to try, changes of the float model's constants.
+        rounds_weights: target -> whether adaptive rounding of the float model's weights is tried.
         threads: samples or trials that run in parallel.
 
     Returns:
@@ -76,7 +76,7 @@ def search_targets(
                     tuning.for_target(target),
                     earlier_plan,
                     has_method=has_method,
-                    repairs=repairs(target),
+                    rounds_weights=rounds_weights(target),
                 )
         except (MemoryError, OSError):  # they end the run, not the search of one target
             raise
@@ -105,7 +105,7 @@ def build_targets(
     threads: int,
     plans: Mapping[str, PlannedTarget],
     *,
-    repairs: Callable[[Target], Sequence[str]],
+    rounds_weights: Callable[[Target], bool],
     unrepaired_model: onnx.ModelProto | None,
     cpu: str,
 ) -> list[BuildResult]:
@@ -117,7 +117,7 @@ def build_targets(
         stage: folder of the files until the build is complete.
         threads: worker threads.
         plans: target -> its plan: which layers stay float, and how each range is searched.
-        repairs: target -> names of the repairs to try, changes of the float model's constants.
+        rounds_weights: target -> whether adaptive rounding of the float model's weights is tried.
         unrepaired_model: the model without repairs, if speed is measured: the float engines of the
             comparison are made from it.
         cpu: one of `deploy.tuning.CPU_NAMES`, the CPU that will run ONNX Runtime's engine.
@@ -143,7 +143,10 @@ def build_targets(
         choices = plans[target.name].plan.choices  # layers in float, and methods of ranges
         try:
             with phase(target.name):
-                result = _build_target(target, request.with_choices(choices), repairs(target))
+                target_request = request.with_choices(choices)
+                result = _build_target(
+                    target, target_request, rounds_weights=rounds_weights(target)
+                )
         except (SampleChangedError, MemoryError, OSError):  # they end the run, not one target
             raise
         except Exception as error:
@@ -160,10 +163,10 @@ def build_targets(
     return results
 
 
-def _build_target(target: Target, request: BuildRequest, repairs: Sequence[str]) -> BuildResult:
-    """Repair the model for a target, and build it."""
+def _build_target(target: Target, request: BuildRequest, *, rounds_weights: bool) -> BuildResult:
+    """Build a target, from rounded weights if that helps it."""
     notes: tuple[str, ...] = ()
-    if repairs:
+    if rounds_weights:
         samples = repair_samples(request.evaluation_set)
         request, note = repair_request(target, request, samples)
         notes = (note,)

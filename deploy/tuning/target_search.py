@@ -39,7 +39,6 @@ from deploy.tuning.probe import (
     replace_by_sources,
 )
 from deploy.tuning.reasons import float_reasons
-from deploy.tuning.repairs import ROUNDING
 from deploy.tuning.repairs.apply import evaluated_model, trial_builder
 from deploy.tuning.search import Search, SharedFindings
 from deploy.tuning.search_options import EFFORTS, TRIAL_SAMPLES, Effort, SearchBudget, Trial, Tuning
@@ -71,19 +70,19 @@ class SearchSetup:
         request: its build request, with evaluation samples.
         options: of the search, with an effort of at least 1.
         has_fixed_method: whether the range method must stay: the user chose it or trusts a cache.
-        repairs: names of the repairs that a build tries.
+        rounds_weights: whether the build tries adaptive rounding.
     """
 
     target: Target
     request: BuildRequest
     options: Tuning
     has_fixed_method: bool
-    repairs: Sequence[str] = ()
+    rounds_weights: bool = False
 
     @property
     def rounded(self) -> bool | None:
         """Whether trials have rounded weights; None without that repair."""
-        return True if ROUNDING in self.repairs else None
+        return self.rounds_weights or None
 
     @property
     def effort(self) -> Effort:
@@ -130,7 +129,7 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
     budget = SearchBudget.for_feed(
         setup.effort.calibrations, len(setup.request.feed), prices.float_total
     )
-    build_trial = trial_builder(setup.target, setup.request, setup.repairs)
+    build_trial = trial_builder(setup.target, setup.request, rounds_weights=setup.rounds_weights)
     trial_setup = _with_held_out_ranges(setup, samples, budget)
     prober = make_prober(trial_setup, build_trial, samples, form, step, budget)
     sizes = SplitSizes(model, units)
@@ -345,7 +344,7 @@ def _split_chooser(
         if target.evaluated == target.trial:  # the same method
             model = build_trial(request)
         else:
-            model = evaluated_model(target, request, setup.repairs)
+            model = evaluated_model(target, request, rounds_weights=setup.rounds_weights)
         return predictor.predict(model, noise=trial.noise.worst)
 
     return SplitChooser(

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def plan_target(
     earlier_plans: PlanFile,
     *,
     has_method: bool,
-    repairs: Sequence[str] = (),
+    rounds_weights: bool = False,
 ) -> PlannedTarget:
     """Return the plan of a target: an existing one that fits, else the result of a search.
 
@@ -77,7 +77,7 @@ def plan_target(
         options: of the search.
         earlier_plans: content of the plan file, with plans for any number of targets.
         has_method: whether the user chose the range method, which then stays.
-        repairs: names of the repairs to try.
+        rounds_weights: whether the build tries adaptive rounding.
 
     Raises:
         ConfigError: a plan with nodes that the model does not have, or made for another grid; a
@@ -88,7 +88,7 @@ def plan_target(
         request=request,
         options=options,
         has_fixed_method=has_method or request.ranges.trusted is not None,
-        repairs=repairs,
+        rounds_weights=rounds_weights,
     )
     # node that the plan file has in float for every target -> the reason
     pinned_nodes = match_nodes(request.model, earlier_plans.float_nodes)

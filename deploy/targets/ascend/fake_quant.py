@@ -72,7 +72,7 @@ class _FakeQuantWriter(LayerRewriter):
     npu_rounding = False
 
     def make_quant(self, quant_layer: QuantLayer, tensor: str) -> tuple[Nodes, str]:
-        """Return the nodes that compute a layer's rounded input, integers less the offset.
+        """Return the nodes that quantize a layer's input: clip(round(x * scale) + offset) - offset.
 
         Args:
             quant_layer: the layer's integers and scales.
@@ -92,7 +92,7 @@ class _FakeQuantWriter(LayerRewriter):
         nodes = [make_constant(f"{name}.{key}", np.float32(value)) for key, value in values.items()]
         scale, offset, minimum, maximum = (node.output[0] for node in nodes)
         rounding = [("Round", list[str]()), ("Add", [offset])]
-        if self.npu_rounding:
+        if self.npu_rounding:  # the NPU adds the offset before it rounds
             rounding.reverse()
         # (operator, its inputs besides the output of the operator before it)
         operators = [("Mul", [scale]), *rounding, ("Clip", [minimum, maximum]), ("Sub", [offset])]

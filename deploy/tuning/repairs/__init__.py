@@ -17,12 +17,15 @@ from deploy.graph.index import as_names
 
 NONE = "none"
 ROUNDING = "adaround"
-DEFAULT = (ROUNDING,)
 TITLE = "adaptive rounding"  # its name in sentences
 
 
-def parse_repairs(names: str | Iterable[str]) -> tuple[str, ...]:
-    """Parse repair names, in comma lists; return `ROUNDING` alone, or nothing for `none`."""
+def has_rounding(names: str | Iterable[str]) -> bool:
+    """Whether names of repairs, in comma lists, hold `ROUNDING`: the other one is `none`.
+
+    Raises:
+        ConfigError: an unknown name, or `none` beside another.
+    """
     requested = [name.strip() for text in as_names(names) for name in text.split(",")]
     if NONE in requested and len(requested) > 1:
         text = ", ".join(requested)
@@ -31,4 +34,4 @@ def parse_repairs(names: str | Iterable[str]) -> tuple[str, ...]:
         if name not in (ROUNDING, NONE):
             advice = did_you_mean(name, (ROUNDING, NONE), f"{NONE} tries none")
             raise ConfigError(f"a repair is {ROUNDING}, got {name!r}; {advice}")
-    return (ROUNDING,) if ROUNDING in requested else ()
+    return ROUNDING in requested

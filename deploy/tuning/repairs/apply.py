@@ -12,7 +12,7 @@ from deploy.feed.parallel import Sample
 from deploy.frontends.base import model_digest
 from deploy.targets.base import BuildRequest, Target
 from deploy.terminal import phase
-from deploy.tuning.repairs import ROUNDING, TITLE
+from deploy.tuning.repairs import TITLE
 from deploy.tuning.repairs.base import RepairInput
 from deploy.tuning.repairs.output_rounding import round_weights, rounded_trial_builder
 from deploy.tuning.repairs.repair_layers import find_weighted_layers
@@ -32,31 +32,33 @@ def repair_samples(evaluation_set: EvaluationSet | None) -> list[Sample]:
 
 
 def trial_builder(
-    target: Target, request: BuildRequest, names: Sequence[str]
+    target: Target, request: BuildRequest, *, rounds_weights: bool
 ) -> Callable[[BuildRequest], onnx.ModelProto]:
-    """Return a builder of a target's trial models, with rounded weights if that repair is chosen.
+    """Return a builder of a target's trial models; the rounding is computed here, for all trials.
 
     Args:
         target: the target.
-        request: its build request; its choices are replaced in each trial.
-        names: repairs.
+        request: its build request; a trial gives the builder one with other choices.
+        rounds_weights: whether the models get rounded weights.
 
     Raises:
         Calib8Error: what the target raises for the unrepaired model.
     """
-    if ROUNDING not in names:
+    if not rounds_weights:
         return target.trial
     samples = repair_samples(request.evaluation_set)
     with _repair_phase(target, request, samples) as repair_input:
         return rounded_trial_builder(request, repair_input)
 
 
-def evaluated_model(target: Target, request: BuildRequest, names: Sequence[str]) -> onnx.ModelProto:
+def evaluated_model(
+    target: Target, request: BuildRequest, *, rounds_weights: bool
+) -> onnx.ModelProto:
     """Return the model that a build of a request evaluates in place of its engine.
 
-    `names`: repairs of the trials; `trial_builder` has computed what they need.
+    `rounds_weights`: whether it gets rounded weights; `trial_builder` has computed what they need.
     """
-    if ROUNDING in names:
+    if rounds_weights:
         request, _ = repair_request(target, request, ())
     return target.evaluated(request)
 
