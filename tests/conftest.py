@@ -270,11 +270,10 @@ def histograms():
 
 @pytest.fixture
 def openvino(tmp_path, monkeypatch):
-    """A fake OpenVINO, in this process and in those that are started."""
+    """A fake OpenVINO."""
     folder = tmp_path / "fake"
     folder.mkdir()
     shutil.copy(Path(__file__).parent / "fake_openvino.py", folder / "openvino.py")
-    monkeypatch.setenv("PYTHONPATH", str(folder))
     monkeypatch.syspath_prepend(str(folder))
     yield
     sys.modules.pop("openvino", None)

@@ -1,9 +1,8 @@
-"""OpenVINO for tests: ONNX Runtime under its interface, wrong at Add and dead at Erf.
+"""OpenVINO for tests: ONNX Runtime under its interface, wrong at Add.
 
-Its source stands as `openvino.py` in a folder on the path, in this process and in others.
+Its source stands as `openvino.py` in a folder on the path.
 """
 
-import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -40,8 +39,6 @@ class Core:
     def read_model(self, source):
         model = onnx.load_from_string(source) if isinstance(source, bytes) else onnx.load(source)
         for node in model.graph.node:
-            if node.op_type == "Erf" and len(model.graph.node) == 1:
-                os._exit(11)
             if node.op_type == "Cosh":
                 raise RuntimeError("Exception from src/x.cpp:1:\nOperation Cosh is not supported\n")
             if node.op_type == "Add":

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import numpy as np
 import onnx
@@ -400,6 +401,11 @@ def test_openvino_refuses_other_engines(refusal_of, model_a, tmp_path, openvino,
     (tmp_path / "a.plan").touch()
     wording.check(refusal_of(tmp_path / "a.plan", *options))
     wording.check(refusal_of(bad, *options))
+
+
+def test_missing_openvino_names_its_extra(refusal_of, model_a, monkeypatch):
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    assert "'.[openvino]'" in refusal_of(model_a, "--runtime", "openvino")
 
 
 def test_real_openvino_computes_the_same(tmp_path, sample_file):

@@ -1,7 +1,6 @@
-"""The command compare: the tensor at which two models or two runtimes differ."""
+"""The command compare: the tensor at which two models differ."""
 
 import json
-import sys
 
 import numpy as np
 import onnx
@@ -64,9 +63,6 @@ def refusal(sample_file):
     return lambda *arguments: refusal_of(*arguments, "--images", sample_file, command="compare")
 
 
-IN_OPENVINO = ("--runtime", "openvino")
-
-
 def test_first_difference_is_named_by_node(tmp_path, model_a, sample_file, compare_json):
     model_b = save(tmp_path / "b.onnx", factor=2)
     screen = screen_of(model_a, model_b, "--images", sample_file, "--json", tmp_path / "found.json")
@@ -75,7 +71,6 @@ def test_first_difference_is_named_by_node(tmp_path, model_a, sample_file, compa
     comparison = compare_json(model_a, model_b)
     assert [row["tensor"] for row in comparison["layers"]] == ["a", "b", "c"]
     assert json.loads((tmp_path / "found.json").read_text()) == comparison
-    assert comparison["looked"] == [4, 4]
 
 
 def test_equal_models_have_no_difference(tmp_path, model_a, sample_file, compare_json):
@@ -194,69 +189,14 @@ def test_incomparable_models_are_refused(tmp_path, model_a, refusal):
         value.type.tensor_type.elem_type = TensorProto.DOUBLE
     onnx.save(doubled, tmp_path / "d.onnx")
     refused_messages = [
-        ((model_a,), "two models or two runtimes"),
         ((model_a, other_output), "tensors of the same names"),
         ((model_a, other_input), "got x (float32) and w (float32)"),
         ((model_a, tmp_path / "d.onnx"), "got x (float32) and x (float64)"),
         ((model_a, tmp_path / "no.onnx"), "must be an ONNX"),
         ((tmp_path / "gone.onnx", model_a), "must be an ONNX"),
-        ((model_a, model_a, "--every"), "goes with --runtime openvino"),
     ]
     for arguments, message in refused_messages:
         assert message in refusal(*arguments)
-
-
-@pytest.mark.slow
-@pytest.mark.release
-def test_difference_between_runtimes_is_located(
-    tmp_path, model_a, sample_file, compare_json, openvino
-):
-    comparison = compare_json(model_a, *IN_OPENVINO)
-    assert comparison["parts_at"] == "c"
-    assert comparison["cut"]
-    assert comparison["looked"][0] < comparison["looked"][1] == 4
-    arguments = (model_a, "--images", sample_file, *IN_OPENVINO, "--every")
-    assert "4 of 4" in screen_of(*arguments, "--json", tmp_path / "found.json")
-    all_tensors = json.loads((tmp_path / "found.json").read_text())
-    assert all_tensors["looked"] == [4, 4]
-    assert all_tensors["layers"][1]["sqnr_db"] == "inf"
-
-
-@pytest.mark.slow
-def test_agreeing_runtimes_are_not_cut(tmp_path, compare_json, openvino):
-    for name in ("x", "file"):  # a name that numpy's savez takes for its own
-        model = save(tmp_path / f"{name}.onnx", f"a = Relu ({name}) y = Neg (a)", x=name)
-        comparison = compare_json(model, *IN_OPENVINO)
-        assert comparison["parts_at"] is None
-        assert comparison["looked"] == [1, 2]
-
-
-@pytest.mark.slow
-def test_runtime_crash_on_cut_is_noted(tmp_path, compare_json, openvino):
-    model = save(tmp_path / "a.onnx", "a = Erf (x) b = Add (a, a) y = Neg (b)")
-    comparison = compare_json(model, *IN_OPENVINO, "--every")
-    assert comparison["parts_at"] == "b"
-    (note,) = comparison["notes"]
-    assert "'a'" in note
-    assert "status 11" in note
-
-
-@pytest.mark.slow
-def test_runtime_refusal_names_the_operator(tmp_path, refusal, openvino):
-    message = refusal(save(tmp_path / "a.onnx", "y = Cosh (x)"), *IN_OPENVINO)
-    assert "Operation Cosh" in message
-
-
-def test_missing_runtime_names_its_extra(model_a, refusal, monkeypatch):
-    monkeypatch.setitem(sys.modules, "openvino", None)
-    assert "'.[openvino]'" in refusal(model_a, *IN_OPENVINO)
-
-
-def test_real_openvino_agrees_on_plain_model(model_a, sample_file):
-    pytest.importorskip("openvino", reason="OpenVINO is not installed")
-    assert (
-        compare(model_a, None, sample_file, runtime="openvino", every=True).first_difference is None
-    )
 
 
 def test_cut_model_holds_only_needed_nodes(model_a):

@@ -255,7 +255,6 @@ ALLOWED_DOORS = {
     "deploy.feed.temporary_arrays": "its own temporary file, which has no name",
     "deploy.files.atomic": "descriptors of what it writes, and those that hold locks",
     "deploy.machine": "the system's description of the processor",
-    "deploy.runtimes.openvino": "its own temporary files, in its own process",
     "deploy.runtimes.ort": "ONNX Runtime's trace in a temporary folder",
     "deploy.files.reading": "the door itself",
     "deploy.pipeline.results": "what was built a moment ago",

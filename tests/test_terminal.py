@@ -119,11 +119,9 @@ def printing_calls(module):
 
 @pytest.mark.slow
 def test_only_terminal_module_prints():
-    """And that of OpenVINO's process, which answers the one that started it."""
-    allowed = {"deploy/terminal.py", "deploy/runtimes/openvino.py"}
     for path in (ROOT / "deploy").rglob("*.py"):
         module = str(path.relative_to(ROOT))
-        assert module in allowed or not list(printing_calls(path)), module
+        assert module == "deploy/terminal.py" or not list(printing_calls(path)), module
 
 
 @pytest.fixture

@@ -1,22 +1,16 @@
-"""Compares two models, or one model in two runtimes, tensor by tensor over a feed (`compare`).
-
-For OpenVINO each tensor is the output of a model that is cut off after it, since an added output
-would change what the runtime fuses.
-"""
+"""Compares two models in ONNX Runtime, tensor by tensor over a feed (`compare`)."""
 
 from __future__ import annotations
 
-import tempfile
-import zipfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from onnx import ModelProto, NodeProto
 
-from deploy.errors import BackendError, ConfigError
+from deploy.errors import ConfigError
 from deploy.feed.batch_axis import batch_inputs, mark_first_axes
 from deploy.feed.feed import Dataset, FeedSource, preprocessing_notes, to_dataset
 from deploy.feed.preprocess import PreprocessRequest
@@ -27,14 +21,13 @@ from deploy.frontends.checks import type_name
 from deploy.frontends.metadata import read_metadata_preprocess
 from deploy.frontends.onnx_file import read_source
 from deploy.frontends.pairs import DQ, Q
-from deploy.graph.edit import copy_with_outputs, extract_output
+from deploy.graph.edit import copy_with_outputs
 from deploy.graph.index import Graph, module_scopes, runtime_inputs
 from deploy.metrics.accuracy import TensorComparison
 from deploy.metrics.layerwise import pair_tensors_by_name
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.pipeline.build_options import check_arguments, find_user_model, open_torch_module
 from deploy.report.model import to_plain_object
-from deploy.runtimes.openvino import read_arrays, run_in_subprocess
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array
 from deploy.terminal import PrintedResult, join_visible, phase, with_progress
@@ -71,15 +64,12 @@ class ModelComparison(PrintedResult):
     """Result of `compare`; `repr` is its text for a screen.
 
     Attributes:
-        first: "file in runtime" of the first model.
-        second: "file in runtime" of the second model.
+        first: "file in onnxruntime" of the first model.
+        second: "file in onnxruntime" of the second model.
         samples: number of samples.
         min_sqnr_db: limit below which a tensor differs.
         layers: shared inner tensors, in the first model's order.
         outputs: shared outputs, in the first model's order.
-        by_cut_models: whether each tensor comes from a model cut off after it.
-        compared_count: number of tensors compared.
-        shared_count: number of all shared tensors.
         notes: how the images were read, and what could not be compared.
     """
 
@@ -89,9 +79,6 @@ class ModelComparison(PrintedResult):
     min_sqnr_db: float
     layers: tuple[TensorDifference, ...]
     outputs: tuple[TensorDifference, ...]
-    by_cut_models: bool
-    compared_count: int
-    shared_count: int
     notes: tuple[str, ...] = ()
 
     @property
@@ -109,11 +96,6 @@ class ModelComparison(PrintedResult):
     def _lines(self) -> Iterator[str]:
         """Yield a head, a line for each inner tensor and output, the summary and the notes."""
         yield f"{self.first} against {self.second}, {self.samples} samples"
-        if self.by_cut_models:
-            yield (
-                f"each tensor by a model cut off after it; {self.compared_count} of"
-                f" {self.shared_count} were compared"
-            )
         yield ""
         yield f"{'SQNR dB':>8}  {'cosine':>8}  tensor"
         yield from map(_screen_line, self.layers)
@@ -142,13 +124,11 @@ class ModelComparison(PrintedResult):
         difference = self.first_difference
         return to_plain_object(
             {
-                "schema": "calib8-comparison/1",
+                "schema": "calib8-comparison/2",
                 "first": self.first,
                 "second": self.second,
                 "samples": self.samples,
                 "min_sqnr_db": self.min_sqnr_db,
-                "cut": self.by_cut_models,
-                "looked": (self.compared_count, self.shared_count),
                 "parts_at": None if difference is None else difference.tensor,
                 "layers": [_to_json(layer) for layer in self.layers],
                 "outputs": [_to_json(output) for output in self.outputs],
@@ -217,223 +197,33 @@ def _select_float_pairs(
             yield first_name, second_name
 
 
-@dataclass(slots=True, kw_only=True)
-class _CutModels:
-    """Compares tensors one by one, with models cut off after each; the second runs in OpenVINO.
-
-    Attributes:
-        first_model: the reference, run in ONNX Runtime.
-        second_model: the model that runs in OpenVINO.
-        samples: a file for each sample.
-        batched_inputs: names of the inputs whose first axis counts samples.
-        folder: folder for temporary files.
-        threads: threads of one inference; None uses every core.
-        min_sqnr_db: SQNR below which two tensors differ.
-        accuracies: tensor -> its accuracy, of those compared so far.
-        notes: sentences on tensors that could not be compared.
-    """
-
-    first_model: ModelProto
-    second_model: ModelProto
-    samples: Sequence[Path]
-    batched_inputs: Collection[str]
-    folder: Path
-    threads: int | None
-    min_sqnr_db: float
-    accuracies: AccuracyByTensor = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    def compare_outputs(self, outputs: Mapping[str, str]) -> bool:
-        """Add the accuracies of the complete models' outputs; return whether they agree.
-
-        `outputs`: name of an output of the first model -> name of the second one's.
-
-        Raises:
-            BackendError: OpenVINO cannot run the second model.
-        """
-        accuracies = self._compare(self.first_model, self.second_model, outputs)
-        self.accuracies |= accuracies
-        return self._is_agreement(accuracies)
-
-    def compare_tensor(self, first_name: str, second_name: str) -> bool:
-        """Compare one tensor of both models, add its accuracy, and return whether it agrees.
-
-        A tensor that holds no floats counts as agreeing. So does one that cannot be compared, on
-        which there is a note.
-        """
-        try:
-            accuracies = self._compare(
-                extract_output(self.first_model, first_name),
-                extract_output(self.second_model, second_name),
-                {first_name: second_name},
-            )
-        except BackendError as error:
-            self.notes.append(f"{first_name!r} could not be compared: {error}.")
-            return True
-        self.accuracies |= accuracies
-        return self._is_agreement(accuracies)
-
-    def _is_agreement(self, accuracies: AccuracyByTensor) -> bool:
-        """Whether all tensors are above the limit; NaN is below."""
-        return all(accuracy.sqnr_db >= self.min_sqnr_db for accuracy in accuracies.values())
-
-    def _compare(
-        self, first_model: ModelProto, second_model: ModelProto, pairs: Mapping[str, str]
-    ) -> AccuracyByTensor:
-        """Run two models over all samples, the second in OpenVINO; compare these outputs.
-
-        OpenVINO runs in a process of its own, since it may crash.
-
-        Args:
-            first_model: the reference.
-            second_model: the model for OpenVINO.
-            pairs: name of an output of the first model -> name of the second one's.
-        """
-        session = OrtSession.open(first_model, threads=self.threads)
-        result_files = run_in_subprocess(
-            second_model, self.samples, self.folder, threads=self.threads
-        )
-        names = _output_names(second_model)
-
-        def run_samples() -> Iterator[tuple[Tensors, Tensors, Tensors]]:
-            for sample_file, result_file in zip(self.samples, result_files, strict=True):
-                sample = read_arrays(sample_file)
-                values = read_arrays(result_file).values()  # in the order of the outputs
-                yield sample, session.run(sample), dict(zip(names, values, strict=True))
-
-        return _measure_pairs(pairs, run_samples(), self.batched_inputs)
-
-
 def _output_names(model: ModelProto) -> list[str]:
     """Return the names of a model's outputs, in their order."""
     return [value.name for value in model.graph.output]
-
-
-def _write_samples(feed: Feed, folder: Path) -> list[Path]:
-    """Write every sample as an .npz file; return the paths."""
-    files = []
-    with feed.samples() as samples:
-        for number, sample in enumerate(samples):
-            files.append(folder / f"sample-{number}.npz")
-            with zipfile.ZipFile(files[-1], "w") as archive:  # savez has argument names of its own
-                for name, array in sample.items():
-                    with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-                        np.lib.format.write_array(file, np.asarray(array))
-    return files
-
-
-def _compare_in_openvino(
-    first_model: ModelProto,
-    second_model: ModelProto,
-    pairs: Mapping[str, str],
-    feed: Feed,
-    threads: int | None,
-    *,
-    min_sqnr_db: float,
-    compares_all: bool,
-) -> tuple[AccuracyByTensor, list[str]]:
-    """Compare tensors with OpenVINO's, each in a model that is cut off after it.
-
-    All tensors as outputs of one model would change what OpenVINO fuses, and so what it computes.
-
-    Args:
-        first_model: the reference, run in ONNX Runtime.
-        second_model: the model that runs in OpenVINO.
-        pairs: name of a tensor of the first model -> name of the second one's.
-        feed: the samples.
-        threads: threads of one inference; None uses every core.
-        min_sqnr_db: SQNR below which two tensors differ.
-        compares_all: whether every tensor is compared, or only as many as it takes to find where
-            the models begin to differ.
-
-    Returns:
-        (accuracy of the compared tensors in the order of `pairs`, notes on those that could not be
-        compared).
-    """
-    output_names = _output_names(first_model)
-    inner_names = [name for name in pairs if name not in output_names]
-    output_pairs = {name: pairs[name] for name in pairs if name in output_names}
-    with tempfile.TemporaryDirectory() as work_folder:
-        folder = Path(work_folder)
-        cut_models = _CutModels(
-            first_model=first_model,
-            second_model=second_model,
-            samples=_write_samples(feed, folder),
-            batched_inputs=batch_inputs(feed.specs),
-            folder=folder,
-            threads=threads,
-            min_sqnr_db=min_sqnr_db,
-        )
-        outputs_agree = cut_models.compare_outputs(output_pairs)
-        compared_count = len(inner_names)
-        if not compares_all:  # each step of `_bisect` halves the tensors: log2 of their number
-            compared_count = compared_count.bit_length()
-        with phase("comparing", compared_count, "tensors") as show_progress:
-
-            def compare_tensor(name: str) -> bool:
-                show_progress()
-                return cut_models.compare_tensor(name, pairs[name])
-
-            if compares_all:
-                for name in inner_names:
-                    compare_tensor(name)
-            elif not outputs_agree:
-                _bisect(inner_names, compare_tensor)
-    accuracies = cut_models.accuracies
-    return {name: accuracies[name] for name in pairs if name in accuracies}, cut_models.notes
-
-
-def _bisect(names: Sequence[str], agrees: Callable[[str], bool]) -> None:
-    """Find by bisection the tensor at which two models begin to differ.
-
-    Nothing is returned: `agrees` records each comparison. At the end two neighbours are compared,
-    of which the first agrees and the second does not::
-
-        agrees  ?  ?  ?  ?  ?  ?  ?  differs        the inputs agree,
-                         agrees                     the outputs differ
-                               differs
-                            agrees ^
-
-    `names`: of tensors in the model's order; `agrees`: compares one tensor.
-    """
-    # below `low` all agrees (-1 are the model's inputs), from `high` on nothing (the outputs)
-    low = -1
-    high = len(names)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if agrees(names[middle]):
-            low = middle
-        else:
-            high = middle
 
 
 @check_arguments
 @with_progress
 def compare(
     first: Path | str | ModelProto | nn.Module,
-    second: Path | str | ModelProto | nn.Module | None,
+    second: Path | str | ModelProto | nn.Module,
     images: FeedSource | Dataset,
     *,
-    runtime: str = "onnxruntime",
     min_sqnr_db: float = MIN_SQNR_DB,
-    every: bool = False,
     preprocess: PreprocessRequest = None,
     limit: Limit = None,
     skip_bad: bool = False,
     threads: int | None = None,
     progress: bool = False,
 ) -> ModelComparison:
-    """Compare two ONNX models, or one model in ONNX Runtime and in another runtime.
+    """Compare two ONNX models in ONNX Runtime.
 
     Args:
-        first: the reference, run in ONNX Runtime; a file, a model in memory, or a PyTorch module,
-            which the first of the images exports.
-        second: the other model; None is the first one again.
+        first: the reference: a file, a model in memory, or a PyTorch module, which the first of
+            the images exports.
+        second: the other model.
         images: as for `deploy.pipeline.build`.
-        runtime: runtime of the second model, onnxruntime or openvino.
         min_sqnr_db: SQNR below which two tensors differ.
-        every: in another runtime, compare every tensor; False finds the first tensor that differs
-            by bisection.
         preprocess: preprocessing of images, or some of its options; the others come from the
             model's metadata, else from the shape of its input.
         limit: largest number of images, or a `Choice` of them.
@@ -442,24 +232,16 @@ def compare(
         progress: report steps that take over two seconds on stderr.
 
     Raises:
-        ConfigError: one model in one runtime, inputs that differ, or no shared tensor.
+        ConfigError: inputs that differ, or no shared tensor.
         ModelError: a file that is not an ONNX model.
         FeedError: images that do not fit.
-        SdkMissingError: the runtime is not installed.
-        BackendError: a runtime refused a complete model.
+        BackendError: ONNX Runtime refused a model.
     """
-    if second is None and runtime == "onnxruntime":
-        raise ConfigError(
-            f"a comparison needs two models or two runtimes, got {_describe(first)} in ONNX Runtime"
-            " alone; name a second model, or another runtime with --runtime"
-        )
     dataset = to_dataset(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
     # exporting a PyTorch module takes the first item of the images; the dataset that comes back
     # yields it again
     first_model, dataset = _read_model(first, dataset)
-    second_model = first_model
-    if second is not None:
-        second_model, dataset = _read_model(second, dataset)
+    second_model, dataset = _read_model(second, dataset)
     _refuse_other_inputs(first_model, second_model)
     output_names = _output_names(first_model)
     pairs = _pair_tensors(first_model, second_model, output_names)
@@ -471,21 +253,7 @@ def compare(
         )
 
     feed = _open_feed(dataset, first_model, threads, metadata_beside=first)
-    # OpenVINO gives its outputs only, so each tensor is made the output of a model of its own
-    by_cut_models = runtime != "onnxruntime"
-    notes: list[str] = []
-    if by_cut_models:
-        accuracies, notes = _compare_in_openvino(
-            first_model,
-            second_model,
-            pairs,
-            feed,
-            threads,
-            min_sqnr_db=min_sqnr_db,
-            compares_all=every,
-        )
-    else:
-        accuracies = _compare_tapped_models(first_model, second_model, pairs, feed, threads)
+    accuracies = _compare_tensors(first_model, second_model, pairs, feed, threads)
     node_by_output = Graph(first_model).producer
     layers: list[TensorDifference] = []
     outputs: list[TensorDifference] = []
@@ -494,18 +262,14 @@ def compare(
         differences.append(_make_difference(name, node_by_output, accuracy))
     return ModelComparison(
         first=f"{_describe(first)} in onnxruntime",
-        second=f"{_describe(first if second is None else second)} in {runtime}",
+        second=f"{_describe(second)} in onnxruntime",
         samples=feed.count,
         min_sqnr_db=min_sqnr_db,
         layers=tuple(layers),
         outputs=tuple(outputs),
-        by_cut_models=by_cut_models,
-        compared_count=len(accuracies),
-        shared_count=len(pairs),
         notes=(
             *preprocessing_notes(feed),
             *_uncompared_notes(first_model, second_model, accuracies),
-            *notes,
         ),
     )
 
@@ -589,7 +353,7 @@ def _uncompared_notes(
             yield f"not compared: {', '.join(unshared)}, which only the {position} model gives"
 
 
-def _compare_tapped_models(
+def _compare_tensors(
     first_model: ModelProto,
     second_model: ModelProto,
     pairs: Mapping[str, str],
@@ -600,7 +364,7 @@ def _compare_tapped_models(
 
     Args:
         first_model: the reference.
-        second_model: the other model, also run in ONNX Runtime.
+        second_model: the other model.
         pairs: name of a tensor of the first model -> name of the second one's.
         feed: the samples.
         threads: threads of one inference; None uses every core.

@@ -105,14 +105,8 @@ _DEFAULT_IMAGES = 8  # without --limit; a few images are enough to find the tens
 @click.command(cls=base.SectionedCommand)
 @quietable("--json")
 @click.argument("first", type=base.MODEL_FILE)
-@click.argument("second", type=base.MODEL_FILE, required=False)
+@click.argument("second", type=base.MODEL_FILE)
 @image_options
-@base.model_option(
-    "--runtime",
-    type=click.Choice(["onnxruntime", "openvino"]),
-    default="onnxruntime",
-    help="What runs SECOND, or FIRST again where no SECOND is given; FIRST runs in ONNX Runtime.",
-)
 @base.measuring_option(
     "--min-sqnr",
     type=Real(),
@@ -120,45 +114,32 @@ _DEFAULT_IMAGES = 8  # without --limit; a few images are enough to find the tens
     metavar="DB",
     help="SQNR in dB; the first tensor below it is where the two models differ.",
 )
-@base.measuring_option(
-    "--every",
-    is_flag=True,
-    help="With another runtime, compare every tensor, not only those that the search needs.",
-)
 @json_option
 def compare(
     first: Path,
-    second: Path | None,
+    second: Path,
     images: ImageArguments,
-    runtime: str,
     min_sqnr: float,
-    every: bool,
     json_path: Path | None,
 ) -> None:
     """Find the first tensor where two ONNX models differ; FIRST is the reference.
 
-    Tensors that both models have are compared in the order of the graph, outputs last. In a Q/DQ
-    model, the values that the next layers read are compared. In another runtime each tensor is
-    computed by a model that ends there, as an added output would change what the runtime fuses;
-    a binary search finds the first tensor that differs. 8 images are run unless --limit is given.
+    Both run in ONNX Runtime. Tensors that both models have are compared in the order of the graph,
+    outputs last. In a Q/DQ model, the values that the next layers read are compared. 8 images are
+    run unless --limit is given.
 
     \b
-    Examples:
+    Example:
       calib8 compare model.onnx build/model.int8.onnx --images held/
-      calib8 compare build/model.int8.onnx --runtime openvino --images held/ --limit 2
     """  # noqa: D301 (click reads the backspace)
     from deploy.analysis.comparison import compare as compare_models
 
-    if runtime == "onnxruntime":
-        base.refuse_given("every", without="--runtime openvino")
     dataset = replace(images.dataset, limit=images.dataset.limit or _DEFAULT_IMAGES)
     comparison = compare_models(
         first,
         second,
         dataset,
-        runtime=runtime,
         min_sqnr_db=min_sqnr,
-        every=every,
         threads=images.threads,
     )
     put_json(json_path, comparison.to_json)

@@ -6,12 +6,7 @@ does not always compute the same results.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,11 +14,6 @@ from deploy.errors import BackendError, SdkMissingError, extra_hint, first_line
 from deploy.machine import usable_cores
 from deploy.runtimes.ort import CpuSession, Model, model_source
 from deploy.tensors import Array, TensorSpec
-
-if TYPE_CHECKING:
-    from onnx import ModelProto
-
-_REFUSED_STATUS = 3  # exit status of a `run_in_subprocess` process that printed an error message
 
 
 class OpenvinoSession(CpuSession):
@@ -86,77 +76,6 @@ class OpenvinoSession(CpuSession):
         return first_line(RuntimeError(lines[-1]))
 
 
-def run_in_subprocess(
-    model: ModelProto,
-    samples: Sequence[Path],
-    folder: Path,
-    *,
-    threads: int | None,
-) -> list[Path]:
-    """Run samples in a separate process, so that a crash of OpenVINO does not end this one.
-
-    Args:
-        model: the model to run.
-        samples: one .npz of inputs per sample.
-        folder: for the output files; those of an earlier run are overwritten.
-        threads: see `OpenvinoSession.open`.
-
-    Returns:
-        One .npz of outputs per sample.
-
-    Raises:
-        SdkMissingError: OpenVINO is not installed.
-        BackendError: OpenVINO refused the model or a sample, or crashed.
-    """
-    _import_openvino()
-    path = folder / "model.onnx"
-    path.write_bytes(model.SerializeToString())
-    arguments = [str(path), str(threads or usable_cores())]
-    output_files = []
-    for number, sample in enumerate(samples):
-        output_file = folder / f"outputs-{number}.npz"
-        arguments += [str(sample), str(output_file)]
-        output_files.append(output_file)
-    import_paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    process = subprocess.run(
-        [sys.executable, "-m", "deploy.runtimes.openvino", *arguments],
-        capture_output=True,
-        text=True,
-        errors="replace",
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, import_paths))},
-        check=False,
-    )
-    if process.returncode == _REFUSED_STATUS:
-        raise BackendError(process.stdout.strip())
-    if process.returncode:
-        raise BackendError(
-            "OpenVINO must not crash while it loads and runs a model, got a process that ended"
-            f" with status {process.returncode}"
-        )
-    return output_files
-
-
-def _process_main(args: Sequence[str]) -> int:
-    """Run a process of `run_in_subprocess`; args: model, threads, then file pairs."""
-    path, threads, *files = args
-    try:
-        session = OpenvinoSession.open(Path(path), threads=int(threads))
-        for sample, output_file in zip(files[::2], files[1::2], strict=True):
-            outputs = session.run(read_arrays(sample))
-            # by number: a name may hold characters that a zip entry must not
-            np.savez(output_file, *[outputs[spec.name] for spec in session.outputs])
-    except BackendError as error:
-        print(error)
-        return _REFUSED_STATUS
-    return 0
-
-
-def read_arrays(file: str | Path) -> dict[str, Array]:
-    """Return name -> array of an .npz file."""
-    with np.load(file, allow_pickle=False) as arrays:
-        return dict(arrays)
-
-
 def _import_openvino() -> Any:
     try:
         import openvino
@@ -175,7 +94,3 @@ def _spec(port: Any) -> TensorSpec:
         shape.append(int(dimension.get_length()) if dimension.is_static else None)
     dtype = np.dtype(port.get_element_type().to_dtype())
     return TensorSpec(str(port.get_any_name()), dtype.name, tuple(shape))
-
-
-if __name__ == "__main__":
-    sys.exit(_process_main(sys.argv[1:]))
