@@ -122,7 +122,7 @@ def ascend() -> None:
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Samples that AMCT calibrates with.",
+    help="Batches that AMCT calibrates with.",
 )
 @click.option("--symmetric", is_flag=True, help="Activations without offset.")
 @click.option(

@@ -202,8 +202,9 @@ def check(
     """Check the files of a build, or one engine, on new images; nothing is built or written.
 
     The verdicts are those of a build. Preprocessing, task and limits are the build's, unless the
-    options set others. The exit code is 3 if an engine is unusable, and 1 if a file is missing,
-    cannot be run, or was changed and is not run.
+    options set others. The exit code is 3 if an engine is unusable, and 1 if a file of a target is
+    missing, cannot be run, or was changed and is not run. A script that is missing or was changed
+    gives a warning.
 
     \b
     Examples:

@@ -192,7 +192,9 @@ def calibration_options(command: CommandFunction) -> CommandFunction:
         keep_float_option,
         require_cache_option,
         base.cache_option(
-            "--trust-cache", is_flag=True, help="Use a cache without a fingerprint as it is."
+            "--trust-cache",
+            is_flag=True,
+            help="Use the file of --cache as it is, without a fingerprint.",
         ),
         refresh_option,
         base.cache_option(

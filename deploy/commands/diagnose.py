@@ -237,9 +237,8 @@ def report(folders: tuple[Path, ...], html_path: Path | None, json_path: Path | 
 def verify(folder: Path) -> None:
     """Check that the files in FOLDER are those of one build, complete and unchanged.
 
-    A build that was killed while it put its files in place is finished first. The calibration
-    cache is checked too, also one that --cache named elsewhere. The exit code is 1 if a file is
-    missing or was changed.
+    Nothing is changed there. The calibration cache is checked too, also one that --cache named
+    elsewhere. The exit code is 1 if a file is missing or was changed.
 
     \b
     Example:

@@ -53,8 +53,8 @@ _CONFIG = (
         section=GENERAL,
         type=base.FILE,
         expose_value=False,
-        help=f"Read options from a TOML file, such as the {SETTINGS} of a build; options on the"
-        " command line override it.",
+        help="Read options from a TOML file; options on the command line override it. With the"
+        f" {SETTINGS} of a build, --out is its folder.",
     ),
     option(
         "--trust-config",
@@ -268,7 +268,7 @@ min_speedup_option = base.search_option(
     "--min-speedup",
     type=Real(min=0),
     help="Least speed-up over FP32, on a GPU over its runtime's FP16; a slower engine is"
-    " unusable (exit code 3).",
+    " unusable (exit code 3), one that was not timed is doubtful.",
 )
 
 
@@ -292,8 +292,8 @@ def _options() -> list[Decorator]:
             "--split",
             metavar="N",
             type=click.IntRange(min=1),
-            help="Split of an earlier build's front to build without a search, by its number in the"
-            " report or the plan.",
+            help="Split to build without a search, by its number in the report of the build in"
+            " --out. Each target has its own splits.",
         ),
         base.search_option(
             "--prefer",

@@ -47,7 +47,8 @@ class TensorrtOptions:
         "auto",
         flag="--engine-from",
         choices=("auto", "cache", "qdq"),
-        help="What the engine is built from.",
+        help="What the engine is built from. With auto it is the cache with TensorRT 8 and 9, and"
+        " the typed model with newer versions.",
     )
     rest: str = option(
         FP16, choices=(FP16, BF16, FP32), help="Type of layers that are not quantized."
