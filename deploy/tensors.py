@@ -2,20 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
-
-
-class FirstAxis(Enum):
-    """What the first dimension of an input is; `deploy.feed.batch_axis` decides."""
-
-    ROWS = "rows"  # each row is one sample
-    PARTS = "parts"  # the rows that the model fixes are one sample
-    CONTENT = "content"  # a dimension like any other
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +17,14 @@ class TensorSpec:
         name: name of the tensor.
         dtype: numpy dtype name.
         shape: dimensions: an int, a str (symbolic) or None (unknown).
-        first_axis: what the first dimension of an input is; None if that is not decided.
+        has_batch: whether each row of an input, along its first dimension, is one sample; None if
+            that is not decided (`deploy.feed.batch_axis`).
     """
 
     name: str
     dtype: str
     shape: tuple[int | str | None, ...]
-    first_axis: FirstAxis | None = field(default=None, compare=False)
+    has_batch: bool | None = field(default=None, compare=False)
 
 
 class Session(Protocol):

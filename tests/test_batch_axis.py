@@ -1,20 +1,19 @@
-"""What the first dimension of inputs is: a batch, parts of a sample, or a part of each sample."""
+"""Whether the first dimension of inputs is a batch, or all rows are one sample."""
 
-import json
 import re
+from dataclasses import replace
 
 import hypothesis
 import numpy as np
 import onnxruntime as ort
 import pytest
 from hypothesis import strategies as st
-from onnx import TensorProto
 
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.batch_axis import batch_inputs
 from deploy.feed.feed import Dataset
 from deploy.frontends import load
-from tests.models import as_float32, make_model, make_value, save_net
+from tests.models import as_float32, make_model, save_net
 
 
 def normal(*shape, scale=1.0):
@@ -144,33 +143,25 @@ def test_all_targets_take_complete_samples(kind, command, tmp_path):
         assert f"{name}:{size}" in (tmp_path / "out" / "net_atc.sh").read_text()
 
 
-def test_fixed_batch_with_rows_out_takes_single_images(command, tmp_path):
+def test_fixed_batch_with_rows_out_is_set_by_the_user(tmp_path):
     weights = dict(CONVS)
     weights["shape"] = np.array([-1, 4])
     nodes = f"{CONV_NODES} y = Reshape(c, shape)"
     model = make_model(nodes, {"x": [2, 3, 6, 6]}, {"y": [144, 4]}, weights)
     images = normal(9, 3, 6, 6)
     np.savez(tmp_path / "x.npz", x=images)
-    loaded = load(model)
-    feed = Dataset(source=tmp_path / "x.npz").open(loaded.inputs)
-    first, *_, last = feed.samples()
+    dataset = Dataset(source=tmp_path / "x.npz", batch_axis="0")
+    first, *_, last = dataset.open(load(model).inputs).samples()
     np.testing.assert_array_equal(first["x"], images[:2])
     np.testing.assert_array_equal(last["x"], images[[8, 0]])
-    path = save_net(model, tmp_path / "net.onnx")
-    options = ("--images", tmp_path / "x.npz", "--out", tmp_path / "out", "--duration", 0)
-    assert "2 of them together" in command("build", path, *options, "--effort", 0)
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert report["engines"][1]["accuracy"]["samples"] == 5
 
 
-def test_label_is_that_of_first_part():
-    labels = np.arange(8)
-    samples = {"x": normal(8, 3, 6, 6)}
-    feed = Dataset(source=[{"x": row[None]} for row in samples["x"]]).open(
-        load(camera_model(2)).inputs
-    )
-    feed.set_labels(labels)
-    assert feed.labels == (0, 2, 4, 6)
+def test_pictures_are_no_views_of_one_sample(pictures):
+    dataset = Dataset(source=pictures)
+    with pytest.raises(FeedError, match="takes 6 rows as one"):
+        dataset.open(load(camera_model(6)).inputs)
+    feed = replace(dataset, batch_axis="0").open(load(camera_model(6)).inputs)
+    assert feed.batch == 6
 
 
 @pytest.mark.parametrize("tail", ["reshape", "first row"])
@@ -232,22 +223,6 @@ def test_points_that_act_on_one_another_are_no_batch(nodes, is_batch):
     outputs = {"y": ["N", 5]} | ({"m": []} if "keepdims" in nodes else {})
     model = make_model(nodes, {"x": ["N", 4]}, outputs, as_float32({"w": normal(4, 5)}))
     assert batch_inputs(load(model).inputs) == ({"x"} if is_batch else set())
-
-
-@pytest.mark.parametrize("links", ["edges", "adjacency"])
-def test_nodes_of_graph_are_no_batch(links):
-    if links == "edges":
-        other = make_value("links", [2, "E"], TensorProto.INT64)
-        nodes = "s = Gather <axis = 0> (x, links) t = ReduceSum <keepdims = 0> (s) y = Add(x, t)"
-        sample = {"links": np.array([[0, 1, 2], [1, 2, 0]])}
-    else:
-        other = make_value("links", ["N", "N"])
-        nodes = "y = MatMul(links, x)"
-        sample = {"links": np.eye(3, dtype=np.float32)}
-    model = make_model(nodes, [make_value("x", ["N", 4]), other], {"y": ["N", 4]})
-    sample["x"] = normal(3, 4)
-    (fed,) = Dataset(source=[sample]).open(load(model).inputs).samples()
-    assert fed["x"].shape == (3, 4)
 
 
 def test_unequal_rows_that_fit_no_sample_are_refused():

@@ -111,7 +111,7 @@ class Inspection(PrintedResult):
         for field_name in ("inputs", "outputs"):
             specs[field_name] = [asdict(spec) for spec in getattr(self, field_name)]
             for spec in specs[field_name]:
-                del spec["first_axis"]  # calib8 derives it; the model does not declare it
+                del spec["has_batch"]  # calib8 derives it; the model does not declare it
         documents = []
         for target in self.targets:
             document: dict[str, object] = {

@@ -33,7 +33,6 @@ from deploy.feed.arrays import (
     arrays_by_input,
     conversion_notes,
     count_samples,
-    has_rows,
     with_batch,
 )
 from deploy.feed.file_list import FileList, ImageFile
@@ -43,7 +42,7 @@ from deploy.feed.temporary_arrays import Item
 from deploy.files.archives import HEADER_LOCK, check_archive, read_array_header
 from deploy.files.guard import add_input_file
 from deploy.files.reading import open_regular_file, refuse_irregular
-from deploy.tensors import Array, FirstAxis, TensorSpec
+from deploy.tensors import Array, TensorSpec
 
 SUFFIXES = frozenset((".bin", ".npy", ".npz", ".raw"))
 _MAX_ENTRIES = 1 << 12  # arrays in an .npz file: one per input
@@ -317,7 +316,7 @@ def read_arrays(path: Path, specs: Specs) -> ArrayFileContents:
     input_arrays = arrays_by_input(arrays, specs, name)
     for spec in specs:
         # the file of a single sample may lack the batch dimension, whose rows are samples
-        if spec.first_axis is FirstAxis.ROWS:
+        if spec.has_batch:
             input_arrays[spec.name] = with_batch(input_arrays[spec.name], spec)
     if labels is not None:
         count = count_samples(input_arrays, specs, name)
@@ -361,7 +360,7 @@ def _load_raw(path: Path, specs: Specs) -> Array:
         )
     (spec,) = specs
     # without the first dimension, if it counts samples: a file holds any number of them
-    expected_shape = spec.shape[1:] if has_rows(spec) else spec.shape
+    expected_shape = spec.shape[1:] if spec.has_batch else spec.shape
     sample_shape = tuple(size for size in expected_shape if isinstance(size, int))
     if len(sample_shape) != len(expected_shape):
         raise FeedError(

@@ -23,7 +23,7 @@ from deploy.feed.batch_axis import has_open_first, rows_of_run, without_batch
 from deploy.feed.file_list import RawSample, SampleChangedError, sample_digest
 from deploy.feed.preprocess import describe
 from deploy.feed.temporary_arrays import Item
-from deploy.tensors import Array, FirstAxis, TensorSpec
+from deploy.tensors import Array, TensorSpec
 
 Specs = Sequence[TensorSpec]
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")  # names of class numbers beside inputs
@@ -161,9 +161,7 @@ def with_batch(array: Array, spec: TensorSpec) -> Array:
     """Add the batch dimension to a single sample that lacks it and fits otherwise."""
     if not spec.shape or array.ndim != len(spec.shape) - 1:
         return array
-    batch_of_one = array[None]
-    is_turned = _find_axis_order(batch_of_one.shape, spec) is not None
-    return batch_of_one if is_turned or fits(array.shape, spec.shape[1:]) else array
+    return array[None] if fits(array.shape, spec.shape[1:]) else array
 
 
 def count_samples(item: Item, specs: Specs, item_name: str) -> int:
@@ -182,25 +180,20 @@ class SampleCounter:
     """Counts the samples of items, and finds whether each item is one sample.
 
     The rows of an item, along the first dimension of its arrays, are as a rule one sample each.
-    All rows of an item together are one sample
-
-    * if the inputs of an item differ in their number of rows: a map [1, 8, H, W] has 6 regions
-      [6, 4];
-    * if the model takes several rows as one sample, such as the images of 6 cameras, and each item
-      holds just as many.
-
-    This holds for all items or for none, and may show only after several of them.
+    All rows of an item together are one sample if its inputs differ in their number of rows: a map
+    [1, 8, H, W] has 6 regions [6, 4]. This holds for all items or for none, and may show only after
+    several of them.
 
     Attributes:
         inputs: the inputs as the model alone shows them.
         row_counts: rows of each item.
+        items_are_samples: whether each item is one sample, by the items so far.
     """
 
     inputs: Specs
     row_counts: list[int] = field(default_factory=list)
+    items_are_samples: bool = False
     _is_stacked: bool | None = None  # whether the first item that could be read is stacked
-    _has_unequal_rows: bool = False  # whether the inputs of some item differ in their rows
-    _each_fills_one_run: bool = True  # whether each item has just the rows of one run of the model
 
     def add(self, item: Item, item_name: str) -> int:
         """Record an item; return its number of samples: its rows, or 1 if each item is one sample.
@@ -220,7 +213,7 @@ class SampleCounter:
             array = item[spec.name]
             _check_array(array, spec, item_name)
             is_stacked |= array.ndim > len(spec.shape)
-            if array.ndim > len(spec.shape) or has_rows(spec):
+            if array.ndim > len(spec.shape) or spec.has_batch:
                 rows_by_input[spec.name] = array.shape[0]
 
         distinct_counts = set(rows_by_input.values())
@@ -233,13 +226,11 @@ class SampleCounter:
                 raise FeedError(
                     f"all inputs of {item_name} must have equally many samples, got {counts_text}"
                 )
-            self._has_unequal_rows = True  # so a row is no sample: the whole item is one
+            self.items_are_samples = True
 
         if self._is_stacked is None:  # all items are as the first one
             self._is_stacked = is_stacked
         row_count = max(distinct_counts, default=1)
-        if is_stacked or row_count != rows_of_run(self.inputs):
-            self._each_fills_one_run = False
         self.row_counts.append(row_count)
         return 1 if self.items_are_samples else row_count
 
@@ -251,12 +242,6 @@ class SampleCounter:
         """Whether the first dimensions of these inputs have the same name, such as "batch"."""
         first_dimensions = {spec.shape[0] for spec in self.inputs if spec.name in input_names}
         return len(first_dimensions) == 1 and None not in first_dimensions
-
-    @property
-    def items_are_samples(self) -> bool:
-        """Whether each item is one sample, by the items so far."""
-        has_parts = any(spec.first_axis is FirstAxis.PARTS for spec in self.inputs)
-        return self._has_unequal_rows or (has_parts and self._each_fills_one_run)
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -279,11 +264,6 @@ class SampleCounter:
         if self.items_are_samples:
             return tuple(range(1, len(self.row_counts) + 1))
         return tuple(accumulate(self.row_counts))
-
-
-def has_rows(spec: TensorSpec) -> bool:
-    """Return whether the first dimension of an input counts rows: samples, or parts of one."""
-    return spec.first_axis in (FirstAxis.ROWS, FirstAxis.PARTS)
 
 
 def _check_array(array: Array, spec: TensorSpec, item_name: str) -> None:
@@ -312,14 +292,11 @@ def _check_array(array: Array, spec: TensorSpec, item_name: str) -> None:
     sizes = array.shape
     if array.ndim == len(spec.shape) + 1:
         sizes = sizes[1:]
-    elif has_rows(spec):
+    elif spec.has_batch:
         expected_shape[0] = None  # any number N
-    # an image in the other order, channels first or last, is transposed later
-    if not fits(sizes, expected_shape) and _find_axis_order(sizes, spec) is None:
-        raise FeedError(
-            f"{item_name} must fit the input {describe(spec)}, got {got}; give one array of this"
-            " shape per sample, or a batch of them"
-        )
+    if not fits(sizes, expected_shape):
+        remedy = _find_remedy(sizes, spec)
+        raise FeedError(f"{item_name} must fit the input {describe(spec)}, got {got}; {remedy}")
 
 
 def _is_convertible(dtype: np.dtype[Any], input_dtype: np.dtype[Any]) -> bool:
@@ -341,7 +318,7 @@ def _take_sample(array: Array, spec: TensorSpec, row: int) -> Array:
     """Return one sample of an array that `count_samples` accepted, with the input's rank."""
     if array.ndim > len(spec.shape):
         view = array[row, ...]
-    elif has_rows(spec):
+    elif spec.has_batch:
         view = array[row : row + 1]
     else:
         view = array
@@ -351,14 +328,11 @@ def _take_sample(array: Array, spec: TensorSpec, row: int) -> Array:
 
 
 def fit_array(array: Array, spec: TensorSpec) -> Array:
-    """Convert a sample that `count_samples` accepted to the input's dtype and order of axes.
+    """Convert a sample that `count_samples` accepted to the input's dtype.
 
     Raises:
         FeedError: an integer is out of the input's range.
     """
-    axis_order = _find_axis_order(array.shape, spec)
-    if axis_order is not None:
-        array = np.ascontiguousarray(array.transpose(axis_order))
     with np.errstate(over="ignore"):  # infinite values are refused later
         values = array.astype(spec.dtype, copy=False)
     if values.dtype.kind == "i" and not np.array_equal(values, array):
@@ -370,46 +344,21 @@ def conversion_notes(item: Item, specs: Specs) -> list[str]:
     """Return a note for each input whose arrays need a conversion, see `fit_array`."""
     notes = []
     for spec in specs:
-        array = item[spec.name]
-        if array.dtype.name != spec.dtype:
-            notes.append(f"arrays of {spec.name} are converted from {array.dtype} to {spec.dtype}")
-        axis_order = _find_axis_order(array.shape[-len(spec.shape) :], spec)
-        if axis_order is not None:
-            notes.append(
-                f"arrays of {spec.name} are turned by .transpose{axis_order} to fit the input"
-            )
+        dtype = item[spec.name].dtype
+        if dtype.name != spec.dtype:
+            notes.append(f"arrays of {spec.name} are converted from {dtype} to {spec.dtype}")
     return notes
 
 
-# axis of the channels in the input -> what transposes an array in the other order to it
-_AXIS_ORDER_BY_CHANNEL_AXIS = {1: (0, 3, 1, 2), 3: (0, 2, 3, 1)}
+_AXIS_ORDERS = ((0, 3, 1, 2), (0, 2, 3, 1))  # move the channels to the front, and to the end
 
 
-def _find_axis_order(sizes: tuple[int, ...], spec: TensorSpec) -> tuple[int, ...] | None:
-    """Return the axes that transpose images, [N, H, W, C] or [N, C, H, W], to the input's order.
-
-    None if the array has that order, or fits in neither. The orders are told apart only if the
-    input fixes the number of channels, and it is below both sides: [1, 3, 3, 3] is never
-    transposed.
-
-    Args:
-        sizes: the shape of the array.
-        spec: the input.
-    """
-    if len(sizes) != 4 or len(spec.shape) != 4:
-        return None
-    for channel_axis, axis_order in _AXIS_ORDER_BY_CHANNEL_AXIS.items():
-        channels = spec.shape[channel_axis]
-        transposed_sizes = [sizes[axis] for axis in axis_order]
-        has_input_order = sizes[channel_axis] == channels
-        # the first axis is left out: an array may hold any number of images
-        if has_input_order or not fits(transposed_sizes[1:], spec.shape[1:]):
-            continue
-        # height and width
-        sides = transposed_sizes[2:] if channel_axis == 1 else transposed_sizes[1:3]
-        if isinstance(channels, int) and channels < min(sides):
-            return axis_order
-    return None
+def _find_remedy(sizes: Sequence[int], spec: TensorSpec) -> str:
+    """Return what to do with an array of these sizes, which does not fit the input."""
+    for axis_order in _AXIS_ORDERS:
+        if len(sizes) == 4 and fits([sizes[axis] for axis in axis_order[1:]], spec.shape[1:]):
+            return f"turn it with .transpose{axis_order}"
+    return "give one array of this shape per sample, or a batch of them"
 
 
 def _refuse_non_finite(sample: Item, sample_name: str) -> None:

@@ -1,22 +1,21 @@
-"""What the first dimension of a model's inputs is: decided once, for data, figures and files.
+"""Whether the first dimension of a model's inputs is a batch: decided once, for data and files.
 
 ::
 
-    ROWS      images [N, 3, H, W]  ->  scores [N, 10]        each row is one sample
-    PARTS     cameras [6, 3, H, W] ->  scores [1, 10]        6 rows make one sample
-    CONTENT   pillars [P, 8, 6]    ->  map [1, 3, H, W]      a dimension like any other
+    images [N, 3, H, W]  ->  scores [N, 10]        a batch: each row is one sample
+    cameras [6, 3, H, W] ->  scores [1, 10]        no batch: all rows are one sample
+    pillars [P, 8, 6]    ->  map [1, 3, H, W]      no batch
 
 The model's shapes decide where they can (`mark_first_axes`), two runs where they cannot
 (`may_lack_batch`), and the user's `--batch-axis` everywhere. What the model leaves open, the
-samples may show: items whose inputs differ in their number of rows are complete samples, and so
-are items of exactly as many rows as one sample has.
+samples may show: items whose inputs differ in their number of rows are complete samples.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from deploy.errors import ConfigError
-from deploy.tensors import FirstAxis, TensorSpec
+from deploy.tensors import TensorSpec
 
 AUTO, FIRST, NONE = "auto", "0", "none"
 CHOICES = (AUTO, FIRST, NONE)
@@ -25,13 +24,7 @@ CHOICES = (AUTO, FIRST, NONE)
 def mark_first_axes(
     inputs: Sequence[TensorSpec], outputs: Iterable[TensorSpec] = (), choice: str = AUTO
 ) -> tuple[TensorSpec, ...]:
-    """Return the inputs with their `first_axis` set: what their first dimension is.
-
-    ::
-
-        FirstAxis.ROWS     a batch: each row is one sample
-        FirstAxis.PARTS    the rows together are one sample, such as the views of 6 cameras
-        FirstAxis.CONTENT  a dimension like any other
+    """Return the inputs with their `has_batch` set: whether their first dimension is a batch.
 
     Args:
         inputs: all inputs of the model.
@@ -45,32 +38,26 @@ def mark_first_axes(
         raise ConfigError(
             f"the batch axis must be {', '.join(CHOICES[:-1])} or {NONE}, got {choice!r}"
         )
-    common_rows = _find_common_rows(inputs)
-    if choice != AUTO:
-        has_batch = choice == FIRST
-    elif common_rows > 1:  # the rows are samples, unless an output has another number of them
-        has_batch = all(_may_hold_samples(output.shape, common_rows) for output in outputs)
-    else:
-        has_batch = not _is_graph(inputs)
-
-    meaning = FirstAxis.CONTENT
-    if has_batch:
-        meaning = FirstAxis.ROWS
-    elif common_rows > 1:
-        meaning = FirstAxis.PARTS
-
+    row_count = _find_common_rows(inputs)
+    has_batch = choice == FIRST
+    if choice == AUTO:  # rows are samples, unless an output has another fixed number of them
+        has_batch = row_count == 1 or all(
+            _may_hold_samples(output.shape, row_count) for output in outputs
+        )
     # an input of another fixed size, such as a state [2, N, 64], has no batch in front
-    marked_inputs = []
-    for spec in inputs:
-        has_this_meaning = has_open_first(spec) or spec.shape[:1] in ((1,), (common_rows,))
-        first_axis = meaning if has_this_meaning else FirstAxis.CONTENT
-        marked_inputs.append(replace(spec, first_axis=first_axis))
-    return tuple(marked_inputs)
+    return tuple(
+        replace(spec, has_batch=has_batch and _has_common_rows(spec, row_count)) for spec in inputs
+    )
 
 
 def without_batch(inputs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
     """Return the inputs with a first dimension like any other: each item is a complete sample."""
-    return tuple(replace(spec, first_axis=FirstAxis.CONTENT) for spec in inputs)
+    return tuple(replace(spec, has_batch=False) for spec in inputs)
+
+
+def _has_common_rows(spec: TensorSpec, row_count: int) -> bool:
+    """Whether an input has the rows that all inputs have: an open number, 1, or `row_count`."""
+    return has_open_first(spec) or spec.shape[:1] in ((1,), (row_count,))
 
 
 def _find_common_rows(inputs: Iterable[TensorSpec]) -> int:
@@ -113,26 +100,6 @@ def _may_hold_samples(shape: tuple[int | str | None, ...], size: int) -> bool:
     return any(not isinstance(batch, int) or batch == size for batch in batch_sizes)
 
 
-def _is_graph(inputs: Sequence[TensorSpec]) -> bool:
-    """Whether inputs are those of a graph network, whose nodes are no batch.
-
-    Beside the nodes [N, ...] an input holds the edges: integers [2, E], or a matrix [N, N]. N and E
-    are open: names, or None.
-    """
-    for spec in inputs:
-        if len(spec.shape) != 2 or isinstance(spec.shape[1], int):
-            continue  # it does not hold edges
-        row_count, column_count = spec.shape
-        open_inputs = filter(has_open_first, inputs)
-        node_counts = [other.shape[0] for other in open_inputs if other is not spec]
-        if spec.dtype in ("int32", "int64"):
-            if row_count == 2 and node_counts:  # the two nodes of each edge
-                return True
-        elif row_count is not None and row_count == column_count and row_count in node_counts:
-            return True  # a matrix of all pairs of nodes
-    return False
-
-
 def has_open_first(spec: TensorSpec) -> bool:
     """Whether the first dimension of an input is open."""
     return bool(spec.shape) and not isinstance(spec.shape[0], int)
@@ -160,24 +127,20 @@ def _may_be_points(shape: tuple[int | str | None, ...]) -> bool:
 
 
 def rows_of_run(inputs: Iterable[TensorSpec]) -> int:
-    """Return how many rows the model fixes in each run; 1 if it fixes none."""
-    batched_inputs = (spec for spec in inputs if spec.first_axis is not FirstAxis.CONTENT)
+    """Return how many samples the model fixes in each run; 1 if it fixes no number."""
+    batched_inputs = (spec for spec in inputs if spec.has_batch)
     return _single_size({spec.shape[0] for spec in batched_inputs if len(spec.shape) > 1})
 
 
 def batch_inputs(inputs: Iterable[TensorSpec]) -> frozenset[str]:
-    """Return the inputs each of whose rows is one sample."""
-    return frozenset(spec.name for spec in inputs if spec.first_axis is FirstAxis.ROWS)
+    """Return the names of the inputs each of whose rows is one sample."""
+    return frozenset(spec.name for spec in inputs if spec.has_batch)
 
 
 def describe_samples(inputs: Sequence[TensorSpec]) -> str:
     """Return what one sample is, for the report; "" if it is plain, a row of a batch."""
-    parts = [spec.name for spec in inputs if spec.first_axis is FirstAxis.PARTS]
-    if parts:
-        return f"{rows_of_run(inputs)} of them together are one input of the model"
-    open_names = [
-        spec.name
-        for spec in inputs
-        if spec.first_axis is FirstAxis.CONTENT and (has_open_first(spec) or spec.shape[:1] == (1,))
-    ]
-    return f"all rows of {', '.join(open_names)} are one sample" if open_names else ""
+    if batch_inputs(inputs):
+        return ""
+    row_count = _find_common_rows(inputs)
+    names = [spec.name for spec in inputs if _has_common_rows(spec, row_count)]
+    return f"all rows of {', '.join(names)} are one sample" if names else ""

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from deploy.errors import FeedError
-from deploy.feed.arrays import ArraySource, has_rows
+from deploy.feed.arrays import ArraySource
 from deploy.feed.batch_axis import rows_of_run
 from deploy.feed.loaders import open_iterable
 from deploy.feed.preprocess import describe
@@ -127,7 +127,7 @@ class CalibratorBatches:
         address, window = self._find_window(spec, pointer)
         # in this order: the number of values in a batch shows the dtype of the copied bytes, and
         # the size of a sample how many samples they are
-        has_batch = has_rows(spec)
+        has_batch = bool(spec.has_batch)
         expected_count = self._expected_size if has_batch else 1
         sample_shape = self._sample_shape(spec, window, has_batch=has_batch)
         sample_size = prod(sample_shape)

@@ -152,7 +152,7 @@ class Dataset:
         """
         if not specs:
             raise FeedError("a model must have an input to be fed, got none; check the model")
-        if self.batch_axis != AUTO or any(spec.first_axis is None for spec in specs):
+        if self.batch_axis != AUTO or any(spec.has_batch is None for spec in specs):
             specs = mark_first_axes(specs, choice=self.batch_axis)
         source = self.source
         if isinstance(source, str | os.PathLike) and is_loader_spec(str(source)):
@@ -349,10 +349,15 @@ class _SourceOpener:
                 f" {summarize_names([describe(spec) for spec in self.specs])}; give a folder of"
                 " .npz files with one array an input, or one folder of .npy files an input"
             )
-        resolved = resolve_preprocess(
-            self.dataset.preprocess, self.metadata_preprocess, self.specs[0]
-        )
-        check_dtype(self.specs[0], resolved.preprocess)
+        (spec,) = self.specs
+        row_count = spec.shape[0] if spec.shape else 1
+        if isinstance(row_count, int) and row_count > 1 and not spec.has_batch:
+            raise FeedError(
+                f"each image is a sample, the input {describe(spec)} takes {row_count} rows as one;"
+                " feed arrays of this shape, or set --batch-axis 0 if each row is a sample"
+            )
+        resolved = resolve_preprocess(self.dataset.preprocess, self.metadata_preprocess, spec)
+        check_dtype(spec, resolved.preprocess)
         return resolved
 
     def _create_feed(

@@ -36,7 +36,7 @@ from deploy.feed.preprocess import Preprocess, describe
 from deploy.feed.sources import is_video
 from deploy.feed.temporary_arrays import Item
 from deploy.files.reading import convert, read_json, read_yaml
-from deploy.tensors import FirstAxis, TensorSpec
+from deploy.tensors import TensorSpec
 
 _WILDCARDS = frozenset("*?[")
 _SOURCES = "a folder of images or arrays, a list file, a pattern such as 'photos/*.jpg', or a file"
@@ -411,7 +411,7 @@ class RawFiles:
                 f"files without a header need a shape, since the input {describe(spec)} leaves it"
                 " open; give it (--raw-shape), or write .npy files, which store theirs"
             )
-        return TensorSpec(spec.name, self.dtype or spec.dtype, (None, *shape), FirstAxis.ROWS)
+        return TensorSpec(spec.name, self.dtype or spec.dtype, (None, *shape), has_batch=True)
 
 
 def _is_raw_shape(shape: object) -> bool:

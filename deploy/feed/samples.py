@@ -32,7 +32,7 @@ from deploy.feed.sources import (
     read_remote_samples,
 )
 from deploy.feed.states import SequenceSource, spread_steps
-from deploy.tensors import Array, FirstAxis, TensorSpec
+from deploy.tensors import Array, TensorSpec
 from deploy.terminal import phase
 
 # samples cached in memory: for shapes, latency runs, statistics of inner tensors
@@ -118,7 +118,7 @@ class Feed:
         if isinstance(self._source, SequenceSource):
             sequences = set(map(self._source.sequence_of, self._chosen.good_indices()))
             return self._source.recurrence.describe(len(sequences))
-        if self.kind == "arrays" or self.batch > 1:
+        if self.kind == "arrays":
             return describe_samples(self.specs)
         return ""
 
@@ -171,14 +171,13 @@ class Feed:
 
     @property
     def labels(self) -> tuple[int, ...] | None:
-        """One class number per sample, without the skipped ones; None without labels."""
+        """One class number per image or row, without the skipped ones; None without labels."""
         labels = self._user_labels or self._source.labels
         if labels is None:
             return None
         skipped_count = len(self._chosen.skipped)
         if self._bad_count_when_cached != skipped_count:
-            good_labels = tuple(labels[index] for index in self._chosen.good_indices())
-            self._good_labels = good_labels[:: self._rows_of_sample]
+            self._good_labels = tuple(labels[index] for index in self._chosen.good_indices())
             self._bad_count_when_cached = skipped_count
         return self._good_labels
 
@@ -203,20 +202,13 @@ class Feed:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """One name per sample, without the skipped ones."""
-        names = map(self._source.sample_name, self._chosen.good_indices())
-        return tuple(names)[:: self._rows_of_sample]
+        """One name per image or row, without the skipped ones."""
+        return tuple(map(self._source.sample_name, self._chosen.good_indices()))
 
     @property
     def entry_names(self) -> Iterable[str]:
         """Name of every image or row, skipped ones too."""
         return map(self._source.sample_name, self._chosen.indices)
-
-    @property
-    def _rows_of_sample(self) -> int:
-        """Number of images or rows that make one sample."""
-        has_parts = any(spec.first_axis is FirstAxis.PARTS for spec in self.specs)
-        return self.batch if has_parts else 1
 
     def name_by_digest(self) -> dict[str, str]:
         """Return sha256 (hex) -> name of every image or row; call after a pass or `manifest`."""

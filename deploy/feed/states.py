@@ -30,7 +30,7 @@ from deploy.feed.file_list import RawSample
 from deploy.feed.preprocess import describe
 from deploy.feed.sampling import Choice, spread_evenly
 from deploy.feed.sources import Sample, SampleSource
-from deploy.tensors import Array, FirstAxis, Session, TensorSpec
+from deploy.tensors import Array, Session, TensorSpec
 
 States = Mapping[str, str]  # state input -> the output that the next step gets there
 StepFunction = Callable[[Sample], Mapping[str, Array]]
@@ -230,7 +230,7 @@ def _check_single_row(spec: TensorSpec, array: Array) -> Array:
     Raises:
         FeedError: it holds several rows of a batch.
     """
-    if spec.first_axis is FirstAxis.ROWS and array.shape[0] != 1:
+    if spec.has_batch and array.shape[0] != 1:
         raise FeedError(
             f"a step of a sequence must be one row, got {array.shape[0]} for {spec.name}; give one"
             " array [T, ...] for each sequence"
