@@ -541,19 +541,10 @@ def test_list_may_name_file_per_input(tmp_path, wording):
     wording.check(refusal.value)
 
 
-def test_single_loader_function_needs_no_name(tmp_path, wording):
-    file = tmp_path / "loader.py"
-    code = "import numpy as np\ndef load(rows=5):\n    yield np.ones((rows, 3, 16, 20), 'f4')\n"
-    file.write_text(code)
-    assert len(open_feed(str(file), [IMAGE])) == 5
-    file.write_text(file.read_text() + "def other():\n    pass\n")
-    with pytest.raises(ConfigError) as refusal:
-        open_feed(str(file), [IMAGE])
-    wording.check(refusal.value)
-    file.write_text("(")
-    with pytest.raises(FeedError) as refusal:
-        open_feed(str(file), [IMAGE])
-    wording.check(refusal.value)
+def test_loader_without_function_is_refused(tmp_path):
+    (tmp_path / "loader.py").write_text("def load():\n    return []\n")
+    with pytest.raises(ConfigError, match=r"a loader is given as loader\.py:function"):
+        open_feed(str(tmp_path / "loader.py"), [IMAGE])
 
 
 def test_integers_are_converted_when_they_fit(wording):

@@ -209,7 +209,7 @@ def test_written_arrays_are_read_back(array):
     assert archives.read_array_header(io.BytesIO(data), len(data))[0] == array.shape
 
 
-def test_archive_bomb_is_refused_unpacked(monkeypatch, wording):
+def test_archive_bomb_is_refused_unpacked(wording):
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for number in range(3):
@@ -224,10 +224,6 @@ def test_archive_bomb_is_refused_unpacked(monkeypatch, wording):
         check(max_entries=2)
     check()
     assert file.tell() == 0
-    monkeypatch.setattr("deploy.files.archives._MAX_LISTING_BYTES", 100)
-    monkeypatch.setattr("zipfile.ZipFile", None)
-    with pytest.raises(FeedError, match="of names alone"):
-        check()
 
 
 def test_utf8_paths_are_recognized():

@@ -464,24 +464,7 @@ def test_video_is_fed_by_frames(tmp_path, command, small_cnn, wording):
     assert len(collect_feed(path.rename(tmp_path / "clip\udcff.avi"), preprocess=UNIT)[1]) == 5
 
 
-def test_random_sample_and_stride_choose_images(pictures, tmp_path, run, small_cnn, wording):
-    drawn = [open_feed(pictures, [X], limit=Choice(sample=6, seed=s)).names for s in (0, 0, 1)]
-    assert drawn[0] == drawn[1] != drawn[2]
-    assert len(set(drawn[0])) == 6
-    assert list(drawn[0]) == sorted(drawn[0])
-    arguments = (
-        "calibrate",
-        small_cnn,
-        "--images",
-        pictures,
-        "--out",
-        tmp_path / "a.cache",
-        "--force",
-    )
-    out = run.ok(*arguments, "--sample", 6, "--sample-seed", 1)
-    assert "6 of 20 samples are used, drawn by lot (seed 1)" in out
-    wording.check(run.fails(*arguments, "--sample-seed", 1))
-    wording.check(run.fails(*arguments, "--sample", 3, "--limit", 3))
+def test_stride_chooses_images(pictures):
     feed = open_feed(pictures, [X], limit=Choice(every=3))
     assert feed.names == tuple(f"{n:02}.png" for n in range(0, 20, 3))
     assert "one of every 3 of 20 samples is used" in feed.notes

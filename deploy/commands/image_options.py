@@ -177,12 +177,6 @@ _CHOICE = (
         "--limit", type=click.IntRange(min=1), help="Use at most N images, spread evenly over all."
     ),
     base.image_option(
-        "--sample", type=click.IntRange(min=1), help="Use at most N images, drawn at random."
-    ),
-    base.image_option(
-        "--sample-seed", type=click.IntRange(min=0), help="Random seed for --sample.  [default: 0]"
-    ),
-    base.image_option(
         "--stride",
         type=click.IntRange(min=1),
         help="Use every N-th image or video frame only.  [default: 1; one a second of a video]",
@@ -191,22 +185,12 @@ _CHOICE = (
 
 
 def take_limit(arguments: dict[str, Any]) -> Limit:
-    """Remove the options of `_CHOICE` from `arguments`; return them, or None if none is given.
-
-    Raises:
-        ConfigError: a seed without --sample; or as `Choice`.
-    """
+    """Remove the options of `_CHOICE` from `arguments`; return them, or None if none is given."""
     from deploy.feed.sampling import Choice
 
     limit = arguments.pop("limit")
     stride = arguments.pop("stride")
-    sample = arguments.pop("sample")
-    seed = arguments.pop("sample_seed")
-    if seed is not None and sample is None:
-        raise ConfigError(f"--sample-seed is of --sample, got {seed} alone; give --sample too")
-    if limit is None and sample is None and stride is None:
-        return None
-    return Choice(limit=limit, sample=sample, seed=seed or 0, every=stride)
+    return None if limit is None and stride is None else Choice(limit=limit, every=stride)
 
 
 _STABILITY_OPTIONS = (

@@ -41,8 +41,6 @@ _OVERRIDDEN_OPTIONS = {
     "refresh": ("split", "plan"),
     "images": ("calibrator_script",),
     "calibrator_script": ("images",),
-    "limit": ("sample", "sample_seed"),
-    "sample": ("limit",),
 }
 _UNDECODED_BYTE = re.compile("[\ud800-\udfff]")  # in a file name, which UTF-8 cannot encode
 _META = "calib8.options"  # key in a click context: parameter -> value on the line or in the file

@@ -9,7 +9,6 @@ An item of an iterable holds one array per input: an array, a tensor, a tuple wi
 mapping. Whatever numpy converts to an array is one, also a torch tensor that requires a gradient.
 """
 
-import ast
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from deploy.errors import ConfigError, FeedError
+from deploy.errors import FeedError
 from deploy.feed.arrays import (
     LABEL_KEYS,
     ArraySource,
@@ -33,12 +32,9 @@ from deploy.feed.arrays import (
 from deploy.feed.pixels import preprocess_image
 from deploy.feed.preprocess import Preprocess
 from deploy.feed.temporary_arrays import Item, ItemStore
-from deploy.files.reading import read_bytes
 from deploy.files.usercode import load_function, wrap_user_errors
 from deploy.tensors import Array, TensorSpec
 
-_LOADER_FORM = "loader.py:function"
-_MAX_SCRIPT_BYTES = 1 << 24
 _MAX_IGNORED_NAMES = 5  # values of an item that a note names
 
 
@@ -136,48 +132,23 @@ def _iterate(source: Iterable[Any]) -> Iterator[Any]:
 
 
 def is_loader_spec(path: str) -> bool:
-    """Return whether a path is a Python file, with or without `:function`."""
-    return _is_function_spec(path) or (path.endswith(".py") and os.path.isfile(path))
-
-
-def _is_function_spec(path: str) -> bool:
-    """Return whether a path is of the form `loader.py:function`."""
+    """Return whether a path is a Python file, which is given as `loader.py:function`."""
     file, _, name = path.rpartition(":")
-    return file.endswith(".py") and name.isidentifier() and not Path(path).exists()
+    is_function = file.endswith(".py") and name.isidentifier() and not Path(path).exists()
+    return is_function or (path.endswith(".py") and os.path.isfile(path))
 
 
 def call_loader(spec: str) -> object:
-    """Return what the function of `loader.py:function` returns; see `is_loader_spec`.
-
-    A file that defines one public function or class needs no `:function`.
+    """Return what the function of `loader.py:function` returns.
 
     Raises:
-        ConfigError: there is no such file or function, or the file has several.
+        ConfigError: there is no such file or function, or the file is given without a function.
         FeedError: the function failed.
     """
-    if not _is_function_spec(spec):
-        spec = f"{spec}:{_find_only_definition(spec)}"
-    function = load_function(spec, what="a loader", form=_LOADER_FORM, error=FeedError)
+    function = load_function(spec, what="a loader", form="loader.py:function", error=FeedError)
     with wrap_user_errors(f"the loader {spec}", error=FeedError):
         result: object = function()
     return result
-
-
-def _find_only_definition(path: str) -> str:
-    """Return the name of the only public function or class that a Python file defines."""
-    source = read_bytes(Path(path), what="a loader", error=FeedError, max_bytes=_MAX_SCRIPT_BYTES)
-    with wrap_user_errors(path, error=FeedError):
-        statements = ast.parse(source, path).body
-    names = []
-    for statement in statements:
-        if isinstance(statement, ast.FunctionDef | ast.ClassDef) and statement.name[0] != "_":
-            names.append(statement.name)
-    if len(names) != 1:
-        raise ConfigError(
-            f"a loader is given as {_LOADER_FORM}, got {path} alone; it has"
-            f" {', '.join(names) or 'no function'}"
-        )
-    return names[0]
 
 
 MAX_SAMPLES = 100_000  # of an iterable without a length, unless the user sets a limit

@@ -1,4 +1,4 @@
-"""Choose samples of a source: all, spread evenly, every N-th, or random; with shards.
+"""Choose samples of a source: all, spread evenly, or every N-th; with shards.
 
 ::
 
@@ -153,33 +153,24 @@ class Choice:
     Attributes:
         limit: maximum number of samples, spread evenly over the source; the first ones of a source
             without a length, such as a generator. None for no maximum.
-        sample: maximum number of samples, drawn at random; None for no maximum.
-        seed: for `sample`; one seed always draws the same samples.
         every: use every N-th sample only, from the first on; None for the default of the source:
             each, or one frame per second of a video.
         shard: (its number i from 1, number of shards n): use every n-th chosen sample, from the
             i-th on; None for all.
 
     Raises:
-        ConfigError: a number below 1, both `limit` and `sample`, or an invalid shard.
+        ConfigError: a number below 1, or an invalid shard.
     """
 
     limit: int | None = None
-    sample: int | None = None
-    seed: int = 0
     every: int | None = None
     shard: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("limit", "sample", "every"):
+        for name in ("limit", "every"):
             value = getattr(self, name)
             if value is not None:
                 check_whole_number(name, value, 1, "; leave it out to use all")
-        if self.limit is not None and self.sample is not None:
-            raise ConfigError(
-                f"samples are spread evenly or drawn by lot, got limit {self.limit} and sample"
-                f" {self.sample}; leave one of them out"
-            )
         shard: Any = self.shard  # of any type, if the user makes the choice in Python
         match shard:
             case None:
@@ -217,17 +208,7 @@ class Choice:
         if self.limit is not None and self.limit < len(indices):
             notes.append(f"{self.limit} of {len(indices)} samples are used, spread evenly over all")
             indices = spread_evenly(indices, self.limit)
-        if self.sample is not None and self.sample < len(indices):
-            notes.append(
-                f"{self.sample} of {len(indices)} samples are used, drawn by lot (seed {self.seed})"
-            )
-            drawn_indices = sorted(indices, key=self._draw_key)[: self.sample]
-            indices = sorted(drawn_indices)
         return indices, notes
-
-    def _draw_key(self, index: int) -> bytes:
-        """Return the digest that ranks a sample: no library's generator can change the draw."""
-        return hashlib.sha256(f"{self.seed}:{index}".encode()).digest()
 
 
 Limit = int | Choice | None

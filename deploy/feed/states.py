@@ -315,7 +315,7 @@ def choose_steps(choice: Choice, source: SequenceSource) -> tuple[Sequence[int],
         ConfigError: a choice that would leave out steps in between.
     """
     stride = None if choice.every == 1 else choice.every
-    unsuitable_options = {"--sample": choice.sample, "--stride": stride, "--shard": choice.shard}
+    unsuitable_options = {"--stride": stride, "--shard": choice.shard}
     for flag, value in unsuitable_options.items():
         if value is not None:
             raise ConfigError(

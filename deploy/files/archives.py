@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 HEADER_LOCK = threading.Lock()
 _MAX_ENTRIES = 1 << 20
 _MAX_UNPACKED_BYTES = 16 << 30  # of all entries
-_MAX_LISTING_BYTES = 128 << 20  # of an archive's table of contents
-_ZIP_TAIL_BYTES = 1 << 17  # they hold the end record, its comment and zip64's end record
-# end records of a zip archive: (magic, offset and bytes of the size of the table of contents)
-_END_RECORDS = ((b"PK\x05\x06", 12, 4), (b"PK\x06\x06", 40, 8))
 
 
 def check_archive(
@@ -60,12 +56,6 @@ def check_archive(
 
     budget = f"{max_entries:,} entries and {format_bytes(max_bytes)}"
     rule = f"{os.fspath(path)} must be {what} of at most {budget}"
-    listing_bytes = _read_listing_bytes(file)  # of the list of entries, which `zipfile` reads whole
-    if listing_bytes > _MAX_LISTING_BYTES:
-        raise error(
-            f"{rule}, got {format_bytes(listing_bytes)} of names alone; write several smaller ones"
-        )
-
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
     file.seek(0)
@@ -75,21 +65,6 @@ def check_archive(
             f"{rule} unpacked, got {len(entries):,} and {format_bytes(total)}; write several"
             " smaller ones"
         )
-
-
-def _read_listing_bytes(file: IO[bytes]) -> int:
-    """Return the size of a zip archive's table of contents in bytes; 0 without one."""
-    file_size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, file_size - _ZIP_TAIL_BYTES))
-    tail = file.read()
-    file.seek(0)
-    listing_bytes = 0
-    for magic, offset, width in _END_RECORDS:
-        record = tail.rfind(magic)
-        value = int.from_bytes(tail[record + offset : record + offset + width], "little")
-        if record >= 0 and value != 0xFFFFFFFF:  # zip64 has the size in its own record
-            listing_bytes = max(listing_bytes, value)
-    return min(listing_bytes, file_size)
 
 
 def read_array_header(stream: IO[bytes], max_bytes: int) -> ArrayHeader:
