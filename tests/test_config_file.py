@@ -261,7 +261,7 @@ def test_typed_code_runs_beside_foreign_config(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "code.py").write_text(CODE)
     config = tmp_path / "c.toml"
-    config.write_text("[build]\nimages = 'code.py'\n")
+    config.write_text("[build]\nimages = 'code.py:make'\n")
     config.chmod(0o666)
     model = save_small_cnn(tmp_path / "m.onnx")
     arguments = ("build", model, "--config", config)

@@ -28,7 +28,7 @@ from deploy.feed.parallel import SampleStream, prefetch
 from deploy.feed.paths import RawFiles
 from deploy.feed.preprocess import Preprocess, find_preset
 from deploy.feed.sampling import Choice, sampling_order, spread_evenly
-from deploy.feed.temporary_arrays import TemporaryArrays
+from deploy.feed.temporary_arrays import ItemStore
 from deploy.frontends import load
 from deploy.tensors import TensorSpec
 from tests.models import make_model
@@ -699,7 +699,7 @@ def test_full_disk_ends_only_sample_cache(monkeypatch):
     cache.add(0, {"x": np.ones(3)})
     with monkeypatch.context() as patched:
         failing = Mock(side_effect=OSError(28, "No space left on device"))
-        patched.setattr(TemporaryArrays, "add", failing)
+        patched.setattr(ItemStore, "_write", failing)
         cache.add(1, {"x": np.ones(3)})
     cache.add(2, {"x": np.ones(3)})
     assert cache.get(1) is None

@@ -10,7 +10,7 @@ import pytest
 
 from deploy.feed.array_files import read_arrays
 from deploy.feed.sample_reader import SampleCache
-from deploy.feed.temporary_arrays import TemporaryArrays
+from deploy.feed.temporary_arrays import ItemStore
 from deploy.files.archives import read_array
 from deploy.tensors import TensorSpec
 
@@ -28,11 +28,10 @@ from deploy.tensors import TensorSpec
     ids=["float", "big endian, turned", "empty", "one number", "flags", "text"],
 )
 def test_temporary_array_comes_back_equal(array):
-    scratch = TemporaryArrays()
-    scratch.add(np.ones(5))
-    position = scratch.add(array)
-    scratch.add(np.zeros(7))
-    stored = scratch.get(position)
+    store = ItemStore()
+    for values in (np.ones(5), array, np.zeros(7)):
+        store.append({"x": values})
+    stored = store[1]["x"]
     assert stored.dtype == array.dtype
     assert stored.shape == array.shape
     assert stored.tolist() == array.tolist()
@@ -41,7 +40,7 @@ def test_temporary_array_comes_back_equal(array):
 
 def test_python_objects_are_refused():
     with pytest.raises(ValueError, match="Python objects"):
-        TemporaryArrays().add(np.array([{}], object))
+        ItemStore().append({"x": np.array([{}], object)})
 
 
 class CyclicGarbage:

@@ -1,4 +1,4 @@
-"""Store arrays in a temporary file without a name.
+"""Store items, arrays by input, in a temporary file without a name.
 
 Dtypes and shapes stay in memory, so the file has no headers: numpy parses headers as Python code,
 and Python 3.11 sometimes fails at that in several threads (python/cpython#106905).
@@ -23,16 +23,16 @@ Item = dict[str, Array]
 
 
 @dataclass(frozen=True, slots=True)
-class ArrayLocation:
-    """Location, dtype and shape of an array in a `TemporaryArrays`."""
+class _ArrayLocation:
+    """Location, dtype and shape of an array in the file of an `ItemStore`."""
 
     start: int
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
 
 
-class TemporaryArrays:
-    """Temporary store of arrays in a file; several threads may write and read."""
+class ItemStore:
+    """Items in a temporary file that is removed with the object; several threads may read."""
 
     def __init__(self) -> None:
         """Create the file.
@@ -43,44 +43,8 @@ class TemporaryArrays:
         # unbuffered: a buffer would retry data that a full disk refused before every read
         self._file: FileIO = tempfile.TemporaryFile(prefix="calib8-", buffering=0)  # noqa: SIM115
         self._lock = threading.Lock()
+        self._locations: list[dict[str, _ArrayLocation]] = []  # of the arrays of each item
         weakref.finalize(self, _close, self._file)
-
-    def add(self, array: Array) -> ArrayLocation:
-        """Append an array.
-
-        Raises:
-            OSError: the disk is full.
-            ValueError: the array holds Python objects.
-        """
-        values = np.ascontiguousarray(array)
-        if values.dtype.hasobject:
-            raise ValueError("it holds Python objects")
-        unwritten = memoryview(values.reshape(-1).view(np.uint8).data)
-        with self._lock:
-            location = ArrayLocation(self._file.seek(0, 2), values.dtype, np.shape(array))
-            while unwritten:
-                unwritten = unwritten[self._file.write(unwritten) :]
-        return location
-
-    def get(self, location: ArrayLocation) -> Array:
-        """Return the array at `location` as a new, writable array."""
-        with self._lock:
-            self._file.seek(location.start)
-            values: Array = np.fromfile(self._file, location.dtype, prod(location.shape))
-        return values.reshape(location.shape)
-
-
-def _close(file: FileIO) -> None:
-    with suppress(OSError):
-        file.close()
-
-
-class ItemStore:
-    """Items in a temporary file that is removed with the object; several threads may read."""
-
-    def __init__(self) -> None:
-        self._store = TemporaryArrays()
-        self._locations: list[dict[str, ArrayLocation]] = []
 
     def append(self, item: Mapping[str, Array]) -> None:
         """Append an item.
@@ -90,7 +54,7 @@ class ItemStore:
             ValueError: an array holds Python objects.
         """
         try:
-            locations = {name: self._store.add(array) for name, array in item.items()}
+            locations = {name: self._write(array) for name, array in item.items()}
         except OSError as error:
             raise FeedError(
                 f"the iterable must fit into a temporary file, got: {error.strerror or error}; free"
@@ -102,5 +66,33 @@ class ItemStore:
         return len(self._locations)
 
     def __getitem__(self, index: int, /) -> Item:
-        locations = self._locations[index]
-        return {name: self._store.get(location) for name, location in locations.items()}
+        """Return an item, its arrays new and writable."""
+        return {name: self._read(location) for name, location in self._locations[index].items()}
+
+    def _write(self, array: Array) -> _ArrayLocation:
+        """Write an array to the end of the file.
+
+        Raises:
+            OSError: the disk is full.
+            ValueError: the array holds Python objects.
+        """
+        values = np.ascontiguousarray(array)
+        if values.dtype.hasobject:
+            raise ValueError("it holds Python objects")
+        unwritten = memoryview(values.reshape(-1).view(np.uint8).data)
+        with self._lock:
+            location = _ArrayLocation(self._file.seek(0, 2), values.dtype, np.shape(array))
+            while unwritten:
+                unwritten = unwritten[self._file.write(unwritten) :]
+        return location
+
+    def _read(self, location: _ArrayLocation) -> Array:
+        with self._lock:
+            self._file.seek(location.start)
+            values: Array = np.fromfile(self._file, location.dtype, prod(location.shape))
+        return values.reshape(location.shape)
+
+
+def _close(file: FileIO) -> None:
+    with suppress(OSError):
+        file.close()
