@@ -31,7 +31,7 @@ from deploy.fx.fuse import fold_batch_norms, fuse
 from deploy.fx.graph_text import format_graph, graph_source
 from deploy.fx.norms import FrozenNorm, freeze_affines, is_norm
 from deploy.fx.open_model import export
-from deploy.fx.operations import propagate_shapes, replace_op, replace_pattern
+from deploy.fx.operations import propagate_shapes, replace_op
 from deploy.fx.prepare import prepare, prepare_part
 from deploy.fx.profile import count_flops, profile
 from deploy.fx.source import load_module, user_code_line
@@ -488,16 +488,6 @@ def test_every_form_of_add_is_replaced():
     assert replace_op(traced, "add", torch.mul) == 3
     assert [t.item() for t in traced(torch.tensor(2), torch.tensor(5))] == [10, 10, 10]
     assert graph_source(traced).count("torch.mul") == 3
-
-    def pairs(self, x, y):
-        return torch.relu(x + y) - torch.relu(torch.add(x, y)) + torch.relu(x.add(y))
-
-    traced = trace(module(pairs))
-    count = replace_pattern(traced, lambda a, b: torch.relu(a + b), lambda a, b: torch.mul(a, b))
-    assert count == 3
-    assert traced(torch.tensor(3.0), torch.tensor(4.0)).item() == 12.0
-    with pytest.raises(ConfigError, match="nowhere"):
-        replace_pattern(traced, lambda a: torch.sigmoid(a), lambda a: a)
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,9 @@ class _LsqRound(torch.autograd.Function):
         return x_grad, scale_grad, None, None, None  # zero, limits and shared have no gradient
 
 
+_MOMENTUM = 0.05  # weight of a new batch in the moving averages of minimum and maximum
+
+
 def no_range_error(name: str) -> CalibrationError:
     """Return the error for a tensor without a range."""
     return CalibrationError(
@@ -108,8 +111,6 @@ class FakeQuant(nn.Module):
     Attributes:
         grid: grid of the integers.
         name: name of the tensor.
-        momentum: weight of a new batch in the moving average of min and max with `observe`; 1
-            takes the extremes of all batches.
         reach: range beyond which the readers saturate (`deploy.graph.bounds`), a limit of the clip
             range; None for no limit.
         monitors: sources of the range; none for its own input.
@@ -132,7 +133,7 @@ class FakeQuant(nn.Module):
     zero_point: torch.Tensor
     seen: torch.Tensor
 
-    def __init__(self, grid: Grid, name: str, *, momentum: float = 0.05):
+    def __init__(self, grid: Grid, name: str):
         super().__init__()
         self.grid = grid
         self.name = name
@@ -143,7 +144,6 @@ class FakeQuant(nn.Module):
         self.monitors: list[nn.Module] = []
         self.has_range = False
         # for the moving averages, see `update`
-        self.momentum = momentum
         self.calls_per_batch = 1
         self.calls_in_batch = 0
         self.batch_extremes: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -218,7 +218,8 @@ class FakeQuant(nn.Module):
             self.lo.copy_(lo)
             self.hi.copy_(hi)
         elif is_batch_complete:
-            self._update_average(lo, hi)
+            self.lo.lerp_(lo, _MOMENTUM)
+            self.hi.lerp_(hi, _MOMENTUM)
         if is_batch_complete:
             self.seen += 1
             self.start_batch()
@@ -230,14 +231,6 @@ class FakeQuant(nn.Module):
         """Start a new batch, also after one that was interrupted."""
         self.calls_in_batch = 0
         self.batch_extremes = None
-
-    def _update_average(self, lo: torch.Tensor, hi: torch.Tensor) -> None:
-        if self.momentum == 1:
-            self.lo.copy_(torch.minimum(self.lo, lo))
-            self.hi.copy_(torch.maximum(self.hi, hi))
-        else:
-            self.lo.lerp_(lo, self.momentum)
-            self.hi.lerp_(hi, self.momentum)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x, or if enabled x rounded to the grid (float32); same shape."""

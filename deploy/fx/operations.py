@@ -1,7 +1,7 @@
 """Edit the operations of a graph, and run it for the shapes of its nodes.
 
-`SPELLINGS` lists the operators, functions and methods of each operation; `replace_op` and
-`replace_pattern` edit a graph by them.
+`SPELLINGS` lists the operators, functions and methods of each operation; `replace_op` edits a graph
+by them.
 """
 
 import copy
@@ -133,37 +133,6 @@ def replace_op(graph_module: fx.GraphModule, name: str, function: Callable[..., 
         replace_node(node, replacement)
     refresh(graph_module)
     return len(nodes)
-
-
-def replace_pattern(
-    graph_module: fx.GraphModule, pattern: Callable[..., Any], replacement: Callable[..., Any]
-) -> int:
-    """Replace each match of `pattern` in the graph by `replacement`; return how many.
-
-    Graph and pattern are normalized first, so that `x + y` in the pattern also matches `x.add(y)`
-    and `torch.add(x, y)`.
-    """
-    normalize(graph_module)
-    normalized = normalize(fx.symbolic_trace(pattern))
-    matches = fx.replace_pattern(graph_module, normalized, fx.symbolic_trace(replacement))
-    if not matches:
-        raise ConfigError("the pattern is nowhere in the graph; `calib8 trace --table` shows it")
-    refresh(graph_module)
-    return len(matches)
-
-
-def normalize(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Turn every operation of `SPELLINGS` into its first spelling, the torch function; in place.
-
-    In-place operations are not changed, since the input may have other readers.
-    """
-    for node in graph_module.graph.nodes:
-        for spellings, _ in SPELLINGS.values():
-            if is_call(node) and node.target in spellings:
-                node.op = "call_function"
-                node.target = spellings[0]
-    refresh(graph_module)
-    return graph_module
 
 
 def propagate_shapes(

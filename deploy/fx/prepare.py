@@ -19,7 +19,6 @@ import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import torch
@@ -242,9 +241,7 @@ def prepare(
     norms: str = "fold",
     leaves: Leaves = (),
     skip: Sequence[str] = (),
-    share: Sequence[str] = (),
     custom: CustomClasses | None = None,
-    momentum: float = 0.05,
 ) -> fx.GraphModule:
     """Return a graph of a copy of `model` with disabled fake quantizers; its outputs are unchanged.
 
@@ -260,18 +257,15 @@ def prepare(
         norms: "fold" BatchNorms first, or "train" them with their layers (see `freeze_norms`).
         leaves: modules to keep as one node and in float, by name, class name or class.
         skip: names of layers to leave in float.
-        share: kinds of operators whose inputs and output share a scale, in addition to those of
-            the target: add, concat, pool, keep.
         custom: float class -> observed class with `from_float`; kept as one node.
-        momentum: of the moving average of min and max; 1 for the extremes of all batches.
 
     Raises:
         ConfigError: an option has an unknown value or name.
         ModelError: the model cannot be traced or run.
         ExportError: nothing would be quantized.
     """
-    _check_options(mode, norms, momentum, bits)
-    check_names(leaves=leaves, skip=skip, share=share)
+    _check_options(mode, norms, bits)
+    check_names(leaves=leaves, skip=skip)
     check_classes(custom, "from_float")
     model = unwrap(model)
     custom = custom or {}
@@ -290,14 +284,13 @@ def prepare(
         inputs,
         resolve_target(target),
         skip=skip,
-        share=share,
         is_opaque=partial(_is_opaque, graph_module, opaque),
     )
     if mode == "static":
         grid = grid_with_bits(placement.grid, bits)
-        observers = _insert_observers(graph_module, placement.sites, grid, momentum)
+        observers = _insert_observers(graph_module, placement.sites, grid)
         _set_sources(graph_module, placement, observers)
-        _replace_custom(graph_module, custom, grid, bits, momentum, observers)
+        _replace_custom(graph_module, custom, grid, bits, observers)
     elif mode == "dynamic":
         _insert_dynamic(graph_module, placement.is_per_channel)
     else:  # weight-only: products are computed in float, which cannot saturate
@@ -378,13 +371,11 @@ def prepare_part(
     return model
 
 
-def _check_options(mode: str, norms: str, momentum: float, bits: int) -> None:
+def _check_options(mode: str, norms: str, bits: int) -> None:
     if mode not in MODES:
         raise ConfigError(f"a mode is one of {', '.join(MODES)}, got {mode!r}")
     if norms not in ("fold", "train"):
         raise ConfigError(f"norms are 'fold' or 'train', got {norms!r}")
-    if not isinstance(momentum, Real) or not 0 < momentum <= 1:
-        raise ConfigError(f"momentum lies in (0, 1], got {momentum!r}")
     grid_with_bits(INT8, bits)
 
 
@@ -405,7 +396,7 @@ def _set_shapes(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) ->
 
 
 def _insert_observers(
-    graph_module: fx.GraphModule, sites: Sequence[QuantizationSite], grid: Grid, momentum: float
+    graph_module: fx.GraphModule, sites: Sequence[QuantizationSite], grid: Grid
 ) -> dict[fx.Node, FakeQuant]:
     """Insert a call of a fake quantizer after each tensor; return tensor -> its quantizer.
 
@@ -418,7 +409,7 @@ def _insert_observers(
             quantizer = getattr(graph_module, name_by_group[site.group])
             quantizer.calls_per_batch += 1
         else:
-            quantizer = FakeQuant(grid, site.tensor.name, momentum=momentum)
+            quantizer = FakeQuant(grid, site.tensor.name)
             name = add_module(graph_module, f"quant_{site.tensor.name}", quantizer)
             name_by_group[site.group] = name
         quantizers[site.tensor] = quantizer
@@ -469,7 +460,6 @@ def _replace_custom(
     custom: CustomClasses,
     grid: Grid,
     bits: int,
-    momentum: float,
     observers: dict[fx.Node, FakeQuant],
 ) -> None:
     """Replace each custom float module by its observed form, with an observer of its output.
@@ -481,7 +471,6 @@ def _replace_custom(
         custom: float class of the user -> observed class, whose `from_float` makes a module.
         grid: grid of the activations.
         bits: of the weights.
-        momentum: of new observers.
         observers: quantized tensor -> its fake quantizer; those of the custom modules' outputs are
             added.
     """
@@ -495,7 +484,7 @@ def _replace_custom(
         if not hasattr(observed, "activation_post_process"):  # torch's name for an observer
             if node not in observers:  # the plan leaves the tensor in float
                 site = QuantizationSite(tensor=node, readers=None, group="")
-                new_observers = _insert_observers(graph_module, [site], grid, momentum)
+                new_observers = _insert_observers(graph_module, [site], grid)
                 observers.update(new_observers)
             observed.activation_post_process = observers[node]
         replace_submodule(graph_module, name, observed)

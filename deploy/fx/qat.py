@@ -285,7 +285,6 @@ def _prepare_task(task: Task, target: Target, bits: int) -> nn.Module:
         norms=task.norms,
         leaves=task.leaves,
         skip=task.skip,
-        share=task.share,
         custom=task.custom,
     )
     check_quantized_classes(task.convert, prepared)  # else refused only after the training

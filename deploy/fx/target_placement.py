@@ -14,11 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import onnx
 from torch import fx
 
 from calibrators.grids import Grid
-from deploy.errors import ConfigError
 from deploy.fx.convert import Sources
 from deploy.fx.int8_layers import WEIGHTED, QatLayer
 from deploy.fx.marked_export import NODE_PREFIX, ExportedGraph, export_named, is_float
@@ -28,13 +26,6 @@ from deploy.graph.index import Graph
 from deploy.graph.plan import FLOAT_BY_USER, Plan
 from deploy.targets import Target
 
-# kind of `share` -> ONNX operators whose inputs and output share a scale
-SHARED_SCALE_OPS = {
-    "add": frozenset({"Add"}),
-    "concat": frozenset({"Concat"}),
-    "pool": frozenset({"AveragePool", "GlobalAveragePool", "ReduceMean"}),
-    "keep": frozenset({"MaxPool", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose"}),
-}
 INSIDE_CALL = "a tensor inside it would be quantized, but it is a single call in PyTorch"
 NO_LAYER = "its weight does not belong to a layer: write it as a Conv or Linear of torch.nn"
 
@@ -82,7 +73,6 @@ def place_quantizers(
     target: Target,
     *,
     skip: Sequence[str],
-    share: Sequence[str],
     is_opaque: Callable[[fx.Node], bool],
 ) -> GraphPlacement:
     """Return which tensors and weights of a graph a target quantizes.
@@ -96,18 +86,11 @@ def place_quantizers(
         inputs: example inputs.
         target: the target whose plan is used.
         skip: qualified names of layers to leave in float.
-        share: kinds of operators whose inputs and output share a scale, in addition to those of
-            the target: add, concat, pool, keep.
         is_opaque: tells whether nothing inside of a call of a module is quantized.
 
     Raises:
-        ConfigError: `share` has an unknown kind.
         ModelError: torch.export cannot follow the graph.
     """
-    if unknown := sorted(set(share) - set(SHARED_SCALE_OPS)):
-        raise ConfigError(
-            f"scales can be shared around {', '.join(SHARED_SCALE_OPS)}, got {unknown}"
-        )
     exported = export_named(graph_module, inputs, is_opaque=is_opaque)
     mapper = _PlanMapper(graph_module, exported)
     # name of an ONNX node that stays in float -> why
@@ -126,11 +109,10 @@ def place_quantizers(
             break
         float_reasons |= unmapped_reasons
 
-    groups = _find_groups(exported.model, plan, share)
     return GraphPlacement(
         grid=plan.placement.grid,
-        sites=mapper.map_sites(plan, groups),
-        sources=_find_sources(exported, plan, groups),
+        sites=mapper.map_sites(plan),
+        sources=_find_sources(exported, plan),
         is_per_channel=mapper.map_weights(plan),
         reasons=mapper.map_reasons(plan),
         fits_pairs=plan.placement.fits_pairs,
@@ -202,11 +184,11 @@ class _PlanMapper:
                 reasons |= dict.fromkeys(self.find_layers(decision.node), reason)
         return reasons
 
-    def map_sites(self, plan: Plan, groups: Mapping[str, str]) -> tuple[QuantizationSite, ...]:
+    def map_sites(self, plan: Plan) -> tuple[QuantizationSite, ...]:
         """Return the quantized tensors of the graph, in its order."""
         sites: dict[fx.Node, QuantizationSite] = {}
         for pair in plan.pairs:
-            group = groups[pair.tensor]
+            group = _group_of(pair.tensor, plan)
             if pair.consumers is None:
                 node = self.exported.nodes_of(pair.tensor)[0]
                 sites[node] = QuantizationSite(node, None, group)
@@ -268,43 +250,19 @@ def _has_several_outputs(node: fx.Node) -> bool:
     return isinstance(node.meta.get("tensor_meta"), tuple | list)
 
 
-def _find_groups(model: onnx.ModelProto, plan: Plan, share: Sequence[str]) -> dict[str, str]:
-    """Return quantized tensor -> name of its group, whose tensors share a scale.
-
-    A group is named after one of its tensors. The groups are those of the plan; but for an operator
-    of a kind in `share`, the groups of its inputs and output are joined to one.
-
-    `share`: kinds of operators, keys of `SHARED_SCALE_OPS`.
-    """
-    group_by_tensor = {
-        pair.tensor: plan.scale_owners.get(pair.tensor, pair.tensor) for pair in plan.pairs
-    }
-    sharing_ops = {op_type for kind in share for op_type in SHARED_SCALE_OPS[kind]}
-    graph = Graph(model)
-    for node in graph.nodes:
-        if node.op_type not in sharing_ops:
-            continue
-        # the tail: the output of a Relu or the like that runs as part of the node, else its own
-        tensors = [*node.input, node.output[0], graph.tail(node)]
-        joined_groups = [group_by_tensor[name] for name in tensors if name in group_by_tensor]
-        for tensor, group in group_by_tensor.items():
-            if group in joined_groups:
-                group_by_tensor[tensor] = joined_groups[0]
-    return group_by_tensor
+def _group_of(tensor: str, plan: Plan) -> str:
+    """Return the tensor after which the group of a quantized tensor is named."""
+    return plan.scale_owners.get(tensor, tensor)
 
 
-def _find_sources(
-    exported: ExportedGraph, plan: Plan, groups: Mapping[str, str]
-) -> Mapping[str, Sources]:
+def _find_sources(exported: ExportedGraph, plan: Plan) -> Mapping[str, Sources]:
     """Return group -> (node, reach) of the tensors that determine its range, as in `build`."""
     reach_by_tensor = find_range_limits(exported.model)
     sources: dict[str, list[tuple[fx.Node, RangeLimits | None]]] = {}
-    for tensor, group in groups.items():
-        owner = plan.scale_owners.get(tensor, tensor)
-        group_sources = sources.setdefault(group, [])
-        for source_tensor in plan.range_sources.get(owner, (owner,)):
+    for pair in plan.pairs:
+        group = _group_of(pair.tensor, plan)
+        sources[group] = []
+        for source_tensor in plan.range_sources.get(group, (group,)):
             for node in exported.nodes_of(source_tensor)[:1]:  # a tensor may have no node
-                source = (node, reach_by_tensor.get(source_tensor))
-                if source not in group_sources:
-                    group_sources.append(source)
+                sources[group].append((node, reach_by_tensor.get(source_tensor)))
     return sources

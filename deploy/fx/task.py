@@ -63,7 +63,6 @@ class Task:
         clip_gradient: maximum norm of all gradients together.
         leaves: modules to keep as one node and in float, by name, class name or class.
         skip: names of layers to leave in float.
-        share: kinds of operators whose inputs and output share a scale: add, concat, pool, keep.
         custom: float class -> observed class with `from_float`.
         convert: observed class -> quantized class, as for `deploy.fx.convert.convert`.
         norms: "fold" BatchNorms first, or "train" them with their layers.
@@ -94,7 +93,6 @@ class Task:
     clip_gradient: float = 1.0
     leaves: Leaves = ()
     skip: Sequence[str] = ()
-    share: Sequence[str] = ()
     custom: CustomClasses | None = None
     convert: CustomClasses | None = None
     norms: str = "fold"
