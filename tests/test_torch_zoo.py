@@ -261,7 +261,7 @@ def test_onnxruntime_equals_torch_on_every_shape(name):
 def test_functional_norms_train_with_layers():
     prepared = prepare(torch_shapes.norms().train(), [pictures(0)], norms="train")
     merged = [m for m in prepared.modules() if type(m).__name__ == "QatConvBn"]
-    assert len(merged) == 10  # the two before a layer and the frozen one are none
+    assert len(merged) == 10  # the frozen one is none
     mean_before = merged[0].norm.running_mean.clone()
     prepared.train()(pictures(1))
     assert not torch.equal(mean_before, merged[0].norm.running_mean)

@@ -109,12 +109,13 @@ class Parameters(nn.Module):
         self.patches, self.token = nn.Conv2d(3, 16, 8, 8), nn.Parameter(torch.randn(1, 1, 16))
         self.positions = nn.Parameter(torch.randn(1, 17, 16))
         self.mix, self.gate = nn.Parameter(torch.randn(16, 16)), nn.Parameter(torch.randn(16, 16))
-        self.head = nn.Parameter(torch.randn(16, 5))
+        self.head = nn.Parameter(torch.randn(5, 16))
 
     def forward(self, x):
         x = self.patches(x).flatten(2).transpose(1, 2)
         x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.positions
-        return (F.relu(x @ self.mix) * F.linear(x, self.gate).tanh())[:, 0].matmul(self.head)
+        x = F.relu(F.linear(x, self.mix)) * F.linear(x, self.gate).tanh()
+        return F.linear(x[:, 0], self.head)
 
 
 class Causal(nn.Module):

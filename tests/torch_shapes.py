@@ -245,7 +245,7 @@ class Ssd(nn.Module):
 
 
 def spellings():
-    """Every spelling of a norm after, before and beside a layer."""
+    """Every spelling of a norm after and beside a layer."""
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, 2, bias=False),
         BatchNormAct2d(8),
@@ -255,7 +255,6 @@ def spellings():
         nn.Conv2d(8, 8, 1),
         FrozenBatchNorm2d(8),
         nn.ReLU(),
-        nn.BatchNorm2d(8),
         nn.Conv2d(8, 6, 2, groups=2),
         nn.ConvTranspose2d(6, 6, 2, groups=3),
         nn.SyncBatchNorm(6),

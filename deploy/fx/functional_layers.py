@@ -1,10 +1,10 @@
 """Rewrite functional layers as modules.
 
 `functions_to_modules` turns `F.conv2d(x, self.weight, ...)` into a call of an `nn.Conv2d` with the
-same weight, named `<owner of the weight>.conv`; `F.batch_norm(...)` into `<owner of the
-statistics>.norm`; and `x @ self.weight` into an `nn.Linear` with the transposed weight,
-`<owner>.linear`. Further linears of one owner have the weight's name in front. If the owner is a
-layer that is called too, the module lies beside it, as `<owner>_linear`.
+same weight, named `<owner of the weight>.conv`; `F.linear(...)` into `<owner>.linear`; and
+`F.batch_norm(...)` into `<owner of the statistics>.norm`. Further linears of one owner have the
+weight's name in front. If the owner is a layer that is called too, the module lies beside it, as
+`<owner>_linear`.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from deploy.fx.norms import (
     batch_norm_arguments,
     create_channel_norm,
 )
-from deploy.fx.operations import arguments_by_name, is_op, refresh, replace_node
+from deploy.fx.operations import arguments_by_name, refresh, replace_node
 from deploy.fx.plain_copy import tensor_of
 
 # function -> (module, suffix of its name)
@@ -45,8 +45,6 @@ def functions_to_modules(graph_module: fx.GraphModule) -> None:
     for node in list(graph_module.graph.nodes):
         if node.op == "call_function" and node.target in _LAYERS:
             rewriter.replace_layer(node)
-        elif _is_product(graph_module, node):
-            rewriter.replace_product(node)
         elif batch_norm_arguments(node) is not None:
             rewriter.replace_norm(node)
     graph_module.graph.eliminate_dead_code()
@@ -79,12 +77,6 @@ class _Rewriter:
         self._replace(
             node, input_node, kind, self._module_name(weight, suffix), _name_tensors(options)
         )
-
-    def replace_product(self, node: fx.Node) -> None:
-        """Replace x @ weight."""
-        input_node, weight = node.all_input_nodes
-        options = {"weight": weight.target, "bias": None, "transposed": True}
-        self._replace(node, input_node, nn.Linear, self._module_name(weight, "linear"), options)
 
     def replace_norm(self, node: fx.Node) -> None:
         """Replace a functional BatchNorm, unless it uses the statistics of the batch."""
@@ -124,7 +116,7 @@ class _Rewriter:
                 such as "fc.weight".
         """
         if kind is nn.Linear and self._is_name_taken(name, options):
-            # one module may have several weights that are multiplied: name the layer after its own
+            # one module may have several weights: name the layer after its own
             layer_suffix = name.rpartition(".")[2]
             name = f"{options['weight']}_{layer_suffix}"
         if self._is_name_taken(name, options):
@@ -160,8 +152,7 @@ class _Rewriter:
     def _create_module(self, kind: Any, options: dict[str, Any]) -> nn.Module:
         """Return a module of a class that computes the function called with these options.
 
-        It has the parameters of the call. Only a weight [C_in, C_out] ("transposed" in `options`)
-        is copied, since a Linear needs its transpose.
+        It has the parameters of the call.
 
         `options`: as for `_replace`.
         """
@@ -172,9 +163,6 @@ class _Rewriter:
 
         weight = self._tensor(options["weight"])
         bias = self._tensor(options["bias"])
-        if options.get("transposed"):
-            is_trained = isinstance(weight, nn.Parameter) and weight.requires_grad
-            weight = nn.Parameter(weight.detach().t().contiguous(), is_trained)
         output_channels, input_channels, *kernel_size = weight.shape
         conv_options = {}
         if kind is not nn.Linear:
@@ -202,16 +190,6 @@ class _Rewriter:
             owner, _, attribute = name.rpartition(".")
             if owner not in called_modules:
                 delattr(self.graph_module.get_submodule(owner), attribute)
-
-
-def _is_product(graph_module: fx.GraphModule, node: fx.Node) -> bool:
-    """Return whether a node multiplies a tensor by a matrix parameter."""
-    if not is_op(node, "matmul") or len(node.args) != 2:
-        return False
-    if not _is_parameter(node.args[1]) or _is_parameter(node.args[0]):
-        return False
-    matrix = tensor_of(graph_module, node.all_input_nodes[-1].target)
-    return matrix.dim() == 2 and matrix.is_floating_point()
 
 
 def _name_tensors(options: dict[str, Any]) -> dict[str, Any]:

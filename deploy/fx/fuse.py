@@ -1,4 +1,4 @@
-"""Fold BatchNorm into the layer next to it, and fuse ReLU with the layer before it.
+"""Fold BatchNorm into the layer before it, and fuse ReLU with the layer before it.
 
 ::
 
@@ -6,10 +6,6 @@
              fold_batch_norms                        join_relus
 
     w' = w * gamma / sqrt(var + eps)      b' = (b - mean) * gamma / sqrt(var + eps) + beta
-
-A norm right before a layer folds into that layer instead::
-
-    w' = w * factor of its input channel      b' = b + sum of w * shift
 
 Parallel branches that are added become one layer (`deploy.fx.branches`). Dropout and views may lie
 between norm and layer (`deploy.fx.norms`).
@@ -33,22 +29,18 @@ from deploy.fx.branches import merge_branches
 from deploy.fx.capture import graph_of
 from deploy.fx.functional_layers import functions_to_modules
 from deploy.fx.norms import (
-    FrozenNorm,
-    freeze_affines,
     has_factors,
     has_view,
-    inputs_per_channel_of_view,
+    is_frozen_norm,
     is_norm,
     keeps_channels,
     norm_factors,
     path_to_layer,
-    path_to_reader,
     readers_of,
 )
 from deploy.fx.operations import (
     bias_of,
     called_module,
-    called_once,
     calls_of_module,
     is_op,
     module_calls,
@@ -63,7 +55,6 @@ from deploy.terminal import PrintedResult, join_visible
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 FOLDABLE = (*CONVS, *TRANSPOSED, nn.Linear)
-NO_LAYER_BEFORE = "no Conv or Linear before it"
 UNFOLDED_NORMS = "why norms stay"  # key in GraphModule.meta: norm -> why it was not folded
 
 
@@ -141,20 +132,22 @@ def fold_batch_norms(
         ModelError: the model cannot be captured.
     """
     graph_module = graph_of(in_eval_mode(model), inputs)
-    layers_to_modules(graph_module)
+    functions_to_modules(graph_module)
     report = FuseReport()
     fold_into_previous(graph_module, _norm_calls(graph_module), report)
     # branches such as RepVGG's are convolutions only once their norms are folded
-    report.fused += [("Branches", names) for names in merge_branches(graph_module)]
-    # the remaining norms have no layer before them
-    for norm_call in _norm_calls(graph_module):
-        _fold_into_reader(graph_module, norm_call, report)
+    merged_names = merge_branches(graph_module)
+    report.fused += [("Branches", names) for names in merged_names]
+    # a norm after the sum of branches is right after a layer now
+    fold_into_previous(graph_module, _norm_calls(graph_module), report)
     _delete_unused_modules(graph_module)
 
-    unfolded_norms = {norm_call.target for norm_call in _norm_calls(graph_module)}
-    report.norms_left = len(unfolded_norms)
-    report.skipped = list(dict.fromkeys(report.skipped))  # a shared norm has several calls
-    graph_module.meta[UNFOLDED_NORMS] = dict(report.skipped)
+    reason_by_norm: dict[str, str] = {}
+    for norm_call in _norm_calls(graph_module):
+        reason_by_norm[str(norm_call.target)] = str(reason_not_foldable(graph_module, norm_call))
+    report.norms_left = len(reason_by_norm)
+    report.skipped += reason_by_norm.items()
+    graph_module.meta[UNFOLDED_NORMS] = reason_by_norm
     return graph_module, report
 
 
@@ -168,16 +161,9 @@ def fold_into_previous(
             removed |= _fold_into_layer(graph_module, node, report)
 
 
-def layers_to_modules(graph_module: fx.GraphModule) -> None:
-    """Turn functional convolutions, linears and norms into modules; in place."""
-    freeze_affines(graph_module)
-    functions_to_modules(graph_module)
-
-
 def fold_frozen(graph_module: fx.GraphModule) -> None:
-    """Fold, in place, norms whose factors are constants that training does not change."""
-    calls = module_calls(graph_module)
-    frozen = [node for node, module in calls if isinstance(module, FrozenNorm)]
+    """Fold frozen norms, which training does not change, into the layers before them; in place."""
+    frozen = [node for node, module in module_calls(graph_module) if is_frozen_norm(module)]
     fold_into_previous(graph_module, frozen, FuseReport())
 
 
@@ -205,7 +191,7 @@ def fuse_for_export(model: nn.Module, inputs: Sequence[Any]) -> nn.Module:
     """Return `model` with the fusions that runtimes do not do themselves; unchanged if none apply.
 
     Runtimes fold a norm right after a convolution, but neither merge parallel convolutions nor fold
-    a norm next to a Linear, possibly with a view between.
+    a norm after a Linear, possibly with a view between.
     """
     try:
         folded, report = fold_batch_norms(model, inputs)
@@ -239,7 +225,7 @@ def _reason_at_call(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
     layer_call = path[-1]
     layer = called_module(graph_module, layer_call)
     if not isinstance(layer, FOLDABLE):
-        return NO_LAYER_BEFORE
+        return "no Conv or Linear before it"
     for node in reversed(path):  # a second reader of a node would get normalized values
         reader_count = len(readers_of(node))
         if reader_count > 1:
@@ -317,73 +303,6 @@ def _fold_into_layer(
 def _remove(node: Any) -> None:
     """Let the readers of a call read its input."""
     replace_node(node, node.args[0])
-
-
-def _fold_into_reader(graph_module: fx.GraphModule, norm: fx.Node, report: FuseReport) -> None:
-    """Fold a norm into the layer that is its only reader, in place, or report why not."""
-    path = path_to_reader(graph_module, norm)  # from the norm's reader to that layer
-    inputs_of_channel = 0  # inputs of the layer for each channel of the norm; 0: it cannot fold
-    if path:  # the norm has only one reader
-        inputs_of_channel = _inputs_fed_by_channel(graph_module, norm, path)
-    if not inputs_of_channel:
-        # why it did not fold into the layer before it either
-        reason = reason_not_foldable(graph_module, norm)
-        if reason == NO_LAYER_BEFORE:
-            reason = f"{reason}, nor one without zero padding as its only reader"
-        report.skipped.append((str(norm.target), str(reason)))
-        return
-
-    layer_call = path[-1]
-    layer_name = str(layer_call.target)
-    layer = called_module(graph_module, layer_call)
-    assert layer is not None
-    folded = _with_norm_before(layer, called_module(graph_module, norm), inputs_of_channel)
-    replace_layer(graph_module, layer_name, folded)
-    report.fused.append((f"BN+{_kind(layer)}", (layer_name, str(norm.target))))
-    _remove(norm)
-
-
-def _inputs_fed_by_channel(graph_module: fx.GraphModule, norm: fx.Node, path: list[fx.Node]) -> int:
-    """Return how many consecutive inputs of a layer come from one channel of the norm before it.
-
-    These are 1, or with flatten(1) of [N, C, H, W] between the norm and a Linear H * W. Return 0 if
-    the norm cannot fold into the layer, such as into a convolution with zero padding: the padded
-    zeros are not normalized.
-
-    `path`: the nodes from the norm's reader to the call of the layer.
-    """
-    layer_call = path[-1]
-    norm_module: Any = called_module(graph_module, norm)
-    layer: Any = called_module(graph_module, layer_call)
-    if not has_factors(norm_module) or not called_once(graph_module, layer_call):
-        return 0
-    if has_view(graph_module, path):
-        channels = norm_factors(norm_module)[0].numel()
-        return inputs_per_channel_of_view(layer, norm, channels)
-    if isinstance(layer, nn.Linear):
-        can_fold = _outputs_matrix(layer_call, norm_module)
-    else:
-        can_fold = isinstance(layer, CONVS) and not _pads(layer)
-    return 1 if can_fold else 0  # without a view, each channel is one input
-
-
-def _pads(conv: Any) -> bool:
-    return conv.padding != "valid" and (isinstance(conv.padding, str) or any(conv.padding))
-
-
-def _with_norm_before(layer: Any, norm: Any, repeats: int) -> Any:
-    """Return a copy of `layer` computing layer(norm(x)); x has each channel `repeats` in a row."""
-    weight = layer.weight.detach()
-    groups = getattr(layer, "groups", 1)
-    factor, shift = norm_factors(norm)
-    factor = factor.repeat_interleave(repeats).reshape(groups, 1, -1)
-    shift = shift.repeat_interleave(repeats).reshape(groups, 1, -1)
-
-    # [group, output of the group, input of the group, position in the kernel]
-    rows = weight.reshape(groups, len(weight) // groups, weight.shape[1], -1)
-    added_bias = (rows.sum(3) * shift).sum(2).reshape(-1)
-    scaled_weight = (rows * factor.unsqueeze(-1)).reshape(weight.shape)
-    return with_parameters(layer, scaled_weight, bias_of(layer, added_bias) + added_bias)
 
 
 def _with_norm_after(layer: Any, norm: nn.Module) -> Any:

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from deploy.errors import ModelError
 from deploy.fx.model_inputs import argument_names
-from deploy.fx.norms import sizes_of
+from deploy.fx.norms import is_frozen_norm
 from deploy.fx.plain_copy import tensor_of
 from deploy.fx.trace import ClassKeepingTracer
 
@@ -301,12 +301,11 @@ class _Lifter:
         return target(*args, **kwargs)
 
     def _set_lifted(self, node: fx.Node, call: fx.Node) -> None:
-        """Record the call that stands for a node in the new graph; give it the node's shapes."""
+        """Record the call that stands for a node in the new graph; give it the node's rank."""
         self.lifted[node] = call
         call.meta["nn_module_stack"] = node.meta.get("nn_module_stack", {})
         if _is_tensor(node):
             call.meta["rank"] = node.meta["val"].dim()
-            call.meta["sizes"] = sizes_of(node.meta["val"])
 
     def _add_region(self, node: fx.Node) -> None:
         """Inline a region under `torch.no_grad()` or autocast, which is a separate graph.
@@ -327,9 +326,14 @@ class _Lifter:
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Return whether `module` is a torch.nn layer with one input and output, without hooks."""
-    kind = type(module)
-    if kind.__module__ not in _LAYER_MODULES or isinstance(module, nn.MultiheadAttention):
+    """Return whether `module` is a torch.nn layer with one input and output, without hooks.
+
+    So is a frozen norm.
+    """
+    is_of_torch = type(module).__module__ in _LAYER_MODULES
+    if not is_of_torch and not is_frozen_norm(module):
+        return False
+    if isinstance(module, nn.MultiheadAttention):
         return False
     if getattr(module, "return_indices", False):
         return False

@@ -40,13 +40,13 @@ from deploy.fx.convert import (
 from deploy.fx.coverage import FLOAT_REASONS, measure_coverage, refuse_unquantized
 from deploy.fx.device import device_of
 from deploy.fx.fakequant import DynamicQuant, FakeQuant
+from deploy.fx.functional_layers import functions_to_modules
 from deploy.fx.fuse import (
     CONVS,
     FOLDABLE,
     UNFOLDED_NORMS,
     fold_batch_norms,
     fold_frozen,
-    layers_to_modules,
     reason_not_foldable,
 )
 from deploy.fx.int8_layers import (
@@ -321,7 +321,7 @@ def _graph_without_norms(
         _check_skip(graph_module, skip)
         return graph_module
     graph_module = graph_of(model, inputs, leaves=opaque)
-    layers_to_modules(graph_module)
+    functions_to_modules(graph_module)
     fold_frozen(graph_module)
     _check_skip(graph_module, skip)
     _merge_norms(graph_module, skip)

@@ -31,6 +31,7 @@ from torch.fx.proxy import TracerBase
 
 from deploy.errors import ConfigError, ModelError
 from deploy.fx.model_inputs import input_names
+from deploy.fx.norms import is_frozen_norm
 from deploy.fx.plain_copy import replace_submodule, unwrap
 from deploy.fx.source import user_code_line
 
@@ -124,9 +125,9 @@ class LeafTracer(ClassKeepingTracer, fx.Tracer):
         return root_fn, [self.root, *inputs]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Return whether a module is a chosen leaf, or one of torch.fx's (torch.nn modules)."""
-        is_chosen = self._is_chosen(m, module_qualified_name)
-        return is_chosen or bool(super().is_leaf_module(m, module_qualified_name))
+        """Return whether a module is a chosen leaf, a frozen norm or a module of torch.nn."""
+        is_kept = self._is_chosen(m, module_qualified_name) or is_frozen_norm(m)
+        return is_kept or bool(super().is_leaf_module(m, module_qualified_name))
 
     def _is_chosen(self, m: nn.Module, name: str) -> bool:
         return any(names_module(leaf, name, m) for leaf in self.leaves)
