@@ -32,7 +32,7 @@ from deploy.fx.export import (
 )
 from deploy.fx.fuse import norms_in_float
 from deploy.fx.int8_layers import find_weighted_layers
-from deploy.fx.model_inputs import argument_names, dict_input_note
+from deploy.fx.model_inputs import argument_names
 from deploy.fx.modes import (
     ModeResult,
     compare_modes,
@@ -43,7 +43,7 @@ from deploy.fx.modes import (
 from deploy.fx.plain_copy import plain_copy
 from deploy.fx.qat import TrainingResult, first_batches, train
 from deploy.fx.range_search import resolve_target, search_for
-from deploy.fx.task import Task, order_inputs, read_batches
+from deploy.fx.task import Task, check_task, read_batches
 from deploy.fx.trace import check_names, submodule
 from deploy.graph.index import match_patterns
 from deploy.method import Method
@@ -214,9 +214,7 @@ def export_trained(
         ConfigError, ModelError, FeedError, CalibrationError, CacheError: as `train`.
         ExportError: nothing was quantized, or the outputs have other shapes.
     """
-    task = order_inputs(task)
-    if note := dict_input_note(task.model):
-        report(note)
+    task = check_task(task)
     target = resolve_target(target)
     training = train(
         task, target=target, bits=bits, checkpoint=checkpoint, device=device, report=report

@@ -51,7 +51,7 @@ from deploy.fx.prepare import prepare_part
 from deploy.fx.qat_checkpoint import load_checkpoint, save_checkpoint, training_fingerprint
 from deploy.fx.range_search import resolve_target, search_for
 from deploy.fx.source import wrap_user_errors
-from deploy.fx.task import RANGES, order_inputs
+from deploy.fx.task import RANGES, check_task
 from deploy.fx.task import Task as Task
 from deploy.fx.trace import check_names
 from deploy.targets import Target
@@ -100,8 +100,6 @@ def clamp_scales(scales: Scales, previous_scales: list[torch.Tensor]) -> None:
 @dataclass(frozen=True, slots=True, repr=False)
 class TrainingResult(PrintedResult):
     """Result of `train`.
-
-    Both models take tensors in order, also if the task's inputs are a dict.
 
     Attributes:
         prepared: the trained model with its fake quantizers.
@@ -163,7 +161,7 @@ def train(
         raise ConfigError(f"report takes a function of one line, got {report!r}")
     if not isinstance(checkpoint, str | PathLike | None):
         raise ConfigError(f"checkpoint takes the path of a file, got {checkpoint!r}")
-    task = order_inputs(task)
+    task = check_task(task)
     for name in computed_weights(task.model):  # such as by weight norm
         report(f"{name} is computed from other tensors in the model; it is trained directly")
     if device is not None:
@@ -247,10 +245,7 @@ def _training_settings(task: Task, target: Target, bits: int, search_label: str)
 
 
 def first_batches(task: Task) -> list[tuple[Any, ...]]:
-    """Return the inputs of the first batches of epoch 0 on the CPU.
-
-    `task`: with tensors in order (`deploy.fx.task.order_inputs`).
-    """
+    """Return the inputs of the first batches of epoch 0 on the CPU."""
     batches = _first_inputs(task)
     return [move_tensors(select_arguments(inputs, task.model), CPU) for inputs in batches]
 
