@@ -6,11 +6,11 @@ import onnx
 
 from deploy.errors import ModelError, QuantizedError
 from deploy.frontends.base import LoadedModel, Loader
-from deploy.frontends.checks import check_float
+from deploy.frontends.checks import check_fields, check_float
 from deploy.frontends.input_shapes import is_torch_spec, load_torch
 from deploy.frontends.lift import restore_float_weights
 from deploy.frontends.onnx_file import load_onnx
-from deploy.frontends.onnx_reader import model_bytes, parse_model
+from deploy.frontends.onnx_reader import read_model
 from deploy.terminal import phase
 
 __all__ = ["FRONTENDS", "LoadedModel", "Loader", "is_quantized", "load", "load_float_or_qdq"]
@@ -60,7 +60,8 @@ def load_float_or_qdq(source: str | Path | onnx.ModelProto | LoadedModel) -> Loa
 def is_quantized(path: Path) -> bool:
     """Return whether a file is a quantized ONNX model; False if it cannot be read."""
     try:
-        model = parse_model(model_bytes(path), str(path))
+        model = read_model(path)
+        check_fields(model)
         restore_float_weights(model)
         check_float(model)
     except ModelError as error:

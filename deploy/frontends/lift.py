@@ -38,16 +38,15 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from functools import partial
-from typing import Any
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from deploy.errors import ModelError, counted
 from deploy.frontends.affine import NORM
 from deploy.frontends.checks import is_quantized_node, to_array
+from deploy.frontends.fold import fold_constants
 from deploy.frontends.onnx_reader import MESSAGE_LIMIT
 from deploy.frontends.plugins import CutOffNodes
 from deploy.graph.edit import (
@@ -55,8 +54,8 @@ from deploy.graph.edit import (
     claim_name,
     copy_message,
     drop_initializer_inputs,
+    drop_unread,
     make_node,
-    rebuild,
     rename_tensors,
     replace_nodes,
     retain_named,
@@ -71,6 +70,7 @@ from deploy.graph.index import (
     all_graphs,
     all_nodes,
     all_outputs,
+    all_reads,
     all_tensors,
     attributes,
     count_reads,
@@ -412,84 +412,40 @@ _DEQUANTIZE = "DequantizeLinear"
 def restore_float_weights(model: onnx.ModelProto) -> str:
     """Make integer weights float if nothing else is quantized, in place.
 
-    All weights stay if a node quantizes, if an activation or a tensor of a subgraph is dequantized,
-    or if a dequantized weight is an output.
+    A model stays quantized if a node quantizes, if an activation or a tensor of a subgraph is
+    dequantized, or if a dequantized weight is an output.
 
     Returns:
-        A note for the user; "" if nothing was changed.
-
-    Raises:
-        ModelError: a constant's bytes do not fit its shape and type.
+        A note for the user; "" for any other model.
     """
     quantized = list(filter(is_quantized_node, all_nodes(model.graph)))
     if not quantized or any(node.op_type != _DEQUANTIZE for node in quantized):
         return ""
     drop_initializer_inputs(model.graph)
-    graph = Graph(model)
-    weights = []
-    for node in filter(is_quantized_node, graph.nodes):
-        values = dequantize_constant(node, graph)  # None for an activation
-        if values is None or node.output[0] in graph.outputs:
-            return ""
-        weights.append(numpy_helper.from_array(values, node.output[0]))
-    if len(weights) < len(quantized):  # the others are in subgraphs
+    dequantize_constants(model)
+    if any(map(is_quantized_node, all_nodes(model.graph))):
         return ""
-
-    model.graph.initializer.extend(weights)
-    rebuild(model.graph, [node for node in graph.nodes if node.op_type != _DEQUANTIZE])
     retain_named(model.graph.input, count_reads(model.graph))  # it may still list a weight
-    return f"Converted {counted(len(weights), 'weight')} from stored integers to float."
+    return f"Converted {counted(len(quantized), 'weight')} from stored integers to float."
 
 
-def dequantize_constant(node: onnx.NodeProto, graph: Graph) -> NDArray[Any] | None:
-    """Return the values that a DequantizeLinear makes of constant integers, as ONNX defines them.
+def dequantize_constants(model: onnx.ModelProto, dtype: int | None = None) -> None:
+    """Turn the constants that DequantizeLinear nodes make into float initializers, in place.
 
-    That is (codes - zero point) * scale, computed in float32, in the type of the scale. None if a
-    tensor that it reads is computed, of another type, or of a shape that does not fit.
+    `dtype`: element type of the stored integers, such as INT32; None for any.
     """
-    names = list(filter(None, node.input))  # codes, scales and perhaps zero points
-    if not 2 <= len(names) <= 3 or not graph.constants.keys() >= set(names):
-        return None
-    codes, scales, *zero_points = (to_array(graph.constants[name]) for name in names)
-    if "int" not in codes.dtype.name or not np.issubdtype(scales.dtype, np.floating):
-        return None
+    constants = Graph(model).constants
+    dequantizers: Nodes = []
+    for node in model.graph.node:
+        stored = constants.get(node.input[0]) if node.op_type == _DEQUANTIZE else None
+        if stored is not None and dtype in (None, stored.data_type):
+            dequantizers.append(node)
+    outputs = all_outputs(dequantizers)
+    reads = set(all_reads(dequantizers))  # the stored integers may be Constant nodes
 
-    attrs = attributes(node)
-    axis = int(attrs.get("axis", 1))
-    block_size = int(attrs.get("block_size", 0))
-    steps = codes.astype(np.int64)  # codes minus zero point
-    if zero_points:
-        zero_point = _broadcast(zero_points[0], codes.shape, axis, block_size)
-        if zero_point is None:
-            return None
-        steps -= zero_point.astype(np.int64)
-    scale = _broadcast(scales, codes.shape, axis, block_size)
-    if scale is None:
-        return None
-    values = steps.astype(np.float32) * scale.astype(np.float32)
-    return np.asarray(values, scales.dtype)
+    def is_chosen(node: onnx.NodeProto) -> bool:
+        is_read_constant = node.op_type == "Constant" and not reads.isdisjoint(node.output)
+        return is_read_constant or not outputs.isdisjoint(node.output)
 
-
-def _broadcast(
-    values: NDArray[Any], shape: tuple[int, ...], axis: int, block_size: int
-) -> NDArray[Any] | None:
-    """Return scales or zero points in a form that broadcasts to weights of `shape`.
-
-    They are one value for all weights, one for each index of `axis`, or one for each block of
-    `block_size` weights along `axis`. None if their shape is none of these.
-    """
-    if values.size == 1:
-        return values.reshape(())
-    if not -len(shape) <= axis < len(shape):
-        return None
-    if block_size > 0 and values.ndim == len(shape):
-        block_counts = list(shape)
-        block_counts[axis] = -(-shape[axis] // block_size)  # the last block may be shorter
-        if values.shape != tuple(block_counts):
-            return None
-        return values.take(np.arange(shape[axis]) // block_size, axis)
-    if values.ndim != 1 or values.size != shape[axis]:
-        return None
-    channel_shape = [1] * len(shape)
-    channel_shape[axis] = -1
-    return values.reshape(channel_shape)
+    fold_constants(model, chosen=is_chosen)
+    drop_unread(model.graph)

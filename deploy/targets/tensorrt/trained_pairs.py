@@ -12,9 +12,9 @@ from onnx import numpy_helper
 
 from deploy.frontends.base import QdqCalibration
 from deploy.frontends.checks import to_array
-from deploy.frontends.lift import dequantize_constant
+from deploy.frontends.lift import dequantize_constants
 from deploy.frontends.pairs import DQ, Q
-from deploy.graph.edit import copy_message, rebuild
+from deploy.graph.edit import copy_message
 from deploy.graph.index import Graph
 from deploy.targets.tensorrt.float_types import narrow_float_part, round_scales
 
@@ -36,19 +36,7 @@ def has_tensorrt_pairs(trained: QdqCalibration) -> bool:
 def dequantize_biases(trained: QdqCalibration) -> onnx.ModelProto:
     """Return the user's Q/DQ model with float biases, as TensorRT needs them, in place of int32."""
     model = copy_message(trained.model)
-    graph = Graph(model)
-    nodes = []
-    for node in graph.nodes:
-        bias = None
-        if node.op_type == DQ:
-            stored = graph.constants.get(node.input[0])
-            if stored is not None and stored.data_type == onnx.TensorProto.INT32:  # weights: int8
-                bias = dequantize_constant(node, graph)
-        if bias is None:
-            nodes.append(node)
-        else:  # it takes the place of the DequantizeLinear
-            model.graph.initializer.append(numpy_helper.from_array(bias, node.output[0]))
-    rebuild(model.graph, nodes)
+    dequantize_constants(model, onnx.TensorProto.INT32)  # weights are int8
     return model
 
 
