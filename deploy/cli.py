@@ -25,37 +25,33 @@ _OURS = ("calib8", "calibrators", "deploy")  # never reported as missing package
 _NO_COMMAND = re.compile(r"No such command '([^']*)'")
 _EXTRA_ARGUMENT = re.compile(r"Got unexpected extra arguments? \((\S+?)[\s)]")
 
-# (module:name, one line for `calib8 --help`)
-_COMMANDS = (
-    ("build:build", "Calibrate (or reuse a calibration), build int8, measure, report."),
-    ("calibrate:calibrate", "Calibrate only, and write the calibration cache."),
-    ("calibrate:merge", "Merge the shards of a calibration."),
-    (
-        "bench:check",
-        "Check the files of a build as they are, on new images: the verdict.",
-    ),
-    ("bench:bench", "Latency of one or two models, side by side."),
-    ("diagnose:compare", "Find the tensors where two models, or two runtimes, differ."),
-    ("diagnose:explain", "Which layers of a build lose accuracy, why, and what was tried."),
-    ("diagnose:report", "Compare builds, or print the report of one again."),
-    ("diagnose:verify", "Check that a build is complete and unchanged."),
-    (
-        "diagnose:inspect",
+# name -> (module in `deploy.commands`, one line for `calib8 --help`), in the order of a user's work
+COMMANDS = {
+    "build": ("build", "Calibrate (or reuse a calibration), build int8, measure, report."),
+    "calibrate": ("calibrate", "Calibrate only, and write the calibration cache."),
+    "merge": ("calibrate", "Merge the shards of a calibration."),
+    "check": ("bench", "Check the files of a build as they are, on new images: the verdict."),
+    "bench": ("bench", "Latency of one or two models, side by side."),
+    "compare": ("diagnose", "Find the tensors where two models, or two runtimes, differ."),
+    "explain": ("diagnose", "Which layers of a build lose accuracy, why, and what was tried."),
+    "report": ("diagnose", "Compare builds, or print the report of one again."),
+    "verify": ("diagnose", "Check that a build is complete and unchanged."),
+    "inspect": (
+        "diagnose",
         "Which layers of a model would be quantized, and why not others; contents of a cache.",
     ),
-    ("diagnose:doctor", "What is installed here, and what is missing."),
-    ("torch_graph:trace", "Print the graph of a PyTorch model, as table or code."),
-    ("torch_graph:profile", "Measure time, FLOPs and parameters of a PyTorch model, node by node."),
-    ("torch_graph:fuse", "Fold BatchNorm and fuse ReLU in a PyTorch model."),
-    ("ascend:ascend", "Create, check and search Ascend's configurations and records."),
-    ("torch_export:qat", "Train a PyTorch model for int8, and export it with Q/DQ."),
-    ("torch_export:export", "Export a PyTorch model to ONNX, float or Q/DQ."),
-    ("quantize:quantize", "Quantize values to integers: scale, zero point, int_repr and error."),
-    ("cache:cache", "Show, check and convert TensorRT calibration caches."),
-)
-# name -> (module:name, line)
-COMMANDS = {
-    path.partition(":")[2]: (f"deploy.commands.{path}", summary) for path, summary in _COMMANDS
+    "doctor": ("diagnose", "What is installed here, and what is missing."),
+    "trace": ("torch_graph", "Print the graph of a PyTorch model, as table or code."),
+    "profile": (
+        "torch_graph",
+        "Measure time, FLOPs and parameters of a PyTorch model, node by node.",
+    ),
+    "fuse": ("torch_graph", "Fold BatchNorm and fuse ReLU in a PyTorch model."),
+    "ascend": ("ascend", "Create, check and search Ascend's configurations and records."),
+    "qat": ("torch_export", "Train a PyTorch model for int8, and export it with Q/DQ."),
+    "export": ("torch_export", "Export a PyTorch model to ONNX, float or Q/DQ."),
+    "quantize": ("quantize", "Quantize values to integers: scale, zero point, int_repr and error."),
+    "cache": ("cache", "Show, check and convert TensorRT calibration caches."),
 }
 
 
@@ -63,15 +59,15 @@ class LazyGroup(click.Group):
     """A click group that imports a command's module only when that command runs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names in the table's order, the order of a user's work."""
+        """Return the names in the table's order."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         """Import and return one command; None if the table has no such name."""
         if name not in COMMANDS:
             return None
-        module, attribute = COMMANDS[name][0].split(":")
-        command = getattr(import_module(module), attribute)
+        module, _ = COMMANDS[name]
+        command = getattr(import_module(f"deploy.commands.{module}"), name)
         assert isinstance(command, click.Command)
         return command
 
@@ -120,7 +116,7 @@ def main(argv: list[str] | None = None) -> None:
         error.show()
         sys.exit(error.exit_code)
     except click.ClickException as error:
-        say(f"calib8: error: {_sentence(error, argv)}", err=True)
+        say(f"calib8: error: {_describe_click_error(error, argv)}", err=True)
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt) as stop:
         _print_ended("interrupted", stop)
@@ -188,7 +184,7 @@ def _forget_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _sentence(error: click.ClickException, argv: Sequence[str]) -> str:
+def _describe_click_error(error: click.ClickException, argv: Sequence[str]) -> str:
     """Return click's message on one line, with a hint and where to find help."""
     message = shortened(" ".join(error.format_message().split()).rstrip("."))
     context = error.ctx if isinstance(error, click.UsageError) else None

@@ -69,47 +69,62 @@ def _stop_inferences() -> Iterator[None]:
     runs. A thread reads the pipe and stops the inferences.
     """
     renew_interrupt = _end_at_second_interrupt()  # makes the next SIGINT a first one again
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
+    pipe_reader, pipe_writer = os.pipe()
+    os.set_blocking(pipe_writer, False)
     command_ended = threading.Event()
     watcher = threading.Thread(
         target=_watch_signals,
-        args=(reader, command_ended, renew_interrupt),
+        args=(pipe_reader, command_ended, renew_interrupt),
         name="calib8 signals",
         daemon=True,
     )
     watcher.start()
-    previous_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    previous_writer = signal.set_wakeup_fd(pipe_writer, warn_on_full_buffer=False)
+    _leave_pipe_in_forks(command_ended)
 
-    def leave_pipe() -> None:
-        """Keep the signals of a process that a user's loader forks out of the shared pipe."""
-        if not command_ended.is_set():
-            signal.set_wakeup_fd(-1)
-
-    os.register_at_fork(after_in_child=leave_pipe)
-
-    is_signalled = False
+    ended_by_signal = False
     try:
         yield
     except BaseException as error:
-        is_signalled = find_signal(error) is not None
+        ended_by_signal = find_signal(error) is not None
         raise
     finally:
         signal.set_wakeup_fd(previous_writer)
         command_ended.set()
         # wakes the thread; closing does not, if a process that the user's code forked has the pipe
-        os.write(writer, b"\0")
+        os.write(pipe_writer, b"\0")
         watcher.join()
-        os.close(writer)
-        os.close(reader)
-        if (ort := sys.modules.get(_ORT)) is not None:
-            if is_signalled:  # a thread in an inference would keep the process from ending
-                ort.abandon_runs()
-            else:
-                ort.continue_runs()
+        os.close(pipe_writer)
+        os.close(pipe_reader)
+        _end_inferences(ended_by_signal=ended_by_signal)
         # `renew_interrupt` installed Python's handler for one SIGINT: install it for all again
-        if (handler := signal.getsignal(signal.SIGINT)) is not None:
+        handler = signal.getsignal(signal.SIGINT)
+        if handler is not None:
             signal.signal(signal.SIGINT, handler)
+
+
+def _leave_pipe_in_forks(command_ended: threading.Event) -> None:
+    """Keep the signals of a process that a user's loader forks out of the pipe of this one."""
+
+    def leave_pipe() -> None:
+        if not command_ended.is_set():
+            signal.set_wakeup_fd(-1)
+
+    os.register_at_fork(after_in_child=leave_pipe)
+
+
+def _end_inferences(*, ended_by_signal: bool) -> None:
+    """Abandon the inferences of a command that a signal ended; allow those after any other one.
+
+    A thread in an inference would keep the process from ending.
+    """
+    ort = sys.modules.get(_ORT)
+    if ort is None:  # nothing ran
+        return
+    if ended_by_signal:
+        ort.abandon_runs()
+    else:
+        ort.continue_runs()
 
 
 def _watch_signals(
@@ -124,7 +139,7 @@ def _watch_signals(
     """
     while not command_ended.is_set():
         signal_numbers = os.read(reader, 64)  # waits for a signal, or the command's end
-        # it may lie in the pipe since this thread began to wait after an earlier signal
+        # it may have arrived while this thread waited `GRACE_S` after an earlier signal
         earliest_arrival = time.monotonic() - GRACE_S
         if _END_SIGNALS.isdisjoint(signal_numbers) or command_ended.wait(GRACE_S):
             continue
@@ -148,6 +163,8 @@ def _end_at_second_interrupt() -> Callable[[], object]:
 
     install.argtypes = (ctypes.c_int, ctypes.c_void_p)
     install.restype = ctypes.c_void_p
-    renew_interrupt = partial(install, signal.SIGINT, install(signal.SIGINT, None))
+    # a handler that is installed so is removed when it is called: then the system's own one is left
+    python_handler = install(signal.SIGINT, None)  # returns the handler that it replaces
+    renew_interrupt = partial(install, signal.SIGINT, python_handler)
     renew_interrupt()
     return renew_interrupt

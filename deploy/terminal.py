@@ -170,38 +170,38 @@ def separate_stdout() -> Iterator[None]:
     if _separate_stdout or sys.stdout is None or sys.stderr is None:
         yield
         return
-    with ExitStack() as restored:
-        _separate_stdout.append(_redirect_descriptor(restored))
-        restored.callback(_separate_stdout.clear)
-        restored.enter_context(redirect_stdout(sys.stderr))
+    with ExitStack() as cleanup:
+        _separate_stdout.append(_redirect_descriptor(cleanup))
+        cleanup.callback(_separate_stdout.clear)
+        cleanup.enter_context(redirect_stdout(sys.stderr))
         yield
 
 
 _STDOUT, _STDERR = 1, 2  # descriptors, whatever `sys.stdout` is
 
 
-def _redirect_descriptor(restored: ExitStack) -> TextIO:
-    """Let file descriptor 1 lead to stderr; return a stream to the real stdout.
+def _redirect_descriptor(cleanup: ExitStack) -> TextIO:
+    """Let file descriptor 1 lead to stderr until `cleanup` ends; return a stream of the real one.
 
-    So C code and child processes print to stderr too. `restored` undoes this at its end.
+    So C code and child processes print to stderr too.
     """
     stream = sys.stdout
     stream.flush()
     try:
-        descriptor = os.dup(_STDOUT)
+        real_stdout = os.dup(_STDOUT)
         os.dup2(_STDERR, _STDOUT)
     except OSError:  # one of them is closed
         return stream
-    # undone from the last one to the first
-    restored.callback(os.close, descriptor)
-    restored.callback(os.dup2, descriptor, _STDOUT)
-    restored.callback(_flush_c)  # or what C still holds would be printed to stdout later
+    # called from the last one to the first
+    cleanup.callback(os.close, real_stdout)
+    cleanup.callback(os.dup2, real_stdout, _STDOUT)
+    cleanup.callback(_flush_c)  # or what C still holds would be printed to stdout later
     with suppress(OSError, ValueError):  # a stream in memory has no descriptor
         if stream.fileno() == _STDOUT:  # which leads to stderr now
             stream = os.fdopen(
-                os.dup(descriptor), "w", encoding=stream.encoding, errors=stream.errors
+                os.dup(real_stdout), "w", encoding=stream.encoding, errors=stream.errors
             )
-            restored.callback(_close, stream)
+            cleanup.callback(_close, stream)
     return stream
 
 
@@ -369,29 +369,37 @@ class Phase:
     def describe(self, now: float) -> str:
         """Return the phase's progress, such as "120 of 400 samples, 31 s left".
 
-        Without a known total it is the time so far. The time left never rises: a phase that lasts
-        longer than estimated shows the time so far again. A `timed` phase counts seconds in place
-        of steps; an estimated total (`about`) is shown as such.
+        Without a known total, or for a `timed` phase, it is the time alone.
+        """
+        time_text = self._describe_time(now)
+        if self.timed or not self.done or self.total is None:
+            return time_text
+        steps = f"{self.done}"
+        if not self.about or self.done < self.total:  # an estimate that is reached was too low
+            steps += f" of {self._about_text}{self.total:.0f}"
+        return f"{steps} {self.unit}".rstrip() + f", {time_text}"
+
+    @property
+    def _about_text(self) -> str:
+        """What stands before a number that follows from an estimated total."""
+        return "about " if self.about else ""
+
+    def _describe_time(self, now: float) -> str:
+        """Return the time left, such as "31 s left"; the time so far if that is unknown.
+
+        The time left never rises: a phase that lasts longer than estimated shows the time so far
+        again.
         """
         elapsed = now - self.start
         share = self.share(now)
-        about = "about " if self.about else ""
-        time_text = format_seconds(elapsed)
         if share and share < 1:
             # inner phases came before the steps or between them, and took no part in the share
             step_seconds = elapsed - self.inner_seconds
             seconds_left = step_seconds / share - step_seconds
-            end = now + seconds_left
-            self.estimated_end = min(self.estimated_end, end)
+            self.estimated_end = min(self.estimated_end, now + seconds_left)
             if self.estimated_end > now:
-                time_text = f"{about}{format_seconds(self.estimated_end - now)} left"
-        if self.timed or not self.done or self.total is None:
-            return time_text
-
-        steps = f"{self.done}"
-        if not self.about or self.done < self.total:  # an estimate that is reached was too low
-            steps += f" of {about}{self.total:.0f}"
-        return f"{steps} {self.unit}".rstrip() + f", {time_text}"
+                return f"{self._about_text}{format_seconds(self.estimated_end - now)} left"
+        return format_seconds(elapsed)
 
 
 @dataclass(slots=True, eq=False)
@@ -577,7 +585,7 @@ def _format_bar(phases: Sequence[Phase], now: float) -> str:
     """
     from tqdm import tqdm
 
-    shown_phases = phases[1:] or phases  # the first only while it is alone
+    shown_phases = phases[1:] or phases  # the first has ended: shown only while no other runs
     names = ": ".join(f"{phase.number}{phase.name}" for phase in shown_phases)
     description = phases[-1].describe(now)
     columns = terminal_columns()

@@ -957,29 +957,10 @@ def test_raw_float16_is_widened_others_refused(tmp_path, wording):
     wording.check(raised.value)
 
 
-def test_raw_pictures_equal_image_files(tmp_path, small_cnn, command, wording):
-    for number, picture in enumerate(PICTURES):
-        cv2.imwrite(str(tmp_path / f"{number}.png"), picture[:, :, ::-1])
-    _, files = collect_feed(tmp_path, preprocess=UNIT)
+def test_raw_pixels_are_refused(tmp_path):
     folder = make_raw_folder(tmp_path, PICTURES, "raw")
-    for shape in ((16, 16, 3), (1, 16, 16, 3)):
-        feed, samples = collect_feed(RawFiles(folder, shape=shape, dtype="uint8"), preprocess=UNIT)
-        assert_samples_equal(samples, np.concatenate([picture["x"] for picture in files]))
-        assert feed.manifest()["preprocess"] == feed.preprocess.to_json()
-    grey = RawFiles(folder, shape=(48, 16), dtype="uint8")
-    assert collect_feed(grey)[1][0]["x"].shape == (1, 3, 16, 16)  # by default as other images
-    with pytest.raises(FeedError) as raised:
+    with pytest.raises(FeedError, match="must be preprocessed first"):
         collect_feed(RawFiles(folder, shape=(3, 16, 16), dtype="uint8"))
-    wording.check(raised.value)
-    raw = "--images", folder, "--raw-shape", "16x16x3", "--raw-dtype", "uint8"
-    out, build = tmp_path / "o", ("build", small_cnn, *raw, *QUICK, "--out")
-    output = command(*build, out, "--preprocess", "unit", "--eval-images", folder)
-    assert "unit: rgb 16x16" in output
-    engine = out / "small_cnn.int8.onnx"
-    for command_arguments in (("compare", small_cnn, engine), ("bench", engine, "--duration", 0)):
-        command(*command_arguments, *raw)
-    command("explain", out, *raw)
-    command(*build, tmp_path / "p", "--eval-images", tmp_path / "*.png")
 
 
 @pytest.mark.parametrize("shard", [3, (1,), (1, 2, 3), ("1", "2"), (1.0, 2.0), (0, 2), (3, 2)])

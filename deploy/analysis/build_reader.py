@@ -21,7 +21,7 @@ from deploy.analysis.explanation import (
 )
 from deploy.errors import CacheError, ConfigError
 from deploy.feed.feed import Dataset, is_array_dataset
-from deploy.feed.paths import RawFiles, resolve_path_list
+from deploy.feed.paths import resolve_path_list
 from deploy.feed.preprocess import Preprocess, apply_user_options
 from deploy.files import atomic, manifest, staging, toml
 from deploy.files.manifest import PAGES, RECORDS, SETTINGS, Manifest
@@ -318,11 +318,9 @@ def _has_arrays(dataset: Dataset) -> bool:
         FeedError: there are no files, or both images and arrays.
     """
     source = dataset.source
-    if isinstance(source, RawFiles):
-        return source.dtype != "uint8"
     is_path_list = isinstance(source, list | tuple) and resolve_path_list(source) is not None
     if is_path_list or isinstance(source, str | os.PathLike):
-        return is_array_dataset(dataset, ())
+        return is_array_dataset(dataset)
     return True
 
 

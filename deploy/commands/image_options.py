@@ -127,15 +127,14 @@ _RAW = (
     base.image_option(
         "--raw-shape",
         metavar="DIMS",
-        help="Shape of a sample in .bin and .raw files, such as 1x3x224x224, or 480x640x3 for"
-        " pictures.  [default: the input's]",
+        help="Shape of a sample in .bin and .raw files, such as 1x3x224x224."
+        "  [default: the input's]",
     ),
     base.image_option(
         "--raw-dtype",
         metavar="NAME",
-        help="Dtype of .bin and .raw files, little-endian, such as float16; uint8 files are"
-        " pictures, unless the input is uint8 and no preprocessing is given.  [default: the"
-        " input's]",
+        help="Dtype of .bin and .raw files, little-endian, such as float16."
+        "  [default: the input's]",
     ),
 )
 

@@ -53,9 +53,12 @@ def as_array(value: object, item_name: str) -> Array:
 
 
 def arrays_by_input(arrays: dict[str, Array], specs: Specs, item_name: str) -> Item:
-    """Return `arrays` with the names of the inputs, which their own must be.
+    """Return arrays by the names of the inputs.
 
     A single array belongs to the only input, whatever its name; "" is the name of one without.
+
+    Raises:
+        FeedError: the arrays have other names than the inputs.
     """
     input_names = [spec.name for spec in specs]
     if len(input_names) == 1 and len(arrays) == 1:
@@ -216,12 +219,11 @@ class SampleCounter:
             if array.ndim > len(spec.shape) or spec.has_batch:
                 rows_by_input[spec.name] = array.shape[0]
 
-        distinct_counts = set(rows_by_input.values())
-        if len(distinct_counts) > 1:
+        if len(set(rows_by_input.values())) > 1:
             # stacked samples are equally many, and so are dimensions of one name, such as "batch"
             must_be_equal = is_stacked or self._have_one_name(rows_by_input)
-            fits_as_it_is = all(fits(item[spec.name].shape, spec.shape) for spec in self.inputs)
-            if must_be_equal or not fits_as_it_is:
+            is_one_sample = all(fits(item[spec.name].shape, spec.shape) for spec in self.inputs)
+            if must_be_equal or not is_one_sample:
                 counts_text = ", ".join(f"{name}: {count}" for name, count in rows_by_input.items())
                 raise FeedError(
                     f"all inputs of {item_name} must have equally many samples, got {counts_text}"
@@ -230,7 +232,7 @@ class SampleCounter:
 
         if self._is_stacked is None:  # all items are as the first one
             self._is_stacked = is_stacked
-        row_count = max(distinct_counts, default=1)
+        row_count = max(rows_by_input.values(), default=1)
         self.row_counts.append(row_count)
         return 1 if self.items_are_samples else row_count
 

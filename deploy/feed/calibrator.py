@@ -88,7 +88,7 @@ class CalibratorBatches:
             )
         return notes
 
-    def item(self, pointers: Sequence[object]) -> Item:
+    def read_batch(self, pointers: Sequence[object]) -> Item:
         """Return the current batch as arrays by input, and go on to the next batch.
 
         A batch is refused if the one before it was accepted only as the last one.
@@ -107,11 +107,11 @@ class CalibratorBatches:
             )
         item: Item = {}
         for spec, pointer in zip(self._specs, pointers, strict=True):
-            item[spec.name] = self._array(spec, pointer)  # may set `_is_last`
+            item[spec.name] = self._read_samples(spec, pointer)  # may set `_is_last`
         self._batch_count += 1
         return item
 
-    def _array(self, spec: TensorSpec, pointer: object) -> Array:
+    def _read_samples(self, spec: TensorSpec, pointer: object) -> Array:
         """Return the samples of one input that lie at an address, in the input's dtype.
 
         Args:
@@ -122,7 +122,7 @@ class CalibratorBatches:
             An array [samples, ...]; or [...], one sample, if the input has no batch dimension.
 
         Raises:
-            FeedError: see `item`.
+            FeedError: see `read_batch`.
         """
         address, window = self._find_window(spec, pointer)
         # in this order: the number of values in a batch shows the dtype of the copied bytes, and
@@ -213,10 +213,10 @@ class CalibratorBatches:
         *,
         has_batch: bool,
     ) -> int:
-        """Return the number of samples at an address: `expected_count`, with few exceptions.
+        """Return how many samples of one input a batch holds at an address.
 
-        The number of bytes that were copied there may show another one, which
-        `_accept_other_count` decides about.
+        They are `expected_count`, unless the bytes that were copied there are another whole number
+        of samples which `_accept_other_count` accepts.
 
         Args:
             spec: the input.
@@ -239,8 +239,10 @@ class CalibratorBatches:
         copied_count, remaining_bytes = divmod(used_bytes, sample_bytes)
         if is_copied and has_batch and not remaining_bytes:
             is_larger = copied_count > expected_count
-            is_typed = window.dtype is not None
-            if self._accept_other_count(copied_count, is_larger=is_larger, is_typed=is_typed):
+            has_known_dtype = window.dtype is not None
+            if self._accept_other_count(
+                copied_count, is_larger=is_larger, has_known_dtype=has_known_dtype
+            ):
                 return copied_count
         kind = "copied" if is_copied else "an allocation of"
         raise FeedError(
@@ -250,10 +252,10 @@ class CalibratorBatches:
             " bytes agree"
         )
 
-    def _accept_other_count(self, count: int, *, is_larger: bool, is_typed: bool) -> bool:
+    def _accept_other_count(self, count: int, *, is_larger: bool, has_known_dtype: bool) -> bool:
         """Return whether a batch of another size than expected is accepted, and record its size.
 
-        A larger batch is accepted if get_batch_size says 1.
+        A larger batch is accepted if the dtype of its values is known and get_batch_size says 1.
 
         A smaller batch is accepted if the dtype of its values is known. If it is not known, they
         may have fewer bytes than the input's values, and then every batch looks too small. So such
@@ -262,14 +264,14 @@ class CalibratorBatches:
         Args:
             count: samples that the copied bytes make, in the input's dtype.
             is_larger: whether they are more than expected.
-            is_typed: whether the dtype of the copied bytes is known.
+            has_known_dtype: whether the dtype of the copied bytes is known.
         """
         if is_larger:
-            if not is_typed or self._declared_size > 1:
+            if not has_known_dtype or self._declared_size > 1:
                 return False
             self._largest_excess = max(self._largest_excess, count)
             return True
-        if not is_typed:
+        if not has_known_dtype:
             if self._batch_count == 0:
                 return False
             self._is_last = True
@@ -315,13 +317,13 @@ class CalibratorScript:
         """
         self.spec = spec
         self.notes: tuple[str, ...] = ()
-        self._stand_ins = shared_stand_ins()  # tensorrt and CUDA's packages are not needed
+        self._stand_ins = shared_stand_ins()  # modules in place of tensorrt and CUDA's packages
         with self._stand_ins.installed():
             self._create = usercode.load_function(
                 spec, what="a calibrator", form="file.py:function", error=FeedError
             )
         self._calibrator = self._call(self._create)
-        self._was_read = False  # then another reading needs a new calibrator
+        self._was_read = False  # whether its batches were read, which it gives only once
         for method in ("get_batch_size", "get_batch"):
             if not callable(self._attribute(method)):
                 raise FeedError(
@@ -413,7 +415,7 @@ class CalibratorScript:
                 f"get_batch of {self} must give one address for each of {input_names},"
                 f" got {got} in {batches.batch_title}"
             )
-        return batches.item(list(pointers))
+        return batches.read_batch(list(pointers))
 
     def _get_pointers(self, names: list[str]) -> Any:
         try:

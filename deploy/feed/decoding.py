@@ -68,6 +68,7 @@ def decode_image(data: bytes, name: str, *, grey: bool, deep: bool = False) -> A
 
     cv2 = opencv()
     flag = cv2.IMREAD_GRAYSCALE if grey else cv2.IMREAD_COLOR
+    # value of white in a PNM that OpenCV decodes without scaling it; None for other files
     unscaled_white = headers.read_unscaled_white(data)
     if (deep or unscaled_white) and headers.read_bit_depth(data) == 16:
         flag |= cv2.IMREAD_ANYDEPTH
@@ -126,6 +127,7 @@ def _find_png_damage(data: bytes) -> str | None:
     """Return why a PNG is damaged, by its chunks; libpng reports damage on stderr only."""
     offset = len(_PNG_MAGIC)
     view = memoryview(data)
+    # a chunk is the length of its data (4 bytes), its type (4), the data, and a checksum (4)
     while offset + 12 <= len(data):
         end = offset + 12 + int.from_bytes(view[offset : offset + 4], "big")
         if end > len(data):
@@ -210,7 +212,7 @@ class _StderrCapture:
         self._stream = stream
         self._descriptor = descriptor
         self._original_stream: int | None = None
-        self._changed = threading.Condition()
+        self._count_changed = threading.Condition()
         self._active_count = 0  # captures that have begun and not ended, each in its thread
         self._exclusive_count = 0  # captures that exclude other threads or wait to do so
 
@@ -222,26 +224,26 @@ class _StderrCapture:
         body; else other threads decode too, and their lines are captured as well.
         """
         lines: list[str] = []
-        with self._changed:
+        with self._count_changed:
             if exclusive:
                 self._exclusive_count += 1
-                self._changed.wait_for(lambda: not self._active_count)
+                self._count_changed.wait_for(lambda: not self._active_count)
             else:  # those that wait to be exclusive go first
-                self._changed.wait_for(lambda: not self._exclusive_count)
+                self._count_changed.wait_for(lambda: not self._exclusive_count)
             self._active_count += 1
-            if self._active_count == 1:
+            if self._active_count == 1:  # the first one: let stderr lead to the temporary file
                 self._original_stream = self._stderr.value
                 self._stderr.value = self._stream
             size_before = os.fstat(self._descriptor).st_size
         try:
             yield lines
         finally:
-            with self._changed:
+            with self._count_changed:
                 if exclusive:
                     self._exclusive_count -= 1
-                lines += self._end(size_before)
+                lines += self._finish(size_before)
 
-    def _end(self, size_before: int) -> list[str]:
+    def _finish(self, size_before: int) -> list[str]:
         """Return the lines printed since; the last thread restores the C library's stderr.
 
         `size_before`: bytes in the temporary file when the capture began.
@@ -254,7 +256,7 @@ class _StderrCapture:
         output = os.pread(self._descriptor, count, size_before)
         if not self._active_count and size:
             os.ftruncate(self._descriptor, 0)
-        self._changed.notify_all()
+        self._count_changed.notify_all()
         return _printable_lines(output.decode("ascii", "backslashreplace"))
 
 

@@ -246,27 +246,29 @@ def _order_labels(lines: FileList, image_names: Iterable[str]) -> Sequence[int]:
     Raises:
         FeedError: an image is named by no line, or by several in another order.
     """
-    file_names = [PurePath(name).name for name in image_names]
-    names_of_lines = [PurePath(name).name for name in lines.names]
+    image_keys = [PurePath(name).name for name in image_names]
+    line_names = [PurePath(name).name for name in lines.names]  # "" of a line with a number alone
     class_numbers = lines.labels or ()
-    label_by_name = dict(zip(names_of_lines, class_numbers, strict=True))
-    stems = [PurePath(name).stem for name in file_names]
+    label_by_name = dict(zip(line_names, class_numbers, strict=True))
+    stems = [PurePath(name).stem for name in image_keys]
     if not label_by_name.keys().isdisjoint(stems):  # the lines name images without their suffix
-        file_names = stems
+        image_keys = stems
+
     # names that differ from line to line are those of images, even if all are of other images
-    has_names = "" not in label_by_name and len(label_by_name) == len(names_of_lines)
-    names_no_image = label_by_name.keys().isdisjoint(file_names)
-    if names_of_lines == file_names or (names_no_image and not has_names):
+    each_line_has_own_name = "" not in label_by_name and len(label_by_name) == len(line_names)
+    names_no_image = label_by_name.keys().isdisjoint(image_keys)
+    are_in_order = line_names == image_keys or (names_no_image and not each_line_has_own_name)
+    if are_in_order:
         return class_numbers
-    line_counts = Counter(names_of_lines)
-    for name in file_names:
+    line_counts = Counter(line_names)
+    for name in image_keys:
         if line_counts[name] != 1:
             raise FeedError(
                 f"labels that name images must name each of them once, got {line_counts[name]}"
                 f" lines for {printable_name(name)}; correct them, or write class numbers alone, in"
                 " the order of the images"
             )
-    return [label_by_name[name] for name in file_names]
+    return [label_by_name[name] for name in image_keys]
 
 
 def _note_scaled_boxes(

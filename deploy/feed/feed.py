@@ -6,7 +6,6 @@ arrays, paths, and loaders or datasets that yield them. Kinds of sources, as in 
 
     files of arrays, Python's items, a calibrator's batches   ->  arrays
     images, a video's frames                                  ->  images
-    files without a header that hold pixels                   ->  raw pictures
     Python's items that hold pixels, to be preprocessed       ->  pictures in memory
 
 Images are decoded in the background by one thread per core, 4 at most: a slow model does not wait
@@ -44,7 +43,6 @@ from deploy.feed.paths import (
     SourceFiles,
     Split,
     convert_arrays,
-    convert_images,
     label_by_folder,
     refuse_files_with_header,
     resolve_files,
@@ -94,10 +92,6 @@ FeedSource = (
     | Callable[[], Any]
     | IndexedItems
     | ItemReader
-)
-_NO_PREPROCESSING = (
-    "files of arrays are fed as they are, got preprocessing for them; leave it out, or feed images"
-    " (of raw files, --raw-dtype uint8 says that they are)"
 )
 
 
@@ -239,16 +233,19 @@ class _SourceOpener:
             return self._open_calibrator(source)
         if files is None:
             return self._open_object(source)
-        if isinstance(source, RawFiles):
-            return self._open_raw_files(source, files)
-        if not files.are_arrays:
+        if not isinstance(source, RawFiles) and not files.are_arrays:
             return self._open_images(files)
         if self.dataset.preprocess is not None:
-            raise ConfigError(_NO_PREPROCESSING)
+            raise ConfigError(
+                "files of arrays are fed as they are, got preprocessing for them; leave it out, or"
+                " feed images"
+            )
+        if isinstance(source, RawFiles):
+            return self._open_raw_files(source, files)
         return self._create_feed(self._open_arrays(files, self.specs))
 
     def _open_raw_files(self, raw: RawFiles, files: SourceFiles) -> Feed:
-        """Return the feed of files without a header, of arrays or pixels, for the only input.
+        """Return the feed of files without a header, which hold values of the only input.
 
         Args:
             raw: their path, and the shape and dtype that the user gave.
@@ -263,13 +260,6 @@ class _SourceOpener:
         (spec,) = self.specs
         # their shape and dtype may differ from the input's: they are converted below
         arrays = self._open_arrays(files, (raw.file_spec(spec),))
-        has_preprocess = self.dataset.preprocess is not None
-        if raw.are_images(spec, has_preprocess=has_preprocess):
-            resolved = self._resolve_preprocess()
-            images = convert_images(arrays, spec, resolved.preprocess)
-            return self._create_feed(images, resolved, kind="raw pictures")
-        if has_preprocess:
-            raise ConfigError(_NO_PREPROCESSING)
         return self._create_feed(convert_arrays(arrays, spec))
 
     def _open_images(self, files: SourceFiles) -> Feed:
@@ -482,7 +472,7 @@ def open_feed(
     return dataset.open(specs)
 
 
-def is_array_dataset(dataset: Dataset, specs: Sequence[TensorSpec]) -> bool:
+def is_array_dataset(dataset: Dataset) -> bool:
     """Return whether a data set is array files or a calibrator, which take no preprocessing.
 
     Raises:
@@ -492,8 +482,6 @@ def is_array_dataset(dataset: Dataset, specs: Sequence[TensorSpec]) -> bool:
     if isinstance(source, str | os.PathLike) and is_loader_spec(str(source)):
         return False  # the loader may return images
     files = _resolve_source_files(source, dataset.split)
-    if isinstance(source, RawFiles):
-        return not any(source.are_images(spec, has_preprocess=True) for spec in specs)
     return isinstance(source, CalibratorScript) or (files is not None and files.are_arrays)
 
 

@@ -255,40 +255,47 @@ def _tiff_values(data: bytes) -> Iterator[tuple[int, int, int]]:
     Raises:
         struct.error: the data ends before.
     """
-    byte_order = "<" if data.startswith(b"II") else ">"
-
-    def read_integer(layout: str, offset: int) -> int:
-        # of an offset beyond the end, however large it is, `struct` says that the data ends before
-        (value,) = struct.unpack_from(byte_order + layout, data, min(offset, len(data)))
-        return int(value)
-
-    # a word is an offset or a number of values; layouts are letters of `struct`
-    word_layout = "I"
-    word_bytes = 4
-    entry_count_layout = "H"
+    read_integer = partial(_read_tiff_integer, data)
+    # formats, letters of `struct`: of offsets and numbers of values, and of the number of entries
+    offset_format = "I"
+    offset_bytes = 4
+    entry_count_format = "H"
     if read_integer("H", 2) == _BIG_TIFF:
-        word_layout = "Q"
-        word_bytes = 8
-        entry_count_layout = "Q"
-    directory_offset = read_integer(word_layout, word_bytes)  # it follows the magic number
-    first_entry = directory_offset + struct.calcsize(entry_count_layout)
-    for number in range(min(read_integer(entry_count_layout, directory_offset), _MAX_TIFF_TAGS)):
-        # offsets of the entry and of its fields: tag, type, number of values, value
-        entry = first_entry + number * (4 + 2 * word_bytes)
-        type_offset = entry + 2
-        count_offset = entry + 4
-        value_offset = entry + 4 + word_bytes
-        tag = read_integer("H", entry)
+        offset_format = "Q"
+        offset_bytes = 8
+        entry_count_format = "Q"
+    directory_offset = read_integer(offset_format, offset_bytes)  # it follows the magic number
+    entry_count = min(read_integer(entry_count_format, directory_offset), _MAX_TIFF_TAGS)
+    first_entry_offset = directory_offset + struct.calcsize(entry_count_format)
+
+    for number in range(entry_count):
+        # the fields of the entry: tag, type, number of values, value
+        tag_offset = first_entry_offset + number * (4 + 2 * offset_bytes)
+        type_offset = tag_offset + 2
+        count_offset = tag_offset + 4
+        value_offset = tag_offset + 4 + offset_bytes
+        tag = read_integer("H", tag_offset)
         if tag not in _READ_TAGS:
             continue
-        value_count = read_integer(word_layout, count_offset)
-        if tag in (_BITS_TAG, _EXTRA_TAG) and 2 * value_count > word_bytes:
+        value_count = read_integer(offset_format, count_offset)
+        if tag in (_BITS_TAG, _EXTRA_TAG) and 2 * value_count > offset_bytes:
             # values of 2 bytes, one a channel, that are too many for the entry are elsewhere
-            value_offset = read_integer(word_layout, value_offset)
-        layout = _FORMAT_BY_TIFF_TYPE.get(read_integer("H", type_offset), "I")
+            value_offset = read_integer(offset_format, value_offset)
+        value_format = _FORMAT_BY_TIFF_TYPE.get(read_integer("H", type_offset), "I")
         if tag == _ORIENTATION_TAG:  # decoders take it for 2 bytes, whatever its type
-            layout = "H"
-        yield tag, read_integer(layout, value_offset), value_offset
+            value_format = "H"
+        yield tag, read_integer(value_format, value_offset), value_offset
+
+
+def _read_tiff_integer(data: bytes, number_format: str, offset: int) -> int:
+    """Return the integer at an offset of a TIFF or EXIF, in the file's byte order.
+
+    Raises:
+        struct.error: the data ends before, however large the offset is.
+    """
+    byte_order = "<" if data.startswith(b"II") else ">"
+    (value,) = struct.unpack_from(byte_order + number_format, data, min(offset, len(data)))
+    return int(value)
 
 
 def _read_pnm_size(data: bytes) -> WidthHeight | None:

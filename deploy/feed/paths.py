@@ -1,10 +1,9 @@
 """Resolve a path to files (a folder, list, pattern, COCO json, data.yaml or file), and raw files.
 
-Raw files have no header: the user gives their shape and dtype. They hold arrays or uint8 images::
+Raw files have no header: the user gives their shape and dtype::
 
     float32 1x3x224x224 -> an input of that shape    like an .npy file
     float16 3x224x224   -> a float32 input           widened, which loses nothing
-    uint8 480x640x3     -> a float32 input           an image, preprocessed like an image file
 """
 
 import glob
@@ -30,11 +29,8 @@ from deploy.feed.images import (
     summarize_names,
     walk_files,
 )
-from deploy.feed.loaders import to_opencv_channels
-from deploy.feed.pixels import preprocess_image
-from deploy.feed.preprocess import Preprocess, describe
+from deploy.feed.preprocess import describe
 from deploy.feed.sources import is_video
-from deploy.feed.temporary_arrays import Item
 from deploy.files.reading import convert, read_json, read_yaml
 from deploy.tensors import TensorSpec
 
@@ -366,9 +362,8 @@ class RawFiles:
     Attributes:
         path: the folder, pattern, list or file.
         shape: of one sample, with or without the batch (a file may hold several); None for the
-            input's shape. Images are [H, W, 3] RGB, [H, W, 1] or [H, W].
-        dtype: a numpy name, little-endian; None for the input's dtype. uint8 values for an input
-            of another dtype are images.
+            input's shape.
+        dtype: a numpy name, little-endian; None for the input's dtype.
 
     Raises:
         ConfigError: an invalid shape or dtype.
@@ -389,13 +384,6 @@ class RawFiles:
 
     def __str__(self) -> str:
         return os.fspath(self.path)
-
-    def are_images(self, spec: TensorSpec, *, has_preprocess: bool) -> bool:
-        """Return whether the files are images for this input.
-
-        `has_preprocess`: the user gives preprocessing.
-        """
-        return self.dtype == "uint8" and (has_preprocess or spec.dtype != "uint8")
 
     def file_spec(self, spec: TensorSpec) -> TensorSpec:
         """Return dtype and shape of a file's values: an open batch, then the shape of a sample.
@@ -453,6 +441,7 @@ def convert_arrays(source: ArraySource, spec: TensorSpec) -> ArraySource:
     """
     (file_spec,) = source.specs
     shape = (1, *_sample_shape(file_spec))
+    # zeros that stand for every sample, since all have one shape and dtype
     example = {spec.name: np.broadcast_to(np.zeros((), file_spec.dtype), shape)}
     count_samples(example, (spec,), f"each sample of {source.name}")
     return replace(
@@ -460,32 +449,6 @@ def convert_arrays(source: ArraySource, spec: TensorSpec) -> ArraySource:
         notes=(*source.notes, *conversion_notes(example, (spec,))),
         convert=lambda item: {spec.name: fit_array(item[spec.name], spec)},
     )
-
-
-def convert_images(source: ArraySource, spec: TensorSpec, preprocess: Preprocess) -> ArraySource:
-    """Return a source of raw pixels as one that yields preprocessed images.
-
-    Args:
-        source: samples [H, W] or [H, W, 1 or 3] of raw files.
-        spec: the model's input.
-        preprocess: complete preprocessing.
-
-    Raises:
-        FeedError: the samples have another shape.
-    """
-    shape = _sample_shape(source.specs[0])
-    is_image_shape = len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3))
-    if not is_image_shape:
-        raise FeedError(
-            "raw pictures must be of the shape HxWx3, HxWx1 or HxW, got"
-            f" {'x'.join(map(str, shape))} in {source.name}; give the shape of one (--raw-shape)"
-        )
-
-    def convert(item: Item) -> Item:
-        pixels = to_opencv_channels(item[spec.name].reshape(shape), preprocess, source.name)
-        return {spec.name: preprocess_image(pixels, preprocess).astype(spec.dtype, copy=False)}
-
-    return replace(source, convert=convert)
 
 
 def _sample_shape(spec: TensorSpec) -> tuple[int, ...]:

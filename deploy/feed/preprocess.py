@@ -287,14 +287,7 @@ def with_image_size(
     height, width = preprocess.size or (None, None)
     rows, columns = image_size
     if height is not None and width is not None:
-        if preprocess.resize == "short-side":
-            resized_size = short_side_size(image_size, preprocess.resized_short_side)
-            if resized_size[0] < height or resized_size[1] < width:
-                raise FeedError(
-                    f"{title} of {rows}x{columns} must reach the crop of {height}x{width}, got"
-                    f" {format_size(resized_size)} once its short side is"
-                    f" {preprocess.resized_short_side}; give a larger --short-side"
-                )
+        _refuse_below_crop(preprocess, image_size, title)
         return preprocess
     if height is not None:
         width = _round_to_multiple(height * columns, rows, preprocess)
@@ -309,6 +302,21 @@ def with_image_size(
             f" {title} of {rows}x{columns}; give a size for all"
         )
     return dataclasses.replace(preprocess, size=(height, width))
+
+
+def _refuse_below_crop(preprocess: Preprocess, image_size: Size, title: str) -> None:
+    """Raise `FeedError` if an image, resized by its short side, is smaller than the crop."""
+    if preprocess.resize != "short-side":
+        return
+    short_side = preprocess.resized_short_side
+    height, width = preprocess.input_size
+    resized_size = short_side_size(image_size, short_side)
+    if resized_size[0] < height or resized_size[1] < width:
+        raise FeedError(
+            f"{title} of {format_size(image_size)} must reach the crop of {height}x{width}, got"
+            f" {format_size(resized_size)} once its short side is {short_side}; give a larger"
+            " --short-side"
+        )
 
 
 def short_side_size(size: Size, short: int) -> Size:

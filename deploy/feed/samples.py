@@ -182,9 +182,10 @@ class Feed:
         return self._good_labels
 
     def set_labels(self, labels: Sequence[int]) -> None:
-        """Set the class numbers of the chosen images or rows, or of all in the source.
+        """Set the class numbers of images or rows, bad ones included.
 
-        Their number tells which; bad images have labels too.
+        Args:
+            labels: one per chosen image or row; or one per image or row of the source.
 
         Raises:
             FeedError: there are more or fewer labels than images.
@@ -418,14 +419,17 @@ class Feed:
         self._chosen.skip_entries(skipped)
         self._reader.decodes += len(share.positions) - len(skipped)  # read for this run
 
-    def progress_after(self, samples: int) -> tuple[tuple[str, ...], dict[int, str]]:
-        """Return the state after the first `samples` samples, even if more were read already.
+    def progress_after(self, sample_count: int) -> tuple[tuple[str, ...], dict[int, str]]:
+        """Return what `resume` takes for a run that used the first samples of this pass.
+
+        Args:
+            sample_count: number of samples that were used; more may have been read already.
 
         Returns:
             sha256 (hex) of each image or row, skipped ones included; and position in the complete
             list -> why the sample there was skipped.
         """
-        good_count = samples * self.batch
+        good_count = sample_count * self.batch
         entry_count = self.entry_count
         if good_count < self.count:
             entry_count = self._chosen.count_entries(good_count)

@@ -70,13 +70,13 @@ class Share:
         return f"{self.number}/{self.of}"
 
 
-def create_share(shard: tuple[int, int], count: int, names: str) -> Share:
+def create_share(shard: tuple[int, int], count: int, names_digest: str) -> Share:
     """Return one of several equal parts of a feed, the shards, for one of several machines.
 
     Args:
         shard: (its number from 1, number of shards).
         count: samples of all shards together.
-        names: digest of the names of all samples, by which shards of different feeds are noticed.
+        names_digest: of the names of all samples, by which shards of different feeds are noticed.
 
     Raises:
         FeedError: there are more shards than samples.
@@ -87,7 +87,7 @@ def create_share(shard: tuple[int, int], count: int, names: str) -> Share:
             f"every shard must have a sample, got {shard_count} shards of {count}; use fewer of"
             " them"
         )
-    return Share(number=number, of=shard_count, count=count, names=names)
+    return Share(number=number, of=shard_count, count=count, names=names_digest)
 
 
 def digest_names(names: Iterable[str]) -> str:
@@ -311,7 +311,7 @@ class ChosenSamples:
         return self.indices[share.number - 1 : share.count : share.of]
 
     def count_entries(self, number: int) -> int:
-        """Return the number of entries up to and including the n-th good sample, from 1.
+        """Return the number of chosen samples up to the n-th good one, from 1, bad ones included.
 
         A pass asks for each of its samples in turn, so the count goes on where it left off.
         """

@@ -197,10 +197,10 @@ class SequenceSource:
             for earlier_index in range(self._next, index):
                 # a bad step is left out: the states go on after it
                 with suppress(FeedError):
-                    self._run(earlier_index, self._source.load(earlier_index))
-            return self._run(index, raw)
+                    self._run_step(earlier_index, self._source.load(earlier_index))
+            return self._run_step(index, raw)
 
-    def _run(self, index: int, raw: RawSample) -> Sample:
+    def _run_step(self, index: int, raw: RawSample) -> Sample:
         """Return the inputs of a step, the states included, and compute the states of the next one.
 
         `raw`: the step as in the source, without states; or with those of a sequence's start.
@@ -300,7 +300,7 @@ def spread_steps(
     steps_by_sequence: dict[int, list[int]] = {}
     for index in indices:
         steps_by_sequence.setdefault(sequence_of(index), []).append(index)
-    # so many sequences that each gives about as many steps as an average one has
+    # as many sequences as have `max_steps` steps together, if each has the average number
     sequence_count = math.ceil(max_steps * len(steps_by_sequence) / len(indices))
     chosen_steps: list[int] = []
     for sequence in spread_evenly(list(steps_by_sequence), sequence_count):

@@ -59,7 +59,7 @@ def is_claimed(path: Path) -> bool:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:
+    except OSError:  # the file system has no locks: then the time of the last write decides
         return time.time() - os.fstat(handle).st_mtime < _STALE_AFTER_S
     finally:
         os.close(handle)

@@ -198,7 +198,9 @@ def recover(folder: Path) -> None:
     Raises:
         ExportError: another process holds the folder.
     """
-    folders = [folder, *filter(atomic.is_real_folder, [folder / RECORDS])]
+    folders = [folder]
+    if atomic.is_real_folder(folder / RECORDS):
+        folders.append(folder / RECORDS)
     leftovers = chain.from_iterable(parent.glob(f"{atomic.PREFIX}*") for parent in folders)
     # nothing to do if the only leftover is a calibration that a failed run saved: it stays
     if all(path.name == _SAVED_FOLDER for path in leftovers):
@@ -208,9 +210,9 @@ def recover(folder: Path) -> None:
             atomic.remove_leftovers(parent)
         for stage in _find_dead_stages(folder):
             _finish(stage, folder)
-        for stage in folder.glob(f"{atomic.PREFIX}*"):
-            if not atomic.belongs_to_user(stage):
-                say_progress(f"{stage} is a link or of another user, and is left alone")
+        for leftover in folder.glob(f"{atomic.PREFIX}*"):
+            if not atomic.belongs_to_user(leftover):
+                say_progress(f"{leftover} is a link or of another user, and is left alone")
 
 
 def has_unfinished_publication(folder: Path) -> bool:

@@ -64,8 +64,8 @@ Bounds = tuple[float, float]
 _UNBOUNDED: Bounds = (-math.inf, math.inf)
 _UNREAD: Bounds = (math.inf, -math.inf)  # of an unread tensor: any bounds are looser
 SIGMOID: Bounds = (-8.0, 8.0)
-_SMOOTH: dict[str, Bounds] = {"Sigmoid": SIGMOID, "Tanh": (-4.0, 4.0), "Erf": (-3.0, 3.0)}
-_FLOORS = {"HardSwish": -3.0, "Gelu": -4.0}
+_SMOOTH_BOUNDS: dict[str, Bounds] = {"Sigmoid": SIGMOID, "Tanh": (-4.0, 4.0), "Erf": (-3.0, 3.0)}
+_FLOOR_BY_OP_TYPE = {"HardSwish": -3.0, "Gelu": -4.0}
 _AMPLIFIES = frozenset({"Log", "Reciprocal", "Sqrt"})
 VALUE_MOVES = frozenset(
     {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Slice", "Gather", "Split"}
@@ -121,7 +121,7 @@ class _Propagation:
         """Set the bounds of tensors; those of everything downstream are set already."""
         for tensor in filter(None, tensors):
             readers = self.graph.readers.get(tensor, [])
-            bounds = _find_loosest(self._needed_by(node, tensor) for node in readers)
+            bounds = _find_loosest(self._bounds_for_reader(node, tensor) for node in readers)
             if tensor in self.graph.outputs or tensor in self.graph.captured:
                 bounds = _UNBOUNDED  # somebody reads it beside the nodes of the main graph
             self.bounds[tensor] = bounds
@@ -130,13 +130,14 @@ class _Propagation:
         """Return the bounds that the readers of a node's outputs need."""
         return _find_loosest(self.bounds[name] for name in node.output if name)
 
-    def _needed_by(self, node: onnx.NodeProto, tensor: str) -> Bounds:
-        """Return (floor, ceiling) for an input of a node; values beyond give the same output.
+    def _bounds_for_reader(self, node: onnx.NodeProto, tensor: str) -> Bounds:
+        """Return (floor, ceiling) of a tensor, beyond which a reader of it gives the same output.
 
         A Relu has the floor 0: all values below it become 0. A bound is infinite if there is none.
         """
         op_type = node.op_type
-        # moved values have the bounds of the output; a scalar's arithmetic is undone
+        # where the node only moves values, or adds or multiplies a scalar, the bounds follow from
+        # those of its output
         if tensor in _moved_inputs(node):
             return self._output_bounds(node)
         bounds = self._invert_arithmetic(node, tensor)
@@ -147,10 +148,10 @@ class _Propagation:
         if op_type == "Mul":
             return self._gated_bounds(node, tensor)
         # activations, which are flat beyond their bounds
-        if op_type in _SMOOTH and not self._is_amplified(node):
-            return _SMOOTH[op_type]
-        if op_type in _FLOORS:
-            return _FLOORS[op_type], math.inf
+        if op_type in _SMOOTH_BOUNDS and not self._is_amplified(node):
+            return _SMOOTH_BOUNDS[op_type]
+        if op_type in _FLOOR_BY_OP_TYPE:
+            return _FLOOR_BY_OP_TYPE[op_type], math.inf
         if op_type == "Relu":
             return 0.0, max(0.0, self._output_bounds(node)[1])
         return self._clip_bounds(node) or _UNBOUNDED
@@ -236,19 +237,20 @@ class _Propagation:
     def _floor_of(self, tensor: str, gate_input: str, gate_floor: float) -> Bounds:
         """Return the floor of a tensor from that of a gate, if both are linear in the same t.
 
-        With tensor = a t and gate_input = c t + d, the floor of t is (gate_floor - d) / c.
+        With gate_input = gate_factor * t + gate_shift, the floor of t is
+        (gate_floor - gate_shift) / gate_factor; that of the tensor is `factor` times as much.
         """
         if gate_input == tensor:
             return gate_floor, math.inf
-        base, a, shift = self._linear_form(tensor)
-        gate_base, c, d = self._linear_form(gate_input)
-        if tensor == gate_base:  # t itself may be linear in another tensor
-            base = tensor
-            a = 1.0
+        source, factor, shift = self._linear_form(tensor)
+        gate_source, gate_factor, gate_shift = self._linear_form(gate_input)
+        if tensor == gate_source:  # t itself may be linear in another tensor
+            source = tensor
+            factor = 1.0
             shift = 0.0
-        if base != gate_base or shift or a <= 0 or c <= 0:
+        if source != gate_source or shift or factor <= 0 or gate_factor <= 0:
             return _UNBOUNDED
-        return a * (gate_floor - d) / c, math.inf
+        return factor * (gate_floor - gate_shift) / gate_factor, math.inf
 
     def _linear_form(self, tensor: str) -> tuple[str, float, float]:
         """Return (input, factor, shift): the tensor is factor * input + shift, by its own node.
@@ -380,10 +382,10 @@ def find_float16_overflows(
     for node in graph.nodes:
         if node.op_type == "Constant":
             continue
-        reason = _find_unfit(graph, node, largest)
+        reason = _describe_misfit(graph, node, largest)
         affected_nodes = [node]
         if not reason:
-            reason = _find_vanishing(graph, node)
+            reason = _describe_vanishing(graph, node)
             if reason and node.op_type != "Div":  # a Div is itself such a reader
                 affected_nodes += graph.readers.get(node.output[0], ())
         for affected_node in affected_nodes:
@@ -404,10 +406,10 @@ def float16_overflow(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, f
         node: one of its nodes.
         largest: tensor of the float model -> largest |x| observed.
     """
-    return _find_unfit(graph, node, largest) or _find_vanishing(graph, node)
+    return _describe_misfit(graph, node, largest) or _describe_vanishing(graph, node)
 
 
-def _find_unfit(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, float]) -> str:
+def _describe_misfit(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, float]) -> str:
     """Return which input or output of a node is too large or small for float16, as text, or ""."""
     weights = node.input[1:2] if node.op_type in WEIGHTED else ()
     for name in (*node.input, *node.output):
@@ -422,8 +424,8 @@ def _find_unfit(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, float]
     return ""
 
 
-def _find_vanishing(graph: Graph, node: onnx.NodeProto) -> str:
-    """Return a text on a constant that guards a Log or a division and is 0 in float16, or "".
+def _describe_vanishing(graph: Graph, node: onnx.NodeProto) -> str:
+    """Return which constant, lost in float16, keeps a value of a node above 0, as text; "" if none.
 
     In a / Max(b, 1e-9) the Max is the guard and 1e-9 its constant, which keeps the divisor above 0.
     The guard is the node itself or, if the node is a Div, what makes its divisor. Between the two

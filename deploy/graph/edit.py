@@ -141,10 +141,10 @@ def replace_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> No
     """
     new_nodes = list(nodes)
     graph_nodes = list(graph.node)
-    own_ids = {id(node) for node in graph_nodes}
+    graph_node_ids = {id(node) for node in graph_nodes}
     position_by_id: dict[int, int] = {}  # id of a node -> its position in the new order
     for position, node in enumerate(new_nodes):
-        if id(node) not in own_ids:
+        if id(node) not in graph_node_ids:
             graph.node.append(node)  # copies it
             node = graph.node[-1]
             graph_nodes.append(node)  # holds a reference: else Python could give its id again
@@ -450,11 +450,11 @@ _JOINING_WORDS = ("weight", "bias")  # also in names of models, so one of ADDED 
 
 
 def free_added_names(graph: onnx.GraphProto) -> list[str]:
-    """Rename, in place, the tensors and nodes whose names calib8 would give to those that it adds.
+    """Rename, in place, the tensors and nodes of a model that have names which calib8 gives itself.
 
-    calib8 names what it adds to a tensor `T` by a suffix in `ADDED`, such as `T/scale`. If a model
-    has both `T` and a `T/scale` of its own, `T/scale` is renamed. If that is an input or output of
-    the model, whose name must stay, `T` is renamed instead.
+    Beside a tensor `T` calib8 adds tensors such as `T/scale`, with a suffix in `ADDED`. If the
+    model has a `T/scale` of its own, that becomes `T/scale_own`. If it is an input or output of the
+    model, whose name must stay, `T` is renamed instead.
 
     Returns:
         The names that were replaced.
@@ -462,16 +462,16 @@ def free_added_names(graph: onnx.GraphProto) -> list[str]:
     Raises:
         ModelError: both are inputs or outputs.
     """
-    bodies = list(all_graphs(graph))
-    names = tensor_names(*bodies)
-    for body in bodies:
+    graph_and_subgraphs = list(all_graphs(graph))
+    names = tensor_names(*graph_and_subgraphs)
+    for body in graph_and_subgraphs:
         names |= names_of(body.node)
     names.discard("")
-    fixed_names = names_of((*graph.input, *graph.output))
-    # every `T` for which calib8 may add a `T/scale`; also the T of each `T/dequantized` and
+    interface_names = names_of((*graph.input, *graph.output))
+    # every `T` beside which calib8 may add a `T/scale`; also the T of each `T/dequantized` and
     # `T/float`, even if the model has no `T`: calib8 takes these two for its own
     base_names = set(names)
-    for name in names - fixed_names:
+    for name in names - interface_names:
         base_names |= {name.removesuffix("/dequantized"), name.removesuffix("/float")}
 
     new_names: dict[str, str] = {}  # name -> its new name
@@ -479,15 +479,15 @@ def free_added_names(graph: onnx.GraphProto) -> list[str]:
         base_name = _find_base_name(name, base_names)
         if base_name is None:
             continue
-        name_to_replace = base_name if name in fixed_names else name
-        if name_to_replace in fixed_names:
+        name_to_replace = base_name if name in interface_names else name
+        if name_to_replace in interface_names:
             raise ModelError(
                 f"an input or output must not have a name that calib8 adds for another one, got"
                 f" {name!r} beside {base_name!r}; export the model with other names"
             )
         new_names[name_to_replace] = unique_name(f"{name_to_replace}_own", names)
     if new_names:
-        for body in bodies:
+        for body in graph_and_subgraphs:
             _rename_all(body, new_names)
     return list(new_names)
 

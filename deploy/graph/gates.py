@@ -108,7 +108,7 @@ def collapse_gates(nodes: Iterable[onnx.NodeProto], gates: Iterable[Gate]) -> No
     The new node stands in place of the gate's last node and has its name. If two gates end in the
     same Mul, whose factors they are, only the second one is replaced.
     """
-    gate_by_last_node: dict[str, Gate] = by_name(gates)
+    gate_by_last_node: dict[str, Gate] = by_name(gates)  # a gate has the name of its last node
     dropped_nodes: set[str] = set()
     for gate in gate_by_last_node.values():
         dropped_nodes.update(gate.nodes[:-1])

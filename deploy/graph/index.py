@@ -263,7 +263,7 @@ class Graph:
 
     @cached_property
     def captured_through_moves(self) -> frozenset[str]:
-        """Tensors that nodes which move data, such as a Reshape, pass on to a subgraph.
+        """Tensors that are moved, such as by a Reshape, before a subgraph reads them.
 
         If the branch of an If reads y = Reshape(x), this set has x. With x in int8, ONNX Runtime
         ends the process (`deploy.graph.refusal`).

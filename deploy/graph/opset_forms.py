@@ -228,10 +228,10 @@ def _add_split_sizes(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     slice_count = attrs.get("num_outputs")
     if slice_count is None:  # it has sizes already
         return [node]
-    drop_attribute(node, "num_outputs")
     size = scope.shape(node.input[0])[attrs.get("axis", 0)]
     if not isinstance(size, int):
         raise CannotRewrite(f"the size of {node.input[0]} along its axis is not known")
+    drop_attribute(node, "num_outputs")
     if size % slice_count == 0:
         return [node]
     step = -(-size // slice_count)  # all slices but the last have the size rounded up
@@ -545,14 +545,14 @@ def _softmax_over_axis(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
         is_one_axis = all(size == 1 for size in shape[axis % len(shape) + 1 :])
     else:
         is_one_axis = axis == -1
+    if not is_one_axis and axis < 0 and shape is None:
+        raise CannotRewrite(f"the shape of {source} is not known")
     drop_attribute(node, "axis")
     if is_one_axis:
         _set_attribute(node, "axis", axis)
         return [node]
-    _set_attribute(node, "axis", -1)  # of the matrix that Flatten makes
-    if axis < 0 and shape is None:
-        raise CannotRewrite(f"the shape of {source} is not known")
 
+    _set_attribute(node, "axis", -1)  # of the matrix that Flatten makes
     rows = scope.new_name(f"{output}_rows")
     sizes = scope.new_name(f"{output}_dims")
     softmax = scope.new_name(f"{output}_softmax")

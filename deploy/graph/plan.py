@@ -262,13 +262,15 @@ class _Int8Flow:
     int8_reads: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        """Find the tensors around int8 nodes, and those beyond float nodes that pass int8 on."""
         graph = self.graph
         placement = self.placement
         for node in graph.nodes:
             if not self.reasons[node.name]:
                 self._add_int8_node(node)
 
-        # float nodes that pass int8 on: results go downstream, wishes to read go upstream
+        # float nodes that pass int8 on: what is made in int8 goes downstream, what is read in int8
+        # goes upstream
         passing_nodes = [node for node in graph.nodes if _passes_int8(graph, placement, node)]
         for node in passing_nodes:
             if self.int8_outputs.issuperset(graph.data_inputs(node)):
@@ -403,23 +405,22 @@ def _decide(
         gate_by_node: node of a gate -> the node of `graph` that stands for it.
         bias_add_by_matmul: name of a MatMul -> the Add of its bias, which is fused into it too.
     """
-    main_name_by_output = {}  # output of a fused node -> name of the node that it is fused into
+    layer_by_output = {}  # output of a layer, or of the last node fused into it -> the layer's name
     for node in graph.nodes:
         if node.op_type in placement.runnable_op_types:
-            main_name_by_output[graph.tail(node)] = node.name
+            layer_by_output[graph.tail(node)] = node.name
     for matmul, add in bias_add_by_matmul.items():  # the Add, and a Relu or Clip after it
-        main_name_by_output |= {add.output[0]: matmul, graph.tail(add): matmul}
+        layer_by_output |= {add.output[0]: matmul, graph.tail(add): matmul}
 
     decisions = []
     for node in nodes:
         planned_name = gate_by_node.get(node.name, node.name)  # of the node of `graph`
-        # of the node that it is fused into, or its own
-        main_name = main_name_by_output.get(node.output[0], planned_name)
+        layer_name = layer_by_output.get(node.output[0], planned_name)  # else it is not fused
         reason = float_reasons[planned_name]
         # a fused node, such as a Clip, has a reason since it cannot run in int8 by itself; what
-        # counts is the node that it is fused into
-        if reason and main_name != planned_name:
-            reason = "the node before it is float" if float_reasons[main_name] else ""
+        # counts is the layer that it is fused into
+        if reason and layer_name != planned_name:
+            reason = "the node before it is float" if float_reasons[layer_name] else ""
         precision = FLOAT32 if reason else placement.grid.name
         decisions.append(Decision(node.name, node.op_type, precision, reason))
     return tuple(decisions)

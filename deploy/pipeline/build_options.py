@@ -323,7 +323,7 @@ def prepare_build(
     options = _with_cache_path(options, loaded.name)
     _refuse_files_in_output_folder(options, loaded)
 
-    dataset, evaluation = _drop_preprocess_of_arrays(dataset, evaluation, loaded)
+    dataset, evaluation = _drop_preprocess_of_arrays(dataset, evaluation)
     evaluation_feed = None
     if evaluation is not None:
         evaluation_feed = loaded.open_samples(
@@ -468,7 +468,7 @@ def list_output_names(targets: Iterable[Target], name: str) -> list[str]:
 
 
 def _drop_preprocess_of_arrays(
-    dataset: Dataset | None, evaluation: Dataset | None, loaded: LoadedModel
+    dataset: Dataset | None, evaluation: Dataset | None
 ) -> tuple[Dataset | None, Dataset | None]:
     """Return (calibration data, evaluation data); arrays beside pictures lose their preprocessing.
 
@@ -479,8 +479,8 @@ def _drop_preprocess_of_arrays(
     if dataset.preprocess is None or evaluation.preprocess is None:
         return dataset, evaluation
 
-    has_arrays = is_array_dataset(dataset, loaded.inputs)
-    evaluation_has_arrays = is_array_dataset(evaluation, loaded.inputs)
+    has_arrays = is_array_dataset(dataset)
+    evaluation_has_arrays = is_array_dataset(evaluation)
     if has_arrays and not evaluation_has_arrays:
         dataset = replace(dataset, preprocess=None)
     elif evaluation_has_arrays and not has_arrays:
