@@ -66,7 +66,8 @@ metric_option = base.measuring_option(
     "float_model",
     type=base.INPUT,
     metavar="FILE",
-    help="Float model to compare a Q/DQ model with.  [default: the model without its pairs]",
+    help="Float model to compare a Q/DQ model with.  [default: for accuracy the Q/DQ model itself;"
+    " for speed and size the Q/DQ model without its pairs]",
 )
 @labels_option
 @metric_option

@@ -156,7 +156,7 @@ require_cache_option = base.cache_option(
     "--require-cache", is_flag=True, help="Fail if the cache does not fit."
 )
 refresh_option = base.cache_option(
-    "--refresh", is_flag=True, help="Calibrate even if the cache fits."
+    "--refresh", is_flag=True, help="Calibrate even if the cache fits. A build also searches again."
 )
 
 resume_option = base.cache_option(

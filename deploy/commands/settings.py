@@ -277,8 +277,7 @@ def _options() -> list[Decorator]:
             "--effort",
             type=click.IntRange(0, 3),
             help="Effort of the search for layers to leave in float and for methods: 0 does not"
-            " search, 3 continues as long as it finds something better.  [default: 1; 0 with"
-            " --ascend-config]",
+            " search, 3 tries most.  [default: 1; 0 with --ascend-config]",
         ),
         base.search_option(
             "--plan",

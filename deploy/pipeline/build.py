@@ -113,7 +113,8 @@ def build(  # noqa: D417
     Args:
         images: images to calibrate with, as for `calibrate`; for a Q/DQ model images to measure
             with, or None.
-        float_model: float reference of a Q/DQ model; None uses the model without its pairs.
+        float_model: float reference of a Q/DQ model; None compares accuracy with the Q/DQ model,
+            and speed and size with that model without its pairs.
         out: output folder, also of the cache if `cache` names none.
         eval_images: images for the accuracy figures; None uses the calibration images.
         labels: class of each evaluation image, if the list or loader does not give it; a path of
@@ -125,7 +126,7 @@ def build(  # noqa: D417
             None recognises it.
         duration_s: seconds of latency runs for each model; 0 measures no time, in the search too.
             None is 3, or 0 if `tuning.cpu` names another CPU than this one.
-        effort: 0 does not search, 3 searches as long as it finds something better; short for
+        effort: 0 does not search, 3 tries most; short for
             `tuning=Tuning(effort=...)`.
         tuning: options of the search, or a plan to follow.
         gates: the user's limits, for the verdicts.

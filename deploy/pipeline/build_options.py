@@ -159,7 +159,8 @@ class BuildOptions:
         calibration: options of the calibration.
         targets: the targets.
         out: output folder.
-        float_model: float reference of a Q/DQ model; None takes the model without its pairs.
+        float_model: float reference of a Q/DQ model; None compares accuracy with the Q/DQ model,
+            and speed and size with that model without its pairs.
         evaluation: images for the accuracy figures; None takes calibration images.
         labels: classes of the evaluation images, annotated objects, or "folders".
         metric: metric of the user in place of the task's figure.

@@ -429,8 +429,8 @@ def _reference_notes(loaded: LoadedModel, *, has_qdq_outputs: bool) -> Iterator[
     if loaded.qdq is not None:
         reference = "FP32"
         if has_qdq_outputs:
-            reference = f"{Path(loaded.qdq.name).name} itself, computed as it is written"
-        yield f"accuracy is measured beside {reference}; speed and size beside FP32"
+            reference = f"{Path(loaded.qdq.name).name} itself"
+        yield f"accuracy is compared with {reference}; speed and size are compared with FP32"
 
 
 def _measure_latency(

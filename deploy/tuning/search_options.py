@@ -173,7 +173,7 @@ class Tuning:
     """Options of the search.
 
     Attributes:
-        effort: 0 does not search, 3 searches as long as it finds something better. None is 1, or 0
+        effort: 0 does not search, 3 tries most. None is 1, or 0
             for a target whose configuration the user gives (`Target.configured`).
         plan: a plan to follow instead of a search; None uses the one in the output folder, if it
             fits.

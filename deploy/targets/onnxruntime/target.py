@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 _REQUANTIZED = (
-    "ONNX Runtime's are uint8: the same codes 128 higher, and where a tensor of zero point 0 is"
-    " never negative, all 255 steps over the same real range"
+    "ONNX Runtime's are uint8: the same integers plus 128; a tensor of zero point 0 that is never"
+    " negative gets 255 steps from 0 to the end of its range"
 )
 
 
