@@ -638,9 +638,10 @@ def test_every_tensor_is_an_output(kind):
     model = module(lambda self, x: returned(self.own(x)), own=net())
     prepared = prepare(model, [X], target=STEM)
     calibrate(prepared, [X])
-    for exported in (export(model, [X]), export(convert(prepared), [X])):
-        outputs = [value.name for value in exported.graph.output]
-        assert len(outputs) == int(names) if names.isdigit() else outputs == names.split()
+    exports = export(model, [X]), export(convert(prepared), [X])
+    outputs, int8_outputs = ([value.name for value in model.graph.output] for model in exports)
+    assert outputs == int8_outputs
+    assert len(outputs) == int(names) if names.isdigit() else outputs == names.split()
 
 
 def test_tensors_in_unknown_objects_are_refused():

@@ -44,6 +44,7 @@ from deploy.graph.index import (
     Graph,
     all_outputs,
     attributes,
+    map_producers,
     names_of,
     opset_of,
 )
@@ -85,7 +86,8 @@ def name_outputs(model: onnx.ModelProto, program: ExportedProgram | None) -> Non
     """Name outputs that forward returns in a dict by their key, in place.
 
     Nested keys give `outer_inner`. If an input or another output has the name already, "_out" is
-    appended. Outputs in tuples and lists keep the names that the exporter gave them.
+    appended. Outputs in tuples and lists keep the names that the exporter gave them. An output of
+    a Q/DQ pair is named after the tensor that the pair rounds, as in the float model.
     """
     if program is None or program.call_spec.out_spec is None:
         return
@@ -93,17 +95,27 @@ def name_outputs(model: onnx.ModelProto, program: ExportedProgram | None) -> Non
     outputs = [value.name for value in model.graph.output]
     if len(paths) != len(outputs) or len({*outputs}) != len(outputs):
         return  # a tensor that is returned twice has one name
+    producers = map_producers(model.graph.node)
     used_names = {value.name for value in (*model.graph.input, *model.graph.output)}
     new_names: dict[str, str] = {}
     for output, path in zip(outputs, paths, strict=True):
+        used_names.remove(output)
         has_key = any(isinstance(key, pytree.MappingKey | pytree.GetAttrKey) for key in path)
-        if has_key:
-            name = "_".join(map(_key_name, path))
-            while name in used_names:
-                name += "_out"
-            used_names.add(name)
-            new_names[output] = name
+        name = "_".join(map(_key_name, path)) if has_key else _unrounded_name(producers, output)
+        while name in used_names:
+            name += "_out"
+        used_names.add(name)
+        new_names[output] = name
     _rename_outputs(model.graph, new_names)
+
+
+def _unrounded_name(producers: Mapping[str, onnx.NodeProto], output: str) -> str:
+    """Return the name of the tensor that an output's pair rounds; without a pair its own name."""
+    node = producers.get(output)
+    while node is not None and node.op_type in ("DequantizeLinear", "QuantizeLinear"):
+        output = node.input[0]
+        node = producers.get(output)
+    return output
 
 
 def _tensor_paths(program: ExportedProgram) -> list[Sequence[Any]]:
@@ -259,13 +271,14 @@ class ExportAgreement(PrintedResult):
         samples: number of samples.
         max_difference: largest absolute difference of any output value.
         max_output: largest absolute value of the torch model's outputs.
-        argmax: fraction of the last output's rows with the same arg-max along dimension 1; 1 if it
-            has no rows.
+        argmax: fraction of the last output's rows with the same arg-max along dimension 1; 1 if
+            there is nothing to choose from, as in a mask of one channel.
         codes: max_difference in steps of the last quantized tensor; None for a float model or
             several outputs.
         batches: batch sizes.
         depends_on_input: whether an output depends on the input; if not, agreement proves nothing.
-        argmax_rows: rows of `argmax`; 0 or the number of samples if each sample has one.
+        argmax_rows: rows of `argmax`: the number of samples if each sample has one; 0 if there is
+            nothing to choose from.
     """
 
     samples: int
@@ -287,10 +300,13 @@ class ExportAgreement(PrintedResult):
         text = f"onnxruntime against torch on {self.samples} samples"
         if self.batches:
             text += f" in batches of {' and '.join(map(str, self.batches))}"
-        text += f": same arg-max {100 * self.argmax:.2f}%"
-        if self.argmax_rows not in (0, self.samples):
-            text += f" of {self.argmax_rows} positions in the last output"
-        text += f", largest difference {self.max_difference:.3g}"
+        text += ": "
+        if self.argmax_rows:
+            text += f"same arg-max {100 * self.argmax:.2f}%"
+            if self.argmax_rows != self.samples:
+                text += f" of {self.argmax_rows} positions in the last output"
+            text += ", "
+        text += f"largest difference {self.max_difference:.3g}"
         if self.codes is not None:
             text += f", {self.codes:.2f} int8 steps of the last quantized tensor"
         text += f" (largest output {self.max_output:.3g})"
@@ -492,7 +508,6 @@ def _tensors_only(returned: Any) -> Any:
 
 def _same_argmax(expected: NDArray[Any], output: NDArray[Any]) -> NDArray[np.bool_]:
     """Compare the arg-max of [N, C, ...] for each sample, or each position of a dense output."""
-    if not expected.size:
+    if expected.ndim < 2 or expected.shape[1] < 2:  # a mask, a value a sample, or nothing
         return np.zeros(0, np.bool_)
-    axis = 1 if expected.ndim > 1 else None
-    return np.ravel(expected.argmax(axis) == output.argmax(axis))
+    return np.ravel(expected.argmax(1) == output.argmax(1))
