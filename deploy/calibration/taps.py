@@ -7,20 +7,6 @@ Each sample runs through a session per variant, whose tensors go to recorders::
                                |--> tensor --> another recorder
                                '--> tensor --> waits for its turn: its statistic depends on order
 
-**Blocked layout.** On many CPUs ONNX Runtime computes convolutions on blocks of channels (NCHWc).
-A `ReorderOutput` restores NCHW for graph outputs, which costs as much as counting the tensor::
-
-    Conv --> [N, C/16, H, W, 16] --> Conv --> ...
-                   |
-                   '--> ReorderOutput --> [N, C, H, W]     an ordinary tap
-                   |
-                   '--------------------> all of it        a blocked tap
-
-Most statistics do not depend on the position of a value. So the optimized model is saved, every
-`ReorderOutput` that only a tap reads is removed, and the rest runs without further optimization.
-Tensors with a partly filled last block keep theirs: dropping the padding costs more than the
-reorder. Without this operator the taps are ordinary ones; the values are the same.
-
 **Reused output buffers.** Allocating and freeing the outputs of every sample takes as long as a
 third of a small network's inference and fragments memory. While the shapes stay the same, the
 buffers are reused::
@@ -33,17 +19,13 @@ buffers are reused::
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import TensorProto, ValueInfoProto, helper
 
 from calibrators.errors import CalibrationError
 from calibrators.histogram import ArrayRefused, Histogram, HistogramGroup
@@ -57,118 +39,16 @@ from deploy.calibration.observation import (
 from deploy.calibration.sample_checks import Peaks, largest_magnitude
 from deploy.errors import BackendError
 from deploy.feed.parallel import Sample
-from deploy.files.reading import read_bytes
-from deploy.graph.edit import copy_with_outputs, replace_field, replace_nodes
-from deploy.graph.index import attributes, count_reads
+from deploy.graph.edit import copy_with_outputs
 from deploy.machine import trim_memory
 from deploy.runtimes.ort import BoundSession, OrtSession
 from deploy.tensors import Array
 
-_BLOCKED_DOMAIN = "com.microsoft.nchwc"
 MOST_BYTES = 1 << 26  # larger outputs are freed after each sample
 ArrayForms = dict[str, tuple[tuple[int, ...], np.dtype]]
 OutputCallback = Callable[[int, Sample], None]
 Waiting = tuple[Observation, NDArray[np.float32]]
 """An order-dependent observation, and the value that it records in its turn."""
-
-
-def _open_tapped(
-    model: onnx.ModelProto, tensors: Sequence[str], in_any_order: Collection[str]
-) -> tuple[OrtSession, dict[str, str]]:
-    """Return (session with inner tensors as outputs, tensor -> its output in blocks of channels).
-
-    The latter has only tensors in that layout (`Tap.blocked`); it is empty without Convs.
-
-    Args:
-        model: the model to run.
-        tensors: names of its tensors that become outputs.
-        in_any_order: those of them whose values may come in any order, so that they may stay in
-            the blocked layout of ONNX Runtime's convolutions.
-    """
-    tapped_model = copy_with_outputs(model, tensors)
-    reorderable = set(in_any_order).difference(o.name for o in model.graph.output)
-    has_blocks = any(node.op_type == "Conv" for node in model.graph.node)
-    if reorderable and has_blocks:
-        # the disk may be full, or the saved model may not load
-        with suppress(BackendError, OSError):
-            return _open_blocked(tapped_model, reorderable)
-    return OrtSession.open(tapped_model, threads=1, spin=False), {}
-
-
-def _open_blocked(
-    model: onnx.ModelProto, tensors: Collection[str]
-) -> tuple[OrtSession, dict[str, str]]:
-    """Return (session whose outputs may be blocks of channels, tensor -> its output in blocks).
-
-    ONNX Runtime saves the optimized model. The nodes that bring outputs `tensors` from blocks into
-    NCHW are removed from it where they can be, and the remaining model is opened as it is.
-    """
-    with tempfile.TemporaryDirectory(prefix="calib8-", ignore_cleanup_errors=True) as folder:
-        path = Path(folder) / "model.onnx"
-        session = OrtSession.open(model, threads=1, spin=False, save_to=path)
-        optimized = onnx.ModelProto.FromString(
-            read_bytes(path, what="a model", error=BackendError, rewritable=True)
-        )
-        blocked = expose_blocked(optimized.graph, tensors)
-        if blocked:
-            del session  # frees its copy of the weights before the next one is made
-            path.write_bytes(optimized.SerializeToString())
-            session = OrtSession.open(path, threads=1, optimize=False, spin=False)
-        return session, blocked
-
-
-def expose_blocked(graph: onnx.GraphProto, tensors: Collection[str]) -> dict[str, str]:
-    """Let outputs of an optimized graph stay in the blocked layout NCHWc, in place.
-
-    Their `ReorderOutput` node, which restores NCHW, is removed if only the output reads it and the
-    channels fill all blocks: the padding of a partly filled block would be counted too.
-
-    Args:
-        graph: graph that ONNX Runtime optimized and saved.
-        tensors: outputs whose values may come in any order.
-
-    Returns:
-        tensor -> the output that now holds its values in blocks.
-    """
-    read_counts = count_reads(graph)
-    blocked = {}
-    for node in graph.node:
-        if (node.domain, node.op_type) != (_BLOCKED_DOMAIN, "ReorderOutput"):
-            continue
-        tensor = node.output[0]
-        is_read_by_tap_only = tensor in tensors and read_counts[tensor] == 1  # as an output
-        if is_read_by_tap_only and int(attributes(node)["channels"]) % block_size() == 0:
-            blocked[tensor] = node.input[0]
-
-    replace_nodes(graph, (node for node in graph.node if node.output[0] not in blocked))
-    outputs = []
-    for output in graph.output:
-        if output.name in blocked:
-            output = ValueInfoProto(name=blocked[output.name])
-        outputs.append(output)
-    replace_field(graph.output, outputs)
-    return blocked
-
-
-@cache
-def block_size() -> int:
-    """Measure how many channels ONNX Runtime puts in one block on this CPU.
-
-    Raises:
-        BackendError: it has no blocked layout here.
-    """
-    channels = 64
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, channels, 1, 2])
-    reorder = helper.make_node("ReorderInput", ["x"], ["y"], domain=_BLOCKED_DOMAIN)
-    graph = helper.make_graph([reorder], "blocks", [x], [ValueInfoProto(name="y")])
-    opsets = [helper.make_opsetid("", 13), helper.make_opsetid(_BLOCKED_DOMAIN, 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
-    # two values a channel: 0 and 1, 2 and 3, 4 and 5 ...
-    value_pairs = np.arange(2 * channels, dtype=np.float32).reshape(1, channels, 1, 2)
-    y = OrtSession.open(model, threads=1, spin=False).run({"x": value_pairs})["y"].reshape(-1)
-    # y has the first value of each channel in a block (0, 2, 4 ...), then the second (1, 3, 5 ...):
-    # as many values stand before the 1 as the block has channels
-    return int(np.flatnonzero(y == 1)[0])
 
 
 class BufferedSession:
@@ -222,21 +102,16 @@ class Tap:
     """A session with inner tensors of a model as outputs.
 
     Attributes:
-        blocked: tensor -> output that holds its values in NCHWc, of the tensors in that layout.
         inputs: names of the model's inputs.
+        session: the session.
     """
 
-    def __init__(
-        self, model: onnx.ModelProto, tensors: Sequence[str], *, in_any_order: Collection[str] = ()
-    ) -> None:
-        """Open the model.
-
-        `in_any_order`: tensors whose values may come in any order; graph outputs never do.
-        """
+    def __init__(self, model: onnx.ModelProto, tensors: Sequence[str]) -> None:
+        """Open the model; `tensors`: names of its tensors that `run` returns."""
         self._tensors = tuple(tensors)
         self.inputs = {value.name for value in model.graph.input}
         computed = [name for name in tensors if name not in self.inputs]
-        self.session, self.blocked = _open_tapped(model, computed, in_any_order)
+        self.session = OrtSession.open(copy_with_outputs(model, computed), threads=1, spin=False)
 
     def values_of(
         self, tensor: str, sample: Sample, outputs: Mapping[str, Array]
@@ -244,12 +119,12 @@ class Tap:
         """Return the values of a tensor from a sample and its outputs."""
         if tensor in self.inputs:
             return np.asarray(sample[tensor], np.float32)
-        return outputs[self.blocked.get(tensor, tensor)]
+        return outputs[tensor]
 
     def run(
         self, sample: Sample, on_outputs: Callable[[Sample], None] | None = None
     ) -> dict[str, NDArray[np.float32]]:
-        """Run one sample; return tensor -> its values, possibly in any order.
+        """Run one sample; return tensor -> its values.
 
         `on_outputs` is called with the model's outputs, and possibly more.
         """
@@ -270,7 +145,7 @@ class TapReader:
     ) -> list[NDArray[np.float32]]:
         """Run one sample; return the values of each tensor, valid until the next run.
 
-        The values of a tensor may be in any order. Arguments as of `Tap.run`.
+        Arguments as of `Tap.run`.
         """
         outputs = _run_sample(self._session, sample, on_outputs)
         return [self._tap.values_of(name, sample, outputs) for name in self._tensors]
@@ -418,19 +293,16 @@ def make_runners(
     runners = []
     for variant, variant_observations in group_by_variant(observations).items():
         tensors = list(dict.fromkeys(o.tensor for o in variant_observations))
-        in_any_order = set(tensors)  # tensors whose values may come in any order
         counted: list[Observation] = []
         uncounted: list[Observation] = []
         for observation in variant_observations:
-            if observation.statistic.ordered:  # it depends on the order of values and samples
-                in_any_order.discard(observation.tensor)
             if observation.statistic == usual_histogram:
                 counted.append(observation)
             else:
                 uncounted.append(observation)
         runner = VariantRunner(
             key=variant.key,
-            tap=Tap(variant.make(observed), tensors, in_any_order=in_any_order),
+            tap=Tap(variant.make(observed), tensors),
             counted=counted,
             uncounted=uncounted,
             limit=sample_limit(variant_observations),

@@ -45,7 +45,6 @@ _LOST_OUTPUT_MESSAGE = "Failed to find node output"
 
 _KERNEL_SUFFIX = "_kernel_time"  # suffix of a kernel's event in a profile
 
-_MIN_EXTERNAL_BYTES = 1 << 12  # larger weights go to a separate file when a model is saved
 
 _CACHE_LINE = 64  # bytes of a cache line, and of the widest vector
 
@@ -170,14 +169,6 @@ def _make_options(
     return options
 
 
-def _request_optimized_model(options: onnxruntime.SessionOptions, path: Path) -> None:
-    """Let a session write its optimized model to a path, with large weights in a file beside it."""
-    options.optimized_model_filepath = str(path)
-    entry = "session.optimized_model_external_initializers_"
-    options.add_session_config_entry(f"{entry}file_name", f"{path.name}.data")
-    options.add_session_config_entry(f"{entry}min_size_in_bytes", str(_MIN_EXTERNAL_BYTES))
-
-
 def _create_session(
     source: str | bytes, options: onnxruntime.SessionOptions, disabled_optimizers: Sequence[str]
 ) -> onnxruntime.InferenceSession:
@@ -284,7 +275,6 @@ class OrtSession(CpuSession):
         reuse_memory: bool | None = None,
         int8_kernels: bool = True,
         trace: Path | None = None,
-        save_to: Path | None = None,
     ) -> OrtSession:
         """Load a model from a file or from memory.
 
@@ -300,8 +290,6 @@ class OrtSession(CpuSession):
                 its weights quantized once: for a model in another runtime's form. A `ModelProto`
                 with fp8 pairs or float16 scales always runs so (`breaks_int8_kernels`).
             trace: record a profile; the prefix of its path.
-            save_to: path to write the optimized model to, with its larger weights in a file next to
-                it.
 
         Raises:
             BackendError: ONNX Runtime cannot load the model; the message quotes ONNX Runtime.
@@ -317,8 +305,6 @@ class OrtSession(CpuSession):
         if trace is not None:
             options.enable_profiling = True
             options.profile_file_prefix = str(trace)
-        if save_to is not None:
-            _request_optimized_model(options, save_to)
         disabled_optimizers: Sequence[str] = ()
         if not int8_kernels or breaks_int8_kernels(model):
             options.add_session_config_entry("session.disable_quant_qdq", "1")
