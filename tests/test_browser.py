@@ -72,23 +72,6 @@ HISTOGRAM = parts.HistogramPart(
 )
 
 
-def weight_row(name, i):
-    """A weight of many channels."""
-    return parts.WeightRow(
-        node=name,
-        op="Conv",
-        channels=1152,
-        scales=1152 if i % 2 else 1,
-        least=1.849e-05,
-        median=0.05246,
-        largest=21.15,
-        ratio=1e6 / (i + 1),
-        used=0.5432,
-        dead=11,
-        worst=(1070, 1074, 1135),
-    )
-
-
 def target_part(name, text, tensors):
     """A target of so many tensors; one in 10 without an SQNR, one NaN."""
     rows = []
@@ -141,7 +124,6 @@ def target_part(name, text, tensors):
             parts.FileRow(role="record", path=f"out/{text}.txt", size_bytes=900),
         ),
         search=parts.SearchPart(reused=False, probes=4, settled=text, front=front),
-        weights=tuple(weight_row(f"{text}/conv_{i}", i) for i in range(tensors // 2)),
         notes=(text,),
     )
 

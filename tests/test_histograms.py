@@ -165,12 +165,11 @@ def read_report(out):
     return json.loads((out / "report.json").read_text())
 
 
-def histograms_and_weights(report):
+def histograms_by_target(report):
     """What no number of threads and no batch size can change."""
     values = []
     for target in report["targets"]:
-        histogram_by_tensor = {t["name"]: t.get("histogram") for t in target["tensors"]}
-        values.append((histogram_by_tensor, target["weights"]))
+        values.append({t["name"]: t.get("histogram") for t in target["tensors"]})
     return values
 
 
@@ -206,7 +205,7 @@ def test_threads_and_reuse_change_no_histogram(run, built_report, small_cnn, pic
         run.ok(*arguments, "--threads", 1)
         report = read_report(tmp_path)
         assert report["calibration"]["reused"] == is_reused
-        assert histograms_and_weights(report) == histograms_and_weights(built_report)
+        assert histograms_by_target(report) == histograms_by_target(built_report)
 
 
 def test_batch_size_changes_no_histogram(small_cnn, tmp_path):
@@ -220,7 +219,6 @@ def test_batch_size_changes_no_histogram(small_cnn, tmp_path):
     batched = {row.name: row.histogram for row in targets[1].tensors}
     assert all(single.values())
     assert single == batched
-    assert targets[0].weights == targets[1].weights
 
 
 def test_trusted_cache_has_no_histograms(command, build_folder, small_cnn, pictures, tmp_path):
@@ -246,18 +244,15 @@ def test_only_the_worst_tensors_are_drawn(monkeypatch, small_cnn, pictures, tmp_
     assert "".join(sections_html([section])).count("<svg") == len(rows)  # all have their bar
 
 
-def test_page_of_200_tensors_is_small(built_report):
-    """Rows as a real build makes them, the worst with all that is drawn of them."""
+def test_page_of_200_tensors_is_small():
     counts = tuple(range(100_000, 100_000 + MAX_BARS))
     part = parts.HistogramPart(start=-1.23456789, width=0.0456789, counts=counts)
-    weight = built_report["targets"][0]["weights"][0] | {"worst": (100, 200, 300)}
-    rows, weights = [], []
+    rows = []
     for n in range(200):
         name = f"/backbone/stage.{n // 10}/block.{n % 10}/conv/Conv_output_0"
         histogram = part if n < report_rows.MAX_HISTOGRAMS else None
         rows.append(make_row(name=name, sqnr_db=20.0 + n, clipped=0.001, histogram=histogram))
-        weights.append(parts.WeightRow(**weight | {"node": name}))
-    target = parts.TargetPart(name="onnxruntime", tensors=tuple(rows), weights=tuple(weights))
+    target = parts.TargetPart(name="onnxruntime", tensors=tuple(rows))
     page = to_html(Report(targets=(target,)))
     assert page.count('class="hist"') == report_rows.MAX_HISTOGRAMS
     assert len(page.encode()) < 450_000

@@ -13,8 +13,8 @@ from calibrators.grids import INT8, quantize_weight, weight_scales
 from calibrators.weights import PAIR_LIMIT, pair_scales, pair_sums, tight_pair_mask
 from deploy.graph.index import Graph
 from deploy.runtimes.ort import OrtSession
-from deploy.targets.onnxruntime.dynamic import dynamic_weights, write_dynamic
-from deploy.targets.stored_weights import read_stored_weights
+from deploy.targets.onnxruntime.dynamic import find_saturating_products, write_dynamic
+from deploy.targets.stored_weights import find_saturating_layers
 from deploy.tuning.repairs.output_rounding import LayerInputs, round_weight
 from deploy.tuning.repairs.repair_layers import find_weighted_layers, with_constants
 from tests.vendor_models import build_net
@@ -156,14 +156,10 @@ def stored_weights(model):
     return kernel_order(numpy_helper.to_array(Graph(model).constants["w/quantized"])).astype(int)
 
 
-def wide_layers(model):
-    return [layer.node for layer in read_stored_weights(model, on_cpus=True) if layer.saturates]
-
-
 @pytest.mark.parametrize("arguments", [(), ("--int8-stem",), ("--repair", "adaround")])
 def test_int8_file_saturates_on_no_cpu(build_int8, arguments):
     int8, notes = build_int8(network(), *arguments)
-    assert wide_layers(int8) == []
+    assert find_saturating_layers(int8) == []
     assert not any("saturate" in note for note in notes)
     stored = stored_weights(int8)
     patches = np.full((1, stored.shape[1]), 255, np.uint8)
@@ -172,7 +168,7 @@ def test_int8_file_saturates_on_no_cpu(build_int8, arguments):
 
 def test_full_weights_are_noted(build_int8):
     int8, notes = build_int8(network(), "--full-weights")
-    assert wide_layers(int8) == ["last"]
+    assert find_saturating_layers(int8) == ["last"]
     (note,) = [note for note in notes if "saturate" in note]
     reason = "since --full-weights lets weights take all of int8"
     assert note.startswith("x86 CPUs without VNNI")
@@ -189,7 +185,7 @@ def test_depthwise_conv_uses_all_of_int8(build_int8):
 def test_stored_weights_stay_and_are_noted(build_int8, refusal, tmp_path):
     int8, _ = build_int8(network(), "--full-weights")
     rebuilt, notes = build_int8(int8)
-    assert wide_layers(rebuilt) == ["last"]
+    assert find_saturating_layers(rebuilt) == ["last"]
     reason = "since weights are kept as the given model has them"
     assert any(note.endswith(reason) for note in notes)
     arguments = ("build", tmp_path / "net.onnx", "--images", tmp_path / "x.npy", "--full-weights")
@@ -207,8 +203,7 @@ def test_dynamic_matmul_weights_fit_pairs():
     model = build_net([("MatMul", "x w", "y", "one")], *signature, weight, opset=17)
     for fits_pairs in (True, False):
         int8_model = write_dynamic(model, ["one"], INT8, fits_pairs=fits_pairs)
-        (layer,) = dynamic_weights(int8_model)
-        assert layer.saturates is not fits_pairs
+        assert len(find_saturating_products(int8_model)) == (not fits_pairs)
 
 
 @pytest.mark.parametrize(("group", "channels"), [(1, 8), (1, 5), (2, 8), (16, 16), (4, 4)])

@@ -101,19 +101,6 @@ def full_report(name="logits"):
     scale = Scale(lo=-1, hi=2, amax=2, observed_min=-1.5, observed_max=4, method="entropy")
     (row,) = parts.tensor_rows({name: scale}, clipped={name: 0.01}, layers=(output,))
     histogram = parts.HistogramPart(start=-1.5, width=2.75, counts=(3, 1))
-    weights = parts.WeightRow(
-        node=name,
-        op="Conv",
-        channels=2,
-        scales=1,
-        least=0.5,
-        median=1.25,
-        largest=2.0,
-        ratio=4.0,
-        used=0.25,
-        dead=0,
-        worst=(0, 1),
-    )
     split = parts.SplitRow(
         number=1,
         float_layers=2,
@@ -128,7 +115,6 @@ def full_report(name="logits"):
     target = parts.TargetPart(
         name="onnxruntime",
         method="entropy",
-        weights=(weights,),
         layers=(output,),
         nodes=(parts.NodeRow(name="c", op="Conv"), float_node(name, "Softmax", name)),
         tensors=(dataclasses.replace(row, histogram=histogram),),

@@ -35,7 +35,7 @@ from deploy.fx.range_search import scale_on_grid, search_for
 from deploy.fx.source import load_module
 from deploy.graph.placement import ASCEND, ONNXRUNTIME, TENSORRT
 from deploy.targets import TARGETS, OnnxRuntime
-from deploy.targets.stored_weights import read_stored_weights
+from deploy.targets.stored_weights import find_saturating_layers
 from tests.torch_placed import observers_of, real_model
 from tests.torch_shapes import module
 
@@ -796,4 +796,4 @@ def test_exported_pair_sums_fit(options, fits, command, tmp_path):
     assert sums
     assert (max(sums) <= PAIR_LIMIT) == fits
     if not options:
-        assert not any(array.saturates for array in read_stored_weights(exported, on_cpus=True))
+        assert not find_saturating_layers(exported)

@@ -47,7 +47,6 @@ from deploy.pipeline.results import (
 )
 from deploy.report import Report
 from deploy.report.parts import EngineRow, TargetPart, node_rows
-from deploy.report.report_rows import weight_row
 from deploy.report.verdict import Gates
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.executor import open_deploy
@@ -275,7 +274,6 @@ def _target_part(
         method=result.method,
         options=changed_options(target),
         nodes=node_rows(result.decisions, loaded.model),
-        weights=tuple(map(weight_row, result.weights)),
         files=file_rows(result.files, stage),
         runnable=str(stage.published_path(result.files["fake-quant model"])),
         shipped=tuple(str(stage.published_path(path)) for path in result.shipped),

@@ -199,35 +199,6 @@ class TensorRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightRow:
-    """One quantized weight, by its output channels.
-
-    Attributes:
-        node, op: name and operator of its node.
-        channels: number of output channels.
-        scales: number of scales: one per channel, or one.
-        least, median, largest: of the channels' largest |w|, in real units.
-        ratio: the largest over the least.
-        used: least share of the quantization grid that a channel uses, 0 to 1.
-        dead: number of channels whose largest |w| is below a millionth of the weight's, or stored
-            as 0; they are left out of the other figures.
-        worst: indices of the channels that use least of the grid, the worst first.
-    """
-
-    node: str
-    op: str
-    channels: int
-    scales: int
-    least: float
-    median: float
-    largest: float
-    ratio: float
-    used: float
-    dead: int = 0
-    worst: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:
     """An engine's measurement at one batch.
 
@@ -329,7 +300,6 @@ class RequestPart:
         prefer: "speed", "accuracy" or "size".
         max_loss: largest loss that the user accepts; None without a limit.
         min_speedup: least speed-up that the user accepts; None without a limit.
-        repairs: names of the repairs that were tried.
         has_method: whether the user set the calibration method.
         has_evaluation: whether evaluation images were given.
         is_module: whether the model came from PyTorch.
@@ -342,28 +312,12 @@ class RequestPart:
     prefer: str = "speed"
     max_loss: float | None = None
     min_speedup: float | None = None
-    repairs: tuple[str, ...] = ()
     has_method: bool = False
     has_evaluation: bool = False
     is_module: bool = False
     is_quantized: bool = False
     is_untimed: bool = False
     followed: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EarlierPart:
-    """A better engine that the build before this one had put into the same folder.
-
-    Attributes:
-        target: name of its target.
-        text: its verdict, and the number of its split in its front.
-        flags: options of `calib8 build` that build it again.
-    """
-
-    target: str
-    text: str
-    flags: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -394,7 +348,6 @@ class TargetPart:
         reused: True if everything it needed was in the cache.
         nodes: every node of the model.
         tensors: its ranges.
-        weights: its quantized weights.
         layers: inner tensors of its engine against the float model's, in the model's order.
         modules: tensor -> path of the PyTorch module that makes it, where the model's file says it.
         files: files written for it.
@@ -412,7 +365,6 @@ class TargetPart:
     reused: bool = False
     nodes: tuple[NodeRow, ...] = ()
     tensors: tuple[TensorRow, ...] = ()
-    weights: tuple[WeightRow, ...] = ()
     layers: tuple[OutputAccuracy, ...] = ()
     modules: Mapping[str, str] = field(default_factory=dict)
     files: tuple[FileRow, ...] = ()

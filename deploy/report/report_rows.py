@@ -1,13 +1,9 @@
-"""Rows of a report: histograms and clip ranges of tensors, float nodes, weights; worst first.
+"""Rows of a report: histograms and clip ranges of tensors, float nodes; worst first.
 
 Histograms are summed into a few bars of equal width without losing counts.
 
 Float nodes are grouped by operator and reason: first those that would cost most in int8, last shape
 arithmetic.
-
-Weights are rated by how much their channels differ. With a scale per channel that costs nothing;
-with one for all, a channel whose largest |w| is 1 % of the weight's uses about one step of the
-grid.
 """
 
 import math
@@ -31,11 +27,9 @@ from deploy.report.parts import (
     HistogramPart,
     TargetPart,
     TensorRow,
-    WeightRow,
     tensor_rows,
 )
 from deploy.targets.base import BuildResult
-from deploy.targets.stored_weights import StoredWeight
 from deploy.tuning.reasons import NOISE, TIME, reason_kind, reason_sqnr_db
 
 MAX_BARS = 64  # of a histogram
@@ -260,44 +254,3 @@ def _float_rank(group: FloatGroup) -> tuple[int, float, bool, int]:
     kind_order = _KIND_ORDER.get(reason_kind(group.reason), len(_KIND_ORDER))
     is_trivial = group.op in _ON_SHAPES or group.reason == _ANY_NO_FLOAT
     return kind_order, reason_sqnr_db(group.reason), is_trivial, -len(group.names)
-
-
-_DEAD_RATIO = 1e-6  # largest |w| of a dead channel, relative to the weight's
-_LISTED_CHANNELS = 3  # worst channels listed per weight
-
-
-def worst_weights(rows: Iterable[WeightRow]) -> list[WeightRow]:
-    """Sort by the grid share of the weight's worst channel, then by the channels' ratio."""
-    return sorted(rows, key=lambda row: (row.used, -row.ratio))
-
-
-def weight_row(weight: StoredWeight) -> WeightRow:
-    """Return the figures of a weight's channels; dead channels, nearly all 0, are only counted.
-
-    `weight.amax` is the largest |w| of each output channel, `weight.used` the share of the grid
-    that it reaches, both [channels].
-    """
-    amax = weight.amax
-    live_channels = np.flatnonzero(amax > _DEAD_RATIO * amax.max())
-    # without a live channel the figures are those of one that is 0
-    live_amax = amax[live_channels] if live_channels.size else np.zeros(1)
-    live_used = weight.used[live_channels] if live_channels.size else np.zeros(1)
-    smallest = float(live_amax.min())
-    largest = float(live_amax.max())
-    worst_channels: list[int] = []
-    if largest > smallest:  # channels that are all equal have no worst one
-        by_used_then_amax = np.lexsort((live_amax, live_used))  # the last key sorts first
-        worst_channels = live_channels[by_used_then_amax[:_LISTED_CHANNELS]].tolist()
-    return WeightRow(
-        node=weight.node,
-        op=weight.op,
-        channels=amax.size,
-        scales=weight.scales.size,
-        least=smallest,
-        median=float(np.median(live_amax)),
-        largest=largest,
-        ratio=largest / smallest if smallest else 1.0,
-        used=float(live_used.min()),
-        dead=amax.size - live_channels.size,
-        worst=tuple(worst_channels),
-    )

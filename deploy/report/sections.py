@@ -35,7 +35,7 @@ from deploy.report.model import Findings
 from deploy.report.page import DRAWING_PX, PICTURE_PX
 from deploy.report.parts import TensorRow
 from deploy.report.previews import BoxPicture, BoxRow, ClassRow, Raster, ViewRow
-from deploy.report.report_rows import float_groups, worst_first, worst_rows, worst_weights
+from deploy.report.report_rows import float_groups, worst_first, worst_rows
 from deploy.report.tables import target_suffix
 from deploy.tasks.detections import Detections
 from deploy.tuning.reasons import NOISE, NOISE_NOTE, reason_kind
@@ -54,12 +54,6 @@ _RANGE_TEXT = (
 _FRONT_TEXT = (
     "Each number is a split that --split builds without a search: time across, FP32's is 1, and"
     " SQNR of the worst part up, where FP32 is exact."
-)
-_WEIGHT_TEXT = (
-    "Largest |w| of each output channel: the least, the median and the largest of them, the ratio"
-    " of the largest to the least, and the channel that lies lowest. Used: of the grid's steps, by"
-    " the lowest channel; few where all share one scale, all where each has its own and no bias"
-    " wants a wider one. Dead channels, below a millionth of the largest, are in no other figure."
 )
 _HISTOGRAM_TEXT = (
     "Bars: how often values were seen, by the logarithm. Dashed: the ends of the range that is"
@@ -330,16 +324,6 @@ def _inner_tensors(report: Findings) -> Sections:
             yield Section(title, (Table(tables.LAYER_HEADS, rows),), len(rows))
 
 
-def _weights(report: Findings) -> Sections:
-    """Yield the weights of each target, the worst first."""
-    for target in report.targets:
-        if target.weights:
-            weights = worst_weights(target.weights)
-            table = Table(tables.WEIGHT_HEADS, list(map(tables.weight_row, weights)))
-            title = f"Weights{target_suffix(report, target.name)}"
-            yield Section(title, (Paragraph(_WEIGHT_TEXT, note=True), table), len(weights))
-
-
 def _machine(report: Findings) -> Sections:
     """Yield the machine that ran it, with the versions of its packages."""
     if machine := report.machine:
@@ -560,7 +544,6 @@ SECTIONS: tuple[Callable[[Findings], Sections], ...] = (
     _engine_layers,
     tensor_sections,
     _inner_tensors,
-    _weights,
     _machine,
     _files,
     _work,

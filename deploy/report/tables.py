@@ -32,7 +32,6 @@ from deploy.report.parts import (
     GroupRow,
     SearchPart,
     TargetPart,
-    WeightRow,
     WorkPart,
 )
 from deploy.tuning.plan_file import SplitRow
@@ -432,18 +431,6 @@ FRONT_HEADS = (
     "expected",
     "built",
 )
-WEIGHT_HEADS = (
-    "weight",
-    "channels",
-    "scales",
-    "dead",
-    "used",
-    "ratio",
-    "least",
-    "median",
-    "largest",
-    "worst",
-)
 
 
 def target_suffix(report: Findings, name: str, joint: str = " of ") -> str:
@@ -522,20 +509,6 @@ def split_row(split: SplitRow) -> list[str]:
         split.figure,
         split.level,
         "yes" if split.taken else "",
-    ]
-
-
-def weight_row(row: WeightRow) -> list[str]:
-    """Return one weight under `WEIGHT_HEADS`."""
-    return [
-        row.node,
-        str(row.channels),
-        str(row.scales),
-        str(row.dead) if row.dead else "",
-        f"{100 * row.used:.3g} %",
-        f"{row.ratio:.3g}",
-        *map(figures.real, (row.least, row.median, row.largest)),
-        str(row.worst[0]) if row.worst else "",
     ]
 
 

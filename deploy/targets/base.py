@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from deploy.feed.samples import Feed
     from deploy.frontends.base import QdqCalibration
     from deploy.graph.plan import Decision, FloatNodes, ModelAnalysis, Plan
-    from deploy.targets.stored_weights import StoredWeight
     from deploy.tensors import Session
 
 
@@ -216,7 +215,6 @@ class BuildResult:
         options: flag of this target that was given -> its value as text.
         method: text: the method that chose the ranges in these files.
         ranges: tensor -> its range in these files.
-        weights: the quantized weights as these files hold them.
         notes: sentences for the user: steps that were left out, and the command that does each.
         alerts: sentences on what may be wrong in the options.
         error: one sentence on why the target or only its engine failed; "" if it did not.
@@ -232,7 +230,6 @@ class BuildResult:
     options: Mapping[str, str] = field(default_factory=dict)
     method: str = ""
     ranges: Mapping[str, Scale] = field(default_factory=dict)
-    weights: tuple[StoredWeight, ...] = ()
     notes: tuple[str, ...] = ()
     alerts: tuple[str, ...] = ()
     error: str = ""

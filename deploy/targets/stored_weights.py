@@ -1,16 +1,12 @@
-"""Scales of stored weights, and how much of the integer grid each output channel uses.
+"""Scales of stored weights, and the layers whose weights may saturate on x86 CPUs.
 
-`compute_weight_scales` computes the scales before a weight is written; `read_stored_weights` reads
-the weights back from a written Q/DQ model, so the report shows what the files hold::
-
-    one scale a channel    |#######|  |#######|  |#######|      each channel uses the complete grid
-    one scale for all      |#######|  |###    |  |#      |      a small channel has few steps left
+`compute_weight_scales` computes the scales before a weight is written. `find_saturating_layers`
+reads the weights back from a written Q/DQ model.
 
 A *weight pair* is two adjacent weights of a channel: x86 CPUs without VNNI add their two products
 in 16 bits, which may saturate (see `calibrators.weights`).
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +18,6 @@ from calibrators.amct.arq import channels_first
 from calibrators.grids import Grid, weight_scales
 from calibrators.weights import (
     PAIR_LIMIT,
-    PAIR_ROUNDING,
     is_depthwise,
     pair_maxima,
     pair_scales,
@@ -30,8 +25,6 @@ from calibrators.weights import (
 )
 from deploy.graph.index import Graph, attributes
 from deploy.graph.placement import WEIGHTED
-
-Float64Array = NDArray[np.float64]
 
 
 def compute_weight_scales(
@@ -82,12 +75,11 @@ def fit_trained_scales(
     return np.where(sums_in_steps > PAIR_LIMIT, pair_scales(rows, scales), scales)
 
 
-def largest_pair_sums(stored: NDArray[Any], node: onnx.NodeProto) -> Float64Array | None:
-    """Return each channel's largest sum of a weight pair in steps, [C]; None if never paired."""
-    if stored.dtype != np.int8 or _is_depthwise(stored, node):
-        return None
-    sums = pair_sums(channel_rows(stored, node))
-    return np.asarray(sums.max(axis=1, initial=0.0), np.float64)
+def may_saturate(integers: NDArray[Any], node: onnx.NodeProto) -> bool:
+    """Whether products of a node's stored weight may saturate on x86 CPUs without VNNI."""
+    if integers.dtype != np.int8 or _is_depthwise(integers, node):
+        return False
+    return bool((pair_sums(channel_rows(integers, node)) > PAIR_LIMIT).any())
 
 
 def channel_rows(weight: NDArray[Any], node: onnx.NodeProto) -> NDArray[Any]:
@@ -107,112 +99,17 @@ def _is_depthwise(weight: NDArray[Any], node: onnx.NodeProto) -> bool:
     return weight.ndim > 2 and is_depthwise(groups, *weight.shape[:2])
 
 
-_MIN_COMPLETE_SHARE = 0.99  # a larger share of the grid counts as all: 127 of 128 steps are all
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StoredWeight:
-    """One weight as a target's files hold it, from which the report makes a row.
-
-    Attributes:
-        node: the node that reads it.
-        op: operator of that node.
-        amax: largest |w| of each output channel in real units, float64 [C]; 0 for a channel
-            stored as zeros.
-        scales: real value of a stored 1, float64 [C], or [1] for all channels.
-        pairs: each channel's largest sum of a weight pair in steps, float64 [C], where CPU kernels
-            add two products in 16 bits (`calibrators.weights`); None elsewhere.
-    """
-
-    node: str
-    op: str
-    amax: Float64Array
-    scales: Float64Array
-    pairs: Float64Array | None = None
-
-    @property
-    def used(self) -> Float64Array:
-        """Share of the grid that each channel's largest weight or pair uses, 0 to 1, [C]."""
-        steps = self.amax / self.scales
-        share = steps / max(float(steps.max(initial=0.0)), np.finfo(np.float64).tiny)
-        if self.pairs is not None:
-            share = np.maximum(share, self.pairs / (PAIR_LIMIT - PAIR_ROUNDING))
-        return np.where(share > _MIN_COMPLETE_SHARE, 1.0, share)
-
-    @property
-    def saturates(self) -> bool:
-        """Whether products with this weight may saturate on x86 CPUs without VNNI."""
-        return self.pairs is not None and bool((self.pairs > PAIR_LIMIT).any())
-
-
-def make_stored_weight(
-    node: str,
-    op: str,
-    rows: NDArray[Any],
-    scales: NDArray[Any],
-    *,
-    in_real_units: bool = False,
-    pairs: Float64Array | None = None,
-) -> StoredWeight:
-    """Return the `StoredWeight` of stored values and scales.
-
-    Args:
-        node: the node that reads the weight.
-        op: operator of that node.
-        rows: stored values, output channels first, [C, ...].
-        scales: real value of a stored 1, [C], or [1] for all channels.
-        in_real_units: whether `rows` are not stored integers or fp8, but real values, which the
-            model quantizes when it runs.
-        pairs: each channel's largest sum of two adjacent weights in steps, [C]; None if no kernel
-            adds their products in 16 bits.
-    """
-    if rows.dtype.kind not in "iuf":  # fp8, which numpy itself cannot compare
-        rows = rows.astype(np.float32)
-    axes = tuple(range(1, rows.ndim))
-    largest = rows.max(axis=axes).astype(np.float64)  # since -(-128) is no int8
-    smallest = rows.min(axis=axes).astype(np.float64)
-    amax = np.maximum(largest, -smallest)
-    float64_scales = np.asarray(scales, np.float64).reshape(-1)
-    if not in_real_units:
-        amax = amax * float64_scales
-    return StoredWeight(node=node, op=op, amax=amax, scales=float64_scales, pairs=pairs)
-
-
-def read_stored_weights(
-    model: onnx.ModelProto, *, on_cpus: bool = False
-) -> tuple[StoredWeight, ...]:
-    """Return the weights that a Q/DQ model reads through a DequantizeLinear, in node order.
-
-    They are stored as integers, or as floats with a QuantizeLinear.
-
-    `on_cpus`: whether CPU kernels run the model.
-    """
+def find_saturating_layers(model: onnx.ModelProto) -> list[str]:
+    """Return the names of the layers of a Q/DQ model whose stored weights `may_saturate`."""
     graph = Graph(model)
-    weights = []
+    layers = []
     for node in graph.nodes:
         if node.op_type not in WEIGHTED:
             continue
         dequantizer = graph.find_producer(node.input[1], "DequantizeLinear")
-        if dequantizer is None:  # a float layer
-            continue
-        weight_name, scale_name = dequantizer.input[:2]
-        quantizer = graph.producer.get(weight_name)
-        if quantizer is not None:
-            weight_name = quantizer.input[0]
-        if weight_name not in graph.constants:  # a MatMul of two activations
-            continue
-        weight = numpy_helper.to_array(graph.constants[weight_name])
-        is_float = quantizer is not None
-        pairs = None
-        if on_cpus and not is_float:  # models for CPUs hold integers
-            pairs = largest_pair_sums(weight, node)
-        stored_weight = make_stored_weight(
-            node.name,
-            node.op_type,
-            channel_rows(weight, node),
-            numpy_helper.to_array(graph.constants[scale_name]),
-            in_real_units=is_float,
-            pairs=pairs,
-        )
-        weights.append(stored_weight)
-    return tuple(weights)
+        if dequantizer is None or dequantizer.input[0] not in graph.constants:
+            continue  # a float layer, or a MatMul of two activations
+        integers = numpy_helper.to_array(graph.constants[dequantizer.input[0]])
+        if may_saturate(integers, node):
+            layers.append(node.name)
+    return layers

@@ -22,7 +22,6 @@ from deploy.targets.ascend.record import (
     Records,
     check_record,
 )
-from deploy.targets.stored_weights import StoredWeight, make_stored_weight
 
 # GE stores the quantize scale in float16, or its square root if it is larger (sqrt_mode), which
 # happens with 16 bits; quant_host_cpu_op_common, MIN/MAX_SCALE_VALUE and DealQauntNotRequant
@@ -104,18 +103,6 @@ def quantize_fitting(
     return quantized, refusals
 
 
-def deployed_weights(layers: QuantLayers) -> tuple[StoredWeight, ...]:
-    """Return the layers' weights as the deploy model stores them."""
-    weights = []
-    for name, quant_layer in layers.items():
-        if quant_layer.weight is not None:
-            rows = to_rows(quant_layer.weight, _with_deployed_layout(quant_layer.layer))
-            weights.append(
-                make_stored_weight(name, quant_layer.layer.kind, rows, quant_layer.record.scale_w)
-            )
-    return tuple(weights)
-
-
 def balanced_weight(weight: Float32Array, layer: Layer, factors: Float32Array) -> Float32Array:
     """Return a weight in ONNX layout times its DMQ factors [C_in]; empty factors do nothing."""
     if not factors.size:
@@ -147,11 +134,6 @@ def from_rows(rows: NDArray[Value], layer: Layer) -> NDArray[Value]:
     elif layer.channels_last:
         rows = np.moveaxis(rows, 0, -1)
     return np.ascontiguousarray(rows)
-
-
-def _with_deployed_layout(layer: Layer) -> Layer:
-    """Return a layer with the weight layout of the deploy model, where no Gemm is transposed."""
-    return replace(layer, trans_b=False)
 
 
 def read_constant(index: Graph, name: str) -> Float32Array:
@@ -261,7 +243,7 @@ def _quantize_weight(layer: Layer, record: LayerRecord, index: Graph) -> Int8Arr
         integers = arq_integers(rows, record.scale_w, bits=record.weight_bits)
     else:
         integers = record.rounded_weight.reshape(rows.shape)
-    return from_rows(integers, _with_deployed_layout(layer))
+    return from_rows(integers, replace(layer, trans_b=False))  # the deploy model transposes none
 
 
 def quantize_bias(bias: Float32Array, dequant: Float32Array) -> Int32Array:

@@ -379,7 +379,6 @@ class Ascend:
         from deploy.targets.ascend.executor import deploy_model_note
         from deploy.targets.ascend.float16 import find_float16_tensors
         from deploy.targets.ascend.models import write_models
-        from deploy.targets.ascend.quant_layer import deployed_weights
         from deploy.targets.ascend.recipe import precision_notes, shared_weight_notes
 
         float16_tensors = find_float16_tensors(request.subject)
@@ -426,7 +425,6 @@ class Ascend:
             decisions=(*decisions, *request.plugin_decisions),
             method=recipe.method,
             ranges=recipe.ranges,
-            weights=deployed_weights(recipe.layers),
             notes=(*notes, *host_notes, *atc_notes),
             alerts=alerts,
             error=atc_error,

@@ -12,7 +12,7 @@ MatMuls read x).
 Source: ONNX operators DynamicQuantizeLinear-11 and MatMulInteger-10.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import numpy as np
 import onnx
@@ -21,12 +21,7 @@ from onnx import helper, numpy_helper
 from calibrators.grids import Grid, quantize_weight
 from deploy.graph.edit import copy_message, make_node, rebuild
 from deploy.graph.index import FLOAT, Graph, Nodes, by_name
-from deploy.targets.stored_weights import (
-    StoredWeight,
-    compute_weight_scales,
-    largest_pair_sums,
-    make_stored_weight,
-)
+from deploy.targets.stored_weights import compute_weight_scales, may_saturate
 
 
 def find_dynamic_matmuls(model: onnx.ModelProto, float_nodes: Iterable[str]) -> tuple[str, ...]:
@@ -87,20 +82,16 @@ def write_dynamic(
     return quantized
 
 
-def dynamic_weights(model: onnx.ModelProto) -> Iterator[StoredWeight]:
-    """Yield the weights of the integer MatMuls that `write_dynamic` wrote."""
+def find_saturating_products(model: onnx.ModelProto) -> list[str]:
+    """Return the names of the integer MatMuls of `write_dynamic` whose weights `may_saturate`."""
     constants = Graph(model).initializers
+    products = []
     for node in model.graph.node:
-        if node.op_type != "MatMulInteger":
+        if node.op_type != "MatMulInteger" or node.input[1] not in constants:
             continue
-        integers_name = node.input[1]
-        scales_name = integers_name.removesuffix("quantized") + "scale"
-        if integers_name in constants and scales_name in constants:
-            integers = numpy_helper.to_array(constants[integers_name])
-            scales = numpy_helper.to_array(constants[scales_name])
-            name = node.name.removesuffix("/dynamic/Product")
-            pairs = largest_pair_sums(integers, node)
-            yield make_stored_weight(name, "MatMul", integers.T, scales, pairs=pairs)
+        if may_saturate(numpy_helper.to_array(constants[node.input[1]]), node):
+            products.append(node.name)
+    return products
 
 
 def _store_weight(

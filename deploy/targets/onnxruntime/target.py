@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from deploy.frontends.base import QdqCalibration
     from deploy.graph.placement import Placement
     from deploy.graph.plan import Decision, FloatNodes, ModelAnalysis, Plan
-    from deploy.targets.stored_weights import StoredWeight
     from deploy.tasks.evaluation_task import EvaluationTask
     from deploy.tasks.rows import Outputs
     from deploy.tensors import Session
@@ -248,19 +247,19 @@ class OnnxRuntime:
 
         The program, `<name>_run.py`, runs it on pictures.
         """
-        from deploy.targets.onnxruntime.dynamic import dynamic_weights
+        from deploy.targets.onnxruntime.dynamic import find_saturating_products
         from deploy.targets.onnxruntime.rewrites import store_halves
-        from deploy.targets.stored_weights import read_stored_weights
+        from deploy.targets.stored_weights import find_saturating_layers
 
         paired = self._write_pairs(request)
         decisions = paired.decisions
-        weights = read_stored_weights(paired.model, on_cpus=True)
+        saturating_nodes = find_saturating_layers(paired.model)
         pair_notes = self._pair_notes(request, paired.model, decisions)
         # changes `paired.model` in place, so what is read of the planned pairs is read before
         model = paired.engine(request.cpu)
         if request.subject.loaded.was_float16:
             store_halves(model.graph)
-        weights = (*weights, *dynamic_weights(model))
+        saturating_nodes += find_saturating_products(model)
 
         kind = "int8" if any(decision.quantized for decision in decisions) else "float"
         engine = request.write(f".{kind}.onnx", model)
@@ -276,8 +275,7 @@ class OnnxRuntime:
             decisions=decisions,
             method=request.chosen_ranges.chosen_by,
             ranges=paired.ranges,
-            weights=weights,
-            notes=(*self._engine_notes(decisions, weights), *pair_notes),
+            notes=(*self._engine_notes(decisions, len(saturating_nodes)), *pair_notes),
         )
 
     def _keeps_pairs(self, request: BuildRequest) -> bool:
@@ -298,21 +296,18 @@ class OnnxRuntime:
             return (unchanged_note(request.trained),)
         return tuple(rewritten_notes(request.trained, written, decisions, self.name, _REQUANTIZED))
 
-    def _engine_notes(
-        self, decisions: tuple[Decision, ...], weights: tuple[StoredWeight, ...]
-    ) -> list[str]:
-        """Return notes on a model that stays float, and on weights that may saturate."""
+    def _engine_notes(self, decisions: tuple[Decision, ...], saturating_count: int) -> list[str]:
+        """Return notes on a model that stays float, and on the layers that may saturate."""
         notes = []
         if not any(decision.quantized for decision in decisions):
             notes.append("the entire model stays in float; the nodes say why")
-        count = sum(weight.saturates for weight in weights)
-        if count:
+        if saturating_count:
             reason = "weights are kept as the given model has them"
             if self.full_weights:
                 reason = "--full-weights lets weights take all of int8"
             notes.append(
                 "x86 CPUs without VNNI add two products in 16 bits and can saturate in"
-                f" {counted(count, 'layer')} of the int8 model, since {reason}"
+                f" {counted(saturating_count, 'layer')} of the int8 model, since {reason}"
             )
         return notes
 

@@ -188,7 +188,6 @@ class TensorRTForRTX:
             decisions=decisions,
             method=request.chosen_ranges.chosen_by,
             ranges=cache_contents.cache_ranges(request.model, calibrated.ranges, _PARSER),
-            weights=model_set.weights,
             notes=tuple(filter(None, notes)),
             error=error,
         )

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from deploy.calibration.ranges import Ranges, RangeSet
     from deploy.graph.plan import FloatNodes, Plan
     from deploy.method import Method
-    from deploy.targets.stored_weights import StoredWeight
     from deploy.targets.tensorrt.cache_match import CacheMatch
     from deploy.targets.tensorrt.engines import Baselines
     from deploy.targets.tensorrt.trtexec import TrtexecCommand
@@ -95,13 +94,11 @@ class _TensorrtModels:
 
     Attributes:
         models: role -> model, without the nodes that ONNX Runtime does not know.
-        weights: the quantized weights.
         float32_nodes: node that TensorRT must run in float32 -> its output tensor.
         notes: sentences for the user.
     """
 
     models: dict[str, onnx.ModelProto]
-    weights: tuple[StoredWeight, ...]
     float32_nodes: Mapping[str, str]
     notes: tuple[str, ...]
 
@@ -344,19 +341,16 @@ class TensorRT(TensorrtOptions):
             decisions=(*calibrated.match.plan.decisions, *request.plugin_decisions),
             method=request.chosen_ranges.chosen_by,
             ranges=cache_contents.cache_ranges(request.model, calibrated.ranges, version),
-            weights=model_set.weights,
             notes=(*notes, *built.notes),
             error=built.failure,
         )
 
     def make_models(self, request: BuildRequest, calibrated: _CalibratedModel) -> _TensorrtModels:
         """Return the float model, unless the grid is fp8, the Q/DQ model and the typed one."""
-        from deploy.targets.stored_weights import read_stored_weights
         from deploy.targets.tensorrt.float_types import find_float32_layers
 
         models = {FLOAT: request.model} if self.precision == INT8 else {}
         models[QDQ], notes = self._quantize(request, calibrated.match)
-        weights = read_stored_weights(models[QDQ])  # from the cache TensorRT computes the same ones
         typed_model, type_notes = self._make_typed_model(request, calibrated, models[QDQ])
         notes = (*notes, *type_notes)
         # without types in the model, TensorRT must be told which nodes to run in float32
@@ -370,7 +364,7 @@ class TensorRT(TensorrtOptions):
             notes = (*notes, *_float32_notes(reason_by_float32_node))
         else:
             models[TYPED] = typed_model
-        return _TensorrtModels(models, weights, float32_nodes, notes)
+        return _TensorrtModels(models, float32_nodes, notes)
 
     def _write_models(
         self,
