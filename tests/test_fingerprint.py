@@ -196,6 +196,6 @@ def test_tensorrt_cache_needs_trust(calibrate_small, tmp_path, wording):
     assert store.read_cache_text(cache)[1] == fingerprint
 
 
-def test_inspect_names_the_maker_of_cache(model_and_images, tmp_path, run):
+def test_show_names_the_maker_of_cache(model_and_images, tmp_path, run):
     assert run("calibrate", *model_and_images, "--limit", 4, "-o", tmp_path / "c")[0] == 0
-    assert "calib8 0.1.0 by mse" in run.ok("inspect", tmp_path / "c")
+    assert "calib8 0.1.0 by mse" in run.ok("cache", "show", tmp_path / "c")

@@ -109,7 +109,7 @@ def test_forged_fingerprint_is_no_fault(changes, stored_calibration, run):
     cache, arguments = stored_calibration
     fitting(cache, store.sidecars(cache)[1].read_bytes(), **changes)
     run.ok(*arguments)
-    run("inspect", cache)
+    run("cache", "show", cache)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_forged_fingerprint_is_no_fault(changes, stored_calibration, run):
 def test_forged_sidecar_is_no_fault(text, stored_calibration, run):
     cache, arguments = stored_calibration
     store.sidecars(cache)[0].write_text(text, encoding="latin-1")
-    run("inspect", cache)
+    run("cache", "show", cache)
     run.ok(*arguments)
 
 
@@ -142,7 +142,7 @@ def test_pipe_as_cache_is_refused(name, kind, stored_calibration, run, wording):
     path.unlink()
     os.mkfifo(path) if kind == "pipe" else path.mkdir()
     wording.check(run.fails(*arguments))
-    assert run("inspect", cache)[0] == (0 if name != "c" else 1)
+    assert run("cache", "show", cache)[0] == (0 if name != "c" else 1)
     run.fails(*arguments, "--require-cache")
 
 
@@ -185,7 +185,6 @@ def test_closed_folder_is_refused(small_cnn, pictures, tmp_path, tmp_path_factor
         ["build", small_cnn, *feed, "--metric", f"{closed}/f.py:f"],
         ["explain", closed],
         ["verify", closed / "o"],
-        ["inspect", closed / "x.cache"],
         ["cache", "show", closed / "c"],
         ["ascend", "check", closed / "r"],
     ]
@@ -271,7 +270,7 @@ def test_non_utf8_paths_build_every_target(weights, small_cnn, x, folder, run):
     run.ok(*arguments, "--require-cache")
     run.ok("explain", out, *feed)
     run.ok("inspect", model)
-    run.ok("inspect", out / "calib8" / f"{model.stem}.cache")
+    run.ok("cache", "show", out / "calib8" / f"{model.stem}.cache")
     run.ok("bench", engine, "--duration", 0, "--warm-up", 0)
     run.ok("compare", model, engine, *feed)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, SupportsFloat
 
@@ -11,7 +12,7 @@ import click
 from deploy.calibration import DEFAULT_TRT_VERSION
 from deploy.commands import base
 from deploy.commands.base import FILE, OutputFile, out_option, shows_progress
-from deploy.errors import counted, list_first
+from deploy.errors import CacheError, counted, list_first
 from deploy.terminal import say, say_lines
 
 if TYPE_CHECKING:
@@ -50,7 +51,10 @@ def cache() -> None:
 @click.argument("path", type=FILE, metavar="CACHE")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def show(path: Path, as_json: bool) -> None:
-    """Print the header and every entry of CACHE: scale, amax, flaw, tensor."""
+    """Print what CACHE was made from, if that is known, its header, and every entry.
+
+    The columns of an entry are scale, amax, flaw and tensor.
+    """
     from deploy.targets.tensorrt.cache_tools import read_cache
 
     source_cache = read_cache(path)
@@ -59,15 +63,22 @@ def show(path: Path, as_json: bool) -> None:
 
         say_lines(json.dumps(to_plain(_document(source_cache)), indent=1))
         return
-    print_cache(source_cache)
-
-
-def print_cache(cache: CalibrationCache) -> None:
-    """Print the header and every entry: scale, amax, flaw, tensor."""
-    say(_header_text(cache))
-    for entry in cache.entries:
+    _print_maker(path)
+    say(_header_text(source_cache))
+    for entry in source_cache.entries:
         amax = float(entry.scale) * 127
         say(f"{_scale_text(entry.scale)} {amax:12.6g}  {entry.flaw or '':8} {entry.name}")
+
+
+def _print_maker(path: Path) -> None:
+    """Print which model, images and program a cache is of, if a file beside it says so."""
+    from deploy.calibration.store import read_cache_text
+
+    with suppress(CacheError):  # `cache check` tells what is wrong with that file
+        _, fingerprint = read_cache_text(path)
+        model_digest = next(iter(fingerprint.model.values()), "unknown")
+        images = fingerprint.images.get("count")
+        say(f"model {model_digest[:12]}, {images} images, made by {fingerprint.by}")
 
 
 @cache.command(short_help="Differences of two caches.")

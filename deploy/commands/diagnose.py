@@ -10,14 +10,11 @@ import click
 
 from deploy.commands import base
 from deploy.commands.base import Real, html_option, json_option, put_json, quietable, shows_progress
-from deploy.commands.cache import print_cache
 from deploy.commands.calibration_options import keep_float_option
 from deploy.commands.image_options import ImageArguments, image_options, input_options
 from deploy.commands.model_options import model_options, resolve_model, target_options
-from deploy.errors import CacheError, ConfigError
 from deploy.files.atomic import write_text
-from deploy.files.reading import open_regular_file
-from deploy.terminal import say, say_lines, say_screen
+from deploy.terminal import say_lines, say_screen
 
 if TYPE_CHECKING:
     from deploy.feed.feed import Dataset
@@ -26,19 +23,19 @@ if TYPE_CHECKING:
 
 @click.command(cls=base.SectionedCommand)
 @quietable("--json")
-@click.argument("path", type=base.InputPath("a model or a cache"))
+@click.argument("model", type=base.InputPath("a model"))
 @base.general_option(
     "--all",
     "everything",
     is_flag=True,
-    help="List every node of a model, not only how many of each kind.",
+    help="List every node, not only how many of each kind.",
 )
 @target_options(lambda option: option.changes_placement)
 @model_options
 @keep_float_option
 @json_option
 def inspect(
-    path: Path,
+    model: Path,
     targets: list[Target],
     everything: bool,
     input_texts: tuple[str, ...],
@@ -46,57 +43,21 @@ def inspect(
     keep_float: tuple[str, ...],
     json_path: Path | None,
 ) -> None:
-    """Show what would be quantized in a model (.onnx) and why not; or what a cache holds.
+    """Show what would be quantized in MODEL and why not; nothing is run or written.
 
     \b
     Examples:
       calib8 inspect model.onnx
       calib8 inspect model.onnx --target tensorrt,ascend --keep-float op:Sigmoid
       calib8 inspect model.onnx --json - | jq '.[0].tensors'
-      calib8 inspect model.cache
     """  # noqa: D301 (click reads the backspace)
-    if _is_cache(path):  # all options are of models
-        base.refuse_given(without="a model")
-        _inspect_cache(path)
-        return
-
     from deploy.analysis.inspection import inspect as inspect_model
     from deploy.frontends import load
 
-    loaded = load(resolve_model(path, input_texts, weights))
+    loaded = load(resolve_model(model, input_texts, weights))
     inspection = inspect_model(loaded, targets=targets, float_nodes=keep_float)
     say_lines(inspection.to_screen(everything=everything))
     put_json(json_path, inspection.to_json)
-
-
-def _inspect_cache(path: Path) -> None:
-    """Print what a cache was made from, if that is known, and its entries."""
-    from deploy.calibration import store, trt_cache
-
-    try:
-        _, fingerprint = store.read_cache_text(path)
-    except CacheError as error:
-        say(f"no fitting fingerprint: {error}")
-    else:
-        model_digest = next(iter(fingerprint.model.values()), "unknown")
-        images = fingerprint.images.get("count")
-        say(f"model {model_digest[:12]}, {images} images, made by {fingerprint.by}")
-    print_cache(trt_cache.parse(store.read_cache_file(path), origin=str(path)))
-
-
-def _is_cache(path: Path) -> bool:
-    """Return whether a file begins as text, as a cache does; else it is read as a model."""
-    if path.suffix in {".onnx", ".py"}:
-        return False
-    try:
-        with open_regular_file(
-            path, what="a model or a cache", error=ConfigError, rewritable=True
-        ) as file:
-            head = file.read(64)
-    except ConfigError:
-        return path.suffix == ".cache"  # reading it as a cache will report the error
-    starts_as_onnx = head[:1] == b"\x08"  # protobuf's tag of the first field, `ir_version`
-    return b"\0" not in head and not starts_as_onnx
 
 
 _DEFAULT_IMAGES = 8  # without --limit; a few images are enough to find the tensor

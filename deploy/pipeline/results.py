@@ -23,13 +23,11 @@ from deploy.frontends import LoadedModel
 from deploy.graph.index import module_paths
 from deploy.graph.placement import WEIGHTED
 from deploy.machine import this_machine
-from deploy.metrics.levels import measure_loss
 from deploy.pipeline.measure import Figures
 from deploy.report import Report, model, to_html, to_json, to_markdown
 from deploy.report.documents import read_report
 from deploy.report.parts import (
     CalibrationPart,
-    EarlierPart,
     EngineRow,
     FeedPart,
     FileRow,
@@ -43,8 +41,8 @@ from deploy.report.parts import (
     node_rows,
 )
 from deploy.report.previews import box_rows, class_rows, pictures_part
-from deploy.report.report_rows import clip_rows, weight_row
-from deploy.report.screen import EFFORT, IMAGES, rank_of, split_name
+from deploy.report.report_rows import clip_rows
+from deploy.report.screen import EFFORT, IMAGES, split_name
 from deploy.report.tables import OPTIONS, PLAN, REPORT
 from deploy.report.verdict import Gates, verdict
 from deploy.targets import TARGETS, Target
@@ -57,7 +55,6 @@ from deploy.version import __version__
 
 _MAX_NAMES = 3  # tensors named for each reason
 _COUNT = re.compile(r"\d+ of \d+ \w+")
-_CLEAR_LOSS = 0.01  # of the task, by which one build of the same verdict is worse than another
 
 
 @phase("report")
@@ -129,8 +126,7 @@ def write_report(
         alerts=(*calibration.doubts, *calibration.warnings, *_scale_alerts(calibration)),
         notes=(*calibration.resumed, *feed.notes, *figures.notes),
     )
-    earlier_report = find_earlier_report(stage.folder, loaded.digest)
-    report = compare_with_earlier(report, earlier_report)
+    report = with_followed_advice(report, find_earlier_report(stage.folder, loaded.digest))
     write_pages(report, stage)
     return report
 
@@ -168,32 +164,27 @@ def find_earlier_report(folder: Path, model_digest: str) -> Report | None:
     return None
 
 
-def compare_with_earlier(report: Report, earlier: Report | None) -> Report:
-    """Return the report of this build, with two fields filled by comparing it with the one before.
+def with_followed_advice(report: Report, earlier: Report | None) -> Report:
+    """Return a report that knows which of its advice the user has followed, such as more images.
 
-    `report.earlier` gets the engines that were better before. `report.request.followed` gets the
-    names of advice that the user has followed, such as to use more images: it is not given again.
+    Advice in `report.request.followed` is not given again.
 
     `earlier`: report of the build of the same model that was in the folder before; None without.
     """
     request = report.request or RequestPart()
     followed_advice: list[str] = []
-    better_engines: tuple[EarlierPart, ...] = ()
     if earlier is not None:
         if earlier.request:
             followed_advice += earlier.request.followed
         if _sample_count(report) > _sample_count(earlier):
             followed_advice.append(IMAGES)
-        better_engines = tuple(_better_engines(report, earlier))
     # the options of this build follow advice too: to search longer, or to build another split
     if request.prefer == "accuracy" and max(request.effort.values(), default=0) > 1:
         followed_advice.append(EFFORT)
     for target in report.targets:
         if split := target.built_split:
             followed_advice.append(split_name(target, split))
-
-    request = replace(request, followed=tuple(dict.fromkeys(followed_advice)))
-    return replace(report, request=request, earlier=better_engines)
+    return replace(report, request=replace(request, followed=tuple(dict.fromkeys(followed_advice))))
 
 
 def _sample_count(report: Report) -> int:
@@ -201,104 +192,6 @@ def _sample_count(report: Report) -> int:
     evaluation_counts = [engine.accuracy.samples for engine in report.engines if engine.accuracy]
     calibration_count = report.feed.samples if report.feed else 0
     return calibration_count + max(evaluation_counts, default=0)
-
-
-def _better_engines(report: Report, earlier: Report) -> Iterator[EarlierPart]:
-    """Yield the engines of an earlier build that were better, with the flags that build them.
-
-    A split is a choice of the layers that stay float. If this build has a faster split than the
-    earlier one, it is left out: a user may take a less accurate split on purpose.
-    """
-    earlier_split_by_target = {target.name: target.built_split for target in earlier.targets}
-    for target in report.targets:
-        engine = report.engine_by_target.get(target.name)
-        earlier_engine = earlier.engine_by_target.get(target.name)
-        if engine is None or earlier_engine is None or earlier_engine.verdict is None:
-            continue
-        split = target.built_split
-        earlier_split = earlier_split_by_target.get(target.name)
-        has_faster_split = split and earlier_split and split.time < earlier_split.time
-        if has_faster_split or not _is_worse(engine, earlier_engine):
-            continue
-
-        flags = _earlier_flags(earlier, earlier_split, report, target)
-        if flags:
-            text = earlier_engine.verdict.text
-            if earlier_split:
-                text += f" (its --split {earlier_split.number})"
-            yield EarlierPart(target=target.name, text=text, flags=flags)
-
-
-def _earlier_flags(
-    earlier: Report, earlier_split: SplitRow | None, report: Report, target: TargetPart
-) -> str:
-    """Return the options of `calib8 build` that build a target as an earlier build did.
-
-    A split is a choice of the layers in float. If the search of this build found the earlier split
-    too, its number here is enough (`--split 3`); else the options of the search are returned.
-
-    Args:
-        earlier: report of the earlier build.
-        earlier_split: the layers in float that it built, with their figures; None without a search.
-        report: report of this build.
-        target: the target, in this build.
-
-    Returns:
-        The options; "" if this build had the same, or if those of the earlier one are unknown.
-    """
-    if earlier_split and target.search:
-        for split in target.search.front:
-            # one split may have another number in each search, and be built (taken) in one alone
-            comparable_split = replace(split, number=earlier_split.number, taken=True)
-            if comparable_split == earlier_split and not split.taken:
-                return f"--split {split.number}"
-
-    request = report.request
-    earlier_request = earlier.request
-    if request is None or earlier_request is None:
-        return ""
-    # advice that was followed, limits and latency runs do not change the engines
-    comparable_request = replace(
-        request,
-        followed=earlier_request.followed,
-        max_loss=earlier_request.max_loss,
-        min_speedup=earlier_request.min_speedup,
-        is_untimed=earlier_request.is_untimed,
-    )
-    if comparable_request == earlier_request:
-        return ""
-    effort = earlier_request.effort.get(target.name, 0)
-    repairs = ",".join(earlier_request.repairs) or "none"
-    flags = f"--effort {effort} --prefer {earlier_request.prefer} --repair {repairs}"
-    if effort < request.effort.get(target.name, 0):
-        flags += " --force"  # a plan that a longer search found is used again without this
-    return flags
-
-
-def _is_worse(engine: EngineRow, earlier_engine: EngineRow) -> bool:
-    """Whether an engine is worse than an earlier one that was judged on equal samples."""
-    samples, objects, rank, loss = _judgement(engine)
-    earlier_samples, earlier_objects, earlier_rank, earlier_loss = _judgement(earlier_engine)
-    if samples != earlier_samples or objects != earlier_objects:
-        return False
-    if rank != earlier_rank:
-        return rank > earlier_rank
-    return loss > earlier_loss + _CLEAR_LOSS
-
-
-def _judgement(engine: EngineRow) -> tuple[int, int, int, float]:
-    """Return (number of samples, of objects in them, rank of the verdict, loss); 0s if not judged.
-
-    Rank 0 is the best verdict; the loss is a share of the task.
-    """
-    if engine.verdict is None or engine.accuracy is None:
-        return 0, 0, 0, 0.0
-    samples = engine.accuracy.samples
-    rank = rank_of(engine.verdict.level)
-    loss = measure_loss(engine.accuracy, None)
-    if loss is None:
-        return samples, 0, rank, 0.0
-    return samples, loss.found or 0, rank, loss.share
 
 
 def write_pages(report: Report, stage: Stage) -> None:
@@ -530,7 +423,6 @@ def _target_part(
         reused=has_reused_statistics and not error,
         nodes=nodes,
         tensors=clip_rows(calibration, result, layers),
-        weights=tuple(map(weight_row, result.weights)),
         layers=layers,
         modules=_modules_by_tensor(calibration.loaded.model),
         files=file_rows(result.files, stage),

@@ -15,7 +15,6 @@ from deploy.metrics.latency import speed_up
 from deploy.metrics.levels import UNUSABLE
 from deploy.report.parts import (
     CalibrationPart,
-    EarlierPart,
     EngineRow,
     FeedPart,
     FileRow,
@@ -80,7 +79,6 @@ class Findings:
     files: tuple[FileRow, ...] = ()
     work: WorkPart | None = None
     request: RequestPart | None = None
-    earlier: tuple[EarlierPart, ...] = ()
     alerts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
