@@ -130,7 +130,9 @@ class CalibrationResult(PrintedResult):
     def searched(self) -> tuple[Observation, ...]:
         """Observations that the method searches, without duplicates."""
         statistic = self.subject.statistic
-        return tuple(o for o in self.observations if o.statistic == statistic)
+        return tuple(
+            observation for observation in self.observations if observation.statistic == statistic
+        )
 
     def to_json(self) -> dict[str, object]:
         """Return plain JSON types; a range is [lowest, highest] in real units."""
@@ -234,7 +236,9 @@ class QdqModelRanges(Ranges):
         scales = self.trained.scales
         text = f"has no pair in {Path(self.trained.name).name}"
         reason = NoScaleReason(text, is_unobserved=True)
-        missing = [o.tensor for o in observations if o.tensor not in scales]
+        missing = [
+            observation.tensor for observation in observations if observation.tensor not in scales
+        ]
         return RangeSet(scales=scales, unusable=dict.fromkeys(missing, reason))
 
 

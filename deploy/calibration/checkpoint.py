@@ -260,7 +260,9 @@ class Checkpoint:
         if str(existing.share) != str(share):
             differences.append(f"the shard changed ({existing.share} -> {share})")
 
-        differing_keys = {o.key for o in self._observations}.symmetric_difference(existing.keys)
+        differing_keys = {
+            observation.key for observation in self._observations
+        }.symmetric_difference(existing.keys)
         if differing_keys:
             _, tensor, statistic = min(differing_keys)
             differences.append(

@@ -218,7 +218,9 @@ class ShardMerger:
         self._feed.refuse_all_bad()
         numbers = {index: number for number, index in enumerate(self._feed.positions, 1)}
         peaks.add_rows(self._peaks.rows(range(self._count)), numbers)
-        return ObservedStatistics({o.key: self._merged[o.key] for o in self._observations})
+        return ObservedStatistics(
+            {observation.key: self._merged[observation.key] for observation in self._observations}
+        )
 
 
 def observe_on(
@@ -271,7 +273,7 @@ def observe_on(
         finally:
             run.end()
     observed = merger.end(peaks)
-    for variant in dict.fromkeys(o.variant.key for o in observations):
+    for variant in dict.fromkeys(observation.variant.key for observation in observations):
         runs[variant] += feed.count
     return observed, run.notes(piece_count)
 

@@ -202,13 +202,16 @@ def make_job(
         model_path = _shared_model_path(subject, observations)
     models = {}
     if not model_path:
-        for variant in dict.fromkeys(o.variant for o in observations):
+        for variant in dict.fromkeys(observation.variant for observation in observations):
             model = variant.make(ObservedStatistics())
             models[variant.key] = bytes(model.SerializeToString(deterministic=True))
     specs = []
-    for o in observations:
+    for observation in observations:
         spec = ObservationSpec(
-            variant=o.variant.key, tensor=o.tensor, statistic=o.statistic, layer=o.layer
+            variant=observation.variant.key,
+            tensor=observation.tensor,
+            statistic=observation.statistic,
+            layer=observation.layer,
         )
         specs.append(spec)
     kind = str(feed.settings["kind"])
@@ -255,7 +258,7 @@ def shared_paths(images: FeedSource) -> Paths:
 def _shared_model_path(subject: CalibrationSubject, observations: Sequence[Observation]) -> str:
     """Return the path of the model's file; "" if a worker would not get the same model from it."""
     source = subject.loaded.source
-    variants = {o.variant.key for o in observations}
+    variants = {observation.variant.key for observation in observations}
     if source is None or variants != {FOLDED} or source.suffix.lower() != ".onnx":
         return ""
     return os.path.abspath(source)

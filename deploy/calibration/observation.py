@@ -100,7 +100,11 @@ class ObservedStatistics(dict[Key, Recorder]):
 
     def missing(self, observations: Iterable[Observation]) -> tuple[Observation, ...]:
         """Return the observations that are not in here, without duplicates."""
-        return tuple(dict.fromkeys(o for o in observations if o.key not in self))
+        return tuple(
+            dict.fromkeys(
+                observation for observation in observations if observation.key not in self
+            )
+        )
 
     def merged_with(self, other: Mapping[Key, Recorder]) -> ObservedStatistics:
         """Return the union; `other` takes precedence."""
@@ -124,7 +128,13 @@ def group_by_variant(observations: Iterable[Observation]) -> dict[Variant, list[
 
 def order_dependent_keys(observations: Iterable[Observation]) -> list[str]:
     """Return the keys of the statistics that depend on the order of the samples."""
-    return list(dict.fromkeys(o.statistic.key for o in observations if o.is_order_dependent))
+    return list(
+        dict.fromkeys(
+            observation.statistic.key
+            for observation in observations
+            if observation.is_order_dependent
+        )
+    )
 
 
 def with_needs(

@@ -103,9 +103,11 @@ class _PassState:
         self.runners = make_runners(observations, observed)
         self._observations = observations
         self._observed = observed
-        self._order_free = [o for o in observations if not o.statistic.ordered]
+        self._order_free = [
+            observation for observation in observations if not observation.statistic.ordered
+        ]
         self._ordered_recorders = self._make_recorders(
-            o for o in observations if o.statistic.ordered
+            observation for observation in observations if observation.statistic.ordered
         )
         self._peaks = peaks
         self._on_outputs = on_outputs
@@ -157,8 +159,13 @@ class _PassState:
 
     def resume(self, earlier: ObservedStatistics) -> None:
         """Start from the statistics of an earlier pass."""
-        self._ordered_recorders = {o: earlier.recorder(o) for o in self._ordered_recorders}
-        _merge(self._slices[0], {o: earlier.recorder(o) for o in self._order_free})
+        self._ordered_recorders = {
+            observation: earlier.recorder(observation) for observation in self._ordered_recorders
+        }
+        _merge(
+            self._slices[0],
+            {observation: earlier.recorder(observation) for observation in self._order_free},
+        )
 
     def work(self, worker: int, number: int, sample: Sample) -> list[Waiting]:
         """Run a sample, record order-free statistics, return the values that wait their turn."""
@@ -228,7 +235,9 @@ class _PassState:
 
     def _all_statistics(self, slices: Sequence[_Recorders]) -> ObservedStatistics:
         recorders = _merge_all(slices) | self._ordered_recorders
-        return ObservedStatistics({o.key: recorders[o] for o in self._observations})
+        return ObservedStatistics(
+            {observation.key: recorders[observation] for observation in self._observations}
+        )
 
     def _merge_peaks(self) -> None:
         for worker, peaks in enumerate(self._worker_peaks):
@@ -287,7 +296,9 @@ def _merge(total: _Recorders, recorders: Mapping[Observation, Recorder]) -> None
 
 
 def _by_key(recorders: _Recorders) -> ObservedStatistics:
-    return ObservedStatistics({o.key: recorder for o, recorder in recorders.items()})
+    return ObservedStatistics(
+        {observation.key: recorder for observation, recorder in recorders.items()}
+    )
 
 
 def observe(
@@ -413,7 +424,9 @@ def _run_until(
 def _select(
     observed: ObservedStatistics, observations: Iterable[Observation]
 ) -> ObservedStatistics:
-    return ObservedStatistics({o.key: observed.recorder(o) for o in observations})
+    return ObservedStatistics(
+        {observation.key: observed.recorder(observation) for observation in observations}
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -452,8 +465,10 @@ def schedule_observations(
     return ObservationSchedule(
         missing=missing,
         preliminary=preliminary,
-        main=tuple(o for o in missing if o not in preliminary),
-        preliminary_sample_count=max((o.statistic.samples or 0 for o in preliminary), default=0),
+        main=tuple(observation for observation in missing if observation not in preliminary),
+        preliminary_sample_count=max(
+            (observation.statistic.samples or 0 for observation in preliminary), default=0
+        ),
     )
 
 
@@ -472,10 +487,14 @@ def _observe_preliminary(
     remaining = list(observations)
     with phase("what it is made from"):
         while remaining:
-            ready = [o for o in remaining if not observed.missing(o.variant.needs)]
+            ready = [
+                observation
+                for observation in remaining
+                if not observed.missing(observation.variant.needs)
+            ]
             # several threads only if all statistics are recorded in sample order: others would be
             # recorded separately in each thread, and of these only histograms can be merged
-            are_all_ordered = all(o.statistic.ordered for o in ready)
+            are_all_ordered = all(observation.statistic.ordered for observation in ready)
             usable_threads = threads if are_all_ordered else 1
             statistics = observe(
                 ready, samples, observed=observed, threads=usable_threads, runs=runs

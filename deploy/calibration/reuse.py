@@ -127,8 +127,12 @@ class CacheDecision:
         """Outliers from the cache, of tensors that are not observed again."""
         if self.stored is None:
             return ()
-        missing = {(o.variant.key, o.tensor) for o in self.missing}
-        return tuple(o for o in self.stored.outliers if (o.variant, o.tensor) not in missing)
+        missing = {(observation.variant.key, observation.tensor) for observation in self.missing}
+        return tuple(
+            outlier
+            for outlier in self.stored.outliers
+            if (outlier.variant, outlier.tensor) not in missing
+        )
 
     def combined_fingerprint(self, fingerprint: Fingerprint) -> Fingerprint:
         """Return the fingerprint of the cache's and the new observations.
@@ -139,7 +143,7 @@ class CacheDecision:
         if self.stored is None:
             return fingerprint
         stored = self.stored.fingerprint
-        if not any(o.is_order_dependent for o in self.missing):
+        if not any(observation.is_order_dependent for observation in self.missing):
             fingerprint = replace(fingerprint, order=stored.order)
         if not self.missing:
             fingerprint = replace(fingerprint, versions=stored.versions, decoder=stored.decoder)
@@ -276,7 +280,7 @@ def _match_cache(
     # what the cache holds of the observations, and of those that variants are built from (needs)
     usable: Iterable[Observation] = with_needs(observations)
     if "order" in changes:
-        usable = [o for o in usable if not o.is_order_dependent]
+        usable = [observation for observation in usable if not observation.is_order_dependent]
     observed = stored.observed(usable)
     # a stored observation is not made again, so its needs are not missing
     missing = observed.missing(with_needs(observations, observed))
@@ -304,14 +308,16 @@ def _describe_match(
         missing: observations to make.
     """
     # a stored observation is missing only if it depends on the order of the images, which changed
-    order_dependent_count = sum(o.key in stored.keys for o in missing)
+    order_dependent_count = sum(observation.key in stored.keys for observation in missing)
     if order_dependent_count:
         return f"{changes['order']}, and {order_dependent_count} observations go by it"
     if missing:
-        kinds = list(dict.fromkeys(f"{o.variant.key}: {o.statistic.key}" for o in missing))
+        kinds = dict.fromkeys(
+            f"{observation.variant.key}: {observation.statistic.key}" for observation in missing
+        )
         return (
             f"{stored.path.name} lacks {len(missing)} observations that these targets and this"
-            f" method need ({list_first(kinds, _MAX_LISTED)})"
+            f" method need ({list_first(list(kinds), _MAX_LISTED)})"
         )
     if "method" in changes:
         return f"only {changes['method']}: searched again, the model was not run"
@@ -457,7 +463,9 @@ def _complete_text(subject: CalibrationSubject, ranges: Ranges) -> bytes:
     for node in graph.node:
         tensors += node.output
     observations = subject.histogram_observations(tensors)
-    range_set = ranges.find(o for o in observations if o.key in ranges.observed)
+    range_set = ranges.find(
+        observation for observation in observations if observation.key in ranges.observed
+    )
     # the header names a calibrator of TensorRT: that of the largest values, or the usual one
     algorithm = trt_cache.ENTROPY2
     if all(scale.method == "minmax" for scale in range_set.scales.values()):

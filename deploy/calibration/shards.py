@@ -325,7 +325,9 @@ class ShardSet:
         self.feed.refuse_all_bad()
         observations = tuple(observations)
         for shard in self._shards:
-            missing = [o for o in observations if o.key not in shard.keys]
+            missing = [
+                observation for observation in observations if observation.key not in shard.keys
+            ]
             if missing and shard.keys:  # a shard whose samples were all skipped has none
                 raise CacheError(
                     f"{shard.archive} lacks {len(missing)} observations that these targets need,"

@@ -143,7 +143,7 @@ class StabilityMonitor:
 
     def _search(self, observed: ObservedStatistics) -> ScaleByKey:
         ranges = self._make_ranges(observed)
-        usable = [o for o in self._observations if o.key in observed]
+        usable = [observation for observation in self._observations if observation.key in observed]
         scale_by_key = {}
         for observations in group_by_variant(usable).values():
             scales = ranges.find(observations).scales

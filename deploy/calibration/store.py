@@ -84,7 +84,11 @@ class StoredStatistics:
             CacheError: the arrays of one are broken.
         """
         stored_keys = set(self.keys)
-        statistics = {o.key: o.statistic for o in observations if o.key in stored_keys}
+        statistics = {
+            observation.key: observation.statistic
+            for observation in observations
+            if observation.key in stored_keys
+        }
 
         def restore(key: Key, arrays: Arrays) -> Recorder:
             return statistics[key].restore(arrays)
@@ -197,7 +201,11 @@ def save_calibration(
     stored_keys = [key for key in _sort_by_use(arrays_by_key, calibration) if arrays_by_key[key]]
     packed = pack_arrays([arrays_by_key[key] for key in stored_keys])
     stored_tensors = {(variant, tensor) for variant, tensor, _ in stored_keys}
-    outliers = [o for o in calibration.outliers if (o.variant, o.tensor) in stored_tensors]
+    outliers = [
+        outlier
+        for outlier in calibration.outliers
+        if (outlier.variant, outlier.tensor) in stored_tensors
+    ]
 
     document = _make_document(cache_text, calibration.fingerprint)
     document["observations"] = list(map(list, stored_keys))

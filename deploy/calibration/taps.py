@@ -215,7 +215,7 @@ class VariantRunner:
             counted_values = reader.run(sample, report_outputs)
         else:  # uncounted values may be kept as they are, so they must not lie in a reused buffer
             values = self.tap.run(sample, report_outputs)
-            counted_values = [values[o.tensor] for o in self.counted]
+            counted_values = [values[observation.tensor] for observation in self.counted]
         recorders.count(sample_number, counted_values)
         waiting = recorders.record_uncounted(sample_number, values)
         if peaks is not None:  # of counted tensors by their histograms, of others by their values
@@ -248,7 +248,9 @@ class VariantRecorders:
 
     def __init__(self, runner: VariantRunner, recorders: Mapping[Observation, Recorder]) -> None:
         self._counted = runner.counted
-        self._uncounted = [(o, recorders.get(o)) for o in runner.uncounted]
+        self._uncounted = [
+            (observation, recorders.get(observation)) for observation in runner.uncounted
+        ]
         histograms = []
         for observation in runner.counted:
             histogram = recorders[observation]
@@ -292,7 +294,7 @@ def make_runners(
     usual_histogram = HistogramOf()  # of all samples in any order
     runners = []
     for variant, variant_observations in group_by_variant(observations).items():
-        tensors = list(dict.fromkeys(o.tensor for o in variant_observations))
+        tensors = list(dict.fromkeys(observation.tensor for observation in variant_observations))
         counted: list[Observation] = []
         uncounted: list[Observation] = []
         for observation in variant_observations:
