@@ -265,11 +265,11 @@ def observe_on(
         # they differ by their numbers alone, from which their positions follow
         pieces = (replace(first_piece, number=number) for number in range(1, piece_count + 1))
         try:
-            with phase("observing", all_images.count, "samples") as step:
+            with phase("observing", all_images.count, "samples") as show_progress:
                 for share, worker, data in run.run_pieces(pieces):
                     merger.add(share, worker, data)
                     for _ in share.positions:
-                        step()
+                        show_progress()
         finally:
             run.end()
     observed = merger.end(peaks)

@@ -31,7 +31,7 @@ from deploy.calibration.observation import (
 )
 from deploy.calibration.one_pass import observe
 from deploy.calibration.sample_checks import Peaks
-from deploy.calibration.shards import make_shard, observe_share
+from deploy.calibration.shards import make_shard, observe_unless_all_skipped
 from deploy.errors import (
     BackendError,
     Calib8Error,
@@ -356,7 +356,7 @@ def _observe_share(job: ClusterJob, share: Share, samples: Sequence[RemoteSample
             remaining_samples = _until_stopped(stream, job.key)
             return observe(observations, remaining_samples, threads=job.threads, peaks=peaks)
 
-    observed = observe_share(feed, observe_samples)
+    observed = observe_unless_all_skipped(feed, observe_samples)
     return make_shard(feed, job.identities, peaks, observed)
 
 

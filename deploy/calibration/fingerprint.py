@@ -114,7 +114,11 @@ class Fingerprint:
         )
 
     def changes_since(self, old: Fingerprint) -> dict[str, str]:
-        """Return part -> how it changed since `old`, as a clause; {} if nothing changed."""
+        """Return part -> how it changed since `old`, as a clause; {} if nothing changed.
+
+        A part is a field such as `images`. Two models or decoders may be the same although their
+        fields differ.
+        """
         changes: dict[str, str] = {}
         for part, noun in _NOUN_BY_PART.items():
             old_part = getattr(old, part)

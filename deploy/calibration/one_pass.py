@@ -315,7 +315,10 @@ def observe(
     halves: list[ObservedStatistics] | None = None,
     should_stop: StopCallback | None = None,
 ) -> ObservedStatistics:
-    """Record every observation in one pass.
+    """Run the samples once through every form of the model; return what was recorded of them.
+
+    An observation is a tensor of a form of the model (a variant) with the statistic to record of
+    its values, such as a histogram.
 
     Args:
         observations: what to record.

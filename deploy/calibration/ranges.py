@@ -72,10 +72,12 @@ class RangeSet:
 def read_foreign_ranges(
     path: Path, tensors: tuple[str, ...], non_negative: frozenset[str]
 ) -> RangeSet:
-    """Read the ranges of a cache without a fingerprint: symmetric, amax = 127 * scale.
+    """Return the ranges in a cache that another program wrote, such as TensorRT.
+
+    Such a cache has one scale for each tensor; its range is that of -127 to 127 steps.
 
     Args:
-        path: the cache.
+        path: the cache, whose origin nothing tells.
         tensors: tensors of the model that need a range.
         non_negative: tensors that cannot be negative, whose range starts at 0.
 
@@ -177,7 +179,7 @@ class Ranges:
         scales = {}
         unusable = {}
         observations = list(observations)
-        with phase("ranges", len(observations), "tensors") as step:
+        with phase("ranges", len(observations), "tensors") as show_progress:
             for observation in observations:
                 histogram = self.histogram(observation)
                 trouble = find_trouble(histogram)  # why the values have no range, such as all 0
@@ -186,7 +188,7 @@ class Ranges:
                 else:
                     reason = NoScaleReason(trouble, is_infinite=bool(histogram.infinite))
                     unusable[observation.tensor] = reason
-                step()
+                show_progress()
         return RangeSet(scales=scales, unusable=unusable)
 
     def cached_scale(self, observation: Observation, *, symmetric: Grid | None) -> Scale | None:

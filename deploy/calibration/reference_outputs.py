@@ -155,27 +155,19 @@ def _with_float32_nodes(model: Path | onnx.ModelProto) -> Path | onnx.ModelProto
     A model without such nodes is returned as it is, so that its weights are not read for nothing.
     """
     if isinstance(model, Path):
-        without_weights = parse_model(model_bytes(model), str(model))
+        float16_outputs = _find_float16_outputs(parse_model(model_bytes(model), str(model)))
     else:
-        without_weights = model
-    float16_names = set()
-    for tensor in without_weights.graph.initializer:
-        if tensor.data_type == onnx.TensorProto.FLOAT16:
-            float16_names.add(tensor.name)
-    counts = _float32_inputs()
-    cast_outputs = set()
-    for node in without_weights.graph.node:
-        # its scale or lower bound shows its type
-        if node.op_type in counts and node.input[1:2] and node.input[1] in float16_names:
-            cast_outputs.add(node.output[0])
-    if not cast_outputs:
+        float16_outputs = _find_float16_outputs(model)
+    if not float16_outputs:
         return model
 
+    # around such a node, casts to float32 and, of what it computes, back to float16
     copy = read_model(model) if isinstance(model, Path) else copy_message(model)
+    counts = _float32_inputs()
     nodes: list[onnx.NodeProto] = []
     for node in copy.graph.node:
         output = node.output[0]
-        if output not in cast_outputs:
+        if output not in float16_outputs:
             nodes.append(node)
             continue
         for index, name in enumerate(node.input[: counts[node.op_type]]):
@@ -185,11 +177,26 @@ def _with_float32_nodes(model: Path | onnx.ModelProto) -> Path | onnx.ModelProto
                     make_node("Cast", [name], node.input[index], to=onnx.TensorProto.FLOAT)
                 )
         nodes.append(node)
-        if node.op_type == "Clip":
+        if node.op_type == "Clip":  # a QuantizeLinear computes integers
             node.output[0] = f"{output}/float32"
             nodes.append(make_node("Cast", node.output[:1], output, to=onnx.TensorProto.FLOAT16))
     replace_nodes(copy.graph, nodes)
     return copy
+
+
+def _find_float16_outputs(model: onnx.ModelProto) -> set[str]:
+    """Return the outputs of the nodes of `_float32_inputs` that compute in float16."""
+    float16_constants = set()
+    for tensor in model.graph.initializer:
+        if tensor.data_type == onnx.TensorProto.FLOAT16:
+            float16_constants.add(tensor.name)
+    operators = _float32_inputs().keys()
+    outputs = set()
+    for node in model.graph.node:
+        # the second input, a scale or the lower bound of a Clip, shows the type
+        if node.op_type in operators and not float16_constants.isdisjoint(node.input[1:2]):
+            outputs.add(node.output[0])
+    return outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,16 +237,19 @@ def find_random_outputs(model: onnx.ModelProto, evaluation_set: EvaluationSet) -
     if not any(map(_may_draw_numbers, all_nodes(model.graph))):
         return ""
     outputs = evaluation_set.outputs
-    for sample, stored in evaluation_set.samples_with_outputs(_REPEATED_SAMPLES):
+    for sample, stored_outputs in evaluation_set.samples_with_outputs(_REPEATED_SAMPLES):
         # a new session starts with the same random numbers as the one that calibrated, so its first
         # run may repeat the stored outputs
         outputs.recompute(sample)
-        repeated = outputs.recompute(sample)
-        differing = [name for name in stored if not _is_repeated(name, stored, repeated)]
-        if differing:
+        new_outputs = outputs.recompute(sample)
+        random_names = []
+        for name in stored_outputs:
+            if not _is_repeated(name, stored_outputs, new_outputs):
+                random_names.append(name)
+        if random_names:
             return (
-                f"the float model itself gives another {', '.join(differing)} at each run: it draws"
-                " random numbers, which every figure of accuracy includes"
+                f"the float model itself gives another {', '.join(random_names)} at each run: it"
+                " draws random numbers, which every figure of accuracy includes"
             )
     return ""
 

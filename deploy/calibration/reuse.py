@@ -17,7 +17,7 @@ The text of the cache is the target's if it has its own form (TensorRT), else it
 of the cleaned model that was searched.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -174,24 +174,31 @@ def check_cache(
     observations = tuple(observations)
     decision = _decide(policy, make_fingerprint, observations, stop_rule)
     if decision.missing and policy.path is not None and not policy.refresh:
-        prefix_by_path = {}  # another cache to try -> what its reason begins with
-        if policy.source is not None:  # another build's cache does not fit: this build has its own
-            prefix_by_path[policy.path] = ""
-        # a build that failed after its calibration saved it elsewhere
-        saved_path = staging.find_saved_calibration(policy.path)
-        if saved_path:
-            prefix_by_path[saved_path] = "of a run that did not end: "
-        for path, prefix in prefix_by_path.items():
-            other_policy = replace(policy, path=path, source=None)
+        for other_path, origin in _list_other_caches(policy.path, policy.source):
+            other_policy = replace(policy, path=other_path, source=None)
             other = _decide(other_policy, make_fingerprint, observations, stop_rule)
             if len(other.missing) < len(decision.missing):
-                decision = replace(other, reason=f"{prefix}{other.reason}")
+                decision = replace(other, reason=f"{origin}{other.reason}")
     if decision.missing and policy.require:
         raise CacheError(
             f"the cache must fit (--require-cache), but {decision.reason}; leave --require-cache"
             " out to calibrate again"
         )
     return decision
+
+
+def _list_other_caches(path: Path, source: Path | None) -> Iterator[tuple[Path, str]]:
+    """Yield (another cache to try, where it comes from as text) if the cache of a run lacks some.
+
+    Args:
+        path: the cache that the run writes.
+        source: cache of another build, which was read in place of it; None without.
+    """
+    if source is not None:
+        yield path, ""
+    # a build that failed after its calibration saved it elsewhere
+    if saved_path := staging.find_saved_calibration(path):
+        yield saved_path, "of a run that did not end: "
 
 
 def make_fingerprint(subject: CalibrationSubject, manifest: Mapping[str, Any]) -> Fingerprint:
@@ -278,10 +285,12 @@ def _match_cache(
         raise CacheError("; ".join(invalidating_changes))
 
     # what the cache holds of the observations, and of those that variants are built from (needs)
-    usable: Iterable[Observation] = with_needs(observations)
+    usable_observations: Iterable[Observation] = with_needs(observations)
     if "order" in changes:
-        usable = [observation for observation in usable if not observation.is_order_dependent]
-    observed = stored.observed(usable)
+        usable_observations = [
+            observation for observation in usable_observations if not observation.is_order_dependent
+        ]
+    observed = stored.observed(usable_observations)
     # a stored observation is not made again, so its needs are not missing
     missing = observed.missing(with_needs(observations, observed))
     reason = _describe_match(stored, changes, missing)
@@ -401,7 +410,11 @@ def _add_stored(
     if stored.fingerprint.order != calibration.fingerprint.order:
         # the images have another order: only histograms of all samples do not depend on it
         order_free_statistic = HistogramOf().key
-        keys = [key for key in keys if key[2] == order_free_statistic]
+        keys = [
+            (variant, tensor, statistic)
+            for variant, tensor, statistic in keys
+            if statistic == order_free_statistic
+        ]
 
     searched_statistic = subject.statistic.key
     tensors = []

@@ -116,19 +116,24 @@ class Peaks:
     def outliers(self, digests: Callable[[int], tuple[str, ...]]) -> Iterator[Outlier]:
         """Yield the samples that stand out, tensor by tensor.
 
+        These are the samples of the largest |x| if the next one is much smaller.
+
         `digests`: number of a sample -> sha256 (hex) of each of its images or rows.
         """
         for key in sorted(self._largest):
             sample_count = self._sample_counts[key]
             if sample_count < _MIN_SAMPLES:
                 continue
-            peaks = sorted(self._largest[key], reverse=True)
+            variant, tensor = key
+            peaks = sorted(self._largest[key], reverse=True)  # (|x|, -number of the sample)
             max_outliers = min(max(1, sample_count // _SAMPLES_PER_OUTLIER), len(peaks) - 1)
-            for count in range(max_outliers, 0, -1):  # outliers are the largest peaks above a gap
-                next_amax = peaks[count][0]
-                if 0 < OUTLIER_RATIO * next_amax < peaks[count - 1][0]:
-                    for amax, negative_number in peaks[:count]:
-                        yield Outlier(*key, digests(-negative_number), amax / next_amax)
+            for outlier_count in range(max_outliers, 0, -1):
+                smallest_outlier, _ = peaks[outlier_count - 1]
+                next_amax, _ = peaks[outlier_count]
+                if 0 < OUTLIER_RATIO * next_amax < smallest_outlier:
+                    for amax, negative_number in peaks[:outlier_count]:
+                        sample_digests = digests(-negative_number)
+                        yield Outlier(variant, tensor, sample_digests, amax / next_amax)
                     break
 
 

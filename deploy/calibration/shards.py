@@ -268,7 +268,9 @@ def shard_fingerprint(
     return _common_fingerprint(identities, images, settings["preprocess"] or {})
 
 
-def observe_share(feed: Feed, observe: Callable[[], ObservedStatistics]) -> ObservedStatistics:
+def observe_unless_all_skipped(
+    feed: Feed, observe: Callable[[], ObservedStatistics]
+) -> ObservedStatistics:
     """Return what `observe` returns; no statistics for a shard whose samples were all skipped.
 
     Other shards may have good samples, so that only a merge of all finds that there are none.

@@ -15,7 +15,7 @@ second. They are enough once all but a twentieth of the ranges agreed twice in a
 count samples, and the statistics are those of exactly that many, whatever the number of threads.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from calibrators.scales import Scale
@@ -113,7 +113,9 @@ class StabilityMonitor:
         self._agreements_in_row = 0
 
     def is_enough(self, samples: int, new: ObservedStatistics, total: ObservedStatistics) -> bool:
-        """Return whether the samples are enough.
+        """Compare the ranges of the first half of the samples with those of the second half.
+
+        Return whether the samples are enough: the ranges agreed at several checks in a row.
 
         `samples`: number of samples so far, twice that of the last check.
         `new`: statistics of the samples since the last check. `total`: those of all samples.
@@ -161,24 +163,24 @@ class StabilityMonitor:
 def refuse_until_stable(
     feed: Feed,
     observations: Iterable[Observation],
-    searched: Iterable[Observation],
+    compared_observations: Sequence[Observation],
     *,
-    trusted: bool,
+    is_trusted: bool,
 ) -> None:
     """Refuse --until-stable with samples, observations or options that it cannot work with.
 
     Args:
         feed: the samples.
-        observations: what is observed.
-        searched: observations whose ranges --method searches; the others have no range to compare.
-        trusted: whether ranges come from a cache as it is (--trust-cache).
+        observations: everything that is observed.
+        compared_observations: those whose ranges can be compared in two halves of the samples.
+        is_trusted: whether ranges come from a cache as it is (--trust-cache).
 
     Raises:
         ConfigError: --until-stable is not possible here (names the conflict).
     """
     ordered_statistics = order_dependent_keys(observations)
     # the message below ends in the conflict: "... compares the ranges ..., got {conflict}"
-    if trusted:
+    if is_trusted:
         conflict = "--trust-cache, with which none is observed; leave one of them out"
     elif feed.share is not None:
         conflict = f"shard {feed.share}; leave one of them out"
@@ -193,7 +195,7 @@ def refuse_until_stable(
             f"{', '.join(ordered_statistics)}, which is defined by the order of all images; take a"
             " target and a method without it"
         )
-    elif not list(searched):
+    elif not compared_observations:
         conflict = "none whose ranges a method searches; take a target that follows --method"
     else:
         return

@@ -195,6 +195,8 @@ class VariantRunner:
     ) -> list[Waiting]:
         """Run one sample and record what does not depend on the order of samples.
 
+        Histograms count the tensors of `counted`; those of `uncounted` have other statistics.
+
         Return the other values, which wait until the samples before them are recorded.
 
         Args:

@@ -55,7 +55,7 @@ from deploy.calibration.sample_checks import (
     StabilityRule,
     describe_outliers,
 )
-from deploy.calibration.shards import ShardSet, observe_share, refuse_ordered
+from deploy.calibration.shards import ShardSet, observe_unless_all_skipped, refuse_ordered
 from deploy.calibration.stability import StabilityMonitor
 from deploy.calibration.store import Calibration, read_score_threshold
 from deploy.errors import ConfigError
@@ -272,7 +272,7 @@ def observe_here(run: CalibrationRun, decision: CacheDecision) -> PassResult:
             schedule.preliminary_sample_count,
             threads,
         )
-        new_statistics = observe_share(run.feed, observe_missing)
+        new_statistics = observe_unless_all_skipped(run.feed, observe_missing)
         statistics = statistics.merged_with(new_statistics)
 
     notes: tuple[str, ...] = ()

@@ -527,7 +527,7 @@ def _make_monitor(
         if has_range and not observation.is_order_dependent:
             compared_observations.append(observation)
     if stop_rule is not None:
-        refuse_until_stable(feed, observations, compared_observations, trusted=is_trusted)
+        refuse_until_stable(feed, observations, compared_observations, is_trusted=is_trusted)
     if feed.share is not None:
         compared_observations = []  # half of a shard tells nothing of all images
 

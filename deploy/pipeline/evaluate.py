@@ -186,12 +186,12 @@ def compare_sessions(
 ) -> Accuracy:
     """Run two sessions over all samples, one after the other; return the candidate's accuracy."""
     comparison = Comparison(metric=metric)
-    with phase("accuracy", len(feed), "samples") as step, feed.samples() as samples:
+    with phase("accuracy", len(feed), "samples") as show_progress, feed.samples() as samples:
         for sample in samples:
             reference_outputs = reference.run(sample)
             outputs = candidate.run(sample)
             comparison.add(sample, reference_outputs, outputs, count=feed.unpadded_count)
-            step()
+            show_progress()
     return comparison.result()
 
 

@@ -273,13 +273,22 @@ def count_clear(scores: Sequence[Floats]) -> int:
 
 
 def is_better(scores: Sequence[Floats], current_scores: Sequence[Floats]) -> bool:
-    """Whether the float model is clearly surer than with the preprocessing in use."""
-    confidences = np.array([list(map(confidence_of, rows)) for rows in (scores, current_scores)])
-    signs = np.sign(confidences[0] - confidences[1])
-    is_chance = signs.sum() < MIN_DEVIATIONS * sqrt(np.abs(signs).sum())
-    total, current_total = confidences.sum(axis=1)
+    """Whether the float model is clearly surer than with the preprocessing in use.
+
+    That is so if it is surer of more samples than chance would give, and much surer of all together
+    (a sign test, see the module).
+
+    Args:
+        scores: of each sample, in another reading of the pictures.
+        current_scores: of each sample, with the preprocessing in use.
+    """
+    confidences = np.array(list(map(confidence_of, scores)))
+    current_confidences = np.array(list(map(confidence_of, current_scores)))
+    gains = np.sign(confidences - current_confidences)  # 1: surer; -1: less sure; 0: equally
+    is_chance = gains.sum() < MIN_DEVIATIONS * sqrt(np.abs(gains).sum())
     is_noise = count_clear(scores) > MAX_BOXES * len(scores)
-    return bool(not is_chance and not is_noise and total > MIN_GAIN * current_total)
+    is_much_surer = confidences.sum() > MIN_GAIN * current_confidences.sum()
+    return bool(not is_chance and not is_noise and is_much_surer)
 
 
 def describe_crop(feed: Feed, preprocess: Preprocess) -> str:

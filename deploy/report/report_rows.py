@@ -37,18 +37,20 @@ MAX_BARS = 64  # of a histogram
 
 def histogram_part(recorder: Recorder) -> HistogramPart | None:
     """Return a recorder's histogram in at most `MAX_BARS`; None if it has none or is empty."""
+    if isinstance(recorder, Histogram):
+        return _sum_bins(recorder.signed(), recorder.edges())
     if isinstance(recorder, HfmgHistogram) and recorder.counts is not None:
         edges = np.linspace(*recorder.extremes, recorder.counts.size + 1)
         return _sum_bins(recorder.counts, edges)
-    if isinstance(recorder, IfmrHistogram) and recorder.stored_values is not None:
+    if not isinstance(recorder, IfmrHistogram):
+        return None
+    if recorder.stored_values is not None:  # few values are not counted in bins yet
         return _sum_bins(*np.histogram(recorder.stored_values.astype(np.float64), MAX_BARS))
-    if isinstance(recorder, Histogram | IfmrHistogram):
-        # the bins on both sides of 0, and one around it
-        bins_per_side = recorder.counts.size // 2
-        indices = np.concatenate([np.arange(-bins_per_side, 0), np.arange(1, bins_per_side + 1)])
-        edges = indices * (recorder.full_range / bins_per_side)
-        return _sum_bins(close_range(recorder.counts)[1:-1], edges)
-    return None
+    # bins as those of `Histogram`, but finer: equal ones on both sides of 0, and one around it
+    bins_per_side = recorder.counts.size // 2
+    indices = np.concatenate([np.arange(-bins_per_side, 0), np.arange(1, bins_per_side + 1)])
+    edges = indices * (recorder.full_range / bins_per_side)
+    return _sum_bins(close_range(recorder.counts)[1:-1], edges)
 
 
 def _sum_bins(

@@ -114,10 +114,16 @@ def labelled_table(
     if not rows:
         return
 
-    names, *values = zip(heads, *rows, strict=False)  # a tuple for each column, the head first
-    columns = [column for column in (*values, names) if any(column[1:])]  # any cell has a text
-    table_rows = list(zip(*columns, strict=True))
-    yield from _with_label(label, align_columns(table_rows, left_columns=(len(columns) - 1,)))
+    # each column has its head, then its cells; heads beyond the cells of a row are left out
+    name_column, *value_columns = zip(heads, *rows, strict=False)
+    shown_columns = []
+    for column in (*value_columns, name_column):
+        if any(column[1:]):  # a cell has a text
+            shown_columns.append(column)
+    lines = align_columns(
+        list(zip(*shown_columns, strict=True)), left_columns=(len(shown_columns) - 1,)
+    )
+    yield from _with_label(label, lines)
 
 
 _MAX_NOTES = 8

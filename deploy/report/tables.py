@@ -298,9 +298,12 @@ def _speed_text(report: Findings) -> str:
     engine, rivals = engines_with_rivals[0]
     texts = []
     for rival in rivals:
-        text = figures.ratio(model.speed_over(rival, engine))
-        if engine.speed and rival is rivals[0]:  # the main rival: `speed.text` has an interval too
-            text = engine.speed.text + (", too noisy" if engine.speed.is_noisy else "")
+        if engine.speed and rival is rivals[0]:  # `speed` is over the main rival, with an interval
+            text = engine.speed.text
+            if engine.speed.is_noisy:
+                text += ", too noisy"
+        else:
+            text = figures.ratio(model.speed_over(rival, engine))
         if not rival.reference:
             text += f" of {rival.label}"
         texts.append(text)
@@ -554,13 +557,14 @@ def _total_ms(kernels: Sequence[KernelTime]) -> float:
 def kind_table(engines: Sequence[EngineRow]) -> tuple[list[str], list[list[str]]]:
     """Return (heads, rows): time and number of each kind of kernel in every engine.
 
-    Sorted by the kind's longest time in any engine; without kinds there are no rows.
+    A kind is an operator, such as "Conv". Rows are sorted by the kind's longest time in any engine;
+    there are none if the runtimes do not tell kinds.
     """
     profiled_engines = timed_engines(engines)
     kinds = sorted(
         {kernel.kind for engine in profiled_engines for kernel in engine.kernels if kernel.kind}
     )
-    ranked_rows = []
+    timed_rows = []  # (longest time in any engine, row)
     for kind in kinds:
         cells = []
         max_ms = 0.0
@@ -568,9 +572,10 @@ def kind_table(engines: Sequence[EngineRow]) -> tuple[list[str], list[list[str]]
             kernels = [kernel for kernel in engine.kernels if kernel.kind == kind]
             cells.append(_kind_cell(kernels))
             max_ms = max(max_ms, _total_ms(kernels))
-        ranked_rows.append((max_ms, [kind, *cells]))
-    ranked_rows.sort(key=lambda ranked_row: -ranked_row[0])
-    return ["kind", *(engine.label for engine in profiled_engines)], [row for _, row in ranked_rows]
+        timed_rows.append((max_ms, [kind, *cells]))
+    timed_rows.sort(key=lambda timed_row: -timed_row[0])
+    heads = ["kind", *(engine.label for engine in profiled_engines)]
+    return heads, [row for _, row in timed_rows]
 
 
 def timed_engines(engines: Sequence[EngineRow]) -> list[EngineRow]:

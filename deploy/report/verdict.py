@@ -164,25 +164,35 @@ def verdict(
         return Verdict(DOUBTFUL, ("nothing was measured of it",))
     level = max((finding_level for finding_level, _ in findings), key=LEVELS.index)
 
-    # the causes come first, whatever their level: they put the float model in question. All other
-    # findings follow, the worst first
+    # the worst finding first; but before all the causes, which put the float model in question
     findings.sort(key=lambda finding: -LEVELS.index(finding[0]))
-    reasons, too_few = _order_reasons([*causes, *findings], level)
+    reasons, too_few_sentences = _order_reasons([*causes, *findings], level)
     loss_index = _find_loss_reason(reasons, losses)
-    if loss_index is not None:
-        # a sentence on too few calibration samples goes before one on too few measured samples
-        calibrates_with_few = any("calibration" in sentence for sentence in too_few)
-        if accuracy is not None and not calibrates_with_few:
-            too_few = [*_describe_too_few(accuracy), *too_few]
-        if calibrated:
-            reasons[loss_index] += f" ({calibrated})"
-    if too_few:
-        # one such sentence is enough; it follows the figure of the loss, which it puts in question
-        reasons.insert(0 if loss_index is None else loss_index + 1, too_few[0])
+    if loss_index is not None and calibrated:
+        reasons[loss_index] += f" ({calibrated})"
+    judged_accuracy = None if loss_index is None else accuracy
+    if sentence := _choose_too_few(too_few_sentences, judged_accuracy):
+        # it follows the figure of the loss, which it puts in question
+        reasons.insert(0 if loss_index is None else loss_index + 1, sentence)
         if level == GOOD:
             level = DOUBTFUL
     has_limits = gates.min_speedup is not None or gates.max_loss is not None
     return Verdict(level, tuple(reasons), gated=has_limits and level == UNUSABLE)
+
+
+def _choose_too_few(sentences: Sequence[str], accuracy: Accuracy | None) -> str:
+    """Return the one sentence on too few samples that a verdict has; "" if there are enough.
+
+    Too few calibration samples are named rather than too few of those that were measured on.
+
+    Args:
+        sentences: those of the findings.
+        accuracy: the accuracy, if it is among the reasons; else None.
+    """
+    calibrates_with_few = any("calibration" in sentence for sentence in sentences)
+    if accuracy is not None and not calibrates_with_few:
+        sentences = [*_describe_too_few(accuracy), *sentences]
+    return next(iter(sentences), "")
 
 
 def _find_loss_reason(reasons: Sequence[str], losses: Iterable[_Finding]) -> int | None:
@@ -195,18 +205,22 @@ def _order_reasons(findings: Sequence[_Finding], verdict_level: str) -> tuple[li
     """Return (reasons, sentences on too few samples), in the order of the findings, each once.
 
     A good figure is no reason of a doubtful or unusable engine, so it is left out there.
+
+    Args:
+        findings: (level, reason as a sentence) of each.
+        verdict_level: level of the engine.
     """
     reasons = []
-    too_few = []
+    too_few_sentences = []
     for level, reason in findings:
         is_irrelevant = level == GOOD and verdict_level not in (GOOD, FLOAT)
         if is_irrelevant or reason in reasons:
             continue
         if _TOO_FEW.fullmatch(reason):
-            too_few.append(reason)
+            too_few_sentences.append(reason)
         else:
             reasons.append(reason)
-    return reasons, too_few
+    return reasons, too_few_sentences
 
 
 def _judge_accuracy(
