@@ -261,9 +261,7 @@ def test_pages_of_build_and_bench_fit(tab, run, tmp_path):
     bench = tmp_path / "bench.html"
     against = "--against", fashion / "fashion.onnx", "--duration", 0, "--warm-up", 0
     run.ok("bench", engine, *against, "--html", bench)
-    comparison_page = tmp_path / "both.html"
-    run.ok("report", tmp_path / "o", tmp_path / "o" / "report.json", "--html", comparison_page)
-    for path in (tmp_path / "o" / "report.html", bench, comparison_page):
+    for path in (tmp_path / "o" / "report.html", bench):
         for width in (400, 1280):
             tab.show(path, width=width)
             assert tab.page.evaluate("document.querySelectorAll('h2').length") >= 1

@@ -86,7 +86,7 @@ def own_build(small_cnn, pictures, tmp_path_factory):
         "inspect MODEL --json p",
         "quantize [1,2] --json p",
         "explain OUT --json p",
-        "report OUT OUT --json p --html q",
+        "report OUT OUT --json p",
         "compare MODEL OUT/small_cnn.int8.onnx IMAGES --json p",
         "bench MODEL --duration 0 --warm-up 0 --json p --html q",
         "calibrate MODEL IMAGES --json p",

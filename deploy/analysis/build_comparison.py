@@ -1,17 +1,14 @@
-"""Compares the engines and options of builds, as text, page and JSON."""
+"""Compares the engines and options of builds, as text and JSON."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from html import escape
 from itertools import chain
 from pathlib import Path
 
 from deploy.analysis.build_reader import StoredBuild, read_stored_build
 from deploy.errors import ConfigError, counted
 from deploy.report import Report, figures
-from deploy.report.blocks import Bullets, Section, Table, block_html, sections_html
 from deploy.report.model import find_rivals, speed_over, to_plain_object
-from deploy.report.page import page, verdicts
 from deploy.report.parts import EngineRow
 from deploy.report.screen import align_columns, entries
 from deploy.report.tables import worst_figure
@@ -244,26 +241,6 @@ def _notes(builds: Sequence[StoredBuild]) -> Iterator[str]:
         yield "they were calibrated with different images"
 
 
-def to_html(builds: BuildComparison) -> str:
-    """Return the comparison as a page in the style of a build's report."""
-    title = f"calib8: {counted(len(builds.names), 'build')} compared"
-    engine_verdicts = []
-    failures = []
-    for engine in builds.engines:
-        if engine.verdict:
-            engine_verdicts.append((_engine_name(engine), engine.verdict))
-        if engine.error:
-            failures.append(f"{_engine_name(engine)} failed: {engine.error}")
-    body = (
-        f"<h1>{escape(title)}</h1>",
-        verdicts(engine_verdicts),
-        block_html(Bullets(failures, "troubles")) if failures else "",
-        block_html(Bullets(builds.notes)) if builds.notes else "",
-        *sections_html(list(_sections(builds))),
-    )
-    return page(title, "\n".join(body))
-
-
 def _cells(engine: EngineSummary) -> list[str]:
     """Return an engine's cells under `_HEADS`; "" where unknown."""
     level = ""
@@ -328,17 +305,3 @@ def _difference_lines(builds: BuildComparison) -> Iterator[str]:
             names_by_value.setdefault(value or figures.NONE, []).append(name)
         values = [f"{value} ({', '.join(names)})" for value, names in names_by_value.items()]
         yield f"{difference.name}: {'; '.join(values)}"
-
-
-def _sections(builds: BuildComparison) -> Iterator[Section]:
-    """Yield the table of engines, and that of the settings that differ."""
-    rows = [[engine.build, *_cells(engine)] for engine in builds.engines]
-    table = Table(["build", *_HEADS], rows, "builds")
-    yield Section("Engines", (table,), len(rows), folded=False)
-    difference_rows = []
-    for difference in builds.differences:
-        values = [value or figures.NONE for value in difference.values]
-        difference_rows.append([difference.name, *values])
-    if difference_rows:
-        table = Table(["", *builds.names], difference_rows, "words")
-        yield Section("They differ in", (table,), len(difference_rows), folded=False)

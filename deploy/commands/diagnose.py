@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 import click
 
 from deploy.commands import base
-from deploy.commands.base import Real, html_option, json_option, put_json, quietable, shows_progress
+from deploy.commands.base import Real, json_option, put_json, quietable, shows_progress
 from deploy.commands.calibration_options import keep_float_option
 from deploy.commands.image_options import ImageArguments, image_options, input_options
 from deploy.commands.model_options import model_options, resolve_model, target_options
-from deploy.files.atomic import write_text
 from deploy.terminal import say_lines, say_screen
 
 if TYPE_CHECKING:
@@ -162,11 +161,10 @@ def explain(
 
 
 @click.command(cls=base.SectionedCommand)
-@quietable("--html", "--json")
+@quietable("--json")
 @click.argument("folders", nargs=-1, required=True, type=base.BUILD_FOLDER)
-@html_option
 @json_option
-def report(folders: tuple[Path, ...], html_path: Path | None, json_path: Path | None) -> None:
+def report(folders: tuple[Path, ...], json_path: Path | None) -> None:
     """Compare the builds in FOLDERS: verdict, speed, size, accuracy, and what differs.
 
     With one folder, its report is printed again. Nothing is run or measured; each speed-up is
@@ -175,19 +173,17 @@ def report(folders: tuple[Path, ...], html_path: Path | None, json_path: Path | 
     \b
     Examples:
       calib8 report build/
-      calib8 report a/ b/ --html both.html
+      calib8 report a/ b/
     """  # noqa: D301 (click reads the backspace)
     from deploy.analysis import build_comparison
     from deploy.report import Report, to_screen
 
     comparison = build_comparison.report(*folders)  # the build's own report for a single folder
     if isinstance(comparison, Report):
-        base.refuse_given("html_path", "json_path", without="a second folder")
+        base.refuse_given("json_path", without="a second folder")
         say_screen(to_screen(comparison))
         return
 
-    if html_path is not None:
-        write_text(html_path, build_comparison.to_html(comparison))
     say_screen(comparison.to_screen())
     put_json(json_path, comparison.to_json)
 
