@@ -275,14 +275,16 @@ def _engine_name(engine: EngineSummary) -> str:
 
 def _engine_table(builds: BuildComparison) -> Iterator[str]:
     """Yield the table of engines, without empty columns."""
-    rows = [[engine.build, *_cells(engine)] for engine in builds.engines]
+    rows = [["build", *_HEADS]]
+    for engine in builds.engines:
+        rows.append([engine.build, *_cells(engine)])
     columns: list[Sequence[str]] = []
     left_aligned = []  # indices in `columns`
-    for index, (head, *cells) in enumerate(zip(["build", *_HEADS], *rows, strict=True)):
-        if any(cells):
+    for index, column in enumerate(zip(*rows, strict=True)):  # its head, then a cell per engine
+        if any(column[1:]):
             if index in _LEFT_COLUMNS:
                 left_aligned.append(len(columns))
-            columns.append([head, *cells])
+            columns.append(column)
     yield from align_columns(list(zip(*columns, strict=True)), left_aligned)
 
 

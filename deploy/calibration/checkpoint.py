@@ -260,10 +260,9 @@ class Checkpoint:
         if str(existing.share) != str(share):
             differences.append(f"the shard changed ({existing.share} -> {share})")
 
-        differing_keys = {
-            observation.key for observation in self._observations
-        }.symmetric_difference(existing.keys)
-        if differing_keys:
+        # each observation, such as the histogram of a tensor, must be in both
+        own_keys = {observation.key for observation in self._observations}
+        if differing_keys := own_keys.symmetric_difference(existing.keys):
             _, tensor, statistic = min(differing_keys)
             differences.append(
                 f"the targets or the method changed (not both have {statistic} of {tensor!r})"

@@ -435,7 +435,11 @@ def _measure(
 def _measure_on_images(
     build: PreparedBuild, calibration: CalibrationResult, results: Sequence[BuildResult]
 ) -> Figures:
-    """Measure all engines on the evaluation images."""
+    """Return speed and accuracy of all engines on the evaluation images.
+
+    They are compared with the model that was calibrated, whose outputs are stored for some
+    calibration samples; engines of a Q/DQ model with its float reference.
+    """
     float_model = build.reference
     observed_outputs = None
     if build.loaded.qdq is None:

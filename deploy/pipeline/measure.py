@@ -1,5 +1,7 @@
 """Measure speed and accuracy of the built engines, compared with the float model."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -162,15 +164,7 @@ def measure_engines(
         threads=threads,
     )
 
-    float_row = EngineRow(
-        label="FP32 on the CPU" if devices else "FP32",  # it runs there in either case
-        reference=True,
-        path=str(loaded.source) if loaded.source else None,
-        size_bytes=float_size,
-        load_ms=float_engine.load_ms,
-        threads=threads,
-        latency=latency.get(_FLOAT_ENGINE),
-    )
+    float_row = _make_float_row(loaded, float_size, measurements, has_devices=bool(devices))
     evaluated_results = [result for result in opened_results if result.target not in failures]
     notes = (
         *_sample_notes(
@@ -191,6 +185,28 @@ def measure_engines(
         engine_runs=evaluation_result.engine_runs,
         examples=evaluation_result.examples,
         pictures=evaluation_result.pictures,
+    )
+
+
+def _make_float_row(
+    loaded: LoadedModel, size_bytes: int, measurements: _Measurements, *, has_devices: bool
+) -> EngineRow:
+    """Return the report's row of the float model, which runs on the CPU whatever the devices.
+
+    Args:
+        loaded: the float model.
+        size_bytes: size of its file.
+        measurements: figures of the engines.
+        has_devices: whether other engines ran on devices.
+    """
+    return EngineRow(
+        label="FP32 on the CPU" if has_devices else "FP32",
+        reference=True,
+        path=str(loaded.source) if loaded.source else None,
+        size_bytes=size_bytes,
+        load_ms=measurements.engines[_FLOAT_ENGINE].load_ms,
+        threads=measurements.threads,
+        latency=measurements.latency.get(_FLOAT_ENGINE),
     )
 
 

@@ -149,10 +149,7 @@ def find_better_reading(
         The sentence, of labelled pictures perhaps on their crop; "" if nothing is clearly better.
     """
     current_preprocess = calibration.feed.preprocess
-    loaded = calibration.loaded
-    # a sample is converted from one reading to another, so it must be a single picture
-    has_single_picture = len(loaded.inputs) == 1 and calibration.feed.batch == 1
-    if current_preprocess is None or not has_single_picture or loaded.qdq is not None:
+    if current_preprocess is None or not _is_convertible(calibration):
         return ""
     evaluation_set = calibration.evaluation_set
     task, samples_with_outputs = recognise_from_first(
@@ -199,6 +196,15 @@ def find_better_reading(
         if finds_more or not is_detector:
             return describe_reading(reading, scores, current_scores, count_template)
     return describe_crop(calibration.feed, current_preprocess) if labelled_samples else ""
+
+
+def _is_convertible(calibration: CalibrationResult) -> bool:
+    """Whether samples can be converted from one reading to another: single pictures are.
+
+    A Q/DQ model was not calibrated on the pictures, so its preprocessing is not doubted.
+    """
+    loaded = calibration.loaded
+    return loaded.qdq is None and len(loaded.inputs) == 1 and calibration.feed.batch == 1
 
 
 def score_reading(

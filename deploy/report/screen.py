@@ -114,8 +114,7 @@ def labelled_table(
     if not rows:
         return
 
-    # each column has its head, then its cells; heads beyond the cells of a row are left out
-    name_column, *value_columns = zip(heads, *rows, strict=False)
+    name_column, *value_columns = zip(heads, *rows, strict=False)  # each with its head first
     shown_columns = []
     for column in (*value_columns, name_column):
         if any(column[1:]):  # a cell has a text
