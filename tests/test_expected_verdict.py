@@ -1,6 +1,5 @@
 """Verdicts that a search expects of a trial."""
 
-
 import pytest
 
 from deploy.metrics.accuracy import Accuracy
