@@ -384,7 +384,8 @@ class _Trainer:
                 )
             self.optimizer.zero_grad()
             loss.backward()
-            nn.utils.clip_grad_norm_(self.prepared.parameters(), self.task.clip_gradient)
+            limit = self.task.clip_gradient or math.inf
+            nn.utils.clip_grad_norm_(self.prepared.parameters(), limit)
             previous_scales = copy_scales(self.scales)
             with wrap_user_errors("the optimizer's step"):  # such as of LBFGS, which wants more
                 self.optimizer.step()

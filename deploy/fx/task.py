@@ -49,7 +49,7 @@ class Task:
         teacher: float model to distil from.
         distil: (student's, teacher's) modules whose maps are compared.
         distil_weight: weight of the distillation loss.
-        clip_gradient: maximum norm of all gradients together.
+        clip_gradient: maximum norm of all gradients together; 0 for no limit.
         leaves: modules to keep as one node and in float, by name, class name or class.
         skip: names of layers to leave in float.
         custom: float class -> observed class with `from_float`.
