@@ -206,7 +206,7 @@ def test_build_record_reproduces_its_files(small_cnn, built, done, tmp_path):
         "deploy", small_cnn, built / f"{stem}_record.txt", "-o", tmp_path, "--threads", "1"
     )
     assert "nothing was calibrated" in output
-    assert "made-up samples" in output
+    assert "random samples" in output
     for ending in ("deploy_model.onnx", "fake_quant_model.onnx", "record.txt", "amct_qdq.onnx"):
         name = f"{stem}_{ending}"
         assert (tmp_path / name).read_bytes() == (built / name).read_bytes(), name

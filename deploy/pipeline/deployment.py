@@ -59,8 +59,8 @@ from deploy.version import __version__
 
 _RANDOM_SAMPLES = 2  # samples to run the models on, without images
 _NO_IMAGES = (
-    "No images were given: the deploy model was tried on made-up samples, and nothing tells how"
-    " good its outputs are; --images does."
+    "No images were given: the deploy model was run on random samples, and its accuracy was not"
+    " measured; --images measures it."
 )
 
 RowMaker = Callable[[BuildResult, Feed, Stage], tuple[EngineRow, ...]]

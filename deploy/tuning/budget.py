@@ -252,7 +252,9 @@ class BudgetSearch:
             )
         is_held = bool(loss <= self.max_loss)
         unit = "cosine" if accuracy.top1_reference is None else "top-1"
-        self.say(f"{trial_text}: loss {loss:.5f} of {unit}, {'held' if is_held else 'too much'}")
+        self.say(
+            f"{trial_text}: loss {loss:.5f} of {unit}, {'within' if is_held else 'above'} the limit"
+        )
         # the keys are those of AMCT's file on the layers that it rolled back to float
         float_by_layer = {name: name in trial.in_float for name in self.layers}
         entry = {"roll_back_config": float_by_layer, "metric_eval": [is_held, float(loss)]}
