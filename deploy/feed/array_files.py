@@ -16,8 +16,7 @@ import struct
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -60,23 +59,6 @@ def is_array_file(path: Path | str) -> bool:
 def is_raw_file(path: Path | str) -> bool:
     """Return whether the suffix, in any case, is that of values without a header."""
     return suffix_of(path) in (".bin", ".raw")
-
-
-def names_in_file(file: ImageFile, specs: Specs) -> Collection[str]:
-    """Return the inputs that a file gives: those named in an .npz, or the folder that it is in.
-
-    Empty if that does not show; opening the file reports what is wrong with it.
-    """
-    input_names = [spec.name for spec in specs]
-    if len(file.name.split()) == len(specs) > 1:  # a line of a list, with a file for each input
-        return input_names
-    if file.path.suffix.lower() == ".npz":
-        with suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(file.path) as archive:
-            return [name.removesuffix(".npy") for name in archive.namelist()]
-    if "/" in file.name:  # a folder for each input stands beside this one
-        folder = file.path.parent.parent
-        return [name for name in input_names if (folder / name).is_dir()]
-    return ()
 
 
 @dataclass(slots=True)

@@ -13,14 +13,13 @@ for them, and slow decoding leaves no core idle.
 """
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.array_files import (
-    names_in_file,
     open_array_file,
     open_array_files,
     open_array_folder,
@@ -31,10 +30,10 @@ from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.images import printable_name, summarize_names
 from deploy.feed.loaders import (
     call_loader,
+    first_item_fits,
     is_loader_spec,
     iterate_items,
     open_iterable,
-    peek_input_names,
     preprocess_items,
 )
 from deploy.feed.model_preprocess import MetadataPreprocess, ResolvedPreprocess, resolve_preprocess
@@ -157,21 +156,20 @@ class Dataset:
                 raise ConfigError("labels by folder are of files in folders, got no path; give one")
             files = label_by_folder(files)
 
-        recurrence = self._find_recurrence(specs, recurrence)
-        if recurrence is not None:
-            given_names, source = _peek_given_inputs(source, files, recurrence.inputs)
-            sample_inputs = recurrence.required_inputs(given_names)
-            if sample_inputs is None:  # the samples hold the states of each step
-                recurrence = None
-            else:
-                specs = sample_inputs
         opener = _SourceOpener(
             dataset=self,
             choice=to_choice(self.limit),
             specs=tuple(specs),
             metadata_preprocess=metadata_preprocess,
-            recurrence=recurrence,
+            recurrence=None,
         )
+        recurrence = self._find_recurrence(specs, recurrence)
+        if recurrence is not None:
+            holds_states, source = opener.find_all_inputs(source, files)
+            if not holds_states:
+                opener = replace(opener, specs=recurrence.data_inputs, recurrence=recurrence)
+            elif recurrence.is_set:  # those in the samples are the states at a sequence's start
+                opener = replace(opener, recurrence=recurrence)
         return opener.open(source, files)
 
     def _find_recurrence(
@@ -217,6 +215,25 @@ class _SourceOpener:
     metadata_preprocess: MetadataPreprocess | None
     recurrence: Recurrence | None
 
+    def find_all_inputs(
+        self, source: FeedSource, files: SourceFiles | None
+    ) -> tuple[bool, FeedSource]:
+        """Return (whether the samples hold all inputs `specs`, the source of all samples).
+
+        A Python object that is read only once is replaced, since its first item is looked at.
+        """
+        if isinstance(source, CalibratorScript):  # it gets the names of all inputs, and gives all
+            return True, source
+        if files is None:
+            return first_item_fits(source, self.specs)
+        if not files.are_arrays:  # images are of one input
+            return False, source
+        try:
+            self._open_arrays(files, self.specs, skip_bad=False)
+        except FeedError:
+            return False, source
+        return True, source
+
     def open(self, source: FeedSource, files: SourceFiles | None) -> Feed:
         """Return the feed of a source, opened by its kind.
 
@@ -242,7 +259,8 @@ class _SourceOpener:
             )
         if isinstance(source, RawFiles):
             return self._open_raw_files(source, files)
-        return self._create_feed(self._open_arrays(files, self.specs))
+        arrays = self._open_arrays(files, self.specs, skip_bad=self.dataset.skip_bad)
+        return self._create_feed(arrays)
 
     def _open_raw_files(self, raw: RawFiles, files: SourceFiles) -> Feed:
         """Return the feed of files without a header, which hold values of the only input.
@@ -259,7 +277,7 @@ class _SourceOpener:
             )
         (spec,) = self.specs
         # their shape and dtype may differ from the input's: they are converted below
-        arrays = self._open_arrays(files, (raw.file_spec(spec),))
+        arrays = self._open_arrays(files, (raw.file_spec(spec),), skip_bad=self.dataset.skip_bad)
         return self._create_feed(convert_arrays(arrays, spec))
 
     def _open_images(self, files: SourceFiles) -> Feed:
@@ -312,14 +330,19 @@ class _SourceOpener:
         )
         return self._create_feed(opened, resolved, kind=kind)
 
-    def _open_arrays(self, files: SourceFiles, specs: tuple[TensorSpec, ...]) -> ArraySource:
+    def _open_arrays(
+        self, files: SourceFiles, specs: tuple[TensorSpec, ...], *, skip_bad: bool
+    ) -> ArraySource:
         """Return the arrays in files.
 
         Args:
             files: files of arrays.
             specs: what the arrays are to be: the model's inputs, or what raw files hold.
+            skip_bad: count a file with an error as one sample, which reading it then skips.
+
+        Raises:
+            FeedError: a file does not fit the inputs, unless `skip_bad`; or there are no samples.
         """
-        skip_bad = self.dataset.skip_bad
         first_file = files.files[0]
         if files.folder is not None:
             arrays = open_array_folder(files.folder, files.files, specs, skip_bad=skip_bad)
@@ -401,25 +424,6 @@ class _SourceOpener:
         if self.choice.shard is None:
             return feed
         return feed.open_share(feed.get_share(self.choice.shard))
-
-
-def _peek_given_inputs(
-    source: FeedSource, files: SourceFiles | None, inputs: tuple[TensorSpec, ...]
-) -> tuple[Collection[str], FeedSource]:
-    """Return (names of the inputs that the first sample holds, the source of all samples).
-
-    Args:
-        source: the source; a Python object that is read only once is replaced.
-        files: the files of the source; None for a Python object.
-        inputs: all inputs of the model.
-    """
-    if isinstance(source, CalibratorScript):  # it gets the names of all inputs, and gives all
-        return [spec.name for spec in inputs], source
-    if files is None:
-        return peek_input_names(source, inputs)
-    if files.are_arrays:
-        return names_in_file(files.files[0], inputs), source
-    return (), source  # images belong to the only input that is no state, whatever its name
 
 
 def _open_video(files: SourceFiles, spec: TensorSpec, preprocess: Preprocess) -> VideoSource | None:

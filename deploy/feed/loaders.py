@@ -10,7 +10,7 @@ mapping. Whatever numpy converts to an array is one, also a torch tensor that re
 """
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -27,6 +27,7 @@ from deploy.feed.arrays import (
     arrays_by_input,
     as_array,
     conversion_notes,
+    count_samples,
     with_batch,
 )
 from deploy.feed.pixels import preprocess_image
@@ -38,29 +39,20 @@ from deploy.tensors import Array, TensorSpec
 _MAX_IGNORED_NAMES = 5  # values of an item that a note names
 
 
-def peek_input_names(source: Any, specs: Sequence[TensorSpec]) -> tuple[Collection[str], Any]:
-    """Return (names of the inputs in the first item of a source, an iterable of all its items).
-
-    A mapping names its inputs; a tuple holds the first inputs in order, and perhaps labels. A
-    single array names none.
-    """
+def first_item_fits(source: Any, specs: Specs) -> tuple[bool, Any]:
+    """Return (whether the first item of a source holds all inputs, an iterable of all items)."""
     items, _ = iterate_items(source)
     first_items = list(islice(items, 1))
     if not isinstance(items, list | tuple):  # it is read once: put the first item back
         items = chain(first_items, items)
-    first_item = first_items[0] if first_items else None
-    if isinstance(first_item, tuple | list) and first_item and isinstance(first_item[0], Mapping):
-        first_item = first_item[0]
-    if isinstance(first_item, Mapping):
-        return tuple(map(str, first_item)), items
-    if not isinstance(first_item, tuple | list):
-        return (), items
-    names = []
-    for spec, value in zip(specs, first_item, strict=False):
-        sample_rank = len(spec.shape) - 1  # without batch
-        if 0 < sample_rank <= np.ndim(value):  # labels have fewer dimensions
-            names.append(spec.name)
-    return names, items
+    try:
+        for value in first_items:
+            arrays = match_inputs(value, specs, "the first item").arrays
+            item = {spec.name: with_batch(arrays[spec.name], spec) for spec in specs}
+            count_samples(item, specs, "the first item")
+    except FeedError:
+        return False, items
+    return bool(first_items), items
 
 
 def iterate_items(source: object) -> tuple[Iterable[Any], bool]:

@@ -18,7 +18,7 @@ import math
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -83,15 +83,9 @@ class Recurrence:
             )
         return replace(self, states=dict(states), is_set=True)
 
-    def required_inputs(self, given_names: Collection[str]) -> tuple[TensorSpec, ...] | None:
-        """Return the inputs to read from samples that hold the inputs of these names.
-
-        None if the samples hold the states of each step, so that none is computed. If the user
-        named the states, those in the samples are only the states at a sequence's start.
-        """
-        has_states = set(self.states) <= set(given_names)
-        if has_states:
-            return self.inputs if self.is_set else None
+    @property
+    def data_inputs(self) -> tuple[TensorSpec, ...]:
+        """The inputs that are no states."""
         return tuple(spec for spec in self.inputs if spec.name not in self.states)
 
     def describe(self, sequence_count: int) -> str:
