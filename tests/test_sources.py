@@ -957,6 +957,20 @@ def test_raw_float16_is_widened_others_refused(tmp_path, wording):
     wording.check(raised.value)
 
 
+@pytest.mark.parametrize("input_shape", [(2, 3, 16, 16), (3, 16, 16)])
+def test_raw_files_equal_arrays(input_shape, tmp_path):
+    """Also for a model that fixes its batch, or has none."""
+    spec = TensorSpec("x", "float32", input_shape)
+    np.save(tmp_path / "x.npy", BATCH)
+    folder = make_raw_folder(tmp_path, BATCH)
+    _, expected_samples = collect_feed(tmp_path / "x.npy", spec)
+    for shape in (None, input_shape):
+        _, samples = collect_feed(RawFiles(folder, shape=shape, dtype="float32"), spec)
+        assert len(samples) == len(expected_samples)
+        for sample, expected in zip(samples, expected_samples, strict=True):
+            assert np.array_equal(sample["x"], expected["x"])
+
+
 def test_raw_pixels_are_refused(tmp_path):
     folder = make_raw_folder(tmp_path, PICTURES, "raw")
     with pytest.raises(FeedError, match="must be preprocessed first"):

@@ -11,7 +11,7 @@ What a first dimension is, `deploy.feed.batch_axis` says.
 """
 
 import bisect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol
@@ -93,7 +93,6 @@ class ArraySource:
         labels: one class number per sample; None without labels.
         notes: for the user.
         item_names: names of the items; empty if they have none.
-        convert: converts a sample of raw files to the input; None for arrays that fit as they are.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -104,7 +103,6 @@ class ArraySource:
     labels: tuple[int, ...] | None = None
     notes: tuple[str, ...] = ()
     item_names: tuple[str, ...] = ()
-    convert: Callable[[Item], Item] | None = None
 
     def __len__(self) -> int:
         return self.item_ends[-1] if self.item_ends else 0
@@ -147,9 +145,7 @@ class ArraySource:
 
         def decode() -> Item:
             _refuse_non_finite(sample, self.sample_name(index))
-            if self.convert is None:
-                return sample
-            return self.convert(sample)
+            return sample
 
         return RawSample(sample_digest(sample), decode)
 

@@ -18,13 +18,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+import numpy as np
+
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.array_files import (
     open_array_file,
     open_array_files,
     open_array_folder,
 )
-from deploy.feed.arrays import ArraySource
+from deploy.feed.arrays import ArraySource, conversion_notes, count_samples
 from deploy.feed.batch_axis import AUTO, mark_first_axes, rows_of_run
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.images import printable_name, summarize_names
@@ -41,7 +43,6 @@ from deploy.feed.paths import (
     RawFiles,
     SourceFiles,
     Split,
-    convert_arrays,
     label_by_folder,
     refuse_files_with_header,
     resolve_files,
@@ -276,9 +277,16 @@ class _SourceOpener:
                 " .npy files, which say theirs"
             )
         (spec,) = self.specs
-        # their shape and dtype may differ from the input's: they are converted below
-        arrays = self._open_arrays(files, (raw.file_spec(spec),), skip_bad=self.dataset.skip_bad)
-        return self._create_feed(convert_arrays(arrays, spec))
+        sample_shape = raw.sample_shape(spec)
+        file_shape = (None, *sample_shape) if spec.has_batch else sample_shape
+        file_spec = replace(spec, dtype=raw.dtype or spec.dtype, shape=file_shape)
+        arrays = self._open_arrays(files, (file_spec,), skip_bad=self.dataset.skip_bad)
+        # zeros that stand for every sample, since all have one shape and dtype
+        sample = {spec.name: np.zeros((1, *sample_shape), file_spec.dtype)}
+        count_samples(sample, self.specs, f"each sample of {arrays.name}")
+        notes = (*arrays.notes, *conversion_notes(sample, self.specs))
+        batch = rows_of_run(self.specs)
+        return self._create_feed(replace(arrays, specs=self.specs, batch=batch, notes=notes))
 
     def _open_images(self, files: SourceFiles) -> Feed:
         """Return the feed of images, or of a video: by default of one frame a second."""
@@ -396,8 +404,7 @@ class _SourceOpener:
         if isinstance(source, ArraySource):
             batch = source.batch
             notes += source.notes
-            if source.convert is None:  # else they describe raw files, not the inputs
-                specs = source.specs  # with what the samples show of their first dimension
+            specs = source.specs  # with what the samples show of their first dimension
         if resolved is not None:
             notes += resolved.notes
 

@@ -13,11 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from deploy.errors import ConfigError, FeedError, counted
 from deploy.feed.array_files import is_array_file, is_raw_file
-from deploy.feed.arrays import ArraySource, conversion_notes, count_samples, fit_array
 from deploy.feed.file_list import FileList
 from deploy.feed.images import (
     is_image,
@@ -385,21 +382,22 @@ class RawFiles:
     def __str__(self) -> str:
         return os.fspath(self.path)
 
-    def file_spec(self, spec: TensorSpec) -> TensorSpec:
-        """Return dtype and shape of a file's values: an open batch, then the shape of a sample.
+    def sample_shape(self, spec: TensorSpec) -> tuple[int, ...]:
+        """Return the shape of one sample in the files, for an input; without its batch dimension.
 
         Raises:
             FeedError: the input's shape is open, and the user gives no shape.
         """
         shape = spec.shape if self.shape is None else self.shape
-        if len(shape) == len(spec.shape):  # with the batch
+        if spec.has_batch and len(shape) == len(spec.shape):
             shape = shape[1:]
-        if not all(isinstance(side, int) for side in shape):
+        sample_shape = tuple(side for side in shape if isinstance(side, int))
+        if len(sample_shape) < len(shape):
             raise FeedError(
                 f"files without a header need a shape, since the input {describe(spec)} leaves it"
                 " open; give it (--raw-shape), or write .npy files, which store theirs"
             )
-        return TensorSpec(spec.name, self.dtype or spec.dtype, (None, *shape), has_batch=True)
+        return sample_shape
 
 
 def _is_raw_shape(shape: object) -> bool:
@@ -431,25 +429,3 @@ def refuse_files_with_header(files: SourceFiles) -> None:
             "a raw shape and dtype apply to .bin and .raw files, got"
             f" {summarize_names(names, 2)} in {files.name}, which have their own; leave them out"
         )
-
-
-def convert_arrays(source: ArraySource, spec: TensorSpec) -> ArraySource:
-    """Convert samples to the input's dtype, see `fit_array`.
-
-    Raises:
-        FeedError: the shape or dtype does not fit the input.
-    """
-    (file_spec,) = source.specs
-    shape = (1, *_sample_shape(file_spec))
-    # zeros that stand for every sample, since all have one shape and dtype
-    example = {spec.name: np.broadcast_to(np.zeros((), file_spec.dtype), shape)}
-    count_samples(example, (spec,), f"each sample of {source.name}")
-    return replace(
-        source,
-        notes=(*source.notes, *conversion_notes(example, (spec,))),
-        convert=lambda item: {spec.name: fit_array(item[spec.name], spec)},
-    )
-
-
-def _sample_shape(spec: TensorSpec) -> tuple[int, ...]:
-    return tuple(side for side in spec.shape[1:] if isinstance(side, int))
