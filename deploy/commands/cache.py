@@ -223,7 +223,7 @@ def check(
     if match is not None and verbose:
         _print_match(match)
     if any(finding.harmful for finding in findings):
-        say("not fit as it is")
+        say("not usable as it is")
         context.exit(1)
     say("ok")
 
