@@ -276,8 +276,8 @@ batch_axis_option = base.image_option(
     type=click.Choice(("auto", "0", "none")),
     default="auto",
     show_default=True,
-    help="What the first dimension of the inputs is: 0, a batch; none, a part of each sample, as"
-    " the points of a cloud are; auto, what the shapes of model and samples show.",
+    help="Meaning of the first dimension of the inputs: 0, the batch; none, a part of each sample,"
+    " such as the points of a cloud. With auto the shapes of model and samples decide.",
 )
 
 state_option = base.image_option(
