@@ -434,7 +434,7 @@ def test_every_command_takes_inputs_by_name(nets, command, tmp_path, name, input
         ("trace",),
         ("trace", "--code"),
         ("profile", "--runs", 1, "--warm-up", 0),
-        ("fuse", "-o", tmp_path / "n.pt2"),
+        ("fuse",),
         ("export", "--qdq", "--mode", "weight-only", "--int8-stem", "-o", out),
     ):
         output = command(command_name, spec, *inputs, *options)

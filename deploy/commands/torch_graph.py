@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,6 @@ from deploy.terminal import say, say_lines
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
 
 @click.command(cls=base.SectionedCommand)
@@ -93,36 +91,25 @@ def trace(
 @base.measuring_option(
     "--bench", is_flag=True, help="Time it before and after, and compare the outputs."
 )
-@base.general_option(
-    "-o",
-    "--out",
-    type=base.OutputFile("model"),
-    help="Write the fused model: .onnx, or .pt2 for torch.export.load.",
-)
 def fuse(
     source: TorchArguments,
     leaves: tuple[str, ...],
     bench: bool,
-    out: Path | None,
 ) -> None:
     """Fuse Conv or Linear with BN and ReLU, and branches, in MODEL (file.py:factory, timm:NAME).
 
     With --input or --sample the model is traced by running it, else symbolically.
     """
+    from deploy.fx.comparison import check_same_outputs, compare_speed
     from deploy.fx.fuse import fuse as fuse_module
-    from deploy.fx.open_model import check_suffix
     from deploy.fx.source import wrap_user_errors
     from deploy.fx.trace import trace
 
-    # a fused model is compared with the original one before it is timed or written
-    runs_both = bench or out is not None
-    if runs_both:
-        source.refuse_without_inputs("--bench" if bench else "--out")
+    if bench:
+        source.refuse_without_inputs("--bench")
         source.refuse_meta_device("a run")
     elif not source.has_inputs:  # then nothing is run on a device
         base.refuse_given("device", without="--input or --sample")
-    if out is not None:
-        check_suffix(out)
 
     module = source.load()
     inputs = source.inputs(module) if source.has_inputs else None
@@ -130,29 +117,10 @@ def fuse(
         traced_module = trace(module, leaves=leaves) if leaves else module
         fused_module, report = fuse_module(traced_module, inputs)
     say_lines(report.to_screen())
-    if inputs is not None and runs_both:
+    if bench and inputs is not None:
         with wrap_user_errors(source.model):
-            _run_fused(module, fused_module, inputs, bench=bench, out=out)
-
-
-def _run_fused(
-    module: nn.Module,
-    fused_module: nn.Module,
-    inputs: Sequence[torch.Tensor],
-    *,
-    bench: bool,
-    out: Path | None,
-) -> None:
-    """Compare the fused model with the original one, time both, and write it."""
-    from deploy.fx.comparison import check_same_outputs, compare_speed
-    from deploy.fx.open_model import write_fused
-
-    check_same_outputs(module, fused_module, inputs, "fusing")
-    if bench:
-        say(compare_speed(module, fused_module, inputs))
-    if out is not None:
-        say(write_fused(out, fused_module, module, inputs))
-        say(f"{out}: {out.stat().st_size} bytes")
+            check_same_outputs(module, fused_module, inputs, "fusing")
+            say(compare_speed(module, fused_module, inputs))
 
 
 @click.command(cls=base.SectionedCommand)

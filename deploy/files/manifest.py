@@ -253,7 +253,7 @@ def refuse_foreign(folder: Path, names: list[str], *, force: bool | None) -> Non
 MARKS = {
     "JSON file": rb'[\[\s]*{\s*"schema": "calib8-',
     "page": rb'<!doctype html>.{,80}<meta name="generator" content="calib8',
-    "model": rb"\x08.\x12\x06calib8|PK\x03\x04.*/extra\w*/calib8",  # ONNX, or .pt2
+    "model": rb"\x08.\x12\x06calib8",  # ONNX
     "cache": rb"(TRT-\d{4,6}-\w+|0[0-9a-f]{32})\r?\n[^\n]+: [0-9A-Fa-f]{1,8}\s",
     "configuration": rb'{\s*"version": ?1,\s*"batch_num": ?\d',
     "fingerprint": rb'{\s*"fingerprint": ?{',

@@ -1,9 +1,5 @@
-"""Export a PyTorch model given as module, `file.py:factory` or name, or write its fused form.
+"""Export a PyTorch model given as module, `file.py:factory` or name."""
 
-A fused model is written as ONNX, or as a .pt2 file for torch.export.load.
-"""
-
-import io
 import os
 import re
 from collections.abc import Sequence
@@ -19,21 +15,15 @@ from deploy.errors import ConfigError, ExportError, ModelError
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.feed import FeedSource
 from deploy.feed.paths import RawFiles
-from deploy.files.atomic import write_bytes
-from deploy.files.manifest import write_model
 from deploy.frontends.base import LoadedModel
 from deploy.frontends.input_shapes import missing_shape_error
 from deploy.frontends.onnx_file import load_onnx
 from deploy.fx.capture import (
-    CAPTURE_TOLERANCE,
-    check_capture,
-    dynamic_shapes,
     example_tensors,
-    repeat_single_sample,
     run_model,
 )
-from deploy.fx.device import CPU, move_model, quiet
-from deploy.fx.export import FIXED_BATCH, OPSET, check_float_export, to_onnx
+from deploy.fx.device import CPU, move_model
+from deploy.fx.export import OPSET, check_float_export, to_onnx
 from deploy.fx.fakequant import ExportedModule
 from deploy.fx.fuse import fuse_for_export
 from deploy.fx.model_inputs import (
@@ -47,9 +37,7 @@ from deploy.fx.model_inputs import (
 )
 from deploy.fx.plain_copy import plain_copy
 from deploy.fx.source import load_module, random_weights_note
-from deploy.fx.trace import explain_export_failure
 from deploy.terminal import phase
-from deploy.version import __version__
 
 
 def export(
@@ -275,62 +263,3 @@ def _load_model(exported: onnx.ModelProto, source: str, notes: Sequence[str | No
     origin = f"Exported by torch from {source} and checked against it."
     sentences = [f"{note[0].upper()}{note[1:]}." for note in notes if note]
     return replace(loaded, exported=exported, notes=(origin, *sentences, *loaded.notes))
-
-
-SUFFIXES = (".onnx", ".pt2")
-
-
-def check_suffix(path: Path) -> None:
-    """Raise `ConfigError` if the suffix is not in `SUFFIXES`."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise ConfigError(
-            f"a fused model is written as {' or '.join(SUFFIXES)}, got {path}; a state dict alone"
-            " would not fit your model, since fusing changes its modules"
-        )
-
-
-def write_fused(
-    path: Path, fused: nn.Module, model: nn.Module, inputs: Sequence[torch.Tensor]
-) -> str:
-    """Write a fused model with a dynamic batch; return a sentence on the check of its outputs.
-
-    Args:
-        path: a file of one of `SUFFIXES`: an ONNX model, or a program for torch.export.load.
-        fused: the model with norms folded and ReLUs fused.
-        model: the model before fusing, to compare the outputs of the ONNX model with.
-        inputs: example inputs, batch first.
-
-    Raises:
-        ModelError: torch.export cannot follow it, or the program's outputs differ.
-        ExportError: the outputs of the .onnx file differ, or the file cannot be written.
-    """
-    if path.suffix.lower() == ".onnx":
-        exported = to_onnx(fused, inputs)
-        sentence = str(check_float_export(exported, model, inputs))
-        write_model(path, exported)
-        return sentence
-    _write_checked_program(path, fused, inputs)  # raises if the outputs differ
-    return f"the program against the fused model: equal within {CAPTURE_TOLERANCE:g} of the output"
-
-
-def _write_checked_program(path: Path, fused: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
-    """Write the torch.export program of a model with a dynamic batch, after a check of its outputs.
-
-    Raises:
-        ModelError: torch.export cannot follow the model, or the program's outputs differ.
-    """
-    batch = torch.export.Dim("batch")
-    repeated = tuple(map(repeat_single_sample, inputs))  # torch.export fixes a batch of 1
-    shapes = dynamic_shapes(fused, repeated, batch)
-    try:
-        with quiet():
-            program = torch.export.export(fused, repeated, dynamic_shapes=shapes)
-    except Exception as error:  # torch.export has no error class of its own
-        message = explain_export_failure(error, fused, fixed_batch=FIXED_BATCH)
-        raise ModelError(message) from error
-    for node in program.graph.nodes:
-        node.meta.pop("stack_trace", None)  # has paths of this machine
-    check_capture(program.module(), fused, inputs)
-    data = io.BytesIO()
-    torch.export.save(program, data, extra_files={"calib8": __version__})
-    write_bytes(path, data.getvalue())
