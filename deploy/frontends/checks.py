@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploy.errors import ExportError, ModelError, QuantizedError, first_line
 from deploy.graph.edit import copy_message
-from deploy.graph.index import all_nodes, all_reads, opset_of
+from deploy.graph.index import all_graphs, all_nodes, all_reads, opset_of
 from deploy.graph.placement import WEIGHTED
 
 if TYPE_CHECKING:
@@ -155,6 +155,7 @@ def check_ends(model: onnx.ModelProto) -> None:
 
     It must have inputs, nodes and outputs; all inputs and one output must be tensors; and each
     attribute must have a value: outside of functions it cannot refer to an attribute of a caller.
+    Sparse constants, which exporters do not write, are refused too.
 
     Raises:
         ModelError: names what is missing.
@@ -167,6 +168,11 @@ def check_ends(model: onnx.ModelProto) -> None:
                     f"attributes outside of functions must have a value, got '{attribute.name}' of"
                     f" '{node.name or node.op_type}', which refers to another; export it again"
                 )
+            if attribute.HasField("sparse_tensor"):
+                raise _sparse_error(attribute.sparse_tensor.values.name)
+    for body in all_graphs(graph):
+        for sparse in body.sparse_initializer:
+            raise _sparse_error(sparse.values.name)
     for noun, items in (("input", graph.input), ("output", graph.output), ("node", graph.node)):
         if not items:
             raise ModelError(f"the model must have at least one {noun}, got none; export it again")
@@ -182,6 +188,10 @@ def check_ends(model: onnx.ModelProto) -> None:
             "at least one output must be a tensor of numbers, got text, sequences or maps alone"
             f" ({names}); export the model with the tensor that they are made of as an output too"
         )
+
+
+def _sparse_error(name: str) -> ModelError:
+    return ModelError(f"constants must be dense, got the sparse '{name}'; export it densely")
 
 
 def _may_be_numbers(value: onnx.ValueInfoProto) -> bool:

@@ -6,8 +6,8 @@
     Shape(x) -- Slice -- Concat -- Cast -- Pad      ==>     and of Cast  ---- Pad
     x --------------------------------------'               x ---------------'
 
-ONNX Runtime computes the values, so they equal those of the model bit for bit. Nodes are put back
-where the file would be larger without them (tables of sines, an expanded number).
+ONNX Runtime computes the values, so they equal those of the model bit for bit. A node stays if its
+result is large and larger than what it reads (tables of sines, an expanded number).
 
 The optimizers of others do not do the same: onnxscript 0.7 computes with ONNX's reference
 implementation, whose Exp, MatMul and cubic Resize differ in the last bits, and onnxslim 0.1 folds
@@ -15,7 +15,6 @@ random numbers and large Expands, renames weights, and holds a model four times 
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
@@ -23,14 +22,12 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper, shape_inference
 
-from deploy.errors import ModelError, first_line
-from deploy.frontends.checks import to_array
-from deploy.graph.edit import bypass, copy_message, copy_tensor, drop_initializers, replace_nodes
+from deploy.errors import first_line
+from deploy.graph.edit import bypass, copy_message, copy_tensor
 from deploy.graph.index import (
     ONNX_DOMAINS,
     RANDOM,
     Nodes,
-    all_graphs,
     attributes,
     by_name,
     count_reads,
@@ -41,16 +38,11 @@ from deploy.graph.index import (
     names_of,
     optional_input,
 )
-from deploy.graph.placement import WEIGHTED
 from deploy.graph.rewrite import CannotRewrite, RewriteRule, apply_rule
 from deploy.runtimes.ort import OrtSession
 
 # Folding must not make the file much larger: large results, such as of Expand or Tile, stay nodes.
-_MAX_RESULT = 1 << 20  # elements
-_MAX_DENSE = 1 << 22  # elements of a sparse constant of few values
-_MAX_ELEMENTS_PER_VALUE = 1000  # of any other sparse constant
-_MAX_GROWTH = 1 << 12  # bytes that a folded constant may add to the file: 1024 channels
-_INT8_RATIO = 4  # float32 is as many times as large as int8
+_MAX_RESULT = 1 << 16  # elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,30 +53,26 @@ class _FoldingScope:
         constants: name -> tensor, also of folded nodes.
         shapes: of the tensors whose shape is completely known.
         outputs: names of the graph's outputs.
-        folded_by_output: tensor -> the folded node that made it.
     """
 
     model: onnx.ModelProto
     constants: dict[str, onnx.TensorProto]
     shapes: Mapping[str, tuple[int, ...]]
     outputs: set[str]
-    folded_by_output: dict[str, onnx.NodeProto]
 
 
 def fold_constants(
     model: onnx.ModelProto,
-    folded_by_output: dict[str, onnx.NodeProto] | None = None,
     *,
     chosen: Callable[[onnx.NodeProto], bool] = lambda node: True,
 ) -> int:
     """Turn constant nodes of the main graph into initializers, in place; return their number.
 
     Nodes stay if they are random, have subgraphs, are of a custom domain, produce a graph output,
-    or produce more than 2**20 elements (and more than they read).
+    or produce more than 2**16 elements (and more than they read).
 
     Args:
         model: changed in place.
-        folded_by_output: filled here: tensor -> the folded node that made it; may be None.
         chosen: node -> whether it may become an initializer.
     """
     graph = model.graph
@@ -93,7 +81,6 @@ def fold_constants(
         constants=by_name(graph.initializer),
         shapes=static_shapes(graph),
         outputs=names_of(graph.output),
-        folded_by_output={} if folded_by_output is None else folded_by_output,
     )
     rule = RewriteRule(
         pattern=lambda node: chosen(node) and _can_be_constant(node),
@@ -134,7 +121,6 @@ def _fold_node(node: onnx.NodeProto, scope: _FoldingScope) -> Nodes:
         tensors = _evaluate(scope.model, node, inputs)
     scope.constants.update(by_name(tensors))
     scope.model.graph.initializer.extend(tensors)
-    scope.folded_by_output.update(dict.fromkeys(node.output, copy_message(node)))
     return []
 
 
@@ -198,132 +184,6 @@ def _has_small_results(
     # products of Python integers: a malicious shape must not overflow
     max_size = max(_MAX_RESULT, *(math.prod(tensor.dims) for tensor in inputs))
     return all(name in shapes and math.prod(shapes[name]) <= max_size for name in names)
-
-
-def unfold_large(graph: onnx.GraphProto, folded_by_output: Mapping[str, onnx.NodeProto]) -> int:
-    """Put folded nodes back whose stored result makes the file larger; return their number.
-
-    The size of a result is compared with that of its recipe: the nodes that compute it, and the
-    constants that these read. Constants that the file stores anyway cost nothing.
-
-    A layer's weight is compared by its size in int8, since only a folded weight can be stored in
-    int8. All constants of its recipe count, since they would be stored in float besides.
-
-    Args:
-        graph: the graph after folding, which changes; no constant has been dropped from it yet.
-        folded_by_output: tensor -> the folded node that made it.
-    """
-    sizes = {tensor.name: tensor.ByteSize() for tensor in graph.initializer}  # in bytes
-    read_counts = count_reads(graph)
-    weight_read_counts = Counter(node.input[1] for node in graph.node if node.op_type in WEIGHTED)
-    large_results = [
-        name for name in folded_by_output if name in read_counts and sizes[name] > _MAX_GROWTH
-    ]
-
-    free_tensors = set(read_counts)  # the file has them anyway: a recipe reads them at no cost
-    restored_outputs: set[str] = set()  # of the nodes that are put back
-    for name in large_results:
-        if weight_read_counts[name] == read_counts[name]:  # only layers read it, as their weight
-            result_size = sizes[name] // _INT8_RATIO
-            recipe = _find_recipe(name, folded_by_output, free_tensors=())
-        else:
-            result_size = sizes[name]
-            recipe = _find_recipe(name, folded_by_output, free_tensors=free_tensors - {name})
-        recipe_outputs, recipe_constants = recipe
-        recipe_size = sum(folded_by_output[output].ByteSize() for output in recipe_outputs)
-        recipe_size += sum(sizes[constant] for constant in recipe_constants)
-        if recipe_outputs and result_size > recipe_size + _MAX_GROWTH:
-            restored_outputs |= recipe_outputs
-            free_tensors |= recipe_outputs | recipe_constants
-            free_tensors.remove(name)  # no longer stored: a recipe that reads it includes its nodes
-
-    if restored_outputs:
-        nodes = [node for name, node in folded_by_output.items() if name in restored_outputs]
-        replace_nodes(graph, [*nodes, *graph.node])
-        drop_initializers(graph, restored_outputs)
-    return len(restored_outputs)
-
-
-def _find_recipe(
-    name: str, folded_by_output: Mapping[str, onnx.NodeProto], *, free_tensors: Collection[str]
-) -> tuple[set[str], set[str]]:
-    """Find the recipe of a constant: the folded nodes that compute it, and the constants they read.
-
-    A folded node was removed from the graph, and its outputs are stored as constants. With the
-    nodes of the recipe put back, the file need not store this constant.
-
-    Args:
-        name: of the constant.
-        folded_by_output: tensor -> the folded node that made it.
-        free_tensors: tensors that the file has anyway; they are not part of the recipe.
-
-    Returns:
-        (outputs of the nodes to put back, constants that these nodes read and the file must store).
-    """
-    node_outputs = set[str]()
-    constants = set[str]()
-    pending_tensors = [name]
-    for tensor in pending_tensors:  # grows during the loop
-        if tensor in free_tensors or tensor in node_outputs:
-            continue
-        node = folded_by_output.get(tensor)
-        # These nodes are not put back: a Constant is as large as its tensor, a Shape would read an
-        # activation, and of a node with several outputs the file may store the others.
-        if node is None or node.op_type in ("Constant", "Shape") or len(node.output) > 1:
-            constants.add(tensor)
-        else:
-            node_outputs.add(tensor)
-            pending_tensors += iter_reads(node)
-    return node_outputs, constants
-
-
-def write_dense(graph: onnx.GraphProto) -> int:
-    """Turn sparse constants of the graph and its subgraphs into dense ones; return their number.
-
-    Raises:
-        ModelError: one has invalid indices, or far more elements than values.
-    """
-    count = 0
-    for body in all_graphs(graph):
-        body.initializer.extend(_make_dense(sparse) for sparse in body.sparse_initializer)
-        count += len(body.sparse_initializer)
-        body.ClearField("sparse_initializer")
-        for node in body.node:
-            for attribute in node.attribute:
-                if node.op_type == "Constant" and attribute.name == "sparse_value":
-                    dense = _make_dense(attribute.sparse_tensor)
-                    attribute.CopyFrom(helper.make_attribute("value", dense))
-                    count += 1
-    return count
-
-
-def _make_dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
-    """Return the dense form of a sparse constant; its indices are flat, [n], or [n, rank].
-
-    Raises:
-        ModelError: an index lies outside, or the tensor has far more elements than values.
-    """
-    shape = tuple(sparse.dims)  # `check_fields` has refused negative sizes
-    values = to_array(sparse.values)
-    indices = to_array(sparse.indices)
-    size = math.prod(shape)
-    # a file of a few bytes may declare a tensor that does not fit into memory
-    max_size = max(_MAX_DENSE, _MAX_ELEMENTS_PER_VALUE * values.size)
-    try:
-        if indices.ndim == 2:
-            indices = np.ravel_multi_index(tuple(indices.T), shape)
-        is_inside = indices.shape == values.shape and np.all((indices >= 0) & (indices < size))
-        if not is_inside or size > max_size:  # handled below, like the errors that numpy raises
-            raise IndexError(f"{indices.size} indices in {shape}")
-        missing_value = b"" if values.dtype.hasobject else 0  # numpy stores text as objects
-        dense = np.full(size, missing_value, values.dtype)
-        dense[indices] = values
-    except (IndexError, ValueError, TypeError) as error:
-        raise ModelError(
-            f"sparse constant '{sparse.values.name}' must have indices within its shape, and at"
-            f" most {max_size:,} elements, got: {first_line(error)}; export it densely"
-        ) from error
-    return numpy_helper.from_array(dense.reshape(shape), sparse.values.name)
 
 
 def static_shapes(graph: onnx.GraphProto) -> dict[str, tuple[int, ...]]:

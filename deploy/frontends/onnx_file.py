@@ -1,5 +1,6 @@
 """Load ONNX files: read, check, lift to opset 13, and clean without changing the outputs."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import helper, inliner
+from onnx import inliner
 
 from deploy.errors import (
     BackendError,
@@ -26,7 +27,7 @@ from deploy.feed.batch_axis import (
 from deploy.frontends import checks
 from deploy.frontends.affine import NORM, fold_affine
 from deploy.frontends.base import LoadedModel, model_digest
-from deploy.frontends.fold import fold_constants, remove_identity, unfold_large, write_dense
+from deploy.frontends.fold import fold_constants, remove_identity
 from deploy.frontends.lift import (
     TRAINING_NOTES,
     complete_axes,
@@ -55,18 +56,15 @@ from deploy.graph.edit import (
     drop_initializer_inputs,
     drop_unused_domains,
     empty_default_domain,
-    extract_nodes,
     free_added_names,
     name_nodes,
     sort_nodes,
 )
 from deploy.graph.index import (
-    FLOAT,
     ONNX_DOMAINS,
     Graph,
     all_nodes,
     has_subgraph,
-    iter_reads,
     names_of,
     opset_of,
 )
@@ -82,6 +80,7 @@ _OLDEST_IR = 7  # the IR of opset 13; IR 3 still lists weights as inputs
 _FEEDS_WEIGHTS = 4  # since this IR a weight that is also an input is only its default value
 _ANY_SIZE = 64  # of open dimensions whose size does not matter
 _MAX_ROUNDING = 1e-4  # difference between two runs of one row in batches, relative to the largest
+_MISSING_KERNEL = re.compile(r"implementation for (\w+)\(")  # as ONNX Runtime says it
 _RECURRENT = ("LSTM", "GRU", "RNN")
 
 
@@ -312,14 +311,12 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
     notes = [checks.check_optimized(model), _note(freed_sentence, freed_count, "weight")]
     clear_negative_sizes(model.graph)
 
-    # one operator set, dense constants, no functions
+    # one operator set, no functions
     if model.functions:
         model, inlining_note = inline_functions(model)
         notes.append(inlining_note)
         checks.check_float(model)  # again: a function may hold quantized nodes
     drop_unused_domains(model)
-    dense_count = write_dense(model.graph)
-    notes.append(_note("Wrote {} densely.", dense_count, "sparse constant"))
     checks.check_ends(model)
 
     # what ONNX Runtime does not know, and everything downstream of it, is not calibrated
@@ -400,20 +397,22 @@ def _decompose_without_kernel(model: onnx.ModelProto) -> tuple[onnx.ModelProto, 
     Raises:
         ModelError: an operator without a kernel cannot be written with others.
     """
-    load_error = _find_load_error(model)
-    if load_error is None:
+    rewritten: Counter[str] = Counter()
+    while (load_error := _find_load_error(model)) is not None:
+        missing_kernel = _MISSING_KERNEL.search(str(load_error.__cause__))
+        if missing_kernel is None or missing_kernel[1] in rewritten:
+            raise _refusal_of(load_error) from load_error
+        op_type = missing_kernel[1]
+        try:  # `lower_opset` decomposes operators, here without a change of the opset
+            lowering = lower_opset(model, opset=opset_of(model), to_decompose={op_type})
+        except ExportError:
+            raise _refusal_of(load_error) from load_error
+        rewritten.update({op_type: 0, **lowering.rewritten})
+        model, _ = _fold(infer_shapes(lowering.model))  # ONNX's definitions add Constants and Casts
+    if not rewritten:
         return model, ""
-    op_types = _find_missing_kernels(model)
-    try:  # `lower_opset` decomposes operators, here without a change of the opset
-        lowering = lower_opset(model, opset=opset_of(model), to_decompose=op_types)
-    except ExportError:
-        raise _refusal_of(load_error) from load_error
-    folded, _ = _fold(infer_shapes(lowering.model))  # ONNX's definitions add Constants and Casts
-    load_error = _find_load_error(folded)
-    if load_error is not None:
-        raise _refusal_of(load_error) from load_error
-    operators = checks.list_counts(lowering.rewritten)
-    return folded, f"Wrote {operators} with other operators: {runtime_version()} has no kernel."
+    operators = checks.list_counts(rewritten)
+    return model, f"Wrote {operators} with other operators: {runtime_version()} has no kernel."
 
 
 def _refusal_of(load_error: BackendError) -> ModelError:
@@ -434,45 +433,6 @@ def _find_load_error(model: onnx.ModelProto) -> BackendError | None:
     except BackendError as error:
         return error
     return None
-
-
-def _find_missing_kernels(model: onnx.ModelProto) -> set[str]:
-    """Return the standard operators of the main graph that ONNX Runtime has no kernel for.
-
-    To find them, the first node of each operator, which stands for all, is loaded as a model.
-    """
-    graph = Graph(model)
-    first_node_by_type: dict[str, onnx.NodeProto] = {}
-    for node in graph.nodes:
-        if not node.domain:  # only for the standard operators does ONNX have definitions
-            first_node_by_type.setdefault(node.op_type, node)
-    return {
-        op_type
-        for op_type, node in first_node_by_type.items()
-        if _find_load_error(_make_single_node_model(model, graph, node)) is not None
-    }
-
-
-def _make_single_node_model(
-    model: onnx.ModelProto, graph: Graph, node: onnx.NodeProto
-) -> onnx.ModelProto:
-    """Return a model of one node of `model`, whose index is `graph`, with the constants it reads.
-
-    An input of unknown type is float32.
-    """
-    inputs = []
-    constants = []
-    for name in dict.fromkeys(iter_reads(node)):
-        if name in graph.constants:
-            constants.append(graph.constants[name])
-        else:
-            dtype = graph.dtypes.get(name, FLOAT)
-            shape = graph.shapes.get(name)
-            inputs.append(helper.make_tensor_value_info(name, dtype, shape))
-    outputs = [onnx.ValueInfoProto(name=name) for name in node.output if name]
-    single_node_model = extract_nodes(model, [node], needed=(), inputs=inputs, outputs=outputs)
-    single_node_model.graph.initializer.extend(constants)
-    return single_node_model
 
 
 def inline_functions(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
@@ -545,23 +505,20 @@ def _fold(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
     """
     identity_count = folded_count = cast_count = 0
     completed_counts: Counter[str] = Counter()  # operator -> nodes rewritten by `complete_axes`
-    folded_by_output: dict[str, onnx.NodeProto] = {}
     for _ in range(_ROUNDS):
         old_counts = (identity_count, folded_count, cast_count)
         completed_counts += complete_axes(model)
         model = infer_shapes(model)
         identity_count += remove_identity(model.graph)
-        folded_count += fold_constants(model, folded_by_output)
+        folded_count += fold_constants(model)
         cast_count += drop_casts(model.graph, Graph(model).dtypes)
         if (identity_count, folded_count, cast_count) == old_counts:
             break
-    unfolded_count = unfold_large(model.graph, folded_by_output)
     dead_count = drop_dead(model.graph)
     completed_note = f"Wrote {checks.list_counts(completed_counts)} of some axes over all axes."
     return model, [
         completed_note if completed_counts else "",
-        _note("Folded {}.", folded_count - unfolded_count, "constant node"),
-        _note("Kept {}, whose stored results would be larger.", unfolded_count, "constant node"),
+        _note("Folded {}.", folded_count, "constant node"),
         _note("Removed {}.", identity_count, "Identity or Dropout node"),
         _note("Removed {} to the type that the tensor has.", cast_count, "cast"),
         _note("Removed {} that no output needs.", dead_count, "node"),

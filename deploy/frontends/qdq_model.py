@@ -36,14 +36,13 @@ from deploy.frontends.pairs import (
     spread_ranges,
     weight_grid,
 )
-from deploy.graph.edit import copy_message, tensor_names
-from deploy.graph.index import TAILS, Graph, all_nodes, by_name
+from deploy.graph.edit import adopt_runtime_nodes, copy_message, tensor_names
+from deploy.graph.index import TAILS, Graph, by_name
 from deploy.graph.placement import WEIGHTED
 from deploy.graph.plan import never_negative
 
 _METHOD = "trained"
 _COPIES = ("Cast", "Identity", "Dropout")  # cleaning removes them
-_CONTRIB = "com.microsoft"
 
 
 def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
@@ -54,9 +53,11 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
     """
     path, original, file_digests = read_source(source)
     name = path.stem if path else original.graph.name or "model"
-    model = prepare_qdq_model(_with_standard_pairs(original))
-    index = Graph(model)
-    constant_grids = check_pairs(model, index)
+    refuse_integer_operators(original)
+    with_standard_pairs = copy_message(original)
+    adopt_runtime_nodes(with_standard_pairs.graph, (Q, DQ))
+    model = prepare_qdq_model(with_standard_pairs)
+    constant_grids = check_pairs(model, Graph(model))
     stripped = remove_pairs(model, (), keep_rounding=False)
     # folding norms would change the weights, and the scales of the pairs would not fit them
     loaded = load_onnx(stripped.model, fold_batchnorm=False)
@@ -67,7 +68,7 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
             " build the float model, whose other operators the files for TensorRT and Ascend keep"
         )
     grids = _find_cleaned_grids(stripped, loaded.model)
-    qdq = _read_pairs(model, str(path or name), index, loaded.model, grids, constant_grids)
+    calibration = _read_calibration(model, str(path or name), loaded.model, grids, constant_grids)
     # file, digest, metadata and classes are those of the original, not of the copy without pairs
     loaded_original = replace(
         loaded,
@@ -78,8 +79,8 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
         metadata_preprocess=read_metadata_preprocess(original, path),
         classes=read_class_names(original),
         declaration=read_declaration(original, path),
-        notes=(*_make_notes(qdq, _count_ambiguous(grids)), *loaded.notes),
-        qdq=qdq,
+        notes=(*_make_notes(calibration, _count_ambiguous(grids)), *loaded.notes),
+        qdq=calibration,
     )
     # `with_inputs` also writes the inputs into the original's declaration
     return loaded_original.with_inputs(loaded.inputs)
@@ -112,16 +113,6 @@ def _count_ambiguous(grids: PairGrids) -> int:
         if not all(map(grid.equals, more_grids)):
             count += 1
     return count
-
-
-def _with_standard_pairs(original: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy whose Q/DQ nodes of ONNX Runtime's domain are ONNX's, which mean the same."""
-    refuse_integer_operators(original)
-    model = copy_message(original)
-    for node in all_nodes(model.graph):
-        if node.op_type in (Q, DQ) and node.domain == _CONTRIB:
-            node.domain = ""
-    return model
 
 
 def check_pairs(model: onnx.ModelProto, index: Graph) -> tuple[PairGrid, ...]:
@@ -188,47 +179,49 @@ def _check_activation_pair(node: onnx.NodeProto, grid: PairGrid, index: Graph) -
         raise UnfitError("the QuantizeLinear before it has another scale or zero point")
 
 
-def _read_pairs(
-    model: onnx.ModelProto,
+def _read_calibration(
+    qdq_model: onnx.ModelProto,
     name: str,
-    index: Graph,
     float_model: onnx.ModelProto,
     grids: PairGrids,
     constant_grids: tuple[PairGrid, ...],
 ) -> QdqCalibration:
-    """Return the calibration of the float model that the Q/DQ pairs describe.
-
-    The pairs of a tensor give its range (of several pairs, the widest), those of a weight its
-    scales, and a node without pairs is float.
+    """Return what the pairs of a Q/DQ model say: ranges, weight scales, and which nodes are float.
 
     Args:
-        model: with its pairs.
+        qdq_model: the model with its pairs.
         name: of the file or model.
-        index: of `model`.
         float_model: the cleaned model without pairs.
         grids: tensor of the float model -> grids (scale, zero point, type) of its pairs.
         constant_grids: grids of the pairs on constants.
     """
-    float_index = Graph(float_model)
-    non_negative_tensors = never_negative(float_model)
-    range_by_tensor = {}
-    for tensor, tensor_grids in grids.items():
-        ranges = [_make_range(grid, tensor in non_negative_tensors) for grid in tensor_grids]
-        range_by_tensor[tensor] = max(ranges, key=lambda pair_range: pair_range.hi - pair_range.lo)
+    qdq_graph = Graph(qdq_model)
+    float_graph = Graph(float_model)
     nodes_with_output_pair = frozenset(
-        node.name for node in index.nodes if _has_output_pair(node, index)
+        node.name for node in qdq_graph.nodes if _has_output_pair(node, qdq_graph)
     )
-    weight_scales, float_reasons = _read_layers(index, float_index, nodes_with_output_pair)
+    weight_scales, float_reasons = _read_layers(qdq_graph, float_graph, nodes_with_output_pair)
+    widest_ranges = _find_widest_ranges(grids, float_model)
     return QdqCalibration(
-        model=model,
+        model=qdq_model,
         name=name,
-        scales=spread_ranges(float_index, range_by_tensor),  # also over a Transpose, MaxPool, ...
+        scales=spread_ranges(float_graph, widest_ranges),  # also over a Transpose, MaxPool, ...
         weight_scales=weight_scales,
         float_reasons=float_reasons,
         nodes_with_output_pair=nodes_with_output_pair,
         grids=grids,
         constant_grids=constant_grids,
     )
+
+
+def _find_widest_ranges(grids: PairGrids, float_model: onnx.ModelProto) -> dict[str, Scale]:
+    """Return tensor of the float model -> its range; of several pairs on it, the widest."""
+    non_negative_tensors = never_negative(float_model)
+    range_by_tensor = {}
+    for tensor, tensor_grids in grids.items():
+        ranges = [_make_range(grid, tensor in non_negative_tensors) for grid in tensor_grids]
+        range_by_tensor[tensor] = max(ranges, key=lambda pair_range: pair_range.hi - pair_range.lo)
+    return range_by_tensor
 
 
 def _make_range(grid: PairGrid, is_non_negative: bool) -> Scale:
@@ -245,7 +238,7 @@ def _make_range(grid: PairGrid, is_non_negative: bool) -> Scale:
 
 
 def _read_layers(
-    index: Graph, float_index: Graph, nodes_with_output_pair: frozenset[str]
+    qdq_graph: Graph, float_graph: Graph, nodes_with_output_pair: frozenset[str]
 ) -> tuple[dict[str, NDArray[np.float32]], dict[str, str]]:
     """Read from the pairs which nodes run in int8, and with which scales of their weights.
 
@@ -253,8 +246,8 @@ def _read_layers(
     on its output. A tail (the Relu or Clip behind a node) runs as part of that node.
 
     Args:
-        index: of the model with pairs.
-        float_index: of the cleaned model without them.
+        qdq_graph: the model with pairs.
+        float_graph: the cleaned model without them.
         nodes_with_output_pair: names of the nodes with a pair on their output.
 
     Returns:
@@ -262,10 +255,10 @@ def _read_layers(
     """
     weight_scales: dict[str, NDArray[np.float32]] = {}
     float_reasons: dict[str, str] = {}
-    qdq_node_by_name = by_name(index.nodes)
-    for node in float_index.nodes:  # in graph order: a node comes before its tail
-        if _is_tail(node, float_index):
-            main_node = float_index.producer[node.input[0]]
+    qdq_node_by_name = by_name(qdq_graph.nodes)
+    for node in float_graph.nodes:  # in graph order: a node comes before its tail
+        if _is_tail(node, float_graph):
+            main_node = float_graph.producer[node.input[0]]
             if main_node.name not in float_reasons:  # the tail runs in int8 as part of this node
                 continue
         qdq_node = qdq_node_by_name.get(node.name)
@@ -273,12 +266,12 @@ def _read_layers(
             float_reasons[node.name] = "it stands for the limits of a pair"
             continue
         try:
-            if node.op_type in WEIGHTED:
-                scales = _read_weight_scales(qdq_node, index)
-                if scales is not None:
-                    weight_scales[node.name] = scales
-            else:
-                _check_pairs_around(qdq_node, index, nodes_with_output_pair)
+            if node.op_type not in WEIGHTED:
+                _check_pairs_around(qdq_node, qdq_graph, nodes_with_output_pair)
+                continue
+            scales = _read_weight_scales(qdq_node, qdq_graph)
+            if scales is not None:
+                weight_scales[node.name] = scales
         except UnfitError as error:
             float_reasons[node.name] = str(error)
     return weight_scales, float_reasons
