@@ -184,6 +184,11 @@ def _set_shapes(model: onnx.ModelProto, inputs: Sequence[InputRequest]) -> list[
 
 
 def _set_shape(value: onnx.ValueInfoProto, request: InputRequest) -> None:
+    """Set the shape of one input, in place; an open first dimension, the batch, stays open.
+
+    Raises:
+        ConfigError: the input has another number of dimensions or another dtype.
+    """
     tensor_type = value.type.tensor_type
     if not tensor_type.HasField("shape"):  # the file leaves the number of dimensions open, too
         tensor_type.shape.dim.extend([onnx.TensorShapeProto.Dimension() for _ in request.shape])

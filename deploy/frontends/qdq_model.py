@@ -286,14 +286,18 @@ def _is_tail(node: onnx.NodeProto, index: Graph) -> bool:
 
 
 def _read_weight_scales(node: onnx.NodeProto, index: Graph) -> NDArray[np.float32] | None:
-    """Return the scales of a layer's symmetric weight; None without one, or with a zero point."""
-    input_grid(node, index)
+    """Return the scales of a layer's symmetric weight; None without one, or with a zero point.
+
+    Raises:
+        UnfitError: the layer does not run in int8: its input or weight has no pair.
+    """
+    input_grid(node, index)  # raises if no pair stands on its input
     try:
         grid, scales = weight_grid(node, index)
     except UnfitError:
         if node.op_type != "MatMul":
             raise
-        input_grid(node, index, 1)  # a MatMul of two activations
+        input_grid(node, index, 1)  # of two activations: raises if the second one has no pair
         return None
     return scales if grid.is_8_bit and not grid.int8_zero.any() else None
 

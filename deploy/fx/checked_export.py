@@ -74,22 +74,21 @@ class QuantizedExport(PrintedResult):
     training: TrainingResult | None = None
 
     def to_screen(self) -> str:
-        """Return the layers in int8, the search, the agreement, and the table of modes."""
-        lines = [str(self.coverage)]
-        if self.training is not None and self.training.score_after is not None:
-            lines.append(self.training.score_text)
-        elif self.search_label and self.training is None:
-            lines.append(f"ranges by {self.search_label}")
-        lines.append(str(self.agreement))
-        if norms := norms_in_float(self.module):
-            lines.append(norms)
+        """Return the layers in int8, how the ranges were found, the agreement, and the modes."""
+        range_line = ""
+        if self.training is not None:
+            range_line = self.training.score_text  # "" if the task has no `evaluate`
+        elif self.search_label is not None:
+            range_line = f"ranges by {self.search_label}"
+
+        lines = [str(self.coverage), range_line, str(self.agreement), norms_in_float(self.module)]
         lines += format_modes(self.modes).splitlines()
         if self.training is not None:
             lines.append(
                 "error and SQNR are of the trained model: its int8 form against its own weights in"
                 " float"
             )
-        return join_visible(lines)
+        return join_visible(filter(None, lines))
 
 
 def export_float(

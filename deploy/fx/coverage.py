@@ -66,7 +66,7 @@ def measure_coverage(
         quantized_classes: the user's classes with int8 weights.
     """
     class_by_name = {name: type(module) for name, module in model.named_modules()}
-    is_weight_by_id = _find_parameters_of_graphs(converted)
+    is_weight_by_id = _find_tensors_read_by_graphs(converted)
     int8_layers: list[str] = []
     float_layers: list[tuple[str, str]] = []  # (name, class)
     for name, module in converted.named_modules():
@@ -96,11 +96,12 @@ def _float_reasons(converted: nn.Module) -> dict[str, str]:
     return reasons
 
 
-def _find_parameters_of_graphs(converted: nn.Module) -> dict[int, bool]:
+def _find_tensors_read_by_graphs(converted: nn.Module) -> dict[int, bool]:
     """Return id of each tensor that a graph reads without a layer -> whether it is a weight.
 
-    A weight is an operand of an operator of `_PRODUCTS`, itself or in something computed from
-    parameters and buffers only. Other tensors are added, as position embeddings, or scale.
+    A tensor is a weight if an operator of `_PRODUCTS`, such as a matrix product, reads it, or reads
+    what is computed from it and other constants. Any other is added to activations, as position
+    embeddings are, or scales them.
     """
     is_weight_by_id: dict[int, bool] = {}
     for module in converted.modules():
@@ -109,7 +110,7 @@ def _find_parameters_of_graphs(converted: nn.Module) -> dict[int, bool]:
         constants = _find_constants(module.graph)
         for node in module.graph.find_nodes(op="get_attr"):
             key = id(tensor_of(module, node.target))
-            is_weight_by_id[key] = is_weight_by_id.get(key) or _is_factor(node, constants)
+            is_weight_by_id[key] = is_weight_by_id.get(key) or _feeds_product(node, constants)
     return is_weight_by_id
 
 
@@ -122,7 +123,7 @@ def _find_float_weights(
         name: qualified name of the module.
         layer_class: class of the user's module of that name.
         module: module of the converted model.
-        is_weight_by_id: see `_find_parameters_of_graphs`.
+        is_weight_by_id: see `_find_tensors_read_by_graphs`.
     """
     weight_names = []
     is_listed_as_layer = layer_class.__module__.startswith("torch.nn.")
@@ -152,13 +153,18 @@ def _find_constants(graph: fx.Graph) -> set[fx.Node]:
     return constants
 
 
-def _is_factor(node: fx.Node, constants: set[fx.Node]) -> bool:
-    """Return whether a parameter, or something computed from parameters only, is multiplied."""
+def _feeds_product(node: fx.Node, constants: set[fx.Node]) -> bool:
+    """Return whether a product reads a constant, or what is computed from constants, this one too.
+
+    Args:
+        node: outputs a parameter, a buffer, or something computed from these only.
+        constants: all nodes of this kind.
+    """
     for user in filter(is_call, node.users):
         name = str(getattr(user.target, "__name__", user.target))
         if any(product in name for product in _PRODUCTS):
             return True
-        if user in constants and _is_factor(user, constants):
+        if user in constants and _feeds_product(user, constants):
             return True
     return False
 

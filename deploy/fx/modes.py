@@ -167,7 +167,10 @@ class _TensorRecorder(TorchFunctionMode):
 
 
 def used_bytes(model: nn.Module, batch: Sequence[torch.Tensor]) -> int:
-    """As `stored_bytes`, without modules that a run does not read, such as heads for training."""
+    """Return the bytes of the parameters and buffers that a run reads, each counted once.
+
+    If a run reads one tensor of a module, all of the module count. Heads for training do not.
+    """
     with _TensorRecorder() as recorder:
         run_model(model, batch)
     used: list[torch.Tensor] = []

@@ -136,7 +136,10 @@ def norm_factors(norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def trained_factors(norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `norm_factors`, of a BatchNorm whose weight and bias gradients go on to."""
+    """Return (factor, shift), [C] each, of a norm in eval mode: y = x * factor + shift.
+
+    Gradients go on to its weight and bias.
+    """
     mean = norm.running_mean
     gamma = norm.weight if norm.weight is not None else torch.ones_like(mean)
     beta = norm.bias if norm.bias is not None else torch.zeros_like(mean)

@@ -153,7 +153,10 @@ def _fix_computed_weights(module: nn.Module) -> None:
 
 
 def _remove_parametrizations(module: nn.Module) -> None:
-    """As torch's `remove_parametrizations`, without changing the class that copies share."""
+    """Make each parametrized tensor of a module a parameter with its present value, in place.
+
+    Unlike torch's `remove_parametrizations`, this does not change the class, which copies share.
+    """
     parametrizations: Any = module.parametrizations
     parametrizations.eval()  # a spectral norm in train mode updates itself with each access
     parameters: dict[str, nn.Parameter] = {}
