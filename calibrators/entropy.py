@@ -80,8 +80,7 @@ def _divergences(counts: Float64Array) -> Float64Array:
     P has the count p of each kept bin; the last one also has the outliers, all counts beyond it.
     The kept bins are split into 128 levels, runs of neighbouring bins. Q has one value for the
     occupied bins of a level, the mean s / n: s is the sum of the level's counts without outliers, n
-    the number of its occupied bins. With A the sum of all counts and S
-    that of the kept bins::
+    the number of its occupied bins. With A the sum of all counts and S that of the kept bins::
 
         A * KL = sum p ln p  -  sum p ln(s / n)  +  A ln(S / A)
 

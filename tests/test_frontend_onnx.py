@@ -357,15 +357,15 @@ def test_random_and_huge_constants_stay_nodes():
         ("t = Expand (one, sizes) y = Add (x, t)", ["Expand", "Add"]),
         ("v = Expand (one, sizes) y = Conv (x, v)", ["Expand", "Conv"]),
         ("v = Cast <to = 1> (bytes) y = Conv (x, v)", ["Conv"]),  # no more values than it reads
-        ("v = Mul (w, one) y = Conv (x, v)", ["Conv"]),
+        ("v = Concat <axis = 0> (a, b) y = Conv (x, v)", ["Conv"]),
         ("t = Expand (one, few) y = Add (x, t)", ["Add"]),
     ],
 )
 def test_large_constant_stays_a_node(nodes, operators):
-    weights = [ints("sizes", 256, 32, 3, 3), ints("few", 1, 32, 3, 3), floats("one", 1)]
-    weights.append(numpy_helper.from_array(np.ones((256, 32, 3, 3), np.int8), "bytes"))
-    weights.append(floats("w", 256, 32, 3, 3))
-    inputs = [make_value("x", [256, 32, 3, 3])]
+    weights = [ints("sizes", 1024, 32, 3, 3), ints("few", 1, 32, 3, 3), floats("one", 1)]
+    weights.append(numpy_helper.from_array(np.ones((1024, 32, 3, 3), np.int8), "bytes"))
+    weights += [floats(name, 512, 32, 3, 3) for name in "ab"]
+    inputs = [make_value("x", [1024, 32, 3, 3])]
     loaded = check_same(model_of(parse_nodes(nodes), weights, inputs=inputs), 1e-3)
     assert types(loaded.model) == operators
     plan = analyse(loaded.model, ONNXRUNTIME)

@@ -42,7 +42,7 @@ from deploy.graph.rewrite import CannotRewrite, RewriteRule, apply_rule
 from deploy.runtimes.ort import OrtSession
 
 # Folding must not make the file much larger: large results, such as of Expand or Tile, stay nodes.
-_MAX_RESULT = 1 << 16  # elements
+_MAX_RESULT = 1 << 18  # elements: 1 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def fold_constants(
     """Turn constant nodes of the main graph into initializers, in place; return their number.
 
     Nodes stay if they are random, have subgraphs, are of a custom domain, produce a graph output,
-    or produce more than 2**16 elements (and more than they read).
+    or produce more than 2**18 elements (and more than they read).
 
     Args:
         model: changed in place.
@@ -182,7 +182,7 @@ def _has_small_results(
 ) -> bool:
     """Whether the tensors of these names have known shapes, and a size worth storing."""
     # products of Python integers: a malicious shape must not overflow
-    max_size = max(_MAX_RESULT, *(math.prod(tensor.dims) for tensor in inputs))
+    max_size = max(_MAX_RESULT, sum(math.prod(tensor.dims) for tensor in inputs))
     return all(name in shapes and math.prod(shapes[name]) <= max_size for name in names)
 
 
