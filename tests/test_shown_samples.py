@@ -83,39 +83,11 @@ def test_shown_samples_include_an_agreeing_one():
     assert {sample.number for sample in tally.shown()} <= tally.watched
 
 
-@pytest.mark.parametrize(
-    ("score", "count", "threshold"),
-    [
-        (0.9, 20, 0.25),
-        (0.26, 5, 0.25),
-        (0.26, 4, None),
-        (0.24, 20, 0.15),
-        (0.16, 5, 0.15),
-        (0.16, 4, None),
-        (0.14, 5, 0.05),
-        (0.06, 5, 0.05),
-        (0.06, 4, None),
-        (0.04, 20, None),
-        (0, 0, None),
-    ],
-)
-def test_threshold_needs_enough_boxes(score, count, threshold):
-    detections = scene(*(row(10 * n, score=score) for n in range(count)))
-    tally = tally_pairs([(detections, scene(row(0, score=score)))])
-    assert tally.threshold == threshold
-    assert [sample.threshold for sample in tally.shown()] == [threshold] * (threshold is not None)
-    result = tally.result()
-    assert (result and result.words.rpartition("score above ")[2]) == (
-        threshold and f"{threshold})"
-    )
-
-
-def test_fixed_threshold_is_kept():
-    tally = BoxDetection(Rows()).tally()
-    tally.fixed_threshold = 0.15
-    tally.add(FEED, scene(*(row(10 * n) for n in range(20))), scene())
-    assert tally.threshold == 0.15
-    assert tally.result().words.endswith("(score above 0.15)")
+@pytest.mark.parametrize(("score", "counts"), [(0.26, True), (0.24, False)])
+def test_boxes_count_from_a_score_on(score, counts):
+    tally = tally_pairs([(scene(row(0, score=score)), scene(row(0, score=score)))])
+    assert bool(tally.shown()) == counts
+    assert (tally.result() is not None) == counts
 
 
 def test_relative_boxes_become_pixels():

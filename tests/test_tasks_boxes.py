@@ -6,10 +6,9 @@ import pytest
 from deploy.metrics.accuracy import Comparison
 from deploy.metrics.output_form import derive_form
 from deploy.tasks import Metric, detections
-from deploy.tasks.boxes import BoxDetection
 from deploy.tasks.declarations import Declaration
 from deploy.tasks.detections import Detections, match_detections, suppress_overlaps
-from deploy.tasks.detector import CODINGS, BoxCoding, RowDecoder
+from deploy.tasks.detector import CODINGS, BoxCoding
 from tests import outputs as forms
 from tests.outputs import CELLS, SIZE, change_all, fed, figure, rng, same_task, scene, v8, yolo
 
@@ -109,15 +108,15 @@ def test_overlaps_by_hand_and_suppression_by_class_and_matching_one_to_one():
     found = Detections.of(boxes, np.array([0.9, 0.8, 0.7, 0.6]), np.array([0, 0, 1, 0]))
     kept = suppress_overlaps(found)
     np.testing.assert_allclose(kept.scores, [0.9, 0.7, 0.6])
-    assert list(map(len, match_detections(kept, kept, [0.05, 0.65]))) == [3, 2]
-    assert len(match_detections(found, kept)[0]) == 3  # one box of the candidate stands for one
+    assert match_detections(kept, kept) == [(0, 0), (1, 1), (2, 2)]
+    assert len(match_detections(found, kept)) == 3  # one box of the candidate stands for one
 
 
 @pytest.mark.parametrize(("side", "same"), [(5.1, True), (5.0, False)])  # of 10: IoU 0.51, 0.5
 def test_boxes_are_one_above_an_iou_of_a_half(side, same):
     both = np.array([[0.0, 0, 10, 10], [0, 0, 10, side]])
     one, other = (Detections.of(box[None], np.ones(1), np.zeros(1, np.int64)) for box in both)
-    assert bool(match_detections(one, other)[0]) == same
+    assert bool(match_detections(one, other)) == same
     found = Detections.of(both, np.array([0.9, 0.8]), np.zeros(2, np.int64))
     assert len(suppress_overlaps(found).scores) == 2 - same
 
@@ -143,7 +142,7 @@ def test_boxes_match_if_seen_points_are_near(moved, seen, same):
         return detections.BoxPoints(np.array([[[5 + moved, 5, seen], [9, 9, 0.4]]]))
 
     pairs = match_detections(single_box(points(0)), single_box(points(moved)))
-    assert bool(pairs[0]) == same
+    assert bool(pairs) == same
 
 
 @pytest.mark.parametrize(("columns", "same"), [(16, True), (15, False)])
@@ -153,7 +152,7 @@ def test_boxes_match_if_masks_share_three_quarters(columns, same):
         return detections.InstanceMasks(np.ones((1, 1)), cells, 1.0)
 
     pairs = match_detections(single_box(masks(20)), single_box(masks(columns)))
-    assert bool(pairs[0]) == same
+    assert bool(pairs) == same
 
 
 def ended(number, layout=(0, 4, 5), columns=6, pad=4):
@@ -885,13 +884,3 @@ def test_coding_is_added_as_one_row(monkeypatch):
     corners = np.concatenate([centres - radii, centres + radii], axis=1)
     seen = scene(0)[0]
     np.testing.assert_allclose(np.sort(found.boxes, axis=0), np.sort(corners[seen], axis=0))
-
-
-@pytest.mark.parametrize(
-    ("score", "count", "threshold"),
-    [(0.25, 5, 0.25), (0.25, 4, None), (0.15, 5, 0.15), (0.05, 5, 0.05), (0.05, 4, None)],
-)
-def test_the_threshold_is_the_highest_with_boxes_enough(score, count, threshold):
-    tally = BoxDetection(RowDecoder(scores=())).tally()
-    tally.counts[score][0] = count
-    assert tally.threshold == threshold

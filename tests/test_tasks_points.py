@@ -215,40 +215,6 @@ def test_flat_points_of_varying_length_are_refused():
     assert tally.result() is None
 
 
-def flagged(number, *probabilities, raw=False, **how):
-    values = np.float32(probabilities)
-    if raw:
-        values = np.log(values / (1 - values))
-    return output(number, **how) | {f"p{n}": value[None, None] for n, value in enumerate(values)}
-
-
-def test_presence_is_a_single_probability():
-    references = [flagged(n, 0.9, 0.2) for n in range(4)]
-    _, found = figure(references, [*references[:3], flagged(3, 0.9, 0.7)], PICTURE)
-    assert found.count == "96 of 96"
-    form = derive_form(references, inputs=[fed(PICTURE)] * 4)
-    assert [part.label for part in form.parts] == ["y", "p0", "p1"]
-    assert form.uncovered == ("p0", "p1")
-
-
-@pytest.mark.parametrize("unit", [SIDE, 1])
-def test_points_count_where_there_is_an_object(unit):
-    def outputs(last=0.9):
-        shares = [*[0.9, 0.1] * 3, last, 0.1]
-        far = 0.2 * unit  # where points lie without an object is of no use
-        return [flagged(n, p, unit=unit, moved=far * (n % 2)) for n, p in enumerate(shares)]
-
-    alone = outputs()
-    _, same = figure(alone, alone, PICTURE)
-    assert same.count == "96 of 96"
-    assert figure(alone, outputs(last=0.05), PICTURE)[1].count == "72 of 96"
-    form = derive_form(alone, inputs=[fed(PICTURE)] * 8)
-    assert [part.label for part in form.parts] == ["y weighted by p0", "p0"]
-    assert form.uncovered == ("p0",)  # how sure the model is counts by its value
-    told = form.slice_values(form.parts[0], alone[1], {}, alone[1])
-    assert np.allclose(told, 0.1 * alone[1]["y"], atol=1e-6 * unit)
-
-
 def others():
     made = np.random.default_rng(3)
     shares = made.dirichlet([1, 1], (4, 1, 30))

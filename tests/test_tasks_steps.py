@@ -185,7 +185,8 @@ def test_one_probability_a_sample_is_on_a_side_of_a_half():
     state = rng().normal(size=(2, 1, 16))  # is fed to the next call
     calls = [{"sound": np.zeros((1, 512)), "state": state}] * 4
     heard = [{**one, "state_n": state} for one in said[:4]]
-    assert same_task(heard, calls) == "labels"
+    stated = Metric(None, declared=Declaration(states={"state": "state_n"}))
+    assert derive_form(heard, inputs=calls, metric=stated).task.name == "labels"
     assert same_task(heard) is None  # a probability and what it is about, maybe
     assert same_task([{**one, "size": np.array(2.5)} for one in said]) == "labels"
     assert same_task([{"y": np.array([[0.02]])}] * 4) is None  # always near 0: a small number
@@ -494,25 +495,6 @@ def test_of_a_state_that_int8_does_not_touch_nothing_adds_up(decibel, told):
     outputs = [SimpleNamespace(name=name, sqnr_db=db) for name, db in sqnr.items()]
     found = SimpleNamespace(outputs=outputs, carried={"h_next": "h"})
     assert len([*state_notes([found, found])]) == told
-
-
-def sampled(count=4, **shapes):
-    generator, samples = np.random.default_rng(2), []
-    for _ in range(count):
-        samples.append({name: generator.normal(size=size) for name, size in shapes.items()})
-    return samples
-
-
-def test_pictures_and_what_is_fed_alone_are_no_states():
-    pictures = sampled(image=(1, 3, 16, 16), mask=(1, 1, 16, 16))
-    assert not derive_form(sampled(out=(1, 3, 16, 16), more=(1, 9)), inputs=pictures).states
-    series = sampled(x=(1, 1, 40))
-    assert not derive_form(sampled(rebuilt=(1, 1, 40), code=(1, 8)), inputs=series).states
-    tokens = [{"ids": np.ones((1, 40), np.int64), "mask": np.ones((1, 40), np.int64)}] * 4
-    assert not derive_form(sampled(scores=(1, 40), code=(1, 8)), inputs=tokens).states
-    states = sampled(x=(1, 9), h=(2, 1, 8), c=(2, 1, 8))
-    found = derive_form(sampled(y=(1, 4), hn=(2, 1, 8), cn=(2, 1, 8)), inputs=states).states
-    assert found == {"hn": "h", "cn": "c"}
 
 
 INPUTS, KINDS, LONG = 12, 4, 30

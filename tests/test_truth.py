@@ -501,18 +501,3 @@ def test_verdict_says_when_its_images_calibrated(
     out = run.ok("build", small_cnn, "--images", tmp_path / "calibration.txt", *options)
     notes = re.findall(r"\((?:on|\d+ of \d+) calibrat[^()]*\)", " ".join(out.split()))
     assert set(notes) == ({calibrated} if calibrated else set())
-
-
-@pytest.mark.slow
-def test_builds_of_a_model_share_a_score_threshold(
-    build, run, detector, pictures, tmp_path, monkeypatch
-):
-    """The second calibrates on other images, so that its cache does not fit; `check` follows it."""
-    with monkeypatch.context() as patch:
-        patch.setattr("deploy.pipeline.calibration_run.find_threshold", lambda *_: 0.05)
-        out = build(detector, "--effort", 0)[1]
-        assert "(score above 0.05)" in " ".join(out.split())
-    out = build(detector, "--effort", 0, "--limit", 12)[1]
-    assert "(score above 0.05)" in " ".join(out.split())
-    out = run.ok("check", tmp_path / "o", "--images", pictures, "--duration", 0)
-    assert "(score above 0.05)" in " ".join(out.split())

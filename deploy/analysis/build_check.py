@@ -34,7 +34,6 @@ from deploy.analysis.build_reader import (
 )
 from deploy.calibration.calibration_result import find_reference_model
 from deploy.calibration.input_checks import check_input_samples
-from deploy.calibration.store import read_score_threshold
 from deploy.errors import BackendError, ConfigError, list_first
 from deploy.feed.evaluation import (
     BY_FOLDER,
@@ -47,7 +46,6 @@ from deploy.feed.feed import Dataset, FeedSource, to_dataset
 from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.samples import Feed
 from deploy.feed.sampling import Limit
-from deploy.files.manifest import RECORDS, Manifest
 from deploy.files.staging import Stage
 from deploy.frontends import LoadedModel, load_float_or_qdq
 from deploy.frontends.checks import is_quantized_node
@@ -150,11 +148,7 @@ def check(
         calibration=EvaluationSubset(feed, feed.count),  # not used, as there are evaluation samples
         evaluation=feed,
         objects=apply_labels(labels, feed, loaded.classes),
-        metric=replace(
-            make_metric(metric, task or shipped.task or None, loaded.declaration),
-            # of the build's task, so that both count the same boxes
-            threshold=shipped.score_threshold if task is None else None,
-        ),
+        metric=make_metric(metric, task or shipped.task or None, loaded.declaration),
         duration_s=duration_s,
         threads=worker_threads(threads),
     )
@@ -181,7 +175,6 @@ class _ShippedFiles:
         gates: limits of the build.
         task: task that the user set in the build; "" without.
         metric: name of the metric that judged the build; "" without.
-        score_threshold: score above which boxes counted in the build; None if unknown.
         calibration_digest: of the build's calibration images; "" if unknown.
         alerts: sentences on files that are not as the build wrote them.
         image_doubts: sentences on the preprocessing, for evaluation samples that are images.
@@ -195,7 +188,6 @@ class _ShippedFiles:
     gates: Gates = field(default_factory=Gates)
     task: str = ""
     metric: str = ""
-    score_threshold: float | None = None
     calibration_digest: str = ""
     alerts: tuple[str, ...] = ()
     image_doubts: tuple[str, ...] = ()
@@ -249,21 +241,11 @@ def _read_build(
         gates=Gates(max_loss=request.max_loss, min_speedup=request.min_speedup),
         task=task,
         metric=metric,
-        score_threshold=_find_score_threshold(build.path.parent, verification.manifest, loaded),
         calibration_digest=calibration_digest,
         alerts=(*_change_alerts(verification, results), *reference_alerts),
         image_doubts=() if is_preprocess_known else (_FED_ARRAYS,),
     )
     return shipped, with_stored_preprocess(dataset, stored_preprocess, build.path)
-
-
-def _find_score_threshold(folder: Path, manifest: Manifest, loaded: LoadedModel) -> float | None:
-    """Return the score threshold in the cache of a build of this model; None without one."""
-    paths = sorted((folder / RECORDS).glob("*.cache"))
-    if manifest.cache is not None:
-        outside_path, _ = manifest.cache
-        paths.insert(0, outside_path)
-    return read_score_threshold(paths, loaded.identities)
 
 
 def _read_task_and_metric(report: Report) -> tuple[str, str]:

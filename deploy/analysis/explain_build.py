@@ -41,14 +41,12 @@ from deploy.frontends.onnx_reader import read_model
 from deploy.graph.edit import copy_with_outputs
 from deploy.graph.index import strip_padded_channels
 from deploy.machine import worker_threads
-from deploy.metrics.accuracy import find_threshold
 from deploy.metrics.layerwise import pair_quantized_tensors
 from deploy.metrics.output_errors import RunningError, sqnr_db, sqnr_sort_key
 from deploy.metrics.output_form import OutputForm, derive_form
 from deploy.pipeline.build_options import check_arguments, open_torch_module
 from deploy.runtimes.ort import OrtSession
 from deploy.tasks import Metric
-from deploy.tasks.boxes import BoxTally
 from deploy.tasks.rows import Outputs, batch_length, split_batches
 from deploy.tasks.slices import form_samples
 from deploy.terminal import phase, with_progress
@@ -57,7 +55,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 _MAX_IMAGES = 5  # images shown, the worst ones
-_THRESHOLD_SAMPLES = 16  # samples that show above which score boxes count
 _MAX_TENSORS = 5  # inner tensors whose channels are measured, the worst ones
 _MAX_CHANNELS = 3  # channels shown of a tensor
 _SILENT_SHARE = 1e-6  # of a tensor's signal: a channel with less has nothing to lose
@@ -109,11 +106,7 @@ def _run_images(
     # the form of the outputs (slices, task) follows from the float model's outputs for a few images
     metric = Metric(None, task=task, declared=loaded.declaration)
     output_form = _derive_feed_form(feed, run_float_model, metric)
-    # the score above which a detector's objects count is found on several samples, since a single
-    # image has too few objects
-    first_samples = feed.first_samples(_THRESHOLD_SAMPLES)
-    pairs_of_samples = ((sample, run_float_model(sample)) for sample in first_samples)
-    worst_images = _WorstImages(output_form, find_threshold(pairs_of_samples, metric))
+    worst_images = _WorstImages(output_form)
     channel_sums = {name: ChannelSums() for name in pairs}
 
     def run_models(_worker: int, _number: int, sample: Sample) -> tuple[Outputs, Outputs, Outputs]:
@@ -201,12 +194,10 @@ class _WorstImages:
 
     Attributes:
         form: slices and task of the outputs.
-        threshold: score above which boxes count; None for other tasks.
         count: number of images so far.
     """
 
     form: OutputForm
-    threshold: float | None
     count: int = 0
     _worst: list[tuple[float, int, ImageLoss]] = field(default_factory=list)
 
@@ -236,8 +227,6 @@ class _WorstImages:
         task_text = ""
         if self.form.task is not None:
             tally = self.form.task.tally()
-            if isinstance(tally, BoxTally):
-                tally.fixed_threshold = self.threshold
             tally.add(inputs, reference, candidate)
             figure = tally.result()
             if figure is not None:

@@ -72,7 +72,6 @@ class CalibrationResult(PrintedResult):
         doubts: signs that the images differ from the model's training data.
         warnings: unobserved parts of the model and suspicious ranges.
         has_random_outputs: whether the float model itself gives other outputs at each run.
-        score_threshold: score above which the float model's boxes count; None if unknown.
         cache: path of the cache; None if nothing is stored.
         peaks: the largest samples of every tensor that was observed now.
         checkpoint: checkpoint of the run; the caller removes it once the result is stored.
@@ -96,7 +95,6 @@ class CalibrationResult(PrintedResult):
     doubts: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     has_random_outputs: bool = False
-    score_threshold: float | None = None
     cache: Path | None = None
     peaks: Peaks = field(default_factory=Peaks, repr=False)
     checkpoint: Path | None = None

@@ -53,14 +53,12 @@ class Calibration:
         fingerprint: what they were made from.
         outliers: samples that stand out.
         stop_rule: rule that ended the observation; None if the samples were chosen beforehand.
-        score_threshold: score above which the model's boxes count; None if unknown.
     """
 
     observed: ObservedStatistics
     fingerprint: Fingerprint
     outliers: tuple[Outlier, ...] = ()
     stop_rule: StabilityRule | None = None
-    score_threshold: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +152,6 @@ class _Document:
     outliers: tuple[tuple[str, str, tuple[str, ...], float], ...]
     sha256: _Digests
     until: StabilityRule | None = None
-    score_threshold: float | None = None
 
 
 def sidecars(path: Path) -> tuple[Path, Path]:
@@ -213,8 +210,6 @@ def save_calibration(
     document["sha256"]["statistics"] = sha256(packed)
     if calibration.stop_rule is not None:
         document["until"] = asdict(calibration.stop_rule)
-    if calibration.score_threshold is not None:
-        document["score_threshold"] = calibration.score_threshold
     _write(path, cache_text, packed, seal_json(document))
 
 
@@ -330,28 +325,6 @@ def load_calibration(path: Path) -> StoredCalibration:
         packed=statistics_bytes,
         _document=document_bytes,
     )
-
-
-def read_score_threshold(paths: Iterable[Path], model: Mapping[str, str]) -> float | None:
-    """Return the first score threshold in caches of a model, whatever their images; None without.
-
-    Args:
-        paths: caches, which may be missing or of other models.
-        model: identities of the model, as in a fingerprint.
-    """
-    for path in paths:
-        json_path = sidecars(path)[0]
-        if not json_path.exists():
-            continue
-        try:
-            document = _parse_document(read_cache_file(json_path), json_path)
-            stored_model = Fingerprint.from_json(document.fingerprint).model
-        except CacheError:  # the check of the cache says why
-            continue
-        is_of_model = not model.items().isdisjoint(stored_model.items())
-        if is_of_model and document.score_threshold is not None:
-            return document.score_threshold
-    return None
 
 
 def read_cache_text(path: Path) -> tuple[bytes, Fingerprint]:

@@ -17,7 +17,7 @@ from deploy.metrics.output_errors import OutputAccuracy, RunningError, plain_jso
 from deploy.metrics.output_form import OutputForm, SliceAccuracy, derive_form, drop_text
 from deploy.metrics.precision import GroundTruth, MeanPrecision, PrecisionTally
 from deploy.tasks import EvaluationTask, Metric, TaskFigure
-from deploy.tasks.boxes import BoxDetection, BoxTally
+from deploy.tasks.boxes import BoxDetection
 from deploy.tasks.evaluation_task import Example, TaskTally
 from deploy.tasks.rows import AlikeOutputs, Outputs, batch_length, split_batches
 from deploy.tasks.slices import OutputSlice, form_samples
@@ -209,8 +209,6 @@ class Comparison:
             self._top1 = Top1(self._labels, next(iter(class_outputs), None))
         if form.task is not None:
             self._task_tally = form.task.tally()
-        if isinstance(self._task_tally, BoxTally):
-            self._task_tally.fixed_threshold = self._metric.threshold
         if self._objects is None:
             return
         if not isinstance(form.task, BoxDetection) or not form.task.decoder.coding:
@@ -282,7 +280,7 @@ class Comparison:
             set_task=self._metric.task,
             silent=is_silent,
             alike=self._alike.alike and self._alike.has_floats,
-            carried=form.states,
+            carried={output: state for state, output in self._metric.declared.states.items()},
             problems=tuple(_find_problems(outputs, self._samples, form.lists)),
         )
 
@@ -366,27 +364,6 @@ def recognise_from_first(
     first_inputs, first_outputs = zip(*first_pairs, strict=True)
     form = derive_form(first_outputs, inputs=first_inputs, metric=metric)
     return form.task, chain(first_pairs, pairs)
-
-
-def find_threshold(samples: SamplePairs, metric: Metric) -> float | None:
-    """Return the score above which the float model's boxes count.
-
-    None if the task has no such score.
-
-    Args:
-        samples: inputs, and the float model's outputs.
-        metric: what the user set.
-    """
-    task, pairs = recognise_from_first(samples, metric)
-    tally = None if task is None else task.tally()
-    if not isinstance(tally, BoxTally):
-        return None
-    for inputs, reference in pairs:
-        batch_size = batch_length(inputs, metric.declared.batch_inputs)
-        for sample_inputs, sample_outputs in split_batches(batch_size, inputs, reference):
-            # the threshold depends on the float model alone, which stands for the engine too
-            tally.add(sample_inputs, sample_outputs, sample_outputs)
-    return tally.threshold
 
 
 class TensorComparison:

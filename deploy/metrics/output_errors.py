@@ -239,6 +239,7 @@ def plain_json(value: object) -> object:
 
 _PICTURE_DIMENSIONS = 4
 _MAX_SCALE = 16  # of super resolution
+_MAX_CHANNELS = 512  # that cv2 resizes
 GIVEN_BACK_DB = 15.0  # SQNR of the bare input or mean from which it would be judged good
 ROUNDING_DB = 60.0  # from here on the change is only rounding
 LEFT_DB = 5.0  # SQNR of the change below which it is mostly noise
@@ -319,7 +320,7 @@ def enlarge_input(source: Array, shape: tuple[int, ...], resize: str) -> Array |
     """Return the input resized to the shape of an output.
 
     Args:
-        source: the input, [N, C, H, W] or [N, H, W, C].
+        source: the input of one sample, [1, C, H, W] or [1, H, W, C].
         shape: shape of the output.
         resize: interpolation, of `_RESIZES`; "" for an input that already has the shape.
 
@@ -329,28 +330,22 @@ def enlarge_input(source: Array, shape: tuple[int, ...], resize: str) -> Array |
     if not resize:
         return source if source.shape == shape else None
     are_pictures = source.ndim == len(shape) == _PICTURE_DIMENSIONS
-    if not are_pictures or not source.size:
+    if not are_pictures or len(source) != 1 or not source.size:
         return None
 
-    output = np.empty(shape, np.float64)
-    planes = output  # a view of it with the channels first, filled in place
-    if source.shape[3] == shape[3] and source.shape[1] != shape[1]:  # channels last
-        source = np.moveaxis(source, 3, 1)
-        planes = np.moveaxis(output, 3, 1)
-    batch, channels, height, width = source.shape
-    scale = planes.shape[2] // height
-    scaled_height = height * scale
-    scaled_width = width * scale
-    is_scaled = planes.shape == (batch, channels, scaled_height, scaled_width)
-    if not is_scaled or not 2 <= scale <= _MAX_SCALE:
+    has_channels_last = source.shape[3] == shape[3] and source.shape[1] != shape[1]
+    channel_axis = 2 if has_channels_last else 0
+    picture = np.moveaxis(source[0], channel_axis, 2)
+    height, width, channels = picture.shape
+    scale = shape[1 if has_channels_last else 2] // height
+    if not 2 <= scale <= _MAX_SCALE or channels > _MAX_CHANNELS:
         return None
 
-    for index in np.ndindex(batch, channels):
-        plane = source[index].astype(np.float64)
-        planes[index] = cv2.resize(
-            plane, (scaled_width, scaled_height), interpolation=_RESIZES[resize]
-        )
-    return output
+    size = width * scale, height * scale
+    enlarged = cv2.resize(picture.astype(np.float64), size, interpolation=_RESIZES[resize])
+    enlarged = enlarged.reshape(*size[::-1], channels)  # cv2 drops a single channel
+    output = np.moveaxis(enlarged, 2, channel_axis)[None]
+    return output if output.shape == shape else None
 
 
 SAMPLE_MEAN = "its mean"  # `OutputSlice.subtracted`: the mean over samples

@@ -28,7 +28,6 @@ from deploy.metrics.output_errors import (
 )
 from deploy.tasks import EvaluationTask, FirstSamples, Metric, recognise_task
 from deploy.tasks.declarations import Declaration
-from deploy.tasks.first_samples import find_states
 from deploy.tasks.rows import (
     Outputs,
     batch_length,
@@ -52,7 +51,6 @@ class OutputForm:
     Attributes:
         parts: slices of all outputs, in the outputs' order.
         task: None without one.
-        states: state outputs -> the inputs of the next call that take them.
         means: slices that are measured about their mean -> that mean.
         uncovered: outputs that the task does not cover.
         lists: outputs whose length, or the order of whose rows, may differ between two models.
@@ -61,7 +59,6 @@ class OutputForm:
 
     parts: tuple[OutputSlice, ...] = ()
     task: EvaluationTask | None = None
-    states: Mapping[str, str] = field(default_factory=dict)
     means: Mapping[OutputSlice, Array] = field(default_factory=dict)
     uncovered: tuple[str, ...] = ()
     lists: frozenset[str] = frozenset()
@@ -126,7 +123,6 @@ def derive_form(
     return OutputForm(
         parts=parts,
         task=task,
-        states=find_states(first),
         means={part: mean for part, mean in mean_by_slice.items() if mean is not None},
         uncovered=uncovered,
         lists=frozenset() if task is None else _find_lists(task, first),
@@ -239,7 +235,7 @@ def _find_uncovered(task: EvaluationTask, samples: FirstSamples) -> tuple[str, .
     scores before their activation.
     """
     covered = {*task.covered, *task.lists}
-    covered |= {*find_states(samples)}  # inputs of the next call
+    covered |= {*samples.declared.states.values()}  # inputs of the next call
     covered |= {*samples.declared.probabilities}  # raw scores of outputs of probabilities
     return tuple(name for name in samples.float_outputs if name not in covered)
 

@@ -202,13 +202,10 @@ def build_with(
     options = build.options
     with number_phases(*build.steps), stage_files(options.out) as stage:
         calibration = _calibrate(build, stage)
-        # calibration finds the score from which a box or label counts
-        metric = replace(
-            build.metric,
-            threshold=calibration.score_threshold,
-            declared=calibration.loaded.declaration,
-        )
-        build = replace(build, metric=metric)
+        declaration = calibration.loaded.declaration
+        if calibration.feed.states:  # the user may have named them
+            declaration = replace(declaration, states=calibration.feed.states)
+        build = replace(build, metric=replace(build.metric, declared=declaration))
         _refuse_other_batch_axis(build, calibration)
         _refuse_broken_metric(build, calibration)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -57,7 +57,7 @@ from deploy.calibration.sample_checks import (
 )
 from deploy.calibration.shards import ShardSet, observe_unless_all_skipped, refuse_ordered
 from deploy.calibration.stability import StabilityMonitor
-from deploy.calibration.store import Calibration, read_score_threshold
+from deploy.calibration.store import Calibration
 from deploy.errors import ConfigError
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.feed import Dataset, FeedSource
@@ -69,11 +69,9 @@ from deploy.files.staging import Stage
 from deploy.frontends import LoadedModel
 from deploy.graph.plan import never_negative
 from deploy.machine import trim_memory
-from deploy.metrics.accuracy import find_threshold
 from deploy.pipeline.float_reference import check_cleaned_model
 from deploy.targets import Target
 from deploy.targets.base import CacheText, WritesCache
-from deploy.tasks import Metric
 from deploy.tensors import Array
 from deploy.terminal import phase
 
@@ -420,12 +418,11 @@ def calibrate_run(
     ranges = Ranges(pass_result.observed, subject.method, subject.range_limits)
     target_cache = _make_target_cache(run, ranges, targets)
     warning, has_random_outputs = _check_float_model(run, evaluation_set)
-    threshold = _find_score_threshold(run, evaluation_set, is_observed=bool(decision.missing))
     # the checks above ran the float model; targets rarely do, so its memory is freed
     evaluation_set.outputs.close_session()
     trim_memory()
 
-    calibration = _make_calibration(run, decision, pass_result, threshold)
+    calibration = _make_calibration(run, decision, pass_result)
     update_cache(
         run.policy,
         subject,
@@ -450,7 +447,6 @@ def calibrate_run(
         notes=notes,
         warnings=(warning,) if warning else (),
         has_random_outputs=has_random_outputs,
-        score_threshold=threshold,
         outliers=calibration.outliers,
         checkpoint=checkpoint,
     )
@@ -488,33 +484,6 @@ def _check_float_model(run: CalibrationRun, evaluation_set: EvaluationSet) -> tu
     return check_cleaned_model(run.subject, evaluation_set), False
 
 
-def _find_score_threshold(
-    run: CalibrationRun, evaluation_set: EvaluationSet, *, is_observed: bool
-) -> float | None:
-    """Return the score above which boxes or labels count; None for other tasks.
-
-    The score stored in the model's earlier cache is used again, so that its builds can be compared.
-    Without one it is found on the evaluation samples.
-
-    Args:
-        run: the calibration: which model, images and observations, and its state.
-        evaluation_set: samples with the float model's outputs, none if nothing is built.
-        is_observed: whether anything was observed in this run; if not, nothing new is found.
-    """
-    subject = run.subject
-    # first the cache that is read, then the one that this build writes, if it is another file
-    paths = filter(None, dict.fromkeys((run.policy.read_path, run.policy.path)))
-    earlier_threshold = read_score_threshold(paths, subject.identities)
-    if earlier_threshold is not None:
-        return earlier_threshold
-    if not is_observed or not run.evaluation_count:
-        return None
-    metric = Metric(None, task=subject.task, declared=subject.loaded.declaration)
-    with suppress(ConfigError):  # outputs of another task than the user's: the build refuses them
-        return find_threshold(evaluation_set.samples_with_outputs(run.evaluation_count), metric)
-    return None
-
-
 def _end_feed_at_last_observed(run: CalibrationRun, decision: CacheDecision) -> EvaluationSet:
     """Let the feed end with the last image that was observed; return its evaluation samples."""
     feed = run.feed
@@ -535,7 +504,6 @@ def _make_calibration(
     run: CalibrationRun,
     decision: CacheDecision,
     pass_result: PassResult,
-    score_threshold: float | None,
 ) -> Calibration:
     """Return the content of the cache: the statistics that it had, and those of this run.
 
@@ -543,7 +511,6 @@ def _make_calibration(
         run: the calibration: which model, images and observations, and its state.
         decision: the statistics of the cache, and the observations that it lacked.
         pass_result: all statistics.
-        score_threshold: score above which boxes or labels count; None for other tasks.
     """
     run_fingerprint = make_fingerprint(run.subject, run.feed.manifest())  # of model and images
     stop_rule = run.stop_rule
@@ -555,7 +522,6 @@ def _make_calibration(
         fingerprint=decision.combined_fingerprint(run_fingerprint),
         outliers=(*decision.outliers, *run.peaks.outliers(run.feed.sample_digests)),
         stop_rule=stop_rule,
-        score_threshold=score_threshold,
     )
 
 
@@ -584,7 +550,6 @@ def _make_result(
     notes: tuple[str, ...] = (),
     warnings: tuple[str, ...] = (),
     has_random_outputs: bool = False,
-    score_threshold: float | None = None,
     outliers: Iterable[Outlier] = (),
     checkpoint: Checkpoint | None = None,
 ) -> CalibrationResult:
@@ -601,7 +566,6 @@ def _make_result(
         notes: sentences on the run.
         warnings: sentences that need an action.
         has_random_outputs: whether the float model gives other outputs at each run.
-        score_threshold: score above which boxes or labels count; None for other tasks.
         outliers: samples that alone reach the extremes of a tensor.
         checkpoint: of the run; None without.
     """
@@ -640,7 +604,6 @@ def _make_result(
         doubts=input_doubts,
         warnings=(*subject.loaded.alerts, *warnings),
         has_random_outputs=has_random_outputs,
-        score_threshold=score_threshold,
         cache=cache,
         peaks=run.peaks,
         checkpoint=remaining_checkpoint,

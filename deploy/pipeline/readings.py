@@ -32,6 +32,7 @@ from deploy.tasks import Metric
 from deploy.tasks.boxes import BoxDetection
 from deploy.tasks.detections import suppress_overlaps
 from deploy.tasks.rows import Floats, activate, are_probabilities
+from deploy.tasks.thresholds import BOX_SCORE
 from deploy.tasks.vectors import Classes
 from deploy.tensors import Array
 from deploy.terminal import phase
@@ -42,7 +43,6 @@ MIN_DEVIATIONS = 2.4  # by which wins exceed losses: 2 % of chance
 MIN_GAIN = 1.15  # confidence of a better reading, times that of the one in use
 MAX_SILENT_BOXES = 4  # boxes in all samples up to which other scales are tried
 MAX_BOXES = 20  # boxes a sample, on average, from which a better reading is noise
-_BOX_SCORE = 0.25  # of boxes that a sentence counts
 _SWAPPED_COLORS = {"rgb": "bgr", "bgr": "rgb"}
 _TEXT_BY_PRESET = {
     "unit": "pixels / 255",
@@ -275,7 +275,7 @@ def confidence_of(scores: Floats) -> float:
 
 def count_clear(scores: Sequence[Floats]) -> int:
     """Return the number of clear scores in all samples: of boxes, or of images that are right."""
-    return int((np.concatenate(scores) > _BOX_SCORE).sum())
+    return int((np.concatenate(scores) > BOX_SCORE).sum())
 
 
 def is_better(scores: Sequence[Floats], current_scores: Sequence[Floats]) -> bool:

@@ -14,6 +14,7 @@ from deploy.feed.images import printable_name
 from deploy.feed.pixels import Preview, describe_display
 from deploy.feed.preprocess import Preprocess
 from deploy.tasks.evaluation_task import BoxExample, ClassExample, Example
+from deploy.tasks.thresholds import BOX_SCORE
 from deploy.tensors import Array
 
 _JPEG_QUALITY = 85  # of 100
@@ -194,7 +195,7 @@ def box_rows(
             sample, picture = pictures[example.number]
             row = BoxRow(
                 sample=printable_name(sample),
-                threshold=example.threshold,
+                threshold=BOX_SCORE,
                 kept=len(example.kept.scores),
                 lost=len(example.lost.scores),
                 new=len(example.new.scores),

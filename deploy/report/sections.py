@@ -407,7 +407,7 @@ def _examples(report: Findings) -> Sections:
                 drawings += _box_pair(row, row.boxes, engine.label, is_in_page=is_in_page)
                 samples_in_page.add(number)
         if drawings:
-            text = _BOX_TEXT.format(engine.boxes[0].threshold)  # the same for all its boxes
+            text = _BOX_TEXT.format(engine.boxes[0].threshold)
             body = f'<p class="sub">{text}</p><div class="pairs">{drawings}</div>'
             title = f"Boxes of FP32 and {engine.label}"
             yield Section(title, (Drawing(body),), folded=is_folded)

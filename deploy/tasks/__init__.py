@@ -113,11 +113,12 @@ def recognise_task(samples: FirstSamples, task: str) -> tuple[EvaluationTask | N
     declared = samples.declared
     if task == NO_TASK:
         return None, "as set by --task"
-    # probabilities are used without their raw scores, which say the same
-    distinct = first_samples.drop_outputs(samples, declared.probabilities)
+    # raw scores say the same as their probabilities, and states are only for the next call
+    unused_outputs = {*declared.probabilities, *declared.states.values()}
+    distinct = first_samples.drop_outputs(samples, unused_outputs)
     if task:
         return _fit_user_task(distinct, task), "as set by --task"
-    if len(samples.names) > _MAX_OUTPUTS:
+    if len(distinct.names) > _MAX_OUTPUTS:
         return None, ""
     if declared.task == NO_TASK:
         return None, f"by {declared.source}"
@@ -159,16 +160,15 @@ def _fit_task(samples: FirstSamples, row: TaskRow) -> EvaluationTask | None:
 def _recognise(samples: FirstSamples, rows: Sequence[TaskRow]) -> EvaluationTask | None:
     """Return the first task that fits the outputs; None if no task does.
 
-    Some outputs may say nothing new: an ArgMax beside its scores, and states of the next call.
-    Classifiers may also give an embedding beside their scores. So the outputs are tried without the
-    ArgMax and the embedding, without the ArgMax, all of them, and without the states.
+    An ArgMax beside its scores says nothing new, and classifiers may also give an embedding beside
+    their scores. So the outputs are tried without the ArgMax and the embedding, without the ArgMax,
+    and all of them.
 
     `rows`: the tasks to try, in this order.
     """
-    states_out = first_samples.find_states(samples)
     embeddings = vectors.find_embeddings_beside(samples)
     best_classes = samples.declared.best_classes
-    choices = ({*best_classes, *embeddings}, best_classes, (), states_out)
+    choices = ({*best_classes, *embeddings}, best_classes, ())
     for dropped_names in dict.fromkeys(map(frozenset, choices)):  # each once
         remaining_samples = first_samples.drop_outputs(samples, dropped_names)
         for find_task in itertools.chain.from_iterable(row.finders for row in rows):

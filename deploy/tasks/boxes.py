@@ -1,9 +1,7 @@
 """Boxes: how many of the float model's detections the candidate reproduces.
 
 Boxes match by class and IoU > 0.5, after non-maximum suppression per class in both models. The
-figure is the share of FP32's boxes that are kept; new boxes are counted beside it. Counts are made
-at three score thresholds. The one reported is kept with the calibration; it is the highest above
-which the float model has enough boxes.
+figure is the share of FP32's boxes that are kept; new boxes are counted beside it.
 
 Lists are boxes that the model has suppressed itself (`LISTS`). They are sorted by score, so equal
 rows of two models are different boxes: only the column of scores is compared by value, and nothing
@@ -41,11 +39,10 @@ from deploy.tasks.evaluation_task import (
     TaskTally,
 )
 from deploy.tasks.first_samples import FirstSamples
-from deploy.tasks.rows import ImageSize, Integers, Outputs, image_size
+from deploy.tasks.rows import ImageSize, Outputs, image_size
 from deploy.tasks.slices import OutputSlice, SlicesByOutput
 from deploy.tasks.thresholds import (
-    BOX_THRESHOLDS,
-    MIN_BOXES,
+    BOX_SCORE,
     MIN_CODED_SHARE,
     MIN_LIST_ROWS,
     UNIT_TOLERANCE,
@@ -240,40 +237,36 @@ _PICTURE = 4  # dimensions of pictures and feature maps
 
 @dataclass(slots=True)
 class BoxTally(TaskTally["BoxDetection"]):
-    """Counts boxes at each threshold: FP32's, the candidate's, both's; stores examples to show.
+    """Counts boxes with a score above `BOX_SCORE`, and stores samples to show.
 
     Attributes:
-        fixed_threshold: that of the calibration; None without.
-        counts: threshold -> numbers of FP32's, of the candidate's, and of both's boxes above it.
-        examples: threshold -> the samples to show.
+        reference: number of FP32's boxes.
+        common: number of those that the candidate has too.
+        new: number of boxes that only the candidate has.
+        examples: the samples to show.
     """
 
-    fixed_threshold: float | None = None
-    counts: dict[float, Integers] = field(
-        default_factory=lambda: {threshold: np.zeros(3, int) for threshold in BOX_THRESHOLDS}
-    )
-    examples: dict[float, ExampleSelection[BoxExample]] = field(
-        default_factory=lambda: {threshold: ExampleSelection() for threshold in BOX_THRESHOLDS}
-    )
+    reference: int = 0
+    common: int = 0
+    new: int = 0
+    examples: ExampleSelection[BoxExample] = field(default_factory=ExampleSelection)
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
-        """Match the boxes of one sample at each threshold, count them, and offer them to show."""
+        """Match the boxes of one sample, count them, and offer them to show."""
         decoder = self.task.decoder
-        reference_boxes = suppress_overlaps(decoder.boxes(inputs, reference))
-        candidate_boxes = suppress_overlaps(decoder.boxes(inputs, candidate))
-        pairs_by_threshold = match_detections(reference_boxes, candidate_boxes, BOX_THRESHOLDS)
+        reference_boxes = suppress_overlaps(decoder.boxes(inputs, reference).above(BOX_SCORE))
+        candidate_boxes = suppress_overlaps(decoder.boxes(inputs, candidate).above(BOX_SCORE))
+        pairs = match_detections(reference_boxes, candidate_boxes)
+        self.reference += len(reference_boxes.scores)
+        self.common += len(pairs)
+        self.new += len(candidate_boxes.scores) - len(pairs)
         # boxes of no coding are squares without a place in the picture: nothing to show
         size = image_size(inputs) if decoder.coding else None
-        for threshold, pairs in zip(BOX_THRESHOLDS, pairs_by_threshold, strict=True):
-            fp32 = reference_boxes.above(threshold)
-            int8 = candidate_boxes.above(threshold)
-            self.counts[threshold] += (len(fp32.scores), len(int8.scores), len(pairs))
-            if size is not None:
-                self._offer_example(threshold, pairs, fp32, int8, size)
+        if size is not None:
+            self._offer_example(pairs, reference_boxes, candidate_boxes, size)
 
     def _offer_example(
         self,
-        threshold: float,
         pairs: Sequence[tuple[int, int]],
         reference: Detections,
         candidate: Detections,
@@ -282,7 +275,6 @@ class BoxTally(TaskTally["BoxDetection"]):
         """Offer the boxes of the sample that was counted last, to be shown over its picture.
 
         Args:
-            threshold: score above which the boxes lie.
             pairs: indices of the boxes that match, of the reference and of the candidate.
             reference: FP32's boxes.
             candidate: the candidate's boxes.
@@ -296,49 +288,30 @@ class BoxTally(TaskTally["BoxDetection"]):
         example = BoxExample(
             number=self.samples - 1,  # `add` has counted this sample already
             size=size,
-            threshold=threshold,
             kept=reference.at(kept),
             found=candidate.at(found),
             lost=reference.at(lost),
             new=candidate.at(new),
         )
         difference = len(lost) + len(new)
-        self.examples[threshold].offer(example, difference=difference, predictions=len(pairs))
-
-    @property
-    def threshold(self) -> float | None:
-        """The calibration's, or the highest above which FP32 has enough; None without any.
-
-        It hardly depends on the number of samples, so that builds of one model can be compared.
-        """
-        choices: tuple[float, ...] = BOX_THRESHOLDS
-        min_boxes = MIN_BOXES
-        if self.fixed_threshold in choices:
-            choices = (self.fixed_threshold,)
-            min_boxes = 1
-        return next((score for score in choices if self.counts[score][0] >= min_boxes), None)
+        self.examples.offer(example, difference=difference, predictions=len(pairs))
 
     @property
     def watched(self) -> frozenset[int]:
         """Indices of the samples that `shown` may still return."""
-        return frozenset().union(*(selection.numbers for selection in self.examples.values()))
+        return self.examples.numbers
 
     def shown(self) -> tuple[BoxExample, ...]:
-        """Return the samples at the figure's threshold."""
-        threshold = self.threshold
-        if threshold is None:
-            return ()
-        return self.examples[threshold].result()
+        """Return samples with their boxes, those where most boxes differ first."""
+        return self.examples.result()
 
     def result(self) -> TaskFigure | None:
         """Return the share of FP32's boxes that are kept; None if it has none."""
-        threshold = self.threshold
-        if threshold is None:
+        if not self.reference:
             return None
-        fp32, candidate, common = self.counts[threshold].tolist()
-        new = candidate - common
-        text = f"boxes of FP32 kept, {new} new (score above {threshold:g})"
-        return replace(self.share("boxes kept", common, fp32, text, new), found=fp32)
+        text = f"boxes of FP32 kept, {self.new} new (score above {BOX_SCORE:g})"
+        figure = self.share("boxes kept", self.common, self.reference, text, self.new)
+        return replace(figure, found=self.reference)
 
 
 @dataclass(frozen=True, slots=True)

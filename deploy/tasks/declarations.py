@@ -100,6 +100,7 @@ class Declaration:
         ends: output -> what its values are by the operator at its end, as in `ENDS`.
         probabilities: output of raw scores -> the output that is their Softmax or Sigmoid.
         best_classes: outputs of an ArgMax of scores that are an output too.
+        states: inputs of a recurrent model -> the outputs of the call before that they take.
         batch_inputs: inputs each of whose rows is one sample; None if that is unknown, and then
             the first input is taken.
     """
@@ -110,6 +111,7 @@ class Declaration:
     ends: Mapping[str, str] = field(default_factory=dict)
     probabilities: Mapping[str, str] = field(default_factory=dict)
     best_classes: Collection[str] = ()
+    states: Mapping[str, str] = field(default_factory=dict)
     batch_inputs: Collection[str] | None = None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +10,15 @@ from numpy.typing import NDArray
 
 from deploy.tasks.rows import Flags, Floats, ImageSize, Integers
 from deploy.tasks.thresholds import (
-    BOX_THRESHOLDS,
     IOU,
     MAX_BOX_POINT_DISTANCE,
     MAX_RELATIVE_CORNER,
+    MIN_BOX_SCORE,
     MIN_MASK_IOU,
     MIN_VISIBILITY,
 )
 from deploy.tensors import Array
 
-MIN_SCORE = min(BOX_THRESHOLDS)  # lower scores are ignored
 _MAX_BOXES = 1000  # boxes of an image before suppression, the best by score
 _MASK_STRIDES = (2, 4, 8)  # pixels per cell of a mask
 Indices = Flags | Integers | list[int]
@@ -95,15 +93,13 @@ def make_masks(weights: Array, maps: Array | None, size: ImageSize | None) -> In
         maps: prototypes [1, m, h, w]; None without.
         size: (height, width) of the picture in pixels: 2, 4 or 8 times that of the maps.
     """
-    if maps is None or size is None or maps.shape[:2] != (1, weights.shape[1]):
+    if maps is None or size is None or maps.ndim != 4 or not maps.size or maps.dtype.kind != "f":
         return None
-    if maps.ndim != 4 or maps.dtype.kind != "f":
+    stride = size[0] / maps.shape[2]
+    expected_shape = (1, weights.shape[1], maps.shape[2], size[1] / stride)
+    if stride not in _MASK_STRIDES or maps.shape != expected_shape:
         return None
-    height, width = size
-    for stride in _MASK_STRIDES:
-        if maps.shape[2:] == (height // stride, width // stride):
-            return InstanceMasks(weights.astype(np.float64), maps[0], float(stride))
-    return None
+    return InstanceMasks(weights.astype(np.float64), maps[0], stride)
 
 
 def are_angles(values: Floats) -> bool:
@@ -142,8 +138,8 @@ class Detections:
         classes: Integers,
         shapes: BoxShapes | None = None,
     ) -> Detections:
-        """Return the best by score, above `MIN_SCORE`; boxes with NaN or Inf are left out."""
-        valid = np.flatnonzero((scores > MIN_SCORE) & np.isfinite(boxes).all(axis=1))
+        """Return the best by score, above `MIN_BOX_SCORE`; boxes with NaN or Inf are left out."""
+        valid = np.flatnonzero((scores > MIN_BOX_SCORE) & np.isfinite(boxes).all(axis=1))
         best = valid[np.argsort(-scores[valid], kind="stable")][:_MAX_BOXES]
         return cls(boxes, scores, classes, shapes).at(best)
 
@@ -211,16 +207,11 @@ def suppress_overlaps(detections: Detections, iou: float = IOU) -> Detections:
     return detections.at(np.array(best_boxes, np.int64))
 
 
-def match_detections(
-    reference: Detections, candidate: Detections, thresholds: Sequence[float] = (MIN_SCORE,)
-) -> list[list[tuple[int, int]]]:
-    """Match the reference's boxes with the candidate's, at each score threshold.
+def match_detections(reference: Detections, candidate: Detections) -> list[tuple[int, int]]:
+    """Return the pairs of boxes that match, as indices of the reference's and the candidate's.
 
     Boxes match if they have the same class, an IoU above `IOU`, and similar key points or masks.
     A box is in one pair at most; the reference's boxes choose theirs in descending order of score.
-
-    Returns:
-        For each threshold, pairs of indices among the boxes above it.
     """
     # [reference's boxes, candidate's boxes]; 0 for pairs that differ in class, key points or mask
     ious = box_ious(reference.boxes, candidate.boxes)
@@ -233,25 +224,12 @@ def match_detections(
             if not shape.is_like(candidate_shape, *boxes):
                 ious[index, candidate_index] = 0
 
-    pairs_by_threshold = []
-    for threshold in thresholds:
-        is_above = np.ix_(reference.scores > threshold, candidate.scores > threshold)
-        pairs_by_threshold.append(_pair_by_iou(ious[is_above]))
-    return pairs_by_threshold
-
-
-def _pair_by_iou(iou: Floats) -> list[tuple[int, int]]:
-    """Return (row, column) of each match in IoUs [n, m] above `IOU`.
-
-    The rows choose in order, each the column of the highest IoU that no row has chosen. Chosen
-    columns are set to 0 in place.
-    """
     pairs = []
-    for row in np.flatnonzero(iou.max(axis=1, initial=0) > IOU).tolist():
-        column = int(iou[row].argmax())
-        if iou[row, column] > IOU:
-            iou[:, column] = 0
-            pairs.append((row, column))
+    for index in np.flatnonzero(ious.max(axis=1, initial=0) > IOU).tolist():
+        candidate_index = int(ious[index].argmax())
+        if ious[index, candidate_index] > IOU:
+            ious[:, candidate_index] = 0  # no other box may choose it
+            pairs.append((index, candidate_index))
     return pairs
 
 

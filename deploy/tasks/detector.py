@@ -20,7 +20,6 @@ import numpy as np
 
 from deploy.errors import counted
 from deploy.tasks.detections import (
-    MIN_SCORE,
     NO_DETECTIONS,
     BoxPoints,
     BoxShapes,
@@ -43,6 +42,7 @@ from deploy.tasks.thresholds import (
     DISTRIBUTION_BINS,
     MAX_CELL_OFFSET,
     MAX_OUTSIDE_PICTURE,
+    MIN_BOX_SCORE,
     MIN_CENTRE_SPREAD,
     MIN_CODED_SHARE,
     MIN_CORNER_CORRELATION,
@@ -292,7 +292,7 @@ class RowDecoder:
         try:
             scores, classes = self._read_best(outputs)
             # few rows are likely objects: only these are decoded
-            rows = np.flatnonzero(scores > MIN_SCORE)
+            rows = np.flatnonzero(scores > MIN_BOX_SCORE)
             # boxes cannot be decoded: squares that overlap none of another row stand for them, so
             # that detections are matched by row
             corners, shapes = anchor_squares(rows), None

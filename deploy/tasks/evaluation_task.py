@@ -22,12 +22,11 @@ MAX_SHOWN = 4  # samples shown
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BoxExample:
-    """Boxes of both models in one sample above a threshold, in pixels of the model's input.
+    """Boxes of both models in one sample, in pixels of the model's input.
 
     Attributes:
         number: index of the sample, from 0.
         size: (height, width) of the model's input.
-        threshold: least score.
         kept: FP32's boxes that the candidate finds too.
         found: the candidate's boxes that match them, in the same order.
         lost: boxes of FP32 only.
@@ -36,7 +35,6 @@ class BoxExample:
 
     number: int
     size: ImageSize
-    threshold: float
     kept: Detections
     found: Detections
     lost: Detections

@@ -1,6 +1,5 @@
 """The float model's first samples, from which its task is recognised."""
 
-import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,9 +13,6 @@ from deploy.tasks.rows import (
     is_floating,
 )
 from deploy.tensors import Array
-
-_PICTURE = 4  # dimensions of a picture
-_CHANNELS = frozenset((1, 3, 4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,36 +87,3 @@ def drop_outputs(samples: FirstSamples, names: Collection[str]) -> FirstSamples:
     for sample in samples.outputs:
         outputs.append({name: sample[name] for name in sample if name not in names})
     return replace(samples, outputs=outputs)
-
-
-def find_states(samples: FirstSamples) -> dict[str, str]:
-    """Return output -> input that takes it at the next call, for the states of a recurrent model.
-
-    An output is taken for a state if it has an input's shape and type. If that holds for all
-    outputs or for all inputs, the model may rebuild its input, as an autoencoder does: then the
-    result is empty.
-    """
-    input_by_state: dict[str, str] = {}
-    input_names = samples.inputs[0]
-    for name, input_name in itertools.product(samples.names, input_names):
-        is_paired = name in input_by_state or input_name in input_by_state.values()
-        if not is_paired and _is_state(name, input_name, samples):
-            input_by_state[name] = input_name
-    has_other_outputs = len(input_by_state) < len(samples.output_names)
-    has_other_inputs = len(input_by_state) < len(input_names)
-    if has_other_outputs and has_other_inputs:
-        return input_by_state
-    return {}
-
-
-def _is_state(name: str, source: str, samples: FirstSamples) -> bool:
-    """Whether an output has an input's shape and type in every sample; no scalars, no pictures."""
-    for value, inputs in zip(samples.arrays(name), samples.inputs, strict=False):
-        state = inputs.get(source)
-        if state is None or state.shape != value.shape or state.dtype != value.dtype:
-            return False
-        if value.dtype.kind != "f" or value.size < 2:
-            return False
-        if value.ndim == _PICTURE and {value.shape[1], value.shape[3]} & _CHANNELS:
-            return False
-    return True

@@ -3,8 +3,8 @@
 In a flat output each point is near the one before; so are coordinates of -1 to 1 (InsightFace) in
 any output.
 
-Points that are not visible do not count: by their third number, by another output of a score for
-each of them, or by the only output of one probability, which says whether there is an object.
+Points that are not visible do not count: by their third number, or by another output of a score
+for each of them.
 """
 
 import itertools
@@ -112,15 +112,14 @@ class Points(PointTask):
         parts = self.parts.get(name, ())
         if parts and parts[0].cell_scores is not None:
             confidences = parts[0].cell_scores.best_scores(outputs).reshape(-1)
-            if confidences.size in (1, point_count):  # one of all points, or of each
-                return np.broadcast_to(confidences, point_count)
+            if confidences.size == point_count:
+                return confidences
         return np.ones(point_count)
 
 
 POINTS = Form(
     shape="points [N, K, p] or [N, K p]; p is 2 or 3, with `--task` up to 5",
-    values="positions in pixels, [0, 1] or [-1, 1], perhaps with a depth or a score; another output"
-    " may be the probability of an object",
+    values="positions in pixels, [0, 1] or [-1, 1], perhaps with a depth or a score",
     figure="visible points that differ by less than 3 % of the extent of all points",
     source="MediaPipe's hands and faces, MoveNet, PFLD, InsightFace",
 )
@@ -146,13 +145,11 @@ def fit_keypoints(name: str, samples: FirstSamples) -> Points | None:
 def find_keypoints(samples: FirstSamples) -> Points | None:
     """Return the key points of outputs that are coordinates in the picture; None without such.
 
-    Whether a point is visible is shown by its third number, by scores in another output, or by the
-    only output that is a single probability: whether there is an object at all.
+    Whether a point is visible is shown by its third number, or by scores in another output.
     """
     size = samples.picture_size
     if size is None:
         return None
-    presence = _find_presence(samples)  # name of that output, "" without one
     outputs = [OutputSlice(output=name) for name in samples.names]
     # output of points -> output with a score of each point
     scores_by_slice = find_cell_scores(outputs, samples)
@@ -170,22 +167,10 @@ def find_keypoints(samples: FirstSamples) -> Points | None:
             continue
         widths[name] = point_width
         point_count += arrays[0].size // point_width
-        scores = scores_by_slice.get(output_slice)
-        if scores is None and presence:
-            scores = OutputSlice(output=presence)
-        slices |= _slice_points(name, arrays, scores)
+        slices |= _slice_points(name, arrays, scores_by_slice.get(output_slice))
     if not widths:
         return None
     return Points(widths, point_count, parts=slices)
-
-
-def _find_presence(samples: FirstSamples) -> str:
-    """Return the only output of one probability a sample; "" if there is none, or several."""
-    probabilities = []
-    for name, arrays in samples.float_outputs.items():
-        if all(value.size == 1 and are_in_unit_range(value) for value in arrays):
-            probabilities.append(name)
-    return probabilities[0] if len(probabilities) == 1 else ""
 
 
 def _slice_points(name: str, values: Arrays, scores: OutputSlice | None) -> SlicesByOutput:
@@ -336,26 +321,17 @@ SIMCC = Form(
 def find_simcc(samples: FirstSamples) -> SimccPoints | None:
     """Return the points of two outputs as long as the picture's sides, or a multiple; or None."""
     size = samples.picture_size
-    if len(samples.names) != 2 or size is None:
-        return None
-    for columns, rows in itertools.permutations(samples.names):
-        steps = _steps_per_pixel(size, samples.outputs[0][columns], samples.outputs[0][rows])
-        if steps is not None:
-            count = samples.outputs[0][columns].shape[1]
-            max_distance = MAX_SIMCC_PIXELS * steps
-            return SimccPoints((columns, rows), count, max_distance=max_distance)
-    return None
-
-
-def _steps_per_pixel(size: ImageSize, columns: Array, rows: Array) -> float | None:
-    """Return the steps per pixel, equal on both axes; None if shapes do not fit the picture."""
-    if not columns.ndim == rows.ndim == 3 or columns.shape[1] != rows.shape[1]:
-        return None
-    if columns.shape[1] < MIN_COUNT:
+    names = [*samples.float_outputs]
+    if len(names) != 2 or len(samples.names) != 2 or size is None:
         return None
     height, width = size
-    steps = float(columns.shape[2] / width)
-    is_floating_pair = is_floating(columns) and is_floating(rows)
-    if not is_floating_pair or steps < 1 or rows.shape[2] != steps * height:
-        return None
-    return steps
+    for columns, rows in itertools.permutations(names):
+        columns_shape = samples.outputs[0][columns].shape
+        if len(columns_shape) != 3:
+            continue
+        count = columns_shape[1]
+        steps = columns_shape[2] / width  # per pixel, equal on both axes
+        rows_shape = (columns_shape[0], count, steps * height)
+        if count >= MIN_COUNT and steps >= 1 and samples.outputs[0][rows].shape == rows_shape:
+            return SimccPoints((columns, rows), count, max_distance=MAX_SIMCC_PIXELS * steps)
+    return None

@@ -41,7 +41,6 @@ class Metric:
         digest: SHA-256 of the file; "" for a function object.
         task: name of the user's task; "" for the task that is declared, or that the outputs show.
         declared: what the model's file declares.
-        threshold: score above which boxes count; None for the one that the samples show.
     """
 
     function: Function | None
@@ -49,7 +48,6 @@ class Metric:
     digest: str = ""
     task: str = ""
     declared: Declaration = field(default_factory=Declaration)
-    threshold: float | None = None
 
     @property
     def is_set(self) -> bool:

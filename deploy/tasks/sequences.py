@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deploy.tasks.evaluation_task import EvaluationTask, Form, TaskFigure, TaskTally
-from deploy.tasks.first_samples import FirstSamples, drop_outputs, find_states
+from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.indices import PlaceTally, PlaceTask
 from deploy.tasks.rows import (
     Arrays,
@@ -104,7 +104,7 @@ def find_steps(samples: FirstSamples) -> Steps | None:
     The output holds the probabilities of the classes. Others, such as the length of the event that
     begins at a step, are compared by value.
     """
-    for name, values in drop_outputs(samples, find_states(samples)).float_outputs.items():
+    for name, values in samples.float_outputs.items():
         axis = _find_class_axis(values)
         if axis is not None:
             return Steps(name, values[0].shape[axis], axis)
@@ -283,13 +283,14 @@ def _has_input_per_step(samples: Arrays, first_samples: FirstSamples) -> bool:
 
 
 def edit_distance(text: Sequence[int], other_text: Sequence[int]) -> int:
-    """Return the Levenshtein distance (Levenshtein 1965)."""
-    row = list(range(len(other_text) + 1))
-    for i, symbol in enumerate(text, 1):
-        diagonal = row[0]
-        row[0] = i
-        for j, other_symbol in enumerate(other_text, 1):
-            substitution = diagonal + (symbol != other_symbol)
-            diagonal = row[j]
-            row[j] = min(row[j] + 1, row[j - 1] + 1, substitution)
-    return row[-1]
+    """Return the fewest symbols to insert, delete or replace (Levenshtein 1965)."""
+    other_symbols = np.array(other_text)
+    lengths = np.arange(len(other_text) + 1)
+    distances = lengths  # from the symbols of `text` so far to the first 0, 1, ... of the other's
+    for symbol in text:
+        replaced = distances[:-1] + (other_symbols != symbol)
+        distances = distances + 1  # the symbol is deleted
+        distances[1:] = np.minimum(distances[1:], replaced)
+        # or it stands before any number of symbols that are inserted
+        distances = np.minimum.accumulate(distances - lengths) + lengths
+    return int(distances[-1])

@@ -4,12 +4,12 @@ A form is certain or it is not used: outputs without a form are compared by thei
 """
 
 # --- boxes: a row of numbers per anchor, cell or query ---
-BOX_THRESHOLDS = 0.25, 0.15, 0.05  # scores above which boxes count
+BOX_SCORE = 0.25  # above it a box counts, as in Ultralytics' predict
+MIN_BOX_SCORE = 0.05  # above it a box is evaluated by its annotations
 IOU = 0.5  # above it two boxes are the same, for suppression and for matching
 MIN_MASK_IOU = 0.75  # of the masks of two boxes
 MIN_VISIBILITY = 0.5  # of a key point of a box that counts
 MAX_BOX_POINT_DISTANCE = 0.1  # mean distance of a box's key points, relative to its size
-MIN_BOXES = 5  # boxes of FP32 above a threshold that counts
 UNIT_TOLERANCE = 1e-3  # rounding of a probability by float16 and resizing
 MIN_ANCHORS = 10  # fewer rows are classes of a few steps
 MIN_ROWS_PER_COLUMN = 2  # anchors are many more than the numbers of one, unless there are 100

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from deploy.errors import FeedError
-from deploy.tasks.indices import NO_CLASS, PlaceCounts, best_classes
-from deploy.tasks.rows import Integers, Outputs, is_index_type, is_vector
+from deploy.tasks.rows import Outputs, is_index_type, is_vector
 from deploy.tensors import Array
 
 _MAX_CLASS = np.iinfo(np.int64).max
@@ -42,11 +41,11 @@ class Top1:
             output_name: output to read the class from; None derives it from the first sample.
         """
         self.labels = labels
-        self.samples = self.reference_hits = self.candidate_hits = 0
+        self.samples = self.equal = self.reference_hits = self.candidate_hits = 0
         self.shifts = Counter[int]()  # 1, -1 -> labels above and below the reference's class
         self.output_name = output_name
         self.score_count: int | None = None  # scores of a sample; None for class numbers
-        self.classes = PlaceCounts()  # classes of the samples
+        self.class_counts = Counter[int]()  # class -> samples that the reference gives to it
 
     def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         """Add the outputs of one sample; a candidate's output of another shape has no class.
@@ -59,22 +58,20 @@ class Top1:
             self.output_name = _choose_output(reference)
         scores = reference[self.output_name]
         candidate_scores = candidate[self.output_name]
-        reference_class = _read_class(scores)
-        candidate_class = _read_class(candidate_scores)
-        if scores.shape != candidate_scores.shape:
-            candidate_class = np.full(1, NO_CLASS)
-
+        reference_class, candidate_class = read_classes(scores, candidate_scores)
         self.score_count = None if _holds_numbers(scores) else scores.size
-        self.classes.add(reference_class, candidate_class)
+        if reference_class is not None:
+            self.class_counts[reference_class] += 1
+            self.equal += int(reference_class == candidate_class)
         if self.labels is None:
             return
         label = self._read_label(self.labels)
-        self.reference_hits += int(label in reference_class)
-        self.candidate_hits += int(label in candidate_class)
+        self.reference_hits += int(label == reference_class)
+        self.candidate_hits += int(label == candidate_class)
         # hits if the labels were numbered one higher or lower: from 1, or with a background class
         for shift in (1, -1):
             shifted_label = (label - shift) % self._class_limit
-            self.shifts[shift] += int(shifted_label in reference_class)
+            self.shifts[shift] += int(shifted_label == reference_class)
 
     def _read_label(self, labels: Sequence[int]) -> int:
         """Return the label of the sample that was counted last."""
@@ -102,9 +99,9 @@ class Top1:
         Raises:
             FeedError: there are more or fewer labels than samples.
         """
-        favourite_count = max(self.classes.reference.values(), default=0)
+        favourite_count = max(self.class_counts.values(), default=0)
         figures: dict[str, Any] = {
-            "top1_agreement": self.classes.equal.total() / self.samples,
+            "top1_agreement": self.equal / self.samples,
             "classes": self.score_count,
             "favourite": favourite_count / self.samples,
         }
@@ -123,7 +120,7 @@ class Top1:
         # frequent: then it is negative
         shift = 1 if self.shifts[1] >= self.shifts[-1] else -1
         # class numbers do not show how many classes there are: up to the highest one
-        highest_class = max(*self.classes.reference, *labels, 1)
+        highest_class = max(*self.class_counts, *labels, 1)
         return {
             "top1_reference": self.reference_hits / self.samples,
             "top1_candidate": self.candidate_hits / self.samples,
@@ -140,7 +137,7 @@ def _choose_output(outputs: Outputs) -> str:
     """
     names = []
     for name, value in outputs.items():
-        if value.shape[:1] == (1,) and _read_class(value).size:
+        if value.shape[:1] == (1,) and _holds_classes(value):
             names.append(name)
     number_names = [name for name in names if _holds_numbers(outputs[name])]
     if len(number_names) == 1:
@@ -159,16 +156,29 @@ def _holds_numbers(value: Array) -> bool:
     return is_index_type(value) or (value.dtype.kind in "iu" and value.size == 1)
 
 
-def _read_class(value: Array) -> Integers:
-    """Return the best class of a sample, [1]; empty for an output that holds no classes.
+def _holds_classes(value: Array) -> bool:
+    """Whether a sample has scores [1, C], with any further sides of 1, or class numbers."""
+    if not value.size or not is_vector(value):
+        return False
+    has_scores = value.size > 1 and value.dtype.kind in "fiu"  # no single number, no flags
+    return has_scores or _holds_numbers(value)
 
-    It holds scores [1, C], with any further sides of 1, or class numbers [1] or [1, k], the best
-    one first. A sample of NaN has no class.
+
+def read_classes(reference: Array, candidate: Array) -> tuple[int | None, int | None]:
+    """Return the best class of one sample by each model.
+
+    It is None without classes or with NaN or Inf, and for a candidate's output of another shape.
     """
-    if value.size and is_vector(value):
-        row = value.reshape(1, -1)
-        if _holds_numbers(value):
-            return np.asarray(row[:, 0], np.int64)
-        if row.size > 1 and value.dtype.kind in "fiu":  # no single number, no flags
-            return best_classes(row.astype(np.float64))
-    return np.zeros(0, np.int64)
+    reference_class = _read_class(reference)
+    if candidate.shape != reference.shape:
+        return reference_class, None
+    return reference_class, _read_class(candidate)
+
+
+def _read_class(value: Array) -> int | None:
+    """Return the best class of a sample's scores, or the first of its class numbers, if any."""
+    if not _holds_classes(value) or not np.isfinite(value).all():
+        return None
+    if _holds_numbers(value):
+        return int(value.reshape(-1)[0])
+    return int(value.argmax())

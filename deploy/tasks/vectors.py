@@ -33,7 +33,7 @@ from deploy.tasks.evaluation_task import (
     TaskFigure,
     TaskTally,
 )
-from deploy.tasks.first_samples import FirstSamples, drop_outputs, find_states, sort_by_size
+from deploy.tasks.first_samples import FirstSamples, sort_by_size
 from deploy.tasks.indices import NO_CLASS, PlaceTally, PlaceTask
 from deploy.tasks.rows import (
     Flags,
@@ -44,7 +44,6 @@ from deploy.tasks.rows import (
     are_comparable,
     are_probabilities_or_logs,
     are_undecided,
-    is_floating,
     is_vector,
     may_be_logits,
     missing_sigmoid,
@@ -72,6 +71,7 @@ from deploy.tasks.thresholds import (
     SUM_ROUNDING,
     UNIT_TOLERANCE,
 )
+from deploy.tasks.top1 import read_classes
 from deploy.tensors import Array
 
 _MIN_DIFFERENCE = 1e-12  # another class is a difference, even if both scores are equal
@@ -122,19 +122,6 @@ def fit_embeddings(name: str, samples: FirstSamples) -> "Embeddings | None":
     return Embeddings(name, rows.shape[1])
 
 
-def _best_class(value: Array) -> int | None:
-    """Return the best class of an output of scores or class numbers, whose first is the best one.
-
-    None for scores that are not finite, and for outputs without values.
-    """
-    row = value.reshape(-1)
-    if not row.size:
-        return None
-    if value.dtype.kind in "iu":
-        return int(row[0])
-    return int(row.argmax()) if is_floating(value) else None
-
-
 @dataclass(slots=True)
 class _ClassTally(TaskTally["Classes"]):
     """Counts outputs of samples with equal classes."""
@@ -146,10 +133,8 @@ class _ClassTally(TaskTally["Classes"]):
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         for name in self.task.outputs:
             self.compared += 1
-            reference_class = _best_class(reference[name])
-            candidate_class = _best_class(candidate[name])
-            has_equal_shape = reference[name].shape == candidate[name].shape
-            if reference_class is None or candidate_class is None or not has_equal_shape:
+            reference_class, candidate_class = read_classes(reference[name], candidate[name])
+            if reference_class is None or candidate_class is None:
                 continue
             if reference_class == candidate_class:
                 self.matches += 1
@@ -393,7 +378,7 @@ def find_labels(samples: FirstSamples) -> Labels | None:
 
     Others must be one vector a sample, such as a size; they are compared by value.
     """
-    float_outputs = drop_outputs(samples, find_states(samples)).float_outputs
+    float_outputs = samples.float_outputs
     names = [name for name in float_outputs if _are_labels(name, samples)]
     other_arrays = [float_outputs[name] for name in float_outputs if name not in names]
     if not names or not all(map(is_vector, itertools.chain.from_iterable(other_arrays))):

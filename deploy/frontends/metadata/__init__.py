@@ -7,12 +7,14 @@ says so, and the run continues.
 import ast
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
 
 from deploy.errors import ConfigError
 from deploy.feed.model_preprocess import MetadataPreprocess
+from deploy.feed.states import find_states
 from deploy.frontends.metadata import exporters, huggingface
 from deploy.frontends.metadata.values import (
     LONGEST,
@@ -20,6 +22,7 @@ from deploy.frontends.metadata.values import (
     StoredPreprocess,
     parse_object,
 )
+from deploy.frontends.shapes import make_spec
 from deploy.tasks.declarations import Declaration, declare
 
 _OWN = "the model's metadata"
@@ -85,7 +88,8 @@ def read_class_names(model: onnx.ModelProto) -> dict[int, str]:
 def read_declaration(model: onnx.ModelProto, path: Path | None) -> Declaration:
     """Return what the model, and a `config.json` in the folder of `path`, declare of the outputs.
 
-    A file that cannot be read declares nothing: the outputs are then recognised by their form.
+    States of a recurrent model are declared by the names of its inputs and outputs. A file that
+    cannot be read declares nothing: the outputs are then recognised by their form.
     """
     metadata = ModelMetadata(properties={}, folder=_find_folder(path))
     config = {}
@@ -93,7 +97,10 @@ def read_declaration(model: onnx.ModelProto, path: Path | None) -> Declaration:
         text = metadata.read_exported(huggingface.TIMM_FILE)
         if text is not None:
             config = parse_object(text, huggingface.TIMM_FILE)
-    return declare(model, config, len(read_class_names(model)))
+    declaration = declare(model, config, len(read_class_names(model)))
+    inputs = [*map(make_spec, model.graph.input)]
+    outputs = [*map(make_spec, model.graph.output)]
+    return replace(declaration, states=find_states(inputs, outputs))
 
 
 def _find_folder(path: Path | None) -> Path | None:
