@@ -335,10 +335,10 @@ class Phase:
 
     Attributes:
         name: a word or two.
-        total: number of steps, or seconds if `timed`; None if unknown.
+        total: number of steps, or seconds if `counts_seconds`; None if unknown.
         unit: of the steps, in the plural.
-        about: whether `total` is an estimate.
-        timed: whether the phase lasts for `total` seconds.
+        is_estimate: whether `total` is an estimate.
+        counts_seconds: whether the phase lasts for `total` seconds.
         number: its position in the run, such as "3/7 "; "" for none.
         start: time of the run's clock, in seconds.
         done: steps done.
@@ -350,8 +350,8 @@ class Phase:
     name: str
     total: float | None = None
     unit: str = ""
-    about: bool = False
-    timed: bool = False
+    is_estimate: bool = False
+    counts_seconds: bool = False
     number: str = ""
     start: float = 0.0
     done: int = 0
@@ -363,26 +363,27 @@ class Phase:
         """Return the fraction done, 0 to 1; None if unknown."""
         if not self.total:
             return None
-        done = now - self.start if self.timed else self.done
+        done = now - self.start if self.counts_seconds else self.done
         return min(done / self.total, 1.0)
 
     def describe(self, now: float) -> str:
         """Return the phase's progress, such as "120 of 400 samples, 31 s left".
 
-        Without a known total, or for a `timed` phase, it is the time alone.
+        Without a known total, or for a phase that counts seconds, it is the time alone.
         """
         time_text = self._describe_time(now)
-        if self.timed or not self.done or self.total is None:
+        if self.counts_seconds or not self.done or self.total is None:
             return time_text
         steps = f"{self.done}"
-        if not self.about or self.done < self.total:  # an estimate that is reached was too low
+        is_too_low = self.is_estimate and self.done >= self.total
+        if not is_too_low:
             steps += f" of {self._about_text}{self.total:.0f}"
         return f"{steps} {self.unit}".rstrip() + f", {time_text}"
 
     @property
     def _about_text(self) -> str:
         """What stands before a number that follows from an estimated total."""
-        return "about " if self.about else ""
+        return "about " if self.is_estimate else ""
 
     def _describe_time(self, now: float) -> str:
         """Return the time left, such as "31 s left"; the time so far if that is unknown.
@@ -541,24 +542,29 @@ def phase(
     total: float | None = None,
     unit: str = "",
     *,
-    about: bool = False,
-    timed: bool = False,
+    is_estimate: bool = False,
+    counts_seconds: bool = False,
 ) -> Iterator[Step]:
     """Show a phase's progress while the body runs; yield the function that counts a step.
 
     Args:
         name: a word or two.
-        total: number of steps, or seconds if `timed`; None if unknown.
+        total: number of steps, or seconds if `counts_seconds`; None if unknown.
         unit: of the steps, in the plural.
-        about: whether `total` is an estimate.
-        timed: whether the phase lasts for `total` seconds; then it counts no steps.
+        is_estimate: whether `total` is an estimate.
+        counts_seconds: whether the phase lasts for `total` seconds; then it counts no steps.
     """
     reporter = _REPORTER.get()
     if reporter is None:
         yield lambda: None
         return
     new_phase = Phase(
-        name=name, total=total, unit=unit, about=about, timed=timed, start=reporter.clock()
+        name=name,
+        total=total,
+        unit=unit,
+        is_estimate=is_estimate,
+        counts_seconds=counts_seconds,
+        start=reporter.clock(),
     )
     reporter.enter(new_phase)
     try:
@@ -567,7 +573,7 @@ def phase(
         reporter.leave(new_phase)
 
 
-timed_phase = partial(phase, timed=True)
+timed_phase = partial(phase, counts_seconds=True)
 
 
 def say_progress(line: str) -> None:

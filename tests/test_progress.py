@@ -141,7 +141,7 @@ def test_quick_phases_print_after_10_s(plain_lines):
 
 
 def test_inner_phase_is_shown_within_outer(plain_lines):
-    outer = Phase(name="trials", total=10, start=0.0, about=True)
+    outer = Phase(name="trials", total=10, start=0.0, is_estimate=True)
     plain_lines.reporter.enter(outer)
     inner = Phase(name="timing", start=0.0)
     plain_lines.reporter.enter(inner)
@@ -162,8 +162,8 @@ def test_inner_phase_is_shown_within_outer(plain_lines):
         (Phase(name="a", total=4, unit="samples", start=0), 0, "8 s"),
         (Phase(name="a", total=4, unit="samples", start=0), 1, "1 of 4 samples, 24 s left"),
         (Phase(name="a", total=4, start=0), 4, "4 of 4, 8 s"),
-        (Phase(name="a", total=10, start=0, timed=True), 0, "2 s left"),
-        (Phase(name="a", total=6, start=0, timed=True), 0, "8 s"),
+        (Phase(name="a", total=10, start=0, counts_seconds=True), 0, "2 s left"),
+        (Phase(name="a", total=6, start=0, counts_seconds=True), 0, "8 s"),
     ],
 )
 def test_remaining_time_is_shown_when_known(phase_row, done, text):

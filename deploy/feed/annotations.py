@@ -227,7 +227,7 @@ def _read_yaml_labels(path: Path) -> Annotations:
             f"labels must be of boxes or outlines, {printable_name(path)} has key points"
             " (kpt_shape); leave the labels out"
         )
-    files = resolve_files(path, split="val").files
+    files = resolve_files(path, split="val").file_list
     image_paths = (os.path.abspath(file.path) for file in files)
     label_paths = list(dict.fromkeys(map(_label_path, image_paths)))  # a picture may be named twice
     existing_paths = list(filter(os.path.exists, label_paths))

@@ -169,7 +169,7 @@ class Dataset:
             holds_states, source = opener.find_all_inputs(source, files)
             if not holds_states:
                 opener = replace(opener, specs=recurrence.data_inputs, recurrence=recurrence)
-            elif recurrence.is_set:  # those in the samples are the states at a sequence's start
+            elif recurrence.is_set_by_user:  # the samples hold the states at a sequence's start
                 opener = replace(opener, recurrence=recurrence)
         return opener.open(source, files)
 
@@ -290,15 +290,16 @@ class _SourceOpener:
 
     def _open_images(self, files: SourceFiles) -> Feed:
         """Return the feed of images, or of a video: by default of one frame a second."""
-        add_input_files(len(files.files), files.files.path)  # so that no output overwrites one
-        resolved = self._resolve_preprocess()
+        # so that no output overwrites one
+        add_input_files(len(files.file_list), files.file_list.path)
+        preprocessing = self._resolve_preprocess()
         spec = self.specs[0]
-        preprocess = resolved.preprocess
+        preprocess = preprocessing.preprocess
         video = _open_video(files, spec, preprocess)
         if video is not None:
             return self._create_feed(
                 video,
-                resolved,
+                preprocessing,
                 kind="images",
                 notes=files.notes,
                 default_every=video.frames_per_second,
@@ -306,12 +307,12 @@ class _SourceOpener:
 
         if not self.dataset.skip_bad:  # a missing file is found now, not in the middle of the run
             shard_number, shard_count = self.choice.shard or (1, 1)  # shards count from 1
-            chosen, _ = self.choice.choose(len(files.files))
+            chosen, _ = self.choice.choose(len(files.file_list))
             shard_indices = chosen[shard_number - 1 :: shard_count]  # only these are read here
-            shard_files = (files.files[index] for index in shard_indices)
+            shard_files = (files.file_list[index] for index in shard_indices)
             check_present(shard_files, len(shard_indices), files.name)
-        source = ImageSource(files.files, spec, preprocess, self.dataset.max_pixels)
-        return self._create_feed(source, resolved, kind="images", notes=files.notes)
+        source = ImageSource(files.file_list, spec, preprocess, self.dataset.max_pixels)
+        return self._create_feed(source, preprocessing, kind="images", notes=files.notes)
 
     def _open_calibrator(self, script: CalibratorScript) -> Feed:
         if self.dataset.preprocess is not None:
@@ -326,17 +327,17 @@ class _SourceOpener:
 
         They are images if there is preprocessing.
         """
-        resolved = None
+        preprocessing = None
         kind = "arrays"
         items, has_end = iterate_items(source)
         if self.dataset.preprocess is not None:
-            resolved = self._resolve_preprocess()
+            preprocessing = self._resolve_preprocess()
             kind = "pictures in memory"
-            items = preprocess_items(items, resolved.preprocess, self.specs[0].dtype)
+            items = preprocess_items(items, preprocessing.preprocess, self.specs[0].dtype)
         opened = open_iterable(
             items, self.specs, has_end=has_end, limit=self.choice.required_samples
         )
-        return self._create_feed(opened, resolved, kind=kind)
+        return self._create_feed(opened, preprocessing, kind=kind)
 
     def _open_arrays(
         self, files: SourceFiles, specs: tuple[TensorSpec, ...], *, skip_bad: bool
@@ -351,15 +352,15 @@ class _SourceOpener:
         Raises:
             FeedError: a file does not fit the inputs, unless `skip_bad`; or there are no samples.
         """
-        first_file = files.files[0]
+        first_file = files.file_list[0]
         if files.folder is not None:
-            arrays = open_array_folder(files.folder, files.files, specs, skip_bad=skip_bad)
+            arrays = open_array_folder(files.folder, files.file_list, specs, skip_bad=skip_bad)
         # one file may hold all samples; a label in a list of files applies to a file's samples, and
         # a line of a file for each input is no path
-        elif len(files.files) == 1 and first_file.label is None and first_file.path.exists():
+        elif len(files.file_list) == 1 and first_file.label is None and first_file.path.exists():
             arrays = open_array_file(first_file.path, specs)
         else:
-            arrays = open_array_files(files.files, specs, files.name, skip_bad=skip_bad)
+            arrays = open_array_files(files.file_list, specs, files.name, skip_bad=skip_bad)
         return replace(arrays, notes=(*files.notes, *arrays.notes))
 
     def _resolve_preprocess(self) -> ResolvedPreprocess:
@@ -377,14 +378,14 @@ class _SourceOpener:
                 f"each image is a sample, the input {describe(spec)} takes {row_count} rows as one;"
                 " feed arrays of this shape, or set --batch-axis 0 if each row is a sample"
             )
-        resolved = resolve_preprocess(self.dataset.preprocess, self.metadata_preprocess, spec)
-        check_dtype(spec, resolved.preprocess)
-        return resolved
+        preprocessing = resolve_preprocess(self.dataset.preprocess, self.metadata_preprocess, spec)
+        check_dtype(spec, preprocessing.preprocess)
+        return preprocessing
 
     def _create_feed(
         self,
         source: SampleSource,
-        resolved: ResolvedPreprocess | None = None,
+        preprocessing: ResolvedPreprocess | None = None,
         *,
         kind: str = "arrays",
         notes: tuple[str, ...] = (),
@@ -394,7 +395,7 @@ class _SourceOpener:
 
         Args:
             source: all samples.
-            resolved: the preprocessing of images; None for arrays.
+            preprocessing: the preprocessing of images; None for arrays.
             kind: of the samples, as manifests store it.
             notes: on the source.
             default_every: default step N of "every N-th sample".
@@ -405,8 +406,8 @@ class _SourceOpener:
             batch = source.batch
             notes += source.notes
             specs = source.specs  # with what the samples show of their first dimension
-        if resolved is not None:
-            notes += resolved.notes
+        if preprocessing is not None:
+            notes += preprocessing.notes
 
         if self.recurrence is None:
             chosen, choice_notes = self.choice.choose(len(source), default_every=default_every)
@@ -423,10 +424,10 @@ class _SourceOpener:
             specs=specs,
             kind=kind,
             batch=batch,
-            preprocess=None if resolved is None else resolved.preprocess,
+            preprocess=None if preprocessing is None else preprocessing.preprocess,
             skip_bad=self.dataset.skip_bad,
             notes=notes,
-            origin="" if resolved is None else resolved.origin,
+            origin="" if preprocessing is None else preprocessing.origin,
         )
         if self.choice.shard is None:
             return feed
@@ -435,10 +436,10 @@ class _SourceOpener:
 
 def _open_video(files: SourceFiles, spec: TensorSpec, preprocess: Preprocess) -> VideoSource | None:
     """Return the source if the only file is a video, None if no file is a video."""
-    videos = [file for file in files.files if is_video(file.path)]
+    videos = [file for file in files.file_list if is_video(file.path)]
     if not videos:
         return None
-    if len(files.files) > 1 or videos[0].label is not None:
+    if len(files.file_list) > 1 or videos[0].label is not None:
         raise FeedError(
             f"a video is fed alone and without a label, got {printable_name(videos[0].name)} in"
             f" {files.name}; give it by itself, or its frames as images"

@@ -41,13 +41,13 @@ class SourceFiles:
     """Image files, or files of arrays.
 
     Attributes:
-        files: in the order in which they are fed.
+        file_list: the files, in the order in which they are fed.
         name: of all of them, in messages.
         folder: that holds them; None if the source was no folder.
         notes: for the user.
     """
 
-    files: FileList
+    file_list: FileList
     name: str
     folder: Path | None = None
     notes: tuple[str, ...] = ()
@@ -59,12 +59,12 @@ class SourceFiles:
         Raises:
             FeedError: some hold arrays and some are images.
         """
-        array_files = list(filter(is_array_file, self.files.names))
-        if array_files and len(array_files) < len(self.files):
+        array_files = list(filter(is_array_file, self.file_list.names))
+        if array_files and len(array_files) < len(self.file_list):
             raise FeedError(
                 f"{self.name} must be of images or of arrays, got {len(array_files)} of"
-                f" {len(self.files)} with arrays: {summarize_names(array_files)}; leave one kind"
-                " out"
+                f" {len(self.file_list)} with arrays: {summarize_names(array_files)}; leave one"
+                " kind out"
             )
         return bool(array_files)
 
@@ -218,7 +218,7 @@ def _list_yaml_images(path: Path, split: Split) -> FileList:
     files = FileList(path.parent)
     for source in image_sources:
         source_path = _locate_yaml_images(path, data.path or "", source)
-        for file in resolve_files(source_path).files:
+        for file in resolve_files(source_path).file_list:
             files.add(os.path.relpath(file.path, path.parent))
     return files
 
@@ -324,7 +324,7 @@ def label_by_folder(files: SourceFiles) -> SourceFiles:
         FeedError: the source is no folder, a file is in no subfolder, or there are fewer than two.
     """
     subfolders = []  # the topmost folder of each file; "" for a file in none
-    for name in files.files.names:
+    for name in files.file_list.names:
         folder, separator, _ = name.partition("/")
         subfolders.append(folder if separator else "")
     classes: list[str] = []
@@ -339,9 +339,9 @@ def label_by_folder(files: SourceFiles) -> SourceFiles:
         )
     label_by_class = {name: label for label, name in enumerate(classes)}
     labels = map(label_by_class.__getitem__, subfolders)
-    labelled_files = FileList(files.folder, files.files.names, labels)
+    labelled_files = FileList(files.folder, files.file_list.names, labels)
     note = f"labels by folder: {len(classes)} classes, 0 is {printable_name(classes[0])}"
-    return replace(files, files=labelled_files, notes=(*files.notes, note))
+    return replace(files, file_list=labelled_files, notes=(*files.notes, note))
 
 
 DTYPES = (
@@ -409,7 +409,7 @@ def _is_raw_shape(shape: object) -> bool:
 def with_same_format(raw: RawFiles, path: str) -> RawFiles | str:
     """Return another path with the same shape and dtype if it has raw files; else the path."""
     try:
-        files = resolve_files(Path(path)).files
+        files = resolve_files(Path(path)).file_list
     except FeedError:  # opening the path will report the error
         return path
     if not all(map(is_raw_file, files.names)):
@@ -423,7 +423,7 @@ def refuse_files_with_header(files: SourceFiles) -> None:
     Raises:
         ConfigError: a file is neither .bin nor .raw.
     """
-    names = [name for name in files.files.names if not is_raw_file(name)]
+    names = [name for name in files.file_list.names if not is_raw_file(name)]
     if names:
         raise ConfigError(
             "a raw shape and dtype apply to .bin and .raw files, got"

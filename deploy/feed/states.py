@@ -52,14 +52,15 @@ class Recurrence:
         outputs: names of its outputs.
         states: state input -> the output that the next step gets there.
         run: runs the float model on one step.
-        is_set: whether the user named the states; else they hold only for samples without them.
+        is_set_by_user: whether the user named the states; else they hold only for samples without
+            them.
     """
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[str, ...]
     states: States
     run: StepFunction
-    is_set: bool = False
+    is_set_by_user: bool = False
 
     def with_states(self, states: States) -> "Recurrence":
         """Return the model's recurrence with the states that the user named, not those found.
@@ -81,7 +82,7 @@ class Recurrence:
             raise ConfigError(
                 f"an input must remain for the samples, got all of them as states: {sorted(states)}"
             )
-        return replace(self, states=dict(states), is_set=True)
+        return replace(self, states=dict(states), is_set_by_user=True)
 
     @property
     def data_inputs(self) -> tuple[TensorSpec, ...]:

@@ -250,16 +250,17 @@ class _Int8Flow:
 
     Attributes:
         reasons: node -> why it stays float; changes while the nodes are asked one by one.
-        int8_outputs: tensors that an int8 node makes or a heavy one reads, and those that float
+        int8_tensors: tensors that an int8 node makes or a heavy one reads, and those that float
             nodes which pass int8 on make of them.
-        int8_reads: tensors that an int8 node reads, and what such float nodes make them of.
+        tensors_read_in_int8: tensors that an int8 node reads, and what such float nodes make them
+            of.
     """
 
     graph: Graph
     placement: Placement
     reasons: Mapping[str, str]
-    int8_outputs: set[str] = field(default_factory=set)
-    int8_reads: set[str] = field(default_factory=set)
+    int8_tensors: set[str] = field(default_factory=set)
+    tensors_read_in_int8: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         """Find the tensors around int8 nodes, and those beyond float nodes that pass int8 on."""
@@ -273,23 +274,23 @@ class _Int8Flow:
         # goes upstream
         passing_nodes = [node for node in graph.nodes if _passes_int8(graph, placement, node)]
         for node in passing_nodes:
-            if self.int8_outputs.issuperset(graph.data_inputs(node)):
-                self.int8_outputs.update(node.output)
+            if self.int8_tensors.issuperset(graph.data_inputs(node)):
+                self.int8_tensors.update(node.output)
         for node in reversed(passing_nodes):
-            if not self.int8_reads.isdisjoint(node.output):
-                self.int8_reads.update(graph.data_inputs(node))
+            if not self.tensors_read_in_int8.isdisjoint(node.output):
+                self.tensors_read_in_int8.update(graph.data_inputs(node))
 
     def _add_int8_node(self, node: onnx.NodeProto) -> None:
         """Add the tensors around a node that runs in int8."""
         graph = self.graph
-        self.int8_reads.update(graph.data_inputs(node))
-        self.int8_outputs.add(graph.tail(node))  # behind its Relu, Clip or bias Add
+        self.tensors_read_in_int8.update(graph.data_inputs(node))
+        self.int8_tensors.add(graph.tail(node))  # behind its Relu, Clip or bias Add
         if node.op_type in self.placement.heavy:  # it quantizes its inputs itself
-            self.int8_outputs.update(graph.data_inputs(node))
+            self.int8_tensors.update(graph.data_inputs(node))
         elif node.op_type == "Split":
-            self.int8_outputs.update(node.output)
-            if not self.int8_reads.isdisjoint(node.output):
-                self.int8_reads.add(graph.tail(node))
+            self.int8_tensors.update(node.output)
+            if not self.tensors_read_in_int8.isdisjoint(node.output):
+                self.tensors_read_in_int8.add(graph.tail(node))
 
     def find_stranded_reason(self, node: onnx.NodeProto) -> str:
         """Return why a node gains nothing from int8 among its neighbours; "" if it gains.
@@ -301,14 +302,14 @@ class _Int8Flow:
         graph = self.graph
         placement = self.placement
         precision = placement.precision_name
-        if placement.float_after_concat and reads_float_concat(graph, node, self.int8_outputs):
+        if placement.float_after_concat and reads_float_concat(graph, node, self.int8_tensors):
             return f"it reads a Concat whose inputs are not all {precision}"
         if node.op_type in placement.heavy:
             return ""
         if placement.runs_on_onnxruntime:
-            has_int8_inputs = self.int8_outputs.issuperset(graph.data_inputs(node))
+            has_int8_inputs = self.int8_tensors.issuperset(graph.data_inputs(node))
         else:  # TensorRT, which fuses a residual Add into the layer that makes one of its inputs
-            has_int8_inputs = reads_int8(graph, node, self.int8_outputs, placement.heavy)
+            has_int8_inputs = reads_int8(graph, node, self.int8_tensors, placement.heavy)
         if not has_int8_inputs:
             return f"an input of it is not {precision}"
         # for TensorRT: such as an average pool whose input a float Mul reads too
@@ -316,7 +317,7 @@ class _Int8Flow:
             return "its input is read in float too"
         # the output of the Relu, Clip or bias Add that is fused into the node, if there is one
         fused_output = graph.tail(node)
-        if fused_output not in self.int8_reads:
+        if fused_output not in self.tensors_read_in_int8:
             return f"nothing after it runs in {precision}"
         return ""
 
