@@ -138,6 +138,13 @@ def test_wrappers_are_removed_and_torchscript_named(refusal):
         plain_copy(nn.Sequential(model, torch.jit.script(nn.ReLU())))
 
 
+@pytest.mark.parametrize("use", [trace, plain_copy, lambda model: export(model, [X])])
+def test_names_of_torch_fx_are_refused(use):
+    model = module(lambda self, x: self.meta(x), meta=net())
+    with pytest.raises(ModelError, match="a part 'meta'"):
+        use(model)
+
+
 def test_reused_layer_has_one_range():
     head = nn.Sequential(nn.Conv2d(3, 2, 1))
     model = module(lambda self, x: (self.head(x), self.head(10 * x)), head=head)

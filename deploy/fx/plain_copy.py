@@ -30,9 +30,11 @@ def plain_copy(model: nn.Module) -> nn.Module:
     its mode, train or eval.
 
     Raises:
-        ModelError: see `unwrap`; or the model cannot be copied, or has NaN among its weights.
+        ModelError: see `unwrap`; or the model cannot be copied, has NaN among its weights, or a
+            part with a name that torch.fx needs.
     """
     model = unwrap(model)
+    refuse_reserved_names(model)
     refuse_nan(model)
     # id of a weight that a hook computes -> its copy, as torch copies no tensor with a gradient
     copied_weights: dict[int, Any] = {}
@@ -183,6 +185,16 @@ def tensor_of(model: nn.Module, name: object) -> Any:
 
 
 _EXPORTED = "give the module that the program was exported from"
+
+
+def refuse_reserved_names(model: nn.Module) -> None:
+    """Raise `ModelError` if the model has a part named as `fx.GraphModule` needs."""
+    for name in ("code", "graph", "meta"):
+        if isinstance(getattr(model, name, None), nn.Module | torch.Tensor):
+            raise ModelError(
+                "torch.fx needs the names code, graph and meta for itself, got a model with a"
+                f" part '{name}'; rename self.{name}, and its weights in the state dict"
+            )
 
 
 def refuse_nan(model: nn.Module) -> None:

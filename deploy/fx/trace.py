@@ -32,7 +32,7 @@ from torch.fx.proxy import TracerBase
 from deploy.errors import ConfigError, ModelError
 from deploy.fx.model_inputs import input_names
 from deploy.fx.norms import is_frozen_norm
-from deploy.fx.plain_copy import replace_submodule, unwrap
+from deploy.fx.plain_copy import refuse_reserved_names, replace_submodule, unwrap
 from deploy.fx.source import user_code_line
 
 Function = Callable[..., Any]
@@ -169,6 +169,7 @@ def trace(
         ModelError: the model cannot be traced; the message names module, file, line and remedies.
     """
     model = unwrap(model)
+    refuse_reserved_names(model)
     _check_leaves(model, leaves)
     tracer = LeafTracer(leaves, wrap)
     try:
