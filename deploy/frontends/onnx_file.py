@@ -85,7 +85,10 @@ _RECURRENT = ("LSTM", "GRU", "RNN")
 
 
 def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> LoadedModel:
-    """Load an ONNX file, or a copy of a model in memory; see `deploy.frontends.load`.
+    """Load and clean an ONNX file, or a copy of a model in memory.
+
+    `fold_batchnorm`: whether to fold BatchNormalization, and Mul and Add with constants per
+    channel, into the layers before them.
 
     Raises:
         ModelError: says what is wrong with the model and what to do.
@@ -136,7 +139,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         had_integer_weights=integer_weights_note != "",
         was_training=cleaned.was_training,
         training_notes=cleaned.training_notes,
-        was_newer=cleaned.was_newer or kernel_note != "",
+        was_newer=cleaned.was_newer or kernel_note != "",  # operators without a kernel are new
     )
     return loaded.with_inputs(_mark_inputs(model, inputs, outputs))
 

@@ -48,7 +48,7 @@ def find_state_dict(content: Any, path: Path, model: nn.Module) -> Mapping[str, 
         )
     states = []
     for key, state in _find_states(content):
-        weights = strip_prefix(state, model)
+        weights = _strip_prefix(state, model)
         if _has_names(weights, model):
             states.append((key, weights))
     states = states or list(_find_states(content, STATE_DICT_KEYS))
@@ -96,7 +96,9 @@ def _find_states(
             yield from _find_states(part, usual_keys, part_path, depth - 1)
 
 
-def strip_prefix(state: Mapping[str, torch.Tensor], model: nn.Module) -> Mapping[str, torch.Tensor]:
+def _strip_prefix(
+    state: Mapping[str, torch.Tensor], model: nn.Module
+) -> Mapping[str, torch.Tensor]:
     """Return the model's weights from a state dict in which a wrapper put a prefix on their names.
 
     DataParallel adds `module.`, torch.compile `_orig_mod.`, a training module the name of its
@@ -173,7 +175,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
         SdkMissingError: safetensors is needed and not installed.
     """
     content = read_safetensors(path) if path.suffix == ".safetensors" else read_tensors(path)
-    state = strip_prefix(find_state_dict(content, path, model), model)
+    state = find_state_dict(content, path, model)
     _refuse_casts(state, model, path)
     try:
         model.load_state_dict(state)
