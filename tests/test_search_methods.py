@@ -115,3 +115,47 @@ def test_next_target_finds_another_noisy_layer():
     measure_layers(FIRST_NOISY_LAYERS, "mse", shared)
     found, _ = measure_layers({"/c40"}, "minmax", shared)
     assert found == {"/c40"}
+
+
+class OutlierProber:
+    """A prober of 16 layers; the first has a few huge values, which percentile clips.
+
+    In int8 that layer loses nearly all without clipping; clipping makes every other layer noisier.
+    """
+
+    def noises(self, choices):
+        noises = []
+        for trial_choices in choices:
+            int8_nodes = [name for name in LAYERS[:16] if name not in trial_choices.float_nodes]
+            noises.append(self.noise(trial_choices.method, int8_nodes))
+        return noises
+
+    def isolated_noises(self, trials, int8_nodes):
+        methods = [trial.method for trial in trials]
+        return [self.noise(*pair) for pair in zip(methods, int8_nodes, strict=True)]
+
+    def noise(self, method, int8_nodes):
+        is_clipped = method.label == "percentile 99.99"
+        power = 0.0
+        for name in int8_nodes:
+            if name == LAYERS[0]:
+                power += 0.003 if is_clipped else 0.1
+            else:
+                power += 0.002 if is_clipped else 0.0002
+        return Noise({"y": np.array([power])})
+
+
+def test_a_layer_with_huge_values_does_not_choose_the_method_of_all_others():
+    layers = LAYERS[:16]
+    units = Units(members={name: (name,) for name in layers}, borders=(), layers=layers)
+    search = Search(
+        prices=Prices(units=units, unit_prices=dict.fromkeys(layers, (0.7, 1.0)), conversions={}),
+        prober=OutlierProber(),
+        methods=[Method.of("percentile", {}), Method.of("minmax", {})],
+        effort=EFFORTS[1],
+    )
+    search.run()
+    assert search.settled_method == "minmax"
+    assert search.best.in_float == {LAYERS[0]}
+    all_in_int8 = [trial for trial in search.trial_by_key.values() if not trial.in_float]
+    assert min(all_in_int8, key=lambda trial: trial.loss).choices.method.label != "minmax"
