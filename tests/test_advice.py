@@ -8,7 +8,7 @@ import pytest
 from deploy.calibration.sample_checks import HalvesAgreement
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.latency import SpeedUp
-from deploy.pipeline.results import with_followed_advice
+from deploy.pipeline.results import compare_with_earlier
 from deploy.report import Report, to_screen
 from deploy.report.parts import (
     CalibrationPart,
@@ -205,34 +205,34 @@ def test_steps_for_a_doubtful_engine_never_repeat():
     """Each step is followed, and the engine stays doubtful."""
     front = DETECTOR[1:3]
     few = {"boxes": 30, "samples": 20, "front": front, "split_number": 2}
-    report = with_followed_advice(detector("doubtful", **few), None)
+    report = compare_with_earlier(detector("doubtful", **few), None)
     images = f"with the present images and 7 more photos with objects: {BUILD}"
     assert first_step(report) == f"{images} --images FOLDER"
 
-    report = with_followed_advice(
+    report = compare_with_earlier(
         detector("doubtful", **few | {"boxes": 35, "samples": 27}), report
     )
     assert first_step(report) == f"with other images to judge by: {BUILD} --eval-images FOLDER"
 
     own = few | {"has_evaluation": True, "boxes": 60}
-    report = with_followed_advice(detector("doubtful", **own), report)
+    report = compare_with_earlier(detector("doubtful", **own), report)
     assert first_step(report) == f"for 27 of 28 boxes at about 1.36x: {BUILD} --split 3"
 
     own["split_number"] = 3
-    report = with_followed_advice(detector("doubtful", **own, has_method=True), report)
+    report = compare_with_earlier(detector("doubtful", **own, has_method=True), report)
     line = "without the line of method in o/calib8.toml"
     assert first_step(report) == f"{line}: {BUILD} --effort 1"
 
-    report = with_followed_advice(detector("doubtful", **own), report)
+    report = compare_with_earlier(detector("doubtful", **own), report)
     assert first_step(report) == f"{BUILD} --prefer accuracy --effort 2"
 
     more = own | {"prefer": "accuracy", "is_module": True}
     searched = detector("doubtful", **more)
     request = replace(searched.request, effort={"tensorrt": 2})
-    report = with_followed_advice(replace(searched, request=request), report)
+    report = compare_with_earlier(replace(searched, request=request), report)
     assert first_step(report) == "train it with int8: calib8.torch.qat or `calib8 qat`"
 
-    report = with_followed_advice(detector("doubtful", **own, prefer="accuracy"), report)
+    report = compare_with_earlier(detector("doubtful", **own, prefer="accuracy"), report)
     assert first_step(report) == "use the float model: m.onnx"
 
 
@@ -265,10 +265,48 @@ def test_missed_limit_of_the_user_asks_for_another_split_alone():
     assert first_step(detector("unusable", split_number=4, **front)) == "calib8 explain o"
 
 
+def test_worse_build_names_the_split_of_the_one_before():
+    before = compare_with_earlier(detector("doubtful", 56, front=DETECTOR, split_number=3), None)
+    worse = compare_with_earlier(detector("doubtful", 53, front=DETECTOR, split_number=4), before)
+    assert first_step(worse) == f"as before: {BUILD} --split 3"
+    text = " ".join(to_screen(worse).split())
+    assert "tensorrt: worse than the build before it in this folder, doubtful: 56 of 60" in text
+
+
+def test_worse_build_of_another_search_has_no_split_to_name():
+    before = compare_with_earlier(detector("good", 60, front=DETECTOR[:3], split_number=3), None)
+    other_front = tuple(replace(row, time=row.time + 0.2) for row in DETECTOR)
+    worse = compare_with_earlier(
+        detector("doubtful", 53, front=other_front, split_number=2), before
+    )
+    assert "worse than the build before it in this folder" in " ".join(to_screen(worse).split())
+    assert "as before" not in first_step(worse)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"kept": 58},  # better
+        {"kept": 1110, "boxes": 1200},  # the same but for chance
+        {"split_number": 1},  # a trade: faster, and fewer boxes
+        {"boxes": 61},  # judged by other images
+    ],
+)
+def test_build_that_is_not_worse_says_nothing(changed):
+    boxes = {"kept": 1120, "boxes": 1200} if changed.get("boxes") == 1200 else {"kept": 56}
+    before = compare_with_earlier(
+        detector("doubtful", front=DETECTOR, split_number=3, **boxes), None
+    )
+    fields = {"kept": 53, "split_number": 4, "front": DETECTOR, **changed}
+    report = compare_with_earlier(detector("doubtful", **fields), before)
+    assert report.earlier == ()
+    assert "as before" not in first_step(report)
+
+
 def test_same_build_again_has_the_same_report():
-    first = with_followed_advice(detector("doubtful", front=DETECTOR, split_number=3), None)
+    first = compare_with_earlier(detector("doubtful", front=DETECTOR, split_number=3), None)
     assert (
-        with_followed_advice(detector("doubtful", front=DETECTOR, split_number=3), first) == first
+        compare_with_earlier(detector("doubtful", front=DETECTOR, split_number=3), first) == first
     )
 
 

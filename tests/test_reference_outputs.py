@@ -15,7 +15,7 @@ from deploy.feed.feed import open_feed
 from deploy.frontends import load
 from deploy.runtimes.ort import OrtSession
 from deploy.targets import OnnxRuntime
-from deploy.tuning import search_options
+from deploy.tuning import search_options, search_samples
 from tests.models import as_float32, make_model, make_node, save_net
 
 
@@ -62,6 +62,18 @@ def test_build_runs_every_image_once(model, tmp_path):
     assert accuracy["samples"] == 100
     (note,) = (n for n in notes if "accuracy was measured" in n)
     assert "inner tensors on 4 of these" in note
+
+
+@pytest.mark.slow
+def test_search_outputs_are_not_computed_again(model, tmp_path, monkeypatch):
+    searched = {"targets": ["onnxruntime", "ascend"], "tuning": search_options.Tuning()}
+    work, _, accuracy = build_and_report(model, images(60), tmp_path / "o", **searched)
+    monkeypatch.setattr(search_samples, "MOST_OUTPUT_BYTES", 0)  # no sample fits
+    full_work, _, full_accuracy = build_and_report(model, images(60), tmp_path / "p", **searched)
+    assert set(full_work["engine_runs"].values()) == {60}
+    # a good split is judged on 48 samples, and the other 12 remain
+    assert work["engine_runs"] == {"onnxruntime": 12, "ascend": 12}
+    assert accuracy == full_accuracy
 
 
 def test_closed_session_is_opened_again(model):

@@ -17,6 +17,7 @@ from calib8 import build
 from deploy.calibration.reference_outputs import open_single_thread
 from deploy.errors import ExportError
 from deploy.feed.preprocess import Preprocess
+from deploy.pipeline import evaluate, measure
 from deploy.runtimes.ort import OrtSession
 from deploy.targets import TensorRT
 from deploy.targets.tensorrt import trtexec
@@ -157,6 +158,22 @@ def test_typed_model_agrees_at_extreme_scales(tmp_path):
         for name in outputs:
             largest = np.abs(expected[name]).max()
             assert np.abs(actual[name] - expected[name]).max() < 0.03 * largest, name
+
+
+@pytest.mark.slow
+def test_search_judges_the_models_that_are_evaluated(small_cnn, pictures, tmp_path, monkeypatch):
+    """Their outputs are stored for the evaluation; those of the Q/DQ model would not fit."""
+    stored_targets = set()
+
+    def find_stored_outputs(*arguments):
+        stored = evaluate.find_stored_outputs(*arguments)
+        stored_targets.update(stored)
+        return stored
+
+    monkeypatch.setattr(measure, "find_stored_outputs", find_stored_outputs)
+    options = {"targets": "tensorrt", "preprocess": UNIT, "duration_s": 0}
+    build(small_cnn, pictures, out=tmp_path / "out", **options)
+    assert stored_targets == {"tensorrt"}
 
 
 def initializers(path):

@@ -11,7 +11,7 @@ So memory use does not depend on the outputs' size or the number of samples.
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -200,16 +200,31 @@ def _find_float16_outputs(model: onnx.ModelProto) -> set[str]:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineOutputs:
+    """Outputs of an int8 model that a search ran, so that the evaluation need not run it again.
+
+    Attributes:
+        digest: `model_digest` of the int8 model.
+        by_key: its outputs, by sample key; of some evaluation samples.
+    """
+
+    digest: str
+    by_key: SampleCache
+
+
+@dataclass(frozen=True, slots=True)
 class EvaluationSet:
-    """The evaluation samples and the float model's outputs for them.
+    """The evaluation samples and the outputs of models for them.
 
     Attributes:
         subset: the evaluation samples.
         outputs: the float model's outputs, by sample key.
+        engine_outputs: target -> outputs of the int8 model that its search chose.
     """
 
     subset: EvaluationSubset
     outputs: ReferenceOutputs
+    engine_outputs: dict[str, EngineOutputs] = field(default_factory=dict)
 
     def samples_with_outputs(self, limit: int) -> Iterator[tuple[Sample, Mapping[str, Array]]]:
         """Yield (sample, its float outputs) of at most `limit` samples, spread over all."""

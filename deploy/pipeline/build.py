@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from deploy.calibration.calibration_result import CalibrationResult, keep_float_layers
 from deploy.calibration.cluster_jobs import Cluster
 from deploy.calibration.reuse import CachePolicy, as_policy
-from deploy.errors import ConfigError
+from deploy.errors import Calib8Error, ConfigError
 from deploy.feed.batch_axis import batch_inputs
 from deploy.feed.evaluation import ImageLabels, to_labels
 from deploy.feed.feed import Dataset, FeedSource, to_dataset
@@ -44,7 +44,7 @@ from deploy.pipeline.evaluate import CALIBRATION_SAMPLES
 from deploy.pipeline.measure import ALL_CALIBRATED, Figures, list_engines, measure_engines
 from deploy.pipeline.readings import find_better_reading
 from deploy.pipeline.results import build_origin, publish_build, write_report
-from deploy.pipeline.target_builds import build_targets, discard_failed, search_targets
+from deploy.pipeline.target_builds import build_targets, discard_failed, search_targets, with_log
 from deploy.report import Report
 from deploy.report.parts import EngineRow, RequestPart
 from deploy.report.verdict import Gates
@@ -221,7 +221,7 @@ def build_with(
             unrepaired_model=build.loaded.model if build.duration_s > 0 else None,
             cpu=options.tuning.cpu,
         )
-        figures = _measure(build, calibration, results)
+        figures = _measure(build, calibration, results, stage)
         results = discard_failed(results, figures.failures, stage)
 
         saved_model = _save_model(build, stage)
@@ -406,13 +406,13 @@ def _plan_targets(
 
 
 def _measure(
-    build: PreparedBuild, calibration: CalibrationResult, results: Sequence[BuildResult]
+    build: PreparedBuild, calibration: CalibrationResult, results: list[BuildResult], stage: Stage
 ) -> Figures:
     """Return speed and accuracy of the engines; without images, their files alone."""
     if build.dataset is None:
         figures = list_engines(build.reference, results)
     else:
-        figures = _measure_on_images(build, calibration, results)
+        figures = _measure_on_images(build, calibration, results, stage)
 
     # how many of the images that were measured on had calibrated; for a Q/DQ model none did
     evaluation = build.evaluation
@@ -430,30 +430,55 @@ def _measure(
 
 
 def _measure_on_images(
-    build: PreparedBuild, calibration: CalibrationResult, results: Sequence[BuildResult]
+    build: PreparedBuild, calibration: CalibrationResult, results: list[BuildResult], stage: Stage
 ) -> Figures:
     """Return speed and accuracy of all engines on the evaluation images.
 
     They are compared with the model that was calibrated, whose outputs are stored for some
     calibration samples; engines of a Q/DQ model with its float reference.
+
+    An unexpected exception is a fault of calib8. Each target is then measured alone: those that
+    raise it again have failed, and the others are measured together without them.
     """
     float_model = build.reference
     observed_outputs = None
     if build.loaded.qdq is None:
         float_model = calibration.loaded
         observed_outputs = calibration.evaluation_set.outputs
-    return measure_engines(
+    measure = partial(
+        measure_engines,
         float_model,
-        build.options.targets,
-        results,
         calibration=calibration.evaluation_set.subset,
         evaluation=build.evaluation,
         objects=build.annotated_objects,
         metric=build.metric,
         observed_outputs=observed_outputs,
-        duration_s=build.duration_s,
+        engine_outputs=calibration.evaluation_set.engine_outputs,
         threads=build.options.calibration.workers,
     )
+    targets = build.options.targets
+    try:
+        return measure(targets, results, duration_s=build.duration_s)
+    except (Calib8Error, MemoryError, OSError):
+        raise
+    except Exception:
+        failures: dict[str, str] = {}  # target -> its error when it is measured alone
+        for target, result in zip(targets, results, strict=True):
+            try:
+                measure([target], [result], duration_s=0)
+            except Exception as error:
+                failures[target.name] = str(with_log(error, build.loaded.name, stage))
+        if not failures or len(failures) == len(targets):  # then no target is the cause
+            raise
+
+    # a target that failed has no files to measure
+    measurable_results = []
+    for result in results:
+        if result.target in failures:
+            result = BuildResult(target=result.target, error=failures[result.target])
+        measurable_results.append(result)
+    figures = measure(targets, measurable_results, duration_s=build.duration_s)
+    return replace(figures, failures={**figures.failures, **failures})
 
 
 def _evaluation_notes(

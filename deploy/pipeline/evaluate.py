@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deploy.calibration.reference_outputs import (
+    EngineOutputs,
     ReferenceOutputs,
     open_single_thread,
 )
@@ -25,9 +26,11 @@ from deploy.errors import BackendError, ModelError
 from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.parallel import Sample, run_in_order
 from deploy.feed.pixels import shrink_image
+from deploy.feed.sample_reader import SampleCache
 from deploy.feed.samples import Feed
 from deploy.feed.states import OwnStates
 from deploy.frontends import LoadedModel
+from deploy.frontends.base import model_digest
 from deploy.frontends.onnx_reader import read_model
 from deploy.graph.edit import (
     append_outputs,
@@ -181,6 +184,30 @@ def find_candidates(
     return candidates, failures
 
 
+def find_stored_outputs(
+    results: Sequence[BuildResult],
+    candidates: Mapping[str, Session],
+    engine_outputs: Mapping[str, EngineOutputs],
+) -> dict[str, SampleCache]:
+    """Return target -> outputs of its candidate that its search has stored, by sample key.
+
+    Args:
+        results: files of each target.
+        candidates: name -> session to evaluate; those that are not ONNX Runtime's give other
+            numbers than the search had.
+        engine_outputs: target -> outputs of the int8 model that its search chose.
+    """
+    stored_outputs = {}
+    for result in results:
+        outputs = engine_outputs.get(result.target)
+        runs_in_ort = isinstance(candidates.get(result.target), OrtSession)
+        if outputs is None or result.runnable is None or not runs_in_ort:
+            continue
+        if model_digest(read_model(result.runnable)) == outputs.digest:
+            stored_outputs[result.target] = outputs.by_key
+    return stored_outputs
+
+
 def compare_sessions(
     reference: Session, candidate: Session, feed: Feed, metric: Metric | None = None
 ) -> Accuracy:
@@ -275,6 +302,7 @@ def evaluate(
     candidates: Mapping[str, Session],
     evaluation: Evaluation,
     *,
+    stored_outputs: Mapping[str, SampleCache],
     threads: int,
 ) -> EvaluationResult:
     """Run all candidates over the evaluation samples, and compare with the float model.
@@ -283,12 +311,13 @@ def evaluate(
         reference: outputs of the float model.
         candidates: name -> session that is evaluated.
         evaluation: the samples, and how they are compared.
+        stored_outputs: candidate -> its outputs that are known already, by sample key.
         threads: samples that run in parallel.
     """
     if not candidates:
         return EvaluationResult()
     earlier_runs = reference.runs
-    evaluation_pass = _EvaluationPass(reference, candidates, evaluation)
+    evaluation_pass = _EvaluationPass(reference, candidates, evaluation, stored_outputs)
     feed = evaluation.feed
     with phase("accuracy", len(feed), "samples") as show_progress, feed.samples() as samples:
 
@@ -309,16 +338,20 @@ class _SampleOutputs:
     """One sample's outputs: the float model's and each candidate's.
 
     Attributes:
+        key: of the sample among stored outputs.
         sample: the inputs.
         sequence: number of the sequence that the sample is a step of.
         reference: the float model's outputs.
         candidates: the outputs of each candidate.
+        runs: the candidates that were run for them; the outputs of others were stored.
     """
 
+    key: int
     sample: Sample
     sequence: int
     reference: Mapping[str, Array]
     candidates: dict[str, Mapping[str, Array]] = field(default_factory=dict)
+    runs: list[str] = field(default_factory=list)
 
 
 class _EvaluationPass:
@@ -329,11 +362,13 @@ class _EvaluationPass:
         reference: ReferenceOutputs,
         candidates: Mapping[str, Session],
         evaluation: Evaluation,
+        stored_outputs: Mapping[str, SampleCache],
     ) -> None:
         """Start with no samples; the arguments are those of `evaluate`."""
         self._reference = reference
         self._candidates = candidates
         self._evaluation = evaluation
+        self._stored_outputs = stored_outputs
         self._result = EvaluationResult()
         # a recurrent model hands states on from sample to sample: each candidate gets its own, and
         # drops them when the next sequence begins (is_one_pass)
@@ -353,7 +388,7 @@ class _EvaluationPass:
         reference_outputs = self._reference.get(key, sample)
         feed = self._evaluation.feed
         sequence = feed.sequence_of(feed.sample_key(number)) if feed.states else 0
-        outputs = _SampleOutputs(sample, sequence, reference_outputs)
+        outputs = _SampleOutputs(key, sample, sequence, reference_outputs)
         self._run_candidates(outputs, on_device=False)
         return outputs
 
@@ -365,7 +400,7 @@ class _EvaluationPass:
         may show are stored.
         """
         self._run_candidates(outputs, on_device=True)
-        self._result.engine_runs.update(outputs.candidates.keys())
+        self._result.engine_runs.update(outputs.runs)
         for name, comparison in self._comparisons.items():
             if name in outputs.candidates:  # else it failed
                 comparison.add(
@@ -387,12 +422,19 @@ class _EvaluationPass:
             is_on_device = not isinstance(session, OrtSession)
             if is_on_device != on_device or name in self._result.failures:
                 continue
+            stored_outputs = self._stored_outputs.get(name)
+            known_outputs = None if stored_outputs is None else stored_outputs.get(outputs.key)
+            if known_outputs is not None:
+                outputs.candidates[name] = known_outputs
+                continue
             try:
                 outputs.candidates[name] = self._own_states[name].run(
                     session, outputs.sample, outputs.sequence
                 )
             except BackendError as error:
                 self._result.failures[name] = str(error)
+            else:
+                outputs.runs.append(name)
 
     def finish(self) -> EvaluationResult:
         """Return the figures of the candidates that did not fail, and their examples."""

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from deploy.calibration.reference_outputs import (
+    EngineOutputs,
     ReferenceOutputs,
     open_single_thread,
     outputs_match,
@@ -35,6 +36,7 @@ from deploy.pipeline.evaluate import (
     compare_inner_tensors,
     evaluate,
     find_candidates,
+    find_stored_outputs,
 )
 from deploy.pipeline.float_reference import read_float_model
 from deploy.report.figures import compare_with_plan
@@ -95,6 +97,7 @@ def measure_engines(
     objects: GroundTruth | None,
     metric: Metric | None = None,
     observed_outputs: ReferenceOutputs | None = None,
+    engine_outputs: Mapping[str, EngineOutputs] | None = None,
     duration_s: float,
     threads: int,
 ) -> Figures:
@@ -113,6 +116,8 @@ def measure_engines(
         metric: what the user set to evaluate by.
         observed_outputs: stored outputs of the float model on the calibration samples; None if
             another model was observed than the one loaded.
+        engine_outputs: target -> outputs of its int8 model on calibration samples, which its search
+            has stored; None for none.
         duration_s: seconds of latency runs a model; 0 leaves them out.
         threads: threads inside one inference.
 
@@ -146,6 +151,8 @@ def measure_engines(
         target_engines,
         reference,
         samples,
+        # the search ran calibration samples: its outputs are of no use for evaluation samples
+        engine_outputs=engine_outputs if evaluation is None and engine_outputs else {},
         threads=threads,
     )
     failures |= evaluation_result.failures
@@ -239,6 +246,7 @@ def _measure_accuracy(
     reference: ReferenceOutputs,
     samples: Evaluation,
     *,
+    engine_outputs: Mapping[str, EngineOutputs],
     threads: int,
 ) -> tuple[InnerTensors, EvaluationResult]:
     """Compare the engines with the float model: inner tensors, then the outputs.
@@ -249,6 +257,7 @@ def _measure_accuracy(
         target_engines: the engines that were opened.
         reference: outputs that those of the engines are compared with.
         samples: the evaluation samples.
+        engine_outputs: target -> outputs of its int8 model on these samples, as far as known.
         threads: samples that run in parallel.
     """
     engine_sessions = _find_engine_sessions(target_engines)
@@ -260,7 +269,10 @@ def _measure_accuracy(
         layer_samples = samples.feed.spread_samples(LAYER_SAMPLES)
         inner_tensors = compare_inner_tensors(loaded, results, engine_sessions, layer_samples)
     candidates, open_failures = find_candidates(results, engine_sessions)
-    evaluation_result = evaluate(reference, candidates, samples, threads=threads)
+    stored_outputs = find_stored_outputs(results, candidates, engine_outputs)
+    evaluation_result = evaluate(
+        reference, candidates, samples, stored_outputs=stored_outputs, threads=threads
+    )
     evaluation_result.failures |= open_failures
     return inner_tensors, evaluation_result
 

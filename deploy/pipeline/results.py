@@ -23,11 +23,13 @@ from deploy.frontends import LoadedModel
 from deploy.graph.index import module_paths
 from deploy.graph.placement import WEIGHTED
 from deploy.machine import this_machine
+from deploy.metrics.levels import measure_loss
 from deploy.pipeline.measure import Figures
 from deploy.report import Report, model, to_html, to_json, to_markdown
 from deploy.report.documents import read_report
 from deploy.report.parts import (
     CalibrationPart,
+    EarlierPart,
     EngineRow,
     FeedPart,
     FileRow,
@@ -42,7 +44,7 @@ from deploy.report.parts import (
 )
 from deploy.report.previews import box_rows, class_rows, pictures_part
 from deploy.report.report_rows import clip_rows
-from deploy.report.screen import EFFORT, IMAGES, split_name
+from deploy.report.screen import EFFORT, IMAGES, rank_of, split_name
 from deploy.report.tables import OPTIONS, PLAN, REPORT
 from deploy.report.verdict import Gates, verdict
 from deploy.targets import TARGETS, Target
@@ -55,6 +57,7 @@ from deploy.version import __version__
 
 _MAX_NAMES = 3  # tensors named for each reason
 _COUNT = re.compile(r"\d+ of \d+ \w+")
+_CLEAR_LOSS = 0.01  # of the task, by which one build of the same verdict is worse than another
 
 
 @phase("report")
@@ -126,7 +129,8 @@ def write_report(
         alerts=(*calibration.doubts, *calibration.warnings, *_scale_alerts(calibration)),
         notes=(*calibration.resumed, *feed.notes, *figures.notes),
     )
-    report = with_followed_advice(report, find_earlier_report(stage.folder, loaded.digest))
+    earlier_report = find_earlier_report(stage.folder, loaded.digest)
+    report = compare_with_earlier(report, earlier_report)
     write_pages(report, stage)
     return report
 
@@ -164,27 +168,32 @@ def find_earlier_report(folder: Path, model_digest: str) -> Report | None:
     return None
 
 
-def with_followed_advice(report: Report, earlier: Report | None) -> Report:
-    """Return a report that knows which of its advice the user has followed, such as more images.
+def compare_with_earlier(report: Report, earlier: Report | None) -> Report:
+    """Return the report of this build, with two fields filled by comparing it with the one before.
 
-    Advice in `report.request.followed` is not given again.
+    `report.earlier` gets the engines that were better before. `report.request.followed` gets the
+    names of advice that the user has followed, such as to use more images: it is not given again.
 
     `earlier`: report of the build of the same model that was in the folder before; None without.
     """
     request = report.request or RequestPart()
     followed_advice: list[str] = []
+    better_engines: tuple[EarlierPart, ...] = ()
     if earlier is not None:
         if earlier.request:
             followed_advice += earlier.request.followed
         if _sample_count(report) > _sample_count(earlier):
             followed_advice.append(IMAGES)
+        better_engines = tuple(_better_engines(report, earlier))
     # the options of this build follow advice too: to search longer, or to build another split
     if request.prefer == "accuracy" and max(request.effort.values(), default=0) > 1:
         followed_advice.append(EFFORT)
     for target in report.targets:
         if split := target.built_split:
             followed_advice.append(split_name(target, split))
-    return replace(report, request=replace(request, followed=tuple(dict.fromkeys(followed_advice))))
+
+    request = replace(request, followed=tuple(dict.fromkeys(followed_advice)))
+    return replace(report, request=request, earlier=better_engines)
 
 
 def _sample_count(report: Report) -> int:
@@ -192,6 +201,64 @@ def _sample_count(report: Report) -> int:
     evaluation_counts = [engine.accuracy.samples for engine in report.engines if engine.accuracy]
     calibration_count = report.feed.samples if report.feed else 0
     return calibration_count + max(evaluation_counts, default=0)
+
+
+def _better_engines(report: Report, earlier: Report) -> Iterator[EarlierPart]:
+    """Yield the engines of an earlier build that were better, with the splits that build them.
+
+    A split is a choice of the layers that stay float. If this build has a faster split than the
+    earlier one, it is left out: a user may take a less accurate split on purpose.
+    """
+    earlier_target_by_name = {target.name: target for target in earlier.targets}
+    for target in report.targets:
+        engine = report.engine_by_target.get(target.name)
+        earlier_engine = earlier.engine_by_target.get(target.name)
+        if engine is None or earlier_engine is None or earlier_engine.verdict is None:
+            continue
+        split = target.built_split
+        earlier_split = earlier_target_by_name[target.name].built_split
+        has_faster_split = split and earlier_split and split.time < earlier_split.time
+        if not has_faster_split and _is_worse(engine, earlier_engine):
+            number = _number_in_front(target, earlier_split)
+            yield EarlierPart(target=target.name, text=earlier_engine.verdict.text, split=number)
+
+
+def _number_in_front(target: TargetPart, earlier_split: SplitRow | None) -> int | None:
+    """Return the number in this build's front of a split that an earlier build took, if there."""
+    if earlier_split is None or target.search is None:
+        return None
+    for split in target.search.front:
+        # a split may have another number in each search, and be built (taken) in one alone
+        comparable_split = replace(split, number=earlier_split.number, taken=True)
+        if comparable_split == earlier_split and not split.taken:
+            return split.number
+    return None
+
+
+def _is_worse(engine: EngineRow, earlier_engine: EngineRow) -> bool:
+    """Whether an engine is worse than an earlier one that was judged on equal samples."""
+    samples, objects, rank, loss = _judgement(engine)
+    earlier_samples, earlier_objects, earlier_rank, earlier_loss = _judgement(earlier_engine)
+    if samples != earlier_samples or objects != earlier_objects:
+        return False
+    if rank != earlier_rank:
+        return rank > earlier_rank
+    return loss > earlier_loss + _CLEAR_LOSS
+
+
+def _judgement(engine: EngineRow) -> tuple[int, int, int, float]:
+    """Return (number of samples, of objects in them, rank of the verdict, loss); 0s if not judged.
+
+    Rank 0 is the best verdict; the loss is a share of the task.
+    """
+    if engine.verdict is None or engine.accuracy is None:
+        return 0, 0, 0, 0.0
+    samples = engine.accuracy.samples
+    rank = rank_of(engine.verdict.level)
+    loss = measure_loss(engine.accuracy, None)
+    if loss is None:
+        return samples, 0, rank, 0.0
+    return samples, loss.found or 0, rank, loss.share
 
 
 def write_pages(report: Report, stage: Stage) -> None:

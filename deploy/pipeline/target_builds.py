@@ -81,7 +81,7 @@ def search_targets(
         except (MemoryError, OSError):  # they end the run, not the search of one target
             raise
         except Exception as error:
-            known_error = _with_log(error, calibration.loaded.name, stage)
+            known_error = with_log(error, calibration.loaded.name, stage)
             if not isinstance(known_error, BackendError | CalibrationError | ExportError):
                 raise  # an error of the options, the model or the images ends the build
             plans[target.name] = PlannedTarget(
@@ -151,7 +151,7 @@ def build_targets(
             raise
         except Exception as error:
             stage.discard(set(stage.file_names()).difference(names_before))
-            known_error = _with_log(error, calibration.loaded.name, stage)
+            known_error = with_log(error, calibration.loaded.name, stage)
             errors.append(known_error)
             result = BuildResult(target=target.name, error=str(known_error))
         results.append(result)
@@ -177,7 +177,7 @@ def _build_target(target: Target, request: BuildRequest, *, rounds_weights: bool
     return replace(result, options=changed_options(target), notes=(*notes, *result.notes))
 
 
-def _with_log(error: Exception, name: str, stage: Stage) -> Calib8Error:
+def with_log(error: Exception, name: str, stage: Stage) -> Calib8Error:
     """Return an unexpected exception as a BackendError, with its traceback in a log file.
 
     An error of calib8's own classes is returned as it is.

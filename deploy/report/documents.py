@@ -177,6 +177,7 @@ class Report(PrintedResult, Findings):
         files: written files that belong to no target, or to several.
         work: cost of the run in inferences and decoded images.
         request: what the user asked for.
+        earlier: engines of the previous build in this folder that were better.
         alerts: notes that need an action.
         notes: all other notes.
     """

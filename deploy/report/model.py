@@ -15,6 +15,7 @@ from deploy.metrics.latency import speed_up
 from deploy.metrics.levels import UNUSABLE
 from deploy.report.parts import (
     CalibrationPart,
+    EarlierPart,
     EngineRow,
     FeedPart,
     FileRow,
@@ -79,6 +80,7 @@ class Findings:
     files: tuple[FileRow, ...] = ()
     work: WorkPart | None = None
     request: RequestPart | None = None
+    earlier: tuple[EarlierPart, ...] = ()
     alerts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 

@@ -292,6 +292,21 @@ class FileRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EarlierPart:
+    """A better engine that the build before this one had put into the same folder.
+
+    Attributes:
+        target: name of its target.
+        text: its verdict.
+        split: number of its split in the front of this build; None if it is not there.
+    """
+
+    target: str
+    text: str
+    split: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPart:
     """What the user asked for, as far as the next step depends on it.
 

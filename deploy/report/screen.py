@@ -11,6 +11,7 @@ The front of a search in one line::
 
 The next step, the first that applies and was not followed yet::
 
+    worse than the build before it   -> that build again
     doubtful or unusable, too few    -> more images, then other images to judge by
                           otherwise  -> a split of a better level -> a search -> without the user's
                                         method -> more effort and repairs, once -> training with
@@ -224,7 +225,7 @@ def _decisions(report: Findings) -> Iterator[str]:
     # an alert that a verdict quotes is on the screen already
     verdict_text = "\n".join(engine.verdict.text for engine in report.engines if engine.verdict)
     alerts = [alert for alert in report.all_alerts if alert not in verdict_text]
-    urgent_texts = (*_lost_layers(report), *alerts)
+    urgent_texts = (*earlier_texts(report), *_lost_layers(report), *alerts)
     yield from entries("Warning", urgent_texts[:_MAX_ALERTS])
     note_count = counted(len(report.warnings), "note")  # alerts and all other notes
     if page := path_of(report.files, REPORT):
@@ -424,20 +425,28 @@ def next_steps(report: Findings) -> Iterator[str]:
 def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> Iterator[str]:
     """Yield the steps that may give a better engine of a target, the most promising first.
 
-    A step is a command, with words on when or why to use it. A good engine has none. A build is
-    repeated with its file of options, which a build of a model in memory does not have.
+    A step is a command, with words on when or why to use it. A good engine has none, unless the
+    build before it was better. A build is repeated with its file of options, which a build of a
+    model in memory does not have.
 
     Args:
         report: the results of the build.
         target: the target of the engine.
         verdict: on the engine.
     """
-    if verdict.level not in (DOUBTFUL, UNUSABLE):
-        return
-
     request = report.request or RequestPart()
     options_file = path_of(report.files, OPTIONS)  # "" without one
     command = _build_command(report, options_file)
+    target_command = command
+    if len(report.targets) > 1:
+        target_command += f" --target {target.name}"
+    if options_file:
+        for earlier in report.earlier:
+            if earlier.target == target.name and earlier.split is not None:
+                yield f"as before: {target_command} --split {earlier.split}"
+    if verdict.level not in (DOUBTFUL, UNUSABLE):
+        return
+
     if options_file:
         yield from _data_steps(verdict, request, command)
     if verdict.blames_float or verdict.has_few:
@@ -445,8 +454,7 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
     if options_file and (split := _better_split(target, verdict, request)):
         speed = figures.ratio(1 / split.time)
         accuracy = split.figure or figures.decibels(split.sqnr_db)
-        target_flag = f" --target {target.name}" if len(report.targets) > 1 else ""
-        yield f"for {accuracy} at about {speed}: {command}{target_flag} --split {split.number}"
+        yield f"for {accuracy} at about {speed}: {target_command} --split {split.number}"
     if request.is_quantized:
         yield "the float model that it was made from: calib8 build FLOAT.onnx --images FOLDER"
     elif options_file and not verdict.gated:  # no limit that the user set is missed
@@ -578,6 +586,12 @@ def _bench_command(report: Findings, engine: EngineRow) -> str:
 def split_name(target: TargetPart, split: SplitRow) -> str:
     """Return a name of a split that also holds after another search."""
     return f"{target.name}: {split.float_layers} of {split.layers} layers in float"
+
+
+def earlier_texts(report: Findings) -> Iterator[str]:
+    """Yield a sentence for each engine that came out worse than the build before it."""
+    for earlier in report.earlier:
+        yield f"{earlier.target}: worse than the build before it in this folder, {earlier.text}"
 
 
 def _failures(report: Findings) -> Iterator[str]:

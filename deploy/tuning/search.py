@@ -229,7 +229,7 @@ class Search:
             self.shared.add_methods([trial.choices.method for trial in ranked_trials])
 
     def _settle_method_by_splits(self, int8_trials: Sequence[Trial]) -> Trial:
-        """Choose the method by trials with all in int8 and of a likely split; return its best trial.
+        """Choose the method, by trials with all in int8 and of one split; return its best trial.
 
         One layer with a few huge values ruins all methods that clip nothing. With all in int8 this
         hides that they may be better for the other layers, once that layer is float::

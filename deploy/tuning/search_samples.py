@@ -31,14 +31,18 @@ from deploy.calibration.observation import Observation, ObservedStatistics
 from deploy.calibration.one_pass import observe
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.reference_outputs import (
+    MOST_BYTES,
+    EngineOutputs,
     EvaluationSet,
     open_single_thread,
 )
 from deploy.errors import BackendError, Calib8Error
 from deploy.feed.file_list import SampleChangedError, sample_digest
 from deploy.feed.parallel import Sample, run_in_order
+from deploy.feed.sample_reader import SampleCache
 from deploy.feed.sampling import sampling_order
 from deploy.feed.states import OwnStates
+from deploy.frontends.base import model_digest
 from deploy.metrics.accuracy import Accuracy, Comparison
 from deploy.metrics.levels import (
     DOUBTFUL,
@@ -65,6 +69,7 @@ _STRONGEST_STEP = 2  # every second one of the strongest: the very first would d
 _MEAN_SAMPLES = 32  # samples that give the mean of what is measured about it
 _MAX_VALUES = 5_000_000  # input values of all samples: a large one shows as much as many small
 _FIRST_SAMPLES = 12, CANDIDATES  # numbers that a verdict may rest on, before all are run
+MOST_OUTPUT_BYTES = MOST_BYTES // 8  # on disk, of one judged model; a search judges about eight
 _MIN_SHOWING = 40  # boxes or labels of the float model whose count shows a loss of 0.025
 
 
@@ -159,9 +164,12 @@ class GrowingComparison:
         form: slices and task of the outputs; None derives them from the samples.
         int8_kernels: whether ONNX Runtime's int8 kernels run the model.
         labels: class of each image, for top-1 accuracy on all samples.
+        stores_outputs: whether to store the model's outputs on disk.
 
     Attributes:
         keys: keys of the samples that were run.
+        outputs: of the model, by sample key, as far as they are stored; none of a model with
+            states, whose outputs depend on the samples before.
     """
 
     def __init__(
@@ -173,14 +181,18 @@ class GrowingComparison:
         form: OutputForm | None = None,
         int8_kernels: bool,
         labels: Sequence[int] | None = None,
+        stores_outputs: bool = False,
     ) -> None:
         """Open the model; no sample has run. The arguments are described at the class."""
         self._session = open_single_thread(model, stand_in=not int8_kernels)
         self._evaluation_set = evaluation_set
         self._comparison = Comparison(labels=labels, form=form, metric=metric)
+        states = evaluation_set.subset.states
         # a model with states gets those of its own last step, not of the float model's
-        self._own_states = OwnStates(evaluation_set.subset.states)
+        self._own_states = OwnStates(states)
         self.keys: list[int] = []
+        stored_keys = evaluation_set.subset.keys if stores_outputs and not states else ()
+        self.outputs = SampleCache(stored_keys, max_bytes=MOST_OUTPUT_BYTES)
 
     @phase("checking accuracy")
     def compare(self, max_samples: int, *, threads: int) -> Accuracy:
@@ -213,6 +225,7 @@ class GrowingComparison:
         key = self.keys[number - 1]
         sequence = self._evaluation_set.subset.sequence_of(key)
         outputs = self._own_states.run(self._session, sample, sequence)
+        self.outputs.add(key, outputs)
         return sample, self._evaluation_set.outputs.get(key, sample), outputs
 
     def _add(self, _: int, arrays: Sequence[Mapping[str, Array]]) -> None:
@@ -227,11 +240,13 @@ class ExpectedVerdict:
         unusable: why it would be unusable; "" where it would not.
         doubtful: why it would be doubtful, where int8 is the cause.
         task_loss: loss of the task; None where it is not measured.
+        outputs: of the model that was judged; None where it could not run.
     """
 
     unusable: str = ""
     doubtful: str = ""
     task_loss: TaskLoss | None = None
+    outputs: EngineOutputs | None = None
 
     @property
     def level(self) -> str:
@@ -279,6 +294,7 @@ class VerdictPredictor:
                 self.metric,
                 form=self.form,
                 int8_kernels=self.int8_kernels,
+                stores_outputs=True,
             )
             for accuracy in self._accuracies(comparison):
                 reference_not_finite = [output.not_finite[0] for output in accuracy.outputs]
@@ -299,6 +315,7 @@ class VerdictPredictor:
             unusable=reasons.get(UNUSABLE, ""),
             doubtful=doubtful,
             task_loss=task_loss,
+            outputs=EngineOutputs(model_digest(model), comparison.outputs),
         )
 
     def _hides_loss(self, task_loss: TaskLoss, noise: float) -> bool:

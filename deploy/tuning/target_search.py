@@ -148,6 +148,9 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
     chooser = _split_chooser(setup, search, build_trial, sizes, form, timed_samples, budget)
 
     built_trial, is_interrupted = _run_and_choose(search, chooser)
+    verdict = built_trial.verdict
+    if verdict is not None and verdict.outputs is not None:
+        setup.evaluation_set.engine_outputs[setup.target.name] = verdict.outputs
     plan = _make_plan(setup, search, chooser, built_trial)
     return replace(plan, interrupted=is_interrupted), prober.trial_count
 
