@@ -410,24 +410,24 @@ class ProgressReporter:
     Attributes:
         clock: returns seconds.
         is_terminal: whether stderr is a terminal on which a line can be redrawn.
-        numbered: names of the run's phases, in order, for their numbers.
+        numbered_names: names of the run's phases, in order, for their numbers.
         phases: "loading" or the last numbered phase that ended, then the phases now open.
     """
 
     clock: Callable[[], float] = time.monotonic
     is_terminal: bool = False
-    numbered: Sequence[str] = ()
+    numbered_names: Sequence[str] = ()
     phases: list[Phase] = field(default_factory=list)
-    _start: float = 0.0
-    _last_line: float = 0.0
+    _start_time: float = 0.0
+    _last_line_time: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _has_ended: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
     def __post_init__(self) -> None:
-        self._start = self._last_line = self.clock()
+        self._start_time = self._last_line_time = self.clock()
         # shown while no other phase is open; later the last step of the run is
-        self.phases = [Phase(name="loading", start=self._start, has_line=True)]
+        self.phases = [Phase(name="loading", start=self._start_time, has_line=True)]
 
     def begin(self) -> None:
         """Start the thread that prints progress."""
@@ -444,8 +444,10 @@ class ProgressReporter:
 
     def enter(self, phase: Phase) -> None:
         """Start a phase inside the current one."""
-        if phase.name in self.numbered:
-            phase.number = f"{self.numbered.index(phase.name) + 1}/{len(self.numbered)} "
+        if phase.name in self.numbered_names:
+            phase.number = (
+                f"{self.numbered_names.index(phase.name) + 1}/{len(self.numbered_names)} "
+            )
         with self._lock:
             self.phases.append(phase)
 
@@ -469,18 +471,18 @@ class ProgressReporter:
             now = self.clock()
         innermost = phases[-1]
         if self.is_terminal:
-            if now - self._start >= FIRST_S:
+            if now - self._start_time >= FIRST_S:
                 draw(_format_bar(phases, now))
         elif self._is_line_due(innermost, now):
             innermost.has_line = True
-            self._last_line = now
+            self._last_line_time = now
             names = ": ".join(phase.name for phase in phases[1:] or phases)
             say(f"calib8: {names}: {innermost.describe(now)}", err=True)
 
     def _is_line_due(self, phase: Phase, now: float) -> bool:
         """Whether a plain line is due: the first one of a long phase, or one now and then."""
         is_first_line = now - phase.start >= LASTING_S and not phase.has_line
-        return now - self._last_line >= (LASTING_S if is_first_line else EVERY_S)
+        return now - self._last_line_time >= (LASTING_S if is_first_line else EVERY_S)
 
     def _run(self) -> None:
         while not self._has_ended.wait(TICK_S):
@@ -528,12 +530,12 @@ def number_phases(*names: str) -> Iterator[None]:
     if reporter is None:
         yield
         return
-    outer_names = reporter.numbered
-    reporter.numbered = names
+    outer_names = reporter.numbered_names
+    reporter.numbered_names = names
     try:
         yield
     finally:
-        reporter.numbered = outer_names
+        reporter.numbered_names = outer_names
 
 
 @contextmanager

@@ -211,11 +211,11 @@ def test_good_samples_are_counted_in_one_walk(bad, in_sampling_order):
     chosen = sampling.ChosenSamples(range(40), None, {})
     if in_sampling_order:
         chosen.use_sampling_order()
-    chosen.skipped = CountedLookups.fromkeys(bad, "bad")
+    chosen.skip_reasons = CountedLookups.fromkeys(bad, "bad")
     entries = [entry for entry, index in enumerate(chosen.indices, 1) if index not in bad]
     # as a pass counts: each sample after the one before
     assert [chosen.count_entries(number) for number in range(1, len(entries) + 1)] == entries
-    assert chosen.skipped.lookups <= 40
+    assert chosen.skip_reasons.lookups <= 40
     assert [chosen.count_entries(1) for _ in entries[:1]] == entries[:1]  # a pass begins again
 
 

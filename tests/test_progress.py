@@ -105,7 +105,7 @@ def plain_lines(capsys):
 
 def test_phase_line_repeats_every_10_s(plain_lines):
     current_phase = Phase(name="accuracy", total=400, unit="samples", start=0.0)
-    plain_lines.reporter.numbered = ("search", "accuracy")
+    plain_lines.reporter.numbered_names = ("search", "accuracy")
     plain_lines.reporter.enter(current_phase)
     assert plain_lines(1.9) == ""
     for _ in range(20):
@@ -119,7 +119,7 @@ def test_phase_line_repeats_every_10_s(plain_lines):
 
 def test_numbered_phase_shows_until_the_next(plain_lines):
     reporter = plain_lines.reporter
-    reporter.numbered = ("targets", "layers")
+    reporter.numbered_names = ("targets", "layers")
     targets = Phase(name="targets")
     assert plain_lines(10.0) == "calib8: loading: 10 s\n"
     reporter.enter(targets)

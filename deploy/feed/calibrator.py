@@ -42,27 +42,27 @@ class CalibratorBatches:
     """Converts the batches of a script from addresses to arrays."""
 
     def __init__(
-        self, script: str, memory: Memory, specs: tuple[TensorSpec, ...], batch_size: int
+        self, script_title: str, memory: Memory, specs: tuple[TensorSpec, ...], batch_size: int
     ) -> None:
         """Start before the first batch.
 
         Args:
-            script: its name in messages.
+            script_title: name of the script in messages.
             memory: what the script allocated and copied.
             specs: the model's inputs.
             batch_size: samples per batch that `get_batch_size` of the script declares.
         """
-        self._script = script
+        self._script_title = script_title
         self._memory = memory
         self._specs = specs
-        self._declared_size = batch_size
+        self._declared_batch_size = batch_size
         # many scripts declare 1 sample, and copy as many as the model takes
-        self._expected_size = rows_of_run(specs) if batch_size == 1 else batch_size
+        self._expected_batch_size = rows_of_run(specs) if batch_size == 1 else batch_size
         self._batch_count = 0  # batches so far, the current one included
-        self._is_last = False  # whether no batch may follow the current one
+        self._must_be_last = False  # whether no batch may follow the current one
         # samples in batches of another size than expected
         self._size_by_short_batch: dict[int, int] = {}  # number of the batch -> its samples
-        self._largest_excess = 0
+        self._largest_oversized_batch = 0
 
     @property
     def batch_title(self) -> str:
@@ -76,15 +76,16 @@ class CalibratorBatches:
         if self._size_by_short_batch:
             first_size, *_ = self._size_by_short_batch.values()
             notes.append(
-                f"{self._script} copied fewer than {self._expected_size} samples for"
+                f"{self._script_title} copied fewer than {self._expected_batch_size} samples for"
                 f" {len(self._size_by_short_batch)} of its {self._batch_count} batches"
                 f" ({first_size} for the first of them): only those are used, whereas"
                 " TensorRT would read old samples after them again"
             )
-        if self._largest_excess:
+        if self._largest_oversized_batch:
             notes.append(
-                f"get_batch_size of {self._script} says 1, and up to {self._largest_excess} samples"
-                " were copied for a batch: all of them are used"
+                f"get_batch_size of {self._script_title} says 1, and up to"
+                f" {self._largest_oversized_batch} samples were copied for a batch: all of them are"
+                " used"
             )
         return notes
 
@@ -99,15 +100,15 @@ class CalibratorBatches:
         Raises:
             FeedError: an address is not the script's, or holds too few or too many bytes.
         """
-        if self._is_last:
+        if self._must_be_last:
             raise FeedError(
-                f"only the last batch of {self._script} may hold fewer samples than"
-                f" get_batch_size gives, {self._expected_size}, got {self.batch_title} after such a"
-                f" batch; copy complete batches, of the dtype of {describe(self._specs[0])}"
+                f"only the last batch of {self._script_title} may hold fewer samples than"
+                f" get_batch_size gives, {self._expected_batch_size}, got {self.batch_title} after"
+                f" such a batch; copy complete batches, of the dtype of {describe(self._specs[0])}"
             )
         item: Item = {}
         for spec, pointer in zip(self._specs, pointers, strict=True):
-            item[spec.name] = self._read_samples(spec, pointer)  # may set `_is_last`
+            item[spec.name] = self._read_samples(spec, pointer)  # may set `_must_be_last`
         self._batch_count += 1
         return item
 
@@ -128,7 +129,7 @@ class CalibratorBatches:
         # in this order: the number of values in a batch shows the dtype of the copied bytes, and
         # the size of a sample how many samples they are
         has_batch = bool(spec.has_batch)
-        expected_count = self._expected_size if has_batch else 1
+        expected_count = self._expected_batch_size if has_batch else 1
         sample_shape = self._sample_shape(spec, window, has_batch=has_batch)
         sample_size = prod(sample_shape)
         dtype = np.dtype(self._dtype(spec, window, expected_count * sample_size))
@@ -150,7 +151,7 @@ class CalibratorBatches:
             return address, window
         got = type(pointer).__name__ if address is None else f"address {address:#x}"
         raise FeedError(
-            f"get_batch of {self._script} must give addresses of memory that was allocated by"
+            f"get_batch of {self._script_title} must give addresses of memory that was allocated by"
             f" pycuda, cuda-python, libcudart or torch and not freed, got {got} for the input"
             f" {spec.name!r} in {self.batch_title}"
         )
@@ -198,8 +199,8 @@ class CalibratorBatches:
             return spec.dtype
         if window.dtype not in (spec.dtype, tensorrt_dtype):
             raise FeedError(
-                f"get_batch of {self._script} must copy the dtype of the input {describe(spec)},"
-                f" got {window.dtype} in {self.batch_title}; convert it with"
+                f"get_batch of {self._script_title} must copy the dtype of the input"
+                f" {describe(spec)}, got {window.dtype} in {self.batch_title}; convert it with"
                 f" .astype('{spec.dtype}')"
             )
         return window.dtype
@@ -246,7 +247,7 @@ class CalibratorBatches:
                 return copied_count
         kind = "copied" if is_copied else "an allocation of"
         raise FeedError(
-            f"{self.batch_title} of {self._script} must hold {expected_count} samples"
+            f"{self.batch_title} of {self._script_title} must hold {expected_count} samples"
             f" (get_batch_size) of the input {describe(spec)}, {expected_bytes} bytes, got {kind}"
             f" {used_bytes} bytes; make get_batch_size, the allocation, the dtype and the copied"
             " bytes agree"
@@ -267,14 +268,14 @@ class CalibratorBatches:
             has_known_dtype: whether the dtype of the copied bytes is known.
         """
         if is_larger:
-            if not has_known_dtype or self._declared_size > 1:
+            if not has_known_dtype or self._declared_batch_size > 1:
                 return False
-            self._largest_excess = max(self._largest_excess, count)
+            self._largest_oversized_batch = max(self._largest_oversized_batch, count)
             return True
         if not has_known_dtype:
             if self._batch_count == 0:
                 return False
-            self._is_last = True
+            self._must_be_last = True
         self._size_by_short_batch[self._batch_count] = count
         return True
 

@@ -207,10 +207,12 @@ def capture_decoder_output(*, exclusive: bool = True) -> Iterator[list[str]]:
 class _StderrCapture:
     """Redirects the C library's stderr to a temporary file while threads decode."""
 
-    def __init__(self, stderr: ctypes.c_void_p, stream: int, descriptor: int) -> None:
-        self._stderr = stderr
-        self._stream = stream
-        self._descriptor = descriptor
+    def __init__(
+        self, stderr_variable: ctypes.c_void_p, file_stream: int, file_descriptor: int
+    ) -> None:
+        self._stderr_variable = stderr_variable
+        self._file_stream = file_stream
+        self._file_descriptor = file_descriptor
         self._original_stream: int | None = None
         self._count_changed = threading.Condition()
         self._active_count = 0  # captures that have begun and not ended, each in its thread
@@ -232,9 +234,9 @@ class _StderrCapture:
                 self._count_changed.wait_for(lambda: not self._exclusive_count)
             self._active_count += 1
             if self._active_count == 1:  # the first one: let stderr lead to the temporary file
-                self._original_stream = self._stderr.value
-                self._stderr.value = self._stream
-            size_before = os.fstat(self._descriptor).st_size
+                self._original_stream = self._stderr_variable.value
+                self._stderr_variable.value = self._file_stream
+            size_before = os.fstat(self._file_descriptor).st_size
         try:
             yield lines
         finally:
@@ -250,12 +252,12 @@ class _StderrCapture:
         """
         self._active_count -= 1
         if not self._active_count:
-            self._stderr.value = self._original_stream
-        size = os.fstat(self._descriptor).st_size
+            self._stderr_variable.value = self._original_stream
+        size = os.fstat(self._file_descriptor).st_size
         count = min(max(size - size_before, 0), _MAX_OUTPUT_BYTES)
-        output = os.pread(self._descriptor, count, size_before)
+        output = os.pread(self._file_descriptor, count, size_before)
         if not self._active_count and size:
-            os.ftruncate(self._descriptor, 0)
+            os.ftruncate(self._file_descriptor, 0)
         self._count_changed.notify_all()
         return _printable_lines(output.decode("ascii", "backslashreplace"))
 

@@ -114,7 +114,8 @@ class _OrderedRun(Generic[Work]):
     threads: int
     drawn_count: int
     pause: Pause
-    pending: deque[Future[Work]] = field(default_factory=deque)  # results of the last samples drawn
+    # of the last samples drawn
+    pending_results: deque[Future[Work]] = field(default_factory=deque)
     may_draw: bool = True
 
     def draw_and_consume(self) -> None:
@@ -127,7 +128,7 @@ class _OrderedRun(Generic[Work]):
         with ThreadPoolExecutor(self.threads) as pool:
             while True:
                 if self.pause.is_due(self.drawn_count):
-                    self._consume_first(len(self.pending))
+                    self._consume_first(len(self.pending_results))
                     self.pause.run(self.drawn_count)
                 sample = next(samples, None) if self.may_draw else None
                 if sample is None:
@@ -136,10 +137,12 @@ class _OrderedRun(Generic[Work]):
                 # workers take turns, and fewer results are pending than there are workers: the last
                 # one of this worker was consumed
                 worker = self.drawn_count % self.threads
-                self.pending.append(pool.submit(self.work, worker, self.drawn_count, sample))
-                if len(self.pending) == self.threads:
+                self.pending_results.append(
+                    pool.submit(self.work, worker, self.drawn_count, sample)
+                )
+                if len(self.pending_results) == self.threads:
                     self._consume_first(1)
-            self._consume_first(len(self.pending))
+            self._consume_first(len(self.pending_results))
 
     def stop_drawing(self) -> None:
         """Draw no more samples; the results of those already drawn are still consumed."""
@@ -148,8 +151,8 @@ class _OrderedRun(Generic[Work]):
     def _consume_first(self, count: int) -> None:
         """Wait for the first results, and take them in order."""
         for _ in range(count):
-            number = self.drawn_count - len(self.pending) + 1
-            self.consume(number, self.pending.popleft().result())
+            number = self.drawn_count - len(self.pending_results) + 1
+            self.consume(number, self.pending_results.popleft().result())
 
 
 T = TypeVar("T")

@@ -336,18 +336,18 @@ class Previews:
         """Args: preprocess: the feed's; indices: of the samples to show."""
         self.indices = frozenset(indices)
         self._preprocess = preprocess
-        self._stored: dict[int, Preview | None] = {}
+        self._preview_by_index: dict[int, Preview | None] = {}
 
     @property
     def missing(self) -> frozenset[int]:
         """Chosen samples that were not added yet."""
-        return self.indices - self._stored.keys()
+        return self.indices - self._preview_by_index.keys()
 
     def add(self, index: int, name: str, raw: RawSample, sample: Mapping[str, Array]) -> None:
         """Store a preview of a sample, two small images, if it was chosen and is an image."""
-        if index not in self.indices or index in self._stored:
+        if index not in self.indices or index in self._preview_by_index:
             return
-        self._stored[index] = None  # as of a sample that is no image
+        self._preview_by_index[index] = None  # as of a sample that is no image
         input_image = find_image(sample, self._preprocess)
         if input_image is None:
             return
@@ -356,7 +356,7 @@ class Previews:
         if source_image is not None:
             source_size = source_image.shape[0], source_image.shape[1]
             source_image = shrink_image(source_image)
-        self._stored[index] = Preview(
+        self._preview_by_index[index] = Preview(
             name=name,
             input_image=shrink_image(input_image),
             source_image=source_image,
@@ -366,7 +366,9 @@ class Previews:
 
     def in_order(self) -> list[Preview]:
         """Return the previews of samples that are images, in feed order."""
-        return [preview for _, preview in sorted(self._stored.items()) if preview is not None]
+        return [
+            preview for _, preview in sorted(self._preview_by_index.items()) if preview is not None
+        ]
 
 
 def _decode_source_image(raw: RawSample) -> Array | None:

@@ -123,12 +123,12 @@ class SampleReader:
         self.decodes = 0
         self._source = source
         self._max_in_memory = max_in_memory
-        self._in_memory: dict[int, Sample] = {}
-        self._on_disk = SampleCache(frozenset())  # caches nothing, until `cache_samples`
+        self._memory_cache: dict[int, Sample] = {}
+        self._disk_cache = SampleCache(frozenset())  # caches nothing, until `cache_samples`
 
     def cache_samples(self, indices: Iterable[int], previews: Previews) -> None:
         """Cache some samples on disk, and previews of some, as they are read from now on."""
-        self._on_disk = SampleCache(frozenset(indices))
+        self._disk_cache = SampleCache(frozenset(indices))
         self.previews = previews
 
     def hash(self, index: int) -> None:
@@ -157,20 +157,20 @@ class SampleReader:
                 step()
 
     def walk(
-        self, chosen: ChosenSamples, *, selected_indices: Collection[int] | None = None
+        self, chosen_samples: ChosenSamples, *, selected_indices: Collection[int] | None = None
     ) -> Iterator[tuple[int, Sample]]:
-        """Yield (index, sample of batch 1) for every good sample, in the order of `chosen`.
+        """Yield (index, sample of batch 1) for every good sample, in the order of `chosen_samples`.
 
-        A sample is bad if it cannot be read or decoded. It is then added to `chosen.skipped`.
+        A sample is bad if it cannot be read or decoded. Then `chosen_samples.skip_reasons` gets it.
 
         Args:
-            chosen: indices of samples in the source.
+            chosen_samples: indices of samples in the source.
             selected_indices: yield these only; None for all.
 
         Raises:
             FeedError: (while iterating) a bad sample, unless `skip_bad`; or no good sample.
         """
-        indices = chosen.good_indices()
+        indices = chosen_samples.good_indices()
         if selected_indices is not None:
             indices = (index for index in indices if index in selected_indices)
         # images are decoded in parallel; other sources are read one sample after the other
@@ -183,15 +183,15 @@ class SampleReader:
             except FeedError as error:
                 if not self.skip_bad:
                     raise FeedError(
-                        f"{error}; {len(chosen)} were to be fed: correct or remove it, or"
+                        f"{error}; {len(chosen_samples)} were to be fed: correct or remove it, or"
                         " skip bad ones (--skip-bad)"
                     ) from error
-                chosen.skipped[index] = str(error)
-        chosen.refuse_all_bad()
+                chosen_samples.skip_reasons[index] = str(error)
+        chosen_samples.refuse_all_bad()
 
     def _read_uncached(self, index: int) -> _ReadResult | None:
         """Read and decode a sample, in any thread; None if it is cached."""
-        if index in self._in_memory or index in self._on_disk:
+        if index in self._memory_cache or index in self._disk_cache:
             return None
         return _read_sample(self._source, index)
 
@@ -207,9 +207,9 @@ class SampleReader:
                 reading; `store_or_compare` raises it.
             FeedError: reading or decoding failed.
         """
-        if index in self._in_memory:
-            return dict(self._in_memory[index])
-        cached = self._on_disk.get(index)
+        if index in self._memory_cache:
+            return dict(self._memory_cache[index])
+        cached = self._disk_cache.get(index)
         if cached is not None:
             return cached
 
@@ -222,10 +222,10 @@ class SampleReader:
         assert result.raw is not None and result.sample is not None
 
         self.decodes += 1
-        self._on_disk.add(index, result.sample)
+        self._disk_cache.add(index, result.sample)
         self.previews.add(index, name, result.raw, result.sample)
-        if len(self._in_memory) < self._max_in_memory:
-            self._in_memory[index] = result.sample
+        if len(self._memory_cache) < self._max_in_memory:
+            self._memory_cache[index] = result.sample
         return dict(result.sample)
 
 
@@ -239,24 +239,24 @@ def _read_sample(source: SampleSource, index: int) -> _ReadResult:
 
 
 def iterate_batches(
-    reader: SampleReader, chosen: ChosenSamples, batch: int, already_read: range
+    reader: SampleReader, chosen_samples: ChosenSamples, batch: int, already_read: range
 ) -> Iterator[Sample]:
     """Yield samples for a model that takes `batch` images or rows in each run.
 
     Args:
         reader: reads the images or rows.
-        chosen: which images or rows, in which order.
+        chosen_samples: which images or rows, in which order.
         batch: images or rows concatenated to one sample, along the first dimension.
         already_read: numbers of the samples, from 0, to leave out: an earlier run has read them.
     """
     selected_indices = None  # all
     if already_read:
-        good_indices = list(chosen.good_indices())
+        good_indices = list(chosen_samples.good_indices())
         read_indices = good_indices[already_read.start * batch : already_read.stop * batch]
-        selected_indices = frozenset(chosen.indices).difference(read_indices)
+        selected_indices = frozenset(chosen_samples.indices).difference(read_indices)
 
     group: list[Sample] = []
-    for _, sample in reader.walk(chosen, selected_indices=selected_indices):
+    for _, sample in reader.walk(chosen_samples, selected_indices=selected_indices):
         if batch == 1:
             yield sample
             continue
@@ -266,7 +266,7 @@ def iterate_batches(
             group = []
 
     if group:  # fill up the last batch with the first samples, again and again if there are few
-        fillers = islice(cycle(chosen.good_indices()), batch - len(group))
+        fillers = islice(cycle(chosen_samples.good_indices()), batch - len(group))
         yield _concatenate([*group, *map(reader.read, fillers)])
 
 

@@ -88,8 +88,8 @@ class Feed:
         self.origin = origin
         self._source = source
         self._notes = tuple(notes)
-        self._chosen = ChosenSamples(chosen, share, skipped or {})
-        self._reader = SampleReader(
+        self._chosen_samples = ChosenSamples(chosen, share, skipped or {})
+        self._sample_reader = SampleReader(
             source,
             skip_bad=skip_bad,
             max_in_memory=SAMPLES_IN_MEMORY * batch,
@@ -108,7 +108,7 @@ class Feed:
     @property
     def count(self) -> int:
         """Number of images or rows that are fed; known bad ones do not count."""
-        return self._chosen.count
+        return self._chosen_samples.count
 
     @property
     def sample_text(self) -> str:
@@ -116,7 +116,7 @@ class Feed:
         if isinstance(self._source, ArraySource) and self._source.has_uneven_items:
             return "every row of an array is one sample (--batch-axis none: all its rows are)"
         if isinstance(self._source, SequenceSource):
-            sequences = set(map(self._source.sequence_of, self._chosen.good_indices()))
+            sequences = set(map(self._source.sequence_of, self._chosen_samples.good_indices()))
             return self._source.recurrence.describe(len(sequences))
         if self.kind == "arrays":
             return describe_samples(self.specs)
@@ -130,7 +130,7 @@ class Feed:
     @property
     def entry_count(self) -> int:
         """Number of images or rows, skipped ones included."""
-        return len(self._chosen)
+        return len(self._chosen_samples)
 
     @property
     def padded_sample_count(self) -> int:
@@ -140,7 +140,7 @@ class Feed:
     @property
     def decodes(self) -> int:
         """Number of images or rows read for a run so far."""
-        return self._reader.decodes
+        return self._sample_reader.decodes
 
     @property
     def has_fixed_size(self) -> bool:
@@ -175,9 +175,11 @@ class Feed:
         labels = self._user_labels or self._source.labels
         if labels is None:
             return None
-        skipped_count = len(self._chosen.skipped)
+        skipped_count = len(self._chosen_samples.skip_reasons)
         if self._bad_count_when_cached != skipped_count:
-            self._good_labels = tuple(labels[index] for index in self._chosen.good_indices())
+            self._good_labels = tuple(
+                labels[index] for index in self._chosen_samples.good_indices()
+            )
             self._bad_count_when_cached = skipped_count
         return self._good_labels
 
@@ -190,7 +192,7 @@ class Feed:
         Raises:
             FeedError: there are more or fewer labels than images.
         """
-        indices: Sequence[int] = self._chosen.indices
+        indices: Sequence[int] = self._chosen_samples.indices
         if len(labels) == len(self._source):
             indices = range(len(labels))
         if len(labels) != len(indices):
@@ -204,12 +206,12 @@ class Feed:
     @property
     def names(self) -> tuple[str, ...]:
         """One name per image or row, without the skipped ones."""
-        return tuple(map(self._source.sample_name, self._chosen.good_indices()))
+        return tuple(map(self._source.sample_name, self._chosen_samples.good_indices()))
 
     @property
     def entry_names(self) -> Iterable[str]:
         """Name of every image or row, skipped ones too."""
-        return map(self._source.sample_name, self._chosen.indices)
+        return map(self._source.sample_name, self._chosen_samples.indices)
 
     def name_by_digest(self) -> dict[str, str]:
         """Return sha256 (hex) -> name of every image or row; call after a pass or `manifest`."""
@@ -219,23 +221,23 @@ class Feed:
     def sizes(self) -> Iterator[tuple[str, Size | None]]:
         """Yield name and (height, width) of each image file; None for an unreadable image."""
         if isinstance(self._source, ImageSource):
-            for index in self._chosen.good_indices():
+            for index in self._chosen_samples.good_indices():
                 yield self._source.sample_name(index), decoded_size(self._source.files[index])
 
     @property
     def positions(self) -> Sequence[int]:
         """Positions of the good samples in the complete list (see `Share`), after a pass."""
-        return self._chosen.positions
+        return self._chosen_samples.positions
 
     @property
     def skipped(self) -> tuple[str, ...]:
         """Why each bad image or row was skipped; complete after one pass over `samples()`."""
-        return tuple(reason for _, reason in sorted(self._chosen.skipped.items()))
+        return tuple(reason for _, reason in sorted(self._chosen_samples.skip_reasons.items()))
 
     @property
     def skipped_by_position(self) -> dict[int, str]:
         """Position in the complete list -> why the sample there was skipped, after a pass."""
-        return self._chosen.skipped_by_position()
+        return self._chosen_samples.skipped_by_position()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -263,12 +265,12 @@ class Feed:
 
     def refuse_all_bad(self) -> None:
         """Raise `FeedError` if all samples were skipped."""
-        self._chosen.refuse_all_bad()
+        self._chosen_samples.refuse_all_bad()
 
     @property
     def duplicate_count(self) -> int:
         """Number of images or rows that equal another one; complete after a pass."""
-        return self._reader.digests.count_duplicates(self._chosen.good_indices())
+        return self._sample_reader.digests.count_duplicates(self._chosen_samples.good_indices())
 
     def count_shared(self, other: Feed) -> int:
         """Count the images or rows read here whose bytes were also read by another feed."""
@@ -276,18 +278,18 @@ class Feed:
         return sum(digest in other_digests for digest in self._known_digests())
 
     def _known_digests(self) -> list[bytes]:
-        return self._reader.digests.known(self._chosen.indices)
+        return self._sample_reader.digests.known(self._chosen_samples.indices)
 
     @property
     def entry_digests(self) -> tuple[str, ...]:
         """sha256 (hex) of every image or row, skipped ones too; complete after a pass."""
-        return self._reader.digests.hex(self._chosen.indices)
+        return self._sample_reader.digests.hex(self._chosen_samples.indices)
 
     def sample_digests(self, number: int) -> tuple[str, ...]:
         """Return the sha256 (hex) of each image or row of the n-th sample, from 1, of a pass."""
         stop = number * self.batch
-        indices = self._chosen.last_pass_indices(stop - self.batch, stop)
-        return self._reader.digests.hex(indices)
+        indices = self._chosen_samples.last_pass_indices(stop - self.batch, stop)
+        return self._sample_reader.digests.hex(indices)
 
     @property
     def max_pixels(self) -> int:
@@ -302,7 +304,7 @@ class Feed:
         settings = {
             "kind": self.kind,
             "batch": self.batch,
-            "skip_bad": self._reader.skip_bad,
+            "skip_bad": self._sample_reader.skip_bad,
             "preprocess": self.preprocess.to_json() if self.preprocess else None,
         }
         if self.states:
@@ -324,12 +326,12 @@ class Feed:
         Raises:
             FeedError: a file cannot be read, unless `skip_bad`.
         """
-        indices = self._chosen.indices
+        indices = self._chosen_samples.indices
         if first is not None:
             indices = sorted(indices[:first])  # `keep_first` restores the order of the source
-        self._reader.hash_unread(indices)
+        self._sample_reader.hash_unread(indices)
 
-        digests = self._reader.digests
+        digests = self._sample_reader.digests
         return {
             **self.settings,
             "count": len(indices),
@@ -343,7 +345,7 @@ class Feed:
     @property
     def share(self) -> Share | None:
         """The shard that the feed is; None if there are no shards."""
-        return self._chosen.share
+        return self._chosen_samples.share
 
     @property
     def complete_share(self) -> Share:
@@ -369,7 +371,7 @@ class Feed:
     def _names_digest(self) -> str:
         """Digest of all names, cached: every piece of a calibration needs it."""
         if not self._cached_names_digest:
-            names = map(self._source.sample_name, self._chosen.indices)
+            names = map(self._source.sample_name, self._chosen_samples.indices)
             self._cached_names_digest = digest_names(names)
         return self._cached_names_digest
 
@@ -378,12 +380,12 @@ class Feed:
         count = len(share.positions)
         return Feed(
             self._source,
-            self._chosen.indices_of(share),
+            self._chosen_samples.indices_of(share),
             specs=self.specs,
             kind=self.kind,
             batch=self.batch,
             preprocess=self.preprocess,
-            skip_bad=self._reader.skip_bad,
+            skip_bad=self._sample_reader.skip_bad,
             notes=(*self._notes, f"shard {share}: {count} of {share.count} samples"),
             origin=self.origin,
             share=share,
@@ -391,7 +393,7 @@ class Feed:
 
     def read_share(self, share: Share) -> list[RemoteSample]:
         """Read the samples of a share, to be sent to another machine."""
-        return read_remote_samples(self._source, self._chosen.indices_of(share))
+        return read_remote_samples(self._source, self._chosen_samples.indices_of(share))
 
     def hash_entry(self, position: int) -> None:
         """Read one sample only to store its digest.
@@ -399,7 +401,7 @@ class Feed:
         Raises:
             FeedError: it cannot be read, unless `skip_bad`.
         """
-        self._reader.hash(self._chosen.indices[position])
+        self._sample_reader.hash(self._chosen_samples.indices[position])
 
     def merge_remote_pass(
         self, share: Share, digests: Iterable[str], skipped: Mapping[int, str]
@@ -414,10 +416,12 @@ class Feed:
         Raises:
             SampleChangedError: a sample has another digest on this machine.
         """
-        for index, digest in zip(self._chosen.indices_of(share), digests, strict=True):
-            self._reader.digests.store_or_compare(index, bytes.fromhex(digest), self._name(index))
-        self._chosen.skip_entries(skipped)
-        self._reader.decodes += len(share.positions) - len(skipped)  # read for this run
+        for index, digest in zip(self._chosen_samples.indices_of(share), digests, strict=True):
+            self._sample_reader.digests.store_or_compare(
+                index, bytes.fromhex(digest), self._name(index)
+            )
+        self._chosen_samples.skip_entries(skipped)
+        self._sample_reader.decodes += len(share.positions) - len(skipped)  # read for this run
 
     def progress_after(self, sample_count: int) -> tuple[tuple[str, ...], dict[int, str]]:
         """Return what `resume` takes for a run that used the first samples of this pass.
@@ -432,9 +436,9 @@ class Feed:
         good_count = sample_count * self.batch
         entry_count = self.entry_count
         if good_count < self.count:
-            entry_count = self._chosen.count_entries(good_count)
-        digests = self._reader.digests.hex(self._chosen.indices[:entry_count])
-        return digests, self._chosen.skipped_by_position(entry_count)
+            entry_count = self._chosen_samples.count_entries(good_count)
+        digests = self._sample_reader.digests.hex(self._chosen_samples.indices[:entry_count])
+        return digests, self._chosen_samples.skipped_by_position(entry_count)
 
     def resume(self, digests: Sequence[str], skipped: Mapping[int, str]) -> None:
         """Resume an interrupted run: check that its samples are unchanged, and skip its bad ones.
@@ -446,12 +450,12 @@ class Feed:
         Raises:
             FeedError: a sample differs, or cannot be read (unless `skip_bad`).
         """
-        known_digests = self._reader.digests
+        known_digests = self._sample_reader.digests
         with phase("hashing", len(digests), "samples") as step:
             # that run may have read only the first ones
-            for index, expected_digest in zip(self._chosen.indices, digests, strict=False):
+            for index, expected_digest in zip(self._chosen_samples.indices, digests, strict=False):
                 if index not in known_digests:
-                    self._reader.hash(index)
+                    self._sample_reader.hash(index)
                 if known_digests.digest(index).hex() != expected_digest:
                     raise FeedError(
                         "--resume needs the samples that the interrupted run read, got another"
@@ -459,25 +463,25 @@ class Feed:
                         " begin again"
                     )
                 step()
-        self._chosen.skip_positions(skipped)
+        self._chosen_samples.skip_positions(skipped)
 
     # --- The order of the samples
 
     def use_sampling_order(self) -> None:
         """Change to low-discrepancy order: the first n samples are spread over the feed."""
-        self._chosen.use_sampling_order()
+        self._chosen_samples.use_sampling_order()
         self._cached_names_digest = ""
 
     def count_entries(self, number: int) -> int:
         """Return the number of images or rows up to and including the n-th good one."""
-        return self._chosen.count_entries(number)
+        return self._chosen_samples.count_entries(number)
 
     def keep_first(self, count: int) -> None:
         """Drop all but the first `count` images or rows, and restore the order of the source."""
         if count < self.entry_count:
             note = f"{count} of {self.entry_count} samples are used, spread evenly over all"
             self._notes = (*self._notes, note)
-        self._chosen.keep_first(count)
+        self._chosen_samples.keep_first(count)
         self._cached_names_digest = ""
         self._bad_count_when_cached = None
 
@@ -498,7 +502,7 @@ class Feed:
         return SampleStream(self._batches(already_read))
 
     def _batches(self, already_read: range = range(0)) -> Iterator[Sample]:
-        return iterate_batches(self._reader, self._chosen, self.batch, already_read)
+        return iterate_batches(self._sample_reader, self._chosen_samples, self.batch, already_read)
 
     def first_samples(self, max_samples: int) -> list[Sample]:
         """Return at most `max_samples` first samples, and `SAMPLES_IN_MEMORY`; cached.
@@ -524,7 +528,7 @@ class Feed:
         """Return the keys of the samples that `spread_samples` yields, without known bad ones."""
         if self.batch > 1:
             return tuple(range(min(max_samples, len(self))))
-        return tuple(self.spread(list(self._chosen.good_indices()), max_samples))
+        return tuple(self.spread(list(self._chosen_samples.good_indices()), max_samples))
 
     def samples_by_key(self, keys: Collection[int]) -> Iterator[tuple[int, Sample]]:
         """Yield (key, sample) for these keys, in feed order, without bad ones.
@@ -535,7 +539,9 @@ class Feed:
             FeedError: see `samples`.
         """
         if self.batch == 1:
-            yield from self._reader.walk(self._chosen, selected_indices=frozenset(keys))
+            yield from self._sample_reader.walk(
+                self._chosen_samples, selected_indices=frozenset(keys)
+            )
         elif keys:
             for key, sample in enumerate(islice(self._batches(), max(keys) + 1)):
                 if key in keys:
@@ -545,7 +551,7 @@ class Feed:
         """Return the key of the n-th sample, from 1, of a pass over `samples` that reached it."""
         if self.batch > 1:
             return number - 1
-        return self._chosen.indices[self._chosen.count_entries(number) - 1]
+        return self._chosen_samples.indices[self._chosen_samples.count_entries(number) - 1]
 
     def cache_samples(self, count: int, preview_count: int = 0) -> None:
         """Let samples be cached on disk when they are read from now on.
@@ -555,13 +561,13 @@ class Feed:
             preview_count: number of samples, spread evenly, of which a `Preview` is stored too:
                 two small images.
         """
-        indices = self._chosen.indices
+        indices = self._chosen_samples.indices
         if self.batch > 1:  # a sample is made of images that follow each other: the first ones
             cached_indices = list(indices[: count * self.batch])
         else:
             cached_indices = self.spread(indices, count)
         preview_indices = self.spread(indices, preview_count)
-        self._reader.cache_samples(
+        self._sample_reader.cache_samples(
             (*cached_indices, *preview_indices), Previews(self.preprocess, preview_indices)
         )
 
@@ -571,8 +577,8 @@ class Feed:
         Raises:
             FeedError: see `samples`.
         """
-        previews = self._reader.previews
-        for _ in self._reader.walk(self._chosen, selected_indices=previews.missing):
+        previews = self._sample_reader.previews
+        for _ in self._sample_reader.walk(self._chosen_samples, selected_indices=previews.missing):
             pass
         return previews.in_order()
 

@@ -231,7 +231,7 @@ class ChosenSamples:
 
     Attributes:
         indices: of all chosen samples, skipped ones included.
-        skipped: index -> why the sample was skipped; complete after a pass.
+        skip_reasons: index -> why the sample was skipped; complete after a pass.
         share: the shard that they are; None if there are no shards.
     """
 
@@ -240,7 +240,7 @@ class ChosenSamples:
     ) -> None:
         self.indices = _compact(indices)
         self._last_pass = self.indices
-        self.skipped = dict(skipped)
+        self.skip_reasons = dict(skipped)
         self.share = share
         self._counted = 0, 0  # numbers of good samples and of entries, as `count_entries` left off
 
@@ -250,14 +250,14 @@ class ChosenSamples:
     @property
     def count(self) -> int:
         """Number of samples that are fed; known bad ones do not count."""
-        return len(self.indices) - len(self.skipped)
+        return len(self.indices) - len(self.skip_reasons)
 
     def refuse_all_bad(self) -> None:
         """Raise `FeedError` if all samples were skipped."""
         if not self.count:
             raise FeedError(
                 f"at least one sample must be good, all {len(self)} were skipped:"
-                f" {next(iter(self.skipped.values()))}"
+                f" {next(iter(self.skip_reasons.values()))}"
             )
 
     def good_indices(self) -> Iterator[int]:
@@ -265,7 +265,7 @@ class ChosenSamples:
         return self._good(self.indices)
 
     def _good(self, indices: Iterable[int]) -> Iterator[int]:
-        return (index for index in indices if index not in self.skipped)
+        return (index for index in indices if index not in self.skip_reasons)
 
     def iterate_positions(self) -> Iterator[tuple[int, int]]:
         """Yield (position in the complete list, index) of every sample."""
@@ -279,10 +279,12 @@ class ChosenSamples:
     @property
     def positions(self) -> Sequence[int]:
         """Positions of the good samples in the complete list."""
-        if not self.skipped:
+        if not self.skip_reasons:
             return self._all_positions()
         return _compact(
-            position for position, index in self.iterate_positions() if index not in self.skipped
+            position
+            for position, index in self.iterate_positions()
+            if index not in self.skip_reasons
         )
 
     def skipped_by_position(self, count: int | None = None) -> dict[int, str]:
@@ -291,7 +293,7 @@ class ChosenSamples:
         `count`: of the first so many samples only; None for all.
         """
         pairs = islice(self.iterate_positions(), count)
-        return {pos: self.skipped[index] for pos, index in pairs if index in self.skipped}
+        return {pos: self.skip_reasons[index] for pos, index in pairs if index in self.skip_reasons}
 
     def skip_positions(self, skipped: Mapping[int, str]) -> None:
         """Skip the samples at these positions of the complete list."""
@@ -303,7 +305,7 @@ class ChosenSamples:
     def skip_entries(self, skipped: Mapping[int, str]) -> None:
         """Skip the samples with these numbers, from 0, among the chosen ones."""
         for entry, reason in skipped.items():
-            self.skipped[self.indices[entry]] = reason
+            self.skip_reasons[self.indices[entry]] = reason
         self._counted = 0, 0
 
     def indices_of(self, share: Share) -> Sequence[int]:
@@ -315,14 +317,14 @@ class ChosenSamples:
 
         A pass asks for each of its samples in turn, so the count goes on where it left off.
         """
-        if not self.skipped:
+        if not self.skip_reasons:
             return number
         good_count, entry_count = self._counted
         if good_count >= number:
             good_count = 0
             entry_count = 0
         while good_count < number:
-            good_count += self.indices[entry_count] not in self.skipped
+            good_count += self.indices[entry_count] not in self.skip_reasons
             entry_count += 1
         self._counted = good_count, entry_count
         return entry_count
@@ -339,8 +341,8 @@ class ChosenSamples:
     def keep_first(self, count: int) -> None:
         """Drop all but the first `count` samples, and restore the order of the source."""
         self.indices = _compact(sorted(self.indices[:count]))
-        for index in self.skipped.keys() - set(self.indices):
-            del self.skipped[index]
+        for index in self.skip_reasons.keys() - set(self.indices):
+            del self.skip_reasons[index]
         self._counted = 0, 0
 
 

@@ -153,12 +153,12 @@ class SequenceSource:
         self.recurrence = recurrence
         self._source = source
         self._lock = threading.Lock()
-        self._next = 0  # the step that `_states` are for
+        self._next_step = 0  # the step that `_states` are for
         self._states: dict[str, Array] = {}  # empty at the start of a sequence
         # the steps of the file of several rows that each sequence is; empty for one sequence
-        self._ends: tuple[int, ...] = ()
+        self._sequence_ends: tuple[int, ...] = ()
         if isinstance(source, ArraySource) and len(source) > len(source.item_ends):
-            self._ends = source.item_ends
+            self._sequence_ends = source.item_ends
 
     @property
     def labels(self) -> tuple[int, ...] | None:
@@ -174,7 +174,7 @@ class SequenceSource:
 
     def sequence_of(self, index: int) -> int:
         """Return the number of the sequence that a step is in, from 0."""
-        return bisect.bisect_right(self._ends, index)
+        return bisect.bisect_right(self._sequence_ends, index)
 
     def load(self, index: int) -> RawSample:
         """Return a step; its digest does not depend on the states."""
@@ -185,11 +185,11 @@ class SequenceSource:
         """Return a step with its states; steps between the last one and it are run first."""
         with self._lock:
             sequence = self.sequence_of(index)
-            start = self._ends[sequence - 1] if sequence else 0
-            if not start < self._next <= index:  # another sequence, or an earlier step
-                self._next = start
+            start = self._sequence_ends[sequence - 1] if sequence else 0
+            if not start < self._next_step <= index:  # another sequence, or an earlier step
+                self._next_step = start
                 self._states = {}
-            for earlier_index in range(self._next, index):
+            for earlier_index in range(self._next_step, index):
                 # a bad step is left out: the states go on after it
                 with suppress(FeedError):
                     self._run_step(earlier_index, self._source.load(earlier_index))
@@ -215,7 +215,7 @@ class SequenceSource:
         for spec in self.recurrence.inputs:
             if spec.name in self._states:
                 _check_state(spec, self._states[spec.name], self.recurrence.states[spec.name])
-        self._next = index + 1
+        self._next_step = index + 1
         return sample
 
 
