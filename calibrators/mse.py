@@ -205,7 +205,7 @@ class _Bins:
 
     def best(self, lows: Float64Array, highs: Float64Array) -> int:
         """Return the index of the [K] range with the least error; the first on ties."""
-        if (lows == lows[0]).all() and (highs == highs[0]).all():
+        if (lows == lows[0]).all() and (highs == highs[0]).all():  # all ranges are the same
             return 0
         candidates = self._candidates(lows, highs)
         if candidates.size == 1:

@@ -175,7 +175,8 @@ class AmaxOf:
     def restore(self, arrays: Arrays) -> Amax:
         """Return a stored maximum."""
         recorder = Amax()
-        (recorder.amax,) = read_numbers(arrays, reals=1, wholes=0)[0]
+        reals, _ = read_numbers(arrays, reals=1, wholes=0)
+        recorder.amax = reals[0]
         return recorder
 
 

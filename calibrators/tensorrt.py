@@ -146,7 +146,8 @@ class Callbacks:
         shapes: input name -> shape that TensorRT calibrates with (the profile's OPT shape).
         memory: buffers from which TensorRT reads the batches; of this calibrator only.
         cache: bytes of a cache that fits, or None to calibrate.
-        keep: called with a new cache as soon as TensorRT writes it, long before the engine is done.
+        store: called with a new cache as soon as TensorRT writes it, long before the engine is
+            done.
 
     Attributes:
         shapes: as the argument.
@@ -165,12 +166,12 @@ class Callbacks:
         shapes: Mapping[str, Sequence[int]],
         memory: DeviceMemory,
         cache: bytes | None = None,
-        keep: Callable[[bytes], object] | None = None,
+        store: Callable[[bytes], object] | None = None,
     ) -> None:
         self._feed: Iterator[Mapping[str, Array]] = iter(feed)
         self._memory = memory
         self._cache = cache  # that TensorRT is to use
-        self._keep = keep  # takes the bytes of a cache that TensorRT writes
+        self._store = store  # takes the bytes of a cache that TensorRT writes
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self._types: dict[str, str] = {}  # input -> type; empty until `expect`
         self.batches = batches
@@ -204,8 +205,8 @@ class Callbacks:
         """Store a copy: TensorRT frees the memory after the call."""
         try:
             self.written = bytes(cache)
-            if self._keep is not None and self.error is None and not self.trouble():
-                self._keep(self.written)
+            if self._store is not None and self.error is None and not self.trouble():
+                self._store(self.written)
         except BaseException as error:
             self.error = self.error or error
 
@@ -287,7 +288,7 @@ def calibrator(
     shapes: Mapping[str, Sequence[int]],
     memory: DeviceMemory,
     cache: bytes | None = None,
-    keep: Callable[[bytes], object] | None = None,
+    store: Callable[[bytes], object] | None = None,
 ) -> Callbacks:
     """Return a calibrator for `IBuilderConfig.int8_calibrator`; keep it alive until the build ends.
 
@@ -328,5 +329,5 @@ def calibrator(
 
     calibrator_class = Legacy if algorithm == "legacy" else Calibrator
     return calibrator_class(
-        feed, batches=batches, shapes=shapes, memory=memory, cache=cache, keep=keep
+        feed, batches=batches, shapes=shapes, memory=memory, cache=cache, store=store
     )

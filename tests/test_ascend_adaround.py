@@ -59,7 +59,7 @@ def problem_of(case, window, activation):
     values = {"weight": rows.reshape(shape), "scale": scale, "inputs": inputs.take_patches()}
     values["targets"] = targets.take_outputs().reshape(-1, *shape[:2])
     values["bias"] = golden(case, "bias").reshape(shape[:2])
-    return amct.AdaProblem(**values, activation=activation, share=targets.share)
+    return amct.AdaProblem(**values, activation=activation, error_factor=targets.error_factor)
 
 
 def adaround(problem, params, **options):
@@ -123,7 +123,7 @@ def test_slope_is_the_derivative_of_loss(kind):
     values = {name: rng.normal(size=shape) for name, shape in shapes.items()}
     values["scale"] = rng.uniform(0.01, 0.03, (groups, rows, 1))
     activation = amct.AdaActivation(kind, np.float32(rng.uniform(size=(groups, rows))))
-    problem = amct.AdaProblem(**as_float32(values), activation=activation, share=0.5)
+    problem = amct.AdaProblem(**as_float32(values), activation=activation, error_factor=0.5)
     tiles = amct.Tiles.of(problem.weight, problem.scale, problem.bias, problem.inputs)
     expected = tiles.activate_targets(problem.targets, problem.activation)
     low, alpha = amct.initial_alpha(tiles.weight, tiles.scale)
@@ -134,7 +134,7 @@ def test_slope_is_the_derivative_of_loss(kind):
 
     def loss(alpha_values):
         h = np.clip(1.2 / (1 + np.exp(-alpha_values.astype(np.float64))) - 0.1, 0, 1)
-        codes = tiles.rows(np.clip(low + h, -128, 127)) * problem.scale.astype(np.float64)
+        codes = tiles.untile(np.clip(low + h, -128, 127)) * problem.scale.astype(np.float64)
         outputs = np.einsum("pgk,gmk->gmp", problem.inputs[positions], codes)
         outputs += problem.bias.astype(np.float64)[:, :, None]
         activations = problem.activation.value(outputs[:, None])[:, 0]
@@ -210,13 +210,13 @@ def test_patch_products_equal_transposed_convolution(attributes):
 
 
 @pytest.mark.parametrize(
-    ("shape", "channels_last", "share"),
+    ("shape", "channels_last", "factor"),
     [((2, 3, 5), True, 0.6), ((2, 5), True, 1), ((2, 3, 5), False, 1)],
 )
-def test_token_loss_averages_axis_1(shape, channels_last, share):
+def test_token_loss_averages_axis_1(shape, channels_last, factor):
     targets = TargetsOf(samples=1, max_positions=9, channels_last=channels_last).recorder(None)
     targets.observe(np.zeros(shape, np.float32))
-    assert targets.share == share
+    assert targets.error_factor == factor
 
 
 def test_rounded_weights_are_restored_from_store(wording):

@@ -197,8 +197,8 @@ class Tiles:
         right = inputs.transpose(2, 0, 3, 1, 4)  # [G, B, A, S, T]
         return np.asarray((output_gradient[:, :, None] @ right).sum(axis=1))
 
-    def rows(self, tiled: Float32Array) -> Float32Array:
-        """Untile [G, A, M, T] to [G, M, K]."""
+    def untile(self, tiled: Float32Array) -> Float32Array:
+        """Return values in tiles, [G, A, M, T], as rows of K values, [G, M, K]."""
         groups, tile_count, rows, tile_size = tiled.shape
         padded = tiled.transpose(0, 2, 1, 3).reshape(groups, rows, tile_count * tile_size)
         return padded[:, :, : self.row_width]
@@ -243,7 +243,7 @@ class AdaProblem:
         targets: outputs of the float layer, float32 [P, G, M].
         bias: bias included in the targets, float32 [G, M].
         activation: activation after the layer.
-        share: factor of the output's error, relative to AMCT's mean over positions.
+        error_factor: the error of the output is so many times AMCT's mean over positions.
     """
 
     weight: Float32Array
@@ -252,7 +252,7 @@ class AdaProblem:
     targets: Float32Array
     bias: Float32Array
     activation: AdaActivation = field(default_factory=AdaActivation)
-    share: float = 1.0
+    error_factor: float = 1.0
 
     def blocks(self) -> list[AdaProblem]:
         """Split into independent problems of at most 64 output channels."""
@@ -272,7 +272,7 @@ class AdaProblem:
             targets=self.targets[:, groups, rows],
             bias=self.bias[groups, rows],
             activation=self.activation.select(groups, rows),
-            share=self.share,
+            error_factor=self.error_factor,
         )
 
 
@@ -323,7 +323,7 @@ def round_block(
                 " not"
             )
         step()
-    codes = tiles.rows(np.rint(floor_codes + alpha_heights(alpha)[0]))
+    codes = tiles.untile(np.rint(floor_codes + alpha_heights(alpha)[0]))
     return np.asarray(np.clip(codes, _MIN_CODE, _MAX_CODE), np.int8)
 
 
@@ -389,7 +389,7 @@ def error_slope(
     The chain rule backwards: error, activation, layer, scale, and 0 where a code is clipped.
 
     Args:
-        problem: the problem, for its activation function and the factor of its error (`share`).
+        problem: the problem, for its activation function and the factor of its error.
         tiles: its weight and inputs.
         codes: codes between integers, in the layout of the tiles.
         targets: the float model's values after the activation, at all positions.
@@ -399,7 +399,7 @@ def error_slope(
     outputs = tiles.outputs(np.clip(codes, _MIN_CODE, _MAX_CODE) * tiles.scale, inputs)
     gradient = problem.activation.value(outputs) - tiles.targets_at(targets, positions)
     gradient *= problem.activation.derivative(outputs)
-    gradient *= np.float32(2 * problem.share / len(positions))
+    gradient *= np.float32(2 * problem.error_factor / len(positions))
 
     code_gradient = tiles.weight_gradient(gradient, inputs)
     code_gradient *= tiles.scale

@@ -57,8 +57,9 @@ class IfmrOf(_Ordered):
             CalibrationError: the arrays contradict each other.
         """
         recorder = IfmrHistogram()
-        reals, (recorder.total,) = read_numbers(arrays, reals=3, wholes=1)
+        reals, integers = read_numbers(arrays, reals=3, wholes=1)
         recorder.minimum, recorder.maximum, recorder.full_range = reals
+        recorder.total = integers[0]
         stored_values = arrays["kept"]
         bins = arrays["bins"]
         if stored_values.size:
@@ -183,12 +184,12 @@ class Targets:
     """Recorder of a layer's outputs at sampled positions.
 
     Attributes:
-        share: factor of the output's error; AMCT always sums the squares along axis 1, then
-            averages, so that it is not 1 where the channels are another axis.
+        error_factor: factor of the output's error. AMCT always sums the squares along axis 1, then
+            averages, so the factor is not 1 if the channels are another axis.
     """
 
     def __init__(self, max_positions: int, *, channels_last: bool) -> None:
-        self.share = 1.0
+        self.error_factor = 1.0
         self._max_positions = max_positions
         self._channels_last = channels_last
         self._sample_number = 0
@@ -199,7 +200,7 @@ class Targets:
         value = check_values(x, "output of a layer that AdaRound rounds")
         self._sample_number += 1
         if self._channels_last and value.ndim > 2:
-            self.share = value.shape[1] / value.shape[-1]
+            self.error_factor = value.shape[1] / value.shape[-1]
         if not self._channels_last:
             value = np.moveaxis(value, 1, -1)
         rows = value.reshape(-1, value.shape[-1])

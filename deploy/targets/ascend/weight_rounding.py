@@ -348,7 +348,7 @@ def _make_problem(
         targets=outputs.reshape(len(outputs), groups, group_channels),
         bias=step.bias,
         activation=step.activation,
-        share=target_recorder.share,  # factor of each squared error, as in AMCT's mean
+        error_factor=target_recorder.error_factor,  # of each squared error, as in AMCT's mean
     )
 
 

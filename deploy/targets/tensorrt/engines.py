@@ -203,7 +203,7 @@ def calibrate_on_gpu(
             batches=sample_count // batch_size,
             shapes=shapes,
             memory=CudaMemory(cuda),
-            keep=store_now,
+            store=store_now,
         )
         return builder.calibrate(source, settings, callbacks, cuda=cuda)
 
