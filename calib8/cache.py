@@ -1,4 +1,4 @@
-"""TensorRT's calibration caches: read, compare, merge, check and convert them.
+"""TensorRT's calibration caches: read, compare, check and convert them.
 
 >>> cache = calib8.cache.relabel(calib8.cache.read("model.cache"), version="10.3.0")
 >>> Path("model-10.3.cache").write_bytes(calib8.cache.dump(cache))
@@ -8,8 +8,7 @@ from deploy.calibration.trt_cache import dump, relabel
 from deploy.targets.tensorrt.cache_tools import cache_to_qdq as to_qdq
 from deploy.targets.tensorrt.cache_tools import check_cache as check
 from deploy.targets.tensorrt.cache_tools import compare_caches as diff
-from deploy.targets.tensorrt.cache_tools import merge_caches as merge
 from deploy.targets.tensorrt.cache_tools import qdq_to_cache as from_qdq
 from deploy.targets.tensorrt.cache_tools import read_cache as read
 
-__all__ = ["check", "diff", "dump", "from_qdq", "merge", "read", "relabel", "to_qdq"]
+__all__ = ["check", "diff", "dump", "from_qdq", "read", "relabel", "to_qdq"]

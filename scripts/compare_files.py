@@ -64,7 +64,7 @@ CASES = (
     *(Case(f"build --target onnxruntime --method {m}") for m in ("minmax", "entropy", "mse")),
     Case("build --target onnxruntime --method percentile --percent 99"),
     Case("build --target onnxruntime --method entropy-tensorrt --batch-size 8"),
-    Case("build --target onnxruntime --int8-stem --weight-bits 7"),
+    Case("build --target onnxruntime --int8-stem"),
     Case("build --target onnxruntime --keep-float {first}"),
     *(Case(f"build --target tensorrt --method {m}") for m in ("minmax", "entropy", "mse")),
     Case("build --target tensorrt --method percentile --percent 99"),

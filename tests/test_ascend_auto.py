@@ -1,23 +1,19 @@
 """`calib8 ascend auto`: each layer's own search, repairs, the fewest layers in float."""
 
 import json
-import time
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
 import onnx
 import pytest
 
-from deploy.calibration.one_pass import observe
 from deploy.frontends import load
 from deploy.method import Choices
+from deploy.pipeline import ascend_auto
 from deploy.pipeline.ascend_auto import FINAL, HISTORY, RANKING
 from deploy.pipeline.calibration_setup import calibrate
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend import layer_searches as searches
-from deploy.targets.ascend.amct_calibration import RecordPlan
 from deploy.targets.ascend.config import default_config, read_config
 from deploy.targets.ascend.fake_quant import fake_quant_model
 from deploy.targets.ascend.layers import find_layers
@@ -28,7 +24,7 @@ from deploy.targets.base import BuildRequest
 from deploy.tuning.budget import BudgetSearch, RepairedBuilder
 from deploy.tuning.repairs.repair_layers import find_weighted_layers, read_all_quantizations
 from tests.models import make_model, run_net
-from tests.vendor_models import calibrate_amct, plan_amct, save_net
+from tests.vendor_models import calibrate_amct, save_net
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +58,7 @@ def settled(folder):
 def test_the_command_says_what_it_chose(auto_small, tmp_path):
     out = auto_small(tmp_path, "--max-loss", "0.00008")
     config = settled(tmp_path)
-    int8_layers = set(config.enabled())
+    int8_layers = set(config.enabled_layers())
     assert f"{len(int8_layers)} layers in int8" in out
     assert int8_layers < set(config.layers)
     history = json.loads((tmp_path / HISTORY).read_text())
@@ -87,17 +83,19 @@ def test_final_config_rebuilds_the_model(auto_small, command, small_cnn, data, t
     configs = [(tmp_path / folder / "small_cnn_config.json").read_text() for folder in "ab"]
     records = [(tmp_path / folder / "small_cnn_record.txt").read_text() for folder in "ab"]
     assert configs[0] == configs[1]
-    # observed again with the weights of these layers alone quantized, so near and not equal
+    # observed again with the weights of these layers alone quantized, so near and not equal; the
+    # build takes DMQ's factors from AMCT's first batch, one image
     auto_record, build_record = map(read_record, records)
     assert list(auto_record) == list(build_record)
     for name, layer in auto_record.items():
-        assert build_record[name].scale_d == pytest.approx(layer.scale_d, rel=0.02)
+        if not layer.dmq_factors.size:
+            assert build_record[name].scale_d == pytest.approx(layer.scale_d, rel=0.02)
 
 
 def test_user_configuration_is_the_only_search(auto_small, tmp_path):
     (tmp_path / "my.cfg").write_text("batch_num: 4\ncommon_config { hfmg_quantize { } }\n")
     auto_small(tmp_path / "o", "--ascend-config", tmp_path / "my.cfg", "--max-loss", "0.5")
-    enabled = settled(tmp_path / "o").enabled()
+    enabled = settled(tmp_path / "o").enabled_layers()
     assert {layer.activation.act_algo for layer in enabled.values()} == {"hfmg"}
 
 
@@ -105,7 +103,7 @@ def test_config_names_every_layer_search(small_cnn):
     config = default_config(find_layers(load(small_cnn).model))
     first_layer, second, *_ = config.layers
     searched = searches.apply_searches(config, {first_layer: "hfmg", second: "nothing clipped"})
-    assert set(searched.enabled()) == {first_layer, second}
+    assert set(searched.enabled_layers()) == {first_layer, second}
     assert searched.layers[first_layer].activation.act_algo == "hfmg"
     assert searched.layers[second].activation.search_range == (1.0, 1.3)
     assert (
@@ -230,7 +228,8 @@ def test_dmq_runs_only_beyond_the_budget(auto, uneven, images, tmp_path):
     assert settled(tmp_path).batch_num == 4
 
 
-REPAIRED, SWAPPED = 7e-5, 5e-5  # budgets: the best searches lose 7.9e-5, repaired 6.3e-5
+REPAIRED = 7e-5  # budget: the best searches lose 7.9e-5, repaired 4.9e-5
+SWAPPED = 4.3e-5  # budget: HFMG in all layers, repaired, loses 4.6e-5, with a swap 4.1e-5
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +294,11 @@ def test_repairs_precede_float(auto_coarse, coarse, command, tmp_path):
 
 
 @pytest.mark.slow
-def test_swaps_for_any_threads_precede_float(auto_coarse):
+def test_swaps_for_any_threads_precede_float(auto_coarse, monkeypatch):
+    def choose_hfmg(_model, graph, *_arguments, **_options):
+        return dict.fromkeys(graph.layers, "hfmg")
+
+    monkeypatch.setattr(ascend_auto, "find_best_searches", choose_hfmg)
     output, single_thread = auto_coarse("one", SWAPPED, "--threads", 1)
     assert "3 layers in int8, 0 in float." in output
     losses = losses_of(single_thread)
@@ -314,7 +317,7 @@ def test_swaps_for_any_threads_precede_float(auto_coarse):
 def test_float_layer_keeps_its_constants(auto_coarse, coarse):
     output, out = auto_coarse("o", 3e-5)
     assert "2 layers in int8, 1 in float." in output
-    int8_layers = settled(out).enabled()
+    int8_layers = settled(out).enabled_layers()
     models = [onnx.load(path) for path in (coarse, out / "coarse_modified_model.onnx")]
     layers_of_models = []
     for model in models:
@@ -349,18 +352,21 @@ def test_user_configuration_keeps_user_weights(auto_coarse, tmp_path):
     assert "weight rounding" not in output
 
 
-@pytest.mark.parametrize("needed", range(5))
+@pytest.mark.parametrize("needed", range(1, 5))
 def test_shortest_ranking_prefix_is_float(needed, auto_small, tmp_path, monkeypatch):
     float_sets = []
 
     def holds(search, trial):
+        if not trial.in_float:
+            return False
         float_sets.append(trial.in_float)
         return {name for name, _ in search.ranking[:needed]} <= trial.in_float
 
     monkeypatch.setattr(BudgetSearch, "_check_budget", holds)
-    auto_small(tmp_path, "--strategy", "binary-search")
+    (tmp_path / "my.cfg").write_text("batch_num: 6\n")  # one search, so that only float is left
+    auto_small(tmp_path, "--ascend-config", tmp_path / "my.cfg")
     order = [name for name, _ in json.loads((tmp_path / RANKING).read_text())]
-    int8_layers = set(settled(tmp_path).enabled())
+    int8_layers = set(settled(tmp_path).enabled_layers())
     assert int8_layers == set(order[needed:])
     assert len(order) == 4
     assert (tmp_path / "small_cnn_record.txt").exists() == (needed < 4)
@@ -397,22 +403,3 @@ def test_float_outputs_without_numbers_are_refused(refusal, data, tmp_path):
     arguments = ("ascend", "auto", tmp_path / "net.onnx", "--images", data)
     assert "'y' of the reference holds NaN" in refusal(*arguments, "-o", tmp_path / "out")
     assert not (tmp_path / "out" / FINAL).exists()
-
-
-def test_threads_sharing_plans_get_all_weights(parts, monkeypatch):
-    model, graph, _, samples = parts
-    config = default_config(graph, batch_num=len(samples))
-    plan = plan_amct(model, graph, samples, config)
-    observed = observe(plan.observations, samples, runs=Counter())
-    plain = RecordPlan._arq_scale
-
-    def slowly(*arguments):
-        time.sleep(0.02)
-        return plain(*arguments)
-
-    monkeypatch.setattr(RecordPlan, "_arq_scale", slowly)
-    plan._arq.clear()
-    with ThreadPoolExecutor(2) as pool:
-        first_record = pool.submit(plan.record, observed)
-        time.sleep(0.03)
-        assert list(plan.record(observed).records) == list(first_record.result().records)

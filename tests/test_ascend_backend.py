@@ -29,7 +29,6 @@ from deploy.targets.ascend.deploy_model import deploy_model
 from deploy.targets.ascend.executor import compare_deploy_model, open_deploy, to_standard_model
 from deploy.targets.ascend.existing_files import check_file
 from deploy.targets.ascend.fake_quant import amct_qdq_model, fake_quant_model
-from deploy.targets.ascend.layer_searches import rank_layers, similarity
 from deploy.targets.ascend.layers import find_layers
 from deploy.targets.ascend.proto import parse_text
 from deploy.targets.ascend.quant_layer import quantize_layers
@@ -178,10 +177,10 @@ def test_executor_convolution_is_exact_integer_arithmetic():
     model = build_net([("Conv", "x w", "y", "c", {"kernel_shape": [3, 3]})], *ends, {"w": weight})
     layers = calibrated(model, feed)
     quantized, got = layers["c"], run_integers(deploy_model(model, layers), feed)
-    code = int(np.clip(np.rint(quantized.scale + quantized.record.offset_d), -128, 127))
+    code = int(np.clip(np.rint(quantized.quant_factor + quantized.record.offset_d), -128, 127))
     code -= quantized.record.offset_d
     sums = quantized.weight.astype(np.int64).reshape(2, -1).sum(axis=1) * code
-    expected = sums.astype(np.float32) * quantized.dequant
+    expected = sums.astype(np.float32) * quantized.dequant_scale
     np.testing.assert_array_equal(got.reshape(-1), expected)
 
 
@@ -272,7 +271,7 @@ def test_qdq_model_matches_fake_quant_model(small):
     constants = {t.name: numpy_helper.to_array(t) for t in qdq_model.graph.initializer}
     gemm = next(name for name, q in layers.items() if q.layer.kind == "Gemm")
     assert constants[f"{gemm}.scale_w"].shape == ()
-    bias, steps = constants[f"{gemm}.bias.rounded"], layers[gemm].dequant
+    bias, steps = constants[f"{gemm}.bias.rounded"], layers[gemm].dequant_scale
     np.testing.assert_allclose(bias / steps, np.rint(bias / steps), atol=1e-3)
 
 
@@ -346,20 +345,6 @@ FORBIDDEN = {
 def test_flags_that_a_quantized_model_forbids(match, flag):
     with pytest.raises(ConfigError, match=match):
         check_flag(flag)
-
-
-# -- automatic calibration
-def test_similarity_ranks_isolated_layers(small):
-    a = np.float32([1, 2, 3])
-    assert similarity(a, a) == pytest.approx(1)
-    assert similarity(a, -a) == pytest.approx(0)
-    assert similarity(0 * a, a) == 1
-    assert similarity(a, 0 * a) == 0
-    model, layers = small
-    ranking = rank_layers(model, layers, [{"x": DATA[:1]}], threads=1)
-    assert len(ranking) == len(layers) > 0
-    assert [score for _, score in ranking] == sorted(score for _, score in ranking)
-    assert 0.99 < ranking[0][1] <= ranking[-1][1] <= 1
 
 
 # -- the whole line
@@ -528,9 +513,7 @@ def test_no_broken_deploy_model_breaks_check(data):
 @pytest.mark.slow
 def test_auto_command(small_cnn, data, tmp_path, run, command, refusal, wording):
     arguments = ("ascend", "auto", small_cnn, "--images", data, "-o", tmp_path)
-    assert "layers in int8" in command(
-        *arguments, "--max-loss", 0.05, "--strategy", "binary-search"
-    )
+    assert "layers in int8" in command(*arguments, "--max-loss", 0.05)
     assert {RANKING, HISTORY, FINAL} <= {path.name for path in tmp_path.iterdir()}
     assert (tmp_path / f"{small_cnn.stem}_deploy_model.onnx").exists()
     assert f"build of {small_cnn.stem} wrote them" in command("verify", tmp_path)

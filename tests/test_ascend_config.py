@@ -72,7 +72,7 @@ def test_unlisted_layers_are_float():
     """An entry without quant_enable is float too, as in AMCT; the version may be unset."""
     text = json.dumps({"conv1": {"quant_enable": True}, "conv2": {"weight_quant_params": {}}})
     config = resolve_config(read_config(text), GRAPH)
-    assert list(config.enabled()) == ["conv1"]
+    assert list(config.enabled_layers()) == ["conv1"]
 
 
 @pytest.mark.parametrize("count", [1, 100, 2**31 - 1])
@@ -126,7 +126,7 @@ def test_torch_types_tell_the_ranks_apart():
     text = """skip_layer_types: "Conv1d" override_layer_types {
       layer_type: "Conv2d" calibration_config { hfmg_quantize { } } }"""
     config = read_simple_config(text, find_layers(model))
-    assert list(config.enabled()) == ["square"]
+    assert list(config.enabled_layers()) == ["square"]
     algorithms = {name: layer.activation.act_algo for name, layer in config.layers.items()}
     assert algorithms == {"flat": "ifmr", "square": "hfmg"}
 

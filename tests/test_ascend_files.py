@@ -158,20 +158,7 @@ def test_frame_is_cropped_at_even_offsets():
     assert wrong > 2 * right
 
 
-def test_dynamic_aipp_leaves_values_to_host():
-    source = AippSource(color="nv12", size=(64, 64), dynamic=True)
-    text, host_notes = aipp.write_aipp(replace(RGB, **IMAGENET), source)
-    (op,) = parse_text("InsertNewOps", text, "it").aipp_op
-    assert op.aipp_mode == 2
-    assert op.max_src_image_size == 64 * 64 * 3 // 2
-    four_pictures, _ = aipp.write_aipp(replace(RGB, **IMAGENET), source, batch=4)
-    assert f"max_src_image_size: {4 * op.max_src_image_size}" in four_pictures
-    assert not op.HasField("input_format")
-    assert not op.HasField("csc_switch")
-    (note,) = [line for line in host_notes if "aclmdlSetAIPP" in line]
-    assert "matrix_r0c0: 298" in note
-    assert "mean_chn_0: 123" in note
-    assert "\n" not in note
+def test_arrays_get_no_aipp_file():
     files = {}
     request = SimpleNamespace(manifest={"preprocess": None})
     with pytest.raises(ExportError, match="fed arrays, not pictures"):
@@ -208,9 +195,6 @@ def test_command_writes_aipp_and_its_host_steps(build_with_aipp, command, tmp_pa
     readme = (tmp_path / "small_cnn_README.txt").read_text()
     assert "NV21" in readme
     assert "an AIPP configuration" in command("ascend", "check", tmp_path / "small_cnn_aipp.cfg")
-    code, _, err = build_with_aipp("--dynamic-aipp")
-    assert code == 0, err
-    assert "max_src_image_size: 768" in (tmp_path / "small_cnn_aipp.cfg").read_text()
 
 
 def test_aipp_makes_the_images_and_no_state(run, pictures, tmp_path):
@@ -252,7 +236,6 @@ def test_options_that_mean_nothing_are_refused(arguments, message, build_with_ai
     [
         ({"color": "grey"}, {"color": "bgr"}, "makes grey of grey pictures"),
         ({}, {"color": "nv12", "size": (33, 48)}, "even sides"),
-        ({}, {"color": "nv12", "size": (30, 48), "dynamic": True}, "does not enlarge"),
         ({"layout": "nhwc"}, {}, "NCHW"),
         ({"mean": (-0.5,)}, {}, "0 to 255"),
         ({"mean": (2.0,)}, {}, "0 to 255"),

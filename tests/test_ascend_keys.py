@@ -6,7 +6,12 @@ import numpy as np
 import onnx
 import pytest
 
-from deploy.targets.ascend.config_keys import ACTIVATION, LAYER, MODEL_SETTINGS, WEIGHT
+from deploy.targets.ascend.config_keys import (
+    ACTIVATION_RULES,
+    LAYER_RULES,
+    MODEL_RULES,
+    WEIGHT_RULES,
+)
 from deploy.targets.ascend.proto import message_class
 from deploy.targets.ascend.target import Ascend
 from tests.vendor_models import save_net
@@ -236,8 +241,12 @@ def test_every_configuration_key_has_a_test():
     }
     assert keys == set(REFUSED)
     assert {key for key in keys if key.partition(".")[0] not in INNER} == set(OBEYED)
-    layer = {f"a.{key}" for key in ACTIVATION} | {f"w.{key}" for key in WEIGHT} | set(LAYER)
-    assert set(MODEL_SETTINGS) | layer == set(JSON_REFUSED)
+    layer = (
+        {f"a.{key}" for key in ACTIVATION_RULES}
+        | {f"w.{key}" for key in WEIGHT_RULES}
+        | set(LAYER_RULES)
+    )
+    assert set(MODEL_RULES) | layer == set(JSON_REFUSED)
     refused_always = {"joint_quant", "weight_offset"}
     tables = {"activation_quant_params", "weight_quant_params"}
     assert set(JSON_REFUSED) - set(JSON_OBEYED) == refused_always | tables
@@ -324,7 +333,7 @@ def document(key, value):
     if part:
         extra_keys = {"wts_algo": "ada_quantize", "num_iteration": 3} if name in ADAS else {}
         layers["conv1"][SHORT[part]] = {**extra_keys, name: value}
-    elif key in MODEL_SETTINGS:
+    elif key in MODEL_RULES:
         config[key] = value
     else:
         layers["conv1"][key] = value
@@ -334,7 +343,7 @@ def document(key, value):
 @pytest.mark.parametrize("key", JSON_OBEYED)
 def test_quant_config_key_is_obeyed(key, built):
     config = built(document(key, JSON_OBEYED[key]), ".json")[1]
-    assert value_at(config, key if key in MODEL_SETTINGS else f"conv1.{key}") == JSON_OBEYED[key]
+    assert value_at(config, key if key in MODEL_RULES else f"conv1.{key}") == JSON_OBEYED[key]
 
 
 @pytest.mark.parametrize("key", JSON_REFUSED)

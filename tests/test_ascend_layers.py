@@ -222,7 +222,7 @@ def test_fixed_batch_uses_four_images(config, ascend_record, small_cnn, fixed):
     single, _, _ = ascend_record(small_cnn, 8, config=text.replace("2", "8", 1))
     assert scales(joined) == pytest.approx(scales(fixed_record), rel=1e-5)
     for name, layer in joined.items():
-        np.testing.assert_allclose(layer.factors, fixed_record[name].factors, rtol=1e-5)
+        np.testing.assert_allclose(layer.dmq_factors, fixed_record[name].dmq_factors, rtol=1e-5)
         assert layer.offset_d == fixed_record[name].offset_d
     assert scales(joined) != pytest.approx(scales(single), rel=1e-3)
     assert "over 8 samples in 2 batches of 4." in output

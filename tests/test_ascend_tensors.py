@@ -338,23 +338,22 @@ def test_unsuitable_inputs_are_refused_before_observing(key, built, no_pass):
 
 @pytest.fixture
 def auto(command, tmp_path):
-    """(model, images, configuration, strategy) -> what was said, the configuration it left."""
+    """(model, images, configuration) -> what was said, the configuration it left."""
 
-    def call(model, images, text, strategy):
+    def call(model, images, text):
         config, out = tmp_path / "my.cfg", tmp_path / "o"
         config.write_text(text)
         arguments = ("--images", images, "--max-loss", 0.0001, "--ascend-config", config, "-o", out)
-        output = command("ascend", "auto", model, *arguments, "--strategy", strategy)
+        output = command("ascend", "auto", model, *arguments)
         return output, json.loads((out / FINAL).read_text())
 
     return call
 
 
-@pytest.mark.parametrize("strategy", ["gain", "binary-search"])
-def test_auto_may_keep_inputs_float(strategy, auto, small_cnn, tmp_path):
+def test_auto_may_keep_inputs_float(auto, small_cnn, tmp_path):
     """What it leaves in float is neither in the record nor in the final configuration."""
     np.save(tmp_path / "images.npy", DATA)
-    _, config = auto(small_cnn, tmp_path / "images.npy", BOTH, strategy)
+    _, config = auto(small_cnn, tmp_path / "images.npy", BOTH)
     ranked = json.loads((tmp_path / "o" / RANKING).read_text())
     assert {"Add_a:1", "MaxPool_p:0"} <= {entry for entry, _ in ranked}
     records = records_of(tmp_path / "o")
@@ -592,7 +591,7 @@ def test_three_dimensional_weight_has_one_scale(shared_build, files):
 def test_dmq_balances_rows_of_matrices(built_matmul, files):
     balanced = "layer_type: 'MatMul' calibration_config { dmq_balancer { } }"
     _, folder = built_matmul(f"batch_num: 4 override_layer_types {{ {balanced} }}")
-    factors = records_of(folder)["query"].factors
+    factors = records_of(folder)["query"].dmq_factors
     first_image_maxima = np.abs(np.load(files.with_suffix(".npy"))[0]).reshape(-1, WIDE).max(axis=0)
     (weight,) = (t for t in attention().graph.initializer if t.name == "wq")
     rows = np.abs(numpy_helper.to_array(weight)).max(axis=(0, 2))
@@ -664,10 +663,9 @@ def test_a_configuration_says_what_is_float(files, run, tmp_path):
     assert "a MatMul weight must be 2-D or 3-D, got 4-D" in out
 
 
-@pytest.mark.parametrize("strategy", ["gain", "binary-search"])
-def test_auto_ranks_activation_matmuls_with_layers(strategy, auto, files, tmp_path):
+def test_auto_ranks_activation_matmuls_with_layers(auto, files, tmp_path):
     text = named("scores", "context")
-    output, config = auto(files, files.with_suffix(".npy"), text, strategy)
+    output, config = auto(files, files.with_suffix(".npy"), text)
     assert "5 layers in int8" in output
     names = ("query", "key", "scores", "value", "context")
     int8_layers = {name for name in names if config[name]["quant_enable"]}

@@ -95,7 +95,6 @@ def own_build(small_cnn, pictures, tmp_path_factory):
         "cache to-qdq MODEL OUT/small_cnn.tensorrt.cache -o p",
         "cache from-qdq OUT/small_cnn.tensorrt.qdq.onnx -o p q",
         "cache relabel OUT/small_cnn.tensorrt.cache --trt-version 10.5.0 -o p",
-        "cache merge OUT/small_cnn.tensorrt.cache -o p",
     ],
 )
 def test_outputs_replace_calib8_files(

@@ -66,7 +66,7 @@ BUILD = ("build", "m.onnx", "--images", "p")
     ("arguments", "expected"),
     [
         ("", OnnxRuntime()),
-        ("--int8-stem --weight-bits 7", OnnxRuntime(int8_stem=True, weight_bits=7)),
+        ("--int8-stem --full-weights", OnnxRuntime(int8_stem=True, full_weights=True)),
         (
             "--target tensorrt --engine-from cache --rest fp32 --workspace 64 --max-batch 4",
             TensorRT(form="cache", rest="fp32", workspace_mib=64, max_batch=4),
@@ -172,8 +172,8 @@ def test_failed_target_is_exit_code_1(build_call, run):
         ("--method entropy-tensorrt --percent 99", "percent"),
         ("--soc Ascend310P3", "--target ascend is needed for --soc, got --target onnxruntime"),
         (
-            "--target tensorrt,ascend --int8-stem --weight-bits 7",
-            "--target onnxruntime is needed for --int8-stem and --weight-bits",
+            "--target tensorrt,ascend --int8-stem --full-weights",
+            "--target onnxruntime is needed for --int8-stem and --full-weights",
         ),
         ("--target tensorrt --atc-flag=--a=b", "--target ascend is needed for --atc-flag"),
         ("--target tensorrtt", "'tensorrtt'; did you mean 'tensorrt'?"),
@@ -184,7 +184,7 @@ def test_failed_target_is_exit_code_1(build_call, run):
         ("--refresh --require-cache", "leave one of them out"),
         ("--target ascend --source-color bgr", "give --aipp too"),
         ("--target ascend --source-size 20x20", "give --aipp too"),
-        ("--target ascend --dynamic-aipp", "give --aipp too"),
+        ("--target ascend --source-size 8x8", "give --aipp too"),
         ("--target tensorrt --calibrator minmax --engine-from qdq", "build from the cache"),
     ],
 )
@@ -204,7 +204,7 @@ def test_option_without_effect_is_refused(arguments, message, build_call, run):
         ("build m.onnx", 2, "Missing option '--images'"),
         ("build m.onnx --images p --methud mse", 2, "No such option"),
         ("build m.onnx --images p --method best", 2, "Invalid value for '--method'"),
-        ("build m.onnx --images p --weight-bits 9", 2, "Invalid value for '--weight-bits'"),
+        ("build m.onnx --images p --max-batch 0", 2, "Invalid value for '--max-batch'"),
         ("build m.onnx --images p --target tensorrt --engine-from x", 2, "'--engine-from'"),
         ("calibrate m.onnx --images p --soc Ascend310P3", 2, "No such option"),
         ("bench m.onnx --shape x", 2, "must look like"),
@@ -228,9 +228,7 @@ def test_wrong_command_line_is_one_line(arguments, code, message, run):
 @pytest.mark.parametrize(
     ("target", "options", "message"),
     [
-        (OnnxRuntime, {"weight_bits": 6}, "weight_bits of OnnxRuntime is 7 or more, got 6"),
-        (OnnxRuntime, {"weight_bits": 9}, "is 8 or less"),
-        (TensorRT, {"max_batch": 0}, "is 1 or more"),
+        (TensorRT, {"max_batch": 0}, "max_batch of TensorRT is 1 or more, got 0"),
         (TensorRT, {"workspace_mib": 0}, "is 1 or more"),
         (TensorRT, {"calibrator": "x"}, "is one of entropy2, entropy, minmax, legacy"),
         (Ascend, {"aipp": True, "source_color": "hsv"}, "is one of rgb, bgr, nv12, nv21"),
@@ -298,7 +296,7 @@ class Toy:
         4, help="Steps of the toy.", minimum=1, changes_placement=True, changes_observations=True
     )
     tag: tuple[str, ...] = option((), help="A tag of the toy.")
-    rate: float = option(0.5, help="Rate of the toy.", maximum=1)
+    rate: float = option(0.5, help="Rate of the toy.", minimum=0)
     turbo: bool = option(True, help="Let the toy run fast.", changes_runs=True)
     name: str = "toy"
     engines: ClassVar[tuple[str, ...]] = (".toy",)

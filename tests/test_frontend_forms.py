@@ -1194,7 +1194,7 @@ def test_amct_norms_stay_unfused(nodes, unfolded_names, skipped, remaining):
     model = make_model(nodes, *signature, as_float32(weights), opset=17)
     subject = SimpleNamespace(unfolded=SimpleNamespace(model=model))
     config = SimpleNamespace(do_fusion=True, skip_fusion_layers=skipped)
-    unfused, _ = unfuse_batchnorms(subject, config, unfolded=unfolded_names)
+    unfused, _ = unfuse_batchnorms(subject, config, unfolded_layers=unfolded_names)
     assert [node.op_type for node in unfused.graph.node].count(nodes[-1].op_type) == remaining
 
 

@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import numpy_helper
 
-from calibrators.grids import INT8, quantize_weight, weight_scales
+from calibrators.grids import quantize_weight, weight_scales
 from calibrators.weights import PAIR_LIMIT, pair_scales, pair_sums, tight_pair_mask
 from deploy.graph.index import Graph
 from deploy.runtimes.ort import OrtSession
-from deploy.targets.onnxruntime.dynamic import find_saturating_products, write_dynamic
 from deploy.targets.stored_weights import find_saturating_layers
 from deploy.tuning.repairs.output_rounding import LayerInputs, round_weight
 from deploy.tuning.repairs.repair_layers import find_weighted_layers, with_constants
@@ -191,19 +190,7 @@ def test_stored_weights_stay_and_are_noted(build_int8, refusal, tmp_path):
     arguments = ("build", tmp_path / "net.onnx", "--images", tmp_path / "x.npy", "--full-weights")
     message = refusal(*arguments, "--out", tmp_path / "o", *QUICK)
     assert "--full-weights decides how onnxruntime quantizes a float model" in message
-    arguments = ("build", tmp_path / "net.onnx", "--images", tmp_path, "--out", tmp_path / "o")
-    message = refusal(*arguments, "--full-weights", "--weight-bits", "7")
-    assert "leave one of them out" in message
     assert not (tmp_path / "o").exists()
-
-
-def test_dynamic_matmul_weights_fit_pairs():
-    weight = {"w": np.random.default_rng(3).uniform(0.5, 1, size=(32, 16))}
-    signature = {"x": ["n", 32]}, {"y": ["n", 16]}
-    model = build_net([("MatMul", "x w", "y", "one")], *signature, weight, opset=17)
-    for fits_pairs in (True, False):
-        int8_model = write_dynamic(model, ["one"], INT8, fits_pairs=fits_pairs)
-        assert len(find_saturating_products(int8_model)) == (not fits_pairs)
 
 
 @pytest.mark.parametrize(("group", "channels"), [(1, 8), (1, 5), (2, 8), (16, 16), (4, 4)])

@@ -153,13 +153,6 @@ def test_bias_beyond_int32_widens_weight_scale(small_cnn):
     assert np.allclose(ints[name].astype(np.float64) * scale, 3.0, rtol=2e-5)
 
 
-def test_seven_bit_weights_stay_below_64(quantized):
-    model, scales, plan, _ = quantized
-    for value in constants(write_qdq(model, plan, scales, weight_bits=7)).values():
-        if value.dtype == np.int8 and value.ndim:
-            assert np.abs(value.astype(int)).max() <= 63
-
-
 def test_tensorrt_pairs_have_zero_point_0(calibrated):
     model, scales, _ = calibrated
     plan = analyse(model, TENSORRT)

@@ -175,10 +175,6 @@ def test_hostile_cache_names_are_escaped(small_cnn, safe_output, tmp_path):
     assert "\\x1b[31m" in safe_output("cache", "show", first_cache)[1]
     assert "\\x1b[31m" in safe_output("cache", "diff", first_cache, second_cache)[1]
     safe_output("cache", "check", first_cache, "--model", small_cnn, "--verbose")
-    assert (
-        "\\x1b[31m"
-        in safe_output("cache", "merge", first_cache, second_cache, "-o", tmp_path / "c")[2]
-    )
 
 
 def test_hostile_labels_and_lists_are_escaped(small_cnn, pictures, safe_output, tmp_path):

@@ -324,8 +324,6 @@ def test_a_calibrators_script_is_refused(refusal, qdq_models, tmp_path):
     ("target", "arguments"),
     [
         ("onnxruntime", ("--int8-stem",)),
-        ("onnxruntime", ("--weight-bits", "7")),
-        ("onnxruntime", ("--dynamic-matmul",)),
         ("tensorrt", ("--precision", "fp8")),
         ("tensorrt", ("--calibrator", "entropy2")),
         ("tensorrt", ("--float-behind-concat",)),

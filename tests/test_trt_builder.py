@@ -234,7 +234,7 @@ def test_float_layers_match_name_or_output(fake, fp16, precision):
 def test_overflowing_layers_are_pinned_to_float32(fake):
     add_layers(fake)
     wide, kind = {"/a": "a", "/c": "c", "/gone": "d"}, fake.trt.float32
-    build_engine(MODEL, BuilderSettings(float_layers={"/a": "a"}, wide_layers=wide))
+    build_engine(MODEL, BuilderSettings(float_layers={"/a": "a"}, float32_layers=wide))
     assert [layer.precision for layer in fake.layers] == [kind, None, kind]
     assert [layer.types for layer in fake.layers] == [{0: kind}, {}, {0: kind}]
     assert "OBEY_PRECISION_CONSTRAINTS" in flags(fake.config)
@@ -383,21 +383,21 @@ def test_float16_overflow_is_pinned_in_engines(gpu, model, tmp_path, tensorrt, m
     onnx.save(overflowing, model)
     built_on(model, tmp_path / "cache", TensorRT(form="cache"))
     assert not gpu[-1][1].typed
-    assert gpu[-1][1].wide_layers == {"/mul": "large"}
+    assert gpu[-1][1].float32_layers == {"/mul": "large"}
     cache = tmp_path / "cache" / "net.tensorrt.cache"
     note = json.loads(cache.with_name(cache.name + ".json").read_bytes())
     assert note["float32_layers"] == {"/mul": "large"}  # for C++
     assert store.read_cache_text(cache)[0] == cache.read_bytes()
     built_on(model, tmp_path / "typed", TensorRT(form="qdq"))
     assert gpu[-1][1].typed
-    assert not gpu[-1][1].wide_layers
+    assert not gpu[-1][1].float32_layers
     built_on(model, tmp_path / "wide", TensorRT(form="cache", rest="fp32"))
-    assert not gpu[-1][1].wide_layers
+    assert not gpu[-1][1].float32_layers
     tensorrt("11.1.0")  # has no types to choose, nor a way to bind one
     monkeypatch.setattr(engines, "_source_role", lambda *_: engines.QDQ)
     built_on(model, tmp_path / "eleven")
     assert gpu[-1][0] == "net.tensorrt.qdq.onnx"
-    assert not gpu[-1][1].wide_layers
+    assert not gpu[-1][1].float32_layers
 
 
 def test_folder_of_stubs_is_not_tensorrt(monkeypatch):

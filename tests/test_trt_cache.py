@@ -352,7 +352,6 @@ def test_check_reports_a_cache_changed_afterwards(run, small_cnn, cache, tmp_pat
     for arguments in (
         ("to-qdq", small_cnn, cache),
         ("relabel", cache, "--trt-version", "8.5.3"),
-        ("merge", cache),
     ):
         assert "m.cache.json" in run.ok("cache", *arguments, "-o", tmp_path / arguments[0])
     Path(f"{cache}.json").unlink()  # without its fingerprint, equal scales are strange only
@@ -406,20 +405,6 @@ def test_caches_of_dead_branch_pass_check(run, tmp_path):
     assert set(scales) == {"x", "c", "y"}
 
 
-def test_merge_of_conflicts_needs_a_rule(run, tmp_path):
-    head = b"TRT-8503-EntropyCalibration2\n"
-    a, b, out = tmp_path / "a", tmp_path / "b", tmp_path / "out"
-    a.write_bytes(head + b"x: 3c008912\ny: 3c008912\n")
-    b.write_bytes(head + b"y: 3d008912\nz: 3c008912\n")
-    assert "--on-conflict" in run.fails("cache", "merge", a, b, "-o", out)
-    assert not out.exists()
-    for rule, digits in (("first", b"3c"), ("last", b"3d"), ("max", b"3d")):
-        run.ok("cache", "merge", a, b, "-o", out, "--on-conflict", rule)
-        assert out.read_bytes() == head + b"x: 3c008912\ny: %b008912\nz: 3c008912\n" % digits
-    b.write_bytes(b"TRT-8503-MinMaxCalibration\nz: 3c008912\n")
-    run.fails("cache", "merge", a, b, "-o", out)
-
-
 @pytest.mark.parametrize("data", [b"", b"\x00" * 64, b"TRT-8503-EntropyCalibration2\nx: 3c0"])
 def test_broken_cache_raises_a_clear_error(data, run, small_cnn, tmp_path):
     broken, out = tmp_path / "broken.cache", tmp_path / "out"
@@ -428,7 +413,6 @@ def test_broken_cache_raises_a_clear_error(data, run, small_cnn, tmp_path):
         ("show", broken),
         ("check", broken),
         ("diff", broken, broken),
-        ("merge", broken, "-o", out),
         ("relabel", broken, "--trt-version", "8.5.3", "-o", out),
         ("to-qdq", small_cnn, broken, "-o", out),
         ("show", tmp_path / "missing"),

@@ -239,8 +239,8 @@ def test_vgg16_and_lenet_names_equal_tensorrts():
     path = SHARED / "lenet" / "lenet.onnx"
     real = parse((SHARED / "lenet" / "table.cache").read_bytes(), origin="table.cache")
     original = onnx.load(path)
-    assert likely_parser(original, "7.2.2") == cache_contents.CAFFE
-    assert likely_parser(original, "8.5.3") == cache_contents.ONNX
+    assert likely_parser(original, "7.2.2") == cache_contents.CAFFE_PARSER
+    assert likely_parser(original, "8.5.3") == cache_contents.ONNX_PARSER
     tensors = tensors_of(original, "7.2.2")
     assert [t.name for t in tensors] == [entry.name for entry in real.entries]
 

@@ -21,7 +21,7 @@ from deploy.pipeline import evaluate, measure
 from deploy.runtimes.ort import OrtSession
 from deploy.targets import TensorRT
 from deploy.targets.tensorrt import trtexec
-from deploy.targets.tensorrt.float_types import OPSETS, narrow_float_part, round_scales
+from deploy.targets.tensorrt.float_types import FIRST_OPSET_BY_TYPE, narrow_float_part, round_scales
 from deploy.targets.tensorrt.trtexec import ParserRequirements
 from deploy.tuning.search_options import Tuning
 from tests.models import read_target
@@ -202,7 +202,7 @@ def test_softmax_stays_float32_with_one_cast(float_type):
     casts = [n for n in typed_model.graph.node if n.op_type == "Cast"]
     assert len(casts) == len({n.input[0] for n in casts}) == 5  # x, a, s, e, y
     assert not {n.output[0] for n in casts} & {n.input[0] for n in casts}
-    assert typed_model.opset_import[0].version == OPSETS[float_type]
+    assert typed_model.opset_import[0].version == FIRST_OPSET_BY_TYPE[float_type]
     onnx.checker.check_model(typed_model, full_check=True)
 
 
@@ -463,7 +463,7 @@ def test_first_tensorrt_version_by_requirement(wording):
     assert ParserRequirements(19).first_version("typed", "dla") == "11.4.1"
     norm = frozenset({"LayerNormalization", "Conv"})
     assert ParserRequirements(17, norm).first_version() == "8.6.0"
-    wording.check(ParserRequirements(13, frozenset({"Mish"})).unmet("9.3.0"))
+    wording.check(ParserRequirements(13, frozenset({"Mish"})).unmet_reason("9.3.0"))
     assert "LayerNormalization" in trtexec.unsupported_operators("8.5.3")
     assert not trtexec.unsupported_operators("10.15.0")
     assert trtexec.features_of("8.6.1").opset == 17

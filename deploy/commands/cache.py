@@ -1,4 +1,4 @@
-"""`calib8 cache`: show, compare, merge, check and convert TensorRT calibration caches."""
+"""`calib8 cache`: show, compare, check and convert TensorRT calibration caches."""
 
 from __future__ import annotations
 
@@ -121,29 +121,6 @@ def diff(context: click.Context, first: Path, second: Path, limit: int) -> None:
 def _scale_text(scale: SupportsFloat | None) -> str:
     """Format a scale in a column of 14 characters."""
     return f"{'-':>14}" if scale is None else f"{float(scale):14.8g}"
-
-
-@cache.command(short_help="The union of several caches.")
-@click.argument("paths", type=FILE, nargs=-1, required=True, metavar="CACHE...")
-@out_option(type=OutputFile("cache"), help="File to write.")
-@click.option(
-    "--on-conflict",
-    type=click.Choice(["error", "first", "last", "max"]),
-    default="error",
-    show_default=True,
-    help="Which scale to use where two caches differ.",
-)
-def merge(paths: tuple[Path, ...], out: Path, on_conflict: str) -> None:
-    """Merge caches of one version and algorithm into one."""
-    from deploy.calibration.trt_cache import dump
-    from deploy.files.atomic import write_bytes
-    from deploy.targets.tensorrt import cache_tools
-
-    merged_cache = cache_tools.merge_caches(
-        list(map(_read_with_note, paths)), on_conflict=on_conflict
-    )
-    write_bytes(out, dump(merged_cache))
-    say(f"{out}: {counted(len(merged_cache.entries), 'entry')} from {counted(len(paths), 'cache')}")
 
 
 @cache.command(short_help="Rewrite a cache for another TensorRT version.")

@@ -215,7 +215,7 @@ def torch_options(command: CommandFunction) -> CommandFunction:
 
 
 # options without effect on PyTorch models, which get fixed scales and integers
-_NOT_OF_TORCH = ("dynamic_matmul", "precision")
+_NOT_OF_TORCH = ("precision",)
 TargetValues = Mapping[str, Mapping[str, Any]]  # target -> field -> value on the command line
 
 
@@ -371,16 +371,12 @@ def _type(option: Option) -> click.ParamType[Any]:
     if option.choices:
         return click.Choice(option.choices)
     if option.kind is int:
-        return click.IntRange(_to_int(option.minimum), _to_int(option.maximum))
+        return click.IntRange(option.minimum)
     if option.kind is float:
-        return Real(option.minimum, option.maximum)
+        return Real(option.minimum)
     if option.writes:
         return base.OutputFile(option.writes)
     return base.INPUT if option.kind is Path else click.STRING
-
-
-def _to_int(limit: float | None) -> int | None:
-    return None if limit is None else int(limit)
 
 
 def _ending(option: Option) -> str:

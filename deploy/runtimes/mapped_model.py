@@ -36,8 +36,8 @@ def write_mapped(model: ModelProto, names: Collection[str], folder: Path) -> Pat
 
     Args:
         model: the model in memory; it is not changed.
-        names: of the initializers.
-        folder: for `model.onnx` and `weights`.
+        names: names of the initializers.
+        folder: folder that gets the files `model.onnx` and `weights`.
 
     Returns:
         The model's path.

@@ -77,6 +77,11 @@ class OpenvinoSession(CpuSession):
 
 
 def _import_openvino() -> Any:
+    """Import and return the module `openvino`.
+
+    Raises:
+        SdkMissingError: it is not installed.
+    """
     try:
         import openvino
     except ImportError as error:

@@ -60,6 +60,7 @@ _last_continue = -math.inf
 
 
 def _run_options() -> onnxruntime.RunOptions:
+    """Return the options that all runs share, by which `stop_runs` stops them."""
     import onnxruntime
 
     return _RUN_OPTIONS.setdefault("", onnxruntime.RunOptions())
@@ -85,6 +86,7 @@ def abandon_runs() -> None:
 
 
 def _end_runs(shared: onnxruntime.RunOptions) -> None:
+    """Stop the runs with these options, and the sessions that load."""
     shared.terminate = True
     for options in list(_LOADING_OPTIONS):
         if hasattr(options, "set_load_cancellation_flag"):  # not in older versions
@@ -243,6 +245,11 @@ class CpuSession(ABC):
 
     @classmethod
     def _open_error(cls, model: Model, version: str, error: Exception) -> BackendError:
+        """Return the error for a model that cannot be loaded.
+
+        Raises:
+            KeyboardInterrupt: `stop_runs` ended the loading.
+        """
         _raise_if_stopped(error)
         name = str(model) if isinstance(model, Path | str) else "the model"
         return BackendError(
@@ -423,7 +430,7 @@ def profile_kernels(
     """Return (kernel, its operator, microseconds) of every kernel run, by ONNX Runtime's profiler.
 
     Args:
-        model: as it would be deployed.
+        model: the model as it would be deployed.
         feeds: inputs, used in turn.
         runs: number of runs.
         threads: threads inside one operator.
@@ -519,6 +526,7 @@ def _read_bytes(path: Path | str) -> bytes:
 
 
 def _is_tensor(node: onnxruntime.NodeArg) -> bool:
+    """Whether an input or output is a tensor, not a sequence or map."""
     return str(node.type).startswith("tensor(")
 
 

@@ -113,7 +113,7 @@ def _common_functions(
         memory: where the functions allocate.
         success: the API's code for success, which every call returns.
         pointer_class: class of the allocated addresses.
-        prefix: of all names, "cuda" or "cu".
+        prefix: prefix of all names, "cuda" or "cu".
         names_by_action: what a function does ("allocate", "free", "copy", "get_handle" of a stream,
             device or context, "do_nothing") -> names without prefix, separated by spaces.
     """

@@ -228,7 +228,7 @@ class Memory:
 
         Args:
             address: start of the memory.
-            size: in bytes.
+            size: size in bytes.
             owner: object whose lifetime is that of the memory.
             content: the data in it; None if unknown.
         """

@@ -36,7 +36,7 @@ class Option:
         default: default of the field.
         choices: the allowed values; empty if any value is allowed.
         metavar: placeholder of the value in the help; None for the default of `kind`.
-        minimum, maximum: limits of a number, both inclusive.
+        minimum: least value of a number.
         repeat: whether the flag may be repeated; the field is then a tuple.
         changes_observations: changes which tensors are observed, or how; `calibrate` has the
             option too.
@@ -53,8 +53,7 @@ class Option:
     default: object = None
     choices: tuple[str, ...] = ()
     metavar: str | None = None
-    minimum: float | None = None
-    maximum: float | None = None
+    minimum: int | None = None
     repeat: bool = False
     changes_observations: bool = False
     changes_placement: bool = False
@@ -65,11 +64,8 @@ class Option:
         """Return the rule that a single value breaks, or ""."""
         if self.choices and value not in self.choices:
             return f"is one of {', '.join(self.choices)}"
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            if self.minimum is not None and value < self.minimum:
-                return f"is {self.minimum} or more"
-            if self.maximum is not None and value > self.maximum:
-                return f"is {self.maximum} or less"
+        if self.minimum is not None and isinstance(value, int | float) and value < self.minimum:
+            return f"is {self.minimum} or more"
         return ""
 
 

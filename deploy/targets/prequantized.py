@@ -97,7 +97,7 @@ def rewritten_notes(
         written: the Q/DQ model on the other grid.
         decisions: the precision of each node in `written`.
         target: name of the target.
-        conversion: what happens to the ranges, the end of the first note.
+        conversion: end of the first note: how the ranges are converted.
     """
     yield f"{Path(trained.name).name} has activations in {trained.grid_text}; {conversion}."
     float_layers = []

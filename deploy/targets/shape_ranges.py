@@ -50,14 +50,15 @@ def sample_shape_range(request: BuildRequest) -> ShapeRange:
 
 def _shapes(request: BuildRequest) -> Iterator[SampleShapes]:
     """Yield the shapes of each sample, or of the first one only if all are known to be equal."""
-    sizes: list[int | str | None] = []
+    varying_sizes: list[int | str | None] = []  # those that could differ between samples
     for value in runtime_inputs(request.model.graph):
         shape = dims(value) or ()
         # the batch is the same in all samples, even if it is dynamic
-        sizes += shape[1:] if value.name in request.batch_inputs else shape
-    is_fixed = all(isinstance(size, int) and size > 0 for size in sizes)
+        varying_sizes += shape[1:] if value.name in request.batch_inputs else shape
+    has_fixed_inputs = all(isinstance(size, int) and size > 0 for size in varying_sizes)
     feed = request.feed
-    samples = feed.first_samples(1) if is_fixed or feed.has_fixed_size else feed.samples()
+    are_equal = has_fixed_inputs or feed.has_fixed_size
+    samples = feed.first_samples(1) if are_equal else feed.samples()
     with phase("sizes of the samples", len(feed), "samples") as step:
         for sample in samples:
             yield tuple((name, tuple(map(int, array.shape))) for name, array in sample.items())

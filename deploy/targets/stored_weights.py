@@ -28,7 +28,12 @@ from deploy.graph.placement import WEIGHTED
 
 
 def compute_weight_scales(
-    tensor: onnx.TensorProto, axis: int | None, grid: Grid, *, fits_pairs_of: onnx.NodeProto | None
+    tensor: onnx.TensorProto,
+    axis: int | None,
+    grid: Grid,
+    node: onnx.NodeProto,
+    *,
+    fits_pairs: bool,
 ) -> NDArray[np.float32]:
     """Return the scales of a weight, float32 [C] along `axis` or [1].
 
@@ -36,20 +41,18 @@ def compute_weight_scales(
         tensor: the weight in real units.
         axis: axis of the output channels; None for one scale.
         grid: integer or fp8 grid that stores it.
-        fits_pairs_of: the node that reads the weight, if its scales are to be so large that no
-            pair of adjacent weights saturates: x86 CPUs without VNNI add two products in 16 bits.
-            None allows that.
+        node: the node that reads the weight.
+        fits_pairs: choose scales so large that no pair of adjacent weights saturates: x86 CPUs
+            without VNNI add two products in 16 bits.
 
     Raises:
         CalibrationError: the weight is empty, or holds NaN or Inf.
     """
     weight = numpy_helper.to_array(tensor)
     scales = weight_scales(weight, axis, grid=grid)
-    if fits_pairs_of is None:
+    if not fits_pairs or _is_depthwise(weight, node):  # depthwise kernels add no pairs
         return scales
-    if _is_depthwise(weight, fits_pairs_of):  # its kernels add no pairs
-        return scales
-    return pair_scales(channel_rows(weight, fits_pairs_of), scales)
+    return pair_scales(channel_rows(weight, node), scales)
 
 
 def fit_trained_scales(

@@ -123,7 +123,7 @@ class FramePlan:
 
 
 def write_aipp(
-    preprocess: Preprocess, source: AippSource, input_index: int = 0, batch: int = 1
+    preprocess: Preprocess, source: AippSource, input_index: int = 0
 ) -> tuple[str, list[str]]:
     """Return the text of the AIPP configuration, and notes on what is left to the host.
 
@@ -132,8 +132,7 @@ def write_aipp(
     Args:
         preprocess: the calibration's preprocessing, resolved: size, color and layout are set.
         source: format of the .om's input images.
-        input_index: which of the model's inputs are the images, counted from 0.
-        batch: number of images in this input.
+        input_index: index of the model's input that takes the images, from 0.
 
     Raises:
         ExportError: AIPP cannot express the preprocessing.
@@ -154,13 +153,7 @@ def write_aipp(
     ]
 
     message = message_class("InsertNewOps")()
-    if source.dynamic:  # the file has only the picture's size, the host sets all else
-        message.aipp_op.append(_make_dynamic(parameters, batch))
-        one_line = print_text(parameters).replace("\n", ", ").strip(", ")
-        settings = one_line.removeprefix("aipp_mode: static, ")
-        host_notes.append(f"Dynamic AIPP: the host sets, by aclmdlSetAIPP..., {settings}.")
-    else:
-        message.aipp_op.append(parameters)
+    message.aipp_op.append(parameters)
     return print_text(message), host_notes
 
 
@@ -186,17 +179,6 @@ def _set_color(parameters: Any, preprocess: Preprocess, source: AippSource) -> N
         getattr(parameters, f"input_bias_{channel}").append(bias)
 
 
-def _make_dynamic(parameters: Any, batch: int) -> Any:
-    """Return the parameters of dynamic AIPP: only the largest size in bytes of `batch` images."""
-    bytes_per_pixel = {_YUV420SP: 1.5, _YUV400: 1, _RGB888: 3}[parameters.input_format]
-    pixels = parameters.src_image_size_w * parameters.src_image_size_h
-    dynamic = message_class("AippOpParams")()
-    dynamic.aipp_mode = 2
-    dynamic.related_input_rank = parameters.related_input_rank
-    dynamic.max_src_image_size = int(batch * pixels * bytes_per_pixel)
-    return dynamic
-
-
 def _plan_frame(preprocess: Preprocess, source: AippSource) -> FramePlan | None:
     """Return how a frame becomes AIPP's picture, if it must be resized; else None.
 
@@ -205,8 +187,7 @@ def _plan_frame(preprocess: Preprocess, source: AippSource) -> FramePlan | None:
     """
     input_size = preprocess.input_size  # (height, width) of the model's input
     frame_size = source.size or input_size
-    # with dynamic AIPP the program on the device sets the crop itself
-    if frame_size == input_size or source.dynamic:
+    if frame_size == input_size:
         return None
     # top and left are negative where the resized frame is cropped
     preprocess = with_image_size(preprocess, frame_size, "a frame")  # refuses one below the crop
@@ -326,11 +307,6 @@ def _set_sizes(
     if plan is None:  # a frame is cropped to its center, as by `resized_geometry`
         top = round((height - input_size[0]) / 2)
         left = round((width - input_size[1]) / 2)
-    if top < 0 or left < 0:  # this happens only with dynamic AIPP, which has no frame plan
-        raise ExportError(
-            f"AIPP crops but does not enlarge, got a source of {height}x{width} for an input"
-            f" of {format_size(input_size)}"
-        )
     if source.is_yuv:  # U and V are shared by two rows and columns
         top = top // 2 * 2
         left = left // 2 * 2
@@ -440,7 +416,7 @@ def write_aipp_files(
     inputs = [spec.name for spec in request.subject.loaded.inputs]
     # images feed one input; all other inputs are states
     image_input = next(name for name in inputs if name not in request.feed.states)
-    text, host_notes = write_aipp(preprocess, source, inputs.index(image_input), request.feed.batch)
+    text, host_notes = write_aipp(preprocess, source, inputs.index(image_input))
     files["AIPP configuration"] = request.write("_aipp.cfg", text)
     if first_layer_int8:
         options_text = compression_options()

@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
@@ -51,7 +51,7 @@ from deploy.targets.ascend.deploy_model import rewrite_inputs
 from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.quant_layer import from_rows, read_constant, read_weight_rows
 from deploy.targets.ascend.record import (
-    NO_FACTORS,
+    NO_DMQ_FACTORS,
     InputRecorder,
     LayerRecord,
     clip_range,
@@ -68,7 +68,7 @@ from deploy.targets.ascend.weight_rounding import (
     weight_algorithms,
 )
 
-Factors = Mapping[str, Float32Array]
+DmqFactors = Mapping[str, Float32Array]
 WeightScales = dict[str, Float32Array]  # layer -> scale of its weight, [C_out] or [1]
 
 
@@ -77,7 +77,7 @@ def observation_model(
     layers: Mapping[str, Layer],
     config: QuantConfig,
     weight_scales: WeightScales,
-    factors: Factors,
+    dmq_factors: DmqFactors,
     integers_by_layer: Mapping[str, Int8Array] = MappingProxyType({}),
 ) -> onnx.ModelProto:
     """Return the float model to observe: weights fake-quantized, inputs divided by DMQ factors.
@@ -87,7 +87,7 @@ def observation_model(
         layers: layer name -> layer, for the layers that `model` has.
         config: the resolved config.
         weight_scales: layer name -> scale of its weight.
-        factors: layer name -> DMQ factors of its input channels; its weight is multiplied by them.
+        dmq_factors: layer name -> factors of its input channels; its weight is multiplied by them.
         integers_by_layer: name of an AdaRound layer -> its integers, int8 [G, M, K]; AdaRound
             layers that are missing here stay float.
     """
@@ -96,7 +96,7 @@ def observation_model(
     for name, layer in layers.items():
         if not layer.weight:
             continue
-        rows = read_weight_rows(index, layer, factors.get(name, NO_FACTORS))
+        rows = read_weight_rows(index, layer, dmq_factors.get(name, NO_DMQ_FACTORS))
         if name in integers_by_layer:
             integers = integers_by_layer[name].reshape(rows.shape)
             rows = integers * by_row(weight_scales[name], rows.ndim)
@@ -107,8 +107,10 @@ def observation_model(
             rows = np.asarray(arq_fake_quantize(rows, weight_scales[name], bits=bits), np.float32)
         weight = from_rows(rows, layer)
         fake_quant_weights[layer.weight] = numpy_helper.from_array(weight, layer.weight)
-    inverse_factors = {name: np.float32(1) / factors[name] for name in factors if name in layers}
-    return rewrite_inputs(model, fake_quant_weights, layers, inverse_factors)
+    inverse_dmq_factors = {
+        name: np.float32(1) / dmq_factors[name] for name in dmq_factors if name in layers
+    }
+    return rewrite_inputs(model, fake_quant_weights, layers, inverse_dmq_factors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +165,6 @@ class RecordPlan:
     exact: bool = False
     dmq_samples: int | None = None
     allow_unbalanced: bool = False
-    _arq: WeightScales = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self._settings_by_layer:
@@ -194,10 +195,12 @@ class RecordPlan:
 
     @cached_property
     def _settings_by_layer(self) -> Mapping[str, LayerConfig]:
-        return self.config.entries()
+        """Name of an enabled layer or tensor_quantize input -> its settings."""
+        return self.config.enabled_entries()
 
     @cached_property
     def _index(self) -> Graph:
+        """Index of the nodes and constants of `model`."""
         return Graph(self.model)
 
     @cached_property
@@ -214,6 +217,7 @@ class RecordPlan:
 
     @property
     def _dmq_sample_count(self) -> int:
+        """Number of samples that DMQ's channel maxima are of."""
         return self.dmq_samples or self.samples_per_batch
 
     @cached_property
@@ -234,7 +238,9 @@ class RecordPlan:
         """Layer -> observation of its first input; equal tensor and statistic are observed once."""
         observations = {}
         for name, layer in self.layers.items():
-            tensor = f"{name}.mul.output0" if name in self.channel_maxima else layer.input
+            tensor = layer.input
+            if name in self.channel_maxima:  # DMQ puts a Mul before the layer, see `multiply_input`
+                tensor = f"{name}.mul.output0"
             observations[name] = self._observation(name, tensor)
         return observations
 
@@ -255,9 +261,11 @@ class RecordPlan:
 
     @cached_property
     def _variant(self) -> Variant:
+        """The float model with fake-quantized weights, whose activations are observed."""
         return Variant(self._key(), self._make_model, needs=self._needed_observations)
 
     def _observation(self, name: str, tensor: str) -> Observation:
+        """Return the observation of a layer's input, for the search that its settings name."""
         return Observation(
             self._variant, tensor, self._statistic(self._settings_by_layer[name]), name
         )
@@ -274,19 +282,19 @@ class RecordPlan:
         Raises:
             CalibrationError: activations or weights with NaN or Inf, or scales that are not finite.
         """
-        factors = self.dmq_factors(observed)
+        dmq_factors = self.compute_dmq_factors(observed)
         roundings = self.round_weights(observed)
         # the layers that DMQ balances come first, as in AMCT's searches and its record file
-        names = sorted(self.first_inputs, key=lambda name: name not in factors)
+        names = sorted(self.first_inputs, key=lambda name: name not in dmq_factors)
         first_inputs = {name: self.first_inputs[name] for name in names}
         first_scales = self._search_scales(first_inputs, observed)
         second_scales = self._search_scales(self.second_inputs, observed)
-        weight_scales = self.weight_scales(factors, roundings)
+        weight_scales = self.weight_scales(dmq_factors, roundings)
         records = {}
         searched_inputs = []  # (layer, observation of one of its inputs, scale of that input)
         for name, input_scale in first_scales.items():
             records[name] = self._make_layer_record(
-                name, input_scale, weight_scales[name], factors, roundings
+                name, input_scale, weight_scales[name], dmq_factors, roundings
             )
             searched_inputs.append((name, first_inputs[name], input_scale))
         for name, second_scale in second_scales.items():  # layers: MatMuls of two activations
@@ -362,7 +370,7 @@ class RecordPlan:
         name: str,
         input_scale: AscendScale,
         weight_scale: Float32Array,
-        dmq_factors: Factors,
+        dmq_factors: DmqFactors,
         roundings: Mapping[str, RoundedWeights],
     ) -> LayerRecord:
         """Return the record of a layer: the scales and bit widths of its first input and weight.
@@ -375,7 +383,7 @@ class RecordPlan:
             scale_d=input_scale.scale,
             offset_d=input_scale.offset,
             scale_w=weight_scale,
-            factors=dmq_factors.get(name, NO_FACTORS),
+            dmq_factors=dmq_factors.get(name, NO_DMQ_FACTORS),
             has_weight=bool(layer.weight),
             rounded_weight=roundings[name].integers if name in roundings else None,
             is_node_input=layer.input_index is not None,
@@ -383,22 +391,28 @@ class RecordPlan:
             weight_bits=settings.weight.num_bits if layer.weight else 8,
         )
 
-    def dmq_factors(self, observed: ObservedStatistics) -> Factors:
+    def compute_dmq_factors(self, observed: ObservedStatistics) -> DmqFactors:
         """Return layer -> DMQ factors, from the channel maxima of the first batch."""
-        factors = {}
+        dmq_factors = {}
         for name, observation in self.channel_maxima.items():
             recorder = observed.recorder(observation)
             assert isinstance(recorder, ChannelMax)
             with _in_layer(name):
-                factors[name] = self._compute_dmq_factors(name, recorder)
-        return factors
+                dmq_factors[name] = self._compute_layer_dmq_factors(name, recorder)
+        return dmq_factors
 
     def weight_scales(
-        self, factors: Factors, roundings: Mapping[str, RoundedWeights]
+        self, dmq_factors: DmqFactors, roundings: Mapping[str, RoundedWeights]
     ) -> WeightScales:
         """Return layer -> scale of its weight; a pool has scale 1, as in AMCT."""
-        adaround_scales = {name: rounding.scale for name, rounding in roundings.items()}
-        return {**self._arq_scales(factors), **adaround_scales}
+        scales = {}
+        for name, layer in self.layers.items():
+            if name in roundings:
+                scales[name] = roundings[name].scale
+            elif name not in self.adaround_steps:  # AdaRound's other layers are not rounded yet
+                with _in_layer(name):
+                    scales[name] = self._arq_scale(layer, dmq_factors)
+        return scales
 
     def round_weights(
         self, observed: ObservedStatistics, names: Collection[str] | None = None
@@ -407,28 +421,17 @@ class RecordPlan:
 
         `names`: the layers among those that AdaRound rounds; None for all of these.
         """
-        factors = self.dmq_factors(observed)
+        dmq_factors = self.compute_dmq_factors(observed)
         results = {}
         for number, (name, step) in enumerate(self.adaround_steps.items(), 1):
             if names is None or name in names:
                 with _in_layer(name):
-                    rows = self._weight_rows(step.layer, factors)
+                    rows = self._weight_rows(step.layer, dmq_factors)
                     progress = f"{number} of {len(self.adaround_steps)}: {name}"
                     results[name] = round_layer(step, rows, observed, progress=progress)
         return results
 
-    def _arq_scales(self, factors: Factors) -> WeightScales:
-        """Return layer -> scale of its weight by ARQ, computed once; without AdaRound's layers."""
-        if not self._arq:  # the factors follow from the model and the first batch
-            scales: WeightScales = {}
-            for name, layer in self.layers.items():
-                if name not in self.adaround_steps:
-                    with _in_layer(name):
-                        scales[name] = self._arq_scale(layer, factors)
-            self._arq.update(scales)  # at once: trials in other threads share the plan
-        return self._arq
-
-    def _compute_dmq_factors(self, name: str, maxima: ChannelMax) -> Float32Array:
+    def _compute_layer_dmq_factors(self, name: str, maxima: ChannelMax) -> Float32Array:
         """Return the DMQ factors of a layer's input channels, [C_in].
 
         They are 1 if the layer cannot be balanced, and `allow_unbalanced` is set.
@@ -447,7 +450,7 @@ class RecordPlan:
                 raise
             return np.ones_like(maxima.values)
 
-    def _arq_scale(self, layer: Layer, factors: Factors) -> Float32Array:
+    def _arq_scale(self, layer: Layer, dmq_factors: DmqFactors) -> Float32Array:
         """Return the scales of a layer's weight by ARQ, [C_out] or [1].
 
         As in AMCT's records, an input of tensor_quantize has none, and a pool has 1.
@@ -457,12 +460,12 @@ class RecordPlan:
         if not layer.weight:
             return np.ones(1, np.float32)
         params = self._settings_by_layer[layer.name].weight
-        rows = self._weight_rows(layer, factors)
+        rows = self._weight_rows(layer, dmq_factors)
         return arq(rows, bits=params.num_bits, channel_wise=bool(params.channel_wise))
 
-    def _weight_rows(self, layer: Layer, factors: Factors) -> Float32Array:
+    def _weight_rows(self, layer: Layer, dmq_factors: DmqFactors) -> Float32Array:
         """Return a layer's weight times its DMQ factors, output channels first."""
-        return read_weight_rows(self._index, layer, factors.get(layer.name, NO_FACTORS))
+        return read_weight_rows(self._index, layer, dmq_factors.get(layer.name, NO_DMQ_FACTORS))
 
     def _make_model(
         self,
@@ -477,7 +480,7 @@ class RecordPlan:
             rounded_names: layers that get AdaRound's weights; None for all that AdaRound rounds.
             last_tensor: tensor that ends the model; "" for the entire model.
         """
-        factors = self.dmq_factors(observed)
+        dmq_factors = self.compute_dmq_factors(observed)
         roundings = self.round_weights(observed, rounded_names)
         integers_by_layer = {}
         for name, rounding in roundings.items():
@@ -490,31 +493,35 @@ class RecordPlan:
             model,
             layers,
             self.config,
-            weight_scales=self.weight_scales(factors, roundings),
-            factors=factors,
+            weight_scales=self.weight_scales(dmq_factors, roundings),
+            dmq_factors=dmq_factors,
             integers_by_layer=integers_by_layer,
         )
 
     def _key(self) -> str:
         """Return a text that differs for observed models whose weights or inputs differ."""
         settings: dict[str, list[object]] = {}  # layer -> what its weight and factors depend on
-        for name, entry in self.config.enabled().items():
+        for name, entry in self.config.enabled_layers().items():
             weight = entry.weight
             settings[name] = [weight.num_bits, weight.channel_wise, entry.dmq_balancer_param]
             if uses_adaround(self.config, name):
                 settings[name] += [repr(weight), min(self.used_samples, MAX_SAMPLES)]
-        parts: list[object] = [self.model_key, settings]
+        dependencies: list[object] = [self.model_key, settings]
         if self.channel_maxima and self._dmq_sample_count > 1:
-            parts.append(self._dmq_sample_count)
-        digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+            dependencies.append(self._dmq_sample_count)
+        digest = hashlib.sha256(json.dumps(dependencies, sort_keys=True).encode()).hexdigest()
         return f"weights fake-quantized by AMCT's {weight_algorithms(self.config)}, {digest[:12]}"
 
     def _statistic(self, entry: LayerConfig) -> Statistic:
-        samples = self.used_samples if self.used_samples < self.samples else None
+        """Return what to record of a layer's input: the histogram of HFMG or IFMR."""
+        sample_limit = self.used_samples if self.used_samples < self.samples else None
         if entry.activation.act_algo == "hfmg":
-            bins = entry.activation.num_of_bins
-            return HfmgOf(nbins=bins, samples=samples, samples_per_batch=self.samples_per_batch)
-        return IfmrOf(samples=samples, exact=self.exact)
+            return HfmgOf(
+                nbins=entry.activation.num_of_bins,
+                samples=sample_limit,
+                samples_per_batch=self.samples_per_batch,
+            )
+        return IfmrOf(samples=sample_limit, exact=self.exact)
 
 
 @contextmanager

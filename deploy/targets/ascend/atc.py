@@ -330,13 +330,11 @@ class AippSource:
         color: one of `COLORS`.
         size: (height, width) of the frames; None for the model's input size.
         standard: color standard of YUV images, one of `STANDARDS`.
-        dynamic: the program that runs the .om sets all AIPP parameters at every inference.
     """
 
     color: str = "rgb"
     size: tuple[int, int] | None = None
     standard: str = "bt601-narrow"
-    dynamic: bool = False
 
     @property
     def is_yuv(self) -> bool:
@@ -431,6 +429,7 @@ def clear_metadata(model: onnx.ModelProto) -> None:
 
 
 def _nested_messages(message: Message) -> Iterator[Message]:
+    """Yield the messages inside a protobuf message, at any depth."""
     for field, value in message.ListFields():
         if field.message_type is None:
             continue

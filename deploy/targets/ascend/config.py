@@ -11,26 +11,26 @@ from typing import Any
 from deploy.errors import ConfigError
 from deploy.files.reading import from_json
 from deploy.targets.ascend.config_keys import (
-    ACTIVATION,
-    ADA,
-    HFMG,
-    IFMR,
+    ACTIVATION_RULES,
+    ADA_RULES,
+    HFMG_RULES,
+    IFMR_RULES,
     INT16_LAYERS,
-    LAYER,
-    MODEL_SETTINGS,
-    TENSOR,
-    WEIGHT,
+    LAYER_RULES,
+    MODEL_RULES,
+    TENSOR_RULES,
+    WEIGHT_RULES,
     ActivationParams,
     LayerConfig,
     QuantConfig,
     activation_from,
     add_place,
+    allows_activation_bits,
+    allows_weight_bits,
     check_values,
     collect_tensors,
     refuse_repeats,
     resolve_tensor,
-    takes_activations,
-    takes_weights,
     weight_from,
     weight_width_notes,
 )
@@ -64,9 +64,9 @@ def resolve_config(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
     Raises:
         ConfigError: a layer that the model lacks, or a setting that a layer does not support.
     """
-    if config.enabled() and not graph.layer_by_name:
+    if config.enabled_layers() and not graph.layer_by_name:
         raise ConfigError(_no_layers_message(graph))
-    clashes = sorted(set(config.layers) & set(MODEL_SETTINGS))
+    clashes = sorted(set(config.layers) & set(MODEL_RULES))
     if clashes:
         raise ConfigError(
             f"a layer must not be named like a key of the quant config, got {clashes};"
@@ -114,7 +114,7 @@ def _resolve_layer(
         activation = replace(activation, asymmetric=asymmetric)
     if weight.channel_wise is None:
         weight = replace(weight, channel_wise=layer.channel_wise)
-    if not takes_weights(layer, weight.num_bits):
+    if not allows_weight_bits(layer, weight.num_bits):
         weight = replace(weight, num_bits=8)
     return replace(entry, activation=activation, weight=weight)
 
@@ -138,7 +138,7 @@ def _refuse_combination(entry: LayerConfig, layer: Layer) -> None:
             f"{_describe_kind(layer)} takes 8-bit activations, got {activation.num_bits} bits in"
             f" layer {layer.name!r}"
         )
-    if not takes_activations(layer, activation.num_bits):
+    if not allows_activation_bits(layer, activation.num_bits):
         raise ConfigError(
             f"16-bit activations are for {INT16_LAYERS}, got {layer.kind} in layer {layer.name!r};"
             " give it 8"
@@ -171,6 +171,7 @@ def _describe_kind(layer: Layer) -> str:
 
 
 def _no_layers_message(graph: LayerGraph) -> str:
+    """Return the error for a model without a layer to quantize, with reasons of some nodes."""
     reasons = [f"{name}: {reason}" for name, reason in graph.float_reasons.items()]
     examples = f": {'; '.join(reasons[:3])}" if reasons else ""
     return (
@@ -180,6 +181,7 @@ def _no_layers_message(graph: LayerGraph) -> str:
 
 
 def _unknown_layer_message(name: str, graph: LayerGraph) -> str:
+    """Return the error for a name that is no layer of the model."""
     return f"layer {name!r} {no_layer_reason(name, graph)}"
 
 
@@ -211,16 +213,16 @@ def read_config(text: str, file_name: str = "the quant config") -> QuantConfig:
     layers = {}
     settings = {}
     for key, value in json_object.items():
-        if key in MODEL_SETTINGS:  # a setting of the entire model
+        if key in MODEL_RULES:  # a setting of the entire model
             settings[key] = value
         elif isinstance(value, dict):  # any other key is the name of a layer
             layers[key] = _read_layer(key, value)
         else:
             raise ConfigError(
                 f"{key!r} is neither a key of the quant config nor a layer;"
-                f" {suggest_name(key, list(MODEL_SETTINGS))}"
+                f" {suggest_name(key, list(MODEL_RULES))}"
             )
-    settings = check_values(settings, MODEL_SETTINGS, "the quant config")
+    settings = check_values(settings, MODEL_RULES, "the quant config")
     refuse_repeats(settings.get("skip_fusion_layers", ()), "skip_fusion_layers")
     if settings.get("fakequant_precision_mode") == "DEFAULT":
         del settings["fakequant_precision_mode"]  # as if it were unset
@@ -239,7 +241,7 @@ def write_config(config: QuantConfig) -> str:
         ]
     for name in sorted(config.layers):
         layer = config.layers[name]
-        ada_keys = ADA if layer.weight.wts_algo == "ada_quantize" else ()
+        ada_keys = ADA_RULES if layer.weight.wts_algo == "ada_quantize" else ()
         document[name] = {
             **_set_fields(layer, "quant_enable", "dmq_balancer_param"),
             _ACTIVATION_KEY: _activation_json(layer.activation),
@@ -269,13 +271,13 @@ def _tensor_json(key: str, search: ActivationParams) -> dict[str, Any]:
 def _activation_json(activation: ActivationParams) -> dict[str, Any]:
     """Return activation_quant_params in AMCT's order, which differs between the two algorithms."""
     if activation.act_algo == "ifmr":
-        return _set_fields(activation, "num_bits", *IFMR, "act_algo", "asymmetric")
-    return _set_fields(activation, "num_bits", "act_algo", "asymmetric", *HFMG)
+        return _set_fields(activation, "num_bits", *IFMR_RULES, "act_algo", "asymmetric")
+    return _set_fields(activation, "num_bits", "act_algo", "asymmetric", *HFMG_RULES)
 
 
 def _read_tensor(value: dict[str, Any]) -> tuple[str, int, ActivationParams]:
     """Return (node, index of its input, scale search) of an entry of the list tensor_quantize."""
-    fields = check_values(value, TENSOR, "tensor_quantize")
+    fields = check_values(value, TENSOR_RULES, "tensor_quantize")
     for key in ("layer_name", "input_index"):
         if key not in fields:
             raise ConfigError(f"each tensor_quantize must hold {key}, got one without")
@@ -288,18 +290,19 @@ def _read_layer(name: str, value: dict[str, Any]) -> LayerConfig:
     """Return the entry of a layer; errors name the layer."""
     with add_place(f"in layer {name!r}"):
         # as in AMCT, an entry without quant_enable leaves its layer in float
-        fields = {"quant_enable": False, **check_values(value, LAYER, "a layer")}
+        fields = {"quant_enable": False, **check_values(value, LAYER_RULES, "a layer")}
         activation_values = fields.pop(_ACTIVATION_KEY, {})
         weight_values = fields.pop(_WEIGHT_KEY, {})
         return LayerConfig(
             **fields,
             activation=_read_activation(activation_values),
-            weight=weight_from(check_values(weight_values, WEIGHT, _WEIGHT_KEY)),
+            weight=weight_from(check_values(weight_values, WEIGHT_RULES, _WEIGHT_KEY)),
         )
 
 
 def _read_activation(value: dict[str, Any]) -> ActivationParams:
-    return activation_from(check_values(value, ACTIVATION, _ACTIVATION_KEY))
+    """Return the activation settings of a JSON object, checked."""
+    return activation_from(check_values(value, ACTIVATION_RULES, _ACTIVATION_KEY))
 
 
 def _parse_json(text: str, file_name: str) -> dict[str, Any]:

@@ -102,14 +102,14 @@ class QuantConfig:
     layers: Mapping[str, LayerConfig] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    def enabled(self) -> dict[str, LayerConfig]:
+    def enabled_layers(self) -> dict[str, LayerConfig]:
         """Return the enabled layers."""
         return {name: layer for name, layer in self.layers.items() if layer.quant_enable}
 
-    def entries(self) -> dict[str, LayerConfig]:
+    def enabled_entries(self) -> dict[str, LayerConfig]:
         """Return the enabled layers and the tensor_quantize inputs, by their name in a record."""
         inputs = {key: LayerConfig(activation=search) for key, search in self.tensors.items()}
-        return {**self.enabled(), **inputs}
+        return {**self.enabled_layers(), **inputs}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +122,14 @@ class _Rule:
 
 
 def _is_number(value: object) -> bool:
+    """Whether a JSON value is a finite number, and no bool."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     return -sys.float_info.max <= value <= sys.float_info.max  # an int may be larger than a float
 
 
 def _is_pair(value: Any) -> bool:
+    """Whether a list holds two numbers."""
     return len(value) == 2 and all(map(_is_number, value))
 
 
@@ -135,7 +137,7 @@ _ANY_BOOL = _Rule(bool)
 _ANY_OBJECT = _Rule(dict)
 _PERCENTILE = _Rule(float, "(0.5, 1]", lambda v: 0.5 < v <= 1)
 _SHARE = _Rule(float, "(0, 1)", lambda v: 0 < v < 1)
-MODEL_SETTINGS = {
+MODEL_RULES = {
     "version": _Rule(int, "1", lambda v: v == 1),
     "batch_num": _Rule(int, "> 0 and below 2^31", lambda v: 0 < v < 2**31),
     "activation_offset": _ANY_BOOL,
@@ -150,18 +152,18 @@ MODEL_SETTINGS = {
         list, "a list of objects", lambda v: all(isinstance(entry, dict) for entry in v)
     ),
 }
-TENSOR = {
+TENSOR_RULES = {
     "layer_name": _Rule(str),
     "input_index": _Rule(int, ">= 0", lambda v: 0 <= v < 2**31),
     "activation_quant_params": _ANY_OBJECT,
 }
-LAYER = {
+LAYER_RULES = {
     "quant_enable": _ANY_BOOL,
     "dmq_balancer_param": _Rule(float, "[0.2, 0.8]", lambda v: 0.2 <= v <= 0.8),
     "activation_quant_params": _ANY_OBJECT,
     "weight_quant_params": _ANY_OBJECT,
 }
-IFMR = {
+IFMR_RULES = {
     "max_percentile": _PERCENTILE,
     "min_percentile": _PERCENTILE,
     "search_range": _Rule(
@@ -169,16 +171,16 @@ IFMR = {
     ),
     "search_step": _Rule(float, "> 0", lambda v: v > 0),
 }
-HFMG = {"num_of_bins": _Rule(int, f"one of {list(NBINS)}", lambda v: v in NBINS)}
-ACTIVATION = {
+HFMG_RULES = {"num_of_bins": _Rule(int, f"one of {list(NBINS)}", lambda v: v in NBINS)}
+ACTIVATION_RULES = {
     "num_bits": _Rule(int, "4, 8 or 16", lambda v: v in (4, 8, 16)),
     "act_algo": _Rule(str, "'ifmr' or 'hfmg'", lambda v: v in ("ifmr", "hfmg")),
     "asymmetric": _ANY_BOOL,
-    **IFMR,
-    **HFMG,
+    **IFMR_RULES,
+    **HFMG_RULES,
 }
 MAX_ITERATIONS = 1_000_000  # AMCT's default is 10000, which takes minutes a layer
-ADA = {
+ADA_RULES = {
     "num_iteration": _Rule(
         int, f">= 0 and at most {MAX_ITERATIONS}", lambda v: 0 <= v <= MAX_ITERATIONS
     ),
@@ -188,13 +190,13 @@ ADA = {
     ),
     "warm_start": _SHARE,
 }
-WEIGHT = {
+WEIGHT_RULES = {
     "num_bits": _Rule(int, "4, 6, 7 or 8", lambda v: v in (4, 6, 7, 8)),
     "wts_algo": _Rule(
         str, "'arq_quantize' or 'ada_quantize'", lambda v: v in ("arq_quantize", "ada_quantize")
     ),
     "channel_wise": _ANY_BOOL,
-    **ADA,
+    **ADA_RULES,
 }
 
 _MAX_SCALES = 10_000  # scales tried in one search; AMCT's default is 60
@@ -205,14 +207,15 @@ def activation_from(values: Mapping[str, Any]) -> ActivationParams:
 
     `values`: key -> value, for the keys that are set.
     """
-    ifmr_keys = sorted(set(values) & set(IFMR))
-    hfmg_keys = sorted(set(values) & set(HFMG))
+    ifmr_keys = sorted(set(values) & set(IFMR_RULES))
+    hfmg_keys = sorted(set(values) & set(HFMG_RULES))
     algorithm = values.get("act_algo", "hfmg" if hfmg_keys else "ifmr")
     foreign_keys = hfmg_keys if algorithm == "ifmr" else ifmr_keys
     if foreign_keys:
         raise ConfigError(
             f"act_algo {algorithm!r} does not take keys of the other algorithm, got"
-            f" {ifmr_keys + hfmg_keys}; IFMR has {sorted(IFMR)}, HFMG has {sorted(HFMG)}"
+            f" {ifmr_keys + hfmg_keys}; IFMR has {sorted(IFMR_RULES)}, HFMG has"
+            f" {sorted(HFMG_RULES)}"
         )
     params = replace(ActivationParams(), **{**values, "act_algo": algorithm})
     if algorithm == "hfmg":
@@ -231,30 +234,32 @@ def activation_from(values: Mapping[str, Any]) -> ActivationParams:
 def weight_from(values: Mapping[str, Any]) -> WeightParams:
     """Return the `WeightParams` of checked weight_quant_params keys."""
     params = replace(WeightParams(), **values)
-    ada_keys = sorted(set(values) & set(ADA))
+    ada_keys = sorted(set(values) & set(ADA_RULES))
     if ada_keys and params.wts_algo == "arq_quantize":
         raise ConfigError(f"arq_quantize does not take {ada_keys}; they belong to ada_quantize")
     return params
 
 
 def check_values(
-    values: Mapping[str, Any], table: Mapping[str, _Rule], where: str
+    values: Mapping[str, Any], rule_by_key: Mapping[str, _Rule], object_name: str
 ) -> dict[str, Any]:
     """Return the values of an object's keys, after checking keys, types and ranges.
 
     Args:
         values: key -> value.
-        table: key -> its rule, for all keys that are known.
-        where: the object, for the message.
+        rule_by_key: key -> its rule, for all keys that are known.
+        object_name: name of the object, for the message.
 
     Raises:
         ConfigError: an unknown key, a value of another type, or out of range.
     """
     checked = {}
     for key, value in values.items():
-        if key not in table:
-            raise ConfigError(f"unknown key {key!r} in {where}; {suggest_name(key, list(table))}")
-        checked[key] = check_value(key, value, table[key])
+        if key not in rule_by_key:
+            raise ConfigError(
+                f"unknown key {key!r} in {object_name}; {suggest_name(key, list(rule_by_key))}"
+            )
+        checked[key] = check_value(key, value, rule_by_key[key])
     return checked
 
 
@@ -278,12 +283,12 @@ def check_value(key: str, value: Any, rule: _Rule) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def refuse_repeats(names: Iterable[str], where: str) -> list[str]:
-    """Return the names; refuse repeated ones."""
+def refuse_repeats(names: Iterable[str], list_name: str) -> list[str]:
+    """Return the names of a list; refuse repeated ones."""
     counts = Counter(names)
     repeated = sorted(name for name, count in counts.items() if count > 1)
     if repeated:
-        raise ConfigError(f"{where} must name each once, got {repeated[:3]} repeated")
+        raise ConfigError(f"{list_name} must name each once, got {repeated[:3]} repeated")
     return list(counts)
 
 
@@ -306,12 +311,12 @@ LAYERS_BY_WEIGHT_BITS = {
 _SHOWN_NAMES = 3  # in a sentence
 
 
-def takes_activations(layer: Layer, bits: int) -> bool:
+def allows_activation_bits(layer: Layer, bits: int) -> bool:
     """Whether a layer supports activations of this bit width."""
     return bits != 16 or (layer.kind in ("Conv", "ConvTranspose", "Gemm") and layer.rank < 3)
 
 
-def takes_weights(layer: Layer, bits: int) -> bool:
+def allows_weight_bits(layer: Layer, bits: int) -> bool:
     """Whether a layer supports weights of this bit width; as in AMCT, a pool has 4 or 8."""
     if bits == 4:
         return layer.group == 1 and layer.channels_in % 2 == 0

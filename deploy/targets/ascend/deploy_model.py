@@ -130,8 +130,10 @@ class LayerRewriter(ABC):
             quant_layer: the layer's integers.
         """
         nodes: Nodes = []
-        if quant_layer.inverse_factors is not None:  # DMQ has multiplied the weight by the factors
-            nodes += multiply_input(node, quant_layer.inverse_factors)
+        if (
+            quant_layer.inverse_dmq_factors is not None
+        ):  # DMQ has multiplied the weight by the factors
+            nodes += multiply_input(node, quant_layer.inverse_dmq_factors)
         nodes += self.quantize_input(node, 0, quant_layer)
         if quant_layer.second_operand is not None:
             nodes += self.quantize_input(node, 1, quant_layer.second_operand)
@@ -247,10 +249,10 @@ def clear_transposition(node: onnx.NodeProto) -> None:
             attribute.i = 0
 
 
-def multiply_input(node: onnx.NodeProto, factors: Float32Array) -> Nodes:
+def multiply_input(node: onnx.NodeProto, dmq_factors: Float32Array) -> Nodes:
     """Let a layer read its input times inverse DMQ factors; return the new nodes before it."""
     name = node.name
-    constant = make_constant(f"{name}.tensor_balance_factor", factors)
+    constant = make_constant(f"{name}.tensor_balance_factor", dmq_factors)
     inputs = [node.input[0], constant.output[0]]
     product = f"{name}.mul.output0"
     node.input[0] = product
@@ -267,15 +269,15 @@ def rewrite_inputs(
     model: onnx.ModelProto,
     weights: Mapping[str, onnx.TensorProto],
     layers: Mapping[str, Layer] = MappingProxyType({}),
-    inverse_factors: Mapping[str, Float32Array] = MappingProxyType({}),
+    inverse_dmq_factors: Mapping[str, Float32Array] = MappingProxyType({}),
 ) -> onnx.ModelProto:
     """Return a float copy with other weights, and with inputs multiplied by channel.
 
     Args:
         model: the float model.
         weights: weight name -> tensor that replaces it.
-        layers: name -> layer, at least for those in `inverse_factors`.
-        inverse_factors: layer name -> 1 / DMQ factors, float32 [C_in]; a Mul before the layer
+        layers: name -> layer, at least for those in `inverse_dmq_factors`.
+        inverse_dmq_factors: layer name -> 1 / DMQ factors, float32 [C_in]; a Mul before the layer
             multiplies its input by them.
     """
     # placeholders keep the places of the weights that `update_tensors` fills in below
@@ -284,9 +286,9 @@ def rewrite_inputs(
     for node in rewritten.graph.node:
         if node.op_type == "Constant" and node.output[0] in weights:
             continue  # the weight becomes an initializer
-        if node.name in inverse_factors:
+        if node.name in inverse_dmq_factors:
             shape = (1, -1, *[1] * layers[node.name].rank)
-            nodes += multiply_input(node, inverse_factors[node.name].reshape(shape))
+            nodes += multiply_input(node, inverse_dmq_factors[node.name].reshape(shape))
         nodes.append(node)
     update_tensors(rewritten.graph.initializer, weights)
     replace_nodes(rewritten.graph, nodes)
@@ -312,7 +314,7 @@ def deploy_model(model: onnx.ModelProto, layers: QuantLayers) -> onnx.ModelProto
     for quant_layer in layers.values():
         # a tensor_quantize input has an AscendAntiQuant instead, without packed scales
         if quant_layer.layer.input_index is None:
-            packed_scales = pack_dequant_scales(quant_layer.dequant)
+            packed_scales = pack_dequant_scales(quant_layer.dequant_scale)
             parameter = helper.make_tensor(  # not as raw bytes, as AMCT writes it
                 f"{quant_layer.layer.name}.dequant.param",
                 onnx.TensorProto.UINT64,
@@ -367,7 +369,7 @@ class _DeployWriter(LayerRewriter):
     def make_quant(self, quant_layer: QuantLayer, tensor: str) -> tuple[Nodes, str]:
         """Return the AscendQuant of a layer's input, and its output."""
         options = {
-            "scale": float(quant_layer.scale),
+            "scale": float(quant_layer.quant_factor),
             "dst_type": f"INT{quant_layer.record.act_bits}",
         }
         return _scaling_node("AscendQuant", "quant", quant_layer, tensor, options)
@@ -409,7 +411,7 @@ def _scaling_node(
     op: str, suffix: str, quant_layer: QuantLayer, tensor: str, options: Mapping[str, Any]
 ) -> tuple[Nodes, str]:
     """Return an AscendQuant or AscendAntiQuant with the layer's offset, and its output."""
-    name = f"{quant_layer.layer.stem}.{suffix}"
+    name = f"{quant_layer.layer.quant_node_prefix}.{suffix}"
     offset = float(quant_layer.record.offset_d)
     output = f"{name}.output0"
     return [make_node(op, [tensor], output, name, offset=offset, **options)], output
@@ -433,8 +435,8 @@ def modified_model(model: onnx.ModelProto, layers: QuantLayers) -> onnx.ModelPro
             continue
         shape = read_weight_rows(index, layer).shape
         rows = record.rounded_weight.reshape(shape) * by_row(record.scale_w, len(shape))
-        inverse_factors = np.asarray(1 / record.factors, np.float32)
-        weight = balanced_weight(from_rows(rows, layer), layer, inverse_factors)
+        inverse_dmq_factors = np.asarray(1 / record.dmq_factors, np.float32)
+        weight = balanced_weight(from_rows(rows, layer), layer, inverse_dmq_factors)
         new_weights[layer.weight] = numpy_helper.from_array(weight, layer.weight)
     return rewrite_inputs(model, new_weights)
 
@@ -459,7 +461,7 @@ def find_unrounded_layers(
             continue
         layer = graph.layers[name]
         record = records[name]
-        rows = read_weight_rows(index, layer, record.factors)
+        rows = read_weight_rows(index, layer, record.dmq_factors)
         codes = rows / by_row(record.scale_w, rows.ndim)  # integers if AdaRound's weights are here
         if np.abs(codes - np.rint(codes)).max() > _MAX_GRID_ERROR:
             unrounded.append(name)

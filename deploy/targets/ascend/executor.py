@@ -39,7 +39,7 @@ from deploy.targets.ascend.deploy_model import (
     unpack_int4,
 )
 from deploy.targets.ascend.fake_quant import fake_quant_model
-from deploy.targets.ascend.layers import TYPES
+from deploy.targets.ascend.layers import LAYER_OPS
 from deploy.targets.ascend.quant_layer import (
     QuantLayers,
 )
@@ -153,7 +153,7 @@ class _StandardWriter:
         elif node.op_type == "AscendAntiQuant":
             self.write_anti_quant(node)
         else:
-            if node.op_type in TYPES and node.input[0] in self.offset_by_codes:
+            if node.op_type in LAYER_OPS and node.input[0] in self.offset_by_codes:
                 self.convert_layer(node)
             elif node.op_type == "Add" and not self.rank_by_sums.keys().isdisjoint(node.input):
                 for index, tensor in enumerate(node.input):  # the bias of a MatMul
@@ -162,7 +162,10 @@ class _StandardWriter:
             self.nodes.append(node)
 
     def write_quant(self, node: onnx.NodeProto) -> None:
-        """Write an AscendQuant, which rounds a float tensor to codes (integers of 4 to 16 bits)."""
+        """Write the standard nodes of an AscendQuant, which rounds a float tensor to codes.
+
+        Codes are integers of 4 to 16 bits: clip(round(x * scale + offset)).
+        """
         node_attributes = attributes(node)
         bits = _BITS_BY_TYPE.get(node_attributes.get("dst_type", b"INT8"))
         if bits is None or "scale" not in node_attributes:
@@ -207,12 +210,15 @@ class _StandardWriter:
             self.emit("Mul", *inputs, output=node.output[0])
 
     def convert_layer(self, node: onnx.NodeProto) -> None:
-        """Let a layer read codes less their offset, and weight and bias in float32; in place."""
-        rank = 0
+        """Change a layer's inputs in place, so that it computes on integers stored as float32.
+
+        It reads its activations as codes less their offset, and its weight and bias in float32.
+        """
+        kernel_rank = 0  # stays 0 for a layer without a kernel
         if len(node.input) > 1 and node.input[1] not in self.offset_by_codes:
             weight = self.read_weight(node)
             if node.op_type in ("Conv", "ConvTranspose"):
-                rank = weight.ndim - 2
+                kernel_rank = weight.ndim - 2
             node.input[1] = self.add_constant(weight)
         if len(node.input) > 2 and node.input[2]:
             node.input[2] = self.convert_bias(node, node.input[2])
@@ -220,7 +226,7 @@ class _StandardWriter:
             if tensor in self.offset_by_codes:
                 offset = self.add_constant(self.offset_by_codes[tensor])
                 node.input[index] = self.emit("Sub", tensor, offset)
-        self.rank_by_sums[node.output[0]] = rank
+        self.rank_by_sums[node.output[0]] = kernel_rank
 
     def convert_bias(self, node: onnx.NodeProto, name: str) -> str:
         """Return the float32 form of a layer's int32 bias; with 4-bit activations a Cast makes it.
@@ -323,6 +329,7 @@ def compare_deploy_model(
     del deploy_session  # each session has all weights, so one is open at a time
 
     def run_fake_quant(*, npu_rounding: bool) -> list[dict[str, NDArray[Any]]]:
+        """Return the outputs of the fake-quant model on all samples."""
         fake_quant = fake_quant_model(model, layers, npu_rounding=npu_rounding)
         # ONNX Runtime's optimizer would fold the dequantization into the weights
         session = OrtSession.open(fake_quant, threads=threads, optimize=False)
@@ -332,11 +339,8 @@ def compare_deploy_model(
     npu_runs = run_fake_quant(npu_rounding=True)
     amct_runs = run_fake_quant(npu_rounding=False)
 
-    sum_share_by_layer = {}
-    for sums_tensor, layer_name in layer_by_sums_tensor.items():
-        # the sums leave the outputs, since the fake-quant models have none
-        largest_sums = [float(np.abs(outputs.pop(sums_tensor)).max()) for outputs in deploy_runs]
-        sum_share_by_layer[layer_name] = max(largest_sums, default=0.0) / _INT32_END
+    # the sums leave the outputs, since the fake-quant models have none
+    sum_share_by_layer = _pop_sum_shares(deploy_runs, layer_by_sums_tensor)
 
     npu_differences = [0.0]
     amct_cosines = [1.0]
@@ -371,6 +375,25 @@ def _find_wide_sums(deploy: onnx.ModelProto, layers: QuantLayers) -> dict[str, s
             if layers[layer_name].record.act_bits == 16:
                 layer_by_sums_tensor[node.input[0]] = layer_name
     return layer_by_sums_tensor
+
+
+def _pop_sum_shares(
+    deploy_runs: Sequence[dict[str, NDArray[Any]]], layer_by_sums_tensor: Mapping[str, str]
+) -> dict[str, float]:
+    """Remove the tensors of sums from the outputs of all runs; return their largest values.
+
+    Args:
+        deploy_runs: name -> output of the deploy model, for each sample.
+        layer_by_sums_tensor: tensor of sums -> its layer.
+
+    Returns:
+        Layer -> its largest sum, relative to 2^31.
+    """
+    sum_share_by_layer = {}
+    for sums_tensor, layer_name in layer_by_sums_tensor.items():
+        largest_sums = [float(np.abs(outputs.pop(sums_tensor)).max()) for outputs in deploy_runs]
+        sum_share_by_layer[layer_name] = max(largest_sums, default=0.0) / _INT32_END
+    return sum_share_by_layer
 
 
 def _cosine_of_numbers(value: NDArray[Any], reference: NDArray[Any]) -> float:

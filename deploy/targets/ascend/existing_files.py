@@ -50,7 +50,7 @@ from deploy.targets.ascend.record import (
     read_record,
 )
 from deploy.targets.ascend.simple_config import read_simple_config
-from deploy.targets.tensorrt.cache_match import match_cache
+from deploy.targets.tensorrt.cache_match import CacheMatch, match_cache
 from deploy.targets.tensorrt.cache_tools import read_cache
 
 _FILE_KIND = "a text file of an Ascend deployment"
@@ -69,6 +69,7 @@ def read_any_config(path: Path, graph: LayerGraph) -> QuantConfig:
 
 
 def _is_json(path: Path, text: str) -> bool:
+    """Whether a configuration file is JSON: by its name or its first character."""
     return path.suffix == ".json" or text.lstrip().startswith("{")
 
 
@@ -94,10 +95,10 @@ def check_file(path: Path | str, subject: CalibrationSubject | None = None) -> s
         return f"a sound quant config, {_describe_config(config)}"
 
     first_word = re.search(r"^\s*(\w+|[^\s#])", text, re.MULTILINE)
-    key = first_word[1] if first_word else ""
-    if key in ("record", "prune_record"):
+    first_field = first_word[1] if first_word else ""  # of the file's protobuf message
+    if first_field in ("record", "prune_record"):
         return _check_record_text(text, path, subject)
-    if key in ("aipp_op", "multi_shape_op"):
+    if first_field in ("aipp_op", "multi_shape_op"):
         parse_text("InsertNewOps", text, str(path))
         return "an AIPP configuration that parses; atc checks its values"
     if graph is not None:
@@ -123,7 +124,7 @@ def _check_record_text(text: str, path: Path, subject: CalibrationSubject | None
 
 def _describe_config(config: QuantConfig) -> str:
     """Describe how much a config quantizes, and which of its settings have no effect."""
-    counts = _describe_quantized_counts(len(config.enabled()), len(config.tensors), "int8")
+    counts = _describe_quantized_counts(len(config.enabled_layers()), len(config.tensors), "int8")
     return ". ".join([counts, *config.notes]).rstrip(".")
 
 
@@ -226,7 +227,7 @@ def recipe_from_record(
     _refuse_other_types(records, graph, subject)
     layers = quantize_layers(model, graph, records)
     if quant_config is not None:
-        enabled_names = quant_config.entries()
+        enabled_names = quant_config.enabled_entries()
         _refuse_disabled(records, enabled_names)
         unrecorded_names = [name for name in enabled_names if name not in records]
         quant_config = disable_layers(quant_config, unrecorded_names)
@@ -238,6 +239,7 @@ def recipe_from_record(
         layers_with_other_weights = find_unrounded_layers(model, graph, records, adaround_layers)
     else:
         layers_with_other_weights = _find_modified_layers(path, model, graph, records)
+    unrecorded_layers = [name for name in graph.layers if name not in records]
     return Recipe(
         model=model,
         graph=graph,
@@ -245,24 +247,28 @@ def recipe_from_record(
         layers=layers,
         config=quant_config,
         method="a record",
-        float_reasons={
-            name: "the record has no scales for it" for name in graph.layers if name not in records
-        },
+        float_reasons=dict.fromkeys(unrecorded_layers, "the record has no scales for it"),
         notes=tuple(_record_notes(path, recorded.unfolded, ignored)),
         alerts=_other_weights_alert(layers_with_other_weights),
     )
 
 
 def _find_modified_layers(
-    record: Path, model: onnx.ModelProto, graph: LayerGraph, records: Collection[str]
+    record_path: Path, model: onnx.ModelProto, graph: LayerGraph, recorded_names: Collection[str]
 ) -> list[str]:
     """Return the layers whose weight or bias differs in the modified model beside a record.
 
     A build with repairs, such as adaptive rounding, writes that model: the float model that the
     record was made for. Without such a file the result is [].
+
+    Args:
+        record_path: the record's file.
+        model: the prepared model that the user gave.
+        graph: its layers.
+        recorded_names: names of the layers in the record.
     """
-    name = record.name.removesuffix("_record.txt")
-    modified_path = record.with_name(f"{name}_modified_model.onnx")
+    model_name = record_path.name.removesuffix("_record.txt")
+    modified_path = record_path.with_name(f"{model_name}_modified_model.onnx")
     if not modified_path.is_file():
         return []
 
@@ -270,7 +276,7 @@ def _find_modified_layers(
     index = Graph(model)
     modified_index = Graph(modified_model)
     layer_names = []
-    for layer_name in records:
+    for layer_name in recorded_names:
         layer = graph.layers.get(layer_name)
         modified_layer = modified_graph.layers.get(layer_name)
         if layer is None or modified_layer is None:
@@ -342,7 +348,7 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
     config = default_config(graph, activation_offset=False)
     plan = RecordPlan(model=model, graph=graph, config=config, model_key="", samples=1)
     # the default config uses neither DMQ (factors) nor AdaRound (roundings)
-    weight_scales = plan.weight_scales(factors={}, roundings={})
+    weight_scales = plan.weight_scales(dmq_factors={}, roundings={})
     records = {}
     for name, layer in graph.layers.items():
         if layer.input in match.scales:
@@ -360,13 +366,8 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
             " model's own cache (`calib8 cache check --model` tells more)"
         )
 
-    # why a tensor has no scale, such as "has no entry in the cache"
-    reason_by_tensor = {coverage.tensor: coverage.reason for coverage in match.tensors}
-    float_reasons = {}  # layer without a record -> why it stays in float
-    for name, layer in graph.layers.items():
-        if name not in records:
-            reason = reason_by_tensor.get(layer.input) or f"has no scale in {path.name}"
-            float_reasons[name] = f"its input {reason}"
+    unscaled_layers = [layer for name, layer in graph.layers.items() if name not in records]
+    float_reasons = _why_unscaled(unscaled_layers, match, path)
     return Recipe(
         model=model,
         graph=graph,
@@ -379,6 +380,17 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
             " offset; weights by ARQ; nothing was calibrated.",
         ),
     )
+
+
+def _why_unscaled(layers: Iterable[Layer], match: CacheMatch, cache_path: Path) -> dict[str, str]:
+    """Return layer -> why the cache has no scale for its input, so that it stays in float."""
+    # reasons such as "has no entry in the cache"
+    reason_by_tensor = {coverage.tensor: coverage.reason for coverage in match.tensors}
+    float_reasons = {}
+    for layer in layers:
+        reason = reason_by_tensor.get(layer.input) or f"has no scale in {cache_path.name}"
+        float_reasons[layer.name] = f"its input {reason}"
+    return float_reasons
 
 
 class _RecordedModel(NamedTuple):
@@ -420,7 +432,7 @@ def _model_as_recorded(
         fusion_config = replace(fusion_config, skip_fusion_layers=skipped_names)
         unfolded = _find_unfolded_layers(subject, records)  # the scales show it
     if not fusion_config.do_fusion or fusion_config.skip_fusion_layers or unfolded:
-        model, graph = unfuse_batchnorms(subject, fusion_config, unfolded=unfolded)
+        model, graph = unfuse_batchnorms(subject, fusion_config, unfolded_layers=unfolded)
         if config_path is not None:  # its checks depend on the form of the model
             config = read_any_config(config_path, graph)
     return _RecordedModel(model, graph, config, unfolded)
@@ -456,7 +468,7 @@ def _scale_distance(index: Graph, layer: Layer | None, record: LayerRecord) -> f
     if layer is None or not layer.weight:
         return None
     try:
-        rows = read_weight_rows(index, layer, record.factors)
+        rows = read_weight_rows(index, layer, record.dmq_factors)
     except ValueError:  # DMQ factors for another number of channels
         return None
     scales = arq(rows, bits=record.weight_bits, channel_wise=record.scale_w.size > 1)

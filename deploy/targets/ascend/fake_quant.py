@@ -66,7 +66,7 @@ class _FakeQuantWriter(LayerRewriter):
     """Writer of the fake-quant model, whose integers are stored as float32.
 
     Attributes:
-        npu_rounding: as in `fake_quant_model`.
+        npu_rounding: whether the offset is added before rounding, as AscendQuant does.
     """
 
     npu_rounding = False
@@ -81,21 +81,22 @@ class _FakeQuantWriter(LayerRewriter):
         Returns:
             The nodes, and the tensor that the last one makes.
         """
-        name = f"{quant_layer.layer.stem}.quant.fakequant"
+        name = f"{quant_layer.layer.quant_node_prefix}.quant.fakequant"
         low, high = ascend_range(quant_layer.record.act_bits)
         values = {
-            "scale": float(quant_layer.scale),
+            "scale": float(quant_layer.quant_factor),
             "offset": quant_layer.record.offset_d,
             "min_val": low,
             "max_val": high,
         }
         nodes = [make_constant(f"{name}.{key}", np.float32(value)) for key, value in values.items()]
         scale, offset, minimum, maximum = (node.output[0] for node in nodes)
-        rounding = [("Round", list[str]()), ("Add", [offset])]
-        if self.npu_rounding:  # the NPU adds the offset before it rounds
-            rounding.reverse()
         # (operator, its inputs besides the output of the operator before it)
-        operators = [("Mul", [scale]), *rounding, ("Clip", [minimum, maximum]), ("Sub", [offset])]
+        round_and_shift: list[tuple[str, list[str]]] = [("Round", []), ("Add", [offset])]
+        if self.npu_rounding:  # the NPU adds the offset before it rounds
+            round_and_shift.reverse()
+        clip = ("Clip", [minimum, maximum])
+        operators = [("Mul", [scale]), *round_and_shift, clip, ("Sub", [offset])]
         for op, constants in operators:
             node_name = f"{name}.{op.lower()}"
             output = f"{node_name}.output0"
@@ -108,12 +109,14 @@ class _FakeQuantWriter(LayerRewriter):
         integers, output = self.take_output(node, quant_layer)
         name = f"{quant_layer.layer.name}.fakedequant"
         rank = quant_layer.layer.rank if quant_layer.layer.weight else 0  # a pool has one scale
-        scale = make_constant(f"{name}.dqscale", quant_layer.dequant.reshape(1, -1, *[1] * rank))
+        scale = make_constant(
+            f"{name}.dqscale", quant_layer.dequant_scale.reshape(1, -1, *[1] * rank)
+        )
         return [scale, make_node("Mul", [integers, scale.output[0]], output, f"{name}.mul")]
 
     def make_anti_quant(self, quant_layer: QuantLayer, tensor: str) -> tuple[Nodes, str]:
         """Return the nodes that restore an input of an Add or MaxPool; and their output."""
-        name = f"{quant_layer.layer.stem}.anti_quant.fake_antiquant"
+        name = f"{quant_layer.layer.quant_node_prefix}.anti_quant.fake_antiquant"
         scale = make_constant(f"{name}.scale", np.float32(quant_layer.record.scale_d))
         output = f"{name}.mul.output0"
         mul = make_node("Mul", [tensor, scale.output[0]], output, f"{name}.mul")
@@ -154,7 +157,7 @@ class _AmctQdqWriter(LayerRewriter):
     def make_quant(self, quant_layer: QuantLayer, tensor: str) -> tuple[Nodes, str]:
         """Return the pair on a layer's input, and its output."""
         record = quant_layer.record
-        stem = quant_layer.layer.stem
+        stem = quant_layer.layer.quant_node_prefix
         parameters = [
             self.store(f"{stem}.scale_d", np.asarray(record.scale_d)),
             self.store(f"{stem}.offset_d", np.asarray(record.offset_d, np.int8)),
@@ -212,7 +215,7 @@ class _AmctQdqWriter(LayerRewriter):
 
     def store_bias(self, quant_layer: QuantLayer, bias: Int32Array) -> str:
         """Add a layer's bias in float, a multiple of scale_w * scale_d; return its name."""
-        rounded = (bias * quant_layer.dequant.astype(np.float64)).astype(np.float32)
+        rounded = (bias * quant_layer.dequant_scale.astype(np.float64)).astype(np.float32)
         return self.store(f"{quant_layer.layer.name}.bias.rounded", rounded)
 
     def update_graph(self, nodes: Nodes) -> None:

@@ -128,9 +128,10 @@ class _Float16Writer:
         rebuild(self.graph, nodes)
 
     def drop_casts(self, nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
-        """Return the nodes without Casts that nobody reads, and without Casts of float16 to itself.
+        """Return the nodes without the Casts that are not needed.
 
-        In place of the latter, their input takes the name of their output.
+        These are Casts whose output no node reads, and Casts from float16 to float16: the input of
+        such a Cast takes the name of its output.
         """
         output_by_input = {}  # input -> output of each Cast of float16 to itself
         for node in nodes:
@@ -292,6 +293,7 @@ class _Float16Writer:
 
 
 def _constant_to_float16(constant: onnx.TensorProto, name: str) -> onnx.TensorProto:
+    """Return a constant in float16 under a new name; refuse values beyond float16."""
     values = numpy_helper.to_array(constant)
     largest = np.abs(values).max(initial=0)
     if largest > _MAX_FLOAT16:
@@ -314,4 +316,5 @@ def _read_tensors(nodes: Iterable[onnx.NodeProto]) -> set[str]:
 
 
 def _casts_to_float16(node: onnx.NodeProto) -> bool:
+    """Whether a node is a Cast to float16."""
     return node.op_type == "Cast" and attributes(node)["to"] == _FLOAT16

@@ -13,19 +13,14 @@ IFMR tries ratios of the observed maximum (its percentile) and takes the one of 
 which clips rare values of the calibration images. `calib8 build` tries it without clipping too;
 `Choices.searches` names any search of a layer.
 
-Each layer by itself: its int8 twin on the float model's own input of it.
-
-::
+The error of a search is that of each layer by itself: its int8 twin runs on the float model's own
+input of it, so that no error of another layer counts::
 
     float input -+-> layer in float --.
-                 '-> layer in int8 ---+--> similarity, AMCT's ranking: 0.5 + 0.5 * cosine
-                                      '--> error: variance of the difference, summed over channels
-
-No error of another layer counts. The mean of a channel's difference is no error, since its bias can
-hold it. Source of the ranking: hicann/amct, common/auto_calibration.
+                 '-> layer in int8 ---+--> mean square of the difference
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,12 +34,11 @@ from deploy.feed.parallel import Sample, run_in_order
 from deploy.graph.edit import copy_tensor, extract_nodes
 from deploy.graph.index import Graph
 from deploy.method import Choices
-from deploy.metrics.output_errors import cosine
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.amct_calibration import CalibrationRecord, RecordPlan
 from deploy.targets.ascend.config_keys import ActivationParams, QuantConfig
 from deploy.targets.ascend.fake_quant import fake_quant_model
-from deploy.targets.ascend.layers import Layer, LayerGraph
+from deploy.targets.ascend.layers import LayerGraph
 from deploy.targets.ascend.quant_layer import (
     QuantLayer,
     QuantLayers,
@@ -53,7 +47,6 @@ from deploy.targets.ascend.quant_layer import (
 from deploy.targets.ascend.record import (
     Records,
 )
-from deploy.tensors import Array
 from deploy.terminal import phase
 
 CONFIGURED, _UNCLIPPED, _HFMG = "as configured", "nothing clipped", "hfmg"
@@ -85,7 +78,7 @@ def chosen_searches(plan: RecordPlan, choices: Choices) -> dict[str, str]:
                 f"a plan for ascend takes the method {UNCLIPPED_METHOD} or none, got"
                 f" {method.label!r}; delete the line, or delete the file to have it rebuilt"
             )
-    settings_by_layer = plan.config.entries()
+    settings_by_layer = plan.config.enabled_entries()
     search_by_layer = {}
     for name, layer in plan.layers.items():
         method = choices.methods.get(layer.input) or choices.method
@@ -122,6 +115,9 @@ def merge_records(
         # a search with DMQ observes the balanced input instead, and so has no range of this tensor
         tensor = observation.tensor
         ranges[tensor] = chosen.ranges.get(tensor, ranges[tensor])
+    # as in AMCT's record file, the layers that DMQ balances come first
+    names = sorted(records, key=lambda name: not records[name].dmq_factors.size)
+    records = {name: records[name] for name in names}
     return replace(default_record, records=records, ranges=ranges)
 
 
@@ -162,6 +158,7 @@ def apply_searches(config: QuantConfig, search_by_layer: Mapping[str, str]) -> Q
 
 
 def _with_search(params: ActivationParams, search: str) -> ActivationParams:
+    """Return activation settings in which a search replaces the algorithm or its parameters."""
     if search == _HFMG:
         return ActivationParams(act_algo="hfmg", asymmetric=params.asymmetric)
     return replace(params, **_IFMR_CHANGES[search])
@@ -182,29 +179,6 @@ def make_search_plan(default: RecordPlan, search: str) -> RecordPlan:
             if not layer.weight:  # DMQ moves factors from the input into the weight
                 search_by_layer[name] = CONFIGURED
     return replace(plan, config=apply_searches(default.config, search_by_layer))
-
-
-def rank_layers(
-    model: onnx.ModelProto,
-    layers: QuantLayers,
-    samples: Sequence[Sample],
-    *,
-    threads: int,
-) -> list[tuple[str, float]]:
-    """Return (layer name, similarity in [0, 1]) of all layers, worst first; ties in model order."""
-
-    def compare(_layer: Layer, float_output: Array, int8_output: Array) -> Array:
-        return np.array(similarity(float_output, int8_output))
-
-    means = _compare_outputs(model, layers, samples, compare, threads)
-    return sorted(((name, float(means[name])) for name in layers), key=lambda entry: entry[1])
-
-
-def similarity(float_output: Array, int8_output: Array) -> float:
-    """Return 0.5 + 0.5 * cosine; 1 if the original is all zero, 0 if only the other is."""
-    if not float_output.any():
-        return 1.0
-    return 0.5 + 0.5 * cosine(float_output, int8_output) if int8_output.any() else 0.0
 
 
 def find_best_searches(
@@ -259,44 +233,12 @@ def measure_layer_errors(
     *,
     threads: int,
 ) -> dict[str, float]:
-    """Return layer name -> error of its int8 output, summed over its channels.
+    """Return layer name -> mean square of the difference between its int8 and float outputs.
 
-    The error is the variance of the difference, since the layer's bias can take away its mean. A
-    layer that cannot hold a bias has the mean square.
-    """
-    moments_by_layer = _compare_outputs(model, layers, samples, _difference_moments, threads)
-    errors = {}
-    for name, quant_layer in layers.items():
-        mean, square = moments_by_layer[name]  # each is [C]
-        channel_errors = square - mean**2 if quant_layer.layer.holds_bias else square
-        errors[name] = float(channel_errors.sum())
-    return errors
+    Each layer's twin, a model of the int8 layer alone, reads the float model's own input of it.
 
-
-def _difference_moments(layer: Layer, float_output: Array, int8_output: Array) -> Array:
-    """Return mean and mean square of each channel's difference, float64 [2, C]."""
-    difference = int8_output - float_output
-    if difference.ndim > 1:
-        difference = np.moveaxis(difference, layer.channel_axis, -1)
-    rows = difference.reshape(-1, difference.shape[-1]).astype(np.float64)
-    return np.stack([rows.mean(axis=0), (rows * rows).mean(axis=0)])
-
-
-def _compare_outputs(
-    model: onnx.ModelProto,
-    layers: QuantLayers,
-    samples: Sequence[Sample],
-    compare: Callable[[Layer, Array, Array], Array],
-    threads: int,
-) -> dict[str, Array]:
-    """Compare each layer's float output with that of its int8 twin, on every sample.
-
-    A twin is a model of the int8 layer alone; it reads the float model's own input of the layer.
-
-    `compare`: (layer, float output, int8 output) -> result.
-
-    Returns:
-        Layer name -> the mean of the samples' results.
+    Raises:
+        BackendError: ONNX Runtime refused a model.
     """
     index = Graph(model)
     twins = {name: _open_twin(model, index, quant_layer) for name, quant_layer in layers.items()}
@@ -306,27 +248,34 @@ def _compare_outputs(
         tapped_tensors.update((quant_layer.layer.output, *quant_layer.layer.activations))
     graph_inputs = {value.name for value in model.graph.input}
     tap = Tap(model, sorted(tapped_tensors - graph_inputs))
-    results: dict[str, list[Array]] = {name: [] for name in layers}
+    errors_by_layer: dict[str, list[float]] = {name: [] for name in layers}
 
-    def run_sample(_worker: int, _number: int, sample: Sample) -> dict[str, Array]:
-        values = {**sample, **tap.run(sample)}
-        sample_results = {}
+    def run_sample(_worker: int, _number: int, sample: Sample) -> dict[str, float]:
+        """Return layer name -> its error on one sample."""
+        float_tensors = {**sample, **tap.run(sample)}
+        sample_errors = {}
         for name, quant_layer in layers.items():
             layer = quant_layer.layer
-            outputs = twins[name].run({tensor: values[tensor] for tensor in layer.activations})
-            sample_results[name] = compare(layer, values[layer.output], outputs[layer.output])
-        return sample_results
+            inputs = {tensor: float_tensors[tensor] for tensor in layer.activations}
+            int8_output = twins[name].run(inputs)[layer.output]
+            difference = (int8_output - float_tensors[layer.output]).astype(np.float64)
+            sample_errors[name] = float(np.mean(difference**2))
+        return sample_errors
 
-    def collect(_number: int, sample_results: dict[str, Array]) -> None:
-        for name, value in sample_results.items():
-            results[name].append(value)
+    def collect(_number: int, sample_errors: dict[str, float]) -> None:
+        for name, error in sample_errors.items():
+            errors_by_layer[name].append(error)
 
     run_in_order(samples, run_sample, collect, threads=threads)
-    return {name: np.mean(results[name], axis=0) for name in layers}
+    return {name: float(np.mean(errors)) for name, errors in errors_by_layer.items()}
 
 
 def _open_twin(model: onnx.ModelProto, index: Graph, quant_layer: QuantLayer) -> OrtSession:
-    """Open the int8 form of a layer as a model of its own, with the Add of a MatMul's bias."""
+    """Return a session of a model that holds one int8 layer, with the Add of a MatMul's bias.
+
+    It has the layer's inputs and output under their names in `model`, the float model; `index`
+    holds that model's constants.
+    """
     layer = quant_layer.layer
     nodes = [node for node in model.graph.node if node.name in (layer.node, layer.bias_add)]
     inputs = [
@@ -338,6 +287,5 @@ def _open_twin(model: onnx.ModelProto, index: Graph, quant_layer: QuantLayer) ->
     read_tensors = {name for node in nodes for name in node.input}
     for name in sorted(read_tensors & set(index.constants)):
         float_layer.graph.initializer.append(copy_tensor(index.constants[name], name))
-    return OrtSession.open(
-        fake_quant_model(float_layer, {layer.name: quant_layer}), threads=1, spin=False
-    )
+    int8_layer = fake_quant_model(float_layer, {layer.name: quant_layer})
+    return OrtSession.open(int8_layer, threads=1, spin=False)

@@ -29,10 +29,10 @@ from deploy.graph.index import ONNX_DOMAINS, Graph, attributes
 from deploy.graph.placement import ASCEND
 from deploy.graph.plan import WeightTarget
 
-TYPES = tuple(sorted(ASCEND.heavy))
+LAYER_OPS = tuple(sorted(ASCEND.heavy))
 # AMCT's torch package names layer types after torch.nn classes; both vocabularies are accepted.
 # torch class -> (op type, spatial rank of the kernel)
-ALIASES = {
+LAYERS_BY_TORCH_CLASS = {
     "Conv1d": (("Conv", 1),),
     "Conv2d": (("Conv", 2),),
     "Conv3d": (("Conv", 3),),
@@ -59,7 +59,7 @@ class Layer:
 
     Attributes:
         name: node name, or '<node>:<index>' of an input; the key in configurations and records.
-        kind: op type, one of `TYPES`; for an input one of `TENSOR_QUANTIZE_OPS`.
+        kind: op type, one of `LAYER_OPS`; for an input one of `TENSOR_QUANTIZE_OPS`.
         input: tensor that is quantized, the first input of a node.
         output: tensor that AscendDequant writes: the node's output, or the bias Add's.
         weight: initializer name, '' for AveragePool.
@@ -96,7 +96,7 @@ class Layer:
         return self.name if self.input_index is None else self.name.rpartition(":")[0]
 
     @property
-    def stem(self) -> str:
+    def quant_node_prefix(self) -> str:
         """Prefix of the names of the nodes that quantize its input."""
         return self.name if self.input_index is None else f"{self.node}.{self.input_index}"
 
@@ -129,16 +129,6 @@ class Layer:
         elif self.channel_wise and self.group == 1:
             axis = 1
         return WeightTarget(self.weight, self.node, axis, self.bias or None)
-
-    @property
-    def channel_axis(self) -> int:
-        """Channel axis of its output."""
-        return -1 if self.kind == "MatMul" else 1
-
-    @property
-    def holds_bias(self) -> bool:
-        """Whether it can have a bias: a MatMul only in an Add that follows."""
-        return bool(self.weight) and (self.kind != "MatMul" or bool(self.bias_add))
 
     @property
     def can_use_adaround(self) -> bool:
@@ -208,7 +198,7 @@ def find_layers(model: onnx.ModelProto) -> LayerGraph:
     for node in model.graph.node:
         if node.op_type in TENSOR_QUANTIZE_OPS:
             _add_optional_inputs(node, index, layer_graph)
-        if node.op_type not in TYPES or node.domain not in ONNX_DOMAINS:
+        if node.op_type not in LAYER_OPS or node.domain not in ONNX_DOMAINS:
             continue
         layer_or_reason = _layer_or_float_reason(node, index)
         if isinstance(layer_or_reason, Layer):

@@ -169,6 +169,7 @@ def _make_mapping_node(
 
 
 def _make_output(node: str, index: int) -> dict[str, Any]:
+    """Return the JSON object for the output of an original node."""
     return {
         "attr": [
             {"key": "_datadump_origin_name", "value": {"s": node}},

@@ -101,7 +101,7 @@ def _choose_weights_to_copy(
 
 
 def unfuse_batchnorms(
-    subject: CalibrationSubject, config: QuantConfig, *, unfolded: Collection[str] = ()
+    subject: CalibrationSubject, config: QuantConfig, *, unfolded_layers: Collection[str] = ()
 ) -> tuple[onnx.ModelProto, LayerGraph]:
     """Return the model with only those BatchNormalizations folded that the config allows.
 
@@ -110,7 +110,7 @@ def unfuse_batchnorms(
     Args:
         subject: the model.
         config: its do_fusion and skip_fusion_layers are used.
-        unfolded: layers into which no node downstream is folded, not even a Mul.
+        unfolded_layers: layers into which no node downstream is folded, not even a Mul.
 
     Returns:
         As `prepare_model`.
@@ -132,7 +132,7 @@ def unfuse_batchnorms(
             nodes_to_keep.add(node.name)
         # a node that only moves values is no barrier to folding: its output counts as the layer's
         is_move = node.op_type in MOVES or node.op_type == "Concat"
-        if node.name in unfolded or (is_move and refuses_folds):
+        if node.name in unfolded_layers or (is_move and refuses_folds):
             outputs_without_folds.add(node.output[0])
         elif node.name in config.skip_fusion_layers or (is_move and refuses_norms):
             outputs_without_norms.add(node.output[0])
@@ -238,7 +238,7 @@ def describe_algorithms(config: QuantConfig) -> str:
     """Describe the algorithms that chose the scales."""
     from deploy.targets.ascend.weight_rounding import weight_algorithms
 
-    entries = config.entries().values()
+    entries = config.enabled_entries().values()
     searches = sorted({entry.activation.act_algo.upper() for entry in entries})
     return f"AMCT's {weight_algorithms(config)} and {' and '.join(searches)}"
 
@@ -294,6 +294,7 @@ def _describe_batches(plan: RecordPlan) -> str:
 
 
 def _rounding_notes(calibrated: CalibrationRecord, plan: RecordPlan) -> Iterator[str]:
+    """Yield a note on AdaRound's layers, samples and gain, if it ran."""
     from deploy.targets.ascend.weight_rounding import MAX_POSITIONS, MAX_SAMPLES
 
     if calibrated.adaround_error_ratios is None:

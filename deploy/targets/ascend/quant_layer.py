@@ -17,7 +17,7 @@ from deploy.errors import ExportError
 from deploy.graph.index import Graph
 from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.record import (
-    NO_FACTORS,
+    NO_DMQ_FACTORS,
     LayerRecord,
     Records,
     check_record,
@@ -37,22 +37,22 @@ class QuantLayer:
     Attributes:
         layer: the float layer.
         record: its scales.
-        scale: factor of AscendQuant, float32: 1 / scale_d.
+        quant_factor: factor of AscendQuant, float32: 1 / scale_d.
         weight: integers of record.weight_bits, int8 in the deploy model's layout (a Gemm's is
             [C_in, C_out]), one per byte; None for a pool.
         bias: int32 [C_out]; None without bias.
-        dequant: scale_w * scale_d, float32 [C_out] or [1], truncated if the record says so.
-        inverse_factors: 1 / DMQ factors, shaped to broadcast over the input; None without DMQ.
-        second_operand: that of a MatMul of two activations, as an input layer.
+        dequant_scale: scale_w * scale_d, float32 [C_out] or [1], truncated if the record says so.
+        inverse_dmq_factors: 1 / DMQ factors, shaped to broadcast over the input; None without DMQ.
+        second_operand: the second input of a MatMul of two activations; None for other layers.
     """
 
     layer: Layer
     record: LayerRecord
-    scale: np.float32
+    quant_factor: np.float32
     weight: Int8Array | None
     bias: Int32Array | None
-    dequant: Float32Array
-    inverse_factors: Float32Array | None
+    dequant_scale: Float32Array
+    inverse_dmq_factors: Float32Array | None
     second_operand: QuantLayer | None = None
 
 
@@ -103,19 +103,19 @@ def quantize_fitting(
     return quantized, refusals
 
 
-def balanced_weight(weight: Float32Array, layer: Layer, factors: Float32Array) -> Float32Array:
+def balanced_weight(weight: Float32Array, layer: Layer, dmq_factors: Float32Array) -> Float32Array:
     """Return a weight in ONNX layout times its DMQ factors [C_in]; empty factors do nothing."""
-    if not factors.size:
+    if not dmq_factors.size:
         return weight
     if layer.kind == "Conv":  # [C_out, C_in / group, ...]
-        group_factors = factors.reshape(layer.group, 1, weight.shape[1])
+        group_factors = dmq_factors.reshape(layer.group, 1, weight.shape[1])
         rows = np.repeat(group_factors, weight.shape[0] // layer.group, axis=1)
-        factors = rows.reshape(*weight.shape[:2], *[1] * (weight.ndim - 2))
+        dmq_factors = rows.reshape(*weight.shape[:2], *[1] * (weight.ndim - 2))
     elif layer.kind == "MatMul":
-        factors = factors[:, None]
+        dmq_factors = dmq_factors[:, None]
     elif not layer.trans_b:  # [C_in, ...]
-        factors = factors.reshape(-1, *[1] * (weight.ndim - 1))
-    return np.asarray(weight * factors, np.float32)
+        dmq_factors = dmq_factors.reshape(-1, *[1] * (weight.ndim - 1))
+    return np.asarray(weight * dmq_factors, np.float32)
 
 
 def to_rows(weight: NDArray[Value], layer: Layer) -> NDArray[Value]:
@@ -142,10 +142,10 @@ def read_constant(index: Graph, name: str) -> Float32Array:
 
 
 def read_weight_rows(
-    index: Graph, layer: Layer, factors: Float32Array = NO_FACTORS
+    index: Graph, layer: Layer, dmq_factors: Float32Array = NO_DMQ_FACTORS
 ) -> Float32Array:
     """Return a layer's weight times its DMQ factors [C_in], output channels first."""
-    weight = balanced_weight(read_constant(index, layer.weight), layer, factors)
+    weight = balanced_weight(read_constant(index, layer.weight), layer, dmq_factors)
     return to_rows(weight, layer)
 
 
@@ -160,11 +160,11 @@ def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
     Raises:
         ExportError: a scale, a bias or the sums of products exceed the limits of the hardware.
     """
-    quantize_factor = _invert_scale(record.input_scale, "scale_d", record.act_bits)
-    inverse_factors = None
-    if record.factors.size:  # DMQ: the input is multiplied by these, the weight by the factors
+    quant_factor = _invert_scale(record.input_scale, "scale_d", record.act_bits)
+    inverse_dmq_factors = None
+    if record.dmq_factors.size:  # DMQ: the input is multiplied by these, the weight by the factors
         shape = (1, -1, *[1] * layer.rank)
-        inverse_factors = (np.float32(1) / record.factors).reshape(shape)
+        inverse_dmq_factors = (np.float32(1) / record.dmq_factors).reshape(shape)
     # a pool, and an input of tensor_quantize, have no weight
     weight_scale = record.scale_w if record.scale_w.size else np.ones(1, np.float32)
     dequant_scale = np.asarray(weight_scale * record.input_scale, np.float32)
@@ -178,11 +178,11 @@ def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
     return QuantLayer(
         layer=layer,
         record=record,
-        scale=quantize_factor,
+        quant_factor=quant_factor,
         weight=weight,
         bias=bias,
-        dequant=dequant_scale,
-        inverse_factors=inverse_factors,
+        dequant_scale=dequant_scale,
+        inverse_dmq_factors=inverse_dmq_factors,
         second_operand=_second_operand(layer, record) if layer.two_activations else None,
     )
 
@@ -224,19 +224,21 @@ def _second_operand(layer: Layer, record: LayerRecord) -> QuantLayer:
     return QuantLayer(
         layer=replace(layer, name=f"{layer.name}:1", input=layer.other_inputs[0], input_index=1),
         record=replace(record, scale_d=scale),
-        scale=_invert_scale(scale, "scale_w"),
+        quant_factor=_invert_scale(scale, "scale_w"),
         weight=None,
         bias=None,
-        dequant=record.scale_w,
-        inverse_factors=None,
+        dequant_scale=record.scale_w,
+        inverse_dmq_factors=None,
     )
 
 
 def _quantize_weight(layer: Layer, record: LayerRecord, index: Graph) -> Int8Array:
     """Return a layer's weight as integers: AdaRound's, if the record has them, else the nearest."""
-    if record.factors.size not in (0, layer.channels_in):
-        raise ExportError(f"{layer.channels_in} DMQ factors are needed, got {record.factors.size}")
-    rows = read_weight_rows(index, layer, record.factors)
+    if record.dmq_factors.size not in (0, layer.channels_in):
+        raise ExportError(
+            f"{layer.channels_in} DMQ factors are needed, got {record.dmq_factors.size}"
+        )
+    rows = read_weight_rows(index, layer, record.dmq_factors)
     if record.scale_w.size not in (1, rows.shape[0]):
         raise ExportError(f"1 or {rows.shape[0]} scale_w are needed, got {record.scale_w.size}")
     if record.rounded_weight is None:

@@ -40,7 +40,7 @@ from deploy.graph.bounds import find_float16_overflows
 from deploy.graph.edit import adopt_runtime_nodes
 from deploy.graph.index import Graph
 from deploy.targets.ascend.config_keys import QuantConfig, summarize_layers
-from deploy.targets.ascend.layers import TYPES, Layer, LayerGraph
+from deploy.targets.ascend.layers import LAYER_OPS, Layer, LayerGraph
 from deploy.targets.ascend.preparation import prepare_model
 from deploy.targets.ascend.quant_layer import (
     QuantLayer,
@@ -164,7 +164,7 @@ def _read_qdq_layers(index: Graph) -> tuple[dict[str, LayerRecord], dict[str, st
     records = {}
     float_reasons = {}
     for node in index.nodes:
-        if node.op_type not in TYPES:
+        if node.op_type not in LAYER_OPS:
             continue
         try:
             input_pair = input_grid(node, index)
@@ -193,6 +193,7 @@ def _read_weight_scales(node: onnx.NodeProto, index: Graph) -> Float32Array:
 
 
 def _refuse_unless_8_bit(grid: PairGrid) -> None:
+    """Raise UnfitError for a pair whose integers have other than 8 bits."""
     if not grid.is_8_bit:
         raise UnfitError(f"it is quantized to {grid.dtype}, and Ascend's layers to int8")
 

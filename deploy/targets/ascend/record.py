@@ -20,15 +20,15 @@ from deploy.errors import ConfigError
 from deploy.files.reading import from_json
 from deploy.targets.ascend.config import no_layer_reason
 from deploy.targets.ascend.config_keys import (
-    IFMR,
+    IFMR_RULES,
     INT16_LAYERS,
     LAYERS_BY_WEIGHT_BITS,
     ActivationParams,
     LayerConfig,
     add_place,
+    allows_activation_bits,
+    allows_weight_bits,
     check_tensor_input,
-    takes_activations,
-    takes_weights,
 )
 from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.proto import message_class, parse_text, print_text
@@ -43,7 +43,7 @@ _IS_FLOAT16_BY_TYPE = {"": None, "FLOAT32": False, "FLOAT16": True}  # op_data_t
 
 InputRecorder = HfmgHistogram | IfmrHistogram
 
-NO_FACTORS = np.zeros(0, np.float32)  # DMQ factors of a layer that DMQ does not balance
+NO_DMQ_FACTORS = np.zeros(0, np.float32)  # DMQ factors of a layer that DMQ does not balance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class LayerRecord:
     Attributes:
         scale_d: activation scale; None before calibration is complete.
         scale_w: weight scales, float32 [C_out] or [1]; empty if the record has none.
-        factors: DMQ factors by input channel, float32 [C_in]; empty without DMQ.
+        dmq_factors: DMQ factors by input channel, float32 [C_in]; empty without DMQ.
         has_weight: the layer has a weight (AveragePool has none, but records scale_w 1).
         skip_fusion: the scales are for a Conv whose BatchNormalization is not folded.
         is_node_input: the record is for an input of an Add or MaxPool (tensor_quantize); it has no
@@ -70,7 +70,7 @@ class LayerRecord:
     scale_d: np.float32 | None
     offset_d: int = 0
     scale_w: Float32Array
-    factors: Float32Array = field(default_factory=lambda: NO_FACTORS)
+    dmq_factors: Float32Array = field(default_factory=lambda: NO_DMQ_FACTORS)
     has_weight: bool = True
     skip_fusion: bool = False
     rounded_weight: Int8Array | None = None
@@ -103,7 +103,7 @@ def write_record(records: Records) -> str:
             value.act_type = f"INT{record.act_bits}"
         value.scale_w.extend(record.scale_w.tolist())
         value.offset_w.extend([0] * record.scale_w.size)
-        value.tensor_balance_factor.extend(record.factors.tolist())
+        value.tensor_balance_factor.extend(record.dmq_factors.tolist())
         if record.skip_fusion:
             value.skip_fusion = True
         if record.is_node_input:
@@ -203,11 +203,11 @@ def check_record(records: Records, graph: LayerGraph) -> None:
 
 def _check_bit_widths(name: str, record: LayerRecord, layer: Layer) -> None:
     """Refuse widths of activations or weights that a layer of this type cannot have."""
-    if not takes_activations(layer, record.act_bits):
+    if not allows_activation_bits(layer, record.act_bits):
         raise ConfigError(
             f"act_type INT16 is for {INT16_LAYERS}, got {layer.kind} in layer {name!r}"
         )
-    if not takes_weights(layer, record.weight_bits):
+    if not allows_weight_bits(layer, record.weight_bits):
         bits = record.weight_bits
         raise ConfigError(
             f"wts_type INT{bits} is for {LAYERS_BY_WEIGHT_BITS[bits]}, got {layer.kind} with"
@@ -277,7 +277,7 @@ def _read_layer(message: Any) -> LayerRecord:
         scale_d=np.float32(message.scale_d) if message.HasField("scale_d") else None,
         offset_d=message.offset_d,
         scale_w=scale_w,
-        factors=_read_dmq_factors(message),
+        dmq_factors=_read_dmq_factors(message),
         has_weight=not is_pool,
         skip_fusion=message.skip_fusion,
         is_node_input=message.is_tensor_quantize,
@@ -318,27 +318,27 @@ def _check_scales_and_offsets(message: Any) -> None:
 
 def _read_dmq_factors(message: Any) -> Float32Array:
     """Return the DMQ factors of a layer, [C_in], or [] without DMQ."""
-    factors = np.array(message.tensor_balance_factor, np.float32)
-    if not ((factors > FLT_EPSILON) & (factors < 1 / FLT_EPSILON)).all():
+    dmq_factors = np.array(message.tensor_balance_factor, np.float32)
+    if not ((dmq_factors > FLT_EPSILON) & (dmq_factors < 1 / FLT_EPSILON)).all():
         raise ConfigError("a tensor_balance_factor must be in (1.2e-7, 8.4e6), got one outside")
-    return factors
+    return dmq_factors
 
 
 def _read_bits(message: Any, field: str) -> int:
     """Return the bits of a type such as INT8; 0 if the type is unset."""
-    kind = getattr(message, field)
-    if kind in ("", "UNSET"):
+    type_name = getattr(message, field)
+    if type_name in ("", "UNSET"):
         return 0
-    bits_by_kind = {f"INT{bits}": bits for bits in _WIDTHS_BY_FIELD[field]}
-    if kind not in bits_by_kind:
-        raise ConfigError(f"{field} must be one of {', '.join(bits_by_kind)}, got {kind!r}")
-    return bits_by_kind[kind]
+    bits_by_type = {f"INT{bits}": bits for bits in _WIDTHS_BY_FIELD[field]}
+    if type_name not in bits_by_type:
+        raise ConfigError(f"{field} must be one of {', '.join(bits_by_type)}, got {type_name!r}")
+    return bits_by_type[type_name]
 
 
 def ifmr_params(activation: ActivationParams) -> IfmrParams:
     """Return the parameters of IFMR for a layer's activation settings."""
     return IfmrParams(
-        **{key: getattr(activation, key) for key in IFMR},
+        **{key: getattr(activation, key) for key in IFMR_RULES},
         bits=activation.num_bits,
         with_offset=bool(activation.asymmetric),
     )

@@ -12,11 +12,11 @@ from typing import Any
 from deploy.errors import ConfigError
 from deploy.targets.ascend.config import no_layer_reason, resolve_config
 from deploy.targets.ascend.config_keys import (
-    ACTIVATION,
-    LAYER,
+    ACTIVATION_RULES,
+    LAYER_RULES,
     LAYERS_BY_WEIGHT_BITS,
-    MODEL_SETTINGS,
-    WEIGHT,
+    MODEL_RULES,
+    WEIGHT_RULES,
     ActivationParams,
     LayerConfig,
     QuantConfig,
@@ -24,15 +24,15 @@ from deploy.targets.ascend.config_keys import (
     activation_from,
     activation_width_notes,
     add_place,
+    allows_activation_bits,
+    allows_weight_bits,
     check_value,
     check_values,
     collect_tensors,
     refuse_repeats,
-    takes_activations,
-    takes_weights,
     weight_from,
 )
-from deploy.targets.ascend.layers import ALIASES, TYPES, Layer, LayerGraph
+from deploy.targets.ascend.layers import LAYER_OPS, LAYERS_BY_TORCH_CLASS, Layer, LayerGraph
 from deploy.targets.ascend.proto import parse_text, suggest_name
 
 _BITS_BY_TYPE = {1: 8, 2: 16}  # DataType.INT8, INT16
@@ -44,7 +44,7 @@ def read_simple_config(text: str, graph: LayerGraph, file_name: str = "the confi
     Args:
         text: text of the file.
         graph: the layers of the model.
-        file_name: for messages.
+        file_name: name of the file, for messages.
 
     Raises:
         ConfigError: text that does not parse, unknown or repeated names and types, values out of
@@ -61,7 +61,7 @@ def read_simple_config(text: str, graph: LayerGraph, file_name: str = "the confi
     forces_fp16 = message.HasField("fakequant_precision_mode")
     common_section = message.common_config  # an empty one if the configuration has none
     config = QuantConfig(
-        batch_num=check_value("batch_num", batch_num, MODEL_SETTINGS["batch_num"]),
+        batch_num=check_value("batch_num", batch_num, MODEL_RULES["batch_num"]),
         activation_offset=_is_true_or_unset(message, "activation_offset"),
         do_fusion=_is_true_or_unset(message, "do_fusion"),
         skip_fusion_layers=tuple(refuse_repeats(message.skip_fusion_layers, "skip_fusion_layers")),
@@ -102,7 +102,7 @@ def _read_layers(message: Any, graph: LayerGraph) -> tuple[dict[str, LayerConfig
             entry = _read_section(section, layer, common_section)
         # where another section asks for 16 bits, `resolve_config` refuses them
         is_common = section is common_section
-        if is_common and not takes_activations(layer, entry.activation.num_bits):
+        if is_common and not allows_activation_bits(layer, entry.activation.num_bits):
             entry = replace(entry, activation=replace(entry.activation, num_bits=8))
             if name not in skipped:
                 lowered_to_8_bits.append(name)
@@ -117,14 +117,14 @@ def _is_true_or_unset(message: Any, field: str) -> bool:
 
 def _types_and_ranks(layer_type: str) -> tuple[tuple[str, int], ...]:
     """Return (op type, spatial rank) of all layers of a type in ONNX's or torch's vocabulary."""
-    if layer_type in TYPES:
+    if layer_type in LAYER_OPS:
         # a type of ONNX stands for layers of any rank
         return tuple((layer_type, rank) for rank in range(4))
-    if layer_type in ALIASES:
-        return ALIASES[layer_type]
+    if layer_type in LAYERS_BY_TORCH_CLASS:
+        return LAYERS_BY_TORCH_CLASS[layer_type]
     raise ConfigError(
         f"layer type {layer_type!r} does not support quantization;"
-        f" {suggest_name(layer_type, [*TYPES, *ALIASES])}"
+        f" {suggest_name(layer_type, [*LAYER_OPS, *LAYERS_BY_TORCH_CLASS])}"
     )
 
 
@@ -178,11 +178,11 @@ def _read_layer_overrides(message: Any, graph: LayerGraph) -> dict[str, Any]:
     return {override.layer_name: override.calibration_config for override in overrides}
 
 
-def _require_fields(message: Any, where: str, *fields: str) -> None:
-    """Refuse an entry of the list `where` that lacks one of these fields."""
+def _require_fields(message: Any, list_name: str, *fields: str) -> None:
+    """Refuse an entry of the list `list_name` that lacks one of these fields."""
     for field in fields:
         if not message.HasField(field):
-            raise ConfigError(f"each of {where} must hold {field}, got one without")
+            raise ConfigError(f"each of {list_name} must hold {field}, got one without")
 
 
 def _read_section(section: Any, layer: Layer, common_section: Any) -> LayerConfig:
@@ -228,7 +228,7 @@ def _read_balancer(section: Any) -> float | None:
     strength = 0.5  # AMCT's default
     if balancer.HasField("migration_strength"):
         strength = _decimal(balancer.migration_strength)
-    check_value("dmq_balancer_param", strength, LAYER["dmq_balancer_param"])
+    check_value("dmq_balancer_param", strength, LAYER_RULES["dmq_balancer_param"])
     return strength
 
 
@@ -242,7 +242,7 @@ def _read_layer_weight(section: Any, layer: Layer, *, is_common: bool) -> Weight
     """
     weight = _read_weight(section)
     bits = weight.num_bits
-    if not is_common and bits != 4 and not takes_weights(layer, bits):
+    if not is_common and bits != 4 and not allows_weight_bits(layer, bits):
         raise ConfigError(
             f"quant_bits {bits} is for {LAYERS_BY_WEIGHT_BITS[bits]}, got {layer.kind}; leave it"
             " out"
@@ -306,7 +306,7 @@ def _read_activation(section: Any) -> ActivationParams:
     if "dst_type" in fields:
         fields["num_bits"] = _BITS_BY_TYPE[fields.pop("dst_type")]
     _join_range(fields, "search_range", ActivationParams().search_range)
-    return activation_from(check_values(fields, ACTIVATION, algorithm))
+    return activation_from(check_values(fields, ACTIVATION_RULES, algorithm))
 
 
 def _read_weight(section: Any) -> WeightParams:
@@ -319,4 +319,4 @@ def _read_weight(section: Any) -> WeightParams:
     if "quant_bits" in fields:
         fields["num_bits"] = fields.pop("quant_bits")
     _join_range(fields, "beta_range", WeightParams().beta_range)
-    return weight_from(check_values(fields, WEIGHT, algorithm))
+    return weight_from(check_values(fields, WEIGHT_RULES, algorithm))

@@ -78,7 +78,6 @@ class Ascend:
         source_size: "HxW" of the frames, if it is not the size of the input: AIPP crops their
             center, or the report says how to resize them before AIPP.
         csc: color standard of nv12 and nv21, one of `deploy.targets.ascend.atc.STANDARDS`.
-        dynamic_aipp: the program on the device sets AIPP's parameters.
         first_layer_int8: run AIPP and the first convolution fused in int8.
         atc_flags: further flags of atc, '--name=value'.
         cann: CANN version, a key of `deploy.targets.ascend.atc.PARSERS`.
@@ -127,9 +126,6 @@ class Ascend:
     csc: str | None = option(
         None, choices=STANDARDS, help="Color standard of nv12 and nv21; default: bt601-narrow."
     )
-    dynamic_aipp: bool = option(
-        False, help="AIPP whose parameters the program on the device sets for every inference."
-    )
     first_layer_int8: bool = option(
         False, help="Run AIPP and the first convolution fused in int8; implies --aipp."
     )
@@ -169,12 +165,13 @@ class Ascend:
         self._atc()  # a wrong chip or flag is refused before the calibration
 
     def _atc(self) -> AtcOptions:
+        """Return the options of atc; refuse a wrong chip or flag."""
         return AtcOptions(soc=self.soc, extra=self.atc_flags)
 
     def _source(self) -> AippSource:
         """Return the format of the .om's input images."""
         has_aipp = self.aipp or self.first_layer_int8
-        for name in ("source_color", "source_size", "csc", "dynamic_aipp"):
+        for name in ("source_color", "source_size", "csc"):
             value = getattr(self, name)
             default = getattr(Ascend, name)
             if value != default and not has_aipp:
@@ -185,7 +182,6 @@ class Ascend:
             color=self.source_color,
             size=None if self.source_size is None else parse_size(self.source_size),
             standard=self.csc or "bt601-narrow",
-            dynamic=self.dynamic_aipp,
         )
         if self.csc is not None and not source.is_yuv:  # csc: the standard of YUV colors
             raise ConfigError(
@@ -208,7 +204,7 @@ class Ascend:
         if self.config is not None:
             config = read_any_config(self.config, graph)  # refuse a bad one before calibration
             # a configuration may add MatMuls of two activations and inputs of nodes
-            names.update(disable_layers(config, float_nodes).entries())
+            names.update(disable_layers(config, float_nodes).enabled_entries())
         tensors: list[str] = []
         for layer in graph.select(names).values():
             if layer.node not in float_nodes:
@@ -226,7 +222,9 @@ class Ascend:
         float_reasons = reasons_by_node(float_nodes)
         if self.config is not None:
             _, graph = prepare_model(model)
-            disabled_names = set(graph.layers) - set(read_any_config(self.config, graph).enabled())
+            disabled_names = set(graph.layers) - set(
+                read_any_config(self.config, graph).enabled_layers()
+            )
             float_reasons = {**dict.fromkeys(disabled_names, FLOAT_BY_USER), **float_reasons}
         return make_default_plan(model, float_reasons)
 
@@ -478,7 +476,7 @@ class Ascend:
         if self.configured:  # with a configuration of AMCT, which folds into a Conv only
             unfolded_layers = find_unfolded_layers(subject.unfolded.model)
         if not config.do_fusion or config.skip_fusion_layers or unfolded_layers:
-            model, graph = unfuse_batchnorms(subject, config, unfolded=unfolded_layers)
+            model, graph = unfuse_batchnorms(subject, config, unfolded_layers=unfolded_layers)
             # again for the new layers, on which the defaults and the checks depend
             config = self._resolve_config(graph, subject)
             unfused_names = ["all"]

@@ -45,7 +45,7 @@ from deploy.errors import ConfigError
 from deploy.graph.bounds import make_window
 from deploy.graph.index import Graph, attributes
 from deploy.machine import worker_threads
-from deploy.targets.ascend.config_keys import ADA, QuantConfig
+from deploy.targets.ascend.config_keys import ADA_RULES, QuantConfig
 from deploy.targets.ascend.layers import Layer
 from deploy.targets.ascend.quant_layer import read_constant, read_weight_rows
 from deploy.terminal import Step, phase
@@ -91,7 +91,7 @@ def uses_adaround(config: QuantConfig, name: str) -> bool:
 def weight_algorithms(config: QuantConfig) -> str:
     """Return the names of the weight algorithms in use, such as "ARQ and AdaRound"."""
     algorithms = set()
-    for name in config.enabled():
+    for name in config.enabled_layers():
         algorithms.add("AdaRound" if uses_adaround(config, name) else "ARQ")
     return " and ".join(sorted(algorithms)) or "ARQ"
 
@@ -164,7 +164,7 @@ class AdaRoundSteps:
         group_channels = channels // layer.group
         patch_size = prod(weight_rows.shape[1:])  # input values that one output value is made of
         weight_config = self.config.layers[layer.name].weight
-        params = AdaParams(**{key: getattr(weight_config, key) for key in ADA})
+        params = AdaParams(**{key: getattr(weight_config, key) for key in ADA_RULES})
         is_matrix = layer.kind in ("Gemm", "MatMul")
         window = None  # how the kernel moves over the input; a matrix has none
         if not is_matrix:
@@ -217,8 +217,8 @@ class AdaRoundSteps:
         Args:
             layer: the layer.
             output: the output of its node.
-            target_statistic: what is recorded of the targets.
-            input_statistic: what is recorded of the inputs.
+            target_statistic: statistic that records the targets.
+            input_statistic: statistic that records the inputs.
             earlier_steps: name -> step of the layers before it.
         """
         name = layer.name
@@ -300,24 +300,25 @@ def round_layer(
     Raises:
         CalibrationError: weights or outputs are too large.
     """
-    rounding = observed.recorder(step.inputs)
-    assert isinstance(rounding, RoundedWeights)
-    if rounding.integers is not None:
-        return rounding
+    input_recorder = observed.recorder(step.inputs)
+    assert isinstance(input_recorder, RoundedWeights)
+    if input_recorder.integers is not None:
+        return input_recorder
     target_recorder = observed.recorder(step.targets)
     statistic = step.inputs.statistic
     assert isinstance(target_recorder, Targets)
     assert isinstance(statistic, RoundedWeightsOf)
 
     scale = kl_scale(weight, channel_wise=statistic.scales > 1)
-    problem = _make_problem(step, weight.reshape(statistic.shape), scale, rounding, target_recorder)
+    grouped_weight = weight.reshape(statistic.shape)
+    problem = _make_problem(step, grouped_weight, scale, input_recorder, target_recorder)
     iterations = len(problem.blocks()) * step.params.num_iteration
     with phase(f"AdaRound {progress}", iterations, "iterations of channel blocks") as count_step:
         integers = join_blocks(problem, _search_blocks(problem, step.params, count_step))
     nearest_error = output_error(problem, round_to_nearest(problem))
     adaround_error = output_error(problem, integers)
-    rounding.set_result(integers, scale, (nearest_error, adaround_error))
-    return rounding
+    input_recorder.set_result(integers, scale, (nearest_error, adaround_error))
+    return input_recorder
 
 
 def _make_problem(

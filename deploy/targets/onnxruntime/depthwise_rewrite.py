@@ -34,8 +34,8 @@ from deploy.targets.onnxruntime.rewrite_base import (
     WEIGHT,
     RewriteContext,
     append_zero_channels,
-    constant_positions,
-    unshared_integers,
+    find_unshared_integers,
+    weight_and_bias_positions,
 )
 
 CHANNELS_AT_ONCE = 16  # of ONNX Runtime's depthwise kernel
@@ -98,7 +98,7 @@ def widen_depthwise(model: onnx.ModelProto, context: RewriteContext) -> None:
     graph = Graph(model)
     visited_convs: set[str] = set()  # those of the regions so far
     for node in candidates:
-        weight = unshared_integers(graph, node)
+        weight = find_unshared_integers(graph, node)
         if weight is None or node.name in visited_convs:
             continue
         is_depthwise = list(weight.dims[:2]) == [group_count(node), 1]
@@ -125,7 +125,7 @@ def _find_constant(graph: Graph, node: onnx.NodeProto, position: int) -> onnx.Te
     """Return a Conv's weight or bias, dequantized or float."""
     if node.input[position] in graph.initializers:
         return graph.initializers[node.input[position]]
-    return unshared_integers(graph, node, position)
+    return find_unshared_integers(graph, node, position)
 
 
 def _find_region(graph: Graph, depthwise: onnx.NodeProto) -> _Region | None:
@@ -168,7 +168,9 @@ def _add_conv(graph: Graph, region: _Region, node: onnx.NodeProto, tensor: str) 
         one; [] for any other, where the region ends. None if the Conv cannot get more channels: its
         constants are computed or shared, or its groups or channels are not as many as the region's.
     """
-    constants = [_find_constant(graph, node, position) for position in constant_positions(node)]
+    constants = [
+        _find_constant(graph, node, position) for position in weight_and_bias_positions(node)
+    ]
     weight = constants[0] if constants else None
     if weight is None or None in constants:
         return None
@@ -244,7 +246,7 @@ def _is_worthwhile(graph: Graph, context: RewriteContext, region: _Region) -> bo
     for name, conv in region.convs.items():
         weight = _find_constant(graph, conv.node, WEIGHT)
         assert weight is not None
-        is_int8 = unshared_integers(graph, conv.node) is not None
+        is_int8 = find_unshared_integers(graph, conv.node) is not None
         pixels = _pixel_count(float_graph.shapes.get(output_by_name.get(name, "")))
         products_per_channel = math.prod(weight.dims) / region.channels * pixels
         added_products = products_per_channel * region.added_channels
@@ -276,7 +278,7 @@ def _widen_region(model: onnx.ModelProto, graph: Graph, region: _Region) -> None
     for conv in region.convs.values():
         node = conv.node
         append_zero_channels(model, graph, node, WEIGHT, conv.longer_axes, added)
-        if BIAS in constant_positions(node) and 0 in conv.longer_axes:
+        if BIAS in weight_and_bias_positions(node) and 0 in conv.longer_axes:
             append_zero_channels(model, graph, node, BIAS, [0], added)
         if conv.is_depthwise:
             by_name(node.attribute)["group"].i = region.channels + added

@@ -93,7 +93,7 @@ class _FusedGate(ReplacementNodes):
         is_hard_swish = has_usual_clip and math.isclose(beta, 0.5)
         if is_hard_swish and gate.source == gate.factor:
             return [make_node("HardSwish", [self.source], output, name)]
-        sigmoid = self.make("HardSigmoid", [self.source], "open", alpha=alpha, beta=beta)
+        sigmoid = self.make_named_node("HardSigmoid", [self.source], "open", alpha=alpha, beta=beta)
         inputs = [self.factor, sigmoid.output[0]]
         return [sigmoid, make_node("Mul", inputs, output, name)]
 
@@ -106,16 +106,18 @@ class _FusedGate(ReplacementNodes):
         scale32 = np.float32(scale)
         offset = np.float32(self.gate.offset)
         if not self.channels:
-            mul = self.make("Mul", [product, self.constant("scale", scale32)], "product")
-            inputs = [mul.output[0], self.constant("shift", offset)]
+            mul = self.make_named_node(
+                "Mul", [product, self.add_constant("scale", scale32)], "product"
+            )
+            inputs = [mul.output[0], self.add_constant("shift", offset)]
             return [mul, make_node("Add", inputs, self.output, self.name)]
         ones = np.ones(self.channels, np.float32)
         inputs = [
             product,
-            self.constant("scale", ones * scale32),
-            self.constant("shift", ones * offset),
-            self.constant("mean", ones * 0),
-            self.constant("variance", ones),
+            self.add_constant("scale", ones * scale32),
+            self.add_constant("shift", ones * offset),
+            self.add_constant("mean", ones * 0),
+            self.add_constant("variance", ones),
         ]
         op_type = "BatchNormalization"
         return [make_node(op_type, inputs, self.output, self.name, epsilon=0.0)]

@@ -33,7 +33,6 @@ from calibrators.grids import (
     fp8_codes,
     quantize,
     quantize_weight,
-    signed_grid,
 )
 from calibrators.scales import Scales
 from deploy.errors import ExportError, list_first
@@ -52,13 +51,6 @@ from deploy.targets.onnxruntime.uint8_gates import (
 from deploy.targets.stored_weights import compute_weight_scales, fit_trained_scales
 
 _INT32_MAX = 2**31 - 1
-# little-endian numpy types whose bytes are those of the ONNX tensor
-_RAW_TYPES = {
-    "<f4": onnx.TensorProto.FLOAT,
-    "|u1": onnx.TensorProto.UINT8,
-    "|i1": onnx.TensorProto.INT8,
-    "<i4": onnx.TensorProto.INT32,
-}
 Scales32 = NDArray[np.float32]
 _WeightKey = tuple[str, int | None, bool, bytes]  # weight, axis, whether trained, its scales
 Memoize = Callable[[Hashable, Callable[[], Any]], Any]
@@ -74,7 +66,6 @@ def write_qdq(
     plan: Plan,
     scales: Scales,
     *,
-    weight_bits: int = 8,
     round_scales: Callable[[Scales32], Scales32] = lambda scales: scales,
     trained_scales: Mapping[str, Scales32] = MappingProxyType({}),
     memoize: Memoize = compute_each_time,
@@ -86,8 +77,6 @@ def write_qdq(
         model: cleaned float model, opset 13 or later, or 19 on an fp8 grid.
         plan: result of `deploy.graph.plan.analyse` for the same model.
         scales: a `Scale` for each of `plan.activations`.
-        weight_bits: 8 for the placement's grid, or 7 for CPUs whose int8 kernels saturate 16-bit
-            sums (x86 without VNNI).
         round_scales: rounds scales to the ones a format can store, before quantization.
         trained_scales: node -> scales that its weight was trained with, [C_out] or [1]; the weight
             is a multiple of them already.
@@ -112,7 +101,6 @@ def write_qdq(
         model,
         plan,
         scales,
-        weight_bits,
         round_scales,
         trained_scales,
         memoize,
@@ -128,7 +116,7 @@ def write_qdq(
     for gate in plan.gates:
         writer.write_gate(gate)
     for name in plan.int8_scalars:
-        writer.write_numbers(name)
+        writer.write_scalar_operand(name)
     for name in plan.int8_pads:
         writer.write_pad(name)
     writer.finish()
@@ -157,12 +145,12 @@ def _add_constant(
     Args:
         graph: gets the initializer.
         initializers: name -> initializer of the graph, which is added here too.
-        name: of the initializer.
+        name: name of the initializer.
         array: its values.
         grid: `FP8` if the values are to be stored as fp8, which numpy does not have.
     """
     if name not in initializers:
-        tensor = _make_float8(name, array) if grid == FP8 else _make_tensor(name, array)
+        tensor = _make_float8(name, array) if grid == FP8 else numpy_helper.from_array(array, name)
         initializers[name] = tensor
         graph.initializer.append(tensor)
     return name
@@ -173,9 +161,9 @@ class _QdqWriter:
     """The model being rewritten, and the nodes and initializers to add.
 
     Attributes:
-        graph: of the model being rewritten.
+        graph: graph of the model that gets the pairs, a copy of the float model.
         float_model: the model with all its constants.
-        nodes: name -> node of `graph`.
+        node_by_name: name -> node of `graph`.
         initializers: name -> constant of both models.
         producer: tensor -> the node that makes it.
         constant_nodes: nodes that read only constants.
@@ -191,7 +179,6 @@ class _QdqWriter:
     float_model: onnx.ModelProto
     plan: Plan
     scales: Scales
-    weight_bits: int
     round_scales: Callable[[Scales32], Scales32]
     trained_scales: Mapping[str, Scales32]
     memoize: Memoize
@@ -200,9 +187,7 @@ class _QdqWriter:
     def __post_init__(self) -> None:
         plan = self.plan
         self.weight_grid = plan.placement.weights
-        if self.weight_bits != self.weight_grid.bits:  # the user wants fewer, see `write_qdq`
-            self.weight_grid = signed_grid(self.weight_bits)
-        self.nodes: dict[str, onnx.NodeProto] = by_name(self.graph.node)
+        self.node_by_name: dict[str, onnx.NodeProto] = by_name(self.graph.node)
         # from the float model, since `graph` lacks the weights that become integers
         self.initializers: dict[str, onnx.TensorProto] = by_name(self.float_model.graph.initializer)
         self.producer = map_producers(self.graph.node)
@@ -212,13 +197,13 @@ class _QdqWriter:
         self.replacements: dict[str, Nodes] = {}
         # a partial, not a method of this writer: the gate writer would refer back to it, and such a
         # cycle holds both models in memory until Python's garbage collector runs
-        self.constant = partial(_add_constant, self.graph, self.initializers)
-        self.gate_writer = GateWriter(self.constant, self.constant_nodes)
+        self.add_constant = partial(_add_constant, self.graph, self.initializers)
+        self.gate_writer = GateWriter(self.add_constant, self.constant_nodes)
         self.gate_offsets = {gate.output: gate.offset for gate in plan.gates if gate.offset}
         self.clip_shifts = _clip_shifts(plan)
         self.dequantized_weights: dict[_WeightKey, str] = {}
 
-    def quantization(self, tensor: str) -> ShiftedParams:
+    def quantization_params(self, tensor: str) -> ShiftedParams:
         """Return scale and zero point of a tensor, or of its owner if it shares that one's scale.
 
         A gate is a Hard-Swish or squeeze-excite. If it adds an offset or a shift to the tensor, the
@@ -256,11 +241,13 @@ class _QdqWriter:
                 if pair.consumers is None or node.name in pair.consumers:
                     _redirect_reads(node, tensor, dequantized_name)
 
-        scale_and_zero = self.quantization(tensor)
+        scale_and_zero = self.quantization_params(tensor)
         grid = self.plan.placement.grid
         params = [
-            self.constant(f"{tensor}/scale", np.array(scale_and_zero.scale, np.float32)),
-            self.constant(f"{tensor}/zero_point", np.array(scale_and_zero.zero, grid.dtype), grid),
+            self.add_constant(f"{tensor}/scale", np.array(scale_and_zero.scale, np.float32)),
+            self.add_constant(
+                f"{tensor}/zero_point", np.array(scale_and_zero.zero, grid.dtype), grid
+            ),
         ]
         nodes = make_pair(float_name, dequantized_name, tensor, params, params)
         self.nodes_after[float_name] = nodes
@@ -269,8 +256,8 @@ class _QdqWriter:
         """Turn a MatMul and the Add of its bias into a Gemm, if the plan says so."""
         if target.node not in self.plan.gemm_bias_adds:
             return
-        node = self.nodes[target.node]
-        add = self.nodes[self.plan.gemm_bias_adds[target.node]]
+        node = self.node_by_name[target.node]
+        add = self.node_by_name[self.plan.gemm_bias_adds[target.node]]
         node.op_type = "Gemm"
         node.input.append(str(target.bias))
         node.output[0] = add.output[0]
@@ -285,13 +272,13 @@ class _QdqWriter:
         bias = np.zeros(self.initializers[target.name].dims[0], np.float32)
         if target.bias is not None:
             bias = numpy_helper.to_array(self.initializers[target.bias])
-        name = self.constant(f"{gate.name}/shifted", bias + np.float32(gate.shift))
-        set_input(self.nodes[target.node], 2, name)
+        name = self.add_constant(f"{gate.name}/shifted", bias + np.float32(gate.shift))
+        set_input(self.node_by_name[target.node], 2, name)
         return replace(target, bias=name)
 
     def write_weight(self, target: WeightTarget) -> None:
         """Store one weight and its bias as integers, each read through a DequantizeLinear."""
-        node = self.nodes[target.node]
+        node = self.node_by_name[target.node]
         scales = self._weight_scales(node, target)
         node.input[1] = self._stored_weight(node, target, scales)
         if self._has_integer_bias(target):
@@ -315,11 +302,10 @@ class _QdqWriter:
         if scales is not None and fits_pairs:
             scales = fit_trained_scales(tensor, scales, node)
         if scales is None:
-            fits_pairs_of = node if fits_pairs else None
             scales = self.memoize(
                 (target.name, target.axis, grid, fits_pairs),
                 lambda: compute_weight_scales(
-                    tensor, target.axis, grid, fits_pairs_of=fits_pairs_of
+                    tensor, target.axis, grid, node, fits_pairs=fits_pairs
                 ),
             )
         scales = self.round_scales(scales)
@@ -377,7 +363,7 @@ class _QdqWriter:
 
     def _input_scale(self, node: onnx.NodeProto) -> np.float32:
         """Return the scale of a layer's input."""
-        return self.quantization(node.input[0].removesuffix("/dequantized")).scale
+        return self.quantization_params(node.input[0].removesuffix("/dequantized")).scale
 
     def _dequantized(
         self,
@@ -401,11 +387,11 @@ class _QdqWriter:
         """
         integers_name = f"{name}/quantized"
         if not float_weight:
-            self.constant(integers_name, integers, grid)
+            self.add_constant(integers_name, integers, grid)
         shape = () if axis is None else scales.shape
         params = [
-            self.constant(f"{name}/scale", scales.astype(np.float32).reshape(shape)),
-            self.constant(f"{name}/zero_point", np.zeros(shape, integers.dtype), grid),
+            self.add_constant(f"{name}/scale", scales.astype(np.float32).reshape(shape)),
+            self.add_constant(f"{name}/zero_point", np.zeros(shape, integers.dtype), grid),
         ]
         if float_weight:
             inputs = [float_weight, *params]
@@ -425,7 +411,7 @@ class _QdqWriter:
         source gets the shift in one of three ways: in the bias of the layer upstream, by another
         zero point of its integers, or by an Add.
         """
-        gate_nodes = [self.nodes[name] for name in gate.nodes]
+        gate_nodes = [self.node_by_name[name] for name in gate.nodes]
         output = gate_nodes[-1].output[0]
         quantize_node, _ = self.nodes_after[output]  # Q and DQ of the gate's output
         shifted_source = ""
@@ -449,7 +435,7 @@ class _QdqWriter:
         owner = self.plan.scale_owners.get(gate.source, gate.source)
         if owner in self.gate_offsets or self.clip_shifts.get(owner) != gate.shift:
             return None
-        params = self.quantization(gate.source)
+        params = self.quantization_params(gate.source)
         return params if params.steps else None
 
     def _rename_shifted_source(self, gate: Gate) -> str:
@@ -460,12 +446,12 @@ class _QdqWriter:
         producer.output[0] = name
         return name
 
-    def write_pad(self, name: str) -> None:
+    def write_pad(self, node_name: str) -> None:
         """Let a Pad run on the integers and pad with the zero point.
 
         ONNX Runtime does not fuse a Pad between pairs into an integer kernel.
         """
-        node = self.nodes[name]
+        node = self.node_by_name[node_name]
         quantize_node, dequantize_node = self.nodes_after.pop(node.output[0])
         # from the integers of its input to those of its output, without the pair's Q
         tensor = node.input[0].removesuffix("/dequantized")
@@ -474,16 +460,20 @@ class _QdqWriter:
         set_input(node, 2, quantize_node.input[2])
         self.nodes_after[node.output[0]] = [dequantize_node]
 
-    def write_numbers(self, name: str) -> None:
+    def write_scalar_operand(self, node_name: str) -> None:
         """Let an Add or Mul of a tensor and a constant number read the number dequantized."""
-        node = self.nodes[name]
+        node = self.node_by_name[node_name]
         for position, source in enumerate(node.input):
             if source in self.initializers:
                 value = numpy_helper.to_array(self.initializers[source]).item()
                 node.input[position] = self.gate_writer.add_number(value)
 
     def finish(self) -> None:
-        """Insert all nodes in an order in which each tensor is made before it is read."""
+        """Put all nodes into the graph, in an order in which each tensor is made before it is read.
+
+        The pairs of `nodes_after` follow the tensor that they read; `replacements` take the place
+        of their node.
+        """
         ordered = [*self.weight_quantizers, *self.constant_nodes]
         # float weights that the model still needs, though the copy of the model was made without
         copied_constants = names_of(self.graph.initializer)
@@ -537,16 +527,6 @@ def matching_scales(
     if trained.size not in (1, shape[axis]):
         return None
     return np.broadcast_to(trained, (shape[axis],)).copy()
-
-
-def _make_tensor(name: str, array: NDArray[np.generic]) -> onnx.TensorProto:
-    """Return a tensor of a type that numpy has."""
-    data_type = _RAW_TYPES.get(array.dtype.str)
-    if data_type is not None:  # the result of `from_array` in a tenth of the time
-        return onnx.TensorProto(
-            dims=array.shape, data_type=data_type, name=name, raw_data=array.tobytes()
-        )
-    return numpy_helper.from_array(np.ascontiguousarray(array).reshape(array.shape), name)
 
 
 def _make_float8(name: str, array: NDArray[Any]) -> onnx.TensorProto:

@@ -55,7 +55,7 @@ def write_upsampling(model: onnx.ModelProto, context: RewriteContext) -> None:
         replacements[node.name] = copies.write(source, output)
         quantize = graph.readers[node.output[0]][0]
         replacements[quantize.name] = []  # the copies make its output
-        copies.declare(model.graph, sizes[1] if isinstance(sizes[1], int) else None)
+        copies.add_constants_to(model.graph, sizes[1] if isinstance(sizes[1], int) else None)
     if replacements:
         replace_nodes(model.graph, replaced_nodes(model, replacements))
         drop_dead(model.graph)  # DequantizeLinears that only the Resize read
@@ -124,13 +124,13 @@ class _PixelCopies(ReplacementNodes):
             [N, C, H r, W c]          channels first
         """
         shape, shape_nodes = self._write_shape(source)
-        axes = self.constant("axes", [2, 4])
-        repeats = self.constant("often", [1, 1, self.row_factor, 1, self.column_factor, 1])
-        # `make` names a node and its output NAME/suffix, by its third argument
-        channels_last = self.make("Transpose", [source], "turned", perm=[0, 2, 3, 1])
-        spread = self.make("Unsqueeze", [channels_last.name, axes], "apart")
-        repeated = self.make("Tile", [spread.name, repeats], "repeated")
-        pixels = self.make("Reshape", [repeated.name, shape], "rows")
+        axes = self.add_constant("axes", [2, 4])
+        repeats = self.add_constant("often", [1, 1, self.row_factor, 1, self.column_factor, 1])
+        # `make_named_node` names a node and its output NAME/suffix, by its third argument
+        channels_last = self.make_named_node("Transpose", [source], "turned", perm=[0, 2, 3, 1])
+        spread = self.make_named_node("Unsqueeze", [channels_last.name, axes], "apart")
+        repeated = self.make_named_node("Tile", [spread.name, repeats], "repeated")
+        pixels = self.make_named_node("Reshape", [repeated.name, shape], "rows")
         channels_first = make_node("Transpose", [pixels.name], output, self.name, perm=[0, 3, 1, 2])
         return [channels_last, spread, repeated, *shape_nodes, pixels, channels_first]
 
@@ -142,5 +142,5 @@ class _PixelCopies(ReplacementNodes):
         factors = [1, self.row_factor, self.column_factor, 1]
         _, channels, height, width = self.sizes
         if isinstance(channels, int) and isinstance(height, int) and isinstance(width, int):
-            return self.constant("shape", np.array([-1, height, width, channels]) * factors), []
+            return self.add_constant("shape", np.array([-1, height, width, channels]) * factors), []
         return self.scaled_shape(source, [0, 2, 3, 1], factors)

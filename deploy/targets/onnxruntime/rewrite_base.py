@@ -64,7 +64,7 @@ class RewriteContext:
         float_nodes: names of the nodes that stay float.
         float_gates: gates of `float_graph` that stay float.
         has_given_pairs: whether the model is a Q/DQ model that the user gave, kept as it is.
-        kernels: those of the CPU that runs it.
+        kernels: kernel times of the CPU that runs the model.
     """
 
     float_graph: Graph
@@ -80,7 +80,7 @@ class RewriteScope:
 
     Attributes:
         model: the model with pairs, whose constants a rewrite may extend.
-        context: what is known of it.
+        context: its float form, which nodes stay float, and the CPU.
     """
 
     model: onnx.ModelProto
@@ -116,20 +116,20 @@ class ReplacementNodes:
         self.name = name
         self.constants: list[onnx.TensorProto] = []
 
-    def make(
+    def make_named_node(
         self, op_type: str, inputs: Sequence[str], suffix: str, **attributes: Any
     ) -> onnx.NodeProto:
         """Return a node whose name, and that of its only output, is NAME/suffix."""
         name = f"{self.name}/{suffix}"
         return make_node(op_type, inputs, name, name, **attributes)
 
-    def constant(self, suffix: str, values: Sequence[int] | NDArray[Any] | np.float32) -> str:
+    def add_constant(self, suffix: str, values: Sequence[int] | NDArray[Any] | np.float32) -> str:
         """Add a constant, int64 numbers or an array as it is; return its name, NAME/suffix."""
         name = f"{self.name}/{suffix}"
         self.constants.append(numpy_helper.from_array(np.array(values, order="C"), name))
         return name
 
-    def declare(self, graph: onnx.GraphProto, channels: int | None) -> None:
+    def add_constants_to(self, graph: onnx.GraphProto, channels: int | None) -> None:
         """Add the constants to a graph, and the type of NAME/rows, uint8 [N, H, W, C].
 
         ONNX Runtime changes the layout of the Convs downstream only if it knows this rank.
@@ -158,15 +158,17 @@ class ReplacementNodes:
         Returns:
             (name of the shape, nodes that compute it).
         """
-        sizes = self.make("Shape", [source], "sizes")
-        ordered = self.make("Gather", [sizes.name, self.constant("order", order)], "ordered")
-        operands = [ordered.name, self.constant("times", factors)]
+        sizes = self.make_named_node("Shape", [source], "sizes")
+        ordered = self.make_named_node(
+            "Gather", [sizes.name, self.add_constant("order", order)], "ordered"
+        )
+        operands = [ordered.name, self.add_constant("times", factors)]
         if channels is None:
-            shape_nodes = [self.make("Mul", operands, "shape")]
+            shape_nodes = [self.make_named_node("Mul", operands, "shape")]
         else:
-            larger = self.make("Mul", operands, "larger")
-            parts = [larger.name, self.constant("channels", [channels])]
-            shape_nodes = [larger, self.make("Concat", parts, "shape", axis=0)]
+            larger = self.make_named_node("Mul", operands, "larger")
+            parts = [larger.name, self.add_constant("channels", [channels])]
+            shape_nodes = [larger, self.make_named_node("Concat", parts, "shape", axis=0)]
         return shape_nodes[-1].name, [sizes, ordered, *shape_nodes]
 
 
@@ -183,22 +185,24 @@ def replaced_nodes(
 WEIGHT, BIAS = 1, 2  # input positions of a Conv
 
 
-def constant_positions(node: onnx.NodeProto) -> list[int]:
+def weight_and_bias_positions(node: onnx.NodeProto) -> list[int]:
     """Return the input positions of a Conv's weight and, if there is one, its bias."""
     return [position for position, name in enumerate(node.input) if position and name]
 
 
-def stored_integers(graph: Graph, node: onnx.NodeProto, position: int) -> onnx.TensorProto | None:
+def find_stored_integers(
+    graph: Graph, node: onnx.NodeProto, position: int
+) -> onnx.TensorProto | None:
     """Return the integers that a node reads through a DequantizeLinear, or None."""
     dequantize = graph.find_producer(optional_input(node, position), "DequantizeLinear")
     return None if dequantize is None else graph.initializers.get(dequantize.input[0])
 
 
-def unshared_integers(
+def find_unshared_integers(
     graph: Graph, node: onnx.NodeProto, position: int = WEIGHT
 ) -> onnx.TensorProto | None:
     """Return the integers of a Conv's weight or bias, if no other node reads them."""
-    integers = stored_integers(graph, node, position)
+    integers = find_stored_integers(graph, node, position)
     return integers if graph.only_reader(node.input[position]) is not None else None
 
 

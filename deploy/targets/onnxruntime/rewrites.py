@@ -190,26 +190,31 @@ def _softmax_axis(node: onnx.NodeProto, scope: RewriteScope) -> tuple[int, int]:
 
 
 def _why_not_flat(node: onnx.NodeProto, scope: RewriteScope) -> str:
+    """Return why a Softmax stays as it is, or ""."""
     axis, rank = _softmax_axis(node, scope)
     return "" if 0 <= axis < rank - 2 else "at most one axis follows, or its rank is unknown"
 
 
 def _write_flat_softmax(node: onnx.NodeProto, scope: RewriteScope) -> Nodes:
-    """Return the nodes in place of one Softmax."""
+    """Return the nodes in place of one Softmax: it runs between two Reshapes.
+
+    The first joins all axes after the Softmax's own into one, the second restores them.
+    """
     source = node.input[0]
     output = node.output[0]
     name = node.name
-    sizes = f"{output}/sizes"
-    flat = f"{output}/in_a_row"
-    flat_result = f"{output}/of_a_row"
     axis, _ = _softmax_axis(node, scope)
-    flat_sizes = np.array([0] * (axis + 1) + [-1], np.int64)  # 0 keeps a size
+    original_shape = f"{output}/sizes"
+    flat_input = f"{output}/in_a_row"
+    flat_output = f"{output}/of_a_row"
+    # the shape of the first Reshape: 0 keeps a size, -1 is the product of all others
+    flat_sizes = np.array([0] * (axis + 1) + [-1], np.int64)
     flat_shape = scope.add_constant(f"{output}/shape_in_a_row", flat_sizes)
     return [
-        make_node("Shape", [source], sizes, f"{name}/sizes"),
-        make_node("Reshape", [source, flat_shape], flat, f"{name}/in_a_row"),
-        make_node(node.op_type, [flat], flat_result, name, axis=axis),
-        make_node("Reshape", [flat_result, sizes], output, f"{name}/as_it_was"),
+        make_node("Shape", [source], original_shape, f"{name}/sizes"),
+        make_node("Reshape", [source, flat_shape], flat_input, f"{name}/in_a_row"),
+        make_node(node.op_type, [flat_input], flat_output, name, axis=axis),
+        make_node("Reshape", [flat_output, original_shape], output, f"{name}/as_it_was"),
     ]
 
 
@@ -322,6 +327,7 @@ def _float_readers(node: onnx.NodeProto, scope: RewriteScope) -> Nodes:
 
 
 def _why_not_shared(node: onnx.NodeProto, scope: RewriteScope) -> str:
+    """Return why a DequantizeLinear needs no Sum for its readers, or ""."""
     has_several_readers = len(_float_readers(node, scope)) > 1
     return "" if has_several_readers else "at most one float node reads it"
 

@@ -38,7 +38,7 @@ from deploy.tasks.vectors import Classes, Labels
 from deploy.tensors import Array, TensorSpec
 
 # how a picture is resized -> the lines that give the (height, width) of the resized picture
-_SIZES = {
+_RESIZED_SIZE_LINES = {
     "stretch": "    return HEIGHT, WIDTH\n",
     "letterbox": (
         "    ratio = min(HEIGHT / rows, WIDTH / columns)\n"
@@ -67,7 +67,7 @@ _COPY_LINES = {
     ),
 }
 # the same -> the (row, column) in the input of its first pixel, negative where it is cropped
-_CORNERS = {
+_FIRST_PIXELS = {
     "centre": "(HEIGHT - rows) // 2, (WIDTH - columns) // 2",
     "top-left": "0, 0",
     "crop": "round((HEIGHT - rows) / 2), round((WIDTH - columns) / 2)",
@@ -94,10 +94,10 @@ def run_program(
 
     Args:
         engine: file name of the engine, in the same folder.
-        inputs: of the model.
-        preprocess: resolved; None for arrays.
+        inputs: specs of the model's inputs.
+        preprocess: resolved preprocessing of the pictures; None if the model is fed arrays.
         classes: class -> name; empty if unknown.
-        task: task of the outputs; None if it was not recognised.
+        task: task of the outputs, whose results the program draws; None if it was not recognised.
         outputs: outputs of a sample, for their shapes.
     """
     if preprocess is None or len(inputs) != 1:
@@ -120,26 +120,35 @@ def run_program(
 def _reading_fields(preprocess: Preprocess) -> dict[str, str]:
     """Return the values of the template's fields that read a picture, and copy it to draw on.
 
-    "flag" is OpenCV's for reading a file, "frame" makes a video's frame such a picture, "drawn" are
-    the lines that make it BGR of 8 bits, to draw on.
+    "read_flag" is OpenCV's flag for a file, "frame_expression" makes the same picture of a video's
+    frame, "drawing_lines" make it BGR of 8 bits, to draw on.
     """
     if preprocess.color != "grey":
-        return {"flag": "IMREAD_COLOR", "frame": "frame", "drawn": "    return picture.copy()\n"}
-    drawn = "    return cv2.cvtColor(picture, cv2.COLOR_GRAY2BGR)\n"
-    flag = "IMREAD_GRAYSCALE"
+        copy_line = "    return picture.copy()\n"
+        return {
+            "read_flag": "IMREAD_COLOR",
+            "frame_expression": "frame",
+            "drawing_lines": copy_line,
+        }
+    read_flag = "IMREAD_GRAYSCALE"
+    drawing_lines = "    return cv2.cvtColor(picture, cv2.COLOR_GRAY2BGR)\n"
     if preprocess.deep:
-        flag = "IMREAD_ANYDEPTH"
+        read_flag = "IMREAD_ANYDEPTH"
         limits = "0, 255, cv2.NORM_MINMAX, cv2.CV_8U"
-        drawn = f"    picture = cv2.normalize(picture, None, {limits})\n{drawn}"
-    return {"flag": flag, "frame": "cv2.cvtColor(frame, cv2.COLOR_BGR2GRAY)", "drawn": drawn}
+        scale_line = f"    picture = cv2.normalize(picture, None, {limits})\n"
+        drawing_lines = scale_line + drawing_lines
+    return {
+        "read_flag": read_flag,
+        "frame_expression": "cv2.cvtColor(frame, cv2.COLOR_BGR2GRAY)",
+        "drawing_lines": drawing_lines,
+    }
 
 
 def _preparing_fields(preprocess: Preprocess) -> dict[str, object]:
     """Return name -> value, for the fields of the program's template that prepare a picture.
 
-    A value is a number, a list, or text: an expression or lines of Python. "sizes" gives the size
-    of the resized picture, "kind" is the interpolation, "order" reverses the colors, "place" copies
-    the picture into the input, and "corner" is where its first pixel lies there.
+    A value is a number, a list, or text: an expression or lines of Python. "first_pixel" is the
+    (row, column) of the picture's first pixel in the model's input.
     """
     # where the resized picture is copied to in the input, a key of _COPY_LINES
     position = "top-left"
@@ -147,20 +156,21 @@ def _preparing_fields(preprocess: Preprocess) -> dict[str, object]:
         position = preprocess.anchor
     elif preprocess.resize == "short-side":
         position = "crop"
+    resized_size_lines = _RESIZED_SIZE_LINES[preprocess.resize]
     return {
         "height": preprocess.input_size[0],
         "width": preprocess.input_size[1],
-        "sizes": _SIZES[preprocess.resize].format(short=preprocess.resized_short_side),
-        "kind": _interpolation_text(preprocess.interpolation),
+        "resized_size_lines": resized_size_lines.format(short=preprocess.resized_short_side),
+        "interpolation": _interpolation_text(preprocess.interpolation),
         "channels": preprocess.channels,
-        "order": "[:, :, ::-1]" if preprocess.color == "rgb" else "",
+        "color_order": "[:, :, ::-1]" if preprocess.color == "rgb" else "",
         "pad": list(preprocess.pad),
-        "place": _COPY_LINES[position],
-        "corner": _CORNERS[position],
+        "copy_lines": _COPY_LINES[position],
+        "first_pixel": _FIRST_PIXELS[position],
         "scale": preprocess.scale,
         "mean": list(preprocess.mean),
         "std": list(preprocess.std),
-        "layout": "" if preprocess.layout == "nhwc" else ".transpose(2, 0, 1)",
+        "axis_order": "" if preprocess.layout == "nhwc" else ".transpose(2, 0, 1)",
     }
 
 
@@ -387,7 +397,7 @@ class _BoxExtras:
     """Code for what a box has besides its corners: key points, a mask or an angle.
 
     Attributes:
-        expression: what `find_boxes` returns of each box.
+        expression: Python expression of the extra values of each box that `find_boxes` returns.
         outline: lines that draw a box.
         functions: functions that these lines call.
     """
@@ -464,6 +474,7 @@ def _list_lines(decoder: RowDecoder, outputs: Outputs) -> str:
 
 
 def _list_table(part: Columns, outputs: Outputs) -> str:
+    """Return the expression for the table [boxes, columns] in which an output lists the boxes."""
     width = outputs[part.output].shape[-1] if part.layout == LIST else 1
     return f"np.float64(outputs[{part.output!a}]).reshape(-1, {width})"
 

@@ -27,7 +27,7 @@ from deploy.targets.onnxruntime.rewrite_base import (
     RewriteScope,
     append_zero_channels,
     apply_to_model,
-    unshared_integers,
+    find_unshared_integers,
 )
 
 _STEM_CHANNELS = 4
@@ -62,7 +62,7 @@ def _why_not_padded(node: onnx.NodeProto, scope: RewriteScope) -> str:
     if zero_products > scope.context.kernels.max_zero_products:
         return "the products with zeros cost more than they gain"
 
-    if unshared_integers(scope.graph, node) is None:
+    if find_unshared_integers(scope.graph, node) is None:
         return "its weight is float, or shared"
     dequantize = scope.graph.find_producer(node.input[0], "DequantizeLinear")
     if dequantize is None:
@@ -80,7 +80,7 @@ def _pad_input(node: onnx.NodeProto, scope: RewriteScope) -> Nodes:
 
         x (integers) --> DQ --> Conv     becomes     x --> Pad --> DQ --> Conv
     """
-    weight = unshared_integers(scope.graph, node)
+    weight = find_unshared_integers(scope.graph, node)
     assert weight is not None  # `_why_not_padded` has checked it
     rank = len(weight.dims)
     added_channels = _STEM_CHANNELS - weight.dims[1]

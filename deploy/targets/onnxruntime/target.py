@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from deploy.errors import ConfigError, ExportError, counted
+from deploy.errors import ExportError, counted
 from deploy.targets.base import BuildRequest, BuildResult
 from deploy.targets.options import check_options, option
 
@@ -41,11 +41,8 @@ class OnnxRuntime:
 
     Attributes:
         int8_stem: run the first Conv in int8 even where float is faster.
-        weight_bits: 8, or 7.
         full_weights: let weights use the complete int8 range, so that sums of two products may
             saturate on x86 CPUs without VNNI.
-        dynamic_matmul: compute the activation scale of MatMuls with constant weights at run time,
-            for each input.
         name: "onnxruntime", the target's name in files, reports and on the command line.
     """
 
@@ -55,22 +52,10 @@ class OnnxRuntime:
         changes_observations=True,
         changes_placement=True,
     )
-    weight_bits: int = option(
-        8,
-        help="Bits of weights; 7 where a runtime other than ONNX Runtime saturates.",
-        minimum=7,
-        maximum=8,
-    )
     full_weights: bool = option(
         False,
         help="Let weights take all of int8: slightly more accurate on CPUs with VNNI and on Arm,"
         " wrong on x86 CPUs without VNNI, which saturate.",
-    )
-    dynamic_matmul: bool = option(
-        False,
-        help="Quantize the activations of MatMuls with constant weights at run time, for each"
-        " input; may suit attention models.",
-        changes_placement=True,
     )
     name: str = "onnxruntime"
     engines: ClassVar[tuple[str, ...]] = (".onnx", ".ort")
@@ -82,11 +67,6 @@ class OnnxRuntime:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.full_weights and self.weight_bits < 8:
-            raise ConfigError(
-                "weights take all of int8 or fewer bits, got --full-weights and --weight-bits"
-                f" {self.weight_bits}; leave one of them out"
-            )
 
     @property
     def placement(self) -> Placement:
@@ -108,40 +88,9 @@ class OnnxRuntime:
 
     def plan(self, model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
         """Return the decisions of the graph analysis, which needs no calibration."""
-        from deploy.graph.plan import analyse, reasons_by_node
+        from deploy.graph.plan import analyse
 
-        float_reasons = reasons_by_node(float_nodes)
-        plan = analyse(model, self._static_placement, float_nodes=float_reasons)
-        dynamic_nodes = self._dynamic_matmuls(model, tuple(float_reasons))
-        return replace(plan, decisions=self._with_dynamic(plan.decisions, dynamic_nodes))
-
-    @property
-    def _static_placement(self) -> Placement:
-        """The placement of the nodes that calibrated ranges quantize."""
-        placement = self.placement
-        if self.dynamic_matmul:
-            placement = replace(placement, heavy=placement.heavy - {"MatMul"})
-        return placement
-
-    def _dynamic_matmuls(
-        self, model: onnx.ModelProto, float_nodes: tuple[str, ...]
-    ) -> tuple[str, ...]:
-        """Return the MatMuls that are quantized dynamically."""
-        from deploy.targets.onnxruntime.dynamic import find_dynamic_matmuls
-
-        return find_dynamic_matmuls(model, float_nodes) if self.dynamic_matmul else ()
-
-    def _with_dynamic(
-        self, decisions: tuple[Decision, ...], dynamic_nodes: tuple[str, ...]
-    ) -> tuple[Decision, ...]:
-        """Return the decisions, with those of the dynamic MatMuls quantized."""
-        precision = self.placement.grid.name
-        updated = []
-        for decision in decisions:
-            if decision.node in dynamic_nodes:
-                decision = replace(decision, precision=precision, reason="")
-            updated.append(decision)
-        return tuple(updated)
+        return analyse(model, self.placement, float_nodes=float_nodes)
 
     def demand(self, subject: CalibrationSubject) -> tuple[Observation, ...]:
         """Return the method's statistic for every tensor that needs a scale."""
@@ -152,12 +101,12 @@ class OnnxRuntime:
                 " ascend, whose files keep it, or export the model with standard ONNX operators"
             )
         if subject.loaded.qdq is not None:
-            return self._every_tensor(subject, subject.loaded.qdq)
+            return self._observe_every_tensor(subject, subject.loaded.qdq)
         return subject.histogram_observations(
             self.scaled_tensors(subject.model, subject.float_nodes)
         )
 
-    def _every_tensor(
+    def _observe_every_tensor(
         self, subject: CalibrationSubject, trained: QdqCalibration
     ) -> tuple[Observation, ...]:
         """Return observations of all tensors of a Q/DQ model, since any may lack a scale in it.
@@ -169,8 +118,7 @@ class OnnxRuntime:
         """
         from deploy.targets.prequantized import refuse_options
 
-        flags = ("--int8-stem", "--weight-bits", "--full-weights", "--dynamic-matmul")
-        refuse_options(trained, self, flags)
+        refuse_options(trained, self, ("--int8-stem", "--full-weights"))
         tensors = [value.name for value in subject.model.graph.input]
         for node in subject.model.graph.node:
             tensors += filter(None, node.output)
@@ -186,11 +134,8 @@ class OnnxRuntime:
         """Return the model with its Q/DQ pairs, before the rewrites for fast kernels.
 
         A Q/DQ model of the user is kept if its pairs suit ONNX Runtime's kernels. Any other model
-        gets pairs with the ranges that were calibrated; with `dynamic_matmul` its MatMuls get none,
-        since ONNX Runtime finds their ranges in each run.
+        gets pairs with the ranges that were calibrated.
         """
-        from calibrators.grids import signed_grid
-        from deploy.targets.onnxruntime.dynamic import write_dynamic
         from deploy.targets.onnxruntime.qdq import write_qdq
         from deploy.targets.prequantized import qdq_decisions
 
@@ -206,18 +151,11 @@ class OnnxRuntime:
             request.model,
             plan,
             ranges.scales,
-            weight_bits=self.weight_bits,
             trained_scales={} if trained is None else trained.weight_scales,
             memoize=request.compute_once,
         )
-        dynamic_nodes = self._dynamic_matmuls(request.model, tuple(request.float_nodes))
-        if dynamic_nodes:
-            grid = signed_grid(self.weight_bits)
-            fits_pairs = self.placement.fits_pairs
-            model = write_dynamic(model, dynamic_nodes, grid, fits_pairs=fits_pairs)
-        decisions = self._with_dynamic(plan.decisions, dynamic_nodes)
         pair_ranges = _ranges_of_pairs(plan, ranges)
-        return _PairedModel(model, decisions, pair_ranges, request.model_analysis, plan)
+        return _PairedModel(model, plan.decisions, pair_ranges, request.model_analysis, plan)
 
     def _plan_pairs(self, request: BuildRequest, ranges: RangeSet) -> Plan:
         """Return which nodes run in int8, and which tensors get pairs, with these ranges.
@@ -226,7 +164,7 @@ class OnnxRuntime:
         """
         from deploy.graph.plan import analyse
 
-        placement = self._static_placement
+        placement = self.placement
         if request.trained is not None:  # a layer that was trained in int8 stays, however small
             placement = replace(placement, min_products=0)
         plan_key = ("plan", self, tuple(request.float_nodes.items()), tuple(ranges.reasons.items()))
@@ -247,7 +185,6 @@ class OnnxRuntime:
 
         The program, `<name>_run.py`, runs it on pictures.
         """
-        from deploy.targets.onnxruntime.dynamic import find_saturating_products
         from deploy.targets.onnxruntime.rewrites import store_halves
         from deploy.targets.stored_weights import find_saturating_layers
 
@@ -259,7 +196,6 @@ class OnnxRuntime:
         model = paired.engine(request.cpu)
         if request.subject.loaded.was_float16:
             store_halves(model.graph)
-        saturating_nodes += find_saturating_products(model)
 
         kind = "int8" if any(decision.quantized for decision in decisions) else "float"
         engine = request.write(f".{kind}.onnx", model)

@@ -27,9 +27,9 @@ from deploy.targets.onnxruntime.rewrite_base import (
     WEIGHT,
     ReplacementNodes,
     RewriteContext,
-    constant_positions,
+    find_stored_integers,
     replaced_nodes,
-    stored_integers,
+    weight_and_bias_positions,
 )
 
 TILES = "/tiles"  # suffix of a tensor whose tiles' pixels lie as channels, rows first
@@ -52,7 +52,7 @@ def with_tiles(model: onnx.ModelProto, context: RewriteContext) -> onnx.ModelPro
     replacements: dict[str, Nodes] = {}  # name of a node -> the nodes in its place
     for node in graph.nodes:
         quantize = _find_quantize(graph, node)  # None for other nodes, or if it stays float
-        weight = stored_integers(graph, node, WEIGHT)
+        weight = find_stored_integers(graph, node, WEIGHT)
         if quantize is None or weight is None:
             continue
         tile = tile_shape(node, weight.dims)  # (rows, columns); None if windows overlap or the like
@@ -66,7 +66,7 @@ def with_tiles(model: onnx.ModelProto, context: RewriteContext) -> onnx.ModelPro
         # pixels are moved after the QuantizeLinear, as bytes
         moves = tiled_layer.write_moves(quantize, sizes or (None,) * 4)
         replacements[quantize.name] = [quantize, *moves]
-        tiled_layer.declare(model.graph, channels)
+        tiled_layer.add_constants_to(model.graph, channels)
     if replacements:
         replace_nodes(model.graph, replaced_nodes(model, replacements))
         drop_dead(model.graph)
@@ -79,7 +79,10 @@ def _find_quantize(graph: Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:
         return None
     if graph.find_producer(node.input[0], "DequantizeLinear") is None:
         return None
-    if any(stored_integers(graph, node, index) is None for index in constant_positions(node)):
+    if any(
+        find_stored_integers(graph, node, index) is None
+        for index in weight_and_bias_positions(node)
+    ):
         return None
     return graph.only_reader(graph.tail(node), "QuantizeLinear")
 
@@ -112,7 +115,7 @@ class _TiledLayer(ReplacementNodes):
         The Conv makes each tile of output pixels as channels. The nodes after it, an activation
         and `quantize`, are changed in place: they read and make tensors of such tiles.
         """
-        constants = [self._write_constant(index) for index in constant_positions(self.node)]
+        constants = [self._write_constant(index) for index in weight_and_bias_positions(self.node)]
         inputs = [self.node.input[0], *(constant.output[0] for constant in constants)]
         output = self.node.output[0]
         conv = make_node("Conv", inputs, f"{output}{TILES}", self.name)
@@ -136,7 +139,7 @@ class _TiledLayer(ReplacementNodes):
         suffixes = ("quantized", "scale", "zero_point")
         for name, suffix in zip(dequantize.input, suffixes, strict=True):
             array = numpy_helper.to_array(self.graph.initializers[name])
-            names.append(self.constant(f"{constant_name}/{suffix}", tiled(array, self.tile)))
+            names.append(self.add_constant(f"{constant_name}/{suffix}", tiled(array, self.tile)))
         output = f"{self.name}/{constant_name}"
         axis = 0 if self.graph.initializers[dequantize.input[1]].dims else None
         return make_node("DequantizeLinear", names, output, f"{output}/DQ", axis=axis)
@@ -159,21 +162,23 @@ class _TiledLayer(ReplacementNodes):
         output = quantize.output[0]
         tiles = f"{output}{TILES}"
         quantize.output[0] = tiles
-        rows, columns = self.tile
-        cut_shape = self.constant("apart", [0, 0, 0, rows, columns * self.channels])
+        rows, columns = self.tile  # r and c
+        cut_shape = self.add_constant("apart", [0, 0, 0, rows, columns * self.channels])
         _, _, height, width = sizes  # H r and W c
         shape_nodes: Nodes = []
         if isinstance(height, int) and isinstance(width, int):
-            row_shape = self.constant("shape", [-1, height, width, self.channels])
+            row_shape = self.add_constant("shape", [-1, height, width, self.channels])
         else:  # [N, H r, W c, M] is computed when the model runs
             factors = [1, rows, columns]
             row_shape, shape_nodes = self.scaled_shape(tiles, [0, 2, 3], factors, self.channels)
 
-        # `make` gives a node and its output one name, which ends in its third argument
-        channels_last = self.make("Transpose", [tiles], "turned", perm=[0, 2, 3, 1])
-        cut_tiles = self.make("Reshape", [channels_last.name, cut_shape], "cut")
-        tile_rows = self.make("Transpose", [cut_tiles.name], "moved", perm=[0, 1, 3, 2, 4])
-        pixels = self.make("Reshape", [tile_rows.name, row_shape], "rows")
+        # `make_named_node` gives a node and its output one name, which ends in its third argument
+        channels_last = self.make_named_node("Transpose", [tiles], "turned", perm=[0, 2, 3, 1])
+        cut_tiles = self.make_named_node("Reshape", [channels_last.name, cut_shape], "cut")
+        tile_rows = self.make_named_node(
+            "Transpose", [cut_tiles.name], "moved", perm=[0, 1, 3, 2, 4]
+        )
+        pixels = self.make_named_node("Reshape", [tile_rows.name, row_shape], "rows")
         name = f"{self.name}/whole"
         channels_first = make_node("Transpose", [pixels.name], output, name, perm=[0, 3, 1, 2])
         return [channels_last, cut_tiles, tile_rows, *shape_nodes, pixels, channels_first]

@@ -114,16 +114,16 @@ class GateWriter:
     """Writer of the int8 gates and scalar operands of one model.
 
     Attributes:
-        constant: adds an initializer once, and returns its name.
+        add_constant: adds an initializer once, and returns its name.
         constant_nodes: nodes that read only constants; scalars are appended here.
     """
 
     def __init__(
         self,
-        constant: Callable[[str, NDArray[np.generic]], str],
+        add_constant: Callable[[str, NDArray[np.generic]], str],
         constant_nodes: Nodes,
     ) -> None:
-        self.constant = constant
+        self.add_constant = add_constant
         self.constant_nodes = constant_nodes
         self._numbers: dict[float, str] = {}  # number -> float tensor that holds it
 
@@ -133,7 +133,7 @@ class GateWriter:
             name = self._numbers[value] = f"calib8/number/{value!r}"
             quantized = np.array(128 if value > 0 else 0, np.uint8)
             inputs = [
-                self.constant(f"{name}/quantized", quantized),
+                self.add_constant(f"{name}/quantized", quantized),
                 *self._parameters(name, abs(value) / 128, 128 - int(quantized)),
             ]
             self.constant_nodes.append(make_node("DequantizeLinear", inputs, name, f"{name}/DQ"))
@@ -207,8 +207,8 @@ class GateWriter:
         clip_nodes: Nodes = []
         if zero_level > 0 or top_level < 255:
             limits = [
-                self.constant(f"{name}/low", np.array(zero_level, np.uint8)),
-                self.constant(f"{name}/high", np.array(min(top_level, 255), np.uint8)),
+                self.add_constant(f"{name}/low", np.array(zero_level, np.uint8)),
+                self.add_constant(f"{name}/high", np.array(min(top_level, 255), np.uint8)),
             ]
             clipped = f"{name}/quantized"
             clip_nodes.append(make_node("Clip", [integers, *limits], clipped, f"{name}/Clip"))
@@ -240,7 +240,7 @@ class GateWriter:
         if offset_fit.steps:  # 0 if the offset is no integer number of steps
             # product and product + offset have the same integers, of different zero points
             zero_point_of_product = np.array(offset_fit.zero + offset_fit.steps, np.uint8)
-            quantize.input[2] = self.constant(f"{name}/zero_point", zero_point_of_product)
+            quantize.input[2] = self.add_constant(f"{name}/zero_point", zero_point_of_product)
             return output, []
 
         product_lo = output_range.lo - gate.offset
@@ -255,8 +255,8 @@ class GateWriter:
     def _parameters(self, name: str, scale: float, zero: int) -> list[str]:
         """Add a scale and a zero point; return their names."""
         return [
-            self.constant(f"{name}/scale", np.array(scale, np.float32)),
-            self.constant(f"{name}/zero_point", np.array(zero, np.uint8)),
+            self.add_constant(f"{name}/scale", np.array(scale, np.float32)),
+            self.add_constant(f"{name}/zero_point", np.array(zero, np.uint8)),
         ]
 
 

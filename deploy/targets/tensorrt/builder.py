@@ -56,8 +56,8 @@ class BuilderSettings:
         tf32: allow TF32, which rounds the operands of float products to 10 mantissa bits.
         float_layers: node that must not run in int8 -> its output tensor. Both are needed because
             TensorRT does not name every layer after its node.
-        wide_layers: node that must compute and output float32 -> its output tensor; nodes without
-            a layer in the network are ignored.
+        float32_layers: node that must compute and output float32 -> its output tensor; nodes
+            without a layer in the network are ignored.
         workspace_mib: workspace limit in MiB; None for TensorRT's default.
         profiles: dynamic input -> its shapes.
         values: integer input -> its values, for inputs that shapes may depend on.
@@ -75,7 +75,7 @@ class BuilderSettings:
     typed: bool = False
     tf32: bool = True
     float_layers: Mapping[str, str] = field(default_factory=dict)
-    wide_layers: Mapping[str, str] = field(default_factory=dict)
+    float32_layers: Mapping[str, str] = field(default_factory=dict)
     workspace_mib: int | None = None
     profiles: Mapping[str, InputShapeRange] = field(default_factory=dict)
     values: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -114,7 +114,7 @@ def build_engine(
     Args:
         model: ONNX file, float (with a calibrator) or Q/DQ.
         settings: builder settings.
-        calibrator: from `calibrators.tensorrt.calibrator`; None for a Q/DQ model.
+        calibrator: made by `calibrators.tensorrt.calibrator`; None for a Q/DQ model.
         cuda: the GPU to build on; None for CUDA's default device.
 
     Raises:
@@ -173,7 +173,9 @@ def calibrate(
     Raises:
         As `build_engine`.
     """
-    float32 = replace(settings, fp16=False, bf16=False, tf32=False, float_layers={}, wide_layers={})
+    float32 = replace(
+        settings, fp16=False, bf16=False, tf32=False, float_layers={}, float32_layers={}
+    )
     build_engine(model, float32, calibrator=calibrator, cuda=cuda)
     return calibrator.check()
 
@@ -193,15 +195,9 @@ def engine_key(
     # makes the build faster
     for name in ("plugins", "timing_cache", "earlier_timing_cache"):
         options.pop(name)
-    # the names of these keys stay too: they are in the keys of engines built earlier
-    options["profiles"] = {
-        name: {"least": shapes.min_shape, "best": shapes.opt_shape, "most": shapes.max_shape}
-        for name, shapes in settings.profiles.items()
-    }
     return {
         "tensorrt": sdk.version,
         "gpu": sdk.gpu,
-        "stand_ins": [],  # without meaning now; engines built earlier have it in their keys
         "model_sha256": model_sha256,
         "cache_sha256": cache_sha256,
         "layers": "detailed",  # profiling verbosity, as `_set_flags` sets it
@@ -223,6 +219,11 @@ def _network_flags(*, typed: bool) -> int:
 
 
 def _parse(network: trt.INetworkDefinition, model: Path, log: LogRecorder, *, dla: bool) -> None:
+    """Read an ONNX file into TensorRT's network.
+
+    Raises:
+        BackendError: TensorRT cannot read it; the message quotes its errors.
+    """
     import tensorrt as trt
 
     parser = trt.OnnxParser(network, process_logger())
@@ -263,8 +264,8 @@ def _create_config(
     if settings.float_layers:  # must not run in int8
         _bind_to_float(config, network, settings)
     # must run in float32; second, since a layer of both keeps the precision that is set last
-    if settings.wide_layers:
-        _bind_to_float32(config, network, settings.wide_layers)
+    if settings.float32_layers:
+        _bind_to_float32(config, network, settings.float32_layers)
 
     profile = _create_profile(builder, network, settings)
     if profile is not None:
@@ -279,6 +280,7 @@ def _create_config(
 
 
 def _inputs_of(network: trt.INetworkDefinition) -> list[trt.ITensor]:
+    """Return the inputs of a network."""
     return [network.get_input(index) for index in range(network.num_inputs)]
 
 

@@ -56,14 +56,14 @@ from deploy.errors import ExportError, list_first
 from deploy.graph.edit import copy_message, make_node, replace_nodes
 from deploy.graph.index import FLOAT, Graph, attributes, optional_input, runtime_inputs
 
-ONNX, CAFFE = "onnx", "caffe"
-POOLING_LAYERS = frozenset({"MaxPool", "AveragePool"})  # by the ONNX parser
-_CAFFE_POOLS = POOLING_LAYERS | {"GlobalAveragePool", "GlobalMaxPool"}
-_COPIES = frozenset({"Identity", "Dropout"})
+ONNX_PARSER, CAFFE_PARSER = "onnx", "caffe"
+POOLING_OPS = frozenset({"MaxPool", "AveragePool"})  # by the ONNX parser
+_CAFFE_POOLING_OPS = POOLING_OPS | {"GlobalAveragePool", "GlobalMaxPool"}
+_COPY_OPS = frozenset({"Identity", "Dropout"})
 _FIRST_NAMED_AFTER_NODES = 100000  # from 10.0 on the parser names inner tensors after their node
 _END_OF_UNNAMED_GEMM = 8400  # before 8.4 a Gemm is three layers, named by their index
 # ONNX operator -> TensorRT's name for the single layer that it becomes.
-_LAYER_KINDS = {
+_LAYER_KIND_BY_OP = {
     "Conv": "Convolution",
     "ConvTranspose": "Deconvolution",
     "MaxPool": "Pooling",
@@ -90,12 +90,12 @@ class CacheTensor:
     Attributes:
         name: name in the cache.
         source: ONNX tensor with the same values.
-        shares: ONNX tensor whose scale it copies (the input of a pool), or None.
+        pool_input: for the output of a pool, its input, whose scale it has; None for others.
     """
 
     name: str
     source: str
-    shares: str | None = None
+    pool_input: str | None = None
 
 
 def trt_tensors(model: onnx.ModelProto) -> list[str]:
@@ -126,7 +126,7 @@ def cache_tensors(
             Dropout and no-op Cast nodes, which cleaning removes; None for `model`.
     """
     parsed = original if original is not None else model
-    if (parser or likely_parser(parsed, version)) == CAFFE:
+    if (parser or likely_parser(parsed, version)) == CAFFE_PARSER:
         return _caffe_tensors(model)
     return _onnx_tensors(model, parsed, version_label(version))
 
@@ -137,8 +137,8 @@ def scale_owners(tensors: Iterable[CacheTensor]) -> dict[str, str]:
     pool_input = {}
     for tensor in tensors:
         source_by_name[tensor.name] = tensor.source
-        if tensor.shares is not None:
-            pool_input[tensor.source] = tensor.shares
+        if tensor.pool_input is not None:
+            pool_input[tensor.source] = tensor.pool_input
     owners = {}
     for name, owner in source_by_name.items():
         while owner in pool_input:
@@ -156,7 +156,7 @@ def likely_parser(model: onnx.ModelProto, version: str) -> str:
     has_names = model.producer_name or any(node.name for node in model.graph.node)
     inputs = [value.name for value in runtime_inputs(model.graph)]
     from_caffe = not has_names and inputs == ["data"]
-    return CAFFE if from_caffe and version_label(version) < 8000 else ONNX
+    return CAFFE_PARSER if from_caffe and version_label(version) < 8000 else ONNX_PARSER
 
 
 def unnamed_layer_output(index: int, kind: str) -> str:
@@ -177,7 +177,7 @@ def _onnx_tensors(
     graph = Graph(model)
     float_tensors = trt_tensors(model)
     float_names = set(float_tensors)
-    pool_inputs = _pool_inputs(graph, POOLING_LAYERS)
+    pool_inputs = _pool_inputs(graph, POOLING_OPS)
     node_name_by_output = {node.output[0]: node.name for node in parsed.graph.node if node.output}
     layer_indices = _layer_indices(parsed, version_number)
     entries = _input_entries(graph, float_tensors)
@@ -244,7 +244,7 @@ def _layer_indices(model: onnx.ModelProto, version_number: int) -> dict[str, int
         if node.op_type == "Constant":  # is no layer
             continue
         indices[node.output[0]] = layer_count
-        is_single_layer = node.op_type in _LAYER_KINDS or node.op_type in _COPIES
+        is_single_layer = node.op_type in _LAYER_KIND_BY_OP or node.op_type in _COPY_OPS
         if node.op_type == "Gemm":  # Shuffle, Fully Connected, Shuffle
             layer_count += 3
         elif is_single_layer and node.op_type != "Softmax":  # one or several, by its axis
@@ -263,7 +263,7 @@ def _caffe_tensors(model: onnx.ModelProto) -> list[CacheTensor]:
     """
     graph = Graph(model)
     float_tensors = trt_tensors(model)
-    pool_inputs = _pool_inputs(graph, _CAFFE_POOLS)
+    pool_inputs = _pool_inputs(graph, _CAFFE_POOLING_OPS)
     entries = _input_entries(graph, float_tensors)
     # index of the node's layer in TensorRT's network; None once a node may be several layers, as
     # the indices after it are unknown
@@ -274,7 +274,7 @@ def _caffe_tensors(model: onnx.ModelProto) -> list[CacheTensor]:
         if node.op_type in {"Flatten", "Reshape"} and set(reader_types) == {"Gemm"}:
             continue
         # TensorRT's name of such a layer; None if the node may become several layers
-        kind = "Fully Connected" if node.op_type == "Gemm" else _LAYER_KINDS.get(node.op_type)
+        kind = "Fully Connected" if node.op_type == "Gemm" else _LAYER_KIND_BY_OP.get(node.op_type)
         if kind is None:
             layer_index = None
 
@@ -284,7 +284,7 @@ def _caffe_tensors(model: onnx.ModelProto) -> list[CacheTensor]:
             if layer_index is not None and kind is not None:
                 entry_name = unnamed_layer_output(layer_index, kind)
         if entry_name is not None and output in float_tensors:
-            entries.append(CacheTensor(entry_name, output, shares=pool_inputs.get(output)))
+            entries.append(CacheTensor(entry_name, output, pool_input=pool_inputs.get(output)))
         if layer_index is not None:
             layer_index += 1
     return entries
@@ -309,7 +309,7 @@ def _removed_copies(original: onnx.ModelProto, float_names: Collection[str]) -> 
     source_by_copy: dict[str, str] = {}
     for node in original.graph.node:
         is_cast_to_float = node.op_type == "Cast" and attributes(node).get("to") == FLOAT
-        is_copy = node.op_type in _COPIES or is_cast_to_float
+        is_copy = node.op_type in _COPY_OPS or is_cast_to_float
         if is_copy and node.output[0] not in float_names:
             source = source_by_copy.get(node.input[0], node.input[0])  # a copy of a copy
             if source in float_names:
@@ -329,7 +329,7 @@ def cache_of(model: onnx.ModelProto, ranges: RangeSet, version: str) -> trt_cach
 
 def _owners(model: onnx.ModelProto, version: str) -> dict[str, str]:
     """Map each cache entry of the cleaned model to the tensor whose scale it has."""
-    return scale_owners(cache_tensors(model, version=version, parser=ONNX))
+    return scale_owners(cache_tensors(model, version=version, parser=ONNX_PARSER))
 
 
 def _entry_scales(owners: Mapping[str, str], ranges: RangeSet) -> dict[str, np.float32]:
@@ -361,7 +361,7 @@ def largest_magnitudes(ranges: RangeSet) -> dict[str, float]:
 
 # Method -> the calibrator in the cache's header. TensorRT has no percentile or MSE calibrator;
 # their scales get the header of the one that `trtexec --calib` reads.
-ALGORITHMS = {"minmax": trt_cache.MINMAX, "legacy": trt_cache.LEGACY}
+CALIBRATOR_BY_METHOD = {"minmax": trt_cache.MINMAX, "legacy": trt_cache.LEGACY}
 UNFOLDED_METHODS = frozenset({"entropy-tensorrt", "legacy"})  # they observe the unfolded model
 
 
@@ -391,7 +391,7 @@ def tensorrt_observations(
         variant_name += ", Gemm products apart"
     variant = Variant(variant_name, lambda _: split_gemms(subject.unfolded.model, products))
     # an entry that shares a scale, such as a pool's output, is not observed itself
-    tensors = dict.fromkeys(entry.source for entry in entries if entry.shares is None)
+    tensors = dict.fromkeys(entry.source for entry in entries if entry.pool_input is None)
     return tuple(Observation(variant, tensor, subject.statistic) for tensor in tensors)
 
 
@@ -425,7 +425,7 @@ def cache_bytes(subject: CalibrationSubject, ranges: RangeSet, parser: str | Non
     cache = trt_cache.from_scales(
         _entry_scales(owners, ranges),
         version=reading_version(subject),
-        algorithm=ALGORITHMS.get(subject.method.name, trt_cache.ENTROPY2),
+        algorithm=CALIBRATOR_BY_METHOD.get(subject.method.name, trt_cache.ENTROPY2),
     )
     return trt_cache.dump(cache)
 
@@ -441,7 +441,7 @@ def cache_notes(
     if parser is None:
         parsed_model = subject.original or subject.model
         parser = likely_parser(parsed_model, reading_version(subject))
-    if parser == CAFFE:
+    if parser == CAFFE_PARSER:
         notes.append("Tensors are named as TensorRT's Caffe parser names them.")
     # samples in a batch, for a method that reads full batches only and so may leave out the last
     # samples; 0 for other methods

@@ -112,7 +112,7 @@ def match_cache(
         float_nodes: nodes to keep in float, optionally with reasons.
         placement: where TensorRT wants Q/DQ pairs: from `placement.TENSORRT_BY_GRID`, possibly
             changed by the target's options.
-        analysis: of the model, from an earlier call.
+        analysis: analysis of the model, if an earlier call has made it.
 
     Raises:
         CacheError: the cache has two scales for one tensor.
@@ -208,7 +208,7 @@ def _plan_with_scales(
         flaw_by_tensor: tensor -> why its scale in the cache cannot be used.
         expected_entries: the entries that TensorRT would write.
         float_nodes: node -> why it stays in float.
-        analysis: of the model.
+        analysis: analysis of the model.
 
     Returns:
         The plan, and tensor -> owner, for each tensor that would be quantized if the cache had all

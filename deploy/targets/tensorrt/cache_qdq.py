@@ -45,10 +45,10 @@ from deploy.graph.edit import adopt_runtime_nodes, bypass, drop_unread
 from deploy.graph.index import Graph
 from deploy.graph.plan import Plan
 from deploy.targets.onnxruntime.qdq import Memoize, compute_each_time, write_qdq
-from deploy.targets.tensorrt.cache_contents import POOLING_LAYERS
+from deploy.targets.tensorrt.cache_contents import POOLING_OPS
 from deploy.targets.tensorrt.float_types import (
+    FIRST_OPSET_BY_TYPE,
     FP8_OPSET,
-    OPSETS,
     at_opset,
     narrow_float_part,
     round_scales,
@@ -80,7 +80,7 @@ def to_qdq(
             the grid is fp8.
         own_concat_scales: do not share scales between the tensors of a Concat.
         trained_scales: node -> scales of its weight, if it was trained with them.
-        memoize: of a search, see `write_qdq`.
+        memoize: stores results that all trials of a search share, see `write_qdq`.
         float_weights: whether weights stay float on an int8 grid. As int8 they give the same
             numbers in a smaller model, for a trial.
 
@@ -123,7 +123,7 @@ def to_typed(
     """
     ranges = _ranges(model, plan, scales, own_concat_scales)
     if _is_fp8(plan):  # before the pairs are written: their operators take fp8 from opset 19 on
-        model = at_opset(model, OPSETS[float_type])
+        model = at_opset(model, FIRST_OPSET_BY_TYPE[float_type])
     quantized = write_qdq(
         model,
         plan,
@@ -135,12 +135,17 @@ def to_typed(
 
 
 def _is_fp8(plan: Plan) -> bool:
+    """Whether the pairs of a plan are on the fp8 grid."""
     return plan.placement.grid.kind == "float"
 
 
 def _ranges(
     model: onnx.ModelProto, plan: Plan, scales: Mapping[str, np.float32], own_concat_scales: bool
 ) -> dict[str, Scale]:
+    """Return tensor -> the symmetric range of its scale.
+
+    Tensors of a Concat share the largest scale unless `own_concat_scales`.
+    """
     if not own_concat_scales:
         scales = concat_scales(model, plan, scales)
     return {name: _symmetric_range(scale) for name, scale in scales.items()}
@@ -168,7 +173,7 @@ def concat_groups(
     """
     joining_operators = {"Concat"}
     if plan.placement.pairs_everywhere:  # DLA
-        joining_operators |= POOLING_LAYERS
+        joining_operators |= POOLING_OPS
     candidates = frozenset(tensors)
     groups: list[frozenset[str]] = []
     for node in model.graph.node:
@@ -228,7 +233,7 @@ def share_scales(model: onnx.ModelProto, plan: Plan) -> Plan:
 def _input_of_pools(graph: Graph, tensor: str) -> str:
     """Return the tensor upstream of any pools: the one whose scale `tensor` has in a cache."""
     node = graph.producer.get(tensor)
-    while node is not None and node.op_type in POOLING_LAYERS:
+    while node is not None and node.op_type in POOLING_OPS:
         tensor = str(node.input[0])
         node = graph.producer.get(tensor)
     return tensor

@@ -1,11 +1,11 @@
-"""Tools for TensorRT calibration caches: compare, merge, check, convert (`calib8 cache`).
+"""Tools for TensorRT calibration caches: compare, check, convert (`calib8 cache`).
 
 With model, cache and the note that a build writes next to it, the C++ `calib8-build` can build an
 engine on a device without the calibration data.
 """
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from calibrators.percentile import QUANTILE
 from calibrators.tensorrt import CLASSES
 from deploy.calibration import store, trt_cache
 from deploy.calibration.reuse import make_fingerprint
-from deploy.calibration.trt_cache import CalibrationCache, Entry
+from deploy.calibration.trt_cache import CalibrationCache
 from deploy.errors import CacheError, counted, list_first
 from deploy.feed.calibrator import CalibratorScript
 from deploy.files import atomic
@@ -111,50 +111,6 @@ def _change_key(difference: ScaleDifference) -> float:
     """Return a sort key: changes to or from an invalid scale (0, inf) first, then the largest."""
     ratio = difference.ratio
     return -abs(np.log(ratio)) if ratio else -np.inf
-
-
-def merge_caches(
-    caches: Sequence[CalibrationCache], *, on_conflict: str = "error"
-) -> CalibrationCache:
-    """Return the union of caches, in order of first occurrence, with the first cache's header.
-
-    Args:
-        caches: at least one.
-        on_conflict: which scale of a tensor to use if two caches differ: "first", "last" or "max";
-            "error" raises.
-
-    Raises:
-        CacheError: the headers differ, or a conflict with "error".
-    """
-    head = caches[0].header
-    for cache in caches[1:]:
-        if (cache.header.label, cache.header.algorithm) != (head.label, head.algorithm):
-            raise CacheError(
-                f"caches of one version and algorithm can be merged, got {head.text} and"
-                f" {cache.header.text}; relabel one of them first (calib8 cache relabel)"
-            )
-    merged: dict[str, Entry] = {}
-    for cache in caches:
-        cache.scales()  # raises if one file has two scales for a tensor
-        for entry in cache.entries:
-            merged[entry.name] = _choose(merged.get(entry.name), entry, on_conflict)
-    line_end = head.end or "\n"  # all lines end as the first file's
-    entries = tuple(replace(entry, end=line_end) for entry in merged.values())
-    return CalibrationCache(replace(head, end=line_end), entries)
-
-
-def _choose(old: Entry | None, new: Entry, on_conflict: str) -> Entry:
-    """Return the entry that a merged cache gets of two for one tensor; see `merge_caches`."""
-    if old is None or on_conflict == "last":
-        return new
-    if old.bits == new.bits:
-        return old
-    if on_conflict == "error":
-        raise CacheError(
-            f"merged caches must agree, got {old.digits} and {new.digits} for {new.name!r}; choose"
-            " with --on-conflict first, last or max"
-        )
-    return new if on_conflict == "max" and new.scale > old.scale else old
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +226,7 @@ def _header_findings(
         cache: the cache.
         path: its file, for the command that relabels it; None if it is unknown.
         version: "X.Y.Z" of the TensorRT that will read it; None to accept any.
-        algorithm: of the calibrator that will read it; None to accept any.
+        algorithm: algorithm of the calibrator that will read it; None to accept any.
     """
     header = cache.header
     remedy = _relabel_command(path, version or header.version or "X.Y.Z", algorithm)
@@ -304,27 +260,29 @@ def _relabel_command(path: Path | None, version: str, algorithm: str | None) -> 
 
 
 def _match_findings(match: CacheMatch) -> list[CacheFinding]:
-    """Return how much of the model the cache covers, and whether it is another model's."""
-    text = (
+    """Return findings on how much of the model the cache covers, and on another model's cache."""
+    coverage_text = (
         f"{match.covered_tensor_count} of {len(match.tensors)} tensors to be quantized have a scale"
         f" (the cache has {len(match.entries)}: TensorRT's calibrators list every tensor)"
     )
-    findings = [CacheFinding(text, harmful=False)]
-    foreign = [entry for entry in match.entries if entry.is_foreign]
+    findings = [CacheFinding(coverage_text, harmful=False)]
+    foreign_entries = [entry for entry in match.entries if entry.is_foreign]
     # A tensor without a scale stays in float. The model's own cache leaves it out on purpose,
     # another model's cache does not know it.
-    is_other_model = bool(foreign) or not match.covered_tensor_count
-    for tensor in match.tensors:
-        if not tensor.has_scale:
-            text = f"{tensor.tensor}: {tensor.reason}"
-            findings.append(CacheFinding(text, harmful=is_other_model))
-    if foreign:
-        names = ", ".join(entry.name for entry in foreign[:3])
-        text = (
-            f"the model does not have {counted(len(foreign), 'tensor')} of the cache ({names}):"
+    is_other_model = bool(foreign_entries) or not match.covered_tensor_count
+    for coverage in match.tensors:
+        if not coverage.has_scale:
+            reason_text = f"{coverage.tensor}: {coverage.reason}"
+            findings.append(CacheFinding(reason_text, harmful=is_other_model))
+    if foreign_entries:
+        names = ", ".join(entry.name for entry in foreign_entries[:3])
+        count_text = counted(len(foreign_entries), "tensor")
+        foreign_text = (
+            f"the model does not have {count_text} of the cache ({names}):"
             " was the cache made from another model, or for another version of TensorRT?"
         )
-        findings.append(CacheFinding(text, harmful=len(foreign) == len(match.entries)))
+        are_all_foreign = len(foreign_entries) == len(match.entries)
+        findings.append(CacheFinding(foreign_text, harmful=are_all_foreign))
     return findings
 
 

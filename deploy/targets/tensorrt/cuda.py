@@ -52,6 +52,7 @@ def _format_version(number: int) -> str:
 
 
 def _count_by_cuda_python() -> int:
+    """Return the number of GPUs."""
     code, gpus = _runtime().cudaGetDeviceCount()
     if int(code) != 0:
         raise SdkMissingError(_error_text(code))
@@ -59,6 +60,7 @@ def _count_by_cuda_python() -> int:
 
 
 def _runtime() -> Any:
+    """Import and return cuda-python's module of the runtime API, by its new or old name."""
     try:
         from cuda.bindings import runtime
     except ImportError:
@@ -75,6 +77,7 @@ def _check(result: Sequence[Any]) -> Any:
 
 
 def _error_text(code: Any) -> str:
+    """Return CUDA's text for an error code, and its number."""
     _, text = _runtime().cudaGetErrorString(code)
     return f"{text.decode() if isinstance(text, bytes) else text} ({int(code)})"
 
@@ -172,6 +175,7 @@ class _CudaPython:
 
 
 def _count_by_pycuda() -> int:
+    """Return the number of GPUs."""
     import pycuda.driver as cuda
 
     try:

@@ -40,22 +40,22 @@ from deploy.targets.tensorrt import builder, sdk
 from deploy.targets.tensorrt.builder import BuilderSettings
 from deploy.targets.tensorrt.cache_contents import largest_magnitudes
 from deploy.targets.tensorrt.cuda import Cuda, CudaMemory, open_gpu
-from deploy.targets.tensorrt.float_types import OPSETS, narrow_float_part
+from deploy.targets.tensorrt.float_types import FIRST_OPSET_BY_TYPE, narrow_float_part
 from deploy.targets.tensorrt.profiles import model_input_shapes, sample_profiles
 from deploy.targets.tensorrt.sdk import Sdk, plugin_digests
 from deploy.targets.tensorrt.trt_options import (
     ALL_BASELINES,
     BF16,
-    FLOAT,
-    FLOAT_TYPED,
+    FLOAT16_MODEL,
+    FLOAT_MODEL,
     FP8,
     FP16,
     FP32,
     INT8,
     NO_BASELINES,
-    PLAIN,
-    QDQ,
-    TYPED,
+    QDQ_MODEL,
+    TYPED_MODEL,
+    UNREPAIRED_MODEL,
     TensorrtOptions,
 )
 from deploy.targets.tensorrt.trtexec import (
@@ -292,7 +292,7 @@ def typed_version(version: str, rest: str, features: Iterable[str]) -> str:
         rest: type of the model's float part, which decides its opset.
         features: fields of `TensorrtFeatures`.
     """
-    first = ParserRequirements(OPSETS.get(rest, 0)).first_version(*features)
+    first = ParserRequirements(FIRST_OPSET_BY_TYPE.get(rest, 0)).first_version(*features)
     return version if first is None else max(version, first, key=version_label)
 
 
@@ -325,7 +325,9 @@ def lower_models(
     notes: list[str] = []
     for role, model in models.items():
         reading_version = oldest_version
-        if role == TYPED or options.precision == FP8:  # the first one from the oldest on that can
+        if (
+            role == TYPED_MODEL or options.precision == FP8
+        ):  # the first one from the oldest on that can
             reading_version = typed_version(oldest_version, options.rest, options.features)
         lowered[role], note = lower_for_tensorrt(model, reading_version)
         if note and note not in notes:
@@ -360,14 +362,14 @@ def build_quantized_engine(
     _check_versions(options, installed, request)
     source_role = _source_role(options, installed, files, request)
     source = files[source_role]
-    uses_cache = source_role == FLOAT  # else the model has Q/DQ pairs
+    uses_cache = source_role == FLOAT_MODEL  # else the model has Q/DQ pairs
     settings = _quantized_settings(
         options,
         request,
         installed,
         float32_nodes,
         uses_cache=uses_cache,
-        is_typed=source_role == TYPED or options.precision == FP8,
+        is_typed=source_role == TYPED_MODEL or options.precision == FP8,
     )
 
     # an engine of an earlier build is reused if all that it depends on is equal
@@ -419,7 +421,7 @@ def _quantized_settings(
         settings = replace(settings, float_layers=float_layers(request))
     chooses_types = installed.calibrators and not is_typed  # TensorRT 11 never does
     if chooses_types:
-        settings = replace(settings, wide_layers=float32_nodes)
+        settings = replace(settings, float32_layers=float32_nodes)
     return settings
 
 
@@ -463,8 +465,12 @@ def _source_role(
 ) -> str:
     """Return the role, in `files`, of the model that the quantized engine is built from."""
     if _uses_cache(options, installed, request):
-        return FLOAT
-    return TYPED if TYPED in files and reads_typed(options, installed.release) else QDQ
+        return FLOAT_MODEL
+    return (
+        TYPED_MODEL
+        if TYPED_MODEL in files and reads_typed(options, installed.release)
+        else QDQ_MODEL
+    )
 
 
 def build_float_engines(
@@ -494,15 +500,15 @@ def build_float_engines(
 
     installed = sdk.find_sdk(options.device)
     written: dict[str, Path] = {}  # role -> file that is written for these engines
-    if FLOAT in files and float_model is request.model:
-        float_file = files[FLOAT]
+    if FLOAT_MODEL in files and float_model is request.model:
+        float_file = files[FLOAT_MODEL]
     else:  # a repair changed the weights in that file, or only Q/DQ models were written
         float_file = _write_float_model(options, request, float_model, version)
-        written[PLAIN] = float_file
+        written[UNREPAIRED_MODEL] = float_file
 
     # Float16 comes about as in the quantized engine, so that the two compare: by a flag of the
     # builder, with which TensorRT chooses each layer's type, or by the types in the model.
-    is_typed = _source_role(options, installed, files, request) == TYPED
+    is_typed = _source_role(options, installed, files, request) == TYPED_MODEL
     uses_fp16_flag = installed.calibrators and not is_typed
     cuda = open_gpu(options.device)
     base_settings = builder_settings(options, request)
@@ -517,7 +523,7 @@ def build_float_engines(
             if precision == FP16 and not uses_fp16_flag:  # the model itself must be float16
                 source = _write_float16_model(request, float_model, ranges)
                 settings = replace(settings, typed=True)
-                written[FLOAT_TYPED] = source
+                written[FLOAT16_MODEL] = source
             engine, engine_notes = _build_baseline(
                 request, installed, cuda, settings, source, precision
             )
@@ -535,8 +541,8 @@ def _write_float_model(
 ) -> Path:
     """Write the float32 model to compare with, as TensorRT `version` reads it."""
     complete_model = request.with_plugin_nodes(float_model)
-    lowered, _ = lower_models(options, {PLAIN: complete_model}, version)
-    return request.write(f".tensorrt.{FP32}.onnx", lowered[PLAIN])
+    lowered, _ = lower_models(options, {UNREPAIRED_MODEL: complete_model}, version)
+    return request.write(f".tensorrt.{FP32}.onnx", lowered[UNREPAIRED_MODEL])
 
 
 def _write_float16_model(
@@ -579,9 +585,13 @@ _MISSING_SCALE = re.compile(r"Missing scale and zero-point for tensor (.+?), exp
 
 
 def _log_notes(log: Sequence[str], model: onnx.ModelProto) -> tuple[str, ...]:
-    """Return TensorRT's warnings of tensors without a scale, as far as a layer loses int8 by it.
+    """Return notes on tensors without a scale, of which TensorRT's log warns.
 
-    `model`: the cleaned float model that was built.
+    Tensors whose missing scale costs no layer its int8 are left out.
+
+    Args:
+        log: lines of TensorRT's log.
+        model: the cleaned float model that was built.
     """
     tensors: dict[str, None] = {}  # each once, in order
     for line in log:

@@ -7,11 +7,12 @@ so `narrow_float_part` converts the float part::
     x (float32) -> Q -> DQ (float16) -> Conv -> Sigmoid -> Mul -> ... -> Cast -> Softmax -> y
                                         '------- float16 --------'      '---- float32 ----'
 
-Operators in `_NARROW` compute in the narrow type, unless an input or output is too large or small
-for it or an epsilon constant becomes 0 in it; all others stay in float32. QuantizeLinear reads
-either type and DequantizeLinear outputs the type that its readers need, so neither needs a Cast; a
-tensor is cast at most once for all its readers. Model inputs and outputs keep their type. Scales
-are rounded to values of the narrow type before anything is quantized with them (`round_scales`).
+Operators in `_NARROW_OPS` compute in the narrow type, unless an input or output is too large or
+small for it or an epsilon constant becomes 0 in it; all others stay in float32. QuantizeLinear
+reads either type and DequantizeLinear outputs the type that its readers need, so neither needs a
+Cast; a tensor is cast at most once for all its readers. Model inputs and outputs keep their type.
+Scales are rounded to values of the narrow type before anything is quantized with them
+(`round_scales`).
 
 In a weakly typed network TensorRT with `--fp16` runs a layer in float16 wherever that is faster,
 whatever its values; `find_float32_layers` lists the nodes that must be bound to float32 there.
@@ -36,14 +37,17 @@ from deploy.graph.index import FLOAT, ONNX_DOMAINS, Graph, by_name, opset_of
 from deploy.graph.placement import MOVES
 from deploy.targets.tensorrt.trt_options import BF16, FP16, FP32
 
-OPSETS = {FP16: 19, BF16: 22}  # first opset in which scales and convolutions may have that type
+FIRST_OPSET_BY_TYPE = {
+    FP16: 19,
+    BF16: 22,
+}  # first opset in which scales and convolutions may have that type
 FP8_OPSET = 19  # first opset with fp8 pairs
 _ELEMENT_TYPES = {FP16: onnx.TensorProto.FLOAT16, BF16: onnx.TensorProto.BFLOAT16}
 # Operators that only move values: they take the type of their input.
-_MOVES = MOVES | {"Gather", "Identity", "Slice", "Split", "Tile"}
+_MOVE_OPS = MOVES | {"Gather", "Identity", "Slice", "Split", "Tile"}
 # Operators with short sums or without any. Softmax, norms, exponentials, long reductions and all
 # operators not listed stay in float32.
-_NARROW = _MOVES | frozenset(
+_NARROW_OPS = _MOVE_OPS | frozenset(
     (
         "Abs", "Add", "AveragePool", "Clip", "Concat", "Conv", "ConvTranspose", "DepthToSpace",
         "Div", "Elu", "Erf", "Expand", "Gelu", "Gemm", "GlobalAveragePool", "GlobalMaxPool",
@@ -85,7 +89,7 @@ def narrow_float_part(
     Raises:
         ExportError: the model cannot be converted to the opset, or a tensor's type is unknown.
     """
-    model = _with_known_types(quantized, OPSETS[float_type])
+    model = _with_known_types(quantized, FIRST_OPSET_BY_TYPE[float_type])
     converter = _TypeConverter(model, float_type, largest_values)
     rebuild(model.graph, converter.convert())
     declared_outputs = by_name(quantized.graph.output)
@@ -237,7 +241,7 @@ class _TypeConverter:
         if not self.index.captured.isdisjoint(node.output):
             self.float32_reasons[node.name] = "a subgraph reads it"
             return True
-        if node.op_type in _MOVES and data_input not in self.index.initializers:
+        if node.op_type in _MOVE_OPS and data_input not in self.index.initializers:
             # it copies values, and so has the type of its input
             return bool(self.type_by_tensor[data_input] == FLOAT)
         reason = self._overflow_reason(node)
@@ -246,10 +250,16 @@ class _TypeConverter:
         return bool(reason)
 
     def _has_narrow_reader(self, name: str) -> bool:
+        """Whether a node that computes in the narrow type reads a tensor.
+
+        False for tensors that the model's outputs or subgraphs read too: these stay float32.
+        """
         if name in self.index.outputs or name in self.index.captured:
             return False
         readers = self.index.readers.get(name, [])
-        return any(node.op_type in _NARROW and not self._overflow_reason(node) for node in readers)
+        return any(
+            node.op_type in _NARROW_OPS and not self._overflow_reason(node) for node in readers
+        )
 
     def _overflow_reason(self, node: onnx.NodeProto) -> str:
         """Return why float16 is too narrow for a node, or ""; bfloat16 never is."""
@@ -272,11 +282,13 @@ class _TypeConverter:
         return self.converted[name, element_type]
 
     def _add_cast(self, source: str, output: str, element_type: int) -> None:
+        """Append a Cast of a tensor to a type; its output is a new tensor."""
         cast = make_node("Cast", [source], output, f"{output}/Cast", to=element_type)
         self.nodes.append(cast)
         self.type_by_tensor[output] = element_type
 
     def _add_constant(self, source: str, narrow_name: str) -> None:
+        """Add a copy of a constant in the narrow type."""
         dtype = helper.tensor_dtype_to_np_dtype(self.narrow_type)
         values = numpy_helper.to_array(self.index.initializers[source]).astype(dtype)
         self.model.graph.initializer.append(numpy_helper.from_array(values, narrow_name))
@@ -284,7 +296,8 @@ class _TypeConverter:
 
 
 def _can_be_narrow(node: onnx.NodeProto) -> bool:
-    return node.domain in ONNX_DOMAINS and node.op_type in _NARROW
+    """Whether the operator of a node may compute in the narrow type."""
+    return node.domain in ONNX_DOMAINS and node.op_type in _NARROW_OPS
 
 
 def _typed_inputs(node: onnx.NodeProto) -> list[int]:
@@ -295,6 +308,7 @@ def _typed_inputs(node: onnx.NodeProto) -> list[int]:
 
 
 def _typed_outputs(node: onnx.NodeProto) -> list[int]:
+    """Return the indices of the outputs that have the type in which the node computes."""
     return _indices_of_compute_type(node, node.output, _schema(node).outputs)
 
 
@@ -308,7 +322,7 @@ def _indices_of_compute_type(
     Args:
         node: the node.
         names: its inputs, or its outputs.
-        parameters: those of the schema, whose type is a type variable such as "T".
+        parameters: inputs or outputs of the schema; their type is a variable such as "T".
     """
     # input 0 of a Where is its condition
     compute_type = _schema(node).inputs[1 if node.op_type == "Where" else 0].type_str
@@ -321,7 +335,8 @@ def _indices_of_compute_type(
 
 
 def _schema(node: onnx.NodeProto) -> defs.OpSchema:
-    return defs.get_schema(node.op_type, OPSETS[BF16])
+    """Return the ONNX schema of an operator in an opset that has all narrow types."""
+    return defs.get_schema(node.op_type, FIRST_OPSET_BY_TYPE[BF16])
 
 
 def find_float32_layers(

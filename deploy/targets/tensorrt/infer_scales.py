@@ -54,7 +54,7 @@ from deploy.graph.bounds import find_bounds
 from deploy.graph.edit import copy_message
 from deploy.graph.index import ONNX_DOMAINS, Graph, attributes
 from deploy.graph.placement import MOVES, pads_nonzero, resize_mode
-from deploy.targets.tensorrt.cache_contents import POOLING_LAYERS, trt_tensors
+from deploy.targets.tensorrt.cache_contents import POOLING_OPS, trt_tensors
 
 EQUAL, BOUND, GUESS = 0, 1, 2
 LEVEL_NAMES = {EQUAL: "equal", BOUND: "bound", GUESS: "guess"}
@@ -62,19 +62,21 @@ Range = tuple[float, int]  # (largest |x|, level: how certain it is)
 
 _QMAX = 127
 _MAX_GATE_LOSS = 0.375  # maximum of x - y, where y is the Hard-Swish of x; 0.279 for a SiLU
-_COPIES = MOVES | {"Identity", "Dropout", "Expand", "Tile", "DepthToSpace", "SpaceToDepth"}
-_MAXIMA = frozenset({"MaxPool", "GlobalMaxPool"})
+_COPY_OPS = MOVES | {"Identity", "Dropout", "Expand", "Tile", "DepthToSpace", "SpaceToDepth"}
+_MAX_POOL_OPS = frozenset({"MaxPool", "GlobalMaxPool"})
 # Operators that pass a part of their input on, or clip it.
-_CUTS = frozenset({"Relu", "Clip", "Slice", "Split", "Gather", "Resize nearest", "Pad"})
+_CLIPPING_OPS = frozenset({"Relu", "Clip", "Slice", "Split", "Gather", "Resize nearest", "Pad"})
 # Operators whose output is within the range of their input.
-_SHRINKING = _CUTS | {
+_SHRINKING_OPS = _CLIPPING_OPS | {
     "Abs", "LeakyRelu", "GlobalAveragePool", "GlobalMaxPool", "ReduceMean", "ReduceMax",
     "HardSwish", "Gelu", "Resize linear",
 }  # fmt: skip
-_UNIT_RANGE = frozenset({"Sigmoid", "HardSigmoid", "Softmax", "Tanh", "Erf"})
-_MEANS = frozenset({"LeakyRelu", "AveragePool", "GlobalAveragePool", "ReduceMean", "Resize linear"})
-_SUMS = frozenset({"Add", "Sub", "Sum"})
-_SEVERAL_OPERANDS = _SUMS | {"Mul", "Div", "Concat", "Max", "Min"}
+_UNIT_RANGE_OPS = frozenset({"Sigmoid", "HardSigmoid", "Softmax", "Tanh", "Erf"})
+_MEAN_OPS = frozenset(
+    {"LeakyRelu", "AveragePool", "GlobalAveragePool", "ReduceMean", "Resize linear"}
+)
+_SUM_OPS = frozenset({"Add", "Sub", "Sum"})
+_OPS_OF_SEVERAL_OPERANDS = _SUM_OPS | {"Mul", "Div", "Concat", "Max", "Min"}
 
 
 class TensorRanges:
@@ -127,10 +129,10 @@ def range_from_inputs(tensor_ranges: TensorRanges, name: str) -> Range | None:
     """
     node = tensor_ranges.graph.producer[name]
     operator = _operator_with_mode(node)
-    if operator in _UNIT_RANGE:  # results of -1 to 1, whatever the input
+    if operator in _UNIT_RANGE_OPS:  # results of -1 to 1, whatever the input
         return 1.0, BOUND
     operands = list(node.input[:1])  # other inputs are shapes, limits or weights
-    if operator in _SEVERAL_OPERANDS:
+    if operator in _OPS_OF_SEVERAL_OPERANDS:
         operands = [operand for operand in node.input if operand]
     ranges = [tensor_ranges.range_of(operand) for operand in operands]
     known_ranges = [operand_range for operand_range in ranges if operand_range is not None]
@@ -140,14 +142,14 @@ def range_from_inputs(tensor_ranges: TensorRanges, name: str) -> Range | None:
     amaxes = [amax for amax, _ in known_ranges]
     level = max(level for _, level in known_ranges)  # a result is as uncertain as its inputs
     bound_level = max(level, BOUND)
-    if operator in _COPIES | POOLING_LAYERS:
+    if operator in _COPY_OPS | POOLING_OPS:
         return amaxes[0], level
-    if operator in _SHRINKING and _shrinks(tensor_ranges, node):
+    if operator in _SHRINKING_OPS and _shrinks(tensor_ranges, node):
         return min(amaxes[0], _clip_limit(tensor_ranges, node)), bound_level
     if operator == "Concat":
         has_equal_inputs = len(set(amaxes)) == 1
         return max(amaxes), (level if has_equal_inputs else bound_level)
-    if operator in _SUMS:
+    if operator in _SUM_OPS:
         return sum(amaxes), bound_level
     if operator in ("Mul", "Div"):
         return _product(tensor_ranges, node, amaxes, level)
@@ -225,11 +227,13 @@ def _range_for_reader(tensor_ranges: TensorRanges, name: str, node: onnx.NodePro
         return _operand_range(tensor_ranges, name, node, amax, level)
     if node.input[0] != name:  # it is a shape, a limit or a weight
         return None
-    if operator in _COPIES | _MAXIMA or (operator in _CUTS and _shrinks(tensor_ranges, node)):
+    if operator in _COPY_OPS | _MAX_POOL_OPS or (
+        operator in _CLIPPING_OPS and _shrinks(tensor_ranges, node)
+    ):
         return amax, level
     if operator == "HardSwish":
         return amax + _MAX_GATE_LOSS, GUESS
-    if operator in _MEANS:  # the input may hold larger values, which are then clipped
+    if operator in _MEAN_OPS:  # the input may hold larger values, which are then clipped
         return amax, GUESS
     return None
 
@@ -260,7 +264,7 @@ def _operand_range(
     other_operand = node.input[1] if is_first else node.input[0]
     if other_operand == name:  # x + x
         return None
-    if node.op_type in _SUMS:  # |x| is at most |sum| + |other operand|
+    if node.op_type in _SUM_OPS:  # |x| is at most |sum| + |other operand|
         other_range = tensor_ranges.range_of(other_operand)
         if other_range is None:
             return None
@@ -292,7 +296,7 @@ def _product(
 
 
 def _shrinks(tensor_ranges: TensorRanges, node: onnx.NodeProto) -> bool:
-    """Return whether no output of a node of `_SHRINKING` exceeds the largest input |x|."""
+    """Return whether no output of a node of `_SHRINKING_OPS` exceeds the largest input |x|."""
     if node.op_type == "Pad":
         return not pads_nonzero(tensor_ranges.graph, node)
     return node.op_type != "LeakyRelu" or abs(attributes(node).get("alpha", 0.01)) <= 1

@@ -61,7 +61,7 @@ def profiles_for(
     `deploy.feed.batch_axis`) covers 1 to `max_batch`.
 
     Args:
-        input_shapes: see `model_input_shapes`.
+        input_shapes: input -> its shape in the model; a dynamic size is a name, None or not > 0.
         opt_shapes: input shapes that the engine is tuned for.
         max_batch: largest batch, if the batch is dynamic.
         batch_inputs: inputs whose first dimension is the batch; None for all.
@@ -89,4 +89,5 @@ def profiles_for(
 
 
 def _is_static(size: int | str | None) -> bool:
+    """Whether a dimension of an input has a fixed size."""
     return isinstance(size, int) and size > 0

@@ -25,7 +25,7 @@ from deploy.files.manifest import sha256
 from deploy.targets.base import BuildRequest, BuildResult
 from deploy.targets.options import check_options, option
 from deploy.targets.tensorrt.target import TensorRT
-from deploy.targets.tensorrt.trt_options import FP8, INT8, TYPED
+from deploy.targets.tensorrt.trt_options import FP8, INT8, TYPED_MODEL
 
 if TYPE_CHECKING:
     import onnx
@@ -158,11 +158,11 @@ class TensorRTForRTX:
         calibrated = typed_target.calibrate_scales(request)
         model_set = typed_target.make_models(request, calibrated)
         decisions = (*calibrated.match.plan.decisions, *request.plugin_decisions)
-        if TYPED not in model_set.models:
+        if TYPED_MODEL not in model_set.models:
             return BuildResult(
                 target=self.name, decisions=decisions, error="; ".join(model_set.notes)
             )
-        complete_model = request.with_plugin_nodes(model_set.models[TYPED])
+        complete_model = request.with_plugin_nodes(model_set.models[TYPED_MODEL])
         typed_model, lowering_note = engines.lower_for_tensorrt(complete_model, _PARSER)
         typed_bytes = typed_model.SerializeToString(deterministic=True)
         typed_path = request.write(_TYPED_ENDING, typed_bytes)
@@ -279,6 +279,7 @@ def compile_engine(
 
 
 def _refusal(model: Path, errors: Sequence[str]) -> BackendError:
+    """Return the error for a model that the compiler refuses, with the lines of its log."""
     reason = " | ".join(errors) or "its log says nothing"
     return BackendError(f"TensorRT for RTX cannot compile {model.name}: {reason}")
 

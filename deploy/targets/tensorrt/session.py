@@ -229,7 +229,7 @@ class TensorrtSession:
         # a run sets these two: its messages, and a profiler that lives while the context uses it
         self._log: LogRecorder
         self._profiler: trt.IProfiler
-        tensors = [_tensor(engine, index) for index in range(engine.num_io_tensors)]
+        tensors = [_describe_tensor(engine, index) for index in range(engine.num_io_tensors)]
         self._inputs = [tensor for tensor in tensors if tensor.is_input]
         self._outputs = [tensor for tensor in tensors if not tensor.is_input]
         self.inputs: Sequence[TensorSpec] = [tensor.spec for tensor in self._inputs]
@@ -417,6 +417,7 @@ class TensorrtSession:
             self._cuda.copy_out_later(host_array, buffer.address, self._stream)
 
     def _enqueue(self) -> None:
+        """Queue one inference on the stream, from the captured CUDA graph if there is one."""
         if self._graph is not None and self._graph.ready:
             self._graph.launch()
         elif not self._context.execute_async_v3(self._stream.handle):
@@ -429,7 +430,8 @@ class TensorrtSession:
             self._graph.capture(lambda: self._context.execute_async_v3(self._stream.handle))
 
 
-def _tensor(engine: trt.ICudaEngine, index: int) -> _Tensor:
+def _describe_tensor(engine: trt.ICudaEngine, index: int) -> _Tensor:
+    """Return the name, shape, types and place of an engine's input or output."""
     import tensorrt as trt
 
     name = engine.get_tensor_name(index)

@@ -25,16 +25,16 @@ from typing import TYPE_CHECKING, ClassVar
 from deploy.errors import BackendError, ConfigError, ExportError, ModelError, SdkMissingError
 from deploy.targets.base import BuildRequest, BuildResult, CacheText
 from deploy.targets.tensorrt.trt_options import (
-    CACHE,
-    FLOAT,
+    CACHE_FILE,
+    CACHE_NOTE,
+    FLOAT_MODEL,
     FP8,
     FP16,
     FP32,
     INT8,
-    NOTE,
-    PART,
-    QDQ,
-    TYPED,
+    QDQ_MODEL,
+    RUNNABLE_PART,
+    TYPED_MODEL,
     TensorrtOptions,
 )
 
@@ -212,6 +212,7 @@ class TensorRT(TensorrtOptions):
         return observations
 
     def _check_fp8_nodes(self, subject: CalibrationSubject) -> None:
+        """Refuse a model of which no node can run in fp8."""
         decisions = self.plan(subject.model, subject.float_nodes).decisions
         if not any(decision.quantized for decision in decisions):
             raise ModelError(
@@ -313,8 +314,8 @@ class TensorRT(TensorrtOptions):
         evaluated_role = self._evaluated_role(model_set.models, version)
         if request.plugin_decisions:  # only the part without plugin nodes can run there
             runnable_part = model_set.models[evaluated_role]
-            files[PART] = request.write(".tensorrt.part.onnx", runnable_part)
-            evaluated_role = PART
+            files[RUNNABLE_PART] = request.write(".tensorrt.part.onnx", runnable_part)
+            evaluated_role = RUNNABLE_PART
         evaluated_file = files[evaluated_role]
 
         commands = trtexec.trtexec_commands(
@@ -349,9 +350,9 @@ class TensorRT(TensorrtOptions):
         """Return the float model, unless the grid is fp8, the Q/DQ model and the typed one."""
         from deploy.targets.tensorrt.float_types import find_float32_layers
 
-        models = {FLOAT: request.model} if self.precision == INT8 else {}
-        models[QDQ], notes = self._quantize(request, calibrated.match)
-        typed_model, type_notes = self._make_typed_model(request, calibrated, models[QDQ])
+        models = {FLOAT_MODEL: request.model} if self.precision == INT8 else {}
+        models[QDQ_MODEL], notes = self._quantize(request, calibrated.match)
+        typed_model, type_notes = self._make_typed_model(request, calibrated, models[QDQ_MODEL])
         notes = (*notes, *type_notes)
         # without types in the model, TensorRT must be told which nodes to run in float32
         float32_nodes, reason_by_float32_node = find_float32_layers(
@@ -363,7 +364,7 @@ class TensorRT(TensorrtOptions):
         if typed_model is None:
             notes = (*notes, *_float32_notes(reason_by_float32_node))
         else:
-            models[TYPED] = typed_model
+            models[TYPED_MODEL] = typed_model
         return _TensorrtModels(models, float32_nodes, notes)
 
     def _write_models(
@@ -378,18 +379,18 @@ class TensorRT(TensorrtOptions):
         from deploy.targets.tensorrt import cache_tools
 
         files = {}
-        if FLOAT in models:
-            files[FLOAT] = request.write(".tensorrt.onnx", models[FLOAT])
+        if FLOAT_MODEL in models:
+            files[FLOAT_MODEL] = request.write(".tensorrt.onnx", models[FLOAT_MODEL])
             text = trt_cache.dump(calibrated.cache)
-            files[CACHE] = request.write(".tensorrt.cache", text)
+            files[CACHE_FILE] = request.write(".tensorrt.cache", text)
             note_path = cache_tools.write_cache_note(
-                request, files[CACHE], text, models[FLOAT], float32_nodes
+                request, files[CACHE_FILE], text, models[FLOAT_MODEL], float32_nodes
             )
             if note_path is not None:
-                files[NOTE] = note_path
-        files[QDQ] = request.write(".tensorrt.qdq.onnx", models[QDQ])
-        if TYPED in models:
-            files[TYPED] = request.write(".tensorrt.typed.onnx", models[TYPED])
+                files[CACHE_NOTE] = note_path
+        files[QDQ_MODEL] = request.write(".tensorrt.qdq.onnx", models[QDQ_MODEL])
+        if TYPED_MODEL in models:
+            files[TYPED_MODEL] = request.write(".tensorrt.typed.onnx", models[TYPED_MODEL])
         return files
 
     def _build_engines(
@@ -449,10 +450,10 @@ class TensorRT(TensorrtOptions):
         from deploy.targets.tensorrt.trtexec import features_of
 
         # ONNX Runtime has no bfloat16 convolutions
-        if self.rest != FP16 or TYPED not in models:
-            return QDQ
+        if self.rest != FP16 or TYPED_MODEL not in models:
+            return QDQ_MODEL
         runs_typed = self.precision == FP8 or self.dla or features_of(version).typed
-        return TYPED if runs_typed else QDQ
+        return TYPED_MODEL if runs_typed else QDQ_MODEL
 
     def _quantize(
         self, request: BuildRequest, match: CacheMatch
@@ -560,4 +561,5 @@ def _write_script(
 
 
 def _float32_notes(reasons: Mapping[str, str]) -> list[str]:
+    """Return a note for each node that stays in float32."""
     return [f"{name} stays in float32: {reason}" for name, reason in reasons.items()]

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 INT8, FP8 = "int8", "fp8"
 FP16, BF16, FP32 = "fp16", "bf16", "fp32"
-FLOAT, CACHE = "float model of the TensorRT cache, with any repairs", "TensorRT cache"
-NOTE = "origin of the TensorRT cache"
-QDQ, TYPED = "TensorRT Q/DQ model", "TensorRT typed model"
-PLAIN = "TensorRT float model without repairs, to compare with"
-FLOAT_TYPED = "TensorRT float16 model, to compare with"
-PART = "Q/DQ model up to its plugins"
+FLOAT_MODEL, CACHE_FILE = "float model of the TensorRT cache, with any repairs", "TensorRT cache"
+CACHE_NOTE = "origin of the TensorRT cache"
+QDQ_MODEL, TYPED_MODEL = "TensorRT Q/DQ model", "TensorRT typed model"
+UNREPAIRED_MODEL = "TensorRT float model without repairs, to compare with"
+FLOAT16_MODEL = "TensorRT float16 model, to compare with"
+RUNNABLE_PART = "Q/DQ model up to its plugins"
 NO_BASELINES, ALL_BASELINES = "none", f"{FP32},{FP16}"
 # Flags that follow from the model, the calibration and other options.
 _FLAGS_OF_CALIB8 = (

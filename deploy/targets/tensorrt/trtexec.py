@@ -25,13 +25,13 @@ from deploy.targets.shape_ranges import Shape
 from deploy.targets.tensorrt.profiles import model_input_shapes, sample_profiles
 from deploy.targets.tensorrt.trt_options import (
     BF16,
-    CACHE,
-    FLOAT,
+    CACHE_FILE,
+    FLOAT_MODEL,
     FP8,
     FP16,
     FP32,
-    QDQ,
-    TYPED,
+    QDQ_MODEL,
+    TYPED_MODEL,
     TensorrtOptions,
 )
 
@@ -128,7 +128,7 @@ class ParserRequirements:
         operators = {node.op_type for node in nodes if node.domain in ONNX_DOMAINS}
         return cls(opset_of(model), frozenset(operators))
 
-    def unmet(self, version: str) -> str:
+    def unmet_reason(self, version: str) -> str:
         """Return why TensorRT X.Y.Z cannot read the model, or ""."""
         newest = features_of(version).opset
         if self.opset > newest:
@@ -144,7 +144,7 @@ class ParserRequirements:
         versions = {row.since for row in FEATURES} | _NEW_OPERATORS.keys()
         for version in sorted(versions, key=version_label):
             row = features_of(version)
-            if all(getattr(row, name) for name in features) and not self.unmet(version):
+            if all(getattr(row, name) for name in features) and not self.unmet_reason(version):
                 return version
         return None
 
@@ -200,7 +200,7 @@ def trtexec_commands(
     Args:
         options: options of the target.
         request: the build request.
-        files: role of a file, such as `QDQ` -> path.
+        files: role of a file, such as `QDQ_MODEL` -> path.
         models: role -> the model in that file.
         version: TensorRT that the cache is for, "X.Y.Z".
         float32_nodes: nodes that must run in float32 if TensorRT chooses the types.
@@ -216,7 +216,7 @@ def trtexec_commands(
         commands.append(
             _cache_command(request, files, requirements, version, options.rest, float32_nodes)
         )
-        qdq_command = _qdq_command(files, requirements[QDQ], options.rest, float32_nodes)
+        qdq_command = _qdq_command(files, requirements[QDQ_MODEL], options.rest, float32_nodes)
         if qdq_command is not None and not options.dla:
             commands.append(qdq_command)
     commands += _typed_commands(files, requirements, version, options.features)
@@ -293,17 +293,19 @@ def _cache_command(
         float_type: type of the layers to keep in float, "fp16", "bf16" or "fp32".
         float32_nodes: nodes that must run in float32.
     """
-    model = files[FLOAT]
-    unmet = requirements[FLOAT].unmet(version)
-    if unmet:
-        return TrtexecCommand("cache", f"TensorRT {version} cannot read {model.name}: {unmet}")
+    model = files[FLOAT_MODEL]
+    unmet_reason = requirements[FLOAT_MODEL].unmet_reason(version)
+    if unmet_reason:
+        return TrtexecCommand(
+            "cache", f"TensorRT {version} cannot read {model.name}: {unmet_reason}"
+        )
     type_by_layer = dict.fromkeys(float_layers(request), float_type)
     arguments = _command(
         model,
         [
             "--int8",
             *_float_type_flags(float_type),
-            f"--calib={files[CACHE].name}",
+            f"--calib={files[CACHE_FILE].name}",
             *_precision_flags(type_by_layer, float32_nodes),
         ],
     )
@@ -323,7 +325,7 @@ def _qdq_command(
 
     Args:
         files: role -> path.
-        requirements: what a parser must support to read the Q/DQ model.
+        requirements: opset and operators that a parser needs to read the Q/DQ model.
         float_type: narrowest type of the float layers, "fp16", "bf16" or "fp32".
         float32_nodes: nodes that must run in float32.
     """
@@ -334,7 +336,9 @@ def _qdq_command(
     flags = [*_float_type_flags(float_type), *_precision_flags({}, float32_nodes)]
     if "QuantizeLinear" in requirements.operators:  # else --int8 makes trtexec invent ranges
         flags.insert(0, "--int8")
-    return TrtexecCommand("qdq", _versions_until_10(first_version), _command(files[QDQ], flags))
+    return TrtexecCommand(
+        "qdq", _versions_until_10(first_version), _command(files[QDQ_MODEL], flags)
+    )
 
 
 def _typed_commands(
@@ -354,7 +358,7 @@ def _typed_commands(
         version: TensorRT that the files are for, "X.Y.Z"; its command is the first.
         features: fields of `TensorrtFeatures` that the model needs.
     """
-    role = TYPED if TYPED in files else QDQ
+    role = TYPED_MODEL if TYPED_MODEL in files else QDQ_MODEL
     model = files[role]
     first_version = requirements[role].first_version(*features)
     if first_version is None:
@@ -381,10 +385,12 @@ def _typed_commands(
 
 
 def _command(model: Path, flags: Sequence[str]) -> tuple[str, ...]:
+    """Return the command line of trtexec for a model in its own folder."""
     return ("trtexec", f"--onnx={model.name}", *flags)
 
 
 def _float_type_flags(float_type: str) -> list[str]:
+    """Return the flag that allows float16 or bfloat16; none for float32."""
     return [] if float_type == FP32 else [f"--{float_type}"]
 
 
@@ -429,6 +435,7 @@ def _precision_flags(type_by_layer: Mapping[str, str], float32_nodes: Collection
 
 
 def _join_types(type_by_layer: Mapping[str, str]) -> str:
+    """Return layers and their types as trtexec reads them, such as "conv1:fp32,fc:fp16"."""
     return ",".join(f"{name}:{kind}" for name, kind in type_by_layer.items())
 
 
