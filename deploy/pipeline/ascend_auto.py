@@ -31,8 +31,8 @@ from deploy.targets.ascend.layer_searches import (
     apply_searches,
     count_dmq_samples,
     find_best_searches,
-    is_balanced,
     make_search_plan,
+    uses_dmq,
 )
 from deploy.targets.ascend.models import write_models
 from deploy.targets.ascend.preparation import find_weight_sharers
@@ -73,7 +73,7 @@ class AscendAutoTarget(Ascend):
         for search in self._searches:
             _, quantization = self.search(request, search)
             records = quantization.records
-            if is_balanced(search):
+            if uses_dmq(search):
                 records = {
                     layer: record
                     for layer, record in records.items()
@@ -158,7 +158,7 @@ def auto_calibrate(
         ]
         # searches that every layer can have: not DMQ, which balances the channels of a layer's
         # input and costs a multiplication more in front of the layer
-        general_searches = [name for name in records_by_search if not is_balanced(name)]
+        general_searches = [name for name in records_by_search if not uses_dmq(name)]
         budget_search = BudgetSearch(
             target=target,
             request=request,
@@ -261,7 +261,7 @@ def _change_notes(
     dmq_layers = [
         layer
         for layer, range_search in choices.searches.items()
-        if layer not in choices.float_nodes and is_balanced(range_search)
+        if layer not in choices.float_nodes and uses_dmq(range_search)
     ]
     if dmq_layers:
         image_count = count_dmq_samples(record_plan) * record_plan.images_per_sample

@@ -43,6 +43,8 @@ Matrix = tuple[tuple[int, int, int], ...]
 _LUMA_WEIGHTS = {"bt601": (0.299, 0.114), "bt709": (0.2126, 0.0722)}  # of red and blue in Y
 _MIN_SIDE, _MAX_SIDE = 2, 4096  # pixels of an image
 
+_MIN_FLOAT16, _MAX_FLOAT16 = 2.0**-14, 65504  # the range of normal float16 numbers
+
 # AippOpParams.input_format
 _YUV420SP, _RGB888, _YUV400 = 1, 3, 4
 
@@ -371,7 +373,7 @@ def _set_normalization(parameters: Any, preprocess: Preprocess) -> str:
         mean_integer = int(mean)
         mean_fraction = float(np.float16(mean - mean_integer))
         factor16 = float(np.float16(factor))
-        if not 2.0**-14 <= factor16 <= 65504:
+        if not _MIN_FLOAT16 <= factor16 <= _MAX_FLOAT16:
             raise ExportError(
                 f"AIPP holds 1 / std in float16, got {factor:g} for channel {channel};"
                 " preprocess on the host"

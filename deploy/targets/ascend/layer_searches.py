@@ -121,7 +121,7 @@ def merge_records(
     return replace(default_record, records=records, ranges=ranges)
 
 
-def is_balanced(search: str) -> bool:
+def uses_dmq(search: str) -> bool:
     """Whether a search balances channels by DMQ."""
     return search in _DMQ_STRENGTHS
 
@@ -145,7 +145,7 @@ def apply_searches(config: QuantConfig, search_by_layer: Mapping[str, str]) -> Q
         search = search_by_layer.get(name)
         if search is None:
             layers[name] = replace(settings, quant_enable=False)
-        elif is_balanced(search):
+        elif uses_dmq(search):
             layers[name] = replace(settings, dmq_balancer_param=_DMQ_STRENGTHS[search])
         else:
             activation = _with_search(settings.activation, search)
@@ -165,7 +165,9 @@ def _with_search(params: ActivationParams, search: str) -> ActivationParams:
 
 
 def make_search_plan(default: RecordPlan, search: str) -> RecordPlan:
-    """Return the plan that runs a search for all layers; a DMQ search only for those with weights.
+    """Return the plan that finds the scales of all layers by one search.
+
+    Layers without a weight, which DMQ cannot balance, have the search as configured in its place.
 
     `default`: plan of the search as configured.
     """
@@ -173,7 +175,7 @@ def make_search_plan(default: RecordPlan, search: str) -> RecordPlan:
         return default
     plan = default
     search_by_layer = dict.fromkeys(default.layers, search)
-    if is_balanced(search):
+    if uses_dmq(search):
         plan = replace(default, dmq_samples=count_dmq_samples(default), allow_unbalanced=True)
         for name, layer in default.layers.items():
             if not layer.weight:  # DMQ moves factors from the input into the weight
@@ -218,7 +220,7 @@ def choose_search(error_by_search: Mapping[str, float]) -> str:
     One that balances channels by DMQ costs an operator more: it is returned only if its error is
     less than half (`_MAX_DMQ_ERROR`) of the least error of the others.
     """
-    unbalanced = [search for search in error_by_search if not is_balanced(search)]
+    unbalanced = [search for search in error_by_search if not uses_dmq(search)]
     best_unbalanced = min(unbalanced, key=error_by_search.__getitem__)
     best = min(error_by_search, key=error_by_search.__getitem__)
     if error_by_search[best] < _MAX_DMQ_ERROR * error_by_search[best_unbalanced]:

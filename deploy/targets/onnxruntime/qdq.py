@@ -280,9 +280,9 @@ class _QdqWriter:
         """Store one weight and its bias as integers, each read through a DequantizeLinear."""
         node = self.node_by_name[target.node]
         scales = self._weight_scales(node, target)
-        node.input[1] = self._stored_weight(node, target, scales)
+        node.input[1] = self._store_weight(node, target, scales)
         if self._has_integer_bias(target):
-            node.input[2] = self._stored_bias(node, str(target.bias), scales)
+            node.input[2] = self._store_bias(node, str(target.bias), scales)
 
     def _has_integer_bias(self, target: WeightTarget) -> bool:
         """Whether a layer's bias is stored as int32."""
@@ -314,7 +314,7 @@ class _QdqWriter:
             scales = _widen_for_bias(scales, bias, self._input_scale(node))
         return scales
 
-    def _stored_weight(self, node: onnx.NodeProto, target: WeightTarget, scales: Scales32) -> str:
+    def _store_weight(self, node: onnx.NodeProto, target: WeightTarget, scales: Scales32) -> str:
         """Add a weight as integers with a DequantizeLinear; return the name of its output.
 
         Nodes that read the same weight with equal scales share them.
@@ -344,13 +344,13 @@ class _QdqWriter:
         if target.name in stored_weights:  # with other scales, for another node
             stored_name = f"{target.name}/{node.name}"
         float_weight = target.name if self.float_weights else ""
-        dequantized = self._dequantized(
+        dequantized = self._add_dequantized_constant(
             stored_name, integers, scales, target.axis, grid, float_weight
         )
         self.dequantized_weights[key] = dequantized
         return dequantized
 
-    def _stored_bias(self, node: onnx.NodeProto, bias: str, weight_scales: Scales32) -> str:
+    def _store_bias(self, node: onnx.NodeProto, bias: str, weight_scales: Scales32) -> str:
         """Return the dequantized tensor of a bias, in steps of input scale * weight scale."""
         values = numpy_helper.to_array(self.initializers[bias]).reshape(-1)
         scales = (weight_scales * self._input_scale(node)).astype(np.float32)
@@ -359,13 +359,13 @@ class _QdqWriter:
         steps = np.nan_to_num(steps).clip(-_INT32_MAX, _INT32_MAX)
         integers = steps.astype(np.int32)
         axis = 0 if scales.size > 1 else None
-        return self._dequantized(f"{bias}/{node.name}", integers, scales, axis)
+        return self._add_dequantized_constant(f"{bias}/{node.name}", integers, scales, axis)
 
     def _input_scale(self, node: onnx.NodeProto) -> np.float32:
         """Return the scale of a layer's input."""
         return self.quantization_params(node.input[0].removesuffix("/dequantized")).scale
 
-    def _dequantized(
+    def _add_dequantized_constant(
         self,
         name: str,
         integers: NDArray[np.generic],

@@ -121,7 +121,7 @@ def cache_tensors(
     Args:
         model: cleaned, with its BatchNormalization nodes.
         version: "X.Y.Z".
-        parser: ONNX or CAFFE; None for `likely_parser`.
+        parser: ONNX_PARSER or CAFFE_PARSER; None for `likely_parser`.
         original: the model as TensorRT reads it, for node names and for the tensors of Identity,
             Dropout and no-op Cast nodes, which cleaning removes; None for `model`.
     """
@@ -148,10 +148,11 @@ def scale_owners(tensors: Iterable[CacheTensor]) -> dict[str, str]:
 
 
 def likely_parser(model: onnx.ModelProto, version: str) -> str:
-    """Return CAFFE for a network converted from Caffe and a TensorRT before 8, else ONNX.
+    """Return the parser of TensorRT that probably reads a model, CAFFE_PARSER or ONNX_PARSER.
 
-    A model counts as converted from Caffe if it has no producer name, no node names, and a single
-    input called "data", Caffe's usual name.
+    The Caffe parser is taken for a network converted from Caffe and a TensorRT before 8. A model
+    counts as converted from Caffe if it has no producer name, no node names, and a single input
+    called "data", Caffe's usual name.
     """
     has_names = model.producer_name or any(node.name for node in model.graph.node)
     inputs = [value.name for value in runtime_inputs(model.graph)]
@@ -435,7 +436,7 @@ def cache_notes(
 ) -> tuple[str, ...]:
     """Return notes on the cache for the user.
 
-    `parser`: ONNX or CAFFE, by which the entries are named; None for `likely_parser`.
+    `parser`: `ONNX_PARSER` or `CAFFE_PARSER`, which names the entries; None for `likely_parser`.
     """
     notes = []
     if parser is None:

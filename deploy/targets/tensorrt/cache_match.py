@@ -151,20 +151,21 @@ def match_cache(
     used_tensors = {owner_by_tensor[tensor] for tensor in scales}
 
     # the entries that are used, and why the others are not
+    unread_reason = f"no pair of its own: no {placement.precision_name} node reads it directly"
     entries = []
     for name in scale_by_entry:
         entry_tensor = tensor_by_entry.get(name)  # None if the entry is of no tensor of the model
-        unused_reason = ""
+        is_used = False
         if entry_tensor is None:
-            unused_reason = _why_unmatched(name, model, original)
+            reason = _why_unmatched(name, model, original)
         elif name in flaw_by_entry:
-            unused_reason = f"its scale is {flaw_by_entry[name]}"
+            reason = f"its scale is {flaw_by_entry[name]}"
         elif entry_tensor not in used_tensors:
-            precision = placement.precision_name
-            unused_reason = f"no pair of its own: no {precision} node reads it directly"
-        match_reason = "by name" if name == entry_tensor else "as TensorRT's parser names it"
-        reason = unused_reason or match_reason
-        entries.append(EntryUse(name, entry_tensor, is_used=not unused_reason, reason=reason))
+            reason = unread_reason
+        else:
+            is_used = True
+            reason = "by name" if name == entry_tensor else "as TensorRT's parser names it"
+        entries.append(EntryUse(name, entry_tensor, is_used=is_used, reason=reason))
     coverages = [
         _coverage(tensor, owner, tensor in scales, flaw_by_tensor)
         for tensor, owner in owner_by_tensor.items()

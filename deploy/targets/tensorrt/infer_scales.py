@@ -168,10 +168,14 @@ def range_from_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
     if name not in tensor_ranges.saturated:
         return needed_range
     saturation = tensor_ranges.saturated[name]
-    if needed_range is None or needed_range[1] == GUESS:
+    if needed_range is None:
         return saturation, BOUND
     amax, level = needed_range
-    return needed_range if level == EQUAL else (min(saturation, amax), BOUND)
+    if level == EQUAL:
+        return needed_range
+    if level == GUESS:  # the saturation is more certain
+        return saturation, BOUND
+    return min(saturation, amax), BOUND
 
 
 def _range_for_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:

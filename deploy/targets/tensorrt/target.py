@@ -403,7 +403,7 @@ class TensorRT(TensorrtOptions):
     ) -> _BuiltEngines:
         """Build the quantized engine and the float ones, if TensorRT and a GPU are available.
 
-        `commands`: of trtexec; they become notes if an engine cannot be built here.
+        `commands`: commands of trtexec, which become notes if an engine cannot be built here.
         """
         from deploy.targets.tensorrt import engines
 
