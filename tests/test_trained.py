@@ -227,7 +227,7 @@ def test_symmetric_int8_becomes_uint8_same_range(build_model, qdq_models):
             pytest.approx(source_grids[tensor][0] * 127 / 255, rel=1e-6),
             0,
         )
-    assert "128 higher" in notes["onnxruntime"]
+    assert "plus 128" in notes["onnxruntime"]
 
 
 def test_ascend_takes_codes_and_integers_over(build_model, qdq_models):

@@ -394,7 +394,7 @@ def test_float16_overflow_is_pinned_in_engines(gpu, model, tmp_path, tensorrt, m
     built_on(model, tmp_path / "wide", TensorRT(form="cache", rest="fp32"))
     assert not gpu[-1][1].float32_layers
     tensorrt("11.1.0")  # has no types to choose, nor a way to bind one
-    monkeypatch.setattr(engines, "_source_role", lambda *_: engines.QDQ)
+    monkeypatch.setattr(engines, "_source_role", lambda *_: engines.QDQ_MODEL)
     built_on(model, tmp_path / "eleven")
     assert gpu[-1][0] == "net.tensorrt.qdq.onnx"
     assert not gpu[-1][1].float32_layers
