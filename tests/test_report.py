@@ -380,6 +380,24 @@ def test_float_model_ships_where_int8_is_not_worth_it(level):
 
 
 @pytest.mark.parametrize(
+    ("float_path", "shipped", "against"),
+    [
+        ("net.onnx", "net.onnx  (the float model; int8 is in m.int8.onnx)", " --against net.onnx"),
+        ("m.onnx", "m.int8.onnx", ""),  # built without --float
+    ],
+)
+def test_qdq_model_is_no_float_model(float_path, shipped, against):
+    report = full_report("m.onnx")
+    fp32, int8 = report.engines
+    fp32 = dataclasses.replace(fp32, path=float_path)
+    int8 = dataclasses.replace(int8, path="m.int8.onnx", verdict=Verdict("keep FP32", ()))
+    request = parts.RequestPart(is_quantized=True)
+    text = to_screen(dataclasses.replace(report, engines=(fp32, int8), request=request))
+    assert f"Ship          {shipped}\n" in text
+    assert f"run it: calib8 bench m.int8.onnx{against}\n" in text
+
+
+@pytest.mark.parametrize(
     ("verdict", "speed", "effort", "message"),
     [
         (Verdict("good", ()), (1.5, 1.4, 1.6), 1, "calib8 bench m.int8.onnx --against m.onnx"),

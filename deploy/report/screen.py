@@ -248,8 +248,9 @@ def _shipped_files(report: Findings) -> Iterator[str]:
         if engine.is_float or not int8_files:
             continue
         level = engine.verdict.level if engine.verdict else ""
-        if level in (FLOAT, UNUSABLE) and report.model:
-            yield f"{report.model.path}  (the float model; int8 is in {int8_files})"
+        float_path = _float_path(report)
+        if level in (FLOAT, UNUSABLE) and float_path:
+            yield f"{float_path}  (the float model; int8 is in {int8_files})"
         else:
             yield int8_files
 
@@ -577,10 +578,20 @@ def _bench_command(report: Findings, engine: EngineRow) -> str:
     if not report.model or not engine.path:
         return ""
     command = f"calib8 bench {shlex.quote(engine.path)}"
+    float_path = _float_path(report)
     # a model in memory has a name, no path; a file of another size is not to be compared
-    if PurePath(report.model.path).suffix and not report.model.shapes:
-        command += f" --against {shlex.quote(report.model.path)}"
+    if PurePath(float_path).suffix and not report.model.shapes:
+        command += f" --against {shlex.quote(float_path)}"
     return command
+
+
+def _float_path(report: Findings) -> str:
+    """Return the path of the float model; "" without one, as for a Q/DQ model without --float."""
+    path = report.model.path if report.model else ""
+    if not report.request or not report.request.is_quantized:
+        return path
+    reference_path = report.reference.path if report.reference else None
+    return "" if reference_path in (None, path) else reference_path
 
 
 def split_name(target: TargetPart, split: SplitRow) -> str:
