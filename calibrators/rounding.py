@@ -143,19 +143,19 @@ def round_by_output(
         raise CalibrationError("weights and products must be finite, got NaN or Inf")
     # added to the diagonal of `products`, so that few inputs do not decide everything
     damping = _DAMPING * np.einsum("gkk->gk", products).mean(axis=1)
-    integers, low, high = (
-        np.ascontiguousarray(round_to_grid(steps, grid, to), np.float64)
-        for to in (np.rint, np.floor, np.ceil)
-    )
+    integers = np.ascontiguousarray(round_to_grid(steps, grid), np.float64)
+    low = np.ascontiguousarray(round_to_grid(steps, grid, np.floor), np.float64)
+    high = np.ascontiguousarray(round_to_grid(steps, grid, np.ceil), np.float64)
     error = integers - steps
     # half the derivative of the output error by each integer; `_sweep` keeps it up to date
     slope = np.ascontiguousarray(block_products(error, products) + damping[:, None, None] * error)
-    _sweep((low, high), integers, slope, products, damping, fixed)  # changes integers
+    _sweep(low, high, integers, slope, products, damping, fixed)  # changes integers
     return integers
 
 
 def _sweep(
-    ends: tuple[Float64Array, Float64Array],
+    low: Float64Array,
+    high: Float64Array,
     integers: Float64Array,
     slope: Float64Array,
     products: Float64Array,
@@ -170,7 +170,8 @@ def _sweep(
     inputs X. If integer k changes by s, the error changes by ``2 s slope + s^2 (H_kk + damping)``.
 
     Args:
-        ends: the integers below and above each weight, [G, C, K] each.
+        low: the integer below each weight, [G, C, K].
+        high: the integer above each weight, [G, C, K].
         integers: q, the rounded weights, [G, C, K]; changed in place.
         slope: half the derivative of the error by q, (q - w) (H + damping); kept up to date.
         products: H of each group, [G, K, K].
@@ -179,7 +180,6 @@ def _sweep(
 
     All arrays but `products` and `fixed` are C-contiguous.
     """
-    low, high = ends
     c_kernel = kernel()
     if c_kernel is not None:
         products = np.ascontiguousarray(products, np.float64)
