@@ -338,22 +338,23 @@ def test_unsuitable_inputs_are_refused_before_observing(key, built, no_pass):
 
 @pytest.fixture
 def auto(command, tmp_path):
-    """(model, images, configuration) -> what was said, the configuration it left."""
+    """(model, images, configuration, strategy) -> what was said, the configuration it left."""
 
-    def call(model, images, text):
+    def call(model, images, text, strategy):
         config, out = tmp_path / "my.cfg", tmp_path / "o"
         config.write_text(text)
         arguments = ("--images", images, "--max-loss", 0.0001, "--ascend-config", config, "-o", out)
-        output = command("ascend", "auto", model, *arguments)
+        output = command("ascend", "auto", model, *arguments, "--strategy", strategy)
         return output, json.loads((out / FINAL).read_text())
 
     return call
 
 
-def test_auto_may_keep_inputs_float(auto, small_cnn, tmp_path):
+@pytest.mark.parametrize("strategy", ["gain", "binary-search"])
+def test_auto_may_keep_inputs_float(strategy, auto, small_cnn, tmp_path):
     """What it leaves in float is neither in the record nor in the final configuration."""
     np.save(tmp_path / "images.npy", DATA)
-    _, config = auto(small_cnn, tmp_path / "images.npy", BOTH)
+    _, config = auto(small_cnn, tmp_path / "images.npy", BOTH, strategy)
     ranked = json.loads((tmp_path / "o" / RANKING).read_text())
     assert {"Add_a:1", "MaxPool_p:0"} <= {entry for entry, _ in ranked}
     records = records_of(tmp_path / "o")
@@ -663,9 +664,10 @@ def test_a_configuration_says_what_is_float(files, run, tmp_path):
     assert "a MatMul weight must be 2-D or 3-D, got 4-D" in out
 
 
-def test_auto_ranks_activation_matmuls_with_layers(auto, files, tmp_path):
+@pytest.mark.parametrize("strategy", ["gain", "binary-search"])
+def test_auto_ranks_activation_matmuls_with_layers(strategy, auto, files, tmp_path):
     text = named("scores", "context")
-    output, config = auto(files, files.with_suffix(".npy"), text)
+    output, config = auto(files, files.with_suffix(".npy"), text, strategy)
     assert "5 layers in int8" in output
     names = ("query", "key", "scores", "value", "context")
     int8_layers = {name for name in names if config[name]["quant_enable"]}

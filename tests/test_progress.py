@@ -365,9 +365,10 @@ def test_commands_show_all_their_phases(
     assert exit_code_of("compare", small_cnn, copy, *feed) == 0
     assert "comparing" in started_phases
     auto = ("ascend", "auto", *model_and_images, "--out", tmp_path / "auto")
+    assert exit_code_of(*auto, "--strategy", "binary-search") == 0
+    assert {"model", "calibration", "ranking the layers", "4 layers in int8"} <= set(started_phases)
     assert exit_code_of(*auto) == 0
-    assert {"model", "calibration", "running the float model"} <= set(started_phases)
-    assert {"trying layers", "4 layers in int8"} <= set(started_phases)
+    assert {"running the float model", "trying layers"} <= set(started_phases)
     assert exit_code_of(*quick_build, "--target", "onnxruntime,tensorrt") == 0
     started_phases.clear()
     assert exit_code_of("explain", tmp_path / "out", *feed[:2]) == 0

@@ -197,6 +197,13 @@ def check(path: Path, model: Path | None) -> None:
     default=0.01,
     help="Loss that is allowed: of top-1 accuracy with labels, else of mean cosine of the outputs.",
 )
+@base.calibration_option(
+    "--strategy",
+    type=click.Choice(["gain", "binary-search"]),
+    default="gain",
+    help="How layers are chosen: gain, by the loss at the outputs, after other searches, DMQ and"
+    " adaptive rounding were tried; binary-search, the first layers of AMCT's ranking.",
+)
 @image_options
 @keep_float_option
 @require_cache_option
@@ -210,17 +217,14 @@ def auto(
     eval_images: str | None,
     labels: Path | None,
     max_loss: float,
+    strategy: str,
     images: ImageArguments,
     keep_float: tuple[str, ...],
     require_cache: bool,
     refresh: bool,
     verbose: bool,
 ) -> None:
-    """Leave as few layers of MODEL in float as --max-loss allows, and write the files.
-
-    Other searches of ranges, DMQ and adaptive rounding are tried first; then the layers that lose
-    most at the outputs stay in float.
-    """
+    """Leave as few layers of MODEL in float as --max-loss allows, and write the files."""
     from deploy.calibration.reuse import CachePolicy
     from deploy.feed.annotations import Annotations
     from deploy.feed.evaluation import BY_FOLDER, apply_labels, read_labels
@@ -238,7 +242,11 @@ def auto(
             f"the loss here is of classes or cosines, got objects in {labels}; calib8 build"
             " --ascend-config judges objects"
         )
-    target = ascend_auto.AscendAutoTarget(config=ascend_config, amct_batch=amct_batch)
+    target = ascend_auto.AscendAutoTarget(
+        config=ascend_config,
+        amct_batch=amct_batch,
+        has_all_searches=strategy == ascend_auto.GAIN,
+    )
     cache_path = out / RECORDS / f"{model.stem}.cache"
     policy = CachePolicy(path=cache_path, require=require_cache, refresh=refresh)
     refuse_refresh_and_reuse(policy)
@@ -260,6 +268,7 @@ def auto(
         evaluation_feed,
         folder=out,
         max_loss=max_loss,
+        strategy=strategy,
         threads=images.threads,
         say=say,
     )

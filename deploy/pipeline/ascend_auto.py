@@ -5,7 +5,7 @@
     model, images --> statistics of all searches --> layers in float, searches, repairs --> files
 
 The ranking, the history and the final configuration are written under AMCT's names and in its
-layout (hicann/amct, common/auto_calibration). The ranking is by each layer's loss at the outputs.
+layout (hicann/amct, common/auto_calibration).
 """
 
 import json
@@ -32,6 +32,7 @@ from deploy.targets.ascend.layer_searches import (
     count_dmq_samples,
     find_best_searches,
     make_search_plan,
+    rank_layers,
     uses_dmq,
 )
 from deploy.targets.ascend.models import write_models
@@ -40,19 +41,28 @@ from deploy.targets.ascend.recipe import Recipe
 from deploy.targets.ascend.record import LayerRecord
 from deploy.targets.ascend.target import Ascend
 from deploy.targets.base import BuildRequest
+from deploy.terminal import phase
 from deploy.tuning.budget import BudgetSearch
 
 RANKING = "accuracy_based_auto_calibration_ranking_information.json"
 HISTORY = "accuracy_based_auto_calibration_record.json"
 FINAL = "accuracy_based_auto_calibration_final_config.json"
 
+GAIN, BINARY = "gain", "binary-search"  # strategies
 _REPAIR_SAMPLES = 64  # calibration samples that repairs are computed and evaluated on
 _SEARCH_SAMPLES = 8  # calibration samples that the search of each layer is chosen on
+_RANKING_SAMPLES = 8  # evaluation samples that layers are ranked on
 
 
 @dataclass(frozen=True, kw_only=True)
 class AscendAutoTarget(Ascend):
-    """The Ascend target with several searches for each layer, unless a configuration decides."""
+    """The Ascend target with several searches for each layer.
+
+    Attributes:
+        has_all_searches: whether there are others than the default, if no configuration decides.
+    """
+
+    has_all_searches: bool = True
 
     def demand(self, subject: CalibrationSubject) -> tuple[Observation, ...]:
         """Return the observations of all searches."""
@@ -85,7 +95,7 @@ class AscendAutoTarget(Ascend):
     @property
     def _searches(self) -> tuple[str, ...]:
         """Names of the searches that layers may have."""
-        return (CONFIGURED,) if self.configured else SEARCHES
+        return SEARCHES if self.has_all_searches and not self.configured else (CONFIGURED,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +129,7 @@ def auto_calibrate(
     *,
     folder: Path,
     max_loss: float,
+    strategy: str,
     threads: int,
     say: Callable[[str], None],
 ) -> AutoCalibration:
@@ -133,6 +144,7 @@ def auto_calibrate(
         evaluation: samples to evaluate on, with `labels` or without.
         folder: output folder.
         max_loss: largest loss, see `deploy.tuning.budget.loss_of`.
+        strategy: `GAIN`, or `BINARY`, which is AMCT's own rule.
         threads: samples or trials that run in parallel.
         say: called with sentences on the progress.
     """
@@ -149,8 +161,14 @@ def auto_calibrate(
             threads=threads,
         )
         # which layers there are: those that are quantized with the default search of each
-        record_plan, _, _, _ = target.quantize(request)
+        record_plan, _, quantized_layers, _ = target.quantize(request)
         records_by_search = target.records(request)
+
+        ranking: list[tuple[str, float]] = []  # (layer, similarity); AMCT's strategy needs it
+        if strategy == BINARY:
+            with phase("ranking the layers"):
+                samples = evaluation.first_samples(_RANKING_SAMPLES)
+                ranking = rank_layers(record_plan.model, quantized_layers, samples, threads=threads)
         # an entry with an index is no layer, but one input of a node such as an Add; it can be left
         # in float too, but is not counted
         node_inputs = [
@@ -172,6 +190,7 @@ def auto_calibrate(
                 _find_nearest_searches, record_plan, records_by_search, feed, threads
             ),
             say=say,
+            ranking=ranking,
         )
         final_request = budget_search.run()
         result = _write_files(target, budget_search, final_request, record_plan)

@@ -9,7 +9,8 @@ those of a build. It differs in what it minimizes, layers in float instead of ti
     other searches for the worst                        those that lose less
     the worst n of them in float                        the least n that holds, by halving
 
-The search ends as soon as the budget holds.
+The search ends as soon as the budget holds. A ranking that is given replaces the losses; then
+nothing but its n worst is tried.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class BudgetSearch:
         general_searches: those of `searches` that all layers can have and that cost no time.
         find_nearest: returns layer -> the search with whose range it is nearest to float.
         say: called with sentences on the progress.
-        ranking: layers with their losses, in the order in which they go to float; empty until they
-            are measured.
+        ranking: layers with their losses, in the order in which they go to float; empty until it
+            is measured.
         history: for each evaluation the layers in float, whether the budget held, and the loss.
         repair_note: sentence on the rounded weights; "" where they were not kept.
     """
@@ -120,6 +121,8 @@ class BudgetSearch:
         base = self._try_searches_everywhere(search)
         if self._check_budget(base):
             return base
+        if self.ranking:  # the user gave it: then AMCT's rule holds, which tries nothing else
+            return self._with_fewest_float_layers(search, base)
 
         # one search for all layers is the user's configuration, which keeps the user's weights
         repaired = self._try_rounding(base, step) if len(self.searches) > 1 else None

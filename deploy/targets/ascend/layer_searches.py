@@ -17,10 +17,13 @@ The error of a search is that of each layer by itself: its int8 twin runs on the
 input of it, so that no error of another layer counts::
 
     float input -+-> layer in float --.
-                 '-> layer in int8 ---+--> mean square of the difference
+                 '-> layer in int8 ---+--> mean square of the difference, or
+                                      '--> similarity, AMCT's ranking: 0.5 + 0.5 * cosine
+
+Source of the ranking: hicann/amct, common/auto_calibration.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +37,7 @@ from deploy.feed.parallel import Sample, run_in_order
 from deploy.graph.edit import copy_tensor, extract_nodes
 from deploy.graph.index import Graph
 from deploy.method import Choices
+from deploy.metrics.output_errors import cosine
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.amct_calibration import CalibrationRecord, RecordPlan
 from deploy.targets.ascend.config_keys import ActivationParams, QuantConfig
@@ -47,6 +51,7 @@ from deploy.targets.ascend.quant_layer import (
 from deploy.targets.ascend.record import (
     Records,
 )
+from deploy.tensors import Array
 from deploy.terminal import phase
 
 CONFIGURED, _UNCLIPPED, _HFMG = "as configured", "nothing clipped", "hfmg"
@@ -183,6 +188,25 @@ def make_search_plan(default: RecordPlan, search: str) -> RecordPlan:
     return replace(plan, config=apply_searches(default.config, search_by_layer))
 
 
+def rank_layers(
+    model: onnx.ModelProto, layers: QuantLayers, samples: Sequence[Sample], *, threads: int
+) -> list[tuple[str, float]]:
+    """Return (layer name, similarity in [0, 1]) of all layers, worst first; ties in model order.
+
+    Raises:
+        BackendError: ONNX Runtime refused a model.
+    """
+    similarities = _compare_outputs(similarity, model, layers, samples, threads=threads)
+    return sorted(similarities.items(), key=lambda entry: entry[1])
+
+
+def similarity(float_output: Array, int8_output: Array) -> float:
+    """Return 0.5 + 0.5 * cosine; 1 if the original is all zero, 0 if only the other is."""
+    if not float_output.any():
+        return 1.0
+    return 0.5 + 0.5 * cosine(float_output, int8_output) if int8_output.any() else 0.0
+
+
 def find_best_searches(
     model: onnx.ModelProto,
     graph: LayerGraph,
@@ -237,10 +261,28 @@ def measure_layer_errors(
 ) -> dict[str, float]:
     """Return layer name -> mean square of the difference between its int8 and float outputs.
 
-    Each layer's twin, a model of the int8 layer alone, reads the float model's own input of it.
-
     Raises:
         BackendError: ONNX Runtime refused a model.
+    """
+    return _compare_outputs(_mean_square_error, model, layers, samples, threads=threads)
+
+
+def _mean_square_error(float_output: Array, int8_output: Array) -> float:
+    difference = (int8_output - float_output).astype(np.float64)
+    return float(np.mean(difference**2))
+
+
+def _compare_outputs(
+    compare: Callable[[Array, Array], float],
+    model: onnx.ModelProto,
+    layers: QuantLayers,
+    samples: Sequence[Sample],
+    *,
+    threads: int,
+) -> dict[str, float]:
+    """Return layer name -> the mean over samples of `compare(float output, int8 output)`.
+
+    Each layer's twin, a model of the int8 layer alone, reads the float model's own input of it.
     """
     index = Graph(model)
     twins = {name: _open_twin(model, index, quant_layer) for name, quant_layer in layers.items()}
@@ -250,26 +292,25 @@ def measure_layer_errors(
         tapped_tensors.update((quant_layer.layer.output, *quant_layer.layer.activations))
     graph_inputs = {value.name for value in model.graph.input}
     tap = Tap(model, sorted(tapped_tensors - graph_inputs))
-    errors_by_layer: dict[str, list[float]] = {name: [] for name in layers}
+    results_by_layer: dict[str, list[float]] = {name: [] for name in layers}
 
     def run_sample(_worker: int, _number: int, sample: Sample) -> dict[str, float]:
-        """Return layer name -> its error on one sample."""
+        """Return layer name -> the result of `compare` on one sample."""
         float_tensors = {**sample, **tap.run(sample)}
-        sample_errors = {}
+        sample_results = {}
         for name, quant_layer in layers.items():
             layer = quant_layer.layer
             inputs = {tensor: float_tensors[tensor] for tensor in layer.activations}
             int8_output = twins[name].run(inputs)[layer.output]
-            difference = (int8_output - float_tensors[layer.output]).astype(np.float64)
-            sample_errors[name] = float(np.mean(difference**2))
-        return sample_errors
+            sample_results[name] = compare(float_tensors[layer.output], int8_output)
+        return sample_results
 
-    def collect(_number: int, sample_errors: dict[str, float]) -> None:
-        for name, error in sample_errors.items():
-            errors_by_layer[name].append(error)
+    def collect(_number: int, sample_results: dict[str, float]) -> None:
+        for name, result in sample_results.items():
+            results_by_layer[name].append(result)
 
     run_in_order(samples, run_sample, collect, threads=threads)
-    return {name: float(np.mean(errors)) for name, errors in errors_by_layer.items()}
+    return {name: float(np.mean(results)) for name, results in results_by_layer.items()}
 
 
 def _open_twin(model: onnx.ModelProto, index: Graph, quant_layer: QuantLayer) -> OrtSession:
