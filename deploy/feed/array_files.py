@@ -30,7 +30,6 @@ from deploy.feed.arrays import (
     ArraySource,
     SampleCounter,
     arrays_by_input,
-    conversion_notes,
     count_samples,
     with_batch,
 )
@@ -87,7 +86,6 @@ def open_array_file(path: Path, specs: Specs) -> ArraySource:
     counter.add(contents.item, name)
     if not counter.total:
         raise FeedError(f"{name} must hold samples, got none")
-    notes = tuple(conversion_notes(contents.item, specs))
     return ArraySource(
         specs=counter.specs,
         items=[contents.item],
@@ -95,7 +93,6 @@ def open_array_file(path: Path, specs: Specs) -> ArraySource:
         batch=counter.batch,
         name=name,
         labels=contents.labels,
-        notes=notes,
     )
 
 
@@ -223,7 +220,6 @@ def _open_items(
     """
     counter = SampleCounter(specs)
     labels: list[int] = []
-    notes: set[str] = set()
     for item_paths in paths:
         file_names = " and ".join(printable_name(path.name) for path in item_paths.values())
         try:
@@ -235,7 +231,6 @@ def _open_items(
             counter.add_unread()
         else:
             labels += contents.labels or ()
-            notes.update(conversion_notes(contents.item, specs))
 
     total = counter.total
     if not total:
@@ -247,7 +242,6 @@ def _open_items(
         batch=counter.batch,
         name=name,
         labels=tuple(labels) if len(labels) == total else None,  # only if every sample has one
-        notes=tuple(sorted(notes)),
         item_names=tuple(map(printable_name, item_names)),
     )
 

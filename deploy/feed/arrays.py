@@ -338,16 +338,6 @@ def fit_array(array: Array, spec: TensorSpec) -> Array:
     return values
 
 
-def conversion_notes(item: Item, specs: Specs) -> list[str]:
-    """Return a note for each input whose arrays need a conversion, see `fit_array`."""
-    notes = []
-    for spec in specs:
-        dtype = item[spec.name].dtype
-        if dtype.name != spec.dtype:
-            notes.append(f"arrays of {spec.name} are converted from {dtype} to {spec.dtype}")
-    return notes
-
-
 _AXIS_ORDERS = ((0, 3, 1, 2), (0, 2, 3, 1))  # move the channels to the front, and to the end
 
 

@@ -26,7 +26,7 @@ from deploy.feed.array_files import (
     open_array_files,
     open_array_folder,
 )
-from deploy.feed.arrays import ArraySource, conversion_notes, count_samples
+from deploy.feed.arrays import ArraySource, count_samples
 from deploy.feed.batch_axis import AUTO, mark_first_axes, rows_of_run
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.images import printable_name, summarize_names
@@ -284,9 +284,8 @@ class _SourceOpener:
         # zeros that stand for every sample, since all have one shape and dtype
         sample = {spec.name: np.zeros((1, *sample_shape), file_spec.dtype)}
         count_samples(sample, self.specs, f"each sample of {arrays.name}")
-        notes = (*arrays.notes, *conversion_notes(sample, self.specs))
         batch = rows_of_run(self.specs)
-        return self._create_feed(replace(arrays, specs=self.specs, batch=batch, notes=notes))
+        return self._create_feed(replace(arrays, specs=self.specs, batch=batch))
 
     def _open_images(self, files: SourceFiles) -> Feed:
         """Return the feed of images, or of a video: by default of one frame a second."""

@@ -26,7 +26,6 @@ from deploy.feed.arrays import (
     Specs,
     arrays_by_input,
     as_array,
-    conversion_notes,
     count_samples,
     with_batch,
 )
@@ -176,7 +175,6 @@ def open_iterable(
     items: list[Item] | ItemStore = [] if is_in_memory else ItemStore()
     counter = SampleCounter(specs)
     unused_values = _UnusedValues()
-    notes: dict[str, None] = {}  # each note once, in order
     for index, value in enumerate(source):
         item_name = f"item {index} of {name}"
         matched = match_inputs(value, specs, item_name)
@@ -184,7 +182,6 @@ def open_iterable(
         sample_count = counter.add(item, item_name)
         unused_values.add(matched, sample_count)  # which may be labels
         items.append(item)
-        notes |= dict.fromkeys(conversion_notes(item, specs))
         # a source that ends is read completely: the samples are chosen among all of them
         if not has_end and _is_enough(counter.total, limit, name):
             break
@@ -195,10 +192,10 @@ def open_iterable(
     if not total:
         raise FeedError(f"{name} must give samples, got none")
     labels = unused_values.labels(counter.total)  # of all samples that were read
-    all_notes = [*notes, *unused_values.notes()]
+    notes = list(unused_values.notes())
     if not is_in_memory:
         first = "the first " if total == limit and not has_end else ""
-        all_notes.append(f"{name} was read once into a temporary file ({first}{total} samples)")
+        notes.append(f"{name} was read once into a temporary file ({first}{total} samples)")
     return ArraySource(
         specs=counter.specs,
         items=items,
@@ -206,7 +203,7 @@ def open_iterable(
         batch=counter.batch,
         name=name,
         labels=None if labels is None else labels[:total],
-        notes=tuple(all_notes),
+        notes=tuple(notes),
     )
 
 
