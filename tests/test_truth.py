@@ -425,10 +425,6 @@ def test_boxes_are_scaled_to_other_pictures(build, detector, pictures, annotatio
     for folder in (pictures, larger):
         _, _, report = build(detector, *options, folder)
         precisions.append(report["engines"][1]["accuracy"]["precision"]["reference_50"])
-        message = (
-            "20 of 20 evaluation images differ in size, but not in shape, from their annotations"
-        )
-        assert any(message in note for note in report["notes"]) == (folder == larger)
     assert precisions[1] == pytest.approx(precisions[0], abs=0.1) and precisions[1] > 0.3
 
 

@@ -229,12 +229,9 @@ def apply_labels(
     for name in evaluation.names:
         labels.find_objects(name)  # raises if the image is not annotated
     sizes = _find_image_sizes(labels, evaluation)
-    notes = (
-        _note_scaled_boxes(labels, sizes, evaluation.count),
-        _note_unlabelled(labels, evaluation),
-    )
+    note = _note_unlabelled(labels, evaluation)
     objects = _ObjectsInInput(labels, evaluation, sizes)
-    return GroundTruth(objects.of_sample, labels.categories, tuple(filter(None, notes)))
+    return GroundTruth(objects.of_sample, labels.categories, (note,) if note else ())
 
 
 def _order_labels(lines: FileList, image_names: Iterable[str]) -> Sequence[int]:
@@ -269,19 +266,6 @@ def _order_labels(lines: FileList, image_names: Iterable[str]) -> Sequence[int]:
                 " the order of the images"
             )
     return [label_by_name[name] for name in image_keys]
-
-
-def _note_scaled_boxes(
-    annotations: Annotations, sizes: Mapping[str, Size], image_count: int
-) -> str:
-    """Return a note on boxes that were scaled, although their file says a size; "" without any."""
-    scaled_count = sum(annotations.find_objects(name).size is not None for name in sizes)
-    if not scaled_count:
-        return ""
-    return (
-        f"{scaled_count} of {image_count} evaluation images differ in size, but not in shape, from"
-        " their annotations; their boxes were scaled accordingly"
-    )
 
 
 def _note_unlabelled(annotations: Annotations, evaluation: Feed) -> str:

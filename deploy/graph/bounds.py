@@ -164,7 +164,7 @@ class _Propagation:
         op_type = node.op_type
         if op_type not in ("Add", "Sub", "Mul", "Div"):
             return None
-        scalar = self._scalar_operand(tensor, node)
+        scalar = self.graph.scalar_operand(tensor, node)
         if scalar is None or (scalar == 0 and op_type in ("Mul", "Div")):
             return None
         if op_type in ("Sub", "Div") and node.input[0] != tensor:  # 2 - x or 2 / x
@@ -204,7 +204,7 @@ class _Propagation:
     def _amplifies(self, node: onnx.NodeProto, tensor: str) -> bool:
         """Whether a reader of a tensor is a Log, a square root or a division by it."""
         if node.op_type == "Pow":
-            power = self._scalar_operand(tensor, node)
+            power = self.graph.scalar_operand(tensor, node)
             return power is None or power < 1
         if node.op_type == "Div":
             return bool(node.input[1] == tensor)
@@ -231,7 +231,7 @@ class _Propagation:
         for name in gate.input:
             erf = self.graph.find_producer(name, "Erf")
             if erf is not None:
-                return erf if self._scalar_operand(name, gate) == 1.0 else None
+                return erf if self.graph.scalar_operand(name, gate) == 1.0 else None
         return None
 
     def _floor_of(self, tensor: str, gate_input: str, gate_floor: float) -> Bounds:
@@ -261,7 +261,7 @@ class _Propagation:
         if node is None:
             return tensor, 1.0, 0.0
         for name in node.input[:2]:
-            scalar = self._scalar_operand(name, node)  # None if `name` is the scalar itself
+            scalar = self.graph.scalar_operand(name, node)  # None if `name` is the scalar itself
             if scalar is None:
                 continue
             if node.op_type == "Mul":
@@ -271,11 +271,6 @@ class _Propagation:
             if node.op_type == "Add":
                 return name, 1.0, scalar
         return tensor, 1.0, 0.0
-
-    def _scalar_operand(self, tensor: str, node: onnx.NodeProto) -> float | None:
-        """Return the scalar operand of a node on a tensor, whatever its rank; None without one."""
-        operands = other_inputs(node, tensor)
-        return self.graph.scalar(operands[0]) if len(operands) == 1 else None
 
 
 class RangeLimits(NamedTuple):
