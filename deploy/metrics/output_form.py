@@ -173,7 +173,7 @@ def _choose_measures(
 ) -> dict[OutputSlice, Array | None]:
     """Return how the slices of an output are measured: slice -> mean to subtract first, or None.
 
-    Slices that have scores of the same cells are weighted by these (their field `at`).
+    Slices that have scores of the same cells are weighted by these (`OutputSlice.cell_scores`).
 
     Args:
         slices: of an output that no task reads.

@@ -183,32 +183,21 @@ class Columns:
         return table[:, self.start : self.stop]
 
 
-def read_columns(levels: Sequence[Columns], outputs: Outputs) -> Floats:
+def read_columns(
+    levels: Sequence[Columns], outputs: Outputs, row_count: int | None = None
+) -> Floats:
     """Return the columns [A, n] of all levels of one sample, below each other.
+
+    `row_count`: number of rows A that they must have; None for any.
 
     Raises:
         OtherShapeError: an output has another shape, or levels have different widths.
     """
     tables = [columns.of(outputs) for columns in levels]
-    if len({table.shape[1] for table in tables}) != 1:
+    has_rows = row_count in (None, sum(map(len, tables)))
+    if not has_rows or len({table.shape[1] for table in tables}) != 1:
         raise OtherShapeError
     return np.concatenate(tables, dtype=np.float64)
-
-
-def _read_rows(levels: Sequence[Columns], outputs: Outputs, row_count: int) -> Floats:
-    """Return the columns [A, n] of all levels of one sample, which must be so many rows."""
-    return _check_row_count(read_columns(levels, outputs), row_count)
-
-
-def _check_row_count(table: Floats, row_count: int) -> Floats:
-    """Return the table.
-
-    Raises:
-        OtherShapeError: it has another number of rows.
-    """
-    if len(table) != row_count:
-        raise OtherShapeError
-    return table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,15 +312,15 @@ class RowDecoder:
             OtherShapeError: an output has another shape.
         """
         boxes = self._read_boxes(outputs)
-        scores = _read_rows(self.scores, outputs, len(boxes))
+        scores = read_columns(self.scores, outputs, len(boxes))
         classes = np.zeros((len(boxes), 1))
         if self.numbers:
-            classes = _read_rows(self.numbers, outputs, len(boxes))
+            classes = read_columns(self.numbers, outputs, len(boxes))
         return np.concatenate([boxes, scores, classes], axis=1)
 
-    def _read_boxes(self, outputs: Outputs) -> Floats:
+    def _read_boxes(self, outputs: Outputs, row_count: int | None = None) -> Floats:
         """Return the numbers of the boxes of all rows; the corners of a list in the usual order."""
-        boxes = read_columns(self.box_columns, outputs)
+        boxes = read_columns(self.box_columns, outputs, row_count)
         return boxes[:, ROWS_FIRST] if self.has_rows_first else boxes
 
     def read_scores(self, outputs: Outputs) -> Floats:
@@ -351,7 +340,7 @@ class RowDecoder:
             scores = np.delete(scores, self.background, axis=1)
         if not self.gates:
             return scores
-        gates = _read_rows(self.gates, outputs, len(scores))
+        gates = read_columns(self.gates, outputs, len(scores))
         return scores * activate(gates, self.gate_activation)
 
     def _decode(
@@ -368,17 +357,17 @@ class RowDecoder:
         Raises:
             OtherShapeError: an output has another shape.
         """
-        box_numbers = _check_row_count(self._read_boxes(outputs), row_count)[rows]
+        box_numbers = self._read_boxes(outputs, row_count)[rows]
         coding = CODINGS[self.coding]
         # column, row and stride of each row's cell; codings without cells do not read them
         cells = np.zeros((row_count, 3))
         if coding.uses_cells:
-            if size is None:
+            cells = np.zeros((0, 3)) if size is None else list_cells(self.strides, size)
+            if len(cells) != row_count:
                 raise OtherShapeError
-            cells = _check_row_count(list_cells(self.strides, size), row_count)
         extra = np.zeros((row_count, 0))
         if self.extra:
-            extra = _read_rows(self.extra, outputs, row_count)
+            extra = read_columns(self.extra, outputs, row_count)
         shapes = self._read_shapes(box_numbers, extra[rows], size, outputs)
         return coding.decode(box_numbers, cells[rows]), shapes
 

@@ -152,16 +152,21 @@ def _read_rows(levels: Sequence[Columns], samples: FirstSamples) -> Floats:
 
 
 def _propose_joined(tables: Sequence[_RowTable], samples: FirstSamples) -> Iterator[RowDecoder]:
-    """Propose columns of one output: boxes, an objectness, classes, and what comes after."""
+    """Yield decoders of one output that holds boxes, classes and perhaps more, as its shape allows.
+
+    `tables`: each output as rows (anchors, cells or queries) and columns, in every layout.
+    """
+    # outputs that all are maps, each of another size, are the levels of one detector
     map_sizes = {table.row_count for table in tables if table.columns.layout == MAP}
     has_levels = len(map_sizes) == len(samples.output_names) > 1
     for table in tables:
         if has_levels and table.columns.layout == MAP:
             yield from _split_raw_columns(table)
-        # many more rows than columns, unless they are queries
+        # anchors are many more than the columns; the queries of a DETR may be fewer
         min_count = min(MIN_ROWS_PER_COLUMN * table.width, MIN_QUERIES)
-        if table.columns.layout == ANCHOR_MAP or not table.row_count >= min_count:
+        if table.columns.layout == ANCHOR_MAP or table.row_count < min_count:
             continue
+        # classes of steps or of pixels sum to 1, a detector's rows do not
         values = samples.arrays(table.columns.output)
         if table.width > _BOX and not any(_are_classes(values, axis) for axis in (1, -1, -2)):
             yield from _split_columns(table, samples)

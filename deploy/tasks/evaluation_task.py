@@ -202,10 +202,9 @@ class EvaluationTask(ABC):
 
     @property
     def covered(self) -> tuple[str, ...]:
-        """The outputs of the task."""
-        if hasattr(self, "output"):
-            return (self.output,)
-        return (*getattr(self, "outputs", ()),)
+        """The outputs of the task, and those that it slices."""
+        names = (self.output,) if hasattr(self, "output") else getattr(self, "outputs", ())
+        return tuple(dict.fromkeys((*names, *self.parts)))
 
     @property
     def form(self) -> str:
@@ -281,17 +280,6 @@ class TaskTally(ABC, Generic[T]):
         share = self.figure(figure, kept / total, count, f"{count} {text}")
         return replace(share, kept=kept, counted=total, new=new)
 
-    def figure_of_kept(
-        self, things: str, kept: int, total: int, condition: str, new: int = 0
-    ) -> TaskFigure | None:
-        """Return the share of FP32's things that the candidate keeps; None if it has none.
-
-        `total`: number of FP32's. `condition`: when one is kept, as text.
-        """
-        if not total:
-            return None
-        return self.share(f"{things} kept", kept, total, f"{things} of FP32 {condition}", new)
-
 
 @dataclass(slots=True)
 class PointTally(TaskTally["PointTask"]):
@@ -312,9 +300,11 @@ class PointTally(TaskTally["PointTask"]):
 
     def result(self) -> TaskFigure | None:
         """Return the share of the points; None if FP32 has none."""
+        if not self.points:
+            return None
         things = self.task.things
-        condition = self.task.condition
-        return self.figure_of_kept(things, self.matches, self.points, condition)
+        text = f"{things} of FP32 {self.task.condition}"
+        return self.share(f"{things} kept", self.matches, self.points, text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,10 +165,12 @@ class _IndexTally(TaskTally["Indices"]):
     def result(self) -> TaskFigure | None:
         """Return the share kept; None if FP32 gives nothing, or one value at every place."""
         equal, total, exception = self.place_counts.without_usual() or (0, 0, "")
-        text = f"kept, {self.new} new{exception}"
         kept = equal + self.common_rows
         count = total + self.rows
-        return self.figure_of_kept("indices", kept, count, text, self.new)
+        if not count:
+            return None
+        text = f"indices of FP32 kept, {self.new} new{exception}"
+        return self.share("indices kept", kept, count, text, self.new)
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,23 +94,18 @@ class AlikeOutputs:
             return
         self._first_sample = self._first_sample or reference
         for name, value in reference.items():
-            first_value = self._first_sample[name]
             self.has_floats |= is_floating(value)
-            if _is_numeric(value) and _is_numeric(first_value):
-                self.alike &= _is_alike(first_value, value)
-
-
-def _is_numeric(value: Array) -> bool:
-    """Whether an output is integers or finite; one of text, or with NaN, shows no likeness."""
-    return value.dtype.kind in "iu" or is_floating(value)
+            self.alike &= _is_alike(self._first_sample[name], value)
 
 
 def _is_alike(first_value: Array, value: Array) -> bool:
-    """Whether an output hardly differs from the first sample's."""
+    """Whether an output hardly differs from the first sample's; False for NaN and Inf."""
     if first_value.shape != value.shape:
         return False
     exact = first_value.astype(np.float64)
-    return bool(np.linalg.norm(exact - value) <= MIN_VARIATION * np.linalg.norm(exact))
+    with np.errstate(invalid="ignore"):
+        change = np.linalg.norm(exact - value)
+    return bool(change <= MIN_VARIATION * np.linalg.norm(exact))
 
 
 def image_size(feed: Outputs) -> ImageSize | None:

@@ -198,11 +198,6 @@ class Classes(EvaluationTask):
     tally_type = _ClassTally
 
     @property
-    def covered(self) -> tuple[str, ...]:
-        """The outputs of classes, and the scores of class numbers."""
-        return (*self.outputs, *self.parts)
-
-    @property
     def form(self) -> str:
         """How the outputs are interpreted."""
         counts = " and ".join(str(count) for count in dict.fromkeys(self.counts))
