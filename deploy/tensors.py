@@ -27,6 +27,14 @@ class TensorSpec:
     has_batch: bool | None = field(default=None, compare=False)
 
 
+def fits(sizes: Sequence[int], expected_shape: Sequence[int | str | None]) -> bool:
+    """Return whether sizes are as many as those of a shape, and equal those that it fixes."""
+    if len(sizes) != len(expected_shape):
+        return False
+    pairs = zip(sizes, expected_shape, strict=True)
+    return all(size == expected for size, expected in pairs if isinstance(expected, int))
+
+
 class Session(Protocol):
     """A loaded engine, ready to run."""
 

@@ -23,7 +23,7 @@ from deploy.feed.batch_axis import has_open_first, rows_of_run, without_batch
 from deploy.feed.file_list import RawSample, SampleChangedError, sample_digest
 from deploy.feed.preprocess import describe
 from deploy.feed.temporary_arrays import Item
-from deploy.tensors import Array, TensorSpec
+from deploy.tensors import Array, TensorSpec, fits
 
 Specs = Sequence[TensorSpec]
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")  # names of class numbers beside inputs
@@ -302,14 +302,6 @@ def _is_convertible(dtype: np.dtype[Any], input_dtype: np.dtype[Any]) -> bool:
     if dtype.kind != input_dtype.kind:
         return False
     return dtype.kind in "fi" or np.can_cast(dtype, input_dtype)
-
-
-def fits(sizes: Sequence[int], expected_shape: Sequence[int | str | None]) -> bool:
-    """Return whether sizes are as many as those of a shape, and equal those that it fixes."""
-    if len(sizes) != len(expected_shape):
-        return False
-    pairs = zip(sizes, expected_shape, strict=True)
-    return all(size == expected for size, expected in pairs if isinstance(expected, int))
 
 
 def _take_sample(array: Array, spec: TensorSpec, row: int) -> Array:

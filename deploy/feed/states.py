@@ -25,12 +25,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from deploy.errors import ConfigError, FeedError, counted
-from deploy.feed.arrays import ArraySource, fits
+from deploy.feed.arrays import ArraySource
 from deploy.feed.file_list import RawSample
 from deploy.feed.preprocess import describe
 from deploy.feed.sampling import Choice, spread_evenly
 from deploy.feed.sources import Sample, SampleSource
-from deploy.tensors import Array, Session, TensorSpec
+from deploy.tensors import Array, Session, TensorSpec, fits
 
 States = Mapping[str, str]  # state input -> the output that the next step gets there
 StepFunction = Callable[[Sample], Mapping[str, Array]]

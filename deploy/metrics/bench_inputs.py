@@ -13,7 +13,7 @@ from deploy.files import manifest
 from deploy.files.reading import format_bytes
 from deploy.machine import memory_bytes
 from deploy.tasks.rows import Outputs
-from deploy.tensors import Array, TensorSpec
+from deploy.tensors import Array, TensorSpec, fits
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -130,7 +130,7 @@ def read_calibration_shapes(
         fitting_shapes = {}
         for spec in inputs:
             shape = build.shapes.get(spec.name, ())  # () does not fit
-            if _has_open_dimension(spec) and _fits(spec, shape):
+            if _has_open_dimension(spec) and fits(shape, spec.shape):
                 fitting_shapes[spec.name] = shape
         return fitting_shapes
     return {}
@@ -139,16 +139,6 @@ def read_calibration_shapes(
 def _has_open_dimension(spec: TensorSpec) -> bool:
     """Whether a dimension other than the batch is open."""
     return not all(isinstance(dimension, int) for dimension in spec.shape[1:])
-
-
-def _fits(spec: TensorSpec, shape: Sequence[int]) -> bool:
-    """Whether a shape has the input's fixed dimensions."""
-    if len(shape) != len(spec.shape):
-        return False
-    for dimension, size in zip(spec.shape, shape, strict=True):
-        if isinstance(dimension, int) and dimension != size:
-            return False
-    return True
 
 
 def _choose_shape(
@@ -168,7 +158,7 @@ def _choose_shape(
         else:
             shape.append(1 if axis == 0 else _EXAMPLE_SIZE)
     if user_shape is not None:
-        if not _fits(spec, user_shape) or min(user_shape, default=1) < 1:
+        if not fits(user_shape, spec.shape) or min(user_shape, default=1) < 1:
             raise ConfigError(
                 f"input {spec.name!r} has shape {_shape_text(spec)}, got --shape"
                 f" {_join(user_shape)}"

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from onnx import ModelProto
 
-from deploy.graph.index import PADDED_SUFFIX
+from deploy.graph.index import PADDED_SUFFIX, map_producers
 
 _Q, _DQ = "QuantizeLinear", "DequantizeLinear"
 
@@ -70,14 +70,12 @@ def _find_dequantized(model: ModelProto) -> dict[str, str]:
     The tensor is the input of a QuantizeLinear, or integers that another node computes, such as a
     Resize (nearest) that runs on integers (`deploy.targets.onnxruntime.target`).
     """
-    tensor_by_integers: dict[str, str] = {}
-    for node in model.graph.node:
-        if node.op_type == _Q:
-            tensor_by_integers[node.output[0]] = node.input[0]
-        elif node.op_type != "Constant":
-            tensor_by_integers |= {output: output for output in node.output}
+    producers = map_producers(model.graph.node)
     dequantized_by_tensor = {}
     for node in model.graph.node:
-        if node.op_type == _DQ and node.input[0] in tensor_by_integers:
-            dequantized_by_tensor[tensor_by_integers[node.input[0]]] = node.output[0]
+        producer = producers.get(node.input[0]) if node.op_type == _DQ else None
+        if producer is None or producer.op_type == "Constant":  # no DequantizeLinear, or a weight
+            continue
+        tensor = producer.input[0] if producer.op_type == _Q else node.input[0]
+        dequantized_by_tensor[tensor] = node.output[0]
     return dequantized_by_tensor

@@ -9,7 +9,7 @@ if the length of the list varies. Other detectors: `detector_forms`.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -33,7 +33,6 @@ from deploy.tasks.detector_forms import find_detector, read_extra, slice_detecto
 from deploy.tasks.evaluation_task import (
     BoxExample,
     EvaluationTask,
-    ExampleSelection,
     Form,
     TaskFigure,
     TaskTally,
@@ -243,13 +242,11 @@ class BoxTally(TaskTally["BoxDetection"]):
         reference: number of FP32's boxes.
         common: number of those that the candidate has too.
         new: number of boxes that only the candidate has.
-        examples: the samples to show.
     """
 
     reference: int = 0
     common: int = 0
     new: int = 0
-    examples: ExampleSelection[BoxExample] = field(default_factory=ExampleSelection)
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         """Match the boxes of one sample, count them, and offer them to show."""
@@ -295,15 +292,6 @@ class BoxTally(TaskTally["BoxDetection"]):
         )
         difference = len(lost) + len(new)
         self.examples.offer(example, difference=difference, predictions=len(pairs))
-
-    @property
-    def watched(self) -> frozenset[int]:
-        """Indices of the samples that `shown` may still return."""
-        return self.examples.numbers
-
-    def shown(self) -> tuple[BoxExample, ...]:
-        """Return samples with their boxes, those where most boxes differ first."""
-        return self.examples.result()
 
     def result(self) -> TaskFigure | None:
         """Return the share of FP32's boxes that are kept; None if it has none."""

@@ -233,10 +233,12 @@ class TaskTally(ABC, Generic[T]):
     Attributes:
         task: the task.
         samples: number of samples so far.
+        examples: the samples to show, if the task shows any.
     """
 
     task: T
     samples: int = 0
+    examples: ExampleSelection[Any] = field(default_factory=ExampleSelection)
 
     def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         """Add one sample: arrays with a batch of 1 (or none)."""
@@ -253,11 +255,11 @@ class TaskTally(ABC, Generic[T]):
     @property
     def watched(self) -> frozenset[int]:
         """Indices of the samples that `shown` may still return."""
-        return frozenset()
+        return self.examples.numbers
 
     def shown(self) -> tuple[Example, ...]:
         """Return a few samples to show, those where both models differ most first."""
-        return ()
+        return self.examples.result()
 
     def figure(self, figure: str, value: float, count: str, text: str) -> TaskFigure:
         """Return a figure of the task; the arguments are those of `TaskFigure`."""

@@ -28,7 +28,6 @@ import numpy as np
 from deploy.tasks.evaluation_task import (
     ClassExample,
     EvaluationTask,
-    ExampleSelection,
     Form,
     TaskFigure,
     TaskTally,
@@ -128,7 +127,6 @@ class _ClassTally(TaskTally["Classes"]):
 
     compared: int = 0
     matches: int = 0
-    examples: ExampleSelection[ClassExample] = field(default_factory=ExampleSelection)
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         for name in self.task.outputs:
@@ -164,15 +162,6 @@ class _ClassTally(TaskTally["Classes"]):
         margin = float(reference_scores[reference_class] - reference_scores[candidate_class])
         # `offer` drops a difference of 0; only samples that differ are examples here
         self.examples.offer(example, difference=max(margin, _MIN_DIFFERENCE), predictions=0)
-
-    @property
-    def watched(self) -> frozenset[int]:
-        """Indices of the samples that `shown` may still return."""
-        return self.examples.numbers
-
-    def shown(self) -> tuple[ClassExample, ...]:
-        """Return samples whose class changes, FP32's largest margin first."""
-        return self.examples.result()
 
     def result(self) -> TaskFigure:
         # several outputs of each sample
