@@ -338,14 +338,15 @@ def enlarge_input(source: Array, shape: tuple[int, ...], resize: str) -> Array |
     picture = np.moveaxis(source[0], channel_axis, 2)
     height, width, channels = picture.shape
     scale = shape[1 if has_channels_last else 2] // height
-    if not 2 <= scale <= _MAX_SCALE or channels > _MAX_CHANNELS:
+    sides = (height * scale, width * scale)
+    expected_shape = (1, *sides, channels) if has_channels_last else (1, channels, *sides)
+    if shape != expected_shape or not 2 <= scale <= _MAX_SCALE or channels > _MAX_CHANNELS:
         return None
 
-    size = width * scale, height * scale
-    enlarged = cv2.resize(picture.astype(np.float64), size, interpolation=_RESIZES[resize])
-    enlarged = enlarged.reshape(*size[::-1], channels)  # cv2 drops a single channel
-    output = np.moveaxis(enlarged, 2, channel_axis)[None]
-    return output if output.shape == shape else None
+    exact = picture.astype(np.float64)
+    enlarged = cv2.resize(exact, sides[::-1], interpolation=_RESIZES[resize])
+    planes = enlarged.reshape(*sides, channels)  # cv2 drops a single channel
+    return np.asarray(np.moveaxis(planes, 2, channel_axis)[None])
 
 
 SAMPLE_MEAN = "its mean"  # `OutputSlice.subtracted`: the mean over samples

@@ -319,7 +319,10 @@ SIMCC = Form(
 
 
 def find_simcc(samples: FirstSamples) -> SimccPoints | None:
-    """Return the points of two outputs as long as the picture's sides, or a multiple; or None."""
+    """Return the key points of two outputs, [1, K, r W] and [1, K, r H]; None for other outputs.
+
+    They hold a likelihood for each column and row of a picture of W x H, in r steps per pixel.
+    """
     size = samples.picture_size
     names = [*samples.float_outputs]
     if len(names) != 2 or len(samples.names) != 2 or size is None:
@@ -330,7 +333,7 @@ def find_simcc(samples: FirstSamples) -> SimccPoints | None:
         if len(columns_shape) != 3:
             continue
         count = columns_shape[1]
-        steps = columns_shape[2] / width  # per pixel, equal on both axes
+        steps = columns_shape[2] / width  # r, which must be equal on both axes
         rows_shape = (columns_shape[0], count, steps * height)
         if count >= MIN_COUNT and steps >= 1 and samples.outputs[0][rows].shape == rows_shape:
             return SimccPoints((columns, rows), count, max_distance=MAX_SIMCC_PIXELS * steps)
