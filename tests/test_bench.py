@@ -245,13 +245,6 @@ def test_manifest_without_matching_shape_is_ignored(refusal_of, int8_engine, wor
         wording.check(refusal_of(int8_engine))
 
 
-def test_streams_share_the_cores(run, model_a, monkeypatch):
-    monkeypatch.setattr("deploy.analysis.benchmark.usable_cores", lambda: 6)
-    options = ("bench", model_a, "--streams", 3, "--duration", 0, "--warm-up", 0)
-    assert "3 streams at once, 2 threads" in run(*options)[1]
-    assert "3 streams at once, 1 thread" in run(*options, "--threads", 1)[1]
-
-
 def test_short_measurement_warns_and_omits_percentiles(bench_json, model_a):
     assert "10 iterations, so p95" in bench_json(model_a)[1]
     for runs, shown in (

@@ -358,8 +358,8 @@ def test_commands_show_all_their_phases(
     small_cnn, *feed = model_and_images
     short = ("--duration", 0.001, "--warm-up", 0)
     copy = shutil.copy(small_cnn, tmp_path / "other.onnx")
-    assert exit_code_of("bench", copy, "--against", small_cnn, *feed, *short, "--streams", 2) == 0
-    assert {"loading", "accuracy", "latency", "streams"} <= set(started_phases)
+    assert exit_code_of("bench", copy, "--against", small_cnn, *feed, *short) == 0
+    assert {"loading", "accuracy", "latency"} <= set(started_phases)
     assert exit_code_of("bench", copy, *short, "--batch", "1,2", "--profile") == 0
     assert {"batch 1", "batch 2", "kernels"} <= set(started_phases)
     assert exit_code_of("compare", small_cnn, copy, *feed) == 0

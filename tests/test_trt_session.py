@@ -8,15 +8,13 @@ import pytest
 from onnx import TensorProto
 
 from deploy.errors import BackendError, ConfigError, SdkMissingError
-from deploy.runtimes.ort import OrtSession
 from deploy.targets.tensorrt import sdk
 from deploy.targets.tensorrt.builder import BuilderSettings, build_engine
 from deploy.targets.tensorrt.cuda import CudaMemory, DeviceBuffer, open_gpu
-from deploy.targets.tensorrt.inspector import throughput
 from deploy.targets.tensorrt.profiles import InputShapeRange
 from deploy.targets.tensorrt.sdk import dtype_of
 from deploy.targets.tensorrt.session import TensorrtSession
-from tests.vendor_models import build_net, parse_nodes, save_net
+from tests.vendor_models import parse_nodes, save_net
 
 BINDINGS = ("cuda-python", "cudart", "pycuda")
 EIGHT, TEN = "8.5.3.1", "10.13.0.35"
@@ -237,17 +235,3 @@ def test_missing_or_broken_bindings_are_named(tensorrt, monkeypatch, tmp_path, w
         with pytest.raises(SdkMissingError) as refusal:
             open_gpu()
         wording.check(refusal.value)
-
-
-def session():
-    model = build_net([("Relu", "x", "y")], {"x": [1, 8]}, {"y": [1, 8]})
-    return OrtSession.open(model.SerializeToString(), threads=1)
-
-
-def test_parallel_sessions_raise_their_errors():
-    feeds = [{"x": np.ones((1, 8), np.float32)}]
-    sessions = [session(), session()]
-    assert throughput(sessions, feeds, warmup_ms=0, duration_s=0.05) > 0
-    assert throughput(sessions, feeds, warmup_ms=0, duration_s=0) > 0
-    with pytest.raises(BackendError):
-        throughput([session()], [{"z": np.ones(3, np.float32)}], duration_s=0)

@@ -1,9 +1,9 @@
-"""Latency of one or two model files, also by batch size, in parallel streams and by kernel.
+"""Latency of one or two model files, also by batch size and by kernel.
 
 ::
 
     files -> sessions -> inputs of each batch -> rounds (deploy.metrics.latency) -> Report
-                                              -> streams, kernels: of the smallest batch
+                                              -> kernels: of the smallest batch
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import onnx
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
-from deploy.errors import BackendError, ConfigError, counted
+from deploy.errors import BackendError, ConfigError
 from deploy.feed.batch_axis import batch_inputs, mark_first_axes
 from deploy.feed.feed import Dataset, FeedSource, preprocessing_notes, to_dataset
 from deploy.feed.model_preprocess import MetadataPreprocess
@@ -27,7 +27,7 @@ from deploy.feed.sampling import Limit
 from deploy.files.reading import read_bytes
 from deploy.frontends.metadata import read_declaration, read_metadata_preprocess
 from deploy.frontends.onnx_reader import model_bytes, parse_model
-from deploy.machine import this_machine, usable_cores
+from deploy.machine import this_machine
 from deploy.metrics import DURATION_S
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.bench_inputs import (
@@ -40,7 +40,6 @@ from deploy.metrics.bench_inputs import (
 )
 from deploy.metrics.kernels import (
     KernelTime,
-    ReportsLayers,
     find_devices,
     read_engine_layers,
     refuse_untimed,
@@ -52,11 +51,10 @@ from deploy.report.figures import compare_with_plan
 from deploy.report.parts import BatchRow, EngineRow
 from deploy.runtimes.openvino import OpenvinoSession
 from deploy.targets import TARGETS, OnnxRuntime, Target
-from deploy.targets.tensorrt.inspector import throughput
 from deploy.tasks import Metric, make_metric
 from deploy.tasks.declarations import Declaration
 from deploy.tensors import Session, TensorSpec
-from deploy.terminal import phase, timed_phase, with_progress
+from deploy.terminal import phase, with_progress
 
 _MAX_LOADS = 3  # the load time is the least of so many
 _LOAD_BUDGET_MS = 200  # an engine is not loaded again after this much time
@@ -75,7 +73,6 @@ def bench(
     shapes: Shapes | None = None,
     seed: int = 0,
     targets: Sequence[Target] = (),
-    streams: int = 1,
     batches: Sequence[int] = (),
     profile: bool = False,
     runtime: str = "onnxruntime",
@@ -98,7 +95,6 @@ def bench(
             build in the engine's folder.
         seed: seed of random inputs.
         targets: targets with options; other targets use their defaults.
-        streams: also measure the throughput of this many parallel sessions.
         batches: measure each of these batch sizes; other figures are those of the smallest.
         profile: also time each kernel, in separate runs.
         runtime: "openvino" runs the engine in OpenVINO too, next to ONNX Runtime.
@@ -168,12 +164,8 @@ def bench(
     # a row of the report for each engine, the reference first
     rows = []
     for label, loaded_engine in engines.items():
-        stream_notes = _measure_streams(
-            loaded_engine, streams, inputs, threads, warmup_ms, duration_s
-        )
         row = _make_row(label, loaded_engine, latencies_by_batch, accuracies.get(label))
-        row = replace(row, kernels=kernels.get(label, ()), notes=(*stream_notes, *row.notes))
-        rows.append(row)
+        rows.append(replace(row, kernels=kernels.get(label, ())))
     if len(rows) > 1:
         rows[0] = replace(rows[0], reference=True)
     file_names = dict.fromkeys(loaded_engine.path.name for loaded_engine in engines.values())
@@ -515,40 +507,6 @@ def _time_kernels(
             p50_ms=latency_by_label[label].run_time.p50,
         )
     return kernels
-
-
-def _measure_streams(
-    engine: _LoadedEngine,
-    stream_count: int,
-    inputs: Feeds,
-    threads: int | None,
-    warmup_ms: float,
-    duration_s: float,
-) -> tuple[str, ...]:
-    """Measure the throughput of parallel sessions; return it as a note, () for a single stream.
-
-    On a CPU the sessions share the cores.
-
-    Args:
-        engine: the engine, which is opened once more for each stream.
-        stream_count: number of sessions.
-        inputs: feeds, used in turn.
-        threads: threads of each session; None divides the cores between them.
-        warmup_ms: warm-up time, not measured.
-        duration_s: measured time.
-    """
-    if stream_count <= 1:
-        return ()
-    stream_threads = threads or max(usable_cores() // stream_count, 1)
-    sessions = [engine.open(threads=stream_threads) for _ in range(stream_count)]
-    with timed_phase("streams", warmup_ms / 1000 + duration_s):
-        rate = throughput(sessions, inputs, warmup_ms=warmup_ms, duration_s=duration_s)
-    streams = f"{stream_count} streams at once"
-    # sessions on a GPU (TensorRT's) report their layers
-    runs_on_cpu = not isinstance(sessions[0], ReportsLayers)
-    if runs_on_cpu:
-        streams += f", {counted(stream_threads, 'thread')} each"
-    return (f"{streams}: {rate:,.0f} inferences a second",)
 
 
 def model_size(path: Path) -> int:

@@ -148,7 +148,7 @@ _SHORT_HELP_OPTIONS = 12
 COMMON = """
 --against --images --preprocess --target --for --prefer --out --eval-images --labels --ranges
 --epochs --effort --max-loss --min-speedup --accept --input --keep-float --qdq --mode --method
---runtime --batch --streams --duration --profile --min-sqnr --strategy --all --model
+--runtime --batch --duration --profile --min-sqnr --strategy --all --model
 --cache --keep-rounding --bits --teacher --checkpoint --limit --soc --require-cache --refresh
 --resume --shard --ascend-config --trt-version --device --amp --threads --force --html --json
 """

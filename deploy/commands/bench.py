@@ -76,13 +76,6 @@ if TYPE_CHECKING:
     "--seed", type=click.IntRange(min=0), default=0, help="Seed of the random inputs."
 )
 @base.measuring_option(
-    "--streams",
-    type=click.IntRange(min=1),
-    default=1,
-    help="Measure the throughput of N sessions at once too, each on a stream of its own; on a CPU"
-    " they share its cores.",
-)
-@base.measuring_option(
     "--batch",
     "batches",
     callback=parse_batches,
@@ -111,7 +104,6 @@ def bench(
     shapes: tuple[str, ...],
     seed: int,
     target_values: TargetValues,
-    streams: int,
     batches: tuple[int, ...],
     profile: bool,
     task: str | None,
@@ -150,7 +142,6 @@ def bench(
         shapes=dict(map(parse_shape, shapes)),
         seed=seed,
         targets=list(starmap(make_target, target_values.items())),
-        streams=streams,
         batches=batches,
         profile=profile,
         task=task,

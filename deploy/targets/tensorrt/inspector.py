@@ -1,4 +1,4 @@
-"""Layers, layer times and throughput of a TensorRT engine.
+"""Layers and layer times of a TensorRT engine.
 
 With detailed profiling verbosity, the engine inspector's JSON gives for each layer its name, kind,
 the format and type of its inputs and, since 8.6, the ONNX nodes that it runs::
@@ -22,16 +22,12 @@ from __future__ import annotations
 
 import json
 import re
-import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from deploy.metrics.kernels import EngineLayer
-from deploy.tensors import Array, Session
 
 if TYPE_CHECKING:
     import tensorrt as trt
@@ -155,48 +151,3 @@ def layer_profiler() -> tuple[trt.IProfiler, list[tuple[str, float]]]:
             times.append((layer_name, float(ms)))
 
     return Listener(), times
-
-
-def throughput(
-    sessions: Sequence[Session],
-    feeds: Sequence[Mapping[str, Array]],
-    *,
-    warmup_ms: float = 200,
-    duration_s: float = 3,
-) -> float:
-    """Return inferences per second of all sessions together, each on its own stream.
-
-    Like trtexec's --infStreams, except that trtexec enqueues one inference ahead and may show more.
-    Latency is not measured: with streams sharing a device it says nothing about one inference.
-
-    Args:
-        sessions: one per stream.
-        feeds: inputs of single inferences, which every session runs in turn, over and over.
-        warmup_ms: inferences before the measured ones take this long.
-        duration_s: the measured inferences take this long.
-
-    Raises:
-        BackendError: a session refused a feed.
-    """
-    _run_all(sessions, feeds, seconds=warmup_ms / 1e3)
-    inferences, seconds = _run_all(sessions, feeds, seconds=duration_s)
-    return inferences / seconds
-
-
-def _run_all(
-    sessions: Sequence[Session], feeds: Sequence[Mapping[str, Array]], *, seconds: float
-) -> tuple[int, float]:
-    """Run one thread per session, each at least once; return (inferences, seconds)."""
-    start = time.perf_counter()
-
-    def run_session(session: Session) -> int:
-        """Run a session until the time is over; return the number of inferences."""
-        count = 0
-        while count == 0 or time.perf_counter() - start < seconds:
-            session.run(feeds[count % len(feeds)])
-            count += 1
-        return count
-
-    with ThreadPoolExecutor(len(sessions)) as pool:
-        counts = list(pool.map(run_session, sessions))  # raises what a session raised
-    return sum(counts), time.perf_counter() - start
