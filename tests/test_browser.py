@@ -65,11 +65,6 @@ def accuracy(name):
 
 
 FLOAT_ROW = parts.EngineRow(label="FP32", reference=True)
-HISTOGRAM = parts.HistogramPart(
-    start=-2.0,
-    width=0.125,
-    counts=tuple(range(64)),
-)
 
 
 def target_part(name, text, tensors):
@@ -92,7 +87,6 @@ def target_part(name, text, tensors):
                 method="percentile",
                 clipped=0.001 * (i % 40),
                 sqnr_db=sqnr_db,
-                histogram=HISTOGRAM if i < 5 else None,
             )
         )
     figures = {"cosine_mean": 0.99, "cosine_min": 0.9, "max_abs_error": 1.0}
@@ -327,12 +321,10 @@ def test_main_sections_open_others_folded(show):
     open_heads = ["Engines", "Splits (4)", "Accuracy", "Worst layers"]
     assert tab.page.evaluate(heads % "section") == open_heads
     assert tab.page.evaluate(heads % "details") == [
-        "Histograms (5)",
         "Notes (5)",
         "Calibration",
         "Nodes",
         "Tensors (40)",
-        "Weights (20)",
         "Files (3)",
     ]
     assert tab.page.evaluate("document.querySelectorAll('main > details[open]').length") == 0

@@ -100,7 +100,6 @@ def full_report(name="logits"):
     )
     scale = Scale(lo=-1, hi=2, amax=2, observed_min=-1.5, observed_max=4, method="entropy")
     (row,) = parts.tensor_rows({name: scale}, clipped={name: 0.01}, layers=(output,))
-    histogram = parts.HistogramPart(start=-1.5, width=2.75, counts=(3, 1))
     split = parts.SplitRow(
         number=1,
         float_layers=2,
@@ -117,7 +116,7 @@ def full_report(name="logits"):
         method="entropy",
         layers=(output,),
         nodes=(parts.NodeRow(name="c", op="Conv"), float_node(name, "Softmax", name)),
-        tensors=(dataclasses.replace(row, histogram=histogram),),
+        tensors=(row,),
         files=(parts.FileRow(role=name, path=name, size_bytes=1000),),
         search=parts.SearchPart(reused=False, probes=3, settled=name, front=(split, exact_split)),
         notes=(f"{name} is noted",),
@@ -293,8 +292,8 @@ def test_html_page_fetches_nothing():
     assert "url(" not in text
     assert "@import" not in text
     assert "http:" not in text
-    # latency in two parts, range, histogram, front with three points
-    assert page.tags.count("svg") == 8
+    # latency in two parts, ranges, front with three points
+    assert page.tags.count("svg") == 7
 
 
 def test_hostile_names_stay_text():

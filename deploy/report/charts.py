@@ -15,13 +15,6 @@ width, so that letters keep their size however narrow the page is::
       /  \:/\:____                 curves: an inner SVG that is stretched
     --0.07--0.08--0.09--
 
-Histograms of the worst tensors and their clip ranges::
-
-             : |                : : clip range
-       .:|:. : |.               bars: counts on a logarithmic scale
-    ___|||||||:||:|:|__.__
-      0       lo        hi
-
 Front of a search, time across and SQNR of the worst output slice up::
 
     exact                    FP32    the float model, at time 1
@@ -44,8 +37,7 @@ from numpy.typing import NDArray
 
 from deploy.errors import counted
 from deploy.report import figures
-from deploy.report.blocks import breakable
-from deploy.report.parts import EngineRow, HistogramPart, TensorRow
+from deploy.report.parts import EngineRow, TensorRow
 from deploy.tuning.plan_file import SplitRow
 
 
@@ -275,99 +267,6 @@ def _curve(samples_ms: Float64Array, axis: _Axis, colour: str) -> str:
         y = _CURVE_HEIGHT - float(height)  # SVG counts downwards from the top
         path += f"L{start:.1f},{y:.1f}L{end:.1f},{y:.1f}"
     return f'<path class="area {colour}" d="{path}L{_CURVE_WIDTH},{_CURVE_HEIGHT}Z"/>'
-
-
-_HIST_WIDTH, _HIST_HEIGHT, _HIST_TOP, _HIST_FLOOR = 320, 104, 14, 86
-_SIDE = 6  # margin beside the axis
-_MAX_OUTSIDE = 0.3  # a range's end further outside the observed values, relative to them, is cut
-
-
-def histogram_figure(row: TensorRow, part: HistogramPart) -> str:
-    """Return a tensor's name, its histogram, and its ranges as text."""
-    caption = breakable("; ".join(_range_texts(row)))
-    name = f"<b>{breakable(row.name)}</b>"
-    return f"<figure>{name}{histogram(row, part)}<figcaption>{caption}</figcaption></figure>"
-
-
-def _range_texts(row: TensorRow) -> Iterator[str]:
-    """Yield as text a tensor's clip range, what it clips, and its SQNR."""
-    yield f"kept {_span(row.lo, row.hi)} by {row.method}"
-    if row.clipped is not None:
-        yield f"{figures.percent(row.clipped)} clipped"
-    if row.sqnr_db is not None:
-        yield figures.decibels(row.sqnr_db)
-
-
-def _span(lo: float, hi: float) -> str:
-    """Return a range as text, such as "-1 to 3.5", or one sign for both ends if they are equal."""
-    if lo == -hi:
-        return f"\N{PLUS-MINUS SIGN}{figures.real(hi)}"
-    return f"{figures.real(lo)} to {figures.real(hi)}"
-
-
-def histogram(row: TensorRow, part: HistogramPart) -> str:
-    """Draw one tensor's bars with the ends of its range; "" if they are not finite."""
-    axis = _histogram_axis(row)
-    if not (math.isfinite(axis.lo) and math.isfinite(axis.hi)):
-        return ""
-
-    body = (
-        _histogram_bars(row, part, axis)
-        + _floor_line(_HIST_WIDTH, _HIST_FLOOR)
-        + _vertical_line("zero", f"{axis.position(0):.1f}", _HIST_FLOOR, _HIST_FLOOR + 4)
-    )
-    for end in (row.lo, row.hi):
-        if axis.lo <= end <= axis.hi:  # a far end is not drawn
-            body += _vertical_line("clip", f"{axis.position(end):.1f}", 2, _HIST_FLOOR)
-    label_y = str(_HIST_HEIGHT - 3)
-    body += _text("", "0", label_y, figures.real(axis.lo))
-    body += _text("end", str(_HIST_WIDTH), label_y, figures.real(axis.hi))
-
-    return drawing(_HIST_WIDTH, _HIST_HEIGHT, f"Histogram of {row.name}", body, "hist")
-
-
-def _histogram_axis(row: TensorRow) -> _Axis:
-    """Return an axis of the observed values, zero, and the range's ends that are not far."""
-    lo = min(row.observed_min, 0.0)
-    hi = max(row.observed_max, 0.0)
-    max_outside = _MAX_OUTSIDE * (hi - lo)
-    if row.lo >= lo - max_outside:
-        lo = min(lo, row.lo)
-    if row.hi <= hi + max_outside:
-        hi = max(hi, row.hi)
-    if hi <= lo:
-        lo = lo - 1.0
-        hi = hi + 1.0
-    return _Axis(lo, hi, start=_SIDE, length=_HIST_WIDTH - 2 * _SIDE)
-
-
-def _histogram_bars(row: TensorRow, part: HistogramPart, axis: _Axis) -> str:
-    """Draw kept and clipped values in two colours: those of a bar by its middle.
-
-    Args:
-        row: the tensor, with its observed extremes and its clip range, which always holds 0.
-        part: its histogram.
-        axis: where values lie in the drawing.
-    """
-    max_log_count = math.log1p(max(part.counts))
-    path_by_kind = {"kept": "", "cut": ""}
-    for index, count in enumerate(part.counts):
-        if not count:
-            continue
-        height = (_HIST_FLOOR - _HIST_TOP) * math.log1p(count) / max_log_count
-        # the first and the last bar are cut off at the observed extremes
-        bar_start = max(part.start + index * part.width, row.observed_min)
-        bar_end = min(part.start + (index + 1) * part.width, row.observed_max)
-        middle = (bar_start + bar_end) / 2
-        kind = "kept" if min(row.lo, 0.0) <= middle <= max(row.hi, 0.0) else "cut"
-        x = axis.position(bar_start)
-        width = max(axis.position(bar_end) - x, 1.0)
-        path_by_kind[kind] += f"M{x:.1f},{_HIST_FLOOR}v-{height:.1f}h{width:.1f}V{_HIST_FLOOR}z"
-    paths = ""
-    for kind, path in path_by_kind.items():
-        if path:
-            paths += f'<path class="{kind}" d="{path}"/>'
-    return paths
 
 
 _FRONT_HEIGHT, _FRONT_FLOOR_Y = 180, 146  # in px

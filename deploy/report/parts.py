@@ -155,21 +155,6 @@ class NodeRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HistogramPart:
-    """Histogram of a tensor in adjacent bars.
-
-    Attributes:
-        start: lower edge of the first bar, in real units.
-        width: width of every bar; 0 if all values equal `start`.
-        counts: number of values per bar.
-    """
-
-    start: float
-    width: float
-    counts: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRow:
     """One calibrated tensor, in real units.
 
@@ -183,7 +168,6 @@ class TensorRow:
         method: calibration method that found the range.
         clipped: share of values outside [lo, hi], 0 to 1; None if unknown.
         sqnr_db: of the tensor in the engine, against the float model's; None if not measured.
-        histogram: of its values; only a target's worst tensors have one.
     """
 
     name: str
@@ -195,7 +179,6 @@ class TensorRow:
     method: str
     clipped: float | None = None
     sqnr_db: float | None = None
-    histogram: HistogramPart | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,4 @@
-"""Rows of a report: histograms and clip ranges of tensors, float nodes; worst first.
-
-Histograms are summed into a few bars of equal width without losing counts.
+"""Rows of a report: clip ranges of tensors, and float nodes; worst first.
 
 Float nodes are grouped by operator and reason: first those that would cost most in int8, last shape
 arithmetic.
@@ -8,78 +6,22 @@ arithmetic.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from calibrators.amct.hfmg import HfmgHistogram
-from calibrators.amct.ifmr import IfmrHistogram
-from calibrators.histogram import Histogram, close_range
+from calibrators.histogram import Histogram
 from calibrators.scales import Scale
-from calibrators.statistics import Recorder
 from deploy.calibration.calibration_result import CalibrationResult
 from deploy.graph.bounds import UNLIMITED, RangeLimits
 from deploy.metrics.output_errors import OutputAccuracy, sqnr_sort_key
 from deploy.report.parts import (
-    HistogramPart,
     TargetPart,
     TensorRow,
     tensor_rows,
 )
 from deploy.targets.base import BuildResult
 from deploy.tuning.reasons import NOISE, TIME, reason_kind, reason_sqnr_db
-
-MAX_BARS = 64  # of a histogram
-
-
-def histogram_part(recorder: Recorder) -> HistogramPart | None:
-    """Return a recorder's histogram in at most `MAX_BARS`; None if it has none or is empty."""
-    if isinstance(recorder, Histogram):
-        return _sum_bins(recorder.signed(), recorder.edges())
-    if isinstance(recorder, HfmgHistogram) and recorder.counts is not None:
-        edges = np.linspace(*recorder.extremes, recorder.counts.size + 1)
-        return _sum_bins(recorder.counts, edges)
-    if not isinstance(recorder, IfmrHistogram):
-        return None
-    if recorder.stored_values is not None:  # few values are not counted in bins yet
-        return _sum_bins(*np.histogram(recorder.stored_values.astype(np.float64), MAX_BARS))
-    # bins as those of `Histogram`, but finer: equal ones on both sides of 0, and one around it
-    bins_per_side = recorder.counts.size // 2
-    indices = np.concatenate([np.arange(-bins_per_side, 0), np.arange(1, bins_per_side + 1)])
-    edges = indices * (recorder.full_range / bins_per_side)
-    return _sum_bins(close_range(recorder.counts)[1:-1], edges)
-
-
-def _sum_bins(
-    counts: NDArray[np.integer[Any]], edges: NDArray[np.floating[Any]]
-) -> HistogramPart | None:
-    """Return a histogram whose bins are summed into a few bars; None if it is empty.
-
-    Args:
-        counts: [n], of each bin.
-        edges: [n + 1], of the bins, ascending.
-    """
-    occupied_bins = np.flatnonzero(counts)
-    if not occupied_bins.size:
-        return None
-    start = float(edges[occupied_bins[0]])
-    end = float(edges[occupied_bins[-1] + 1])
-    if start == end:  # of equal values
-        return HistogramPart(start=start, width=0.0, counts=(int(counts.sum()),))
-
-    # bars begin at edges of bins, so that none is split but the bin around 0, which may be wider
-    bin_width = float(edges[1] - edges[0])
-    bins_in_span = round((end - start) / bin_width)
-    bins_per_bar = -(-bins_in_span // MAX_BARS)  # rounded up
-    bar_count = -(-bins_in_span // bins_per_bar)
-    width = bins_per_bar * bin_width
-    middles = (edges[:-1] + edges[1:]) / 2
-    sums, _ = np.histogram(middles, bar_count, (start, start + bar_count * width), weights=counts)
-    return HistogramPart(start=start, width=width, counts=tuple(sums.astype(np.int64).tolist()))
-
 
 Row = TypeVar("Row", TensorRow, OutputAccuracy)
 
@@ -101,39 +43,24 @@ def _sqnr_order(sqnr_db: float | None) -> tuple[bool, float]:
     return False, sqnr_sort_key(sqnr_db)
 
 
-MAX_HISTOGRAMS = 24  # tensors of a target whose histogram is drawn
-
-
 def clip_rows(
     calibration: CalibrationResult, result: BuildResult, layers: Sequence[OutputAccuracy]
 ) -> tuple[TensorRow, ...]:
-    """Return a row for each range of a target, the `MAX_HISTOGRAMS` worst with their histogram.
+    """Return a row for each range of a target, with the share of values that it clips.
 
-    The worst have the largest error, and of those without a measured error the most clipped values.
-    A range that a tensor inherits from another one, as a pool's output does, has neither a clipped
-    share nor a histogram; nor has one whose statistic of the values is not stored.
+    The share is unknown for a range that a tensor inherits from another one, as a pool's output
+    does, and for one whose histogram is not stored.
 
     Args:
         calibration: the calibration.
         result: the target's files and ranges.
         layers: inner tensors whose error was measured.
     """
-    recorder_by_tensor = {}
     clipped_by_tensor = {}
-    for tensor, recorder in _range_sources(calibration, result):
-        recorder_by_tensor[tensor] = recorder
-        if isinstance(recorder, Histogram):
-            limits = calibration.subject.range_limits.get(tensor, UNLIMITED)
-            clipped_by_tensor[tensor] = clipped_share(recorder, result.ranges[tensor], limits)
-
-    rows = tensor_rows(result.ranges, clipped=clipped_by_tensor, layers=layers)
-    rows_with_source = [row for row in rows if row.name in recorder_by_tensor]
-    # `worst_first` sorts by the error, and leaves rows of equal or no error in this order
-    rows_with_source.sort(key=lambda row: row.clipped or 0, reverse=True)
-    histograms = {}
-    for row in worst_first(rows_with_source)[:MAX_HISTOGRAMS]:
-        histograms[row.name] = histogram_part(recorder_by_tensor[row.name])
-    return tuple(replace(row, histogram=histograms.get(row.name)) for row in rows)
+    for tensor, histogram in _range_sources(calibration, result):
+        limits = calibration.subject.range_limits.get(tensor, UNLIMITED)
+        clipped_by_tensor[tensor] = clipped_share(histogram, result.ranges[tensor], limits)
+    return tensor_rows(result.ranges, clipped=clipped_by_tensor, layers=layers)
 
 
 def clipped_share(histogram: Histogram, scale: Scale, read_range: RangeLimits) -> float:
@@ -159,22 +86,20 @@ def clipped_share(histogram: Histogram, scale: Scale, read_range: RangeLimits) -
 
 def _range_sources(
     calibration: CalibrationResult, result: BuildResult
-) -> Iterator[tuple[str, Recorder]]:
-    """Yield (tensor, statistic of its values) if its range was found on its own values.
+) -> Iterator[tuple[str, Histogram]]:
+    """Yield (tensor, histogram of its values) if its range was found on its own values.
 
     The range of a pool's output, for instance, comes from the values of its input: it is left out.
     """
     for observation in calibration.observations_by_target.get(result.target, ()):
-        recorder = calibration.ranges.observed.get(observation.key)
+        histogram = calibration.ranges.observed.get(observation.key)
         scale = result.ranges.get(observation.tensor)
-        if recorder is None or scale is None:
+        if not isinstance(histogram, Histogram) or scale is None:
             continue
-        own_extremes = getattr(recorder, "extremes", None)  # not every statistic has them
-        if isinstance(recorder, Histogram):
-            own_extremes = recorder.minimum, recorder.maximum
         # a scale has the extremes of the values that its range was found on
+        own_extremes = (histogram.minimum, histogram.maximum)
         if own_extremes == (scale.observed_min, scale.observed_max):
-            yield observation.tensor, recorder
+            yield observation.tensor, histogram
 
 
 # Operators of shape arithmetic.

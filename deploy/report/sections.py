@@ -55,11 +55,6 @@ _FRONT_TEXT = (
     "Each number is a split that --split builds without a search: time across, FP32's is 1, and"
     " SQNR of the worst part up, where FP32 is exact."
 )
-_HISTOGRAM_TEXT = (
-    "Bars: how often values were seen, by the logarithm. Dashed: the ends of the range that is"
-    " kept; bars of another colour lie beyond, and count as clipped where a reader looks. Each"
-    " drawing has its own scales."
-)
 _BOX_TEXT = (
     "Where both differ most, over what the model sees; class and score at each box, from a score of"
     " {:g}. Green and solid: in both; red and dashed: lost, in FP32 alone; yellow and dotted: new,"
@@ -164,23 +159,6 @@ def _worst_layers(report: Findings) -> Sections:
     if rows:
         table = Table(heads, rows, "tensors", DrawingColumn("range", bars, _RANGE_TEXT))
         yield Section("Worst layers", (table,), folded=False)
-
-
-def _histograms(report: Findings) -> Sections:
-    """Yield the histograms of each target's worst tensors, the worst first."""
-    for target in report.targets:
-        drawings = [
-            charts.histogram_figure(row, row.histogram)
-            for row in worst_first(target.tensors)
-            if row.histogram is not None
-        ]
-        if drawings:
-            body = (
-                f'<p class="sub">{_HISTOGRAM_TEXT}</p>\n'
-                f'<div class="histograms">{"".join(drawings)}</div>'
-            )
-            title = f"Histograms{target_suffix(report, target.name)}"
-            yield Section(title, (Drawing(body),), len(drawings))
 
 
 def _notes(report: Findings) -> Sections:
@@ -536,7 +514,6 @@ SECTIONS: tuple[Callable[[Findings], Sections], ...] = (
     _accuracy,
     _examples,
     _worst_layers,
-    _histograms,
     _views,
     _notes,
     _calibration,
