@@ -164,8 +164,14 @@ def bench(
     # a row of the report for each engine, the reference first
     rows = []
     for label, loaded_engine in engines.items():
-        row = _make_row(label, loaded_engine, latencies_by_batch, accuracies.get(label))
-        rows.append(replace(row, kernels=kernels.get(label, ())))
+        row = _make_row(
+            label,
+            loaded_engine,
+            latencies_by_batch,
+            accuracies.get(label),
+            kernels.get(label, ()),
+        )
+        rows.append(row)
     if len(rows) > 1:
         rows[0] = replace(rows[0], reference=True)
     file_names = dict.fromkeys(loaded_engine.path.name for loaded_engine in engines.values())
@@ -182,6 +188,7 @@ def _make_row(
     engine: _LoadedEngine,
     latencies_by_batch: Mapping[int | None, Mapping[str, Latency]],
     accuracy: Accuracy | None,
+    kernels: tuple[KernelTime, ...],
 ) -> EngineRow:
     """Return the report's row of an engine; its latency is that of the smallest batch.
 
@@ -191,6 +198,7 @@ def _make_row(
         latencies_by_batch: batch size (the smallest first; None for the model's own) -> label of an
             engine -> its latency.
         accuracy: of the engine; None for the reference, or without images.
+        kernels: of the engine, with their times; () if they were not timed.
     """
     latency_by_label = next(iter(latencies_by_batch.values()))
     return EngineRow(
@@ -201,6 +209,7 @@ def _make_row(
         threads=engine.session.threads,
         latency=latency_by_label[label],
         sweep=_make_batch_rows(label, latencies_by_batch),
+        kernels=kernels,
         accuracy=accuracy,
         ran=compare_with_plan(read_engine_layers(engine.session)),
         notes=tuple(_output_notes(accuracy)),

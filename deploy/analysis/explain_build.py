@@ -88,11 +88,7 @@ def _run_images(
         BackendError: ONNX Runtime refused one of the models.
     """
     int8_model = read_model(runnable)
-    int8_name_by_float = pair_quantized_tensors(loaded.model, int8_model)
-    pairs = {}  # name of an inner tensor of the float model -> its name in the int8 model
-    for name in layers[:_MAX_TENSORS]:
-        if name in int8_name_by_float:
-            pairs[name] = int8_name_by_float[name]
+    pairs = _pair_tensors(loaded, int8_model, layers[:_MAX_TENSORS])
     # the inner tensors become outputs of both models, next to the models' own. The float model has
     # nothing that int8 kernels could run
     float_session = _open(copy_with_outputs(loaded.model, pairs), int8_kernels=True)
@@ -132,17 +128,36 @@ def _run_images(
     channels: list[ChannelLoss] = []
     for name, sums in channel_sums.items():
         channels += sums.worst(name)
-    notes: tuple[str, ...] = ()
-    if not layers:
-        notes = ("channels are not shown: the report has no inner tensor",)
-    elif not pairs:
-        notes = ("channels are not shown: the two models share no inner tensor",)
     return ImageResults(
         samples=worst_images.count,
         images=tuple(worst_images.name_images(feed.names)),
         channels=tuple(channels),
-        notes=notes,
+        notes=tuple(_channel_notes(layers, pairs)),
     )
+
+
+def _pair_tensors(
+    loaded: LoadedModel, int8_model: ModelProto, names: Sequence[str]
+) -> dict[str, str]:
+    """Return inner tensor of the float model -> its name in the int8 model, if both have it.
+
+    `names`: the tensors of the float model that are wanted.
+    """
+    int8_name_by_float = pair_quantized_tensors(loaded.model, int8_model)
+    return {name: int8_name_by_float[name] for name in names if name in int8_name_by_float}
+
+
+def _channel_notes(layers: Sequence[str], pairs: Mapping[str, str]) -> Iterator[str]:
+    """Yield a note if no channels can be shown.
+
+    Args:
+        layers: inner tensors of the report.
+        pairs: those of them that both models have.
+    """
+    if not layers:
+        yield "channels are not shown: the report has no inner tensor"
+    elif not pairs:
+        yield "channels are not shown: the two models share no inner tensor"
 
 
 def _derive_feed_form(

@@ -299,8 +299,8 @@ class ClusterRun:
         self._cluster = cluster
         self._feed = feed
         self._job_future: Future | None = None  # the job on the scheduler
-        self._running: dict[Future, Share] = {}
-        self._failures: Counter[Share] = Counter()
+        self._share_by_future: dict[Future, Share] = {}  # the pieces that are submitted
+        self._failure_counts: Counter[Share] = Counter()  # of each piece, for its retries
         self._threads_by_worker: Mapping[str, int] = {}
         self._last_poll = time.monotonic()
         self._last_worker_time = self._last_poll  # when there was a worker
@@ -365,10 +365,10 @@ class ClusterRun:
             Calib8Error: an error on a worker.
         """
         remaining = deque(shares)
-        while remaining or self._running:
+        while remaining or self._share_by_future:
             self._poll_workers()
             threads = max(1, sum(self._threads_by_worker.values()))
-            while remaining and len(self._running) < _PIECES_AHEAD * threads:
+            while remaining and len(self._share_by_future) < _PIECES_AHEAD * threads:
                 self._submit(remaining.popleft())
             yield from self._finished_pieces()
         self._poll_workers(force=True)
@@ -378,8 +378,8 @@ class ClusterRun:
 
         With no task running, the cluster frees the job's data as soon as its future is dropped.
         """
-        if self._running:
-            futures = list(self._running)
+        if self._share_by_future:
+            futures = list(self._share_by_future)
             if self._job_future is not None:
                 futures.append(self._job_future)
             key = self._job.key
@@ -389,7 +389,7 @@ class ClusterRun:
                 call_with_timeout(
                     STOP_S, lambda: client.run(cluster_jobs.stop_job, key, on_error="ignore")
                 )
-        self._running = {}
+        self._share_by_future = {}
         self._job_future = None
 
     def notes(self, piece_count: int) -> tuple[str, ...]:
@@ -441,33 +441,33 @@ class ClusterRun:
             share,
             samples,
             # a new one for each attempt: dask would return the earlier failure for an equal key
-            key=f"{key}-{share.number}-{self._failures[share]}",
+            key=f"{key}-{share.number}-{self._failure_counts[share]}",
             pure=False,
         )
-        self._running[future] = share
+        self._share_by_future[future] = share
 
     def _finished_pieces(self) -> Iterator[tuple[Share, str, bytes]]:
         """Yield the pieces that finish within a tick; submit those again that may pass."""
         from distributed import wait
 
         try:
-            wait(list(self._running), timeout=TICK_S, return_when="FIRST_COMPLETED")
+            wait(list(self._share_by_future), timeout=TICK_S, return_when="FIRST_COMPLETED")
         except TIMEOUT_ERRORS:
             pass
         except Exception as error:  # all futures were cancelled
             raise self._lost_job_error(first_line(error)) from error
-        for future in [future for future in self._running if future.status != "pending"]:
+        for future in [future for future in self._share_by_future if future.status != "pending"]:
             try:
                 worker, result = self._fetch_result(future)
             except TIMEOUT_ERRORS:  # its worker was lost: dask recomputes the piece
                 continue
-            share = self._running.pop(future)
+            share = self._share_by_future.pop(future)
             if not isinstance(result, cluster_jobs.PieceFailure):
                 yield share, worker, result
                 continue
-            if not result.is_temporary or self._failures[share] >= self._cluster.retries:
+            if not result.is_temporary or self._failure_counts[share] >= self._cluster.retries:
                 raise result.error
-            self._failures[share] += 1
+            self._failure_counts[share] += 1
             self._submit(share)
 
     def _fetch_result(self, future: Future) -> tuple[str, bytes | cluster_jobs.PieceFailure]:
@@ -477,7 +477,7 @@ class ClusterRun:
             TimeoutError: the worker was lost before it sent the result; the piece runs again.
             BackendError: the scheduler dropped the piece, or the piece killed several workers.
         """
-        piece = self._running[future]
+        piece = self._share_by_future[future]
         if future.status in ("cancelled", "lost"):
             raise self._lost_job_error(f"piece {piece} taken away")
         try:

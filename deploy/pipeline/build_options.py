@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from inspect import signature
@@ -96,19 +95,31 @@ def check_arguments(function: Callable[_P, _T]) -> Callable[_P, _T]:
         bound = signature(function).bind(*args, **kwargs)
         for name, value in bound.arguments.items():
             if isinstance(value, np.generic):  # a number of numpy, which JSON cannot hold
-                value = bound.arguments[name] = value.item()
-            classes = tuple(_classes_of(types[name]))
-            if os.PathLike in classes and isinstance(value, str):
-                refuse_no_path(value)
-            with suppress(TypeError):  # a protocol, such as Target, has no class to check by
-                if not isinstance(value, classes):
-                    raise ConfigError(
-                        f"{name} must be {function.__annotations__[name]}, got"
-                        f" {type(value).__name__}; help(calib8.{function.__name__}) explains it"
-                    )
+                value = value.item()
+            if not _is_allowed(value, types[name]):
+                raise ConfigError(
+                    f"{name} must be {function.__annotations__[name]}, got"
+                    f" {type(value).__name__}; help(calib8.{function.__name__}) explains it"
+                )
+            bound.arguments[name] = value
         return function(*bound.args, **bound.kwargs)
 
     return checked_function
+
+
+def _is_allowed(value: object, annotation: Any) -> bool:
+    """Whether a value is of a type that an annotation allows.
+
+    Raises:
+        ConfigError: an empty text or an address, where a path is allowed.
+    """
+    classes = tuple(_classes_of(annotation))
+    if os.PathLike in classes and isinstance(value, str):
+        refuse_no_path(value)
+    try:
+        return isinstance(value, classes)
+    except TypeError:  # a protocol, such as Target, has no class to check by
+        return True
 
 
 def _classes_of(annotation: Any) -> Iterator[type]:
