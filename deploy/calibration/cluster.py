@@ -447,7 +447,7 @@ class ClusterRun:
         self._share_by_future[future] = share
 
     def _finished_pieces(self) -> Iterator[tuple[Share, str, bytes]]:
-        """Yield the pieces that finish within a tick; submit those again that may pass."""
+        """Yield the pieces that finish within a tick; submit again those whose failure may pass."""
         from distributed import wait
 
         try:

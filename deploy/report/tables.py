@@ -261,16 +261,18 @@ def _latency(report: Findings) -> Iterator[ComparisonLine]:
     for figure, min_runs in _MIN_RUNS_BY_FIGURE.items():  # p50, p90, ...
         if run_count >= min_runs:
             change = _speed_text(report) if figure == "p50" else ""  # speeds are compared by p50
-            yield _line(f"{name} {figure}", latencies, partial(_time, "latency", figure), change)
+            yield _line(
+                f"{name} {figure}", latencies, partial(_clock_text, "latency", figure), change
+            )
     yield _line(
         "Spread (std / mean)", latencies, lambda latency: f"{latency.latency.cv_percent:.3g} %"
     )
     for label, clock in _DEVICE_CLOCKS.items():
-        yield _line(label, latencies, partial(_time, clock, "p50"))
+        yield _line(label, latencies, partial(_clock_text, clock, "p50"))
     yield _line("Throughput", latencies, lambda latency: figures.rate(latency.throughput_qps))
 
 
-def _time(clock: str, figure: str, latency: Latency) -> str:
+def _clock_text(clock: str, figure: str, latency: Latency) -> str:
     """Return a figure of one clock as text; "-" if the engine was not timed by that clock.
 
     Args:
