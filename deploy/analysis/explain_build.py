@@ -1,19 +1,16 @@
 """Explains a build (`explain`): from its files, and by running images through its models.
 
 With images, the float model and a model with the target's numerics each run every image once.
-Channel figures are sums over all images, so memory does not grow with their number.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
 from onnx import ModelProto
 
 from deploy.analysis.build_reader import (
@@ -24,7 +21,6 @@ from deploy.analysis.build_reader import (
     with_stored_preprocess,
 )
 from deploy.analysis.explanation import (
-    ChannelLoss,
     Explanation,
     ImageLoss,
     ImageResults,
@@ -38,11 +34,8 @@ from deploy.feed.samples import Feed
 from deploy.feed.sampling import Limit
 from deploy.frontends import LoadedModel
 from deploy.frontends.onnx_reader import read_model
-from deploy.graph.edit import copy_with_outputs
-from deploy.graph.index import strip_padded_channels
 from deploy.machine import worker_threads
-from deploy.metrics.layerwise import pair_quantized_tensors
-from deploy.metrics.output_errors import RunningError, sqnr_db, sqnr_sort_key
+from deploy.metrics.output_errors import RunningError, sqnr_sort_key
 from deploy.metrics.output_form import OutputForm, derive_form
 from deploy.pipeline.build_options import check_arguments, open_torch_module
 from deploy.runtimes.ort import OrtSession
@@ -55,27 +48,22 @@ if TYPE_CHECKING:
     from torch import nn
 
 _MAX_IMAGES = 5  # images shown, the worst ones
-_MAX_TENSORS = 5  # inner tensors whose channels are measured, the worst ones
-_MAX_CHANNELS = 3  # channels shown of a tensor
-_SILENT_SHARE = 1e-6  # of a tensor's signal: a channel with less has nothing to lose
 
 
 def _run_images(
     loaded: LoadedModel,
     runnable: Path,
-    layers: Sequence[str],
     feed: Feed,
     *,
     is_native: bool,
     threads: int,
     task: str,
 ) -> ImageResults:
-    """Run images through the float model and a target's; return the worst images and channels.
+    """Run images through the float model and a target's; return the worst images.
 
     Args:
         loaded: the float model.
         runnable: a model with the target's numerics.
-        layers: names of inner tensors, the worst first; channels are measured in the first few.
         feed: the images.
         is_native: whether ONNX Runtime is the target, so that its int8 kernels are used.
         threads: samples that run in parallel; the result does not depend on it.
@@ -88,11 +76,9 @@ def _run_images(
         BackendError: ONNX Runtime refused one of the models.
     """
     int8_model = read_model(runnable)
-    pairs = _pair_tensors(loaded, int8_model, layers[:_MAX_TENSORS])
-    # the inner tensors become outputs of both models, next to the models' own. The float model has
-    # nothing that int8 kernels could run
-    float_session = _open(copy_with_outputs(loaded.model, pairs), int8_kernels=True)
-    int8_session = _open(copy_with_outputs(int8_model, pairs.values()), int8_kernels=is_native)
+    # the float model has nothing that int8 kernels could run
+    float_session = _open(loaded.model, int8_kernels=True)
+    int8_session = _open(int8_model, int8_kernels=is_native)
     output_names = [spec.name for spec in loaded.outputs if spec.dtype != "str"]
     _check_outputs(output_names, int8_model, runnable)
 
@@ -103,61 +89,30 @@ def _run_images(
     metric = Metric(None, task=task, declared=loaded.declaration)
     output_form = _derive_feed_form(feed, run_float_model, metric)
     worst_images = _WorstImages(output_form)
-    channel_sums = {name: ChannelSums() for name in pairs}
 
     def run_models(_worker: int, _number: int, sample: Sample) -> tuple[Outputs, Outputs, Outputs]:
-        """Return (inputs, float tensors, int8 tensors) of a sample."""
-        return sample, float_session.run(sample), int8_session.run(sample)
+        """Return (inputs, float outputs, int8 outputs) of a sample."""
+        int8_outputs = _select(int8_session.run(sample), output_names)
+        return sample, run_float_model(sample), int8_outputs
 
     with phase("running images", len(feed), "samples") as show_progress, feed.samples() as samples:
 
         def add_sample(_number: int, arrays: tuple[Outputs, Outputs, Outputs]) -> None:
             """Add what `run_models` returned for a sample, which has one image or more."""
             length = batch_length(arrays[0], loaded.declaration.batch_inputs)
-            for image, float_tensors, int8_tensors in split_batches(length, *arrays):
+            for image, float_outputs, int8_outputs in split_batches(length, *arrays):
                 if worst_images.count >= feed.count:
                     break  # a fixed last batch repeats the first image to be full
-                float_outputs = _select(float_tensors, output_names)
-                worst_images.add(image, float_outputs, _select(int8_tensors, output_names))
-                _add_channels(channel_sums, pairs, float_tensors, int8_tensors)
+                worst_images.add(image, float_outputs, int8_outputs)
             show_progress()
 
         # several samples run at a time, but they are added one after the other, in order
         run_in_order(samples, run_models, add_sample, threads=threads)
 
-    channels: list[ChannelLoss] = []
-    for name, sums in channel_sums.items():
-        channels += sums.worst(name)
     return ImageResults(
         samples=worst_images.count,
         images=tuple(worst_images.name_images(feed.names)),
-        channels=tuple(channels),
-        notes=tuple(_channel_notes(layers, pairs)),
     )
-
-
-def _pair_tensors(
-    loaded: LoadedModel, int8_model: ModelProto, names: Sequence[str]
-) -> dict[str, str]:
-    """Return inner tensor of the float model -> its name in the int8 model, if both have it.
-
-    `names`: the tensors of the float model that are wanted.
-    """
-    int8_name_by_float = pair_quantized_tensors(loaded.model, int8_model)
-    return {name: int8_name_by_float[name] for name in names if name in int8_name_by_float}
-
-
-def _channel_notes(layers: Sequence[str], pairs: Mapping[str, str]) -> Iterator[str]:
-    """Yield a note if no channels can be shown.
-
-    Args:
-        layers: inner tensors of the report.
-        pairs: those of them that both models have.
-    """
-    if not layers:
-        yield "channels are not shown: the report has no inner tensor"
-    elif not pairs:
-        yield "channels are not shown: the two models share no inner tensor"
 
 
 def _derive_feed_form(
@@ -167,20 +122,6 @@ def _derive_feed_form(
     (first_sample,) = feed.first_samples(1)
     samples = feed.first_samples(form_samples(first_sample, run_reference(first_sample)))
     return derive_form(list(map(run_reference, samples)), inputs=samples, metric=metric)
-
-
-def _add_channels(
-    channel_sums: Mapping[str, ChannelSums],
-    pairs: Mapping[str, str],
-    reference: Outputs,
-    candidate: Outputs,
-) -> None:
-    """Add the inner tensors of one image; `pairs`: their names in both models."""
-    for name, candidate_name in pairs.items():
-        if name in reference and candidate_name in candidate:
-            values = candidate[candidate_name]
-            values = strip_padded_channels(candidate_name, values, reference[name])
-            channel_sums[name].add(reference[name], values)
 
 
 def _check_outputs(names: Sequence[str], candidate: ModelProto, path: Path) -> None:
@@ -271,54 +212,6 @@ class _WorstImages:
         return worst_label, worst_db
 
 
-@dataclass(slots=True)
-class ChannelSums:
-    """Signal and noise of each channel (axis 1) of one tensor.
-
-    Attributes:
-        sums: [2, C], sums of the signal's and of the noise's squares; None without samples.
-    """
-
-    sums: NDArray[np.float64] | None = None
-
-    def add(self, reference: np.ndarray, candidate: np.ndarray) -> None:
-        """Add one sample of shape [1, C, ...]; other shapes are ignored."""
-        if reference.shape != candidate.shape or reference.ndim < 2 or reference.shape[0] != 1:
-            return
-        expected = reference[0].reshape(reference.shape[1], -1).astype(np.float64)
-        values = candidate[0].reshape(expected.shape).astype(np.float64)
-        with np.errstate(invalid="ignore", over="ignore"):
-            signal = (expected**2).sum(axis=1)
-            noise = ((expected - values) ** 2).sum(axis=1)
-        sums = np.stack([signal, noise])
-        if self.sums is None:
-            self.sums = np.zeros(sums.shape)
-        if self.sums.shape == sums.shape:
-            self.sums += sums
-
-    def worst(self, tensor: str) -> Iterator[ChannelLoss]:
-        """Yield the channels of lowest SQNR, the worst first, without nearly silent ones.
-
-        `tensor`: name of the tensor.
-        """
-        if self.sums is None:
-            return
-        total_signal, total_noise = self.sums.sum(axis=1).tolist()
-        losses = []
-        for channel, (signal, noise) in enumerate(self.sums.T.tolist()):
-            if signal <= _SILENT_SHARE * total_signal:  # false for NaN, whose channel is shown
-                continue
-            loss = ChannelLoss(
-                tensor=tensor,
-                channel=channel,
-                sqnr_db=sqnr_db(signal, noise),
-                noise=noise / total_noise if total_noise else 0.0,
-            )
-            losses.append(loss)
-        losses.sort(key=lambda loss: sqnr_sort_key(loss.sqnr_db))
-        yield from losses[:_MAX_CHANNELS]
-
-
 @check_arguments
 @with_progress
 def explain(
@@ -338,8 +231,7 @@ def explain(
     Args:
         folder: output folder of the build, or its report.json.
         targets: names of some targets, or one name; None explains all.
-        images: run the float model and the int8 models on these, and report the worst images and
-            channels.
+        images: run the float model and the int8 models on these, and report the worst images.
         model: the float model, a file or in memory, or the PyTorch module that was built; None
             uses the one in the report.
         preprocess: preprocessing of images, or some of its options; None uses the build's.
@@ -378,7 +270,6 @@ def explain(
                 results = _run_images(
                     loaded,
                     path_in_build(target.runnable, report_path),
-                    [layer.name for layer in target.layers],
                     feed,
                     is_native=target.native,
                     threads=worker_threads(threads),

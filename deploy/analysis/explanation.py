@@ -92,36 +92,17 @@ class ImageLoss:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChannelLoss:
-    """Loss of one channel (axis 1) of an inner tensor.
-
-    Attributes:
-        tensor: name of the tensor.
-        channel: index of the channel.
-        sqnr_db: SQNR of the channel alone.
-        noise: its share of the tensor's noise, 0 to 1.
-    """
-
-    tensor: str
-    channel: int
-    sqnr_db: float
-    noise: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ImageResults:
     """Results of running images on one target.
 
     Attributes:
         samples: number of images.
         images: the images of lowest SQNR, the worst first.
-        channels: the channels of lowest SQNR, by tensor.
         notes: sentences on what could not be compared.
     """
 
     samples: int
     images: tuple[ImageLoss, ...] = ()
-    channels: tuple[ChannelLoss, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -314,7 +295,7 @@ def _describe_range(ends: tuple[float, float]) -> str:
 
 
 def _image_lines(results: ImageResults) -> Iterator[str]:
-    """Yield tables of the worst of the user's images, and of the worst channels on them."""
+    """Yield a table of the worst of the user's images."""
     image_rows = []
     for image in results.images:
         # boxes in a list, for example, are compared by the task alone
@@ -322,12 +303,6 @@ def _image_lines(results: ImageResults) -> Iterator[str]:
         image_rows.append([image.name, sqnr, image.part, image.task])
     heads = [f"image, the worst of {results.samples}", "SQNR", "in", "as FP32"]
     yield from _table("Images", heads, image_rows, None)
-    channel_rows = []
-    for channel in results.channels:
-        losses = [figures.decibels(channel.sqnr_db), figures.percent(channel.noise)]
-        channel_rows.append([channel.tensor, *losses, str(channel.channel)])
-    heads = ["inner tensor", "SQNR", "of its noise", "channel"]
-    yield from _table("Channels", heads, channel_rows, None)
     yield from entries("", results.notes)
 
 

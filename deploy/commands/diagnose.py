@@ -124,8 +124,7 @@ def compare(
     "--model", type=base.FILE, help="The float model, if it has moved since the build."
 )
 @input_options(
-    "Run the float model and the int8 models on these, and list the images and channels that lose"
-    " most"
+    "Run the float model and the int8 models on these, and list the images that lose most"
 )
 @base.threads_option(section=base.IMAGES)
 @json_option
