@@ -336,7 +336,12 @@ def speed_texts(report: Findings) -> Iterator[str]:
         built_split = target.built_split
         if built_split is None or target.search is None:
             continue
-        speed, text, is_informative = _built_speed(report, target, built_split)
+        measured = _measured_speed(report, target)
+        speed, text = measured or _expected_speed(target, built_split)
+        # the table of engines shows a measured speed. If every layer is int8, that of a device
+        # which is not here is what the search assumed, and nothing else
+        is_assumed = _has_device_script(target) and built_split.float_layers == 0
+        is_informative = measured is None and not is_assumed
         alternative = find_alternative(target.search.front, built_split)
         if alternative is not None:
             # `time` of both splits comes from the search, `speed` may be measured
@@ -349,28 +354,24 @@ def speed_texts(report: Findings) -> Iterator[str]:
             yield text
 
 
-def _built_speed(
-    report: Findings, target: TargetPart, built_split: SplitRow
-) -> tuple[float, str, bool]:
-    """Return (a target's speed over a float engine's, its text, whether it is informative).
-
-    A measured speed is not, since the table of engines shows it; nor is a speed that is assumed.
-    """
+def _measured_speed(report: Findings, target: TargetPart) -> tuple[float, str] | None:
+    """Return (a target's speed over a float engine's, its text); None if it was not measured."""
     engine = report.engine_by_target.get(target.name)
-    if engine is not None and engine.speed is not None:
-        rivals = find_rivals(report.engines, engine)
-        rival_label = rivals[0].label if rivals else "FP32"
-        return engine.speed.ratio, f"{figures.ratio(engine.speed.ratio)} {rival_label}", False
+    if engine is None or engine.speed is None:
+        return None
+    rivals = find_rivals(report.engines, engine)
+    rival_label = rivals[0].label if rivals else "FP32"
+    return engine.speed.ratio, f"{figures.ratio(engine.speed.ratio)} {rival_label}"
 
+
+def _expected_speed(target: TargetPart, built_split: SplitRow) -> tuple[float, str]:
+    """Return (speed over FP32 that the search expects of a target's engine, its text)."""
     speed = 1 / built_split.time
     source = "estimated"
-    is_informative = True
     if _has_device_script(target):
-        # the device is not here: the search assumed that each int8 layer takes this share of its
-        # time. If every layer is int8, the speed is this assumption and nothing else
+        # the device is not here: each int8 layer was assumed to take this share of its time
         source = f"if int8 takes {ASSUMED_INT8_TIME} of the time"
-        is_informative = built_split.float_layers > 0
-    return speed, f"about {figures.ratio(speed)} FP32 ({source})", is_informative
+    return speed, f"about {figures.ratio(speed)} FP32 ({source})"
 
 
 def _accuracy_text(split: SplitRow, built_split: SplitRow) -> str:
