@@ -172,6 +172,8 @@ def test_onnxruntime_grid_kept_bit_for_bit(build_model, qdq_models):
     assert report["calibration"]["reason"].startswith("the model is quantized already")
     assert "calibration_runs" not in report["work"]
     assert any(node["precision"] == "uint8" for node in report["targets"][0]["nodes"])
+    (method,) = {target["method"] for target in report["targets"]}
+    assert method == f"the scales of {qdq_models['onnxruntime']}"
 
 
 def test_tensorrt_grid_kept_with_typed_model(build_model, qdq_models):

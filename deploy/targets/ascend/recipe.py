@@ -142,7 +142,7 @@ def recipe_from_qdq(
         graph=graph,
         records={name: quant_layer.record for name, quant_layer in layers.items()},
         layers=layers,
-        method="the Q/DQ model's own scales",
+        method=f"the scales of {path}",
         float_reasons={
             name: float_reasons.get(name, "its pairs are gone") for name in graph.layers
         },
