@@ -236,17 +236,7 @@ _PICTURE = 4  # dimensions of pictures and feature maps
 
 @dataclass(slots=True)
 class BoxTally(TaskTally["BoxDetection"]):
-    """Counts boxes with a score above `BOX_SCORE`, and stores samples to show.
-
-    Attributes:
-        reference: number of FP32's boxes.
-        common: number of those that the candidate has too.
-        new: number of boxes that only the candidate has.
-    """
-
-    reference: int = 0
-    common: int = 0
-    new: int = 0
+    """Counts boxes with a score above `BOX_SCORE`, and stores samples to show."""
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         """Match the boxes of one sample, count them, and offer them to show."""
@@ -254,8 +244,8 @@ class BoxTally(TaskTally["BoxDetection"]):
         reference_boxes = suppress_overlaps(decoder.boxes(inputs, reference).above(BOX_SCORE))
         candidate_boxes = suppress_overlaps(decoder.boxes(inputs, candidate).above(BOX_SCORE))
         pairs = match_detections(reference_boxes, candidate_boxes)
-        self.reference += len(reference_boxes.scores)
-        self.common += len(pairs)
+        self.total += len(reference_boxes.scores)
+        self.kept += len(pairs)
         self.new += len(candidate_boxes.scores) - len(pairs)
         # boxes of no coding are squares without a place in the picture: nothing to show
         size = image_size(inputs) if decoder.coding else None
@@ -295,11 +285,10 @@ class BoxTally(TaskTally["BoxDetection"]):
 
     def result(self) -> TaskFigure | None:
         """Return the share of FP32's boxes that are kept; None if it has none."""
-        if not self.reference:
+        if not self.total:
             return None
         text = f"boxes of FP32 kept, {self.new} new (score above {BOX_SCORE:g})"
-        figure = self.share("boxes kept", self.common, self.reference, text, self.new)
-        return replace(figure, found=self.reference)
+        return replace(self.share("boxes kept", text), found=self.total)
 
 
 @dataclass(frozen=True, slots=True)

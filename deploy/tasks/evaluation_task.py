@@ -233,11 +233,17 @@ class TaskTally(ABC, Generic[T]):
     Attributes:
         task: the task.
         samples: number of samples so far.
+        total: number of FP32's things, such as boxes, points or texts, if the task counts any.
+        kept: number of those that the candidate has too.
+        new: number of things that only the candidate has.
         examples: the samples to show, if the task shows any.
     """
 
     task: T
     samples: int = 0
+    total: int = 0
+    kept: int = 0
+    new: int = 0
     examples: ExampleSelection[Any] = field(default_factory=ExampleSelection)
 
     def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
@@ -273,40 +279,32 @@ class TaskTally(ABC, Generic[T]):
             form=self.task.form,
         )
 
-    def share(self, figure: str, kept: int, total: int, text: str, new: int = 0) -> TaskFigure:
+    def share(self, figure: str, text: str) -> TaskFigure:
         """Return a figure that is a share, of FP32's things or samples that the candidate keeps.
 
-        `text`: what they are. `new`: number of things that FP32 does not have.
+        `text`: what they are.
         """
-        count = f"{kept} of {total}"
-        share = self.figure(figure, kept / total, count, f"{count} {text}")
-        return replace(share, kept=kept, counted=total, new=new)
+        count = f"{self.kept} of {self.total}"
+        share = self.figure(figure, self.kept / self.total, count, f"{count} {text}")
+        return replace(share, kept=self.kept, counted=self.total, new=self.new)
 
 
 @dataclass(slots=True)
 class PointTally(TaskTally["PointTask"]):
-    """Counts FP32's points, such as key points or peaks, that the candidate has too.
-
-    Attributes:
-        points: number of FP32's.
-        matches: number of those that the candidate has.
-    """
-
-    points: int = 0
-    matches: int = 0
+    """Counts FP32's points, such as key points or peaks, that the candidate has too."""
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         is_present, is_match = self.task.match_points(reference, candidate)
-        self.points += int(is_present.sum())
-        self.matches += int((is_present & is_match).sum())
+        self.total += int(is_present.sum())
+        self.kept += int((is_present & is_match).sum())
 
     def result(self) -> TaskFigure | None:
         """Return the share of the points; None if FP32 has none."""
-        if not self.points:
+        if not self.total:
             return None
         things = self.task.things
         text = f"{things} of FP32 {self.task.condition}"
-        return self.share(f"{things} kept", self.matches, self.points, text)
+        return self.share(f"{things} kept", text)
 
 
 @dataclass(frozen=True, slots=True)

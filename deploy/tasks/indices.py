@@ -128,9 +128,8 @@ class PlaceTally(TaskTally[P]):
         counted = self.place_counts.without_usual()
         if counted is None:
             return None
-        equal, total, exception = counted
-        text = f"{self.task.agreement}{exception}"
-        return self.share(self.task.figure_name, equal, total, text)
+        self.kept, self.total, exception = counted
+        return self.share(self.task.figure_name, f"{self.task.agreement}{exception}")
 
 
 def best_classes(scores: Array) -> Integers:
@@ -147,7 +146,6 @@ class _IndexTally(TaskTally["Indices"]):
     place_counts: PlaceCounts = field(default_factory=PlaceCounts)
     rows: int = 0
     common_rows: int = 0
-    new: int = 0
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         for name, is_list in self.task.outputs.items():
@@ -165,12 +163,12 @@ class _IndexTally(TaskTally["Indices"]):
     def result(self) -> TaskFigure | None:
         """Return the share kept; None if FP32 gives nothing, or one value at every place."""
         equal, total, exception = self.place_counts.without_usual() or (0, 0, "")
-        kept = equal + self.common_rows
-        count = total + self.rows
-        if not count:
+        self.kept = equal + self.common_rows
+        self.total = total + self.rows
+        if not self.total:
             return None
         text = f"indices of FP32 kept, {self.new} new{exception}"
-        return self.share("indices kept", kept, count, text, self.new)
+        return self.share("indices kept", text)
 
 
 @dataclass(frozen=True, slots=True)

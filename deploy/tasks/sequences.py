@@ -127,14 +127,14 @@ def _find_class_axis(samples: Arrays) -> int | None:
 class _TextTally(TaskTally["Text"]):
     """Counts equal texts, FP32's symbols and edits."""
 
-    equal: int = 0
     symbols: int = 0
     edits: int = 0
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         reference_text = self.task.decode(reference[self.task.output]) or []
         text = self.task.decode(candidate[self.task.output])
-        self.equal += int(text == reference_text)
+        self.total += 1
+        self.kept += int(text == reference_text)
         self.symbols += len(reference_text)
         self.edits += edit_distance(reference_text, text or [])
 
@@ -143,7 +143,7 @@ class _TextTally(TaskTally["Text"]):
             return None
         edits = f"{self.edits} edit{'s' * (self.edits != 1)}"
         text = f"texts as FP32's, {edits} in {self.symbols} symbols"
-        return self.share("texts alike", self.equal, self.samples, text)
+        return self.share("texts alike", text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,17 +125,14 @@ def fit_embeddings(name: str, samples: FirstSamples) -> "Embeddings | None":
 class _ClassTally(TaskTally["Classes"]):
     """Counts outputs of samples with equal classes."""
 
-    compared: int = 0
-    matches: int = 0
-
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         for name in self.task.outputs:
-            self.compared += 1
+            self.total += 1
             reference_class, candidate_class = read_classes(reference[name], candidate[name])
             if reference_class is None or candidate_class is None:
                 continue
             if reference_class == candidate_class:
-                self.matches += 1
+                self.kept += 1
             elif not self.task.are_numbers:
                 self._offer_example(name, reference, candidate, reference_class, candidate_class)
 
@@ -165,9 +162,9 @@ class _ClassTally(TaskTally["Classes"]):
 
     def result(self) -> TaskFigure:
         # several outputs of each sample
-        unit = "samples" if self.compared == self.samples else "outputs"
+        unit = "samples" if self.total == self.samples else "outputs"
         text = f"{unit} keep FP32's top-1 class"
-        return self.share("top-1 agreement", self.matches, self.compared, text)
+        return self.share("top-1 agreement", text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,9 +431,10 @@ class _EmbeddingTally(TaskTally["Embeddings"]):
         references, candidates = zip(*self.vectors, strict=True)
         reference_neighbours = _find_nearest(np.stack(references))
         neighbours = _find_nearest(np.stack(candidates))
-        equal = int((reference_neighbours == neighbours).sum())
+        self.total = vector_count
+        self.kept = int((reference_neighbours == neighbours).sum())
         text = f"nearest neighbours as FP32's, {text}"
-        return self.share("neighbours alike", equal, vector_count, text)
+        return self.share("neighbours alike", text)
 
 
 def _normalize(value: Array) -> Floats:
