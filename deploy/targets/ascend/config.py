@@ -86,12 +86,14 @@ def resolve_config(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
     tensors = {
         key: resolve_tensor(key, search, config, graph) for key, search in config.tensors.items()
     }
-    weighted = {name: config.layers[name] for name in layers if graph.layer_by_name[name].weight}
+    settings_with_weight = {
+        name: config.layers[name] for name in layers if graph.layer_by_name[name].weight
+    }
     return replace(
         config,
         layers=layers,
         tensors=tensors,
-        notes=(*config.notes, *weight_width_notes(weighted, layers)),
+        notes=(*config.notes, *weight_width_notes(settings_with_weight, layers)),
     )
 
 

@@ -130,10 +130,9 @@ class LayerRewriter(ABC):
             quant_layer: the layer's integers.
         """
         nodes: Nodes = []
-        if (
-            quant_layer.inverse_dmq_factors is not None
-        ):  # DMQ has multiplied the weight by the factors
-            nodes += multiply_input(node, quant_layer.inverse_dmq_factors)
+        inverse_factors = quant_layer.inverse_dmq_factors
+        if inverse_factors is not None:  # DMQ has multiplied the weight by the factors
+            nodes += multiply_input(node, inverse_factors)
         nodes += self.quantize_input(node, 0, quant_layer)
         if quant_layer.second_operand is not None:
             nodes += self.quantize_input(node, 1, quant_layer.second_operand)

@@ -76,7 +76,7 @@ def _is_json(path: Path, text: str) -> bool:
 def check_file(path: Path | str, subject: CalibrationSubject | None = None) -> str:
     """Check any file that `calib8 build --target ascend` writes; return a sentence on its content.
 
-    `subject`: the file's float model; None checks less.
+    `subject`: the float model that the file is for; without it names of layers are not checked.
 
     Raises:
         ConfigError, ModelError: the file is invalid.

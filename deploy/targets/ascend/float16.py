@@ -150,13 +150,11 @@ class _Float16Writer:
         `nodes`: the nodes of the model, whose inputs are renamed.
         """
         read_tensors = _read_tensors(nodes)
-        name_by_cast = {
-            cast: name
-            for (name, _), cast in self.cast_by_tensor_and_type.items()
-            if cast in self.new_constants
-            and name in self.index.initializers
-            and name not in read_tensors
-        }
+        name_by_cast = {}  # float16 form of a constant -> the name that it gets
+        for (name, _), cast in self.cast_by_tensor_and_type.items():
+            is_constant = cast in self.new_constants and name in self.index.initializers
+            if is_constant and name not in read_tensors:  # no node reads it in float32
+                name_by_cast[cast] = name
         rename_reads(nodes, name_by_cast)
         for cast, name in name_by_cast.items():
             constant = self.new_constants.pop(cast)

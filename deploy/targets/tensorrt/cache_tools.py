@@ -392,7 +392,7 @@ def dla_cache(
 
 
 # Algorithm of a calibrator class -> the method that stands for it, and what differs from it.
-_METHODS = {
+_METHOD_BY_ALGORITHM = {
     "entropy2": ("entropy", ""),
     "entropy": (
         "entropy",
@@ -416,7 +416,7 @@ def method_of_calibrator(script: CalibratorScript) -> tuple[Method, str] | None:
     """
     if script.algorithm is None:
         return None
-    method_name, difference = _METHODS[script.algorithm]
+    method_name, difference = _METHOD_BY_ALGORITHM[script.algorithm]
     method = Method.of(method_name)
     if script.quantile is not None and script.quantile != QUANTILE:
         method = Method.of("percentile", {"percent": 100 * script.quantile})

@@ -137,7 +137,7 @@ def builder_settings(options: TensorrtOptions, request: BuildRequest) -> Builder
             request,
             max_batch=options.max_batch,
             fixed=options.dla,
-            batch_shapes=calibration_shapes,
+            tuned_shapes=calibration_shapes,
         ),
         values=_shape_values(sample),
         plugins=options.plugins,
@@ -325,9 +325,8 @@ def lower_models(
     notes: list[str] = []
     for role, model in models.items():
         reading_version = oldest_version
-        if (
-            role == TYPED_MODEL or options.precision == FP8
-        ):  # the first one from the oldest on that can
+        is_typed = role == TYPED_MODEL or options.precision == FP8
+        if is_typed:  # read by the first version, from the oldest on, that has such networks
             reading_version = typed_version(oldest_version, options.rest, options.features)
         lowered[role], note = lower_for_tensorrt(model, reading_version)
         if note and note not in notes:

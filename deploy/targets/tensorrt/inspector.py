@@ -103,16 +103,18 @@ def _describe_layer(layer: _InspectedLayer) -> EngineLayer:
             name=name,
             kind=kind,
             precision=_precision(layer),
-            nodes=_nodes(name, metadata),
+            nodes=_find_nodes(name, metadata),
             reformat=kind == _REFORMAT,
         )
     block_name = block_match[1]
     first_node, dots, last_node = block_name.partition("...")
     lists_nodes = _NODE.search(metadata) is not None
     if lists_nodes or not dots:
-        return EngineLayer(name=name, kind=kind, nodes=_nodes(block_name, metadata), block=kind)
+        return EngineLayer(
+            name=name, kind=kind, nodes=_find_nodes(block_name, metadata), block=kind
+        )
     # either end may itself be the name of several fused nodes
-    end_nodes = _nodes(first_node, "")[0], _nodes(last_node, "")[-1]
+    end_nodes = _find_nodes(first_node, "")[0], _find_nodes(last_node, "")[-1]
     return EngineLayer(name=name, kind=kind, block=kind, end_nodes=end_nodes)
 
 
@@ -128,7 +130,7 @@ def _precision(layer: _InspectedLayer) -> str:
     return ""
 
 
-def _nodes(name: str, metadata: str) -> tuple[str, ...]:
+def _find_nodes(name: str, metadata: str) -> tuple[str, ...]:
     """Return the ONNX nodes in a layer's metadata, or else the parts of its fused name."""
     nodes = _NODE.findall(metadata) or filter(None, map(str.strip, _FUSED.split(name)))
     return tuple(dict.fromkeys(nodes))

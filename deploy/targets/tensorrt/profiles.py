@@ -24,7 +24,7 @@ def model_input_shapes(request: BuildRequest) -> InputShapes:
 
 
 def sample_profiles(
-    request: BuildRequest, *, max_batch: int, fixed: bool, batch_shapes: Mapping[str, Shape]
+    request: BuildRequest, *, max_batch: int, fixed: bool, tuned_shapes: Mapping[str, Shape]
 ) -> dict[str, InputShapeRange]:
     """Return dynamic input -> the shapes that an engine accepts to run all samples of a request.
 
@@ -32,13 +32,13 @@ def sample_profiles(
         request: the build request.
         max_batch: largest batch, if the batch is dynamic.
         fixed: accept only the shapes that the engine is tuned for, as DLA does.
-        batch_shapes: input -> the shape that the engine is tuned for; empty to tune it for the
+        tuned_shapes: input -> the shape that the engine is tuned for; empty to tune it for the
             sample of median size.
     """
     sample_range = sample_shape_range(request)
     return profiles_for(
         model_input_shapes(request),
-        batch_shapes or sample_range.median_sample,
+        tuned_shapes or sample_range.median_sample,
         max_batch=max_batch,
         batch_inputs=request.batch_inputs,
         sample_range=sample_range,

@@ -206,7 +206,7 @@ class TensorRTForRTX:
         from deploy.targets.tensorrt.profiles import sample_profiles
 
         library = _import_library()
-        profiles = sample_profiles(request, max_batch=self.max_batch, fixed=False, batch_shapes={})
+        profiles = sample_profiles(request, max_batch=self.max_batch, fixed=False, tuned_shapes={})
         engine_path = request.file(self._engine_ending)
         made_from = {
             "tensorrt_rtx": library.__version__,

@@ -444,7 +444,7 @@ def _shape_flags(request: BuildRequest, max_batch: int, *, dla: bool) -> list[st
     shapes = model_input_shapes(request).values()
     if all(isinstance(size, int) for shape in shapes for size in shape):
         return []
-    profiles = sample_profiles(request, max_batch=max_batch, fixed=dla, batch_shapes={})
+    profiles = sample_profiles(request, max_batch=max_batch, fixed=dla, tuned_shapes={})
     # the smallest shapes of all inputs as one text, those to tune for, and the largest
     texts = [_join_shapes(profiles, shapes) for shapes in zip(*profiles.values(), strict=True)]
     min_text, opt_text, max_text = texts
