@@ -268,6 +268,7 @@ def measure_layer_errors(
 
 
 def _mean_square_error(float_output: Array, int8_output: Array) -> float:
+    """Return the mean square of the difference of two outputs."""
     difference = (int8_output - float_output).astype(np.float64)
     return float(np.mean(difference**2))
 

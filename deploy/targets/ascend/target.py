@@ -283,9 +283,9 @@ class Ascend:
         search_by_layer = searches.chosen_searches(plan, request.choices)
         if not search_by_layer:
             return plan, default_record, plan.config
-        record_by_search = {
-            search: self.search(request, search)[1] for search in set(search_by_layer.values())
-        }
+        record_by_search = {}
+        for search in set(search_by_layer.values()):
+            _, record_by_search[search] = self.search(request, search)
         records = searches.merge_records(plan, default_record, record_by_search, search_by_layer)
         all_searches = {
             name: search_by_layer.get(name, searches.CONFIGURED) for name in plan.layers
