@@ -159,8 +159,8 @@ class RepVGG(nn.Module):
         return self.act(out + self.pointwise(x))
 
 
-class FrozenBatchNorm2d(nn.Module):
-    """torchvision's: four buffers and arithmetic."""
+class DetrFrozenBatchNorm2d(nn.Module):
+    """Hugging Face's, with the arithmetic of torchvision's: four buffers, and no eps."""
 
     def __init__(self, width):
         super().__init__()
@@ -253,7 +253,7 @@ def spellings():
         RepVGG(8),
         RepVGG(8, 2),
         nn.Conv2d(8, 8, 1),
-        FrozenBatchNorm2d(8),
+        DetrFrozenBatchNorm2d(8),
         nn.ReLU(),
         nn.Conv2d(8, 6, 2, groups=2),
         nn.ConvTranspose2d(6, 6, 2, groups=3),

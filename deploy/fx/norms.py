@@ -106,11 +106,12 @@ class ChannelNorm(_BatchNorm):
 
 
 def is_frozen_norm(module: nn.Module | None) -> bool:
-    """Return whether a module is the FrozenBatchNorm2d of torchvision, DETR or detectron2.
+    """Return whether a module is a FrozenBatchNorm2d, of torchvision, detectron2 or DETR.
 
-    It has the statistics, weight and bias of a BatchNorm as buffers, and always uses them.
+    Hugging Face puts the model's name in front, as in RTDetrFrozenBatchNorm2d. The module has the
+    statistics, weight and bias of a BatchNorm as buffers, and always uses them.
     """
-    return type(module).__name__ == "FrozenBatchNorm2d"
+    return type(module).__name__.endswith("FrozenBatchNorm2d")
 
 
 def is_norm(module: nn.Module | None) -> bool:
