@@ -16,10 +16,9 @@ While a command runs, `print` of a user's loader or metric, or of a library, goe
 
 Progress goes to stderr::
 
-    with show_progress():                             one run; no progress without it
-        with number_phases("calibration", "accuracy"):    the run's phases, in order
-            with phase("accuracy", 400, "samples") as step:
-                step()                                2/2 accuracy: 120 of 400 samples, 31 s left
+    with show_progress():                               one run; no progress without it
+        with phase("accuracy", 400, "samples") as step:
+            step()                                      accuracy: 120 of 400 samples, 31 s left
 
 A terminal gets one line, which is redrawn and removed at the end. A file or pipe gets plain lines:
 one per long phase, and one now and then, without numbers, since short phases have no line. A thread
@@ -339,7 +338,6 @@ class Phase:
         unit: of the steps, in the plural.
         is_estimate: whether `total` is an estimate.
         counts_seconds: whether the phase lasts for `total` seconds.
-        number: its position in the run, such as "3/7 "; "" for none.
         start: time of the run's clock, in seconds.
         done: steps done.
         inner_seconds: seconds in inner phases, which do not count for the time per step.
@@ -352,7 +350,6 @@ class Phase:
     unit: str = ""
     is_estimate: bool = False
     counts_seconds: bool = False
-    number: str = ""
     start: float = 0.0
     done: int = 0
     inner_seconds: float = 0.0
@@ -410,13 +407,11 @@ class ProgressReporter:
     Attributes:
         clock: returns seconds.
         is_terminal: whether stderr is a terminal on which a line can be redrawn.
-        numbered_names: names of the run's phases, in order, for their numbers.
-        phases: "loading" or the last numbered phase that ended, then the phases now open.
+        phases: "loading" or the last outer phase that ended, then the phases now open.
     """
 
     clock: Callable[[], float] = time.monotonic
     is_terminal: bool = False
-    numbered_names: Sequence[str] = ()
     phases: list[Phase] = field(default_factory=list)
     _start_time: float = 0.0
     _last_line_time: float = 0.0
@@ -426,7 +421,7 @@ class ProgressReporter:
 
     def __post_init__(self) -> None:
         self._start_time = self._last_line_time = self.clock()
-        # shown while no other phase is open; later the last step of the run is
+        # shown while no other phase is open; later the last one that ended is
         self.phases = [Phase(name="loading", start=self._start_time, has_line=True)]
 
     def begin(self) -> None:
@@ -444,10 +439,6 @@ class ProgressReporter:
 
     def enter(self, phase: Phase) -> None:
         """Start a phase inside the current one."""
-        if phase.name in self.numbered_names:
-            phase.number = (
-                f"{self.numbered_names.index(phase.name) + 1}/{len(self.numbered_names)} "
-            )
         with self._lock:
             self.phases.append(phase)
 
@@ -456,8 +447,8 @@ class ProgressReporter:
         with self._lock:
             self.phases.remove(phase)
             self.phases[-1].inner_seconds += self.clock() - phase.start
-            if phase.number and len(self.phases) == 1:
-                self.phases = [phase]  # what comes before the next step belongs to this one
+            if len(self.phases) == 1:
+                self.phases = [phase]  # what comes before the next phase belongs to this one
 
     def step(self, phase: Phase) -> None:
         """Count one more step."""
@@ -524,21 +515,6 @@ def with_progress(function: Callable[P, T]) -> Callable[P, T]:
 
 
 @contextmanager
-def number_phases(*names: str) -> Iterator[None]:
-    """Number the phases of these names in the body."""
-    reporter = _REPORTER.get()
-    if reporter is None:
-        yield
-        return
-    outer_names = reporter.numbered_names
-    reporter.numbered_names = names
-    try:
-        yield
-    finally:
-        reporter.numbered_names = outer_names
-
-
-@contextmanager
 def phase(
     name: str,
     total: float | None = None,
@@ -594,7 +570,7 @@ def _format_bar(phases: Sequence[Phase], now: float) -> str:
     from tqdm import tqdm
 
     shown_phases = phases[1:] or phases  # the first has ended: shown only while no other runs
-    names = ": ".join(f"{phase.number}{phase.name}" for phase in shown_phases)
+    names = ": ".join(phase.name for phase in shown_phases)
     description = phases[-1].describe(now)
     columns = terminal_columns()
     share = phases[-1].share(now)

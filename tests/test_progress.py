@@ -105,7 +105,6 @@ def plain_lines(capsys):
 
 def test_phase_line_repeats_every_10_s(plain_lines):
     current_phase = Phase(name="accuracy", total=400, unit="samples", start=0.0)
-    plain_lines.reporter.numbered_names = ("search", "accuracy")
     plain_lines.reporter.enter(current_phase)
     assert plain_lines(1.9) == ""
     for _ in range(20):
@@ -117,16 +116,12 @@ def test_phase_line_repeats_every_10_s(plain_lines):
     assert plain_lines(12.0) == "calib8: accuracy: 120 of 400 samples, 28 s left\n"
 
 
-def test_numbered_phase_shows_until_the_next(plain_lines):
+def test_outer_phase_shows_until_the_next(plain_lines):
     reporter = plain_lines.reporter
-    reporter.numbered_names = ("targets", "layers")
     targets = Phase(name="targets")
     assert plain_lines(10.0) == "calib8: loading: 10 s\n"
     reporter.enter(targets)
     reporter.leave(targets)
-    unnumbered_phase = Phase(name="loading the engines", start=15.0)
-    reporter.enter(unnumbered_phase)
-    reporter.leave(unnumbered_phase)
     assert plain_lines(20.0) == "calib8: targets: 20 s\n"
 
 
@@ -247,7 +242,7 @@ def test_steps_of_threads_are_all_counted():
 
 
 def test_progress_is_silent_unless_shown(capfd, immediate_progress):
-    with terminal.number_phases("a"), phase("a", 1) as step, terminal.timed_phase("b", 1):
+    with phase("a", 1) as step, terminal.timed_phase("b", 1):
         step()
     with show_progress(False), phase("a"):
         assert not progress_threads()
@@ -339,13 +334,13 @@ def test_interrupt_keeps_the_finished_calibration(quick_build, monkeypatch, capf
 
 @pytest.fixture
 def started_phases(monkeypatch):
-    """Names of the phases that began, with their numbers, e.g. "2/7 search"."""
+    """Names of the phases that began."""
     names = []
     enter = terminal.ProgressReporter.enter
 
     def enter_and_record(self, new_phase):
         enter(self, new_phase)
-        names.append(f"{new_phase.number}{new_phase.name}")
+        names.append(new_phase.name)
 
     monkeypatch.setattr(terminal.ProgressReporter, "enter", enter_and_record)
     return names
@@ -381,9 +376,8 @@ def test_build_shows_all_its_phases(model_and_images, tmp_path, started_phases, 
     options = ("--target", "ascend,onnxruntime", "--duration", 0.001, "--accept")
     arguments = ("build", *model_and_images[:-1], 6, *options, "--out", tmp_path / "out")
     assert exit_code_of(*arguments) == 0
-    numbered = [name for name in started_phases if "/" in name]
-    names = ("calibration", "search", "targets", "layers", "accuracy", "latency", "report")
-    assert list(dict.fromkeys(numbered)) == [f"{i}/7 {name}" for i, name in enumerate(names, 1)]
+    names = ["calibration", "search", "targets", "layers", "accuracy", "latency", "report"]
+    assert [name for name in dict.fromkeys(started_phases) if name in names] == names
     assert {
         "model",
         "opening the samples",

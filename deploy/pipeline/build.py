@@ -52,7 +52,7 @@ from deploy.targets import Target, make_targets
 from deploy.targets.base import BuildResult
 from deploy.tasks.metric import Function
 from deploy.tasks.rows import batch_length
-from deploy.terminal import number_phases, with_progress
+from deploy.terminal import with_progress
 from deploy.tuning.plan_file import TargetPlan
 from deploy.tuning.search_options import Tuning
 from deploy.tuning.search_samples import CANDIDATES
@@ -200,7 +200,7 @@ def build_with(
     """
     build = prepare_build(model, dataset, options)
     options = build.options
-    with number_phases(*build.steps), stage_files(options.out) as stage:
+    with stage_files(options.out) as stage:
         calibration = _calibrate(build, stage)
         declaration = calibration.loaded.declaration
         if calibration.feed.states:  # the user may have named them

@@ -233,21 +233,6 @@ class PreparedBuild:
     rounds_weights: bool
     duration_s: float
 
-    @property
-    def steps(self) -> tuple[str, ...]:
-        """The phases of the build, as its progress counts them."""
-        names = []
-        if self.loaded.qdq is None:
-            names.append("calibration")
-        if self.options.has_search and self.options.tuning.plan is None:
-            names.append("search")
-        names.append("targets")
-        if self.dataset is not None:
-            names += ["layers", "accuracy"]
-        if self.duration_s > 0:
-            names.append("latency")
-        return (*names, "report")
-
     def rounds_weights_of(self, target: Target) -> bool:
         """Whether a target tries adaptive rounding; by default not where nothing is searched."""
         is_searched = self.options.tuning.for_target(target).level > 0
