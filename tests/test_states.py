@@ -110,6 +110,18 @@ def test_states_in_data_are_kept():
         np.testing.assert_array_equal(sample["c"], given["c"])
 
 
+def test_a_bad_sample_with_states_is_named(tmp_path):
+    samples = [{"x": x[None], "h": normal(*SHAPE), "c": normal(*SHAPE)} for x in normal(3, 3, 6, 6)]
+    for number, sample in enumerate(samples):
+        np.savez(tmp_path / f"{number}.npz", **sample)
+    (tmp_path / "2.npz").write_bytes(b"cut")
+    feed = load(tracker()).open_samples(Dataset(source=tmp_path, skip_bad=True))
+    assert not feed.states and len(list(feed.samples())) == 2
+    samples[0]["c"] = normal(1, 9)
+    with pytest.raises(FeedError, match="fit the input 'c'"):
+        load(tracker()).open_samples(Dataset(source=samples))
+
+
 def test_given_values_start_named_states():
     (frames,) = sequences([3])
     start = {"h": normal(3, *SHAPE[1:], seed=3), "c": normal(3, *SHAPE[1:], seed=4)}

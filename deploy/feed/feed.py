@@ -229,8 +229,8 @@ class _SourceOpener:
             return first_item_fits(source, self.specs)
         if not files.are_arrays:  # images are of one input
             return False, source
-        try:
-            self._open_arrays(files, self.specs, skip_bad=False)
+        try:  # the first file tells: what is wrong with another one is said when all are opened
+            self._open_arrays(files, self.specs, skip_bad=True).load(0)
         except FeedError:
             return False, source
         return True, source

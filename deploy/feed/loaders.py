@@ -47,6 +47,9 @@ def first_item_fits(source: Any, specs: Specs) -> tuple[bool, Any]:
     try:
         for value in first_items:
             arrays = match_inputs(value, specs, "the first item").arrays
+            first_value = value[0] if isinstance(value, tuple | list) else value
+            if isinstance(first_value, Mapping):  # it has the names; shapes are checked later
+                continue
             item = {spec.name: with_batch(arrays[spec.name], spec) for spec in specs}
             count_samples(item, specs, "the first item")
     except FeedError:
