@@ -276,7 +276,7 @@ class Histogram(HistogramState):
         remaining.total = int(remaining.counts.sum())
         remaining.infinite = max(self.infinite - subset.infinite, 0)
         occupied_bins = np.flatnonzero(remaining.counts) - BINS  # -BINS..BINS
-        if not occupied_bins.size:
+        if not occupied_bins.size:  # nothing finite remains: nothing to find a range of
             return Histogram()
 
         # an extreme that may have been removed is replaced by the edge of the last occupied bin:

@@ -787,3 +787,14 @@ def test_mtcnn_traces_with_several_outputs(name, size, nodes):
     for ours, theirs in zip(traced(x), model(x), strict=True):
         assert torch.equal(ours, theirs)
     assert len(traced(x)) == (3 if name == "onet" else 2)
+
+
+@pytest.mark.parametrize("is_model_last", [False, True])
+def test_channels_last_is_exported_as_usual(is_model_last, example):
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    operators = [node.op_type for node in to_onnx(net, [example]).graph.node]
+    if is_model_last:
+        net = net.to(memory_format=torch.channels_last)
+    last_example = example.contiguous(memory_format=torch.channels_last)
+    exported = to_onnx(net, [last_example])
+    assert [node.op_type for node in exported.graph.node] == operators

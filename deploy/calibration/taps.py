@@ -69,7 +69,7 @@ class BufferedSession:
         """
         has_same_shapes = _forms(sample) == self._input_forms  # as the sample before
         if not self._can_bind or not has_same_shapes:
-            return self._run_unbound(sample)
+            return self._run_unbound(sample)  # drops the buffers and remembers the new shapes
         try:
             if self._bound is None:
                 # memory of the runs without buffers is given back once: shapes may change often,

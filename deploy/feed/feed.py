@@ -227,7 +227,7 @@ class _SourceOpener:
             return True, source
         if files is None:
             return first_item_fits(source, self.specs)
-        if not files.are_arrays:  # images are of one input
+        if not files.are_arrays:  # an image is one input, and the model has several
             return False, source
         try:  # the first file tells: what is wrong with another one is said when all are opened
             self._open_arrays(files, self.specs, skip_bad=True).load(0)

@@ -291,8 +291,8 @@ def _match_tuple(value: Sequence[Any], specs: Specs, item_name: str) -> MatchedI
         )
     arrays = [as_array(element, item_name) for element in value[: len(specs)]]
     unused_elements = value[len(specs) :]
-    # further arrays of the first one's shape are other samples, in a list of them, and no labels;
-    # single numbers and vectors may well be labels
+    # a further array of the first one's shape means a list of samples, not one sample with labels;
+    # single numbers and vectors may be labels
     shape = arrays[0].shape
     if len(shape) > 1 and any(getattr(e, "shape", None) == shape for e in unused_elements):
         raise FeedError(

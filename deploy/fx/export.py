@@ -186,8 +186,9 @@ def to_onnx(
     check_whole_number("opset", opset, 1)
     if any(isinstance(module, FakeQuant) for module in model.modules()):
         raise ExportError("a prepared model must be converted before export: convert(prepared)")
-    # copies, because the same tensor twice would become one input
-    copies = [torch.clone(tensor) for tensor in inputs]
+    # copies, because the same tensor twice would become one input; channels last, which has no
+    # meaning in ONNX, would be exported as nodes that permute values
+    copies = [tensor.clone(memory_format=torch.contiguous_format) for tensor in inputs]
     shapes = None
     if dynamic_batch:
         copies = [repeat_single_sample(tensor) for tensor in copies]  # a batch of 1 would be fixed
@@ -487,7 +488,7 @@ def _varies(output: torch.Tensor) -> bool:
 
 def _exportable_copy(model: nn.Module) -> nn.Module:
     """Return a copy of `model` whose quantizers emit ONNX operators."""
-    exportable = deep_copy(model).eval()
+    exportable = deep_copy(model).eval().to(memory_format=torch.contiguous_format)
     for module in exportable.modules():
         if isinstance(module, ExportedModule):
             module.exporting = True

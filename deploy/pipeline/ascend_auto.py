@@ -274,7 +274,7 @@ def _change_notes(
     Args:
         budget_search: the search, with its note on rounded weights.
         final_request: what the search chose to build, with the search of each layer's range.
-        record_plan: layers and configuration before the search.
+        record_plan: layers and configuration before the search; it knows how many images DMQ uses.
     """
     choices = final_request.choices
     dmq_layers = [

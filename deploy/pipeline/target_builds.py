@@ -47,7 +47,8 @@ def search_targets(
     Args:
         targets: targets to plan.
         calibration: the calibration.
-        stage: folder of the files until the build is complete.
+        stage: holds the new files until the build is complete. `stage.folder` is the final folder,
+            with the files of an earlier build.
         tuning: options of the search.
         has_method: whether the user chose the range method, which then stays.
         rounds_weights: target -> whether adaptive rounding of the float model's weights is tried.
@@ -81,13 +82,14 @@ def search_targets(
         except (MemoryError, OSError):  # they end the run, not the search of one target
             raise
         except Exception as error:
-            known_error = with_log(error, calibration.loaded.name, stage)
-            if not isinstance(known_error, BackendError | CalibrationError | ExportError):
+            # an unexpected exception becomes a BackendError that names its log file
+            logged_error = with_log(error, calibration.loaded.name, stage)
+            if not isinstance(logged_error, BackendError | CalibrationError | ExportError):
                 raise  # an error of the options, the model or the images ends the build
             plans[target.name] = PlannedTarget(
                 plan=TargetPlan(),
                 searched=False,
-                note=f"nothing was searched for {target.name}: {known_error}",
+                note=f"nothing was searched for {target.name}: {logged_error}",
             )
 
     # the plan file has what was searched, and of other targets what the earlier plan says

@@ -99,6 +99,7 @@ def changed_options(target: object) -> dict[str, str]:
             continue
         flag, _, no_flag = declared.flag.partition("/")
         if isinstance(value, bool):
+            # a switch has no value; one such as --no-x, without a form for True, sets False itself
             changed[flag if value else no_flag or flag] = ""
         elif declared.repeat:
             changed[flag] = " ".join(map(str, value))

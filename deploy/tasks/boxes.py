@@ -194,9 +194,10 @@ def _is_list(decoder: RowDecoder, samples: FirstSamples) -> bool:
 
 
 def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
-    """Return output -> its slices that are compared by value: the scores, if all lists are as long.
+    """Return output -> its slices that are compared by value; () for none, no key for all of it.
 
-    Boxes and classes are not: rows are sorted by score, so row 3 of two models may be two objects.
+    Of a list of boxes these are the scores, if all samples have lists of equal length. Boxes and
+    classes are not compared: rows are sorted by score, so row 3 of two models may be two objects.
     Nor are other outputs with a row for each box, such as masks, and the number of boxes.
     """
     box_counts = [len(decoder.read_list(outputs)) for outputs in samples.outputs]

@@ -186,7 +186,7 @@ class Columns:
 def read_columns(
     levels: Sequence[Columns], outputs: Outputs, row_count: int | None = None
 ) -> Floats:
-    """Return the columns [A, n] of all levels of one sample, below each other.
+    """Return one table [A, n] of a sample: the columns of its levels, the rows level after level.
 
     `row_count`: number of rows A that they must have; None for any.
 
@@ -194,8 +194,8 @@ def read_columns(
         OtherShapeError: an output has another shape, or levels have different widths.
     """
     tables = [columns.of(outputs) for columns in levels]
-    has_rows = row_count in (None, sum(map(len, tables)))
-    if not has_rows or len({table.shape[1] for table in tables}) != 1:
+    fits_row_count = row_count in (None, sum(map(len, tables)))
+    if not fits_row_count or len({table.shape[1] for table in tables}) != 1:
         raise OtherShapeError
     return np.concatenate(tables, dtype=np.float64)
 

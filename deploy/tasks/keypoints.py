@@ -223,8 +223,8 @@ def _find_point_width(values: Arrays, size: ImageSize) -> int:
 def _find_width_by_order(values: Arrays, widths: Sequence[int]) -> int:
     """Return how many numbers of a flat output are one point; 0 if they are no points in order.
 
-    Points of a contour or a face are near the point before. So each number correlates with the
-    same number of the point before, which is as many places in front of it as a point has numbers.
+    Points of a contour or a face are near the point before. So each coordinate correlates with the
+    same coordinate of the point before: in points of two numbers, with the one two places earlier.
 
     Args:
         values: an output's arrays for the first few samples, of equal size.

@@ -192,7 +192,9 @@ TEXT = Form(
 
 
 def fit_text(name: str, samples: FirstSamples, axes: Sequence[int] = (-1, 1)) -> Text | None:
-    """Return the text of an output that the user or the file says to hold such; else None.
+    """Return how an output holds text; None if no axis fits.
+
+    It is called for outputs that hold text as the user or the file says.
 
     The blank is the first or the last symbol, whichever is more frequent.
 

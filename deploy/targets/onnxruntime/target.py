@@ -143,8 +143,8 @@ class OnnxRuntime:
         trained = request.trained  # the user's Q/DQ model; None if the model has no pairs
         if trained is not None and self._keeps_pairs(request):
             decisions = qdq_decisions(trained, request.model, self.placement)
-            ranges_by_tensor = dict(ranges.scales)
-            return _PairedModel(trained.model, decisions, ranges_by_tensor, request.model_analysis)
+            pair_ranges = dict(ranges.scales)  # those of the user's pairs
+            return _PairedModel(trained.model, decisions, pair_ranges, request.model_analysis)
 
         plan = self._plan_pairs(request, ranges)
         model = write_qdq(

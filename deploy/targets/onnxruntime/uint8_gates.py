@@ -47,8 +47,9 @@ class ShiftedParams:
 
 
 def fit_output_offset(scale: np.float32, zero: int, offset: float) -> ShiftedParams:
-    """Choose parameters of y + offset such that y has the same integers and another zero point.
+    """Choose parameters of y + offset such that the addition only changes the zero point.
 
+    The integers of y and of y + offset are then the same.
     The scale is widened until the offset is an integer number of steps. The parameters stay as they
     are, with 0 steps, if the offset is less than a few steps, or if the zero point of y would be no
     uint8.
@@ -65,9 +66,9 @@ def fit_output_offset(scale: np.float32, zero: int, offset: float) -> ShiftedPar
     if step_count >= _MIN_SHIFT_STEPS:
         widened_scale = np.float32(abs(offset) / step_count)
         new_zero = int(np.rint(zero * float(scale) / float(widened_scale)))
-        steps = step_count if offset > 0 else -step_count
-        if 0 <= new_zero + steps <= 255:
-            return ShiftedParams(widened_scale, new_zero, steps)
+        zero_shift = step_count if offset > 0 else -step_count
+        if 0 <= new_zero + zero_shift <= 255:
+            return ShiftedParams(widened_scale, new_zero, zero_shift)
     return ShiftedParams(scale, zero)
 
 

@@ -211,7 +211,7 @@ def _inner_tensors(
     Args:
         node: the Gemm or Softmax.
         layer_index: index of its first layer in TensorRT's network; None if not known.
-        version_number: TensorRT's version label.
+        version_number: TensorRT's version as in the first line of its cache, such as 100300.
         node_name: its name in the file, "" without one.
     """
     if version_number >= _FIRST_NAMED_AFTER_NODES:

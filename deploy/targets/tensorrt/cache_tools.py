@@ -188,6 +188,7 @@ def _scale_findings(cache: CalibrationCache) -> Iterator[CacheFinding]:
         text = f"{len(names)} {flaw} scales ({list_first(names, 3)}): {_CAUSE_BY_FLAW[flaw]}"
         yield CacheFinding(text, harmful=flaw in ("NaN", "negative"))
     sound_entries = [entry for entry in cache.entries if not entry.flaw]
+    # scales whose reciprocals, or whose products with a weight's scale, float32 cannot hold
     extremes = [e.name for e in sound_entries if not _MIN_SCALE <= e.scale <= _MAX_SCALE]
     if extremes:
         text = (

@@ -261,6 +261,7 @@ class TensorRT(TensorrtOptions):
         from deploy.targets.tensorrt import cache_contents
         from deploy.targets.tensorrt.cache_match import match_cache
 
+        # the version of TensorRT that is to read the cache
         version = self.version or cache_contents.reading_version(request.subject)
         choices = request.choices
         placement = self.placement
