@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploy.cli import cli
 from deploy.errors import ModelError, QuantizedError
-from deploy.frontends import FRONTENDS, load
+from deploy.frontends import FRONTENDS, fold, load
 from deploy.frontends.affine import fold_affine
 from deploy.frontends.onnx_reader import parse_model
 from deploy.frontends.shapes import infer_shapes, without_values
@@ -361,7 +361,8 @@ def test_random_and_huge_constants_stay_nodes():
         ("t = Expand (one, few) y = Add (x, t)", ["Add"]),
     ],
 )
-def test_large_constant_stays_a_node(nodes, operators):
+def test_large_constant_stays_a_node(nodes, operators, monkeypatch):
+    monkeypatch.setattr(fold, "_MAX_RESULT", 1 << 18)
     weights = [ints("sizes", 1024, 32, 3, 3), ints("few", 1, 32, 3, 3), floats("one", 1)]
     weights.append(numpy_helper.from_array(np.ones((1024, 32, 3, 3), np.int8), "bytes"))
     weights += [floats(name, 512, 32, 3, 3) for name in "ab"]
@@ -370,6 +371,14 @@ def test_large_constant_stays_a_node(nodes, operators):
     assert types(loaded.model) == operators
     plan = analyse(loaded.model, ONNXRUNTIME)
     assert not {"t", "v"}.intersection(plan.activations)
+
+
+def test_adapter_that_was_not_merged_is_part_of_its_weight():
+    """As LoRA leaves it: weight + a product of two small matrices."""
+    nodes = parse_nodes("p = MatMul (a, b) v = Add (w, p) y = MatMul (x, v)")
+    weights = [floats("w", 768, 768), floats("a", 768, 8), floats("b", 8, 768)]
+    loaded = check_same(model_of(nodes, weights, inputs=[make_value("x", [1, 768])]), 1e-3)
+    assert types(loaded.model) == ["MatMul"]
 
 
 def test_casts_without_effect_are_removed():

@@ -42,7 +42,7 @@ from deploy.graph.rewrite import CannotRewrite, RewriteRule, apply_rule
 from deploy.runtimes.ort import OrtSession
 
 # Folding must not make the file much larger: large results, such as of Expand or Tile, stay nodes.
-_MAX_RESULT = 1 << 18  # elements: 1 MB
+_MAX_RESULT = 1 << 20  # elements: 4 MB; a product of two small matrices may be a large weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def fold_constants(
     """Turn constant nodes of the main graph into initializers, in place; return their number.
 
     Nodes stay if they are random, have subgraphs, are of a custom domain, produce a graph output,
-    or produce more than 2**18 elements (and more than they read).
+    or produce more than 2**20 elements (and more than they read).
 
     Args:
         model: changed in place.
