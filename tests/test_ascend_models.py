@@ -196,11 +196,11 @@ def test_exact_values_are_kept_on_request(default, monkeypatch):
         ({"scale_d": 1e6}, "1 / scale_d"),
         ({"scale_d": 1e-6}, "1 / scale_d"),
         ({"scale_w": [1e-12]}, "int32"),
-        ({"factors": [1.0, 2.0]}, "512 DMQ factors"),
+        ({"dmq_factors": [1.0, 2.0]}, "512 DMQ factors"),
     ],
 )
 def test_hardware_limits(record, match, default):
-    fields = {"scale_d": 0.1, "scale_w": [0.01], "factors": [], **record}
+    fields = {"scale_d": 0.1, "scale_w": [0.01], "dmq_factors": [], **record}
     layer = LayerRecord(**{name: np.float32(value) for name, value in fields.items()})
     with pytest.raises(ExportError, match=match):
         quantize_layers(*default, {"fc1": layer})

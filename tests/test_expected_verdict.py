@@ -1,5 +1,7 @@
 """Verdicts that a search expects of a trial."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from deploy.metrics.accuracy import Accuracy
@@ -13,7 +15,9 @@ from deploy.tuning import search_samples
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch):
     """No model is opened: the tests give the accuracies."""
-    monkeypatch.setattr(search_samples, "GrowingComparison", lambda *_, **__: None)
+    comparison = SimpleNamespace(outputs={})
+    monkeypatch.setattr(search_samples, "GrowingComparison", lambda *_, **__: comparison)
+    monkeypatch.setattr(search_samples, "model_digest", lambda model: "")
 
 
 def make_predictor():

@@ -228,12 +228,11 @@ def test_failed_engine_build_keeps_other_files(tensorrt, failing, monkeypatch, t
     assert sorted(file_names) == ["tensorrt.cache", "tensorrt.cache.json", *onnx]
 
 
-@pytest.mark.parametrize("options", [["--cuda-graph"], ["--streams", 2]])
-def test_engine_runs_in_graph_and_streams(tensorrt, build, command, tmp_path, options):
+def test_engine_runs_in_graph(tensorrt, build, command, tmp_path):
     trt = tensorrt(TEN)
     build()
     runs_of_build = len(trt.STORY.runs)
-    command(*bench(tmp_path), *options)
+    command(*bench(tmp_path), "--cuda-graph")
     assert len(trt.STORY.runs) > runs_of_build
 
 
@@ -257,7 +256,7 @@ def test_device_builds_and_runs_the_engine(tensorrt, build, command, refusal, tm
     assert trt.STORY.devices == [1]
     assert set(trt.STORY.runs) <= {1}
     measure = bench(tmp_path)
-    command(*measure, "--device", 1, "--streams", 2)
+    command(*measure, "--device", 1)
     wording.check(refusal(*measure))
     assert set(trt.STORY.runs) == {1}
     assert any("on Fake H200" in note for note in build())
