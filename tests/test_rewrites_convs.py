@@ -507,8 +507,6 @@ def test_tile_kernels_are_priced_as_layer(sizes, tiled_net, tmp_path, optimized)
 def test_report_names_layer_and_compares_output(tiled_net, tmp_path, run):
     tiled_net(*SIDE_BY_SIDE["square"])
     target = read_target(tmp_path / "out")
-    (row,) = [row for row in target["weights"] if row["node"] == "up"]
-    assert (row["channels"], row["scales"]) == (12, 12)
     assert {"t", "y"} <= {row["name"] for row in target["layers"]}
     models = (tmp_path / "net.onnx", tmp_path / "out" / INT8)
     comparison = run.ok("compare", *models, "--images", tmp_path / "x.npy")
