@@ -355,22 +355,31 @@ def test_random_and_huge_constants_stay_nodes():
     ("nodes", "operators"),
     [
         ("t = Expand (one, sizes) y = Add (x, t)", ["Expand", "Add"]),
+        ("t = Cast <to = 1> (bytes) y = Add (x, t)", ["Cast", "Add"]),
         ("v = Expand (one, sizes) y = Conv (x, v)", ["Expand", "Conv"]),
-        ("v = Cast <to = 1> (bytes) y = Conv (x, v)", ["Conv"]),  # no more values than it reads
-        ("v = Concat <axis = 0> (a, b) y = Conv (x, v)", ["Conv"]),
+        ("v = Cast <to = 1> (bytes) y = Conv (x, v)", ["Conv"]),  # int8 is smaller
+        ("v = Mul (w, one) y = Conv (x, v)", ["Conv"]),  # as large as what it replaces
+        ("v = Transpose <perm = [1, 0, 2, 3]> (w) c = Conv (x, v) y = Add (c, w)", ["Conv", "Add"]),
         ("t = Expand (one, few) y = Add (x, t)", ["Add"]),
     ],
 )
-def test_large_constant_stays_a_node(nodes, operators, monkeypatch):
-    monkeypatch.setattr(fold, "_MAX_RESULT", 1 << 18)
-    weights = [ints("sizes", 1024, 32, 3, 3), ints("few", 1, 32, 3, 3), floats("one", 1)]
-    weights.append(numpy_helper.from_array(np.ones((1024, 32, 3, 3), np.int8), "bytes"))
-    weights += [floats(name, 512, 32, 3, 3) for name in "ab"]
-    inputs = [make_value("x", [1024, 32, 3, 3])]
+def test_constant_larger_than_its_node_stays(nodes, operators):
+    weights = [ints("sizes", 32, 32, 3, 3), ints("few", 1, 32, 3, 3), floats("one", 1)]
+    weights.append(numpy_helper.from_array(np.ones((32, 32, 3, 3), np.int8), "bytes"))
+    weights.append(floats("w", 32, 32, 3, 3))
+    inputs = [make_value("x", [32, 32, 3, 3])]
     loaded = check_same(model_of(parse_nodes(nodes), weights, inputs=inputs), 1e-3)
     assert types(loaded.model) == operators
     plan = analyse(loaded.model, ONNXRUNTIME)
     assert not {"t", "v"}.intersection(plan.activations)
+
+
+def test_large_weights_are_joined(monkeypatch):
+    monkeypatch.setattr(fold, "_MAX_RESULT", 1 << 12)  # as large as one of them
+    nodes = parse_nodes("v = Concat <axis = 0> (a, b) y = Conv (x, v)")
+    weights = [floats(name, 16, 32, 3, 3) for name in "ab"]
+    model = model_of(nodes, weights, inputs=[make_value("x", [1, 32, 3, 3])])
+    assert types(check_same(model, 1e-3).model) == ["Conv"]
 
 
 def test_adapter_that_was_not_merged_is_part_of_its_weight():

@@ -6,8 +6,8 @@
     Shape(x) -- Slice -- Concat -- Cast -- Pad      ==>     and of Cast  ---- Pad
     x --------------------------------------'               x ---------------'
 
-ONNX Runtime computes the values, so they equal those of the model bit for bit. A node stays if its
-result is large and larger than what it reads (tables of sines, an expanded number).
+ONNX Runtime computes the values, so they equal those of the model bit for bit. Nodes are put back
+where the file would be larger without them (tables of sines, an expanded number).
 
 The optimizers of others do not do the same: onnxscript 0.7 computes with ONNX's reference
 implementation, whose Exp, MatMul and cubic Resize differ in the last bits, and onnxslim 0.1 folds
@@ -15,6 +15,7 @@ random numbers and large Expands, renames weights, and holds a model four times 
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ import onnx
 from onnx import helper, numpy_helper, shape_inference
 
 from deploy.errors import first_line
-from deploy.graph.edit import bypass, copy_message, copy_tensor
+from deploy.graph.edit import bypass, copy_message, copy_tensor, drop_initializers, replace_nodes
 from deploy.graph.index import (
     ONNX_DOMAINS,
     RANDOM,
@@ -38,11 +39,14 @@ from deploy.graph.index import (
     names_of,
     optional_input,
 )
+from deploy.graph.placement import WEIGHTED
 from deploy.graph.rewrite import CannotRewrite, RewriteRule, apply_rule
 from deploy.runtimes.ort import OrtSession
 
 # Folding must not make the file much larger: large results, such as of Expand or Tile, stay nodes.
-_MAX_RESULT = 1 << 20  # elements: 4 MB; a product of two small matrices may be a large weight
+_MAX_RESULT = 1 << 20  # elements
+_MAX_GROWTH = 1 << 12  # bytes that a folded constant may add to the file: 1024 channels
+_INT8_RATIO = 4  # float32 is as many times as large as int8
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +57,19 @@ class _FoldingScope:
         constants: name -> tensor, also of folded nodes.
         shapes: of the tensors whose shape is completely known.
         outputs: names of the graph's outputs.
+        folded_by_output: tensor -> the folded node that made it.
     """
 
     model: onnx.ModelProto
     constants: dict[str, onnx.TensorProto]
     shapes: Mapping[str, tuple[int, ...]]
     outputs: set[str]
+    folded_by_output: dict[str, onnx.NodeProto]
 
 
 def fold_constants(
     model: onnx.ModelProto,
+    folded_by_output: dict[str, onnx.NodeProto] | None = None,
     *,
     chosen: Callable[[onnx.NodeProto], bool] = lambda node: True,
 ) -> int:
@@ -73,6 +80,7 @@ def fold_constants(
 
     Args:
         model: changed in place.
+        folded_by_output: filled here: tensor -> the folded node that made it; may be None.
         chosen: node -> whether it may become an initializer.
     """
     graph = model.graph
@@ -81,6 +89,7 @@ def fold_constants(
         constants=by_name(graph.initializer),
         shapes=static_shapes(graph),
         outputs=names_of(graph.output),
+        folded_by_output={} if folded_by_output is None else folded_by_output,
     )
     rule = RewriteRule(
         pattern=lambda node: chosen(node) and _can_be_constant(node),
@@ -121,6 +130,7 @@ def _fold_node(node: onnx.NodeProto, scope: _FoldingScope) -> Nodes:
         tensors = _evaluate(scope.model, node, inputs)
     scope.constants.update(by_name(tensors))
     scope.model.graph.initializer.extend(tensors)
+    scope.folded_by_output.update(dict.fromkeys(node.output, copy_message(node)))
     return []
 
 
@@ -184,6 +194,83 @@ def _has_small_results(
     # products of Python integers: a malicious shape must not overflow
     max_size = max(_MAX_RESULT, sum(math.prod(tensor.dims) for tensor in inputs))
     return all(name in shapes and math.prod(shapes[name]) <= max_size for name in names)
+
+
+def unfold_large(graph: onnx.GraphProto, folded_by_output: Mapping[str, onnx.NodeProto]) -> int:
+    """Put folded nodes back whose stored result makes the file larger; return their number.
+
+    The size of a result is compared with that of its recipe: the nodes that compute it, and the
+    constants that these read. Constants that the file stores anyway cost nothing.
+
+    A layer's weight is compared by its size in int8, since only a folded weight can be stored in
+    int8. All constants of its recipe count, since they would be stored in float besides.
+
+    Args:
+        graph: the graph after folding, which changes; no constant has been dropped from it yet.
+        folded_by_output: tensor -> the folded node that made it.
+    """
+    sizes = {tensor.name: tensor.ByteSize() for tensor in graph.initializer}  # in bytes
+    read_counts = count_reads(graph)
+    weight_read_counts = Counter(node.input[1] for node in graph.node if node.op_type in WEIGHTED)
+    large_results = [
+        name for name in folded_by_output if name in read_counts and sizes[name] > _MAX_GROWTH
+    ]
+
+    free_tensors = set(read_counts)  # the file has them anyway: a recipe reads them at no cost
+    restored_outputs: set[str] = set()  # of the nodes that are put back
+    for name in large_results:
+        if weight_read_counts[name] == read_counts[name]:  # only layers read it, as their weight
+            result_size = sizes[name] // _INT8_RATIO
+            recipe = _find_recipe(name, folded_by_output, free_tensors=())
+        else:
+            result_size = sizes[name]
+            recipe = _find_recipe(name, folded_by_output, free_tensors=free_tensors - {name})
+        recipe_outputs, recipe_constants = recipe
+        recipe_size = sum(folded_by_output[output].ByteSize() for output in recipe_outputs)
+        recipe_size += sum(sizes[constant] for constant in recipe_constants)
+        if recipe_outputs and result_size > recipe_size + _MAX_GROWTH:
+            restored_outputs |= recipe_outputs
+            free_tensors |= recipe_outputs | recipe_constants
+            free_tensors.remove(name)  # no longer stored: a recipe that reads it includes its nodes
+
+    if restored_outputs:
+        nodes = [node for name, node in folded_by_output.items() if name in restored_outputs]
+        replace_nodes(graph, [*nodes, *graph.node])
+        drop_initializers(graph, restored_outputs)
+    return len(restored_outputs)
+
+
+def _find_recipe(
+    name: str, folded_by_output: Mapping[str, onnx.NodeProto], *, free_tensors: Collection[str]
+) -> tuple[set[str], set[str]]:
+    """Find the recipe of a constant: the folded nodes that compute it, and the constants they read.
+
+    A folded node was removed from the graph, and its outputs are stored as constants. With the
+    nodes of the recipe put back, the file need not store this constant.
+
+    Args:
+        name: of the constant.
+        folded_by_output: tensor -> the folded node that made it.
+        free_tensors: tensors that the file has anyway; they are not part of the recipe.
+
+    Returns:
+        (outputs of the nodes to put back, constants that these nodes read and the file must store).
+    """
+    node_outputs = set[str]()
+    constants = set[str]()
+    pending_tensors = [name]
+    for tensor in pending_tensors:  # grows during the loop
+        if tensor in free_tensors or tensor in node_outputs:
+            continue
+        node = folded_by_output.get(tensor)
+        # These nodes are not put back: a Constant is as large as its tensor, a Shape would read an
+        # activation, and of a node with several outputs the file may store the others.
+        if node is None or node.op_type in ("Constant", "Shape") or len(node.output) > 1:
+            constants.add(tensor)
+        else:
+            node_outputs.add(tensor)
+            pending_tensors += iter_reads(node)
+    return node_outputs, constants
 
 
 def static_shapes(graph: onnx.GraphProto) -> dict[str, tuple[int, ...]]:

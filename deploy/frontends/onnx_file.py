@@ -27,7 +27,7 @@ from deploy.feed.batch_axis import (
 from deploy.frontends import checks
 from deploy.frontends.affine import NORM, fold_affine
 from deploy.frontends.base import LoadedModel, model_digest
-from deploy.frontends.fold import fold_constants, remove_identity
+from deploy.frontends.fold import fold_constants, remove_identity, unfold_large
 from deploy.frontends.lift import (
     TRAINING_NOTES,
     complete_axes,
@@ -508,20 +508,23 @@ def _fold(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
     """
     identity_count = folded_count = cast_count = 0
     completed_counts: Counter[str] = Counter()  # operator -> nodes rewritten by `complete_axes`
+    folded_by_output: dict[str, onnx.NodeProto] = {}
     for _ in range(_ROUNDS):
         old_counts = (identity_count, folded_count, cast_count)
         completed_counts += complete_axes(model)
         model = infer_shapes(model)
         identity_count += remove_identity(model.graph)
-        folded_count += fold_constants(model)
+        folded_count += fold_constants(model, folded_by_output)
         cast_count += drop_casts(model.graph, Graph(model).dtypes)
         if (identity_count, folded_count, cast_count) == old_counts:
             break
+    unfolded_count = unfold_large(model.graph, folded_by_output)
     dead_count = drop_dead(model.graph)
     completed_note = f"Wrote {checks.list_counts(completed_counts)} of some axes over all axes."
     return model, [
         completed_note if completed_counts else "",
-        _note("Folded {}.", folded_count, "constant node"),
+        _note("Folded {}.", folded_count - unfolded_count, "constant node"),
+        _note("Kept {}, whose stored results would be larger.", unfolded_count, "constant node"),
         _note("Removed {}.", identity_count, "Identity or Dropout node"),
         _note("Removed {} to the type that the tensor has.", cast_count, "cast"),
         _note("Removed {} that no output needs.", dead_count, "node"),
