@@ -164,16 +164,16 @@ def _sweep(
 ) -> None:
     """Move each weight to its other integer, above or below, if that lowers the error.
 
-    The weights are visited one after the other, up to `_SWEEPS` times or until none changes.
-
-    The error of a row of weights w with the integers q is |(q - w) X|^2, with H = X X^T of the
-    inputs X. If integer k changes by s, the error changes by ``2 s slope + s^2 (H_kk + damping)``.
+    The K weights of a channel are visited one after the other, up to `_SWEEPS` times or until none
+    changes; channels are independent. With w and q, the weights of a channel and their integers,
+    the error is (q - w) (H + damping I) (q - w)^T, where H = X X^T of the inputs X. If integer k
+    changes by s, the error changes by ``2 s slope + s^2 (H_kk + damping)``.
 
     Args:
         low: the integer below each weight, [G, C, K].
         high: the integer above each weight, [G, C, K].
         integers: q, the rounded weights, [G, C, K]; changed in place.
-        slope: half the derivative of the error by q, (q - w) (H + damping); kept up to date.
+        slope: half the derivative of the error by q, (q - w) (H + damping I); kept up to date.
         products: H of each group, [G, K, K].
         damping: of each group, [G].
         fixed: weights that do not change, [G, C, K].
@@ -194,13 +194,13 @@ def _sweep(
             step = other_integer - integers[:, :, k]
             curvature = (products[:, k, k] + damping)[:, None]
             error_change = 2 * step * slope[:, :, k] + step * step * curvature
-            groups, rows = np.nonzero((error_change < 0) & ~fixed[:, :, k])  # weights to move
+            groups, channels = np.nonzero((error_change < 0) & ~fixed[:, :, k])  # weights to move
             if not groups.size:
                 continue
-            weight_step = step[groups, rows]
-            integers[groups, rows, k] = other_integer[groups, rows]
-            slope[groups, rows] += weight_step[:, None] * products[groups, k]
-            slope[groups, rows, k] += weight_step * damping[groups]
+            weight_step = step[groups, channels]
+            integers[groups, channels, k] = other_integer[groups, channels]
+            slope[groups, channels] += weight_step[:, None] * products[groups, k]
+            slope[groups, channels, k] += weight_step * damping[groups]
             has_changed = True
         if not has_changed:
             break

@@ -36,10 +36,7 @@ COMMANDS = {
     "explain": ("diagnose", "Which layers of a build lose accuracy, why, and what was tried."),
     "report": ("diagnose", "Compare builds, or print the report of one again."),
     "verify": ("diagnose", "Check that a build is complete and unchanged."),
-    "inspect": (
-        "diagnose",
-        "Which layers of a model would be quantized, and why not others; contents of a cache.",
-    ),
+    "inspect": ("diagnose", "Which layers of a model would be quantized, and why not others."),
     "doctor": ("diagnose", "What is installed here, and what is missing."),
     "trace": ("torch_graph", "Print the graph of a PyTorch model, as table or code."),
     "profile": (

@@ -120,8 +120,13 @@ def test_next_target_finds_another_noisy_layer():
 class OutlierProber:
     """A prober of 16 layers; the first has a few huge values, which percentile clips.
 
-    In int8 that layer loses nearly all without clipping; clipping makes every other layer noisier.
+    In int8 that layer loses nearly all without clipping. Every other layer has `clipped_power` of
+    noise with clipping, `power` without.
     """
+
+    def __init__(self, *, power, clipped_power):
+        self._power = power
+        self._clipped_power = clipped_power
 
     def noises(self, choices):
         noises = []
@@ -139,23 +144,35 @@ class OutlierProber:
         power = 0.0
         for name in int8_nodes:
             if name == LAYERS[0]:
-                power += 0.003 if is_clipped else 0.1
+                power += self._clipped_power + 0.001 if is_clipped else 0.1
             else:
-                power += 0.002 if is_clipped else 0.0002
+                power += self._clipped_power if is_clipped else self._power
         return Noise({"y": np.array([power])})
 
 
-def test_a_layer_with_huge_values_does_not_choose_the_method_of_all_others():
+def search_outliers(**powers):
+    """A finished search with an `OutlierProber`."""
     layers = LAYERS[:16]
     units = Units(members={name: (name,) for name in layers}, borders=(), layers=layers)
     search = Search(
         prices=Prices(units=units, unit_prices=dict.fromkeys(layers, (0.7, 1.0)), conversions={}),
-        prober=OutlierProber(),
+        prober=OutlierProber(**powers),
         methods=[Method.of("percentile", {}), Method.of("minmax", {})],
         effort=EFFORTS[1],
     )
     search.run()
+    return search
+
+
+def test_a_layer_with_huge_values_does_not_choose_the_method_of_all_others():
+    search = search_outliers(power=0.0002, clipped_power=0.002)
     assert search.settled_method == "minmax"
     assert search.best.in_float == {LAYERS[0]}
     all_in_int8 = [trial for trial in search.trial_by_key.values() if not trial.in_float]
     assert min(all_in_int8, key=lambda trial: trial.loss).choices.method.label != "minmax"
+
+
+def test_noise_is_measured_anew_where_clipping_wins():
+    search = search_outliers(power=0.01, clipped_power=0.00002)
+    assert search.settled_method == "percentile 99.99"
+    assert search.sensitivity.predict(()).worst < search.shared.sensitivity.predict(()).worst / 2

@@ -76,22 +76,22 @@ class StoredStatistics:
     packed: bytes
 
     def observed(self, observations: Iterable[Observation]) -> ObservedStatistics:
-        """Return those observations that are stored.
+        """Return the stored statistics of those observations that are stored; others are left out.
 
         Raises:
             CacheError: the arrays of one are broken.
         """
         stored_keys = set(self.keys)
-        statistics = {
+        statistic_by_key = {
             observation.key: observation.statistic
             for observation in observations
             if observation.key in stored_keys
         }
 
         def restore(key: Key, arrays: Arrays) -> Recorder:
-            return statistics[key].restore(arrays)
+            return statistic_by_key[key].restore(arrays)
 
-        return ObservedStatistics(self._read(statistics, restore))
+        return ObservedStatistics(self._read(statistic_by_key.keys(), restore))
 
     def read_arrays(self, keys: Iterable[Key]) -> dict[Key, Arrays]:
         """Return the arrays of some observations, to be written to another cache."""

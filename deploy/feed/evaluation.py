@@ -237,11 +237,12 @@ def apply_labels(
 def _order_labels(lines: FileList, image_names: Iterable[str]) -> Sequence[int]:
     """Return the class numbers of lines in the order of the images.
 
-    Lines belong to images by file name, with or without its suffix. If they name none of the
-    images, and each line does not have a name of its own, they belong to images by their order.
+    Lines belong to images by file name, all with its suffix or all without. They belong to images
+    by their order if their names are in the order of the images, or if they name none of the images
+    and some lines have no name or the same one.
 
     Raises:
-        FeedError: an image is named by no line, or by several in another order.
+        FeedError: lines belong to images by name, and an image is named by none or by several.
     """
     image_keys = [PurePath(name).name for name in image_names]
     line_names = [PurePath(name).name for name in lines.names]  # "" of a line with a number alone
@@ -251,7 +252,8 @@ def _order_labels(lines: FileList, image_names: Iterable[str]) -> Sequence[int]:
     if not label_by_name.keys().isdisjoint(stems):  # the lines name images without their suffix
         image_keys = stems
 
-    # names that differ from line to line are those of images, even if all are of other images
+    # names that differ from line to line are those of images; if all are of other images, that is
+    # an error and no order
     each_line_has_own_name = "" not in label_by_name and len(label_by_name) == len(line_names)
     names_no_image = label_by_name.keys().isdisjoint(image_keys)
     are_in_order = line_names == image_keys or (names_no_image and not each_line_has_own_name)

@@ -249,7 +249,8 @@ class _Int8Flow:
     """Tensors that int8 nodes produce and read, under one state of the decisions.
 
     Attributes:
-        reasons: node -> why it stays float; changes while the nodes are asked one by one.
+        float_reasons: node -> why it stays float, "" if it does not; changes while the nodes are
+            asked one by one.
         int8_tensors: tensors that an int8 node makes or a heavy one reads, and those that float
             nodes which pass int8 on make of them.
         tensors_read_in_int8: tensors that an int8 node reads, and what such float nodes make them
@@ -258,7 +259,7 @@ class _Int8Flow:
 
     graph: Graph
     placement: Placement
-    reasons: Mapping[str, str]
+    float_reasons: Mapping[str, str]
     int8_tensors: set[str] = field(default_factory=set)
     tensors_read_in_int8: set[str] = field(default_factory=set)
 
@@ -267,7 +268,7 @@ class _Int8Flow:
         graph = self.graph
         placement = self.placement
         for node in graph.nodes:
-            if not self.reasons[node.name]:
+            if not self.float_reasons[node.name]:
                 self._add_int8_node(node)
 
         # float nodes that pass int8 on: what is made in int8 goes downstream, what is read in int8
@@ -295,9 +296,10 @@ class _Int8Flow:
     def find_stranded_reason(self, node: onnx.NodeProto) -> str:
         """Return why a node gains nothing from int8 among its neighbours; "" if it gains.
 
-        A heavy node (Conv, Gemm, MatMul) always gains, unless the user keeps readers of a Concat of
-        float tensors in float. Any other node only passes int8 on: its inputs must be int8 already,
-        and a node downstream must read its output in int8.
+        If the user asked for that, no node gains that reads a Concat with a float input. Else a
+        heavy node (Conv, Gemm, MatMul) always gains. Any other node only passes int8 on: its inputs
+        must be int8 already, for TensorRT no float node may read them too, and a node downstream
+        must read its output in int8.
         """
         graph = self.graph
         placement = self.placement
@@ -312,8 +314,8 @@ class _Int8Flow:
             has_int8_inputs = reads_int8(graph, node, self.int8_tensors, placement.heavy)
         if not has_int8_inputs:
             return f"an input of it is not {precision}"
-        # for TensorRT: such as an average pool whose input a float Mul reads too
-        if not placement.runs_on_onnxruntime and has_float_sibling(graph, node, self.reasons):
+        # such as an average pool whose input a float Mul reads too
+        if not placement.runs_on_onnxruntime and has_float_sibling(graph, node, self.float_reasons):
             return "its input is read in float too"
         # the output of the Relu, Clip or bias Add that is fused into the node, if there is one
         fused_output = graph.tail(node)

@@ -243,18 +243,19 @@ class Search:
         unclipped_trials = [trial for trial in int8_trials if not clips(trial.choices.method)]
         base = self._with_float_adds((unclipped_trials or int8_trials)[0])
         self.layer_losses(base)
-        splits = self.predicted_front()
-        if len(self.methods) == 1 or not splits:
-            self._settle_method([base])
+        if len(self.methods) == 1:
             return base
 
-        likely_split = min(splits, key=self._predicted_cost)
-        likely_trials = self.try_choices([trial.choices for trial in int8_trials], likely_split)
+        likely_trials: list[Trial] = []
+        splits = self.predicted_front()
+        if splits:
+            likely_split = min(splits, key=self._predicted_cost)
+            likely_trials = self.try_choices([trial.choices for trial in int8_trials], likely_split)
         # sorting keeps the order of methods with which the worst slice is lost entirely
         ranked_trials = sorted([*likely_trials, *int8_trials], key=self._method_cost)
         self._settle_method(ranked_trials)
         best = ranked_trials[0]
-        if best.in_float != likely_split and clips(best.choices.method):
+        if best not in likely_trials and clips(best.choices.method):
             # clipping saves what was measured as noise without it
             self.sensitivity = None
             self.layer_losses(best)
@@ -356,7 +357,7 @@ class Search:
         splits = self.predicted_front()  # the fastest first
         if not splits:
             return
-        center = min(range(len(splits)), key=lambda index: self._predicted_cost(splits[index]))
+        center = splits.index(min(splits, key=self._predicted_cost))
         step = max(1, len(splits) // _FIRST_STEP_SHARE)
         cost_by_index: dict[int, float] = {}
         while step:
@@ -381,6 +382,7 @@ class Search:
         return math.inf if trial is None else self.cost(trial)
 
     def _method_cost(self, trial: Trial) -> float:
+        """Return the cost of a trial, with the loss that its method adds on new inputs."""
         return self.cost(trial) + self.weight * _clipping_loss(trial.choices.method)
 
     def _predicted_cost(self, in_float: frozenset[str]) -> float:

@@ -289,7 +289,7 @@ class RecordPlan:
         first_inputs = {name: self.first_inputs[name] for name in names}
         first_scales = self._search_scales(first_inputs, observed)
         second_scales = self._search_scales(self.second_inputs, observed)
-        weight_scales = self.weight_scales(dmq_factors, roundings)
+        weight_scales = self.compute_weight_scales(dmq_factors, roundings)
         records = {}
         searched_inputs = []  # (layer, observation of one of its inputs, scale of that input)
         for name, input_scale in first_scales.items():
@@ -298,7 +298,7 @@ class RecordPlan:
             )
             searched_inputs.append((name, first_inputs[name], input_scale))
         for name, second_scale in second_scales.items():  # layers: MatMuls of two activations
-            # AMCT stores the scale of the second input where other layers have their weight's
+            # they have no weight: AMCT stores the second input's scale in the weight's fields
             scale_w = np.array([second_scale.scale])
             records[name] = replace(records[name], scale_w=scale_w, has_weight=True)
             searched_inputs.append((name, self.second_inputs[name], second_scale))
@@ -401,7 +401,7 @@ class RecordPlan:
                 dmq_factors[name] = self._compute_layer_dmq_factors(name, recorder)
         return dmq_factors
 
-    def weight_scales(
+    def compute_weight_scales(
         self, dmq_factors: DmqFactors, roundings: Mapping[str, RoundedWeights]
     ) -> WeightScales:
         """Return layer -> scale of its weight; a pool has scale 1, as in AMCT."""
@@ -493,7 +493,7 @@ class RecordPlan:
             model,
             layers,
             self.config,
-            weight_scales=self.weight_scales(dmq_factors, roundings),
+            weight_scales=self.compute_weight_scales(dmq_factors, roundings),
             dmq_factors=dmq_factors,
             integers_by_layer=integers_by_layer,
         )

@@ -348,7 +348,7 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
     config = default_config(graph, activation_offset=False)
     plan = RecordPlan(model=model, graph=graph, config=config, model_key="", samples=1)
     # the default config uses neither DMQ (factors) nor AdaRound (roundings)
-    weight_scales = plan.weight_scales(dmq_factors={}, roundings={})
+    weight_scales = plan.compute_weight_scales(dmq_factors={}, roundings={})
     records = {}
     for name, layer in graph.layers.items():
         if layer.input in match.scales:
