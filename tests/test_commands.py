@@ -25,7 +25,7 @@ from deploy.feed.sampling import Choice
 from deploy.report.verdict import Gates
 from deploy.runtimes.ort import OrtSession
 from deploy.targets import TARGETS, Ascend, OnnxRuntime, TensorRT, make_targets
-from deploy.targets.base import BuildResult
+from deploy.targets.base import BuildResult, Target
 from deploy.targets.options import check_options, declared_options, option
 from deploy.tuning.repairs import has_rounding
 from deploy.tuning.search_options import Tuning
@@ -72,8 +72,8 @@ BUILD = ("build", "m.onnx", "--images", "p")
             TensorRT(form="cache", rest="fp32", workspace_mib=64, max_batch=4),
         ),
         (
-            "--target tensorrt --rest bf16 --cuda-graph --calibrator minmax --parser caffe",
-            TensorRT(rest="bf16", cuda_graph=True, calibrator="minmax", parser="caffe"),
+            "--target tensorrt --rest bf16 --cuda-graph --calibrator minmax",
+            TensorRT(rest="bf16", cuda_graph=True, calibrator="minmax"),
         ),
         (
             "--target tensorrt --float-behind-concat --pair-behind-deconv",
@@ -209,7 +209,7 @@ def test_option_without_effect_is_refused(arguments, message, build_call, run):
         ("calibrate m.onnx --images p --soc Ascend310P3", 2, "No such option"),
         ("bench m.onnx --shape x", 2, "must look like"),
         ("biuld", 2, "No such command 'biuld'; did you mean 'build'?"),
-        ("cache check x --parser onnx --verbose", 1, "--parser and --verbose go with --model"),
+        ("cache check x --verbose", 1, "--verbose goes with --model"),
         ("ascend config x -o y --from z --batch-num 2", 1, "--batch-num goes with"),
         ("ascend config x -o y.cfg", 1, "is JSON, got y.cfg"),
         ("ascend config x -o y --from z --symmetric", 1, "--symmetric goes with"),
@@ -288,7 +288,7 @@ def test_options_useless_for_input_are_refused(small_cnn, run):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Toy:
+class Toy(Target):
     """A target as CONTRIBUTING describes it."""
 
     steps: int = option(
@@ -300,9 +300,6 @@ class Toy:
     name: str = "toy"
     engines: ClassVar[tuple[str, ...]] = (".toy",)
     writes: ClassVar[tuple[str, ...]] = (".toy",)
-    runs_here: ClassVar[bool] = False
-    own_method: ClassVar[str] = ""
-    configured: ClassVar[bool] = False
     opened: ClassVar[list[object]] = []
 
     def __post_init__(self):

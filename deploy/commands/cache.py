@@ -24,11 +24,6 @@ _ALGORITHMS = ("EntropyCalibration2", "MinMaxCalibration", "EntropyCalibration")
 _ALGORITHM = click.option(
     "--algorithm", type=click.Choice(_ALGORITHMS), help="Calibrator named in the first line."
 )
-_PARSER = click.option(
-    "--parser",
-    type=click.Choice(["onnx", "caffe"]),
-    help="TensorRT parser that named the tensors; by default guessed from the model.",
-)
 _VERBOSE = click.option(
     "--verbose", is_flag=True, help="Print every entry and every tensor, with the reason."
 )
@@ -166,7 +161,6 @@ def relabel(path: Path, trt_version: str, algorithm: str | None, out: Path) -> N
     help="TensorRT version that will read it.",
 )
 @_ALGORITHM
-@_PARSER
 @_VERBOSE
 @click.pass_context
 def check(
@@ -175,20 +169,19 @@ def check(
     model: Path | None,
     trt_version: str | None,
     algorithm: str | None,
-    parser: str | None,
     verbose: bool,
 ) -> None:
     """Check CACHE; exit code 1 if TensorRT would not use it as expected."""
     from deploy.targets.tensorrt import cache_tools
 
     if model is None:
-        base.refuse_given("parser", "verbose", without="--model")
+        base.refuse_given("verbose", without="--model")
     if trt_version is not None:
         cache_tools.refuse_cacheless(trt_version)
     source_cache = cache_tools.read_cache(path)
     match = None
     if model is not None:
-        match = _match_model(source_cache, model, parser)
+        match = _match_model(source_cache, model)
     findings = cache_tools.check_cache(
         source_cache, path=path, version=trt_version, algorithm=algorithm, match=match
     )
@@ -216,12 +209,6 @@ def check(
     help="Do not fold BatchNormalization; converting back is then exact.",
 )
 @click.option(
-    "--own-concat-scales",
-    is_flag=True,
-    help="Keep a scale of each tensor of a Concat; TensorRT then requantizes them.",
-)
-@_PARSER
-@click.option(
     "--rest",
     type=click.Choice(("fp16", "bf16", "fp32")),
     default="fp32",
@@ -241,8 +228,6 @@ def to_qdq(
     path: Path,
     out: Path,
     keep_batchnorm: bool,
-    own_concat_scales: bool,
-    parser: str | None,
     rest: str,
     precision: str,
     verbose: bool,
@@ -255,8 +240,6 @@ def to_qdq(
         model,
         _read_with_note(path),
         keep_batchnorm=keep_batchnorm,
-        own_concat_scales=own_concat_scales,
-        parser=parser,
         rest=rest,
         precision=precision,
     )
@@ -366,14 +349,14 @@ def _read_with_note(path: Path) -> CalibrationCache:
     return cache_tools.read_cache(path)
 
 
-def _match_model(source_cache: CalibrationCache, model: Path, parser: str | None) -> CacheMatch:
+def _match_model(source_cache: CalibrationCache, model: Path) -> CacheMatch:
     from deploy.frontends import load
     from deploy.frontends.base import read_uncleaned_model
     from deploy.targets.tensorrt.cache_match import match_cache
 
     loaded = load(model)
     original = read_uncleaned_model(model, loaded)
-    return match_cache(source_cache, loaded.model, original=original, parser=parser)
+    return match_cache(source_cache, loaded.model, original=original)
 
 
 def _header_text(source_cache: CalibrationCache) -> str:

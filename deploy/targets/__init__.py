@@ -1,6 +1,6 @@
 """The deployment targets, one package each, and `TARGETS`, the table of them.
 
-To add hardware, write a class that implements `deploy.targets.base.Target` and add a row here.
+To add hardware, write a class that derives from `deploy.targets.base.Target` and add a row here.
 Target classes import heavy packages inside their functions, since `--help` lists their options.
 """
 

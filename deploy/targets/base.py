@@ -119,16 +119,6 @@ class BuildRequest:
         """The Q/DQ pairs of a model that is quantized already; None of a float model."""
         return self.subject.loaded.qdq
 
-    @property
-    def source(self) -> Path | None:
-        """The model's file; None of a model in memory."""
-        return self.subject.loaded.source
-
-    @property
-    def digest(self) -> str:
-        """sha256 of the model's graph and weights."""
-        return self.subject.loaded.digest
-
     def with_plugin_nodes(self, model: onnx.ModelProto) -> onnx.ModelProto:
         """Return `model` with the nodes put back that ONNX Runtime does not know.
 
@@ -255,8 +245,8 @@ class Target(Protocol):
     """
 
     engines: ClassVar[tuple[str, ...]]
-    runs_here: ClassVar[bool]
-    own_method: ClassVar[str]
+    runs_here: ClassVar[bool] = False
+    own_method: ClassVar[str] = ""
 
     @property
     def writes(self) -> tuple[str, ...]:
@@ -265,6 +255,7 @@ class Target(Protocol):
     @property
     def alternatives(self) -> tuple[str, ...]:
         """Names of `SEARCHES` that may replace `own_method`."""
+        return ()
 
     @property
     def name(self) -> str:
@@ -273,6 +264,7 @@ class Target(Protocol):
     @property
     def configured(self) -> bool:
         """Whether the user gave a configuration of the vendor, which is followed as it is."""
+        return False
 
     def scaled_tensors(
         self, model: onnx.ModelProto, float_nodes: tuple[str, ...]

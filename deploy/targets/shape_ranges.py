@@ -4,11 +4,8 @@ A text or audio model accepts any length; its engine accepts only the shapes it 
 """
 
 import math
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 
 from deploy.graph.index import dims, runtime_inputs
 from deploy.targets.base import BuildRequest
@@ -44,7 +41,7 @@ class ShapeRange:
 def sample_shape_range(request: BuildRequest) -> ShapeRange:
     """Return the shapes of the calibration samples; read them again if sizes may differ."""
     return request.ranges.compute_once(
-        "span", lambda: _shape_range(Counter(_shapes(request))), of=request.feed
+        "span", lambda: _shape_range(_shapes(request)), of=request.feed
     )
 
 
@@ -65,16 +62,10 @@ def _shapes(request: BuildRequest) -> Iterator[SampleShapes]:
             step()
 
 
-def _shape_range(sample_counts: Mapping[SampleShapes, int]) -> ShapeRange:
-    """Return the smallest and largest sizes of all samples, and the median and largest sample.
-
-    `sample_counts`: the input shapes of a sample -> number of samples that have them.
-    """
-    # samples in the order of their number of values, those of the same shapes as one entry
-    ordered_shapes = sorted(sample_counts, key=_value_count)
-    counts_so_far = list(accumulate(sample_counts[shapes] for shapes in ordered_shapes))
-    median_number = (counts_so_far[-1] + 1) // 2  # of the median sample, from 1
-    median_shapes = ordered_shapes[bisect_left(counts_so_far, median_number)]
+def _shape_range(shapes_of_samples: Iterable[SampleShapes]) -> ShapeRange:
+    """Return the smallest and largest sizes of all samples, and the median and largest sample."""
+    ordered_shapes = sorted(shapes_of_samples, key=_value_count)  # ascending
+    median_shapes = ordered_shapes[(len(ordered_shapes) - 1) // 2]
 
     shapes_by_input: dict[str, list[Shape]] = {}
     for sample_shapes in ordered_shapes:

@@ -322,7 +322,7 @@ def _digest_of_input(setup: SearchSetup, has_method: bool) -> str:
     cpu = [options.is_timed, options.cpu_kind] if target.runs_here else None  # else unused
     parts: dict[str, Any] = {
         "version": _VERSION,
-        "model": request.digest,
+        "model": request.subject.loaded.digest,
         "images": dict(request.manifest),
         "target": repr(target),
         "method": [request.ranges.chosen_by, has_method],

@@ -44,7 +44,7 @@ from deploy.targets.ascend.preparation import (
     prepare_model,
     unfuse_batchnorms,
 )
-from deploy.targets.base import BuildRequest, BuildResult
+from deploy.targets.base import BuildRequest, BuildResult, Target
 from deploy.targets.options import check_options, option
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ _ATC_INPUTS = ("deploy model", "AIPP configuration", "compression options")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ascend:
+class Ascend(Target):
     """The Ascend target.
 
     Attributes:
@@ -144,7 +144,6 @@ class Ascend:
         "_fake_quant_model.onnx", "_modified_model.onnx", "_amct_qdq.onnx", "_aipp.cfg",
         "_compression.cfg", "_atc.sh", "_README.txt", ".om",
     )  # fmt: skip
-    runs_here: ClassVar[bool] = False
     own_method: ClassVar[str] = "AMCT's own algorithms, which --ascend-config chooses"
 
     @property

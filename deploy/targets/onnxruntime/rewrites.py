@@ -12,7 +12,7 @@ A rewrite puts operators with a fast (or correct) kernel in place of others and 
     write_upsampling  nearest Resize              -> Tile of whole pixels
     widen_depthwise   depthwise Conv              -> the same with a multiple of 16 channels
     pad_stems         first Conv of 3 channels    -> the same with 4, by the CPU
-    with_tiles        ConvTranspose without overlap -> Conv of one pixel and copies
+    write_tiles       ConvTranspose without overlap -> Conv of one pixel and copies
 
 Each stays because a model gains at least 3 % of its time or 0.5 dB by it; `REWRITES`
 holds the figure (one thread, AVX512-VNNI; AVX2 for unfuse_biases and share_reads). On a CPU without
@@ -25,8 +25,6 @@ Reshape-13 and Softmax-13.
 
 import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import onnx
@@ -45,31 +43,20 @@ from deploy.targets.onnxruntime.rewrite_base import (
     apply_to_model,
 )
 from deploy.targets.onnxruntime.stem_rewrite import pad_stems
-from deploy.targets.onnxruntime.tile_rewrite import with_tiles
+from deploy.targets.onnxruntime.tile_rewrite import write_tiles
 from deploy.targets.onnxruntime.uint8_gates import make_pair
 
 _MIN_HALF_VALUES = 1 << 10  # values from which a constant is worth storing as float16
 
 
-@dataclass(frozen=True, slots=True)
-class Rewrite:
-    """A row of the table.
+def apply_rewrites(model: onnx.ModelProto, context: RewriteContext) -> None:
+    """Apply `REWRITES` in their order to a model with Q/DQ pairs, in place.
 
-    Attributes:
-        apply: changes the model in place, or returns a changed copy.
-        for_given_pairs: whether Q/DQ models of the user, kept as they are, get it too.
+    A Q/DQ model of the user gets only `_REWRITES_OF_GIVEN_PAIRS`.
     """
-
-    apply: Callable[[onnx.ModelProto, RewriteContext], onnx.ModelProto | None]
-    for_given_pairs: bool = False
-
-
-def apply_rewrites(model: onnx.ModelProto, context: RewriteContext) -> onnx.ModelProto:
-    """Apply the rows of `REWRITES` in their order to a model with Q/DQ pairs, which may change."""
     for rewrite in REWRITES:
-        if rewrite.for_given_pairs or not context.has_given_pairs:
-            model = rewrite.apply(model, context) or model  # None: changed in place
-    return model
+        if rewrite in _REWRITES_OF_GIVEN_PAIRS or not context.has_given_pairs:
+            rewrite(model, context)
 
 
 def store_halves(graph: onnx.GraphProto) -> None:
@@ -374,15 +361,17 @@ def unfuse_biases(model: onnx.ModelProto, context: RewriteContext) -> None:
 
 # largest measured gain: time without it over time with it, or SQNR
 REWRITES = (
-    Rewrite(write_means),  # MobileNetV3-small of timm 1.16
-    Rewrite(keep_apart, for_given_pairs=True),  # AveragePool, padded, ceil_mode 19.9 -> 33.1 dB
-    Rewrite(unfuse_biases, for_given_pairs=True),  # ConvNeXt 1.2
-    Rewrite(fuse_gates),  # PP-OCR cls 1.30
-    Rewrite(share_reads),  # Convs with GELU 1.15
-    Rewrite(fix_averages),  # AveragePool with ceil_mode 14.7 -> 35.3 dB
-    Rewrite(write_softmax),  # YOLOv8n 1.09
-    Rewrite(write_upsampling),  # ESPCN with Resize 1.18
-    Rewrite(widen_depthwise),  # PP-OCR cls 1.33
-    Rewrite(pad_stems),  # ShuffleNetV2 1.13
-    Rewrite(with_tiles, for_given_pairs=True),  # PP-OCR det 1.06
+    write_means,  # MobileNetV3-small of timm 1.16
+    keep_apart,  # AveragePool, padded, ceil_mode 19.9 -> 33.1 dB
+    unfuse_biases,  # ConvNeXt 1.2
+    fuse_gates,  # PP-OCR cls 1.30
+    share_reads,  # Convs with GELU 1.15
+    fix_averages,  # AveragePool with ceil_mode 14.7 -> 35.3 dB
+    write_softmax,  # YOLOv8n 1.09
+    write_upsampling,  # ESPCN with Resize 1.18
+    widen_depthwise,  # PP-OCR cls 1.33
+    pad_stems,  # ShuffleNetV2 1.13
+    write_tiles,  # PP-OCR det 1.06
 )
+# of a Q/DQ model of the user, which keeps its pairs and weights
+_REWRITES_OF_GIVEN_PAIRS = (keep_apart, unfuse_biases, write_tiles)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from deploy.errors import ExportError, counted
-from deploy.targets.base import BuildRequest, BuildResult
+from deploy.targets.base import BuildRequest, BuildResult, Target
 from deploy.targets.options import check_options, option
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _REQUANTIZED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnnxRuntime:
+class OnnxRuntime(Target):
     """The ONNX Runtime CPU target.
 
     Attributes:
@@ -61,9 +61,6 @@ class OnnxRuntime:
     engines: ClassVar[tuple[str, ...]] = (".onnx", ".ort")
     writes: ClassVar[tuple[str, ...]] = (".int8.onnx", ".float.onnx", "_run.py")
     runs_here: ClassVar[bool] = True
-    own_method: ClassVar[str] = ""
-    alternatives: ClassVar[tuple[str, ...]] = ()
-    configured: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -82,9 +79,7 @@ class OnnxRuntime:
         self, model: onnx.ModelProto, float_nodes: tuple[str, ...]
     ) -> tuple[str, ...]:
         """Return the tensors that need a scale: inputs and outputs of int8 nodes."""
-        from deploy.graph.plan import analyse
-
-        return analyse(model, self.placement, float_nodes=float_nodes).activations
+        return self.plan(model, float_nodes).activations
 
     def plan(self, model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
         """Return the decisions of the graph analysis, which needs no calibration."""
@@ -136,6 +131,7 @@ class OnnxRuntime:
         A Q/DQ model of the user is kept if its pairs suit ONNX Runtime's kernels. Any other model
         gets pairs with the ranges that were calibrated.
         """
+        from deploy.graph.edit import copy_message
         from deploy.targets.onnxruntime.qdq import write_qdq
         from deploy.targets.prequantized import qdq_decisions
 
@@ -144,7 +140,8 @@ class OnnxRuntime:
         if trained is not None and self._keeps_pairs(request):
             decisions = qdq_decisions(trained, request.model, self.placement)
             pair_ranges = dict(ranges.scales)  # those of the user's pairs
-            return _PairedModel(trained.model, decisions, pair_ranges, request.model_analysis)
+            model = copy_message(trained.model)  # `_PairedModel.engine` changes it
+            return _PairedModel(model, decisions, pair_ranges, request.model_analysis)
 
         plan = self._plan_pairs(request, ranges)
         model = write_qdq(
@@ -319,7 +316,7 @@ class _PairedModel:
     def engine(self, cpu: str) -> onnx.ModelProto:
         """Return the model rewritten for ONNX Runtime's kernels on a kind of CPU.
 
-        Call it last: most rewrites change `self.model` itself, which has the planned pairs.
+        Call it last: the rewrites change `self.model`, which has the planned pairs.
 
         `cpu`: "this" for this machine's kind, or a key of `KERNELS`. Any other kind counts as avx2,
             on which the rewrites gain least.
@@ -340,4 +337,5 @@ class _PairedModel:
             has_given_pairs=self.plan is None,  # without a plan, the pairs are the user's
             kernels=KERNELS.get(kind, KERNELS["avx2"]),
         )
-        return apply_rewrites(self.model, context)
+        apply_rewrites(self.model, context)
+        return self.model

@@ -19,7 +19,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
-from deploy.graph.edit import copy_message, drop_dead, make_node, replace_nodes
+from deploy.graph.edit import drop_dead, make_node, replace_nodes
 from deploy.graph.index import Graph, Nodes, Shape
 from deploy.graph.refusal import Tile, tile_shape
 from deploy.targets.onnxruntime.rewrite_base import (
@@ -36,18 +36,17 @@ TILES = "/tiles"  # suffix of a tensor whose tiles' pixels lie as channels, rows
 _CONSTANT_NAMES = {WEIGHT: "weight", BIAS: "bias"}
 
 
-def with_tiles(model: onnx.ModelProto, context: RewriteContext) -> onnx.ModelProto:
-    """Return a copy with a Conv and moves in place of each ConvTranspose between Q/DQ pairs.
+def write_tiles(model: onnx.ModelProto, context: RewriteContext) -> None:
+    """Write each ConvTranspose between Q/DQ pairs as a Conv and moves, in place.
 
     Where windows do not overlap, each input pixel makes a tile of output pixels: a 1x1 Conv
     computes them as channels, and a Reshape and Transposes put them in place.
 
     Left alone: ConvTransposes whose windows overlap, have gaps or are cropped, and those that stay
-    float. A model without others is returned as it is.
+    float.
     """
     if not any(node.op_type == "ConvTranspose" for node in model.graph.node):
-        return model
-    model = copy_message(model)
+        return
     graph = Graph(model)
     replacements: dict[str, Nodes] = {}  # name of a node -> the nodes in its place
     for node in graph.nodes:
@@ -70,7 +69,6 @@ def with_tiles(model: onnx.ModelProto, context: RewriteContext) -> onnx.ModelPro
     if replacements:
         replace_nodes(model.graph, replaced_nodes(model, replacements))
         drop_dead(model.graph)
-    return model
 
 
 def _find_quantize(graph: Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:

@@ -56,7 +56,6 @@ from deploy.errors import ExportError, list_first
 from deploy.graph.edit import copy_message, make_node, replace_nodes
 from deploy.graph.index import FLOAT, Graph, attributes, optional_input, runtime_inputs
 
-ONNX_PARSER, CAFFE_PARSER = "onnx", "caffe"
 POOLING_OPS = frozenset({"MaxPool", "AveragePool"})  # by the ONNX parser
 _CAFFE_POOLING_OPS = POOLING_OPS | {"GlobalAveragePool", "GlobalMaxPool"}
 _COPY_OPS = frozenset({"Identity", "Dropout"})
@@ -113,7 +112,6 @@ def cache_tensors(
     model: onnx.ModelProto,
     *,
     version: str,
-    parser: str | None = None,
     original: onnx.ModelProto | None = None,
 ) -> list[CacheTensor]:
     """List the entries of the cache that TensorRT `version` would write for `model`.
@@ -121,12 +119,11 @@ def cache_tensors(
     Args:
         model: cleaned, with its BatchNormalization nodes.
         version: "X.Y.Z".
-        parser: ONNX_PARSER or CAFFE_PARSER; None for `likely_parser`.
         original: the model as TensorRT reads it, for node names and for the tensors of Identity,
             Dropout and no-op Cast nodes, which cleaning removes; None for `model`.
     """
     parsed = original if original is not None else model
-    if (parser or likely_parser(parsed, version)) == CAFFE_PARSER:
+    if has_caffe_names(parsed, version):
         return _caffe_tensors(model)
     return _onnx_tensors(model, parsed, version_label(version))
 
@@ -147,17 +144,16 @@ def scale_owners(tensors: Iterable[CacheTensor]) -> dict[str, str]:
     return owners
 
 
-def likely_parser(model: onnx.ModelProto, version: str) -> str:
-    """Return the parser of TensorRT that probably reads a model, CAFFE_PARSER or ONNX_PARSER.
+def has_caffe_names(model: onnx.ModelProto, version: str) -> bool:
+    """Whether TensorRT's cache of a model probably has the names that its Caffe parser gives.
 
-    The Caffe parser is taken for a network converted from Caffe and a TensorRT before 8. A model
-    counts as converted from Caffe if it has no producer name, no node names, and a single input
-    called "data", Caffe's usual name.
+    So it is for a network converted from Caffe and a TensorRT before 8. A model counts as converted
+    from Caffe if it has no producer name, no node names, and a single input called "data", Caffe's
+    usual name.
     """
     has_names = model.producer_name or any(node.name for node in model.graph.node)
     inputs = [value.name for value in runtime_inputs(model.graph)]
-    from_caffe = not has_names and inputs == ["data"]
-    return CAFFE_PARSER if from_caffe and version_label(version) < 8000 else ONNX_PARSER
+    return version_label(version) < 8000 and not has_names and inputs == ["data"]
 
 
 def unnamed_layer_output(index: int, kind: str) -> str:
@@ -330,7 +326,7 @@ def cache_of(model: onnx.ModelProto, ranges: RangeSet, version: str) -> trt_cach
 
 def _owners(model: onnx.ModelProto, version: str) -> dict[str, str]:
     """Map each cache entry of the cleaned model to the tensor whose scale it has."""
-    return scale_owners(cache_tensors(model, version=version, parser=ONNX_PARSER))
+    return scale_owners(cache_tensors(model, version=version))
 
 
 def _entry_scales(owners: Mapping[str, str], ranges: RangeSet) -> dict[str, np.float32]:
@@ -371,9 +367,7 @@ def reading_version(subject: CalibrationSubject) -> str:
     return subject.trt_version or DEFAULT_TRT_VERSION
 
 
-def tensorrt_observations(
-    subject: CalibrationSubject, parser: str | None
-) -> tuple[Observation, ...] | None:
+def tensorrt_observations(subject: CalibrationSubject) -> tuple[Observation, ...] | None:
     """Return the observations of a method that imitates a TensorRT calibrator; None for others.
 
     Such a method (`UNFOLDED_METHODS`) observes the tensors that a cache lists, in the model as
@@ -385,7 +379,7 @@ def tensorrt_observations(
     """
     if subject.method.name not in UNFOLDED_METHODS:
         return None
-    entries = list_cache_entries(subject, parser)
+    entries = list_cache_entries(subject)
     products = gemm_products(entries, subject.unfolded.model)
     variant_name = "as TensorRT reads it"
     if products:
@@ -396,13 +390,12 @@ def tensorrt_observations(
     return tuple(Observation(variant, tensor, subject.statistic) for tensor in tensors)
 
 
-def list_cache_entries(subject: CalibrationSubject, parser: str | None) -> list[CacheTensor]:
+def list_cache_entries(subject: CalibrationSubject) -> list[CacheTensor]:
     """List the entries of the cache that TensorRT would write for the file."""
     is_unfolded = subject.method.name in UNFOLDED_METHODS
     return cache_tensors(
         subject.unfolded.model if is_unfolded else subject.model,
         version=reading_version(subject),
-        parser=parser,
         original=subject.original,
     )
 
@@ -420,9 +413,9 @@ def refuse_names(model: onnx.ModelProto) -> None:
             )
 
 
-def cache_bytes(subject: CalibrationSubject, ranges: RangeSet, parser: str | None) -> bytes:
+def cache_bytes(subject: CalibrationSubject, ranges: RangeSet) -> bytes:
     """Return the bytes of TensorRT's cache for the file."""
-    owners = scale_owners(list_cache_entries(subject, parser))
+    owners = scale_owners(list_cache_entries(subject))
     cache = trt_cache.from_scales(
         _entry_scales(owners, ranges),
         version=reading_version(subject),
@@ -431,18 +424,10 @@ def cache_bytes(subject: CalibrationSubject, ranges: RangeSet, parser: str | Non
     return trt_cache.dump(cache)
 
 
-def cache_notes(
-    subject: CalibrationSubject, ranges: RangeSet, parser: str | None
-) -> tuple[str, ...]:
-    """Return notes on the cache for the user.
-
-    `parser`: `ONNX_PARSER` or `CAFFE_PARSER`, which names the entries; None for `likely_parser`.
-    """
+def cache_notes(subject: CalibrationSubject, ranges: RangeSet) -> tuple[str, ...]:
+    """Return notes on the cache for the user."""
     notes = []
-    if parser is None:
-        parsed_model = subject.original or subject.model
-        parser = likely_parser(parsed_model, reading_version(subject))
-    if parser == CAFFE_PARSER:
+    if has_caffe_names(subject.original or subject.model, reading_version(subject)):
         notes.append("Tensors are named as TensorRT's Caffe parser names them.")
     # samples in a batch, for a method that reads full batches only and so may leave out the last
     # samples; 0 for other methods

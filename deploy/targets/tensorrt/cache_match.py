@@ -94,7 +94,6 @@ def match_cache(
     model: onnx.ModelProto,
     *,
     original: onnx.ModelProto | None = None,
-    parser: str | None = None,
     float_nodes: Mapping[str, str] | Iterable[str] = (),
     placement: Placement = TENSORRT,
     analysis: ModelAnalysis | None = None,
@@ -107,8 +106,6 @@ def match_cache(
         cache: written by TensorRT or calib8.
         model: cleaned float model, BatchNormalization folded or not.
         original: the model as TensorRT reads it, for the names that its parser gives.
-        parser: parser of TensorRT that named the entries, "onnx" or "caffe"; None for the likely
-            one.
         float_nodes: nodes to keep in float, optionally with reasons.
         placement: where TensorRT wants Q/DQ pairs: from `placement.TENSORRT_BY_GRID`, possibly
             changed by the target's options.
@@ -123,7 +120,6 @@ def match_cache(
     expected_entries = cache_tensors(
         model,
         version=cache.header.version or _LEGACY_VERSION,
-        parser=parser,
         original=original,
     )
     tensor_by_entry = _find_tensors(scale_by_entry, expected_entries)

@@ -11,7 +11,7 @@ float model exactly::
     w -> Q -> DQ --'            (w: the float initializer, unchanged)
 
 Tensors that meet in a Concat share the largest scale of the group: TensorRT would otherwise
-requantize each of them. `own_concat_scales` turns that off.
+requantize each of them.
 
 With the fp8 grid the model is converted to opset 19 and weights are stored as fp8, since TensorRT
 does not quantize weights to fp8 itself. There is no way back: caches are for int8 only.
@@ -64,7 +64,6 @@ def to_qdq(
     plan: Plan,
     scales: Mapping[str, np.float32],
     *,
-    own_concat_scales: bool = False,
     trained_scales: Weights = NO_WEIGHTS,
     memoize: Memoize = compute_each_time,
     float_weights: bool = True,
@@ -78,7 +77,6 @@ def to_qdq(
         plan: positions of the pairs, for a placement in `deploy.graph.placement.TENSORRT_BY_GRID`.
         scales: tensor -> float32 int8 scale (amax / 127) for each of `plan.activations`, also when
             the grid is fp8.
-        own_concat_scales: do not share scales between the tensors of a Concat.
         trained_scales: node -> scales of its weight, if it was trained with them.
         memoize: stores results that all trials of a search share, see `write_qdq`.
         float_weights: whether weights stay float on an int8 grid. As int8 they give the same
@@ -88,7 +86,7 @@ def to_qdq(
         ExportError: a tensor of the plan has no positive scale; or the grid is fp8 and the model
             cannot be converted to opset 19.
     """
-    ranges = _ranges(model, plan, scales, own_concat_scales)
+    ranges = _ranges(model, plan, scales)
     if _is_fp8(plan):  # weights are stored as fp8, since TensorRT does not quantize them to it
         quantized = write_qdq(at_opset(model, FP8_OPSET), plan, ranges)
         quantized.ir_version = max(quantized.ir_version, _FP8_IR)
@@ -110,7 +108,6 @@ def to_typed(
     *,
     float_type: str,
     largest_values: Mapping[str, float],
-    own_concat_scales: bool = False,
     trained_scales: Weights = NO_WEIGHTS,
 ) -> tuple[onnx.ModelProto, dict[str, str]]:
     """Return the Q/DQ model with stored int8 or fp8 weights and its float part in a narrow type.
@@ -121,7 +118,7 @@ def to_typed(
     Returns:
         The model, and node -> why it stays in float32, for nodes whose operator could be narrow.
     """
-    ranges = _ranges(model, plan, scales, own_concat_scales)
+    ranges = _ranges(model, plan, scales)
     if _is_fp8(plan):  # before the pairs are written: their operators take fp8 from opset 19 on
         model = at_opset(model, FIRST_OPSET_BY_TYPE[float_type])
     quantized = write_qdq(
@@ -140,15 +137,11 @@ def _is_fp8(plan: Plan) -> bool:
 
 
 def _ranges(
-    model: onnx.ModelProto, plan: Plan, scales: Mapping[str, np.float32], own_concat_scales: bool
+    model: onnx.ModelProto, plan: Plan, scales: Mapping[str, np.float32]
 ) -> dict[str, Scale]:
-    """Return tensor -> the symmetric range of its scale.
-
-    Tensors of a Concat share the largest scale unless `own_concat_scales`.
-    """
-    if not own_concat_scales:
-        scales = concat_scales(model, plan, scales)
-    return {name: _symmetric_range(scale) for name, scale in scales.items()}
+    """Return tensor -> the symmetric range of its scale, which tensors of a Concat share."""
+    shared_scales = concat_scales(model, plan, scales)
+    return {name: _symmetric_range(scale) for name, scale in shared_scales.items()}
 
 
 def concat_scales(

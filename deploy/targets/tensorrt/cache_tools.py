@@ -292,8 +292,6 @@ def cache_to_qdq(
     cache: CalibrationCache,
     *,
     keep_batchnorm: bool = False,
-    own_concat_scales: bool = False,
-    parser: str | None = None,
     rest: str = FP32,
     precision: str = INT8,
 ) -> tuple[onnx.ModelProto, CacheMatch]:
@@ -304,9 +302,6 @@ def cache_to_qdq(
         cache: its calibration cache.
         keep_batchnorm: do not fold BatchNormalization, so that the float model that
             `qdq_to_cache` returns has the outputs of `model`, bit for bit.
-        own_concat_scales: do not share scales between the tensors of a Concat.
-        parser: parser of TensorRT that named the entries, "onnx" or "caffe"; None for the likely
-            one.
         rest: type of the float part, "fp16", "bf16" or "fp32".
         precision: grid of the pairs, "int8" or "fp8"; both use the clip ranges of the cache.
 
@@ -320,15 +315,12 @@ def cache_to_qdq(
         cache,
         loaded.model,
         original=read_uncleaned_model(model, loaded),
-        parser=parser,
         placement=TENSORRT_BY_GRID[precision],
     )
     _check_fit(match)
     # nodes that ONNX Runtime does not know are cut off when a model is loaded, and put back here
     if rest == FP32:
-        qdq_model = to_qdq(
-            loaded.model, match.plan, match.scales, own_concat_scales=own_concat_scales
-        )
+        qdq_model = to_qdq(loaded.model, match.plan, match.scales)
         return loaded.with_cut_off(qdq_model), match
 
     # a cache has no observed values: the largest |x| within each scale stands for them
@@ -344,7 +336,6 @@ def cache_to_qdq(
         match.scales,
         float_type=rest,
         largest_values=largest_values,
-        own_concat_scales=own_concat_scales,
     )
     return loaded.with_cut_off(typed_model), match
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from deploy.errors import BackendError, ConfigError, SdkMissingError, extra_hint
 from deploy.files import manifest
 from deploy.files.manifest import sha256
-from deploy.targets.base import BuildRequest, BuildResult
+from deploy.targets.base import BuildRequest, BuildResult, Target
 from deploy.targets.options import check_options, option
 from deploy.targets.tensorrt.target import TensorRT
 from deploy.targets.tensorrt.trt_options import FP8, INT8, TYPED_MODEL
@@ -47,7 +47,7 @@ _SCRIPT_ENDING = "_rtx.sh"  # measures the engine on its GPU
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorRTForRTX:
+class TensorRTForRTX(Target):
     """The TensorRT for RTX target, with its options.
 
     Attributes:
@@ -77,10 +77,6 @@ class TensorRTForRTX:
     )
     name: str = "tensorrt-rtx"
     engines: ClassVar[tuple[str, ...]] = (_ENGINE_ENDING,)
-    runs_here: ClassVar[bool] = False
-    own_method: ClassVar[str] = ""
-    alternatives: ClassVar[tuple[str, ...]] = ()
-    configured: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_options(self)

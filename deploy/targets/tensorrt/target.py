@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from deploy.errors import BackendError, ConfigError, ExportError, ModelError, SdkMissingError
-from deploy.targets.base import BuildRequest, BuildResult, CacheText
+from deploy.targets.base import BuildRequest, BuildResult, CacheText, Target
 from deploy.targets.tensorrt.trt_options import (
     CACHE_FILE,
     CACHE_NOTE,
@@ -121,7 +121,7 @@ class _BuiltEngines:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorRT(TensorrtOptions):
+class TensorRT(TensorrtOptions, Target):
     """The TensorRT target, with its options.
 
     Attributes:
@@ -148,8 +148,6 @@ class TensorRT(TensorrtOptions):
             the folder of the build. A file that TensorRT refuses is not changed.
         trtexec_flags: further flags of trtexec, "--name=value", for its lines. The engine that
             is built here takes only those of `ENGINE_FLAGS`.
-        parser: "onnx" or "caffe": which of TensorRT's parsers names the tensors of the calibration
-            cache; None to guess from the model.
         name: "tensorrt", the target's name in files, reports and on the command line.
     """
 
@@ -161,10 +159,6 @@ class TensorRT(TensorrtOptions):
         ".fp32.engine", ".fp32.engine.json", ".tensorrt.fp32.onnx", ".tensorrt.fp16.onnx",
         ".fp16.engine", ".fp16.engine.json", ".gpu.cache", ".gpu.cache.json",
     )  # fmt: skip
-    runs_here: ClassVar[bool] = False
-    own_method: ClassVar[str] = ""
-    alternatives: ClassVar[tuple[str, ...]] = ()
-    configured: ClassVar[bool] = False
 
     def scaled_tensors(
         self, model: onnx.ModelProto, float_nodes: tuple[str, ...]
@@ -206,7 +200,7 @@ class TensorRT(TensorrtOptions):
         if self.precision == FP8:
             self._check_fp8_nodes(subject)
         # methods that imitate a calibrator of TensorRT observe the model as its parser reads it
-        observations = cache_contents.tensorrt_observations(subject, self.parser)
+        observations = cache_contents.tensorrt_observations(subject)
         if observations is None:
             observations = subject.histogram_observations(self.scaled_tensors(subject.model, ()))
         return observations
@@ -233,8 +227,8 @@ class TensorRT(TensorrtOptions):
 
         chosen = ranges.find(self.demand(subject))
         return CacheText(
-            cache_contents.cache_bytes(subject, chosen, self.parser),
-            cache_contents.cache_notes(subject, chosen, self.parser),
+            cache_contents.cache_bytes(subject, chosen),
+            cache_contents.cache_notes(subject, chosen),
         )
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:

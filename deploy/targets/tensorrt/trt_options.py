@@ -116,13 +116,6 @@ class TensorrtOptions:
         help="A further flag of trtexec, such as --builderOptimizationLevel=5, for the engine built"
         " here too.",
     )
-    parser: str | None = option(
-        None,
-        choices=("onnx", "caffe"),
-        help="TensorRT's parser that names the tensors of its calibration cache; judged from the"
-        " model by default.",
-        changes_observations=True,
-    )
 
     def __post_init__(self) -> None:
         """Refuse options that contradict each other.
