@@ -36,6 +36,7 @@ from deploy.frontends import load
 from deploy.method import Method
 from deploy.metrics.accuracy import Accuracy, Comparison
 from deploy.metrics.latency import measure
+from deploy.metrics.output_form import derive_form
 from deploy.report.parts import SplitRow
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.tensorrt import sdk
@@ -157,6 +158,7 @@ def check(case: Case, making: Mapping[str, Maker]) -> list[Finding]:
     findings = {name: Finding(name) for name in (*making, *([GRAPH] if TYPED in making else []))}
     reference, samples = OrtSession.open(case.path, threads=4), [*case.feed.spread_samples(256)]
     wanted = [reference.run(sample) for sample in samples]
+    form = derive_form(wanted, inputs=samples)
     sessions: dict[str, Session] = {}
     for name, finding in findings.items():
         path = case.out / f"{TYPED if name == GRAPH else name}.engine"
@@ -165,7 +167,7 @@ def check(case: Case, making: Mapping[str, Maker]) -> list[Finding]:
                 path.unlink(missing_ok=True)  # of an earlier check
                 atomic.write_bytes(path, making[name](finding))
             session = TensorrtSession.open(path, cuda_graph=name == GRAPH)
-            comparison = Comparison()
+            comparison = Comparison(form)
             for sample, outputs in zip(samples, wanted, strict=True):
                 comparison.add(sample, outputs, session.run(sample))
             finding.accuracy, sessions[name] = comparison.result(), session

@@ -3,7 +3,7 @@
 import numpy as np
 
 from deploy.metrics.accuracy import Comparison
-from deploy.metrics.output_form import derive_form
+from deploy.metrics.output_form import derive_form, derive_from_first
 from deploy.tasks import Metric
 from deploy.tasks.declarations import Declaration
 from deploy.tasks.detector import list_cells
@@ -35,9 +35,20 @@ def figure(references, candidates, inputs=None, ends=None):
 
 def compare(reference, candidate, samples, *, labels=None, count=None):
     """Run both sessions on the same samples and compare every output."""
-    comparison = Comparison(labels=labels)
-    for feed in samples:
-        comparison.add(feed, reference.run(feed), candidate.run(feed), count=count)
+    form, pairs = derive_from_first((feed, reference.run(feed)) for feed in samples)
+    comparison = Comparison(form, labels=labels)
+    for feed, outputs in pairs:
+        comparison.add(feed, outputs, candidate.run(feed), count=count)
+    return comparison.result()
+
+
+def compare_outputs(references, candidates, inputs=None, *, labels=None, metric=None, form=None):
+    """Accuracy of a candidate's outputs, one mapping a sample or batch."""
+    inputs = inputs or [fed()] * len(references)
+    form = form or derive_form(references, inputs=inputs, metric=metric)
+    comparison = Comparison(form, labels=labels)
+    for arrays in zip(inputs, references, candidates, strict=True):
+        comparison.add(*arrays)
     return comparison.result()
 
 

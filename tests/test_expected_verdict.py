@@ -27,7 +27,6 @@ def make_predictor():
         int8_kernels=True,
         threads=1,
         max_loss=None,
-        metric=None,
         form=None,
         count_samples=lambda count: None,
     )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto
 
 from deploy.errors import BackendError, ConfigError, FeedError
-from deploy.metrics.accuracy import Accuracy, Comparison, TensorComparison
+from deploy.metrics.accuracy import Accuracy, TensorComparison
 from deploy.metrics.latency import SpeedUp
 from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
 from deploy.metrics.output_errors import RunningError, cosine, sqnr_db
@@ -25,7 +25,7 @@ from deploy.tasks import Metric, TaskFigure
 from deploy.tasks.evaluation_task import share_interval
 from deploy.tensors import TensorSpec
 from tests.models import as_float32, build_net, make_model, make_value, save_net
-from tests.outputs import compare
+from tests.outputs import compare, compare_outputs
 
 
 class Scored:
@@ -118,10 +118,9 @@ def test_labels_of_an_unset_task_read_the_indices_of_topk():
     ]
     labels = [int(place[0, 0]) for place in places]
     metric = Metric(None, task="none")
-    comparison = Comparison(labels=labels, metric=metric)
-    for sample in samples:
-        comparison.add({"x": np.zeros((1, 2))}, sample, sample)
-    assert comparison.result().top1_reference == comparison.result().top1_candidate == 1
+    inputs = [{"x": np.zeros((1, 2))}] * len(samples)
+    accuracy = compare_outputs(samples, samples, inputs, labels=labels, metric=metric)
+    assert accuracy.top1_reference == accuracy.top1_candidate == 1
 
 
 def test_top1_with_labels_counts_both_and_their_agreement():
@@ -472,10 +471,8 @@ def test_labels_shifted_by_one_are_named(shift, side):
     rows = [{"y": row} for row in scores]
     labels = (scores.argmax(axis=2).ravel() + shift) % 10
     labels[:8] = (labels[:8] + 3) % 10
-    figures = Comparison(labels=labels.tolist())
-    for row in rows:
-        figures.add({"x": np.zeros((1, 3, 8, 8), np.float32)}, row, row)
-    outcome = judge(figures.result())
+    inputs = [{"x": np.zeros((1, 3, 8, 8), np.float32)}] * len(rows)
+    outcome = judge(compare_outputs(rows, rows, inputs, labels=labels.tolist()))
     assert outcome.level == UNUSABLE and outcome.blames_float and outcome.blames_labels
     assert f"92 % of the labels are the class {side}" in outcome.text
 
@@ -610,15 +607,16 @@ def compared(change, error, *, shape=(1, 3, 16, 16), cut=0):
 
     It is off by so much; without an error it gives its input back.
     """
-    rng, comparison = np.random.default_rng(3), Comparison()
+    rng = np.random.default_rng(3)
+    samples = []
     for _ in range(6):
         x = rng.normal(size=shape).astype(np.float32)
         output = x + change * rng.normal(size=shape).astype(np.float32)
         noise = (error or 0) * rng.normal(size=shape).astype(np.float32)
-        comparison.add(
-            {"x": x[..., cut:]}, {"y": output}, {"y": x if error is None else output + noise}
-        )
-    return comparison.result()
+        candidate = x if error is None else output + noise
+        samples.append(({"x": x[..., cut:]}, {"y": output}, {"y": candidate}))
+    inputs, references, candidates = zip(*samples, strict=True)
+    return compare_outputs(references, candidates, inputs)
 
 
 @pytest.mark.parametrize(

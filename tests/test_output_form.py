@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 
-from deploy.metrics.accuracy import Comparison
 from deploy.metrics.output_form import derive_form
 from deploy.tasks import Metric
 from deploy.tasks.declarations import Declaration
 from deploy.tasks.slices import OutputSlice, split_output
 from tests.models import as_float32
+from tests.outputs import compare_outputs
 
 
 def corners(anchors, side=640):
@@ -94,12 +94,13 @@ def test_every_float_output_is_a_part(rng):
 
 
 def compared(references, candidates, batch, form=None):
-    comparison = Comparison(form=form)
+    batches = []
     for start in range(0, len(references), batch):
         reference = np.concatenate(references[start : start + batch])
         candidate = np.concatenate(candidates[start : start + batch])
-        comparison.add({"x": np.zeros((len(reference), 4))}, {"y": reference}, {"y": candidate})
-    return comparison.result()
+        batches.append(({"x": np.zeros((len(reference), 4))}, {"y": reference}, {"y": candidate}))
+    inputs, reference_batches, candidate_batches = zip(*batches, strict=True)
+    return compare_outputs(reference_batches, candidate_batches, inputs, form=form)
 
 
 @pytest.mark.parametrize("preprocess", ["", "unit", "few"])
@@ -221,10 +222,9 @@ def test_numbers_of_two_units_are_parts():
 
 
 def compared_vectors(reference, candidate):
-    comparison = Comparison()
-    for pair in zip(reference, candidate, strict=True):
-        comparison.add({"x": np.zeros((1, 4))}, *({"y": np.float32([vector])} for vector in pair))
-    return comparison.result()
+    references = [{"y": np.float32([vector])} for vector in reference]
+    candidates = [{"y": np.float32([vector])} for vector in candidate]
+    return compare_outputs(references, candidates, [{"x": np.zeros((1, 4))}] * len(references))
 
 
 def test_centring_uses_the_mean_of_all():

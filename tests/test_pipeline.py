@@ -21,6 +21,7 @@ from deploy.calibration.store import load_calibration, sidecars
 from deploy.errors import CacheError, ConfigError
 from deploy.feed.preprocess import Preprocess
 from deploy.method import Method
+from deploy.metrics.output_form import derive_from_first
 from deploy.tuning.search_options import Tuning
 from deploy.tuning.search_samples import GrowingComparison
 from tests.models import build_net, make_model, save_fixed_batch, save_net
@@ -260,7 +261,9 @@ def test_fixed_batch_evaluates_every_image_once(small_cnn, tmp_path):
     assert report.engines[1].accuracy.samples == 8
     model = onnx.load(models["fixed"])
     feed = calibrate(models["fixed"], complete).feed
-    searched = GrowingComparison(model, make_evaluation_set(feed, model, 9), int8_kernels=False)
+    evaluation_set = make_evaluation_set(feed, model, 9)
+    form, _ = derive_from_first(evaluation_set.samples_with_outputs(9))
+    searched = GrowingComparison(model, evaluation_set, form, int8_kernels=False)
     assert searched.compare(9, threads=1).samples == 8
 
 

@@ -15,6 +15,7 @@ from deploy.feed.feed import Dataset
 from deploy.feed.sampling import Choice
 from deploy.feed.states import find_states, spread_steps
 from deploy.frontends import load
+from deploy.metrics.output_form import derive_from_first
 from deploy.tensors import TensorSpec
 from deploy.tuning.search_samples import GrowingComparison
 from tests.models import as_float32, make_model, save_net
@@ -177,7 +178,8 @@ def test_search_compares_models_with_own_states():
     loaded = load(model)
     feed = loaded.open_samples(Dataset(source=[{"x": frames} for frames in arrays]))
     evaluation_set = make_evaluation_set(feed, loaded.model, 100)
-    comparison = GrowingComparison(candidate, evaluation_set, int8_kernels=False)
+    form, _ = derive_from_first(evaluation_set.samples_with_outputs(9))
+    comparison = GrowingComparison(candidate, evaluation_set, form, int8_kernels=False)
     comparison.compare(4, threads=2)  # then the sequences go on where they were left
     accuracy = comparison.compare(9, threads=2)
     figures = {output.name: output.sqnr_db for output in accuracy.outputs}

@@ -3,14 +3,25 @@
 import numpy as np
 import pytest
 
-from deploy.metrics.accuracy import Comparison
 from deploy.metrics.output_form import derive_form
 from deploy.tasks import Metric, detections
 from deploy.tasks.declarations import Declaration
 from deploy.tasks.detections import Detections, match_detections, suppress_overlaps
 from deploy.tasks.detector import CODINGS, BoxCoding
 from tests import outputs as forms
-from tests.outputs import CELLS, SIZE, change_all, fed, figure, rng, same_task, scene, v8, yolo
+from tests.outputs import (
+    CELLS,
+    SIZE,
+    change_all,
+    compare_outputs,
+    fed,
+    figure,
+    rng,
+    same_task,
+    scene,
+    v8,
+    yolo,
+)
 
 
 def v5(number):
@@ -343,10 +354,7 @@ def test_list_of_a_batch_is_split_by_its_image_numbers():
         selected = np.concatenate(pair)[:, [0, 6, 1]].astype(np.int64)
         batches.append({"output": np.concatenate(pair), "selected": selected})
     pictures = {"images": np.zeros((2, 3, *SIZE), np.float32)}
-    comparison = Comparison()
-    for outputs in batches:
-        comparison.add(pictures, outputs, outputs)
-    found = comparison.result()
+    found = compare_outputs(batches, batches, [pictures] * len(batches))
     assert found.task.words.startswith("36 of 36 boxes") and found.samples == 8
 
 
@@ -759,10 +767,7 @@ def test_lists_of_varying_length_are_judged_by_their_boxes():
     """The first samples have as many boxes as each other; int8 finds one less in one of them."""
     references = [{"out": ended(n, pad=0)[None]} for n in range(6)]
     candidates = [*references[:5], {"out": references[5]["out"][:, :-1]}]
-    comparison = Comparison()
-    for reference, candidate in zip(references, candidates, strict=True):
-        comparison.add(fed(), reference, candidate)
-    accuracy = comparison.result()
+    accuracy = compare_outputs(references, candidates)
     assert accuracy.parts == () and not accuracy.problems
     assert accuracy.task.value > 0.9
 
@@ -809,10 +814,7 @@ def test_selected_indices_may_change_in_number():
         selected = np.random.default_rng(number).integers(0, 9, (5 + number, 3))
         outputs.append(v8(number) | {"selected": selected})
     candidates = [*outputs[:5], outputs[5] | {"selected": outputs[5]["selected"][1:]}]
-    comparison = Comparison()
-    for reference, candidate in zip(outputs, candidates, strict=True):
-        comparison.add(fed(), reference, candidate)
-    accuracy = comparison.result()
+    accuracy = compare_outputs(outputs, candidates)
     assert accuracy.task.value == 1 and not accuracy.problems
 
 
@@ -827,10 +829,7 @@ def test_masks_of_a_list_may_change_in_number(counts):
 
     references = [outputs(n, count) for n, count in enumerate(counts)]
     candidates = [*references[:3], outputs(3, counts[3] - 1)]
-    comparison = Comparison()
-    for reference, candidate in zip(references, candidates, strict=True):
-        comparison.add(fed(), reference, candidate)
-    accuracy = comparison.result()
+    accuracy = compare_outputs(references, candidates)
     assert not accuracy.problems and accuracy.parts == ()
     assert accuracy.task.lost > 0
 

@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, numpy_helper
 
 from deploy.errors import FeedError
-from deploy.metrics.accuracy import Accuracy, Comparison
+from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.levels import DOUBTFUL, GOOD, UNUSABLE, judge_accuracy
 from deploy.metrics.output_errors import SAMPLE_MEAN, OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy, derive_form
@@ -32,7 +32,7 @@ from tests.models import (
     run_net,
     save_net,
 )
-from tests.outputs import change_all, compare, fed, figure, rng, same_task, softmax
+from tests.outputs import change_all, compare, compare_outputs, fed, figure, rng, same_task, softmax
 
 
 def test_equal_best_classes_are_counted():
@@ -113,10 +113,8 @@ def test_few_raw_scores_in_several_outputs_are_classes_where_all_are_sure():
     assert form.task.name == "classes" and same.value == 1 and same.count == "40 of 40"
     other = {**references[0], "c3": np.roll(references[0]["c3"], 1)}
     assert figure(references, [other, *references[1:]])[1].count == "39 of 40"
-    figures = Comparison()
-    for row, changed in zip(references, [other, *references[1:]], strict=True):
-        figures.add(fed(), row, changed)
-    assert figures.result().top1_agreement is None  # of the first output alone it would be 1
+    accuracy = compare_outputs(references, [other, *references[1:]])
+    assert accuracy.top1_agreement is None  # of the first output alone it would be 1
     assert same_task([plates(sure=0) for _ in range(4)]) is None  # shapes of a body, maybe
     places = [plates(place=made.uniform(0, 1, (1, 4))) for _ in range(4)]
     assert same_task(places) is None  # of what has these classes
@@ -452,10 +450,7 @@ def test_samples_of_other_places_are_not_alike_though_all_values_are_sure(names,
     for n in range(8):
         row = {"v": np.float32([[1, 0]]), "i": np.array([[9, n * by]])}
         rows.append({name: row[name] for name in names})
-    figures = Comparison()
-    for row in rows:
-        figures.add(fed(), row, row)
-    assert figures.result().alike == alike
+    assert compare_outputs(rows, rows).alike == alike
 
 
 def test_integers_are_equal_or_not_and_selected_rows_come_in_any_order():

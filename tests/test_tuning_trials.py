@@ -429,9 +429,16 @@ def doubled(*values):
     return [({"x": row}, {"y": 2 * row}) for row in rows]
 
 
+def make_prober(build_trial, model, samples, **options):
+    """A prober whose noise is that of the samples' outputs, in the form that these show."""
+    inputs, outputs = zip(*samples, strict=True)
+    form = derive_form(outputs, inputs=inputs)
+    return probe.Prober(build_trial, fake_request(model), samples, form, runs_here=True, **options)
+
+
 def test_choices_are_tried_once_unless_unbuildable():
-    target, request = FakeTarget(), fake_request(doubling().model)
-    prober = probe.Prober(target.trial, request, doubled(1), runs_here=True)
+    target = FakeTarget()
+    prober = make_prober(target.trial, doubling().model, doubled(1))
     broken, minmax = Choices(float_nodes={"/y": "why"}), Choices(method=Method.of("minmax"))
     equal, half, unbuildable, repeated = prober.noises([NO_CHOICES, minmax, broken, minmax])
     assert equal.worst == 0
@@ -447,7 +454,7 @@ def test_choices_are_tried_once_unless_unbuildable():
 
 def test_trial_stopped_before_its_samples_could_not_run():
     model = doubling().model
-    prober = probe.Prober(lambda _: model, fake_request(model), doubled(1), runs_here=True)
+    prober = make_prober(lambda _: model, model, doubled(1))
     prober._is_stopped = True  # by Ctrl-C, while the model was built
     assert prober.noises([NO_CHOICES]) == [None]
     assert "interrupted" in str(prober.errors[0])
@@ -463,8 +470,7 @@ def test_certain_softmax_shows_logit_noise(factor, temperatures):
     )
     logits = factor * np.float32([[[9, -9, 0], [0, 9, -9]]])
     outputs = {"y": np.exp(logits) / np.exp(logits).sum(axis=2, keepdims=True)}
-    request, samples = fake_request(full_model), [({"x": logits}, outputs)]
-    prober = probe.Prober(lambda _: halved_model, request, samples, runs_here=True)
+    prober = make_prober(lambda _: halved_model, full_model, [({"x": logits}, outputs)])
     (noise,) = prober.noises([NO_CHOICES])
     assert 0.1 < noise.worst < 0.3
     by_slice = slice_signals.find_temperatures(derive_form([outputs]), [outputs])
@@ -476,10 +482,9 @@ def test_certain_softmax_shows_logit_noise(factor, temperatures):
 
 
 def test_layers_alone_run_on_some_samples():
-    target, request = FakeTarget(), fake_request(doubling().model)
-    prober = probe.Prober(
-        target.trial, request, doubled(1, -3, 2), runs_here=True, isolated_sample_count=2
-    )
+    target = FakeTarget()
+    samples = doubled(1, -3, 2)
+    prober = make_prober(target.trial, doubling().model, samples, isolated_sample_count=2)
     off = Choices(method=Method.of("minmax"))
     (full_noise,), (single_noise,) = prober.noises([off]), prober.isolated_noises([off], [["/y"]])
     assert full_noise.powers_by_slice["y"].shape == (3,)
@@ -496,14 +501,9 @@ def test_layers_alone_run_where_they_lose_most(count, has_noise):
     """Half of the samples have the greatest signal; the others lose most in the first trial."""
     ones = {"x": np.ones((1, 4), np.float32)}
     deviating = [(ones, {"y": np.full((1, 4), value, np.float32)}) for value in (4, 3)]
-    target, request = FakeTarget(), fake_request(doubling().model)
-    prober = probe.Prober(
-        target.trial,
-        request,
-        [*doubled(5, -4), *deviating],
-        runs_here=True,
-        isolated_sample_count=count,
-    )
+    target = FakeTarget()
+    samples = [*doubled(5, -4), *deviating]
+    prober = make_prober(target.trial, doubling().model, samples, isolated_sample_count=count)
     prober.noises([NO_CHOICES])
     (noise,) = prober.isolated_noises([NO_CHOICES], [["/y"]])
     assert list(noise.powers_by_slice["y"] > 0) == has_noise

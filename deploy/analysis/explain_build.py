@@ -6,7 +6,7 @@ With images, the float model and a model with the target's numerics each run eve
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,12 +36,11 @@ from deploy.frontends import LoadedModel
 from deploy.frontends.onnx_reader import read_model
 from deploy.machine import worker_threads
 from deploy.metrics.output_errors import RunningError, sqnr_sort_key
-from deploy.metrics.output_form import OutputForm, derive_form
+from deploy.metrics.output_form import OutputForm, derive_from_first
 from deploy.pipeline.build_options import check_arguments, open_torch_module
 from deploy.runtimes.ort import OrtSession
 from deploy.tasks import Metric
 from deploy.tasks.rows import Outputs, batch_length, split_batches
-from deploy.tasks.slices import form_samples
 from deploy.terminal import phase, with_progress
 
 if TYPE_CHECKING:
@@ -87,7 +86,10 @@ def _run_images(
 
     # the form of the outputs (slices, task) follows from the float model's outputs for a few images
     metric = Metric(None, task=task, declared=loaded.declaration)
-    output_form = _derive_feed_form(feed, run_float_model, metric)
+    with feed.samples() as samples:
+        output_form, _ = derive_from_first(
+            ((sample, run_float_model(sample)) for sample in samples), metric
+        )
     worst_images = _WorstImages(output_form)
 
     def run_models(_worker: int, _number: int, sample: Sample) -> tuple[Outputs, Outputs, Outputs]:
@@ -113,15 +115,6 @@ def _run_images(
         samples=worst_images.count,
         images=tuple(worst_images.name_images(feed.names)),
     )
-
-
-def _derive_feed_form(
-    feed: Feed, run_reference: Callable[[Sample], Outputs], metric: Metric
-) -> OutputForm:
-    """Return the form of the float model's outputs, by as many first samples as it takes."""
-    (first_sample,) = feed.first_samples(1)
-    samples = feed.first_samples(form_samples(first_sample, run_reference(first_sample)))
-    return derive_form(list(map(run_reference, samples)), inputs=samples, metric=metric)
 
 
 def _check_outputs(names: Sequence[str], candidate: ModelProto, path: Path) -> None:

@@ -6,21 +6,21 @@ NaN and Inf are never averaged away: they are reported in `Accuracy.problems`. F
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
-from typing import Any
+from itertools import islice
 
 import numpy as np
 
 from deploy.errors import ConfigError, FeedError
 from deploy.graph.index import strip_padded_channels
 from deploy.metrics.output_errors import OutputAccuracy, RunningError, plain_json, sqnr_sort_key
-from deploy.metrics.output_form import OutputForm, SliceAccuracy, derive_form, drop_text
+from deploy.metrics.output_form import OutputForm, SliceAccuracy
 from deploy.metrics.precision import GroundTruth, MeanPrecision, PrecisionTally
-from deploy.tasks import EvaluationTask, Metric, TaskFigure
+from deploy.tasks import EvaluationTask, TaskFigure
 from deploy.tasks.boxes import BoxDetection
-from deploy.tasks.evaluation_task import Example, TaskTally
+from deploy.tasks.detector import RowDecoder
+from deploy.tasks.evaluation_task import Example
 from deploy.tasks.rows import AlikeOutputs, Outputs, batch_length, split_batches
-from deploy.tasks.slices import OutputSlice, form_samples
+from deploy.tasks.slices import OutputSlice
 from deploy.tasks.top1 import Top1
 from deploy.tasks.vectors import Classes
 
@@ -89,48 +89,46 @@ class Accuracy:
 
 
 class Comparison:
-    """Accumulates one candidate's figures against the reference, sample by sample.
-
-    The first samples are buffered until the form of the outputs can be derived from them.
-    """
+    """Accumulates one candidate's figures against the reference, sample by sample."""
 
     def __init__(
-        self,
-        *,
-        labels: Sequence[int] | GroundTruth | None = None,
-        form: OutputForm | None = None,
-        metric: Metric | None = None,
+        self, form: OutputForm, *, labels: Sequence[int] | GroundTruth | None = None
     ) -> None:
         """Start with no samples.
 
         Args:
+            form: slices and task of the outputs, and the user's metric, if any.
             labels: classes of the samples, or annotated objects for a detector.
-            form: slices and task of the outputs; None derives them from the first samples.
-            metric: task or function that the user set, in place of the recognised task or its
-                figure.
-        """
-        self._objects: GroundTruth | None = None
-        self._labels: Sequence[int] | None = None
-        if isinstance(labels, GroundTruth):
-            self._objects = labels
-        else:
-            self._labels = labels
-        self._metric = metric or Metric(None)
-        self._metric_tally = self._metric.tally(self._labels)
-        if self._metric_tally is not None:
-            self._labels = None  # only the user's function uses them
-        self._alike = AlikeOutputs()  # finds outputs that hardly change from sample to sample
-        self._samples = 0
-        self._names: Sequence[str] = ()  # of the outputs; the first sample shows them
-        # (inputs, float outputs, int8 outputs) of the first samples, until the form is known
-        self._buffered_samples: list[tuple[Outputs, ...]] = []
 
-        # what `_use_form` sets before the first sample is counted
+        Raises:
+            FeedError: annotated boxes for a model whose boxes cannot be read.
+        """
         self._form = form
-        self._errors: dict[OutputSlice, RunningError] = {}  # of complete outputs and of slices
-        self._task_tally: TaskTally[Any] | None = None
+        self._samples = 0
+        self._alike = AlikeOutputs()  # finds outputs that hardly change from sample to sample
+        self._errors: dict[OutputSlice, RunningError] = {}
+        for part in (*form.complete_outputs, *form.parts):
+            error = RunningError(part.label)
+            # only what varies about the mean is signal; errors of scored cells are weighted instead
+            if part in form.means and part.cell_scores is None:
+                error.reference_sum = np.zeros(1)
+            self._errors[part] = error
+
+        # each tally counts what it compares, such as boxes that both models have
+        self._task_tally = None if form.task is None else form.task.tally()
         self._average_precision: PrecisionTally | None = None
+        if isinstance(labels, GroundTruth):
+            self._average_precision = PrecisionTally(_find_box_decoder(form), labels)
+            labels = None
+        self._metric_tally = form.metric.tally(labels)
+        if self._metric_tally is not None:
+            labels = None  # only the user's function uses them
         self._top1: Top1 | None = None
+        class_outputs = form.task.outputs if isinstance(form.task, Classes) else ()
+        # without labels, several outputs have the task's figure alone
+        has_one_output = len(class_outputs) == 1 and not form.uncovered
+        if labels is not None or has_one_output:
+            self._top1 = Top1(labels, next(iter(class_outputs), None))
 
     def add(
         self,
@@ -151,80 +149,24 @@ class Comparison:
 
         Raises:
             ConfigError: the engine lacks an output.
-            FeedError: labels that do not fit the samples or the classes, or annotated boxes for a
-                model whose boxes cannot be read.
+            FeedError: labels that do not fit the samples or the classes.
         """
-        batch = batch_length(feed, self._metric.declared.batch_inputs)
-        reference = drop_text(reference)
-        if not self._names:
-            self._names = tuple(reference)
-            _check_outputs(self._names, candidate)
-        candidate = {name: candidate[name] for name in self._names}
-        samples = split_batches(batch, feed, reference, candidate)
+        names = [part.output for part in self._form.complete_outputs]
+        _check_outputs(names, candidate)
+        reference = {name: reference[name] for name in names}
+        candidate = {name: candidate[name] for name in names}
+        batch = batch_length(feed, self._form.metric.declared.batch_inputs)
         remaining_count = batch if count is None else min(batch, count - self._samples)
-        self._buffered_samples += islice(samples, remaining_count)
+        samples = split_batches(batch, feed, reference, candidate)
+        for sample in islice(samples, remaining_count):
+            self._count(*sample)
         self._samples += remaining_count
-        # samples wait in the buffer until they show the form: the slices and the task
-        first_inputs, first_reference, _ = self._buffered_samples[0]
-        samples_for_form = form_samples(first_inputs, first_reference)
-        if self._form is not None or self._samples >= samples_for_form:
-            self._count_buffered()
 
-    def _count_buffered(self) -> OutputForm:
-        """Count the buffered samples, and return the form of their outputs.
-
-        If the form is unknown so far, it is derived from these samples first.
-        """
-        samples = self._buffered_samples
-        self._buffered_samples = []
-        if self._form is None:
-            inputs, reference_outputs, _ = zip(*samples, strict=True)
-            self._form = derive_form(reference_outputs, inputs=inputs, metric=self._metric)
-        if not self._errors:
-            self._use_form(self._form)
-        for sample in samples:
-            self._count(self._form, *sample)
-        return self._form
-
-    def _use_form(self, form: OutputForm) -> None:
-        """Prepare what is measured: errors of outputs and slices, the task's tally, labels.
-
-        A tally counts what a task compares, such as boxes that both models have.
-
-        Raises:
-            FeedError: annotated boxes for a model whose boxes cannot be read.
-        """
-        complete_outputs = [OutputSlice(output=name) for name in self._names]
-        for part in (*complete_outputs, *form.parts):
-            error = RunningError(part.label)
-            # only what varies about the mean is signal; errors of scored cells are weighted instead
-            if part in form.means and part.cell_scores is None:
-                error.reference_sum = np.zeros(1)
-            self._errors[part] = error
-
-        class_outputs = form.task.outputs if isinstance(form.task, Classes) else ()
-        # without labels, several outputs have the task's figure alone
-        has_one_output = len(class_outputs) == 1 and not form.uncovered
-        if self._labels is not None or has_one_output:
-            self._top1 = Top1(self._labels, next(iter(class_outputs), None))
-        if form.task is not None:
-            self._task_tally = form.task.tally()
-        if self._objects is None:
-            return
-        if not isinstance(form.task, BoxDetection) or not form.task.decoder.coding:
-            raise FeedError(
-                "annotations of boxes need a model whose boxes can be read from its outputs;"
-                " this one's cannot, so leave the labels out or give a metric of your own"
-            )
-        self._average_precision = PrecisionTally(form.task.decoder, self._objects)
-
-    def _count(
-        self, form: OutputForm, inputs: Outputs, reference: Outputs, candidate: Outputs
-    ) -> None:
+    def _count(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         """Add a sample to the errors of outputs and slices, and to every tally."""
         for part, error in self._errors.items():
-            expected = form.slice_values(part, reference, inputs, reference)
-            actual = form.slice_values(part, candidate, inputs, reference)
+            expected = self._form.slice_values(part, reference, inputs, reference)
+            actual = self._form.slice_values(part, candidate, inputs, reference)
             error.add(expected, actual)
         for tally in (
             self._alike,
@@ -239,30 +181,25 @@ class Comparison:
     @property
     def watched(self) -> frozenset[int]:
         """Indices of the samples that `shown` may return, whose pictures must be kept."""
-        if self._form is None:  # every sample so far may be one
-            return frozenset(range(self._samples))
         if self._task_tally is None:
             return frozenset()
         return self._task_tally.watched
 
     def shown(self) -> tuple[Example, ...]:
         """Return a few samples where both models differ most, the worst first."""
-        self._count_buffered()
         if self._task_tally is None:
             return ()
         return self._task_tally.shown()
 
     def result(self) -> Accuracy:
-        """Return the figures so far.
+        """Return the figures so far, of at least one sample.
 
         Raises:
-            FeedError: no sample, or labels that do not fit.
+            FeedError: there are more or fewer labels than samples.
         """
-        if self._samples == 0:
-            raise FeedError("a comparison needs at least one sample, got none")
-        form = self._count_buffered()
-        outputs = tuple(self._errors[OutputSlice(output=name)].result() for name in self._names)
-        figure = self._task_figure(form)
+        form = self._form
+        outputs = tuple(self._errors[part].result() for part in form.complete_outputs)
+        figure = self._task_figure()
         precision = None
         if self._average_precision is not None:
             precision = self._average_precision.result()
@@ -272,19 +209,19 @@ class Comparison:
             samples=self._samples,
             outputs=outputs,
             **top1_figures,
-            parts=self._slice_figures(form),
+            parts=self._slice_figures(),
             task=figure,
             precision=precision,
             reading=_describe_form(form.task, is_silent=is_silent),
             why=form.reason,
-            set_task=self._metric.task,
+            set_task=form.metric.task,
             silent=is_silent,
             alike=self._alike.alike and self._alike.has_floats,
-            carried={output: state for state, output in self._metric.declared.states.items()},
+            carried={output: state for state, output in form.metric.declared.states.items()},
             problems=tuple(_find_problems(outputs, self._samples, form.lists)),
         )
 
-    def _task_figure(self, form: OutputForm) -> TaskFigure | None:
+    def _task_figure(self) -> TaskFigure | None:
         """Return the figure of the user's metric, else the task's.
 
         None without a task, or if the float model predicts next to nothing.
@@ -294,14 +231,14 @@ class Comparison:
         if self._task_tally is None:
             return None
         figure = self._task_tally.result()
-        return figure and replace(figure, beside=form.uncovered)
+        return figure and replace(figure, beside=self._form.uncovered)
 
-    def _slice_figures(self, form: OutputForm) -> tuple[SliceAccuracy, ...]:
+    def _slice_figures(self) -> tuple[SliceAccuracy, ...]:
         """Return the slices' figures, the lowest SQNR first; NaN is lower than any number."""
         slice_figures = []
-        for part in form.parts:
+        for part in self._form.parts:
             figures = self._errors[part].result()
-            if part.output in form.lists and figures.other_shape:
+            if part.output in self._form.lists and figures.other_shape:
                 continue  # rows of lists of different lengths are not the same boxes
             slice_figures.append(
                 SliceAccuracy(
@@ -317,6 +254,20 @@ class Comparison:
             )
         slice_figures.sort(key=lambda figures: sqnr_sort_key(figures.sqnr_db))
         return tuple(slice_figures)
+
+
+def _find_box_decoder(form: OutputForm) -> RowDecoder:
+    """Return what reads the boxes of a detector's outputs.
+
+    Raises:
+        FeedError: the outputs are none of a detector, or its boxes cannot be decoded.
+    """
+    if not isinstance(form.task, BoxDetection) or not form.task.decoder.coding:
+        raise FeedError(
+            "annotations of boxes need a model whose boxes can be read from its outputs;"
+            " this one's cannot, so leave the labels out or give a metric of your own"
+        )
+    return form.task.decoder
 
 
 def _check_outputs(names: Sequence[str], candidate: Outputs) -> None:
@@ -342,28 +293,6 @@ def _describe_form(task: EvaluationTask | None, *, is_silent: bool) -> str:
     if is_silent:
         return f"{task.form}; FP32 finds next to nothing on these samples"
     return task.form
-
-
-SamplePairs = Iterable[tuple[Outputs, Outputs]]  # (inputs, FP32's outputs)
-
-
-def recognise_from_first(
-    samples: SamplePairs, metric: Metric
-) -> tuple[EvaluationTask | None, SamplePairs]:
-    """Return (the task that the first samples show, all samples).
-
-    `samples` may be read only once, so the second value must be used in its place.
-
-    Raises:
-        ConfigError: the outputs do not fit the user's task.
-    """
-    pairs = iter(samples)
-    inputs, outputs = next(pairs)
-    other_count = form_samples(inputs, outputs) - 1
-    first_pairs = [(inputs, outputs), *islice(pairs, other_count)]
-    first_inputs, first_outputs = zip(*first_pairs, strict=True)
-    form = derive_form(first_outputs, inputs=first_inputs, metric=metric)
-    return form.task, chain(first_pairs, pairs)
 
 
 class TensorComparison:

@@ -12,11 +12,14 @@ The form is derived from the float model's first samples (`form_samples`), and h
 every candidate: the figures must not depend on the candidate's values.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 
 import numpy as np
 
+from deploy.errors import FeedError
 from deploy.metrics.output_errors import (
     FEW,
     SAMPLE_MEAN,
@@ -32,6 +35,7 @@ from deploy.tasks.rows import (
     Outputs,
     batch_length,
     split_batch,
+    split_batches,
 )
 from deploy.tasks.slices import (
     OutputSlice,
@@ -46,9 +50,11 @@ BY_VALUES = "by the shapes and values of the outputs"
 
 @dataclass(frozen=True, slots=True)
 class OutputForm:
-    """Slices and task of a model's outputs.
+    """Slices and task of a model's outputs, and what these are judged by.
 
     Attributes:
+        complete_outputs: each output as one slice, those of text left out.
+        metric: the task or the function that the user set, and what the model's file declares.
         parts: slices of all outputs, in the outputs' order.
         task: None without one.
         means: slices that are measured about their mean -> that mean.
@@ -57,6 +63,8 @@ class OutputForm:
         reason: the task, and what shows it.
     """
 
+    complete_outputs: tuple[OutputSlice, ...]
+    metric: Metric
     parts: tuple[OutputSlice, ...] = ()
     task: EvaluationTask | None = None
     means: Mapping[OutputSlice, Array] = field(default_factory=dict)
@@ -118,9 +126,12 @@ def derive_form(
 
     mean_by_slice = _choose_slices(task, uncovered, first, samples)
     parts = tuple(mean_by_slice)
+    complete_outputs = tuple(OutputSlice(output=name) for name in reference_outputs[0])
     if not parts and task is None:  # all outputs are integers: complete outputs, equal or not
-        parts = tuple(OutputSlice(output=name) for name in reference_outputs[0])
+        parts = complete_outputs
     return OutputForm(
+        complete_outputs=complete_outputs,
+        metric=metric,
         parts=parts,
         task=task,
         means={part: mean for part, mean in mean_by_slice.items() if mean is not None},
@@ -128,6 +139,43 @@ def derive_form(
         lists=frozenset() if task is None else _find_lists(task, first),
         reason=_describe_task(task, declared_by),
     )
+
+
+SamplePairs = Iterable[tuple[Outputs, Outputs]]  # (inputs, FP32's outputs)
+
+
+def derive_from_first(
+    samples: SamplePairs, metric: Metric | None = None, min_count: int = 0
+) -> tuple[OutputForm, SamplePairs]:
+    """Return (the form that the first samples show, all samples).
+
+    `samples` may be read only once, so the second value must be used in its place.
+
+    Args:
+        samples: batches of inputs, and the float model's outputs.
+        metric: the task that the user set, and what the model's file declares.
+        min_count: number of batches to read at least, for means of values that vary little.
+
+    Raises:
+        FeedError: no sample.
+        ConfigError: the outputs do not fit the user's task.
+    """
+    metric = metric or Metric(None)
+    pairs = iter(samples)
+    first_pairs = [*islice(pairs, 1)]
+    if not first_pairs:
+        raise FeedError("a comparison needs at least one sample, got none")
+    batch_count = max(count_form_batches(*first_pairs[0], metric), min_count)
+    first_pairs += islice(pairs, batch_count - 1)
+    inputs, outputs = zip(*first_pairs, strict=True)
+    return derive_form(outputs, inputs=inputs, metric=metric), chain(first_pairs, pairs)
+
+
+def count_form_batches(inputs: Outputs, outputs: Outputs, metric: Metric) -> int:
+    """Return how many batches show the form of outputs, by the arrays of the first batch."""
+    batch = batch_length(inputs, metric.declared.batch_inputs)
+    first_sample = next(split_batches(batch, inputs, drop_text(outputs)))
+    return math.ceil(form_samples(*first_sample) / batch)
 
 
 def _choose_slices(

@@ -27,6 +27,7 @@ from deploy.files.staging import Stage, stage_files
 from deploy.graph.index import as_names
 from deploy.method import Method
 from deploy.metrics.accuracy import Comparison
+from deploy.metrics.output_form import derive_form
 from deploy.pipeline.build_options import (
     BuildOptions,
     CalibrationOptions,
@@ -368,7 +369,8 @@ def _refuse_broken_metric(build: PreparedBuild, calibration: CalibrationResult) 
     labels = None if build.evaluation is None else build.evaluation.labels
     if labels is not None:  # any label will do, as many as the batch has rows
         labels = labels[:1] * batch_length(sample, build.metric.declared.batch_inputs)
-    comparison = Comparison(metric=build.metric, labels=labels)
+    form = derive_form([outputs], inputs=[sample], metric=build.metric)
+    comparison = Comparison(form, labels=labels)
     comparison.add(sample, outputs, outputs)
     comparison.result()
 

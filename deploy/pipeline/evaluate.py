@@ -39,6 +39,7 @@ from deploy.graph.edit import (
 from deploy.metrics.accuracy import Accuracy, Comparison, TensorComparison
 from deploy.metrics.layerwise import pair_quantized_tensors
 from deploy.metrics.output_errors import OutputAccuracy
+from deploy.metrics.output_form import count_form_batches, derive_form, derive_from_first
 from deploy.metrics.precision import GroundTruth
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.base import BuildResult
@@ -212,10 +213,12 @@ def compare_sessions(
     reference: Session, candidate: Session, feed: Feed, metric: Metric | None = None
 ) -> Accuracy:
     """Run two sessions over all samples, one after the other; return the candidate's accuracy."""
-    comparison = Comparison(metric=metric)
     with phase("accuracy", len(feed), "samples") as show_progress, feed.samples() as samples:
-        for sample in samples:
-            reference_outputs = reference.run(sample)
+        form, reference_pairs = derive_from_first(
+            ((sample, reference.run(sample)) for sample in samples), metric
+        )
+        comparison = Comparison(form)
+        for sample, reference_outputs in reference_pairs:
             outputs = candidate.run(sample)
             comparison.add(sample, reference_outputs, outputs, count=feed.unpadded_count)
             show_progress()
@@ -374,10 +377,12 @@ class _EvaluationPass:
         # drops them when the next sequence begins (is_one_pass)
         states = evaluation.feed.states
         self._own_states = {name: OwnStates(states, is_one_pass=True) for name in candidates}
-        labels = evaluation.labels
-        metric = evaluation.metric
-        self._images = CandidateImages(evaluation.feed, metric.declared.batch_inputs)
-        self._comparisons = {name: Comparison(labels=labels, metric=metric) for name in candidates}
+        batch_inputs = evaluation.metric.declared.batch_inputs
+        self._images = CandidateImages(evaluation.feed, batch_inputs)
+        # the first samples wait until they are enough to show the form of the outputs, which every
+        # comparison needs
+        self._waiting_outputs: list[_SampleOutputs] = []
+        self._comparisons: dict[str, Comparison] = {}
 
     def run(self, _worker: int, number: int, sample: Sample) -> _SampleOutputs:
         """Run the float model, and the candidates in ONNX Runtime, on one sample.
@@ -396,11 +401,35 @@ class _EvaluationPass:
         """Compare a sample's outputs of all candidates with the float model's.
 
         Candidates on a device are run here, those in ONNX Runtime by `run`: one thread calls this,
-        in the order of the samples, and a device runs one inference at a time. Images that a report
-        may show are stored.
+        in the order of the samples, and a device runs one inference at a time.
         """
         self._run_candidates(outputs, on_device=True)
         self._result.engine_runs.update(outputs.runs)
+        self._waiting_outputs.append(outputs)
+        first = self._waiting_outputs[0]
+        metric = self._evaluation.metric
+        if self._comparisons or len(self._waiting_outputs) >= count_form_batches(
+            first.sample, first.reference, metric
+        ):
+            self._compare_waiting()
+
+    def _compare_waiting(self) -> None:
+        """Compare the samples that wait; the first ones show the form of the outputs."""
+        waiting_outputs = self._waiting_outputs
+        self._waiting_outputs = []
+        if not self._comparisons:
+            form = derive_form(
+                [outputs.reference for outputs in waiting_outputs],
+                inputs=[outputs.sample for outputs in waiting_outputs],
+                metric=self._evaluation.metric,
+            )
+            labels = self._evaluation.labels
+            self._comparisons = {name: Comparison(form, labels=labels) for name in self._candidates}
+        for outputs in waiting_outputs:
+            self._compare_sample(outputs)
+
+    def _compare_sample(self, outputs: _SampleOutputs) -> None:
+        """Add a sample to every comparison, and store its image if a report may show it."""
         for name, comparison in self._comparisons.items():
             if name in outputs.candidates:  # else it failed
                 comparison.add(
@@ -438,6 +467,8 @@ class _EvaluationPass:
 
     def finish(self) -> EvaluationResult:
         """Return the figures of the candidates that did not fail, and their examples."""
+        if self._waiting_outputs:  # fewer samples than show the form best
+            self._compare_waiting()
         result = self._result
         example_numbers: set[int] = set()
         for name, comparison in self._comparisons.items():

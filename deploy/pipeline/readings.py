@@ -27,7 +27,7 @@ from deploy.calibration.input_checks import check_input_samples, renormalize
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.preprocess import PRESETS, Preprocess, complete_preprocess, format_size
 from deploy.feed.samples import Feed
-from deploy.metrics.accuracy import recognise_from_first
+from deploy.metrics.output_form import derive_from_first
 from deploy.tasks import Metric
 from deploy.tasks.boxes import BoxDetection
 from deploy.tasks.detections import suppress_overlaps
@@ -152,9 +152,10 @@ def find_better_reading(
     if current_preprocess is None or not _is_convertible(calibration):
         return ""
     evaluation_set = calibration.evaluation_set
-    task, samples_with_outputs = recognise_from_first(
+    form, samples_with_outputs = derive_from_first(
         evaluation_set.samples_with_outputs(SAMPLES), metric
     )
+    task = form.task
     if not isinstance(task, BoxDetection | Classes):
         return ""
     if isinstance(task, Classes) and task.are_numbers:  # without scores

@@ -238,6 +238,7 @@ class BudgetSearch:
             comparison = GrowingComparison(
                 self._builder.trial(self.request.with_choices(trial.choices)),
                 self._evaluation_set,
+                self._form,
                 int8_kernels=self.target.runs_here,
                 labels=self.evaluation.labels,
             )

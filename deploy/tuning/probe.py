@@ -39,10 +39,9 @@ from deploy.graph.edit import copy_with_outputs
 from deploy.graph.index import PROTOBUF
 from deploy.method import Choices
 from deploy.metrics.accuracy import Accuracy, Comparison
-from deploy.metrics.output_form import OutputForm, derive_form
+from deploy.metrics.output_form import OutputForm
 from deploy.runtimes.ort import OrtSession, breaks_int8_kernels
 from deploy.targets.base import BuildRequest
-from deploy.tasks import Metric
 from deploy.tasks.rows import Floats, Outputs
 from deploy.tasks.slices import OutputSlice
 from deploy.tuning.float_activations import FloatActivations
@@ -172,11 +171,10 @@ class Prober:
         build_trial: builds the trial model of a request.
         request: build request; its choices are replaced in each trial.
         samples: samples with the float model's outputs.
+        form: slices and task of the outputs, and the user's metric.
         runs_here: whether ONNX Runtime's int8 kernels run the trials.
-        form: slices and task of the outputs; None derives them from the samples.
         isolated_sample_count: number of samples for trials of a few layers; None for all.
         measures_accuracy: whether to measure the accuracy of trials too.
-        metric: the user's metric or task.
         progress: called after each trial.
         count_samples: called with the number of samples that are run.
         trial_count: number of trials.
@@ -186,16 +184,14 @@ class Prober:
     build_trial: Callable[[BuildRequest], onnx.ModelProto]
     request: BuildRequest
     samples: Sequence[ReferenceSample]
+    form: OutputForm
     runs_here: bool
-    form: OutputForm | None = None
     isolated_sample_count: int | None = None
     measures_accuracy: bool = False
-    metric: Metric | None = None
     progress: Callable[[], None] = lambda: None
     count_samples: Callable[[int], None] = lambda _: None
     trial_count: int = 0
     errors: list[Calib8Error] = field(default_factory=list)
-    _output_form: OutputForm = field(init=False)
     _temperatures: Mapping[OutputSlice, tuple[float, int]] = field(init=False)
     _mean_powers: Floats = field(init=False)
     _samples: _TrialSamples = field(init=False)
@@ -207,11 +203,9 @@ class Prober:
 
     def __post_init__(self) -> None:
         """Bring the float model's outputs into the form in which noise is measured."""
-        inputs, float_outputs = zip(*self.samples, strict=True)
-        self._output_form = self.form or derive_form(
-            float_outputs, inputs=inputs, metric=self.metric
+        self._temperatures = find_temperatures(
+            self.form, [float_outputs for _, float_outputs in self.samples]
         )
-        self._temperatures = find_temperatures(self._output_form, float_outputs)
         float_slices = [
             self._slice_values(outputs, inputs, outputs) for inputs, outputs in self.samples
         ]
@@ -278,8 +272,8 @@ class Prober:
             first_noise.worst_slice_label, np.zeros(0)
         )
         if noise_by_sample.size != len(float_slices):  # no trial ran, or there are no slices
-            return strongest_samples(self._output_form, float_slices, count)
-        strongest = strongest_samples(self._output_form, float_slices, count // 2)
+            return strongest_samples(self.form, float_slices, count)
+        strongest = strongest_samples(self.form, float_slices, count // 2)
         noisiest_first = map(int, np.argsort(-noise_by_sample, kind="stable"))
         noisiest = [index for index in noisiest_first if index not in strongest]
         return sorted([*strongest, *noisiest[: count - len(strongest)]])
@@ -348,10 +342,10 @@ class Prober:
             BackendError: ONNX Runtime refused a sample, or the search was interrupted.
         """
         # a list of detections has no slices: its noise is the loss of the task alone
-        is_detection_list = not self._output_form.parts and self._output_form.task is not None
+        is_detection_list = not self.form.parts and self.form.task is not None
         comparison = None
         if is_detection_list or self.measures_accuracy:
-            comparison = Comparison(form=self._output_form, metric=self.metric)
+            comparison = Comparison(self.form)
         input_names = [spec.name for spec in session.inputs]
         # in a sample with less signal than average, noise is relative to the average
         signal_powers = np.maximum(trial_samples.powers, self._mean_powers)
@@ -373,7 +367,7 @@ class Prober:
         accuracy = None if comparison is None else comparison.result()
         if is_detection_list:
             return Noise({DETECTION_LIST: _task_power(accuracy)}, accuracy=accuracy)
-        labels = [part.label for part in self._output_form.parts]
+        labels = [part.label for part in self.form.parts]
         shares = signal_shares(trial_samples.powers, self._mean_powers).tolist()
         return Noise(
             powers_by_slice=dict(zip(labels, np.array(powers_by_sample).T, strict=True)),
@@ -387,8 +381,8 @@ class Prober:
         `reference`: the float model's outputs on the same inputs.
         """
         slices = []
-        for part in self._output_form.parts:
-            values = self._output_form.slice_values(part, outputs, inputs, reference)
+        for part in self.form.parts:
+            values = self.form.slice_values(part, outputs, inputs, reference)
             if part in self._temperatures and values.ndim > 1:
                 values = apply_temperature(values, *self._temperatures[part])
             slices.append(values)

@@ -22,7 +22,7 @@ statistic is observed again on the other samples.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain
 
 import onnx
 
@@ -54,11 +54,10 @@ from deploy.metrics.levels import (
     judge_accuracy,
     measure_loss,
 )
-from deploy.metrics.output_form import OutputForm, derive_form
+from deploy.metrics.output_form import OutputForm, derive_from_first
 from deploy.targets.base import BuildRequest, Target
 from deploy.tasks import Metric
 from deploy.tasks.rows import Floats, Outputs
-from deploy.tasks.slices import form_samples
 from deploy.tensors import Array
 from deploy.terminal import phase
 from deploy.tuning.slice_signals import rank_by_signal, slice_signals
@@ -126,19 +125,16 @@ def _measure_candidates(
     The signal, [samples, slices], shows where the float model found something. The form says which
     slices the outputs have, and what their task is.
     """
-    # the first candidates give the form, which must be known before any is measured
     remaining = iter(candidates)
-    first_candidates = [next(remaining)]
-    first_sample, first_outputs = first_candidates[0]
+    first_candidate = next(remaining)
     # the form holds means of values that vary little: they take more samples, as memory allows
-    mean_count = min(_MEAN_SAMPLES, _MAX_VALUES // max(_count_values(first_sample), 1))
-    form_count = max(form_samples(first_sample, first_outputs), mean_count)
-    first_candidates += islice(remaining, form_count - 1)
-    inputs, reference_outputs = zip(*first_candidates, strict=True)
-    form = derive_form(reference_outputs, inputs=inputs, metric=metric)
+    mean_count = min(_MEAN_SAMPLES, _MAX_VALUES // max(_count_values(first_candidate[0]), 1))
+    form, all_candidates = derive_from_first(
+        chain([first_candidate], remaining), metric, min_count=mean_count
+    )
 
     def slice_values() -> Iterator[list[Array]]:
-        for sample, outputs in chain(first_candidates, remaining):
+        for sample, outputs in all_candidates:
             yield [form.slice_values(part, outputs, sample, outputs) for part in form.parts]
 
     return slice_signals(form, slice_values()), form
@@ -160,8 +156,7 @@ class GrowingComparison:
     Args:
         model: the model.
         evaluation_set: samples with the float model's outputs.
-        metric: the user's metric or task.
-        form: slices and task of the outputs; None derives them from the samples.
+        form: slices and task of the outputs, and the user's metric.
         int8_kernels: whether ONNX Runtime's int8 kernels run the model.
         labels: class of each image, for top-1 accuracy on all samples.
         stores_outputs: whether to store the model's outputs on disk.
@@ -176,9 +171,8 @@ class GrowingComparison:
         self,
         model: onnx.ModelProto,
         evaluation_set: EvaluationSet,
-        metric: Metric | None = None,
+        form: OutputForm,
         *,
-        form: OutputForm | None = None,
         int8_kernels: bool,
         labels: Sequence[int] | None = None,
         stores_outputs: bool = False,
@@ -186,7 +180,7 @@ class GrowingComparison:
         """Open the model; no sample has run. The arguments are described at the class."""
         self._session = open_single_thread(model, stand_in=not int8_kernels)
         self._evaluation_set = evaluation_set
-        self._comparison = Comparison(labels=labels, form=form, metric=metric)
+        self._comparison = Comparison(form, labels=labels)
         states = evaluation_set.subset.states
         # a model with states gets those of its own last step, not of the float model's
         self._own_states = OwnStates(states)
@@ -265,8 +259,7 @@ class VerdictPredictor:
         int8_kernels: whether ONNX Runtime's int8 kernels run the models.
         threads: samples that run in parallel.
         max_loss: the user's limit of loss; None for none.
-        metric: the user's metric or task.
-        form: slices and task of the outputs; None derives them from the samples.
+        form: slices and task of the outputs, and the user's metric.
         count_samples: called with the number of samples that are run.
     """
 
@@ -274,8 +267,7 @@ class VerdictPredictor:
     int8_kernels: bool
     threads: int
     max_loss: float | None
-    metric: Metric | None
-    form: OutputForm | None
+    form: OutputForm
     count_samples: Callable[[int], None]
 
     def predict(self, model: onnx.ModelProto, *, noise: float) -> ExpectedVerdict:
@@ -291,8 +283,7 @@ class VerdictPredictor:
             comparison = GrowingComparison(
                 model,
                 self.evaluation_set,
-                self.metric,
-                form=self.form,
+                self.form,
                 int8_kernels=self.int8_kernels,
                 stores_outputs=True,
             )

@@ -17,7 +17,7 @@ from deploy.calibration.reference_outputs import EvaluationSet
 from deploy.graph.plan import quantized_precision
 from deploy.machine import this_machine
 from deploy.method import Choices, Method, comparable_methods
-from deploy.metrics.output_form import OutputForm
+from deploy.metrics.output_form import OutputForm, derive_form
 from deploy.runtimes.ort import continue_runs
 from deploy.targets.base import BuildRequest, Target
 from deploy.tensors import Array
@@ -221,7 +221,7 @@ def make_prober(
     setup: SearchSetup,
     build_trial: TrialBuilder,
     samples: Sequence[ReferenceSample],
-    form: OutputForm | None,
+    form: OutputForm,
     step: Step,
     budget: SearchBudget,
     *,
@@ -233,7 +233,7 @@ def make_prober(
         setup: of the search.
         build_trial: builds the trial model of a request.
         samples: inputs with the float model's outputs.
-        form: slices and task of these outputs; None derives them from the samples.
+        form: slices and task of these outputs.
         step: called after each trial.
         budget: of the search; what runs here is spent from it.
         measures_accuracy: whether to measure the accuracy of trials too.
@@ -247,13 +247,12 @@ def make_prober(
     sources = find_pick_sources(model)
     if sources:
         budget.spend(len(samples))
-        metric = setup.options.metric
         # a metric or task of the user's reads the class numbers themselves
-        keep_outputs = metric is not None and metric.is_set
         samples = replace_by_sources(
-            model, samples, keep_outputs=keep_outputs, threads=request.threads
+            model, samples, keep_outputs=form.metric.is_set, threads=request.threads
         )
-        form = None  # `form` is that of the class numbers
+        inputs, source_outputs = zip(*samples, strict=True)
+        form = derive_form(source_outputs, inputs=inputs, metric=form.metric)
         build_trial = partial(_trial_with_sources, build_trial, sources)
     # of fewer samples, isolated layers run on the same share of them
     isolated_count = len(samples) * setup.effort.isolated_samples // TRIAL_SAMPLES
@@ -261,11 +260,10 @@ def make_prober(
         build_trial,
         request,
         samples,
+        form,
         runs_here=setup.target.runs_here,
-        form=form,
         isolated_sample_count=max(min(_MIN_SAMPLES, len(samples)), isolated_count),
         measures_accuracy=measures_accuracy,
-        metric=setup.options.metric,
         progress=step,
         count_samples=budget.spend,
     )
@@ -325,7 +323,6 @@ def _split_chooser(
         int8_kernels=setup.target.runs_here,
         threads=setup.request.threads,
         max_loss=setup.options.max_loss,
-        metric=setup.options.metric,
         form=form,
         count_samples=budget.spend,
     )

@@ -281,7 +281,7 @@ def _write_program(request: BuildRequest, engine: Path) -> Path | None:
 
 def _recognise_task(request: BuildRequest) -> tuple[EvaluationTask | None, Outputs]:
     """Return the task of the float model's outputs, and the outputs of a sample."""
-    from deploy.metrics.accuracy import recognise_from_first
+    from deploy.metrics.output_form import derive_from_first
     from deploy.tasks import make_metric
     from deploy.tasks.thresholds import FORM_SAMPLES_OF_FEW
 
@@ -290,9 +290,9 @@ def _recognise_task(request: BuildRequest) -> tuple[EvaluationTask | None, Outpu
     pairs = request.evaluation_set.samples_with_outputs(FORM_SAMPLES_OF_FEW)
     subject = request.subject
     metric = make_metric(None, subject.task or None, subject.loaded.declaration)
-    task, samples = recognise_from_first(pairs, metric)
+    form, samples = derive_from_first(pairs, metric)
     _, outputs = next(iter(samples))
-    return task, outputs
+    return form.task, outputs
 
 
 @dataclass(frozen=True, slots=True)
