@@ -163,7 +163,7 @@ def without_gpu():
 
 def small_parts():
     """The pieces of the session and the log that need no GPU."""
-    logger, levels = process_logger(), trt.ILogger.Severity
+    logger, levels = process_logger(trt), trt.ILogger.Severity
     with record_log() as recorder:
         for level, text in ((levels.ERROR, "wrong"), (levels.INFO, "said"), (levels.VERBOSE, "-")):
             logger.log(level, text)
@@ -179,7 +179,7 @@ def small_parts():
         "shape": allocator.shape,
         "dtypes": {name: dtype(data_type) for name, data_type in trt.DataType.__members__.items()},
         "log": [recorder.errors, recorder.lines],
-        "one_logger": process_logger() is logger,
+        "one_logger": process_logger(trt) is logger,
         "typed": [name for name, flag in flags.items() if typed_flags >> int(flag) & 1],
     }
 

@@ -234,8 +234,8 @@ def test_vgg16_and_lenet_names_equal_tensorrts():
     assert [t.name for t in tensors] == [entry.name for entry in real.entries]
     scales = real.scales()
     for tensor in tensors:  # a pool's entry is its input's, in TensorRT's file as in ours
-        if tensor.pool_input is not None:
-            assert scales[tensor.name] == scales[tensor.pool_input]
+        if tensor.owner != tensor.source:
+            assert scales[tensor.name] == scales[tensor.owner]
     path = SHARED / "lenet" / "lenet.onnx"
     real = parse((SHARED / "lenet" / "table.cache").read_bytes(), origin="table.cache")
     original = onnx.load(path)
@@ -295,9 +295,9 @@ def test_yolov8n_names_equal_tensorrt_10(stem):
     assert body(list(scales)) == body([t.name for t in tensors])
     assert len(body(list(scales))) > 150
     assert "/model.22/dfl/Softmax_output" in {t.name for t in tensors} & set(scales)
-    pools = [t for t in tensors if t.pool_input in scales and t.name in scales]
+    pools = [t for t in tensors if t.owner != t.source and {t.owner, t.name} <= scales.keys()]
     assert pools
-    assert all(scales[t.name] == scales[str(t.pool_input)] for t in pools)
+    assert all(scales[t.name] == scales[t.owner] for t in pools)
 
 
 def test_samples_beyond_full_batches_are_noted(wording):

@@ -226,7 +226,7 @@ def _parse(network: trt.INetworkDefinition, model: Path, log: LogRecorder, *, dl
     """
     import tensorrt as trt
 
-    parser = trt.OnnxParser(network, process_logger())
+    parser = trt.OnnxParser(network, process_logger(trt))
     flags = getattr(trt, "OnnxParserFlag", None)  # since 8.6
     adjust_for_dla = getattr(flags, "ADJUST_FOR_DLA", None)  # since 10.16
     if dla and adjust_for_dla is not None:

@@ -82,6 +82,9 @@ _LAYER_KIND_BY_OP = {
 }
 
 
+_Entry = tuple[str, str]  # name in the cache, ONNX tensor with the same values
+
+
 @dataclass(frozen=True, slots=True)
 class CacheTensor:
     """One entry of a calibration cache.
@@ -89,12 +92,12 @@ class CacheTensor:
     Attributes:
         name: name in the cache.
         source: ONNX tensor with the same values.
-        pool_input: for the output of a pool, its input, whose scale it has; None for others.
+        owner: ONNX tensor whose scale it has: `source`, or the input of the pools that make that.
     """
 
     name: str
     source: str
-    pool_input: str | None = None
+    owner: str
 
 
 def trt_tensors(model: onnx.ModelProto) -> list[str]:
@@ -124,23 +127,24 @@ def cache_tensors(
     """
     parsed = original if original is not None else model
     if has_caffe_names(parsed, version):
-        return _caffe_tensors(model)
-    return _onnx_tensors(model, parsed, version_label(version))
+        entries = _caffe_entries(model)
+        pooling_operators = _CAFFE_POOLING_OPS
+    else:
+        entries = _onnx_entries(model, parsed, version_label(version))
+        pooling_operators = POOLING_OPS
+    owners = _pool_owners(model, pooling_operators)
+    return [CacheTensor(name, source, owners.get(source, source)) for name, source in entries]
 
 
-def scale_owners(tensors: Iterable[CacheTensor]) -> dict[str, str]:
-    """Map each entry name to the ONNX tensor whose scale it has: its own, or a pool's input."""
-    source_by_name = {}
-    pool_input = {}
-    for tensor in tensors:
-        source_by_name[tensor.name] = tensor.source
-        if tensor.pool_input is not None:
-            pool_input[tensor.source] = tensor.pool_input
-    owners = {}
-    for name, owner in source_by_name.items():
-        while owner in pool_input:
-            owner = pool_input[owner]
-        owners[name] = owner
+def _pool_owners(model: onnx.ModelProto, pooling_operators: Collection[str]) -> dict[str, str]:
+    """Map the output of each pool to the tensor whose scale it has: the pool's input.
+
+    In a row of pools it is the input of the first one.
+    """
+    owners: dict[str, str] = {}
+    for node in model.graph.node:
+        if node.op_type in pooling_operators:
+            owners[node.output[0]] = owners.get(node.input[0], node.input[0])
     return owners
 
 
@@ -161,9 +165,9 @@ def unnamed_layer_output(index: int, kind: str) -> str:
     return f"(Unnamed Layer* {index}) [{kind}]_output"
 
 
-def _onnx_tensors(
+def _onnx_entries(
     model: onnx.ModelProto, parsed: onnx.ModelProto, version_number: int
-) -> list[CacheTensor]:
+) -> list[_Entry]:
     """List the entries of the cache, in its order, as TensorRT's ONNX parser names its tensors.
 
     Args:
@@ -174,7 +178,6 @@ def _onnx_tensors(
     graph = Graph(model)
     float_tensors = trt_tensors(model)
     float_names = set(float_tensors)
-    pool_inputs = _pool_inputs(graph, POOLING_OPS)
     node_name_by_output = {node.output[0]: node.name for node in parsed.graph.node if node.output}
     layer_indices = _layer_indices(parsed, version_number)
     entries = _input_entries(graph, float_tensors)
@@ -184,21 +187,20 @@ def _onnx_tensors(
         if node.op_type in ("Gemm", "Softmax") and {node.input[0], output} <= float_names:
             layer_index = layer_indices.get(output)
             node_name = node_name_by_output.get(output, "")
-            entries += _inner_tensors(node, layer_index, version_number, node_name)
-        for name in node.output:
-            if name in float_names:
-                entries.append(CacheTensor(name, name, pool_inputs.get(name)))
+            entries += _inner_entries(node, layer_index, version_number, node_name)
+        entries += [(name, name) for name in node.output if name in float_names]
 
     # the output of an Identity or Dropout, which cleaning removed, follows the entry of its tensor
     for copy_name, source in _removed_copies(parsed, float_names).items():
-        last_index = max(index for index, entry in enumerate(entries) if entry.source == source)
-        entries.insert(last_index + 1, CacheTensor(copy_name, source))
+        entry_sources = [entry_source for _, entry_source in entries]
+        last_index = max(i for i, name in enumerate(entry_sources) if name == source)
+        entries.insert(last_index + 1, (copy_name, source))
     return entries
 
 
-def _inner_tensors(
+def _inner_entries(
     node: onnx.NodeProto, layer_index: int | None, version_number: int, node_name: str
-) -> list[CacheTensor]:
+) -> list[_Entry]:
     """List the tensors that the parser creates inside a Gemm or Softmax, if their name is known.
 
     From TensorRT 10.0 on they are named after their node. Before 8.4 those of a Gemm are named by
@@ -213,16 +215,16 @@ def _inner_tensors(
     if version_number >= _FIRST_NAMED_AFTER_NODES:
         inner_name = f"{node_name or f'node_of_{node.output[0]}'}_output"
         if node.op_type == "Softmax":  # its result before it is reshaped
-            return [CacheTensor(inner_name, node.output[0])]
+            return [(inner_name, node.output[0])]
         if optional_input(node, 2):  # a Gemm's product, before the bias is added
-            return [CacheTensor(inner_name, inner_name)]
+            return [(inner_name, inner_name)]
         return []
     is_unnamed_gemm = node.op_type == "Gemm" and version_number < _END_OF_UNNAMED_GEMM
     if not is_unnamed_gemm or layer_index is None:
         return []
     return [
-        CacheTensor(unnamed_layer_output(layer_index, "Shuffle"), node.input[0]),
-        CacheTensor(unnamed_layer_output(layer_index + 1, "Fully Connected"), node.output[0]),
+        (unnamed_layer_output(layer_index, "Shuffle"), node.input[0]),
+        (unnamed_layer_output(layer_index + 1, "Fully Connected"), node.output[0]),
     ]
 
 
@@ -251,7 +253,7 @@ def _layer_indices(model: onnx.ModelProto, version_number: int) -> dict[str, int
     return indices
 
 
-def _caffe_tensors(model: onnx.ModelProto) -> list[CacheTensor]:
+def _caffe_entries(model: onnx.ModelProto) -> list[_Entry]:
     """List the entries of the cache, in its order, as TensorRT's Caffe parser names its tensors.
 
     It flattens the input of an inner product itself, so a Flatten before a Gemm has no entry. A
@@ -260,7 +262,6 @@ def _caffe_tensors(model: onnx.ModelProto) -> list[CacheTensor]:
     """
     graph = Graph(model)
     float_tensors = trt_tensors(model)
-    pool_inputs = _pool_inputs(graph, _CAFFE_POOLING_OPS)
     entries = _input_entries(graph, float_tensors)
     # index of the node's layer in TensorRT's network; None once a node may be several layers, as
     # the indices after it are unknown
@@ -281,20 +282,15 @@ def _caffe_tensors(model: onnx.ModelProto) -> list[CacheTensor]:
             if layer_index is not None and kind is not None:
                 entry_name = unnamed_layer_output(layer_index, kind)
         if entry_name is not None and output in float_tensors:
-            entries.append(CacheTensor(entry_name, output, pool_input=pool_inputs.get(output)))
+            entries.append((entry_name, output))
         if layer_index is not None:
             layer_index += 1
     return entries
 
 
-def _input_entries(graph: Graph, float_tensors: Iterable[str]) -> list[CacheTensor]:
+def _input_entries(graph: Graph, float_tensors: Iterable[str]) -> list[_Entry]:
     """Return the entries of the model's inputs, with which every cache begins."""
-    return [CacheTensor(name, name) for name in float_tensors if name not in graph.producer]
-
-
-def _pool_inputs(graph: Graph, pools: Collection[str]) -> dict[str, str]:
-    """Map the output of each pool to its input."""
-    return {node.output[0]: node.input[0] for node in graph.nodes if node.op_type in pools}
+    return [(name, name) for name in float_tensors if name not in graph.producer]
 
 
 def _removed_copies(original: onnx.ModelProto, float_names: Collection[str]) -> dict[str, str]:
@@ -320,28 +316,23 @@ def cache_of(model: onnx.ModelProto, ranges: RangeSet, version: str) -> trt_cach
     The header names EntropyCalibration2 whatever the method was: `trtexec --calib` reads no other,
     and scales have the same meaning in all.
     """
-    scales = _entry_scales(_owners(model, version), ranges)
+    scales = _entry_scales(cache_tensors(model, version=version), ranges)
     return trt_cache.from_scales(scales, version=version, algorithm=trt_cache.ENTROPY2)
 
 
-def _owners(model: onnx.ModelProto, version: str) -> dict[str, str]:
-    """Map each cache entry of the cleaned model to the tensor whose scale it has."""
-    return scale_owners(cache_tensors(model, version=version))
-
-
-def _entry_scales(owners: Mapping[str, str], ranges: RangeSet) -> dict[str, np.float32]:
+def _entry_scales(entries: Iterable[CacheTensor], ranges: RangeSet) -> dict[str, np.float32]:
     """Return the scale of each entry whose owner has a range."""
     scales = ranges.symmetric
-    return {name: scales[owner] for name, owner in owners.items() if owner in scales}
+    return {entry.name: scales[entry.owner] for entry in entries if entry.owner in scales}
 
 
 def cache_ranges(model: onnx.ModelProto, ranges: RangeSet, version: str) -> dict[str, Scale]:
     """Return the range of each cache entry, symmetric around 0."""
     symmetric = {}
-    for name, owner in _owners(model, version).items():
-        if owner in ranges.scales:
-            scale = ranges.scales[owner]
-            symmetric[name] = replace(scale, lo=-scale.amax, hi=scale.amax)
+    for entry in cache_tensors(model, version=version):
+        if entry.owner in ranges.scales:
+            scale = ranges.scales[entry.owner]
+            symmetric[entry.name] = replace(scale, lo=-scale.amax, hi=scale.amax)
     return symmetric
 
 
@@ -385,8 +376,8 @@ def tensorrt_observations(subject: CalibrationSubject) -> tuple[Observation, ...
     if products:
         variant_name += ", Gemm products apart"
     variant = Variant(variant_name, lambda _: split_gemms(subject.unfolded.model, products))
-    # an entry that shares a scale, such as a pool's output, is not observed itself
-    tensors = dict.fromkeys(entry.source for entry in entries if entry.pool_input is None)
+    # a tensor that has the scale of another, such as a pool's output, is not observed itself
+    tensors = dict.fromkeys(entry.owner for entry in entries)
     return tuple(Observation(variant, tensor, subject.statistic) for tensor in tensors)
 
 
@@ -415,9 +406,8 @@ def refuse_names(model: onnx.ModelProto) -> None:
 
 def cache_bytes(subject: CalibrationSubject, ranges: RangeSet) -> bytes:
     """Return the bytes of TensorRT's cache for the file."""
-    owners = scale_owners(list_cache_entries(subject))
     cache = trt_cache.from_scales(
-        _entry_scales(owners, ranges),
+        _entry_scales(list_cache_entries(subject), ranges),
         version=reading_version(subject),
         algorithm=CALIBRATOR_BY_METHOD.get(subject.method.name, trt_cache.ENTROPY2),
     )

@@ -19,7 +19,7 @@ import onnx
 from deploy.calibration.trt_cache import CalibrationCache
 from deploy.graph.placement import TENSORRT, Placement
 from deploy.graph.plan import ModelAnalysis, Plan, analyse, reasons_by_node
-from deploy.targets.tensorrt.cache_contents import CacheTensor, cache_tensors, scale_owners
+from deploy.targets.tensorrt.cache_contents import CacheTensor, cache_tensors
 
 _LEGACY_VERSION = "6.0.1"  # version assumed for the legacy form, whose header has none
 _FOREIGN = "no tensor of the model has this name"  # reason of an entry of another model, perhaps
@@ -211,9 +211,8 @@ def _plan_with_scales(
         The plan, and tensor -> owner, for each tensor that would be quantized if the cache had all
         scales. The owner of a tensor without a scale is the tensor itself.
     """
-    owner_by_entry = scale_owners(expected_entries)
     # the output of a pool -> the pool's input; any other tensor -> itself
-    cache_owner_by_tensor = {entry.source: owner_by_entry[entry.name] for entry in expected_entries}
+    cache_owner_by_tensor = {entry.source: entry.owner for entry in expected_entries}
     plan_pairs = partial(analyse, model, placement, float_nodes=float_nodes, analysis=analysis)
     complete_plan = plan_pairs()
     owner_by_tensor = {}

@@ -126,7 +126,6 @@ class CacheFinding:
     harmful: bool
 
 
-_MAX_EQUAL_SCALES = 3  # entries that may all be equal: an input, and a pool and a reshape of it
 _CAUSE_BY_FLAW = {  # what a flawed scale says of its tensor, and what to do
     "zero": "always zero while calibrating",
     "inf": "infinite while calibrating, such as the mask of an attention; TensorRT keeps it in"
@@ -196,15 +195,6 @@ def _scale_findings(cache: CalibrationCache) -> Iterator[CacheFinding]:
             " float32; calibrate again"
         )
         yield CacheFinding(text, harmful=True)
-
-    entry_count = len(cache.entries)
-    distinct_scales = {entry.bits for entry in cache.entries}  # float32 as integers: also for NaN
-    if entry_count > _MAX_EQUAL_SCALES and len(distinct_scales) == 1:
-        text = (
-            f"all {entry_count} scales are {cache.entries[0].scale:.6g}, which no calibration"
-            " gives; was the file overwritten?"
-        )
-        yield CacheFinding(text, harmful=False)
 
 
 def _has_conflict(cache: CalibrationCache) -> bool:

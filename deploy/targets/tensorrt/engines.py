@@ -284,21 +284,16 @@ def lower_for_tensorrt(model: onnx.ModelProto, version: str) -> tuple[onnx.Model
     return result.model, note
 
 
-def typed_version(version: str, rest: str, features: Iterable[str]) -> str:
-    """Return the first TensorRT, `version` or newer, that reads a typed model with these features.
-
-    Args:
-        version: "X.Y.Z".
-        rest: type of the model's float part, which decides its opset.
-        features: fields of `TensorrtFeatures`.
-    """
-    first = ParserRequirements(FIRST_OPSET_BY_TYPE.get(rest, 0)).first_version(*features)
+def typed_version(options: TensorrtOptions, version: str) -> str:
+    """Return the first TensorRT, X.Y.Z or newer, that reads the typed model of these options."""
+    requirements = ParserRequirements(FIRST_OPSET_BY_TYPE.get(options.rest, 0))
+    first = requirements.first_version(*options.features)
     return version if first is None else max(version, first, key=version_label)
 
 
 def reads_typed(options: TensorrtOptions, version: str) -> bool:
     """Return whether TensorRT X.Y.Z reads the typed model of these options."""
-    return typed_version(version, options.rest, options.features) == version
+    return typed_version(options, version) == version
 
 
 def lower_models(
@@ -327,7 +322,7 @@ def lower_models(
         reading_version = oldest_version
         is_typed = role == TYPED_MODEL or options.precision == FP8
         if is_typed:  # read by the first version, from the oldest on, that has such networks
-            reading_version = typed_version(oldest_version, options.rest, options.features)
+            reading_version = typed_version(options, oldest_version)
         lowered[role], note = lower_for_tensorrt(model, reading_version)
         if note and note not in notes:
             notes.append(note)

@@ -57,7 +57,7 @@ from deploy.graph.placement import MOVES, pads_nonzero, resize_mode
 from deploy.targets.tensorrt.cache_contents import POOLING_OPS, trt_tensors
 
 EQUAL, BOUND, GUESS = 0, 1, 2
-LEVEL_NAMES = {EQUAL: "equal", BOUND: "bound", GUESS: "guess"}
+LEVEL_NAMES = ("equal", "bound", "guess")  # by level
 Range = tuple[float, int]  # (largest |x|, level: how certain it is)
 
 _QMAX = 127
@@ -173,9 +173,8 @@ def range_from_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
     amax, level = needed_range
     if level == EQUAL:
         return needed_range
-    if level == GUESS:  # the saturation is more certain
-        return saturation, BOUND
-    return min(saturation, amax), BOUND
+    # the saturation is more certain than a guess
+    return (saturation if level == GUESS else min(saturation, amax)), BOUND
 
 
 def _range_for_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:

@@ -1,4 +1,4 @@
-"""TensorRT's log: the one logger of this process, and the recorders that listen to it.
+"""TensorRT's log: one logger a process and library, and the recorders that listen to it.
 
 TensorRT keeps the first logger as long as any of its objects lives, and its plugins keep a raw
 pointer to the last. With one logger per build, messages would go to an earlier logger or to a
@@ -50,13 +50,15 @@ _recorders: list[LogRecorder] = []
 
 
 @cache
-def process_logger() -> trt.ILogger:
-    """Return the one logger of this process; it prints nothing and passes on to `record_log`."""
-    import tensorrt as trt
+def process_logger(library: Any) -> trt.ILogger:
+    """Return the one logger of a library; it prints nothing and passes on to `record_log`.
 
-    class Logger(trt.ILogger):
+    `library`: the module `tensorrt` or `tensorrt_rtx`.
+    """
+
+    class Logger(library.ILogger):
         def __init__(self) -> None:
-            trt.ILogger.__init__(self)
+            library.ILogger.__init__(self)
 
         def log(self, severity: trt.ILogger.Severity, msg: str) -> None:
             for recorder in tuple(_recorders):
@@ -85,7 +87,7 @@ def create_with_logger(class_name: str, log: LogRecorder, purpose: str) -> Any:
     import tensorrt as trt
 
     try:
-        return getattr(trt, class_name)(process_logger())
+        return getattr(trt, class_name)(process_logger(trt))
     except (TypeError, RuntimeError) as error:  # null object: the driver does not fit
         cause = log.summary() if log.lines else error
         raise BackendError(f"TensorRT could not {purpose} on this machine: {cause}") from error

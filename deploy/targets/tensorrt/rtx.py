@@ -14,7 +14,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,6 +23,7 @@ from deploy.files import manifest
 from deploy.files.manifest import sha256
 from deploy.targets.base import BuildRequest, BuildResult, Target
 from deploy.targets.options import check_options, option
+from deploy.targets.tensorrt.log import process_logger, record_log
 from deploy.targets.tensorrt.target import TensorRT
 from deploy.targets.tensorrt.trt_options import FP8, INT8, TYPED_MODEL
 
@@ -250,34 +250,29 @@ def compile_engine(
         BackendError: it refuses the model; the message quotes its log.
     """
     library = _import_library()
-    logger = _process_logger()
-    logger.errors.clear()
-    builder = library.Builder(logger)
-    network = builder.create_network(0)
-    parser = library.OnnxParser(network, logger)
-    if not parser.parse_from_file(str(model)):
-        errors = [str(parser.get_error(index).desc()) for index in range(parser.num_errors)]
-        raise _refusal(model, errors or logger.errors)
+    logger = process_logger(library)
+    refusal = f"TensorRT for RTX cannot compile {model.name}"
+    with record_log() as log:
+        builder = library.Builder(logger)
+        network = builder.create_network(0)
+        parser = library.OnnxParser(network, logger)
+        if not parser.parse_from_file(str(model)):
+            errors = [str(parser.get_error(index).desc()) for index in range(parser.num_errors)]
+            raise BackendError(f"{refusal}: {' | '.join(errors) or log.summary()}")
 
-    config = builder.create_builder_config()
-    config.num_compute_capabilities = len(capabilities)
-    for index, capability in enumerate(capabilities):
-        config.set_compute_capability(getattr(library.ComputeCapability, capability), index)
-    if profiles:
-        profile = builder.create_optimization_profile()
-        for name, shapes in profiles.items():
-            profile.set_shape(name, *shapes)
-        config.add_optimization_profile(profile)
-    engine = builder.build_serialized_network(network, config)
+        config = builder.create_builder_config()
+        config.num_compute_capabilities = len(capabilities)
+        for index, capability in enumerate(capabilities):
+            config.set_compute_capability(getattr(library.ComputeCapability, capability), index)
+        if profiles:
+            profile = builder.create_optimization_profile()
+            for name, shapes in profiles.items():
+                profile.set_shape(name, *shapes)
+            config.add_optimization_profile(profile)
+        engine = builder.build_serialized_network(network, config)
     if engine is None:
-        raise _refusal(model, logger.errors)
+        raise BackendError(f"{refusal}: {log.summary()}")
     return bytes(engine)
-
-
-def _refusal(model: Path, errors: Sequence[str]) -> BackendError:
-    """Return the error for a model that the compiler refuses, with the lines of its log."""
-    reason = " | ".join(errors) or "its log says nothing"
-    return BackendError(f"TensorRT for RTX cannot compile {model.name}: {reason}")
 
 
 def _installed_version() -> str:
@@ -302,20 +297,3 @@ def _import_library() -> Any:
             f" {_INSTALL}"
         ) from error
     return tensorrt_rtx
-
-
-@cache
-def _process_logger() -> Any:
-    """Return the one logger of this process; it prints nothing and keeps errors in `errors`."""
-    library = _import_library()
-
-    class Logger(library.ILogger):  # type: ignore[name-defined]
-        def __init__(self) -> None:
-            library.ILogger.__init__(self)
-            self.errors: list[str] = []
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity <= library.ILogger.Severity.ERROR:
-                self.errors.append(message)
-
-    return Logger()

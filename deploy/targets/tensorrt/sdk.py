@@ -87,9 +87,18 @@ def import_tensorrt() -> Any:
     )
 
 
-# names of a trt.DataType that numpy or `calibrators.tensorrt` calls otherwise, and the other ones
-_RENAMED_DTYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "FP8": "float8"}
-_UPPER_CASE_DTYPES = {"INT8", "INT32", "INT64", "UINT8", "BOOL"}
+# name of a trt.DataType -> its name in numpy, or in `calibrators.tensorrt` where numpy has none
+_DTYPES = {
+    "FLOAT": "float32",
+    "HALF": "float16",
+    "BF16": "bfloat16",
+    "FP8": "float8",
+    "INT8": "int8",
+    "INT32": "int32",
+    "INT64": "int64",
+    "UINT8": "uint8",
+    "BOOL": "bool",
+}
 
 
 def shape_of(shape: trt.Dims) -> tuple[int, ...]:
@@ -106,13 +115,11 @@ def dtype_of(data_type: trt.DataType) -> str:
         BackendError: the type has elements of less than a byte.
     """
     name = str(data_type).rpartition(".")[2]  # "HALF" of "DataType.HALF"
-    if name in _RENAMED_DTYPES:
-        return _RENAMED_DTYPES[name]
-    if name not in _UPPER_CASE_DTYPES:
+    if name not in _DTYPES:
         raise BackendError(
             f"an input or output must be of a type of whole bytes, got {name}; cast it in the model"
         )
-    return name.lower()
+    return _DTYPES[name]
 
 
 def load_plugins(libraries: Iterable[Path]) -> None:
@@ -124,7 +131,7 @@ def load_plugins(libraries: Iterable[Path]) -> None:
     """
     import tensorrt as trt
 
-    trt.init_libnvinfer_plugins(process_logger(), "")
+    trt.init_libnvinfer_plugins(process_logger(trt), "")
     for path in libraries:
         refuse_foreign_code(path)
         try:

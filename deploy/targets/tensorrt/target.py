@@ -81,12 +81,6 @@ class _CalibratedModel:
     ranges: RangeSet
     version: str
 
-    def largest_magnitudes(self) -> dict[str, float]:
-        """Return tensor -> largest |x| observed."""
-        from deploy.targets.tensorrt.cache_contents import largest_magnitudes
-
-        return largest_magnitudes(self.ranges)
-
 
 @dataclass(frozen=True, slots=True)
 class _TensorrtModels:
@@ -343,16 +337,20 @@ class TensorRT(TensorrtOptions, Target):
 
     def make_models(self, request: BuildRequest, calibrated: _CalibratedModel) -> _TensorrtModels:
         """Return the float model, unless the grid is fp8, the Q/DQ model and the typed one."""
+        from deploy.targets.tensorrt.cache_contents import largest_magnitudes
         from deploy.targets.tensorrt.float_types import find_float32_layers
 
+        largest_values = largest_magnitudes(calibrated.ranges)
         models = {FLOAT_MODEL: request.model} if self.precision == INT8 else {}
         models[QDQ_MODEL], notes = self._quantize(request, calibrated.match)
-        typed_model, type_notes = self._make_typed_model(request, calibrated, models[QDQ_MODEL])
+        typed_model, type_notes = self._make_typed_model(
+            request, calibrated.match, largest_values, models[QDQ_MODEL]
+        )
         notes = (*notes, *type_notes)
         # without types in the model, TensorRT must be told which nodes to run in float32
         float32_nodes, reason_by_float32_node = find_float32_layers(
             request.model,
-            calibrated.largest_magnitudes(),
+            largest_values,
             float_type=self.rest,
             quantized=set(calibrated.match.plan.int8_nodes),
         )
@@ -481,7 +479,11 @@ class TensorRT(TensorrtOptions, Target):
         return model, tuple(notes)
 
     def _make_typed_model(
-        self, request: BuildRequest, calibrated: _CalibratedModel, qdq_model: onnx.ModelProto
+        self,
+        request: BuildRequest,
+        match: CacheMatch,
+        largest_values: Mapping[str, float],
+        qdq_model: onnx.ModelProto,
     ) -> tuple[onnx.ModelProto | None, tuple[str, ...]]:
         """Return the typed model, a Q/DQ model whose float part is float16 or bfloat16, and notes.
 
@@ -490,7 +492,8 @@ class TensorRT(TensorrtOptions, Target):
 
         Args:
             request: the build request.
-            calibrated: the planned pairs with their scales, and the largest magnitudes of tensors.
+            match: the planned pairs with their scales.
+            largest_values: tensor of the float model -> largest |x| observed.
             qdq_model: the Q/DQ model. If it is the user's own, with pairs where TensorRT reads
                 them, it is converted itself; else the float model is quantized again, with scales
                 rounded to values of the narrow type.
@@ -501,7 +504,6 @@ class TensorRT(TensorrtOptions, Target):
         if self.rest == FP32:
             return None, ()
         trained = request.trained  # the user's own Q/DQ model; None for a float model
-        largest_values = calibrated.largest_magnitudes()
         try:
             if trained is not None and trained_pairs.has_tensorrt_pairs(trained):
                 model, reason_by_float32_node = trained_pairs.narrow_trained_model(
@@ -510,8 +512,8 @@ class TensorRT(TensorrtOptions, Target):
             else:
                 model, reason_by_float32_node = to_typed(
                     request.model,
-                    calibrated.match.plan,
-                    calibrated.match.scales,
+                    match.plan,
+                    match.scales,
                     float_type=self.rest,
                     largest_values=largest_values,
                     trained_scales={} if trained is None else trained.weight_scales,
