@@ -99,6 +99,7 @@ def test_plan_of_any_version_is_obeyed(kept_version, small_cnn, pictures, tmp_pa
     model = Path(shutil.copy(small_cnn, tmp_path / "m.onnx"))
     arguments = ("--images", pictures, "--out", tmp_path / "out", "--duration", 0, "--accept")
     run.ok("build", model, *arguments, "--plan", kept_version / "m.plan.toml")
-    digest = json.loads((kept_version / "m.cache.json").read_bytes())["fingerprint"]["model"]
+    document = json.loads((kept_version / "m.cache.json").read_bytes())
+    digest = document["fingerprint"]["made_from"]["model"]["graph"]
     plan = read_plan(tmp_path / "out" / "calib8/m.plan.toml")
     assert plan.model == digest  # plans name their model

@@ -250,23 +250,19 @@ def test_samples_of_one_value_are_reported(preprocess):
         ([*range(4)], False),
         ([*range(8)] * 4, False),
         ([0, 1, 2, 3, 0, 1, 2], False),
-        ([], True),
     ],
 )
 def test_too_few_different_samples_are_doubtful(run, small_cnn, tmp_path, rows, is_doubtful):
     arrays = np.random.default_rng(0).normal(size=(8, 3, 16, 16)).astype(np.float32)
-    still_scene = arrays[:1] + 0.01 * arrays  # a scene of a camera that does not move
-    np.save(tmp_path / "x.npy", arrays[rows] if rows else still_scene)
+    np.save(tmp_path / "x.npy", arrays[rows])
     arguments = ("--images", tmp_path / "x.npy", "--duration", 0, "--effort", 0, "--out", tmp_path)
     run.ok("build", small_cnn, *arguments, "--accept")
     report = json.loads((tmp_path / "report.json").read_text())
     verdict = report["engines"][1]["verdict"]
-    sentence = "4 samples that were looked at hardly differ"
-    if rows:
-        sentence = "too few; 100 or more would do"
+    sentence = "too few; 100 or more would do"
     reasons = " ".join(verdict["reasons"])
     assert (verdict["level"] == "doubtful" and sentence in reasons) == is_doubtful
-    if rows and is_doubtful:
+    if is_doubtful:
         assert reasons.startswith(f"{len({*rows})} ")
     assert any(sentence in alert for alert in report.get("alerts", [])) == is_doubtful
 

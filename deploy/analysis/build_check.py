@@ -371,33 +371,14 @@ def _find_changed(
 
 
 def _change_alerts(verification: Verification, results: Sequence[BuildResult]) -> Iterator[str]:
-    """Yield sentences on changed, missing or foreign files, unless an error names them already."""
-    folder = verification.folder
-    known_files = verification.manifest.files
+    """Yield a sentence on changed and missing files, unless an error names all of them already."""
     errors = [result.error for result in results]
-    changed = []
-    missing = []
-    for name in verification.changed:
-        if any(error.startswith(f"{Path(name).name} ") for error in errors):
-            continue
-        if (folder / name).is_file():
-            changed.append(name)
-        else:
-            missing.append(name)
-    if changed:
-        names = list_first(changed, _MAX_NAMES)
-        yield f"not as the build wrote it, and checked as it is: {names}"
-    if missing:
-        yield f"missing in the folder, and not needed here: {list_first(missing, _MAX_NAMES)}"
-
-    foreign = []  # files that are checked, but are not in the manifest
-    for result in results:
-        for path in {result.engine, result.runnable, *result.baselines.values()}:
-            if path is not None and path.relative_to(folder).as_posix() not in known_files:
-                foreign.append(path.name)
-    if foreign:
-        names = list_first(sorted(foreign), _MAX_NAMES)
-        yield f"not in the manifest of the build, and checked as it is: {names}"
+    differences = []
+    for name, change in verification.changed.items():
+        if not any(error.startswith(f"{Path(name).name} ") for error in errors):
+            differences.append(f"{name} {change}")
+    if differences:
+        yield f"not all files are as the build wrote them: {list_first(differences, _MAX_NAMES)}"
 
 
 def _read_engine(

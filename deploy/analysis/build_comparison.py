@@ -17,7 +17,6 @@ from deploy.terminal import PrintedResult, join_visible
 
 BUILDS_SCHEMA = "calib8-builds/1"
 _DEFAULT_EFFORT = "default"
-_MAX_TEXT = 60  # characters of a value that is shown
 _COLUMN_OPTIONS = frozenset(("effort", "method"))  # options shown as columns of the engines
 _HEADS = ("target", "verdict", "speed-up", "p50", "size", "task", "worst SQNR", "int8 nodes",
           "method", "effort")  # fmt: skip
@@ -198,12 +197,7 @@ def _differences(builds: Sequence[StoredBuild]) -> Iterator[SettingDifference]:
     for name in dict.fromkeys(chain.from_iterable(builds_settings)):
         values = tuple(settings.get(name, "") for settings in builds_settings)
         if len(set(values)) > 1 and name not in _COLUMN_OPTIONS:
-            yield SettingDifference(name, tuple(map(_shorten, values)))
-
-
-def _shorten(value: str) -> str:
-    """Return a value, cut off after `_MAX_TEXT` characters."""
-    return value if len(value) <= _MAX_TEXT else f"{value[:_MAX_TEXT]}..."
+            yield SettingDifference(name, values)
 
 
 def _build_facts(build: StoredBuild) -> Iterator[tuple[str, str]]:
@@ -278,14 +272,11 @@ def _engine_table(builds: BuildComparison) -> Iterator[str]:
     rows = [["build", *_HEADS]]
     for engine in builds.engines:
         rows.append([engine.build, *_cells(engine)])
-    columns: list[Sequence[str]] = []
-    left_aligned = []  # indices in `columns`
-    for index, column in enumerate(zip(*rows, strict=True)):  # its head, then a cell per engine
-        if any(column[1:]):
-            if index in _LEFT_COLUMNS:
-                left_aligned.append(len(columns))
-            columns.append(column)
-    yield from align_columns(list(zip(*columns, strict=True)), left_aligned)
+    columns = []
+    for head, *cells in zip(*rows, strict=True):
+        if any(cells):
+            columns.append([head, *cells])
+    yield from align_columns(list(zip(*columns, strict=True)), _LEFT_COLUMNS)
 
 
 def _reasons(builds: BuildComparison) -> Iterator[str]:

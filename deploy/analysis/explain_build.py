@@ -26,6 +26,7 @@ from deploy.analysis.explanation import (
     ImageResults,
     TargetExplanation,
 )
+from deploy.calibration.reference_outputs import open_single_thread
 from deploy.errors import ConfigError, did_you_mean
 from deploy.feed.feed import Dataset, FeedSource, to_dataset
 from deploy.feed.parallel import Sample, run_in_order
@@ -38,7 +39,6 @@ from deploy.machine import worker_threads
 from deploy.metrics.output_errors import RunningError, sqnr_sort_key
 from deploy.metrics.output_form import OutputForm, derive_from_first
 from deploy.pipeline.build_options import check_arguments, open_torch_module
-from deploy.runtimes.ort import OrtSession
 from deploy.tasks import Metric
 from deploy.tasks.rows import Outputs, batch_length, split_batches
 from deploy.terminal import phase, with_progress
@@ -75,9 +75,8 @@ def _run_images(
         BackendError: ONNX Runtime refused one of the models.
     """
     int8_model = read_model(runnable)
-    # the float model has nothing that int8 kernels could run
-    float_session = _open(loaded.model, int8_kernels=True)
-    int8_session = _open(int8_model, int8_kernels=is_native)
+    float_session = open_single_thread(loaded.model)
+    int8_session = open_single_thread(int8_model, stand_in=not is_native)
     output_names = [spec.name for spec in loaded.outputs if spec.dtype != "str"]
     _check_outputs(output_names, int8_model, runnable)
 
@@ -125,11 +124,6 @@ def _check_outputs(names: Sequence[str], candidate: ModelProto, path: Path) -> N
             f"a target's model must have the same outputs as the float model, got {path} with"
             f" {sorted(candidate_names)} for {names}; name the model it was built from with --model"
         )
-
-
-def _open(model: ModelProto, *, int8_kernels: bool) -> OrtSession:
-    """Open a session of ONNX Runtime in one thread; samples run in parallel."""
-    return OrtSession.open(model, threads=1, spin=False, int8_kernels=int8_kernels)
 
 
 def _select(arrays: Outputs, names: Sequence[str]) -> Outputs:

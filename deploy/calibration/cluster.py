@@ -189,17 +189,16 @@ class ShardMerger:
 
         Raises:
             CacheError: the shard file is broken.
-            BackendError: it belongs to another piece or calibration.
+            BackendError: it belongs to another calibration.
             FeedError: the worker's images differ from those here.
         """
         shard = shards.parse_shard(data, Path(f"piece {share}"))
         expected_origin = shard_fingerprint(self._identities, self._feed.settings, share)
         changes = expected_origin.changes_since(shard.made_from)
-        if shard.share != share or changes:
-            difference = "; ".join(changes.values()) or f"it is piece {shard.share} of others"
+        if changes:
             raise BackendError(
                 f"the worker {worker} must observe what it was asked for, got another piece than"
-                f" {share}: {difference}; install the same calib8 there"
+                f" {share}: {'; '.join(changes.values())}; install the same calib8 there"
             )
         self._count = share.count  # of all pieces' images
         try:
@@ -218,9 +217,7 @@ class ShardMerger:
         self._feed.refuse_all_bad()
         numbers = {index: number for number, index in enumerate(self._feed.positions, 1)}
         peaks.add_rows(self._peaks.rows(range(self._count)), numbers)
-        return ObservedStatistics(
-            {observation.key: self._merged[observation.key] for observation in self._observations}
-        )
+        return ObservedStatistics(self._merged).select(self._observations)
 
 
 def observe_on(
@@ -352,10 +349,15 @@ class ClusterRun:
                 " install it there"
             )
         assert isinstance(versions, dict)
-        required = {name: required[name] for name in versions}  # a scheduler needs calib8's only
-        differences = cluster_jobs.describe_version_differences(required, versions)
+        differences = []
+        for name, version in versions.items():
+            if version != required.get(name):
+                differences.append(f"{name} {version} ({required.get(name)} at the client)")
         if differences:
-            raise BackendError(f"all machines must have the same versions, {machine} {differences}")
+            raise BackendError(
+                f"all machines must have the same versions, {machine} has {', '.join(differences)};"
+                " install the client's versions there"
+            )
 
     def run_pieces(self, shares: Iterable[Share]) -> Iterator[tuple[Share, str, bytes]]:
         """Run pieces, shares of the images; yield (share, worker, bytes of its shard) as they end.

@@ -2,8 +2,8 @@
 
 A worker turns a piece of the images into the bytes of a shard::
 
-    observe_piece --> same versions as the client? --> model, from its path or bytes
-                  --> this piece of the images ------> observe, as on one machine --> bytes
+    observe_piece --> model, from its path or sent --.
+                  --> this piece of the images ------+--> observe, as on one machine --> bytes
 
 An error of calib8 would recur on every worker. An error of the system (a network share that does
 not answer, no memory) may not, so that the client retries.
@@ -20,7 +20,6 @@ from functools import lru_cache, partial
 
 import onnx
 
-from calibrators.statistics import Statistic
 from deploy.calibration import fingerprint
 from deploy.calibration.observation import (
     FOLDED,
@@ -28,6 +27,7 @@ from deploy.calibration.observation import (
     Observation,
     ObservedStatistics,
     Variant,
+    group_by_variant,
 )
 from deploy.calibration.one_pass import observe
 from deploy.calibration.sample_checks import Peaks
@@ -44,9 +44,8 @@ from deploy.errors import (
 from deploy.feed.feed import Dataset, FeedSource
 from deploy.feed.loaders import is_loader_spec
 from deploy.feed.paths import RawFiles
-from deploy.feed.preprocess import Preprocess
 from deploy.feed.samples import Feed
-from deploy.feed.sampling import Choice, Limit, Share, to_choice
+from deploy.feed.sampling import Limit, Share, to_choice
 from deploy.feed.sources import RemoteSample, RemoteSource, Sample
 from deploy.frontends import load
 from deploy.tensors import TensorSpec
@@ -116,57 +115,29 @@ def as_cluster(scheduler: str | Cluster | None) -> Cluster | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ObservationSpec:
-    """An observation in sendable form.
-
-    Attributes:
-        variant: key of the variant.
-        tensor, statistic, layer: as in `Observation`.
-    """
-
-    variant: str
-    tensor: str
-    statistic: Statistic
-    layer: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterJob:
     """A calibration, as sent to every task.
 
     Attributes:
         key: name of the job, unique.
         versions: versions at the client, see `collect_versions`.
-        model_path: path of the model's file; "" if the model is sent.
-        model_digest: digest of the model (`LoadedModel.digest`).
-        models: variant -> bytes of its ONNX model, if it is sent.
         identities: identities of the model.
-        observations: what to observe.
+        observations: what to observe; their variants have the model's path, or the model itself.
         inputs: inputs of the model.
-        images: paths of all images; None if they are sent.
+        dataset: all images, by their paths, with their complete preprocessing; if the images are
+            sent, its source is empty.
         kind: kind of the feed.
-        choice: which of the images are used.
-        preprocess: the complete preprocessing; None for arrays.
-        skip_bad: whether images that cannot be read are skipped.
         threads: threads of a pass.
-        max_pixels: pixels that an image may have.
     """
 
     key: str
     versions: Versions
-    model_path: str
-    model_digest: str
-    models: Mapping[str, bytes]
     identities: Mapping[str, str]
-    observations: tuple[ObservationSpec, ...]
+    observations: tuple[Observation, ...]
     inputs: tuple[TensorSpec, ...]
-    images: Paths | None
+    dataset: Dataset
     kind: str
-    choice: Choice
-    preprocess: Preprocess | None
-    skip_bad: bool
     threads: int
-    max_pixels: int
 
 
 def make_job(
@@ -200,37 +171,32 @@ def make_job(
     model_path = ""
     if cluster.send not in ("model", "all"):
         model_path = _shared_model_path(subject, observations)
-    models = {}
-    if not model_path:
-        for variant in dict.fromkeys(observation.variant for observation in observations):
-            model = variant.make(ObservedStatistics())
-            models[variant.key] = bytes(model.SerializeToString(deterministic=True))
-    specs = []
-    for observation in observations:
-        spec = ObservationSpec(
-            variant=observation.variant.key,
-            tensor=observation.tensor,
-            statistic=observation.statistic,
-            layer=observation.layer,
-        )
-        specs.append(spec)
+    sendable_observations: list[Observation] = []
+    for variant, variant_observations in group_by_variant(observations).items():
+        if model_path:
+            make_model = partial(_open_model, model_path, subject.loaded.digest)
+        else:
+            make_model = partial(_return_model, variant.make(ObservedStatistics()))
+        sendable_variant = Variant(variant.key, make_model)
+        for observation in variant_observations:
+            sendable_observations.append(replace(observation, variant=sendable_variant))
+    dataset = Dataset(
+        source=() if cluster.sends_images else shared_paths(images),
+        preprocess=feed.preprocess,
+        skip_bad=bool(feed.settings["skip_bad"]),
+        limit=replace(to_choice(limit), shard=None),
+        max_pixels=feed.max_pixels,
+    )
     kind = str(feed.settings["kind"])
     return ClusterJob(
         key=f"calib8-{uuid.uuid4().hex}",
         versions=collect_versions(kind),
-        model_path=model_path,
-        model_digest=subject.loaded.digest,
-        models=models,
         identities=subject.loaded.identities,
-        observations=tuple(specs),
+        observations=tuple(sendable_observations),
         inputs=subject.loaded.inputs,
-        images=None if cluster.sends_images else shared_paths(images),
+        dataset=dataset,
         kind=kind,
-        choice=replace(to_choice(limit), shard=None),
-        preprocess=feed.preprocess,
-        skip_bad=bool(feed.settings["skip_bad"]),
         threads=cluster.threads,
-        max_pixels=feed.max_pixels,
     )
 
 
@@ -312,17 +278,6 @@ def observe_piece(
         return worker, PieceFailure(BackendError(message), is_temporary=True)
 
 
-def describe_version_differences(client: Versions, here: Versions) -> str:
-    """Return which programs differ from the client's, and what to do; "" for none."""
-    differences = []
-    for name, version in client.items():
-        if here.get(name) != version:
-            differences.append(f"{name} {here.get(name)} ({version} at the client)")
-    if not differences:
-        return ""
-    return f"has {', '.join(differences)}; install the client's versions there"
-
-
 def _observe_share(job: ClusterJob, share: Share, samples: Sequence[RemoteSample] | None) -> bytes:
     """Observe a share of the images on this worker; return the bytes of its shard.
 
@@ -332,21 +287,20 @@ def _observe_share(job: ClusterJob, share: Share, samples: Sequence[RemoteSample
         samples: the images, if the client sent them; None to read them from their path.
 
     Raises:
-        Calib8Error: other versions, another model or other images than the client's.
+        Calib8Error: another model or other images than the client's.
     """
-    differences = describe_version_differences(job.versions, collect_versions(job.kind))
-    if differences:
-        raise BackendError(f"all machines must have the same versions, this one {differences}")
-    observations = _make_observations(job)
     if samples is None:
         feed = _open_share(job, share)
     else:  # the images came with the task
+        dataset = job.dataset
+        preprocess = dataset.preprocess
+        assert not isinstance(preprocess, str | Mapping)
         feed = Feed(
-            RemoteSource(samples, job.inputs, job.preprocess, job.max_pixels),
+            RemoteSource(samples, job.inputs, preprocess, dataset.max_pixels),
             range(len(samples)),
             kind=job.kind,
-            preprocess=job.preprocess,
-            skip_bad=job.skip_bad,
+            preprocess=preprocess,
+            skip_bad=dataset.skip_bad,
             share=share,
         )
     peaks = Peaks()
@@ -354,29 +308,18 @@ def _observe_share(job: ClusterJob, share: Share, samples: Sequence[RemoteSample
     def observe_samples() -> ObservedStatistics:
         with feed.samples() as stream:
             remaining_samples = _until_stopped(stream, job.key)
-            return observe(observations, remaining_samples, threads=job.threads, peaks=peaks)
+            return observe(job.observations, remaining_samples, threads=job.threads, peaks=peaks)
 
     observed = observe_unless_all_skipped(feed, observe_samples)
     return make_shard(feed, job.identities, peaks, observed)
 
 
-def _make_observations(job: ClusterJob) -> list[Observation]:
-    """Return what to observe, with the model that this worker loads or was sent."""
-    if job.model_path:
-        models = {FOLDED: _load_model(job.model_path, job.model_digest)}
-    else:
-        models = {key: onnx.load_model_from_string(data) for key, data in job.models.items()}
-    observations = []
-    for spec in job.observations:
-        # the model of a variant needs no observations here
-        make_model = partial(_return_model, models[spec.variant])
-        variant = Variant(spec.variant, make_model)
-        observations.append(Observation(variant, spec.tensor, spec.statistic, spec.layer))
-    return observations
-
-
 def _return_model(model: onnx.ModelProto, _: ObservedStatistics) -> onnx.ModelProto:
     return model
+
+
+def _open_model(path: str, digest: str, _: ObservedStatistics) -> onnx.ModelProto:
+    return _load_model(path, digest)
 
 
 @lru_cache(maxsize=1)
@@ -399,17 +342,8 @@ def _open_share(job: ClusterJob, share: Share) -> Feed:
     """
     remedy = "give a path that all machines share, or send them (--send images)"
     if getattr(_last_feed, "job_key", None) != job.key:
-        assert job.images is not None
-        images = list(job.images) if isinstance(job.images, tuple) else job.images
         try:
-            dataset = Dataset(
-                source=images,
-                preprocess=job.preprocess,
-                skip_bad=job.skip_bad,
-                limit=job.choice,
-                max_pixels=job.max_pixels,
-            )
-            feed = dataset.open(job.inputs)
+            feed = job.dataset.open(job.inputs)
         except FeedError as error:
             raise FeedError(f"{error}; {remedy}") from error
         _last_feed.job_key = job.key

@@ -52,7 +52,6 @@ _MADE_BY = ("program", "rule", "method", "numbers", "versions")
 _LIBRARY = "library"  # field of the decoder's name; the other fields describe its pixels
 _DIGEST_LENGTH = 64  # of a sha256 in hex
 _MAX_SHOWN_LENGTH = 40  # of a value that a message shows
-_SCHEMA_4_PARTS = {"images", "method", "model", "order", "preprocess", "rule", "versions"}
 _MAX_UNPACKED_BYTES = 4 << 30  # bytes of all statistics; 10,000 histograms are 160 MB
 EPOCH = (1980, 1, 1, 0, 0, 0)  # fixed time of archive members, so that equal data is equal bytes
 # Increment one when a change of code gives other numbers for the same model and images.
@@ -99,12 +98,12 @@ class Fingerprint:
 
     @classmethod
     def from_json(cls, data: object) -> Fingerprint:
-        """Invert `to_json`; also reads the form of schema 4.
+        """Invert `to_json`.
 
         Raises:
             CacheError: parts are missing or of a wrong type.
         """
-        parts = {**_half(data, "made_from"), **_half(data, "made_by")} or _convert_schema_4(data)
+        parts = {**_half(data, "made_from"), **_half(data, "made_by")}
         if set(parts) == {*_MADE_FROM, *_MADE_BY}:
             with suppress(ValueError):
                 return msgspec.convert(parts, cls)
@@ -150,39 +149,6 @@ def _half(data: object, name: str) -> dict[str, Any]:
         half: dict[str, Any] = data[name]
         return half
     return {}
-
-
-def _convert_schema_4(data: object) -> dict[str, Any]:
-    """Return the parts of a fingerprint as an older calib8 wrote it (schema 4); {} for other data.
-
-    Its parts were not in two halves, "made_from" and "made_by".
-    """
-    if not isinstance(data, dict) or data.keys() != _SCHEMA_4_PARTS:
-        return {}
-    versions = data["versions"]
-    model = data["model"]
-    if not isinstance(versions, dict) or not isinstance(model, str):
-        return {}
-    numbers = {}
-    decoder = {}
-    programs = {}
-    for name, version in versions.items():
-        if name in ("frontend", "searches", "statistics"):
-            numbers[name] = version
-        elif name == "decoding":
-            decoder[name] = version
-        elif name == "opencv":
-            decoder[_LIBRARY] = f"OpenCV {version}"
-        else:
-            programs[name] = version
-    return {
-        **data,
-        "model": {"graph": model},
-        "decoder": decoder,
-        "program": CALIB8,
-        "numbers": numbers,
-        "versions": programs,
-    }
 
 
 def _is_same_file(old: Mapping[str, str], new: Mapping[str, str]) -> bool:

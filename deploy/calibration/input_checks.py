@@ -33,7 +33,6 @@ from deploy.graph.edit import extract_output, name_nodes, replace_field
 from deploy.graph.index import Graph
 from deploy.graph.lowering import is_standard
 from deploy.runtimes.ort import OrtSession
-from deploy.tasks.rows import is_floating
 from deploy.tensors import Array
 
 Floats = NDArray[np.float64]
@@ -217,12 +216,12 @@ def check_feed_inputs(subject: CalibrationSubject, feed: Feed) -> list[str]:
     # cleaning folds BatchNormalizations
     model = subject.read_original() or subject.model
     doubts = check_input_samples(samples, feed.preprocess, model)
-    doubts.extend(_check_variety(feed, samples))
+    doubts.extend(_check_variety(feed))
     return doubts
 
 
-def _check_variety(feed: Feed, samples: Samples) -> Iterator[str]:
-    """Yield a doubt if too few samples are different, or if all of `samples` hardly differ."""
+def _check_variety(feed: Feed) -> Iterator[str]:
+    """Yield a doubt if too few samples of a feed are different."""
     distinct_count = feed.count - feed.duplicate_count
     min_count = MIN_DIFFERENT_SAMPLES
     if feed.duplicate_count >= distinct_count:  # most are copies
@@ -232,33 +231,6 @@ def _check_variety(feed: Feed, samples: Samples) -> Iterator[str]:
         if distinct_count < feed.count:
             things = f"different {things}"
         yield f"{too_few(distinct_count, things)}; 100 or more would do"
-        return
-
-    for sample in samples[1:]:
-        if not _are_nearly_equal(samples[0], sample):
-            return
-    if len(samples) > 1:
-        yield f"{len(samples)} samples that were looked at hardly differ; calibrate with others"
-
-
-def _are_nearly_equal(sample: Mapping[str, Array], other_sample: Mapping[str, Array]) -> bool:
-    """Whether two samples with a large float input are equal but for noise below an int8 step."""
-    has_large_input = False
-    for name, value in sample.items():
-        other_value = other_sample[name]
-        if not is_floating(value) or value.size < MIN_VALUES:
-            if not np.array_equal(value, other_value):
-                return False
-            continue
-        has_large_input = True
-        if value.shape != other_value.shape:
-            return False
-        values = np.float64(value)
-        noise = np.sqrt(np.square(values - other_value).mean())
-        int8_step = np.ptp(values) / 255
-        if not noise < int8_step:  # NaN is no small noise
-            return False
-    return has_large_input
 
 
 def check_input_samples(

@@ -98,6 +98,12 @@ class ObservedStatistics(dict[Key, Recorder]):
         """Return the recorder of one observation."""
         return self[observation.key]
 
+    def select(self, observations: Iterable[Observation]) -> ObservedStatistics:
+        """Return the statistics of some observations, in their order."""
+        return ObservedStatistics(
+            {observation.key: self[observation.key] for observation in observations}
+        )
+
     def missing(self, observations: Iterable[Observation]) -> tuple[Observation, ...]:
         """Return the observations that are not in here, without duplicates."""
         return tuple(

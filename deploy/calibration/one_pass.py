@@ -83,7 +83,7 @@ class _PassState:
         observations: Sequence[Observation],
         observed: ObservedStatistics,
         threads: int,
-        peaks: Peaks | None,
+        peaks: Peaks,
         on_outputs: OutputCallback | None,
         *,
         has_halves: bool,
@@ -95,7 +95,7 @@ class _PassState:
             observations: what the pass records.
             observed: statistics from which the variants are built.
             threads: number of workers.
-            peaks: receives the largest |x| of every tensor; None to record none.
+            peaks: receives the largest |x| of every tensor.
             on_outputs: called with (sample number, outputs of the cleaned model for it).
             has_halves: whether `halves` is called.
             has_snapshots: whether `take_snapshot` is called.
@@ -113,9 +113,7 @@ class _PassState:
         self._on_outputs = on_outputs
         trim_memory()  # which optimizing the models took
         self._readers = [self._make_readers() for _ in range(threads)]
-        self._worker_peaks: list[Peaks | None] = [None] * threads
-        if peaks is not None:
-            self._worker_peaks = [Peaks() for _ in range(threads)]
+        self._worker_peaks = [Peaks() for _ in range(threads)]
 
         # slices: the sets of recorders of order-free statistics, which samples use in turn
         self._has_halves = has_halves
@@ -133,11 +131,7 @@ class _PassState:
 
     def _make_readers(self) -> list[TapReader]:
         """Return the readers of a worker thread, one for each variant."""
-        readers = []
-        for runner in self.runners:
-            tensors = [observation.tensor for observation in runner.counted]
-            readers.append(TapReader(runner.tap, tensors))
-        return readers
+        return [TapReader(runner.tap) for runner in self.runners]
 
     def _make_recorders(self, observations: Iterable[Observation]) -> _Recorders:
         recorders = {}
@@ -241,9 +235,8 @@ class _PassState:
 
     def _merge_peaks(self) -> None:
         for worker, peaks in enumerate(self._worker_peaks):
-            if self._peaks is not None and peaks is not None:
-                self._peaks.merge(peaks)
-                self._worker_peaks[worker] = Peaks()
+            self._peaks.merge(peaks)
+            self._worker_peaks[worker] = Peaks()
 
 
 def alternate_halves(number: int) -> int:
@@ -358,13 +351,13 @@ def observe(
             schedule.preliminary, observed, first_samples, threads, run_counts
         )
     if not schedule.main:  # no statistic needs the pass
-        return _select(observed, schedule.missing)
+        return observed.select(schedule.missing)
 
     state = _PassState(
         schedule.main,
         observed,
         threads,
-        peaks,
+        peaks or Peaks(),
         on_outputs,
         has_halves=halves is not None,
         has_snapshots=should_stop is not None,
@@ -393,7 +386,7 @@ def observe(
     state.finish()
     if halves is not None:
         halves += state.halves()
-    return _select(observed.merged_with(state.statistics()), schedule.missing)
+    return observed.merged_with(state.statistics()).select(schedule.missing)
 
 
 def _run_until(
@@ -422,14 +415,6 @@ def _run_until(
             return sample_count
         if should_stop(sample_count, *state.take_snapshot()):
             return sample_count
-
-
-def _select(
-    observed: ObservedStatistics, observations: Iterable[Observation]
-) -> ObservedStatistics:
-    return ObservedStatistics(
-        {observation.key: observed.recorder(observation) for observation in observations}
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -487,12 +487,6 @@ def _complete_text(subject: CalibrationSubject, ranges: Ranges) -> bytes:
     writable_scales = {
         name: scale for name, scale in scales.items() if trt_cache.can_hold_name(name)
     }
-    if scales and not writable_scales:
-        raise CacheError(
-            "a calibration cache has one line per tensor, so its name cannot have a line break,"
-            f" got {len(scales)} that all have one, such as {next(iter(scales))[:60]!r}; rename the"
-            " tensors in the model"
-        )
     cache = trt_cache.from_scales(
         writable_scales,
         version=subject.trt_version or DEFAULT_TRT_VERSION,

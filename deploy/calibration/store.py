@@ -31,9 +31,7 @@ from deploy.files.guard import refuse_output
 from deploy.files.manifest import is_marked, sha256
 from deploy.files.reading import from_json, read_bytes
 
-# 3: the JSON has its own digest; 4: the order of the images is a separate part; 5: the fingerprint
-# has two halves, inputs and programs, which C++ writes and reads too
-SCHEMA = 5
+SCHEMA = 5  # of the JSON, which C++ writes and reads too
 _WHAT = "a file of a calibration"
 _MARK = "the fingerprint of a calibration"
 T = TypeVar("T")
@@ -144,9 +142,9 @@ class _Digests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Document:
-    """The JSON of a cache, in the forms that this version reads."""
+    """The JSON of a cache, in the form that this version reads."""
 
-    schema: Literal[4, 5]
+    schema: Literal[5]
     fingerprint: Any
     observations: tuple[Key, ...]
     outliers: tuple[tuple[str, str, tuple[str, ...], float], ...]
@@ -251,12 +249,6 @@ def _seal(digest: str) -> bytes:
 def _is_intact(data: bytes, document: Mapping[str, Any]) -> bool:
     """Whether the JSON is unchanged since it was written."""
     digest = str(document["sha256"]["this"])
-    if document["schema"] < SCHEMA:
-        # schemas up to 4: sha256 of the JSON without this digest
-        digests = dict(document["sha256"])
-        del digests["this"]
-        content = json.dumps({**document, "sha256": digests}, sort_keys=True)
-        return digest == sha256(content.encode())
     seal = _seal(digest)
     return data.count(seal) == 1 and digest == sha256(data.replace(seal, _seal("")))
 

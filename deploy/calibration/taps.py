@@ -113,57 +113,44 @@ class Tap:
         computed = [name for name in tensors if name not in self.inputs]
         self.session = OrtSession.open(copy_with_outputs(model, computed), threads=1, spin=False)
 
-    def values_of(
-        self, tensor: str, sample: Sample, outputs: Mapping[str, Array]
-    ) -> NDArray[np.float32]:
-        """Return the values of a tensor from a sample and its outputs."""
-        if tensor in self.inputs:
-            return np.asarray(sample[tensor], np.float32)
-        return outputs[tensor]
+    def run(self, sample: Sample) -> dict[str, NDArray[np.float32]]:
+        """Run one sample; return tensor -> its values."""
+        return self.select(sample, self.session.run(sample))
 
-    def run(
-        self, sample: Sample, on_outputs: Callable[[Sample], None] | None = None
+    def select(
+        self, sample: Sample, outputs: Mapping[str, Array]
     ) -> dict[str, NDArray[np.float32]]:
-        """Run one sample; return tensor -> its values.
-
-        `on_outputs` is called with the model's outputs, and possibly more.
-        """
-        outputs = _run_sample(self.session, sample, on_outputs)
-        return {name: self.values_of(name, sample, outputs) for name in self._tensors}
+        """Return tensor -> its values, from a sample and the session's outputs for it."""
+        values = {}
+        for name in self._tensors:
+            if name in self.inputs:
+                values[name] = np.asarray(sample[name], np.float32)
+            else:
+                values[name] = outputs[name]
+        return values
 
 
 class TapReader:
-    """Reads some of a tap's tensors in one thread, with reused buffers if possible."""
+    """Runs a tap in one thread, with reused buffers if possible."""
 
-    def __init__(self, tap: Tap, tensors: Sequence[str]) -> None:
-        self._tensors = tuple(tensors)
+    def __init__(self, tap: Tap) -> None:
         self._tap = tap
         self._session = BufferedSession(tap.session)
 
     def run(
-        self, sample: Sample, on_outputs: Callable[[Sample], None] | None = None
-    ) -> list[NDArray[np.float32]]:
-        """Run one sample; return the values of each tensor, valid until the next run.
+        self, sample: Sample, on_outputs: Callable[[Sample], None] | None
+    ) -> dict[str, NDArray[np.float32]]:
+        """Run one sample; return tensor -> its values, valid until the next run.
 
-        Arguments as of `Tap.run`.
+        `on_outputs` is called with the model's outputs, and possibly more.
         """
-        outputs = _run_sample(self._session, sample, on_outputs)
-        return [self._tap.values_of(name, sample, outputs) for name in self._tensors]
-
-
-def _run_sample(
-    session: OrtSession | BufferedSession,
-    sample: Sample,
-    on_outputs: Callable[[Sample], None] | None,
-) -> Mapping[str, Array]:
-    """Return the outputs of a sample, after `on_outputs` has got them."""
-    try:
-        outputs = session.run(sample)
-    except BackendError as error:
-        raise BackendError(f"could not run a sample: {error}") from error
-    if on_outputs is not None:
-        on_outputs(outputs)
-    return outputs
+        try:
+            outputs = self._session.run(sample)
+        except BackendError as error:
+            raise BackendError(f"could not run a sample: {error}") from error
+        if on_outputs is not None:
+            on_outputs(outputs)
+        return self._tap.select(sample, outputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +175,7 @@ class VariantRunner:
         self,
         reader: TapReader,
         recorders: VariantRecorders,
-        peaks: Peaks | None,
+        peaks: Peaks,
         sample_number: int,
         sample: Sample,
         on_outputs: OutputCallback | None,
@@ -200,9 +187,9 @@ class VariantRunner:
         Return the other values, which wait until the samples before them are recorded.
 
         Args:
-            reader: the thread's reader of the tensors that are counted in histograms.
+            reader: the thread's reader of the observed tensors.
             recorders: recorders of one of the slices that the samples are divided into.
-            peaks: receives the largest |x| of each tensor; None to record none.
+            peaks: receives the largest |x| of each tensor.
             sample_number: counted from 1.
             sample: input -> array.
             on_outputs: called with (sample number, outputs) for the cleaned model, not for a
@@ -212,16 +199,10 @@ class VariantRunner:
         if on_outputs is not None and self.key == FOLDED:
             report_outputs = partial(on_outputs, sample_number)
 
-        values: Mapping[str, Array] = {}
-        if not self.uncounted:
-            counted_values = reader.run(sample, report_outputs)
-        else:  # uncounted values may be kept as they are, so they must not lie in a reused buffer
-            values = self.tap.run(sample, report_outputs)
-            counted_values = [values[observation.tensor] for observation in self.counted]
-        recorders.count(sample_number, counted_values)
+        values = reader.run(sample, report_outputs)
+        recorders.count(sample_number, [values[observation.tensor] for observation in self.counted])
         waiting = recorders.record_uncounted(sample_number, values)
-        if peaks is not None:  # of counted tensors by their histograms, of others by their values
-            self._add_peaks(peaks, sample_number, recorders.group.histograms, values)
+        self._add_peaks(peaks, sample_number, recorders.group.histograms, values)
         return waiting
 
     def _add_peaks(
@@ -275,7 +256,7 @@ class VariantRecorders:
                 continue
             value = values[observation.tensor]
             if recorder is None:
-                waiting.append((observation, value))
+                waiting.append((observation, value.copy()))  # the next run may overwrite it
             else:
                 record(recorder, observation, number, value)
         return waiting

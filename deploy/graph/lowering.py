@@ -288,7 +288,8 @@ def lower_opset(
     rewrite_nodes(lowered.graph, OpsetScope(source_opset, target_opset), lowering.lower_node)
     del lowered.graph.value_info[:]  # the types that were needed to rewrite the nodes
     set_opset(lowered, target_opset)
-    lowered.ir_version = min(lowered.ir_version, _find_ir_version(lowered))
+    lowest_ir_version = helper.find_min_ir_version_for(lowered.opset_import, ignore_unknown=True)
+    lowered.ir_version = min(lowered.ir_version, lowest_ir_version)
     _check_types(lowered)
     return LoweredModel(lowered, dict(sorted(lowering.rewritten.items())))
 
@@ -435,13 +436,6 @@ def find_schema(op_type: str, opset: int) -> defs.OpSchema | None:
         return defs.get_schema(op_type, opset, "")
     except defs.SchemaError:
         return None
-
-
-def _find_ir_version(model: onnx.ModelProto) -> int:
-    """Return the lowest IR version that allows the opsets of the model's standard domains."""
-    standard_domains = (*ONNX_DOMAINS, "ai.onnx.ml")
-    imports = [entry for entry in model.opset_import if entry.domain in standard_domains]
-    return int(helper.find_min_ir_version_for(imports))
 
 
 def _check_types(model: onnx.ModelProto) -> None:
