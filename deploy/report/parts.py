@@ -217,7 +217,7 @@ class EngineRow:
         verdict: None for the float model and for baselines.
         ran: its layers compared with the plan; None if its runtime does not report them.
         notes: sentences on this engine.
-        boxes: samples whose boxes differ most from the float model's, and one that agrees.
+        boxes: samples whose boxes differ most from the float model's.
         changed: samples of another class than FP32's, FP32's largest margin first.
     """
 

@@ -282,7 +282,7 @@ class BoxTally(TaskTally["BoxDetection"]):
             new=candidate.at(new),
         )
         difference = len(lost) + len(new)
-        self.examples.offer(example, difference=difference, predictions=len(pairs))
+        self.examples.offer(example, difference=difference, predictions=len(reference.scores))
 
     def result(self) -> TaskFigure | None:
         """Return the share of FP32's boxes that are kept; None if it has none."""

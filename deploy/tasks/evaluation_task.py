@@ -11,6 +11,7 @@ import bisect
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from deploy.tasks.detections import Detections
@@ -64,15 +65,13 @@ E = TypeVar("E", bound=Example)
 
 @dataclass(slots=True)
 class ExampleSelection(Generic[E]):
-    """Selects the `MAX_SHOWN` samples that differ most, and as many that agree.
+    """Selects the `MAX_SHOWN` samples that differ most; of equal ones, those with most predictions.
 
     Attributes:
-        differing: (minus the difference, index, example) of samples, the worst first.
-        agreeing: (minus the number of predictions, index, example), the most first.
+        ranked_examples: (sort key, example) of the selected samples, the most different first.
     """
 
-    differing: list[tuple[float, int, E]] = field(default_factory=list)
-    agreeing: list[tuple[float, int, E]] = field(default_factory=list)
+    ranked_examples: list[tuple[tuple[float, float, int], E]] = field(default_factory=list)
 
     def offer(self, example: E, *, difference: float, predictions: float) -> None:
         """Consider a sample to show.
@@ -82,26 +81,14 @@ class ExampleSelection(Generic[E]):
             difference: by how much the two models differ; 0 if they agree.
             predictions: how much FP32 predicts at all; a sample of 0 that agrees shows nothing.
         """
-        if difference > 0:
-            _insert(self.differing, (-difference, example.number, example))
-        elif predictions > 0:
-            _insert(self.agreeing, (-predictions, example.number, example))
-
-    @property
-    def numbers(self) -> frozenset[int]:
-        """Indices of the selected samples."""
-        return frozenset(number for _, number, _ in (*self.differing, *self.agreeing))
+        if difference > 0 or predictions > 0:
+            sort_key = (-difference, -predictions, example.number)
+            bisect.insort(self.ranked_examples, (sort_key, example), key=itemgetter(0))
+            del self.ranked_examples[MAX_SHOWN:]
 
     def result(self) -> tuple[E, ...]:
-        """Return the differing samples, the worst first, and at least one that agrees, if any."""
-        room = MAX_SHOWN - 1 if self.agreeing else MAX_SHOWN
-        entries = [*self.differing[:room], *self.agreeing][:MAX_SHOWN]
-        return tuple(example for _, _, example in entries)
-
-
-def _insert(selection: list[tuple[float, int, E]], entry: tuple[float, int, E]) -> None:
-    bisect.insort(selection, entry, key=lambda entry: entry[:2])
-    del selection[MAX_SHOWN:]
+        """Return the selected samples, the most different first."""
+        return tuple(example for _, example in self.ranked_examples)
 
 
 FEW_COUNTED = 100  # things of FP32 below which the interval of their share is shown
@@ -261,7 +248,7 @@ class TaskTally(ABC, Generic[T]):
     @property
     def watched(self) -> frozenset[int]:
         """Indices of the samples that `shown` may still return."""
-        return self.examples.numbers
+        return frozenset(example.number for example in self.examples.result())
 
     def shown(self) -> tuple[Example, ...]:
         """Return a few samples to show, those where both models differ most first."""

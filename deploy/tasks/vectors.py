@@ -47,12 +47,10 @@ from deploy.tasks.rows import (
     may_be_logits,
     missing_sigmoid,
     order_by_step,
-    sums_to_one,
 )
 from deploy.tasks.slices import OutputSlice, SlicesByOutput, split_output
 from deploy.tasks.thresholds import (
     FEATURE_FACTOR,
-    HIGH,
     LOW,
     MAX_BETWEEN_SHARE,
     MAX_COMMON_MOTION,
@@ -346,9 +344,8 @@ class Labels(PlaceTask):
 
 
 LABELS = Form(
-    shape="[N, 1], [N, 4 or more labels] or [N, T]; [N, T, C] after a Sigmoid",
-    values="independent probabilities, most near 0 or 1; for pictures without a Sigmoid, several"
-    " above 0.5 in a sample; with `--task` raw scores too",
+    shape="[N, 1], [N, 4 or more labels], [N, T] or [N, T, C], all after a Sigmoid",
+    values="independent probabilities, most near 0 or 1; with `--task` without a Sigmoid too",
     figure="probabilities on the same side of 0.5, in the first such output",
     source="taggers, voice activity, wake words",
 )
@@ -370,16 +367,13 @@ def find_labels(samples: FirstSamples) -> Labels | None:
 def _are_labels(name: str, samples: FirstSamples) -> bool:
     """Whether an output is independent probabilities, most of them near 0 or 1.
 
-    Some must be near 0 and others near 1, or above 0.5 after a Sigmoid. The operator that computes
-    them, if known, must be a Sigmoid.
+    A Sigmoid computes them, as the graph shows: values alone would not tell them from others. Some
+    must be near 0, and some above 0.5.
     """
+    has_sigmoid = samples.declared.ends.get(name) == "sigmoid"
+    if not has_sigmoid or fit_labels(name, samples) is None:
+        return False
     values = samples.arrays(name)
-    end = samples.declared.ends.get(name)  # kind of the operator that computes the output
-    labels = fit_labels(name, samples)
-    if end not in (None, "sigmoid") or labels is None or labels.activation:
-        return False  # with an activation, they are raw scores
-
-    probabilities = np.concatenate([value.reshape(-1) for value in values])
     sizes = {value.size for value in values}
     if sizes == {1}:  # a single probability a sample
         max_undecided_share = 0.5
@@ -388,15 +382,8 @@ def _are_labels(name: str, samples: FirstSamples) -> bool:
         # an output in the shape of an input may be an autoencoder's copy of it
         if min(sizes) < MIN_COUNT or _is_input_shape(values[0], samples):
             return False
-        # scores that sum to 1 are those of classes
-        if all(sums_to_one(value.reshape(-1)).all() for value in values):
-            return False
-        # a single label of a picture may be its class
-        max_label_count = max(np.count_nonzero(value > 0.5) for value in values)
-        if end is None and samples.has_pictures and max_label_count < 2:
-            return False
-    min_peak = HIGH if end is None else 0.5
-    has_low_and_high = bool(probabilities.min() < LOW and probabilities.max() > min_peak)
+    probabilities = np.concatenate([value.reshape(-1) for value in values])
+    has_low_and_high = bool(probabilities.min() < LOW and probabilities.max() > 0.5)
     return has_low_and_high and are_undecided(probabilities).mean() <= max_undecided_share
 
 
