@@ -415,22 +415,6 @@ def run_both(deploy, fake, x):
     return np.abs(a - b).max(), np.abs(b).max()
 
 
-@pytest.mark.parametrize(
-    ("model", "recorded_type", "reason"),
-    [
-        ("float.onnx", "FLOAT16", "that of float16"),
-        ("float16.onnx", "FLOAT32", "that of float32"),
-    ],
-)
-def test_record_of_other_floats_is_refused(model, recorded_type, reason, refusal, tmp_path):
-    text = (WIDTHS / "half" / "record.txt").read_text()
-    record = tmp_path / "r.txt"
-    record.write_text(text.replace("value {", f'value {{ op_data_type: "{recorded_type}"', 1))
-    err = refusal("ascend", "deploy", WIDTHS / model, record, "-o", tmp_path / "o")
-    assert f"got {reason} for 'conv1'" in err
-    assert not (tmp_path / "o").exists()
-
-
 def network():
     """float16 in between: operators whose other inputs are float32, bool or whole, and twins."""
     filled = numpy_helper.from_array(np.float16([0.5]))
@@ -472,6 +456,18 @@ def test_float16_types_are_restored_by_name():
     (got,), (expected,) = (OrtSession.open(m).run(x).values() for m in (restored, model))
     np.testing.assert_allclose(got.astype(np.float32), expected.astype(np.float32), atol=2e-3)
     assert find_float16_tensors(CalibrationSubject(loaded=load(model), samples=1)) == frozenset()
+
+
+def test_float16_outputs_may_be_one_tensor():
+    nodes = [("Conv", "x w", "c"), ("Cast", "c", "y", {"to": F16}), ("Identity", "c", "z")]
+    weight = np.ones((4, 3, 3, 3), np.float16)
+    ends = [make_value(name, [1, 4, 6, 6], F16) for name in "yz"]
+    model = make_model(nodes, [make_value("x", [1, 3, 8, 8], F16)], ends, {"w": weight})
+    loaded = load(model)
+    halves = find_float16_tensors(CalibrationSubject(loaded=loaded, samples=1, user_model=model))
+    restored = to_float16(loaded.model, halves)
+    onnx.checker.check_model(restored, full_check=True)
+    assert types(restored)["y"] == types(restored)["z"] == F16
 
 
 @pytest.mark.parametrize(

@@ -130,19 +130,25 @@ class _Float16Writer:
     def drop_casts(self, nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
         """Return the nodes without the Casts that are not needed.
 
-        These are Casts whose output no node reads, and Casts from float16 to float16: the input of
-        such a Cast takes the name of its output.
+        These are Casts whose output no node reads, and the first Cast of a float16 tensor to
+        float16: the tensor takes the name of the Cast's output.
         """
-        output_by_input = {}  # input -> output of each Cast of float16 to itself
+        output_by_input: dict[str, str] = {}  # of the Casts from float16 to float16
         for node in nodes:
             is_no_change = _casts_to_float16(node) and node.input[0] in self.tensors_in_float16
             # an input of the model, which no node makes, keeps its name
             if is_no_change and node.input[0] in self.index.producer:
-                output_by_input[node.input[0]] = node.output[0]
-        nodes = [n for n in nodes if not (_casts_to_float16(n) and n.input[0] in output_by_input)]
-        rename_tensors(nodes, output_by_input)
-        read_tensors = _read_tensors(nodes) | self.index.outputs
-        return [node for node in nodes if node.op_type != "Cast" or node.output[0] in read_tensors]
+                output_by_input.setdefault(node.input[0], node.output[0])
+        removed_outputs = set(output_by_input.values())
+        remaining_nodes = [node for node in nodes if node.output[0] not in removed_outputs]
+        rename_tensors(remaining_nodes, output_by_input)
+
+        read_tensors = _read_tensors(remaining_nodes) | self.index.outputs
+        return [
+            node
+            for node in remaining_nodes
+            if node.op_type != "Cast" or node.output[0] in read_tensors
+        ]
 
     def restore_constant_names(self, nodes: list[onnx.NodeProto]) -> None:
         """Give the float16 form of a constant the constant's own name if no node reads float32.
