@@ -362,6 +362,7 @@ class Histogram(HistogramState):
         self._widen_to(target)
 
     def _widen_to(self, target: float) -> None:
+        """Double the range until it is `target`, merging bins; a range of 0 becomes it at once."""
         if self.full_range == 0.0:
             self.full_range = target
         while self.full_range < target:

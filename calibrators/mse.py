@@ -49,6 +49,7 @@ from calibrators.grids import (
 from calibrators.histogram import BINS, Histogram
 from calibrators.scales import Scale
 
+# ends that are tried, as shares of the extreme: 1 to 0.2 by 0.01, then to 0.005 by 0.005
 _RATIOS = np.concatenate([np.arange(100, 20, -1), np.arange(20, 0, -0.5)]) / 100
 _BINS_PER_BLOCK = 1 << 15  # bins per block of ranges, which fit in a core's cache
 _QUICK_BITS = 8  # with these a step is a thousand times the float32 rounding error of the end

@@ -92,17 +92,22 @@ class RangeSearch:
 
 
 def _import_search(module: str, name: str, *parameter_names: str) -> Callable[..., Scale]:
-    """Return a search, (histogram, parameters, grids) -> clip range, that is imported on first use.
+    """Return a search that is imported on first use: (histogram, parameters) -> clip range.
 
     Args:
         module: module of `calibrators` that has the function.
         name: the function.
         parameter_names: fields of the parameters that the function takes as arguments.
 
-    `grids` are the symmetric and the affine grid for a search with `by_grid`, and none for others.
+    A search with `by_grid` also takes the symmetric and the affine grid.
     """
 
-    def search(histogram: Histogram, params: Params, *grids: Grid | None) -> Scale:
+    def search(
+        histogram: Histogram,
+        params: Params,
+        symmetric: Grid | None = None,
+        affine: Grid | None = None,
+    ) -> Scale:
         if histogram.infinite or not histogram.total:
             raise CalibrationError(
                 f"a search needs finite values, got {histogram.total} and"
@@ -110,9 +115,10 @@ def _import_search(module: str, name: str, *parameter_names: str) -> Callable[..
             )
         function = getattr(import_module(f"calibrators.{module}"), name)
         arguments = {parameter: getattr(params, parameter) for parameter in parameter_names}
-        for key, grid in zip(("symmetric", "affine"), grids, strict=False):
-            if grid is not None:
-                arguments[key] = grid
+        if symmetric is not None:
+            arguments["symmetric"] = symmetric
+        if affine is not None:
+            arguments["affine"] = affine
         scale: Scale = function(histogram, **arguments)
         return scale
 

@@ -106,29 +106,24 @@ class HistogramOf:
 
     Attributes:
         first_batch: number of samples in that batch; 0 for the order-independent range.
-        max_samples: number of samples to record, those in full batches; 0 for all.
+        samples: number of samples to record, those in full batches; None for all.
     """
 
     first_batch: int = 0
-    max_samples: int = 0
+    samples: int | None = None
 
     @property
     def key(self) -> str:
         """Rule and parameters."""
         if not self.first_batch:
             return "histogram"
-        limit_text = f" of {self.max_samples} samples" if self.max_samples else ""
+        limit_text = f" of {self.samples} samples" if self.samples else ""
         return f"histogram{limit_text}, first batch of {self.first_batch}"
 
     @property
     def ordered(self) -> bool:
         """True for TensorRT's rule."""
         return bool(self.first_batch)
-
-    @property
-    def samples(self) -> int | None:
-        """Samples in full batches; None for all."""
-        return self.max_samples or None
 
     @property
     def lead(self) -> Statistic | None:

@@ -237,6 +237,7 @@ class Callbacks:
         return ""
 
     def _next_addresses(self, names: list[str]) -> list[int]:
+        """Copy the next batch to the device; return its addresses, or [] if there is none."""
         if self.batches_taken == self.batches:
             return []
         batch = next(self._feed, None)
@@ -280,19 +281,10 @@ class Callbacks:
             ) from None
 
 
-def calibrator(
-    algorithm: str,
-    feed: Iterable[Mapping[str, Array]],
-    *,
-    batches: int,
-    shapes: Mapping[str, Sequence[int]],
-    memory: DeviceMemory,
-    cache: bytes | None = None,
-    store: Callable[[bytes], object] | None = None,
-) -> Callbacks:
-    """Return a calibrator for `IBuilderConfig.int8_calibrator`; keep it alive until the build ends.
+def calibrator_class(algorithm: str) -> type[Callbacks]:
+    """Return the class of calibrators for `IBuilderConfig.int8_calibrator`, with these callbacks.
 
-    The arguments are those of `Callbacks`.
+    A calibrator must stay alive until the build ends.
 
     Raises:
         CalibrationError: an unknown algorithm, or this TensorRT has no calibrators (11 and later).
@@ -327,7 +319,4 @@ def calibrator(
         def write_histogram_cache(self, pointer: Any, length: int) -> None:
             return None
 
-    calibrator_class = Legacy if algorithm == "legacy" else Calibrator
-    return calibrator_class(
-        feed, batches=batches, shapes=shapes, memory=memory, cache=cache, store=store
-    )
+    return Legacy if algorithm == "legacy" else Calibrator

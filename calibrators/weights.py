@@ -70,13 +70,14 @@ def pair_sums(rows: NDArray[np.generic]) -> Float32Array:
     """
     padded = np.pad(_flatten(rows), ((0, 0), (0, 2))).astype(np.float32)  # 0 after the last weight
     stride = pair_stride(rows.shape)
-    a = padded[:, :-2:stride]
-    b = padded[:, 1:-1:stride]  # views of both weights of each pair
-    has_equal_sign = (a > 0) == (b > 0)
-    np.abs(padded, out=padded)  # now a and b are the sizes
+    first_weights = padded[:, :-2:stride]
+    second_weights = padded[:, 1:-1:stride]
+    has_equal_sign = (first_weights > 0) == (second_weights > 0)
+    first_sizes = np.abs(first_weights)
+    second_sizes = np.abs(second_weights)
     with np.errstate(over="ignore"):  # sums of weights near 1e38 are capped
-        sums = np.minimum(a + b, np.finfo(np.float32).max)
-    return np.where(has_equal_sign, sums, np.maximum(a, b))
+        sums = np.minimum(first_sizes + second_sizes, np.finfo(np.float32).max)
+    return np.where(has_equal_sign, sums, np.maximum(first_sizes, second_sizes))
 
 
 def pair_stride(shape: Sequence[int]) -> int:

@@ -7,9 +7,9 @@ then float16.
 import numpy as np
 
 from deploy.feed.pixels import input_to_image
-from deploy.targets.ascend.aipp import to_yuv
 
 _YUV420SP = 1  # AippOpParams.input_format
+LUMA_WEIGHTS = {"bt601": (0.299, 0.114), "bt709": (0.2126, 0.0722)}  # of red and blue in Y
 
 
 def run_aipp(parameters, picture):
@@ -73,6 +73,20 @@ def to_yuv420(rgb, standard, *, v_first=False):
     if v_first:
         uv = uv[..., ::-1]
     return np.concatenate([yuv[..., 0], uv.reshape(height // 2, width)])
+
+
+def to_yuv(rgb, standard):
+    """Convert RGB pixels [..., 3] to Y, U, V [..., 3] by the color standard's own weights."""
+    red_weight, blue_weight = LUMA_WEIGHTS[standard.partition("-")[0]]
+    red, green, blue = np.moveaxis(rgb.astype(np.float64), -1, 0)
+    y = red_weight * red + (1 - red_weight - blue_weight) * green + blue_weight * blue
+    u = (blue - y) / (2 * (1 - blue_weight))  # -0.5 * 255 to 0.5 * 255, as V
+    v = (red - y) / (2 * (1 - red_weight))
+    y_span, uv_span, y_bias = (1, 1, 0)
+    if standard.endswith("narrow"):
+        y_span, uv_span, y_bias = (219 / 255, 224 / 255, 16)
+    yuv = np.stack([y * y_span + y_bias, u * uv_span + 128, v * uv_span + 128], axis=-1)
+    return np.clip(np.rint(yuv), 0, 255).astype(np.uint8)
 
 
 def _unpack_pixels(parameters, picture):

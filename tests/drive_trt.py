@@ -18,7 +18,7 @@ import numpy as np
 import tensorrt as trt
 
 from calibrators.errors import CalibrationError
-from calibrators.tensorrt import CLASSES, HostMemory, calibrator
+from calibrators.tensorrt import CLASSES, HostMemory, calibrator_class
 from deploy.errors import BackendError
 from deploy.feed.decoding import opencv
 from deploy.targets.tensorrt.builder import BuilderSettings, build_engine
@@ -86,7 +86,7 @@ def batches(count, flaw=None):
 
 def make(feed, promised, algorithm="entropy2", **options):
     feed_options = {"batches": promised, "shapes": SHAPES, "memory": HostMemory(), **options}
-    callbacks = calibrator(algorithm, feed, **feed_options)
+    callbacks = calibrator_class(algorithm)(feed, **feed_options)
     callbacks.expect({"data": "float32", "ids": "int32"})
     return callbacks
 

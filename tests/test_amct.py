@@ -59,14 +59,6 @@ def test_sorted_losses_choose_like_direct_ones(kind, with_offset, bits):
     np.testing.assert_allclose(result.losses, losses, rtol=1e-4)
 
 
-@pytest.mark.parametrize("stairs", [1, 7, 30])
-def test_losses_are_equal_in_small_blocks(stairs, monkeypatch):
-    x, params = drawn("laplace", 20_000, seed=3), IfmrParams()
-    full_losses = ifmr(x, params).losses
-    monkeypatch.setattr(ifmr_module, "_MAX_STEPS", stairs * 255)
-    assert ifmr(x, params).losses.tolist() == full_losses.tolist()
-
-
 @pytest.mark.parametrize("with_offset", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_streaming_is_within_one_candidate(kind, with_offset):

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibrators.amct.adaround import AdaParams
 from calibrators.amct.ifmr import IfmrParams, ratios
 from deploy.errors import ConfigError, ModelError
 from deploy.targets.ascend.atc import normalize_chip
@@ -63,7 +62,6 @@ def test_missing_keys_have_amct_defaults():
     both_texts = {"activation": activation | ifmr, "weight": weight | ada}
     assert asdict(LayerConfig()) == {"quant_enable": True, "dmq_balancer_param": None, **both_texts}
     assert asdict(IfmrParams()) == ifmr | {"bits": 8, "with_offset": False}
-    assert asdict(AdaParams()) == ada
     remaining = {k: v for k, v in asdict(QuantConfig()).items() if v}
     assert remaining == {"version": 1, "batch_num": 1, "activation_offset": True, "do_fusion": True}
 

@@ -39,7 +39,6 @@ import numpy as np
 from calibrators.amct.arq import ascend_range
 from calibrators.errors import CalibrationError
 from calibrators.grids import Float32Array, Int8Array, Int64Array
-from calibrators.rounding import block_products
 
 NONE, RELU, SIGMOID, TANH, LEAKY, RELU6 = "none", "relu", "sigmoid", "tanh", "leaky", "relu6"
 TILE = 64
@@ -101,6 +100,7 @@ class AdaActivation:
 
     @property
     def _broadcast_slope(self) -> Float32Array:
+        """The slope in a shape that broadcasts over values [G, B, M, P]."""
         return self.slope[:, None, :, None]
 
 
@@ -265,6 +265,7 @@ class AdaProblem:
         return blocks
 
     def _select(self, groups: slice, rows: slice) -> AdaProblem:
+        """Return the problem of some groups and of some output channels of each."""
         return AdaProblem(
             weight=self.weight[groups, rows],
             scale=self.scale[groups, rows],
@@ -324,23 +325,6 @@ def round_block(
             )
         step()
     codes = tiles.untile(np.rint(floor_codes + alpha_heights(alpha)[0]))
-    return np.asarray(np.clip(codes, _MIN_CODE, _MAX_CODE), np.int8)
-
-
-def output_error(problem: AdaProblem, integers: Int8Array) -> float:
-    """Return the mean over positions of the squared error after the activation."""
-    weight = integers.astype(np.float32) * problem.scale
-    products = block_products(weight, problem.inputs.transpose(1, 2, 0))
-    outputs = (products + problem.bias[:, :, None]).astype(np.float32)
-    activated = problem.activation.value(outputs[:, None])
-    targets = problem.activation.value(problem.targets.transpose(1, 2, 0)[:, None])
-    squares = np.square(activated - targets, dtype=np.float64)
-    return float(squares.sum() / max(len(problem.inputs), 1))
-
-
-def round_to_nearest(problem: AdaProblem) -> Int8Array:
-    """Return the integers by rounding to nearest, [G, M, K]."""
-    codes = np.rint(problem.weight / problem.scale)
     return np.asarray(np.clip(codes, _MIN_CODE, _MAX_CODE), np.int8)
 
 

@@ -39,8 +39,6 @@ cut off are added to the end bins, and the rest is merged into 255 levels and sp
 Source: graph_based ada_round/kl_divergence; compared with it in torch.
 """
 
-from typing import TypeVar
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -51,11 +49,10 @@ from calibrators.grids import (
     Int8Array,
     Int32Array,
     RealArray,
+    Value,
     check_scale,
     checked_axis,
 )
-
-Value = TypeVar("Value", bound=np.generic)
 
 FLT_EPSILON = np.float32(2.0**-23)
 _HISTOGRAM_BINS = 512

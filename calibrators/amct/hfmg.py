@@ -153,7 +153,8 @@ def redistribute(
     lower_bins, upper_bins = np.clip(positions, 0, bin_count - 1).astype(np.int64)
 
     with np.errstate(divide="ignore", invalid="ignore"):  # old bins without width
-        lower_shares = (new_lo + (lower_bins + 1) * new_width - lower_edges) / old_width
+        upper_ends = new_lo + (lower_bins + 1) * new_width  # of the lower new bins
+        lower_shares = (upper_ends - lower_edges) / old_width
     lower_shares = np.where(lower_bins == upper_bins, 1.0, lower_shares)
     lower_counts = (counts * lower_shares).astype(np.int64)
     redistributed = np.zeros(bin_count, np.int64)
@@ -343,4 +344,5 @@ def _integrate_square(
 
 
 def _is_close(a: np.float32, b: np.float32) -> bool:
+    """Whether AMCT takes two ends of a range for equal."""
     return math.isclose(float(a), float(b), abs_tol=float(FLT_EPSILON))

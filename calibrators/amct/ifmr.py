@@ -49,8 +49,6 @@ MAX_STORED_VALUES = 1 << 16  # largest number of values that streaming stores un
 FINE_BINS = 1 << 15  # bins per side of the streaming histogram
 _MARGIN = 1e-4  # bound of the float32 rounding error of AMCT's loss
 _MIN_SORTED_SIZE = 4096  # with fewer values, every candidate is evaluated directly
-_SUM_CHUNK = 1 << 16  # values converted to float64 at a time
-_MAX_STEPS = 1 << 19  # largest total number of steps per block of candidates
 _COUNT_CHUNK = 1 << 18  # several values per bin, since each chunk adds all bins once
 
 
@@ -106,9 +104,16 @@ class Candidates:
     hi: Float32Array
     scale: Float32Array
 
-    def part(self, start: int, end: int) -> Candidates:
-        """Return the candidates start..end - 1."""
-        return Candidates(self.lo[start:end], self.hi[start:end], self.scale[start:end])
+    def steps(self, index: int) -> tuple[Float64Array, Float64Array]:
+        """Return the codes of a candidate, except for the highest, and the boundary above each.
+
+        A range near 0, of scale 1, has one code: then the next one, above all data, is added.
+        """
+        scale = self.scale[index]
+        lowest_code = np.rint(self.lo[index] / scale)
+        highest_code = max(np.rint(self.hi[index] / scale), lowest_code + 1)
+        codes = np.arange(lowest_code, highest_code, dtype=np.float64)
+        return codes, (codes + 0.5) * float(scale)
 
 
 def ifmr(x: RealArray, params: IfmrParams | None = None) -> AscendScale:
@@ -216,22 +221,20 @@ def loss32(data: Float32Array, candidates: Candidates, i: int) -> np.float32:
 
 def _sorted_losses(data: Float32Array, candidates: Candidates) -> Float64Array:
     """Return the MSE of every candidate from sorted data, float64."""
-    squares = total = 0.0
-    for start in range(0, data.size, _SUM_CHUNK):
-        chunk = data[start : start + _SUM_CHUNK].astype(np.float64)
-        squares += float(np.einsum("i,i->", chunk, chunk))  # dot would use BLAS threads
-        total += float(chunk.sum())
+    # sums between the boundaries of all candidates: one of all data would double its memory
+    boundaries = [candidates.steps(index)[1] for index in range(candidates.scale.size)]
+    positions = np.searchsorted(data, np.concatenate(boundaries).astype(np.float32))
+    cuts = np.unique(np.append(positions, [0, data.size]))
+    sums_between_cuts = np.add.reduceat(data, cuts[:-1], dtype=np.float64)
+    sums_below_cuts = np.concatenate(([0.0], np.cumsum(sums_between_cuts)))
 
     def count_below(boundaries: Float64Array) -> tuple[Float64Array, Float64Array]:
         """Return the number and the sum of the values below each boundary."""
         positions = np.searchsorted(data, boundaries.astype(np.float32))
-        # sums between the boundaries only: a cumulative sum of all data would double its memory
-        cuts = np.unique(np.append(positions, [0, data.size]))
-        sums_between_cuts = np.add.reduceat(data, cuts[:-1], dtype=np.float64)
-        sums_below_cuts = np.concatenate(([0.0], np.cumsum(sums_between_cuts)))
-        sums_below = sums_below_cuts[np.searchsorted(cuts, positions)]
-        return positions.astype(np.float64), sums_below
+        return positions.astype(np.float64), sums_below_cuts[np.searchsorted(cuts, positions)]
 
+    total = float(sums_below_cuts[-1])
+    squares = float(np.einsum("i,i->", data, data, dtype=np.float64))  # dot would use BLAS threads
     return staircase_losses(count_below, float(data.size), total, squares, candidates)
 
 
@@ -258,54 +261,15 @@ def staircase_losses(
         squares: sum of the squares of the data.
         candidates: clip ranges and scales.
     """
-    lowest_codes, highest_codes = _code_ends(candidates)
-    max_steps = int((highest_codes - lowest_codes).max())
-    block_size = max(_MAX_STEPS // max_steps, 1)  # with 16 bits a few, to bound memory
-    losses = []
-    for start in range(0, len(candidates.lo), block_size):
-        block = candidates.part(start, start + block_size)
-        losses.append(_block_losses(count_below, count, total, squares, block))
-    return np.concatenate(losses)
-
-
-def _code_ends(candidates: Candidates) -> tuple[Int64Array, Int64Array]:
-    """Return the lowest and the highest code of each candidate, [K] each, never equal."""
-    lowest_code = np.rint(candidates.lo / candidates.scale).astype(np.int64)
-    highest_code = np.rint(candidates.hi / candidates.scale).astype(np.int64)
-    # a range near 0, of scale 1, has one code: the next one is above all data
-    return lowest_code, np.maximum(highest_code, lowest_code + 1)
-
-
-def _block_losses(
-    count_below: CountBelow,
-    count: float,
-    total: float,
-    squares: float,
-    candidates: Candidates,
-) -> Float64Array:
-    """Return `staircase_losses`, whose arguments it takes, of a few candidates at once.
-
-    The code q(x) of a candidate goes up in steps. Arrays over all steps hold those of the first
-    candidate, then those of the second, and so on.
-    """
-    scale = candidates.scale.astype(np.float64)
-    lowest_code, highest_code = _code_ends(candidates)
-    step_counts = highest_code - lowest_code
-    first_steps = np.concatenate(([0], np.cumsum(step_counts)[:-1]))  # of each candidate
-
-    # the code below each step: lowest_code, lowest_code + 1, ... of each candidate
-    step_in_candidate = np.arange(step_counts.sum()) - np.repeat(first_steps, step_counts)
-    code_below = np.repeat(lowest_code.astype(np.float64), step_counts) + step_in_candidate
-    boundaries = (code_below + 0.5) * np.repeat(scale, step_counts)
-
-    # sum q x and sum q^2 over the data: as if all had the highest code, less what the data below
-    # each boundary have less; `reduceat` adds up the steps of each candidate
-    counts_below, sums_below = count_below(boundaries)
-    sum_qx = highest_code * total - np.add.reduceat(sums_below, first_steps)
-    sum_qq = np.square(highest_code.astype(np.float64)) * count
-    sum_qq -= np.add.reduceat((2.0 * code_below + 1.0) * counts_below, first_steps)
-    squared_error = squares - 2 * scale * sum_qx + scale * scale * sum_qq
-    return squared_error / count
+    losses = np.empty(candidates.scale.size)
+    for index, scale in enumerate(candidates.scale.astype(np.float64)):
+        codes, boundaries = candidates.steps(index)
+        counts_below, sums_below = count_below(boundaries)
+        highest_code = codes[-1] + 1
+        sum_qx = highest_code * total - sums_below.sum()
+        sum_qq = highest_code**2 * count - ((2 * codes + 1) * counts_below).sum()
+        losses[index] = (squares - 2 * scale * sum_qx + scale**2 * sum_qq) / count
+    return losses
 
 
 def _refine_losses(
@@ -443,8 +407,8 @@ class IfmrHistogram:
 def ifmr_streaming(histogram: IfmrHistogram, params: IfmrParams | None = None) -> AscendScale:
     """Run the search of `ifmr` on a histogram, so that memory does not grow with the images.
 
-    With few data the result is that of `ifmr`. Otherwise the values of a bin count as spread evenly
-    around their mean, and the result may be a neighbour of the range that `ifmr` chooses.
+    With few data the result is that of `ifmr`. Otherwise all values of a bin count as their mean,
+    and the result may be a neighbour of the range that `ifmr` chooses.
 
     Raises:
         CalibrationError: nothing was observed, or a scale is not finite.
@@ -456,105 +420,48 @@ def ifmr_streaming(histogram: IfmrHistogram, params: IfmrParams | None = None) -
     if stored_values is not None:  # as long as they are few
         return ifmr(stored_values, params)
 
-    # AMCT's range is one of float32 numbers, and holds 0
-    density = _Density.from_histogram(histogram)
-    lo = min(0.0, density.kth_value(params.min_percentile, histogram.minimum, smallest=True))
-    hi = max(0.0, density.kth_value(params.max_percentile, histogram.maximum, smallest=False))
+    occupied_bins = np.flatnonzero(histogram.counts)
+    counts = histogram.counts[occupied_bins]
+    sums = histogram.sums[occupied_bins]
+    means = sums / counts  # ascending
+    counts_below = np.concatenate(([0], np.cumsum(counts)))
+    sums_below = np.concatenate(([0.0], np.cumsum(sums)))
+
+    def count_below(boundaries: Float64Array) -> tuple[Float64Array, Float64Array]:
+        """Return the number and the sum of the values below each boundary."""
+        positions = np.searchsorted(means, boundaries)
+        return counts_below[positions].astype(np.float64), sums_below[positions]
+
+    lo, hi = _initial_range(histogram, means, np.cumsum(counts), params)
     candidates = make_candidates(np.float32(hi), np.float32(lo), params)
-    value_sum = float(density.sums_below[-1])
+    squares = float((sums * means).sum())
     losses = staircase_losses(
-        density.count_below, float(histogram.total), value_sum, density.squares, candidates
+        count_below, float(histogram.total), float(sums_below[-1]), squares, candidates
     )
     return best_scale(candidates, losses, float(np.float32(lo)), params)
 
 
-@dataclass(frozen=True, slots=True)
-class _Density:
-    """A histogram of B bins as a density.
+def _initial_range(
+    histogram: IfmrHistogram,
+    means: Float64Array,
+    cumulative_counts: Int64Array,
+    params: IfmrParams,
+) -> tuple[float, float]:
+    """Return the ends of the initial range, as `kth_value` does, to the mean of a bin.
 
-    The values of bin b count as spread evenly over [lows[b], highs[b]], the widest interval in the
-    bin whose middle is their mean.
-
-    Attributes:
-        edges: edges of the bins, [B + 1].
-        lows, highs: ends of the values in each bin, [B].
-        counts_below: number of values below each edge, [B + 1].
-        sums_below: sum of the values below each edge, [B + 1].
-        squares: sum of the squares of all values.
+    Args:
+        histogram: the counted values; its extremes are exact.
+        means: mean of each occupied bin, ascending.
+        cumulative_counts: number of values up to and including each of these bins.
+        params: have the percentiles.
     """
-
-    edges: Float64Array
-    lows: Float64Array
-    highs: Float64Array
-    counts_below: Float64Array
-    sums_below: Float64Array
-    squares: float
-
-    @classmethod
-    def from_histogram(cls, histogram: IfmrHistogram) -> _Density:
-        """Return the density of a histogram of 2 * FINE_BINS + 1 bins that has counts.
-
-        Its values count as spread evenly around the mean of their bin, as far as the bin allows.
-        The first and the last bin have no width, since they count the values exactly at -R and R:
-        both their edges are -R, or R.
-        """
-        width = (histogram.full_range or 1.0) / FINE_BINS
-        positive_edges = width * np.arange(1, FINE_BINS + 1)
-        edges = np.concatenate(
-            (-positive_edges[-1:], -positive_edges[::-1], positive_edges, positive_edges[-1:])
-        )
-
-        counts = histogram.counts.astype(np.float64)
-        middle = (edges[1:] + edges[:-1]) / 2  # 0 for the bin around 0, which holds ReLU zeros
-        mean = np.where(counts > 0, histogram.sums / np.maximum(counts, 1.0), middle)
-        mean = np.clip(mean, edges[:-1], edges[1:])  # rounding may put it past an edge
-        half_width = np.minimum(mean - edges[:-1], edges[1:] - mean)
-        half_width[FINE_BINS] = 0.0  # the bin around 0 has only zeros
-
-        counts_below = np.concatenate(([0.0], np.cumsum(counts)))
-        sums_below = np.concatenate(([0.0], np.cumsum(counts * mean)))
-        mean_squares = mean**2 + half_width**2 / 3  # of each bin: mean squared, plus variance
-        squares = float((counts * mean_squares).sum())
-        lows = mean - half_width
-        highs = mean + half_width
-        return cls(edges, lows, highs, counts_below, sums_below, squares)
-
-    def count_below(self, boundaries: Float64Array) -> tuple[Float64Array, Float64Array]:
-        """Return number and sum of the data below each boundary."""
-        bins = np.searchsorted(self.edges, boundaries, "right") - 1
-        bins = np.clip(bins, 0, self.lows.size - 1)
-        low = self.lows[bins]
-        high = self.highs[bins]
-        clipped = np.clip(boundaries, low, high)
-        span = np.where(high > low, high - low, 1.0)
-        share = np.where(boundaries >= high, 1.0, (clipped - low) / span)
-        # number and sum of the values below the boundary in its own bin
-        number = share * (self.counts_below[bins + 1] - self.counts_below[bins])
-        value_sum = number * (low + clipped) / 2
-        return self.counts_below[bins] + number, self.sums_below[bins] + value_sum
-
-    def kth_value(self, percentile: float, extreme: float, *, smallest: bool) -> float:
-        """Return an end of the initial range: the k-th smallest or k-th greatest of all values.
-
-        It is interpolated within its bin.
-
-        Args:
-            percentile: share of the values that the end leaves inside, which gives k.
-            extreme: the least or greatest value, returned for k = 1.
-            smallest: whether it is the lower end.
-        """
-        size = int(self.counts_below[-1])
-        k = _rank(percentile, size)
-        if k == 1:
-            return extreme
-        rank = k if smallest else size - k  # number of values below the end
-        # the bin that holds the end; at an edge, the last of the values below, or the next above
-        edge = int(np.searchsorted(self.counts_below, rank, "left" if smallest else "right"))
-        bin_index = min(max(edge - 1, 0), self.lows.size - 1)
-        count_below_bin = self.counts_below[bin_index]
-        bin_count = self.counts_below[bin_index + 1] - count_below_bin
-        share = (rank - count_below_bin) / max(bin_count, 1.0)
-        low = self.lows[bin_index]
-        high = self.highs[bin_index]
-        value = float(low + share * (high - low))
-        return max(value, extreme) if smallest else min(value, extreme)
+    lo = histogram.minimum
+    hi = histogram.maximum
+    rank_from_below = _rank(params.min_percentile, histogram.total)
+    rank_from_above = _rank(params.max_percentile, histogram.total)
+    if rank_from_below > 1:
+        lo = float(means[np.searchsorted(cumulative_counts, rank_from_below)])
+    if rank_from_above > 1:
+        rank = histogram.total + 1 - rank_from_above
+        hi = float(means[np.searchsorted(cumulative_counts, rank)])
+    return min(0.0, lo), max(0.0, hi)

@@ -32,6 +32,7 @@ class _Ordered:
     lead: ClassVar[Statistic | None] = None
 
     def _key(self, name: str) -> str:
+        """Return a statistic's name with the number of samples, if it is limited."""
         return name if self.samples is None else f"{name}, first {self.samples} batches"
 
 
@@ -156,6 +157,7 @@ class _SampledPositions(_Ordered):
 
     @property
     def _positions(self) -> str:
+        """Text on the sampled positions, for the key."""
         return f"up to {self.max_positions} places of the first {self.samples} batches"
 
 
@@ -249,13 +251,12 @@ class RoundedWeightsOf(_SampledPositions):
             CalibrationError: another number of integers or scales.
         """
         recorder = RoundedWeights(None, 0)
-        errors, _ = read_numbers(arrays, reals=2, wholes=0)
         integers = arrays["integers"]
         scale = arrays["scale"]
         if integers.shape != (np.prod(self.shape),) or scale.shape != (self.scales,):
             raise CalibrationError("stored integers must be as many as the weights and are not")
-        weights = np.array(integers, np.int8).reshape(self.shape)
-        recorder.set_result(weights, np.array(scale, np.float32), (errors[0], errors[1]))
+        recorder.integers = np.array(integers, np.int8).reshape(self.shape)
+        recorder.scale = np.array(scale, np.float32)
         return recorder
 
 
@@ -265,13 +266,11 @@ class RoundedWeights:
     Attributes:
         integers: the weights, int8 [G, M, K]; None until they are rounded.
         scale: their scales, float32 [C] or [1].
-        errors: mean squared error of the output with nearest rounding and with these integers.
     """
 
     def __init__(self, window: ConvWindow | None, max_positions: int) -> None:
         self.integers: Int8Array | None = None
         self.scale: Float32Array = np.zeros(0, np.float32)
-        self.errors = (0.0, 0.0)
         self._window = window
         self._max_positions = max_positions
         self._sample_number = 0
@@ -290,21 +289,8 @@ class RoundedWeights:
         self._chunks = []
         return np.ascontiguousarray(np.concatenate(chunks, axis=2).transpose(2, 0, 1))
 
-    def set_result(
-        self, integers: Int8Array, scale: Float32Array, errors: tuple[float, float]
-    ) -> None:
-        """Set the result."""
-        self.integers = integers
-        self.scale = scale
-        self.errors = errors
-
     def to_arrays(self) -> Arrays:
-        """Return the result; {} before there is one."""
+        """Return the integers and scales; {} before there are any."""
         if self.integers is None:
             return {}
-        return {
-            "integers": self.integers.reshape(-1),
-            "scale": self.scale,
-            "reals": np.array(self.errors, np.float64),
-            "wholes": np.zeros(0, np.int64),
-        }
+        return {"integers": self.integers.reshape(-1), "scale": self.scale}

@@ -301,8 +301,8 @@ class CalibrationSubject:
             return statistic
         first_samples = -(-statistic.first_batch // self.batch)
         used = count_in_full_batches(self.samples, first_samples, filled=self.filled)
-        limit = used if used < self.samples else 0
-        return replace(statistic, first_batch=first_samples, max_samples=limit)
+        limit = used if used < self.samples else None
+        return replace(statistic, first_batch=first_samples, samples=limit)
 
     @cached_property
     def range_limits(self) -> dict[str, RangeLimits]:

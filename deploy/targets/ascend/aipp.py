@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deploy.errors import ExportError
 from deploy.feed.pixels import resized_geometry
@@ -37,7 +36,6 @@ from deploy.targets.ascend.atc import AippSource, compression_options
 from deploy.targets.ascend.proto import message_class, print_text
 from deploy.targets.base import BuildRequest
 
-Bytes = NDArray[np.uint8]
 Matrix = tuple[tuple[int, int, int], ...]
 
 _LUMA_WEIGHTS = {"bt601": (0.299, 0.114), "bt709": (0.2126, 0.0722)}  # of red and blue in Y
@@ -81,18 +79,6 @@ def yuv_to_rgb_matrix(standard: str, color: str) -> tuple[Matrix, tuple[int, int
         for y, u, v in rows
     )
     return integers, (y_bias, 128, 128)
-
-
-def to_yuv(rgb: Bytes, standard: str) -> Bytes:
-    """Convert RGB pixels [..., 3] to Y, U, V [..., 3]."""
-    red_weight, blue_weight = _LUMA_WEIGHTS[standard.partition("-")[0]]
-    red, green, blue = np.moveaxis(rgb.astype(np.float64), -1, 0)
-    y = red_weight * red + (1 - red_weight - blue_weight) * green + blue_weight * blue
-    u = (blue - y) / (2 * (1 - blue_weight))  # -0.5 * 255 to 0.5 * 255, as V
-    v = (red - y) / (2 * (1 - red_weight))
-    y_span, uv_span, y_bias = _value_ranges(standard)
-    yuv = np.stack([y * y_span + y_bias, u * uv_span + 128, v * uv_span + 128], axis=-1)
-    return np.asarray(np.clip(np.rint(yuv), 0, 255), np.uint8)
 
 
 def _value_ranges(standard: str) -> tuple[float, float, int]:
@@ -148,10 +134,12 @@ def write_aipp(
     _set_color(parameters, preprocess, source)
     frame_plan = _plan_frame(preprocess, source)
     _set_sizes(parameters, preprocess, source, frame_plan)
+    max_error = _set_normalization(parameters, preprocess)
     host_notes = [
         _describe_host_steps(parameters, preprocess, source, frame_plan),
         _describe_input(parameters, preprocess, source),
-        _set_normalization(parameters, preprocess),
+        f"AIPP holds its factors in float16: inputs differ by at most {max_error:.2g} of full"
+        " scale.",
     ]
 
     message = message_class("InsertNewOps")()
@@ -274,13 +262,15 @@ def _describe_frame_plan(plan: FramePlan, preprocess: Preprocess, source: AippSo
 
 
 def _describe_border(preprocess: Preprocess, source: AippSource) -> str:
-    """Return the border's color in the format of the .om's input."""
+    """Return the border's color in the format of the .om's input, from which AIPP restores it."""
     border = np.asarray(np.rint(preprocess.pad), np.uint8)
     if not source.is_yuv:
         return f"{preprocess.color} {', '.join(map(str, border))}"
-    if preprocess.color == "bgr":
-        border = border[::-1]
-    y, u, v = to_yuv(np.broadcast_to(border, 3), source.standard)
+    assert preprocess.color is not None
+    color = "rgb" if preprocess.color == "grey" else preprocess.color
+    matrix, biases = yuv_to_rgb_matrix(source.standard, color)
+    yuv = np.linalg.solve(np.array(matrix) / 256, np.broadcast_to(border, 3)) + biases
+    y, u, v = np.clip(np.rint(yuv), 0, 255).astype(int)
     return f"Y {y}, U {u}, V {v}"
 
 
@@ -296,7 +286,10 @@ def _set_sizes(
     for name, side in (("width", width), ("height", height)):
         if not _MIN_SIDE <= side <= _MAX_SIDE:
             raise ExportError(f"AIPP takes sides of {_MIN_SIDE} to {_MAX_SIDE}, got {name} {side}")
-    odd_sides = [side for side in (*(source.size or ()), height, width) if side % 2]
+    sides = [height, width]
+    if source.size is not None:  # of a frame before it is resized
+        sides = [*source.size, *sides]
+    odd_sides = [side for side in sides if side % 2]
     if source.is_yuv and odd_sides:
         raise ExportError(f"YUV pictures have even sides, got one of {odd_sides[0]}")
     parameters.src_image_size_w = width
@@ -353,8 +346,8 @@ def _describe_input(parameters: Any, preprocess: Preprocess, source: AippSource)
     return f"The .om's input becomes uint8, {size} pixels, {form}."
 
 
-def _set_normalization(parameters: Any, preprocess: Preprocess) -> str:
-    """Set means and factors of the channels; return a sentence on their float16 error.
+def _set_normalization(parameters: Any, preprocess: Preprocess) -> float:
+    """Set means and factors of the channels; return their largest error, relative to full scale.
 
     `preprocess` computes ``(pixel * scale - mean) / std``, and AIPP the same as
     ``(pixel - mean_chn - min_chn) * var_reci_chn``: the mean's integer part and its fraction are
@@ -387,10 +380,7 @@ def _set_normalization(parameters: Any, preprocess: Preprocess) -> str:
         error = np.abs(computed - exact).max()
         full_scale = max(np.abs(exact).max(), 1e-9)
         max_error = max(max_error, float(error / full_scale))
-    return (
-        f"AIPP holds its factors in float16: inputs differ by at most {max_error:.2g} of full"
-        " scale."
-    )
+    return max_error
 
 
 def _channel_value(values: tuple[float, ...], channel: int) -> float:

@@ -61,7 +61,6 @@ from deploy.targets.ascend.weight_rounding import (
     MAX_SAMPLES,
     AdaRoundSteps,
     AdaStep,
-    error_ratio_range,
     refuse_padless_deconvs,
     round_layer,
     uses_adaround,
@@ -120,18 +119,13 @@ class CalibrationRecord:
     Attributes:
         records: layer -> its record.
         ranges: tensor -> clip range of its scale.
-        adaround_error_ratios: (smallest, largest) ratio of a layer's output error with AdaRound to
-            that with rounding to nearest, at the sampled positions; None without AdaRound layers.
-        zero_layers: layers whose input was always zero; their scale is 1 and means nothing.
-        underflow_layers: layers whose input is so small that AMCT's scale, 1, rounds all of it to
-            zero.
+        zero_layers: layers whose input is zero, or so small that AMCT's scale, 1, rounds all of it
+            to zero.
     """
 
     records: dict[str, LayerRecord]
     ranges: dict[str, Scale]
-    adaround_error_ratios: tuple[float, float] | None
     zero_layers: tuple[str, ...]
-    underflow_layers: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,29 +296,26 @@ class RecordPlan:
             scale_w = np.array([second_scale.scale])
             records[name] = replace(records[name], scale_w=scale_w, has_weight=True)
             searched_inputs.append((name, self.second_inputs[name], second_scale))
-        return self._make_calibration_record(records, searched_inputs, roundings.values(), observed)
+        return self._make_calibration_record(records, searched_inputs, observed)
 
     def _make_calibration_record(
         self,
         records: dict[str, LayerRecord],
         searched_inputs: Iterable[tuple[str, Observation, AscendScale]],
-        roundings: Iterable[RoundedWeights],
         observed: ObservedStatistics,
     ) -> CalibrationRecord:
         """Return the records, and what the report shows of the searches.
 
-        That is the clip range of each input, AdaRound's error ratios, and the layers whose inputs
-        are all 0, or round to 0 with the scale that AMCT's search found.
+        That is the clip range of each input, and the layers with an input that rounds to 0 with the
+        scale that AMCT's search found.
 
         Args:
             records: layer -> its record.
             searched_inputs: (layer, observation of one of its inputs, scale of that input).
-            roundings: AdaRound's results.
             observed: the recorder of each observation.
         """
         ranges = {}
         zero_layers: dict[str, None] = {}  # a layer with two such inputs counts once
-        underflow_layers: dict[str, None] = {}
         for name, observation, input_scale in searched_inputs:
             recorder = observed.recorder(observation)
             assert isinstance(recorder, InputRecorder)
@@ -332,37 +323,23 @@ class RecordPlan:
                 input_scale, recorder, self._settings_by_layer[name]
             )
             largest = max(map(abs, recorder.extremes))
-            if largest == 0:
+            if largest < 0.5 * float(input_scale.scale):  # all values round to 0
                 zero_layers[name] = None
-            elif largest < 0.5 * float(input_scale.scale):  # all values round to 0
-                underflow_layers[name] = None
-
-        return CalibrationRecord(
-            records=records,
-            ranges=ranges,
-            adaround_error_ratios=error_ratio_range(roundings),
-            zero_layers=tuple(zero_layers),
-            underflow_layers=tuple(underflow_layers),
-        )
+        return CalibrationRecord(records=records, ranges=ranges, zero_layers=tuple(zero_layers))
 
     def _search_scales(
         self, observations: Mapping[str, Observation], observed: ObservedStatistics
     ) -> dict[str, AscendScale]:
-        """Return the scale of each layer's input; equal observation and search run once."""
-        result_by_search: dict[object, AscendScale] = {}
+        """Return the scale of each layer's input."""
         scales = {}
         for name, observation in observations.items():
-            activation = self._settings_by_layer[name].activation
-            search = (observation, activation)
-            if search not in result_by_search:
-                with _in_layer(name):
-                    recorder = observed.recorder(observation)
-                    result = search_activation_scale(recorder, activation)
-                # the only mode is FORCE_FP16_QUANT
-                if self.config.fakequant_precision_mode is not None:
-                    result = replace(result, scale=ascend_half(result.scale))
-                result_by_search[search] = result
-            scales[name] = result_by_search[search]
+            with _in_layer(name):
+                recorder = observed.recorder(observation)
+                activation = self._settings_by_layer[name].activation
+                scales[name] = search_activation_scale(recorder, activation)
+            # the only mode is FORCE_FP16_QUANT
+            if self.config.fakequant_precision_mode is not None:
+                scales[name] = replace(scales[name], scale=ascend_half(scales[name].scale))
         return scales
 
     def _make_layer_record(
@@ -500,17 +477,18 @@ class RecordPlan:
 
     def _key(self) -> str:
         """Return a text that differs for observed models whose weights or inputs differ."""
-        settings: dict[str, list[object]] = {}  # layer -> what its weight and factors depend on
-        for name, entry in self.config.enabled_layers().items():
-            weight = entry.weight
-            settings[name] = [weight.num_bits, weight.channel_wise, entry.dmq_balancer_param]
-            if uses_adaround(self.config, name):
-                settings[name] += [repr(weight), min(self.used_samples, MAX_SAMPLES)]
+        algorithms = weight_algorithms(self.config)
+        settings = {
+            name: (repr(entry.weight), entry.dmq_balancer_param)
+            for name, entry in self.config.enabled_layers().items()
+        }
         dependencies: list[object] = [self.model_key, settings]
+        if "AdaRound" in algorithms:
+            dependencies.append(min(self.used_samples, MAX_SAMPLES))
         if self.channel_maxima and self._dmq_sample_count > 1:
             dependencies.append(self._dmq_sample_count)
         digest = hashlib.sha256(json.dumps(dependencies, sort_keys=True).encode()).hexdigest()
-        return f"weights fake-quantized by AMCT's {weight_algorithms(self.config)}, {digest[:12]}"
+        return f"weights fake-quantized by AMCT's {algorithms}, {digest[:12]}"
 
     def _statistic(self, entry: LayerConfig) -> Statistic:
         """Return what to record of a layer's input: the histogram of HFMG or IFMR."""

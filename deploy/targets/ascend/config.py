@@ -66,20 +66,7 @@ def resolve_config(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
     """
     if config.enabled_layers() and not graph.layer_by_name:
         raise ConfigError(_no_layers_message(graph))
-    clashes = sorted(set(config.layers) & set(MODEL_RULES))
-    if clashes:
-        raise ConfigError(
-            f"a layer must not be named like a key of the quant config, got {clashes};"
-            " rename the node"
-        )
-    for name in config.skip_fusion_layers:
-        if name not in graph.layers and name not in graph.float_reasons:
-            raise ConfigError(_unknown_layer_message(name, graph))
-        layer = graph.layers.get(name)
-        if layer is not None and layer.kind != "Conv":
-            raise ConfigError(
-                f"skip_fusion_layers takes Conv layers, got {name!r} of type {layer.kind}"
-            )
+    _refuse_names(config, graph)
     layers = {
         name: _resolve_layer(name, entry, config, graph) for name, entry in config.layers.items()
     }
@@ -95,6 +82,24 @@ def resolve_config(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
         tensors=tensors,
         notes=(*config.notes, *weight_width_notes(settings_with_weight, layers)),
     )
+
+
+def _refuse_names(config: QuantConfig, graph: LayerGraph) -> None:
+    """Refuse layers named like a key, and names in skip_fusion_layers that are no Conv."""
+    clashes = sorted(set(config.layers) & set(MODEL_RULES))
+    if clashes:
+        raise ConfigError(
+            f"a layer must not be named like a key of the quant config, got {clashes};"
+            " rename the node"
+        )
+    for name in config.skip_fusion_layers:
+        if name not in graph.layers and name not in graph.float_reasons:
+            raise ConfigError(_unknown_layer_message(name, graph))
+        layer = graph.layers.get(name)
+        if layer is not None and layer.kind != "Conv":
+            raise ConfigError(
+                f"skip_fusion_layers takes Conv layers, got {name!r} of type {layer.kind}"
+            )
 
 
 def _resolve_layer(

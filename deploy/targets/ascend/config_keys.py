@@ -32,6 +32,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from calibrators.amct.adaround import AdaParams
 from calibrators.amct.hfmg import NBINS
 from calibrators.amct.ifmr import count_steps
 from deploy.errors import ConfigError
@@ -54,16 +55,12 @@ class ActivationParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightParams:
-    """weight_quant_params of one layer; the last four keys belong to ada_quantize."""
+class WeightParams(AdaParams):
+    """weight_quant_params of one layer; those of `AdaParams` belong to ada_quantize."""
 
     num_bits: int = 8
     wts_algo: str = "arq_quantize"
     channel_wise: bool | None = None
-    num_iteration: int = 10000
-    reg_param: float = 0.01
-    beta_range: tuple[float, float] = (20.0, 2.0)
-    warm_start: float = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,16 +45,13 @@ from deploy.graph.edit import (
 )
 from deploy.graph.index import Graph
 from deploy.runtimes.mapped_model import copy_without_initializers
-from deploy.targets.ascend.layers import Layer, LayerGraph
+from deploy.targets.ascend.layers import Layer
 from deploy.targets.ascend.quant_layer import (
     QuantLayer,
     QuantLayers,
     balanced_weight,
     from_rows,
     read_weight_rows,
-)
-from deploy.targets.ascend.record import (
-    Records,
 )
 
 Nodes = list[onnx.NodeProto]
@@ -416,9 +413,6 @@ def _scaling_node(
     return [make_node(op, [tensor], output, name, offset=offset, **options)], output
 
 
-_MAX_GRID_ERROR = 0.01  # steps: float32 error of a weight that is an integer times its scale
-
-
 def modified_model(model: onnx.ModelProto, layers: QuantLayers) -> onnx.ModelProto:
     """Return the float model with weights that AMCT rounds to AdaRound's integers.
 
@@ -438,30 +432,3 @@ def modified_model(model: onnx.ModelProto, layers: QuantLayers) -> onnx.ModelPro
         weight = balanced_weight(from_rows(rows, layer), layer, inverse_dmq_factors)
         new_weights[layer.weight] = numpy_helper.from_array(weight, layer.weight)
     return rewrite_inputs(model, new_weights)
-
-
-def find_unrounded_layers(
-    model: onnx.ModelProto,
-    graph: LayerGraph,
-    records: Records,
-    adaround_names: list[str],
-) -> list[str]:
-    """Return the AdaRound layers whose float weights are not integers times the record's scale.
-
-    A record of AdaRound belongs to the model that was saved with the rounded weights (see
-    `modified_model`). If the result is not empty, the user gave another model.
-
-    `adaround_names`: layers that AdaRound rounded; those without record or layer are left out.
-    """
-    index = Graph(model)
-    unrounded = []
-    for name in adaround_names:
-        if name not in records or name not in graph.layers:
-            continue
-        layer = graph.layers[name]
-        record = records[name]
-        rows = read_weight_rows(index, layer, record.dmq_factors)
-        codes = rows / by_row(record.scale_w, rows.ndim)  # integers if AdaRound's weights are here
-        if np.abs(codes - np.rint(codes)).max() > _MAX_GRID_ERROR:
-            unrounded.append(name)
-    return unrounded

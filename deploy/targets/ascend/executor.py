@@ -174,14 +174,14 @@ class _StandardWriter:
                 f" {node_attributes}"
             )
         offset = int(node_attributes.get("offset", 0.0))
-        limits = map(self.add_constant, ascend_range(bits))
-        codes = node.input[0]
+        lowest_code, highest_code = map(self.add_constant, ascend_range(bits))
+        values = node.input[0]
         if self.has_float16:
-            codes = self.emit("Cast", codes, to=TensorProto.FLOAT)
-        codes = self.emit("Mul", codes, self.add_constant(node_attributes["scale"]))
-        codes = self.emit("Add", codes, self.add_constant(offset))
-        codes = self.emit("Round", codes)
-        self.emit("Clip", codes, *limits, output=node.output[0])
+            values = self.emit("Cast", values, to=TensorProto.FLOAT)
+        scaled = self.emit("Mul", values, self.add_constant(node_attributes["scale"]))
+        shifted = self.emit("Add", scaled, self.add_constant(offset))
+        rounded = self.emit("Round", shifted)
+        self.emit("Clip", rounded, lowest_code, highest_code, output=node.output[0])
         self.offset_by_codes[node.output[0]] = offset
 
     def write_dequant(self, node: onnx.NodeProto) -> None:

@@ -28,9 +28,8 @@ from deploy.graph.placement import ASCEND
 from deploy.targets.ascend.amct_calibration import RecordPlan
 from deploy.targets.ascend.config import default_config, read_config, resolve_config
 from deploy.targets.ascend.config_keys import QuantConfig
-from deploy.targets.ascend.deploy_model import find_unrounded_layers, unpack_dequant_scales
+from deploy.targets.ascend.deploy_model import unpack_dequant_scales
 from deploy.targets.ascend.executor import malformed_as_model_error, to_standard_model
-from deploy.targets.ascend.float16 import find_float16_tensors
 from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.models import is_fusion_mapping
 from deploy.targets.ascend.preparation import disable_layers, prepare_model, unfuse_batchnorms
@@ -46,11 +45,10 @@ from deploy.targets.ascend.record import (
     LayerRecord,
     Records,
     describe_ignored_entries,
-    read_adaround_layers,
     read_record,
 )
 from deploy.targets.ascend.simple_config import read_simple_config
-from deploy.targets.tensorrt.cache_match import CacheMatch, match_cache
+from deploy.targets.tensorrt.cache_match import match_cache
 from deploy.targets.tensorrt.cache_tools import read_cache
 
 _FILE_KIND = "a text file of an Ascend deployment"
@@ -94,8 +92,9 @@ def check_file(path: Path | str, subject: CalibrationSubject | None = None) -> s
         config = resolve_config(config, graph) if graph else config
         return f"a sound quant config, {_describe_config(config)}"
 
+    # the first field of the file's protobuf message, after comments; it shows which message that is
     first_word = re.search(r"^\s*(\w+|[^\s#])", text, re.MULTILINE)
-    first_field = first_word[1] if first_word else ""  # of the file's protobuf message
+    first_field = first_word[1] if first_word else ""
     if first_field in ("record", "prune_record"):
         return _check_record_text(text, path, subject)
     if first_field in ("aipp_op", "multi_shape_op"):
@@ -224,7 +223,6 @@ def recipe_from_record(
     model = recorded.model
     graph = recorded.graph
     quant_config = recorded.config
-    _refuse_other_types(records, graph, subject)
     layers = quantize_layers(model, graph, records)
     if quant_config is not None:
         enabled_names = quant_config.enabled_entries()
@@ -234,11 +232,7 @@ def recipe_from_record(
 
     # A record made after AdaRound or a repair belongs to the modified model that was saved with it.
     # If the user gave the original model instead, the record's scales give wrong integers.
-    adaround_layers = read_adaround_layers(text)
-    if adaround_layers:
-        layers_with_other_weights = find_unrounded_layers(model, graph, records, adaround_layers)
-    else:
-        layers_with_other_weights = _find_modified_layers(path, model, graph, records)
+    layers_with_other_weights = _find_modified_layers(path, model, graph, records)
     unrecorded_layers = [name for name in graph.layers if name not in records]
     return Recipe(
         model=model,
@@ -366,8 +360,8 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
             " model's own cache (`calib8 cache check --model` tells more)"
         )
 
-    unscaled_layers = [layer for name, layer in graph.layers.items() if name not in records]
-    float_reasons = _why_unscaled(unscaled_layers, match, path)
+    unscaled_layers = [name for name in graph.layers if name not in records]
+    float_reasons = dict.fromkeys(unscaled_layers, f"its input has no scale in {path.name}")
     return Recipe(
         model=model,
         graph=graph,
@@ -380,17 +374,6 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
             " offset; weights by ARQ; nothing was calibrated.",
         ),
     )
-
-
-def _why_unscaled(layers: Iterable[Layer], match: CacheMatch, cache_path: Path) -> dict[str, str]:
-    """Return layer -> why the cache has no scale for its input, so that it stays in float."""
-    # reasons such as "has no entry in the cache"
-    reason_by_tensor = {coverage.tensor: coverage.reason for coverage in match.tensors}
-    float_reasons = {}
-    for layer in layers:
-        reason = reason_by_tensor.get(layer.input) or f"has no scale in {cache_path.name}"
-        float_reasons[layer.name] = f"its input {reason}"
-    return float_reasons
 
 
 class _RecordedModel(NamedTuple):
@@ -475,23 +458,6 @@ def _scale_distance(index: Graph, layer: Layer | None, record: LayerRecord) -> f
     if scales.size != record.scale_w.size:
         return None
     return float(np.abs(np.log2(record.scale_w / scales)).mean())
-
-
-def _refuse_other_types(records: Records, graph: LayerGraph, subject: CalibrationSubject) -> None:
-    """Refuse a record whose op_data_type (float32 or float16) differs from the model's file."""
-    if all(record.is_float16 is None for record in records.values()):
-        return  # no entry names a type
-    float16_tensors = find_float16_tensors(subject)
-    for name, record in records.items():
-        if record.is_float16 is None or name not in graph.layers:
-            continue
-        type_in_file = "float16" if graph.layers[name].output in float16_tensors else "float32"
-        recorded_type = "float16" if record.is_float16 else "float32"
-        if recorded_type != type_in_file:
-            raise ConfigError(
-                f"op_data_type must be the layer's own, got that of {recorded_type} for {name!r},"
-                f" which gives {type_in_file} in the model's file; take it out"
-            )
 
 
 def _refuse_disabled(records: Iterable[str], enabled: Collection[str]) -> None:

@@ -132,7 +132,10 @@ def uses_dmq(search: str) -> bool:
 
 
 def count_dmq_samples(plan: RecordPlan) -> int:
-    """Return the number of samples for DMQ's maxima: AMCT's first batch, if it is several."""
+    """Return the number of samples from which DMQ's channel maxima are computed.
+
+    That is AMCT's first batch if it has several samples, else up to `_DMQ_SAMPLES` samples.
+    """
     if plan.samples_per_batch > 1:
         return plan.samples_per_batch
     return min(plan.samples, _DMQ_SAMPLES)

@@ -14,7 +14,6 @@ Source: MindStudio's msaccucmp, FusionRuleParser and QuantFilter.
 
 import json
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -106,9 +105,8 @@ class _OriginalNodes:
         graph = copy_without_initializers(original, weights, placeholders=True).graph
         name_nodes_by_index(graph)
         self.producer = {tensor: n for n in graph.node for tensor in n.output if tensor}
-        self.undeployed_tensors = _input_dependent(graph) & set(self.producer) - set(
-            deployed_tensors
-        )
+        undeployed_tensors = set(self.producer) - set(deployed_tensors)
+        self.undeployed_tensors = undeployed_tensors & _input_dependent(graph)
 
     def find_nodes(self, tensors: Iterable[str]) -> list[str]:
         """Return the names of the original nodes that make these tensors.
@@ -219,11 +217,12 @@ def _make_texts(
     """Yield (role, ending of the file's name, content) of the config, if any, and of the record."""
     if recipe.config is not None:
         yield "quant config", "config.json", write_config(recipe.config).encode()
-    records = {}
-    for name, record in recipe.records.items():
-        is_float16 = recipe.layers[name].layer.output in float16_tensors
-        records[name] = replace(record, is_float16=is_float16)
-    yield "record", "record.txt", write_record(records).encode()
+    float16_layers = [
+        name
+        for name, quant_layer in recipe.layers.items()
+        if quant_layer.layer.output in float16_tensors
+    ]
+    yield "record", "record.txt", write_record(recipe.records, float16_layers).encode()
 
 
 def _make_models(
@@ -244,10 +243,12 @@ def _make_models(
     layers = recipe.layers
     subject = request.subject
     loaded = subject.loaded
-    # in the written models a MatMul gives sums of integers if an Add holds its bias
+    # if an Add holds a MatMul's bias, the Add makes the layer's output, and the MatMul only sums of
+    # integers, which are not float16
     layer_outputs = {quant_layer.layer.output for quant_layer in layers.values()}
     node_outputs = {node.output[0] for node in model.graph.node if node.name in layers}
-    float16_tensors = set(float16_tensors) - (node_outputs - layer_outputs)
+    sums_before_bias = node_outputs - layer_outputs
+    float16_tensors = set(float16_tensors) - sums_before_bias
     trim_memory()  # quantizing the weights has left free blocks
     fake_quant = _make_fake_quant(recipe, float16_tensors)
     yield "fake-quant model", "fake_quant_model.onnx", _take_bytes(fake_quant)

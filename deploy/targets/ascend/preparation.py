@@ -140,8 +140,8 @@ def unfuse_batchnorms(
     return prepare_model(model)
 
 
-def find_unfolded_layers(model: onnx.ModelProto) -> list[str]:
-    """Return the layers before a BatchNormalization that AMCT does not fold: all but a Conv."""
+def find_amct_unfolded_layers(model: onnx.ModelProto) -> list[str]:
+    """Return the layers whose BatchNormalization AMCT leaves unfolded: all but Convs."""
     from deploy.frontends.affine import NORM
 
     nodes = model.graph.node
@@ -178,17 +178,17 @@ def make_default_plan(model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> P
     float_reasons = reasons_by_node(float_nodes)
     prepared_model, graph = prepare_model(model)
     int8_layers = {}
-    nodes_by_input: dict[str, tuple[str, ...]] = {}
+    nodes_by_input: dict[str, list[str]] = {}
     for node, layer in graph.layers.items():
         if node not in float_reasons:
             # `prepare_model` copied weights that several layers read; a plan names the originals
             weight = graph.shared_weights.get(layer.weight, layer.weight)
             int8_layers[node] = replace(layer, weight=weight)
-            nodes_by_input[layer.input] = (*nodes_by_input.get(layer.input, ()), layer.node)
+            nodes_by_input.setdefault(layer.input, []).append(layer.node)
     return Plan(
         placement=ASCEND,
         decisions=decide_precisions(prepared_model, graph, int8_layers, float_reasons),
-        pairs=tuple(QdqPair(tensor, nodes) for tensor, nodes in nodes_by_input.items()),
+        pairs=tuple(QdqPair(tensor, tuple(nodes)) for tensor, nodes in nodes_by_input.items()),
         weights=tuple(layer.weight_target for layer in int8_layers.values() if layer.weight),
     )
 
@@ -246,20 +246,14 @@ def describe_algorithms(config: QuantConfig) -> str:
 def calibration_notes(calibrated: CalibrationRecord, plan: RecordPlan) -> Iterator[str]:
     """Yield notes on searches, rounding, the configuration, tiny inputs, and unused samples."""
     yield f"Scales: {describe_algorithms(plan.config)} over {_describe_batches(plan)}."
-    yield from _rounding_notes(calibrated, plan)
+    yield from _rounding_notes(plan)
     yield from plan.config.notes
     zero_layers = calibrated.zero_layers
-    underflow_layers = calibrated.underflow_layers
     if zero_layers:
         yield (
-            f"The input of {len(zero_layers)} layers was zero on every sample, so their scale is"
-            f" meaningless: {list_first(zero_layers, 3)}."
-        )
-    if underflow_layers:
-        yield (
-            f"The input of {len(underflow_layers)} layers is so small (under 1.2e-7 per code) that"
-            " AMCT's searches give it scale 1, which rounds all of it to zero:"
-            f" {list_first(underflow_layers, 3)}; --keep-float keeps them in float."
+            f"The input of {len(zero_layers)} layers is zero or so small (under 1.2e-7 per code)"
+            " that AMCT's searches give it scale 1, which rounds all of it to zero:"
+            f" {list_first(zero_layers, 3)}; --keep-float keeps them in float."
         )
     if plan.used_samples < plan.samples and plan.config.batch_num > 1:
         image_count = plan.samples * plan.images_per_sample
@@ -293,17 +287,14 @@ def _describe_batches(plan: RecordPlan) -> str:
     return f"{images} samples in {plan.config.batch_num} batches of {batch_size}{last_batch}"
 
 
-def _rounding_notes(calibrated: CalibrationRecord, plan: RecordPlan) -> Iterator[str]:
-    """Yield a note on AdaRound's layers, samples and gain, if it ran."""
+def _rounding_notes(plan: RecordPlan) -> Iterator[str]:
+    """Yield a note on AdaRound's layers and samples, if it ran."""
     from deploy.targets.ascend.weight_rounding import MAX_POSITIONS, MAX_SAMPLES
 
-    if calibrated.adaround_error_ratios is None:
-        return
-    min_ratio, max_ratio = calibrated.adaround_error_ratios
-    yield (
-        f"AdaRound rounded the weights of {len(plan.adaround_steps)} layers, on at most"
-        f" {MAX_POSITIONS} output positions of the first {min(plan.used_samples, MAX_SAMPLES)}"
-        f" samples; their output error there is {100 * min_ratio:.0f} % to"
-        f" {100 * max_ratio:.0f} % of the error with nearest rounding. The rounding is in the"
-        " models, not in the record: `calib8 ascend deploy` takes it from the modified model."
-    )
+    if plan.adaround_steps:
+        yield (
+            f"AdaRound rounded the weights of {len(plan.adaround_steps)} layers, on at most"
+            f" {MAX_POSITIONS} output positions of the first {min(plan.used_samples, MAX_SAMPLES)}"
+            " samples. The rounding is in the models, not in the record: `calib8 ascend deploy`"
+            " takes it from the modified model."
+        )

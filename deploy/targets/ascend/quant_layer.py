@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 import onnx
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from calibrators.amct.arq import arq_integers, ascend_range, ascend_s19, channels_first
-from calibrators.grids import Float32Array, Int8Array, Int32Array
+from calibrators.grids import Float32Array, Int8Array, Int32Array, Value
 from deploy.errors import ExportError
 from deploy.graph.index import Graph
 from deploy.targets.ascend.layers import Layer, LayerGraph
@@ -26,8 +25,6 @@ from deploy.targets.ascend.record import (
 # GE stores the quantize scale in float16, or its square root if it is larger (sqrt_mode), which
 # happens with 16 bits; quant_host_cpu_op_common, MIN/MAX_SCALE_VALUE and DealQauntNotRequant
 _MIN_FACTOR, _MAX_FACTOR = 2.0**-14, 65504.0
-
-Value = TypeVar("Value", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

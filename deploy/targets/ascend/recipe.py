@@ -130,13 +130,7 @@ def recipe_from_qdq(
         qdq_records = {name: qdq_records[name] for name in layers}
 
     if not layers:
-        float_reasons |= graph.float_reasons
-        reasons = [f"{name}: {reason}" for name, reason in float_reasons.items()]
-        examples = "; ".join(reasons[:_SHOWN_NAMES]) or "no layer of a type that Ascend has"
-        raise ExportError(
-            f"a Q/DQ model must have a layer whose pairs Ascend can use, got none in {path}"
-            f" ({examples}); give the float model to calib8 build"
-        )
+        raise _no_layers_error(path, float_reasons | graph.float_reasons)
     recipe = Recipe(
         model=float_model,
         graph=graph,
@@ -153,6 +147,19 @@ def recipe_from_qdq(
     )
     loaded = replace(loaded, model=float_model, name=path.stem, metadata_preprocess=preprocess)
     return loaded, recipe
+
+
+def _no_layers_error(path: Path, float_reasons: Mapping[str, str]) -> ExportError:
+    """Return the error for a Q/DQ model of which no layer can be int8, with reasons of some nodes.
+
+    `float_reasons`: node -> why it stays in float.
+    """
+    reasons = [f"{name}: {reason}" for name, reason in float_reasons.items()]
+    examples = "; ".join(reasons[:_SHOWN_NAMES]) or "no layer of a type that Ascend has"
+    return ExportError(
+        f"a Q/DQ model must have a layer whose pairs Ascend can use, got none in {path}"
+        f" ({examples}); give the float model to calib8 build"
+    )
 
 
 def _read_qdq_layers(index: Graph) -> tuple[dict[str, LayerRecord], dict[str, str]]:

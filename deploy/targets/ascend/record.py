@@ -3,8 +3,7 @@
 Also here: the IFMR or HFMG search of a layer's activation scale, and the clip range of that scale.
 """
 
-import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,6 @@ from calibrators.grids import Float32Array, Int8Array
 from calibrators.scales import Scale
 from calibrators.statistics import Recorder
 from deploy.errors import ConfigError
-from deploy.files.reading import from_json
 from deploy.targets.ascend.config import no_layer_reason
 from deploy.targets.ascend.config_keys import (
     IFMR_RULES,
@@ -34,12 +32,9 @@ from deploy.targets.ascend.layers import Layer, LayerGraph
 from deploy.targets.ascend.proto import message_class, parse_text, print_text
 
 _MIN_SCALE = 2.0**-52  # 2.22e-16; AMCT: scales within [DBL_EPSILON, 1 / DBL_EPSILON]
-_ADAROUND_COMMENT = "# weights rounded by AdaRound, in the modified model: "
-_COMMENT_RULE = "a record's comment on AdaRound must end in a layer's name as JSON"
 # field of a bit width -> the widths that AMCT reads there; a missing or "UNSET" field is 8
 _WIDTHS_BY_FIELD = {"dst_type": (4, 8), "act_type": (4, 8, 16), "wts_type": (4, 6, 7, 8)}
 _FORCE_FP16 = "FORCE_FP16_QUANT"
-_IS_FLOAT16_BY_TYPE = {"": None, "FLOAT32": False, "FLOAT16": True}  # op_data_type
 
 InputRecorder = HfmgHistogram | IfmrHistogram
 
@@ -64,7 +59,6 @@ class LayerRecord:
             nearest. AMCT stores them in its modified float model, not in the record.
         force_fp16: the dequantization scales are truncated for Nano chips; AMCT takes this from a
             record, but does not write it there.
-        is_float16: the layer's input and output are float16; None if unknown.
     """
 
     scale_d: np.float32 | None
@@ -78,7 +72,6 @@ class LayerRecord:
     act_bits: int = 8
     weight_bits: int = 8
     force_fp16: bool = False
-    is_float16: bool | None = None
 
     @property
     def input_scale(self) -> np.float32:
@@ -91,10 +84,12 @@ class LayerRecord:
 Records = Mapping[str, LayerRecord]
 
 
-def write_record(records: Records) -> str:
-    """Return the text of layer name -> record, in the model's order, as AMCT writes it."""
+def write_record(records: Records, float16_layers: Collection[str] = ()) -> str:
+    """Return the text of layer name -> record, in the model's order, as AMCT writes it.
+
+    `float16_layers`: names of the layers whose input and output are float16.
+    """
     message = message_class("ScaleOffsetRecord")()
-    comments = []
     for name, record in records.items():
         value = message.record.add(key=name).value
         if record.scale_d is not None:
@@ -110,25 +105,11 @@ def write_record(records: Records) -> str:
             value.is_tensor_quantize = True
         if record.has_weight and record.scale_w.size:
             value.wts_type = f"INT{record.weight_bits}"
-        if record.is_float16:
+        if name in float16_layers:
             value.op_data_type = "FLOAT16"
         if record.force_fp16:
             value.fakequant_precision_mode = _FORCE_FP16
-        if record.rounded_weight is not None:
-            comments.append(f"{_ADAROUND_COMMENT}{json.dumps(name)}\n")
-    return "".join(comments) + print_text(message)
-
-
-def read_adaround_layers(text: str) -> list[str]:
-    """Return the layers that AdaRound rounded, from a record's comments."""
-    names = []
-    for line in text.splitlines():
-        if line.startswith(_ADAROUND_COMMENT):
-            comment = line.removeprefix(_ADAROUND_COMMENT)
-            name = from_json(comment, rule=_COMMENT_RULE, error=ConfigError)
-            if isinstance(name, str):
-                names.append(name)
-    return names
+    return print_text(message)
 
 
 def read_record(text: str, file_name: str = "the record") -> dict[str, LayerRecord]:
@@ -268,7 +249,7 @@ def _read_layer(message: Any) -> LayerRecord:
         raise ConfigError(
             f"fakequant_precision_mode must be {_FORCE_FP16} or DEFAULT, got {mode!r}"
         )
-    if message.op_data_type not in _IS_FLOAT16_BY_TYPE:
+    if message.op_data_type not in ("", "FLOAT32", "FLOAT16"):
         raise ConfigError(f"op_data_type must be FLOAT32 or FLOAT16, got {message.op_data_type!r}")
     scale_w = np.array(message.scale_w, np.float32)
     # AMCT writes scale 1 without a type for a pool, which has no weight
@@ -284,7 +265,6 @@ def _read_layer(message: Any) -> LayerRecord:
         act_bits=act_bits,
         weight_bits=weight_bits,
         force_fp16=mode == _FORCE_FP16,
-        is_float16=_IS_FLOAT16_BY_TYPE[message.op_data_type],
     )
 
 

@@ -38,7 +38,7 @@ from deploy.targets.ascend.preparation import (
     decide_precisions,
     describe_algorithms,
     disable_layers,
-    find_unfolded_layers,
+    find_amct_unfolded_layers,
     find_weight_sharers,
     make_default_plan,
     prepare_model,
@@ -372,7 +372,6 @@ class Ascend(Target):
         Raises:
             As in `build`.
         """
-        from deploy.targets.ascend.aipp import write_aipp_files
         from deploy.targets.ascend.executor import deploy_model_note
         from deploy.targets.ascend.float16 import find_float16_tensors
         from deploy.targets.ascend.models import write_models
@@ -394,15 +393,7 @@ class Ascend(Target):
             *shared_weight_notes(weight_sharers, request.name),
             deploy_model_note(recipe.model, recipe.layers, request),
         ]
-        host_notes: list[str] = []  # on the steps before AIPP, which the device's program has to do
-        alerts = self._alerts(recipe)
-        if self.aipp or self.first_layer_int8:
-            try:
-                host_notes = write_aipp_files(
-                    request, files, self._source(), first_layer_int8=self.first_layer_int8
-                )
-            except ExportError as error:  # all else is as good as with AIPP
-                alerts += (f"no AIPP file: {error}",)
+        host_notes, aipp_alerts = self._write_aipp(request, files)
         engine, atc_notes, atc_error = write_om(request, files, self._atc())
         write_readme(request, files, self._atc(), cann=self.cann, host_notes=host_notes)
         decisions = decide_precisions(
@@ -423,9 +414,31 @@ class Ascend(Target):
             method=recipe.method,
             ranges=recipe.ranges,
             notes=(*notes, *host_notes, *atc_notes),
-            alerts=alerts,
+            alerts=(*self._alerts(recipe), *aipp_alerts),
             error=atc_error,
         )
+
+    def _write_aipp(
+        self, request: BuildRequest, files: dict[str, Path]
+    ) -> tuple[list[str], list[str]]:
+        """Write the AIPP files, if they are asked for, and add them to `files`, role -> path.
+
+        Returns:
+            Notes on the steps before AIPP, which the device's program has to do; an alert if AIPP
+            cannot express the preprocessing: all else is written as without AIPP.
+        """
+        from deploy.targets.ascend.aipp import write_aipp_files
+
+        if not (self.aipp or self.first_layer_int8):
+            return [], []
+        first_layer_int8 = self.first_layer_int8
+        try:
+            host_notes = write_aipp_files(
+                request, files, self._source(), first_layer_int8=first_layer_int8
+            )
+        except ExportError as error:
+            return [], [f"no AIPP file: {error}"]
+        return host_notes, []
 
     def _alerts(self, recipe: Recipe) -> tuple[str, ...]:
         """Return sentences on what the user must know before the files are used."""
@@ -473,7 +486,7 @@ class Ascend(Target):
         model_key = FOLDED  # models with equal keys share their stored statistics
         unfolded_layers = []
         if self.configured:  # with a configuration of AMCT, which folds into a Conv only
-            unfolded_layers = find_unfolded_layers(subject.unfolded.model)
+            unfolded_layers = find_amct_unfolded_layers(subject.unfolded.model)
         if not config.do_fusion or config.skip_fusion_layers or unfolded_layers:
             model, graph = unfuse_batchnorms(subject, config, unfolded_layers=unfolded_layers)
             # again for the new layers, on which the defaults and the checks depend

@@ -14,7 +14,7 @@ Unlike AMCT, calib8 does not include a GELU that follows a layer in the error: t
 output is compared there, as with all activations that AMCT does not know.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from math import prod
@@ -33,9 +33,7 @@ from calibrators.amct.adaround import (
     AdaParams,
     AdaProblem,
     join_blocks,
-    output_error,
     round_block,
-    round_to_nearest,
 )
 from calibrators.amct.arq import kl_scale
 from calibrators.amct.recorders import RoundedWeights, RoundedWeightsOf, Targets, TargetsOf
@@ -45,7 +43,7 @@ from deploy.errors import ConfigError
 from deploy.graph.bounds import make_window
 from deploy.graph.index import Graph, attributes
 from deploy.machine import worker_threads
-from deploy.targets.ascend.config_keys import ADA_RULES, QuantConfig
+from deploy.targets.ascend.config_keys import QuantConfig
 from deploy.targets.ascend.layers import Layer
 from deploy.targets.ascend.quant_layer import read_constant, read_weight_rows
 from deploy.terminal import Step, phase
@@ -163,8 +161,7 @@ class AdaRoundSteps:
         channels = len(weight_rows)
         group_channels = channels // layer.group
         patch_size = prod(weight_rows.shape[1:])  # input values that one output value is made of
-        weight_config = self.config.layers[layer.name].weight
-        params = AdaParams(**{key: getattr(weight_config, key) for key in ADA_RULES})
+        params = self.config.layers[layer.name].weight
         is_matrix = layer.kind in ("Gemm", "MatMul")
         window = None  # how the kernel moves over the input; a matrix has none
         if not is_matrix:
@@ -181,7 +178,7 @@ class AdaRoundSteps:
             max_positions=max_positions,
             window=window,
             shape=(layer.group, group_channels, patch_size),
-            scales=channels if weight_config.channel_wise else 1,
+            scales=channels if params.channel_wise else 1,
             params=params,
         )
         output = str(node.output[0])
@@ -315,9 +312,9 @@ def round_layer(
     iterations = len(problem.blocks()) * step.params.num_iteration
     with phase(f"AdaRound {progress}", iterations, "iterations of channel blocks") as count_step:
         integers = join_blocks(problem, _search_blocks(problem, step.params, count_step))
-    nearest_error = output_error(problem, round_to_nearest(problem))
-    adaround_error = output_error(problem, integers)
-    input_recorder.set_result(integers, scale, (nearest_error, adaround_error))
+
+    input_recorder.integers = integers
+    input_recorder.scale = scale
     return input_recorder
 
 
@@ -380,13 +377,3 @@ def _search_blocks(problem: AdaProblem, params: AdaParams, progress: Step) -> li
             is_stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)  # blocks that no thread has begun
             raise
-
-
-def error_ratio_range(roundings: Iterable[RoundedWeights]) -> tuple[float, float] | None:
-    """Return (smallest, largest) ratio of a layer's output error to that of nearest rounding."""
-    ratios = []
-    for rounding in roundings:
-        nearest_error, error = rounding.errors
-        if nearest_error > 0:
-            ratios.append(error / nearest_error)
-    return (min(ratios), max(ratios)) if ratios else None

@@ -18,7 +18,7 @@ from typing import Any
 
 import onnx
 
-from calibrators.tensorrt import ALGORITHMS, Callbacks, HostMemory, calibrator
+from calibrators.tensorrt import ALGORITHMS, Callbacks, HostMemory, calibrator_class
 from deploy.calibration import store, trt_cache
 from deploy.calibration.fingerprint import TENSORRT, Fingerprint
 from deploy.calibration.observation import count_in_full_batches, full_batches, note_left_out
@@ -197,8 +197,7 @@ def calibrate_on_gpu(
         len(request.feed), batch_size, filled=request.subject.filled
     )
     with request.feed.samples() as samples:
-        callbacks = calibrator(
-            str(options.calibrator),
+        callbacks = calibrator_class(str(options.calibrator))(
             full_batches(samples, batch_size),
             batches=sample_count // batch_size,
             shapes=shapes,
@@ -238,7 +237,8 @@ def _tensorrt_fingerprint(
 def calibrator_from_cache(options: TensorrtOptions, cache: bytes) -> Callbacks:
     """Return a calibrator with a cache and no data; it reports if TensorRT refuses the cache."""
     algorithm = options.calibrator or "entropy2"
-    return calibrator(algorithm, (), batches=1, shapes={}, memory=HostMemory(), cache=cache)
+    memory = HostMemory()
+    return calibrator_class(algorithm)((), batches=1, shapes={}, memory=memory, cache=cache)
 
 
 def _calibration_batch(
