@@ -311,14 +311,10 @@ def find_target(path: Path, targets: Sequence[Target]) -> Target:
     options.
     """
     default_targets = [target_class() for target_class in TARGETS.values()]
-    target_by_suffix: dict[str, Target] = {}
     for target in (*targets, *default_targets):
-        for suffix in target.engines:
-            target_by_suffix.setdefault(suffix, target)
-    matching_suffixes = [suffix for suffix in target_by_suffix if path.name.endswith(suffix)]
-    if not matching_suffixes:
-        return OnnxRuntime()
-    return target_by_suffix[max(matching_suffixes, key=len)]
+        if path.name.endswith(target.engines):  # the suffixes of its engines
+            return target
+    return OnnxRuntime()
 
 
 def _add_openvino(sources: Mapping[str, _EngineSource]) -> dict[str, _EngineSource]:

@@ -140,7 +140,9 @@ def check(
     loaded = shipped.loaded
     labels = to_labels(labels)
     feed = loaded.open_samples(dataset, labels_by_folder=labels == BY_FOLDER)
-    reference, reference_notes = find_reference_model(loaded, None, dataset.source)
+    reference, reference_notes = find_reference_model(
+        loaded, float_model=None, images=dataset.source
+    )
     figures = measure_engines(
         reference,
         shipped.targets,

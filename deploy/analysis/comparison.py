@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -157,33 +157,6 @@ def _to_json(difference: TensorDifference) -> dict[str, object]:
         "operator": difference.operator,
         **values,
     }
-
-
-def _measure_pairs(
-    pairs: Mapping[str, str],
-    runs: Iterable[tuple[Tensors, Tensors, Tensors]],
-    batched_inputs: Collection[str],
-) -> AccuracyByTensor:
-    """Return the accuracy of every pair of float tensors; pairs of empty tensors are left out.
-
-    Args:
-        pairs: name of a tensor of the first model -> name of the second one's.
-        runs: (inputs, tensors of the first model, tensors of the second one) of each sample; each
-            model's tensors have the names in that model.
-        batched_inputs: names of the inputs whose first axis counts samples.
-    """
-    comparison: TensorComparison | None = None
-    for inputs, first_tensors, second_tensors in runs:
-        if comparison is None:  # which tensors hold floats is known from the first run on
-            float_pairs = dict(_select_float_pairs(pairs, first_tensors, second_tensors))
-            if not float_pairs:
-                return {}
-            comparison = TensorComparison(float_pairs, batched_inputs)
-        comparison.add(inputs, first_tensors, second_tensors)
-    if comparison is None:
-        return {}
-    accuracies = zip(comparison.pairs, comparison.result(), strict=True)
-    return {name: accuracy for name, accuracy in accuracies if not accuracy.empty}
 
 
 def _select_float_pairs(
@@ -360,7 +333,9 @@ def _compare_tensors(
     feed: Feed,
     threads: int | None,
 ) -> AccuracyByTensor:
-    """Compare all tensors in one pass, with those of one sample in memory at a time.
+    """Return first model's tensor -> the accuracy of its pair, of float tensors that are not empty.
+
+    All are compared in one pass, with the tensors of one sample in memory at a time.
 
     Args:
         first_model: the reference.
@@ -374,13 +349,22 @@ def _compare_tensors(
         copy_with_outputs(second_model, pairs.values()), threads=threads
     )
 
-    def run_samples() -> Iterator[tuple[Tensors, Tensors, Tensors]]:
-        with phase("comparing", len(feed), "samples") as show_progress, feed.samples() as samples:
-            for sample in samples:
-                yield sample, first_session.run(sample), second_session.run(sample)
-                show_progress()
-
-    return _measure_pairs(pairs, run_samples(), batch_inputs(feed.specs))
+    comparison: TensorComparison | None = None
+    with phase("comparing", len(feed), "samples") as show_progress, feed.samples() as samples:
+        for sample in samples:
+            first_tensors = first_session.run(sample)
+            second_tensors = second_session.run(sample)
+            if comparison is None:  # which tensors hold floats is known from the first run on
+                float_pairs = dict(_select_float_pairs(pairs, first_tensors, second_tensors))
+                if not float_pairs:
+                    return {}
+                comparison = TensorComparison(float_pairs, batch_inputs(feed.specs))
+            comparison.add(sample, first_tensors, second_tensors)
+            show_progress()
+    if comparison is None:
+        return {}
+    accuracies = zip(comparison.pairs, comparison.result(), strict=True)
+    return {name: accuracy for name, accuracy in accuracies if not accuracy.empty}
 
 
 def _make_difference(
@@ -413,18 +397,18 @@ def _make_difference(
 
 def _refuse_other_inputs(first_model: ModelProto, second_model: ModelProto) -> None:
     """Refuse models whose inputs differ in name or type."""
-    first_inputs = sorted(_describe_inputs(first_model))
-    second_inputs = sorted(_describe_inputs(second_model))
+    first_inputs = _describe_inputs(first_model)
+    second_inputs = _describe_inputs(second_model)
     if first_inputs != second_inputs:
         raise ConfigError(
-            f"models that are compared must have the same inputs, got {', '.join(first_inputs)} and"
-            f" {', '.join(second_inputs)}; compare a model with what was built from it"
+            f"models that are compared must have the same inputs, got {first_inputs} and"
+            f" {second_inputs}; compare a model with what was built from it"
         )
 
 
-def _describe_inputs(model: ModelProto) -> set[str]:
-    """Return name and type of the inputs without those that are weights, as in old models."""
-    descriptions = set()
+def _describe_inputs(model: ModelProto) -> str:
+    """Return name and type of each input, sorted, without the weights among them (old models)."""
+    descriptions = []
     for value in runtime_inputs(model.graph):
-        descriptions.add(f"{value.name} ({type_name(value.type.tensor_type.elem_type)})")
-    return descriptions
+        descriptions.append(f"{value.name} ({type_name(value.type.tensor_type.elem_type)})")
+    return ", ".join(sorted(descriptions))

@@ -6,8 +6,8 @@ With images, the float model and a model with the target's numerics each run eve
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,7 +89,7 @@ def _run_images(
         output_form, _ = derive_from_first(
             ((sample, run_float_model(sample)) for sample in samples), metric
         )
-    worst_images = _WorstImages(output_form)
+    worst_images = _WorstImages(output_form, feed.names)
 
     def run_models(_worker: int, _number: int, sample: Sample) -> tuple[Outputs, Outputs, Outputs]:
         """Return (inputs, float outputs, int8 outputs) of a sample."""
@@ -110,10 +110,7 @@ def _run_images(
         # several samples run at a time, but they are added one after the other, in order
         run_in_order(samples, run_models, add_sample, threads=threads)
 
-    return ImageResults(
-        samples=worst_images.count,
-        images=tuple(worst_images.name_images(feed.names)),
-    )
+    return ImageResults(samples=worst_images.count, images=worst_images.images)
 
 
 def _check_outputs(names: Sequence[str], candidate: ModelProto, path: Path) -> None:
@@ -131,31 +128,31 @@ def _select(arrays: Outputs, names: Sequence[str]) -> Outputs:
     return {name: arrays[name] for name in names if name in arrays}
 
 
-@dataclass(slots=True)
 class _WorstImages:
-    """The images of lowest SQNR so far, by their index in the feed.
+    """The images of lowest SQNR so far.
 
     Attributes:
-        form: slices and task of the outputs.
         count: number of images so far.
     """
 
-    form: OutputForm
-    count: int = 0
-    _worst: list[tuple[float, int, ImageLoss]] = field(default_factory=list)
+    def __init__(self, form: OutputForm, names: Sequence[str]) -> None:
+        """Start without images; `names`: of all images, in the order in which they are added."""
+        self._form = form
+        self._names = names
+        self._worst: list[tuple[float, ImageLoss]] = []  # (rank, loss), the lowest rank first
+        self.count = 0
+
+    @property
+    def images(self) -> tuple[ImageLoss, ...]:
+        """The images, the worst first."""
+        return tuple(loss for _, loss in self._worst)
 
     def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         """Add one image."""
-        rank, loss = self._measure(inputs, reference, candidate)
-        self._worst.append((rank, self.count, loss))
-        self._worst.sort(key=lambda entry: entry[:2])
+        self._worst.append(self._measure(inputs, reference, candidate))
+        self._worst.sort(key=lambda entry: entry[0])  # equal ones stay in the order of images
         del self._worst[_MAX_IMAGES:]
         self.count += 1
-
-    def name_images(self, names: Sequence[str]) -> Iterator[ImageLoss]:
-        """Yield the images with their names, the worst first."""
-        for _, index, loss in self._worst:
-            yield replace(loss, name=names[index])
 
     def _measure(
         self, inputs: Outputs, reference: Outputs, candidate: Outputs
@@ -168,15 +165,16 @@ class _WorstImages:
         worst_label, worst_db = self._find_worst_slice(inputs, reference, candidate)
         rank = sqnr_sort_key(worst_db) if worst_label else math.inf
         task_text = ""
-        if self.form.task is not None:
-            tally = self.form.task.tally()
+        if self._form.task is not None:
+            tally = self._form.task.tally()
             tally.add(inputs, reference, candidate)
             figure = tally.result()
             if figure is not None:
                 task_text = figure.count
                 if not worst_label and not math.isnan(figure.value):
                     rank = figure.value
-        return rank, ImageLoss(name="", part=worst_label, sqnr_db=worst_db, task=task_text)
+        name = self._names[self.count]
+        return rank, ImageLoss(name=name, part=worst_label, sqnr_db=worst_db, task=task_text)
 
     def _find_worst_slice(
         self, inputs: Outputs, reference: Outputs, candidate: Outputs
@@ -184,13 +182,13 @@ class _WorstImages:
         """Return (label, SQNR) of the output slice of lowest SQNR; ("", NaN) without slices."""
         worst_label = ""
         worst_db = math.nan
-        for output_slice in self.form.parts:
+        for output_slice in self._form.parts:
             label = output_slice.label
             error = RunningError(label)
             # the values of both models are weighted by the scores of the float model (`reference`)
             error.add(
-                self.form.slice_values(output_slice, reference, inputs, reference),
-                self.form.slice_values(output_slice, candidate, inputs, reference),
+                self._form.slice_values(output_slice, reference, inputs, reference),
+                self._form.slice_values(output_slice, candidate, inputs, reference),
             )
             db = error.result().sqnr_db
             if not worst_label or sqnr_sort_key(db) < sqnr_sort_key(worst_db):

@@ -60,12 +60,12 @@ class TargetInspection:
 
     def _node_groups(self) -> Iterator[str]:
         """Yield the number of nodes of each precision, operator and reason."""
-        counts: Counter[tuple[bool, str, str, str]] = Counter()
-        for node in self.nodes:
-            counts[not node.quantized, _precision(node), node.op, node.reason] += 1
-        # quantized nodes first, the most frequent kinds before the others
-        groups = sorted(counts.items(), key=lambda group: (group[0][0], -group[1]))
-        for (_, precision, op, reason), count in groups[:_MAX_ROWS]:
+        groups: list[tuple[tuple[str, str, str], int]] = []
+        for is_quantized in (True, False):  # quantized nodes first, then the others
+            nodes = [node for node in self.nodes if node.quantized == is_quantized]
+            counts = Counter((_precision(node), node.op, node.reason) for node in nodes)
+            groups += counts.most_common()
+        for (precision, op, reason), count in groups[:_MAX_ROWS]:
             line = f"  {precision:6} {count:4} {op}"
             if reason:
                 line += f": {reason}"

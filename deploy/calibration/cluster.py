@@ -251,7 +251,7 @@ def observe_on(
         BackendError: no scheduler, no worker, other versions there, or all workers were lost.
         Calib8Error: an error on a worker, which is named.
     """
-    all_images = feed.get_share((1, 1))  # refuses images that cannot be split
+    all_images = feed.get_share((1, 1))  # one share of all; refuses images that cannot be split
     job = make_job(cluster, observations, feed, subject=subject, images=images, limit=limit)
     merger = ShardMerger(observations, feed, job.identities)
     with connect_client(cluster.address) as client:
@@ -276,14 +276,22 @@ def observe_on(
 
 
 def _count_pieces(cluster: Cluster, feed: Feed, all_images: Share, threads: int) -> int:
-    """Return how many pieces the images are split into."""
+    """Return how many pieces the images are split into.
+
+    Args:
+        cluster: the scheduler and its options.
+        feed: the images.
+        all_images: one share of all images.
+        threads: number of threads of all workers.
+    """
     if cluster.pieces is not None:
         return cluster.pieces
     count = all_images.count
     pieces = max(_PIECES_PER_THREAD * threads, -(-count // _MAX_PIECE_SAMPLES))
     if cluster.sends_images:
-        (sample,) = feed.read_share(replace(all_images, of=count))
-        pieces = max(pieces, -(-count * sample.byte_count // _MAX_PIECE_BYTES))
+        # the first image, which is share 1 of as many shares as there are images
+        (first_sample,) = feed.read_share(replace(all_images, of=count))
+        pieces = max(pieces, -(-count * first_sample.byte_count // _MAX_PIECE_BYTES))
     return min(count, pieces)
 
 

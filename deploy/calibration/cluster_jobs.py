@@ -171,6 +171,7 @@ def make_job(
     model_path = ""
     if cluster.send not in ("model", "all"):
         model_path = _shared_model_path(subject, observations)
+    # a worker makes a variant of the model from its file, or has it in the job
     sendable_observations: list[Observation] = []
     for variant, variant_observations in group_by_variant(observations).items():
         if model_path:

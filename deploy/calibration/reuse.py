@@ -226,6 +226,10 @@ def _decide(
     observations: tuple[Observation, ...],
     stop_rule: StabilityRule | None,
 ) -> CacheDecision:
+    """Return what one cache holds of the observations; nothing if it cannot be used.
+
+    The arguments are those of `check_cache`.
+    """
     try:
         stored = _load_cache(policy, stop_rule)
         count = None if stop_rule is None else stored.count

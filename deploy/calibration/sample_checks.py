@@ -91,7 +91,9 @@ class Peaks:
         """
         rows = []
         for key, peaks in sorted(self._largest.items()):
-            largest = sorted((amax, positions[-number - 1]) for amax, number in peaks)
+            largest = sorted(
+                (amax, positions[-negative_number - 1]) for amax, negative_number in peaks
+            )
             rows.append((*key, self._sample_counts[key], tuple(largest)))
         return rows
 

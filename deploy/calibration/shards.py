@@ -442,11 +442,11 @@ class _MergedFeed(Feed):
             skip_bad=bool(images["skip_bad"]),
             skipped=skipped,
         )
-        self._in_json = first_shard.made_from.preprocess
+        self._preprocess_json = first_shard.made_from.preprocess
 
     def manifest(self, first: int | None = None) -> dict[str, Any]:
         """Return the manifest that one run over all samples would write."""
-        return {**super().manifest(first), "preprocess": dict(self._in_json) or None}
+        return {**super().manifest(first), "preprocess": dict(self._preprocess_json) or None}
 
 
 def _merge_feeds(shards: Sequence[Shard]) -> Feed:

@@ -38,9 +38,9 @@ ScaleByKey = Mapping[Key, Scale]
 
 
 def range_difference(first_scale: Scale | None, second_scale: Scale | None) -> float:
-    """Return the difference as a share of the wider range; 1 if only one half has a range."""
+    """Return the difference as a share of the wider range; 1 if a half has no range."""
     if first_scale is None or second_scale is None:
-        return float(first_scale is not second_scale)
+        return 1.0
     end_shift = max(abs(first_scale.lo - second_scale.lo), abs(first_scale.hi - second_scale.hi))
     width = max(first_scale.hi - first_scale.lo, second_scale.hi - second_scale.lo)
     threshold_shift = abs(first_scale.amax - second_scale.amax)
@@ -112,24 +112,28 @@ class StabilityMonitor:
         self._last_agreement: HalvesAgreement | None = None
         self._agreements_in_row = 0
 
-    def is_enough(self, samples: int, new: ObservedStatistics, total: ObservedStatistics) -> bool:
-        """Compare the ranges of the first half of the samples with those of the second half.
+    def is_enough(
+        self,
+        samples: int,
+        second_half_statistics: ObservedStatistics,
+        total_statistics: ObservedStatistics,
+    ) -> bool:
+        """Return whether the samples are enough: their halves agreed at several checks in a row.
 
-        Return whether the samples are enough: the ranges agreed at several checks in a row.
-
-        `samples`: number of samples so far, twice that of the last check.
-        `new`: statistics of the samples since the last check. `total`: those of all samples.
+        Args:
+            samples: number of samples so far, twice that of the last check.
+            second_half_statistics: statistics of the samples since the last check.
+            total_statistics: statistics of all samples so far.
         """
         if self._scales_at_last_check:
-            self._last_agreement = self._compare(
-                self._scales_at_last_check, self._search(new), samples
-            )
+            second_half = self._search(second_half_statistics)
+            self._last_agreement = self._compare(self._scales_at_last_check, second_half, samples)
             self._agreements_in_row += 1
             if not self._last_agreement.is_enough:
                 self._agreements_in_row = 0
             self.stopped = self._agreements_in_row >= _AGREEMENTS_TO_STOP
         self.samples = samples
-        self._scales_at_last_check = {} if self.stopped else self._search(total)
+        self._scales_at_last_check = {} if self.stopped else self._search(total_statistics)
         return self.stopped
 
     def end(self, samples: int) -> HalvesAgreement | None:

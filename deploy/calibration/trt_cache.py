@@ -43,6 +43,7 @@ MINMAX = "MinMaxCalibration"
 LEGACY = "LegacyCalibration"
 _HEADER = re.compile(r"TRT-([0-9]{4,6})-([A-Za-z]+[0-9]*)")
 _LEGACY_HEADER = re.compile(r"0([0-9a-f]{32})")
+_LEGACY_CUTOFF = 1.0  # regression cutoff of TensorRT's legacy calibrator by default
 _HEX = re.compile(r"[0-9A-Fa-f]{1,8}")
 _VERSION = re.compile(r"([0-9]{1,2})\.([0-9]{1,2})\.([0-9]{1,2})(?:\.[0-9]+)?")
 
@@ -264,29 +265,20 @@ def relabel(
 ) -> CalibrationCache:
     """Return the same entries with the header of another TensorRT version or algorithm.
 
-    The legacy form has no version label, so without a new algorithm it is returned unchanged.
+    The legacy form has no version label, so it is returned unchanged without another algorithm.
     """
-    header = cache.header
-    if header.label is None and algorithm is None:
-        version_label(version)  # raises CacheError if it is no version
+    header = _make_header(version, algorithm or cache.header.algorithm)
+    if header.label is None and cache.header.label is None:  # both are in the legacy form
         return cache
-    quantile = header.quantile
-    cutoff = header.cutoff
-    if quantile is None or cutoff is None:  # only legacy headers have them
-        quantile = QUANTILE
-        cutoff = 1.0
-    new_header = _make_header(version, algorithm or header.algorithm, quantile, cutoff)
-    return replace(cache, header=replace(new_header, end=header.end))
+    return replace(cache, header=replace(header, end=cache.header.end))
 
 
-def _make_header(
-    version: str, algorithm: str, quantile: float = QUANTILE, cutoff: float = 1.0
-) -> Header:
-    """Return the first line of a cache; only that of the legacy algorithm has the two numbers."""
+def _make_header(version: str, algorithm: str) -> Header:
+    """Return the first line of a cache; that of the legacy algorithm has its default parameters."""
     label = version_label(version)
     text = f"TRT-{label}-{algorithm}"
     if algorithm == LEGACY:
-        text = "0" + struct.pack(">dd", cutoff, quantile).hex()
+        text = "0" + struct.pack(">dd", _LEGACY_CUTOFF, QUANTILE).hex()
     header = _parse_header(text, "\n")
     if header is None:
         raise CacheError(f"an algorithm is a word such as {ENTROPY2}, got {algorithm!r}")

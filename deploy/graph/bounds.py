@@ -447,16 +447,16 @@ def _describe_vanishing(graph: Graph, node: onnx.NodeProto) -> str:
 
 def _max_magnitude(graph: Graph, name: str) -> float:
     """Return the largest |x| of a float constant, or of what a Q/DQ pair holds; 0 without these."""
-    steps = 1.0
+    multiple = 1.0  # of the constant: a pair holds up to 127 times its scale
     pair_nodes = [graph.find_producer(name, "DequantizeLinear")]
     pair_nodes += [node for node in graph.readers.get(name, ()) if node.op_type == "QuantizeLinear"]
     for node in filter(None, pair_nodes):
         name = node.input[1]
-        steps = INT8.qmax  # its scale
+        multiple = INT8.qmax
     constant = graph.initializers.get(name)
     if constant is None or constant.data_type != FLOAT:
         return 0.0
-    return steps * float(np.abs(numpy_helper.to_array(constant)).max(initial=0.0))
+    return multiple * float(np.abs(numpy_helper.to_array(constant)).max(initial=0.0))
 
 
 def _float_name(name: str) -> str:

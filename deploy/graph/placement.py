@@ -236,7 +236,8 @@ def reads_int8(
     inputs = graph.data_inputs(node)
     skip_branches = int8_inputs(graph, node, heavy)
     fused_inputs = [name for name in inputs if name not in skip_branches]
-    return all(name in int8_tensors for name in fused_inputs or inputs)
+    required_inputs = fused_inputs or inputs
+    return all(name in int8_tensors for name in required_inputs)
 
 
 def reads_float_concat(graph: Graph, node: onnx.NodeProto, int8_tensors: Collection[str]) -> bool:
