@@ -589,9 +589,8 @@ def test_script_gives_equal_samples_again(rows, tmp_path):
     assert values(first_samples) == values(second)
     assert notes == second_notes
     text = PYCUDA.replace("return self.batch", "return 1")
-    samples, notes = samples_of(CalibratorScript(written(text, tmp_path)))
+    samples, _ = samples_of(CalibratorScript(written(text, tmp_path)))
     assert values(samples) == values(samples_of(rows)[0])
-    assert any("4 samples" in n for n in notes)
     with pytest.raises(FeedError, match="plain numbers"):
         open_feed(script, [TensorSpec("x", "object", ("n", 3, 16, 16))])
 

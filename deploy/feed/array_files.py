@@ -18,9 +18,10 @@ import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 
@@ -37,7 +38,7 @@ from deploy.feed.file_list import FileList, ImageFile
 from deploy.feed.images import printable_name, suffix_of
 from deploy.feed.preprocess import describe
 from deploy.feed.temporary_arrays import Item
-from deploy.files.archives import HEADER_LOCK, check_archive, read_array_header
+from deploy.files.archives import check_archive, read_array_header
 from deploy.files.guard import add_input_file
 from deploy.files.reading import open_regular_file, refuse_irregular
 from deploy.tensors import Array, TensorSpec
@@ -71,29 +72,6 @@ class ArrayFileContents:
 
     item: Item
     labels: tuple[int, ...] | None = None
-
-
-def open_array_file(path: Path, specs: Specs) -> ArraySource:
-    """Return the samples of one file of arrays, memory-mapped unless it is compressed.
-
-    Raises:
-        FeedError: the file is damaged, holds objects, or does not fit the inputs.
-    """
-    name = printable_name(path.name)
-    add_input_file(path)
-    contents = read_arrays(path, specs)
-    counter = SampleCounter(specs)  # the file is the only item, of any number of samples
-    counter.add(contents.item, name)
-    if not counter.total:
-        raise FeedError(f"{name} must hold samples, got none")
-    return ArraySource(
-        specs=counter.specs,
-        items=[contents.item],
-        item_ends=counter.item_ends,
-        batch=counter.batch,
-        name=name,
-        labels=contents.labels,
-    )
 
 
 def open_array_files(files: FileList, specs: Specs, name: str, *, skip_bad: bool) -> ArraySource:
@@ -179,23 +157,28 @@ def _open_subfolders(files: FileList, specs: Specs, title: str, *, skip_bad: boo
     return _open_items(items, stems, specs, title, skip_bad=skip_bad)
 
 
-@dataclass(frozen=True)
 class FileItems:
-    """Items in files, each read when needed.
+    """Items in files, each read when needed. The last one stays open: it may hold many samples."""
 
-    Attributes:
-        paths: per item, input name -> its file, or "" -> the file of all inputs.
-        specs: the arrays of a sample.
-    """
+    def __init__(self, paths: Sequence[Mapping[str, Path]], specs: Specs) -> None:
+        """Open no file yet.
 
-    paths: tuple[Mapping[str, Path], ...]
-    specs: Specs
+        Args:
+            paths: per item, input name -> its file, or "" -> the file of all inputs.
+            specs: the arrays of a sample.
+        """
+        self._paths = paths
+        self._specs = specs
+        self._read_last = lru_cache(maxsize=1)(self._read)
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return len(self._paths)
 
     def __getitem__(self, index: int, /) -> Item:
-        return _read_item(self.paths[index], self.specs).item
+        return self._read_last(index)
+
+    def _read(self, index: int) -> Item:
+        return _read_item(self._paths[index], self._specs).item
 
 
 def _open_items(
@@ -237,7 +220,7 @@ def _open_items(
         raise FeedError(f"{name} must hold samples, got none")
     return ArraySource(
         specs=counter.specs,
-        items=FileItems(tuple(paths), counter.specs),
+        items=FileItems(paths, counter.specs),
         item_ends=counter.item_ends,
         batch=counter.batch,
         name=name,
@@ -247,7 +230,7 @@ def _open_items(
 
 
 def _read_item(paths: Mapping[str, Path], specs: Specs) -> ArrayFileContents:
-    """Read the file of all inputs, or one file per input, see `FileItems.paths`."""
+    """Read the file of all inputs, or one file per input, see `FileItems`."""
     for path in paths.values():
         add_input_file(path)
     if "" in paths:
@@ -360,13 +343,8 @@ def _load_raw(path: Path, specs: Specs) -> Array:
 
 def _load_npy(path: Path) -> Array:
     """Memory-map an .npy file."""
-    refuse_irregular(path, what="an .npy file", error=FeedError)
-    with HEADER_LOCK:
-        array: Any = np.load(path, mmap_mode="r", allow_pickle=False)
-    if not isinstance(array, np.ndarray):
-        array.close()
-        raise ValueError("it is an .npz archive under the name .npy")
-    return array
+    with open_regular_file(path, what="an .npy file", error=FeedError) as file:
+        return _map_array(file, os.fstat(file.fileno()).st_size)
 
 
 def _load_npz(path: Path) -> dict[str, Array]:
@@ -377,7 +355,7 @@ def _load_npz(path: Path) -> dict[str, Array]:
         with zipfile.ZipFile(file) as archive:
             for entry in archive.infolist():
                 if entry.compress_type == zipfile.ZIP_STORED:
-                    array = _map_entry(path, file, entry)
+                    array = _map_entry(file, entry)
                 else:
                     with archive.open(entry) as stream:
                         array = _unpack(stream, entry.file_size)
@@ -387,17 +365,14 @@ def _load_npz(path: Path) -> dict[str, Array]:
 
 def _unpack(stream: IO[bytes], max_bytes: int) -> Array:
     """Unpack a compressed entry into a temporary file without a name, and map it."""
-    shape, is_fortran, dtype = read_array_header(stream, max_bytes)
-    if 0 in shape or not shape:
-        return np.frombuffer(stream.read(dtype.itemsize * prod(shape)), dtype).reshape(shape)
     with tempfile.TemporaryFile(prefix="calib8-feed-") as file:
         shutil.copyfileobj(stream, file, _COPY_CHUNK_BYTES)
-        file.flush()
-        return np.memmap(file, dtype, "r", 0, shape, "F" if is_fortran else "C")
+        file.seek(0)
+        return _map_array(file, max_bytes)
 
 
-def _map_entry(path: Path, file: IO[bytes], entry: zipfile.ZipInfo) -> Array:
-    """Memory-map an uncompressed entry of the archive `file`, which lies at `path`.
+def _map_entry(file: IO[bytes], entry: zipfile.ZipInfo) -> Array:
+    """Memory-map an uncompressed entry of the archive `file`.
 
     Its .npy bytes follow the entry's local header, whose two last fields are the sizes of the name
     and of the extra field behind it.
@@ -406,7 +381,20 @@ def _map_entry(path: Path, file: IO[bytes], entry: zipfile.ZipInfo) -> Array:
     local_header = file.read(_LOCAL_HEADER_BYTES)
     name_bytes, extra_bytes = struct.unpack_from("<HH", local_header, 26)
     file.seek(name_bytes + extra_bytes, os.SEEK_CUR)
-    shape, is_fortran, dtype = read_array_header(file, entry.file_size)
-    if 0 in shape or not shape:
-        return np.fromfile(file, dtype, count=prod(shape)).reshape(shape)
-    return np.memmap(path, dtype, "r", file.tell(), shape, "F" if is_fortran else "C")
+    return _map_array(file, entry.file_size)
+
+
+def _map_array(file: IO[bytes], max_bytes: int) -> Array:
+    """Memory-map the array whose .npy bytes begin at the position of a file.
+
+    Args:
+        file: an open file of the system, which may be closed afterwards.
+        max_bytes: upper bound of the size of its .npy bytes.
+
+    Raises:
+        ValueError: see `read_array_header`; or the file ends before.
+    """
+    shape, is_fortran, dtype = read_array_header(file, max_bytes)
+    if 0 in shape:  # nothing to map
+        return np.zeros(shape, dtype)
+    return np.memmap(file, dtype, "r", file.tell(), shape, "F" if is_fortran else "C")

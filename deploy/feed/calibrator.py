@@ -60,9 +60,7 @@ class CalibratorBatches:
         self._expected_batch_size = rows_of_run(specs) if batch_size == 1 else batch_size
         self._batch_count = 0  # batches so far, the current one included
         self._must_be_last = False  # whether no batch may follow the current one
-        # samples in batches of another size than expected
         self._size_by_short_batch: dict[int, int] = {}  # number of the batch -> its samples
-        self._largest_oversized_batch = 0
 
     @property
     def batch_title(self) -> str:
@@ -71,7 +69,7 @@ class CalibratorBatches:
 
     @property
     def notes(self) -> list[str]:
-        """Notes on batches whose size differs from `get_batch_size`."""
+        """Notes on batches of fewer samples than `get_batch_size`."""
         notes = []
         if self._size_by_short_batch:
             first_size, *_ = self._size_by_short_batch.values()
@@ -80,12 +78,6 @@ class CalibratorBatches:
                 f" {len(self._size_by_short_batch)} of its {self._batch_count} batches"
                 f" ({first_size} for the first of them): only those are used, whereas"
                 " TensorRT would read old samples after them again"
-            )
-        if self._largest_oversized_batch:
-            notes.append(
-                f"get_batch_size of {self._script_title} says 1, and up to"
-                f" {self._largest_oversized_batch} samples were copied for a batch: all of them are"
-                " used"
             )
         return notes
 
@@ -254,7 +246,7 @@ class CalibratorBatches:
         )
 
     def _accept_other_count(self, count: int, *, is_larger: bool, has_known_dtype: bool) -> bool:
-        """Return whether a batch of another size than expected is accepted, and record its size.
+        """Return whether a batch of another size than expected is accepted; record a smaller one.
 
         A larger batch is accepted if the dtype of its values is known and get_batch_size says 1.
 
@@ -268,10 +260,7 @@ class CalibratorBatches:
             has_known_dtype: whether the dtype of the copied bytes is known.
         """
         if is_larger:
-            if not has_known_dtype or self._declared_batch_size > 1:
-                return False
-            self._largest_oversized_batch = max(self._largest_oversized_batch, count)
-            return True
+            return has_known_dtype and self._declared_batch_size == 1
         if not has_known_dtype:
             if self._batch_count == 0:
                 return False

@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePath
 
 import numpy as np
@@ -230,8 +231,8 @@ def apply_labels(
         labels.find_objects(name)  # raises if the image is not annotated
     sizes = _find_image_sizes(labels, evaluation)
     note = _note_unlabelled(labels, evaluation)
-    objects = _ObjectsInInput(labels, evaluation, sizes)
-    return GroundTruth(objects.of_sample, labels.categories, (note,) if note else ())
+    objects_of_image = partial(_objects_in_input, labels, evaluation, sizes)
+    return GroundTruth(objects_of_image, labels.categories, (note,) if note else ())
 
 
 def _order_labels(lines: FileList, image_names: Iterable[str]) -> Sequence[int]:
@@ -328,38 +329,30 @@ def _refuse_other_shape(name: str, size: Size, annotated_size: Size) -> None:
         )
 
 
-class _ObjectsInInput:
-    """The objects of a feed's good images; bad ones drop out while the feed is read."""
+def _objects_in_input(
+    annotations: Annotations, feed: Feed, sizes: Mapping[str, Size], number: int
+) -> Objects:
+    """Return the objects of an image, with boxes in pixels of the model's input.
 
-    def __init__(self, annotations: Annotations, feed: Feed, sizes: Mapping[str, Size]) -> None:
-        """Args: sizes: by name, of the images whose annotations have another size, or none."""
-        self._sizes = sizes
-        self._annotations = annotations
-        self._feed = feed
-        self._names: tuple[str, ...] = ()  # of the images that are good
-        self._good_count = -1  # their number
-
-    def of_sample(self, number: int) -> Objects:
-        """Return the objects of an image, with boxes in pixels of the model's input.
-
-        `number`: of the image, from 0, among those that are not known to be bad.
-        """
-        if self._good_count != self._feed.count:  # another image turned out to be bad
-            self._good_count = self._feed.count
-            self._names = self._feed.names
-        name = self._names[number]
-        preprocess = self._feed.preprocess
-        assert preprocess is not None
-        annotation = self._annotations.find_objects(name)
-        # where annotations have no size, their boxes are shares of the sides
-        annotated_height, annotated_width = annotation.size or (1, 1)
-        size = self._sizes.get(name, (annotated_height, annotated_width))
-        # from pixels of the annotated image, or shares, to pixels of the image, then of the input
-        x_scale = size[1] / annotated_width
-        y_scale = size[0] / annotated_height
-        boxes = annotation.boxes * np.array([x_scale, y_scale, x_scale, y_scale])
-        return replace(
-            annotation,
-            boxes=boxes_to_input(boxes, size, preprocess),
-            size=with_image_size(preprocess, size).input_size,
-        )
+    Args:
+        annotations: of all images of the feed.
+        feed: the images.
+        sizes: name -> (height, width), of the images whose annotations have another size, or none.
+        number: of the image, from 0, among those that are not known to be bad.
+    """
+    name = feed.good_name(number)
+    preprocess = feed.preprocess
+    assert preprocess is not None
+    annotation = annotations.find_objects(name)
+    # where annotations have no size, their boxes are shares of the sides
+    annotated_height, annotated_width = annotation.size or (1, 1)
+    size = sizes.get(name, (annotated_height, annotated_width))
+    # from pixels of the annotated image, or shares, to pixels of the image, then of the input
+    x_scale = size[1] / annotated_width
+    y_scale = size[0] / annotated_height
+    boxes = annotation.boxes * np.array([x_scale, y_scale, x_scale, y_scale])
+    return replace(
+        annotation,
+        boxes=boxes_to_input(boxes, size, preprocess),
+        size=with_image_size(preprocess, size).input_size,
+    )

@@ -21,11 +21,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from deploy.errors import ConfigError, FeedError
-from deploy.feed.array_files import (
-    open_array_file,
-    open_array_files,
-    open_array_folder,
-)
+from deploy.feed.array_files import open_array_files, open_array_folder
 from deploy.feed.arrays import ArraySource, count_samples
 from deploy.feed.batch_axis import AUTO, mark_first_axes, rows_of_run
 from deploy.feed.calibrator import CalibratorScript
@@ -351,13 +347,8 @@ class _SourceOpener:
         Raises:
             FeedError: a file does not fit the inputs, unless `skip_bad`; or there are no samples.
         """
-        first_file = files.file_list[0]
         if files.folder is not None:
             arrays = open_array_folder(files.folder, files.file_list, specs, skip_bad=skip_bad)
-        # one file may hold all samples; a label in a list of files applies to a file's samples, and
-        # a line of a file for each input is no path
-        elif len(files.file_list) == 1 and first_file.label is None and first_file.path.exists():
-            arrays = open_array_file(first_file.path, specs)
         else:
             arrays = open_array_files(files.file_list, specs, files.name, skip_bad=skip_bad)
         return replace(arrays, notes=(*files.notes, *arrays.notes))

@@ -18,13 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from deploy.errors import FeedError
+from deploy.errors import FeedError, counted
 from deploy.feed.arrays import (
     LABEL_KEYS,
     ArraySource,
     SampleCounter,
     Specs,
-    arrays_by_input,
     as_array,
     count_samples,
     with_batch,
@@ -232,19 +231,18 @@ class MatchedItem:
 
     Attributes:
         arrays: the inputs.
-        unused_names: of the values that belong to no input, such as "value 2"; the first few.
-        label: the value among these that may be labels; None without one.
-        label_name: its name.
+        unused_values: name -> value that belongs to no input, such as "value 2"; the names of a
+            mapping are quoted.
+        label_name: which of these values may be labels; empty if none of them.
     """
 
     arrays: Item
-    unused_names: tuple[str, ...] = ()
-    label: object = None
-    label_name: str = ""
+    unused_values: Mapping[str, object]
+    label_name: str
 
 
 def match_inputs(value: object, specs: Specs, item_name: str) -> MatchedItem:
-    """Return the inputs in an item of an iterable, and the names of everything else it holds.
+    """Return the inputs in an item of an iterable, and everything else it holds.
 
     ::
 
@@ -261,89 +259,71 @@ def match_inputs(value: object, specs: Specs, item_name: str) -> MatchedItem:
     Raises:
         FeedError: the item is none of these, or a tuple in which the inputs are ambiguous.
     """
+    elements: Sequence[Any] = [value]
     if isinstance(value, tuple | list) and not _is_nested_numbers(value):
-        return _match_tuple(value, specs, item_name)
-    if isinstance(value, Mapping):
-        return _match_mapping(value, specs, item_name)
-    array_without_name = {"": as_array(value, item_name)}
-    return MatchedItem(arrays_by_input(array_without_name, specs, item_name))
+        elements = value
+    unused_values: dict[str, object] = {}
+    label_name = ""
+    if elements and isinstance(elements[0], Mapping):
+        mapping = elements[0]
+        arrays = _take_by_name(mapping, specs, item_name)
+        for name, unused_value in mapping.items():
+            if name not in arrays:
+                unused_values[repr(str(name))] = unused_value
+        label_names = (repr(key) for key in LABEL_KEYS if repr(key) in unused_values)
+        label_name = next(label_names, "")
+        input_count = 1  # elements that hold inputs
+    else:
+        arrays = _take_in_order(elements, specs, item_name)
+        input_count = len(specs)
+
+    for position in range(input_count, len(elements)):
+        unused_values[f"value {position + 1}"] = elements[position]
+    if len(elements) == input_count + 1:
+        label_name = f"value {len(elements)}"
+    return MatchedItem(arrays, unused_values, label_name)
 
 
-def _match_tuple(value: Sequence[Any], specs: Specs, item_name: str) -> MatchedItem:
-    """Return the inputs in a tuple or list, and the names of its other values.
+def _take_by_name(mapping: Mapping[Any, Any], specs: Specs, item_name: str) -> Item:
+    """Return the inputs in a mapping by name.
 
-    A mapping as the first element holds all inputs by name; else the first elements are the inputs
-    in order. Elements after them are labels or other values.
+    Raises:
+        FeedError: it lacks an input.
     """
-    if value and isinstance(value[0], Mapping):
-        matched = _match_mapping(value[0], specs, item_name)
-        if len(value) == 1:
-            return matched
-        return _with_unused_elements(
-            matched.arrays, value[1:], first_position=2, names=matched.unused_names
-        )
-
-    length_text = f"{type(value).__name__} of {len(value)}"
-    if len(value) < len(specs):
+    input_names = [spec.name for spec in specs]
+    if any(name not in mapping for name in input_names):
         raise FeedError(
-            f"{item_name} must hold the inputs {[spec.name for spec in specs]}, got a"
-            f" {length_text}; give a dict of arrays by input name"
+            f"{item_name} must name the inputs {input_names}, got {sorted(map(str, mapping))};"
+            " name its arrays as the model does"
         )
-    arrays = [as_array(element, item_name) for element in value[: len(specs)]]
-    unused_elements = value[len(specs) :]
+    return {name: as_array(mapping[name], item_name) for name in input_names}
+
+
+def _take_in_order(elements: Sequence[Any], specs: Specs, item_name: str) -> Item:
+    """Return the inputs that the first elements of a tuple or list are.
+
+    Raises:
+        FeedError: there are fewer elements than inputs, or they may be samples in place of inputs.
+    """
+    count_text = counted(len(elements), "value")
+    input_names = [spec.name for spec in specs]
+    if len(elements) < len(specs):
+        raise FeedError(
+            f"{item_name} must hold the inputs {input_names}, got {count_text}; give a dict of"
+            " arrays by input name"
+        )
+    arrays = [as_array(element, item_name) for element in elements[: len(specs)]]
     # a further array of the first one's shape means a list of samples, not one sample with labels;
     # single numbers and vectors may be labels
     shape = arrays[0].shape
-    if len(shape) > 1 and any(getattr(e, "shape", None) == shape for e in unused_elements):
+    other_shapes = [getattr(element, "shape", None) for element in elements[len(specs) :]]
+    if len(shape) > 1 and shape in other_shapes:
         raise FeedError(
-            f"{item_name} must distinguish its inputs from its other values, got a {length_text}"
-            f" with several of the shape {list(shape)}; give one array per sample, or a dict of"
-            " arrays by input name"
+            f"{item_name} must distinguish its inputs from its other values, got {count_text},"
+            f" several of the shape {list(shape)}; give one array per sample, or a dict of arrays"
+            " by input name"
         )
-    item = {spec.name: array for spec, array in zip(specs, arrays, strict=True)}
-    return _with_unused_elements(item, unused_elements, first_position=len(specs) + 1)
-
-
-def _with_unused_elements(
-    arrays: Item,
-    elements: Sequence[object],
-    *,
-    first_position: int,
-    names: tuple[str, ...] = (),
-) -> MatchedItem:
-    """Return an item of a tuple with the names of its elements that belong to no input.
-
-    These are called "value 3" and so on. If there is only one, it is taken for labels.
-
-    Args:
-        arrays: the inputs.
-        elements: those after the inputs.
-        first_position: position of the first of them in the item, from 1.
-        names: of further values that belong to no input.
-    """
-    named_count = min(len(elements), _MAX_IGNORED_NAMES)  # the note on them stays short
-    positions = range(first_position, first_position + named_count)
-    all_names = (*names, *(f"value {position}" for position in positions))
-    if len(elements) != 1:
-        return MatchedItem(arrays, all_names)
-    return MatchedItem(arrays, all_names, label=elements[0], label_name=all_names[-1])
-
-
-def _match_mapping(value: Mapping[Any, Any], specs: Specs, item_name: str) -> MatchedItem:
-    """Return the inputs of a mapping by name; the first value of `LABEL_KEYS` may be labels."""
-    input_names = [spec.name for spec in specs]
-    if any(name not in value for name in input_names):
-        raise FeedError(
-            f"{item_name} must name the inputs {input_names}, got {sorted(map(str, value))};"
-            " name its arrays as the model does"
-        )
-    item = {name: as_array(value[name], item_name) for name in input_names}
-    unused_names = [repr(str(name)) for name in value if name not in input_names]
-    shown_names = tuple(unused_names[:_MAX_IGNORED_NAMES])
-    for key in LABEL_KEYS:
-        if key in value and key not in input_names:
-            return MatchedItem(item, shown_names, label=value[key], label_name=repr(key))
-    return MatchedItem(item, shown_names)
+    return dict(zip(input_names, arrays, strict=True))
 
 
 def read_item_labels(value: object, count: int) -> list[int] | None:
@@ -372,8 +352,9 @@ class _UnusedValues:
 
     def add(self, matched: MatchedItem, sample_count: int) -> None:
         """Add the values of an item."""
-        self._names |= dict.fromkeys(matched.unused_names)
-        labels = read_item_labels(matched.label, sample_count)
+        self._names |= dict.fromkeys(matched.unused_values)
+        label_value = matched.unused_values.get(matched.label_name)
+        labels = read_item_labels(label_value, sample_count)
         if labels is None:
             self._is_labelled = False
         else:
@@ -392,8 +373,9 @@ class _UnusedValues:
             yield f"labels: {' or '.join(label_names)} of each item"
         ignored_names = [name for name in self._names if name not in label_names]
         if ignored_names:
+            shown_names = ", ".join(ignored_names[:_MAX_IGNORED_NAMES])
             yield (
-                f"ignored: {', '.join(ignored_names)} of each item, which no input takes; labels"
+                f"ignored: {shown_names} of each item, which no input takes; labels"
                 " are whole numbers, one a sample, or go into labels= (--labels)"
             )
 

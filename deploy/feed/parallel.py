@@ -213,14 +213,11 @@ def prefetch(
     Args:
         items: drawn by the calling thread.
         work: item -> result.
-        threads: 1 works in the calling thread.
+        threads: at most so many items are worked on ahead.
 
     Raises:
         The exception of `work` for an item when it is its turn; the other threads stop.
     """
-    if threads == 1:
-        yield from ((item, work(item)) for item in items)
-        return
     pending: deque[tuple[Item, Future[Result]]] = deque()
     pool = ThreadPoolExecutor(threads, thread_name_prefix="calib8-decode")
     try:

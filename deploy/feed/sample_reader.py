@@ -161,7 +161,7 @@ class SampleReader:
     ) -> Iterator[tuple[int, Sample]]:
         """Yield (index, sample of batch 1) for every good sample, in the order of `chosen_samples`.
 
-        A sample is bad if it cannot be read or decoded. Then `chosen_samples.skip_reasons` gets it.
+        A sample is bad if it cannot be read or decoded. Then `chosen_samples` skips it from now on.
 
         Args:
             chosen_samples: indices of samples in the source.
@@ -186,7 +186,7 @@ class SampleReader:
                         f"{error}; {len(chosen_samples)} were to be fed: correct or remove it, or"
                         " skip bad ones (--skip-bad)"
                     ) from error
-                chosen_samples.skip_reasons[index] = str(error)
+                chosen_samples.skip(index, str(error))
         chosen_samples.refuse_all_bad()
 
     def _read_uncached(self, index: int) -> _ReadResult | None:

@@ -208,6 +208,14 @@ class Feed:
         """One name per image or row, without the skipped ones."""
         return tuple(map(self._source.sample_name, self._chosen_samples.good_indices()))
 
+    def good_name(self, number: int) -> str:
+        """Return the name of an image or row, by its number among the good ones, from 0."""
+        return self._source.sample_name(self._good_index(number))
+
+    def _good_index(self, number: int) -> int:
+        entry_count = self._chosen_samples.count_entries(number + 1)
+        return self._chosen_samples.indices[entry_count - 1]
+
     @property
     def entry_names(self) -> Iterable[str]:
         """Name of every image or row, skipped ones too."""
@@ -551,7 +559,7 @@ class Feed:
         """Return the key of the n-th sample, from 1, of a pass over `samples` that reached it."""
         if self.batch > 1:
             return number - 1
-        return self._chosen_samples.indices[self._chosen_samples.count_entries(number) - 1]
+        return self._good_index(number - 1)
 
     def cache_samples(self, count: int, preview_count: int = 0) -> None:
         """Let samples be cached on disk when they are read from now on.

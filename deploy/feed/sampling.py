@@ -140,10 +140,8 @@ def _scramble(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 def _reverse_bits(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
     """Reverse the order of 32 bits."""
-    out = np.zeros_like(x)
-    for bit in range(_BITS):
-        out |= ((x >> bit) & 1) << (_BITS - 1 - bit)
-    return out
+    lowest_bit_first = np.unpackbits(x.astype("<u4").view(np.uint8), bitorder="little")
+    return np.packbits(lowest_bit_first).view(">u4").astype(np.uint32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,7 +303,11 @@ class ChosenSamples:
     def skip_entries(self, skipped: Mapping[int, str]) -> None:
         """Skip the samples with these numbers, from 0, among the chosen ones."""
         for entry, reason in skipped.items():
-            self.skip_reasons[self.indices[entry]] = reason
+            self.skip(self.indices[entry], reason)
+
+    def skip(self, index: int, reason: str) -> None:
+        """Skip the sample with this index in the source."""
+        self.skip_reasons[index] = reason
         self._counted = 0, 0
 
     def indices_of(self, share: Share) -> Sequence[int]:

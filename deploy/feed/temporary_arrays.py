@@ -8,7 +8,6 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from math import prod
@@ -44,7 +43,7 @@ class ItemStore:
         self._file: FileIO = tempfile.TemporaryFile(prefix="calib8-", buffering=0)  # noqa: SIM115
         self._lock = threading.Lock()
         self._locations: list[dict[str, _ArrayLocation]] = []  # of the arrays of each item
-        weakref.finalize(self, _close, self._file)
+        weakref.finalize(self, self._file.close)
 
     def append(self, item: Mapping[str, Array]) -> None:
         """Append an item.
@@ -91,8 +90,3 @@ class ItemStore:
             self._file.seek(location.start)
             values: Array = np.fromfile(self._file, location.dtype, prod(location.shape))
         return values.reshape(location.shape)
-
-
-def _close(file: FileIO) -> None:
-    with suppress(OSError):
-        file.close()

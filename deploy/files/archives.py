@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # numpy parses headers as Python code, and Python 3.11 sometimes fails at that in several threads
 # (python/cpython#106905)
-HEADER_LOCK = threading.Lock()
+_HEADER_LOCK = threading.Lock()
 _MAX_ENTRIES = 1 << 20
 _MAX_UNPACKED_BYTES = 16 << 30  # of all entries
 
@@ -90,7 +90,7 @@ def read_array_header(stream: IO[bytes], max_bytes: int) -> ArrayHeader:
     if version not in header_readers:
         raise ValueError(f"numpy format {version} is not known")
     try:
-        with HEADER_LOCK, warnings.catch_warnings():
+        with _HEADER_LOCK, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # numpy warns about headers written by Python 2
             shape, is_fortran, dtype = header_readers[version](stream)
     except (tokenize.TokenError, OverflowError, RecursionError) as error:

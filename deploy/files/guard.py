@@ -29,20 +29,19 @@ _Inode = tuple[int, int]  # (device, number)
 
 
 class _FileInodes:
-    """The files of a dataset, possibly very many: two numbers per file."""
+    """The files of a dataset, possibly very many: one number per file."""
 
     def __init__(self, count: int, path_of: Callable[[int], Path]) -> None:
-        self._devices = array("Q")
         self._numbers = array("Q")
         self._path_of = path_of
         for index in range(count):
-            device, number = _find_inode(path_of(index)) or (0, 0)
-            self._devices.append(device)
+            _, number = _find_inode(path_of(index)) or (0, 0)
             self._numbers.append(number)
 
     def paths(self, inode: _Inode) -> Iterator[Path]:
+        """Yield the files that had the number of an inode, on any device."""
         for index, number in enumerate(self._numbers):
-            if (self._devices[index], number) == inode:
+            if number == inode[1]:
                 yield self._path_of(index)
 
 

@@ -3,7 +3,7 @@
 It is published with these files (`deploy.files.staging`). Files of earlier builds in the same
 folder, for another model or target, are listed separately.
 
-Single files outside of a build have a note next to them (`write_with_note`, `read_with_note`)::
+Single files outside of a build have a note next to them (`write_with_note`, `read_if_made_from`)::
 
     model.engine         the file, written first
     model.engine.json    the note, written last: what the file was made from, and its sha256
@@ -58,35 +58,24 @@ def write_with_note(path: Path, data: bytes, made_from: Mapping[str, Any]) -> Pa
         ExportError: the folder is not writable.
     """
     atomic.write_bytes(path, data)
-    note = json.dumps({**made_from, _DIGEST_KEY: sha256(data)}, indent=1, sort_keys=True)
-    atomic.write_text(note_path(path), note + "\n")
+    atomic.write_text(note_path(path), _note_text(data, made_from))
     return path
 
 
-def read_with_note(path: Path) -> tuple[bytes, dict[str, Any]]:
-    """Return (bytes of the file, what it was made from).
-
-    Raises:
-        CacheError: the file or its note cannot be read, or the note is on other bytes.
-    """
-    data = read_bytes(path, what="a file with a note beside it", error=CacheError, rewritable=True)
-    what = f"the note of {path.name}"
-    note = read_json(note_path(path), what=what, error=CacheError, rewritable=True)
-    if not isinstance(note, dict) or note.pop(_DIGEST_KEY, None) != sha256(data):
-        raise CacheError(
-            f"{path} must be as it was written, but its bytes differ from the sha256 in"
-            f" {note_path(path).name}; create it again"
-        )
-    return data, note
-
-
 def read_if_made_from(path: Path, made_from: Mapping[str, Any]) -> bytes | None:
-    """Return the file's bytes if it is unchanged and was made from `made_from`; else None."""
-    try:
-        data, note = read_with_note(path)
-    except CacheError:
-        return None
-    return data if note == json.loads(json.dumps(made_from)) else None
+    """Return the bytes of a file if it is unchanged and was made from `made_from`; else None."""
+    what = "a file with a note beside it"
+    with suppress(CacheError):  # the file or its note cannot be read
+        data = read_bytes(path, what=what, error=CacheError, rewritable=True)
+        note = read_json(note_path(path), what="its note", error=CacheError, rewritable=True)
+        if note == json.loads(_note_text(data, made_from)):
+            return data
+    return None
+
+
+def _note_text(data: bytes, made_from: Mapping[str, Any]) -> str:
+    """Return the note of a file with these bytes, as JSON."""
+    return json.dumps({**made_from, _DIGEST_KEY: sha256(data)}, indent=1, sort_keys=True) + "\n"
 
 
 RECORDS = "calib8"  # subfolder of what the next build reuses: cache, plan, manifest

@@ -305,18 +305,20 @@ def is_utf8_path(path: FilePath) -> bool:
 
 
 def _open_descriptor(path: FilePath, what: str, error: type[Calib8Error]) -> int:
-    """Open a file; check its kind before and after, since opening a pipe blocks."""
+    """Return the descriptor of a regular file, opened for reading.
+
+    Raises:
+        error: no such file, not a regular file, or it cannot be opened.
+    """
     try:
-        irregular_kind = _irregular_kind(os.stat(path))
-        if not irregular_kind:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-            irregular_kind = _irregular_kind(os.fstat(descriptor))
-            if not irregular_kind:
-                return descriptor
-            os.close(descriptor)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would block
     except (OSError, ValueError) as cause:
         raise error(_unreadable(path, what, cause)) from cause
-    raise error(f"{os.fspath(path)} must be {what}, got {irregular_kind}; name a regular file")
+    irregular_kind = _irregular_kind(os.fstat(descriptor))
+    if irregular_kind:
+        os.close(descriptor)
+        raise error(f"{os.fspath(path)} must be {what}, got {irregular_kind}; name a regular file")
+    return descriptor
 
 
 def _irregular_kind(state: os.stat_result) -> str:

@@ -29,7 +29,6 @@ from deploy.files import atomic
 from deploy.files.guard import refuse_output
 from deploy.files.manifest import RECORDS, is_build_name
 from deploy.files.reading import read_json
-from deploy.terminal import say_progress
 
 _JOURNAL = "publishing.json"
 _SAVED_FOLDER = f"{atomic.PREFIX}kept"
@@ -210,9 +209,6 @@ def recover(folder: Path) -> None:
             atomic.remove_leftovers(parent)
         for stage in _find_dead_stages(folder):
             _finish(stage, folder)
-        for leftover in folder.glob(f"{atomic.PREFIX}*"):
-            if not atomic.belongs_to_user(leftover):
-                say_progress(f"{leftover} is a link or of another user, and is left alone")
 
 
 def has_unfinished_publication(folder: Path) -> bool:
@@ -280,9 +276,6 @@ def _move_all(stage: Path, folder: Path) -> None:
         target = folder / name
         if not atomic.is_real_file(source):  # moved by an earlier run, or a link
             continue
-        if _has_same_bytes(source, target):  # its date stays
-            source.unlink()
-            continue
         _make_folder(target.parent, folder)
         if target.exists():  # its permissions stay
             shutil.copymode(target, source)
@@ -300,14 +293,6 @@ def _make_folder(path: Path, top: Path) -> None:
     """
     if path != top and not atomic.is_real_folder(path):
         path.mkdir()
-
-
-def _has_same_bytes(source: Path, target: Path) -> bool:
-    """Return whether the file is already there byte for byte; its date then stays."""
-    with suppress(OSError):  # another user's, which may be replaced but not read
-        same_size = target.is_file() and target.stat().st_size == source.stat().st_size
-        return same_size and target.read_bytes() == source.read_bytes()
-    return False
 
 
 def _calibrations(stage: Path) -> Iterator[list[str]]:

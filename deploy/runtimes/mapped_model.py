@@ -96,9 +96,7 @@ def copy_without_initializers(
 def _copy_field(message: Any, field: str, value: Any) -> None:
     """Copy a field's value into the empty field of another message."""
     empty_field = getattr(message, field)
-    if hasattr(empty_field, "extend"):
-        empty_field.extend(value)
-    elif hasattr(empty_field, "CopyFrom"):
-        empty_field.CopyFrom(value)
+    if hasattr(empty_field, "MergeFrom"):  # of several values, or a message
+        empty_field.MergeFrom(value)
     else:
         setattr(message, field, value)

@@ -182,7 +182,7 @@ def driver_names(memory: Memory) -> dict[str, Any]:
             prefix="cu",
             allocate="MemAlloc MemAllocHost MemAllocManaged",
             free="MemFree MemFreeHost",
-            copy="MemcpyHtoD MemcpyHtoDAsync MemcpyDtoH MemcpyDtoHAsync MemcpyDtoD",
+            copy="MemcpyHtoD MemcpyHtoDAsync MemcpyDtoD",
             get_handle="DeviceGet CtxCreate DevicePrimaryCtxRetain StreamCreate CtxGetCurrent",
             do_nothing="Init CtxPushCurrent CtxPopCurrent CtxSetCurrent CtxSynchronize"
             " CtxDestroy StreamSynchronize StreamDestroy",
@@ -399,12 +399,6 @@ class _Driver:
 
     memcpy_htod_async = memcpy_htod
 
-    def memcpy_dtoh(self, target: Any, source: object, stream: object = None) -> None:
-        """Fill a complete array from an address, synchronously."""
-        self._memory.copy(target, source, target.nbytes)
-
-    memcpy_dtoh_async = memcpy_dtoh
-
     def pagelocked_empty(
         self, shape: Any, dtype: DTypeLike, order: Any = "C", mem_flags: int = 0
     ) -> Array:
@@ -433,12 +427,6 @@ class GPUArray:
     def set(self, array: Array) -> None:
         """Copy an array from the host."""
         self._memory.copy(self.gpudata, array)
-
-    def get(self) -> Array:
-        """Return a copy on the host."""
-        array = np.zeros(self.shape, self.dtype)
-        self._memory.copy(array, self.ptr, self.nbytes)
-        return array
 
 
 def _gpuarray_names(memory: Memory) -> dict[str, Any]:

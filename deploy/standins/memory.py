@@ -248,18 +248,17 @@ class Memory:
         self._owners.clear()
 
     def copy(self, target: object, source: object, size: int | None = None) -> None:
-        """Copy an array, or `size` bytes from an address, to an address or into an array.
+        """Copy an array, or `size` bytes from an address, to an address of an allocation.
 
         Raises:
-            ValueError: one end is too small, is unknown memory, or is no contiguous array.
+            ValueError: one end is too small or unknown memory, or an array is not contiguous.
         """
         try:
             copy_source = self._find_source(source, size)
             address = address_of(target)
             if address is None:
-                _copy_to_array(target, copy_source)
-            else:
-                self._copy_to_block(address, copy_source)
+                raise ValueError(f"a copy goes to an address, got {type(target).__name__}")
+            self._copy_to_block(address, copy_source)
         except ValueError as error:
             self.fault = self.fault or error
             raise
@@ -364,23 +363,6 @@ class Memory:
         block = self._blocks[start]
         offset = address - start
         return (block if offset < max(block.size, 1) else None), offset
-
-
-def _copy_to_array(target: object, source: CopySource) -> None:
-    """Copy bytes to the start of an array of numpy.
-
-    Raises:
-        ValueError: it is no array, cannot be written in place, or is too small.
-    """
-    is_writable = (
-        isinstance(target, np.ndarray) and target.flags.c_contiguous and target.flags.writeable
-    )
-    if not isinstance(target, np.ndarray) or not is_writable:
-        raise ValueError(f"a copy goes to an address or a plain array, got {type(target).__name__}")
-    data: Bytes = target.reshape(-1).view(np.uint8)
-    if source.data.size > data.size:
-        raise ValueError(f"a copy must fit its array, got {source.data.size} bytes for {data.size}")
-    data[: source.data.size] = source.data
 
 
 class _AbsentName(type):
