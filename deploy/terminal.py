@@ -336,7 +336,6 @@ class Phase:
         name: a word or two.
         total: number of steps, or seconds if `counts_seconds`; None if unknown.
         unit: of the steps, in the plural.
-        is_estimate: whether `total` is an estimate.
         counts_seconds: whether the phase lasts for `total` seconds.
         start: time of the run's clock, in seconds.
         done: steps done.
@@ -348,7 +347,6 @@ class Phase:
     name: str
     total: float | None = None
     unit: str = ""
-    is_estimate: bool = False
     counts_seconds: bool = False
     start: float = 0.0
     done: int = 0
@@ -372,15 +370,9 @@ class Phase:
         if self.counts_seconds or not self.done or self.total is None:
             return time_text
         steps = f"{self.done}"
-        is_too_low = self.is_estimate and self.done >= self.total
-        if not is_too_low:
-            steps += f" of {self._about_text}{self.total:.0f}"
+        if self.done <= self.total:  # else it was estimated too low
+            steps += f" of {self.total:.0f}"
         return f"{steps} {self.unit}".rstrip() + f", {time_text}"
-
-    @property
-    def _about_text(self) -> str:
-        """What stands before a number that follows from an estimated total."""
-        return "about " if self.is_estimate else ""
 
     def _describe_time(self, now: float) -> str:
         """Return the time left, such as "31 s left"; the time so far if that is unknown.
@@ -396,7 +388,7 @@ class Phase:
             seconds_left = step_seconds / share - step_seconds
             self.estimated_end = min(self.estimated_end, now + seconds_left)
             if self.estimated_end > now:
-                return f"{self._about_text}{format_seconds(self.estimated_end - now)} left"
+                return f"{format_seconds(self.estimated_end - now)} left"
         return format_seconds(elapsed)
 
 
@@ -520,7 +512,6 @@ def phase(
     total: float | None = None,
     unit: str = "",
     *,
-    is_estimate: bool = False,
     counts_seconds: bool = False,
 ) -> Iterator[Step]:
     """Show a phase's progress while the body runs; yield the function that counts a step.
@@ -529,7 +520,6 @@ def phase(
         name: a word or two.
         total: number of steps, or seconds if `counts_seconds`; None if unknown.
         unit: of the steps, in the plural.
-        is_estimate: whether `total` is an estimate.
         counts_seconds: whether the phase lasts for `total` seconds; then it counts no steps.
     """
     reporter = _REPORTER.get()
@@ -540,7 +530,6 @@ def phase(
         name=name,
         total=total,
         unit=unit,
-        is_estimate=is_estimate,
         counts_seconds=counts_seconds,
         start=reporter.clock(),
     )

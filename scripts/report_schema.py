@@ -24,9 +24,8 @@ from deploy.report.previews import PAGE_ONLY
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "report.schema.json"
 NUMBER = {"$ref": "#/$defs/Number"}
-# Fields of a class that are not written, or under another name, and what is written besides.
+# Fields of a class that are not written, and what is written besides.
 UNWRITTEN = {"Accuracy": NOT_WRITTEN, "Latency": ("samples_ms",)}
-RENAMED = {"HalvesAgreement": {"differences": "apart"}}
 ADDED = {
     "Latency": {
         "warnings": {
@@ -120,11 +119,10 @@ def _describe_class(name: str, kind: type, raw: Mapping[str, Any]) -> dict[str, 
     texts = describe_fields(kind)
     properties: dict[str, Any] = {}
     for stored_field in fields(kind):
-        field_name = stored_field.name
-        if field_name in UNWRITTEN.get(name, ()) or stored_field.metadata == PAGE_ONLY:
+        key = stored_field.name
+        if key in UNWRITTEN.get(name, ()) or stored_field.metadata == PAGE_ONLY:
             continue
-        key = RENAMED.get(name, {}).get(field_name, field_name)
-        properties[key] = {**_plain_type(raw[field_name]), "description": texts[field_name]}
+        properties[key] = {**_plain_type(raw[key]), "description": texts[key]}
     return properties | ADDED.get(name, {})
 
 

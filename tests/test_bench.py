@@ -205,7 +205,7 @@ def test_kernels_without_kind_are_listed_singly():
     page = to_html(Report(engines=rows))
     assert len(re.findall(r"<td[^>]*>k11</td>", page)) == 2
     assert "by kind" not in page
-    assert "\n### b\n" in to_markdown(Report(engines=rows))
+    assert "\n## Kernels of b\n" in to_markdown(Report(engines=rows))
 
 
 @pytest.fixture

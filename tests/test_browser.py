@@ -329,16 +329,15 @@ def test_main_sections_open_others_folded(show):
     ]
     assert tab.page.evaluate("document.querySelectorAll('main > details[open]').length") == 0
     tab = show(make_report(tensors=200))  # whose contents open what they lead to
-    tab.page.evaluate("document.querySelector('nav a[href=\"#tensors\"]').click()")
+    links = "[...document.querySelectorAll('nav a')]"
+    tab.page.evaluate(f"{links}.find(link => link.textContent === 'Tensors').click()")
     tab.page.evaluate("new Promise(done => setTimeout(done, 50))")
     assert tab.page.evaluate(f"{TENSORS}.open")
-    assert (
-        abs(tab.page.evaluate("document.querySelector('#tensors').getBoundingClientRect().top"))
-        < 100
-    )
+    assert abs(tab.page.evaluate(f"{TENSORS}.getBoundingClientRect().top")) < 100
 
 
-TENSORS = "document.querySelector('#tensors').closest('details')"
+HEADING = "[...document.querySelectorAll('h2')].find(head => head.textContent.startsWith('%s'))"
+TENSORS = f"{HEADING % 'Tensors'}.closest('details')"
 ROWS = f"[...{TENSORS}.querySelectorAll('tbody tr')]"
 SHOWN = f"{ROWS}.filter(r => r.offsetParent)"
 COLUMN = f"{ROWS}.map(row => row.cells[%d].textContent)"
@@ -372,7 +371,7 @@ def test_table_heads_sort_the_rows(show):
 def test_names_and_sizes_sort_naturally(show):
     tab = show(make_report(tensors=12))
     unfold(tab)
-    table = "document.querySelector('#files').closest('details').querySelector('table')"
+    table = f"{HEADING % 'Files'}.closest('details').querySelector('table')"
     tab.page.evaluate(f"{table}.querySelectorAll('th button')[2].click()")
     sizes = f"[...{table}.querySelectorAll('tbody td:nth-child(3)')].map(c=>c.innerText)"
     assert tab.page.evaluate(sizes) == ["900 B", "3 MiB", "-"]

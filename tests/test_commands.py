@@ -27,7 +27,6 @@ from deploy.runtimes.ort import OrtSession
 from deploy.targets import TARGETS, Ascend, OnnxRuntime, TensorRT, make_targets
 from deploy.targets.base import BuildResult, Target
 from deploy.targets.options import check_options, declared_options, option
-from deploy.tuning.repairs import has_rounding
 from deploy.tuning.search_options import Tuning
 
 # Commands whose options come from the tables of targets and searches.
@@ -178,7 +177,6 @@ def test_failed_target_is_exit_code_1(build_call, run):
         ("--target tensorrt --atc-flag=--a=b", "--target ascend is needed for --atc-flag"),
         ("--target tensorrtt", "'tensorrtt'; did you mean 'tensorrt'?"),
         ("--target tensorrt,", "got ''"),
-        ("--target ascend --method entropy", "--method must have a target that follows it"),
         ("--method entropy --trust-cache", "--trust-cache"),
         ("--refresh --trust-cache", "leave one of them out"),
         ("--refresh --require-cache", "leave one of them out"),
@@ -253,7 +251,6 @@ def test_python_text_becomes_path_or_target(small_cnn, wording):
     assert TensorRT(plugins=("a.so",)).plugins == (Path("a.so"),)  # type: ignore[arg-type]
     assert CachePolicy(path="a.cache").path == Path("a.cache")  # type: ignore[arg-type]
     assert [target.name for target in make_targets("tensorrt")] == ["tensorrt"]
-    assert has_rounding("adaround")
     for arguments in ({"engine": onnx.ModelProto()}, {"engine": small_cnn, "against": 3}):
         with pytest.raises(ConfigError) as refusal:
             calib8.bench(**arguments)

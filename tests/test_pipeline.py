@@ -11,7 +11,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from calib8 import build, calibrate
+from calib8 import build, calibrate, merge
 from calibrators.searches import SEARCHES
 from deploy.calibration import trt_cache
 from deploy.calibration.ranges import read_foreign_ranges
@@ -144,6 +144,18 @@ def test_cache_can_be_required_or_trusted(observe_small, calibrated):
     assert scales["r1"].lo == 0
     assert scales["c2"].lo < 0  # a Relu's output cannot be negative
     assert not any(sidecar.exists() for sidecar in sidecars(cache))
+
+
+def test_method_without_effect_is_refused(observe_small, tmp_path):
+    with pytest.raises(ConfigError, match=r"mse.* for ascend alone"):
+        observe_small(targets="ascend", method="mse")
+    policy = CachePolicy(path=tmp_path / "m.cache", trust=True)
+    with pytest.raises(ConfigError, match="--trust-cache"):
+        observe_small(method="mse", cache=policy)
+    with pytest.raises(ConfigError, match="--trust-cache"):
+        merge("m.onnx", ["a.shard"], cache=policy)
+    with pytest.raises(ConfigError, match="--refresh"):
+        replace(policy, refresh=True)
 
 
 def test_infinite_scale_of_cache_stays_infinite(tmp_path):

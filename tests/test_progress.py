@@ -136,14 +136,14 @@ def test_quick_phases_print_after_10_s(plain_lines):
 
 
 def test_inner_phase_is_shown_within_outer(plain_lines):
-    outer = Phase(name="trials", total=10, start=0.0, is_estimate=True)
+    outer = Phase(name="trials", total=10, start=0.0)
     plain_lines.reporter.enter(outer)
     inner = Phase(name="timing", start=0.0)
     plain_lines.reporter.enter(inner)
     assert plain_lines(4.0) == "calib8: trials: timing: 4 s\n"
     plain_lines.reporter.leave(inner)
     plain_lines.reporter.step(outer)
-    assert plain_lines(6.0) == "calib8: trials: 1 of about 10, about 18 s left\n"
+    assert plain_lines(6.0) == "calib8: trials: 1 of 10, 18 s left\n"
     for _ in range(10):
         plain_lines.reporter.step(outer)
     assert plain_lines(16.0) == "calib8: trials: 11, 16 s\n"

@@ -323,12 +323,12 @@ def test_report_names_ranges_that_disagree(command, small_cnn, arrays, tmp_path)
     assert "with more images" in markdown
     agreement = json.loads((tmp_path / "report.json").read_text())["calibration"]["agreement"]
     assert agreement["samples"] == 2
-    assert agreement["apart"]
-    assert min(agreement["apart"].values()) >= agreement["within"]
+    assert agreement["differences"]
+    assert min(agreement["differences"].values()) >= agreement["within"]
     page = (tmp_path / "report.html").read_text()
     assert sentence in page
     assert "halves differ by" in page
-    assert all(n in page for n in agreement["apart"])
+    assert all(n in page for n in agreement["differences"])
     command(*arguments)
     assert "halves" not in read_markdown(tmp_path)  # nothing was observed, so nothing is told
 

@@ -214,7 +214,7 @@ def test_only_layer_is_always_int8(target, hopeless):
     """The verdict advises against it, and the files are there all the same."""
     hopeless, _ = hopeless
     assert level(hopeless, target) in ("unusable", "doubtful")
-    note = "tensorrt, ascend: not run on its device; its accuracy is that of its int8 model in"
+    note = "tensorrt, ascend: not run on its device; its accuracy is that of a model which"
     assert note in (hopeless.out / "report.md").read_text()
     front = target_row(hopeless, target)["search"]["front"]
     assert all(split["float_layers"] == 0 for split in front)

@@ -147,8 +147,10 @@ def check(
         reference,
         shipped.targets,
         shipped.results,
-        calibration=EvaluationSubset(feed, feed.count),  # not used, as there are evaluation samples
-        evaluation=feed,
+        calibration_samples=EvaluationSubset(
+            feed, feed.count
+        ),  # not used, as there are evaluation samples
+        evaluation_feed=feed,
         objects=apply_labels(labels, feed, loaded.classes),
         metric=make_metric(metric, task or shipped.task or None, loaded.declaration),
         duration_s=duration_s,

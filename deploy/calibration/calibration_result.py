@@ -7,7 +7,7 @@ A Q/DQ model needs no calibration: nothing is observed, its own scales are used:
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import onnx
@@ -153,7 +153,7 @@ class CalibrationResult(PrintedResult):
             "failed": dict(self.failures),
             "ranges": ranges,
             "without_range": dict(range_set.reasons),
-            "agreement": None if self.agreement is None else self.agreement.to_json(),
+            "agreement": None if self.agreement is None else asdict(self.agreement),
             "work": {"decodes": self.feed.decodes, "calibration_runs": dict(self.runs)},
             "notes": [*self.doubts, *self.warnings, *self.resumed, *self.notes, *self.feed.notes],
         }

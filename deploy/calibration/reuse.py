@@ -41,7 +41,7 @@ from deploy.calibration.observation import (
 from deploy.calibration.ranges import Ranges
 from deploy.calibration.sample_checks import Outlier, StabilityRule
 from deploy.calibration.store import Calibration
-from deploy.errors import CacheError, list_first
+from deploy.errors import CacheError, ConfigError, list_first
 from deploy.files import staging
 from deploy.files.staging import Stage, stage_files
 
@@ -68,6 +68,7 @@ class CachePolicy:
 
     Raises:
         CacheError: `trt_version` is not of the form X.Y.Z.
+        ConfigError: the cache is both to be used and to be made again.
     """
 
     path: Path | None = None
@@ -83,6 +84,11 @@ class CachePolicy:
             object.__setattr__(self, "path", Path(self.path))
         if self.trt_version is not None:  # now, not when a calibration is to be written
             trt_cache.version_label(self.trt_version)
+        if self.refresh and self.reuse_flag:
+            raise ConfigError(
+                f"--refresh calibrates again and {self.reuse_flag} uses the cache; leave one of"
+                " them out"
+            )
 
     @property
     def read_path(self) -> Path | None:

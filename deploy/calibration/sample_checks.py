@@ -20,7 +20,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -211,12 +211,6 @@ class HalvesAgreement:
     tensors: int
     differences: Mapping[str, float] = field(default_factory=dict)
     stopped: bool = False
-
-    def to_json(self) -> dict[str, object]:
-        """Return plain JSON types."""
-        values = asdict(self)
-        values["apart"] = values.pop("differences")
-        return values
 
     @property
     def is_enough(self) -> bool:

@@ -28,7 +28,6 @@ from deploy.commands.build import labels_option
 from deploy.commands.calibration_options import (
     keep_float_option,
     refresh_option,
-    refuse_refresh_and_reuse,
     require_cache_option,
 )
 from deploy.commands.image_options import (
@@ -75,10 +74,8 @@ def deployment_options(command: Callable[..., Report]) -> CommandFunction:
         from deploy.pipeline.deployment import TrialInputs
         from deploy.report import to_json, to_screen
 
-        if dataset is not None and base.given_flags("shapes"):
-            raise ConfigError(
-                "--shape shapes made-up samples, and --images gives others; leave one of them out"
-            )
+        if dataset is not None:
+            base.refuse_beside("--images", "shapes")
         target = Ascend(**target_values.get("ascend", {}))
         inputs = TrialInputs(dataset=dataset, shapes=dict(map(parse_shape, shapes)))
         report = command(target=target, inputs=inputs, **arguments)
@@ -249,7 +246,6 @@ def auto(
     )
     cache_path = out / RECORDS / f"{model.stem}.cache"
     policy = CachePolicy(path=cache_path, require=require_cache, refresh=refresh)
-    refuse_refresh_and_reuse(policy)
     ascend_auto.refuse_foreign_files(target, out, model.stem)
     options = CalibrationOptions(cache=policy, threads=images.threads, float_nodes=keep_float)
     calibration = calibrate_with(model, images.dataset, options, targets=[target])

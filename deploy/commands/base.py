@@ -314,6 +314,14 @@ def refuse_flags(flags: list[str], *, without: str) -> None:
         )
 
 
+def refuse_beside(flag: str, *names: str) -> None:
+    """Refuse the flags of these options that the user gave, since `flag` excludes them."""
+    if flags := given_flags(*names):
+        raise ConfigError(
+            f"{flag} cannot be given with {' and '.join(flags)}; leave one of them out"
+        )
+
+
 def refuse_given(*names: str, without: str) -> None:
     """Refuse the flags of these options that the user gave, or of any; see `refuse_flags`."""
     refuse_flags(given_flags(*names), without=without)

@@ -28,7 +28,6 @@ from deploy.commands.image_options import (
 )
 from deploy.commands.model_options import TargetValues, make_target, target_field_options
 from deploy.commands.settings import max_loss_option, min_speedup_option
-from deploy.errors import ConfigError
 from deploy.files.atomic import write_text
 from deploy.metrics import DURATION_S
 from deploy.terminal import say_screen
@@ -127,12 +126,8 @@ def bench(
     from deploy.analysis.benchmark import bench as run_benchmark
     from deploy.report import to_html, to_json, to_screen
 
-    random_input_flags = base.given_flags("shapes", "seed")
-    if dataset is not None and random_input_flags:
-        raise ConfigError(
-            f"{' and '.join(random_input_flags)} shapes random inputs, and --images gives others;"
-            " leave one of them out"
-        )
+    if dataset is not None:
+        base.refuse_beside("--images", "shapes", "seed")
     report = run_benchmark(
         engine,
         against=against,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,6 @@ import click
 from deploy.commands import base
 from deploy.commands.base import Real, json_option, put_json, quietable
 from deploy.commands.calibration_options import (
-    CalibrationArguments,
     calibration_options,
     cluster_options,
     resume_option,
@@ -25,9 +25,11 @@ from deploy.commands.settings import (
 )
 from deploy.metrics import DURATION_S
 from deploy.terminal import is_text_suppressed, say, say_lines, say_screen
+from deploy.tuning import REPAIRS
 
 if TYPE_CHECKING:
     from deploy.calibration.cluster_jobs import Cluster
+    from deploy.pipeline.build_options import CalibrationOptions
     from deploy.report import Report
     from deploy.report.verdict import Gates
     from deploy.targets import Target
@@ -82,10 +84,8 @@ metric_option = base.measuring_option(
 @base.calibration_option(
     "--repair",
     "repairs",
-    multiple=True,
-    metavar="NAMES",
-    help="Repair to try, kept where it helps: adaround or none. Default: adaround, none with"
-    " --effort 0.",
+    type=click.Choice(REPAIRS),
+    help="Repair to try, kept where it helps.  [default: adaround; none with --effort 0]",
 )
 @config_options
 @target_options(lambda option: True)
@@ -107,12 +107,13 @@ def build(
     duration: float | None,
     tuning: Tuning,
     gates: Gates,
-    repairs: tuple[str, ...],
+    repairs: str | None,
     targets: list[Target],
     input_texts: tuple[str, ...],
     weights: Path | None,
     images: ImageArguments,
-    calibration: CalibrationArguments,
+    calibration: CalibrationOptions,
+    verbose: bool,
     scheduler: Cluster | None,
     resume: bool,
     json_path: Path | None,
@@ -139,11 +140,17 @@ def build(
     from deploy.pipeline.build_options import BuildOptions
     from deploy.report import to_screen, to_text
 
-    calibration.refuse_ignored(targets)
     _refuse_float_without_images(model, images)
     dataset = images.calibration()
     options = BuildOptions(
-        calibration=calibration.options(cache, images, scheduler=scheduler, resume=resume),
+        calibration=replace(
+            calibration,
+            cache=replace(calibration.cache, path=cache),
+            until_stable=images.until_stable,
+            threads=images.threads,
+            scheduler=scheduler,
+            resume=resume,
+        ),
         targets=targets,
         out=out,
         float_model=float_model,
@@ -154,12 +161,12 @@ def build(
         duration_s=duration,
         tuning=tuning,
         gates=gates,
-        repairs=repairs or None,
+        repairs=repairs,
         settings=settings_text(),
     )
     resolved_model = resolve_model(model, input_texts, weights)
     report = build_with(resolved_model, dataset if dataset.source else None, options)
-    if calibration.verbose:
+    if verbose:
         say_lines(to_text(report))
     else:
         say_screen(to_screen(report))

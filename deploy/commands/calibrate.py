@@ -11,7 +11,6 @@ import click
 from deploy.commands import base
 from deploy.commands.base import json_option, quietable
 from deploy.commands.calibration_options import (
-    CalibrationArguments,
     calibration_options,
     cluster_options,
     print_calibration,
@@ -23,6 +22,7 @@ from deploy.errors import ConfigError
 
 if TYPE_CHECKING:
     from deploy.calibration.cluster_jobs import Cluster
+    from deploy.pipeline.build_options import CalibrationOptions
     from deploy.targets import Target
 
 
@@ -51,7 +51,8 @@ def calibrate(
     input_texts: tuple[str, ...],
     weights: Path | None,
     images: ImageArguments,
-    calibration: CalibrationArguments,
+    calibration: CalibrationOptions,
+    verbose: bool,
     scheduler: Cluster | None,
     resume: bool,
     json_path: Path | None,
@@ -78,7 +79,6 @@ def calibrate(
     from deploy.files.manifest import name_output
     from deploy.pipeline.calibration_setup import calibrate_with
 
-    calibration.refuse_ignored(targets)
     dataset = images.calibration()
     if shard is None:
         path = out or Path(f"{model.stem}.cache")
@@ -88,9 +88,12 @@ def calibrate(
         dataset = replace(dataset, limit=replace(choice, shard=(number, count)))
         path = out or Path(f"{model.stem}.{number}-of-{count}.shard")
         name_output(path, "shard", force=calibration.cache.force)
-    options = calibration.options(
-        path if shard is None else None,  # the cache of all shards is written by `calib8 merge`
-        images,
+    cache_path = path if shard is None else None  # `calib8 merge` writes that of all shards
+    options = replace(
+        calibration,
+        cache=replace(calibration.cache, path=cache_path),
+        until_stable=images.until_stable,
+        threads=images.threads,
         scheduler=scheduler,
         resume=resume,
         checkpoint=checkpoint_path(path),  # beside the file that is written
@@ -99,7 +102,7 @@ def calibrate(
     result = calibrate_with(resolved_model, dataset, options, targets=targets)
     if shard is not None:
         write_shard(result, path)
-    print_calibration(result, path, verbose=calibration.verbose, json_path=json_path)
+    print_calibration(result, path, verbose=verbose, json_path=json_path)
 
 
 def _parse_shard(text: str) -> tuple[int, int]:
@@ -111,12 +114,7 @@ def _parse_shard(text: str) -> tuple[int, int]:
     number, slash, count = text.partition("/")
     if not (slash and number.isdecimal() and count.isdecimal() and len(text) < 16):
         raise ConfigError(f"--shard must read I/N, such as 2/3, got {text!r}")
-    cache_flags = base.given_flags("require_cache", "trust_cache", "refresh")
-    if cache_flags:
-        raise ConfigError(
-            f"a shard is always observed, got --shard with {cache_flags[0]}, which is of a cache;"
-            " leave one of them out"
-        )
+    base.refuse_beside("--shard", "require_cache", "trust_cache", "refresh")
     return int(number), int(count)
 
 
@@ -136,7 +134,8 @@ def merge(
     targets: list[Target],
     input_texts: tuple[str, ...],
     weights: Path | None,
-    calibration: CalibrationArguments,
+    calibration: CalibrationOptions,
+    verbose: bool,
     json_path: Path | None,
 ) -> None:
     """Merge all SHARDS of a calibration of MODEL into one cache.
@@ -153,13 +152,8 @@ def merge(
     """  # noqa: D301 (click reads the backspace)
     from deploy.pipeline.calibration_setup import merge_with
 
-    calibration.refuse_ignored(targets)
-    if calibration.cache.trust:
-        raise ConfigError(
-            "--trust-cache takes a cache as it is, and shards make one; leave one of them out"
-        )
     path = out or Path(f"{model.stem}.cache")
-    options = calibration.options(path)
+    options = replace(calibration, cache=replace(calibration.cache, path=path), threads=1)
     resolved_model = resolve_model(model, input_texts, weights)
     result = merge_with(resolved_model, shards, options, targets=targets)
-    print_calibration(result, path, verbose=calibration.verbose, json_path=json_path)
+    print_calibration(result, path, verbose=verbose, json_path=json_path)

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import Field
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,17 +17,12 @@ from calibrators.searches import DEFAULT_METHOD, SEARCHES, parameters, searches_
 from deploy.calibration import DEFAULT_TRT_VERSION
 from deploy.commands import base
 from deploy.commands.base import CommandFunction, Decorator, verbose_option
-from deploy.commands.image_options import ImageArguments
-from deploy.errors import ConfigError
 from deploy.method import Method
 from deploy.terminal import is_text_suppressed, say, say_lines
 
 if TYPE_CHECKING:
     from deploy.calibration.calibration_result import CalibrationResult
     from deploy.calibration.cluster_jobs import Cluster
-    from deploy.calibration.reuse import CachePolicy
-    from deploy.pipeline.build_options import CalibrationOptions
-    from deploy.targets import Target
 
 
 def method_options(command: CommandFunction) -> CommandFunction:
@@ -73,77 +68,6 @@ def _option(name: str, parameter: Field[Any]) -> Decorator:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CalibrationArguments:
-    """How ranges are searched and stored, as a command line says it.
-
-    Attributes:
-        method: calibration method; None if none is given.
-        keep_float: nodes, patterns, `op:` types and `@` files to keep in float.
-        cache: when the cache is used, and whether it is overwritten.
-        verbose: whether everything is printed.
-    """
-
-    method: Method | None
-    keep_float: tuple[str, ...]
-    cache: CachePolicy
-    verbose: bool
-
-    def options(
-        self,
-        path: Path | None,
-        images: ImageArguments | None = None,
-        **command_options: Any,
-    ) -> CalibrationOptions:
-        """Return the options of a calibration with these arguments.
-
-        Args:
-            path: of the cache; None leaves it to the command, which may write none.
-            images: the images, for their options; None for a command that takes none.
-            command_options: fields of `CalibrationOptions` that are options of one command.
-        """
-        from deploy.pipeline.build_options import CalibrationOptions
-
-        return CalibrationOptions(
-            method=self.method,
-            cache=replace(self.cache, path=path),
-            float_nodes=self.keep_float,
-            until_stable=None if images is None else images.until_stable,
-            threads=1 if images is None else images.threads,
-            **command_options,
-        )
-
-    def refuse_ignored(self, targets: Sequence[Target]) -> None:
-        """Refuse options without effect.
-
-        Raises:
-            ConfigError: a search that no target follows or that a trusted cache overrides; a cache
-                that is both to be used and to be made again.
-        """
-        method_flags = " and ".join(given_method_flags())
-        if method_flags and all(target.own_method for target in targets):
-            target = targets[0]
-            raise ConfigError(
-                f"{method_flags} must have a target that follows it, got {target.name}, whose"
-                f" ranges are found by {target.own_method}"
-            )
-        if method_flags and self.cache.trust:
-            raise ConfigError(
-                f"{method_flags} chooses ranges, and --trust-cache takes those of the cache as they"
-                " are; leave one of them out"
-            )
-        refuse_refresh_and_reuse(self.cache)
-
-
-def refuse_refresh_and_reuse(policy: CachePolicy) -> None:
-    """Refuse --refresh with an option that uses the cache."""
-    if policy.refresh and policy.reuse_flag:
-        raise ConfigError(
-            f"--refresh calibrates again and {policy.reuse_flag} uses the cache; leave one of them"
-            " out"
-        )
-
-
 keep_float_option = base.calibration_option(
     "--keep-float",
     multiple=True,
@@ -167,23 +91,25 @@ resume_option = base.cache_option(
 
 
 def calibration_options(command: CommandFunction) -> CommandFunction:
-    """Add the options of a calibration; the command gets them as `calibration`."""
+    """Add the options of a calibration, and --verbose.
+
+    The command gets a `CalibrationOptions` as `calibration`, whose cache has no path yet.
+    """
 
     @wraps(command)
     def run(method: Method | None, **arguments: Any) -> None:
         from deploy.calibration.reuse import CachePolicy
+        from deploy.pipeline.build_options import CalibrationOptions
 
-        calibration = CalibrationArguments(
-            method=method,
-            keep_float=arguments.pop("keep_float"),
-            cache=CachePolicy(
-                require=arguments.pop("require_cache"),
-                trust=arguments.pop("trust_cache"),
-                refresh=arguments.pop("refresh"),
-                force=arguments.pop("force"),
-                trt_version=arguments.pop("trt_version"),
-            ),
-            verbose=arguments.pop("verbose"),
+        policy = CachePolicy(
+            require=arguments.pop("require_cache"),
+            trust=arguments.pop("trust_cache"),
+            refresh=arguments.pop("refresh"),
+            force=arguments.pop("force"),
+            trt_version=arguments.pop("trt_version"),
+        )
+        calibration = CalibrationOptions(
+            method=method, cache=policy, float_nodes=arguments.pop("keep_float")
         )
         command(calibration=calibration, **arguments)
 
@@ -269,12 +195,7 @@ def _cluster(address: str, cluster_values: Mapping[str, Any]) -> Cluster:
     """
     from deploy.calibration.cluster_jobs import Cluster
 
-    refused = base.given_flags("require_cache", "trust_cache", "shard")
-    if refused:
-        raise ConfigError(
-            f"--scheduler has its workers observe, got {refused[0]}, which does not; leave one of"
-            " them out"
-        )
+    base.refuse_beside("--scheduler", "require_cache", "trust_cache", "shard")
     threads = click.get_current_context().params.get("threads")
     given_values = {name: value for name, value in cluster_values.items() if value is not None}
     return Cluster(address=address, threads=threads or 1, **given_values)

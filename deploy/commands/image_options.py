@@ -325,11 +325,8 @@ def _image_options(
         # each option of the images is taken out of the arguments; the others are the command's own
         source = arguments.pop("images") or ""
         script = arguments.pop("calibrator_script", None) or ""
-        if source and script:
-            raise ConfigError(
-                f"samples come from --images or from --calibrator-script, got {source} and"
-                f" {script}; leave one of them out"
-            )
+        if script:
+            base.refuse_beside("--calibrator-script", "images")
         if is_required and not source and not script:
             refuse_no_images()
         images = ImageArguments(

@@ -40,6 +40,7 @@ from deploy.pipeline.build_options import (
     prepare_build,
     saved_model_name,
 )
+from deploy.pipeline.calibration_run import open_dataset
 from deploy.pipeline.calibration_setup import calibrate_loaded, use_qdq_calibration
 from deploy.pipeline.evaluate import CALIBRATION_SAMPLES
 from deploy.pipeline.measure import ALL_CALIBRATED, Figures, list_engines, measure_engines
@@ -92,7 +93,7 @@ def build(  # noqa: D417
     effort: int | None = None,
     tuning: Tuning | None = None,
     gates: Gates | None = None,
-    repairs: str | Sequence[str] | None = None,
+    repairs: str | None = None,
     scheduler: str | Cluster | None = None,
     settings: str | None = None,
     resume: bool = False,
@@ -211,17 +212,7 @@ def build_with(
         _refuse_broken_metric(build, calibration)
 
         plans, plan_path = _plan_targets(build, calibration, stage)
-        results = build_targets(
-            options.targets,
-            calibration,
-            stage,
-            options.calibration.workers,
-            plans,
-            rounds_weights=build.rounds_weights_of,
-            # float engines, to time the int8 engines beside, are made from it
-            unrepaired_model=build.loaded.model if build.duration_s > 0 else None,
-            cpu=options.tuning.cpu,
-        )
+        results = build_targets(build, calibration, stage, plans)
         figures = _measure(build, calibration, results, stage)
         results = discard_failed(results, figures.failures, stage)
 
@@ -300,7 +291,6 @@ def _request_part(build: PreparedBuild) -> RequestPart:
         has_evaluation=build.evaluation is not None,
         is_module=is_module,
         is_quantized=build.loaded.qdq is not None,
-        is_untimed=options.duration_s == 0,  # not None, which is 0 for another CPU
     )
 
 
@@ -332,10 +322,11 @@ def _calibrate(build: PreparedBuild, stage: Stage) -> CalibrationResult:
     evaluation_count = CANDIDATES
     if build.evaluation is None:
         evaluation_count = CALIBRATION_SAMPLES
+    images = open_dataset(build.loaded, build.dataset, options.calibration)
     return calibrate_loaded(
         build.loaded,
         build.user_model,
-        build.dataset,
+        images,
         options.calibration,
         targets=options.targets,
         evaluation_count=evaluation_count,
@@ -384,27 +375,11 @@ def _plan_targets(
     model stay float on every target, without a search and a plan file.
     """
     qdq = build.loaded.qdq
-    options = build.options
-    if qdq is not None:
-        plan = TargetPlan(choices=keep_float_layers(qdq, build.loaded))
-        planned_target = PlannedTarget(plan=plan, searched=False)
-        return {target.name: planned_target for target in options.targets}, None
-
-    tuning = replace(
-        options.tuning,
-        timed=build.duration_s > 0,
-        fresh=options.calibration.cache.refresh,
-        metric=build.search_metric,
-    )
-    return search_targets(
-        options.targets,
-        calibration,
-        stage,
-        tuning,
-        has_method=options.calibration.method is not None,
-        rounds_weights=build.rounds_weights_of,
-        threads=options.calibration.workers,
-    )
+    if qdq is None:
+        return search_targets(build, calibration, stage)
+    plan = TargetPlan(choices=keep_float_layers(qdq, build.loaded))
+    planned_target = PlannedTarget(plan=plan, searched=False)
+    return {target.name: planned_target for target in build.options.targets}, None
 
 
 def _measure(
@@ -450,8 +425,8 @@ def _measure_on_images(
     measure = partial(
         measure_engines,
         float_model,
-        calibration=calibration.evaluation_set.subset,
-        evaluation=build.evaluation,
+        calibration_samples=calibration.evaluation_set.subset,
+        evaluation_feed=build.evaluation,
         objects=build.annotated_objects,
         metric=build.metric,
         observed_outputs=observed_outputs,

@@ -56,8 +56,7 @@ from deploy.targets import Target
 from deploy.targets.tensorrt.cache_tools import method_of_calibrator
 from deploy.tasks import Metric, make_metric
 from deploy.tasks.metric import Function
-from deploy.tuning import PREFERENCES, THIS_CPU
-from deploy.tuning.repairs import has_rounding
+from deploy.tuning import PREFERENCES, REPAIRS, ROUNDING, THIS_CPU
 from deploy.tuning.search_options import Tuning
 from deploy.tuning.tune import refuse_wrong_plan
 
@@ -145,6 +144,9 @@ class CalibrationOptions:
         scheduler: address of a dask scheduler whose workers observe, or a `Cluster`.
         resume: whether an interrupted run continues from its checkpoint.
         checkpoint: file of the checkpoint; None for one beside the cache.
+
+    Raises:
+        ConfigError: a method, which a trusted cache overrides.
     """
 
     method: str | Method | None = None
@@ -155,6 +157,13 @@ class CalibrationOptions:
     scheduler: str | Cluster | None = None
     resume: bool = False
     checkpoint: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.method is not None and self.cache.trust:
+            raise ConfigError(
+                "--method chooses ranges, and --trust-cache takes those of the cache as they are;"
+                " leave one of them out"
+            )
 
     @property
     def workers(self) -> int:
@@ -179,8 +188,11 @@ class BuildOptions:
         duration_s: seconds of measuring a model; None is 3, or 0 for another CPU than this one.
         tuning: options of the search, or the plan to obey.
         gates: demands on the engines.
-        repairs: names of repairs to be tried; None tries the default ones where there is a search.
+        repairs: one of `REPAIRS`; None tries adaptive rounding where there is a search.
         settings: text of `calib8.toml`; None writes none.
+
+    Raises:
+        ConfigError: another name of a repair.
     """
 
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
@@ -194,8 +206,12 @@ class BuildOptions:
     duration_s: float | None = None
     tuning: Tuning = field(default_factory=Tuning)
     gates: Gates = field(default_factory=Gates)
-    repairs: str | Sequence[str] | None = None
+    repairs: str | None = None
     settings: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.repairs not in (None, *REPAIRS):
+            raise ConfigError(f"a repair is {' or '.join(REPAIRS)}, got {self.repairs!r}")
 
     @property
     def has_search(self) -> bool:
@@ -217,7 +233,6 @@ class PreparedBuild:
         evaluation: the evaluation images; None if some of the calibration images are used.
         annotated_objects: objects on the evaluation images; class numbers are the feed's own.
         metric: what outputs are judged by.
-        rounds_weights: whether adaptive rounding is tried where there is a search.
         duration_s: seconds of latency runs a model; 0 leaves them out.
     """
 
@@ -230,13 +245,13 @@ class PreparedBuild:
     evaluation: Feed | None
     annotated_objects: GroundTruth | None
     metric: Metric
-    rounds_weights: bool
     duration_s: float
 
     def rounds_weights_of(self, target: Target) -> bool:
-        """Whether a target tries adaptive rounding; by default not where nothing is searched."""
-        is_searched = self.options.tuning.for_target(target).level > 0
-        return self.rounds_weights and (is_searched or self.options.repairs is not None)
+        """Whether a target tries adaptive rounding, by default if it is searched."""
+        if self.options.repairs is None:
+            return self.options.tuning.for_target(target).level > 0
+        return self.options.repairs == ROUNDING
 
     @property
     def has_labels(self) -> bool:
@@ -312,9 +327,6 @@ def prepare_build(
         options.calibration, dataset, options.targets, is_tuned=is_tuned
     )
     options = replace(options, calibration=calibration)
-    rounds_weights = options.has_search
-    if options.repairs is not None:
-        rounds_weights = has_rounding(options.repairs)
 
     # the files of an earlier build are refused before the evaluation images are opened
     options = _with_cache_path(options, loaded.name)
@@ -341,7 +353,6 @@ def prepare_build(
         evaluation=evaluation_feed,
         annotated_objects=annotated_objects,
         metric=metric,
-        rounds_weights=rounds_weights,
         duration_s=0.0 if dataset is None else _choose_duration(options),
     )
 
@@ -588,7 +599,7 @@ def _calibration_flags(images: object, options: BuildOptions) -> list[str]:
         "--plan": tuning.plan is not None,
         "--split": tuning.split is not None,
         "--until-stable": calibration.until_stable is not None,
-        "--repair": has_rounding(options.repairs or ()),
+        "--repair": options.repairs == ROUNDING,
         "--scheduler": calibration.scheduler is not None,
         "--resume": calibration.resume,
     }

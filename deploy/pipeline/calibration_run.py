@@ -25,7 +25,7 @@ from deploy.calibration import one_pass
 from deploy.calibration.calibration_result import CalibrationResult
 from deploy.calibration.checkpoint import Checkpoint, remove_finished_checkpoint
 from deploy.calibration.cluster import observe_on
-from deploy.calibration.cluster_jobs import Cluster
+from deploy.calibration.cluster_jobs import Cluster, as_cluster
 from deploy.calibration.input_checks import check_feed_inputs
 from deploy.calibration.observation import (
     FOLDED,
@@ -69,6 +69,7 @@ from deploy.files.staging import Stage
 from deploy.frontends import LoadedModel
 from deploy.graph.plan import never_negative
 from deploy.machine import trim_memory
+from deploy.pipeline.build_options import CalibrationOptions
 from deploy.pipeline.float_reference import check_cleaned_model
 from deploy.targets import Target
 from deploy.targets.base import CacheText, WritesCache
@@ -161,18 +162,24 @@ class CalibrationRun:
 
 
 def open_dataset(
-    loaded: LoadedModel, dataset: Dataset, cluster: Cluster | None
+    loaded: LoadedModel, dataset: Dataset, options: CalibrationOptions
 ) -> CalibrationImages:
     """Open the images of a calibration, and choose what observes the model on them.
 
     The images may be one shard: the part that one of several machines observes.
 
-    `cluster`: the scheduler whose workers observe; None observes on this machine.
+    `options`: may name a scheduler, whose workers observe; else they are observed on this machine.
+
+    Raises:
+        ConfigError: a scheduler, with an option that only a run on this machine has.
+        FeedError: images that do not fit the model.
     """
-    feed = loaded.open_samples(dataset)
+    cluster = as_cluster(options.scheduler)
     observe_images = observe_here
     if cluster is not None:
+        _refuse_local_options(options)
         observe_images = partial(observe_on_workers, cluster, dataset)
+    feed = loaded.open_samples(dataset)
     shard_text = None
     if feed.share is not None:
         shard_text = f"a shard (got {feed.share})"  # an error message begins with it
@@ -183,6 +190,20 @@ def open_dataset(
         is_readable=True,  # unlike those of merged shards, of which statistics alone are here
         observe=observe_images,
     )
+
+
+def _refuse_local_options(options: CalibrationOptions) -> None:
+    """Refuse options that only a run on this machine has."""
+    is_given_by_flag = {
+        "--resume": options.resume,
+        "--until-stable": options.until_stable is not None,
+    }
+    for flag, is_given in is_given_by_flag.items():
+        if is_given:
+            raise ConfigError(
+                f"{flag} is for a run on this machine, got --scheduler, whose workers share the"
+                " images out; leave one of them out"
+            )
 
 
 def open_shards(shards: ShardSet) -> CalibrationImages:

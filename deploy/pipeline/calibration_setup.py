@@ -17,7 +17,7 @@ from calibrators.searches import DEFAULT_METHOD
 from deploy.calibration import store
 from deploy.calibration.calibration_result import CalibrationResult, QdqModelRanges
 from deploy.calibration.checkpoint import checkpoint_path
-from deploy.calibration.cluster_jobs import Cluster, as_cluster
+from deploy.calibration.cluster_jobs import Cluster
 from deploy.calibration.observation import (
     CalibrationSubject,
     Observation,
@@ -164,7 +164,8 @@ def calibrate_with(
     """`calibrate` with its options as one value."""
     loaded = load(model)
     options = with_calibrator_method(options, dataset, targets)
-    return calibrate_loaded(loaded, find_user_model(model), dataset, options, targets=targets)
+    images = open_dataset(loaded, dataset, options)
+    return calibrate_loaded(loaded, find_user_model(model), images, options, targets=targets)
 
 
 @check_arguments
@@ -206,68 +207,17 @@ def merge_with(
     targets: Sequence[Target],
 ) -> CalibrationResult:
     """`merge` with its options as one value."""
+    if options.cache.trust:
+        raise ConfigError(
+            "--trust-cache takes a cache as it is, and shards make one; leave one of them out"
+        )
     loaded = load(model)
     images = open_shards(ShardSet(shards, loaded))
-    with phase("calibration"):
-        return _calibrate_images(loaded, find_user_model(model), images, options, targets=targets)
+    return calibrate_loaded(loaded, find_user_model(model), images, options, targets=targets)
 
 
 @phase("calibration")
 def calibrate_loaded(
-    loaded: LoadedModel,
-    user_model: UserModel | None,
-    dataset: Dataset,
-    options: CalibrationOptions,
-    *,
-    targets: Sequence[Target],
-    evaluation_count: int = 0,
-    task: str = "",
-    stage: Stage | None = None,
-) -> CalibrationResult:
-    """Calibrate a model that is loaded; `calibrate` describes the options.
-
-    Args:
-        loaded: the model.
-        user_model: the user's file or model, from which the graph before folding can be read.
-        dataset: the images.
-        options: how it is calibrated.
-        targets: the targets, whose observations are made.
-        evaluation_count: number of samples on which the engines are evaluated later; the float
-            model's outputs of these are stored while it is observed.
-        task: name of the outputs' task that the user set.
-        stage: where the files of a build wait; a cache in the same folder appears with them.
-    """
-    cluster = as_cluster(options.scheduler)
-    if cluster is not None:
-        _refuse_local_options(options)
-    images = open_dataset(loaded, dataset, cluster)
-    return _calibrate_images(
-        loaded.with_inputs(images.feed.specs),
-        user_model,
-        images,
-        options,
-        targets=targets,
-        evaluation_count=evaluation_count,
-        task=task,
-        stage=stage,
-    )
-
-
-def _refuse_local_options(options: CalibrationOptions) -> None:
-    """Refuse options that only a run on this machine has."""
-    is_given_by_flag = {
-        "--resume": options.resume,
-        "--until-stable": options.until_stable is not None,
-    }
-    for flag, is_given in is_given_by_flag.items():
-        if is_given:
-            raise ConfigError(
-                f"{flag} is for a run on this machine, got --scheduler, whose workers share the"
-                " images out; leave one of them out"
-            )
-
-
-def _calibrate_images(
     loaded: LoadedModel,
     user_model: UserModel | None,
     images: CalibrationImages,
@@ -278,11 +228,20 @@ def _calibrate_images(
     task: str = "",
     stage: Stage | None = None,
 ) -> CalibrationResult:
-    """Check the options against the model and its targets, then calibrate.
+    """Check the options against a loaded model and its targets, then calibrate.
 
-    The arguments are those of `calibrate_loaded`, but for `images`: the opened samples, or merged
-    shards, with what observes them. An observation is a tensor of the model with the statistic to
-    record of its values.
+    An observation is a tensor of the model with the statistic to record of its values.
+
+    Args:
+        loaded: the model.
+        user_model: the user's file or model, from which the graph before folding can be read.
+        images: the opened images, or merged shards, with what observes them.
+        options: how it is calibrated, as `calibrate` describes.
+        targets: the targets, whose observations are made.
+        evaluation_count: number of samples on which the engines are evaluated later; the float
+            model's outputs of these are stored while it is observed.
+        task: name of the outputs' task that the user set.
+        stage: where the files of a build wait; a cache in the same folder appears with them.
 
     Raises:
         ConfigError: options that exclude each other, or that do nothing here.
@@ -291,6 +250,8 @@ def _calibrate_images(
     """
     policy = options.cache
     feed = images.feed
+    if images.is_readable:  # what the first dimension of the inputs is, these samples have shown
+        loaded = loaded.with_inputs(feed.specs)
     feed.cache_samples(evaluation_count, PREVIEW_COUNT)
     checkpoint = _choose_checkpoint(options)
     _refuse_foreign_cache(policy)
@@ -304,8 +265,12 @@ def _calibrate_images(
             f" {loaded.name} (only the main graph counts, not If and Loop bodies);"
             " `calib8 inspect` says why"
         )
-    if options.method is not None:
-        _refuse_unused_method(observations_by_target, subject)
+    if options.method is not None and all(target.own_method for target in targets):
+        raise ConfigError(
+            f"a method is for targets that search by it, got {subject.method.label} for"
+            f" {', '.join(observations_by_target)} alone, which has searches of its own; leave the"
+            " method out"
+        )
     if images.shard is not None:  # statistics that depend on the images' order cannot be merged
         refuse_ordered(observations, images.shard)
 
@@ -440,20 +405,6 @@ def _collect_observations(
     if failures and not observations:
         raise next(iter(failures.values()))
     return observations, {name: str(error) for name, error in failures.items()}
-
-
-def _refuse_unused_method(
-    observations_by_target: Mapping[str, Sequence[Observation]], subject: CalibrationSubject
-) -> None:
-    """Refuse a method if every target searches ranges in a way of its own."""
-    for observations in observations_by_target.values():
-        if any(observation.statistic == subject.statistic for observation in observations):
-            return
-    raise ConfigError(
-        f"a method is for targets that search by it, got {subject.method.label} for"
-        f" {', '.join(observations_by_target)} alone, which has searches of its own; leave the"
-        " method out"
-    )
 
 
 def _refuse_foreign_cache(policy: CachePolicy) -> None:

@@ -10,9 +10,8 @@ With images the result is measured: a record through the fake-quant model, compa
 model; a converted Q/DQ model in the NPU's integers, compared with the Q/DQ model itself.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import onnx
@@ -62,8 +61,6 @@ _NO_IMAGES = (
     "No images were given: the deploy model was run on random samples, and its accuracy was not"
     " measured; --images measures it."
 )
-
-RowMaker = Callable[[BuildResult, Feed, Stage], tuple[EngineRow, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +131,6 @@ def deploy(
         recipe = recipe_from_cache(subject, scales_path)
     else:
         recipe = recipe_from_record(subject, scales_path, config=config)
-    workers = worker_threads(threads)
     return _write_files(
         target,
         inputs,
@@ -142,9 +138,9 @@ def deploy(
         recipe,
         scales=scales_path,
         model_source={"name": loaded.name, "sha256": loaded.digest},
-        make_rows=partial(_compare_with_float_model, loaded, target, workers),
+        qdq_model=None,
         out=Path(out),
-        threads=workers,
+        threads=worker_threads(threads),
         force=force,
     )
 
@@ -182,7 +178,6 @@ def convert(  # noqa: D417
     _refuse_early(target, inputs, Path(out), path.stem, force=force)
     qdq_model = read_model(path)
     loaded, recipe = recipe_from_qdq(qdq_model, path, keep_rounding=keep_rounding)
-    workers = worker_threads(threads)
     return _write_files(
         target,
         inputs,
@@ -190,9 +185,9 @@ def convert(  # noqa: D417
         recipe,
         scales=path,
         model_source={"name": path.stem, "sha256": model_digest(qdq_model)},
-        make_rows=partial(_compare_with_qdq_model, qdq_model, path, workers),
+        qdq_model=qdq_model,
         out=Path(out),
-        threads=workers,
+        threads=worker_threads(threads),
         force=force,
     )
 
@@ -205,7 +200,7 @@ def _write_files(
     *,
     scales: Path,
     model_source: Mapping[str, str],
-    make_rows: RowMaker,
+    qdq_model: onnx.ModelProto | None,
     out: Path,
     threads: int,
     force: bool,
@@ -219,8 +214,8 @@ def _write_files(
         recipe: model, layers and scales that the files are made of.
         scales: file that the scales were read from.
         model_source: name and sha256 of the user's model, for the manifest.
-        make_rows: (files, samples, stage) -> the report's rows that compare the files with the
-            user's model; called if there are images.
+        qdq_model: the user's Q/DQ model, with whose outputs those of the files are compared; None
+            compares them with the float model's.
         out: output folder.
         threads: worker threads.
         force: replace files that calib8 did not write.
@@ -246,10 +241,14 @@ def _write_files(
             notes=(*loaded.alerts, _NO_IMAGES),
         )
         if inputs.dataset is not None:
+            if qdq_model is None:
+                engines = _compare_with_float_model(loaded, target, result, feed, stage, threads)
+            else:
+                engines = _compare_with_qdq_model(qdq_model, scales, result, feed, threads)
             report = replace(
                 report,
                 feed=feed_part(feed, str(inputs.dataset.source)),
-                engines=make_rows(result, feed, stage),
+                engines=engines,
                 notes=(*loaded.alerts, *feed.notes),
             )
         write_pages(report, stage)
@@ -327,7 +326,7 @@ def _refuse_early(
 
 
 def _compare_with_float_model(
-    loaded: LoadedModel, target: Ascend, threads: int, result: BuildResult, feed: Feed, stage: Stage
+    loaded: LoadedModel, target: Ascend, result: BuildResult, feed: Feed, stage: Stage, threads: int
 ) -> tuple[EngineRow, ...]:
     """Return the report's rows of the float model, and of the fake-quant model compared with it.
 
@@ -337,17 +336,19 @@ def _compare_with_float_model(
     Args:
         loaded: the float model.
         target: the target that the files are for.
-        threads: worker threads.
         result: the files.
         feed: the samples to compare on.
         stage: folder of the files until they are published.
+        threads: worker threads.
     """
     figures = measure_engines(
         loaded,
         [target],
         [result],
-        calibration=EvaluationSubset(feed, feed.count),  # only latency would be measured on it
-        evaluation=feed,
+        calibration_samples=EvaluationSubset(
+            feed, feed.count
+        ),  # only latency would be measured on it
+        evaluation_feed=feed,
         objects=None,
         duration_s=0,
         threads=threads,
@@ -356,21 +357,16 @@ def _compare_with_float_model(
 
 
 def _compare_with_qdq_model(
-    qdq_model: onnx.ModelProto,
-    path: Path,
-    threads: int,
-    result: BuildResult,
-    feed: Feed,
-    _stage: Stage,
+    qdq_model: onnx.ModelProto, path: Path, result: BuildResult, feed: Feed, threads: int
 ) -> tuple[EngineRow, ...]:
     """Return the rows of the Q/DQ model and of the deploy model, which is compared with it.
 
     Args:
         qdq_model: the user's model.
         path: its file.
-        threads: worker threads.
         result: the files that were written of it.
         feed: the samples to compare on.
+        threads: worker threads.
     """
     # computed in float as written: integer kernels of an older x86 CPU may saturate
     reference = OrtSession.open(qdq_model, threads=threads, int8_kernels=False)

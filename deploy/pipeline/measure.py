@@ -31,7 +31,6 @@ from deploy.pipeline.evaluate import (
     Evaluation,
     EvaluationResult,
     InnerTensors,
-    Pictures,
     choose_evaluation,
     compare_inner_tensors,
     evaluate,
@@ -44,7 +43,6 @@ from deploy.report.parts import EngineRow
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.base import BuildResult, Target
 from deploy.tasks import Metric
-from deploy.tasks.evaluation_task import Example
 from deploy.tensors import Session
 from deploy.terminal import phase
 
@@ -66,10 +64,7 @@ class Figures:
         notes: sentences on how the figures were measured.
         devices: devices that run engines.
         decodes: number of images decoded for the evaluation only.
-        reference_runs: number of inferences of the float model for the evaluation.
-        engine_runs: engine -> number of its inferences for the evaluation.
-        examples: engine -> samples worth showing.
-        pictures: sample number -> name and picture of each example, uint8 [h, w, 3].
+        evaluation: the evaluation pass: its inferences, and the samples worth showing.
         calibrated: how many of the evaluation images calibrated, as text; "" for none.
     """
 
@@ -80,10 +75,7 @@ class Figures:
     notes: tuple[str, ...] = ()
     devices: tuple[AcceleratorInfo, ...] = ()
     decodes: int = 0
-    reference_runs: int = 0
-    engine_runs: Mapping[str, int] = field(default_factory=dict)
-    examples: Mapping[str, tuple[Example, ...]] = field(default_factory=dict)
-    pictures: Pictures = field(default_factory=dict)
+    evaluation: EvaluationResult = field(default_factory=EvaluationResult)
     calibrated: str = ""
 
 
@@ -92,8 +84,8 @@ def measure_engines(
     targets: Sequence[Target],
     results: Sequence[BuildResult],
     *,
-    calibration: EvaluationSubset,
-    evaluation: Feed | None,
+    calibration_samples: EvaluationSubset,
+    evaluation_feed: Feed | None,
     objects: GroundTruth | None,
     metric: Metric | None = None,
     observed_outputs: ReferenceOutputs | None = None,
@@ -110,8 +102,8 @@ def measure_engines(
         loaded: the float model.
         targets: the targets of `results`, in the same order.
         results: files of each target.
-        calibration: calibration samples, used if there are no evaluation samples.
-        evaluation: evaluation samples.
+        calibration_samples: evaluated on if there are no evaluation samples, and timed with.
+        evaluation_feed: evaluation samples; None without.
         objects: annotated objects on the evaluation samples, in place of labels; None without.
         metric: what the user set to evaluate by.
         observed_outputs: stored outputs of the float model on the calibration samples; None if
@@ -126,10 +118,10 @@ def measure_engines(
         FeedError: an image cannot be fed, or changed.
     """
     metric = metric or Metric(None, declared=loaded.declaration)
-    samples = choose_evaluation(calibration, evaluation, objects, metric)
+    evaluation = choose_evaluation(calibration_samples, evaluation_feed, objects, metric)
     is_timed = duration_s > 0  # else all sessions are for accuracy only
     float_engine, float_outputs, float_size = _open_float_model(
-        loaded, samples, threads=threads, is_timed=is_timed
+        loaded, evaluation, threads=threads, is_timed=is_timed
     )
     target_engines, failures, absent = _open_engines(
         targets, results, threads=threads, is_timed=is_timed
@@ -137,30 +129,31 @@ def measure_engines(
 
     # engines are compared with the float model; those of a Q/DQ model with that model itself
     qdq_outputs = _open_qdq_model(loaded)
-    reference = qdq_outputs or _choose_reference(float_outputs, observed_outputs, samples)
+    reference = qdq_outputs or _choose_reference(float_outputs, observed_outputs, evaluation)
     choice_runs = float_outputs.runs  # inferences by which the stored outputs were checked
     float_outputs.close_session()  # frees its weights: stored outputs may suffice from here on
 
     # accuracy: of inner tensors on a few samples, of the outputs on all of them
     opened_results = [result for result in results if result.target not in failures]
-    if evaluation is not None:
-        evaluation.cache_samples(LAYER_SAMPLES)  # they are used twice, and decoded once
+    if evaluation_feed is not None:
+        evaluation_feed.cache_samples(LAYER_SAMPLES)  # they are used twice, and decoded once
     inner_tensors, evaluation_result = _measure_accuracy(
         loaded,
         opened_results,
         target_engines,
         reference,
-        samples,
+        evaluation,
         # the search ran calibration samples: its outputs are of no use for evaluation samples
-        engine_outputs=engine_outputs if evaluation is None and engine_outputs else {},
+        engine_outputs=engine_outputs if evaluation_feed is None and engine_outputs else {},
         threads=threads,
     )
     failures |= evaluation_result.failures
+    evaluation_result.reference_runs += choice_runs + inner_tensors.sample_count
 
     # latency, when nothing else runs
     engines = {_FLOAT_ENGINE: float_engine, **target_engines}
     timed_sessions = _find_timed_sessions(engines, failures)
-    latency = _measure_latency(timed_sessions, calibration, duration_s)
+    latency = _measure_latency(timed_sessions, calibration_samples, duration_s)
     devices = find_devices(timed_sessions)
     measurements = _Measurements(
         engines=engines,
@@ -175,7 +168,10 @@ def measure_engines(
     evaluated_results = [result for result in opened_results if result.target not in failures]
     notes = (
         *_sample_notes(
-            evaluation_result.accuracy, evaluation, calibration, inner_tensors.sample_count
+            evaluation_result.accuracy,
+            evaluation_feed,
+            calibration_samples,
+            inner_tensors.sample_count,
         ),
         *_fed_weight_notes(loaded, latency),
         *_reference_notes(loaded, has_qdq_outputs=qdq_outputs is not None),
@@ -187,11 +183,8 @@ def measure_engines(
         absent=absent,
         notes=notes,
         devices=devices,
-        decodes=0 if evaluation is None else evaluation.decodes,
-        reference_runs=choice_runs + inner_tensors.sample_count + evaluation_result.reference_runs,
-        engine_runs=evaluation_result.engine_runs,
-        examples=evaluation_result.examples,
-        pictures=evaluation_result.pictures,
+        decodes=0 if evaluation_feed is None else evaluation_feed.decodes,
+        evaluation=evaluation_result,
     )
 
 
@@ -244,7 +237,7 @@ def _measure_accuracy(
     results: Sequence[BuildResult],
     target_engines: Mapping[str, _OpenedEngine],
     reference: ReferenceOutputs,
-    samples: Evaluation,
+    evaluation: Evaluation,
     *,
     engine_outputs: Mapping[str, EngineOutputs],
     threads: int,
@@ -256,7 +249,7 @@ def _measure_accuracy(
         results: files of the targets whose engines could be opened, or are not for this machine.
         target_engines: the engines that were opened.
         reference: outputs that those of the engines are compared with.
-        samples: the evaluation samples.
+        evaluation: the evaluation samples.
         engine_outputs: target -> outputs of its int8 model on these samples, as far as known.
         threads: samples that run in parallel.
     """
@@ -266,12 +259,12 @@ def _measure_accuracy(
         # them: runnable files, which end there too, stand in
         engine_sessions = {}
     with phase("layers"):
-        layer_samples = samples.feed.spread_samples(LAYER_SAMPLES)
+        layer_samples = evaluation.feed.spread_samples(LAYER_SAMPLES)
         inner_tensors = compare_inner_tensors(loaded, results, engine_sessions, layer_samples)
     candidates, open_failures = find_candidates(results, engine_sessions)
     stored_outputs = find_stored_outputs(results, candidates, engine_outputs)
     evaluation_result = evaluate(
-        reference, candidates, samples, stored_outputs=stored_outputs, threads=threads
+        reference, candidates, evaluation, stored_outputs=stored_outputs, threads=threads
     )
     evaluation_result.failures |= open_failures
     return inner_tensors, evaluation_result
@@ -331,7 +324,7 @@ def _time_loading(open_session: Callable[[], Session]) -> tuple[Session, float]:
 
 
 def _open_float_model(
-    loaded: LoadedModel, samples: Evaluation, *, threads: int, is_timed: bool
+    loaded: LoadedModel, evaluation: Evaluation, *, threads: int, is_timed: bool
 ) -> tuple[_OpenedEngine, ReferenceOutputs, int]:
     """Return (the float model's engine, its outputs, its size in bytes).
 
@@ -341,7 +334,7 @@ def _open_float_model(
 
     Args:
         loaded: the float model.
-        samples: the evaluation samples.
+        evaluation: the evaluation samples.
         threads: threads inside one inference.
         is_timed: whether there are latency runs.
     """
@@ -356,7 +349,7 @@ def _open_float_model(
     float_outputs = ReferenceOutputs(
         lambda: open_single_thread(read_float_model(loaded)),  # read again: no bytes are held
         [spec.name for spec in loaded.outputs],
-        _first_key(samples),
+        _first_key(evaluation),
         session=output_session,
     )
     return _OpenedEngine(engine_session, load_ms), float_outputs, len(float_file)
@@ -399,24 +392,24 @@ def _open_engines(
     return engines, failures, absent
 
 
-def _first_key(samples: Evaluation) -> tuple[int, ...]:
-    """Return the key of the first calibration sample; () if others are evaluated on."""
-    return samples.feed.keys[:1] if isinstance(samples.feed, EvaluationSubset) else ()
+def _first_key(evaluation: Evaluation) -> tuple[int, ...]:
+    """Return (key of the first calibration sample,); () if other samples are evaluated on."""
+    return evaluation.feed.keys[:1] if isinstance(evaluation.feed, EvaluationSubset) else ()
 
 
 def _choose_reference(
     float_outputs: ReferenceOutputs,
     observed_outputs: ReferenceOutputs | None,
-    samples: Evaluation,
+    evaluation: Evaluation,
 ) -> ReferenceOutputs:
     """Return the outputs of the user's file, or those stored while its cleaned model was observed.
 
     The stored ones are taken if they match the file's on the first sample.
     """
-    keys = _first_key(samples)
+    keys = _first_key(evaluation)
     if observed_outputs is None or not keys or keys[0] not in observed_outputs:
         return float_outputs
-    (sample,) = samples.feed.first_samples(1)
+    (sample,) = evaluation.feed.first_samples(1)
     file_values = float_outputs.get(keys[0], sample)
     if outputs_match(file_values, observed_outputs.get(keys[0], sample)):
         return observed_outputs
@@ -450,7 +443,7 @@ def _reference_notes(loaded: LoadedModel, *, has_qdq_outputs: bool) -> Iterator[
 
 
 def _measure_latency(
-    sessions: Mapping[str, Session], calibration: EvaluationSubset, duration_s: float
+    sessions: Mapping[str, Session], calibration_samples: EvaluationSubset, duration_s: float
 ) -> dict[str, Latency]:
     """Return the latency of all sessions; none if `duration_s` is 0.
 
@@ -459,7 +452,7 @@ def _measure_latency(
     """
     if duration_s <= 0:
         return {}
-    samples = calibration.first_samples(_LATENCY_SAMPLES)
+    samples = calibration_samples.first_samples(_LATENCY_SAMPLES)
     latency: dict[str, Latency] = {}
     for on_device in (False, True):
         group = {
@@ -549,16 +542,16 @@ def _is_clamped(
 
 def _sample_notes(
     accuracy: Mapping[str, Accuracy],
-    evaluation: Feed | None,
-    calibration: EvaluationSubset,
+    evaluation_feed: Feed | None,
+    calibration_samples: EvaluationSubset,
     inner_tensor_samples: int,
 ) -> Iterator[str]:
     """Yield notes on the samples on which accuracy was measured, if it was.
 
     Args:
         accuracy: engine -> its accuracy.
-        evaluation: evaluation samples; None if engines ran calibration samples.
-        calibration: some of the calibration samples.
+        evaluation_feed: evaluation samples; None if engines ran calibration samples.
+        calibration_samples: some of the calibration samples.
         inner_tensor_samples: number of samples on which inner tensors were compared.
     """
     if not accuracy:
@@ -567,18 +560,19 @@ def _sample_notes(
     inner_tensor_text = ""
     if inner_tensor_samples:
         inner_tensor_text = f", that of inner tensors on {inner_tensor_samples} of these"
-    if evaluation is None:  # the ranges fit these images, so int8 looks better than on new ones
+    # the ranges fit the images that calibrated, so int8 looks better on these than on new ones
+    if evaluation_feed is None:
         yield (
             f"accuracy was measured on {sample_count} of the calibration images{inner_tensor_text};"
             " --eval-images gives others, which tell more"
         )
-        if calibration.has_labels:
+        if calibration_samples.has_labels:
             yield "labels of images that calibrate are not used; --eval-images takes both"
     elif inner_tensor_text:
         yield f"accuracy was measured on {sample_count} evaluation images{inner_tensor_text}"
     # a recurrent model hands states on to its next call. In samples that are sequences, the errors
     # of these states are measured; for other samples a note says that they are not
-    has_sequences = bool(calibration.states)
+    has_sequences = bool(calibration_samples.states)
     if not has_sequences:
         yield from state_notes(accuracy.values())
 

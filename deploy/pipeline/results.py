@@ -122,8 +122,8 @@ def write_report(
         work=WorkPart(
             decodes=feed.decodes + figures.decodes,
             calibration_runs=dict(calibration.runs),
-            reference_runs=figures.reference_runs,
-            engine_runs=dict(figures.engine_runs),
+            reference_runs=figures.evaluation.reference_runs,
+            engine_runs=dict(figures.evaluation.engine_runs),
         ),
         request=request,
         alerts=(*calibration.doubts, *calibration.warnings, *_scale_alerts(calibration)),
@@ -377,6 +377,7 @@ def engine_rows(
         has_random_outputs: whether the float model itself gives other outputs at each run.
     """
     result_by_target = {result.target: result for result in results if not result.error}
+    evaluation = figures.evaluation
     float_row, *other_rows = figures.engines
     rows = [float_row]
     for row in other_rows:
@@ -385,9 +386,9 @@ def engine_rows(
             rows.append(row)
             continue
 
-        examples = figures.examples.get(row.target, ())
-        boxes = box_rows(examples, figures.pictures, classes)
-        row = replace(row, boxes=boxes, changed=class_rows(examples, figures.pictures))
+        examples = evaluation.examples.get(row.target, ())
+        boxes = box_rows(examples, evaluation.pictures, classes)
+        row = replace(row, boxes=boxes, changed=class_rows(examples, evaluation.pictures))
         result = result_by_target.get(row.target)
         if result is not None and row.target not in figures.failures:
             row = model.with_speed(figures.engines, row)

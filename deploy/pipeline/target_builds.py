@@ -7,11 +7,9 @@ traceback is in `calib8/<model>.log`.
 
 import os
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-
-import onnx
 
 from deploy.calibration.calibration_result import CalibrationResult
 from deploy.errors import BackendError, Calib8Error, CalibrationError, ExportError
@@ -20,39 +18,27 @@ from deploy.files import atomic
 from deploy.files.manifest import RECORDS
 from deploy.files.staging import Stage
 from deploy.machine import large_blocks_returned
-from deploy.pipeline.build_options import plan_name
+from deploy.pipeline.build_options import PreparedBuild, plan_name
 from deploy.targets import Target
 from deploy.targets.base import BuildRequest, BuildResult
 from deploy.targets.options import changed_options
 from deploy.terminal import phase
 from deploy.tuning.plan_file import TargetPlan
 from deploy.tuning.repairs.apply import repair_request, repair_samples
-from deploy.tuning.search_options import Tuning
 from deploy.tuning.tune import PlannedTarget, find_plan, plan_target, store_plan
 
 
 @phase("search")
 def search_targets(
-    targets: Sequence[Target],
-    calibration: CalibrationResult,
-    stage: Stage,
-    tuning: Tuning,
-    *,
-    has_method: bool,
-    rounds_weights: Callable[[Target], bool],
-    threads: int,
+    build: PreparedBuild, calibration: CalibrationResult, stage: Stage
 ) -> tuple[dict[str, PlannedTarget], Path | None]:
     """Plan every target: search which layers stay float, and how each range is searched.
 
     Args:
-        targets: targets to plan.
+        build: the targets, and the options of the search.
         calibration: the calibration.
         stage: holds the new files until the build is complete. `stage.folder` is the final folder,
             with the files of an earlier build.
-        tuning: options of the search.
-        has_method: whether the user chose the range method, which then stays.
-        rounds_weights: target -> whether adaptive rounding of the float model's weights is tried.
-        threads: samples or trials that run in parallel.
 
     Returns:
         (target -> its plan, path of the plan file; None if there is nothing to write). A target
@@ -61,12 +47,19 @@ def search_targets(
     Raises:
         ConfigError: a plan that does not fit the model.
     """
+    options = build.options
+    tuning = replace(
+        options.tuning,
+        timed=build.duration_s > 0,
+        fresh=options.calibration.cache.refresh,
+        metric=build.search_metric,
+    )
     plan_path = stage.folder / plan_name(calibration.loaded)
     # the user's plan, or that of the build before: a target for which it holds is not searched
     earlier_plan = find_plan(plan_path, tuning, calibration.loaded.digest)
-    request = _make_request(targets, calibration, stage, threads, tuning.cpu)
+    request = _make_request(build, calibration, stage)
     plans = {}
-    for target in targets:
+    for target in options.targets:
         if target.name in calibration.failures:
             continue
         try:
@@ -76,8 +69,8 @@ def search_targets(
                     request,
                     tuning.for_target(target),
                     earlier_plan,
-                    has_method=has_method,
-                    rounds_weights=rounds_weights(target),
+                    has_method=options.calibration.method is not None,
+                    rounds_weights=build.rounds_weights_of(target),
                 )
         except (MemoryError, OSError):  # they end the run, not the search of one target
             raise
@@ -101,41 +94,31 @@ def search_targets(
 
 @phase("targets")
 def build_targets(
-    targets: Sequence[Target],
+    build: PreparedBuild,
     calibration: CalibrationResult,
     stage: Stage,
-    threads: int,
     plans: Mapping[str, PlannedTarget],
-    *,
-    rounds_weights: Callable[[Target], bool],
-    unrepaired_model: onnx.ModelProto | None,
-    cpu: str,
 ) -> list[BuildResult]:
     """Build every target; the result of one that fails has the error, and its files are removed.
 
     Args:
-        targets: targets to build.
+        build: the targets, and how they are built.
         calibration: the calibration, with the targets that failed in it already.
         stage: folder of the files until the build is complete.
-        threads: worker threads.
         plans: target -> its plan: which layers stay float, and how each range is searched.
-        rounds_weights: target -> whether adaptive rounding of the float model's weights is tried.
-        unrepaired_model: the model without repairs, if speed is measured: the float engines of the
-            comparison are made from it.
-        cpu: one of `deploy.tuning.CPU_NAMES`, the CPU that will run ONNX Runtime's engine.
 
     Returns:
-        One result a target, in the order of `targets`.
+        One result a target, in the order of the targets.
 
     Raises:
         Calib8Error: every target failed, not all in the calibration, and none left a file.
     """
-    request = replace(
-        _make_request(targets, calibration, stage, threads, cpu), unrepaired_model=unrepaired_model
-    )
+    request = _make_request(build, calibration, stage)
+    if build.duration_s > 0:  # float engines, to time the int8 engines beside, are made from it
+        request = replace(request, unrepaired_model=build.loaded.model)
     results: list[BuildResult] = []
     errors: list[Calib8Error] = []
-    for target in targets:
+    for target in build.options.targets:
         if target.name in calibration.failures:
             error_text = calibration.failures[target.name]
             results.append(BuildResult(target=target.name, error=error_text))
@@ -145,9 +128,10 @@ def build_targets(
         choices = plans[target.name].plan.choices  # layers in float, and methods of ranges
         try:
             with phase(target.name):
-                target_request = request.with_choices(choices)
                 result = _build_target(
-                    target, target_request, rounds_weights=rounds_weights(target)
+                    target,
+                    request.with_choices(choices),
+                    rounds_weights=build.rounds_weights_of(target),
                 )
         except (SampleChangedError, MemoryError, OSError):  # they end the run, not one target
             raise
@@ -234,14 +218,15 @@ def _discard_engines(result: BuildResult, stage: Stage) -> BuildResult:
 
 
 def _make_request(
-    targets: Sequence[Target], calibration: CalibrationResult, stage: Stage, threads: int, cpu: str
+    build: PreparedBuild, calibration: CalibrationResult, stage: Stage
 ) -> BuildRequest:
     """Return what all targets are built from; the choices of each target's plan are added later.
 
     Each target is given all that are built (`companions`): a repair is computed for them together.
     """
+    options = build.options
     buildable_targets = tuple(
-        target for target in targets if target.name not in calibration.failures
+        target for target in options.targets if target.name not in calibration.failures
     )
     return BuildRequest(
         subject=calibration.subject,
@@ -251,7 +236,7 @@ def _make_request(
         feed=calibration.feed,
         manifest=calibration.feed.manifest(),
         evaluation_set=calibration.evaluation_set,
-        threads=threads,
-        cpu=cpu,
+        threads=options.calibration.workers,
+        cpu=options.tuning.cpu,
         companions=buildable_targets,
     )

@@ -12,9 +12,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from urllib.parse import quote
-
-from deploy.report.figures import encodable
 
 PRINTED = 25  # rows of a table on paper, at most
 
@@ -34,24 +31,11 @@ class Paragraph:
 
     Attributes:
         text: the sentence.
-        link: file next to the report, named at the end of the sentence; "" for none.
         note: whether it is small print.
     """
 
     text: str
-    link: str = ""
     note: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Heading:
-    """A heading inside a section.
-
-    Attributes:
-        text: the heading.
-    """
-
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +107,7 @@ class Drawing:
     caption: str = ""
 
 
-Block = Paragraph | Heading | Bullets | Facts | Table | Drawing
+Block = Paragraph | Bullets | Facts | Table | Drawing
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +135,9 @@ class Section:
 def block_html(block: Block) -> str:
     """Return a block as HTML; all texts are escaped, drawings are HTML already."""
     match block:
-        case Paragraph(text, link, note):
+        case Paragraph(text, note):
             start = '<p class="sub">' if note else "<p>"
-            anchor = f' <a href="{escape(_url(link))}">{escape(link)}</a>.' if link else ""
-            return f"{start}{escape(text)}{anchor}</p>"
-        case Heading(text):
-            return f"<h3>{escape(text)}</h3>"
+            return f"{start}{escape(text)}</p>"
         case Bullets(sentences, kind):
             items = "".join(f"<li>{escape(text)}</li>" for text in sentences)
             return f'<ul class="{kind}">{items}</ul>'
@@ -174,11 +155,8 @@ def block_html(block: Block) -> str:
 def block_markdown(block: Block) -> str:
     """Return a block as Markdown; "" for a drawing."""
     match block:
-        case Paragraph(text, link):
-            anchor = f" [{escape_markdown(link)}]({_url(link)})." if link else ""
-            return escape_markdown(text) + anchor
-        case Heading(text):
-            return f"### {escape_markdown(text)}"
+        case Paragraph(text):
+            return escape_markdown(text)
         case Bullets(sentences):
             return "\n".join(f"- {escape_markdown(text)}" for text in sentences)
         case Facts(pairs):
@@ -197,8 +175,8 @@ def _row_markdown(row: Sequence[Cell]) -> str:
 
 def sections_html(sections: Sequence[Section]) -> Iterator[str]:
     """Yield every section as HTML."""
-    for anchor, section in _anchored(sections):
-        head = f'<h2 id="{anchor}">{escape(section.heading)}</h2>'
+    for number, section in enumerate(sections, 1):
+        head = f'<h2 id="section-{number}">{escape(section.heading)}</h2>'
         body = "\n".join(map(block_html, section.blocks))
         if section.folded:
             yield f"<details>\n<summary>{head}</summary>\n{body}\n</details>"
@@ -214,27 +192,11 @@ def sections_markdown(sections: Iterable[Section]) -> Iterator[str]:
 
 
 def table_of_contents(sections: Sequence[Section]) -> str:
-    """Return links to every section; "" for fewer than three."""
-    if len(sections) < 3:
-        return ""
+    """Return links to every section, whose ids are those of `sections_html`."""
     links = ""
-    for anchor, section in _anchored(sections):
-        links += f'<li><a href="#{anchor}">{escape(section.title)}</a></li>'
+    for number, section in enumerate(sections, 1):
+        links += f'<li><a href="#section-{number}">{escape(section.title)}</a></li>'
     return f'<nav aria-label="Contents"><ul>{links}</ul></nav>'
-
-
-def _anchored(sections: Sequence[Section]) -> Iterator[tuple[str, Section]]:
-    """Yield (id, section); the id is made of the title, with a number if it would not be unique."""
-    used_anchors: set[str] = set()
-    for section in sections:
-        name = re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-") or "section"
-        anchor = name
-        number = 0
-        while anchor in used_anchors:
-            number += 1
-            anchor = f"{name}-{number}"
-        used_anchors.add(anchor)
-        yield anchor, section
 
 
 def breakable(text: str) -> str:
@@ -305,8 +267,3 @@ def escape_markdown(text: str) -> str:
 def _escaped_mark(mark: re.Match[str]) -> str:
     """Return a mark of Markdown or HTML as it is written to be shown."""
     return _ENTITIES.get(mark[0], f"\\{mark[0]}")
-
-
-def _url(name: str) -> str:
-    """Return a link target for a file next to the report."""
-    return quote(encodable(name))

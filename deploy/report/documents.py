@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from deploy.errors import ConfigError
 from deploy.files.reading import convert, read_json
@@ -20,7 +19,6 @@ from deploy.report.blocks import (
     Bullets,
     Drawing,
     Facts,
-    Heading,
     Paragraph,
     Section,
     Table,
@@ -44,6 +42,7 @@ _MAX_FILE_SIZE = 1 << 63  # bytes of a file
 _MAX_TEXT = 60  # characters of a value in a message
 _MAX_COLUMN = 40  # characters to which the cells of a text are aligned; longer ones are not cut
 _WAY_OUT = "build again with this calib8"
+
 # The frame isolates the page's style from the notebook's.
 _FRAME = (
     '<iframe srcdoc="{page}" title="{title}" sandbox="" width="100%" height="720"'
@@ -87,9 +86,7 @@ def to_text(report: Findings) -> str:
 def _block_text(block: Block) -> str:
     """Return a block as plain text, with the columns of a table aligned; "" for a drawing."""
     match block:
-        case Paragraph(text, link):
-            return join_visible([f"{text} {link}".rstrip()])
-        case Heading(text):
+        case Paragraph(text):
             return join_visible([text])
         case Bullets(sentences):
             return join_visible(f"- {text}" for text in sentences)
@@ -208,7 +205,7 @@ def read_report(path: Path, *, rewritable: bool = False) -> Report:
     if schema != model.SCHEMA:
         raise _refusal(path, f"a report must be of schema {model.SCHEMA}", repr(schema))
     report = convert(
-        _with_field_names(document),
+        document,
         Report,
         rule=f"{path} must be {what}",
         error=ConfigError,
@@ -234,21 +231,6 @@ def _find_flaws(report: Report) -> Iterator[tuple[str, str]]:
             yield "latencies must be over 0", str(engine.p50_ms)
         if engine.verdict is not None and engine.verdict.level not in LEVELS:
             yield f"a verdict must be one of {', '.join(LEVELS)}", repr(engine.verdict.level)
-
-
-def _with_field_names(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a report.json with the key `apart` under the name of its field, `differences`.
-
-    `HalvesAgreement.to_json` writes it so.
-    """
-    calibration = document.get("calibration")
-    if not isinstance(calibration, dict):
-        return document
-    agreement = calibration.get("agreement")
-    if not isinstance(agreement, dict) or "apart" not in agreement:
-        return document
-    agreement = {**agreement, "differences": agreement["apart"]}
-    return {**document, "calibration": {**calibration, "agreement": agreement}}
 
 
 def _refusal(path: Path, rule: str, value: str) -> ConfigError:

@@ -164,6 +164,9 @@ class Findings:
         return next((target for target in self.targets if target.name == engine.target), None)
 
 
+_STAND_IN_NOTE = (
+    "not run on its device; its accuracy is that of a model which computes the same in ONNX Runtime"
+)
 _CPU_TIME_NOTE = (
     "its time is CPU time of the one thread that runs it, which other programs do not prolong"
 )
@@ -174,8 +177,7 @@ def _engine_notes(engine: EngineRow, target: TargetPart | None) -> Iterator[str]
     if engine.accuracy:
         yield from engine.accuracy.problems
         if engine.path is None and not engine.reference:
-            model = f"its {_grid(target)} model"
-            yield f"not run on its device; its accuracy is that of {model} in ONNX Runtime"
+            yield _STAND_IN_NOTE
     yield from engine.notes
     if target:
         yield from target.notes
@@ -183,19 +185,6 @@ def _engine_notes(engine: EngineRow, target: TargetPart | None) -> Iterator[str]
         if engine.latency.is_cpu_time:
             yield _CPU_TIME_NOTE
         yield from engine.latency.warnings
-
-
-def _grid(target: TargetPart | None) -> str:
-    """Return int8 or fp8; float if the nodes are known and none of them is quantized."""
-    if target is None or not target.nodes:
-        return "int8"
-    precisions = {node.precision for node in target.nodes if node.quantized}
-    if not precisions:
-        return "float"
-    return "fp8" if "fp8" in precisions else "int8"
-
-
-_PLAIN_TYPES = frozenset({str, int, bool, type(None)})  # types that JSON holds unchanged
 
 
 def to_json(report: Findings) -> dict[str, object]:
@@ -215,7 +204,7 @@ def to_plain_object(value: object) -> dict[str, object]:
 
 def to_plain(value: object) -> object:
     """Return a value as JSON types; empty fields of dataclasses are left out."""
-    if type(value) in _PLAIN_TYPES:  # the usual case; the checks below are slower
+    if value is None or isinstance(value, bool | int | str):
         return value
     if callable(write_json := getattr(value, "to_json", None)):
         return to_plain(write_json())
@@ -233,8 +222,6 @@ def to_plain(value: object) -> object:
     if isinstance(value, float):  # also numpy's float64
         number = float(value)
         return number if math.isfinite(number) else str(number)
-    if isinstance(value, bool | int | str):
-        return value
     if callable(to_number := getattr(value, "item", None)):  # a numpy scalar
         return to_plain(to_number())
     return value.as_posix() if isinstance(value, Path) else str(value)

@@ -302,7 +302,6 @@ class RequestPart:
         has_evaluation: whether evaluation images were given.
         is_module: whether the model came from PyTorch.
         is_quantized: whether it is a Q/DQ model, of which nothing is calibrated or searched.
-        is_untimed: whether the user left the latency runs out.
         followed: names of next steps that builds of this model in the same folder have followed.
     """
 
@@ -314,7 +313,6 @@ class RequestPart:
     has_evaluation: bool = False
     is_module: bool = False
     is_quantized: bool = False
-    is_untimed: bool = False
     followed: tuple[str, ...] = ()
 
 

@@ -26,7 +26,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import PurePath
 
 from deploy.errors import counted
-from deploy.metrics import DURATION_S
 from deploy.metrics.latency import MIN_GAIN
 from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
 from deploy.metrics.output_form import BY_VALUES
@@ -438,7 +437,7 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
     """
     request = report.request or RequestPart()
     options_file = path_of(report.files, OPTIONS)  # "" without one
-    command = _build_command(report, options_file)
+    command = f"calib8 build --config {shlex.quote(options_file)}"  # repeats the build
     target_command = command
     if len(report.targets) > 1:
         target_command += f" --target {target.name}"
@@ -465,16 +464,6 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
             yield f"use the float model: {report.model.path}"
     if page := path_of(report.files, REPORT):
         yield f"calib8 explain {shlex.quote(str(PurePath(page).parent))}"
-
-
-def _build_command(report: Findings, options_file: str) -> str:
-    """Return the command that repeats the build of a report by its file of options."""
-    command = f"calib8 build --config {shlex.quote(options_file)}"
-    is_untimed = report.request is not None and report.request.is_untimed
-    # the file of options has a duration of 0: time what runs here, if any target does
-    if is_untimed and not all(map(_has_device_script, report.targets)):
-        command += f" --duration {DURATION_S}"
-    return command
 
 
 def _data_steps(verdict: Verdict, request: RequestPart, command: str) -> Iterator[str]:

@@ -24,7 +24,6 @@ from deploy.report.blocks import (
     Drawing,
     DrawingColumn,
     Facts,
-    Heading,
     Paragraph,
     Section,
     Table,
@@ -88,19 +87,15 @@ def _batches(report: Findings) -> Sections:
 
 
 def _kernels(report: Findings) -> Sections:
-    """Yield kernels by kind, then every kernel of each engine."""
+    """Yield the kernels by kind, then every kernel of each engine."""
     engines = tables.timed_engines(report.engines)
-    if not engines:
-        return
-
-    blocks: list[Block] = []
     heads, kind_rows = tables.kind_table(engines)
     if kind_rows:
-        blocks.append(Table(heads, kind_rows))
+        yield Section("Kernels by kind", (Table(heads, kind_rows),), len(kind_rows))
     for engine in engines:
-        kernels = Table(tables.KERNEL_HEADS, tables.kernel_rows(engine), "words")
-        blocks += [Heading(engine.label), kernels]
-    yield Section("Kernels", blocks, max(len(engine.kernels) for engine in engines))
+        rows = tables.kernel_rows(engine)
+        table = Table(tables.KERNEL_HEADS, rows, "words")
+        yield Section(f"Kernels of {engine.label}", (table,), len(rows))
 
 
 def _accuracy(report: Findings) -> Sections:
@@ -200,16 +195,16 @@ def _calibration_facts(report: Findings) -> Iterator[tuple[str, str]]:
 
 
 def _search(report: Findings) -> Sections:
-    """Yield the front of each target's search, with a link to the plan file."""
-    plan = tables.plan_path(report)
+    """Yield the front of each target's search, and the path of the plan file."""
+    plan = tables.path_of(report.files, tables.PLAN)
     for target in report.targets:
         search = target.search
         if search is None:
             continue
         text = f"Built: {tables.search_text(search)}."
         if plan:
-            text += " It is kept in"  # followed by the link
-        blocks: list[Block] = [Paragraph(text, link=plan)]
+            text += f" It is kept in {plan}."
+        blocks: list[Block] = [Paragraph(text)]
         if search.front:
             if figure := charts.front_figure(search.front):
                 blocks.append(Drawing(figure, _FRONT_TEXT))
@@ -290,16 +285,6 @@ def _tensor_row(row: TensorRow) -> list[str]:
         *map(figures.real, ends),
         row.method,
     ]
-
-
-def _inner_tensors(report: Findings) -> Sections:
-    """Yield a target's inner tensors, the worst first, unless its table of ranges has them all."""
-    for target in report.targets:
-        tensor_names = {row.name for row in target.tensors}
-        if any(layer.name not in tensor_names for layer in target.layers):
-            rows = list(map(tables.layer_row, worst_first(target.layers)))
-            title = f"Inner tensors{target_suffix(report, target.name)}"
-            yield Section(title, (Table(tables.LAYER_HEADS, rows),), len(rows))
 
 
 def _machine(report: Findings) -> Sections:
@@ -520,7 +505,6 @@ SECTIONS: tuple[Callable[[Findings], Sections], ...] = (
     _nodes,
     _engine_layers,
     tensor_sections,
-    _inner_tensors,
     _machine,
     _files,
     _work,

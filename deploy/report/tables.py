@@ -9,14 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import PurePath
 from typing import TypeVar
 
 import numpy as np
 
 from deploy.calibration.reuse import NO_CACHE
 from deploy.errors import counted
-from deploy.files.manifest import RECORDS
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.kernels import KernelTime
 from deploy.metrics.latency import MIN_RUNS_FOR_P95, Latency
@@ -515,12 +513,6 @@ def split_row(split: SplitRow) -> list[str]:
         split.level,
         "yes" if split.taken else "",
     ]
-
-
-def plan_path(report: Findings) -> str:
-    """Return the path of the plan from the report's folder; "" without a plan."""
-    path = PurePath(path_of(report.files, PLAN))
-    return f"{RECORDS}/{path.name}" if path.parent.name == RECORDS else path.name
 
 
 def path_of(files: Iterable[FileRow], role: str) -> str:

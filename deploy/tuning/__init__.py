@@ -6,6 +6,8 @@ constants where that helps. Rooms above (report, pipeline, analysis) import it. 
 knows a target by name: all go through `deploy.targets.base.Target`.
 """
 
+ROUNDING = "adaround"
+REPAIRS = (ROUNDING, "none")  # of the float model's weights
 PREFERENCES = ("speed", "accuracy", "size")
 THIS_CPU = "this"
 # CPUs that may run the engine: this one, an unknown one, and those of `deploy.tuning.prices.CPUS`

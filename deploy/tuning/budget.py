@@ -106,7 +106,7 @@ class BudgetSearch:
             FeedError: no cosine, since an output of the float model holds NaN or Inf.
             Calib8Error: what the target raises for its trial.
         """
-        with phase("trying layers", len(self.layers), "trials", is_estimate=True) as step:
+        with phase("trying layers", len(self.layers), "trials") as step:
             trial = self._find(step)
         return None if trial is None else self._builder.final(trial.choices)
 

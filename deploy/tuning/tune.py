@@ -111,7 +111,7 @@ def plan_target(
         return PlannedTarget(plan=plan, searched=False, note=note)
 
     setup = replace(setup, request=request.with_choices(Choices(float_nodes=pinned)))
-    with phase("trials", setup.effort.trials, is_estimate=True) as step:
+    with phase("trials", setup.effort.trials) as step:
         plan, probes = run_search(setup, step)
     note = ""
     if plan.interrupted:

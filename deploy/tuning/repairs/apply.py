@@ -108,7 +108,7 @@ def _repair_phase(
         # half as many as compute
         held_out_samples = samples[1::2][: (len(computing_samples) + 1) // 2]
     layer_count = len(find_weighted_layers(request.model))
-    with phase("weights", layer_count, "layers", is_estimate=True) as show_progress:
+    with phase("weights", layer_count, "layers") as show_progress:
         yield RepairInput(
             target=target,
             samples=computing_samples,
