@@ -16,6 +16,7 @@ def lazy_names(
     """
 
     def import_name(name: str) -> object:
+        """Import what a name stands for, and set it in the module for the next use."""
         if name not in import_paths:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         path, _, attribute = import_paths[name].partition(":")

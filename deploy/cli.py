@@ -166,7 +166,7 @@ def _print_ended(ending: str, stop: BaseException) -> None:
 def _end(sentence: str) -> NoReturn:
     """Print a sentence to stderr if possible, and exit with code 1."""
     if os.environ.get("CALIB8_TRACEBACK"):
-        raise
+        raise  # the exception that this function is called for
     with suppress(OSError):
         say(f"calib8: error: {sentence}", err=True)
     _forget_output()

@@ -56,6 +56,7 @@ def large_blocks_returned() -> Iterator[None]:
 
 
 def _set_mmap_threshold(size: int) -> None:
+    """Let the C library map blocks of `size` bytes or more one by one (glibc only)."""
     with suppress(OSError, AttributeError):  # as above
         if platform.system() == "Linux":
             ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, size)
@@ -176,6 +177,7 @@ def _cpu_field(*keys: str) -> str:
 
 
 def _versions() -> dict[str, str]:
+    """Return package -> its version, for those that figures depend on."""
     versions = {"calib8": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):  # e.g. opencv-python instead of -headless

@@ -126,6 +126,7 @@ def comparable_methods(method: Method) -> list[Method]:
 
 
 def _parse_number(text: str) -> int | float:
+    """Return the number that a text in a method's label stands for."""
     try:
         return int(text) if text.isdecimal() else float(text)
     except ValueError:
@@ -135,6 +136,7 @@ def _parse_number(text: str) -> int | float:
 
 
 def _find_search(name: str) -> RangeSearch:
+    """Return the row of SEARCHES with this name; ConfigError if there is none."""
     if name not in SEARCHES:
         remedy = did_you_mean(name, SEARCHES, "the default is " + DEFAULT_METHOD)
         raise ConfigError(f"a method is one of {', '.join(SEARCHES)}, got {name!r}; {remedy}")

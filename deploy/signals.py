@@ -58,6 +58,7 @@ def find_signal(error: BaseException) -> KeyboardInterrupt | Terminated | None:
 
 
 def _raise_terminated(number: int, frame: object) -> None:
+    """Raise `Terminated`; the arguments are those of every signal handler."""
     raise Terminated
 
 
@@ -107,6 +108,7 @@ def _leave_pipe_in_forks(command_ended: threading.Event) -> None:
     """Keep the signals of a process that a user's loader forks out of the pipe of this one."""
 
     def leave_pipe() -> None:
+        """Write the signals of this process, a fork, into no pipe."""
         if not command_ended.is_set():
             signal.set_wakeup_fd(-1)
 

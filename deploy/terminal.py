@@ -213,6 +213,7 @@ def _flush_c() -> None:
 
 
 def _close(stream: TextIO) -> None:
+    """Close a stream; what it still holds is printed if possible."""
     with suppress(OSError):  # a closed pipe or a full disk, reported when the text was printed
         stream.close()
 
@@ -245,6 +246,7 @@ def say_screen(text: str) -> None:
     import click
 
     def color_level(match: re.Match[str]) -> str:
+        """Return what stands before a verdict's level, and the level in its color."""
         return match[1] + click.style(match[2], fg=_COLORS[match[2]], bold=True)
 
     shown = join_visible(text.removesuffix("\n").split("\n")) + "\n"
@@ -283,6 +285,7 @@ def draw(line: str) -> None:
 
 
 def _escape(character: str) -> str:
+    """Return a character as `visible` shows it."""
     if character.isprintable():
         return character
     code = ord(character)
@@ -301,6 +304,7 @@ def _put(text: str, *, err: bool) -> None:
 
 
 def _write(text: str, *, err: bool) -> None:
+    """Print a text as it is on stderr if `err`, else on stdout."""
     import click  # imported here, so that progress needs no click
 
     stream = sys.stderr if err else _stdout()
@@ -468,6 +472,7 @@ class ProgressReporter:
         return now - self._last_line_time >= (LASTING_S if is_first_line else EVERY_S)
 
     def _run(self) -> None:
+        """Print what is due from time to time, until the end."""
         while not self._has_ended.wait(TICK_S):
             try:
                 self.print_due()
@@ -500,6 +505,7 @@ def with_progress(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the function, with progress if it is asked for."""
         with show_progress(bool(kwargs.get("progress"))):
             return function(*args, **kwargs)
 

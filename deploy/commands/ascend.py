@@ -71,6 +71,7 @@ def deployment_options(command: Callable[..., Report]) -> CommandFunction:
         json_path: Path | None,
         **arguments: Any,
     ) -> None:
+        """Gather target and inputs from their options, run the command, and print its report."""
         from deploy.pipeline.deployment import TrialInputs
         from deploy.report import to_json, to_screen
 
@@ -82,10 +83,10 @@ def deployment_options(command: Callable[..., Report]) -> CommandFunction:
         put_json(json_path, lambda: to_json(report))
         say_screen(to_screen(report))
 
-    return base.add_options(run, _OPTIONS)
+    return base.add_options(run, _DEPLOYMENT_OPTIONS)
 
 
-_OPTIONS: Sequence[Decorator] = (
+_DEPLOYMENT_OPTIONS: Sequence[Decorator] = (
     base.general_option("-o", "--out", type=FILE, required=True, help="Output folder."),
     shape_option(),
     input_options("Compare the outputs with the model's on these"),
@@ -372,6 +373,7 @@ def convert_pairs(model: Path, keep_rounding: bool, **options: Any) -> Report:
 
 
 def _layer_graph(path: Path) -> LayerGraph:
+    """Return the layers of the model in a file, as Ascend quantizes them."""
     from deploy.frontends import load
 
     return prepare_model(load(path).model)[1]

@@ -155,6 +155,7 @@ COMMON = """
 
 
 def _print_help_all(context: click.Context, param: click.Parameter, is_given: bool) -> None:
+    """Print the help of a command with all its options, and exit."""
     if is_given and not context.resilient_parsing:
         context.meta[_ALL] = True
         say_lines(context.get_help())
@@ -268,6 +269,7 @@ class Real(click.FloatRange):
         return number
 
     def _describe_range(self) -> str:
+        """Return the bounds as text for the help; "" without bounds."""
         return "" if self.min is None and self.max is None else super()._describe_range()
 
 
@@ -293,12 +295,12 @@ task_option = measuring_option(
 
 def given_flags(*names: str) -> list[str]:
     """Return the flags of these options that the user gave; without names, of all options."""
-    return [_flag(option) for option in _given_options() if option.name in names or not names]
+    return [_long_flag(option) for option in _given_options() if option.name in names or not names]
 
 
 def given_flags_in(section: str) -> list[str]:
     """Return the flags of a section that the user gave."""
-    return [_flag(option) for option in _given_options() if section_of(option) == section]
+    return [_long_flag(option) for option in _given_options() if section_of(option) == section]
 
 
 def refuse_flags(flags: list[str], *, without: str) -> None:
@@ -328,6 +330,7 @@ def refuse_given(*names: str, without: str) -> None:
 
 
 def _given_options() -> Iterator[click.Option]:
+    """Yield the options that the user gave, on the command line or in the file of --config."""
     context = click.get_current_context()
     for param in context.command.get_params(context):
         if isinstance(param, click.Option) and param.name is not None:
@@ -336,7 +339,8 @@ def _given_options() -> Iterator[click.Option]:
                 yield param
 
 
-def _flag(option: click.Option) -> str:
+def _long_flag(option: click.Option) -> str:
+    """Return the long form of an option's flag: "--out" of -o and --out."""
     return max(option.opts, key=len)
 
 
@@ -381,8 +385,11 @@ def quietable(*files: str) -> Decorator:
     """
 
     def add_quiet(command: CommandFunction) -> CommandFunction:
+        """Return the command with --quiet."""
+
         @wraps(command)
         def run(quiet: bool, **arguments: Any) -> None:
+            """Run the command: without text if it is quiet, else with progress."""
             if quiet and arguments.get("verbose"):
                 raise click.UsageError("--quiet and --verbose exclude each other")
             if quiet and files and not set(files) & set(given_flags()):

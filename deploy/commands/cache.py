@@ -350,6 +350,7 @@ def _read_with_note(path: Path) -> CalibrationCache:
 
 
 def _match_model(source_cache: CalibrationCache, model: Path) -> CacheMatch:
+    """Return which entries of a cache belong to which tensors of the model in a file."""
     from deploy.frontends import load
     from deploy.frontends.base import read_uncleaned_model
     from deploy.targets.tensorrt.cache_match import match_cache

@@ -34,6 +34,7 @@ def method_options(command: CommandFunction) -> CommandFunction:
 
     @wraps(command)
     def run(method: str, **arguments: Any) -> None:
+        """Check the method and its parameters, then run the command with them as one value."""
         values = {name: arguments.pop(name) for name in parameter_by_name}
         checked_method = Method.of(method, values)
         command(method=checked_method if given_method_flags() else None, **arguments)
@@ -45,7 +46,9 @@ def method_options(command: CommandFunction) -> CommandFunction:
         default=DEFAULT_METHOD,
         help=f"How clip ranges are searched: {'; '.join(help_texts)}.",
     )
-    parameter_options = [_option(name, field) for name, field in parameter_by_name.items()]
+    parameter_options = [
+        _parameter_option(name, field) for name, field in parameter_by_name.items()
+    ]
     return base.add_options(run, (method_option, *parameter_options))
 
 
@@ -54,7 +57,7 @@ def given_method_flags() -> list[str]:
     return base.given_flags("method", *parameters())
 
 
-def _option(name: str, parameter: Field[Any]) -> Decorator:
+def _parameter_option(name: str, parameter: Field[Any]) -> Decorator:
     """Return the option of a search's parameter, a field of its dataclass."""
     is_flag = isinstance(parameter.default, bool)
     return base.calibration_option(
@@ -98,6 +101,7 @@ def calibration_options(command: CommandFunction) -> CommandFunction:
 
     @wraps(command)
     def run(method: Method | None, **arguments: Any) -> None:
+        """Gather the options of a calibration, then run the command with them as one value."""
         from deploy.calibration.reuse import CachePolicy
         from deploy.pipeline.build_options import CalibrationOptions
 
@@ -141,7 +145,7 @@ SECTION = "Many machines"
 # of `deploy.calibration.cluster_jobs`, repeated so that --help does not import it
 SENDS = ("nothing", "model", "images", "all")
 
-_OPTIONS = (
+_CLUSTER_OPTIONS = (
     base.option(
         "--scheduler",
         section=SECTION,
@@ -176,6 +180,7 @@ def cluster_options(command: CommandFunction) -> CommandFunction:
 
     @wraps(command)
     def run(scheduler: str | None, **arguments: Any) -> None:
+        """Gather the options of the cluster, then run the command with it."""
         values = {name: arguments.pop(name) for name in ("send", "pieces", "retries")}
         cluster = None
         if scheduler is None:
@@ -184,7 +189,7 @@ def cluster_options(command: CommandFunction) -> CommandFunction:
             cluster = _cluster(scheduler, values)
         command(scheduler=cluster, **arguments)
 
-    return base.add_options(run, _OPTIONS)
+    return base.add_options(run, _CLUSTER_OPTIONS)
 
 
 def _cluster(address: str, cluster_values: Mapping[str, Any]) -> Cluster:

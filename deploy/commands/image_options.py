@@ -123,7 +123,7 @@ def _parse_number(flag: str, text: str) -> float:
         raise ConfigError(f"{flag} takes numbers such as 0.5 or 1/255, got {text!r}") from error
 
 
-_RAW = (
+_RAW_OPTIONS = (
     base.image_option(
         "--raw-shape",
         metavar="DIMS",
@@ -141,7 +141,7 @@ _RAW = (
 
 def raw_options(command: Command) -> Command:
     """Add shape and dtype of files without a header; `take_source` takes them out."""
-    return base.add_options(command, _RAW)
+    return base.add_options(command, _RAW_OPTIONS)
 
 
 def take_source(arguments: dict[str, Any], source: str) -> str | RawFiles:
@@ -171,7 +171,7 @@ def take_source(arguments: dict[str, Any], source: str) -> str | RawFiles:
     return RawFiles(source, shape=shape, dtype=dtype)
 
 
-_CHOICE = (
+_LIMIT_OPTIONS = (
     base.image_option(
         "--limit", type=click.IntRange(min=1), help="Use at most N images, spread evenly over all."
     ),
@@ -184,7 +184,7 @@ _CHOICE = (
 
 
 def take_limit(arguments: dict[str, Any]) -> Limit:
-    """Remove the options of `_CHOICE` from `arguments`; return them, or None if none is given."""
+    """Take the options of `_LIMIT_OPTIONS` out of `arguments`; return them, None without any."""
     from deploy.feed.sampling import Choice
 
     limit = arguments.pop("limit")
@@ -320,6 +320,7 @@ def _image_options(
 
     @wraps(command)
     def run(**arguments: Any) -> None:
+        """Gather the options of the images, then run the command with them as one value."""
         from deploy.machine import worker_threads
 
         # each option of the images is taken out of the arguments; the others are the command's own
@@ -337,7 +338,7 @@ def _image_options(
         )
         command(images=images, **arguments)
 
-    options = [*_options(help_text=f"{SOURCES}.", required=not takes_script)]
+    options = [*_feed_options(help_text=f"{SOURCES}.", required=not takes_script)]
     if takes_script:
         options += [calibrator_script_option, *_STABILITY_OPTIONS]
     return base.add_options(run, [*options, base.threads_option(section=base.GENERAL)])
@@ -421,20 +422,23 @@ def input_options(purpose: str) -> Decorator:
     """
 
     def add_images(command: CommandFunction) -> CommandFunction:
+        """Return the command with the options of the images."""
+
         @wraps(command)
         def run(**arguments: Any) -> None:
+            """Gather the options of the images, then run the command with them, or None."""
             source = arguments.pop("images")
             if source is None:
                 base.refuse_flags(base.given_flags_in(base.IMAGES), without="--images")
             dataset = _take_dataset(arguments, source or "")
             command(dataset=dataset if source else None, **arguments)
 
-        return base.add_options(run, _options(help_text=f"{purpose}: {SOURCES}."))
+        return base.add_options(run, _feed_options(help_text=f"{purpose}: {SOURCES}."))
 
     return add_images
 
 
-def _options(*, help_text: str, required: bool = False) -> Sequence[Callable[..., Any]]:
+def _feed_options(*, help_text: str, required: bool = False) -> Sequence[Callable[..., Any]]:
     """Return --images with this help text, and the options on how images are read."""
     return (
         base.image_option(
@@ -442,7 +446,7 @@ def _options(*, help_text: str, required: bool = False) -> Sequence[Callable[...
         ),
         preprocess_options,
         raw_options,
-        *_CHOICE,
+        *_LIMIT_OPTIONS,
         batch_axis_option,
         state_option,
         skip_bad_option,

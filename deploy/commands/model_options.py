@@ -46,6 +46,7 @@ def model_options(command: Command) -> Command:
 
 
 def _input_option(text: str) -> Callable[[Command], Command]:
+    """Return --input, which may be repeated, with this help text."""
     return base.model_option(
         "--input", "input_texts", multiple=True, metavar="[NAME=]SHAPE[:DTYPE]", help=text
     )
@@ -184,6 +185,7 @@ def torch_options(command: CommandFunction) -> CommandFunction:
 
     @wraps(command)
     def run(**arguments: Any) -> None:
+        """Gather the options of the model, then run the command with them as one value."""
         values = {name: arguments.pop(name) for name in TorchArguments.__slots__}
         command(source=TorchArguments(**values), **arguments)
 
@@ -237,9 +239,12 @@ def target_options(
     )
 
     def add(command: CommandFunction) -> CommandFunction:
+        """Return the command with the options of targets."""
+
         # `target_field_options` gathers its options in `target_values`
         @wraps(command)
         def run(names: tuple[str, ...], target_values: TargetValues, **arguments: Any) -> None:
+            """Make the targets of these names, then run the command with them."""
             command(targets=_make_targets(names, target_values), **arguments)
 
         return base.add_options(run, (target_option, target_field_options(is_offered)))
@@ -266,8 +271,11 @@ def one_target(section: str) -> Decorator:
     )
 
     def add(command: CommandFunction) -> CommandFunction:
+        """Return the command with the options of one target."""
+
         @wraps(command)
         def run(name: str, target_values: TargetValues, **arguments: Any) -> None:
+            """Make the target of this name, then run the command with it."""
             (target,) = _make_targets((name,), target_values)
             command(target=target, **arguments)
 
@@ -277,6 +285,7 @@ def one_target(section: str) -> Decorator:
 
 
 def _places_torch_pairs(option: Option) -> bool:
+    """Whether a target's option decides where a PyTorch model gets pairs."""
     return option.changes_placement and option.name not in _NOT_OF_TORCH
 
 
@@ -292,11 +301,14 @@ def target_field_options(
         for option in filter(is_offered, declared_options(target_class)):
             name = f"{target}_{option.name}".replace("-", "_")
             field_by_name[name] = (target, option)
-    options = [_option(name, *field) for name, field in field_by_name.items()]
+    options = [_field_option(name, *field) for name, field in field_by_name.items()]
 
     def add(command: CommandFunction) -> CommandFunction:
+        """Return the command with the options of these fields."""
+
         @wraps(command)
         def run(**arguments: Any) -> None:
+            """Gather the values of targets' fields, then run the command with them."""
             target_values: dict[str, dict[str, Any]] = {}
             for name, (target, option) in field_by_name.items():
                 value = arguments.pop(name)
@@ -350,23 +362,23 @@ def _split_names(context: click.Context, param: click.Parameter, texts: tuple[st
     return tuple(names)
 
 
-def _option(name: str, target: str, option: Option) -> Decorator:
+def _field_option(name: str, target: str, option: Option) -> Decorator:
     """Return the click option of a target's field; its value is None or () if it is not given."""
     is_flag = option.kind is bool
     return base.option(
         option.flag,
         name,
         section=f"Target {target}",
-        type=None if is_flag else _type(option),
+        type=None if is_flag else _option_type(option),
         is_flag=is_flag,
         default=None,
         multiple=option.repeat,
         metavar=option.metavar,
-        help=option.help + _ending(option),
+        help=option.help + _help_ending(option),
     )
 
 
-def _type(option: Option) -> click.ParamType[Any]:
+def _option_type(option: Option) -> click.ParamType[Any]:
     """Return click's type of a target's option, which is no flag."""
     if option.choices:
         return click.Choice(option.choices)
@@ -379,7 +391,7 @@ def _type(option: Option) -> click.ParamType[Any]:
     return base.INPUT if option.kind is Path else click.STRING
 
 
-def _ending(option: Option) -> str:
+def _help_ending(option: Option) -> str:
     """Return the end of an option's help text: its default, or that it may be repeated."""
     if option.repeat:
         return " May be repeated."

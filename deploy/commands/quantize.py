@@ -20,6 +20,7 @@ def _numbers(kind: Callable[[str], Number], what: str) -> Callable[..., list[Num
     """Return a click callback that reads numbers with commas between them."""
 
     def read(ctx: click.Context, param: click.Parameter, text: str | None) -> list[Number] | None:
+        """Return the numbers; None if the option is not given."""
         try:
             return None if text is None else list(map(kind, text.split(",")))
         except ValueError:

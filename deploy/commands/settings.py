@@ -226,6 +226,7 @@ def _typed_value(key: str, param: click.Parameter, value: Any, path: Path) -> An
 
 
 def _is_text_or_number(value: object) -> bool:
+    """Whether a value of TOML is a text or a number, which a bool is not here."""
     return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 
@@ -244,6 +245,7 @@ def tuning_options(command: CommandFunction) -> CommandFunction:
         split: int | None,
         **arguments: Any,
     ) -> None:
+        """Gather the options of the search and the limits, then run the command with them."""
         from deploy.report.verdict import Gates
         from deploy.tuning.search_options import Tuning
 
@@ -253,7 +255,7 @@ def tuning_options(command: CommandFunction) -> CommandFunction:
         gates = Gates(max_loss=max_loss, min_speedup=min_speedup, accept=accept)
         command(tuning=tuning, gates=gates, **arguments)
 
-    return base.add_options(run, _options())
+    return base.add_options(run, _search_options())
 
 
 max_loss_option = base.search_option(
@@ -270,7 +272,7 @@ min_speedup_option = base.search_option(
 )
 
 
-def _options() -> list[Decorator]:
+def _search_options() -> list[Decorator]:
     """Return the options of `tuning_options`."""
     return [
         base.search_option(

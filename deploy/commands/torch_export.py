@@ -248,6 +248,7 @@ def qat(
 
 
 def _say_quantized(result: "QuantizedExport", scales: bool) -> None:
+    """Print the result of a quantized export; with `scales` that of every activation too."""
     from deploy.fx.modes import format_scales
 
     say_lines(result.to_screen())

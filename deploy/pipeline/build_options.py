@@ -90,9 +90,10 @@ def check_arguments(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @wraps(function)
     def checked_function(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Call the function, if its annotations allow these arguments."""
         types = get_type_hints(function, localns=_TYPING_NAMES)
-        bound = signature(function).bind(*args, **kwargs)
-        for name, value in bound.arguments.items():
+        call = signature(function).bind(*args, **kwargs)  # arguments by their names
+        for name, value in call.arguments.items():
             if isinstance(value, np.generic):  # a number of numpy, which JSON cannot hold
                 value = value.item()
             if not _is_allowed(value, types[name]):
@@ -100,8 +101,8 @@ def check_arguments(function: Callable[_P, _T]) -> Callable[_P, _T]:
                     f"{name} must be {function.__annotations__[name]}, got"
                     f" {type(value).__name__}; help(calib8.{function.__name__}) explains it"
                 )
-            bound.arguments[name] = value
-        return function(*bound.args, **bound.kwargs)
+            call.arguments[name] = value
+        return function(*call.args, **call.kwargs)
 
     return checked_function
 
@@ -159,6 +160,7 @@ class CalibrationOptions:
     checkpoint: Path | None = None
 
     def __post_init__(self) -> None:
+        """Refuse options that exclude each other."""
         if self.method is not None and self.cache.trust:
             raise ConfigError(
                 "--method chooses ranges, and --trust-cache takes those of the cache as they are;"
@@ -210,6 +212,7 @@ class BuildOptions:
     settings: str | None = None
 
     def __post_init__(self) -> None:
+        """Refuse the name of an unknown repair."""
         if self.repairs not in (None, *REPAIRS):
             raise ConfigError(f"a repair is {' or '.join(REPAIRS)}, got {self.repairs!r}")
 
@@ -497,6 +500,7 @@ def _drop_preprocess_of_arrays(
 
 
 def _is_unsaved(loaded: LoadedModel) -> bool:
+    """Whether no file holds the model: it was given in memory, or made from PyTorch."""
     return loaded.source is None and loaded.resized_file is None
 
 

@@ -356,6 +356,7 @@ def _observe_missing(
         halves = None
 
     def store_outputs(sample_number: int, float_outputs: Mapping[str, Array]) -> None:
+        """Store the float model's outputs of an evaluation sample."""
         run.evaluation_set.outputs.add(feed.sample_key(sample_number), float_outputs)
 
     with (

@@ -325,6 +325,7 @@ def evaluate(
     with phase("accuracy", len(feed), "samples") as show_progress, feed.samples() as samples:
 
         def compare(_number: int, outputs: _SampleOutputs) -> None:
+            """Compare the outputs of the next sample, and count it as done."""
             evaluation_pass.compare(outputs)
             show_progress()
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from onnx import ModelProto
 
@@ -237,28 +237,34 @@ def _number_in_front(target: TargetPart, earlier_split: SplitRow | None) -> int 
 
 def _is_worse(engine: EngineRow, earlier_engine: EngineRow) -> bool:
     """Whether an engine is worse than an earlier one that was judged on equal samples."""
-    samples, objects, rank, loss = _judgement(engine)
-    earlier_samples, earlier_objects, earlier_rank, earlier_loss = _judgement(earlier_engine)
-    if samples != earlier_samples or objects != earlier_objects:
+    judgement = _judgement(engine)
+    earlier = _judgement(earlier_engine)
+    if (judgement.samples, judgement.objects) != (earlier.samples, earlier.objects):
         return False
-    if rank != earlier_rank:
-        return rank > earlier_rank
-    return loss > earlier_loss + _CLEAR_LOSS
+    if judgement.rank != earlier.rank:
+        return judgement.rank > earlier.rank
+    return judgement.loss > earlier.loss + _CLEAR_LOSS
 
 
-def _judgement(engine: EngineRow) -> tuple[int, int, int, float]:
-    """Return (number of samples, of objects in them, rank of the verdict, loss); 0s if not judged.
+class _Judgement(NamedTuple):
+    """What engines of two builds are compared by; all 0 for an engine that was not judged."""
 
-    Rank 0 is the best verdict; the loss is a share of the task.
-    """
+    samples: int = 0
+    objects: int = 0  # in the samples
+    rank: int = 0  # of the verdict, 0 for the best
+    loss: float = 0.0  # as a share of the task
+
+
+def _judgement(engine: EngineRow) -> _Judgement:
+    """Return what an engine is compared by."""
     if engine.verdict is None or engine.accuracy is None:
-        return 0, 0, 0, 0.0
+        return _Judgement()
     samples = engine.accuracy.samples
     rank = rank_of(engine.verdict.level)
     loss = measure_loss(engine.accuracy, None)
     if loss is None:
-        return samples, 0, rank, 0.0
-    return samples, loss.found or 0, rank, loss.share
+        return _Judgement(samples=samples, rank=rank)
+    return _Judgement(samples=samples, objects=loss.found or 0, rank=rank, loss=loss.share)
 
 
 def write_pages(report: Report, stage: Stage) -> None:
@@ -314,7 +320,8 @@ def publish_build(
         ExportError: another file would be replaced, or the disk refuses.
     """
 
-    def write_manifest() -> None:  # called while the folder is locked against other runs
+    def write_manifest() -> None:
+        """Write the list of the files; called while the folder is locked against other runs."""
         names = stage.file_names()
         if replaceable is not None:
             guarded_names = [name for name in names if name not in replaceable]

@@ -170,7 +170,7 @@ def _calibration(report: Findings) -> Sections:
     blocks: list[Block] = [Facts(facts)]
     agreement = report.calibration.agreement if report.calibration else None
     if agreement and agreement.differences:
-        rows = [(name, figures.percent(x)) for name, x in agreement.differences.items()]
+        rows = [(name, figures.percent(share)) for name, share in agreement.differences.items()]
         blocks.append(Table(["tensor", "halves differ by"], rows))
     yield Section("Calibration", blocks)
 

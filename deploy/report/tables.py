@@ -34,7 +34,7 @@ from deploy.report.parts import (
 )
 from deploy.tuning.plan_file import SplitRow
 
-Part = TypeVar("Part")
+Figure = TypeVar("Figure")
 
 ACCURACY_HEADS = ("SQNR", "cosine", "worst cosine", "max abs error")
 LAYER_HEADS = ("tensor", "SQNR", "cosine")
@@ -197,20 +197,20 @@ def top1(report: Findings, engine: EngineRow) -> float | None:
     return None
 
 
-def _line(
-    label: str, parts: Iterable[Part | None], to_text: Callable[[Part], str], change: str = ""
+def _comparison_line(
+    label: str, values: Iterable[Figure | None], to_text: Callable[[Figure], str], change: str = ""
 ) -> ComparisonLine:
     """Return a line with a cell per engine.
 
     Args:
         label: of the line.
-        parts: for each engine, what the cell is made of; None for "-".
-        to_text: makes the cell of it.
+        values: of each engine; None for "-".
+        to_text: returns the cell of a value.
         change: how the engines compare, as text.
     """
     cells = []
-    for part in parts:
-        cells.append(figures.NONE if part is None else to_text(part))
+    for value in values:
+        cells.append(figures.NONE if value is None else to_text(value))
     return ComparisonLine(label, tuple(cells), change)
 
 
@@ -232,7 +232,9 @@ def _size(report: Findings) -> Iterator[ComparisonLine]:
             ratios.append(ratio)
     change = figures.size_change_text(ratios[0]) if len(ratios) == 1 else ""
     yield ComparisonLine("Size", tuple(cells), change)
-    yield _line("Load", [engine.load_ms for engine in report.engines], figures.milliseconds)
+    yield _comparison_line(
+        "Load", [engine.load_ms for engine in report.engines], figures.milliseconds
+    )
 
 
 def time_name(engines: Iterable[EngineRow]) -> str:
@@ -254,20 +256,22 @@ def _latency(report: Findings) -> Iterator[ComparisonLine]:
         smallest_batches = []
         for engine in report.engines:
             smallest_batches.append(engine.sweep[0].batch if engine.sweep else None)
-        yield _line("Batch", smallest_batches, str)
+        yield _comparison_line("Batch", smallest_batches, str)
     run_count = min((latency.queries for latency in latencies if latency), default=0)
     for figure, min_runs in _MIN_RUNS_BY_FIGURE.items():  # p50, p90, ...
         if run_count >= min_runs:
             change = _speed_text(report) if figure == "p50" else ""  # speeds are compared by p50
-            yield _line(
+            yield _comparison_line(
                 f"{name} {figure}", latencies, partial(_clock_text, "latency", figure), change
             )
-    yield _line(
+    yield _comparison_line(
         "Spread (std / mean)", latencies, lambda latency: f"{latency.latency.cv_percent:.3g} %"
     )
     for label, clock in _DEVICE_CLOCKS.items():
-        yield _line(label, latencies, partial(_clock_text, clock, "p50"))
-    yield _line("Throughput", latencies, lambda latency: figures.rate(latency.throughput_qps))
+        yield _comparison_line(label, latencies, partial(_clock_text, clock, "p50"))
+    yield _comparison_line(
+        "Throughput", latencies, lambda latency: figures.rate(latency.throughput_qps)
+    )
 
 
 def _clock_text(clock: str, figure: str, latency: Latency) -> str:
@@ -312,9 +316,9 @@ def _speed_text(report: Findings) -> str:
 
 def _layers(report: Findings) -> Iterator[ComparisonLine]:
     """Yield the numbers of layers, if the runtime reports them."""
-    parts = [engine.ran for engine in report.engines]
-    yield _line("Quantized layers", parts, quantized_layers)
-    yield _line("Reformats", parts, lambda part: str(part.reformats))
+    layers_by_engine = [engine.ran for engine in report.engines]
+    yield _comparison_line("Quantized layers", layers_by_engine, quantized_layers)
+    yield _comparison_line("Reformats", layers_by_engine, lambda layers: str(layers.reformats))
 
 
 def _accuracy(report: Findings) -> Iterator[ComparisonLine]:
@@ -326,7 +330,7 @@ def _accuracy(report: Findings) -> Iterator[ComparisonLine]:
     yield from _precision(report, "mAP .50", "_50")
     for label in _distinct(map(task_label, measured_accuracies)):
         yield _task_line(report, label)
-    yield _line(
+    yield _comparison_line(
         "Top-1 agreement", accuracies, lambda accuracy: figures.percent(accuracy.top1_agreement)
     )
 
@@ -335,18 +339,18 @@ def _accuracy(report: Findings) -> Iterator[ComparisonLine]:
     if worst_labels := _distinct(map(worst_label, measured_accuracies)):
         label = "SQNR, worst part"
         change = f"of {', '.join(worst_labels)}"
-    yield _line(
+    yield _comparison_line(
         label,
         accuracies,
         lambda accuracy: figures.decibels(worst_figure(accuracy, "sqnr_db")),
         change,
     )
-    yield _line(
+    yield _comparison_line(
         "Cosine",
         accuracies,
         lambda accuracy: figures.cosine(worst_figure(accuracy, "cosine_mean")),
     )
-    yield _line(
+    yield _comparison_line(
         "Cosine, worst",
         accuracies,
         lambda accuracy: figures.cosine(worst_figure(accuracy, "cosine_min")),

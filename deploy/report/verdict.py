@@ -48,6 +48,7 @@ class Gates:
     accept: bool = False
 
     def __post_init__(self) -> None:
+        """Refuse limits out of their ranges."""
         if self.max_loss is not None and not 0 <= self.max_loss <= 1:
             raise ConfigError(f"the largest loss is a share, 0 to 1, got {self.max_loss}")
         if self.min_speedup is not None and not self.min_speedup >= 0:
