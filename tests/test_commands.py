@@ -302,7 +302,6 @@ class Toy(Target):
     def __post_init__(self):
         check_options(self)
 
-    scaled_tensors = staticmethod(OnnxRuntime().scaled_tensors)
     plan = staticmethod(OnnxRuntime().plan)
     trial = staticmethod(OnnxRuntime().trial)
 

@@ -72,7 +72,7 @@ from deploy.machine import trim_memory
 from deploy.pipeline.build_options import CalibrationOptions
 from deploy.pipeline.float_reference import check_cleaned_model
 from deploy.targets import Target
-from deploy.targets.base import CacheText, WritesCache
+from deploy.targets.base import CacheText
 from deploy.tensors import Array
 from deploy.terminal import phase
 
@@ -557,8 +557,10 @@ def _make_target_cache(
     if run.feed.share is not None:
         return None
     for target in targets:
-        if target.name in run.observations_by_target and isinstance(target, WritesCache):
-            return target.cache_text(run.subject, ranges)
+        if target.name in run.observations_by_target:
+            cache = target.cache_text(run.subject, ranges)
+            if cache is not None:
+                return cache
     return None
 
 

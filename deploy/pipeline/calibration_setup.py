@@ -62,7 +62,6 @@ from deploy.pipeline.calibration_run import (
     use_trusted_cache,
 )
 from deploy.targets import Target, make_targets
-from deploy.targets.base import WritesCache
 from deploy.terminal import phase, with_progress
 from deploy.tuning.search_samples import CANDIDATES
 
@@ -492,8 +491,7 @@ def _make_monitor(
 def _find_trt_version(targets: Iterable[Target]) -> str | None:
     """Return the version of TensorRT that builds on this machine; None without one."""
     for target in targets:
-        if isinstance(target, WritesCache):
-            version = target.cache_version()
-            if version is not None:
-                return version
+        version = target.cache_version()
+        if version is not None:
+            return version
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from deploy.files import atomic
 from deploy.method import NO_CHOICES, Choices
@@ -270,6 +270,7 @@ class Target(Protocol):
         self, model: onnx.ModelProto, float_nodes: tuple[str, ...]
     ) -> tuple[str, ...]:
         """Return the tensors that need a scale for this target, judged by the model alone."""
+        return self.plan(model, float_nodes).activations
 
     def plan(self, model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
         """Decide each node's precision, with a reason for float, and place the Q/DQ pairs.
@@ -288,6 +289,14 @@ class Target(Protocol):
                 (`subject.loaded.cut_off`), and `build` does not put them back
                 (`BuildRequest.with_plugin_nodes`).
         """
+
+    def cache_version(self) -> str | None:
+        """Return "X.Y.Z" of the TensorRT installed here, if this target writes a cache for it."""
+        return None
+
+    def cache_text(self, subject: CalibrationSubject, ranges: Ranges) -> CacheText | None:
+        """Return the cache in TensorRT's format, if this target writes one."""
+        return None
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
         """Return the int8 model with this target's numerics for ONNX Runtime; write nothing.
@@ -329,14 +338,3 @@ class Target(Protocol):
             SdkMissingError: the runtime or device is not on this machine.
             BackendError: the runtime refused the engine.
         """
-
-
-@runtime_checkable
-class WritesCache(Protocol):
-    """A target that writes a TensorRT calibration cache."""
-
-    def cache_version(self) -> str | None:
-        """Return "X.Y.Z" of the TensorRT installed here, which reads the cache; None without."""
-
-    def cache_text(self, subject: CalibrationSubject, ranges: Ranges) -> CacheText:
-        """Return the cache in TensorRT's format."""

@@ -68,6 +68,7 @@ def _float_reason(
     refusal = find_shape_refusal(graph, node, placement) if node.op_type in placement.heavy else ""
     if refusal:
         return refusal
+    # the integer kernels of a Gemm and a MatMul can write float, those of all other layers cannot
     writes_integers = node.op_type in WEIGHTED and node.op_type not in ("Gemm", "MatMul")
     if writes_integers and node.name not in trained.nodes_with_output_pair:
         return f"no pair stands on what it makes in {Path(trained.name).name}"

@@ -41,11 +41,11 @@ class ShapeRange:
 def sample_shape_range(request: BuildRequest) -> ShapeRange:
     """Return the shapes of the calibration samples; read them again if sizes may differ."""
     return request.ranges.compute_once(
-        "span", lambda: _shape_range(_shapes(request)), of=request.feed
+        "span", lambda: _shape_range(_sample_shapes(request)), of=request.feed
     )
 
 
-def _shapes(request: BuildRequest) -> Iterator[SampleShapes]:
+def _sample_shapes(request: BuildRequest) -> Iterator[SampleShapes]:
     """Yield the shapes of each sample, or of the first one only if all are known to be equal."""
     varying_sizes: list[int | str | None] = []  # those that could differ between samples
     for value in runtime_inputs(request.model.graph):
@@ -54,12 +54,12 @@ def _shapes(request: BuildRequest) -> Iterator[SampleShapes]:
         varying_sizes += shape[1:] if value.name in request.batch_inputs else shape
     has_fixed_inputs = all(isinstance(size, int) and size > 0 for size in varying_sizes)
     feed = request.feed
-    are_equal = has_fixed_inputs or feed.has_fixed_size
-    samples = feed.first_samples(1) if are_equal else feed.samples()
-    with phase("sizes of the samples", len(feed), "samples") as step:
+    have_equal_shapes = has_fixed_inputs or feed.has_fixed_size
+    samples = feed.first_samples(1) if have_equal_shapes else feed.samples()
+    with phase("sizes of the samples", len(feed), "samples") as count_sample:
         for sample in samples:
             yield tuple((name, tuple(map(int, array.shape))) for name, array in sample.items())
-            step()
+            count_sample()
 
 
 def _shape_range(shapes_of_samples: Iterable[SampleShapes]) -> ShapeRange:

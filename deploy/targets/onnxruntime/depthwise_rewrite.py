@@ -171,7 +171,7 @@ def _add_conv(graph: Graph, region: _Region, node: onnx.NodeProto, tensor: str) 
     constants = [
         _find_constant(graph, node, position) for position in weight_and_bias_positions(node)
     ]
-    weight = constants[0] if constants else None
+    weight = constants[0]
     if weight is None or None in constants:
         return None
     conv = region.convs.setdefault(node.name, _RegionConv(node))
@@ -245,7 +245,7 @@ def _is_worthwhile(graph: Graph, context: RewriteContext, region: _Region) -> bo
     gain = cost = 0.0
     for name, conv in region.convs.items():
         weight = _find_constant(graph, conv.node, WEIGHT)
-        assert weight is not None
+        assert weight is not None  # `_add_conv` has checked it
         is_int8 = find_unshared_integers(graph, conv.node) is not None
         pixels = _pixel_count(float_graph.shapes.get(output_by_name.get(name, "")))
         products_per_channel = math.prod(weight.dims) / region.channels * pixels
@@ -284,6 +284,7 @@ def _widen_region(model: onnx.ModelProto, graph: Graph, region: _Region) -> None
             by_name(node.attribute)["group"].i = region.channels + added
     new_names = {tensor: f"{tensor}{PADDED_SUFFIX}" for tensor in region.tensors}
     rename_tensors(graph.nodes, new_names)
-    outdated = [value for value in model.graph.value_info if value.name in new_names]
-    for value in outdated:
+    # declared shapes with the old number of channels
+    outdated_shapes = [value for value in model.graph.value_info if value.name in new_names]
+    for value in outdated_shapes:
         model.graph.value_info.remove(value)

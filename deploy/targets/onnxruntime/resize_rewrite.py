@@ -36,8 +36,6 @@ def write_upsampling(model: onnx.ModelProto, context: RewriteContext) -> None:
     Left alone: a Resize that interpolates or shifts pixels, one of unknown rank, and one whose
     pairs differ, since the integers would change.
     """
-    if not any(node.op_type == "Resize" for node in model.graph.node):
-        return
     graph = Graph(model)
     replacements: dict[str, Nodes] = {}  # name of a node -> the nodes in its place
     for node in graph.nodes:

@@ -273,7 +273,7 @@ _KEEP_APART = RewriteRule(
 
 
 def _data_positions(node: onnx.NodeProto) -> range:
-    """Return the positions of inputs that are no condition of a Where, and no weight of a layer."""
+    """Return the positions of data: no condition of a Where, and no weight or bias of a layer."""
     if node.op_type in _ROUNDED_LAYERS:
         return range(1)
     return range(1 if node.op_type == "Where" else 0, len(node.input))
@@ -339,8 +339,6 @@ def unfuse_biases(model: onnx.ModelProto, context: RewriteContext) -> None:
     before it looks for pairs. The Reshapes hide the pairs, so that the Gemm runs in float. It does
     not do so with a bias [1, n]. A bias that other nodes read too stays as it is.
     """
-    if all(node.op_type != "MatMul" for node in model.graph.node):
-        return
     graph = Graph(model)
     # constant operand of an Add after such a MatMul -> number of these Adds that read it
     read_counts: Counter[str] = Counter()

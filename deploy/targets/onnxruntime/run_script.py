@@ -72,18 +72,23 @@ _FIRST_PIXELS = {
     "top-left": "0, 0",
     "crop": "round((HEIGHT - rows) / 2), round((WIDTH - columns) / 2)",
 }
+# interpolation -> the expression for cv2's flag; enlarging by areas would repeat pixels
 _INTERPOLATIONS = {
-    "nearest": "NEAREST",
-    "linear": "LINEAR",
-    "cubic": "CUBIC",
-    "lanczos": "LANCZOS4",
+    "nearest": "cv2.INTER_NEAREST",
+    "linear": "cv2.INTER_LINEAR",
+    "cubic": "cv2.INTER_CUBIC",
+    "lanczos": "cv2.INTER_LANCZOS4",
+    "area": (
+        "cv2.INTER_LINEAR if rows > picture.shape[0] or columns > picture.shape[1]"
+        " else cv2.INTER_AREA"
+    ),
 }
 
 
 def run_program(
     engine: str,
     inputs: Sequence[TensorSpec],
-    preprocess: Preprocess | None,
+    preprocess: Preprocess,
     classes: Mapping[int, str],
     task: EvaluationTask | None = None,
     outputs: Outputs | None = None,
@@ -95,14 +100,12 @@ def run_program(
     Args:
         engine: file name of the engine, in the same folder.
         inputs: specs of the model's inputs.
-        preprocess: resolved preprocessing of the pictures; None if the model is fed arrays.
+        preprocess: resolved preprocessing of the pictures.
         classes: class -> name; empty if unknown.
         task: task of the outputs, whose results the program draws; None if it was not recognised.
         outputs: outputs of a sample, for their shapes.
     """
-    if preprocess is None or len(inputs) != 1:
-        return None
-    if preprocess.size is None or None in preprocess.size:
+    if len(inputs) != 1 or preprocess.size is None or None in preprocess.size:
         return None
     if isinstance(inputs[0].shape[0], int) and inputs[0].shape[0] != 1:  # a fixed batch
         return None
@@ -161,7 +164,7 @@ def _preparing_fields(preprocess: Preprocess) -> dict[str, object]:
         "height": preprocess.input_size[0],
         "width": preprocess.input_size[1],
         "resized_size_lines": resized_size_lines.format(short=preprocess.resized_short_side),
-        "interpolation": _interpolation_text(preprocess.interpolation),
+        "interpolation": _INTERPOLATIONS[preprocess.interpolation],
         "channels": preprocess.channels,
         "color_order": "[:, :, ::-1]" if preprocess.color == "rgb" else "",
         "pad": list(preprocess.pad),
@@ -463,26 +466,18 @@ def _levels_text(decoder: RowDecoder) -> str:
 def _list_lines(decoder: RowDecoder, outputs: Outputs) -> str:
     """Return the lines that read corners, scores and classes of an end-to-end list."""
     lines = []
-    for name, levels in (("scores", decoder.scores), ("best", decoder.numbers)):
-        text = "np.zeros(len(boxes))"
-        for part in levels:
-            text = f"{_list_table(part, outputs)}[:, {part.start}]"
-        lines.append(f"    {name} = {text}\n")
+    # a list has one output of each kind, or lacks it: without scores or classes they are 0
+    for variable, columns in (("scores", decoder.scores), ("best", decoder.numbers)):
+        expression = "np.zeros(len(boxes))"
+        if columns:
+            expression = f"{_list_table(columns[0], outputs)}[:, {columns[0].start}]"
+        lines.append(f"    {variable} = {expression}\n")
     (corners,) = decoder.box_columns
-    columns = str(ROWS_FIRST) if decoder.has_rows_first else f"{corners.start} : {corners.stop}"
-    return f"    boxes = {_list_table(corners, outputs)}[:, {columns}]\n{''.join(lines)}"
+    indices = str(ROWS_FIRST) if decoder.has_rows_first else f"{corners.start} : {corners.stop}"
+    return f"    boxes = {_list_table(corners, outputs)}[:, {indices}]\n{''.join(lines)}"
 
 
-def _list_table(part: Columns, outputs: Outputs) -> str:
+def _list_table(columns: Columns, outputs: Outputs) -> str:
     """Return the expression for the table [boxes, columns] in which an output lists the boxes."""
-    width = outputs[part.output].shape[-1] if part.layout == LIST else 1
-    return f"np.float64(outputs[{part.output!a}]).reshape(-1, {width})"
-
-
-def _interpolation_text(interpolation: str) -> str:
-    """Return the expression for cv2's interpolation."""
-    if interpolation != "area":
-        return f"cv2.INTER_{_INTERPOLATIONS[interpolation]}"
-    # enlarging by areas would repeat pixels
-    is_enlarged = "rows > picture.shape[0] or columns > picture.shape[1]"
-    return f"cv2.INTER_LINEAR if {is_enlarged} else cv2.INTER_AREA"
+    width = outputs[columns.output].shape[-1] if columns.layout == LIST else 1
+    return f"np.float64(outputs[{columns.output!a}]).reshape(-1, {width})"

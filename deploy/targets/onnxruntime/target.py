@@ -75,12 +75,6 @@ class OnnxRuntime(Target):
             placement = replace(placement, min_products=0)
         return placement
 
-    def scaled_tensors(
-        self, model: onnx.ModelProto, float_nodes: tuple[str, ...]
-    ) -> tuple[str, ...]:
-        """Return the tensors that need a scale: inputs and outputs of int8 nodes."""
-        return self.plan(model, float_nodes).activations
-
     def plan(self, model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
         """Return the decisions of the graph analysis, which needs no calibration."""
         from deploy.graph.plan import analyse
@@ -136,13 +130,14 @@ class OnnxRuntime(Target):
         from deploy.targets.prequantized import qdq_decisions
 
         ranges = request.ranges_of(self)
-        trained = request.trained  # the user's Q/DQ model; None if the model has no pairs
-        if trained is not None and self._keeps_pairs(request):
-            decisions = qdq_decisions(trained, request.model, self.placement)
+        kept_model = self._kept_model(request)
+        if kept_model is not None:
+            decisions = qdq_decisions(kept_model, request.model, self.placement)
             pair_ranges = dict(ranges.scales)  # those of the user's pairs
-            model = copy_message(trained.model)  # `_PairedModel.engine` changes it
+            model = copy_message(kept_model.model)  # `_PairedModel.engine` changes it
             return _PairedModel(model, decisions, pair_ranges, request.model_analysis)
 
+        trained = request.trained  # the user's Q/DQ model; None if the model has no pairs
         plan = self._plan_pairs(request, ranges)
         model = write_qdq(
             request.model,
@@ -211,11 +206,12 @@ class OnnxRuntime(Target):
             notes=(*self._engine_notes(decisions, len(saturating_nodes)), *pair_notes),
         )
 
-    def _keeps_pairs(self, request: BuildRequest) -> bool:
-        """Whether a Q/DQ model suits ONNX Runtime's kernels unchanged."""
-        if request.trained is None or request.subject.loaded.was_float16:
-            return False
-        return request.trained.all_pairs_are("uint8")
+    def _kept_model(self, request: BuildRequest) -> QdqCalibration | None:
+        """Return the user's Q/DQ model if it suits ONNX Runtime's kernels unchanged, else None."""
+        trained = request.trained
+        if trained is None or request.subject.loaded.was_float16:
+            return None
+        return trained if trained.all_pairs_are("uint8") else None
 
     def _pair_notes(
         self, request: BuildRequest, written: onnx.ModelProto, decisions: tuple[Decision, ...]
@@ -225,7 +221,7 @@ class OnnxRuntime(Target):
 
         if request.trained is None:
             return ()
-        if self._keeps_pairs(request):
+        if self._kept_model(request) is not None:
             return (unchanged_note(request.trained),)
         return tuple(rewritten_notes(request.trained, written, decisions, self.name, _REQUANTIZED))
 
@@ -272,9 +268,11 @@ def _write_program(request: BuildRequest, engine: Path) -> Path | None:
     from deploy.targets.onnxruntime.run_script import run_program
 
     recorded = request.manifest.get("preprocess")
-    preprocess = None if recorded is None else Preprocess.from_json(recorded)
+    if recorded is None:  # the model is fed arrays
+        return None
+    preprocess = Preprocess.from_json(recorded)
     loaded = request.subject.loaded
-    task, outputs = _recognise_task(request) if preprocess is not None else (None, {})
+    task, outputs = _recognise_task(request)
     text = run_program(engine.name, loaded.inputs, preprocess, loaded.classes, task, outputs)
     return None if text is None else request.write("_run.py", text)
 

@@ -45,8 +45,6 @@ def write_tiles(model: onnx.ModelProto, context: RewriteContext) -> None:
     Left alone: ConvTransposes whose windows overlap, have gaps or are cropped, and those that stay
     float.
     """
-    if not any(node.op_type == "ConvTranspose" for node in model.graph.node):
-        return
     graph = Graph(model)
     replacements: dict[str, Nodes] = {}  # name of a node -> the nodes in its place
     for node in graph.nodes:

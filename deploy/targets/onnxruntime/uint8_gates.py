@@ -62,14 +62,18 @@ def fit_output_offset(scale: np.float32, zero: int, offset: float) -> ShiftedPar
     Returns:
         The parameters of y + offset, and the steps from its zero point to that of y.
     """
+    unshifted = ShiftedParams(scale, zero)
     step_count = int(abs(offset) / float(scale))
-    if step_count >= _MIN_SHIFT_STEPS:
-        widened_scale = np.float32(abs(offset) / step_count)
-        new_zero = int(np.rint(zero * float(scale) / float(widened_scale)))
-        zero_shift = step_count if offset > 0 else -step_count
-        if 0 <= new_zero + zero_shift <= 255:
-            return ShiftedParams(widened_scale, new_zero, zero_shift)
-    return ShiftedParams(scale, zero)
+    if step_count < _MIN_SHIFT_STEPS:
+        return unshifted
+    # with this scale, the offset is an integer number of steps
+    widened_scale = np.float32(abs(offset) / step_count)
+    new_zero = int(np.rint(zero * float(scale) / float(widened_scale)))  # of y + offset
+    steps = step_count if offset > 0 else -step_count
+    zero_without_offset = new_zero + steps  # of y
+    if not 0 <= zero_without_offset <= 255:
+        return unshifted
+    return ShiftedParams(widened_scale, new_zero, steps)
 
 
 def fit_input_shift(scale: np.float32, zero: int, shift: float) -> ShiftedParams:
@@ -131,7 +135,8 @@ class GateWriter:
     def add_number(self, value: float) -> str:
         """Return a dequantized tensor of one value, exact: 128 steps of |value| / 128."""
         if value not in self._numbers:
-            name = self._numbers[value] = f"calib8/number/{value!r}"
+            name = f"calib8/number/{value!r}"
+            self._numbers[value] = name
             quantized = np.array(128 if value > 0 else 0, np.uint8)
             inputs = [
                 self.add_constant(f"{name}/quantized", quantized),
@@ -147,8 +152,8 @@ class GateWriter:
         quantize: onnx.NodeProto,
         output_range: Scale,
         *,
-        shifted_source: str = "",
-        clip_params: ShiftedParams | None = None,
+        shifted_source: str,
+        clip_params: ShiftedParams | None,
     ) -> Nodes:
         """Return the int8 nodes of a gate: the clip, a Mul and, if needed, an Add of the offset.
 
@@ -174,24 +179,25 @@ class GateWriter:
         multiply = make_node("Mul", [read_name[gate.factor], clipped], product, gate.name)
         return [*clip_nodes, multiply, *offset_nodes]
 
-    def _clip_by_pair(self, gate: Gate, source: str, shifted: str) -> Nodes:
+    def _clip_by_pair(self, gate: Gate, source: str, shifted_source: str) -> Nodes:
         """Return a Q/DQ pair that computes gain * clip(source + shift, 0, top), and its Add.
 
         The QuantizeLinear saturates at 0 and `top`, and the DequantizeLinear has the scale times
         the gain. The Add of the shift stands before them.
 
-        `shifted`: the tensor source + shift, if the layer upstream computes it; "" to add it here.
+        `shifted_source`: the tensor source + shift, if the layer upstream computes it; "" to add it
+        here.
         """
         name = f"{gate.name}/gate"
         step = gate.top / 255
         clip_params = self._parameters(f"{name}/written", step, 0)
         gain_params = self._parameters(f"{name}/read", step * gate.gain, 0)
-        nodes: Nodes = []
-        if not shifted:
-            shifted = f"{name}/shifted"
-            operands = [source, self.add_number(gate.shift)]
-            nodes.append(make_node("Add", operands, shifted, f"{name}/Add"))
-        return nodes + make_pair(shifted, name, name, clip_params, gain_params)
+        if shifted_source:
+            return make_pair(shifted_source, name, name, clip_params, gain_params)
+        shifted = f"{name}/shifted"
+        operands = [source, self.add_number(gate.shift)]
+        add = make_node("Add", operands, shifted, f"{name}/Add")
+        return [add, *make_pair(shifted, name, name, clip_params, gain_params)]
 
     def _clip_integers(self, gate: Gate, source: ShiftedParams) -> Nodes:
         """Return the nodes that compute gain * clip(source + shift, 0, top) from uint8 integers.

@@ -9,7 +9,6 @@ Sources: NVIDIA/TensorRT python/src/infer at 8.5.3, 10.16 and 11.0; migration gu
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -183,7 +182,7 @@ def calibrate(
 def engine_key(
     sdk: Sdk, settings: BuilderSettings, *, model_sha256: str, cache_sha256: str | None
 ) -> dict[str, Any]:
-    """Return everything that an engine depends on, as plain JSON: the key of the engine cache.
+    """Return everything that an engine depends on, to be written as JSON: the engine cache's key.
 
     `cache_sha256`: of the calibration cache; None for an engine that is built without one.
 
@@ -202,7 +201,7 @@ def engine_key(
         "cache_sha256": cache_sha256,
         "layers": "detailed",  # profiling verbosity, as `_set_flags` sets it
         "plugins": plugin_digests(settings.plugins),
-        "settings": json.loads(json.dumps(options)),  # tuples become lists, as in the stored key
+        "settings": options,
     }
 
 

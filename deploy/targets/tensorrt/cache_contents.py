@@ -243,10 +243,11 @@ def _layer_indices(model: onnx.ModelProto, version_number: int) -> dict[str, int
         if node.op_type == "Constant":  # is no layer
             continue
         indices[node.output[0]] = layer_count
-        is_single_layer = node.op_type in _LAYER_KIND_BY_OP or node.op_type in _COPY_OPS
         if node.op_type == "Gemm":  # Shuffle, Fully Connected, Shuffle
             layer_count += 3
-        elif is_single_layer and node.op_type != "Softmax":  # one or several, by its axis
+        elif node.op_type == "Softmax":  # one layer or several, by its axis
+            break
+        elif node.op_type in _LAYER_KIND_BY_OP or node.op_type in _COPY_OPS:
             layer_count += 1
         else:
             break
@@ -317,7 +318,7 @@ def cache_of(model: onnx.ModelProto, ranges: RangeSet, version: str) -> trt_cach
     and scales have the same meaning in all.
     """
     scales = _entry_scales(cache_tensors(model, version=version), ranges)
-    return trt_cache.from_scales(scales, version=version, algorithm=trt_cache.ENTROPY2)
+    return trt_cache.from_scales(scales, version=version)
 
 
 def _entry_scales(entries: Iterable[CacheTensor], ranges: RangeSet) -> dict[str, np.float32]:
@@ -370,12 +371,14 @@ def tensorrt_observations(subject: CalibrationSubject) -> tuple[Observation, ...
     """
     if subject.method.name not in UNFOLDED_METHODS:
         return None
+    unfolded_model = subject.unfolded.model
     entries = list_cache_entries(subject)
-    products = gemm_products(entries, subject.unfolded.model)
+    products = gemm_products(entries, unfolded_model)
     variant_name = "as TensorRT reads it"
     if products:
         variant_name += ", Gemm products apart"
-    variant = Variant(variant_name, lambda _: split_gemms(subject.unfolded.model, products))
+    # the model that is observed in place of the cleaned one
+    variant = Variant(variant_name, lambda _: split_gemms(unfolded_model, products))
     # a tensor that has the scale of another, such as a pool's output, is not observed itself
     tensors = dict.fromkeys(entry.owner for entry in entries)
     return tuple(Observation(variant, tensor, subject.statistic) for tensor in tensors)

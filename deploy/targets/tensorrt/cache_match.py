@@ -9,7 +9,7 @@
 Every unused entry and every tensor to be quantized that is left without a scale gets a reason.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,7 +18,7 @@ import onnx
 
 from deploy.calibration.trt_cache import CalibrationCache
 from deploy.graph.placement import TENSORRT, Placement
-from deploy.graph.plan import ModelAnalysis, Plan, analyse, reasons_by_node
+from deploy.graph.plan import FloatNodes, ModelAnalysis, Plan, analyse
 from deploy.targets.tensorrt.cache_contents import CacheTensor, cache_tensors
 
 _LEGACY_VERSION = "6.0.1"  # version assumed for the legacy form, whose header has none
@@ -94,7 +94,7 @@ def match_cache(
     model: onnx.ModelProto,
     *,
     original: onnx.ModelProto | None = None,
-    float_nodes: Mapping[str, str] | Iterable[str] = (),
+    float_nodes: FloatNodes = (),
     placement: Placement = TENSORRT,
     analysis: ModelAnalysis | None = None,
 ) -> CacheMatch:
@@ -114,31 +114,33 @@ def match_cache(
     Raises:
         CacheError: the cache has two scales for one tensor.
     """
-    # the tensor that each entry of the cache is for
+    version = cache.header.version or _LEGACY_VERSION
+    expected_entries = cache_tensors(model, version=version, original=original)
+    tensor_by_name = {entry.name: entry.source for entry in expected_entries}
+    # an entry with the name of a tensor is that tensor's, whatever the parser calls by this name
+    tensor_by_name |= {entry.source: entry.source for entry in expected_entries}
+
     scale_by_entry = cache.scales()
     flaw_by_entry = cache.flaws()
-    expected_entries = cache_tensors(
-        model,
-        version=cache.header.version or _LEGACY_VERSION,
-        original=original,
-    )
-    tensor_by_entry = _find_tensors(scale_by_entry, expected_entries)
-
-    # the tensors that get a pair: those that have a usable scale, and an int8 or fp8 reader
     scale_by_tensor = {}
     flaw_by_tensor = {}
-    for name, tensor in tensor_by_entry.items():
+    for name, scale in scale_by_entry.items():
+        tensor = tensor_by_name.get(name)
+        if tensor is None:
+            continue
         if name in flaw_by_entry:
             flaw_by_tensor[tensor] = f"has a {flaw_by_entry[name]} scale"
         else:
-            scale_by_tensor[tensor] = scale_by_entry[name]
+            scale_by_tensor[tensor] = scale
+
+    # the tensors that get a pair: those that have a usable scale, and an int8 or fp8 reader
     plan, owner_by_tensor = _plan_with_scales(
         model,
         placement,
         scale_by_tensor,
         flaw_by_tensor,
         expected_entries,
-        reasons_by_node(float_nodes),
+        float_nodes,
         analysis or ModelAnalysis(model),
     )
 
@@ -150,39 +152,22 @@ def match_cache(
     unread_reason = f"no pair of its own: no {placement.precision_name} node reads it directly"
     entries = []
     for name in scale_by_entry:
-        entry_tensor = tensor_by_entry.get(name)  # None if the entry is of no tensor of the model
-        is_used = False
-        if entry_tensor is None:
+        tensor = tensor_by_name.get(name)  # None if the entry is of no tensor of the model
+        is_used = tensor in used_tensors and name not in flaw_by_entry
+        if tensor is None:
             reason = _why_unmatched(name, model, original)
         elif name in flaw_by_entry:
             reason = f"its scale is {flaw_by_entry[name]}"
-        elif entry_tensor not in used_tensors:
-            reason = unread_reason
+        elif is_used:
+            reason = "by name" if name == tensor else "as TensorRT's parser names it"
         else:
-            is_used = True
-            reason = "by name" if name == entry_tensor else "as TensorRT's parser names it"
-        entries.append(EntryUse(name, entry_tensor, is_used=is_used, reason=reason))
+            reason = unread_reason
+        entries.append(EntryUse(name, tensor, is_used=is_used, reason=reason))
     coverages = [
         _coverage(tensor, owner, tensor in scales, flaw_by_tensor)
         for tensor, owner in owner_by_tensor.items()
     ]
     return CacheMatch(tuple(entries), tuple(coverages), plan, scales)
-
-
-def _find_tensors(entry_names: Iterable[str], expected: Sequence[CacheTensor]) -> dict[str, str]:
-    """Return entry -> its tensor of the model; `expected` are the entries TensorRT would write.
-
-    An entry that has the name of a tensor is that tensor's, whatever the parser calls by this name.
-    """
-    source_by_name = {tensor.name: tensor.source for tensor in expected}
-    sources = set(source_by_name.values())
-    tensor_by_entry = {}
-    for name in entry_names:
-        if name in sources:
-            tensor_by_entry[name] = name
-        elif name in source_by_name:
-            tensor_by_entry[name] = source_by_name[name]
-    return tensor_by_entry
 
 
 def _plan_with_scales(
@@ -191,7 +176,7 @@ def _plan_with_scales(
     scale_by_tensor: Mapping[str, np.float32],
     flaw_by_tensor: Mapping[str, str],
     expected_entries: Sequence[CacheTensor],
-    float_nodes: Mapping[str, str],
+    float_nodes: FloatNodes,
     analysis: ModelAnalysis,
 ) -> tuple[Plan, dict[str, str]]:
     """Return the plan of the Q/DQ pairs for which the cache has a scale.
@@ -204,7 +189,7 @@ def _plan_with_scales(
         scale_by_tensor: tensor -> its scale in the cache, if that can be used.
         flaw_by_tensor: tensor -> why its scale in the cache cannot be used.
         expected_entries: the entries that TensorRT would write.
-        float_nodes: node -> why it stays in float.
+        float_nodes: nodes to keep in float, optionally with reasons.
         analysis: analysis of the model.
 
     Returns:

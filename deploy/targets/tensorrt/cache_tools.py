@@ -188,11 +188,14 @@ def _scale_findings(cache: CalibrationCache) -> Iterator[CacheFinding]:
         yield CacheFinding(text, harmful=flaw in ("NaN", "negative"))
     sound_entries = [entry for entry in cache.entries if not entry.flaw]
     # scales whose reciprocals, or whose products with a weight's scale, float32 cannot hold
-    extremes = [e.name for e in sound_entries if not _MIN_SCALE <= e.scale <= _MAX_SCALE]
-    if extremes:
+    extreme_names = []
+    for entry in sound_entries:
+        if not _MIN_SCALE <= entry.scale <= _MAX_SCALE:
+            extreme_names.append(entry.name)
+    if extreme_names:
         text = (
-            f"{len(extremes)} scales ({list_first(extremes, 3)}) are too small or too large for"
-            " float32; calibrate again"
+            f"{len(extreme_names)} scales ({list_first(extreme_names, 3)}) are too small or too"
+            " large for float32; calibrate again"
         )
         yield CacheFinding(text, harmful=True)
 

@@ -17,7 +17,7 @@ TensorRT and torch do.
 
 import ctypes
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -51,14 +51,6 @@ def _format_version(number: int) -> str:
     return f"{major}.{remainder // 10}"
 
 
-def _count_by_cuda_python() -> int:
-    """Return the number of GPUs."""
-    code, gpus = _runtime().cudaGetDeviceCount()
-    if int(code) != 0:
-        raise SdkMissingError(_error_text(code))
-    return int(gpus)
-
-
 def _runtime() -> Any:
     """Import and return cuda-python's module of the runtime API, by its new or old name."""
     try:
@@ -69,7 +61,13 @@ def _runtime() -> Any:
 
 
 def _check(result: Sequence[Any]) -> Any:
-    """Return the value of a call, or None if it has none."""
+    """Return the value in the result of a cuda-python call, whose first entry is an error code.
+
+    None if the call has no value.
+
+    Raises:
+        BackendError: the code says that CUDA refused the call.
+    """
     code, *values = result
     if int(code) != 0:
         raise BackendError(f"{_REFUSED_CALL}: {_error_text(code)}; {_ADVICE}")
@@ -98,91 +96,97 @@ class _CudaPython:
     """
 
     def __init__(self, number: int) -> None:
-        self._rt = _runtime()
+        self._cudart = _runtime()
         self._number = number
-        properties = _check(self._rt.cudaGetDeviceProperties(number))
+        properties = _check(self._cudart.cudaGetDeviceProperties(number))
         name = properties.name
         if isinstance(name, bytes):
             name = name.decode()
         self.name = f"{name.rstrip(chr(0))} sm_{properties.major}{properties.minor}"
-        self.newest = _format_version(int(_check(self._rt.cudaDriverGetVersion())))
+        self.newest = _format_version(int(_check(self._cudart.cudaDriverGetVersion())))
+
+    @staticmethod
+    def count() -> int:
+        """Return the number of GPUs.
+
+        Raises:
+            ImportError, OSError: cuda-python is not installed.
+            SdkMissingError: CUDA does not start.
+        """
+        code, gpus = _runtime().cudaGetDeviceCount()
+        if int(code) != 0:
+            raise SdkMissingError(_error_text(code))
+        return int(gpus)
 
     @contextmanager
     def current(self) -> Iterator[None]:
         """Set the thread's device; restore the previous one at exit."""
-        previous_device = _check(self._rt.cudaGetDevice())
-        _check(self._rt.cudaSetDevice(self._number))
+        previous_device = _check(self._cudart.cudaGetDevice())
+        _check(self._cudart.cudaSetDevice(self._number))
         try:
             yield
         finally:
-            _check(self._rt.cudaSetDevice(previous_device))
+            _check(self._cudart.cudaSetDevice(previous_device))
 
     def allocate(self, size: int) -> int:
         """Allocate `size` bytes (at least 1) of device memory; return the address."""
-        return int(_check(self._rt.cudaMalloc(max(size, 1))))
+        return int(_check(self._cudart.cudaMalloc(max(size, 1))))
 
     def free(self, address: int) -> None:
         """Free device memory; from any thread, also outside of `current`."""
         with self.current():
-            _check(self._rt.cudaFree(address))
+            _check(self._cudart.cudaFree(address))
 
     def pinned(self, shape: Sequence[int], dtype: str) -> Array:
         """Return an array in page-locked host memory, freed with the last array that views it."""
         count = prod(shape)
         element_type = np.dtype(dtype)
         size = max(count, 1) * element_type.itemsize
-        address = int(_check(self._rt.cudaHostAlloc(size, 0)))
+        address = int(_check(self._cudart.cudaHostAlloc(size, 0)))
         memory = (ctypes.c_uint8 * size).from_address(address)
-        weakref.finalize(memory, self._rt.cudaFreeHost, address).atexit = False
+        weakref.finalize(memory, self._cudart.cudaFreeHost, address).atexit = False
         flat: Array = np.frombuffer(memoryview(memory), element_type)
         return flat[:count].reshape(tuple(shape))
 
     def copy_in(self, address: int, array: Array) -> None:
         """Copy a C-contiguous array to the device, synchronously; the others queue their copy."""
-        direction = self._rt.cudaMemcpyKind.cudaMemcpyHostToDevice
-        _check(self._rt.cudaMemcpy(address, array.ctypes.data, array.nbytes, direction))
+        direction = self._cudart.cudaMemcpyKind.cudaMemcpyHostToDevice
+        _check(self._cudart.cudaMemcpy(address, array.ctypes.data, array.nbytes, direction))
 
     def copy_in_later(self, address: int, array: Array, stream: CudaStream) -> None:
-        direction = self._rt.cudaMemcpyKind.cudaMemcpyHostToDevice
+        direction = self._cudart.cudaMemcpyKind.cudaMemcpyHostToDevice
         source = array.ctypes.data
-        _check(self._rt.cudaMemcpyAsync(address, source, array.nbytes, direction, stream.binding))
+        _check(
+            self._cudart.cudaMemcpyAsync(address, source, array.nbytes, direction, stream.binding)
+        )
 
     def copy_out_later(self, array: Array, address: int, stream: CudaStream) -> None:
-        direction = self._rt.cudaMemcpyKind.cudaMemcpyDeviceToHost
+        direction = self._cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost
         target = array.ctypes.data
-        _check(self._rt.cudaMemcpyAsync(target, address, array.nbytes, direction, stream.binding))
+        _check(
+            self._cudart.cudaMemcpyAsync(target, address, array.nbytes, direction, stream.binding)
+        )
 
     def stream(self) -> CudaStream:
-        binding = _check(self._rt.cudaStreamCreate())
+        binding = _check(self._cudart.cudaStreamCreate())
         stream = CudaStream(int(binding), binding)
-        weakref.finalize(stream, self._rt.cudaStreamDestroy, binding).atexit = False
+        weakref.finalize(stream, self._cudart.cudaStreamDestroy, binding).atexit = False
         return stream
 
     def wait(self, stream: CudaStream) -> None:
-        _check(self._rt.cudaStreamSynchronize(stream.binding))
+        _check(self._cudart.cudaStreamSynchronize(stream.binding))
 
     def event(self) -> _Event:
-        event = _Event(_check(self._rt.cudaEventCreate()))
-        weakref.finalize(event, self._rt.cudaEventDestroy, event.binding).atexit = False
+        event = _Event(_check(self._cudart.cudaEventCreate()))
+        weakref.finalize(event, self._cudart.cudaEventDestroy, event.binding).atexit = False
         return event
 
     def record(self, event: _Event, stream: CudaStream) -> None:
-        _check(self._rt.cudaEventRecord(event.binding, stream.binding))
+        _check(self._cudart.cudaEventRecord(event.binding, stream.binding))
 
     def between_ms(self, start: _Event, end: _Event) -> float:
         """Return the milliseconds between two recorded events, on the GPU's clock."""
-        return float(_check(self._rt.cudaEventElapsedTime(start.binding, end.binding)))
-
-
-def _count_by_pycuda() -> int:
-    """Return the number of GPUs."""
-    import pycuda.driver as cuda
-
-    try:
-        cuda.init()
-        return int(cuda.Device.count())
-    except cuda.Error as error:
-        raise SdkMissingError(str(error)) from error
+        return float(_check(self._cudart.cudaEventElapsedTime(start.binding, end.binding)))
 
 
 class _Pycuda:
@@ -198,6 +202,16 @@ class _Pycuda:
         self.newest = _format_version(cuda.get_driver_version())
         self._context = device.retain_primary_context()
         self._allocations: dict[int, Any] = {}  # address -> pycuda's object
+
+    @staticmethod
+    def count() -> int:
+        import pycuda.driver as cuda
+
+        try:
+            cuda.init()
+            return int(cuda.Device.count())
+        except cuda.Error as error:
+            raise SdkMissingError(str(error)) from error
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -251,12 +265,7 @@ class _Pycuda:
 
 
 Cuda = _CudaPython | _Pycuda
-# package -> (function that counts the GPUs, class of one GPU). Counting raises ImportError or
-# OSError where the package is missing, SdkMissingError where CUDA does not start
-BINDINGS: Mapping[str, tuple[Callable[[], int], Callable[[int], Cuda]]] = {
-    "cuda-python": (_count_by_cuda_python, _CudaPython),
-    "pycuda": (_count_by_pycuda, _Pycuda),
-}
+BINDINGS: Mapping[str, type[Cuda]] = {"cuda-python": _CudaPython, "pycuda": _Pycuda}
 
 
 def open_gpu(number: int = 0) -> Cuda:
@@ -269,9 +278,9 @@ def open_gpu(number: int = 0) -> Cuda:
         ConfigError: no GPU has this index.
     """
     failures = []
-    for name, (count_gpus, open_binding) in BINDINGS.items():
+    for name, binding in BINDINGS.items():
         try:
-            count = count_gpus()
+            count = binding.count()
             if count == 0:
                 raise SdkMissingError("no GPU")
         except (ImportError, OSError, SdkMissingError) as error:
@@ -281,7 +290,7 @@ def open_gpu(number: int = 0) -> Cuda:
             raise ConfigError(
                 f"a device is one of the {count} GPUs of this machine, counted from 0, got {number}"
             )
-        return open_binding(number)
+        return binding(number)
     raise SdkMissingError(
         f"an engine is built and run on an NVIDIA GPU by way of cuda-python or pycuda, and neither"
         f" works here ({'; '.join(failures)}); on a machine with a GPU and its driver: pip install"

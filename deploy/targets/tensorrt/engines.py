@@ -460,11 +460,9 @@ def _source_role(
     """Return the role, in `files`, of the model that the quantized engine is built from."""
     if _uses_cache(options, installed, request):
         return FLOAT_MODEL
-    return (
-        TYPED_MODEL
-        if TYPED_MODEL in files and reads_typed(options, installed.release)
-        else QDQ_MODEL
-    )
+    if TYPED_MODEL in files and reads_typed(options, installed.release):
+        return TYPED_MODEL
+    return QDQ_MODEL
 
 
 def build_float_engines(

@@ -168,13 +168,12 @@ def range_from_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
     if name not in tensor_ranges.saturated:
         return needed_range
     saturation = tensor_ranges.saturated[name]
-    if needed_range is None:
-        return saturation, BOUND
-    amax, level = needed_range
+    amax, level = needed_range or (saturation, BOUND)
     if level == EQUAL:
-        return needed_range
-    # the saturation is more certain than a guess
-    return (saturation if level == GUESS else min(saturation, amax)), BOUND
+        return amax, level
+    if level == GUESS:  # the saturation is more certain
+        return saturation, BOUND
+    return min(saturation, amax), BOUND
 
 
 def _range_for_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     import tensorrt as trt
 
 
-_NODE = re.compile(r"\[ONNX Layer: (.+?)\](?=\[|[\x1e\x1f]|\s*$)")
-_FUSED = re.compile(r" \+ | \|\| |, |\bPWN\(|[()]")
-_FOREIGN = re.compile(r"\{ForeignNode\[(.+)\]\}")  # of one node, or "first...last"
-_IDLE = frozenset({"Constant", "NoOp"})  # kinds that compute nothing
-_REFORMAT = "Reformat"
+_NODE_IN_METADATA = re.compile(r"\[ONNX Layer: (.+?)\](?=\[|[\x1e\x1f]|\s*$)")
+# between the nodes of a fused layer's name, such as "/a/Conv + PWN(/a/Sigmoid, /a/Mul)"
+_NODE_SEPARATOR = re.compile(r" \+ | \|\| |, |\bPWN\(|[()]")
+_FOREIGN_NODE = re.compile(r"\{ForeignNode\[(.+)\]\}")  # of one node, or "first...last"
+_IDLE_KINDS = frozenset({"Constant", "NoOp"})  # of layers that compute nothing
 # Spellings of a type, in lower case, in the inspector's "Format/Datatype" -> its name.
 _TYPES = {
     "int8": "int8",
@@ -76,7 +76,9 @@ def parse_layers(text: str) -> tuple[EngineLayer, ...]:
     for values in layers if isinstance(layers, list) else ():
         with suppress(ValueError):  # a name only, or a form of another version
             detailed_layers.append(msgspec.convert(values, _InspectedLayer))
-    return tuple(_describe_layer(layer) for layer in detailed_layers if layer.kind not in _IDLE)
+    return tuple(
+        _describe_layer(layer) for layer in detailed_layers if layer.kind not in _IDLE_KINDS
+    )
 
 
 class _InspectedLayer(msgspec.Struct):
@@ -97,18 +99,18 @@ def _describe_layer(layer: _InspectedLayer) -> EngineLayer:
     name = layer.name
     kind = layer.kind
     metadata = layer.metadata or ""
-    block_match = _FOREIGN.fullmatch(name)
+    block_match = _FOREIGN_NODE.fullmatch(name)
     if block_match is None:
         return EngineLayer(
             name=name,
             kind=kind,
             precision=_precision(layer),
             nodes=_find_nodes(name, metadata),
-            reformat=kind == _REFORMAT,
+            reformat=kind == "Reformat",
         )
     block_name = block_match[1]
     first_node, dots, last_node = block_name.partition("...")
-    lists_nodes = _NODE.search(metadata) is not None
+    lists_nodes = _NODE_IN_METADATA.search(metadata) is not None
     if lists_nodes or not dots:
         return EngineLayer(
             name=name, kind=kind, nodes=_find_nodes(block_name, metadata), block=kind
@@ -131,8 +133,10 @@ def _precision(layer: _InspectedLayer) -> str:
 
 
 def _find_nodes(name: str, metadata: str) -> tuple[str, ...]:
-    """Return the ONNX nodes in a layer's metadata, or else the parts of its fused name."""
-    nodes = _NODE.findall(metadata) or filter(None, map(str.strip, _FUSED.split(name)))
+    """Return the ONNX nodes that a layer's metadata names, or else its fused name."""
+    nodes: list[str] = _NODE_IN_METADATA.findall(metadata)
+    if not nodes:
+        nodes = [*filter(None, map(str.strip, _NODE_SEPARATOR.split(name)))]
     return tuple(dict.fromkeys(nodes))
 
 

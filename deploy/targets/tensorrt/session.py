@@ -420,12 +420,14 @@ class TensorrtSession:
         """Queue one inference on the stream, from the captured CUDA graph if there is one."""
         if self._graph is not None and self._graph.ready:
             self._graph.launch()
-        elif not self._context.execute_async_v3(self._stream.handle):
+            return
+        if not self._context.execute_async_v3(self._stream.handle):
             for allocator in self._output_allocators.values():
                 if allocator.error is not None:
                     raise allocator.error
             raise BackendError(f"TensorRT could not run the engine: {self._log.summary()}")
-        elif self._graph is not None:  # the first run with new shapes may allocate: capture later
+        # captured after the first run with these shapes, in which TensorRT may allocate memory
+        if self._graph is not None:
             self._cuda.wait(self._stream)
             self._graph.capture(lambda: self._context.execute_async_v3(self._stream.handle))
 

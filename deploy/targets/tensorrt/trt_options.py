@@ -193,11 +193,14 @@ class TensorrtOptions:
 
 
 def _check_trtexec_flag(flag: str) -> None:
-    """Refuse what is no further flag of trtexec."""
+    """Refuse a text that is no flag of trtexec, or a flag that calib8 itself sets."""
     name = flag.partition("=")[0]
-    if name.startswith("--") and name not in _FLAGS_OF_CALIB8:
+    if not name.startswith("--"):
+        flaw = "must begin with --"
+    elif name in _FLAGS_OF_CALIB8:
+        flaw = "is what calib8 itself sets"
+    else:
         return
-    flaw = "is what calib8 itself sets" if name in _FLAGS_OF_CALIB8 else "must begin with --"
     raise ConfigError(
         f"a flag of trtexec is a further one, --name=value, got {flag!r}, which {flaw}"
     )
