@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, parser
 
 from deploy.frontends import load
 from deploy.metrics.output_form import derive_form
@@ -45,6 +45,7 @@ def network(*ends, names=("y",)):
         ((), "raw"),
         (("Softmax",), "softmax"),
         (("Sigmoid", "Transpose"), "sigmoid"),
+        (("Sigmoid", "ReduceMean", "Unsqueeze"), "sigmoid"),
         (("LogSoftmax", "Identity"), "softmax"),
         (("ArgMax",), "classes"),
         (("Tanh",), None),
@@ -52,6 +53,21 @@ def network(*ends, names=("y",)):
 )
 def test_operator_at_the_end_is_read(operators, end):
     assert declare(network(operators), {}).ends.get("y") == end
+
+
+@pytest.mark.parametrize(("operator", "end"), [("Sigmoid", "sigmoid"), ("Tanh", None)])
+def test_operators_at_the_end_of_both_branches_are_read(operator, end):
+    model = parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["" : 17]>
+        net (float[1, 8] x, bool is_loud) => (float[1, 8] y) {{
+            probabilities = Sigmoid (x)
+            y = If (is_loud) <
+                then_branch = loud () => (float[1, 8] a) {{ a = Identity (probabilities) }},
+                else_branch = quiet () => (float[1, 8] b) {{ b = {operator} (x) }}
+            >
+        }}"""
+    )
+    assert declare(model, {}).ends.get("y") == end
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from deploy.graph.index import all_nodes, subgraphs
+
 if TYPE_CHECKING:
     import onnx
 
@@ -80,8 +82,8 @@ ENDS = {
 _RESHAPING = frozenset(
     {"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
 )
-# operators that move values, or add a bias to them: what their input is, their output is too
-_MOVING = _RESHAPING | {"Add", "Concat", "Slice", "Split"}
+# operators that move values, average them or add a bias: what their input is, their output is too
+_MOVING = _RESHAPING | {"Add", "Concat", "ReduceMean", "Slice", "Split"}
 _OF_SCORES = _RESHAPING | {"Softmax", "LogSoftmax", "Sigmoid", "HardSigmoid", "ArgMax"}
 _ACTIVATED = "softmax", "sigmoid"  # ends of probabilities
 _DERIVED = *_ACTIVATED, "classes"  # ends of outputs that are computed from raw scores
@@ -131,7 +133,7 @@ def declare(
     if not class_count and isinstance(labels, Mapping):
         class_count = len(labels)
     task, source = next(_declared_tasks(properties, config, outputs), ("", ""))
-    makers = {name: node for node in model.graph.node for name in node.output}
+    makers = {name: node for node in all_nodes(model.graph) for name in node.output}
     ends = _find_ends(outputs, makers)
     probabilities, best_classes = _find_repeats(outputs, makers, ends)
     return Declaration(
@@ -231,8 +233,8 @@ def _find_origin(tensor: str, makers: Makers) -> str:
 def _last_operators(tensor: str, makers: Makers) -> set[str]:
     """Return the operators that compute a tensor's values.
 
-    They are searched for upstream of operators that move values or add a bias to them (`_MOVING`),
-    such as a Reshape.
+    They are searched for upstream of operators that move values, average them or add a bias
+    (`_MOVING`), and in both branches of an If.
     """
     operators = set()
     tensors = [tensor]
@@ -245,6 +247,9 @@ def _last_operators(tensor: str, makers: Makers) -> set[str]:
         visited.add(name)
         if node.op_type in ("Concat", "Add"):  # either input of an Add may be the bias: a constant
             tensors += node.input
+        elif node.op_type == "If":
+            index = list(node.output).index(name)
+            tensors += [branch.output[index].name for branch in subgraphs(node)]
         elif node.op_type in _MOVING:
             tensors.append(node.input[0])
         else:
