@@ -255,6 +255,8 @@ def test_channel_values_may_be_an_array():
         ({"std": (1e-60,)}, "above 0"),
         ({"scale": float("nan")}, "scale must be finite"),
         ({"mean": ("0.5",)}, "mean must be finite numbers"),
+        ({"scale": np.array([1.0, 2.0])}, "scale must be one number"),
+        ({"scale": np.array([])}, "scale must be one number"),
         ({3: (0.5,)}, "3 is no preprocessing option"),
         ({"men": (0.5,)}, "'men' is no preprocessing option.*'mean'"),
     ],

@@ -74,18 +74,29 @@ class ArrayFileContents:
     labels: tuple[int, ...] | None = None
 
 
-def open_array_files(files: FileList, specs: Specs, name: str, *, skip_bad: bool) -> ArraySource:
-    """Open files that each hold all inputs; a file's label applies to all its samples.
+def open_array_files(files: FileList, specs: Specs, title: str, *, skip_bad: bool) -> ArraySource:
+    """Return the samples of files that each hold all inputs, or of one folder per input.
+
+    Args:
+        files: the files; the label of one applies to all its samples.
+        specs: the model's inputs, or what raw files hold.
+        title: of all files in messages.
+        skip_bad: count a file with an error as one sample; reading it then raises the error.
 
     Raises:
-        FeedError: a file does not fit the inputs; with `skip_bad` only when the file is read.
+        FeedError: a file does not fit the inputs, unless `skip_bad`; the folders hold different
+            file names; or there are no samples.
     """
-    items = [_paths_of_line(file, specs) for file in files]
-    source = _open_items(items, files.names, specs, name, skip_bad=skip_bad)
+    folders = {name.partition("/")[0] for name in files.names if "/" in name}
+    is_folder_per_input = len(specs) > 1 and folders == {spec.name for spec in specs}
+    if is_folder_per_input and files.labels is None:
+        return _open_subfolders(files, specs, title, skip_bad=skip_bad)
+    paths_of_lines = [_paths_of_line(file, specs) for file in files]
+    source = _open_items(paths_of_lines, files.names, specs, title, skip_bad=skip_bad)
     if files.labels is None:
         return source
-    counts = np.diff(source.item_ends, prepend=0)  # samples of each file
-    labels = np.repeat(files.labels, counts).tolist()
+    sample_counts = np.diff(source.item_ends, prepend=0)  # of each file
+    labels = np.repeat(files.labels, sample_counts).tolist()
     return replace(source, labels=tuple(labels))
 
 
@@ -105,21 +116,6 @@ def _paths_of_line(file: ImageFile, specs: Specs) -> Mapping[str, Path]:
         )
     folder = Path(str(file.path).removesuffix(file.name))
     return {spec.name: folder / name for spec, name in zip(specs, names, strict=True)}
-
-
-def open_array_folder(
-    folder: Path, files: FileList, specs: Specs, *, skip_bad: bool
-) -> ArraySource:
-    """Open the files of arrays in a folder, or in one subfolder per input.
-
-    Raises:
-        FeedError: a file does not fit the inputs, or the subfolders hold different file names.
-    """
-    title = printable_name(folder.name or folder)
-    subfolders = {name.partition("/")[0] for name in files.names if "/" in name}
-    if len(specs) > 1 and subfolders == {spec.name for spec in specs}:
-        return _open_subfolders(files, specs, title, skip_bad=skip_bad)
-    return open_array_files(files, specs, title, skip_bad=skip_bad)
 
 
 def _open_subfolders(files: FileList, specs: Specs, title: str, *, skip_bad: bool) -> ArraySource:

@@ -70,16 +70,15 @@ class CalibratorBatches:
     @property
     def notes(self) -> list[str]:
         """Notes on batches of fewer samples than `get_batch_size`."""
-        notes = []
-        if self._size_by_short_batch:
-            first_size, *_ = self._size_by_short_batch.values()
-            notes.append(
-                f"{self._script_title} copied fewer than {self._expected_batch_size} samples for"
-                f" {len(self._size_by_short_batch)} of its {self._batch_count} batches"
-                f" ({first_size} for the first of them): only those are used, whereas"
-                " TensorRT would read old samples after them again"
-            )
-        return notes
+        if not self._size_by_short_batch:
+            return []
+        first_size, *_ = self._size_by_short_batch.values()
+        return [
+            f"{self._script_title} copied fewer than {self._expected_batch_size} samples for"
+            f" {len(self._size_by_short_batch)} of its {self._batch_count} batches"
+            f" ({first_size} for the first of them): only those are used, whereas"
+            " TensorRT would read old samples after them again"
+        ]
 
     def read_batch(self, pointers: Sequence[object]) -> Item:
         """Return the current batch as arrays by input, and go on to the next batch.
@@ -119,14 +118,14 @@ class CalibratorBatches:
         """
         address, window = self._find_window(spec, pointer)
         # in this order: the number of values in a batch shows the dtype of the copied bytes, and
-        # the size of a sample how many samples they are
+        # the size of a sample in that dtype how many samples they are
         has_batch = bool(spec.has_batch)
         expected_count = self._expected_batch_size if has_batch else 1
-        sample_shape = self._sample_shape(spec, window, has_batch=has_batch)
+        sample_shape = self._find_sample_shape(spec, window, has_batch=has_batch)
         sample_size = prod(sample_shape)
-        dtype = np.dtype(self._dtype(spec, window, expected_count * sample_size))
+        dtype = np.dtype(self._find_dtype(spec, window, expected_count * sample_size))
         sample_bytes = dtype.itemsize * sample_size
-        count = self._sample_count(spec, window, expected_count, sample_bytes, has_batch=has_batch)
+        count = self._count_samples(spec, window, expected_count, sample_bytes, has_batch=has_batch)
         data = self._memory.read(address, count * sample_bytes).view(dtype)
         shape = (count, *sample_shape) if has_batch else sample_shape
         return data.reshape(shape).astype(spec.dtype, copy=False)
@@ -148,7 +147,7 @@ class CalibratorBatches:
             f" {spec.name!r} in {self.batch_title}"
         )
 
-    def _sample_shape(
+    def _find_sample_shape(
         self, spec: TensorSpec, window: AddressWindow, *, has_batch: bool
     ) -> tuple[int, ...]:
         """Return the shape of one sample, without batch; `window.shape` fills in open sizes.
@@ -171,7 +170,7 @@ class CalibratorBatches:
             )
         return shape
 
-    def _dtype(self, spec: TensorSpec, window: AddressWindow, value_count: int) -> str:
+    def _find_dtype(self, spec: TensorSpec, window: AddressWindow, value_count: int) -> str:
         """Return the dtype of the values in memory: the input's, or TensorRT's in calibration.
 
         Args:
@@ -197,7 +196,7 @@ class CalibratorBatches:
             )
         return window.dtype
 
-    def _sample_count(
+    def _count_samples(
         self,
         spec: TensorSpec,
         window: AddressWindow,
@@ -347,9 +346,14 @@ class CalibratorScript:
         return replace(source, notes=(*self.notes, *batches.notes, *source.notes))
 
     def _call(self, function: Callable[..., T], *args: object) -> T:
-        """Call the user's code; raise an invalid copy's error even if that code caught it."""
-        what = usercode.wrap_user_errors(str(self), error=FeedError)
-        with what, self._stand_ins.installed():
+        """Return what a function of the user's code returns.
+
+        Raises:
+            FeedError: the code failed, or an allocation or a copy in it was invalid, even if the
+                code caught that error.
+        """
+        errors_as_feed_error = usercode.wrap_user_errors(str(self), error=FeedError)
+        with errors_as_feed_error, self._stand_ins.installed():
             result = function(*args)
             if self._stand_ins.memory.fault is not None:
                 raise self._stand_ins.memory.fault

@@ -239,8 +239,8 @@ def _order_labels(lines: FileList, image_names: Iterable[str]) -> Sequence[int]:
     """Return the class numbers of lines in the order of the images.
 
     Lines belong to images by file name, all with its suffix or all without. They belong to images
-    by their order if their names are in the order of the images, or if they name none of the images
-    and some lines have no name or the same one.
+    by their order if they name none of the images, and some have no name or the name of another
+    line.
 
     Raises:
         FeedError: lines belong to images by name, and an image is named by none or by several.
@@ -253,13 +253,14 @@ def _order_labels(lines: FileList, image_names: Iterable[str]) -> Sequence[int]:
     if not label_by_name.keys().isdisjoint(stems):  # the lines name images without their suffix
         image_keys = stems
 
-    # names that differ from line to line are those of images; if all are of other images, that is
-    # an error and no order
+    if line_names == image_keys:
+        return class_numbers
+    # names that differ from line to line are those of images: then each image must have its line,
+    # see below. Other names, such as that of the class, say nothing about the image
     each_line_has_own_name = "" not in label_by_name and len(label_by_name) == len(line_names)
     names_no_image = label_by_name.keys().isdisjoint(image_keys)
-    are_in_order = line_names == image_keys or (names_no_image and not each_line_has_own_name)
-    if are_in_order:
-        return class_numbers
+    if names_no_image and not each_line_has_own_name:
+        return class_numbers  # in the order of the images
     line_counts = Counter(line_names)
     for name in image_keys:
         if line_counts[name] != 1:

@@ -21,7 +21,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from deploy.errors import ConfigError, FeedError
-from deploy.feed.array_files import open_array_files, open_array_folder
+from deploy.feed.array_files import open_array_files
 from deploy.feed.arrays import ArraySource, count_samples
 from deploy.feed.batch_axis import AUTO, mark_first_axes, rows_of_run
 from deploy.feed.calibrator import CalibratorScript
@@ -161,8 +161,8 @@ class Dataset:
             recurrence=None,
         )
         recurrence = self._find_recurrence(specs, recurrence)
-        if recurrence is not None:
-            holds_states, source = opener.find_all_inputs(source, files)
+        if recurrence is not None:  # the model has states, which the samples may hold or lack
+            holds_states, source = opener.probe_first_sample(source, files)
             if not holds_states:
                 opener = replace(opener, specs=recurrence.data_inputs, recurrence=recurrence)
             elif recurrence.is_set_by_user:  # the samples hold the states at a sequence's start
@@ -212,12 +212,13 @@ class _SourceOpener:
     metadata_preprocess: MetadataPreprocess | None
     recurrence: Recurrence | None
 
-    def find_all_inputs(
+    def probe_first_sample(
         self, source: FeedSource, files: SourceFiles | None
     ) -> tuple[bool, FeedSource]:
-        """Return (whether the samples hold all inputs `specs`, the source of all samples).
+        """Look at the first sample; return (whether it holds all inputs `specs`, the source).
 
-        A Python object that is read only once is replaced, since its first item is looked at.
+        The returned source gives the first sample again, also if the given one can be read only
+        once, such as a generator.
         """
         if isinstance(source, CalibratorScript):  # it gets the names of all inputs, and gives all
             return True, source
@@ -225,7 +226,7 @@ class _SourceOpener:
             return first_item_fits(source, self.specs)
         if not files.are_arrays:  # an image is one input, and the model has several
             return False, source
-        try:  # the first file tells: what is wrong with another one is said when all are opened
+        try:  # errors in other files are reported when all are opened
             self._open_arrays(files, self.specs, skip_bad=True).load(0)
         except FeedError:
             return False, source
@@ -274,6 +275,7 @@ class _SourceOpener:
             )
         (spec,) = self.specs
         sample_shape = raw.sample_shape(spec)
+        # None: a file holds any number of samples
         file_shape = (None, *sample_shape) if spec.has_batch else sample_shape
         file_spec = replace(spec, dtype=raw.dtype or spec.dtype, shape=file_shape)
         arrays = self._open_arrays(files, (file_spec,), skip_bad=self.dataset.skip_bad)
@@ -347,10 +349,7 @@ class _SourceOpener:
         Raises:
             FeedError: a file does not fit the inputs, unless `skip_bad`; or there are no samples.
         """
-        if files.folder is not None:
-            arrays = open_array_folder(files.folder, files.file_list, specs, skip_bad=skip_bad)
-        else:
-            arrays = open_array_files(files.file_list, specs, files.name, skip_bad=skip_bad)
+        arrays = open_array_files(files.file_list, specs, files.name, skip_bad=skip_bad)
         return replace(arrays, notes=(*files.notes, *arrays.notes))
 
     def _resolve_preprocess(self) -> ResolvedPreprocess:

@@ -153,15 +153,15 @@ def _parse_line(list_path: Path, number: int, line: str) -> tuple[str, int | Non
     spaces too, so existing files decide which of these it is.
     """
     folder = list_path.parent
-    parts = line.rsplit(None, 1)
-    if len(parts) == 1 or os.path.isfile(folder / line):
+    name_and_last_word = line.rsplit(None, 1)
+    if len(name_and_last_word) == 1 or os.path.isfile(folder / line):
         return line, None
-    name, token = parts
-    if re.fullmatch(r"\d{1,9}", token, re.ASCII):
-        return name, int(token)
-    if os.path.isfile(folder / name) and not os.path.isfile(folder / token):
+    name, last_word = name_and_last_word
+    if re.fullmatch(r"\d{1,9}", last_word, re.ASCII):
+        return name, int(last_word)
+    if os.path.isfile(folder / name) and not os.path.isfile(folder / last_word):
         raise FeedError(
-            f"a label must be a whole number from 0, got {token!r} on line {number} of"
+            f"a label must be a whole number from 0, got {last_word!r} on line {number} of"
             f" {printable_name(list_path)}; number the classes in the order of the model's"
             " outputs"
         )

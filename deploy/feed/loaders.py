@@ -43,17 +43,19 @@ def first_item_fits(source: Any, specs: Specs) -> tuple[bool, Any]:
     first_items = list(islice(items, 1))
     if not isinstance(items, list | tuple):  # it is read once: put the first item back
         items = chain(first_items, items)
+    if not first_items:
+        return False, items
+    (first_item,) = first_items
     try:
-        for value in first_items:
-            arrays = match_inputs(value, specs, "the first item").arrays
-            first_value = value[0] if isinstance(value, tuple | list) else value
-            if isinstance(first_value, Mapping):  # it has the names; shapes are checked later
-                continue
+        arrays = match_inputs(first_item, specs, "the first item").arrays
+        element = first_item[0] if isinstance(first_item, tuple | list) else first_item
+        # a mapping has the names of the inputs; its shapes are checked when all items are read
+        if not isinstance(element, Mapping):
             item = {spec.name: with_batch(arrays[spec.name], spec) for spec in specs}
             count_samples(item, specs, "the first item")
     except FeedError:
         return False, items
-    return bool(first_items), items
+    return True, items
 
 
 def iterate_items(source: object) -> tuple[Iterable[Any], bool]:
@@ -196,8 +198,8 @@ def open_iterable(
     labels = unused_values.labels(counter.total)  # of all samples that were read
     notes = list(unused_values.notes())
     if not is_in_memory:
-        first = "the first " if total == limit and not has_end else ""
-        notes.append(f"{name} was read once into a temporary file ({first}{total} samples)")
+        first_text = "the first " if total == limit and not has_end else ""
+        notes.append(f"{name} was read once into a temporary file ({first_text}{total} samples)")
     return ArraySource(
         specs=counter.specs,
         items=items,

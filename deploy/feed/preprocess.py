@@ -100,7 +100,7 @@ class Preprocess:
         if self.short_side is not None:
             _check_side("short_side", self.short_side)
         scales = _check_numbers("scale", self.scale)
-        if isinstance(self.scale, Sequence):
+        if isinstance(self.scale, Sequence) or len(scales) != 1:
             raise ConfigError(f"scale must be one number, got {self.scale!r}")
         object.__setattr__(self, "scale", scales[0])
         for name in ("mean", "std", "pad"):
@@ -254,12 +254,11 @@ def complete_preprocess(
     if requested is not None:
         return resolved, ()
 
-    values = _UNIT_DESCRIPTION
+    pixel_text = _UNIT_DESCRIPTION
     if spec.dtype in INTEGER_DTYPES:
-        values = f"pixels as they are, for {spec.dtype} (preset 'raw')"
-    return resolved, (
-        f"no preprocessing was given: {color} images stretched to {format_size(size)}, {values}",
-    )
+        pixel_text = f"pixels as they are, for {spec.dtype} (preset 'raw')"
+    size_text = f"{color} images stretched to {format_size(size)}"
+    return resolved, (f"no preprocessing was given: {size_text}, {pixel_text}",)
 
 
 def _find_layout(spec: TensorSpec) -> str:

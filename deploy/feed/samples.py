@@ -322,14 +322,14 @@ class Feed:
     def manifest(self, first: int | None = None) -> dict[str, Any]:
         """Return what was fed, as plain JSON: settings, number of samples, and digests of them all.
 
-        Args:
-            first: describe only so many first images or rows, as if `keep_first` had dropped the
-                others; None for all.
-
-        The digests are over the bytes of files or arrays, not over decoded pixels; samples that no
+        The digests are over the bytes of files or arrays, not over decoded pixels. Samples that no
         pass has read are read now, and skipped samples count by their bytes. `sha256` does not
         depend on file names, folder or list, nor, unless the model fixes its batch, on the order.
         `ordered_sha256` depends on the order.
+
+        Args:
+            first: describe only so many first images or rows, as if `keep_first` had dropped the
+                others; None for all.
 
         Raises:
             FeedError: a file cannot be read, unless `skip_bad`.
@@ -432,7 +432,7 @@ class Feed:
         self._sample_reader.decodes += len(share.positions) - len(skipped)  # read for this run
 
     def progress_after(self, sample_count: int) -> tuple[tuple[str, ...], dict[int, str]]:
-        """Return what `resume` takes for a run that used the first samples of this pass.
+        """Return which images or rows a run has used so far, for `resume`: (digests, skipped).
 
         Args:
             sample_count: number of samples that were used; more may have been read already.

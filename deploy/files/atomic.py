@@ -146,17 +146,19 @@ def write_with(path: Path, fill: Callable[[Path], object]) -> Path:
     refuse_output(path, is_named=True)  # what the user named as an output may be written
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = create_claimed_file(path.parent, prefix=PREFIX)
+        handle, temporary_path = create_claimed_file(path.parent, prefix=PREFIX)
         try:
-            mode = stat.S_IMODE(os.stat(path if path.exists() else temporary).st_mode)
+            # the permissions of the file that is replaced, else those of any new file
+            mode_source = path if path.exists() else temporary_path
+            mode = stat.S_IMODE(os.stat(mode_source).st_mode)
             os.fchmod(handle, 0o600)  # until it is complete
-            fill(temporary)
-            _flush(temporary)
-            temporary.chmod(mode)
-            temporary.replace(path)
+            fill(temporary_path)
+            _flush(temporary_path)
+            temporary_path.chmod(mode)
+            temporary_path.replace(path)
             flush_folder(path.parent)
         finally:
-            temporary.unlink(missing_ok=True)
+            temporary_path.unlink(missing_ok=True)
             os.close(handle)
     except OSError as error:
         raise ExportError(

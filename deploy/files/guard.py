@@ -129,7 +129,7 @@ def refuse_output(path: Path | str, *, is_named: bool = False) -> None:
         ExportError: `path` is one of these.
     """
     run = _RUN.get() or _RunFiles()
-    check_existing_file = run.check_by_output.get(_real_location(path))
+    check_existing_file = run.check_by_output.get(_real_location(path))  # None: it is not named
     if check_existing_file is not None and not is_named:
         raise ExportError(f"each output must have a path of its own, got {path} twice; change one")
 

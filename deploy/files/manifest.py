@@ -265,14 +265,20 @@ def name_output(path: Path, kind: str, *, force: bool | None = None) -> None:
 
 
 def is_marked(path: Path, kind: str) -> bool:
-    """Whether calib8 wrote a file of this kind, by both of its ends; or it is empty."""
-    opened = reading.open_regular_file(path, what="an output", error=ExportError, rewritable=True)
-    with suppress(ExportError), opened as file:
-        both_ends = file.read(_MARK_BYTES)
-        file.seek(max(len(both_ends), os.fstat(file.fileno()).st_size - _MARK_BYTES))
-        both_ends += file.read(_MARK_BYTES)
-        return not both_ends or re.match(MARKS[kind], both_ends, re.DOTALL) is not None
-    return False
+    """Return whether a file is empty, or calib8 wrote it as this kind, by its first and last bytes.
+
+    `kind`: of the file, a key of `MARKS`.
+    """
+    output = reading.open_regular_file(path, what="an output", error=ExportError, rewritable=True)
+    with suppress(ExportError), output as file:
+        first_bytes = file.read(_MARK_BYTES)
+        if not first_bytes:
+            return True
+        end_offset = os.fstat(file.fileno()).st_size - _MARK_BYTES
+        file.seek(max(len(first_bytes), end_offset))  # a short file has been read already
+        both_ends = first_bytes + file.read(_MARK_BYTES)
+        return re.match(MARKS[kind], both_ends, re.DOTALL) is not None
+    return False  # it cannot be read
 
 
 def _refuse_unmarked(path: Path, kind: str, force: bool | None) -> None:

@@ -237,7 +237,7 @@ def convert(
 
     Args:
         values: lists, dicts, texts and numbers.
-        kind: their type, by whose fields every value is checked.
+        kind: what they become; each value must have the type of its field.
         rule: beginning of the error message: what they must be.
         error: class of the error to raise.
         way_out: end of the error message.

@@ -135,7 +135,7 @@ class Stage:
 
     def discard(self, names: Iterable[str]) -> None:
         """Remove the written files of these names; a complete calibration stays."""
-        saved_names = chain.from_iterable(_calibrations(self.temporary_folder))
+        saved_names = chain.from_iterable(_find_calibrations(self.temporary_folder))
         for name in set(names).intersection(self.file_names()).difference(saved_names):
             (self.temporary_folder / name).unlink()
 
@@ -144,7 +144,7 @@ class Stage:
         if self._temporary_folder is None:
             return
         with suppress(OSError, ExportError), atomic.lock_folder(self.folder):
-            _finish(self._temporary_folder, self.folder)
+            _finish_stage(self._temporary_folder, self.folder)
         os.close(self._handle)
         for folder in self._created_folders:  # folders of a run that wrote nothing
             with suppress(OSError):
@@ -180,7 +180,7 @@ def stage_files(folder: Path) -> Iterator[Stage]:
     try:
         yield stage
     except (KeyboardInterrupt, Terminated) as interruption:  # tell the user what is saved
-        if stage.has_files and any(_calibrations(stage.temporary_folder)):
+        if stage.has_files and any(_find_calibrations(stage.temporary_folder)):
             note = f"the calibration is kept for the next build into {folder}"
             interruption.args = (*interruption.args, note)
         raise
@@ -208,7 +208,7 @@ def recover(folder: Path) -> None:
         for parent in folders:
             atomic.remove_leftovers(parent)
         for stage in _find_dead_stages(folder):
-            _finish(stage, folder)
+            _finish_stage(stage, folder)
 
 
 def has_unfinished_publication(folder: Path) -> bool:
@@ -246,12 +246,12 @@ def _find_dead_stages(folder: Path) -> list[Path]:
     return sorted(path for path in own_stages if not atomic.is_claimed(path))
 
 
-def _finish(stage: Path, folder: Path) -> None:
+def _finish_stage(stage: Path, folder: Path) -> None:
     """Publish what was committed, keep a complete calibration, remove everything else."""
     if (stage / _JOURNAL).exists():
         _move_all(stage, folder)
     else:
-        for names in _calibrations(stage):
+        for names in _find_calibrations(stage):
             for name in names:
                 saved_path = saved_calibration_path(folder / name)
                 _make_folder(saved_path.parent.parent, folder)
@@ -295,7 +295,7 @@ def _make_folder(path: Path, top: Path) -> None:
         path.mkdir()
 
 
-def _calibrations(stage: Path) -> Iterator[list[str]]:
+def _find_calibrations(stage: Path) -> Iterator[list[str]]:
     """Yield the names of the files of each complete calibration in a stage."""
     for sidecar in [*stage.glob("*.json"), *stage.glob(f"{RECORDS}/*.json")]:
         cache = sidecar.relative_to(stage).as_posix().removesuffix(".json")

@@ -96,9 +96,9 @@ def _is_foreign(file: Path) -> bool:
         if owners != {os.geteuid()} or os.stat(path).st_mode & stat.S_IWOTH:
             return True
         for folder in path.parents:
-            # in a sticky folder, such as /tmp, nobody replaces files of others
             mode = os.stat(folder).st_mode
-            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            is_sticky = mode & stat.S_ISVTX  # as /tmp, where nobody replaces files of others
+            if mode & stat.S_IWOTH and not is_sticky:
                 return True
     return False
 
@@ -154,7 +154,7 @@ def wrap_user_errors(
 
     try:
         with (
-            _WORKING_FOLDER.of_user_code(),
+            _WORKING_FOLDER.changed_for_user_code(),
             _importable_folders(),
             _restored_handlers(),
             np.errstate(),
@@ -191,8 +191,8 @@ class _WorkingFolder:
         self._user_folder_by_original: dict[str | None, str | None] = {}
 
     @contextmanager
-    def of_user_code(self) -> Iterator[None]:
-        """Change to the folder that the user's code left last; change back at the end."""
+    def changed_for_user_code(self) -> Iterator[None]:
+        """Be in the folder that the user's code changed to last; change back at the end."""
         with self._lock:
             if not self._active_calls:
                 self._original_folder = _working_folder()

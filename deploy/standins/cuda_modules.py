@@ -54,11 +54,7 @@ class CUresult(enum.IntEnum):
 
 
 class Handle(int):
-    """A pointer, stream, device or context, as an integer."""
-
-    def getPtr(self) -> int:
-        """Return the integer."""
-        return int(self)
+    """An address, stream, device or context, as an integer."""
 
 
 def _to_int(number: Any) -> int:
@@ -101,7 +97,6 @@ def _common_functions(
     memory: Memory,
     success: enum.IntEnum,
     *,
-    pointer_class: type[int],
     prefix: str,
     **names_by_action: str,
 ) -> dict[str, Any]:
@@ -112,14 +107,13 @@ def _common_functions(
     Args:
         memory: where the functions allocate.
         success: the API's code for success, which every call returns.
-        pointer_class: class of the allocated addresses.
         prefix: prefix of all names, "cuda" or "cu".
         names_by_action: what a function does ("allocate", "free", "copy", "get_handle" of a stream,
             device or context, "do_nothing") -> names without prefix, separated by spaces.
     """
 
-    def allocate(size: Any, *flags: Any) -> tuple[Any, int]:
-        return success, pointer_class(memory.alloc(size))
+    def allocate(size: Any, *flags: Any) -> tuple[Any, Handle]:
+        return success, Handle(memory.alloc(size))
 
     def free(address: Any, *stream: Any) -> tuple[Any]:
         memory.free(address)
@@ -154,7 +148,6 @@ def runtime_names(memory: Memory) -> dict[str, Any]:
         **_common_functions(
             memory,
             success,
-            pointer_class=int,
             prefix="cuda",
             allocate=_CUDART_ALLOCATIONS,
             free=_CUDART_RELEASES,
@@ -178,7 +171,6 @@ def driver_names(memory: Memory) -> dict[str, Any]:
         **_common_functions(
             memory,
             CUresult.CUDA_SUCCESS,
-            pointer_class=Handle,
             prefix="cu",
             allocate="MemAlloc MemAllocHost MemAllocManaged",
             free="MemFree MemFreeHost",

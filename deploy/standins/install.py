@@ -156,7 +156,7 @@ class StandIns:
             stack.enter_context(self.lock)
             self.memory.fault = None  # that of another script
             stack.enter_context(_replace_modules(self._modules))
-            # with the loader that uses it
+            # `ctypes.cdll` keeps the class that it loads libraries with, so it is replaced too
             names = {"CDLL": self._library, "cdll": ctypes.LibraryLoader(self._library)}
             stack.enter_context(_replace_attributes(ctypes, **names))
             if "torch" in sys.modules:
