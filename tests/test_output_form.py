@@ -180,7 +180,7 @@ def test_signals_do_not_weight_each_other():
     waves = [{"y": 9 * np.sin(time + n)[None], "z": 9 * np.cos(2 * time)[None]} for n in range(4)]
     assert [part.label for part in derive_form(waves).parts] == ["y", "z"]
     faces = [{"age": np.array([[30 + n]]), "of": np.array([[n % 2.0]])} for n in range(32)]
-    form = derive_form([as_float32(face) for face in faces])
+    form = derive_form([as_float32(face) for face in faces], metric=ending(of="sigmoid"))
     assert [part.label for part in form.parts] == ["age - its mean", "of"]
     assert form.reason.startswith("labels, ")
     assert form.uncovered == ("age",)

@@ -123,9 +123,9 @@ class Comparison:
         self._metric_tally = form.metric.tally(labels)
         if self._metric_tally is not None:
             labels = None  # only the user's function uses them
+        # top-1 is counted with labels, or if one output of classes is all that the model says
         self._top1: Top1 | None = None
         class_outputs = form.task.outputs if isinstance(form.task, Classes) else ()
-        # without labels, several outputs have the task's figure alone
         has_one_output = len(class_outputs) == 1 and not form.uncovered
         if labels is not None or has_one_output:
             self._top1 = Top1(labels, next(iter(class_outputs), None))

@@ -31,12 +31,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import NamedTuple
 
 import cv2
 import numpy as np
 
 from deploy.tasks.rows import Arrays, Floats, Outputs, are_in_unit_range, are_undecided, is_floating
+from deploy.tasks.slices import OutputSlice
 from deploy.tensors import Array
 
 # fields of figures, here and in `deploy.metrics.accuracy`, that report.json leaves out
@@ -250,39 +250,28 @@ _RESIZES = {
 }
 
 
-class RepeatedInput(NamedTuple):
-    """The input that an output repeats with a small change.
-
-    Attributes:
-        name: name of the input.
-        resize: interpolation that makes it as large as the output, of `_RESIZES`; "" if it is.
-    """
-
-    name: str
-    resize: str = ""
-
-
-def find_repeated_input(samples: Arrays, inputs: Sequence[Outputs]) -> RepeatedInput | None:
-    """Return the input that an output repeats with a small change in all samples; or None.
+def find_change(output: str, samples: Arrays, inputs: Sequence[Outputs]) -> OutputSlice | None:
+    """Return the change of an input that an output repeats in all samples; None if it repeats none.
 
     A denoiser or an upscaler does so: its input, perhaps resized, has a good SQNR against the
     output already. Of several inputs and interpolations, the pair with the smallest change counts.
 
     Args:
+        output: name of the output.
         samples: the output's array of each sample.
         inputs: the inputs of the same samples, by name.
     """
     best_db = 0.0
-    repeated_input = None
+    change = None
     for name in inputs[0] if inputs else ():
         for resize in ("", *_RESIZES):
             db = _unchanged_input_db(samples, [sample[name] for sample in inputs], resize)
             if db > best_db:
                 best_db = db
-                repeated_input = RepeatedInput(name, resize)
+                change = OutputSlice(output=output, subtracted=name, resize=resize)
     if best_db < GIVEN_BACK_DB or best_db > ROUNDING_DB:
         return None  # the output is another one than the input, or differs by rounding alone
-    return repeated_input
+    return change
 
 
 def _unchanged_input_db(outputs: Arrays, inputs: Arrays, resize: str) -> float:

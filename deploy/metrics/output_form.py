@@ -23,8 +23,8 @@ from deploy.errors import FeedError
 from deploy.metrics.output_errors import (
     FEW,
     SAMPLE_MEAN,
+    find_change,
     find_large_mean,
-    find_repeated_input,
     find_usual_values,
     subtract_input,
     subtract_mean,
@@ -116,15 +116,14 @@ def derive_form(
     reference_outputs = [drop_text(outputs) for outputs in reference_outputs]
     samples = _split_samples(reference_outputs, inputs, metric.declared)
     # a fixed number of samples shows the task and the slices; means are those of all samples
-    sample_count = form_samples(samples.inputs[0], samples.outputs[0])
-    first = replace(
-        samples, inputs=samples.inputs[:sample_count], outputs=samples.outputs[:sample_count]
-    )
-    task, declared_by = recognise_task(first, metric.task)
+    count = form_samples(samples.inputs[0], samples.outputs[0])
+    first_samples = replace(samples, inputs=samples.inputs[:count], outputs=samples.outputs[:count])
+    task, declared_by = recognise_task(first_samples, metric.task)
     # outputs that the figure of the task says nothing of
-    uncovered = () if task is None else _find_uncovered(task, first)
+    uncovered = () if task is None else _find_uncovered(task, first_samples)
 
-    mean_by_slice = _choose_slices(task, uncovered, first, samples)
+    # slice that is measured -> the mean that is subtracted from it first, if any
+    mean_by_slice = _choose_slices(task, uncovered, first_samples, samples)
     parts = tuple(mean_by_slice)
     complete_outputs = tuple(OutputSlice(output=name) for name in reference_outputs[0])
     if not parts and task is None:  # all outputs are integers: complete outputs, equal or not
@@ -136,7 +135,7 @@ def derive_form(
         task=task,
         means={part: mean for part, mean in mean_by_slice.items() if mean is not None},
         uncovered=uncovered,
-        lists=frozenset() if task is None else _find_lists(task, first),
+        lists=frozenset() if task is None else _find_lists(task, first_samples),
         reason=_describe_task(task, declared_by),
     )
 
@@ -181,7 +180,7 @@ def count_form_batches(inputs: Outputs, outputs: Outputs, metric: Metric) -> int
 def _choose_slices(
     task: EvaluationTask | None,
     uncovered: Collection[str],
-    first: FirstSamples,
+    first_samples: FirstSamples,
     samples: FirstSamples,
 ) -> dict[OutputSlice, Array | None]:
     """Return the slices of all outputs -> the mean that is subtracted before they are compared.
@@ -192,16 +191,16 @@ def _choose_slices(
     Args:
         task: of the outputs; None without one.
         uncovered: outputs that say something which the task does not count.
-        first: the first samples, which show the slices.
+        first_samples: those that show the slices.
         samples: all samples, whose means are taken.
     """
     slices_by_output = {}
     value_slices = []  # all but changes of an input, which count in every cell
-    for name in first.outputs[0]:
-        slices_by_output[name] = _slice_output(name, task, first)
+    for name in first_samples.output_names:
+        slices_by_output[name] = _slice_output(name, task, first_samples)
         value_slices += [part for part in slices_by_output[name] if not part.subtracted]
     # slice -> the slice of its scores: where these are low (a hidden landmark) no error counts
-    scores = find_cell_scores(value_slices, first)
+    scores = find_cell_scores(value_slices, first_samples)
 
     mean_by_slice: dict[OutputSlice, Array | None] = {}
     for name, output_slices in slices_by_output.items():
@@ -309,9 +308,9 @@ def _slice_output(
     if task is not None and name in task.parts:
         return task.parts[name]
     values = samples.arrays(name)
-    source = find_repeated_input(values, samples.inputs)
-    if source is not None:
-        return (OutputSlice(output=name, subtracted=source.name, resize=source.resize),)
+    change = find_change(name, values, samples.inputs)
+    if change is not None:
+        return (change,)
     if not np.issubdtype(values[0].dtype, np.floating):  # class numbers or counts: no signal
         return ()
     return split_output(name, values)

@@ -18,6 +18,7 @@ from deploy.tasks.first_samples import FirstSamples
 from deploy.tasks.metric import Function, Metric, metric_of
 
 _MAX_OUTPUTS = 64  # of a model with a task: outputs are compared with each other
+_MAX_NAMED_OUTPUTS = 4  # in a message
 NO_TASK = "none"  # leaves the task out, so that values are compared
 
 
@@ -142,13 +143,13 @@ def _fit_user_task(samples: FirstSamples, task: str) -> EvaluationTask:
     fitting = _fit_task(samples, row)
     if fitting is not None:
         return fitting
-    got = []
-    for name in samples.output_names[:4]:
-        got.append(f"{name} {[*samples.outputs[0][name].shape]}")
-    shapes = ", or ".join(form.shape for form in row.forms)
+    needed_shapes = ", or ".join(form.shape for form in row.forms)
+    output_texts = []
+    for name in samples.output_names[:_MAX_NAMED_OUTPUTS]:
+        output_texts.append(f"{name} {[*samples.outputs[0][name].shape]}")
     raise ConfigError(
-        f"the task {task} needs {shapes}, got {', '.join(got)}; set another, or none to compare"
-        " values"
+        f"the task {task} needs {needed_shapes}, got {', '.join(output_texts)}; set another, or"
+        " none to compare values"
     )
 
 

@@ -268,20 +268,21 @@ class BoxTally(TaskTally["BoxDetection"]):
             candidate: the candidate's boxes.
             size: (height, width) of the picture in pixels.
         """
-        kept, found = np.array(pairs, np.int64).reshape(-1, 2).T
-        lost = np.setdiff1d(np.arange(len(reference.scores)), kept)
-        new = np.setdiff1d(np.arange(len(candidate.scores)), found)
+        # indices of boxes: the matching ones of both models, and the others of each
+        kept_indices, found_indices = np.array(pairs, np.int64).reshape(-1, 2).T
+        lost_indices = np.setdiff1d(np.arange(len(reference.scores)), kept_indices)
+        new_indices = np.setdiff1d(np.arange(len(candidate.scores)), found_indices)
         reference = scale_to_pixels(reference, size)
         candidate = scale_to_pixels(candidate, size)
         example = BoxExample(
             number=self.samples - 1,  # `add` has counted this sample already
             size=size,
-            kept=reference.at(kept),
-            found=candidate.at(found),
-            lost=reference.at(lost),
-            new=candidate.at(new),
+            kept=reference.at(kept_indices),
+            found=candidate.at(found_indices),
+            lost=reference.at(lost_indices),
+            new=candidate.at(new_indices),
         )
-        difference = len(lost) + len(new)
+        difference = len(lost_indices) + len(new_indices)
         self.examples.offer(example, difference=difference, predictions=len(reference.scores))
 
     def result(self) -> TaskFigure | None:
@@ -323,7 +324,7 @@ class BoxDetection(EvaluationTask):
 
 def fit_boxes(samples: FirstSamples) -> BoxDetection | None:
     """Return the boxes of outputs that the user or the file says to hold such; else None."""
-    return _find_rows(replace(samples, is_set=True))
+    return _find_rows(replace(samples, are_known_boxes=True))
 
 
 def find_boxes(samples: FirstSamples) -> BoxDetection | None:

@@ -29,20 +29,20 @@ class BoxPoints:
     """Key points of an image's boxes.
 
     Attributes:
-        places: [n, K, 2] in the boxes' unit, or [n, K, 3] with their visibility.
+        positions: [n, K, 2] in the boxes' unit, or [n, K, 3] with their visibility.
     """
 
-    places: Floats
+    positions: Floats
 
     def at(self, indices: Indices) -> BoxPoints:
         """Return the points of some boxes."""
-        return BoxPoints(self.places[indices])
+        return BoxPoints(self.positions[indices])
 
     def is_like(self, candidate: Any, box: Floats, candidate_box: Floats) -> bool:
         """Whether the first box's visible points are near the candidate's, relative to its size."""
-        distances = np.hypot(*(self.places - candidate.places)[0, :, :2].T)
-        if self.places.shape[2] > 2:
-            distances = distances[self.places[0, :, 2] > MIN_VISIBILITY]
+        distances = np.hypot(*(self.positions - candidate.positions)[0, :, :2].T)
+        if self.positions.shape[2] > 2:
+            distances = distances[self.positions[0, :, 2] > MIN_VISIBILITY]
         size = float(np.sqrt(box_areas(box[None])[0]))
         return not distances.size or bool(distances.mean() <= MAX_BOX_POINT_DISTANCE * size)
 
@@ -67,12 +67,12 @@ class InstanceMasks:
 
     def is_like(self, candidate: Any, box: Floats, candidate_box: Floats) -> bool:
         """Whether the first box's mask overlaps enough with the candidate's."""
-        mask = self.first(box)
-        candidate_mask = candidate.first(candidate_box)
+        mask = self.first_mask(box)
+        candidate_mask = candidate.first_mask(candidate_box)
         union = int((mask | candidate_mask).sum())
         return not union or int((mask & candidate_mask).sum()) > MIN_MASK_IOU * union
 
-    def first(self, box: Floats) -> Flags:
+    def first_mask(self, box: Floats) -> Flags:
         """Return the first box's mask [h, w], clipped to the box."""
         rows, columns = (np.indices(self.maps.shape[1:]) + 0.5) * self.stride
         in_columns = (columns > box[0]) & (columns < box[2])

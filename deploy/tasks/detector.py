@@ -94,8 +94,10 @@ def to_table(value: Array | None, layout: Layout) -> Array:
         raise OtherShapeError
     if layout == ROWS and value.ndim == 2:  # without a dimension of samples
         return value
+    # [1, A, 1, R] are rows, other arrays of four dimensions are maps
     is_map = layout == ROWS and value.ndim == 4 and value.shape[2] > 1
-    if is_map or len(value) != 1:  # or several samples
+    has_several_samples = len(value) != 1
+    if is_map or has_several_samples:
         raise OtherShapeError
     if layout in (COLUMNS, MAP):
         columns = np.atleast_2d(value[0])

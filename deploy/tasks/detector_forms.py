@@ -58,7 +58,7 @@ from deploy.tasks.thresholds import (
 )
 from deploy.tensors import Array
 
-_BOX = 4  # numbers of a box
+_BOX_WIDTH = 4  # columns of a box in most codings
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +82,7 @@ class _RowTable:
         """Number of columns."""
         return int(self.rows.shape[1])
 
-    def part(self, start: int, stop: int) -> tuple[Columns, ...]:
+    def select_columns(self, start: int, stop: int) -> tuple[Columns, ...]:
         """Return the columns from start to stop, as those of one level; empty if there are none."""
         if start < stop:
             return (replace(self.columns, start=start, stop=stop),)
@@ -96,11 +96,11 @@ def find_detector(samples: FirstSamples) -> RowDecoder | None:
     one form are the levels of one detector if each output of the model is one of them; else the
     next form is tried. A single decoder may leave outputs over. If the user or the model's file
     says that the outputs are boxes, any layout that fits is taken, though the values leave doubt
-    (`FirstSamples.is_set`).
+    (`FirstSamples.are_known_boxes`).
     """
     tables = [*_read_tables(samples)]
     for propose in PROPOSALS:
-        decoders: dict[str, RowDecoder] = {}
+        decoders: dict[str, RowDecoder] = {}  # output of the scores -> its decoder
         for proposed in propose(tables, samples):
             decoder = _confirm(proposed, samples)
             if decoder is not None:
@@ -168,7 +168,7 @@ def _propose_joined(tables: Sequence[_RowTable], samples: FirstSamples) -> Itera
             continue
         # classes of steps or of pixels sum to 1, a detector's rows do not
         values = samples.arrays(table.columns.output)
-        if table.width > _BOX and not any(_are_classes(values, axis) for axis in (1, -1, -2)):
+        if table.width > _BOX_WIDTH and not any(_are_classes(values, axis) for axis in (1, -1, -2)):
             yield from _split_columns(table, samples)
 
 
@@ -185,8 +185,8 @@ def _split_columns(table: _RowTable, samples: FirstSamples) -> Iterator[RowDecod
         NanoDet   classes | distributions of a box's distances from its cell
         YOLO      box | objectness, if any | classes | further columns, such as key points
 
-    An objectness is the probability that there is any object. If it is set that the outputs are
-    boxes, the columns after these may be raw scores, too.
+    An objectness is the probability that there is any object. If the user or the file says that the
+    outputs are boxes, the columns after these may be raw scores, too.
 
     `table`: an output as rows [anchors, columns].
     """
@@ -194,32 +194,32 @@ def _split_columns(table: _RowTable, samples: FirstSamples) -> Iterator[RowDecod
     classes_end = _count_probabilities(table, 0)
     if _have_wide_coding(table, classes_end):
         yield RowDecoder(
-            scores=table.part(0, classes_end),
-            box_columns=table.part(classes_end, table.width),
+            scores=table.select_columns(0, classes_end),
+            box_columns=table.select_columns(classes_end, table.width),
             strides=table.strides,
         )
 
-    # YOLO's order; the scores are the objectness and the classes
-    score_count = _count_probabilities(table, _BOX)
-    if not score_count and samples.is_set:
-        score_count = table.width - _BOX
+    # YOLO's order; the scores are the objectness, if any, and the classes
+    score_count = _count_probabilities(table, _BOX_WIDTH)
+    if not score_count and samples.are_known_boxes:
+        score_count = table.width - _BOX_WIDTH
     if not score_count:
         return
-    scores_end = _BOX + score_count
+    scores_end = _BOX_WIDTH + score_count
     class_count = samples.declared.classes
     if class_count and score_count >= class_count:
         # only outputs [1, anchors, columns] have an objectness; what remains are further columns
         has_objectness = table.columns.layout == ROWS and score_count > class_count
-        scores_end = _BOX + int(has_objectness) + class_count
+        scores_end = _BOX_WIDTH + int(has_objectness) + class_count
     else:
-        scores = _to_probabilities(table.rows[:, _BOX:scores_end])
+        scores = _to_probabilities(table.rows[:, _BOX_WIDTH:scores_end])
         has_objectness = _has_objectness(scores, table.columns.layout)
-    first_class = _BOX + int(has_objectness)
+    first_class = _BOX_WIDTH + int(has_objectness)
     yield RowDecoder(
-        scores=table.part(first_class, scores_end),
-        box_columns=table.part(0, _BOX),
-        gates=table.part(_BOX, first_class),  # the objectness, if there is one
-        extra=table.part(scores_end, table.width),
+        scores=table.select_columns(first_class, scores_end),
+        box_columns=table.select_columns(0, _BOX_WIDTH),
+        gates=table.select_columns(_BOX_WIDTH, first_class),  # the objectness, if there is one
+        extra=table.select_columns(scores_end, table.width),
         strides=table.strides,
     )
 
@@ -230,8 +230,8 @@ def _split_raw_columns(table: _RowTable) -> Iterator[RowDecoder]:
         boxes_end = 4 * bin_count
         if boxes_end < table.width:
             yield RowDecoder(
-                scores=table.part(boxes_end, table.width),
-                box_columns=table.part(0, boxes_end),
+                scores=table.select_columns(boxes_end, table.width),
+                box_columns=table.select_columns(0, boxes_end),
                 strides=table.strides,
             )
 
@@ -301,7 +301,7 @@ def _propose_separate(tables: Sequence[_RowTable], samples: FirstSamples) -> Ite
     # an output [1, a, b] was read as a table of a rows and as one of b rows: the larger number is
     # that of the anchors, so it is tried first
     for _, table_by_output in sorted(tables_by_row_count.items(), reverse=True):
-        level = _pair_tables([*table_by_output.values()], is_set=samples.is_set)
+        level = _pair_tables([*table_by_output.values()], are_known_boxes=samples.are_known_boxes)
         if level is not None and paired_outputs.isdisjoint(table_by_output):
             levels.append(level)
             paired_outputs |= {*table_by_output}
@@ -327,7 +327,7 @@ def _join_levels(levels: Sequence[RowDecoder]) -> RowDecoder | None:
     return RowDecoder(**joined)
 
 
-def _pair_tables(tables: Sequence[_RowTable], *, is_set: bool) -> RowDecoder | None:
+def _pair_tables(tables: Sequence[_RowTable], *, are_known_boxes: bool) -> RowDecoder | None:
     """Return the decoder of outputs with a row per candidate: which are boxes, scores, a gate.
 
     A gate is an output of one column that multiplies the scores, such as an objectness. None if no
@@ -335,15 +335,20 @@ def _pair_tables(tables: Sequence[_RowTable], *, is_set: bool) -> RowDecoder | N
 
     Args:
         tables: outputs with equally many rows.
-        is_set: whether the model returns a set of objects, as DETR does: outputs of any number of
-            columns may then be boxes of an unknown coding.
+        are_known_boxes: whether the user or the file says that the model detects boxes: outputs of
+            any number of columns may then be boxes of an unknown coding.
     """
-    box_tables = [table for table in tables if table.width == _BOX or _have_wide_coding(table)]
+    # boxes are four numbers, or more of a coding that is recognised; else several boxes a row
+    box_tables = [
+        table for table in tables if table.width == _BOX_WIDTH or _have_wide_coding(table)
+    ]
     if not box_tables:
-        box_tables = [table for table in tables if _may_be_anchors(table, is_set=is_set)]
+        box_tables = [
+            table for table in tables if _may_be_anchors(table, are_known_boxes=are_known_boxes)
+        ]
     if not box_tables:
         return None
-    boxes = min(box_tables, key=_box_order)
+    boxes = min(box_tables, key=_box_order)  # the likeliest
 
     other_tables = [table for table in tables if table is not boxes]
     score_tables = (
@@ -352,7 +357,7 @@ def _pair_tables(tables: Sequence[_RowTable], *, is_set: bool) -> RowDecoder | N
         or [table for table in other_tables if table.width == 2]
         or other_tables
     )
-    # of two outputs that may be scores, one of a single column is the gate: it is put last
+    # of two outputs that may be scores, one of a single column is the gate; it is sorted last
     score_tables = sorted(score_tables, key=lambda table: table.width == 1)
     has_gate = len(score_tables) == 2 and score_tables[1].width == 1
     if len(score_tables) != (2 if has_gate else 1):
@@ -362,17 +367,17 @@ def _pair_tables(tables: Sequence[_RowTable], *, is_set: bool) -> RowDecoder | N
     further_columns = [table.columns for table in other_tables if table not in score_tables]
     return RowDecoder(
         scores=(scores,),
-        box_columns=boxes.part(0, boxes.width),
+        box_columns=boxes.select_columns(0, boxes.width),
         gates=tuple(gates),
         extra=tuple(further_columns[:1]),
         strides=boxes.strides,
     )
 
 
-def _may_be_anchors(table: _RowTable, *, is_set: bool) -> bool:
+def _may_be_anchors(table: _RowTable, *, are_known_boxes: bool) -> bool:
     """Whether rows may be the boxes of several anchors of a cell, or of an unknown coding."""
-    has_anchors = table.columns.layout == MAP and table.width % _BOX == 0
-    return table.width > _BOX and (is_set or has_anchors)
+    has_anchors = table.columns.layout == MAP and table.width % _BOX_WIDTH == 0
+    return table.width > _BOX_WIDTH and (are_known_boxes or has_anchors)
 
 
 def _box_order(table: _RowTable) -> tuple[bool, bool, int]:
@@ -415,15 +420,17 @@ def _propose_anchor_maps(
     """
     levels = []
     for table in tables:
-        if table.columns.layout != ANCHOR_MAP or table.width <= _BOX + 1:
+        if table.columns.layout != ANCHOR_MAP or table.width <= _BOX_WIDTH + 1:
             continue
         # an objectness is near 0 nearly everywhere, the numbers of boxes are not
         probabilities = _to_probabilities(table.rows)
-        objectness = probabilities[:, _BOX].mean()
-        box_median = np.median(probabilities[:, :_BOX])
+        objectness = probabilities[:, _BOX_WIDTH].mean()
+        box_median = np.median(probabilities[:, :_BOX_WIDTH])
         if objectness < MAX_EMPTY_SCORE < box_median:
-            scores = table.part(_BOX + 1, table.width)
-            levels.append(RowDecoder(scores=scores, gates=table.part(_BOX, _BOX + 1)))
+            scores = table.select_columns(_BOX_WIDTH + 1, table.width)
+            levels.append(
+                RowDecoder(scores=scores, gates=table.select_columns(_BOX_WIDTH, _BOX_WIDTH + 1))
+            )
     if len(levels) == len(samples.output_names) > 1:
         yield from levels
 
@@ -463,8 +470,8 @@ def _confirm(proposed: RowDecoder, samples: FirstSamples) -> RowDecoder | None:
     """Return a proposed decoder with its activations and coding; None if its values do not fit.
 
     They fit if the scores of most rows detect nothing, and the boxes have a coding of `CODINGS`.
-    Gates are columns that multiply the scores, such as an objectness. If it is set that the outputs
-    are boxes, rows may all detect something, and boxes may have an unknown coding.
+    Gates are columns that multiply the scores, such as an objectness. If the user or the file says
+    that the outputs are boxes, rows may all detect something, and boxes may have an unknown coding.
 
     `proposed`: columns of scores, boxes, gates and others, without activations or a coding.
     """
@@ -474,14 +481,14 @@ def _confirm(proposed: RowDecoder, samples: FirstSamples) -> RowDecoder | None:
         return None
     if decoder is None:
         return None
-    if not samples.is_set and not _detects_little(decoder, samples):
+    if not samples.are_known_boxes and not _detects_little(decoder, samples):
         return None
     if not decoder.box_columns:
         return decoder
 
     decoder = replace(decoder, coding=_find_coding(decoder, samples))
     # boxes in an output with scores may be any numbers, unless a coding fits them
-    has_boxes = samples.is_set or bool(decoder.coding) or _are_separate(decoder)
+    has_boxes = samples.are_known_boxes or bool(decoder.coding) or _are_separate(decoder)
     return read_extra(decoder, samples) if has_boxes else None
 
 
@@ -496,7 +503,9 @@ def _with_activations(proposed: RowDecoder, samples: FirstSamples) -> RowDecoder
     score_rows = _read_rows(proposed.scores, samples)
     activation: _Activation | None
     if _are_separate(proposed):
-        activation = _find_activation(score_rows, samples.declared.classes, is_set=samples.is_set)
+        activation = _find_activation(
+            score_rows, samples.declared.classes, are_known_boxes=samples.are_known_boxes
+        )
     else:  # scores in one output with boxes never have a Softmax, nor a class for the background
         activation = _Activation(missing_sigmoid(score_rows))
     if activation is None:
@@ -541,35 +550,38 @@ class _Activation(NamedTuple):
 
 
 def _find_activation(
-    rows: Floats, class_count: int = 0, *, is_set: bool = False
+    rows: Floats, class_count: int = 0, *, are_known_boxes: bool = False
 ) -> _Activation | None:
     """Return how the scores of a detector become probabilities; None if that is unknown.
 
-    The result names the missing activation, "" for scores that are probabilities already, and the
-    column of the background (no object), if there is one. The scores are outputs without boxes.
+    The scores are in outputs without boxes, so they may have a Softmax, and then a column of the
+    background: no object.
 
     Args:
         rows: scores [rows, n].
         class_count: number of classes that the file declares; 0 if unknown.
-        is_set: whether the user or the file says that they are scores.
+        are_known_boxes: whether the user or the file says that the model detects boxes.
     """
     column_count = rows.shape[1]  # classes, perhaps with the background
     has_background_column = class_count == column_count - 1 > 0
     background = _find_background(rows)
-    if background is None and (is_set or has_background_column):
+    if background is None and (are_known_boxes or has_background_column):
         background = column_count - 1  # where DETR and most others have it
 
+    missing_softmax = "softmax"
     if are_in_unit_range(rows):  # they are probabilities already
         if column_count == 1 or not sums_to_one(rows).all():
             return _Activation("")
-        # a Softmax needs a background for the rows without an object
-        return None if background is None else _Activation("", background)
-    # where all scores of most rows are below 0, these rows have no class: a Softmax would give one
-    has_empty_rows = bool(np.median(rows.max(axis=1)) < 0)
-    is_sigmoid = column_count == 1 or class_count == column_count
-    if is_sigmoid or (has_empty_rows and not has_background_column):
-        return _Activation("sigmoid")
-    return None if background is None else _Activation("softmax", background)
+        missing_softmax = ""
+    else:
+        # where all scores of most rows are below 0, these rows have no class: a Softmax would give
+        # one
+        has_empty_rows = bool(np.median(rows.max(axis=1)) < 0)
+        is_sigmoid = column_count == 1 or class_count == column_count
+        if is_sigmoid or (has_empty_rows and not has_background_column):
+            return _Activation("sigmoid")
+    # a Softmax needs a background for the rows without an object
+    return None if background is None else _Activation(missing_softmax, background)
 
 
 def _find_background(rows: Array) -> int | None:
@@ -603,7 +615,7 @@ def _to_relative(numbers: Floats, size: ImageSize | None) -> Floats | None:
 
     `size`: (height, width) of the picture in pixels, if all samples have the same.
     """
-    if numbers.shape[1] != _BOX:
+    if numbers.shape[1] != _BOX_WIDTH:
         return None
     if are_relative(numbers):
         return numbers

@@ -23,13 +23,13 @@ class FirstSamples:
         inputs: one mapping per sample, with a batch of 1.
         outputs: the same for floating-point and integer outputs.
         declared: what the model's file declares.
-        is_set: whether the user or the model's file says which task the outputs have.
+        are_known_boxes: whether the user or the model's file says that the outputs are boxes.
     """
 
     inputs: Sequence[Outputs]
     outputs: Sequence[Outputs]
     declared: Declaration = field(default_factory=Declaration)
-    is_set: bool = False
+    are_known_boxes: bool = False
 
     def arrays(self, name: str) -> list[Array]:
         """Return one output's array of every sample."""

@@ -58,11 +58,11 @@ class PlaceCounts:
         return int(is_equal.sum())
 
     def without_usual(self) -> tuple[int, int, str] | None:
-        """Return (equal places, places that count, which do not count, as the end of a sentence).
+        """Return (number of equal places, number of places that count, which ones do not, as text).
 
-        None if FP32 has one class at all of them. If it has its most frequent class, such as
-        silence or background, at nearly all places, a constant candidate would have most of them:
-        then only places where either model has another class count.
+        None if FP32 has one class at all places. If it has its most frequent class, such as silence
+        or background, at nearly all of them, a constant candidate would be right at most places:
+        then those where both models have that class do not count, and the text says so.
         """
         total = self.reference.total()
         equal = self.equal.total()
@@ -71,9 +71,9 @@ class PlaceCounts:
         usual_class = max(sorted(self.reference), key=self.reference.__getitem__)
         if self.reference[usual_class] < MOST_SHARE * total:
             return equal, total, ""
-        common = self.equal[usual_class]
+        uncounted = self.equal[usual_class]
         exception = f", without {usual_class}, the usual one, where both have it"
-        return equal - common, total - common, exception
+        return equal - uncounted, total - uncounted, exception
 
 
 def _count_values(values: Array) -> Counter[int]:

@@ -266,10 +266,10 @@ def _lie_inside(rows: Floats, size: ImageSize, *, in_order: bool) -> bool:
         return _are_central(positions / max(size))
     if np.ptp(rows.sum(axis=2)) < MAX_END_DISTANCE:
         return False  # numbers with the same sum everywhere are probabilities of classes
-    candidates = [positions]
+    readings = [positions]
     if in_order:
-        candidates.append((positions + 1) / 2)  # from -1 to 1
-    for relative_positions in candidates:
+        readings.append((positions + 1) / 2)  # if they are from -1 to 1
+    for relative_positions in readings:
         # many values near 0 or 1 are probabilities
         end_distances = np.minimum(relative_positions, 1 - relative_positions)
         end_share = np.mean(end_distances < MAX_END_DISTANCE)

@@ -115,9 +115,9 @@ class _PixelTally(PlaceTally["Pixels"]):
 
         ious = []
         for number in classes:
-            both = counts.equal[number]
-            either = counts.reference[number] + counts.candidate[number] - both
-            ious.append(both / either)
+            intersection = counts.equal[number]
+            union = counts.reference[number] + counts.candidate[number] - intersection
+            ious.append(intersection / union)
         mean = float(np.mean(ious))
         equal_percent = 100 * counts.equal.total() / pixel_count
         text = (
@@ -165,6 +165,7 @@ def find_segmentation(samples: FirstSamples) -> Pixels | None:
         is_map = len(shape) > 2 and min(shape[-2:]) >= MIN_MAP_SIDE
         if is_map and samples.declared.ends.get(name) == "classes":  # numbers of an ArgMax
             class_count = 1 + int(max(value.max() for value in values))
+            # no slices: class numbers are not compared by how far they are apart
             return Pixels(name, class_count, parts={name: ()})
 
         for axis, maps in _read_layouts(values):
@@ -224,19 +225,19 @@ def _are_logits(value: Array) -> bool:
 
 @dataclass(slots=True)
 class _MaskTally(TaskTally["MaskMaps"]):
-    """Counts pixels above 0.5: all, FP32's, those of both models, and those of either.
+    """Counts pixels above 0.5, for the IoU of both models' masks.
 
     Attributes:
         pixels: number of all pixels.
         reference: number of FP32's pixels above 0.5.
-        common: number of those that are above 0.5 in both models.
-        either: number of those that are above 0.5 in one of them at least.
+        intersection: number of pixels that are above 0.5 in both models.
+        union: number of pixels that are above 0.5 in one of them at least.
     """
 
     pixels: int = 0
     reference: int = 0
-    common: int = 0
-    either: int = 0
+    intersection: int = 0
+    union: int = 0
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         for name in self.task.outputs:
@@ -246,14 +247,14 @@ class _MaskTally(TaskTally["MaskMaps"]):
                 is_above_too = np.zeros_like(is_above)
             self.pixels += is_above.size
             self.reference += int(is_above.sum())
-            self.common += int((is_above & is_above_too).sum())
-            self.either += int((is_above | is_above_too).sum())
+            self.intersection += int((is_above & is_above_too).sum())
+            self.union += int((is_above | is_above_too).sum())
 
     def result(self) -> TaskFigure | None:
         """Return the IoU of the pixels above 0.5; None if FP32 has hardly any."""
         if self.reference <= MIN_MASK_SHARE * self.pixels:
             return None
-        iou = self.common / self.either
+        iou = self.intersection / self.union
         text = f"IoU {iou:.3f} of the pixels above 0.5"
         return self.figure("IoU with FP32", iou, f"{iou:.3f}", text)
 

@@ -192,11 +192,10 @@ TEXT = Form(
 
 
 def fit_text(name: str, samples: FirstSamples, axes: Sequence[int] = (-1, 1)) -> Text | None:
-    """Return how an output holds text; None if no axis fits.
+    """Return the text of an output that the user or the file says to hold such; else None.
 
-    It is called for outputs that hold text as the user or the file says.
-
-    The blank is the first or the last symbol, whichever is more frequent.
+    It has steps along one axis and symbols along the other. The blank is the first or the last
+    symbol, whichever is more frequent.
 
     `axes`: dimensions that may be those of the symbols; the first that fits is taken.
     """

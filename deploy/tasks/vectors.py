@@ -250,11 +250,9 @@ def find_classes(samples: FirstSamples) -> Classes | None:
         candidates[name] = rows
 
     names = [name for name, rows in candidates.items() if are_probabilities_or_logs(rows)]
-    allows_others = False
-    if names:
-        allows_others = samples.has_pictures and len(vectors) == len(samples.names)
-    else:
-        names = _find_raw_scores(candidates, samples)
+    are_all_vectors = len(vectors) == len(samples.names)
+    allows_others = bool(names) and samples.has_pictures and are_all_vectors
+    names = names or _find_raw_scores(candidates, samples)
     has_others = len(names) < len(samples.names)
     if not names or (has_others and not allows_others):
         return None
