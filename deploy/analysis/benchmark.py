@@ -311,10 +311,14 @@ def find_target(path: Path, targets: Sequence[Target]) -> Target:
     options.
     """
     default_targets = [target_class() for target_class in TARGETS.values()]
+    matching_target: Target = OnnxRuntime()
+    longest_suffix = ""  # "x.rtx.engine" also has the suffix of TensorRT's engines
     for target in (*targets, *default_targets):
-        if path.name.endswith(target.engines):  # the suffixes of its engines
-            return target
-    return OnnxRuntime()
+        for suffix in target.engines:
+            if path.name.endswith(suffix) and len(suffix) > len(longest_suffix):
+                matching_target = target
+                longest_suffix = suffix
+    return matching_target
 
 
 def _add_openvino(sources: Mapping[str, _EngineSource]) -> dict[str, _EngineSource]:

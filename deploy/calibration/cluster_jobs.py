@@ -288,8 +288,13 @@ def _observe_share(job: ClusterJob, share: Share, samples: Sequence[RemoteSample
         samples: the images, if the client sent them; None to read them from their path.
 
     Raises:
-        Calib8Error: another model or other images than the client's.
+        Calib8Error: other versions, another model or other images than the client's.
     """
+    if collect_versions(job.kind) != job.versions:  # the client does not ask workers that come late
+        raise BackendError(
+            "all machines must have the same versions, got others than the client's on a worker that"
+            " came late; install the client's versions there"
+        )
     if samples is None:
         feed = _open_share(job, share)
     else:  # the images came with the task
