@@ -254,7 +254,6 @@ ALLOWED_DOORS = {
     "deploy.runtimes.ort": "ONNX Runtime's trace in a temporary folder",
     "deploy.files.reading": "the door itself",
     "deploy.pipeline.results": "what was built a moment ago",
-    "deploy.files.staging": "its own files, as it moves them",
     "deploy.standins.memory": "the memory of this very process",
     "deploy.targets.tensorrt.engines": "what was built a moment ago",
 }
