@@ -52,17 +52,6 @@ class Bullets:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """A list of terms and their values.
-
-    Attributes:
-        pairs: (term, value).
-    """
-
-    pairs: Sequence[tuple[str, str]]
-
-
-@dataclass(frozen=True, slots=True)
 class DrawingColumn:
     """A column of a table with a drawing for each row, on the page only.
 
@@ -107,7 +96,7 @@ class Drawing:
     caption: str = ""
 
 
-Block = Paragraph | Bullets | Facts | Table | Drawing
+Block = Paragraph | Bullets | Table | Drawing
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +130,6 @@ def block_html(block: Block) -> str:
         case Bullets(sentences, kind):
             items = "".join(f"<li>{escape(text)}</li>" for text in sentences)
             return f'<ul class="{kind}">{items}</ul>'
-        case Facts(pairs):
-            rows = [f"<dt>{escape(term)}</dt><dd>{escape(value)}</dd>" for term, value in pairs]
-            return f"<dl>{''.join(rows)}</dl>"
         case Table():
             return _table_html(block)
         case Drawing(body, ""):
@@ -159,8 +145,6 @@ def block_markdown(block: Block) -> str:
             return escape_markdown(text)
         case Bullets(sentences):
             return "\n".join(f"- {escape_markdown(text)}" for text in sentences)
-        case Facts(pairs):
-            return "\n".join(f"- {escape_markdown(f'{term}: {text}')}" for term, text in pairs)
         case Table(heads, rows):
             rule = ["---"] * len(heads)  # the line between heads and rows
             return "\n".join(map(_row_markdown, (heads, rule, *rows)))

@@ -61,30 +61,14 @@ class _Axis(NamedTuple):
         return f"{self.position(min(value, self.hi)):.2f}%"
 
 
-def drawing(width: int, height: int, label: str, body: str, kind: str) -> str:
-    """Return an SVG of fixed size.
-
-    Args:
-        width: in px.
-        height: in px.
-        label: title, as plain text.
-        body: SVG elements.
-        kind: class of the drawing in the page's style.
-    """
-    return (
-        f'<svg class="{kind}" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-        f' role="img"><title>{escape(label)}</title>{body}</svg>'
-    )
-
-
 def _vertical_line(kind: str, x: str, top: int, floor: int) -> str:
     """Return an SVG line from `top` down to `floor`; `kind`: its class in the page's style."""
     return f'<line class="{kind}" x1="{x}" x2="{x}" y1="{top}" y2="{floor}"/>'
 
 
-def _floor_line(end: int | str, floor: int) -> str:
-    """Return the horizontal line at the bottom of a chart, from the left to `end`."""
-    return f'<line class="axis" x1="0" x2="{end}" y1="{floor}" y2="{floor}"/>'
+def _floor_line(floor: int) -> str:
+    """Return the horizontal line at the bottom of a chart."""
+    return f'<line class="axis" x1="0" x2="100%" y1="{floor}" y2="{floor}"/>'
 
 
 def _text(kind: str, x: str, y: str, text: str) -> str:
@@ -118,11 +102,14 @@ def range_bar(row: TensorRow) -> str:
         f' y="4" height="{_BAR_HEIGHT - 8}" rx="2"/>'
         + _vertical_line("zero", f"{axis.position(0):.1f}", 1, _BAR_HEIGHT - 1)
     )
-    label = (
+    title = (
         f"{row.name}: values {figures.real(row.observed_min)} to {figures.real(row.observed_max)},"
         f" kept {figures.real(row.lo)} to {figures.real(row.hi)}"
     )
-    return drawing(_BAR_WIDTH, _BAR_HEIGHT, label, body, "bar")
+    return (
+        f'<svg class="bar" viewBox="0 0 {_BAR_WIDTH} {_BAR_HEIGHT}" width="{_BAR_WIDTH}"'
+        f' height="{_BAR_HEIGHT}" role="img"><title>{escape(title)}</title>{body}</svg>'
+    )
 
 
 Float64Array = NDArray[np.float64]
@@ -226,7 +213,7 @@ def _latency_scale(engines: Sequence[_MeasuredEngine]) -> _Axis:
 
 def _latency_axis(axis: _Axis) -> str:
     """Draw the floor and its ticks; a narrow screen hides every second of many labels."""
-    body = _floor_line("100%", _FLOOR)
+    body = _floor_line(_FLOOR)
     ticks = list(_ticks(axis.lo, axis.hi))
     for index, (value, label) in enumerate(ticks):
         x = axis.percent(value)
@@ -291,7 +278,7 @@ def front_figure(front: Sequence[SplitRow]) -> str:
     # both axes with their ticks
     time_axis = _time_axis(splits)
     sqnr_axis = _sqnr_axis(splits)
-    body = _floor_line("100%", _FRONT_FLOOR_Y)
+    body = _floor_line(_FRONT_FLOOR_Y)
     for value, label in _ticks(time_axis.lo, time_axis.hi):
         body += _text("tick", time_axis.percent(value), str(_FRONT_FLOOR_Y + 15), label)
     for value, label in _ticks(sqnr_axis.lo, sqnr_axis.hi):

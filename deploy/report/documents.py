@@ -18,7 +18,6 @@ from deploy.report.blocks import (
     Block,
     Bullets,
     Drawing,
-    Facts,
     Paragraph,
     Section,
     Table,
@@ -90,8 +89,6 @@ def _block_text(block: Block) -> str:
             return join_visible([text])
         case Bullets(sentences):
             return join_visible(f"- {text}" for text in sentences)
-        case Facts(pairs):
-            return join_visible(f"- {term}: {text}" for term, text in pairs)
         case Table(heads, rows):
             texts = [list(map(cell_text, row)) for row in (heads, *rows)]
             columns = range(len(heads))

@@ -13,7 +13,7 @@ Each picture is in the page once, however many engines are drawn over it.
 
 from collections.abc import Callable, Iterator
 from html import escape
-from itertools import islice, repeat
+from itertools import islice
 
 from deploy.errors import counted
 from deploy.report import charts, figures, tables
@@ -23,7 +23,6 @@ from deploy.report.blocks import (
     Cell,
     Drawing,
     DrawingColumn,
-    Facts,
     Paragraph,
     Section,
     Table,
@@ -167,7 +166,7 @@ def _calibration(report: Findings) -> Sections:
     facts = list(_calibration_facts(report))
     if not facts:
         return
-    blocks: list[Block] = [Facts(facts)]
+    blocks: list[Block] = [Bullets(facts)]
     agreement = report.calibration.agreement if report.calibration else None
     if agreement and agreement.differences:
         rows = [(name, figures.percent(share)) for name, share in agreement.differences.items()]
@@ -175,23 +174,23 @@ def _calibration(report: Findings) -> Sections:
     yield Section("Calibration", blocks)
 
 
-def _calibration_facts(report: Findings) -> Iterator[tuple[str, str]]:
-    """Yield (term, value) on the calibration and its data."""
+def _calibration_facts(report: Findings) -> Iterator[str]:
+    """Yield what is known of the calibration and its data, each as "term: value"."""
     if calibration := report.calibration:
-        yield "Calibration", tables.calibration_text(report)
+        yield f"Calibration: {tables.calibration_text(report)}"
         if calibration.agreement:
-            yield "Ranges", calibration.agreement.sentence
+            yield f"Ranges: {calibration.agreement.sentence}"
         for group in calibration.groups:
-            yield "Observed", tables.group_text(group)
+            yield f"Observed: {tables.group_text(group)}"
         if calibration.cache:
-            yield "Cache", calibration.cache
+            yield f"Cache: {calibration.cache}"
     if feed := report.feed:
-        yield "Feed", f"{counted(feed.samples, 'sample')} from {feed.source}"
+        yield f"Feed: {counted(feed.samples, 'sample')} from {feed.source}"
         for name, value in feed.preprocess.items():
             if value is not None:
-                yield name, str(value)
+                yield f"{name}: {value}"
         for text in feed.skipped:
-            yield "Skipped", text
+            yield f"Skipped: {text}"
 
 
 def _search(report: Findings) -> Sections:
@@ -290,15 +289,15 @@ def _tensor_row(row: TensorRow) -> list[str]:
 def _machine(report: Findings) -> Sections:
     """Yield the machine that ran it, with the versions of its packages."""
     if machine := report.machine:
-        versions = (f"{name} {version}" for name, version in machine.versions.items())
+        versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
         facts = [
-            ("CPU", f"{machine.cpu}, {counted(machine.cores, 'core')}"),
-            ("int8 instructions", ", ".join(machine.int8) or "none found"),
-            *zip(repeat("Device"), report.device_texts),
-            ("System", machine.os),
-            ("Versions", ", ".join(versions)),
+            f"CPU: {machine.cpu}, {counted(machine.cores, 'core')}",
+            f"int8 instructions: {', '.join(machine.int8) or 'none found'}",
+            *(f"Device: {device}" for device in report.device_texts),
+            f"System: {machine.os}",
+            f"Versions: {versions}",
         ]
-        yield Section("Machine", (Facts(facts),))
+        yield Section("Machine", (Bullets(facts),))
 
 
 def _files(report: Findings) -> Sections:
