@@ -328,7 +328,8 @@ def test_worker_of_other_version_is_named(refusal_of, monkeypatch):
     err = refusal_of()
     assert "the scheduler has calib8" in err
     assert "9.9 at the client" in err
-    monkeypatch.setattr(clusters.ClusterRun, "_collect_versions", lambda self: {})  # no worker is there yet
+    # no worker is there yet when the client asks
+    monkeypatch.setattr(clusters.ClusterRun, "_collect_versions", lambda self: {})
     assert "a worker that came late" in refusal_of()
 
 

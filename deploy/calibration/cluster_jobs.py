@@ -290,10 +290,11 @@ def _observe_share(job: ClusterJob, share: Share, samples: Sequence[RemoteSample
     Raises:
         Calib8Error: other versions, another model or other images than the client's.
     """
-    if collect_versions(job.kind) != job.versions:  # the client does not ask workers that come late
+    # the client asks only the workers that are there when it begins
+    if collect_versions(job.kind) != job.versions:
         raise BackendError(
-            "all machines must have the same versions, got others than the client's on a worker that"
-            " came late; install the client's versions there"
+            "all machines must have the same versions, got others than the client's on a worker"
+            " that came late; install the client's versions there"
         )
     if samples is None:
         feed = _open_share(job, share)
