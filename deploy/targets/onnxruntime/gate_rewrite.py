@@ -36,8 +36,6 @@ def fuse_gates(model: onnx.ModelProto, context: RewriteContext) -> None:
 
     A gate is a product with a clipped tensor, such as Hard-Swish, x * clip(x + 3, 0, 6) / 6.
     """
-    if not context.float_gates:
-        return
     node_by_name = by_name(model.graph.node)
     replacements: dict[str, Nodes] = {}  # name of a node -> the nodes in its place
     for gate in context.float_gates:

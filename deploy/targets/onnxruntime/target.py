@@ -105,13 +105,12 @@ class OnnxRuntime(Target):
         Raises:
             ConfigError: such an option is set.
         """
+        from deploy.graph.index import Graph
         from deploy.targets.prequantized import refuse_options
 
         refuse_options(trained, self, ("--int8-stem", "--full-weights"))
-        tensors = [value.name for value in subject.model.graph.input]
-        for node in subject.model.graph.node:
-            tensors += filter(None, node.output)
-        return subject.histogram_observations(tensors)
+        graph = Graph(subject.model)
+        return subject.histogram_observations([*graph.inputs, *graph.producer])
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
         """Return the engine itself."""

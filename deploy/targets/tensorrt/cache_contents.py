@@ -396,10 +396,8 @@ def list_cache_entries(subject: CalibrationSubject) -> list[CacheTensor]:
 
 def refuse_names(model: onnx.ModelProto) -> None:
     """Refuse tensor names that a cache cannot hold, before anything is observed."""
-    names = [value.name for value in model.graph.input]
-    for node in model.graph.node:
-        names += filter(None, node.output)
-    for name in names:
+    graph = Graph(model)
+    for name in (*graph.inputs, *graph.producer):
         if not trt_cache.can_hold_name(name):
             raise ExportError(
                 f"TensorRT's cache has one line per tensor, so a tensor name cannot have a line"
@@ -446,9 +444,8 @@ def gemm_products(entries: Iterable[CacheTensor], model: onnx.ModelProto) -> dic
 
     `cache_tensors` lists a product right before its Gemm's output.
     """
-    model_tensors = {value.name for value in model.graph.input}
-    for node in model.graph.node:
-        model_tensors.update(node.output)
+    graph = Graph(model)
+    model_tensors = {*graph.inputs, *graph.producer}
     products = {}
     for entry, next_entry in pairwise(entries):
         if entry.source not in model_tensors:

@@ -267,11 +267,9 @@ def from_qdq(quantized: onnx.ModelProto) -> PlainModel:
     _unpair_float_weights(model)
     stripped = remove_pairs(model, (), keep_rounding=False)
     drop_unread(stripped.model.graph)  # integers, scales and zero points of the pairs
-    tensors = [value.name for value in stripped.model.graph.input]
-    for node in stripped.model.graph.node:
-        tensors += node.output
+    graph = Graph(stripped.model)
     scales = {}
-    for name in tensors:
+    for name in (*graph.inputs, *graph.producer):
         if name in stripped.grids:
             scales[name] = _single_scale(name, stripped.grids[name])
     return PlainModel(stripped.model, scales)

@@ -120,22 +120,17 @@ def _with_known_types(quantized: onnx.ModelProto, min_opset: int) -> onnx.ModelP
     Raises:
         ExportError: the model cannot be converted, or the types contradict each other.
     """
-    model = at_opset(quantized, min_opset)
+    model = copy_message(at_opset(quantized, min_opset))
+    for output in model.graph.output:  # a wrong shape in the file does not matter to runtimes
+        output.type.tensor_type.ClearField("shape")
     try:
         typed_model = infer_types(model, strict_mode=True)
-    except Exception:  # onnx's C++ code has no error class of its own
-        # a wrong output shape in the file does not matter to runtimes
-        without_output_shapes = copy_message(model)
-        for output in without_output_shapes.graph.output:
-            output.type.tensor_type.ClearField("shape")
-        try:
-            typed_model = infer_types(without_output_shapes, strict_mode=True)
-        except Exception as error:
-            raise ExportError(
-                f"a typed model must be of opset {min_opset} with all types known, got opset"
-                f" {opset_of(model)} that cannot be brought there (onnx says:"
-                f" {first_line(error)}); export the model with opset {min_opset} or newer"
-            ) from error
+    except Exception as error:  # onnx's C++ code has no error class of its own
+        raise ExportError(
+            f"a typed model must be of opset {min_opset} with all types known, got opset"
+            f" {opset_of(model)} that cannot be brought there (onnx says:"
+            f" {first_line(error)}); export the model with opset {min_opset} or newer"
+        ) from error
     min_ir_version = 9 if min_opset < 21 else 10  # the first one that allows the opset
     typed_model.ir_version = max(typed_model.ir_version, min_ir_version)
     return typed_model

@@ -73,7 +73,8 @@ _SHRINKING_OPS = _CLIPPING_OPS | {
 }  # fmt: skip
 _UNIT_RANGE_OPS = frozenset({"Sigmoid", "HardSigmoid", "Softmax", "Tanh", "Erf"})
 _MEAN_OPS = frozenset(
-    {"LeakyRelu", "AveragePool", "GlobalAveragePool", "ReduceMean", "Resize linear"}
+    {"LeakyRelu", "LeakyRelu steep", "AveragePool", "GlobalAveragePool", "ReduceMean"}
+    | {"Resize linear"}
 )
 _SUM_OPS = frozenset({"Add", "Sub", "Sum"})
 _OPS_OF_SEVERAL_OPERANDS = _SUM_OPS | {"Mul", "Div", "Concat", "Max", "Min"}
@@ -128,7 +129,7 @@ def range_from_inputs(tensor_ranges: TensorRanges, name: str) -> Range | None:
         infinite if an input has no range yet.
     """
     node = tensor_ranges.graph.producer[name]
-    operator = _operator_with_mode(node)
+    operator = _operator_name(tensor_ranges.graph, node)
     if operator in _UNIT_RANGE_OPS:  # results of -1 to 1, whatever the input
         return 1.0, BOUND
     operands = list(node.input[:1])  # other inputs are shapes, limits or weights
@@ -144,7 +145,7 @@ def range_from_inputs(tensor_ranges: TensorRanges, name: str) -> Range | None:
     bound_level = max(level, BOUND)
     if operator in _COPY_OPS | POOLING_OPS:
         return amaxes[0], level
-    if operator in _SHRINKING_OPS and _shrinks(tensor_ranges, node):
+    if operator in _SHRINKING_OPS:
         return min(amaxes[0], _clip_limit(tensor_ranges, node)), bound_level
     if operator == "Concat":
         has_equal_inputs = len(set(amaxes)) == 1
@@ -212,7 +213,7 @@ def _range_for_reader(tensor_ranges: TensorRanges, name: str, node: onnx.NodePro
         name: the tensor.
         node: the reader.
     """
-    operator = _operator_with_mode(node)
+    operator = _operator_name(tensor_ranges.graph, node)
     output_ranges = []
     for output in node.output:
         if output in tensor_ranges.range_by_tensor:
@@ -229,9 +230,7 @@ def _range_for_reader(tensor_ranges: TensorRanges, name: str, node: onnx.NodePro
         return _operand_range(tensor_ranges, name, node, amax, level)
     if node.input[0] != name:  # it is a shape, a limit or a weight
         return None
-    if operator in _COPY_OPS | _MAX_POOL_OPS or (
-        operator in _CLIPPING_OPS and _shrinks(tensor_ranges, node)
-    ):
+    if operator in _COPY_OPS | _MAX_POOL_OPS | _CLIPPING_OPS:
         return amax, level
     if operator == "HardSwish":
         return amax + _MAX_GATE_LOSS, GUESS
@@ -240,14 +239,22 @@ def _range_for_reader(tensor_ranges: TensorRanges, name: str, node: onnx.NodePro
     return None
 
 
-def _operator_with_mode(node: onnx.NodeProto) -> str:
+def _operator_name(graph: Graph, node: onnx.NodeProto) -> str:
     """Return a node's operator as the rules name it: a Resize with its mode, "Resize linear".
 
-    An operator of a custom domain is returned with its domain, so that it matches no rule.
+    A Pad with other values than 0 and a LeakyRelu of a slope above 1, which make values larger,
+    have names of their own. An operator of a custom domain is returned with its domain, so that it
+    matches no rule.
     """
     if node.domain not in ONNX_DOMAINS:
         return f"{node.domain}.{node.op_type}"
-    return f"Resize {resize_mode(node)}" if node.op_type == "Resize" else str(node.op_type)
+    if node.op_type == "Resize":
+        return f"Resize {resize_mode(node)}"
+    if node.op_type == "Pad" and pads_nonzero(graph, node):
+        return "Pad nonzero"
+    if node.op_type == "LeakyRelu" and abs(attributes(node).get("alpha", 0.01)) > 1:
+        return "LeakyRelu steep"
+    return str(node.op_type)
 
 
 def _operand_range(
@@ -295,13 +302,6 @@ def _product(
         return math.prod(amaxes), level if has_constant else max(level, BOUND)
     divisor = tensor_ranges.graph.scalar(node.input[1])
     return (amaxes[0] / abs(divisor), level) if divisor else None
-
-
-def _shrinks(tensor_ranges: TensorRanges, node: onnx.NodeProto) -> bool:
-    """Return whether no output of a node of `_SHRINKING_OPS` exceeds the largest input |x|."""
-    if node.op_type == "Pad":
-        return not pads_nonzero(tensor_ranges.graph, node)
-    return node.op_type != "LeakyRelu" or abs(attributes(node).get("alpha", 0.01)) <= 1
 
 
 def _clip_limit(tensor_ranges: TensorRanges, node: onnx.NodeProto) -> float:
