@@ -281,8 +281,9 @@ def _load_reference(
     model = build.report.model
     float_path = (build.options or {}).get("float")
     if against is None and float_path:
-        found_path = path_near_report(float_path, build.path)
-        against = found_path if os.path.isfile(found_path) else None
+        float_path_here = path_near_report(float_path, build.path)
+        if os.path.isfile(float_path_here):
+            against = float_path_here
     loaded = load_float_model(
         model.path if model else "",
         build.path,
@@ -294,7 +295,7 @@ def _load_reference(
         # the manifest names the Q/DQ model, so a float model is rightly another file: no alert
         return loaded, ()
     alerts = list(model_notes(build.path, loaded))
-    if against is None and float_path:
+    if against is None and float_path:  # neither the user nor this machine has that model
         alerts.append(
             f"the build was compared with the float model {float_path}, which is not here;"
             " --against names it"

@@ -262,11 +262,6 @@ def _cells(engine: EngineSummary) -> list[str]:
     return cells
 
 
-def _engine_name(engine: EngineSummary) -> str:
-    """Return the build and the target of an engine as text."""
-    return f"{engine.build}, {engine.target}"
-
-
 def _engine_table(builds: BuildComparison) -> Iterator[str]:
     """Yield the table of engines, without empty columns."""
     rows = [["build", *_HEADS]]
@@ -287,7 +282,7 @@ def _reasons(builds: BuildComparison) -> Iterator[str]:
             reason = "nothing was measured"
             if engine.verdict:
                 reason = engine.verdict.text
-        yield f"{_engine_name(engine)}: {reason}"
+        yield f"{engine.build}, {engine.target}: {reason}"
 
 
 def _difference_lines(builds: BuildComparison) -> Iterator[str]:

@@ -213,32 +213,33 @@ def _read_plan(build: StoredBuild) -> tuple[PlanFile, str | None]:
     return PlanFile(), None
 
 
-def path_in_build(written: str, report: Path) -> Path:
+def path_in_build(reported_path: str, report: Path) -> Path:
     """Return the path of a file of the build, in the report's folder even if that was moved.
 
     Another build may be at the path in the report by now.
     """
-    name = Path(written).name
+    name = Path(reported_path).name
     record = report.parent / RECORDS / name
     if os.path.isfile(record):
         return record
     return report.parent / name
 
 
-def path_near_report(written: str, report: Path) -> Path:
+def path_near_report(reported_path: str, report: Path) -> Path:
     """Return the path of a model: as in the report, unless it lies in the report's folder.
 
     A relative path starts at the folder in which the build ran, mostly one above the report.
     """
-    if Path(written).parent.name != RECORDS:  # else the build saved it, from a model in memory
+    # in the folder of records lies what the build saved of a model in memory
+    if Path(reported_path).parent.name != RECORDS:
         for folder in (*report.parents, *report.resolve().parents, Path()):
-            if os.path.isfile(folder / written):
-                return folder / written
-    return path_in_build(written, report)
+            if os.path.isfile(folder / reported_path):
+                return folder / reported_path
+    return path_in_build(reported_path, report)
 
 
 def load_float_model(
-    written: str,
+    reported_path: str,
     report: Path,
     model: Path | str | onnx.ModelProto | LoadedModel | None,
     *,
@@ -248,7 +249,7 @@ def load_float_model(
     """Load the float model of a build: the user's, else the one that its report names.
 
     Args:
-        written: the model's path as the report has it.
+        reported_path: the model's path as the report has it.
         report: path of the report.
         model: the user's model; None takes that of the report.
         shapes: texts such as "x=1x3x96x96", the input shapes that the build set in place of the
@@ -260,10 +261,10 @@ def load_float_model(
         ModelError: the model cannot be read.
     """
     if model is None:
-        model = path_near_report(written, report)
+        model = path_near_report(reported_path, report)
         if not os.path.isfile(model) or model.suffix.lower() != ".onnx":
             raise ConfigError(
-                f"images are run through the ONNX model of the build, got {written!r} in"
+                f"images are run through the ONNX model of the build, got {reported_path!r} in"
                 f" {report}, which is none here; name it with {flag}"
             )
     if shapes and isinstance(model, str | Path):

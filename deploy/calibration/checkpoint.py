@@ -94,23 +94,23 @@ class Checkpoint:
         self._feed = feed
         self._observations = observations
         self._peaks = peaks
-        self._saved_samples = 0  # in the file that this run wrote or resumed from
+        self._saved_sample_count = 0  # in the file that this run wrote or resumed from
         self._save_start = time.monotonic()
         self._next_save = self._save_start + MIN_INTERVAL_S
         self._unsavable_statistic = _find_unsavable(observations)  # if any, nothing is saved
         self._resumed: Shard | None = None  # checkpoint of the earlier run
-        self._existing_samples = 0  # in the earlier run's file
+        self._existing_sample_count = 0  # in the earlier run's file
 
         existing = self._load_existing(force=force)
         if existing is not None:
-            self._existing_samples = existing.counted or 0
+            self._existing_sample_count = existing.counted or 0
         if resume and existing is not None:
             self._resume(existing)
         elif resume:
             self._say(f"{path} is not there to go on from, so the run starts over")
         elif existing is not None:
             self._say(
-                f"{path} holds {self._existing_samples:,} samples of a run that did not end:"
+                f"{path} holds {self._existing_sample_count:,} samples of a run that did not end:"
                 " --resume goes on from it; this run starts over and replaces it as soon as it has"
                 " counted as many"
             )
@@ -132,7 +132,7 @@ class Checkpoint:
     def save(self, sample_count: int, observed: ObservedStatistics) -> None:
         """Write the statistics of the first samples; a full disk does not end the run."""
         has_new_samples = (
-            sample_count > self._saved_samples and sample_count >= self._existing_samples
+            sample_count > self._saved_sample_count and sample_count >= self._existing_sample_count
         )
         if self._unsavable_statistic is None and has_new_samples:
             self._write(sample_count, observed)
@@ -159,7 +159,7 @@ class Checkpoint:
         )
         try:
             atomic.write_bytes(self.path, data)
-            self._saved_samples = sample_count
+            self._saved_sample_count = sample_count
         except ExportError as error:  # such as a full disk: the run itself goes on
             note = f"no checkpoint could be kept: {error}"
             if note not in self.notes:
@@ -190,9 +190,9 @@ class Checkpoint:
             return (
                 f"the next run starts over, since no checkpoint holds {self._unsavable_statistic!r}"
             )
-        if not self._saved_samples:
+        if not self._saved_sample_count:
             return ""
-        progress = self._describe_progress(self._saved_samples)
+        progress = self._describe_progress(self._saved_sample_count)
         return f"{progress} are kept in {self.path}: --resume goes on from there"
 
     def _describe_progress(self, number: int) -> str:
@@ -236,7 +236,7 @@ class Checkpoint:
 
         # the checkpoint must hold exactly the images of the samples that it says it has counted;
         # the last batch may be filled up with images that were read before
-        counted = self._existing_samples
+        counted = self._existing_sample_count
         good_images = len(existing.digests) - len(existing.skipped)
         has_all_images = good_images == min(counted * feed.batch, feed.count)
         # a sample has the position of its first image
@@ -248,7 +248,7 @@ class Checkpoint:
 
         self._peaks.add_rows(existing.peaks, number_by_position)
         self._resumed = existing
-        self._saved_samples = self.counted = counted
+        self._saved_sample_count = self.counted = counted
         self.notes.append(
             f"went on from {self.path}, with {self._describe_progress(counted)} counted"
         )

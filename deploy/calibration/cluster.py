@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import math
 import threading
 import time
 import warnings
@@ -29,7 +30,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from calibrators.histogram import Histogram
 from deploy.calibration import cluster_jobs, shards
-from deploy.calibration.cluster_jobs import Cluster, ClusterJob, collect_versions, make_job
+from deploy.calibration.cluster_jobs import (
+    Cluster,
+    ClusterJob,
+    Versions,
+    collect_versions,
+    make_job,
+)
 from deploy.calibration.observation import CalibrationSubject, Key, Observation, ObservedStatistics
 from deploy.calibration.sample_checks import Peaks
 from deploy.calibration.shards import shard_fingerprint
@@ -175,7 +182,7 @@ class ShardMerger:
         self._identities = identities
         self._merged: dict[Key, Histogram] = {}
         self._peaks = Peaks()  # numbers samples by position, bad ones included
-        self._count = 0
+        self._image_count = 0
 
     def add(self, share: Share, worker: str, data: bytes) -> None:
         """Merge the result of a piece into the statistics, and its samples into the feed.
@@ -200,7 +207,7 @@ class ShardMerger:
                 f"the worker {worker} must observe what it was asked for, got another piece than"
                 f" {share}: {'; '.join(changes.values())}; install the same calib8 there"
             )
-        self._count = share.count  # of all pieces' images
+        self._image_count = share.count  # of all pieces
         try:
             self._feed.merge_remote_pass(share, shard.digests, shard.skipped)
         except SampleChangedError as error:
@@ -208,7 +215,8 @@ class ShardMerger:
                 f"the worker {worker} must see the same images as this machine, got another file"
                 f" ({error}); give a path that all machines share, or send them (--send images)"
             ) from error
-        number_by_position = {position: position + 1 for position in share.positions}  # from 1
+        # numbers count from 1, skipped samples included: `end` knows which samples are skipped
+        number_by_position = {position: position + 1 for position in share.positions}
         self._peaks.add_rows(shard.peaks, number_by_position)
         shards.merge_histograms(self._merged, shard.observed(self._observations))
 
@@ -216,7 +224,7 @@ class ShardMerger:
         """Return the merged statistics of all pieces."""
         self._feed.refuse_all_bad()
         numbers = {index: number for number, index in enumerate(self._feed.positions, 1)}
-        peaks.add_rows(self._peaks.rows(range(self._count)), numbers)
+        peaks.add_rows(self._peaks.rows(range(self._image_count)), numbers)
         return ObservedStatistics(self._merged).select(self._observations)
 
 
@@ -287,11 +295,11 @@ def _count_pieces(cluster: Cluster, feed: Feed, all_images: Share, threads: int)
     if cluster.pieces is not None:
         return cluster.pieces
     count = all_images.count
-    pieces = max(_PIECES_PER_THREAD * threads, -(-count // _MAX_PIECE_SAMPLES))
+    pieces = max(_PIECES_PER_THREAD * threads, math.ceil(count / _MAX_PIECE_SAMPLES))
     if cluster.sends_images:
         # the first image, which is share 1 of as many shares as there are images
         (first_sample,) = feed.read_share(replace(all_images, of=count))
-        pieces = max(pieces, -(-count * first_sample.byte_count // _MAX_PIECE_BYTES))
+        pieces = max(pieces, math.ceil(count * first_sample.byte_count / _MAX_PIECE_BYTES))
     return min(count, pieces)
 
 
@@ -325,11 +333,11 @@ class ClusterRun:
                 self._refuse_other_versions(machine, versions)
         return sum(self._threads_by_worker.values())
 
-    def _collect_versions(self) -> Mapping[str, object]:
+    def _collect_versions(self) -> Mapping[str, Versions | Exception]:
         """Return name of each machine -> its versions by program, or the error of asking."""
         kind = self._job.kind  # of the samples: OpenCV's version matters only for image files
         client = self._client
-        versions: dict[str, object] = {}
+        versions: dict[str, Versions | Exception] = {}
         try:
             scheduler_versions = call_with_timeout(
                 ANSWER_S, lambda: client.run_on_scheduler(collect_versions, kind)
@@ -345,7 +353,7 @@ class ClusterRun:
             versions[f"the worker {address}"] = result
         return versions
 
-    def _refuse_other_versions(self, machine: str, versions: object) -> None:
+    def _refuse_other_versions(self, machine: str, versions: Versions | Exception) -> None:
         """Refuse a machine whose versions differ from the client's.
 
         `versions`: program -> version there, or the error of asking for them.
@@ -356,7 +364,6 @@ class ClusterRun:
                 f"{machine} must have calib8 {required['calib8']}, got: {first_line(versions)}; pip"
                 " install it there"
             )
-        assert isinstance(versions, dict)
         differences = []
         for name, version in versions.items():
             if version != required.get(name):

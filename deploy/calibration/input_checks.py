@@ -512,14 +512,16 @@ def renormalize(array: Array, source: Preprocess, preset: Preprocess) -> Array:
 
     Channels are swapped where both have another order of colors.
     """
-    shape = (1, -1, 1, 1) if source.layout == "nchw" else (1, 1, 1, -1)
+    channel_axis = 1 if source.layout == "nchw" else 3
+    shape = [1, 1, 1, 1]
+    shape[channel_axis] = -1
 
     def by_channel(numbers: Sequence[float]) -> Floats:
         return np.asarray(numbers, np.float64).reshape(shape)
 
     pixels = (array * by_channel(source.std) + by_channel(source.mean)) / source.scale
     if {source.color, preset.color} == {"rgb", "bgr"}:
-        pixels = np.flip(pixels, axis=shape.index(-1))
+        pixels = np.flip(pixels, axis=channel_axis)
     values: Array = (pixels * preset.scale - by_channel(preset.mean)) / by_channel(preset.std)
     return values.astype(array.dtype)
 

@@ -151,19 +151,19 @@ def with_needs(
     A variant, a form of the model, may be built from statistics of other observations: its needs.
     Observations in `observed` are made already, so they bring in no needs.
     """
-    ordered: dict[Observation, None] = {}
+    ordered_observations: dict[Observation, None] = {}
 
     def add(observation: Observation) -> None:
-        if observation in ordered:
+        if observation in ordered_observations:
             return
         if not observed or observation.key not in observed:
             for need in observation.variant.needs:
                 add(need)
-        ordered[observation] = None
+        ordered_observations[observation] = None
 
     for observation in observations:
         add(observation)
-    return tuple(ordered)
+    return tuple(ordered_observations)
 
 
 def full_batches(

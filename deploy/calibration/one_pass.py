@@ -473,7 +473,7 @@ def _observe_preliminary(
     so the samples are run once or several times.
     """
     remaining = list(observations)
-    with phase("what it is made from"):
+    with phase("the first samples"):
         while remaining:
             ready = [
                 observation
@@ -496,28 +496,31 @@ def count_workers(observations: Iterable[Observation], model: onnx.ModelProto, t
     """Return how many workers fit into memory, at most `threads`.
 
     `model`: the cleaned model with shapes; tensors of other variants are not counted.
+
+    Raises:
+        CalibrationError: one worker does not fit.
     """
     observations = list(observations)
-    memory = memory_bytes()
-    if not observations or memory is None:
+    memory_size = memory_bytes()
+    if not observations or memory_size is None:
         return threads
 
     value_counts = _count_values(observations, model)
     bytes_by_variant: Counter[str] = Counter()
     for observation in observations:
-        values = value_counts.get(observation.tensor, 0)
-        bytes_by_variant[observation.variant.key] += _FLOAT_BYTES * values
-    required = max(bytes_by_variant.values())
-    if required > memory:
+        value_count = value_counts.get(observation.tensor, 0)
+        bytes_by_variant[observation.variant.key] += _FLOAT_BYTES * value_count
+    required_bytes = max(bytes_by_variant.values())
+    if required_bytes > memory_size:
         largest = max(value_counts, key=lambda name: value_counts[name])
         raise CalibrationError(
             f"the tensors that are observed of one sample must fit into the memory, got"
-            f" {format_bytes(required)} of them (the largest is {largest!r} with"
-            f" {value_counts[largest]:,} values)"
-            f" and a machine of {format_bytes(memory)}; use a smaller input, or a larger machine"
+            f" {format_bytes(required_bytes)} of them (the largest is {largest!r} with"
+            f" {value_counts[largest]:,} values) and a machine of {format_bytes(memory_size)}; use"
+            " a smaller input, or a larger machine"
         )
-    required += _HISTOGRAM_BYTES * len(observations)
-    return max(1, min(threads, memory // required))
+    required_bytes += _HISTOGRAM_BYTES * len(observations)
+    return max(1, min(threads, memory_size // required_bytes))
 
 
 def refuse_full_disk(folder: Path, model: onnx.ModelProto, targets: int) -> None:

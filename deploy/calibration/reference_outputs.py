@@ -21,7 +21,7 @@ import onnx
 from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.sample_reader import SampleCache
 from deploy.feed.samples import Feed
-from deploy.frontends.onnx_reader import model_bytes, parse_model, read_model
+from deploy.frontends.onnx_reader import read_model
 from deploy.graph.edit import copy_message, make_node, replace_nodes
 from deploy.graph.index import ONNX_DOMAINS, PROTOBUF, RANDOM, all_nodes
 from deploy.runtimes.ort import OrtSession
@@ -127,77 +127,41 @@ def open_single_thread(model: Path | bytes | onnx.ModelProto, *, stand_in: bool 
     computed as they are written, without int8 kernels.
     """
     if stand_in and not isinstance(model, bytes):
-        model = _with_float32_nodes(model)
+        model = _with_float32_quantizers(model)
     return OrtSession.open(
         model, threads=1, spin=False, reuse_memory=True, int8_kernels=not stand_in
     )
 
 
-def _cast_input_counts() -> dict[str, int]:
-    """Return operator -> number of its first inputs that are cast to float32 where it is float16.
+def _with_float32_quantizers(model: Path | onnx.ModelProto) -> Path | onnx.ModelProto:
+    """Return a model whose QuantizeLinear nodes of float16 values compute in float32.
 
-    A Clip gives the same values in float32, in a tenth of the time. The QuantizeLinear of ONNX
-    Runtime before 1.30 rounds float16 values towards zero, and float32 ones to the nearest, as it
-    should.
+    ONNX Runtime before 1.30 rounds float16 values towards zero there, and float32 ones to the
+    nearest, as it should. For a newer one, and without such nodes, the model is returned as it is.
     """
     import onnxruntime
 
-    counts = {"Clip": 3}
     major, minor = map(int, onnxruntime.__version__.split(".")[:2])
-    if (major, minor) < (1, 30):
-        counts["QuantizeLinear"] = 2
-    return counts
-
-
-def _with_float32_nodes(model: Path | onnx.ModelProto) -> Path | onnx.ModelProto:
-    """Return a model in which float16 nodes that ONNX Runtime computes badly compute in float32.
-
-    They are those of `_cast_input_counts`. A model without such nodes is returned as it is, so that
-    its weights are not read for nothing.
-    """
-    if isinstance(model, Path):
-        float16_outputs = _find_float16_outputs(parse_model(model_bytes(model), str(model)))
-    else:
-        float16_outputs = _find_float16_outputs(model)
-    if not float16_outputs:
+    if (major, minor) >= (1, 30):
         return model
-
-    # around such a node, casts to float32 and, of what it computes, back to float16
     copy = read_model(model) if isinstance(model, Path) else copy_message(model)
-    counts = _cast_input_counts()
-    nodes: list[onnx.NodeProto] = []
-    for node in copy.graph.node:
-        output = node.output[0]
-        if output not in float16_outputs:
-            nodes.append(node)
-            continue
-        for index, name in enumerate(node.input[: counts[node.op_type]]):
-            if name:
-                node.input[index] = f"{output}/{name}/float32"
-                nodes.append(
-                    make_node("Cast", [name], node.input[index], to=onnx.TensorProto.FLOAT)
-                )
-        nodes.append(node)
-        if node.op_type == "Clip":  # a QuantizeLinear computes integers
-            node.output[0] = f"{output}/float32"
-            nodes.append(make_node("Cast", node.output[:1], output, to=onnx.TensorProto.FLOAT16))
-    replace_nodes(copy.graph, nodes)
-    return copy
-
-
-def _find_float16_outputs(model: onnx.ModelProto) -> set[str]:
-    """Return the outputs of the nodes of `_cast_input_counts` that compute in float16."""
     float16_constants = set()
-    for tensor in model.graph.initializer:
+    for tensor in copy.graph.initializer:
         if tensor.data_type == onnx.TensorProto.FLOAT16:
             float16_constants.add(tensor.name)
-    operators = _cast_input_counts().keys()
-    outputs = set()
-    for node in model.graph.node:
-        # the second input, a scale or the lower bound of a Clip, shows the type
-        if node.op_type in operators and not float16_constants.isdisjoint(node.input[1:2]):
-            outputs.add(node.output[0])
-    return outputs
+
+    nodes: list[onnx.NodeProto] = []
+    for node in copy.graph.node:
+        if node.op_type == "QuantizeLinear" and node.input[1] in float16_constants:  # its scale
+            for index, name in enumerate(node.input[:2]):
+                node.input[index] = f"{node.output[0]}/{name}/float32"
+                cast = make_node("Cast", [name], node.input[index], to=onnx.TensorProto.FLOAT)
+                nodes.append(cast)
+        nodes.append(node)
+    if len(nodes) == len(copy.graph.node):
+        return model
+    replace_nodes(copy.graph, nodes)
+    return copy
 
 
 @dataclass(frozen=True, slots=True)

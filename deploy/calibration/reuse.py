@@ -238,8 +238,9 @@ def _decide(
     """
     try:
         stored = _load_cache(policy, stop_rule)
-        count = None if stop_rule is None else stored.count
-        fingerprint = make_fingerprint(count)
+        # a stop rule chose the number of images of the cache; without one all are compared
+        image_count = None if stop_rule is None else stored.count
+        fingerprint = make_fingerprint(image_count)
         return _match_cache(stored, fingerprint, observations, stop_rule)
     except CacheError as misfit:
         missing = with_needs(observations)

@@ -130,9 +130,9 @@ class Peaks:
             peaks = sorted(self._largest[key], reverse=True)  # (|x|, -number of the sample)
             max_outliers = min(max(1, sample_count // _SAMPLES_PER_OUTLIER), len(peaks) - 1)
             for outlier_count in range(max_outliers, 0, -1):
-                smallest_outlier, _ = peaks[outlier_count - 1]
+                smallest_outlier_amax, _ = peaks[outlier_count - 1]
                 next_amax, _ = peaks[outlier_count]
-                if 0 < OUTLIER_RATIO * next_amax < smallest_outlier:
+                if 0 < OUTLIER_RATIO * next_amax < smallest_outlier_amax:
                     for amax, negative_number in peaks[:outlier_count]:
                         sample_digests = digests(-negative_number)
                         yield Outlier(variant, tensor, sample_digests, amax / next_amax)

@@ -195,7 +195,10 @@ def _convert_shard(document: dict[str, Any], path: Path, packed: bytes) -> Shard
 
 
 def _check_positions(shard: Shard) -> None:
-    """Raise ValueError if the positions and numbers of samples contradict each other."""
+    """Raise ValueError if the positions and numbers of samples contradict each other.
+
+    A checkpoint has the number of its samples in `counted`, and may lack the last images.
+    """
     positions = shard.share.positions
     read_count = len(shard.digests)
     is_incomplete = read_count < len(positions)
@@ -369,6 +372,7 @@ def _refuse_foreign(shards: Sequence[Shard], loaded: LoadedModel) -> None:
     """Refuse shards of another model, other images or versions, or another number of shards."""
     first_shard = shards[0]
     origin = first_shard.made_from
+    # the first shard can differ from this one in the model and the versions only
     expected = _common_fingerprint(loaded.identities, origin.images, origin.preprocess)
     for shard in shards:
         changes = expected.changes_since(shard.made_from)

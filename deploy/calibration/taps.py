@@ -160,15 +160,15 @@ class VariantRunner:
     Attributes:
         key: name of the variant.
         tap: session whose outputs are the observed tensors.
-        counted: observations by a histogram of all samples in any order.
-        uncounted: the other observations.
+        histogram_observations: those by a histogram of all samples in any order.
+        other_observations: those by other statistics.
         limit: number of samples to run; None for all.
     """
 
     key: str
     tap: Tap
-    counted: Sequence[Observation]
-    uncounted: Sequence[Observation]
+    histogram_observations: Sequence[Observation]
+    other_observations: Sequence[Observation]
     limit: int | None
 
     def run(
@@ -182,9 +182,7 @@ class VariantRunner:
     ) -> list[Waiting]:
         """Run one sample and record what does not depend on the order of samples.
 
-        Histograms count the tensors of `counted`; those of `uncounted` have other statistics.
-
-        Return the other values, which wait until the samples before them are recorded.
+        Return the values that wait until the samples before them are recorded.
 
         Args:
             reader: the thread's reader of the observed tensors.
@@ -200,8 +198,11 @@ class VariantRunner:
             report_outputs = partial(on_outputs, sample_number)
 
         values = reader.run(sample, report_outputs)
-        recorders.count(sample_number, [values[observation.tensor] for observation in self.counted])
-        waiting = recorders.record_uncounted(sample_number, values)
+        histogram_values = [
+            values[observation.tensor] for observation in self.histogram_observations
+        ]
+        recorders.count_in_histograms(sample_number, histogram_values)
+        waiting = recorders.record_others(sample_number, values)
         self._add_peaks(peaks, sample_number, recorders.group.histograms, values)
         return waiting
 
@@ -214,7 +215,7 @@ class VariantRunner:
     ) -> None:
         """Add the largest |x| of each tensor: as its histogram counted it, or of its values."""
         counted_tensors = set()
-        for observation, histogram in zip(self.counted, histograms, strict=True):
+        for observation, histogram in zip(self.histogram_observations, histograms, strict=True):
             counted_tensors.add(observation.tensor)
             peaks.add((self.key, observation.tensor), sample_number, histogram.batch_amax)
         for name, value in values.items():
@@ -230,28 +231,30 @@ class VariantRecorders:
     """
 
     def __init__(self, runner: VariantRunner, recorders: Mapping[Observation, Recorder]) -> None:
-        self._counted = runner.counted
-        self._uncounted = [
-            (observation, recorders.get(observation)) for observation in runner.uncounted
+        self._histogram_observations = runner.histogram_observations
+        # (observation, its recorder; None if its values must be recorded in the order of samples)
+        self._other_recorders = [
+            (observation, recorders.get(observation)) for observation in runner.other_observations
         ]
         histograms = []
-        for observation in runner.counted:
+        for observation in runner.histogram_observations:
             histogram = recorders[observation]
             assert isinstance(histogram, Histogram), observation.statistic.key
             histograms.append(histogram)
         self.group = HistogramGroup(histograms)
 
-    def count(self, number: int, values: Sequence[NDArray[np.float32]]) -> None:
+    def count_in_histograms(self, number: int, values: Sequence[NDArray[np.float32]]) -> None:
         """Record the values of the tensors whose histograms count all samples."""
         try:
             self.group.observe(values)
         except ArrayRefused as error:
-            raise name_tensor_and_sample(error, self._counted[error.index], number) from error
+            observation = self._histogram_observations[error.index]
+            raise name_tensor_and_sample(error, observation, number) from error
 
-    def record_uncounted(self, number: int, values: Mapping[str, Array]) -> list[Waiting]:
+    def record_others(self, number: int, values: Mapping[str, Array]) -> list[Waiting]:
         """Record the other order-free statistics; return the values that must wait their turn."""
         waiting = []
-        for observation, recorder in self._uncounted:
+        for observation, recorder in self._other_recorders:
             if not is_within_limit(observation.statistic.samples, number):
                 continue
             value = values[observation.tensor]
@@ -268,7 +271,7 @@ def make_runners(
     """Return one `VariantRunner` for each variant of the model, in order of first use.
 
     A variant is a form of the model that is run. Its observations are split in two: those by the
-    usual histogram (`counted`), which one call counts for all tensors, and others (`uncounted`).
+    usual histogram, which one call counts for all tensors, and those by other statistics.
 
     Args:
         observations: what the pass records.
@@ -278,18 +281,18 @@ def make_runners(
     runners = []
     for variant, variant_observations in group_by_variant(observations).items():
         tensors = list(dict.fromkeys(observation.tensor for observation in variant_observations))
-        counted: list[Observation] = []
-        uncounted: list[Observation] = []
+        histogram_observations: list[Observation] = []
+        other_observations: list[Observation] = []
         for observation in variant_observations:
             if observation.statistic == usual_histogram:
-                counted.append(observation)
+                histogram_observations.append(observation)
             else:
-                uncounted.append(observation)
+                other_observations.append(observation)
         runner = VariantRunner(
             key=variant.key,
             tap=Tap(variant.make(observed), tensors),
-            counted=counted,
-            uncounted=uncounted,
+            histogram_observations=histogram_observations,
+            other_observations=other_observations,
             limit=sample_limit(variant_observations),
         )
         runners.append(runner)

@@ -153,7 +153,8 @@ class _Propagation:
         if op_type in _FLOOR_BY_OP_TYPE:
             return _FLOOR_BY_OP_TYPE[op_type], math.inf
         if op_type == "Relu":
-            return 0.0, max(0.0, self._output_bounds(node)[1])
+            _, ceiling = self._output_bounds(node)
+            return 0.0, max(0.0, ceiling)
         return self._clip_bounds(node) or _UNBOUNDED
 
     def _invert_arithmetic(self, node: onnx.NodeProto, tensor: str) -> Bounds | None:
@@ -174,7 +175,9 @@ class _Propagation:
         if op_type in ("Add", "Sub"):
             shift = -scalar if op_type == "Sub" else scalar
             return low - shift, high - shift
-        ends = (low / scalar, high / scalar) if op_type == "Mul" else (low * scalar, high * scalar)
+        ends = (low * scalar, high * scalar)
+        if op_type == "Mul":
+            ends = (low / scalar, high / scalar)
         return min(ends), max(ends)  # a negative factor exchanges them
 
     def _clip_bounds(self, node: onnx.NodeProto) -> Bounds | None:
@@ -222,9 +225,12 @@ class _Propagation:
             erf = self._find_erf(gate)
             return _UNBOUNDED if erf is None else self._floor_of(tensor, erf.input[0], _GELU_FLOOR)
         bounds = self._clip_bounds(gate)
-        if bounds is None or (gate.op_type == "Clip" and bounds[0] != 0.0):
+        if bounds is None:
             return _UNBOUNDED
-        return self._floor_of(tensor, gate.input[0], bounds[0])
+        gate_floor, _ = bounds
+        if gate.op_type == "Clip" and gate_floor != 0.0:  # below its floor the Clip is not 0
+            return _UNBOUNDED
+        return self._floor_of(tensor, gate.input[0], gate_floor)
 
     def _find_erf(self, gate: onnx.NodeProto) -> onnx.NodeProto | None:
         """Return the Erf node of 1 + Erf(u)."""

@@ -324,15 +324,16 @@ def empty_default_domain(model: onnx.ModelProto) -> None:
         for node in all_nodes(body):
             if node.domain == "ai.onnx":
                 node.domain = ""
-    for part in (model, *model.functions):
-        imports = part.opset_import
-        defaults = [entry for entry in imports if entry.domain in ONNX_DOMAINS]
-        if any(entry.domain for entry in defaults):
-            version = max(entry.version for entry in defaults)
-            custom = [entry for entry in imports if entry not in defaults]
-            defaults[0].version = version
-            defaults[0].domain = ""
-            replace_field(imports, [defaults[0], *custom])
+    # a model or function may import the operator set by both names: the newer version stays
+    for importer in (model, *model.functions):
+        imports = importer.opset_import
+        default_imports = [entry for entry in imports if entry.domain in ONNX_DOMAINS]
+        if any(entry.domain for entry in default_imports):
+            version = max(entry.version for entry in default_imports)
+            custom_imports = [entry for entry in imports if entry not in default_imports]
+            default_imports[0].version = version
+            default_imports[0].domain = ""
+            replace_field(imports, [default_imports[0], *custom_imports])
 
 
 def drop_unused_domains(model: onnx.ModelProto) -> None:

@@ -93,10 +93,10 @@ def find_gates(graph: Graph) -> tuple[Gate, ...]:
         if gate is None:
             continue
         # several scalars and one tensor may be multiplied, in any order
-        longer = _append_product(graph, gate)
-        while longer is not None:
-            gate = longer
-            longer = _append_product(graph, gate)
+        longer_gate = _append_product(graph, gate)
+        while longer_gate is not None:
+            gate = longer_gate
+            longer_gate = _append_product(graph, gate)
         if gate.factor:
             gates.append(_append_offset(graph, gate))
     return tuple(gates)

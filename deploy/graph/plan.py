@@ -437,8 +437,8 @@ def _place_pairs(graph: Graph, placement: Placement, int8_nodes: Nodes) -> tuple
     """
     tensors = (*graph.inputs, *graph.producer)
     if placement.pairs_everywhere or placement.runs_on_onnxruntime:
-        paired = _find_paired_tensors(graph, placement, int8_nodes)
-        return tuple(QdqPair(name, None) for name in tensors if name in paired)
+        paired_tensors = _find_paired_tensors(graph, placement, int8_nodes)
+        return tuple(QdqPair(name, None) for name in tensors if name in paired_tensors)
     readers = _find_pair_readers(graph, placement, int8_nodes)
     return tuple(QdqPair(name, tuple(readers[name])) for name in tensors if name in readers)
 
@@ -449,16 +449,16 @@ def _find_paired_tensors(graph: Graph, placement: Placement, int8_nodes: Nodes) 
     ONNX Runtime's int8 kernels of Gemm and MatMul can write float, which loses nothing, so their
     output has a pair only as the input of an int8 node.
     """
-    paired: set[str] = set()
+    paired_tensors: set[str] = set()
     for node in int8_nodes:
-        paired.update(graph.data_inputs(node))
+        paired_tensors.update(graph.data_inputs(node))
         if placement.pairs_everywhere:  # DLA
-            paired.add(node.output[0])
+            paired_tensors.add(node.output[0])
         elif node.op_type == "Split":
-            paired.update(node.output)
+            paired_tensors.update(node.output)
         elif node.op_type not in {"Gemm", "MatMul"}:
-            paired.add(graph.tail(node))  # after a fused Relu or Clip
-    return paired
+            paired_tensors.add(graph.tail(node))  # after a fused Relu or Clip
+    return paired_tensors
 
 
 def _find_pair_readers(
