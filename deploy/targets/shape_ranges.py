@@ -4,6 +4,7 @@ A text or audio model accepts any length; its engine accepts only the shapes it 
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -64,8 +65,13 @@ def _sample_shapes(request: BuildRequest) -> Iterator[SampleShapes]:
 
 def _shape_range(shapes_of_samples: Iterable[SampleShapes]) -> ShapeRange:
     """Return the smallest and largest sizes of all samples, and the median and largest sample."""
-    ordered_shapes = sorted(shapes_of_samples, key=_value_count)  # ascending
-    median_shapes = ordered_shapes[(len(ordered_shapes) - 1) // 2]
+    sample_counts = Counter(shapes_of_samples)  # memory grows with the shapes, not the samples
+    ordered_shapes = sorted(sample_counts, key=_value_count)  # ascending
+    samples_to_median = (sample_counts.total() + 1) // 2
+    for median_shapes in ordered_shapes:
+        samples_to_median -= sample_counts[median_shapes]
+        if samples_to_median <= 0:
+            break
 
     shapes_by_input: dict[str, list[Shape]] = {}
     for sample_shapes in ordered_shapes:
