@@ -350,6 +350,12 @@ class _SourceOpener:
             FeedError: a file does not fit the inputs, unless `skip_bad`; or there are no samples.
         """
         arrays = open_array_files(files.file_list, specs, files.name, skip_bad=skip_bad)
+        first_file = files.file_list[0]
+        is_only_file = files.folder is None and len(files.file_list) == 1
+        if is_only_file and first_file.label is None and first_file.path.exists():
+            # samples are named by their number in the file, as the C++ library does
+            file_name = printable_name(first_file.path.name)
+            arrays = replace(arrays, name=file_name, item_names=())
         return replace(arrays, notes=(*files.notes, *arrays.notes))
 
     def _resolve_preprocess(self) -> ResolvedPreprocess:

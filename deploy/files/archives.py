@@ -85,6 +85,10 @@ def read_array_header(stream: IO[bytes], max_bytes: int) -> ArrayHeader:
     header_readers = {
         (1, 0): npy_format.read_array_header_1_0,
         (2, 0): npy_format.read_array_header_2_0,
+        (
+            3,
+            0,
+        ): npy_format.read_array_header_2_0,  # differs only in names of fields, not for numbers
     }
     version = npy_format.read_magic(stream)
     if version not in header_readers:
