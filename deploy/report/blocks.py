@@ -16,8 +16,8 @@ from html import escape
 PRINTED = 25  # rows of a table on paper, at most
 
 _MAX_UNFOLDED_NAMES = 8  # in a cell
-_RUN = 20  # letters without a break before a name may be broken anywhere
-_PIECE = re.compile(rf".{{1,{_RUN}}}?(?:[/._:,;\-]+|$)|.{{1,{_RUN}}}", re.DOTALL)
+_MAX_RUN = 20  # letters without a break before a name may be broken anywhere
+_PIECE = re.compile(rf".{{1,{_MAX_RUN}}}?(?:[/._:,;\-]+|$)|.{{1,{_MAX_RUN}}}", re.DOTALL)
 # marks of Markdown and HTML, without those that format nothing: _ inside a word, < before a number
 _MARKS = re.compile(r"[\\`*\[\]|#]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|<(?=[A-Za-z/!?])|^>")
 _ENTITIES = {"<": "&lt;", ">": "&gt;"}
@@ -189,8 +189,8 @@ def breakable(text: str) -> str:
 
 
 def _breakable_word(word: str) -> str:
-    """Return a word with a place to break after each piece of at most `_RUN` letters."""
-    pieces = _PIECE.findall(word) if len(word) > _RUN else [word]
+    """Return a word with a place to break after each piece of at most `_MAX_RUN` letters."""
+    pieces = _PIECE.findall(word) if len(word) > _MAX_RUN else [word]
     return "<wbr>".join(map(escape, pieces))
 
 

@@ -122,8 +122,8 @@ LATENCY_CAPTION = (
 _HEIGHT, _TOP, _BOTTOM = 230, 34, 34  # in px
 _FLOOR = _HEIGHT - _BOTTOM
 _CURVE_WIDTH, _CURVE_HEIGHT = 1000, _FLOOR - _TOP  # of the inner drawing, in its own units
-_BINS = 90  # steps of a curve
-_MIN_CURVE = 20  # iterations that a curve needs
+_CURVE_STEPS = 90  # steps of a curve
+_MIN_CURVE_ITERATIONS = 20  # iterations that a curve needs
 _MAX_P50S = 2.5  # times the p50, so that a long tail does not squeeze the rest
 _COLOURS = 4  # classes c0..c3 of the page's style
 _MAX_NARROW_TICKS = 5  # number of tick labels that fit on a narrow screen
@@ -160,7 +160,7 @@ def latency_figure(engines: Sequence[EngineRow], *, on_device: bool = False) -> 
     legend = ""
     slower_count = 0  # iterations beyond the axis
     for index, engine in enumerate(measured_engines):
-        if len(engine.samples_ms) >= _MIN_CURVE:
+        if len(engine.samples_ms) >= _MIN_CURVE_ITERATIONS:
             curves += _curve(engine.samples_ms, axis, engine.colour)
         slower_count += int((engine.samples_ms > axis.hi).sum())
 
@@ -246,7 +246,7 @@ def _ticks(lo: float, hi: float) -> Iterator[tuple[float, str]]:
 
 def _curve(samples_ms: Float64Array, axis: _Axis, colour: str) -> str:
     """Draw the histogram of an engine's iterations as steps, scaled to its own peak."""
-    counts, edges = np.histogram(samples_ms, bins=_BINS, range=(axis.lo, axis.hi))
+    counts, edges = np.histogram(samples_ms, bins=_CURVE_STEPS, range=(axis.lo, axis.hi))
     heights = _CURVE_HEIGHT * counts / max(int(counts.max()), 1)
     edges_x = _CURVE_WIDTH * (edges - axis.lo) / (axis.hi - axis.lo)
     path = f"M0,{_CURVE_HEIGHT}"

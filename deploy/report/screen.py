@@ -141,7 +141,7 @@ def to_screen(report: Findings) -> str:
             report.title,
             *_verdicts(report),
             *_table(report, main_lines(report)),
-            *_decisions(report),
+            *_decision_lines(report),
         )
         return join_visible(lines) + "\n"
     blocks = (
@@ -178,32 +178,34 @@ def _verdicts(report: Findings) -> Iterator[str]:
 
 
 # labels of the lines that one screen shows
-_SHORT = ("Size", "Latency p50", "CPU time p50")
-_EMBEDDINGS = "taken for embeddings by the values; --task classes if they are scores of classes"
-_TASKS = ("Top-1", "mAP .50:.95")
-_WITHOUT_TASK = ("Top-1 agreement", "SQNR", "SQNR, worst part")
+_ALWAYS_SHOWN = ("Size", "Latency p50", "CPU time p50")
+_EMBEDDINGS_NOTE = (
+    "taken for embeddings by the values; --task classes if they are scores of classes"
+)
+_TASKS_WITH_LABELS = ("Top-1", "mAP .50:.95")
+_SHOWN_WITHOUT_TASK = ("Top-1 agreement", "SQNR", "SQNR, worst part")
 
 
 def main_lines(report: Findings) -> list[ComparisonLine]:
     """Return size, speed and the task's figures, or the error of the outputs without a task."""
     lines = engine_lines(report)
-    labels = set(_TASKS)
+    labels = set(_TASKS_WITH_LABELS)
     for engine in report.engines:
         if engine.accuracy:
             labels.add(task_label(engine.accuracy))
     if not any(line.label in labels for line in lines):
-        labels.update(_WITHOUT_TASK)
-    labels.update(_SHORT)
+        labels.update(_SHOWN_WITHOUT_TASK)
+    labels.update(_ALWAYS_SHOWN)
     return [line for line in lines if line.label in labels]
 
 
-def _decisions(report: Findings) -> Iterator[str]:
+def _decision_lines(report: Findings) -> Iterator[str]:
     """Yield the lines below the short table, down to the files to ship and what to do next."""
     accuracies = [engine.accuracy for engine in report.engines if engine.accuracy]
     # the figures of embeddings puzzle the user of a classifier. `why` says by what the task was
     # recognised: there is no doubt of one that the model or the user names
     if any(accuracy.why == f"embeddings, {BY_VALUES}" for accuracy in accuracies):
-        yield from entry("Task", _EMBEDDINGS)
+        yield from entry("Task", _EMBEDDINGS_NOTE)
     yield from entries("Speed", speed_texts(report))
     yield from entries("Device", report.device_texts)
     if report.feed:
