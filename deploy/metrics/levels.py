@@ -203,7 +203,7 @@ def _rate_slice(worst: SliceAccuracy, *, has_task: bool, has_limit: bool) -> tup
 def question_reference(accuracy: Accuracy) -> LevelReasons:
     """Yield (level, reason) for all that puts the float model or its inputs in question.
 
-    Such as outputs of zeros, too few samples, and labels that do not fit.
+    Examples are outputs of zeros, too few samples, and labels that do not fit.
     """
     yield from _doubt_outputs(accuracy)
     if accuracy.samples < _MIN_CHANCE_SAMPLES:

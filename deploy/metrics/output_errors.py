@@ -284,7 +284,7 @@ def _unchanged_input_db(outputs: Arrays, inputs: Arrays, resize: str) -> float:
         inputs: input of each sample.
         resize: interpolation, as for `enlarge_input`.
     """
-    change = RunningError(resize)
+    error = RunningError("unchanged input")
     for output, source in zip(outputs, inputs, strict=False):
         has_floats = output.dtype.kind == source.dtype.kind == "f"
         if output.ndim < _PICTURE_DIMENSIONS or not has_floats:
@@ -292,8 +292,8 @@ def _unchanged_input_db(outputs: Arrays, inputs: Arrays, resize: str) -> float:
         enlarged_input = enlarge_input(source, output.shape, resize)
         if enlarged_input is None:
             return 0.0
-        change.add(output, enlarged_input)
-    db = change.result().sqnr_db
+        error.add(output, enlarged_input)
+    db = error.result().sqnr_db
     return 0.0 if db == math.inf else db
 
 

@@ -266,7 +266,7 @@ def drop_text(outputs: Outputs) -> Outputs:
 def _find_lists(task: EvaluationTask, samples: FirstSamples) -> frozenset[str]:
     """Return the lists of a task, and integers beside it, which are not compared.
 
-    Such as the indices of the boxes that NonMaxSuppression selects.
+    Examples are the indices of the boxes that NonMaxSuppression selects.
     """
     integers = set()
     for name, value in samples.outputs[0].items():

@@ -169,8 +169,8 @@ def _recognise(samples: FirstSamples, rows: Sequence[TaskRow]) -> EvaluationTask
     """
     embeddings = vectors.find_embeddings_beside(samples)
     best_classes = samples.declared.best_classes
-    choices = ({*best_classes, *embeddings}, best_classes, ())
-    for dropped_names in dict.fromkeys(map(frozenset, choices)):  # each once
+    dropped_outputs = ({*best_classes, *embeddings}, best_classes, ())  # one attempt each
+    for dropped_names in dict.fromkeys(map(frozenset, dropped_outputs)):  # no attempt twice
         remaining_samples = first_samples.drop_outputs(samples, dropped_names)
         for find_task in itertools.chain.from_iterable(row.finders for row in rows):
             task = find_task(remaining_samples)

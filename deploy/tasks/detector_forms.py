@@ -727,7 +727,7 @@ def _find_weights(decoder: RowDecoder, samples: FirstSamples) -> Iterator[Output
     """
     levels = decoder.scores
     activation = decoder.activation
-    start = stop = 0  # all columns
+    start = stop = 0  # columns of the scores; 0 and 0 stand for all
     if decoder.gates:
         levels = decoder.gates
         activation = decoder.gate_activation
@@ -737,7 +737,7 @@ def _find_weights(decoder: RowDecoder, samples: FirstSamples) -> Iterator[Output
     for columns in levels:
         axis: int | None = -1 if columns.layout == ROWS else 1
         if samples.outputs[0][columns.output].ndim == 2 and columns.layout == COLUMNS:
-            axis = None  # one number a row
+            axis = None  # [1, A] has one number a row, and no axis of columns
         yield OutputSlice(
             output=columns.output, axis=axis, start=start, stop=stop, activation=activation
         )

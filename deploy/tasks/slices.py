@@ -135,7 +135,7 @@ def _broadcast_shape(
     """Return the shape in which scores broadcast to values of the same cells; None if none fits.
 
     Sides of 1 do not matter, and the values may have one axis that the scores lack, their channels.
-    One score a sample fits all values. Such as::
+    One score a sample fits all values. Examples::
 
         values [N, 1, T]      scores [N, T]
         values [N, A, 4]      scores [N, A] or [N, A, 1]
