@@ -236,6 +236,23 @@ def test_steps_for_a_doubtful_engine_never_repeat():
     assert first_step(report) == "use the float model: m.onnx"
 
 
+@pytest.mark.parametrize(
+    ("preprocess", "options"),
+    [
+        ({"size": [224, 224]}, "--preprocess NAME, or --mean, --std, --scale, --color"),
+        ({}, "--images PATH"),
+    ],
+)
+def test_wrong_inputs_are_to_be_prepared_as_in_training(preprocess, options):
+    """Options of preprocessing are refused beside arrays."""
+    report = detector("good")
+    verdict = Verdict("doubtful", ("the float model finds nothing",))
+    engines = (report.engines[0], replace(report.engines[1], verdict=verdict))
+    feed = replace(report.feed, preprocess=preprocess)
+    step = first_step(replace(report, engines=engines, feed=feed))
+    assert step.endswith(f"{BUILD} {options}")
+
+
 def test_quantized_model_is_not_searched_next():
     report = detector("doubtful", boxes=60, samples=60, is_quantized=True)
     assert "calib8 build FLOAT.onnx" in first_step(report)

@@ -329,9 +329,7 @@ FEW = {
     "11 boxes are too few; about 80 more photos with objects would do": counted(
         "boxes kept", "boxes", 11, 11, 30
     ),
-    "39 labels are too few; 1 more samples with labels would do": counted(
-        "labels kept", "labels", 39, 39, 30
-    ),
+    "39 labels are too few; 1 more samples would do": counted("labels kept", "labels", 39, 39, 30),
     "1 box is too few; about 1170 more photos with objects would do": counted(
         "boxes kept", "boxes", 1, 1, 30
     ),

@@ -222,13 +222,16 @@ def test_dead_tensor_leaves_its_nodes_float(small_cnn, pictures, tmp_path):
         (5, "r0, r1, r2 and 2 more: each was 0 in every sample; their nodes"),
     ],
 )
-def test_dead_tensors_share_one_alert(tmp_path, count, dead_tensors):
-    dead = [f"r{index}" for index in range(count)]
-    nodes = [("Conv", "x w", "c"), *(("Relu", "c", name) for name in dead)]
-    nodes.append(("Sum", ["x", *dead], "y"))
+def test_dead_tensors_of_int8_nodes_share_one_alert(tmp_path, count, dead_tensors):
+    """But `z`, also 0 in every sample, is read by a node that is float anyway."""
+    nodes = [("Conv", "x w", "c"), ("Mul", "x zero", "z"), ("Cos", "z", "one")]
     shape = [1, 1, 4, 4]
-    weight = -np.ones((1, 1, 1, 1), np.float32)
-    model = make_model(nodes, {"x": shape}, {"y": shape}, {"w": weight})
+    outputs = {"one": shape}
+    for index in range(count):
+        nodes += [("Relu", "c", f"r{index}"), ("Conv", f"r{index} w", f"y{index}")]
+        outputs[f"y{index}"] = shape
+    constants = {"w": -np.ones((1, 1, 1, 1), np.float32), "zero": np.float32(0)}
+    model = make_model(nodes, {"x": shape}, outputs, constants)
     x = np.random.default_rng(0).uniform(1, 2, (4, 1, 4, 4))
     out = build_net(model, x, tmp_path, "--target", "tensorrt", "--effort", 0, "--accept")
     alerts = json.loads((out / "report.json").read_text())["alerts"]

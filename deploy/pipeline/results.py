@@ -126,7 +126,7 @@ def write_report(
             engine_runs=dict(figures.evaluation.engine_runs),
         ),
         request=request,
-        alerts=(*calibration.doubts, *calibration.warnings, *_scale_alerts(calibration)),
+        alerts=(*calibration.doubts, *calibration.warnings, *_scale_alerts(calibration, targets)),
         notes=(*calibration.resumed, *feed.notes, *figures.notes),
     )
     earlier_report = find_earlier_report(stage.folder, loaded.digest)
@@ -612,11 +612,17 @@ def _staged_cache(calibration: CalibrationResult, stage: Stage) -> Path | None:
     return staged_path if is_staged else calibration.cache
 
 
-def _scale_alerts(calibration: CalibrationResult) -> Iterator[str]:
-    """Yield the tensors without a scale, by reason; their nodes stay float."""
+def _scale_alerts(calibration: CalibrationResult, targets: Sequence[TargetPart]) -> Iterator[str]:
+    """Yield the tensors whose missing scale leaves nodes in float, by the reason why it is missing.
+
+    Constant zeros of shape arithmetic, for instance, have no scale either, but no int8 reader.
+    """
+    float_reasons = {node.reason for target in targets for node in target.nodes}
     names_by_reason: dict[str, list[str]] = {}
     for name, reason in calibration.range_set.reasons.items():
-        names_by_reason.setdefault(reason, []).append(name)
+        # a node's reason starts with the tensor, as in "r1 was 0 in every sample"
+        if any(float_reason.startswith(f"{name} ") for float_reason in float_reasons):
+            names_by_reason.setdefault(reason, []).append(name)
     for reason, names in names_by_reason.items():
         if len(names) == 1:
             yield f"no scale for {names[0]}: it {reason}; its nodes stay float"

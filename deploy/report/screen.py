@@ -451,7 +451,8 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
         return
 
     if options_file:
-        yield from _data_steps(verdict, request, command)
+        takes_pictures = bool(report.feed and report.feed.preprocess)
+        yield from _data_steps(verdict, request, command, takes_pictures=takes_pictures)
     if verdict.blames_float or verdict.has_few:
         return  # another build of the same data would be no better
     if options_file and (split := _better_split(target, verdict, request)):
@@ -468,10 +469,16 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
         yield f"calib8 explain {shlex.quote(str(PurePath(page).parent))}"
 
 
-def _data_steps(verdict: Verdict, request: RequestPart, command: str) -> Iterator[str]:
+def _data_steps(
+    verdict: Verdict, request: RequestPart, command: str, *, takes_pictures: bool
+) -> Iterator[str]:
     """Yield builds with other data: more images, or the preprocessing of the training.
 
-    `command`: the command that repeats the build.
+    Args:
+        verdict: on the engine.
+        request: what the user asked for.
+        command: the command that repeats the build.
+        takes_pictures: whether the samples are pictures, and not arrays, which are used unchanged.
     """
     if verdict.missing_calibration:
         yield f"with {verdict.missing_calibration} images: {command} --images FOLDER"
@@ -480,7 +487,9 @@ def _data_steps(verdict: Verdict, request: RequestPart, command: str) -> Iterato
     if verdict.blames_labels:
         yield f"with shifted labels: {command} --labels FILE"
     elif verdict.blames_float:
-        preprocessing = "--preprocess NAME, or --mean, --std, --scale, --color"
+        preprocessing = "--images PATH"
+        if takes_pictures:
+            preprocessing = "--preprocess NAME, or --mean, --std, --scale, --color"
         yield f"with the preprocessing that the model was trained with: {command} {preprocessing}"
 
 

@@ -278,9 +278,9 @@ def _describe_too_few(accuracy: Accuracy) -> Iterator[str]:
         sample_text = ""
     else:  # so many samples as hold the missing objects
         missing = math.ceil((MIN_OBJECTS - count) * accuracy.samples / count)
-        sample_text = " photos with objects"
-        if counted_things not in ("boxes", "objects"):
-            sample_text = f" samples with {counted_things}"
+        sample_text = " samples"
+        if counted_things in ("boxes", "objects"):
+            sample_text = " photos with objects"
     if missing <= 0:
         return
     missing_text = str(missing)
