@@ -124,8 +124,7 @@ def unsigned_grid(bits: int) -> Grid:
 def _integer_grid(bits: int, *, signed: bool) -> Grid:
     """Return the grid of all integers of this width: symmetric if signed, else affine."""
     if not 2 <= bits <= 16:
-        article_and_sign = "a signed" if signed else "an unsigned"
-        raise CalibrationError(f"{article_and_sign} integer grid has 2 to 16 bits, got {bits}")
+        raise CalibrationError(f"an integer grid has 2 to 16 bits, got {bits}")
     name = "int" if signed else "uint"
     qmin = -(2 ** (bits - 1)) if signed else 0
     return Grid(
@@ -206,22 +205,27 @@ def affine_params(lo: float, hi: float, grid: Grid = UINT8) -> tuple[np.float32,
     return scale, zero_point
 
 
-def round_to_grid(x: RealArray, grid: Grid, to: Callable[[Any], Any] = np.rint) -> RealArray:
+def round_to_grid(
+    x: RealArray, grid: Grid, round_numbers: Callable[[Any], Any] = np.rint
+) -> RealArray:
     """Round x / scale to the values of a grid, without saturation; half to even.
 
     Integer grids round to integers, float grids to their mantissa, in the dtype of x, where every
     step but the rounding is exact.
 
-    `x`: values / scale, of any shape. `to`: np.floor or np.ceil to round down or up instead of to
-    nearest.
+    Args:
+        x: values / scale, of any shape.
+        grid: the grid.
+        round_numbers: np.floor or np.ceil to round down or up instead of to nearest.
     """
     if grid.kind == "integer":
-        return np.asarray(to(x), x.dtype)
+        return np.asarray(round_numbers(x), x.dtype)
     _, exponent = np.frexp(x)  # |x| = [0.5, 1) * 2^exponent
     # the grid's steps near x are 2^step_exponent
     step_exponent = np.maximum(exponent - 1, grid.least_exponent) - grid.mantissa
+    step_numbers = round_numbers(np.ldexp(x, -step_exponent))
     with np.errstate(over="ignore"):  # an overflow is inf, which saturates later
-        return np.asarray(np.ldexp(to(np.ldexp(x, -step_exponent)), step_exponent), x.dtype)
+        return np.asarray(np.ldexp(step_numbers, step_exponent), x.dtype)
 
 
 def quantize(

@@ -59,23 +59,18 @@ def range_for(amax: float) -> float:
 
 def _count_bins(x: Float32Array, full_range: float) -> Int64Array:
     """Return the counts of a chunk of values, [2 * BINS + 1] int64."""
-    real = _buffers.real[: x.size]
-    index = _buffers.index[: x.size]
-    np.multiply(x, np.float32(BINS / full_range), out=real)
-    np.copyto(index.view(np.int16), real, casting="unsafe")  # a C cast truncates towards zero
-    index += np.uint16(BINS)
-    bins = 2 * BINS + 1
-    histogram = cv2.calcHist([index[None]], [0], None, [bins], [0, bins])
+    index = (x * np.float32(BINS / full_range)).astype(np.int16)  # truncates towards zero
+    index += np.int16(BINS)  # 0 to 2 * BINS
+    bin_count = 2 * BINS + 1
+    image = index.view(np.uint16)[None]
+    histogram = cv2.calcHist([image], [0], None, [bin_count], [0, bin_count])
     return histogram.reshape(-1).astype(np.int64)
 
 
 class _ThreadBuffers(threading.local):
-    """Buffers of one thread, so that chunks need no allocation (and no page faults)."""
+    """Buffer of the kernel, one for each thread; its tables are zero between the calls."""
 
     def __init__(self) -> None:
-        self.real = np.empty(_CHUNK_SIZE, np.float32)
-        self.index = np.empty(_CHUNK_SIZE, np.uint16)
-        # of the kernel; zero between its calls
         self.tables = ctypes.create_string_buffer(SCRATCH)
 
 

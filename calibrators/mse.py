@@ -221,15 +221,30 @@ class _Bins:
 
         Only among these are errors computed in float64. All indices are returned where float32 is
         too coarse: for float grids, wide integer grids, and errors near 0. Each range must lie
-        within the one before: once the values that a range clips cost too much, the search ends.
+        within the one before.
 
         Args:
             lows: [K] lower ends.
             highs: [K] upper ends.
         """
+        all_indices = np.arange(lows.size)
         if not _is_quick(self.grid):
-            return np.arange(lows.size)
+            return all_indices
         tolerance = 1 + _QUICK_TOLERANCE * self.power
+        errors = self._quick_errors(lows, highs, tolerance)
+        min_error = errors.min()
+        if min_error < _MIN_QUICK_ERROR:  # high powers of small errors lose precision
+            return all_indices
+        return np.flatnonzero(errors <= tolerance * min_error)
+
+    def _quick_errors(
+        self, lows: Float64Array, highs: Float64Array, tolerance: float
+    ) -> Float64Array:
+        """Return the errors in float32 of the ranges, from the first one on.
+
+        The last ranges have none if the values that they clip alone cost more than `tolerance`
+        times the least error: each range lies within the one before, and clips more.
+        """
         # all lengths in units of the longest end, so that their powers fit float32
         unit = max(float(highs.max()), -float(lows.min())) or 1.0
         centres = (self.centres / unit).astype(np.float32)
@@ -247,7 +262,7 @@ class _Bins:
         block_errors: list[Float64Array] = []
         min_error = np.inf
         for block in _blocks(lows.size, centres.size):
-            # the least clipping error of all remaining ranges, which the block's first one contains
+            # the block's first range contains the others, so that it clips the least
             clipping_error = _clipping_error(
                 centres, counts, lower_bounds[block.start], upper_bounds[block.start], self.power
             )
@@ -257,9 +272,7 @@ class _Bins:
             errors = _block_errors(centres, counts, *levels, self.grid, self.power)
             block_errors.append(errors)
             min_error = min(min_error, float(errors.min()))
-        if min_error < _MIN_QUICK_ERROR:  # high powers of small errors lose precision
-            return np.arange(lows.size)
-        return np.flatnonzero(np.concatenate(block_errors) <= tolerance * min_error)
+        return np.concatenate(block_errors)
 
 
 def _is_quick(grid: Grid) -> bool:
@@ -312,11 +325,11 @@ def _affine(histogram: Histogram, grid: Grid, power: float) -> tuple[float, floa
     def best_high(fixed_low: float) -> float:
         return float(highs[bins.best(np.full(_RATIOS.size, fixed_low), highs)])
 
-    starts_with_high = high >= -low  # with the end further from 0
-    for _ in range(2):
-        if starts_with_high:
+    # the end further from 0 first, then the other one, twice
+    ends = ("high", "low") if high >= -low else ("low", "high")
+    for end in ends * 2:
+        if end == "high":
             high = best_high(low)
-        low = best_low(high)
-        if not starts_with_high:
-            high = best_high(low)
+        else:
+            low = best_low(high)
     return low, high

@@ -249,16 +249,25 @@ def _describe_frame_plan(plan: FramePlan, preprocess: Preprocess, source: AippSo
             f" {format_size(preprocess.input_size)}."
         )
     if (calibrated_size, calibrated_corner) != (plan.resized, plan.corner):
-        action = "cropped" if is_cropped else "pasted"
-        top, left = map(abs, calibrated_corner)
-        text += (
-            f" The calibration resized to {format_size(calibrated_size)} and {action} at row"
-            f" {top}, column {left}: DVPP needs even sides and rows, and columns of a"
-            " multiple of 16 for pasting. Map boxes back to the frame by"
-            f" {_map_back('x', column, plan.frame[1] / plan.resized[1])},"
-            f" {_map_back('y', row, plan.frame[0] / plan.resized[0])}."
-        )
+        text += _describe_difference(plan, calibrated_size, calibrated_corner)
     return text
+
+
+def _describe_difference(plan: FramePlan, calibrated_size: Size, calibrated_corner: Size) -> str:
+    """Describe how the calibration differed from what DVPP can do, and how to map boxes back.
+
+    The last two arguments are the calibration's values of `plan.resized` and `plan.corner`.
+    """
+    action = "cropped" if min(calibrated_corner) < 0 else "pasted"
+    top, left = map(abs, calibrated_corner)
+    row, column = plan.corner
+    return (
+        f" The calibration resized to {format_size(calibrated_size)} and {action} at row"
+        f" {top}, column {left}: DVPP needs even sides and rows, and columns of a"
+        " multiple of 16 for pasting. Map boxes back to the frame by"
+        f" {_map_back('x', column, plan.frame[1] / plan.resized[1])},"
+        f" {_map_back('y', row, plan.frame[0] / plan.resized[0])}."
+    )
 
 
 def _describe_border(preprocess: Preprocess, source: AippSource) -> str:

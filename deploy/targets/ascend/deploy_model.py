@@ -148,7 +148,7 @@ class LayerRewriter(ABC):
         new_nodes: Nodes = []
         tensor = node.input[index]
         record = quant_layer.record
-        key = (tensor, float(record.input_scale), record.offset_d, record.act_bits)
+        key = (tensor, float(record.scale_d), record.offset_d, record.act_bits)
         if key not in self.quantized_by_input:
             new_nodes, quantized = self.make_quant(quant_layer, tensor)
             self.quantized_by_input[key] = quantized
@@ -372,7 +372,7 @@ class _DeployWriter(LayerRewriter):
 
     def make_anti_quant(self, quant_layer: QuantLayer, tensor: str) -> tuple[Nodes, str]:
         """Return the AscendAntiQuant of a tensor_quantize input, and its output."""
-        options = {"scale": float(quant_layer.record.input_scale), "dst_type": "INT8", "dtype": 0}
+        options = {"scale": float(quant_layer.record.scale_d), "dst_type": "INT8", "dtype": 0}
         return _scaling_node("AscendAntiQuant", "anti_quant", quant_layer, tensor, options)
 
     def end_layer(self, node: onnx.NodeProto, quant_layer: QuantLayer) -> Nodes:

@@ -46,6 +46,8 @@ from deploy.targets.ascend.quant_layer import (
 from deploy.targets.base import BuildRequest
 from deploy.tensors import Session
 
+Runs = list[dict[str, NDArray[Any]]]  # for each sample: output name -> value
+
 _INT32_END = 2**31
 _BITS_BY_TYPE = {b"INT4": 4, b"INT8": 8, b"INT16": 16}  # dst_type of AscendQuant
 _MAX_DIFFERENCE = 1e-2  # relative; above it the note asks for a closer look
@@ -328,7 +330,7 @@ def compare_deploy_model(
     deploy_runs = [deploy_session.run(sample) for sample in samples]
     del deploy_session  # each session has all weights, so one is open at a time
 
-    def run_fake_quant(*, npu_rounding: bool) -> list[dict[str, NDArray[Any]]]:
+    def run_fake_quant(*, npu_rounding: bool) -> Runs:
         """Return the outputs of the fake-quant model on all samples."""
         fake_quant = fake_quant_model(model, layers, npu_rounding=npu_rounding)
         # ONNX Runtime's optimizer would fold the dequantization into the weights
@@ -341,11 +343,25 @@ def compare_deploy_model(
 
     # the sums leave the outputs, since the fake-quant models have none
     sum_share_by_layer = _pop_sum_shares(deploy_runs, layer_by_sums_tensor)
+    max_npu_difference, min_amct_cosine = _compare_runs(deploy_runs, npu_runs, amct_runs)
+    return DeployComparison(
+        samples=len(samples),
+        max_npu_difference=max_npu_difference,
+        min_amct_cosine=min_amct_cosine,
+        sum_share_by_layer=sum_share_by_layer,
+    )
 
+
+def _compare_runs(deploy_runs: Runs, npu_runs: Runs, amct_runs: Runs) -> tuple[float, float]:
+    """Compare the float outputs of the deploy model and of two fake-quant models.
+
+    Returns:
+        The largest difference from the model that rounds as AscendQuant; the lowest cosine with
+        AMCT's; NaN where only one of two outputs has a NaN.
+    """
     npu_differences = [0.0]
     amct_cosines = [1.0]
-    runs = zip(deploy_runs, npu_runs, amct_runs, strict=True)
-    for outputs, npu_outputs, amct_outputs in runs:
+    for outputs, npu_outputs, amct_outputs in zip(deploy_runs, npu_runs, amct_runs, strict=True):
         for name, value in outputs.items():
             npu_value = npu_outputs[name]
             amct_value = amct_outputs[name]
@@ -354,13 +370,8 @@ def compare_deploy_model(
             if is_float and value.shape == npu_value.shape == amct_value.shape:
                 npu_differences.append(_relative_difference(value, npu_value))
                 amct_cosines.append(_cosine_of_numbers(value, amct_value))
-    return DeployComparison(
-        samples=len(samples),
-        # NumPy's maximum and minimum, since Python's would lose a NaN
-        max_npu_difference=float(np.max(npu_differences)),
-        min_amct_cosine=float(np.min(amct_cosines)),
-        sum_share_by_layer=sum_share_by_layer,
-    )
+    # NumPy's maximum and minimum, since Python's would lose a NaN
+    return float(np.max(npu_differences)), float(np.min(amct_cosines))
 
 
 def _find_wide_sums(deploy: onnx.ModelProto, layers: QuantLayers) -> dict[str, str]:
@@ -377,13 +388,11 @@ def _find_wide_sums(deploy: onnx.ModelProto, layers: QuantLayers) -> dict[str, s
     return layer_by_sums_tensor
 
 
-def _pop_sum_shares(
-    deploy_runs: Sequence[dict[str, NDArray[Any]]], layer_by_sums_tensor: Mapping[str, str]
-) -> dict[str, float]:
+def _pop_sum_shares(deploy_runs: Runs, layer_by_sums_tensor: Mapping[str, str]) -> dict[str, float]:
     """Remove the tensors of sums from the outputs of all runs; return their largest values.
 
     Args:
-        deploy_runs: name -> output of the deploy model, for each sample.
+        deploy_runs: outputs of the deploy model.
         layer_by_sums_tensor: tensor of sums -> its layer.
 
     Returns:

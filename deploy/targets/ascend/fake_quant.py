@@ -82,15 +82,18 @@ class _FakeQuantWriter(LayerRewriter):
             The nodes, and the tensor that the last one makes.
         """
         name = f"{quant_layer.layer.quant_node_prefix}.quant.fakequant"
-        low, high = ascend_range(quant_layer.record.act_bits)
-        values = {
-            "scale": float(quant_layer.quant_factor),
-            "offset": quant_layer.record.offset_d,
-            "min_val": low,
-            "max_val": high,
-        }
-        nodes = [make_constant(f"{name}.{key}", np.float32(value)) for key, value in values.items()]
-        scale, offset, minimum, maximum = (node.output[0] for node in nodes)
+        nodes: Nodes = []
+
+        def add_constant(key: str, value: float) -> str:
+            node = make_constant(f"{name}.{key}", np.float32(value))
+            nodes.append(node)
+            return str(node.output[0])
+
+        lowest_code, highest_code = ascend_range(quant_layer.record.act_bits)
+        scale = add_constant("scale", float(quant_layer.quant_factor))
+        offset = add_constant("offset", quant_layer.record.offset_d)
+        minimum = add_constant("min_val", lowest_code)
+        maximum = add_constant("max_val", highest_code)
         # (operator, its inputs besides the output of the operator before it)
         round_and_shift: list[tuple[str, list[str]]] = [("Round", []), ("Add", [offset])]
         if self.npu_rounding:  # the NPU adds the offset before it rounds

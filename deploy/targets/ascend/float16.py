@@ -208,9 +208,8 @@ class _Float16Writer:
     def rewrite_standard(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
         """Yield a node of a standard operator, with a Cast for each tensor of another type.
 
-        The node computes in float16 if its outputs are in `tensors_to_be_float16`;
-        `tensors_in_float16` are those that are float16 by now. A schema of ONNX gives each input
-        and output a type variable, such as "T": tensors of one variable have one type.
+        A schema of ONNX gives each input and output a type variable, such as "T": tensors of one
+        variable have one type.
         """
         schema = find_schema(node.op_type, self.opset)
         assert schema is not None
@@ -219,17 +218,9 @@ class _Float16Writer:
         inputs = list(zip(input_variables, node.input, strict=True))
         outputs = list(zip(output_variables, node.output, strict=True))
 
-        # which type variables are float16 in this node
-        common_variables = {*input_variables} & {*output_variables}
-        if node.name in self.float32_nodes:
-            float16_variables = set[str]()
-        elif common_variables:
-            variables_of_float16_outputs = {
-                variable for variable, name in outputs if name in self.tensors_to_be_float16
-            }
-            float16_variables = variables_of_float16_outputs & common_variables
-        else:  # such as a comparison, whose outputs have another type: the inputs decide
-            float16_variables = {variable for variable, name in inputs if self.is_float16(name)}
+        float16_variables = set[str]()
+        if node.name not in self.float32_nodes:
+            float16_variables = self.find_float16_variables(inputs, outputs)
 
         # an input of another type than the node computes in is read through a Cast
         for position, (variable, name) in enumerate(inputs):
@@ -248,6 +239,23 @@ class _Float16Writer:
                 # the node makes a float32 tensor of another name, from which a Cast makes this one
                 node.output[position] = claim_name(f"{name}.float32", self.tensor_names)
                 yield self.make_cast(node.output[position], name, _FLOAT16)
+
+    def find_float16_variables(
+        self, inputs: Iterable[tuple[str, str]], outputs: Iterable[tuple[str, str]]
+    ) -> set[str]:
+        """Return the type variables that are float16 in a node: those of outputs to be float16.
+
+        `inputs` and `outputs`: (type variable, tensor) of each.
+        """
+        input_variables = {variable for variable, _ in inputs}
+        output_variables = {variable for variable, _ in outputs}
+        if input_variables.isdisjoint(output_variables):
+            # such as a comparison, whose outputs have another type: the inputs decide
+            return {variable for variable, name in inputs if self.is_float16(name)}
+        variables_of_float16_outputs = {
+            variable for variable, name in outputs if name in self.tensors_to_be_float16
+        }
+        return variables_of_float16_outputs & input_variables
 
     def is_float16(self, name: str) -> bool:
         """Whether a tensor is float16 now, or a constant is float16 in the file."""

@@ -18,7 +18,7 @@ its name, and an input of an Add or MaxPool (tensor_quantize), by '<node>:<index
     x -> AscendQuant -> int8 -> AscendAntiQuant -> Add, MaxPool      less to move; the node is float
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -186,13 +186,7 @@ def find_layers(model: onnx.ModelProto) -> LayerGraph:
         ModelError: the model is quantized already.
     """
     ops = {node.name: node.op_type for node in model.graph.node}
-    present = sorted({"QuantizeLinear", "DequantizeLinear"} & set(ops.values()))
-    present += [name for name in ops if name.endswith(_FAKE_QUANT_SUFFIX)][:1]
-    if present:
-        raise ModelError(
-            f"a model to be quantized must have no quantization nodes, got {present};"
-            " start from the float model"
-        )
+    _refuse_quantized(ops)
     index = Graph(model)
     layer_graph = LayerGraph({}, ops=ops)
     for node in model.graph.node:
@@ -203,8 +197,8 @@ def find_layers(model: onnx.ModelProto) -> LayerGraph:
         layer_or_reason = _layer_or_float_reason(node, index)
         if isinstance(layer_or_reason, Layer):
             layer_graph.layers[node.name] = layer_or_reason
-            continue
-        layer_graph.float_reasons[node.name] = layer_or_reason
+        else:
+            layer_graph.float_reasons[node.name] = layer_or_reason
         if layer_or_reason == _TWO_ACTIVATIONS:  # int8 if a configuration names it
             layer_graph.optional_layers[node.name] = Layer(
                 name=node.name,
@@ -214,6 +208,17 @@ def find_layers(model: onnx.ModelProto) -> LayerGraph:
                 other_inputs=(node.input[1],),
             )
     return layer_graph
+
+
+def _refuse_quantized(ops: Mapping[str, str]) -> None:
+    """Refuse a model with Q/DQ pairs or AMCT's fake quantization; `ops`: node -> its op type."""
+    quantization_nodes = sorted({"QuantizeLinear", "DequantizeLinear"} & set(ops.values()))
+    quantization_nodes += [name for name in ops if name.endswith(_FAKE_QUANT_SUFFIX)][:1]
+    if quantization_nodes:
+        raise ModelError(
+            f"a model to be quantized must have no quantization nodes, got {quantization_nodes};"
+            " start from the float model"
+        )
 
 
 def _multiplies_activations(node: onnx.NodeProto, index: Graph) -> bool:

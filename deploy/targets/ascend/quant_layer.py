@@ -157,14 +157,14 @@ def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
     Raises:
         ExportError: a scale, a bias or the sums of products exceed the limits of the hardware.
     """
-    quant_factor = _invert_scale(record.input_scale, "scale_d", record.act_bits)
+    quant_factor = _invert_scale(record.scale_d, "scale_d", record.act_bits)
     inverse_dmq_factors = None
     if record.dmq_factors.size:  # DMQ: the input is multiplied by these, the weight by the factors
         shape = (1, -1, *[1] * layer.rank)
         inverse_dmq_factors = (np.float32(1) / record.dmq_factors).reshape(shape)
     # a pool, and an input of tensor_quantize, have no weight
     weight_scale = record.scale_w if record.scale_w.size else np.ones(1, np.float32)
-    dequant_scale = np.asarray(weight_scale * record.input_scale, np.float32)
+    dequant_scale = np.asarray(weight_scale * record.scale_d, np.float32)
     weight = _quantize_weight(layer, record, index) if layer.weight else None
     bias = quantize_bias(read_constant(index, layer.bias), dequant_scale) if layer.bias else None
     # with 16-bit activations nearly every layer could overflow: a build measures their sums

@@ -265,7 +265,7 @@ def _fit_weight_scales(layer: Layer, record: LayerRecord, index: Graph) -> tuple
     # int32. Ascend adds the products to it, which would then overflow: the scale is enlarged
     # until the bias takes at most half of int32.
     bias = read_constant(index, layer.bias).reshape(-1)
-    min_scales = np.abs(bias.astype(np.float64)) / (float(record.input_scale) * _HALF_OF_INT32)
+    min_scales = np.abs(bias.astype(np.float64)) / (float(record.scale_d) * _HALF_OF_INT32)
     enlarged_scales = np.maximum(channel_scales, min_scales.astype(np.float32))
     if (enlarged_scales == channel_scales).all():
         return channel_scales, ""
@@ -365,8 +365,12 @@ def precision_notes(
             f"{summarize_layers(float16_layers)} read and give float16, as in the file; calibration"
             " and evaluation ran in float32."
         )
-    if any(flag.partition("=")[0] in _PRECISION_FLAGS for flag in atc_flags):
-        return
+    if not any(flag.partition("=")[0] in _PRECISION_FLAGS for flag in atc_flags):
+        yield from _float16_overflow_notes(recipe)
+
+
+def _float16_overflow_notes(recipe: Recipe) -> Iterator[str]:
+    """Yield a note on the float nodes whose values exceed float16, in which atc computes them."""
     magnitudes = {
         tensor: max(-scale.observed_min, scale.observed_max)
         for tensor, scale in recipe.ranges.items()

@@ -48,7 +48,7 @@ class LayerRecord:
     For a MatMul of two activations, scale_d is the first factor's and scale_w the second's.
 
     Attributes:
-        scale_d: activation scale; None before calibration is complete.
+        scale_d: activation scale.
         scale_w: weight scales, float32 [C_out] or [1]; empty if the record has none.
         dmq_factors: DMQ factors by input channel, float32 [C_in]; empty without DMQ.
         has_weight: the layer has a weight (AveragePool has none, but records scale_w 1).
@@ -61,7 +61,7 @@ class LayerRecord:
             record, but does not write it there.
     """
 
-    scale_d: np.float32 | None
+    scale_d: np.float32
     offset_d: int = 0
     scale_w: Float32Array
     dmq_factors: Float32Array = field(default_factory=lambda: NO_DMQ_FACTORS)
@@ -72,12 +72,6 @@ class LayerRecord:
     act_bits: int = 8
     weight_bits: int = 8
     force_fp16: bool = False
-
-    @property
-    def input_scale(self) -> np.float32:
-        """`scale_d` of a complete record."""
-        assert self.scale_d is not None
-        return self.scale_d
 
 
 # layer name, or '<node>:<index>' of a tensor_quantize input -> its record
@@ -92,10 +86,9 @@ def write_record(records: Records, float16_layers: Collection[str] = ()) -> str:
     message = message_class("ScaleOffsetRecord")()
     for name, record in records.items():
         value = message.record.add(key=name).value
-        if record.scale_d is not None:
-            value.scale_d = float(record.scale_d)
-            value.offset_d = record.offset_d
-            value.act_type = f"INT{record.act_bits}"
+        value.scale_d = float(record.scale_d)
+        value.offset_d = record.offset_d
+        value.act_type = f"INT{record.act_bits}"
         value.scale_w.extend(record.scale_w.tolist())
         value.offset_w.extend([0] * record.scale_w.size)
         value.tensor_balance_factor.extend(record.dmq_factors.tolist())
@@ -173,11 +166,6 @@ def check_record(records: Records, graph: LayerGraph) -> None:
             check_tensor_input(name, graph)
         elif name not in layer_by_name:
             raise ConfigError(f"layer {name!r} of the record {no_layer_reason(name, graph)}")
-        if record.scale_d is None:
-            raise ConfigError(
-                f"layer {name!r} must hold scale_d and offset_d, got none; the calibration was"
-                " not complete, run it again"
-            )
         _check_weight_scales(name, record, layer_by_name[name])
         _check_bit_widths(name, record, layer_by_name[name])
 
@@ -234,15 +222,17 @@ def _read_layer(message: Any) -> LayerRecord:
     `message`: the entry's protobuf message.
     """
     _check_scales_and_offsets(message)
-    # 0 for a type that is unset
-    bits_by_field = {field: _read_bits(message, field) for field in _WIDTHS_BY_FIELD}
-    # where dst_type is set, it is the type of the activations and of the weights
-    act_bits = bits_by_field["dst_type"] or bits_by_field["act_type"] or 8
-    weight_bits = bits_by_field["dst_type"] or bits_by_field["wts_type"] or 8
-    low, high = ascend_range(act_bits)
+    # 0 for a type that is unset; dst_type is that of the activations and of the weights
+    bits_of_both = _read_bits(message, "dst_type")
+    activation_bits = _read_bits(message, "act_type")
+    weight_bits = _read_bits(message, "wts_type")
+    activation_bits = bits_of_both or activation_bits or 8
+    weight_bits = bits_of_both or weight_bits or 8
+    low, high = ascend_range(activation_bits)
     if not low <= message.offset_d <= high:
         raise ConfigError(
-            f"offset_d must be in [{low}, {high}] with {act_bits} bits, got {message.offset_d}"
+            f"offset_d must be in [{low}, {high}] with {activation_bits} bits, got"
+            f" {message.offset_d}"
         )
     mode = message.fakequant_precision_mode
     if mode not in ("", "DEFAULT", "UNSET", _FORCE_FP16):  # the first three mean the default
@@ -255,14 +245,14 @@ def _read_layer(message: Any) -> LayerRecord:
     # AMCT writes scale 1 without a type for a pool, which has no weight
     is_pool = message.wts_type == "" and scale_w.tolist() == [1.0]
     return LayerRecord(
-        scale_d=np.float32(message.scale_d) if message.HasField("scale_d") else None,
+        scale_d=np.float32(message.scale_d),
         offset_d=message.offset_d,
         scale_w=scale_w,
         dmq_factors=_read_dmq_factors(message),
         has_weight=not is_pool,
         skip_fusion=message.skip_fusion,
         is_node_input=message.is_tensor_quantize,
-        act_bits=act_bits,
+        act_bits=activation_bits,
         weight_bits=weight_bits,
         force_fp16=mode == _FORCE_FP16,
     )
@@ -283,13 +273,12 @@ def _check_scales_and_offsets(message: Any) -> None:
     for offset in message.offset_w:
         if offset:  # int8 weights are symmetric on Ascend
             raise ConfigError(f"offset_w must be 0, got {offset}")
-    scales = [*message.scale_w]
-    has_input_scale = message.HasField("scale_d")  # not in a record before its calibration ends
-    if has_input_scale != message.HasField("offset_d"):
-        raise ConfigError("scale_d and offset_d must come together, got one of them")
-    if has_input_scale:
-        scales.append(message.scale_d)
-    for scale in scales:
+    if not (message.HasField("scale_d") and message.HasField("offset_d")):
+        raise ConfigError(
+            "a layer must hold scale_d and offset_d, got one without; the calibration was not"
+            " complete, run it again"
+        )
+    for scale in (*message.scale_w, message.scale_d):
         if not _MIN_SCALE <= scale <= 1 / _MIN_SCALE:
             raise ConfigError(f"a scale must be in [2.22e-16, 4.5e15], got {scale}")
     if message.shift_bit:

@@ -399,7 +399,7 @@ class Ascend(Target):
         decisions = decide_precisions(
             recipe.model, recipe.graph, recipe.records, recipe.float_reasons
         )
-        runnable = None
+        runnable = None  # if atc failed, nothing is there to be run or shipped
         shipped = []
         if not atc_error:
             runnable = files["fake-quant model"]  # on a CPU, in place of the .om
