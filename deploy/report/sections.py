@@ -14,8 +14,10 @@ Each picture is in the page once, however many engines are drawn over it.
 from collections.abc import Callable, Iterator
 from html import escape
 from itertools import islice
+from pathlib import PurePath
 
 from deploy.errors import counted
+from deploy.files.manifest import RECORDS
 from deploy.report import charts, figures, tables
 from deploy.report.blocks import (
     Block,
@@ -202,7 +204,7 @@ def _search(report: Findings) -> Sections:
             continue
         text = f"Built: {tables.search_text(search)}."
         if plan:
-            text += f" It is kept in {plan}."
+            text += f" It is kept in {RECORDS}/{PurePath(plan).name}."  # beside the report
         blocks: list[Block] = [Paragraph(text)]
         if search.front:
             if figure := charts.front_figure(search.front):
