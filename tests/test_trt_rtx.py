@@ -3,6 +3,7 @@
 `scripts/trt_bindings.sh` fetches the compiler (90 MB); tests that compile are skipped without it.
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -43,7 +44,8 @@ def test_engine_is_compiled_and_reused(precision, compiler, tmp_path, monkeypatc
     report = build(DEMO / "fashion.onnx", DEMO / "calib", out=tmp_path, targets=[target], **QUICK)
     assert not report.targets[0].error
     engine = tmp_path / f"fashion.sm89-sm120-{VERSION}.rtx.engine"
-    data, made_from = manifest.read_with_note(engine)
+    data = engine.read_bytes()
+    made_from = json.loads(manifest.note_path(engine).read_bytes())
     assert made_from["tensorrt_rtx"] == VERSION
     assert made_from["compute_capabilities"] == ["SM89", "SM120"]
     assert f"--loadEngine={engine.name}" in (tmp_path / "fashion_rtx.sh").read_text()

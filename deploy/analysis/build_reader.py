@@ -24,7 +24,7 @@ from deploy.feed.feed import Dataset, is_array_dataset
 from deploy.feed.paths import resolve_path_list
 from deploy.feed.preprocess import Preprocess, apply_user_options
 from deploy.files import atomic, manifest, staging, toml
-from deploy.files.manifest import PAGES, RECORDS, SETTINGS, Manifest
+from deploy.files.manifest import RECORDS, REPORT_JSON, SETTINGS, Manifest
 from deploy.frontends import LoadedModel, load_float_or_qdq
 from deploy.frontends.input_shapes import open_with_shapes, parse_input
 from deploy.metrics.output_errors import OutputAccuracy, sqnr_sort_key
@@ -148,11 +148,11 @@ def read_stored_build(folder: Path | str) -> StoredBuild:
     """
     path = Path(folder)
     if path.suffix != ".json":
-        path = path / PAGES[0]
+        path = path / REPORT_JSON
     if not os.path.isfile(path):
         raise ConfigError(
             f"a build must be a folder that `calib8 build` wrote, got {Path(folder)} without a"
-            f" {PAGES[0]}; build first, or name the folder that --out named"
+            f" {REPORT_JSON}; build first, or name the folder that --out named"
         )
     options = _read_options(path.with_name(SETTINGS))
     return StoredBuild(name=str(folder), path=path, report=read_report(path), options=options)

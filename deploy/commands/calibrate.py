@@ -152,8 +152,9 @@ def merge(
     """  # noqa: D301 (click reads the backspace)
     from deploy.pipeline.calibration_setup import merge_with
 
-    path = out or Path(f"{model.stem}.cache")
-    options = replace(calibration, cache=replace(calibration.cache, path=path), threads=1)
+    cache_path = out or Path(f"{model.stem}.cache")
+    cache = replace(calibration.cache, path=cache_path)
+    options = replace(calibration, cache=cache, threads=1)  # no sample is run
     resolved_model = resolve_model(model, input_texts, weights)
     result = merge_with(resolved_model, shards, options, targets=targets)
-    print_calibration(result, path, verbose=verbose, json_path=json_path)
+    print_calibration(result, cache_path, verbose=verbose, json_path=json_path)

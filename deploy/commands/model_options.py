@@ -192,8 +192,8 @@ def torch_options(command: CommandFunction) -> CommandFunction:
     options = (
         click.argument("model"),
         _input_option(
-            "Input, batch first, such as 1x3x224x224 or ids=1x128:int64; once for each, by an"
-            " argument of forward or a key of the dict that it takes."
+            "Input, batch first, such as 1x3x224x224. Repeat for several, each with its argument"
+            " of forward, or key of the dict that forward takes: ids=1x128:int64."
         ),
         base.model_option(
             "--sample",

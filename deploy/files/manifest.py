@@ -81,7 +81,8 @@ def _note_text(data: bytes, made_from: Mapping[str, Any]) -> str:
 RECORDS = "calib8"  # subfolder of what the next build reuses: cache, plan, manifest
 MANIFEST_NAME = f"{RECORDS}/manifest.json"
 SETTINGS = "calib8.toml"  # the options of a build
-PAGES = ("report.json", "report.md", "report.html")  # reports of a build
+REPORT_JSON = "report.json"
+PAGES = (REPORT_JSON, "report.md", "report.html")  # reports of a build
 SCHEMA = "calib8-manifest/1"
 _IS_MISSING, _WAS_CHANGED = "is missing", "was changed after it was written"
 

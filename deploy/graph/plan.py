@@ -174,8 +174,8 @@ def analyse(
     """
     if analysis is None:
         analysis = ModelAnalysis(model)
-    # a gate (Hard-Swish, squeeze-excite) has several nodes; if the target runs gates in int8, the
-    # graph below has one node in place of those of each gate
+    # a gate (Hard-Swish, squeeze-excite) has several nodes; if the target runs gates in int8
+    # (`glue`: what it runs in int8 beside layers), the graph has one node in place of each gate's
     gates = analysis.gates if GATE in placement.glue else ()
     graph = analysis.collapsed if gates else analysis.graph
     gate_by_node: dict[str, str] = {}  # node of a gate -> the one node in its place
@@ -195,9 +195,9 @@ def analyse(
     decisions = _decide(
         model.graph.node, graph, placement, float_reasons, gate_by_node, bias_add_by_matmul
     )
-    # in the graph where a gate still has all its nodes: its first node, an Add, may read a Conv
+    # searched in the graph that is not collapsed: the first node of a gate, an Add, may read a Conv
     bias_shifts = _find_bias_shifts(analysis.graph, weights, int8_gates)
-    int8_scalars = []  # Adds and Muls of a constant, which is stored in int8
+    int8_scalars = []  # Adds and Muls of a constant, scalar or not, which is stored in int8
     if placement.runs_on_onnxruntime:
         int8_scalars = [node.name for node in int8_nodes if has_constant_operand(graph, node)]
     return Plan(

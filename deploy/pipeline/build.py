@@ -414,14 +414,15 @@ def _measure_on_images(
     They are compared with the model that was calibrated, whose outputs are stored for some
     calibration samples; engines of a Q/DQ model with its float reference.
 
-    An unexpected exception is a fault of calib8. Each target is then measured alone: those that
-    raise it again have failed, and the others are measured together without them.
+    An unexpected exception is a fault of calib8. Each target is then measured alone: those with an
+    error of their own have failed, and the others are measured together without them.
     """
-    float_model = build.reference
-    observed_outputs = None
     if build.loaded.qdq is None:
         float_model = calibration.loaded
         observed_outputs = calibration.evaluation_set.outputs
+    else:
+        float_model = build.reference
+        observed_outputs = None
     measure = partial(
         measure_engines,
         float_model,

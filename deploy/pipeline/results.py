@@ -164,7 +164,7 @@ def find_earlier_report(folder: Path, model_digest: str) -> Report | None:
     """Return the report of the build of the same model that is in a folder; None without."""
     with suppress(CacheError, ConfigError, KeyError, TypeError):
         if manifest.read_manifest(folder).made_from["model"]["sha256"] == model_digest:
-            return read_report(folder / manifest.PAGES[0], rewritable=True)
+            return read_report(folder / manifest.REPORT_JSON, rewritable=True)
     return None
 
 

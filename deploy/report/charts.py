@@ -80,16 +80,16 @@ _BAR_WIDTH, _BAR_HEIGHT = 190, 16  # in px
 
 
 def range_bar(row: TensorRow) -> str:
-    """Draw a tensor's observed values and its clip range, as one line of a table.
+    """Return a drawing (SVG) of a tensor's observed values and clip range, for a row of a table.
 
     "" if the range has no width, or an end is not finite.
     """
-    lo = min(row.observed_min, row.lo, 0.0)
-    hi = max(row.observed_max, row.hi, 0.0)
-    if not (math.isfinite(lo) and math.isfinite(hi)) or hi <= lo:
+    axis_lo = min(row.observed_min, row.lo, 0.0)
+    axis_hi = max(row.observed_max, row.hi, 0.0)
+    if not (math.isfinite(axis_lo) and math.isfinite(axis_hi)) or axis_hi <= axis_lo:
         return ""
 
-    axis = _Axis(lo, hi, start=1, length=_BAR_WIDTH - 2)
+    axis = _Axis(axis_lo, axis_hi, start=1, length=_BAR_WIDTH - 2)
     observed_start = axis.position(row.observed_min)
     observed_end = axis.position(row.observed_max)
     clip_start = axis.position(row.lo)

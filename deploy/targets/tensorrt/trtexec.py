@@ -195,7 +195,8 @@ def trtexec_commands(
     """Return the commands that build the engine on a GPU machine with these files.
 
     There are up to three ways: from the float model and the cache, from the Q/DQ model, and from
-    the typed model. For DLA it is the cache up to TensorRT 10.7, and later the typed model.
+    the typed model. Where no cache can be read (by TensorRT 11, or in FP8), only the last one is
+    left. For DLA it is the cache up to TensorRT 10.7, and later the typed model.
 
     Args:
         options: options of the target.
