@@ -343,7 +343,7 @@ class Labels(PlaceTask):
 
 LABELS = Form(
     shape="[N, 1], [N, 4 or more labels], [N, T] or [N, T, C], all after a Sigmoid",
-    values="independent probabilities, most near 0 or 1; with `--task` without a Sigmoid too",
+    values="independent probabilities, most near 0 or 1; `--task` needs no Sigmoid",
     figure="probabilities on the same side of 0.5, in the first such output",
     source="taggers, voice activity, wake words",
 )
@@ -454,8 +454,8 @@ class Embeddings(EvaluationTask):
 
 EMBEDDINGS = Form(
     shape="[N, D] with D of 32 or more",
-    values="unit vectors, or values evenly on both sides of 0; for pictures also values of 0"
-    " or more, if D is a multiple of 16",
+    values="unit vectors; values evenly on both sides of 0; or, for pictures and D a multiple of"
+    " 16, values of 0 or more",
     figure="same nearest neighbour; cosine",
     source="faces, sentences, CLIP",
 )
