@@ -63,15 +63,20 @@ def pair_maxima(rows: RealArray, scales: Float32Array) -> Float32Array:
     return np.asarray(maxima, np.float32).reshape(-1)
 
 
-def pair_sums(rows: NDArray[np.generic]) -> Float32Array:
+def pair_sums(weights: NDArray[np.generic]) -> Float32Array:
     """Return |w| + |w'| of each pair of equal sign, else the larger |w|: [C_out, pairs].
 
-    `rows`: [C_out, C_in of a group, ...], in real units or in steps.
+    A pair is a weight and the next one, whose products are added in 16 bits. Pairs start at every
+    second weight, or at every weight if they may overlap.
+
+    `weights`: [C_out, C_in of a group, ...], in real units or in steps.
     """
-    padded = np.pad(_flatten(rows), ((0, 0), (0, 2))).astype(np.float32)  # 0 after the last weight
-    stride = pair_stride(rows.shape)
-    first_weights = padded[:, :-2:stride]
-    second_weights = padded[:, 1:-1:stride]
+    # 0 after the last weight
+    padded = np.pad(_flatten(weights), ((0, 0), (0, 1))).astype(np.float32)
+    stride = pair_stride(weights.shape)
+    first_weights = padded[:, :-1:stride]
+    second_weights = padded[:, 1::stride]
+    # a zero adds nothing, whatever its sign
     has_equal_sign = (first_weights > 0) == (second_weights > 0)
     first_sizes = np.abs(first_weights)
     second_sizes = np.abs(second_weights)

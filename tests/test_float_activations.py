@@ -7,7 +7,7 @@ from onnx import numpy_helper
 
 from deploy.runtimes.ort import OrtSession
 from deploy.tuning import float_activations
-from deploy.tuning.float_activations import FloatActivations, border_tensors
+from deploy.tuning.float_activations import FloatActivations, find_border_tensors
 from tests.models import make_model, make_node
 
 SAMPLES = [{"x": x} for x in np.random.default_rng(0).normal(size=(2, 1, 4)).astype(np.float32)]
@@ -50,9 +50,9 @@ def activations():
 
 
 def test_border_tensors_cross_the_change():
-    assert border_tensors(chain(), ["C"]) == ["b", "a"]
-    assert border_tensors(chain(), ["B"]) == ["a"]
-    assert border_tensors(chain(), ["A"]) == []  # the model's own input is no border
+    assert find_border_tensors(chain(), ["C"]) == ["b", "a"]
+    assert find_border_tensors(chain(), ["B"]) == ["a"]
+    assert find_border_tensors(chain(), ["A"]) == []  # the model's own input is no border
 
 
 @pytest.mark.parametrize("changed, node_count", [("B", 4), ("C", 3), ("A", 5)])

@@ -139,7 +139,7 @@ def test_program_finds_the_boxes_that_are_judged(coding, layout, extra, rng, tmp
         scores=(Columns("y", layout, box_width, end),),
         box_columns=(Columns("y", layout, 0, box_width),),
         gates=(tail,) if tail is not None and extra == "gate" else (),
-        extra=(tail,) if tail is not None and extra != "gate" else (),
+        shape_columns=(tail,) if tail is not None and extra != "gate" else (),
         strides=(8, 16),
         coding=coding,
         classes=3,

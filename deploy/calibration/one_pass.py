@@ -469,27 +469,29 @@ def _observe_preliminary(
 ) -> ObservedStatistics:
     """Return `observed` with the preliminary observations added, made on the first samples.
 
-    An observation waits until those are made that its variant of the model is built from (`needs`),
-    so the samples are run once or several times.
+    The variant of the model that an observation runs on may be built from earlier observations (its
+    `needs`): it waits for them, so the samples may be run several times.
     """
+    all_statistics = observed
     remaining = list(observations)
     with phase("the first samples"):
+        # this ends: observations come after their needs, so the first remaining one is ready
         while remaining:
             ready = [
                 observation
                 for observation in remaining
-                if not observed.missing(observation.variant.needs)
+                if not all_statistics.missing(observation.variant.needs)
             ]
-            # several threads only if all statistics are recorded in sample order: others would be
-            # recorded separately in each thread, and of these only histograms can be merged
+            # each of several threads would record its own copy of a statistic that is not ordered,
+            # and only copies of a histogram can be merged
             are_all_ordered = all(observation.statistic.ordered for observation in ready)
             usable_threads = threads if are_all_ordered else 1
-            statistics = observe(
-                ready, samples, observed=observed, threads=usable_threads, runs=runs
+            new_statistics = observe(
+                ready, samples, observed=all_statistics, threads=usable_threads, runs=runs
             )
-            observed = observed.merged_with(statistics)
-            remaining = list(observed.missing(remaining))
-    return observed
+            all_statistics = all_statistics.merged_with(new_statistics)
+            remaining = list(all_statistics.missing(remaining))
+    return all_statistics
 
 
 def count_workers(observations: Iterable[Observation], model: onnx.ModelProto, threads: int) -> int:

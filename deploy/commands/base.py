@@ -374,13 +374,13 @@ _quiet_option = general_option(
 )
 
 
-def quietable(*files: str) -> Decorator:
+def quietable(*file_flags: str) -> Decorator:
     """Return a decorator that adds `--quiet` to a command, and shows its progress.
 
     `--json -` suppresses the command's text too, since it prints JSON in its place.
 
     Args:
-        files: flags that write the result to a file, or print it by `say_data`; one of them must be
+        file_flags: they write the result to a file, or print it by `say_data`; one of them must be
             given with --quiet, if the command writes nothing else.
     """
 
@@ -392,8 +392,9 @@ def quietable(*files: str) -> Decorator:
             """Run the command: without text if it is quiet, else with progress."""
             if quiet and arguments.get("verbose"):
                 raise click.UsageError("--quiet and --verbose exclude each other")
-            if quiet and files and not set(files) & set(given_flags()):
-                refuse_flags(["--quiet"], without=" or ".join(files))
+            # without text and without a file, the command would have no result
+            if quiet and file_flags and not set(file_flags) & set(given_flags()):
+                refuse_flags(["--quiet"], without=" or ".join(file_flags))
             prints_json = arguments.get("json_path") == _SCREEN
             with without_text(quiet or prints_json), show_progress(not quiet):
                 command(**arguments)

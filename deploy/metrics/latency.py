@@ -335,7 +335,7 @@ class _TimedSession:
 
     Attributes:
         session: the session.
-        has_cpu_clock: whether its latency is CPU time of the calling thread, if it does not time
+        uses_cpu_time: whether its latency is CPU time of the calling thread, if it does not time
             its device; else wall-clock time.
         latency_ms: time of each iteration by the clock of its latency.
         host_ms: wall-clock time of `run`.
@@ -343,7 +343,7 @@ class _TimedSession:
     """
 
     session: Session
-    has_cpu_clock: bool
+    uses_cpu_time: bool
     latency_ms: list[float] = field(default_factory=list)
     host_ms: list[float] = field(default_factory=list)
     device_times: list[DeviceTimes] = field(default_factory=list)
@@ -362,7 +362,7 @@ class _TimedSession:
             self.device_times.append(stages)
             # from the first byte sent to the last byte received
             self.latency_ms.append(stages.h2d_ms + stages.compute_ms + stages.d2h_ms)
-        elif self.has_cpu_clock:
+        elif self.uses_cpu_time:  # leaves out the time in which other programs had the core
             self.latency_ms.append((cpu_end - cpu_start) * 1e3)
         else:
             self.latency_ms.append(host_ms)
@@ -383,7 +383,7 @@ class _TimedSession:
             h2d=self._stage("h2d_ms"),
             gpu_compute=self._stage("compute_ms"),
             d2h=self._stage("d2h_ms"),
-            is_cpu_time=self.has_cpu_clock and not self.device_times,
+            is_cpu_time=self.uses_cpu_time and not self.device_times,
             samples_ms=tuple(self.latency_ms),
             warnings=tuple(self._warnings(timing)),
         )
@@ -427,10 +427,10 @@ def _run_rounds(
     Returns:
         label -> the session with its times.
     """
-    has_cpu_clock = _run_in_calling_thread(sessions.values())
+    uses_cpu_time = _run_in_calling_thread(sessions.values())
     timed_sessions = {}
     for label, session in sessions.items():
-        timed_sessions[label] = _TimedSession(session, has_cpu_clock)
+        timed_sessions[label] = _TimedSession(session, uses_cpu_time)
     running_order = [*timed_sessions.values()]
     start = time.perf_counter()
     round_count = 0

@@ -104,7 +104,7 @@ class RunningError:
     empty: int = 0
 
     def add(self, reference: Array, candidate: Array) -> None:
-        """Add one sample; one with NaN or Inf, or of another shape, is only counted as such."""
+        """Add a sample; only count one without values, of two shapes, or with NaN or Inf."""
         if reference.shape != candidate.shape:
             self.other_shape += 1
             return
@@ -113,8 +113,8 @@ class RunningError:
             return
         reference = reference.reshape(-1)
         candidate = candidate.reshape(-1)
-        sums, max_error = _pair_sums(reference, candidate)
-        if not np.isfinite(sums).all():
+        sample_sums, max_error = _pair_sums(reference, candidate)
+        if not np.isfinite(sample_sums).all():
             reference_is_finite = bool(np.isfinite(reference).all())
             candidate_is_finite = bool(np.isfinite(candidate).all())
             self.not_finite[0] += not reference_is_finite
@@ -122,15 +122,16 @@ class RunningError:
             if not reference_is_finite or not candidate_is_finite:
                 return
             # all values are finite, but their squares overflow: the figures become Inf or NaN
-        self.sums += sums
-        # the sum begins as a single 0; a row whose length differs from the first is not added
+        self.sums += sample_sums
+        # None: the sum is not wanted. It begins as a single 0; a sample whose size differs from the
+        # first is not added
         if self.reference_sum is not None and self.reference_sum.size in (1, reference.size):
             self.reference_sum = self.reference_sum + reference.astype(np.float64)
         self.max_values = max(self.max_values, reference.size)
         self.max_error = max(self.max_error, max_error)
-        row_cosine = _cosine(sums)
-        self.cosine_sum += row_cosine
-        self.cosine_min = min(self.cosine_min, row_cosine)
+        sample_cosine = _cosine(sample_sums)
+        self.cosine_sum += sample_cosine
+        self.cosine_min = min(self.cosine_min, sample_cosine)
         self.samples += 1
 
     def result(self) -> OutputAccuracy:

@@ -142,7 +142,8 @@ def _propose_one_output(name: str, width: int) -> Iterator[RowDecoder]:
         )
         if width > _MIN_WIDTH and corner == 0:
             coding = "centre" if width == 7 else "corners"
-            decoder = replace(decoder, coding=coding, extra=(Columns(name, LIST, _MIN_WIDTH),))
+            shape_columns = (Columns(name, LIST, _MIN_WIDTH),)
+            decoder = replace(decoder, coding=coding, shape_columns=shape_columns)
         yield decoder
 
 
@@ -173,7 +174,7 @@ def _is_list(decoder: RowDecoder, samples: FirstSamples) -> bool:
         if not has_falling_scores or len(rows) <= len(tables):
             return False
     # pooled features [N, C] have one row a sample; a channel that is always 0 looks like class 0
-    if decoder.extra and all(len(table) == 1 for table in tables):
+    if decoder.shape_columns and all(len(table) == 1 for table in tables):
         return False
     if not np.isfinite(rows).all():
         return False

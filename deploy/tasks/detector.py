@@ -210,7 +210,7 @@ class RowDecoder:
         scores: columns of the classes, of each level.
         box_columns: columns of the boxes, of each level; empty if they are not decoded.
         gates: columns that multiply the scores, such as an objectness; empty without.
-        extra: columns of key points, mask weights or an angle; empty without.
+        shape_columns: columns of key points, mask weights or an angle; empty without.
         numbers: column of the class numbers of a list; empty without.
         is_list: whether the model has suppressed the boxes itself.
         has_rows_first: whether a list's corners are y1 x1 y2 x2.
@@ -220,15 +220,15 @@ class RowDecoder:
         activation: missing activation of the scores: "", "sigmoid" or "softmax".
         gate_activation: the same of the gates.
         background: class of the background, which is left out; None without.
-        point_width: numbers per key point of the extra columns, 2 or 3; 0 without.
+        point_width: numbers per key point of the shape columns, 2 or 3; 0 without.
         mask_maps: output of the masks' prototypes; "" without.
-        has_angle: whether the extra column is an angle.
+        has_angle: whether the shape column is an angle.
     """
 
     scores: tuple[Columns, ...]
     box_columns: tuple[Columns, ...] = ()
     gates: tuple[Columns, ...] = ()
-    extra: tuple[Columns, ...] = ()
+    shape_columns: tuple[Columns, ...] = ()
     numbers: tuple[Columns, ...] = ()
     is_list: bool = False
     has_rows_first: bool = False
@@ -245,7 +245,7 @@ class RowDecoder:
     @property
     def outputs(self) -> tuple[str, ...]:
         """All outputs that it reads."""
-        columns = (*self.box_columns, *self.scores, *self.numbers, *self.gates, *self.extra)
+        columns = (*self.box_columns, *self.scores, *self.numbers, *self.gates, *self.shape_columns)
         names = [part.output for part in columns]
         if self.mask_maps:
             names.append(self.mask_maps)
@@ -357,32 +357,35 @@ class RowDecoder:
             outputs: of the sample.
 
         Raises:
-            OtherShapeError: an output has another shape.
+            OtherShapeError: an output has another shape, or the coding counts from cells and the
+                size of the picture is unknown.
         """
-        box_numbers = self._read_boxes(outputs, row_count)[rows]
+        encoded_boxes = self._read_boxes(outputs, row_count)[rows]
         coding = CODINGS[self.coding]
         # column, row and stride of each row's cell; codings without cells do not read them
         cells = np.zeros((row_count, 3))
         if coding.uses_cells:
-            cells = np.zeros((0, 3)) if size is None else list_cells(self.strides, size)
+            if size is None:  # cells cannot be placed
+                raise OtherShapeError
+            cells = list_cells(self.strides, size)
             if len(cells) != row_count:
                 raise OtherShapeError
-        extra = np.zeros((row_count, 0))
-        if self.extra:
-            extra = read_columns(self.extra, outputs, row_count)
-        shapes = self._read_shapes(box_numbers, extra[rows], size, outputs)
-        return coding.decode(box_numbers, cells[rows]), shapes
+        shape_numbers = np.zeros((row_count, 0))
+        if self.shape_columns:
+            shape_numbers = read_columns(self.shape_columns, outputs, row_count)
+        shapes = self._read_shapes(encoded_boxes, shape_numbers[rows], size, outputs)
+        return coding.decode(encoded_boxes, cells[rows]), shapes
 
     def _read_shapes(
-        self, boxes: Floats, extra: Floats, size: ImageSize | None, outputs: Outputs
+        self, boxes: Floats, numbers: Floats, size: ImageSize | None, outputs: Outputs
     ) -> BoxShapes | None:
         """Return the masks, the ends of rotated boxes, or the key points of some rows.
 
-        None if the further columns have no known meaning.
+        None if the shape columns have no known meaning.
 
         Args:
             boxes: numbers of these rows' boxes, [n, 4].
-            extra: their further columns, [n, k].
+            numbers: their shape columns, [n, k].
             size: (height, width) of the picture in pixels; None if it is unknown.
             outputs: of the sample.
 
@@ -390,18 +393,18 @@ class RowDecoder:
             OtherShapeError: an output has another shape.
         """
         if self.mask_maps:
-            masks = make_masks(extra, outputs.get(self.mask_maps), size)
+            masks = make_masks(numbers, outputs.get(self.mask_maps), size)
             if masks is None:
                 raise OtherShapeError
             return masks
         if self.has_angle:
-            return BoxPoints(find_rotated_ends(boxes, extra[:, 0]))
+            return BoxPoints(find_rotated_ends(boxes, numbers[:, 0]))
         if not self.point_width:
             return None
-        if extra.shape[1] % self.point_width:
+        if numbers.shape[1] % self.point_width:
             raise OtherShapeError
-        point_count = extra.shape[1] // self.point_width
-        return BoxPoints(extra.reshape(len(extra), point_count, self.point_width))
+        point_count = numbers.shape[1] // self.point_width
+        return BoxPoints(numbers.reshape(len(numbers), point_count, self.point_width))
 
 
 # --- codings of boxes ---

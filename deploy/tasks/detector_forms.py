@@ -219,7 +219,7 @@ def _split_columns(table: _RowTable, samples: FirstSamples) -> Iterator[RowDecod
         scores=table.select_columns(first_class, scores_end),
         box_columns=table.select_columns(0, _BOX_WIDTH),
         gates=table.select_columns(_BOX_WIDTH, first_class),  # the objectness, if there is one
-        extra=table.select_columns(scores_end, table.width),
+        shape_columns=table.select_columns(scores_end, table.width),
         strides=table.strides,
     )
 
@@ -317,10 +317,11 @@ def _join_levels(levels: Sequence[RowDecoder]) -> RowDecoder | None:
     Each of `levels` is the decoder of one level alone.
     """
     joined: dict[str, Any] = {}
-    for name in ("scores", "box_columns", "gates", "extra", "strides"):
+    for name in ("scores", "box_columns", "gates", "shape_columns", "strides"):
         columns = [getattr(level, name) for level in levels]
         joined[name] = (*itertools.chain.from_iterable(columns),)
-        if name in ("extra", "strides") and not all(columns):  # of some levels they say nothing
+        # columns or strides of only some levels say nothing
+        if name in ("shape_columns", "strides") and not all(columns):
             joined[name] = ()
     if not levels or len(joined["gates"]) not in (0, len(levels)):
         return None
@@ -369,7 +370,7 @@ def _pair_tables(tables: Sequence[_RowTable], *, are_known_boxes: bool) -> RowDe
         scores=(scores,),
         box_columns=boxes.select_columns(0, boxes.width),
         gates=tuple(gates),
-        extra=tuple(further_columns[:1]),
+        shape_columns=tuple(further_columns[:1]),
         strides=boxes.strides,
     )
 
@@ -632,9 +633,9 @@ def read_extra(decoder: RowDecoder, samples: FirstSamples) -> RowDecoder:
     there is a single column of angles; or key points that move with their boxes. If none of these
     fits, the decoder is returned as it is.
     """
-    if not decoder.extra:
+    if not decoder.shape_columns:
         return decoder
-    extra = _read_rows(decoder.extra, samples)
+    extra = _read_rows(decoder.shape_columns, samples)
     boxes = _read_rows(decoder.box_columns, samples)
     width = extra.shape[1]
     maps = [name for name in samples.names if _are_prototypes(name, width, samples)]
@@ -699,7 +700,7 @@ def slice_detector(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput
         name = scores.output
         axis = -1 if scores.layout == ROWS else 1
         starts = {boxes.start, scores.start}
-        starts.update(columns.start for columns in decoder.extra)
+        starts.update(columns.start for columns in decoder.shape_columns)
         column_count = samples.outputs[0][name].shape[axis]
         slices[name] = ()
         for start, stop in itertools.pairwise(sorted([*starts, column_count])):
@@ -713,7 +714,7 @@ def _slice_separate_outputs(decoder: RowDecoder, samples: FirstSamples) -> Slice
     for columns in (*decoder.scores, *decoder.gates):
         slices[columns.output] = (OutputSlice(output=columns.output),)
     weights = [*_find_weights(decoder, samples)]
-    for columns_of_levels in (decoder.box_columns, decoder.extra):
+    for columns_of_levels in (decoder.box_columns, decoder.shape_columns):
         for columns, weight in zip(columns_of_levels, weights, strict=False):
             slices[columns.output] = (OutputSlice(output=columns.output, cell_scores=weight),)
     return slices

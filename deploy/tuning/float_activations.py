@@ -43,9 +43,9 @@ class FloatActivations:
 
         Args:
             reference: the float model.
-            int8_nodes_by_trial: for each trial, the names of the nodes that it has in int8. The
-                tensors that enter these nodes and all nodes downstream are stored, as far as memory
-                allows.
+            int8_nodes_by_trial: for each trial, the names of the nodes that it has in int8. A trial
+                computes these nodes and all nodes downstream again; the tensors that enter this
+                part from outside are stored, as far as memory allows.
             samples: input -> array.
 
         Raises:
@@ -56,16 +56,17 @@ class FloatActivations:
             self._node_by_output |= dict.fromkeys(node.output, node)
         self._constants = {tensor.name: tensor for tensor in reference.graph.initializer}
         self.values_by_sample: list[Values] = []
-        stored_tensors: dict[str, None] = {}
+        border_tensors: dict[str, None] = {}
         for int8_nodes in int8_nodes_by_trial:
-            stored_tensors |= dict.fromkeys(border_tensors(reference, int8_nodes))
+            border_tensors |= dict.fromkeys(find_border_tensors(reference, int8_nodes))
         session = OrtSession.open(
-            copy_with_outputs(reference, stored_tensors), threads=1, spin=False, reuse_memory=True
+            copy_with_outputs(reference, border_tensors), threads=1, spin=False, reuse_memory=True
         )
+        stored_tensors: dict[str, None] = {}
         for sample in samples:
             values = session.run(sample)
             if not self.values_by_sample:  # the first sample shows the size of each tensor
-                stored_tensors = _limit_memory(stored_tensors, values, len(samples))
+                stored_tensors = _limit_memory(border_tensors, values, len(samples))
             self.values_by_sample.append({name: values[name] for name in stored_tensors})
 
     def unchanged_tensors(self, model: onnx.ModelProto) -> set[str]:
@@ -124,7 +125,7 @@ class FloatActivations:
         return helper.make_tensor_value_info(name, dtype, shape)
 
 
-def border_tensors(model: onnx.ModelProto, nodes: Collection[str]) -> list[str]:
+def find_border_tensors(model: onnx.ModelProto, nodes: Collection[str]) -> list[str]:
     """Return the tensors that pass from upstream nodes into `nodes` or their downstream.
 
     Constants and the model's own inputs are left out.

@@ -29,7 +29,7 @@ from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array
 from deploy.tuning.min_cut import cheapest_split
 
-_MAX_GATE_STEPS = 4  # x -> Add -> Clip -> Div -> Mul is the longest gate that exporters write
+_MAX_ACTIVATION_NODES = 4  # x -> Add -> Clip -> Div -> Mul is the longest gate that exporters write
 
 FLOAT_SIDE = ""  # stands for the float nodes in a border
 
@@ -85,10 +85,11 @@ def group_units(model: onnx.ModelProto, decisions: Iterable[Decision]) -> Units:
     groups: Groups = {node.name: frozenset([node.name]) for node in int8_nodes}
     for node in int8_nodes:
         tail = _find_tail(graph, node, groups)
-        gate_steps = _find_gate_steps(graph, node, groups)  # such as the Sigmoid of x * Sigmoid(x)
-        _join(groups, [node.name, *tail, *gate_steps])
+        # such as the Sigmoid of x * Sigmoid(x)
+        activation_nodes = _find_activation_nodes(graph, node, groups)
+        _join(groups, [node.name, *tail, *activation_nodes])
     for gate in find_gates(graph):  # a Hard-Swish, in any of its forms, and the layer before it
-        if groups.keys() >= set(gate.nodes):
+        if all(name in int8_names for name in gate.nodes):
             _join(groups, [*gate.nodes, *_find_gated_layer(graph, gate, groups)])
 
     members_by_group: dict[frozenset[str], list[str]] = {}
@@ -147,7 +148,7 @@ def _find_gated_layer(graph: Graph, gate: Gate, groups: Groups) -> list[str]:
     return [maker.name] if readers <= set(gate.nodes) else []
 
 
-def _find_gate_steps(graph: Graph, node: onnx.NodeProto, groups: Groups) -> list[str]:
+def _find_activation_nodes(graph: Graph, node: onnx.NodeProto, groups: Groups) -> list[str]:
     """Return the nodes that compute gate(x), for a node Mul(x, gate(x)); empty for any other node.
 
     Such as the Sigmoid of x * Sigmoid(x), which is SiLU.
@@ -155,15 +156,15 @@ def _find_gate_steps(graph: Graph, node: onnx.NodeProto, groups: Groups) -> list
     if node.op_type != "Mul" or len(node.input) != 2:
         return []
     for gated, tensor in itertools.permutations(node.input):  # either input may be x, the gated one
-        steps: list[str] = []  # from the gate's output back to x
-        while tensor != gated and len(steps) < _MAX_GATE_STEPS:
+        names: list[str] = []  # from the gate's output back to x
+        while tensor != gated and len(names) < _MAX_ACTIVATION_NODES:
             maker = graph.producer.get(tensor)
             if maker is None or maker.name not in groups or maker.op_type in WEIGHTED:
                 break
-            steps.append(maker.name)
+            names.append(maker.name)
             tensor = str(maker.input[0])
         if tensor == gated:
-            return steps
+            return names
     return []
 
 
@@ -206,11 +207,11 @@ class CpuKernels:
         pointwise: Conv of 1x1.
         depthwise: Conv with one channel a group.
         matrix: Gemm, MatMul.
-        other: nodes without weights.
-        other_value: time of a float value of a node without weights, in dense products.
-        depthwise_product: time of a float product of a depthwise Conv, in dense ones.
-        weight_read: time to read a float weight from memory, in dense products; the price of a
-            layer of few products a weight, such as the last Gemm of a classifier.
+        other_ratio: nodes without weights.
+        price_per_other_value: time of a float value of a node without weights, in dense products.
+        price_per_depthwise_product: time of a float product of a depthwise Conv, in dense ones.
+        price_per_weight_read: time to read a float weight from memory, in dense products; the price
+            of a layer of few products a weight, such as the last Gemm of a classifier.
         conversion: time of a value's conversion between int8 and float, in dense products.
     """
 
@@ -218,10 +219,10 @@ class CpuKernels:
     pointwise: float
     depthwise: float
     matrix: float
-    other: float = 1.0
-    other_value: float = 12.0
-    depthwise_product: float = 2.2
-    weight_read: float = 8.0
+    other_ratio: float = 1.0
+    price_per_other_value: float = 12.0
+    price_per_depthwise_product: float = 2.2
+    price_per_weight_read: float = 8.0
     conversion: float = 20.0
 
 
@@ -239,10 +240,10 @@ _OTHER_DEVICE = CpuKernels(
     pointwise=ASSUMED_INT8_TIME,
     depthwise=ASSUMED_INT8_TIME,
     matrix=ASSUMED_INT8_TIME,
-    other=ASSUMED_INT8_TIME,
-    other_value=1.0,
-    depthwise_product=1.0,
-    weight_read=0.0,
+    other_ratio=ASSUMED_INT8_TIME,
+    price_per_other_value=1.0,
+    price_per_depthwise_product=1.0,
+    price_per_weight_read=0.0,
     conversion=0.0,
 )
 
@@ -353,12 +354,12 @@ def _price_node(
     The unit is the time of a float multiplication in a Conv that is not depthwise.
 
     `value_count`: number of its output values. `kernels`: for each kind of layer, the price of int8
-    relative to float.
+    relative to float, and some prices in float.
     """
     weight = graph.initializers.get(node.input[1]) if node.op_type in WEIGHTED else None
     if weight is None:
-        float_price = kernels.other_value * value_count
-        return kernels.other * float_price, float_price
+        float_price = kernels.price_per_other_value * value_count
+        return kernels.other_ratio * float_price, float_price
 
     dims = list(weight.dims)
     groups = attributes(node).get("group", 1)
@@ -367,14 +368,14 @@ def _price_node(
         int8_ratio = kernels.matrix
     elif groups > 1 and groups == dims[0] and dims[1] == 1:
         int8_ratio = kernels.depthwise
-        product_price = kernels.depthwise_product
+        product_price = kernels.price_per_depthwise_product
     elif math.prod(dims[2:]) == 1:
         int8_ratio = kernels.pointwise
     else:
         int8_ratio = kernels.dense
     compute_price = product_price * value_count * _products_per_value(node, dims)
     # a layer that uses each weight only a few times waits for its weights from memory
-    float_price = max(compute_price, kernels.weight_read * math.prod(dims))
+    float_price = max(compute_price, kernels.price_per_weight_read * math.prod(dims))
     return int8_ratio * float_price, float_price
 
 

@@ -59,12 +59,12 @@ class _RegionConv:
     Attributes:
         node: the Conv.
         is_depthwise: whether it has the region's channels as groups.
-        longer_axes: axes of its weight that get longer: 0 for its output, 1 for its input.
+        widened_weight_axes: axes of its weight that get longer: 0 for its output, 1 for its input.
     """
 
     node: onnx.NodeProto
     is_depthwise: bool = False
-    longer_axes: set[int] = field(default_factory=set)
+    widened_weight_axes: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -158,10 +158,12 @@ def _find_region(graph: Graph, depthwise: onnx.NodeProto) -> _Region | None:
     return region
 
 
-def _add_conv(graph: Graph, region: _Region, node: onnx.NodeProto, tensor: str) -> list[str] | None:
-    """Add to a region, whose tensors and Convs get more channels together, one more Conv.
+def _add_conv(
+    graph: Graph, region: _Region, node: onnx.NodeProto, region_tensor: str
+) -> list[str] | None:
+    """Add one more Conv to a region: tensors and Convs that get more channels together.
 
-    `tensor` is the tensor of the region that the Conv reads or makes.
+    `region_tensor` is the tensor of the region that the Conv reads or makes.
 
     Returns:
         The tensors that must get more channels if the Conv does: input and output of a depthwise
@@ -172,29 +174,26 @@ def _add_conv(graph: Graph, region: _Region, node: onnx.NodeProto, tensor: str) 
         _find_constant(graph, node, position) for position in weight_and_bias_positions(node)
     ]
     weight = constants[0]
-    if weight is None or None in constants:
+    if weight is None or None in constants:  # the first for mypy: a Conv always has a weight
         return None
+    # a Conv that is refused below stays in the region, which the caller then drops
     conv = region.convs.setdefault(node.name, _RegionConv(node))
     out_channels, in_channels = weight.dims[:2]
     if group_count(node) == out_channels == region.channels and in_channels == 1:
         conv.is_depthwise = True
-        conv.longer_axes.add(0)  # its weight is [channels, 1, ...]
+        conv.widened_weight_axes.add(0)  # its weight is [channels, 1, ...]
         return [node.input[0], node.output[0]]
 
-    is_input = tensor == node.input[0]
-    is_output = tensor == node.output[0]
-    if group_count(node) != 1 or not (is_input or is_output):
+    if group_count(node) != 1:
         return None
+    # the weight's axis of input channels, or of output channels: a Conv that does not read the
+    # tensor makes it, since its constants are in no region
+    axis = 1 if region_tensor == node.input[0] else 0
     # the region may hold tensors of another number of channels, such as [N, 1, H, W], which an
     # operator broadcasts
-    if is_input:
-        if in_channels != region.channels:
-            return None
-        conv.longer_axes.add(1)  # input channels of the weight
-    if is_output:
-        if out_channels != region.channels:
-            return None
-        conv.longer_axes.add(0)  # output channels of the weight
+    if weight.dims[axis] != region.channels:
+        return None
+    conv.widened_weight_axes.add(axis)
     return []
 
 
@@ -257,7 +256,7 @@ def _is_worthwhile(graph: Graph, context: RewriteContext, region: _Region) -> bo
         else:
             product_time = kernels.int8 if is_int8 else kernels.float32
             # the weight gets longer on one axis, input or output channels, or on both
-            cost += len(conv.longer_axes) * added_products * product_time
+            cost += len(conv.widened_weight_axes) * added_products * product_time
     return gain > _MIN_GAIN * cost
 
 
@@ -277,8 +276,8 @@ def _widen_region(model: onnx.ModelProto, graph: Graph, region: _Region) -> None
     added = region.added_channels
     for conv in region.convs.values():
         node = conv.node
-        append_zero_channels(model, graph, node, WEIGHT, conv.longer_axes, added)
-        if BIAS in weight_and_bias_positions(node) and 0 in conv.longer_axes:
+        append_zero_channels(model, graph, node, WEIGHT, conv.widened_weight_axes, added)
+        if BIAS in weight_and_bias_positions(node) and 0 in conv.widened_weight_axes:
             append_zero_channels(model, graph, node, BIAS, [0], added)
         if conv.is_depthwise:
             by_name(node.attribute)["group"].i = region.channels + added

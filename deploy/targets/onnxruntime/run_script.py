@@ -444,7 +444,7 @@ def _columns_by_name(decoder: RowDecoder) -> dict[str, tuple[Columns, ...]]:
     coefficients or angles.
     """
     columns = {"scores": decoder.scores, "boxes": decoder.box_columns, "gate": decoder.gates}
-    columns["extra"] = decoder.extra
+    columns["extra"] = decoder.shape_columns
     return {name: levels for name, levels in columns.items() if levels}
 
 
