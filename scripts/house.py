@@ -18,7 +18,7 @@ from pathlib import Path
 
 # The largest value of each figure that `counts` gives.
 LIMITS: Mapping[str, int] = {
-    "syntax nodes": 516_000,
+    "syntax nodes": 508_000,
     "files": 330,
     "rooms": 30,
     "class names defined twice": 0,
