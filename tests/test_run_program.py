@@ -14,7 +14,7 @@ import pytest
 
 from deploy.feed.pixels import decode_image, preprocess_image
 from deploy.feed.preprocess import Preprocess
-from deploy.targets.onnxruntime.run_script import run_program
+from deploy.targets.onnxruntime.run_script import read_characters, run_program
 from deploy.tasks.boxes import BoxDetection
 from deploy.tasks.detections import suppress_overlaps
 from deploy.tasks.detector import (
@@ -259,6 +259,14 @@ def test_program_shows_each_task(task, outputs, expected, tmp_path):
     lines, canvas = show(task, outputs, tmp_path, {2: "dog"})
     assert lines[0].startswith(expected)
     assert canvas.any() == ("float32" not in expected)
+
+
+@pytest.mark.parametrize(("symbols", "characters"), [(4, {1: "d", 2: "o", 3: " "}), (5, {})])
+def test_characters_of_metadata_are_those_of_the_symbols(symbols, characters):
+    model = make_model([], {"x": (1,)}, {"x": (1,)})
+    model.metadata_props.add(key="character", value="d\no")
+    assert read_characters(model, Text("y", symbols, 0)) == characters
+    assert read_characters(model, Text("y", symbols, symbols - 1)) == {}
 
 
 @pytest.mark.slow

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import Template
 
+import onnx
+
 from deploy.feed.preprocess import Preprocess
 from deploy.files.reading import read_package_text
 from deploy.tasks.boxes import BoxDetection
@@ -175,6 +177,18 @@ def _preparing_fields(preprocess: Preprocess) -> dict[str, object]:
         "std": list(preprocess.std),
         "axis_order": "" if preprocess.layout == "nhwc" else ".transpose(2, 0, 1)",
     }
+
+
+def read_characters(model: onnx.ModelProto, task: Text) -> dict[int, str]:
+    """Return symbol -> character, as the metadata of RapidOCR's models has them; {} without.
+
+    Symbol 0 is the blank, the characters of the list follow, and a space is the last symbol.
+    """
+    properties = {entry.key: entry.value for entry in model.metadata_props}
+    characters = properties.get("character", "").split("\n")
+    if task.blank != 0 or len(characters) + 2 != task.symbols:
+        return {}
+    return dict(enumerate([*characters, " "], start=1))
 
 
 def _task_text(task: EvaluationTask | None, outputs: Outputs) -> str:

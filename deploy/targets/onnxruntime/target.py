@@ -264,7 +264,8 @@ def _ranges_of_pairs(plan: Plan, ranges: RangeSet) -> dict[str, Scale]:
 def _write_program(request: BuildRequest, engine: Path) -> Path | None:
     """Write the program that runs the engine on pictures; None if its inputs are no pictures."""
     from deploy.feed.preprocess import Preprocess
-    from deploy.targets.onnxruntime.run_script import run_program
+    from deploy.targets.onnxruntime.run_script import read_characters, run_program
+    from deploy.tasks.sequences import Text
 
     recorded = request.manifest.get("preprocess")
     if recorded is None:  # the model is fed arrays
@@ -272,7 +273,10 @@ def _write_program(request: BuildRequest, engine: Path) -> Path | None:
     preprocess = Preprocess.from_json(recorded)
     loaded = request.subject.loaded
     task, outputs = _recognise_task(request)
-    text = run_program(engine.name, loaded.inputs, preprocess, loaded.classes, task, outputs)
+    classes = loaded.classes
+    if isinstance(task, Text) and not classes:
+        classes = read_characters(request.model, task)
+    text = run_program(engine.name, loaded.inputs, preprocess, classes, task, outputs)
     return None if text is None else request.write("_run.py", text)
 
 
