@@ -143,13 +143,12 @@ def check(
     reference, reference_notes = find_reference_model(
         loaded, float_model=None, images=dataset.source
     )
+    all_samples = EvaluationSubset(feed, feed.count)
     figures = measure_engines(
         reference,
         shipped.targets,
         shipped.results,
-        calibration_samples=EvaluationSubset(
-            feed, feed.count
-        ),  # not used, as there are evaluation samples
+        calibration_samples=all_samples,  # to measure latency with
         evaluation_feed=feed,
         objects=apply_labels(labels, feed, loaded.classes),
         metric=make_metric(metric, task or shipped.task or None, loaded.declaration),

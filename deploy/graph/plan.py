@@ -174,8 +174,8 @@ def analyse(
     """
     if analysis is None:
         analysis = ModelAnalysis(model)
-    # a gate (Hard-Swish, squeeze-excite) has several nodes; if the target runs gates in int8
-    # (`glue`: what it runs in int8 beside layers), the graph has one node in place of each gate's
+    # a gate, such as a Hard-Swish, is several nodes; for a target that runs gates in int8, one node
+    # stands for each in the graph (`glue`: what a target runs in int8 beside layers)
     gates = analysis.gates if GATE in placement.glue else ()
     graph = analysis.collapsed if gates else analysis.graph
     gate_by_node: dict[str, str] = {}  # node of a gate -> the one node in its place
@@ -185,6 +185,7 @@ def analyse(
     for name, reason in reasons_by_node(float_nodes).items():
         requested_reasons[gate_by_node.get(name, name)] = reason
 
+    # node -> why it stays in float; "" if it runs in int8
     float_reasons = _find_float_reasons(graph, placement, requested_reasons, float_tensors or {})
 
     int8_nodes = [node for node in graph.nodes if not float_reasons[node.name]]
@@ -195,9 +196,9 @@ def analyse(
     decisions = _decide(
         model.graph.node, graph, placement, float_reasons, gate_by_node, bias_add_by_matmul
     )
-    # searched in the graph that is not collapsed: the first node of a gate, an Add, may read a Conv
+    # in the graph with all nodes of gates: the first node of one, an Add, may read a Conv
     bias_shifts = _find_bias_shifts(analysis.graph, weights, int8_gates)
-    int8_scalars = []  # Adds and Muls of a constant, scalar or not, which is stored in int8
+    int8_scalars = []  # Adds and Muls of a constant of any shape, which is stored in int8
     if placement.runs_on_onnxruntime:
         int8_scalars = [node.name for node in int8_nodes if has_constant_operand(graph, node)]
     return Plan(

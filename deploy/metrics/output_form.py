@@ -98,10 +98,10 @@ def derive_form(
     inputs: Sequence[Outputs] = (),
     metric: Metric | None = None,
 ) -> OutputForm:
-    """Return the task of a model's outputs, and the slices of them that are measured.
+    """Return the form of a model's outputs: their task, and the slices of them that are measured.
 
-    Both are derived from the values of the first samples. A slice is a part of an output that is
-    compared by itself, such as the scores of a detector.
+    A slice is a part of an output that is compared by itself, such as the scores of a detector.
+    The first samples show the task and the slices; the means to subtract are those of all samples.
 
     Args:
         reference_outputs: the float model's outputs, one mapping per sample or batch.
@@ -115,7 +115,7 @@ def derive_form(
     metric = metric or Metric(None)
     reference_outputs = [drop_text(outputs) for outputs in reference_outputs]
     samples = _split_samples(reference_outputs, inputs, metric.declared)
-    # a fixed number of samples shows the task and the slices; means are those of all samples
+    # their size decides how many samples show the task and the slices
     count = form_samples(samples.inputs[0], samples.outputs[0])
     first_samples = replace(samples, inputs=samples.inputs[:count], outputs=samples.outputs[:count])
     task, declared_by = recognise_task(first_samples, metric.task)

@@ -341,13 +341,12 @@ def _compare_with_float_model(
         stage: folder of the files until they are published.
         threads: worker threads.
     """
+    all_samples = EvaluationSubset(feed, feed.count)
     figures = measure_engines(
         loaded,
         [target],
         [result],
-        calibration_samples=EvaluationSubset(
-            feed, feed.count
-        ),  # only latency would be measured on it
+        calibration_samples=all_samples,  # to measure latency with, which is left out
         evaluation_feed=feed,
         objects=None,
         duration_s=0,

@@ -330,16 +330,21 @@ class RecordPlan:
     def _search_scales(
         self, observations: Mapping[str, Observation], observed: ObservedStatistics
     ) -> dict[str, AscendScale]:
-        """Return the scale of each layer's input."""
+        """Return the scale of each layer's input; layers that share one share its search."""
+        scale_by_search: dict[object, AscendScale] = {}
         scales = {}
         for name, observation in observations.items():
-            with _in_layer(name):
-                recorder = observed.recorder(observation)
-                activation = self._settings_by_layer[name].activation
-                scales[name] = search_activation_scale(recorder, activation)
+            activation = self._settings_by_layer[name].activation
+            search = (observation, activation)
+            if search not in scale_by_search:
+                with _in_layer(name):
+                    recorder = observed.recorder(observation)
+                    scale_by_search[search] = search_activation_scale(recorder, activation)
+            scale = scale_by_search[search]
             # the only mode is FORCE_FP16_QUANT
             if self.config.fakequant_precision_mode is not None:
-                scales[name] = replace(scales[name], scale=ascend_half(scales[name].scale))
+                scale = replace(scale, scale=ascend_half(scale.scale))
+            scales[name] = scale
         return scales
 
     def _make_layer_record(

@@ -130,18 +130,19 @@ class _Float16Writer:
     def drop_casts(self, nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
         """Return the nodes without the Casts that are not needed.
 
-        These are Casts whose output no node reads, and the first Cast of a float16 tensor to
-        float16: the tensor takes the name of the Cast's output.
+        These are Casts whose output neither a node reads nor the model gives, and Casts of a
+        float16 tensor to float16. Of several such Casts of one tensor only the first goes: the
+        tensor takes the name of its output.
         """
-        output_by_input: dict[str, str] = {}  # of the Casts from float16 to float16
+        new_name_by_tensor: dict[str, str] = {}  # input -> output of the Casts to float16 that go
         for node in nodes:
             is_no_change = _casts_to_float16(node) and node.input[0] in self.tensors_in_float16
             # an input of the model, which no node makes, keeps its name
             if is_no_change and node.input[0] in self.index.producer:
-                output_by_input.setdefault(node.input[0], node.output[0])
-        removed_outputs = set(output_by_input.values())
+                new_name_by_tensor.setdefault(node.input[0], node.output[0])
+        removed_outputs = set(new_name_by_tensor.values())
         remaining_nodes = [node for node in nodes if node.output[0] not in removed_outputs]
-        rename_tensors(remaining_nodes, output_by_input)
+        rename_tensors(remaining_nodes, new_name_by_tensor)
 
         read_tensors = _read_tensors(remaining_nodes) | self.index.outputs
         return [

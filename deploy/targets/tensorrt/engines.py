@@ -427,7 +427,7 @@ def _check_versions(options: TensorrtOptions, installed: Sdk, request: BuildRequ
             f"an engine in fp8 needs TensorRT 10.2 or newer, got {installed.version}; install one,"
             " or build with --precision int8"
         )
-    # for DLA only typed engines are built here; older ones are built by `trtexec_commands`
+    # for DLA only typed engines are built here; others by the user, with `trtexec_commands`
     if options.dla and not features.dla:
         raise SdkMissingError(
             f"a typed engine for DLA needs TensorRT 11.4.1 or newer, got {installed.version}"

@@ -196,7 +196,7 @@ def trtexec_commands(
 
     There are up to three ways: from the float model and the cache, from the Q/DQ model, and from
     the typed model. Where no cache can be read (by TensorRT 11, or in FP8), only the last one is
-    left. For DLA it is the cache up to TensorRT 10.7, and later the typed model.
+    left. For DLA the only way is the cache up to TensorRT 10.7, and the typed model later.
 
     Args:
         options: options of the target.
