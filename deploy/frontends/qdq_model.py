@@ -282,7 +282,7 @@ def _is_tail(node: onnx.NodeProto, index: Graph) -> bool:
     if node.op_type not in TAILS:
         return False
     head = index.producer.get(node.input[0])
-    return head is not None and index.tail(head) == node.output[0]
+    return head is not None and index.fused_output(head) == node.output[0]
 
 
 def _read_weight_scales(node: onnx.NodeProto, index: Graph) -> NDArray[np.float32] | None:
@@ -320,7 +320,8 @@ def _has_output_pair(node: onnx.NodeProto, index: Graph) -> bool:
     """Return whether a QuantizeLinear reads a node, or the Relu or Clip that follows it."""
     if not node.output or node.op_type in (Q, DQ):
         return False
-    readers = [*index.readers.get(node.output[0], []), *index.readers.get(index.tail(node), [])]
+    outputs = (node.output[0], index.fused_output(node))
+    readers = [reader for output in outputs for reader in index.readers.get(output, [])]
     return any(reader.op_type == Q for reader in readers)
 
 

@@ -212,7 +212,7 @@ def _append_product(graph: Graph, gate: Gate) -> Gate | None:
 def _append_offset(graph: Graph, gate: Gate) -> Gate:
     """Return a gate with a following Add of a scalar, unless a Relu or Clip follows that."""
     add = graph.only_reader(gate.output, "Add")
-    if add is None or graph.tail(add) != add.output[0]:
+    if add is None or graph.fused_output(add) != add.output[0]:
         return gate
     offset = graph.scalar_operand(gate.output, add)
     if offset is None:

@@ -366,7 +366,7 @@ class Graph:
             return None
         return self.scalar(operands[0])
 
-    def tail(self, node: onnx.NodeProto) -> str:
+    def fused_output(self, node: onnx.NodeProto) -> str:
         """Return the output of a node, or of the Relu, Clip or bias Add fused into it."""
         output = str(node.output[0])
         reader = self.only_reader(output)
@@ -377,7 +377,7 @@ class Graph:
         if node.op_type == "MatMul" and reader.op_type == "Add":
             operands = other_inputs(reader, output)
             if len(operands) == 1 and operands[0] in self.initializers:
-                return self.tail(reader)
+                return self.fused_output(reader)
         return output
 
     def bias_add(self, node: onnx.NodeProto, *shapes: list[int]) -> onnx.NodeProto | None:

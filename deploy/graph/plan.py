@@ -286,13 +286,13 @@ class _Int8Flow:
         """Add the tensors around a node that runs in int8."""
         graph = self.graph
         self.tensors_read_in_int8.update(graph.data_inputs(node))
-        self.int8_tensors.add(graph.tail(node))  # behind its Relu, Clip or bias Add
+        self.int8_tensors.add(graph.fused_output(node))  # behind its Relu, Clip or bias Add
         if node.op_type in self.placement.heavy:  # it quantizes its inputs itself
             self.int8_tensors.update(graph.data_inputs(node))
         elif node.op_type == "Split":
             self.int8_tensors.update(node.output)
             if not self.tensors_read_in_int8.isdisjoint(node.output):
-                self.tensors_read_in_int8.add(graph.tail(node))
+                self.tensors_read_in_int8.add(graph.fused_output(node))
 
     def find_stranded_reason(self, node: onnx.NodeProto) -> str:
         """Return why a node gains nothing from int8 among its neighbours; "" if it gains.
@@ -318,9 +318,7 @@ class _Int8Flow:
         # such as an average pool whose input a float Mul reads too
         if not placement.runs_on_onnxruntime and has_float_sibling(graph, node, self.float_reasons):
             return "its input is read in float too"
-        # the output of the Relu, Clip or bias Add that is fused into the node, if there is one
-        fused_output = graph.tail(node)
-        if fused_output not in self.tensors_read_in_int8:
+        if graph.fused_output(node) not in self.tensors_read_in_int8:
             return f"nothing after it runs in {precision}"
         return ""
 
@@ -412,9 +410,9 @@ def _decide(
     layer_by_output = {}  # output of a layer, or of the last node fused into it -> the layer's name
     for node in graph.nodes:
         if node.op_type in placement.runnable_op_types:
-            layer_by_output[graph.tail(node)] = node.name
+            layer_by_output[graph.fused_output(node)] = node.name
     for matmul, add in bias_add_by_matmul.items():  # the Add, and a Relu or Clip after it
-        layer_by_output |= {add.output[0]: matmul, graph.tail(add): matmul}
+        layer_by_output |= {add.output[0]: matmul, graph.fused_output(add): matmul}
 
     decisions = []
     for node in nodes:
@@ -458,7 +456,7 @@ def _find_paired_tensors(graph: Graph, placement: Placement, int8_nodes: Nodes) 
         elif node.op_type == "Split":
             paired_tensors.update(node.output)
         elif node.op_type not in {"Gemm", "MatMul"}:
-            paired_tensors.add(graph.tail(node))  # after a fused Relu or Clip
+            paired_tensors.add(graph.fused_output(node))  # after a fused Relu or Clip
     return paired_tensors
 
 

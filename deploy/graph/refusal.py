@@ -183,7 +183,7 @@ def _find_tensor_refusal(
     if not quantized_tensors:
         return "all its inputs are constant"
     if placement.runs_on_onnxruntime:
-        quantized_tensors.append(graph.tail(node))  # after a fused Relu, Clip or bias Add
+        quantized_tensors.append(graph.fused_output(node))
     if placement.pairs_everywhere:  # on DLA, also the tensor between the node and a fused Relu
         quantized_tensors.append(node.output[0])
     for tensor in quantized_tensors:
@@ -289,7 +289,7 @@ def _find_pad_refusal(graph: Graph, node: onnx.NodeProto) -> str:
     """Return why a Pad cannot run on integers: its value is not 0, or an activation follows."""
     if attributes(node).get("mode", b"constant") != b"constant" or pads_nonzero(graph, node):
         return "it pads with a value other than 0"
-    return "" if graph.tail(node) == node.output[0] else "an activation follows it"
+    return "" if graph.fused_output(node) == node.output[0] else "an activation follows it"
 
 
 def _find_kernel_refusal(node: onnx.NodeProto) -> str:
@@ -334,7 +334,7 @@ def _feeds_int8_through_pool(graph: Graph, placement: Placement, node: onnx.Node
     Convs run 0.62x as fast as FP32 with the first Conv in float, and 1.7x with it in int8. With a
     Conv in place of the pool it is 2.8x (float) and 2.6x.
     """
-    activations = [graph.tail(node)]  # the output, and what Sigmoid, Mul, ... make of it
+    activations = [graph.fused_output(node)]  # and what Sigmoid, Mul, ... make of it
     for tensor in activations:  # grows during the loop
         for reader in graph.readers.get(tensor, []):
             if reader.op_type == "MaxPool" and "MaxPool" in placement.glue:
@@ -342,7 +342,7 @@ def _feeds_int8_through_pool(graph: Graph, placement: Placement, node: onnx.Node
                 pool_reader_types = {pool_reader.op_type for pool_reader in pool_readers}
                 return not placement.runnable_op_types.isdisjoint(pool_reader_types)
             if reader.op_type in _ACTIVATIONS and reader.output[0] not in activations:
-                activations.append(graph.tail(reader))
+                activations.append(graph.fused_output(reader))
     return False
 
 

@@ -126,7 +126,7 @@ def _join(groups: Groups, nodes: Iterable[str]) -> None:
 def _find_tail(graph: Graph, node: onnx.NodeProto, groups: Groups) -> list[str]:
     """Return the int8 nodes of a node's tail, such as its Relu."""
     tail = []
-    end = graph.tail(node)
+    end = graph.fused_output(node)
     tensor = str(node.output[0])
     while tensor != end:
         (reader,) = graph.readers[tensor]

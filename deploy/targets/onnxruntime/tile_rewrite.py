@@ -80,7 +80,7 @@ def _find_quantize(graph: Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:
         for index in weight_and_bias_positions(node)
     ):
         return None
-    return graph.only_reader(graph.tail(node), "QuantizeLinear")
+    return graph.only_reader(graph.fused_output(node), "QuantizeLinear")
 
 
 def tiled(array: NDArray[Any], tile: Tile) -> NDArray[Any]:

@@ -617,6 +617,6 @@ def _reasons_of_lost_int8(tensors: Iterable[str], model: onnx.ModelProto) -> dic
         if node is None or node.name not in int8_nodes or tensor in graph.outputs:
             continue  # no int8 layer makes it, or it stays float as an output of the model
         # TensorRT writes only the last tensor of a fused layer
-        if graph.tail(node) == tensor:
+        if graph.fused_output(node) == tensor:
             reasons[tensor] = f"{node.op_type} {node.name} cannot write int8"
     return reasons
