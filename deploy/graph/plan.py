@@ -41,7 +41,12 @@ from deploy.graph.placement import (
     reads_float_concat,
     reads_int8,
 )
-from deploy.graph.refusal import find_refusal, find_scale_owner, is_scalar_glue
+from deploy.graph.refusal import (
+    find_refusal,
+    find_scale_owner,
+    find_unscaled_tensor,
+    is_scalar_glue,
+)
 
 FLOAT_BY_USER = "kept float as asked"  # reason of a node that the user keeps in float
 FLOAT32 = "float32"
@@ -56,12 +61,15 @@ class Decision:
     Attributes:
         precision: name of the grid of its activations ("int8", "uint8"), or of a float type.
         reason: why it is float; "" if it is not.
+        unscaled_tensor: the tensor that would need a scale for int8 and has none, if the reason is
+            that; else "".
     """
 
     node: str
     op_type: str
     precision: str
     reason: str = ""
+    unscaled_tensor: str = ""
 
     @property
     def quantized(self) -> bool:
@@ -185,8 +193,10 @@ def analyse(
     for name, reason in reasons_by_node(float_nodes).items():
         requested_reasons[gate_by_node.get(name, name)] = reason
 
-    # node -> why it stays in float; "" if it runs in int8
-    float_reasons = _find_float_reasons(graph, placement, requested_reasons, float_tensors or {})
+    # node -> why it stays in float, "" if it runs in int8
+    float_reasons, unscaled_tensor_by_node = _find_float_reasons(
+        graph, placement, requested_reasons, float_tensors or {}
+    )
 
     int8_nodes = [node for node in graph.nodes if not float_reasons[node.name]]
     int8_gates = tuple(gate for gate in gates if not float_reasons[gate.name])
@@ -194,7 +204,13 @@ def analyse(
     bias_add_by_matmul = _find_bias_adds(graph, placement, int8_nodes, requested_reasons)
     weights = _find_weights(graph, placement, int8_nodes, bias_add_by_matmul)
     decisions = _decide(
-        model.graph.node, graph, placement, float_reasons, gate_by_node, bias_add_by_matmul
+        model.graph.node,
+        graph,
+        placement,
+        float_reasons,
+        unscaled_tensor_by_node,
+        gate_by_node,
+        bias_add_by_matmul,
     )
     # in the graph with all nodes of gates: the first node of one, an Add, may read a Conv
     bias_shifts = _find_bias_shifts(analysis.graph, weights, int8_gates)
@@ -220,16 +236,24 @@ def _find_float_reasons(
     placement: Placement,
     requested_reasons: Mapping[str, str],
     float_tensors: Mapping[str, str],
-) -> dict[str, str]:
-    """Return node -> why it stays float; "" if it runs in int8.
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return (node -> why it stays float, node -> the tensor whose missing scale is the reason).
+
+    A node that runs in int8 has the reason "". The second dict has only nodes with that reason.
 
     First the nodes that cannot run in int8 are refused, then those that gain nothing among their
     neighbours. A node that becomes float changes the neighbours of others, so the second step is
     repeated until nothing changes.
     """
     reasons = {}
+    unscaled_tensor_by_node = {}
     for node in graph.nodes:
-        refusal = find_refusal(graph, node, placement, requested_reasons, float_tensors)
+        refusal = find_refusal(graph, node, placement, requested_reasons)
+        if not refusal:
+            tensor = find_unscaled_tensor(graph, node, placement, float_tensors)
+            if tensor:
+                refusal = f"{tensor} {float_tensors[tensor]}"
+                unscaled_tensor_by_node[node.name] = tensor
         reasons[node.name] = refusal
 
     # on DLA, a part of NVIDIA's Jetson chips, every node that can run in int8 does: neighbours do
@@ -242,7 +266,7 @@ def _find_float_reasons(
             if not reasons[node.name]:
                 reasons[node.name] = flow.find_stranded_reason(node)
                 has_changed = has_changed or reasons[node.name] != ""
-    return reasons
+    return reasons, unscaled_tensor_by_node
 
 
 @dataclass(slots=True)
@@ -391,6 +415,7 @@ def _decide(
     graph: Graph,
     placement: Placement,
     float_reasons: Mapping[str, str],
+    unscaled_tensor_by_node: Mapping[str, str],
     gate_by_node: Mapping[str, str],
     bias_add_by_matmul: Mapping[str, onnx.NodeProto],
 ) -> tuple[Decision, ...]:
@@ -404,6 +429,7 @@ def _decide(
         graph: the same nodes, but each gate as one node.
         placement: the target's rules.
         float_reasons: node of `graph` -> why it stays float, or "".
+        unscaled_tensor_by_node: node of `graph` -> the tensor whose missing scale keeps it float.
         gate_by_node: node of a gate -> the node of `graph` that stands for it.
         bias_add_by_matmul: name of a MatMul -> the Add of its bias, which is fused into it too.
     """
@@ -424,7 +450,8 @@ def _decide(
         if reason and layer_name != planned_name:
             reason = "the node before it is float" if float_reasons[layer_name] else ""
         precision = FLOAT32 if reason else placement.grid.name
-        decisions.append(Decision(node.name, node.op_type, precision, reason))
+        unscaled_tensor = unscaled_tensor_by_node.get(layer_name, "")
+        decisions.append(Decision(node.name, node.op_type, precision, reason, unscaled_tensor))
     return tuple(decisions)
 
 

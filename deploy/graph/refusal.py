@@ -8,7 +8,7 @@ pixels. It is then a Conv 1x1 that makes the pixels of the tile as channels, and
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -84,16 +84,16 @@ def find_refusal(
     node: onnx.NodeProto,
     placement: Placement,
     requested_reasons: Mapping[str, str],
-    float_tensors: Mapping[str, str],
 ) -> str:
     """Return why a node cannot run in int8, whatever its neighbours do; "" if it can.
+
+    Missing scales are not considered, see `find_unscaled_tensor`.
 
     Args:
         graph: index of the model's nodes and tensors.
         node: the node.
         placement: the target's rules.
         requested_reasons: nodes to keep in float -> why.
-        float_tensors: tensors without a scale -> why.
     """
     if node.domain not in ONNX_DOMAINS:
         return f"custom domain {node.domain}"
@@ -108,7 +108,7 @@ def find_refusal(
     return (
         _find_layer_refusal(graph, node, placement)
         or _find_glue_refusal(graph, node, placement)
-        or _find_tensor_refusal(graph, node, placement, float_tensors)
+        or _find_tensor_refusal(graph, node, placement)
     )
 
 
@@ -172,29 +172,42 @@ def _find_glue_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement)
     return ""
 
 
-def _find_tensor_refusal(
-    graph: Graph, node: onnx.NodeProto, placement: Placement, float_tensors: Mapping[str, str]
-) -> str:
-    """Return why a tensor that a node reads or makes cannot be quantized; "" if all can.
-
-    `float_tensors`: tensor without a scale -> why, such as "was 0 in every sample".
-    """
-    quantized_tensors = list(graph.data_inputs(node))
-    if not quantized_tensors:
+def _find_tensor_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
+    """Return why a tensor that a node reads or makes cannot be quantized; "" if all can."""
+    if not graph.data_inputs(node):
         return "all its inputs are constant"
-    if placement.runs_on_onnxruntime:
-        quantized_tensors.append(graph.fused_output(node))
-    if placement.pairs_everywhere:  # on DLA, also the tensor between the node and a fused Relu
-        quantized_tensors.append(node.output[0])
-    for tensor in quantized_tensors:
+    for tensor in _quantized_tensors(graph, node, placement):
         if not graph.is_float(tensor):
             return f"{tensor} is not float32"
-        scale_owner = find_scale_owner(graph, placement, tensor)
-        if scale_owner in float_tensors:
-            return f"{scale_owner} {float_tensors[scale_owner]}"
         if placement.runs_on_onnxruntime and tensor in graph.captured_through_moves:
             return f"{tensor} is moved and then read inside an If or Loop, {_CRASH_TEXT}"
     return ""
+
+
+def find_unscaled_tensor(
+    graph: Graph, node: onnx.NodeProto, placement: Placement, unscaled_tensors: Container[str]
+) -> str:
+    """Return the first tensor without a scale that a node needs one for; "" if it needs none.
+
+    A tensor that holds the values of another one shares its scale; then the other one is returned.
+
+    `unscaled_tensors`: all tensors without a scale.
+    """
+    for tensor in _quantized_tensors(graph, node, placement):
+        scale_owner = find_scale_owner(graph, placement, tensor)
+        if scale_owner in unscaled_tensors:
+            return scale_owner
+    return ""
+
+
+def _quantized_tensors(graph: Graph, node: onnx.NodeProto, placement: Placement) -> list[str]:
+    """Return the tensors around a node that are quantized if it runs in int8."""
+    tensors = list(graph.data_inputs(node))
+    if placement.runs_on_onnxruntime:
+        tensors.append(graph.fused_output(node))
+    if placement.pairs_everywhere:  # on DLA, also the tensor between the node and a fused Relu
+        tensors.append(node.output[0])
+    return tensors
 
 
 def _find_dla_refusal(graph: Graph, node: onnx.NodeProto) -> str:

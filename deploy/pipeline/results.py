@@ -126,7 +126,7 @@ def write_report(
             engine_runs=dict(figures.evaluation.engine_runs),
         ),
         request=request,
-        alerts=(*calibration.doubts, *calibration.warnings, *_scale_alerts(calibration, targets)),
+        alerts=(*calibration.doubts, *calibration.warnings, *_scale_alerts(calibration, results)),
         notes=(*calibration.resumed, *feed.notes, *figures.notes),
     )
     earlier_report = find_earlier_report(stage.folder, loaded.digest)
@@ -612,16 +612,17 @@ def _staged_cache(calibration: CalibrationResult, stage: Stage) -> Path | None:
     return staged_path if is_staged else calibration.cache
 
 
-def _scale_alerts(calibration: CalibrationResult, targets: Sequence[TargetPart]) -> Iterator[str]:
+def _scale_alerts(calibration: CalibrationResult, results: Sequence[BuildResult]) -> Iterator[str]:
     """Yield the tensors whose missing scale leaves nodes in float, by the reason why it is missing.
 
     Constant zeros of shape arithmetic, for instance, have no scale either, but no int8 reader.
     """
-    float_reasons = {node.reason for target in targets for node in target.nodes}
+    needed_tensors: set[str] = set()  # with a scale for it, a node could run in int8
+    for result in results:
+        needed_tensors.update(decision.unscaled_tensor for decision in result.decisions)
     names_by_reason: dict[str, list[str]] = {}
     for name, reason in calibration.range_set.reasons.items():
-        # a node's reason starts with the tensor, as in "r1 was 0 in every sample"
-        if any(float_reason.startswith(f"{name} ") for float_reason in float_reasons):
+        if name in needed_tensors:
             names_by_reason.setdefault(reason, []).append(name)
     for reason, names in names_by_reason.items():
         if len(names) == 1:
