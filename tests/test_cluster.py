@@ -330,7 +330,9 @@ def test_worker_of_other_version_is_named(refusal_of, monkeypatch):
     assert "9.9 at the client" in err
     # no worker is there yet when the client asks
     monkeypatch.setattr(clusters.ClusterRun, "_collect_versions", lambda self: {})
-    assert "a worker that came late" in refusal_of()
+    err = refusal_of()
+    assert "a worker that came late has calib8" in err
+    assert "9.9 at the client" in err
 
 
 @pytest.mark.slow

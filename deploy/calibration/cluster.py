@@ -36,6 +36,7 @@ from deploy.calibration.cluster_jobs import (
     Versions,
     collect_versions,
     make_job,
+    refuse_other_versions,
 )
 from deploy.calibration.observation import CalibrationSubject, Key, Observation, ObservedStatistics
 from deploy.calibration.sample_checks import Peaks
@@ -74,7 +75,8 @@ def connect_client(address: str) -> Iterator[Client]:
     Raises:
         SdkMissingError: dask.distributed is not installed.
         BackendError: no scheduler answers at this address, or the connection breaks.
-        ConfigError: `refuse_foreign_code`, since dask runs what a scheduler sends.
+        ConfigError: another user may have set the address. dask runs the code that a scheduler
+            sends.
     """
     refuse_foreign_code(address)
     with _silence_dask():
@@ -101,19 +103,19 @@ def call_with_timeout(seconds: float, call: Callable[[], T]) -> T:
         TimeoutError: the call takes longer.
         Exception: any error of the call.
     """
-    result: concurrent.futures.Future[T] = concurrent.futures.Future()
+    answer: concurrent.futures.Future[T] = concurrent.futures.Future()
 
-    def run() -> None:
+    def run_call() -> None:
         try:
-            result.set_result(call())
+            answer.set_result(call())
         except BaseException as error:
-            result.set_exception(error)
+            answer.set_exception(error)
 
-    threading.Thread(target=run, name="calib8 scheduler", daemon=True).start()
+    threading.Thread(target=run_call, name="calib8 scheduler", daemon=True).start()
     try:
-        return result.result(seconds)
+        return answer.result(seconds)
     except TIMEOUT_ERRORS as error:
-        if result.done():  # the call itself raised it
+        if answer.done():  # not this timeout: the call itself raised the error
             raise
         raise TimeoutError(f"no answer within {seconds:.0f} s") from error
 
@@ -154,7 +156,7 @@ def _create_client(address: str) -> Client:
 @contextmanager
 def _silence_dask() -> Iterator[None]:
     """Silence dask's logs of errors that calib8 reports itself, and its large-object warnings."""
-    _import_distributed()  # sets the levels of dask's loggers, before they are changed here
+    _import_distributed()  # the import sets the levels of dask's loggers, which are changed below
     level_by_logger = {}
     for name in list(logging.root.manager.loggerDict):
         if name.partition(".")[0] in _DASK_LOGGERS:
@@ -162,7 +164,7 @@ def _silence_dask() -> Iterator[None]:
             level_by_logger[logger] = logger.level
     try:
         for logger in level_by_logger:
-            logger.setLevel(logging.CRITICAL + 1)
+            logger.setLevel(logging.CRITICAL + 1)  # above every level: nothing is logged
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
@@ -185,14 +187,14 @@ class ShardMerger:
         self._image_count = 0
 
     def add(self, share: Share, worker: str, data: bytes) -> None:
-        """Merge the result of a piece into the statistics, and its samples into the feed.
+        """Merge a worker's result for a piece of the images into the statistics and the feed.
 
-        If the result is refused, the calibration ends: what is merged so far is of no use.
+        If the result is refused, the calibration ends, so a half-done merge does no harm.
 
         Args:
-            share: the piece: which of the images it is.
+            share: the piece, a part of the images.
             worker: address of the worker that observed it.
-            data: bytes of its shard file, the worker's result.
+            data: the worker's result, the bytes of a shard file: statistics and their origin.
 
         Raises:
             CacheError: the shard file is broken.
@@ -207,7 +209,7 @@ class ShardMerger:
                 f"the worker {worker} must observe what it was asked for, got another piece than"
                 f" {share}: {'; '.join(changes.values())}; install the same calib8 there"
             )
-        self._image_count = share.count  # of all pieces
+        self._image_count = share.count  # images of all pieces together
         try:
             self._feed.merge_remote_pass(share, shard.digests, shard.skipped)
         except SampleChangedError as error:
@@ -215,16 +217,22 @@ class ShardMerger:
                 f"the worker {worker} must see the same images as this machine, got another file"
                 f" ({error}); give a path that all machines share, or send them (--send images)"
             ) from error
-        # numbers count from 1, skipped samples included: `end` knows which samples are skipped
+        # samples are numbered from 1, bad ones that were skipped included; `end` renumbers them
+        # once it is known which of all samples were skipped
         number_by_position = {position: position + 1 for position in share.positions}
         self._peaks.add_rows(shard.peaks, number_by_position)
         shards.merge_histograms(self._merged, shard.observed(self._observations))
 
     def end(self, peaks: Peaks) -> ObservedStatistics:
-        """Return the merged statistics of all pieces."""
+        """Return the merged statistics of all pieces.
+
+        `peaks`: receives the largest |x| of every tensor, by the numbers of the good samples.
+        """
         self._feed.refuse_all_bad()
-        numbers = {index: number for number, index in enumerate(self._feed.positions, 1)}
-        peaks.add_rows(self._peaks.rows(range(self._image_count)), numbers)
+        number_by_position = {
+            position: number for number, position in enumerate(self._feed.positions, 1)
+        }
+        peaks.add_rows(self._peaks.rows(range(self._image_count)), number_by_position)
         return ObservedStatistics(self._merged).select(self._observations)
 
 
@@ -239,11 +247,11 @@ def observe_on(
     peaks: Peaks,
     runs: Counter[str],
 ) -> tuple[ObservedStatistics, tuple[str, ...]]:
-    """Observe on the workers of a scheduler, with the result of one pass on this machine.
+    """Observe on the workers of a dask scheduler; the result equals that of this machine alone.
 
     Args:
         cluster: the scheduler and its options.
-        observations: what to observe, all order-free.
+        observations: what to observe; none may depend on the order of the images.
         feed: the images, opened on this machine.
         subject: the model to calibrate.
         images: where the images are, for the workers.
@@ -259,48 +267,50 @@ def observe_on(
         BackendError: no scheduler, no worker, other versions there, or all workers were lost.
         Calib8Error: an error on a worker, which is named.
     """
-    all_images = feed.get_share((1, 1))  # one share of all; refuses images that cannot be split
+    all_images = feed.get_share((1, 1))  # share 1 of 1; refuses images that cannot be split
     job = make_job(cluster, observations, feed, subject=subject, images=images, limit=limit)
     merger = ShardMerger(observations, feed, job.identities)
     with connect_client(cluster.address) as client:
-        run = ClusterRun(client, job, cluster, feed)
-        threads = run.wait_for_workers()
-        piece_count = _count_pieces(cluster, feed, all_images, threads)
+        cluster_run = ClusterRun(client, job, cluster, feed)
+        thread_count = cluster_run.wait_for_workers()
+        piece_count = _count_pieces(cluster, feed, all_images, thread_count)
         first_piece = feed.get_share((1, piece_count))
-        # they differ by their numbers alone, from which their positions follow
+        # the other pieces differ in their number only, which decides their images
         pieces = (replace(first_piece, number=number) for number in range(1, piece_count + 1))
         try:
             with phase("observing", all_images.count, "samples") as show_progress:
-                for share, worker, data in run.run_pieces(pieces):
-                    merger.add(share, worker, data)
-                    for _ in share.positions:
+                for piece, worker, shard_bytes in cluster_run.run_pieces(pieces):
+                    merger.add(piece, worker, shard_bytes)
+                    for _ in piece.positions:
                         show_progress()
         finally:
-            run.end()
+            cluster_run.end()
     observed = merger.end(peaks)
     for variant in dict.fromkeys(observation.variant.key for observation in observations):
-        runs[variant] += feed.count
-    return observed, run.notes(piece_count)
+        runs[variant] += feed.count  # the workers ran each variant on every image
+    return observed, cluster_run.notes(piece_count)
 
 
-def _count_pieces(cluster: Cluster, feed: Feed, all_images: Share, threads: int) -> int:
+def _count_pieces(cluster: Cluster, feed: Feed, all_images: Share, thread_count: int) -> int:
     """Return how many pieces the images are split into.
 
     Args:
-        cluster: the scheduler and its options.
+        cluster: the scheduler and its options, which may set the number.
         feed: the images.
-        all_images: one share of all images.
-        threads: number of threads of all workers.
+        all_images: the share 1 of 1, which is all images.
+        thread_count: number of threads of all workers.
     """
     if cluster.pieces is not None:
         return cluster.pieces
-    count = all_images.count
-    pieces = max(_PIECES_PER_THREAD * threads, math.ceil(count / _MAX_PIECE_SAMPLES))
+    image_count = all_images.count
+    min_count = math.ceil(image_count / _MAX_PIECE_SAMPLES)
+    piece_count = max(_PIECES_PER_THREAD * thread_count, min_count)
     if cluster.sends_images:
-        # the first image, which is share 1 of as many shares as there are images
-        (first_sample,) = feed.read_share(replace(all_images, of=count))
-        pieces = max(pieces, math.ceil(count * first_sample.byte_count / _MAX_PIECE_BYTES))
-    return min(count, pieces)
+        # the first image stands for all; it is share 1 of as many shares as there are images
+        (first_sample,) = feed.read_share(replace(all_images, of=image_count))
+        sent_bytes = image_count * first_sample.byte_count
+        piece_count = max(piece_count, math.ceil(sent_bytes / _MAX_PIECE_BYTES))
+    return min(image_count, piece_count)
 
 
 class ClusterRun:
@@ -330,58 +340,44 @@ class ClusterRun:
             while not self._poll_workers():
                 time.sleep(TICK_S / 4)
             for machine, versions in self._collect_versions().items():
-                self._refuse_other_versions(machine, versions)
+                refuse_other_versions(machine, versions, self._job.versions)
         return sum(self._threads_by_worker.values())
 
     def _collect_versions(self) -> Mapping[str, Versions | Exception]:
-        """Return name of each machine -> its versions by program, or the error of asking."""
+        """Ask the scheduler and all workers for the versions of their programs.
+
+        Returns:
+            name of each machine -> its versions, or the error if it could not tell them.
+        """
         kind = self._job.kind  # of the samples: OpenCV's version matters only for image files
         client = self._client
-        versions: dict[str, Versions | Exception] = {}
+        versions_by_machine: dict[str, Versions | Exception] = {}
         try:
             scheduler_versions = call_with_timeout(
                 ANSWER_S, lambda: client.run_on_scheduler(collect_versions, kind)
             )
-            # the other versions concern workers only
-            versions["the scheduler"] = {"calib8": scheduler_versions["calib8"]}
+            # the scheduler runs no model, so its other programs may have any version
+            calib8_version = scheduler_versions["calib8"]
+            versions_by_machine["the scheduler"] = {**self._job.versions, "calib8": calib8_version}
         except (ImportError, AttributeError) as error:  # no calib8 there, or an older one
-            versions["the scheduler"] = error
+            versions_by_machine["the scheduler"] = error
         worker_versions = call_with_timeout(
             ANSWER_S, lambda: client.run(collect_versions, kind, on_error="return")
         )
-        for address, result in worker_versions.items():
-            versions[f"the worker {address}"] = result
-        return versions
+        for address, versions_or_error in worker_versions.items():
+            versions_by_machine[f"the worker {address}"] = versions_or_error
+        return versions_by_machine
 
-    def _refuse_other_versions(self, machine: str, versions: Versions | Exception) -> None:
-        """Refuse a machine whose versions differ from the client's.
+    def run_pieces(self, pieces: Iterable[Share]) -> Iterator[tuple[Share, str, bytes]]:
+        """Run pieces, which are shares of the images; yield the result of each as it ends.
 
-        `versions`: program -> version there, or the error of asking for them.
-        """
-        required = self._job.versions
-        if isinstance(versions, Exception):
-            raise BackendError(
-                f"{machine} must have calib8 {required['calib8']}, got: {first_line(versions)}; pip"
-                " install it there"
-            )
-        differences = []
-        for name, version in versions.items():
-            if version != required.get(name):
-                differences.append(f"{name} {version} ({required.get(name)} at the client)")
-        if differences:
-            raise BackendError(
-                f"all machines must have the same versions, {machine} has {', '.join(differences)};"
-                " install the client's versions there"
-            )
-
-    def run_pieces(self, shares: Iterable[Share]) -> Iterator[tuple[Share, str, bytes]]:
-        """Run pieces, shares of the images; yield (share, worker, bytes of its shard) as they end.
+        A result is (the piece, address of its worker, bytes of a shard file).
 
         Raises:
             BackendError: the scheduler or all workers are gone, or a piece failed too often.
             Calib8Error: an error on a worker.
         """
-        remaining = deque(shares)
+        remaining = deque(pieces)
         while remaining or self._share_by_future:
             self._poll_workers()
             threads = max(1, sum(self._threads_by_worker.values()))
@@ -391,11 +387,8 @@ class ClusterRun:
         self._poll_workers(force=True)
 
     def end(self) -> None:
-        """Cancel all that remains of the job on the workers.
-
-        With no task running, the cluster frees the job's data as soon as its future is dropped.
-        """
-        if self._share_by_future:
+        """Cancel what remains of the job on the workers, and drop it."""
+        if self._share_by_future:  # pieces are left only if the run was interrupted
             futures = list(self._share_by_future)
             if self._job_future is not None:
                 futures.append(self._job_future)
@@ -406,6 +399,7 @@ class ClusterRun:
                 call_with_timeout(
                     STOP_S, lambda: client.run(cluster_jobs.stop_job, key, on_error="ignore")
                 )
+        # the cluster frees the job's data once no future refers to it
         self._share_by_future = {}
         self._job_future = None
 
@@ -419,9 +413,17 @@ class ClusterRun:
         return tuple(notes)
 
     def _poll_workers(self, *, force: bool = False) -> bool:
-        """Poll the workers if the last poll is old or `force`; return whether there are any."""
+        """Ask the scheduler for its workers, and note lost ones; return whether there are any.
+
+        If the last answer is younger than `TICK_S` and had workers, it is used again, unless
+        `force`.
+
+        Raises:
+            BackendError: there has been no worker for `WORKERS_S`.
+        """
         now = time.monotonic()
-        if not force and self._threads_by_worker and now - self._last_poll < TICK_S:
+        is_recent = now - self._last_poll < TICK_S
+        if is_recent and self._threads_by_worker and not force:
             return True
         self._last_poll = now
         threads_by_worker = call_with_timeout(ANSWER_S, self._client.nthreads)
@@ -450,21 +452,28 @@ class ClusterRun:
         if self._cluster.sends_images:
             samples = self._feed.read_share(share)
         else:
-            # the digest of one image shows whether the worker reads the same files
+            # read here too: the digest of one image shows whether the worker reads the same files
             self._feed.hash_entry(share.positions[0])
         future = self._client.submit(
             cluster_jobs.observe_piece,
             self._job_future,  # on the worker, dask replaces it by the job
             share,
             samples,
-            # a new one for each attempt: dask would return the earlier failure for an equal key
+            # each attempt has a new key: for the same key dask would return the earlier failure
             key=f"{key}-{share.number}-{self._failure_counts[share]}",
             pure=False,
         )
         self._share_by_future[future] = share
 
     def _finished_pieces(self) -> Iterator[tuple[Share, str, bytes]]:
-        """Yield the pieces that finish within a tick; submit again those whose failure may pass."""
+        """Wait up to `TICK_S` for pieces; yield (piece, worker, bytes of its shard) of those done.
+
+        A piece that failed by an error of the system, which may pass, is submitted again.
+
+        Raises:
+            BackendError: the scheduler lost the job.
+            Calib8Error: a piece failed for good; the error is that of its worker.
+        """
         from distributed import wait
 
         try:
@@ -473,25 +482,27 @@ class ClusterRun:
             pass
         except Exception as error:  # all futures were cancelled
             raise self._lost_job_error(first_line(error)) from error
-        for future in [future for future in self._share_by_future if future.status != "pending"]:
+        ended_futures = [future for future in self._share_by_future if future.status != "pending"]
+        for future in ended_futures:
             try:
                 worker, result = self._fetch_result(future)
             except TIMEOUT_ERRORS:  # its worker was lost: dask recomputes the piece
                 continue
-            share = self._share_by_future.pop(future)
+            piece = self._share_by_future.pop(future)
             if not isinstance(result, cluster_jobs.PieceFailure):
-                yield share, worker, result
+                yield piece, worker, result
                 continue
-            if not result.is_temporary or self._failure_counts[share] >= self._cluster.retries:
+            has_retries_left = self._failure_counts[piece] < self._cluster.retries
+            if not (result.is_temporary and has_retries_left):
                 raise result.error
-            self._failure_counts[share] += 1
-            self._submit(share)
+            self._failure_counts[piece] += 1
+            self._submit(piece)
 
     def _fetch_result(self, future: Future) -> tuple[str, bytes | cluster_jobs.PieceFailure]:
-        """Return (address of the worker, bytes of the shard or the failure) of a piece that ended.
+        """Return the result of a piece that ended: (name of the worker, shard bytes or failure).
 
         Raises:
-            TimeoutError: the worker was lost before it sent the result; the piece runs again.
+            TimeoutError: the worker was lost before it sent the result; dask runs the piece again.
             BackendError: the scheduler dropped the piece, or the piece killed several workers.
         """
         piece = self._share_by_future[future]

@@ -149,7 +149,7 @@ def make_job(
     images: FeedSource,
     limit: Limit,
 ) -> ClusterJob:
-    """Return the job that makes these observations on the images of a feed.
+    """Return the job to send to dask workers: which observations to make on which images.
 
     Args:
         cluster: the scheduler and its options.
@@ -168,10 +168,10 @@ def make_job(
             "a video's frames and a model's states are read one after the other by one machine, got"
             " some for --scheduler; give frames as images, or leave it out"
         )
-    model_path = ""
+    model_path = ""  # if empty, the job contains the model
     if cluster.send not in ("model", "all"):
         model_path = _shared_model_path(subject, observations)
-    # a worker makes a variant of the model from its file, or has it in the job
+    # `variant.make` works on this machine only; a worker loads the model, or finds it in the job
     sendable_observations: list[Observation] = []
     for variant, variant_observations in group_by_variant(observations).items():
         if model_path:
@@ -185,7 +185,7 @@ def make_job(
         source=() if cluster.sends_images else shared_paths(images),
         preprocess=feed.preprocess,
         skip_bad=bool(feed.settings["skip_bad"]),
-        limit=replace(to_choice(limit), shard=None),
+        limit=replace(to_choice(limit), shard=None),  # each task names its own share
         max_pixels=feed.max_pixels,
     )
     kind = str(feed.settings["kind"])
@@ -204,6 +204,37 @@ def make_job(
 def collect_versions(kind: str) -> Versions:
     """Return the versions of all programs used to calibrate on "arrays" or any kind of images."""
     return {**fingerprint.program_versions(), **fingerprint.feed_versions(kind)}
+
+
+def refuse_other_versions(
+    machine: str, versions: Versions | Exception, client_versions: Versions
+) -> None:
+    """Refuse a machine of the cluster whose programs have other versions than the client's.
+
+    Args:
+        machine: name of the machine, for the message.
+        versions: program -> its version there, or the error if the machine could not tell them.
+        client_versions: program -> its version at the client.
+
+    Raises:
+        BackendError: a version differs (names each that does), or calib8 is missing there.
+    """
+    if isinstance(versions, Exception):
+        raise BackendError(
+            f"{machine} must have calib8 {client_versions['calib8']}, got: {first_line(versions)};"
+            " pip install it there"
+        )
+    differences = []
+    for program in {**versions, **client_versions}:  # a program may be missing in one of the two
+        version = versions.get(program)
+        client_version = client_versions.get(program)
+        if version != client_version:
+            differences.append(f"{program} {version} ({client_version} at the client)")
+    if differences:
+        raise BackendError(
+            f"all machines must have the same versions, {machine} has {', '.join(differences)};"
+            " install the client's versions there"
+        )
 
 
 def shared_paths(images: FeedSource) -> Paths:
@@ -263,9 +294,15 @@ def observe_piece(
 ) -> tuple[str, bytes | PieceFailure]:
     """Observe a share of the images; the task that runs on a worker.
 
+    Errors are returned and not raised: dask waits forever for one whose traceback does not pickle.
+
+    Args:
+        job: the calibration.
+        share: which of the images.
+        samples: the images, if the client sent them; None to read them from their path.
+
     Returns:
-        (name of the worker, bytes of a shard or the failure). Errors are returned, since dask waits
-        forever for one whose traceback does not pickle.
+        (name of the worker, bytes of a shard file with the statistics or the failure).
     """
     worker = _worker_name()
     try:
@@ -290,26 +327,12 @@ def _observe_share(job: ClusterJob, share: Share, samples: Sequence[RemoteSample
     Raises:
         Calib8Error: other versions, another model or other images than the client's.
     """
-    # the client asks only the workers that are there when it begins
-    if collect_versions(job.kind) != job.versions:
-        raise BackendError(
-            "all machines must have the same versions, got others than the client's on a worker"
-            " that came late; install the client's versions there"
-        )
+    # the client checks only the workers that are there when it begins
+    refuse_other_versions("a worker that came late", collect_versions(job.kind), job.versions)
     if samples is None:
         feed = _open_share(job, share)
-    else:  # the images came with the task
-        dataset = job.dataset
-        preprocess = dataset.preprocess
-        assert not isinstance(preprocess, str | Mapping)
-        feed = Feed(
-            RemoteSource(samples, job.inputs, preprocess, dataset.max_pixels),
-            range(len(samples)),
-            kind=job.kind,
-            preprocess=preprocess,
-            skip_bad=dataset.skip_bad,
-            share=share,
-        )
+    else:
+        feed = _open_sent_images(job, share, samples)
     peaks = Peaks()
 
     def observe_samples() -> ObservedStatistics:
@@ -319,6 +342,21 @@ def _observe_share(job: ClusterJob, share: Share, samples: Sequence[RemoteSample
 
     observed = observe_unless_all_skipped(feed, observe_samples)
     return make_shard(feed, job.identities, peaks, observed)
+
+
+def _open_sent_images(job: ClusterJob, share: Share, samples: Sequence[RemoteSample]) -> Feed:
+    """Return the feed of a share whose images the client sent."""
+    dataset = job.dataset
+    preprocess = dataset.preprocess
+    assert not isinstance(preprocess, str | Mapping)  # `make_job` takes the feed's, never a name
+    return Feed(
+        RemoteSource(samples, job.inputs, preprocess, dataset.max_pixels),
+        range(len(samples)),
+        kind=job.kind,
+        preprocess=preprocess,
+        skip_bad=dataset.skip_bad,
+        share=share,
+    )
 
 
 def _return_model(model: onnx.ModelProto, _: ObservedStatistics) -> onnx.ModelProto:
@@ -346,9 +384,12 @@ def _open_share(job: ClusterJob, share: Share) -> Feed:
 
     Each thread of a worker keeps the feed of its last job in `_last_feed`, so that a folder is
     listed once and not for each share.
+
+    Raises:
+        FeedError: the images cannot be opened here, or are not those of the client.
     """
     remedy = "give a path that all machines share, or send them (--send images)"
-    if getattr(_last_feed, "job_key", None) != job.key:
+    if getattr(_last_feed, "job_key", None) != job.key:  # a new job, or the first of the thread
         try:
             feed = job.dataset.open(job.inputs)
         except FeedError as error:
@@ -356,7 +397,7 @@ def _open_share(job: ClusterJob, share: Share) -> Feed:
         _last_feed.job_key = job.key
         _last_feed.feed = feed
     complete_feed: Feed = _last_feed.feed
-    # the share that has this number here; it differs if this machine sees other images
+    # the same part of the images that this machine sees; a share holds their number and names
     share_here = complete_feed.get_share((share.number, share.of))
     if share_here != share:
         raise FeedError(
