@@ -178,15 +178,8 @@ class Comparison:
             if tally is not None:
                 tally.add(inputs, reference, candidate)
 
-    @property
-    def watched(self) -> frozenset[int]:
-        """Indices of the samples that `shown` may return, whose pictures must be kept."""
-        if self._task_tally is None:
-            return frozenset()
-        return self._task_tally.watched
-
     def shown(self) -> tuple[Example, ...]:
-        """Return a few samples where both models differ most, the worst first."""
+        """Return the few samples so far where both models differ most, the worst first."""
         if self._task_tally is None:
             return ()
         return self._task_tally.shown()

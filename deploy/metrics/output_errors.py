@@ -115,8 +115,8 @@ class RunningError:
         candidate = candidate.reshape(-1)
         sample_sums, max_error = _pair_sums(reference, candidate)
         if not np.isfinite(sample_sums).all():
-            reference_is_finite = bool(np.isfinite(reference).all())
-            candidate_is_finite = bool(np.isfinite(candidate).all())
+            reference_is_finite = np.isfinite(reference).all()
+            candidate_is_finite = np.isfinite(candidate).all()
             self.not_finite[0] += not reference_is_finite
             self.not_finite[1] += not candidate_is_finite
             if not reference_is_finite or not candidate_is_finite:

@@ -167,7 +167,7 @@ def _find_outcomes(overlaps: Floats, crowds: Flags, iou: float) -> NDArray[np.in
 def _shares_inside(boxes: Floats, crowds: Floats) -> Floats:
     """Return the share of each box's area that lies in each crowd, [boxes, crowds]."""
     areas = np.maximum(box_areas(boxes), 1e-12)
-    return np.asarray(box_intersections(boxes, crowds) / areas[:, None])
+    return box_intersections(boxes, crowds) / areas[:, None]
 
 
 def _average_precision(outcomes: NDArray[np.int8], object_count: int) -> float:

@@ -443,7 +443,7 @@ class _EvaluationPass:
         # numbers of the samples so far that a report may show: where an engine differs most
         possible_examples: set[int] = set()
         for comparison in self._comparisons.values():
-            possible_examples.update(comparison.watched)
+            possible_examples.update(example.number for example in comparison.shown())
         self._images.add(outputs.sample, possible_examples)
 
     def _run_candidates(self, outputs: _SampleOutputs, *, on_device: bool) -> None:

@@ -191,7 +191,7 @@ def _is_list(decoder: RowDecoder, samples: FirstSamples) -> bool:
         return False  # the first column is the number of the image
     corners = CODINGS[decoder.coding].decode(rows[:, :4], rows)
     are_ordered = np.all(corners[:, 2:] >= corners[:, :2], axis=1)  # second corner after the first
-    return bool(has_scores and has_classes and are_ordered.mean() >= MIN_CODED_SHARE)
+    return has_scores and has_classes and are_ordered.mean() >= MIN_CODED_SHARE
 
 
 def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
@@ -284,7 +284,7 @@ class BoxTally(TaskTally["BoxDetection"]):
             new=candidate.at(new_indices),
         )
         difference = len(lost_indices) + len(new_indices)
-        self.examples.offer(example, difference=difference, predictions=len(reference.scores))
+        self.offer(example, difference=difference, predictions=len(reference.scores))
 
     def result(self) -> TaskFigure | None:
         """Return the share of FP32's boxes that are kept; None if it has none."""

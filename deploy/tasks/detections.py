@@ -43,8 +43,8 @@ class BoxPoints:
         distances = np.hypot(*(self.positions - candidate.positions)[0, :, :2].T)
         if self.positions.shape[2] > 2:
             distances = distances[self.positions[0, :, 2] > MIN_VISIBILITY]
-        size = float(np.sqrt(box_areas(box[None])[0]))
-        return not distances.size or bool(distances.mean() <= MAX_BOX_POINT_DISTANCE * size)
+        size = np.sqrt(box_areas(box[None])[0])
+        return not distances.size or (distances.mean() <= MAX_BOX_POINT_DISTANCE * size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,9 +161,8 @@ def anchor_squares(anchors: Integers) -> Floats:
 
     They are disjoint, so that a square overlaps only with that of the same anchor.
     """
-    left_sides = 2.0 * anchors
-    zeros = np.zeros(len(anchors))
-    return np.stack([left_sides, zeros, left_sides + 1, zeros + 1], axis=1)
+    low_corners = 2.0 * anchors
+    return low_corners[:, None] + [0, 0, 1, 1]
 
 
 def box_intersections(boxes: Floats, candidates: Floats) -> Floats:
@@ -177,7 +176,7 @@ def box_ious(boxes: Floats, candidates: Floats) -> Floats:
     """Return the IoU of boxes [n, 4] and [m, 4] as [n, m]; 0 for boxes without area."""
     shared = box_intersections(boxes, candidates)
     union = box_areas(boxes)[:, None] + box_areas(candidates)[None, :] - shared
-    return np.asarray(np.divide(shared, union, out=np.zeros_like(shared), where=union > 0))
+    return np.divide(shared, union, out=np.zeros_like(shared), where=union > 0)
 
 
 def box_areas(boxes: Floats) -> Floats:

@@ -460,7 +460,7 @@ class BoxCoding(NamedTuple):
 def are_distributions(boxes: BoxRows) -> bool:
     """Whether numbers may be logits of four distributions over the distances from a cell."""
     has_bins = boxes.numbers.shape[1] in [4 * bin_count for bin_count in DISTRIBUTION_BINS]
-    return bool(boxes.has_cells and has_bins and boxes.numbers.min() < 0)
+    return boxes.has_cells and has_bins and boxes.numbers.min() < 0
 
 
 def decode_distances(numbers: Floats, cells: Floats) -> Floats:
@@ -472,7 +472,7 @@ def decode_distances(numbers: Floats, cells: Floats) -> Floats:
     middles = cells[:, :2] + 0.5
     strides = cells[:, 2:]
     corners = [middles - distances[:, :2], middles + distances[:, 2:]]
-    return np.asarray(np.concatenate(corners, axis=1) * strides)
+    return np.concatenate(corners, axis=1) * strides
 
 
 def are_corners(boxes: BoxRows) -> bool:
@@ -484,7 +484,7 @@ def are_corners(boxes: BoxRows) -> bool:
     correlation = min(correlate(low[:, axis], high[:, axis]) for axis in (0, 1))
     moves_together = correlation > MIN_CORNER_CORRELATION
     are_ordered = _are_mostly(high >= low)
-    return bool(moves_together and are_ordered and _are_all_over((low + high) / 2))
+    return moves_together and are_ordered and _are_all_over((low + high) / 2)
 
 
 def are_centres(boxes: BoxRows) -> bool:
@@ -509,14 +509,14 @@ def are_offsets(boxes: BoxRows) -> bool:
     if boxes.has_levels or not boxes.has_cells or not boxes.has_gates:
         return False
     are_small = _are_mostly(np.abs(boxes.numbers) < MAX_CELL_OFFSET)
-    return bool(boxes.numbers.shape[1] == 4 and are_small and boxes.numbers[:, 2:].min() < 0)
+    return boxes.numbers.shape[1] == 4 and are_small and boxes.numbers[:, 2:].min() < 0
 
 
 def decode_offsets(numbers: Floats, cells: Floats) -> Floats:
     """Return corners of YOLOX's boxes [n, 4] in cells [n, 3]."""
     sides = np.exp(np.minimum(numbers[:, 2:4], MAX_LOG_SIDE))
     centred_boxes = np.concatenate([numbers[:, :2] + cells[:, :2], sides], axis=1)
-    return np.asarray(to_corners(centred_boxes) * cells[:, 2:])
+    return to_corners(centred_boxes) * cells[:, 2:]
 
 
 def _are_all_over(centres: Floats) -> bool:

@@ -262,8 +262,8 @@ def _has_objectness(scores: Array, layout: Layout) -> bool:
     if scores[:, 0].min() >= 1 - UNIT_TOLERANCE:
         return True  # YOLO v6 has none, and writes 1 in its place
     best_others = scores[:, 1:].max(axis=1)
-    first_mean = float(scores[:, 0].mean())
-    best_other_mean = float(best_others.mean())
+    first_mean = scores[:, 0].mean()
+    best_other_mean = best_others.mean()
     if first_mean < best_other_mean and best_other_mean > MAX_EMPTY_SCORE:
         # the other columns are high in rows without an object too, so an objectness must tell them
         return _are_mostly_empty(scores[:, 0])
@@ -489,7 +489,7 @@ def _confirm(proposed: RowDecoder, samples: FirstSamples) -> RowDecoder | None:
 
     decoder = replace(decoder, coding=_find_coding(decoder, samples))
     # boxes in an output with scores may be any numbers, unless a coding fits them
-    has_boxes = samples.are_known_boxes or bool(decoder.coding) or _are_separate(decoder)
+    has_boxes = samples.are_known_boxes or decoder.coding or _are_separate(decoder)
     return read_extra(decoder, samples) if has_boxes else None
 
 
@@ -577,7 +577,7 @@ def _find_activation(
     else:
         # where all scores of most rows are below 0, these rows have no class: a Softmax would give
         # one
-        has_empty_rows = bool(np.median(rows.max(axis=1)) < 0)
+        has_empty_rows = np.median(rows.max(axis=1)) < 0
         is_sigmoid = column_count == 1 or class_count == column_count
         if is_sigmoid or (has_empty_rows and not has_background_column):
             return _Activation("sigmoid")

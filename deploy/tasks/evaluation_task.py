@@ -60,37 +60,6 @@ class ClassExample:
 
 
 Example = BoxExample | ClassExample
-E = TypeVar("E", bound=Example)
-
-
-@dataclass(slots=True)
-class ExampleSelection(Generic[E]):
-    """Selects the `MAX_SHOWN` samples that differ most; of equal ones, those with most predictions.
-
-    Attributes:
-        ranked_examples: (sort key, example) of the selected samples, the most different first.
-    """
-
-    ranked_examples: list[tuple[tuple[float, float, int], E]] = field(default_factory=list)
-
-    def offer(self, example: E, *, difference: float, predictions: float) -> None:
-        """Consider a sample to show.
-
-        Args:
-            example: the sample.
-            difference: by how much the two models differ; 0 if they agree.
-            predictions: how much FP32 predicts at all; a sample of 0 that agrees shows nothing.
-        """
-        if difference > 0 or predictions > 0:
-            sort_key = (-difference, -predictions, example.number)
-            bisect.insort(self.ranked_examples, (sort_key, example), key=itemgetter(0))
-            del self.ranked_examples[MAX_SHOWN:]
-
-    def result(self) -> tuple[E, ...]:
-        """Return the selected samples, the most different first."""
-        return tuple(example for _, example in self.ranked_examples)
-
-
 FEW_COUNTED = 100  # things of FP32 below which the interval of their share is shown
 _NORMAL_95 = 1.96  # quantile of the normal distribution for an interval of 95 %
 
@@ -223,7 +192,8 @@ class TaskTally(ABC, Generic[T]):
         total: number of FP32's things, such as boxes, points or texts, if the task counts any.
         kept: number of those that the candidate has too.
         new: number of things that only the candidate has.
-        examples: the samples to show, if the task shows any.
+        ranked_examples: (sort key, example) of the samples to show, the most different first; empty
+            if the task shows none.
     """
 
     task: T
@@ -231,7 +201,7 @@ class TaskTally(ABC, Generic[T]):
     total: int = 0
     kept: int = 0
     new: int = 0
-    examples: ExampleSelection[Any] = field(default_factory=ExampleSelection)
+    ranked_examples: list[tuple[tuple[float, float, int], Example]] = field(default_factory=list)
 
     def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         """Add one sample: arrays with a batch of 1 (or none)."""
@@ -245,14 +215,25 @@ class TaskTally(ABC, Generic[T]):
     def result(self) -> TaskFigure | None:
         """Return the figure; None if the float model predicted nothing to compare with."""
 
-    @property
-    def watched(self) -> frozenset[int]:
-        """Indices of the samples that `shown` may still return."""
-        return frozenset(example.number for example in self.examples.result())
+    def offer(self, example: Example, *, difference: float, predictions: float) -> None:
+        """Consider a sample to show.
+
+        The `MAX_SHOWN` samples that differ most are kept; of equal ones, those with most
+        predictions.
+
+        Args:
+            example: the sample.
+            difference: by how much the two models differ; 0 if they agree.
+            predictions: how much FP32 predicts at all; a sample of 0 that agrees shows nothing.
+        """
+        if difference > 0 or predictions > 0:
+            sort_key = (-difference, -predictions, example.number)
+            bisect.insort(self.ranked_examples, (sort_key, example), key=itemgetter(0))
+            del self.ranked_examples[MAX_SHOWN:]
 
     def shown(self) -> tuple[Example, ...]:
         """Return a few samples to show, those where both models differ most first."""
-        return self.examples.result()
+        return tuple(example for _, example in self.ranked_examples)
 
     def figure(self, figure: str, value: float, count: str, text: str) -> TaskFigure:
         """Return a figure of the task; the arguments are those of `TaskFigure`."""

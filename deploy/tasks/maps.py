@@ -16,7 +16,7 @@ outputs of one shape are masks together, such as U2-Net's supervised stages (Qin
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from deploy.tasks.evaluation_task import (
     TaskTally,
 )
 from deploy.tasks.first_samples import FirstSamples
-from deploy.tasks.indices import NO_CLASS, PlaceTally, PlaceTask
+from deploy.tasks.indices import NO_CLASS, PlaceCounts, PlaceTally, PlaceTask
 from deploy.tasks.rows import (
     Arrays,
     Flags,
@@ -113,15 +113,10 @@ class _PixelTally(PlaceTally["Pixels"]):
         if len(classes) < 2:
             return None
 
-        ious = []
-        for number in classes:
-            intersection = counts.equal[number]
-            union = counts.reference[number] + counts.candidate[number] - intersection
-            ious.append(intersection / union)
-        mean = float(np.mean(ious))
+        mean = float(np.mean([counts.iou(number) for number in classes]))
         equal_percent = 100 * counts.equal.total() / pixel_count
         text = (
-            f"mIoU {mean:.3f} of {len(ious)} classes, {equal_percent:.1f} % of pixels of FP32's"
+            f"mIoU {mean:.3f} of {len(classes)} classes, {equal_percent:.1f} % of pixels of FP32's"
             " class"
         )
         return self.figure("mIoU with FP32", mean, f"{mean:.3f}", text)
@@ -228,33 +223,23 @@ class _MaskTally(TaskTally["MaskMaps"]):
     """Counts pixels above 0.5, for the IoU of both models' masks.
 
     Attributes:
-        pixels: number of all pixels.
-        reference: number of FP32's pixels above 0.5.
-        intersection: number of pixels that are above 0.5 in both models.
-        union: number of pixels that are above 0.5 in one of them at least.
+        place_counts: number of pixels by class: 1 above 0.5, else 0.
     """
 
-    pixels: int = 0
-    reference: int = 0
-    intersection: int = 0
-    union: int = 0
+    place_counts: PlaceCounts = field(default_factory=PlaceCounts)
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         for name in self.task.outputs:
             is_above = reference[name] > 0.5
             is_above_too = candidate[name] > 0.5
-            if is_above_too.shape != is_above.shape:
-                is_above_too = np.zeros_like(is_above)
-            self.pixels += is_above.size
-            self.reference += int(is_above.sum())
-            self.intersection += int((is_above & is_above_too).sum())
-            self.union += int((is_above | is_above_too).sum())
+            self.place_counts.add(is_above.astype(np.int64), is_above_too.astype(np.int64))
 
     def result(self) -> TaskFigure | None:
         """Return the IoU of the pixels above 0.5; None if FP32 has hardly any."""
-        if self.reference <= MIN_MASK_SHARE * self.pixels:
+        counts = self.place_counts.reference
+        if counts[1] <= MIN_MASK_SHARE * counts.total():
             return None
-        iou = self.intersection / self.union
+        iou = self.place_counts.iou(1)
         text = f"IoU {iou:.3f} of the pixels above 0.5"
         return self.figure("IoU with FP32", iou, f"{iou:.3f}", text)
 
@@ -421,5 +406,5 @@ def _are_heat_maps(samples: Arrays) -> bool:
         maps = value[0].reshape(value.shape[1], -1)
         peaks = maps.max(axis=1)
         is_narrow = np.mean(maps > peaks[:, None] / 2, axis=1) < MAX_PEAK_SHARE
-        clear_shares.append(float(np.mean(is_narrow & (peaks > MIN_VISIBLE))))
+        clear_shares.append(np.mean(is_narrow & (peaks > MIN_VISIBLE)))
     return bool(np.mean(clear_shares) > 0.5)

@@ -156,7 +156,7 @@ def are_probabilities_or_logs(values: Array) -> bool:
     if are_probabilities(values):
         return True
     exact = values.astype(np.float64, copy=False)
-    return bool(values.min() < 0) and are_probabilities(np.exp(np.minimum(exact, 1)))
+    return (values.min() < 0) and are_probabilities(np.exp(np.minimum(exact, 1)))
 
 
 def may_be_logits(scores: Array, axis: int) -> bool:
@@ -176,7 +176,7 @@ def may_be_logits(scores: Array, axis: int) -> bool:
 
 def are_undecided(shares: Array) -> Flags:
     """Return where probabilities are near neither 0 nor 1."""
-    return np.asarray((shares > LOW) & (shares < HIGH))
+    return (shares > LOW) & (shares < HIGH)
 
 
 def correlate(x_values: Floats, y_values: Floats) -> float:
@@ -204,7 +204,7 @@ def activate(scores: Array, activation: str, axis: int = -1) -> Array:
     """Return probabilities: scores after "sigmoid" or, along an axis, "softmax"; "" for as is."""
     with np.errstate(invalid="ignore", over="ignore"):
         if activation == "sigmoid":
-            return np.asarray(1 / (1 + np.exp(-scores)))
+            return 1 / (1 + np.exp(-scores))
         if activation == "softmax":
             power = np.exp(scores - scores.max(axis=axis, keepdims=True))
             return np.asarray(power / power.sum(axis=axis, keepdims=True))

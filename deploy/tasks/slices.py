@@ -263,7 +263,7 @@ def _gap(rows: _Rows, start: int, cut: int, stop: int) -> float:
     small = slice(cut, stop)
     if rows.peak[large].min() <= rows.peak[small].max():
         large, small = small, large  # where the ranges overlap, the result is at most 1
-    small_peak = float(rows.peak[small].max())
+    small_peak = rows.peak[small].max()
     if small_peak < MAX_SILENT_PEAK:
         return 0.0  # rows near 0 show no unit
     if rows.in_unit_range[large].any():
@@ -271,4 +271,4 @@ def _gap(rows: _Rows, start: int, cut: int, stop: int) -> float:
     has_single_row = min(cut - start, stop - cut) < 2
     if has_single_row and not rows.in_unit_range[small].all():
         return 0.0  # a single row that stands out may be a channel of a feature map
-    return float(rows.peak[large].min()) / small_peak
+    return float(rows.peak[large].min() / small_peak)

@@ -156,7 +156,7 @@ class _ClassTally(TaskTally["Classes"]):
         )
         margin = float(reference_scores[reference_class] - reference_scores[candidate_class])
         # `offer` drops a difference of 0; only samples that differ are examples here
-        self.examples.offer(example, difference=max(margin, _MIN_DIFFERENCE), predictions=0)
+        self.offer(example, difference=max(margin, _MIN_DIFFERENCE), predictions=0)
 
     def result(self) -> TaskFigure:
         # several outputs of each sample
@@ -286,7 +286,7 @@ def are_raw_scores(rows: Floats, *, is_single: bool) -> bool:
     if has_several_units or not _are_scores_of_few(rows):
         return False
     confidence = activate(rows, "softmax").max(axis=1).mean()
-    return is_single or bool(confidence > 0.5)
+    return is_single or (confidence > 0.5)
 
 
 def _stand_out(rows: Floats) -> Flags:
@@ -314,8 +314,8 @@ def _are_scores_of_few(rows: Floats) -> bool:
         return True
     # angles of a pose change each for itself, scores of classes against each other
     changes = rows - rows.mean(axis=0)
-    independent_variance = float(changes.var(axis=1).mean()) / (rows.shape[1] - 1)
-    common_variance = float(changes.mean(axis=1).var())
+    independent_variance = changes.var(axis=1).mean() / (rows.shape[1] - 1)
+    common_variance = changes.mean(axis=1).var()
     return bool(common_variance < MAX_COMMON_MOTION * independent_variance)
 
 
@@ -381,8 +381,8 @@ def _are_labels(name: str, samples: FirstSamples) -> bool:
         if min(sizes) < MIN_COUNT or _is_input_shape(values[0], samples):
             return False
     probabilities = np.concatenate([value.reshape(-1) for value in values])
-    has_low_and_high = bool(probabilities.min() < LOW and probabilities.max() > 0.5)
-    return has_low_and_high and are_undecided(probabilities).mean() <= max_undecided_share
+    has_low_and_high = probabilities.min() < LOW and probabilities.max() > 0.5
+    return bool(has_low_and_high and are_undecided(probabilities).mean() <= max_undecided_share)
 
 
 def _is_input_shape(value: Array, samples: FirstSamples) -> bool:
@@ -511,9 +511,9 @@ def are_features(rows: Floats) -> bool:
 
 def has_unit_length(vector: Floats) -> bool:
     """Whether a vector was normalised to L2 length 1, and is not a few probabilities."""
-    deviation = abs(float(np.linalg.norm(vector)) - 1)
-    is_wide = float(np.abs(vector).sum()) > MIN_L1_NORM
-    return is_wide and deviation < SUM_ROUNDING
+    deviation = abs(np.linalg.norm(vector) - 1)
+    is_wide = np.abs(vector).sum() > MIN_L1_NORM
+    return bool(is_wide and deviation < SUM_ROUNDING)
 
 
 def _are_smooth(rows: Floats) -> bool:
@@ -523,10 +523,10 @@ def _are_smooth(rows: Floats) -> bool:
 
 def is_about_zero(vector: Floats) -> bool:
     """Whether numbers are spread about 0 as normal ones, to both sides alike."""
-    spread = float(vector.std())
-    high = float(vector.max())
-    low = float(-vector.min())
-    is_centred = abs(float(vector.mean())) < MAX_MEAN_SHARE * spread
+    spread = vector.std()
+    high = vector.max()
+    low = -vector.min()
+    is_centred = abs(vector.mean()) < MAX_MEAN_SHARE * spread
     is_symmetric = max(high, low) < MAX_SIDE_RATIO * min(high, low)
     peak = MAX_NORMAL_PEAK * _normal_maximum(len(vector)) * spread
-    return is_centred and is_symmetric and max(high, low) < peak
+    return bool(is_centred and is_symmetric and max(high, low) < peak)
