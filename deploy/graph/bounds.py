@@ -87,9 +87,10 @@ def find_bounds(model: onnx.ModelProto) -> dict[str, Bounds]:
         model: a cleaned model, its nodes in execution order.
     """
     limiting_bounds = {}
-    for name, bounds in _Propagation(Graph(model)).bounds.items():
+    for name, bounds in _BoundsPropagation(Graph(model)).bounds.items():
         floor, ceiling = bounds
-        if floor < ceiling and bounds != _UNBOUNDED:
+        is_read = floor < ceiling  # a tensor that no node reads has `_UNREAD`
+        if is_read and bounds != _UNBOUNDED:
             limiting_bounds[name] = bounds
     return limiting_bounds
 
@@ -103,7 +104,7 @@ def _find_loosest(needs: Iterable[Bounds]) -> Bounds:
     return loosest_floor, loosest_ceiling
 
 
-class _Propagation:
+class _BoundsPropagation:
     """Propagates the bounds of every tensor, from the last node to the first.
 
     Attributes:
@@ -152,7 +153,7 @@ class _Propagation:
             return _SMOOTH_BOUNDS[op_type]
         if op_type in _FLOOR_BY_OP_TYPE:
             return _FLOOR_BY_OP_TYPE[op_type], math.inf
-        if op_type == "Relu":
+        if op_type == "Relu":  # it passes positive values on, so its output's ceiling holds too
             _, ceiling = self._output_bounds(node)
             return 0.0, max(0.0, ceiling)
         return self._clip_bounds(node) or _UNBOUNDED
@@ -160,7 +161,8 @@ class _Propagation:
     def _invert_arithmetic(self, node: onnx.NodeProto, tensor: str) -> Bounds | None:
         """Return the bounds of x in x + 2, x - 2, x * 2 or x / 2, for any scalar; else None.
 
-        They are the bounds of the node's output, with the arithmetic undone. `tensor` is x.
+        They are the bounds of the node's output, with the arithmetic undone: if the readers of
+        y = x + 2 need y between 0 and 6, they need x between -2 and 4. `tensor` is x.
         """
         op_type = node.op_type
         if op_type not in ("Add", "Sub", "Mul", "Div"):
@@ -172,17 +174,18 @@ class _Propagation:
             return None
 
         low, high = self._output_bounds(node)
-        if op_type in ("Add", "Sub"):
-            shift = -scalar if op_type == "Sub" else scalar
-            return low - shift, high - shift
-        ends = (low * scalar, high * scalar)
+        if op_type == "Add":
+            return low - scalar, high - scalar
+        if op_type == "Sub":
+            return low + scalar, high + scalar
+        ends = (low * scalar, high * scalar)  # undoes a Div
         if op_type == "Mul":
             ends = (low / scalar, high / scalar)
-        return min(ends), max(ends)  # a negative factor exchanges them
+        return min(ends), max(ends)  # a negative scalar exchanges them
 
     def _clip_bounds(self, node: onnx.NodeProto) -> Bounds | None:
         """Return the bounds of a HardSigmoid or Clip; None for any other node."""
-        if node.op_type == "HardSigmoid":
+        if node.op_type == "HardSigmoid":  # Clip(alpha * x + beta, 0, 1)
             attrs = attributes(node)
             alpha = attrs.get("alpha", 0.2)
             beta = attrs.get("beta", 0.5)
@@ -214,23 +217,30 @@ class _Propagation:
         return node.op_type in _AMPLIFIES
 
     def _gated_bounds(self, product: onnx.NodeProto, tensor: str) -> Bounds:
-        """Return the bounds of a tensor that is multiplied by a gate, which is 0 below a floor."""
-        factors = other_inputs(product, tensor)
+        """Return the bounds of a factor of a Mul whose other factor is a gate.
+
+        A gate is 0, or nearly, for all inputs below its floor. Then the product is 0 too, whatever
+        the tensor is. The bounds are infinite if the other factor is no gate of this tensor.
+        """
+        factors = other_inputs(product, tensor)  # none in a square
         gate = self.graph.producer.get(factors[0]) if len(factors) == 1 else None
         if gate is None:
             return _UNBOUNDED
         if gate.op_type == "Sigmoid":
-            return self._floor_of(tensor, gate.input[0], _SILU_FLOOR)
+            return self._bounds_by_gate(tensor, gate.input[0], _SILU_FLOOR)
         if gate.op_type == "Add":
             erf = self._find_erf(gate)
-            return _UNBOUNDED if erf is None else self._floor_of(tensor, erf.input[0], _GELU_FLOOR)
+            if erf is None:
+                return _UNBOUNDED
+            return self._bounds_by_gate(tensor, erf.input[0], _GELU_FLOOR)
         bounds = self._clip_bounds(gate)
         if bounds is None:
             return _UNBOUNDED
         gate_floor, _ = bounds
-        if gate.op_type == "Clip" and gate_floor != 0.0:  # below its floor the Clip is not 0
+        # below its lower bound a Clip is that bound, a HardSigmoid is 0
+        if gate.op_type == "Clip" and gate_floor != 0.0:
             return _UNBOUNDED
-        return self._floor_of(tensor, gate.input[0], gate_floor)
+        return self._bounds_by_gate(tensor, gate.input[0], gate_floor)
 
     def _find_erf(self, gate: onnx.NodeProto) -> onnx.NodeProto | None:
         """Return the Erf node of 1 + Erf(u)."""
@@ -240,17 +250,21 @@ class _Propagation:
                 return erf if self.graph.scalar_operand(name, gate) == 1.0 else None
         return None
 
-    def _floor_of(self, tensor: str, gate_input: str, gate_floor: float) -> Bounds:
-        """Return the floor of a tensor from that of a gate, if both are linear in the same t.
+    def _bounds_by_gate(self, tensor: str, gate_input: str, gate_floor: float) -> Bounds:
+        """Return the bounds of a tensor that is multiplied by a gate: (its floor, infinity).
 
-        With gate_input = gate_factor * t + gate_shift, the floor of t is
-        (gate_floor - gate_shift) / gate_factor; that of the tensor is `factor` times as much.
+        The gate is 0 if its input is below `gate_floor`. Both tensors must come from one source t::
+
+            gate_input = gate_factor * t + gate_shift     tensor = factor * t
+
+        Then t has the floor (gate_floor - gate_shift) / gate_factor, and the tensor `factor` times
+        as much. If they do not come from one source, both bounds are infinite.
         """
         if gate_input == tensor:
             return gate_floor, math.inf
         source, factor, shift = self._linear_form(tensor)
         gate_source, gate_factor, gate_shift = self._linear_form(gate_input)
-        if tensor == gate_source:  # t itself may be linear in another tensor
+        if tensor == gate_source:  # the tensor is t, even if it comes from another one itself
             source = tensor
             factor = 1.0
             shift = 0.0
@@ -259,9 +273,10 @@ class _Propagation:
         return factor * (gate_floor - gate_shift) / gate_factor, math.inf
 
     def _linear_form(self, tensor: str) -> tuple[str, float, float]:
-        """Return (input, factor, shift): the tensor is factor * input + shift, by its own node.
+        """Return (source, factor, shift) of a tensor: it is factor * source + shift.
 
-        (tensor, 1, 0) if no Mul, Div or Add of a scalar makes it.
+        The source is an input of the Mul, Div or Add of a scalar that makes the tensor. It is the
+        tensor itself, with factor 1 and shift 0, if another node makes it.
         """
         node = self.graph.producer.get(tensor)
         if node is None:
@@ -333,7 +348,10 @@ def _find_logits(graph: Graph) -> list[str]:
 
 
 def _is_score(graph: Graph, sigmoid: onnx.NodeProto) -> bool:
-    """Whether only outputs of Sigmoids are multiplied by a Sigmoid's output, moved or not."""
+    """Whether a Sigmoid's output is a score: no activation is multiplied by it, moved or not.
+
+    Other scores and constants may be.
+    """
     scores = [sigmoid.output[0]]
     for score in scores:  # grows during the loop
         for reader in graph.readers.get(score, []):
@@ -370,9 +388,9 @@ def find_float16_overflows(
 ) -> dict[str, str]:
     """Return node -> why it must not compute in float16, for nodes that must not.
 
-    Its values are too large or too small for float16; or it adds a constant that is 0 in float16
-    and keeps its output above 0, as an Add or Max of 1e-9 does. Then the readers of that output,
-    such as a Log, must compute in float32 too.
+    A node must not if its values are too large or too small for float16. Nor must an Add or Max of
+    a constant such as 1e-9, which keeps its output above 0 and is itself 0 in float16. The readers
+    of that output, such as a Log, must compute in float32 too.
 
     Args:
         graph: the float model's.
@@ -415,10 +433,11 @@ def _describe_misfit(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, f
     weights = node.input[1:2] if node.op_type in WEIGHTED else ()
     for name in (*node.input, *node.output):
         float_name = _float_name(name)
+        # largest |x|: of a constant or Q/DQ pair, else as observed; 0 if unknown
         magnitude = _max_magnitude(graph, name) or largest.get(float_name, 0.0)
         if not magnitude <= _MAX_FLOAT16:  # NaN too
             return f"|{float_name}| reaches {magnitude:.3g}, which is too near float16's 65504"
-        # a small constant that is no weight, such as the epsilon of a norm, is one of large values
+        # a constant that is no weight may be small: a norm's epsilon is added to larger values
         is_data = name in weights or name not in graph.constants
         if is_data and 0 < magnitude < _MIN_FLOAT16:
             return f"|{float_name}| is at most {magnitude:.3g}, of which float16 holds too few bits"
@@ -426,7 +445,7 @@ def _describe_misfit(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, f
 
 
 def _describe_vanishing(graph: Graph, node: onnx.NodeProto) -> str:
-    """Return which constant, lost in float16, keeps a value of a node above 0, as text; "" if none.
+    """Return, as text, which constant keeps a value above 0 and is 0 in float16; "" if none does.
 
     In a / Max(b, 1e-9) the Max is the guard and 1e-9 its constant, which keeps the divisor above 0.
     The guard is the node itself or, if the node is a Div, what makes its divisor. Between the two
@@ -456,10 +475,11 @@ def _max_magnitude(graph: Graph, name: str) -> float:
     multiple = 1.0  # of the constant: a pair holds up to 127 times its scale
     pair_nodes = [graph.find_producer(name, "DequantizeLinear")]
     pair_nodes += [node for node in graph.readers.get(name, ()) if node.op_type == "QuantizeLinear"]
+    constant_name = name
     for node in filter(None, pair_nodes):
-        name = node.input[1]
+        constant_name = node.input[1]  # the scale of the pair
         multiple = INT8.qmax
-    constant = graph.initializers.get(name)
+    constant = graph.initializers.get(constant_name)
     if constant is None or constant.data_type != FLOAT:
         return 0.0
     return multiple * float(np.abs(numpy_helper.to_array(constant)).max(initial=0.0))

@@ -81,22 +81,22 @@ def extract_output(model: onnx.ModelProto, tensor: str) -> onnx.ModelProto:
     from onnx import ValueInfoProto
 
     graph = model.graph
-    nodes, needed = _find_needed(graph, {tensor})
-    unread = names_of(graph.initializer) - needed
+    nodes, tensors = _find_upstream(graph, {tensor})
+    unread = names_of(graph.initializer) - tensors  # IR 3 lists initializers among the inputs too
     inputs = [value for value in graph.input if value.name not in unread]
     output = by_name(graph.output).get(tensor, ValueInfoProto(name=tensor))
-    return extract_nodes(model, nodes, needed, inputs=inputs, outputs=[output])
+    return extract_nodes(model, nodes, tensors, inputs=inputs, outputs=[output])
 
 
-def _find_needed(graph: onnx.GraphProto, outputs: set[str]) -> tuple[Nodes, set[str]]:
-    """Return the nodes that some tensors are computed by, in order, and all tensors needed."""
-    needed = set(outputs)
+def _find_upstream(graph: onnx.GraphProto, outputs: set[str]) -> tuple[Nodes, set[str]]:
+    """Return (nodes that compute some tensors, in order; these tensors and all that they need)."""
+    tensors = set(outputs)
     nodes = []
     for node in reversed(graph.node):
-        if not needed.isdisjoint(node.output):
-            needed.update(iter_reads(node))
+        if not tensors.isdisjoint(node.output):
+            tensors.update(iter_reads(node))
             nodes.append(node)
-    return nodes[::-1], needed
+    return nodes[::-1], tensors
 
 
 def extract_nodes(
@@ -107,7 +107,7 @@ def extract_nodes(
     inputs: Iterable[onnx.ValueInfoProto],
     outputs: Iterable[onnx.ValueInfoProto],
 ) -> onnx.ModelProto:
-    """Return a model of some nodes, in this order, with the initializers that are `needed`."""
+    """Return a model of some nodes, in this order, with the initializers named in `needed`."""
     graph = model.graph
     extract = type(model)(ir_version=model.ir_version)
     extract.opset_import.extend(model.opset_import)
@@ -244,6 +244,7 @@ def bypass(graph: onnx.GraphProto, passes: Callable[[onnx.NodeProto], bool]) -> 
     remaining_nodes = []
     for node in graph.node:
         if passes(node) and node.output[0] not in outputs:
+            # its input may be the output of another removed node
             source_by_output[node.output[0]] = source_by_output.get(node.input[0], node.input[0])
         else:
             remaining_nodes.append(node)
@@ -357,7 +358,7 @@ def set_opset(model: onnx.ModelProto, version: int) -> None:
 
 def drop_dead(graph: onnx.GraphProto) -> int:
     """Remove nodes that no output needs, then unread constants; return the number of nodes."""
-    needed_nodes, _ = _find_needed(graph, names_of(graph.output))
+    needed_nodes, _ = _find_upstream(graph, names_of(graph.output))
     dropped_count = len(graph.node) - len(needed_nodes)
     if dropped_count:
         replace_nodes(graph, needed_nodes)
@@ -422,9 +423,10 @@ def name_nodes(graph: onnx.GraphProto) -> None:
 
 
 def name_nodes_by_index(graph: onnx.GraphProto) -> None:
-    """Do as `name_nodes`, by the rule that AMCT's configurations and records follow.
+    """Give each node of the main graph a unique name, in place, by the rule of Huawei's AMCT.
 
-    A node without a name, or with a duplicate one, becomes '<op>_<index>'.
+    A node without a name, or with that of an earlier node, becomes '<op>_<index>'. AMCT's
+    configurations and records name nodes so.
     """
     names = names_of(graph.node)
     earlier_names = {""}
@@ -513,9 +515,11 @@ def _find_base_name(name: str, base_names: Collection[str]) -> str | None:
 
     Of `T/scale` this is `T`, if that is among `base_names`.
     """
+    # of "a/b.c" in turn "a", "a/", "a/b", "a/b.", "a/b.c"
     for base_name in accumulate(re.split("([/.])", name)):
         if base_name not in base_names:
             continue
+        # what follows the base name, without its "/" or "." and without a number at the end
         words = re.split("[/.]", name[len(base_name) + 1 :].rstrip("0123456789"))
         if not ADDED.isdisjoint(words) and all(map(_can_be_added, words)):
             return base_name

@@ -370,7 +370,7 @@ class Graph:
         """Return the output of a node, or of the Relu, Clip or bias Add fused into it."""
         output = str(node.output[0])
         reader = self.only_reader(output)
-        if reader is None or node.op_type == GATE:
+        if reader is None or node.op_type == GATE:  # nothing is fused into a gate
             return output
         if reader.op_type in TAILS and reader.input[0] == output and self.clips_at_zero(reader):
             return str(reader.output[0])
@@ -424,7 +424,9 @@ def _may_move_into_subgraph(node: onnx.NodeProto, is_read_in_subgraph: bool) -> 
         is_read_in_subgraph: whether a subgraph of another node reads the node's output.
     """
     _, *inner_nodes = nested_nodes(node)
-    return any(map(has_subgraph, inner_nodes)) or (bool(inner_nodes) and is_read_in_subgraph)
+    if any(map(has_subgraph, inner_nodes)):
+        return True
+    return is_read_in_subgraph and bool(inner_nodes)
 
 
 def _captured_by(node: onnx.NodeProto) -> set[str]:

@@ -206,7 +206,10 @@ def _refuse_values(name: str, *values: object, reason: str) -> Callable[..., str
 
 
 def _inputs_to_axes(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
-    """Reduce: axes as an attribute; without any, and noop_with_empty_axes, it is an Identity."""
+    """Write the axes of a Reduce, which are an input from opset 18 on, as an attribute.
+
+    A Reduce without axes reduces all of them; with `noop_with_empty_axes` it becomes an Identity.
+    """
     axes = []
     if optional_input(node, 1):
         axes = scope.values(node.input[1], "axes").tolist()
@@ -242,13 +245,14 @@ def _add_split_sizes(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
 
 
 def _complete_pad(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
-    """Pad: pads of all axes in place of those of some."""
+    """Write a Pad with an input of axes, from opset 18 on, with pads of all axes instead."""
     if not optional_input(node, 3):
         return [node]
     rank = len(scope.shape(node.input[0]))
     axes = [axis % rank for axis in scope.values(node.input[3], "axes").tolist()]
     no_pads = np.zeros(2 * rank, np.int64)
-    nodes = _complete_input(node, 1, axes + [rank + axis for axis in axes], scope, no_pads)
+    pad_axes = axes + [rank + axis for axis in axes]  # pads before all axes, then those after them
+    nodes = _complete_input(node, 1, pad_axes, scope, no_pads)
     del node.input[3:]
     return [*nodes, node]
 

@@ -234,8 +234,8 @@ def reads_int8(
     made it.
     """
     inputs = graph.data_inputs(node)
-    skip_branches = int8_inputs(graph, node, heavy)
-    fused_inputs = [name for name in inputs if name not in skip_branches]
+    separate_inputs = int8_inputs(graph, node, heavy)  # all, but for the main branch of an Add
+    fused_inputs = [name for name in inputs if name not in separate_inputs]
     required_inputs = fused_inputs or inputs
     return all(name in int8_tensors for name in required_inputs)
 

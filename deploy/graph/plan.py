@@ -189,9 +189,11 @@ def analyse(
     gate_by_node: dict[str, str] = {}  # node of a gate -> the one node in its place
     for gate in gates:
         gate_by_node |= dict.fromkeys(gate.nodes, gate.name)
-    requested_reasons = {}  # node that the caller keeps in float -> why
-    for name, reason in reasons_by_node(float_nodes).items():
-        requested_reasons[gate_by_node.get(name, name)] = reason
+    # node that the caller keeps in float -> why
+    requested_reasons = {
+        gate_by_node.get(name, name): reason
+        for name, reason in reasons_by_node(float_nodes).items()
+    }
 
     # node -> why it stays in float, "" if it runs in int8
     float_reasons, unscaled_tensor_by_node = _find_float_reasons(
@@ -212,7 +214,7 @@ def analyse(
         gate_by_node,
         bias_add_by_matmul,
     )
-    # in the graph with all nodes of gates: the first node of one, an Add, may read a Conv
+    # in the graph whose gates are still several nodes: the first of these, an Add, may read a Conv
     bias_shifts = _find_bias_shifts(analysis.graph, weights, int8_gates)
     int8_scalars = []  # Adds and Muls of a constant of any shape, which is stored in int8
     if placement.runs_on_onnxruntime:
@@ -276,10 +278,10 @@ class _Int8Flow:
     Attributes:
         float_reasons: node -> why it stays float, "" if it does not; changes while the nodes are
             asked one by one.
-        int8_tensors: tensors that an int8 node makes or a heavy one reads, and those that float
-            nodes which pass int8 on make of them.
-        tensors_read_in_int8: tensors that an int8 node reads, and what such float nodes make them
-            of.
+        int8_tensors: tensors that an int8 node makes or a heavy one reads. A float node that passes
+            int8 on adds its outputs, if all its inputs are such tensors.
+        tensors_read_in_int8: tensors that an int8 node reads. A float node that passes int8 on adds
+            its inputs, if one of its outputs is such a tensor.
     """
 
     graph: Graph
@@ -321,10 +323,10 @@ class _Int8Flow:
     def find_stranded_reason(self, node: onnx.NodeProto) -> str:
         """Return why a node gains nothing from int8 among its neighbours; "" if it gains.
 
-        If the user asked for that, no node gains that reads a Concat with a float input. Else a
-        heavy node (Conv, Gemm, MatMul) always gains. Any other node only passes int8 on: its inputs
-        must be int8 already, for TensorRT no float node may read them too, and a node downstream
-        must read its output in int8.
+        With the placement's `float_after_concat`, a node that reads a Concat with a float input
+        gains nothing. Else a heavy node (Conv, Gemm, MatMul) always gains. Any other node only
+        passes int8 on: its inputs must be int8 already, for TensorRT no float node may read them
+        too, and a node downstream must read its output in int8.
         """
         graph = self.graph
         placement = self.placement

@@ -332,11 +332,11 @@ def _makes_many_values(graph: Graph, node: onnx.NodeProto) -> bool:
     (float and int8 in ms, 224x224: 3 to 32 channels 2.3 and 1.5, to 64 channels 6.0 and 3.3; with
     stride 2 and the next layer 0.49 and 0.42; 640x640 with a SiLU 7.2 and 5.5).
     """
-    channels, *products = graph.initializers[node.input[1]].dims
-    if channels < _MIN_CHANNELS:
+    output_channels, *window_sizes = graph.initializers[node.input[1]].dims  # of all input channels
+    if output_channels < _MIN_CHANNELS:
         return False
-    is_dense = set(attributes(node).get("strides", [1])) == {1}
-    return is_dense or math.prod(products) >= _MIN_PRODUCTS
+    has_stride_1 = set(attributes(node).get("strides", [1])) == {1}
+    return has_stride_1 or math.prod(window_sizes) >= _MIN_PRODUCTS
 
 
 def _feeds_int8_through_pool(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
