@@ -120,7 +120,7 @@ class Points(PointTask):
 POINTS = Form(
     shape="points [N, K, p] or [N, K p]; p is 2 or 3, with `--task` up to 5",
     values="positions in pixels, [0, 1] or [-1, 1], perhaps with a depth or a score",
-    figure="visible points that differ by less than 3 % of the extent of all points",
+    figure="visible points, apart by less than 3 % of the extent of all points",
     source="MediaPipe's hands and faces, MoveNet, PFLD, InsightFace",
 )
 
@@ -313,7 +313,7 @@ class SimccPoints(HeatMaps):
 SIMCC = Form(
     shape="[N, K, r W] and [N, K, r H] for a picture of W x H",
     values="likelihoods of the columns and rows of each point",
-    figure="points that differ by at most two pixels",
+    figure="points no more than two pixels apart",
     source="SimCC (Li et al. 2022), RTMPose",
 )
 

@@ -80,7 +80,7 @@ class Steps(PlaceTask):
 STEPS = Form(
     shape="[N, T, C] or [N, C, T], not after a Sigmoid",
     values="for each step, the probabilities of C classes or their logarithms",
-    figure="steps of the same class, in the first such output",
+    figure="steps of the same class; of several such outputs, the first counts",
     source="voice activity, taggers",
 )
 

@@ -343,8 +343,8 @@ class Labels(PlaceTask):
 
 LABELS = Form(
     shape="[N, 1], [N, 4 or more labels], [N, T] or [N, T, C], all after a Sigmoid",
-    values="independent probabilities, most near 0 or 1; `--task` needs no Sigmoid",
-    figure="probabilities on the same side of 0.5, in the first such output",
+    values="independent probabilities, most near 0 or 1; with `--task` no Sigmoid is needed",
+    figure="probabilities on the same side of 0.5; of several such outputs, the first counts",
     source="taggers, voice activity, wake words",
 )
 
