@@ -49,7 +49,8 @@ class Annotations:
         category_names: category id -> name; empty without names.
         ambiguous_names: file names that occur in several folders.
         are_label_files: whether each picture has a file of its own.
-        unlabelled: objects of a picture without a file, none; None if every picture must have one.
+        unlabelled: an empty set of objects, which a picture without annotations has; None if every
+            picture must have annotations.
     """
 
     pictures: Mapping[str, Objects]
@@ -68,7 +69,8 @@ class Annotations:
             class_names: class number of the model -> name.
         """
         class_by_name = {name: number for number, name in class_names.items()}
-        if not self.category_names or not class_by_name.keys() >= set(self.category_names.values()):
+        unknown_names = set(self.category_names.values()).difference(class_by_name)
+        if unknown_names or not self.category_names:
             return self
         class_by_category = {id: class_by_name[name] for id, name in self.category_names.items()}
         pictures = {}
@@ -84,7 +86,7 @@ class Annotations:
     def find_objects(self, name: str) -> Objects:
         """Return the objects of a picture, by its file name.
 
-        A picture without annotations has those of `unlabelled`, which are none, if that is set.
+        A picture without annotations has none, if the attribute `unlabelled` is set.
 
         Raises:
             FeedError: the picture must have annotations and has none, or its name is ambiguous.
@@ -335,17 +337,17 @@ def _parse_yolo_line(line: str, line_title: str) -> tuple[int, Sequence[float]]:
             "a line of labels reads class, x and y of the centre, width and height, or class and"
             f" points x y of an outline, got {line[:60]!r} as {line_title}; write them as YOLO does"
         )
-    corners = shares.reshape(-1, 2)
+    points = shares.reshape(-1, 2)  # of the outline
     if is_box:
-        center, sides = corners
-        corners = np.stack([center - sides / 2, center + sides / 2])
+        center, sides = points  # [x, y], [width, height]
+        points = np.stack([center - sides / 2, center + sides / 2])
     is_inside = (shares >= -_MAX_SHARE_BEYOND) & (shares <= 1 + _MAX_SHARE_BEYOND)
     if not is_inside.all() or (is_box and (sides < 0).any()):
         raise FeedError(
             f"labels must be shares of width and height, 0 to 1, got {line[:60]!r} as {line_title};"
             " divide x by the picture's width and y by its height"
         )
-    return int(class_number), [*corners.min(axis=0), *corners.max(axis=0)]
+    return int(class_number), [*points.min(axis=0), *points.max(axis=0)]
 
 
 def _make_objects(

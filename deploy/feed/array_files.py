@@ -91,8 +91,8 @@ def open_array_files(files: FileList, specs: Specs, title: str, *, skip_bad: boo
     is_folder_per_input = len(specs) > 1 and folders == {spec.name for spec in specs}
     if is_folder_per_input and files.labels is None:
         return _open_subfolders(files, specs, title, skip_bad=skip_bad)
-    paths_of_lines = [_paths_of_line(file, specs) for file in files]
-    source = _open_items(paths_of_lines, files.names, specs, title, skip_bad=skip_bad)
+    item_paths = [_paths_by_input(file, specs) for file in files]
+    source = _open_items(item_paths, files.names, specs, title, skip_bad=skip_bad)
     if files.labels is None:
         return source
     sample_counts = np.diff(source.item_ends, prepend=0)  # of each file
@@ -100,11 +100,11 @@ def open_array_files(files: FileList, specs: Specs, title: str, *, skip_bad: boo
     return replace(source, labels=tuple(labels))
 
 
-def _paths_of_line(file: ImageFile, specs: Specs) -> Mapping[str, Path]:
+def _paths_by_input(file: ImageFile, specs: Specs) -> Mapping[str, Path]:
     """Return input name -> its file; or "" -> the file of all inputs.
 
     `file`: a line of a list: one file, or one for each input, separated by spaces. Its path is the
-    list's folder followed by the whole line.
+    list's folder followed by the complete line.
     """
     names = file.name.split()
     if len(names) == 1 or file.path.exists():  # a single file may have spaces in its name
@@ -202,7 +202,7 @@ def _open_items(
     for item_paths in paths:
         file_names = " and ".join(printable_name(path.name) for path in item_paths.values())
         try:
-            contents = _read_item(item_paths, specs)
+            contents = _read_item(item_paths, specs)  # its arrays are mapped, not read
             counter.add(contents.item, file_names)
         except FeedError:
             if not skip_bad:

@@ -216,10 +216,11 @@ class SampleCounter:
                 rows_by_input[spec.name] = array.shape[0]
 
         if len(set(rows_by_input.values())) > 1:
-            # stacked samples are equally many, and so are dimensions of one name, such as "batch"
+            # each input must have as many samples as the others if they are stacked, or if the
+            # first dimensions of the inputs have one name, such as "batch"
             must_be_equal = is_stacked or self._have_one_name(rows_by_input)
-            is_one_sample = all(fits(item[spec.name].shape, spec.shape) for spec in self.inputs)
-            if must_be_equal or not is_one_sample:
+            fits_as_sample = all(fits(item[spec.name].shape, spec.shape) for spec in self.inputs)
+            if must_be_equal or not fits_as_sample:
                 counts_text = ", ".join(f"{name}: {count}" for name, count in rows_by_input.items())
                 raise FeedError(
                     f"all inputs of {item_name} must have equally many samples, got {counts_text}"

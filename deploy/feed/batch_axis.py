@@ -61,9 +61,10 @@ def _has_common_rows(spec: TensorSpec, row_count: int) -> bool:
 
 
 def _find_common_rows(inputs: Iterable[TensorSpec]) -> int:
-    """Return the size that all inputs fix in their first of several dimensions; 1 without one.
+    """Return the number of rows, the size of the first dimension, if all inputs fix one; else 1.
 
-    An input [3, H, W] is an image without a batch dimension: it has no 3 rows.
+    Inputs of one dimension do not count. An input [3, H, W] is an image without a batch dimension:
+    it has no 3 rows.
     """
     first_sizes: set[int | str | None] = set()
     for spec in inputs:
@@ -108,15 +109,16 @@ def has_open_first(spec: TensorSpec) -> bool:
 def may_lack_batch(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> bool:
     """Whether open first dimensions may be no batch, which two runs of the model must decide.
 
-    That is so if no output has an open dimension, as if the points of a cloud give one row; and
-    for inputs [N, C] or [N, M, C] with a fixed C and M, which are points as often as a batch.
+    That is so in two cases. No output has an open dimension that could count samples: then all
+    points of a cloud, for example, may give one row. Or all open inputs are [N, C] or [N, M, C]
+    with a fixed C and M: these are points as often as a batch.
     """
     open_inputs = list(filter(has_open_first, inputs))
     if not open_inputs:
         return False
     known_shapes = [output.shape for output in outputs if output.shape]
-    no_size = 0  # which no fixed dimension has: only an open one may be the batch
-    if known_shapes and not any(_may_hold_samples(shape, no_size) for shape in known_shapes):
+    # no fixed dimension has the size 0, so only open ones are found
+    if known_shapes and not any(_may_hold_samples(shape, 0) for shape in known_shapes):
         return True
     return all(_may_be_points(spec.shape) for spec in open_inputs)
 

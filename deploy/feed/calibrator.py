@@ -171,7 +171,7 @@ class CalibratorBatches:
         return shape
 
     def _find_dtype(self, spec: TensorSpec, window: AddressWindow, value_count: int) -> str:
-        """Return the dtype of the values in memory: the input's, or TensorRT's in calibration.
+        """Return the dtype of the values in memory: the input's, or the one TensorRT reads for it.
 
         Args:
             spec: the input.
@@ -230,11 +230,12 @@ class CalibratorBatches:
 
         copied_count, remaining_bytes = divmod(used_bytes, sample_bytes)
         if is_copied and has_batch and not remaining_bytes:
-            is_larger = copied_count > expected_count
-            has_known_dtype = window.dtype is not None
-            if self._accept_other_count(
-                copied_count, is_larger=is_larger, has_known_dtype=has_known_dtype
-            ):
+            is_accepted = self._accept_other_count(
+                copied_count,
+                is_larger=copied_count > expected_count,
+                has_known_dtype=window.dtype is not None,
+            )
+            if is_accepted:
                 return copied_count
         kind = "copied" if is_copied else "an allocation of"
         raise FeedError(

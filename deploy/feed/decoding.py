@@ -70,6 +70,7 @@ def decode_image(data: bytes, name: str, *, grey: bool, deep: bool = False) -> A
     flag = cv2.IMREAD_GRAYSCALE if grey else cv2.IMREAD_COLOR
     # value of white in a PNM that OpenCV decodes without scaling it; None for other files
     unscaled_white = headers.read_unscaled_white(data)
+    # all 16 bits, if they are requested, or to be scaled below
     if (deep or unscaled_white) and headers.read_bit_depth(data) == 16:
         flag |= cv2.IMREAD_ANYDEPTH
     pixels, warnings = _decode_and_capture(headers.without_tiff_alpha(data), flag)

@@ -238,9 +238,9 @@ def apply_labels(
 def _order_labels(lines: FileList, image_names: Iterable[str]) -> Sequence[int]:
     """Return the class numbers of lines in the order of the images.
 
-    Lines belong to images by file name, all with its suffix or all without. They belong to images
-    by their order if they name none of the images, and some have no name or the name of another
-    line.
+    A line belongs to the image whose file name it has, all lines with suffix or all without. But
+    the lines are in the order of the images if none of them names an image, and if some of them
+    have no name or the name of another line.
 
     Raises:
         FeedError: lines belong to images by name, and an image is named by none or by several.
@@ -255,8 +255,8 @@ def _order_labels(lines: FileList, image_names: Iterable[str]) -> Sequence[int]:
 
     if line_names == image_keys:
         return class_numbers
-    # names that differ from line to line are those of images: then each image must have its line,
-    # see below. Other names, such as that of the class, say nothing about the image
+    # names that all differ are meant as names of images: then each image must have its line, see
+    # below. Names that come several times, such as those of classes, say nothing about the image
     each_line_has_own_name = "" not in label_by_name and len(label_by_name) == len(line_names)
     names_no_image = label_by_name.keys().isdisjoint(image_keys)
     if names_no_image and not each_line_has_own_name:
@@ -280,17 +280,18 @@ def _note_unlabelled(annotations: Annotations, evaluation: Feed) -> str:
     """
     if annotations.unlabelled is None:  # each image must have annotations, which was checked
         return ""
-    names = [name for name in evaluation.names if not annotations.has_picture(name)]
-    if len(names) == evaluation.count:
-        raise FeedError(
-            f"label files must have the names of the evaluation images, got none for"
-            f" {summarize_names(names, 3)}; give the labels of these images"
-        )
-    if not names:
+    unlabelled_names = [name for name in evaluation.names if not annotations.has_picture(name)]
+    if not unlabelled_names:
         return ""
+    names_text = summarize_names(unlabelled_names, 3)
+    if len(unlabelled_names) == evaluation.count:
+        raise FeedError(
+            f"label files must have the names of the evaluation images, got none for {names_text};"
+            " give the labels of these images"
+        )
     return (
-        f"{len(names)} of {evaluation.count} evaluation images have no label file and count as"
-        f" images without objects: {summarize_names(names, 3)}"
+        f"{len(unlabelled_names)} of {evaluation.count} evaluation images have no label file and"
+        f" count as images without objects: {names_text}"
     )
 
 

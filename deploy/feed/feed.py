@@ -143,7 +143,7 @@ class Dataset:
         if not specs:
             raise FeedError("a model must have an input to be fed, got none; check the model")
         if self.batch_axis != AUTO or any(spec.has_batch is None for spec in specs):
-            specs = mark_first_axes(specs, choice=self.batch_axis)
+            specs = mark_first_axes(specs, choice=self.batch_axis)  # sets their `has_batch`
         source = self.source
         if isinstance(source, str | os.PathLike) and is_loader_spec(str(source)):
             source = cast("FeedSource", call_loader(str(source)))
@@ -287,7 +287,7 @@ class _SourceOpener:
 
     def _open_images(self, files: SourceFiles) -> Feed:
         """Return the feed of images, or of a video: by default of one frame a second."""
-        # so that no output overwrites one
+        # registered, so that no output file overwrites an image
         add_input_files(len(files.file_list), files.file_list.path)
         preprocessing = self._resolve_preprocess()
         spec = self.specs[0]
@@ -344,7 +344,7 @@ class _SourceOpener:
         Args:
             files: files of arrays.
             specs: what the arrays are to be: the model's inputs, or what raw files hold.
-            skip_bad: count a file with an error as one sample, which reading it then skips.
+            skip_bad: count a file with an error as one sample; the feed then skips this sample.
 
         Raises:
             FeedError: a file does not fit the inputs, unless `skip_bad`; or there are no samples.
@@ -408,7 +408,7 @@ class _SourceOpener:
             chosen, choice_notes = self.choice.choose(len(source), default_every=default_every)
         else:
             refuse_batches(batch, "states are of one sequence at a time")
-            specs = self.recurrence.inputs  # the samples' and the states, which are added to them
+            specs = self.recurrence.inputs  # those in the samples, and the states, which are added
             source = SequenceSource(source, self.recurrence)
             chosen, choice_notes = choose_steps(self.choice, source)
         notes += tuple(choice_notes)
@@ -452,7 +452,10 @@ def to_dataset(
     batch_axis: str = AUTO,
     states: Mapping[str, str] | None = None,
 ) -> Dataset:
-    """Return a `Dataset` of a source with these options; a `Dataset` as it is, with its own."""
+    """Return a `Dataset` of a source with these options.
+
+    If `images` is a `Dataset`, it is returned as it is, and the options are ignored.
+    """
     if isinstance(images, Dataset):
         return images
     return Dataset(

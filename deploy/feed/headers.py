@@ -176,7 +176,7 @@ def without_tiff_alpha(data: bytes) -> bytes:
 
 def is_rotated(data: bytes) -> bool | None:
     """Return whether decoding swaps width and height; None if these bytes leave it open."""
-    if not data.startswith(b"\xff\xd8"):
+    if not data.startswith(b"\xff\xd8"):  # no JPEG: only the decoder knows what it does with EXIF
         is_tiff = data.startswith((b"II", b"MM"))
         return None if is_tiff or re.search(b"exif", data, re.IGNORECASE) else False
     for marker, _, body in jpeg_segments(data):

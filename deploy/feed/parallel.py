@@ -102,7 +102,7 @@ def run_in_order(
 
 @dataclass(slots=True)
 class _OrderedRun(Generic[Work]):
-    """A run in the thread that draws the samples and takes the results, so nothing cuts it short.
+    """One call of `run_in_order`; its thread draws the samples and consumes the results.
 
     A single worker needs its own thread too: OpenCV's settings are per thread, and those for
     decoding would slow down counting.
@@ -114,7 +114,7 @@ class _OrderedRun(Generic[Work]):
     threads: int
     drawn_count: int
     pause: Pause
-    # of the last samples drawn
+    # of the last samples drawn, which are not consumed yet
     pending_results: deque[Future[Work]] = field(default_factory=deque)
     may_draw: bool = True
 
@@ -134,8 +134,8 @@ class _OrderedRun(Generic[Work]):
                 if sample is None:
                     break
                 self.drawn_count += 1
-                # workers take turns, and fewer results are pending than there are workers: the last
-                # one of this worker was consumed
+                # workers take turns, and fewer results are pending than there are workers: so the
+                # previous result of this worker was consumed already
                 worker = self.drawn_count % self.threads
                 self.pending_results.append(
                     pool.submit(self.work, worker, self.drawn_count, sample)

@@ -347,7 +347,7 @@ class Previews:
         """Store a preview of a sample, two small images, if it was chosen and is an image."""
         if index not in self.indices or index in self._preview_by_index:
             return
-        self._preview_by_index[index] = None  # as of a sample that is no image
+        self._preview_by_index[index] = None  # until the sample proves to be an image
         input_image = find_image(sample, self._preprocess)
         if input_image is None:
             return

@@ -283,22 +283,22 @@ def with_image_size(
     Raises:
         FeedError: a side would be longer than `MAX_SIDE`, or the resized image is below the crop.
     """
-    height, width = preprocess.size or (None, None)
-    rows, columns = image_size
+    height, width = preprocess.size or (None, None)  # of the input
+    image_height, image_width = image_size
     if height is not None and width is not None:
         _refuse_below_crop(preprocess, image_size, title)
         return preprocess
     if height is not None:
-        width = _round_to_multiple(height * columns, rows, preprocess)
+        width = _round_to_multiple(height * image_width, image_height, preprocess)
     elif width is not None:
-        height = _round_to_multiple(width * rows, columns, preprocess)
+        height = _round_to_multiple(width * image_height, image_width, preprocess)
     else:
-        height = _round_to_multiple(rows, 1, preprocess)
-        width = _round_to_multiple(columns, 1, preprocess)
+        height = _round_to_multiple(image_height, 1, preprocess)
+        width = _round_to_multiple(image_width, 1, preprocess)
     if max(height, width) > MAX_SIDE:
         raise FeedError(
             f"a side of an input must have at most {MAX_SIDE} pixels, got {height}x{width} for"
-            f" {title} of {rows}x{columns}; give a size for all"
+            f" {title} of {image_height}x{image_width}; give a size for all"
         )
     return dataclasses.replace(preprocess, size=(height, width))
 
@@ -426,7 +426,7 @@ def _resolve_size(
     Raises:
         FeedError: nothing gives the size, or it does not fit the model.
     """
-    size = preprocess.size  # the only one that may leave a side to each image
+    size = preprocess.size  # of the three, only this one may have a side of None
     if size is None:
         sides = list(preprocess.default_size or (None, None))
         for axis, model_side in enumerate(model_sides):

@@ -550,7 +550,7 @@ class Feed:
             yield from self._sample_reader.walk(
                 self._chosen_samples, selected_indices=frozenset(keys)
             )
-        elif keys:
+        elif keys:  # a key is the number of a batch, from 0
             for key, sample in enumerate(islice(self._batches(), max(keys) + 1)):
                 if key in keys:
                     yield key, sample

@@ -266,7 +266,7 @@ class ImageSource:
             return decode_image(data, self.files.names[index], grey=False)
 
     def _limit_large(self, index: int, data: bytes) -> AbstractContextManager[object]:
-        """Return the lock that a large image is decoded under.
+        """Return the context to decode an image in: a lock, if it is large, that one thread holds.
 
         Raises:
             FeedError: the image has more than `max_pixels`.

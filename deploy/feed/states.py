@@ -100,7 +100,8 @@ def find_states(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> 
 
     They are recognised by names and shapes: h and hn, r1i and r1o, past_k and present_k. There are
     none if no other input, or no other output, would remain. An input with the shape of images is
-    never taken for one: the output like it mostly is the improved image. The user may name it.
+    never taken for a state, since an output of its name and shape is mostly the improved image; the
+    user may name it as a state.
     """
     # a stem is a name without "in", "out", "past" and the like
     output_by_stem = {_stem(output.name): output for output in outputs}

@@ -294,7 +294,7 @@ def _complete_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
         scales = _ratio_scales(node, scope, [shape[axis] for axis in axes])
         nodes.append(make_constant_node(name, scales))
         del node.input[2:]
-        node.input.append(name)
+        node.input.append(name)  # the scales, in place of the sizes
 
     # inputs 0 to 3 of a Resize: the data, the region, scales and sizes, of which it has one
     if len(node.input) > 3:  # sizes: other axes keep theirs

@@ -369,9 +369,9 @@ def _find_bias_shifts(
         conv = graph.find_producer(gate.source, "Conv")
         if conv is None or conv.name not in bias_by_node:
             continue
-        # another reader of the source needs it without the shift, and so does a Hard-Swish, whose
-        # source is its factor too
-        if graph.only_reader(gate.source) is None or gate.source == gate.factor:
+        has_other_reader = graph.only_reader(gate.source) is None
+        is_hard_swish = gate.source == gate.factor
+        if has_other_reader or is_hard_swish:  # both need the source without the shift too
             continue
         bias = bias_by_node[conv.name]
         if bias is None or bias in graph.initializers:
@@ -445,7 +445,7 @@ def _decide(
     decisions = []
     for node in nodes:
         planned_name = gate_by_node.get(node.name, node.name)  # of the node of `graph`
-        layer_name = layer_by_output.get(node.output[0], planned_name)  # else it is not fused
+        layer_name = layer_by_output.get(node.output[0], planned_name)  # itself if it is not fused
         reason = float_reasons[planned_name]
         # a fused node, such as a Clip, has a reason since it cannot run in int8 by itself; what
         # counts is the layer that it is fused into

@@ -240,13 +240,13 @@ def _find_weight_refusal(graph: Graph, node: onnx.NodeProto, placement: Placemen
     # int8 kernels take the weights as the second factor
     if node.op_type == "MatMul" and node.input[0] in graph.initializers:
         return "its constant is the first factor"
-    name = node.input[1]
-    weight = graph.initializers.get(name)
+    weight_name = node.input[1]
+    weight = graph.initializers.get(weight_name)
     if weight is None:  # a MatMul may multiply two activations
         return "" if node.op_type == "MatMul" else "its weights are not constant"
     if weight.data_type != FLOAT:
         return "its weights are not float32"
-    if name in graph.outputs:
+    if weight_name in graph.outputs:
         return "its weights are an output of the model"
     if node.op_type == "Gemm":
         attrs = attributes(node)
@@ -257,7 +257,7 @@ def _find_weight_refusal(graph: Graph, node: onnx.NodeProto, placement: Placemen
 
 
 def find_shape_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement) -> str:
-    """Return why a layer's weight has a shape without a fast integer kernel; "" if it has one.
+    """Return why no fast integer kernel takes a layer's weight, by its shape; "" if one does.
 
     The limits are those of the target's `placement`. A weight that is not constant has no limit.
     """
@@ -332,11 +332,12 @@ def _makes_many_values(graph: Graph, node: onnx.NodeProto) -> bool:
     (float and int8 in ms, 224x224: 3 to 32 channels 2.3 and 1.5, to 64 channels 6.0 and 3.3; with
     stride 2 and the next layer 0.49 and 0.42; 640x640 with a SiLU 7.2 and 5.5).
     """
-    output_channels, *window_sizes = graph.initializers[node.input[1]].dims  # of all input channels
+    # the window: input channels, rows, columns
+    output_channels, *window_shape = graph.initializers[node.input[1]].dims
     if output_channels < _MIN_CHANNELS:
         return False
     has_stride_1 = set(attributes(node).get("strides", [1])) == {1}
-    return has_stride_1 or math.prod(window_sizes) >= _MIN_PRODUCTS
+    return has_stride_1 or math.prod(window_shape) >= _MIN_PRODUCTS
 
 
 def _feeds_int8_through_pool(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bool:
