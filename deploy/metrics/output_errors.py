@@ -324,19 +324,19 @@ def enlarge_input(source: Array, shape: tuple[int, ...], resize: str) -> Array |
         return None
 
     has_channels_last = source.shape[3] == shape[3] and source.shape[1] != shape[1]
-    channel_axis = 2 if has_channels_last else 0
-    picture = np.moveaxis(source[0], channel_axis, 2)
-    height, width, channels = picture.shape
-    scale = shape[1 if has_channels_last else 2] // height
-    sides = (height * scale, width * scale)
-    expected_shape = (1, *sides, channels) if has_channels_last else (1, channels, *sides)
-    if shape != expected_shape or not 2 <= scale <= _MAX_SCALE or channels > _MAX_CHANNELS:
+    channel_axis = 3 if has_channels_last else 1
+    channels = source.shape[channel_axis]
+    scale = shape[2] // source.shape[2]  # of the height or the width
+    expected_shape = [scale * side for side in source.shape]
+    expected_shape[0] = 1
+    expected_shape[channel_axis] = channels
+    if [*shape] != expected_shape or not 2 <= scale <= _MAX_SCALE or channels > _MAX_CHANNELS:
         return None
 
-    exact = picture.astype(np.float64)
-    enlarged = cv2.resize(exact, sides[::-1], interpolation=_RESIZES[resize])
-    planes = enlarged.reshape(*sides, channels)  # cv2 drops a single channel
-    return np.asarray(np.moveaxis(planes, 2, channel_axis)[None])
+    picture = np.moveaxis(source.astype(np.float64), channel_axis, 3)[0]
+    enlarged = cv2.resize(picture, None, fx=scale, fy=scale, interpolation=_RESIZES[resize])
+    planes = enlarged.reshape(1, *enlarged.shape[:2], channels)  # cv2 drops a single channel
+    return np.asarray(np.moveaxis(planes, 3, channel_axis))
 
 
 SAMPLE_MEAN = "its mean"  # `OutputSlice.subtracted`: the mean over samples

@@ -28,6 +28,7 @@ from deploy.tasks.detector import (
     Columns,
     OtherShapeError,
     RowDecoder,
+    are_mostly,
 )
 from deploy.tasks.detector_forms import find_detector, read_extra, slice_detector
 from deploy.tasks.evaluation_task import (
@@ -42,7 +43,6 @@ from deploy.tasks.rows import ImageSize, Outputs, image_size
 from deploy.tasks.slices import OutputSlice, SlicesByOutput
 from deploy.tasks.thresholds import (
     BOX_SCORE,
-    MIN_CODED_SHARE,
     MIN_LIST_ROWS,
     UNIT_TOLERANCE,
 )
@@ -182,16 +182,14 @@ def _is_list(decoder: RowDecoder, samples: FirstSamples) -> bool:
     if len(rows) < MIN_LIST_ROWS:
         return False
 
-    scores = rows[:, 4]
-    class_numbers = rows[:, 5]
-    are_whole = (scores == scores.round()).all()  # whole numbers are classes, not scores
-    has_scores = scores.max() <= 1 + UNIT_TOLERANCE and not are_whole
-    has_classes = class_numbers.min() >= 0 and (class_numbers == class_numbers.round()).all()
-    if decoder.coding == "centre" and (rows[:, 0] == rows[:, 0].round()).all():
+    is_whole = np.all(rows == rows.round(), axis=0)  # which columns are whole numbers
+    if decoder.coding == "centre" and is_whole[0]:
         return False  # the first column is the number of the image
+    has_scores = rows[:, 4].max() <= 1 + UNIT_TOLERANCE and not is_whole[4]  # no classes
+    has_classes = rows[:, 5].min() >= 0 and is_whole[5]
     corners = CODINGS[decoder.coding].decode(rows[:, :4], rows)
-    are_ordered = np.all(corners[:, 2:] >= corners[:, :2], axis=1)  # second corner after the first
-    return has_scores and has_classes and are_ordered.mean() >= MIN_CODED_SHARE
+    are_ordered = are_mostly(corners[:, 2:] >= corners[:, :2])  # second corner after the first
+    return bool(has_scores and has_classes and are_ordered)
 
 
 def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:

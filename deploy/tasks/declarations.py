@@ -4,6 +4,7 @@ Declared are, in this order: Ultralytics' metadata, Hugging Face's `config.json`
 the names that exporters give to outputs, and the operators at the end of the graph.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -82,8 +83,10 @@ ENDS = {
 _RESHAPING = frozenset(
     {"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
 )
-# operators that move values, average them or add a bias: what their input is, their output is too
-_MOVING = _RESHAPING | {"Add", "Concat", "ReduceMean", "Slice", "Split"}
+# operators that move values, choose them, average them or add a bias: what their input is, their
+# output is too
+_MOVING = _RESHAPING | {"Add", "Concat", "If", "ReduceMean", "Slice", "Split"}
+# operators that give scores in another shape, activated, or as their best class
 _OF_SCORES = _RESHAPING | {"Softmax", "LogSoftmax", "Sigmoid", "HardSigmoid", "ArgMax"}
 _ACTIVATED = "softmax", "sigmoid"  # ends of probabilities
 _DERIVED = *_ACTIVATED, "classes"  # ends of outputs that are computed from raw scores
@@ -184,7 +187,9 @@ def _find_ends(outputs: Collection[str], makers: Makers) -> dict[str, str]:
     """
     ends = {}
     for output in outputs:
-        operators = _last_operators(output, makers)
+        sources = _find_sources(output, makers, _MOVING)
+        # inputs and constants have no operator
+        operators = {makers[source].op_type for source in sources if source in makers}
         if len(operators) == 1 and operators <= ENDS.keys():
             ends[output] = ENDS[operators.pop()]
     return ends
@@ -207,12 +212,12 @@ def _find_repeats(
         (output of raw scores -> output of their probabilities, outputs of an ArgMax of scores that
         are an output too).
     """
-    outputs_by_origin: dict[str, list[str]] = {}
+    outputs_by_scores: defaultdict[frozenset[str], list[str]] = defaultdict(list)
     for output in outputs:
-        outputs_by_origin.setdefault(_find_origin(output, makers), []).append(output)
+        outputs_by_scores[_find_sources(output, makers, _OF_SCORES)].append(output)
     probabilities: dict[str, str] = {}
     best_classes: list[str] = []
-    for group in outputs_by_origin.values():  # outputs that are computed from the same scores
+    for group in outputs_by_scores.values():  # outputs that are computed from the same scores
         class_outputs = [output for output in group if ends.get(output) == "classes"]
         activated_outputs = [output for output in group if ends.get(output) in _ACTIVATED]
         if activated_outputs:
@@ -223,35 +228,33 @@ def _find_repeats(
     return probabilities, best_classes
 
 
-def _find_origin(tensor: str, makers: Makers) -> str:
-    """Return the scores that a tensor holds in another shape, activated, or as their best class."""
-    while tensor in makers and makers[tensor].op_type in _OF_SCORES:
-        tensor = makers[tensor].input[0]
-    return tensor
+def _find_sources(tensor: str, makers: Makers, passed_operators: Collection[str]) -> frozenset[str]:
+    """Return the tensors upstream of these operators from which a tensor is computed.
 
+    Both branches of an If are followed, all inputs of a Concat, and both of an Add: either may be
+    the bias, a constant. Of other operators, only the first input holds values.
 
-def _last_operators(tensor: str, makers: Makers) -> set[str]:
-    """Return the operators that compute a tensor's values.
-
-    They are searched for upstream of operators that move values, average them or add a bias
-    (`_MOVING`), and in both branches of an If.
+    Args:
+        tensor: where the search begins.
+        makers: tensor -> the node that computes it.
+        passed_operators: operators that the search follows upstream.
     """
-    operators = set()
+    sources = set()
     tensors = [tensor]
     visited = set[str]()
     while tensors:
         name = tensors.pop()
-        node = makers.get(name)
-        if node is None or name in visited:
+        if name in visited:
             continue
         visited.add(name)
-        if node.op_type in ("Concat", "Add"):  # either input of an Add may be the bias: a constant
+        node = makers.get(name)
+        if node is None or node.op_type not in passed_operators:
+            sources.add(name)
+        elif node.op_type in ("Concat", "Add"):
             tensors += node.input
         elif node.op_type == "If":
             index = list(node.output).index(name)
             tensors += [branch.output[index].name for branch in subgraphs(node)]
-        elif node.op_type in _MOVING:
-            tensors.append(node.input[0])
         else:
-            operators.add(node.op_type)
-    return operators
+            tensors.append(node.input[0])
+    return frozenset(sources)

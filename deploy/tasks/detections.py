@@ -224,9 +224,9 @@ def match_detections(reference: Detections, candidate: Detections) -> list[tuple
                 ious[index, candidate_index] = 0
 
     pairs = []
-    for index in np.flatnonzero(ious.max(axis=1, initial=0) > IOU).tolist():
-        candidate_index = int(ious[index].argmax())
-        if ious[index, candidate_index] > IOU:
+    for index, candidate_ious in enumerate(ious):
+        if candidate_ious.max(initial=0) > IOU:
+            candidate_index = int(candidate_ious.argmax())
             ious[:, candidate_index] = 0  # no other box may choose it
             pairs.append((index, candidate_index))
     return pairs

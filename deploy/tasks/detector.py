@@ -92,12 +92,10 @@ def to_table(value: Array | None, layout: Layout) -> Array:
     has_dimensions = value.ndim in LAYOUT_DIMENSIONS.get(layout, ())
     if not has_dimensions or not value.size or value.dtype.kind != "f":
         raise OtherShapeError
-    if layout == ROWS and value.ndim == 2:  # without a dimension of samples
-        return value
     # [1, A, 1, R] are rows, other arrays of four dimensions are maps
     is_map = layout == ROWS and value.ndim == 4 and value.shape[2] > 1
-    has_several_samples = len(value) != 1
-    if is_map or has_several_samples:
+    has_samples = layout != ROWS or value.ndim != 2  # whether the first dimension is the samples
+    if is_map or (has_samples and len(value) != 1):
         raise OtherShapeError
     if layout in (COLUMNS, MAP):
         columns = np.atleast_2d(value[0])
@@ -483,7 +481,7 @@ def are_corners(boxes: BoxRows) -> bool:
     high = boxes.relative_boxes[:, 2:]
     correlation = min(correlate(low[:, axis], high[:, axis]) for axis in (0, 1))
     moves_together = correlation > MIN_CORNER_CORRELATION
-    are_ordered = _are_mostly(high >= low)
+    are_ordered = are_mostly(high >= low)
     return moves_together and are_ordered and _are_all_over((low + high) / 2)
 
 
@@ -495,7 +493,7 @@ def are_centres(boxes: BoxRows) -> bool:
         return False
     centres = boxes.relative_boxes[:, :2]
     sizes = boxes.relative_boxes[:, 2:]
-    return _are_mostly(sizes >= 0) and _are_all_over(centres)
+    return are_mostly(sizes >= 0) and _are_all_over(centres)
 
 
 def to_corners(boxes: Floats) -> Floats:
@@ -508,7 +506,7 @@ def are_offsets(boxes: BoxRows) -> bool:
     """Whether numbers are small offsets from a cell, and logarithms of sizes, of both signs."""
     if boxes.has_levels or not boxes.has_cells or not boxes.has_gates:
         return False
-    are_small = _are_mostly(np.abs(boxes.numbers) < MAX_CELL_OFFSET)
+    are_small = are_mostly(np.abs(boxes.numbers) < MAX_CELL_OFFSET)
     return boxes.numbers.shape[1] == 4 and are_small and boxes.numbers[:, 2:].min() < 0
 
 
@@ -527,7 +525,7 @@ def _are_all_over(centres: Floats) -> bool:
     return bool(is_spread and is_inside.mean() >= MIN_INSIDE_SHARE)
 
 
-def _are_mostly(conditions: Flags) -> bool:
+def are_mostly(conditions: Flags) -> bool:
     """Whether nearly all rows [n, k] meet all conditions."""
     return bool(conditions.all(axis=1).mean() >= MIN_CODED_SHARE)
 

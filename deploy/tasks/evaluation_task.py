@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -236,7 +236,10 @@ class TaskTally(ABC, Generic[T]):
         return tuple(example for _, example in self.ranked_examples)
 
     def figure(self, figure: str, value: float, count: str, text: str) -> TaskFigure:
-        """Return a figure of the task; the arguments are those of `TaskFigure`."""
+        """Return a figure of the task; the arguments are those of `TaskFigure`.
+
+        `text`: the figure as text.
+        """
         return TaskFigure(
             task=self.task.name,
             figure=figure,
@@ -245,6 +248,9 @@ class TaskTally(ABC, Generic[T]):
             words=text,
             samples=self.samples,
             form=self.task.form,
+            kept=self.kept,
+            counted=self.total,
+            new=self.new,
         )
 
     def share(self, figure: str, text: str) -> TaskFigure:
@@ -253,8 +259,7 @@ class TaskTally(ABC, Generic[T]):
         `text`: what they are.
         """
         count = f"{self.kept} of {self.total}"
-        share = self.figure(figure, self.kept / self.total, count, f"{count} {text}")
-        return replace(share, kept=self.kept, counted=self.total, new=self.new)
+        return self.figure(figure, self.kept / self.total, count, f"{count} {text}")
 
 
 @dataclass(slots=True)

@@ -49,11 +49,10 @@ def split_batch(arrays: Outputs, batch: int) -> list[dict[str, Array]]:
     The batch is the first dimension, or the second of sequences [T, N, C]. A list may have the
     number of the sample in its first column. Each sample has all of any other array.
     """
-    if batch == 1:
-        return [{name: np.asarray(value) for name, value in arrays.items()}]
     samples = []
     for index in range(batch):
-        samples.append({name: _take_row(value, index, batch) for name, value in arrays.items()})
+        rows = {name: _take_row(np.asarray(value), index, batch) for name, value in arrays.items()}
+        samples.append(rows)
     return samples
 
 

@@ -91,11 +91,9 @@ def _read_vectors(samples: FirstSamples) -> dict[str, Floats]:
 
 def fit_classes(samples: FirstSamples) -> "Classes | None":
     """Return the classes of all vectors, which the user or the file says to hold such."""
-    lengths = {name: rows.shape[1] for name, rows in _read_vectors(samples).items()}
-    counts = {name: length for name, length in lengths.items() if length > 1}
-    if not counts:
-        return None
-    return Classes(tuple(counts), tuple(counts.values()))
+    vectors = _read_vectors(samples)
+    counts = {name: rows.shape[1] for name, rows in vectors.items() if rows.shape[1] > 1}
+    return Classes(tuple(counts), tuple(counts.values())) if counts else None
 
 
 def fit_labels(name: str, samples: FirstSamples) -> "Labels | None":
