@@ -77,13 +77,13 @@ class AscendAutoTarget(Ascend):
         """Return search -> layer -> its record: scale, offset and factors that the search finds.
 
         The default search is the first. A search that balances inputs and weights (AMCT's DMQ) has
-        only the layers that this changes.
+        only the layers of which it scales a channel.
         """
         records_by_search = {}
         for search in self._searches:
             _, quantization = self.search(request, search)
             records = quantization.records
-            if uses_dmq(search):
+            if uses_dmq(search):  # it multiplies each channel by a factor
                 records = {
                     layer: record
                     for layer, record in records.items()
@@ -144,7 +144,7 @@ def auto_calibrate(
         evaluation: samples to evaluate on, with `labels` or without.
         folder: output folder.
         max_loss: largest loss, see `deploy.tuning.budget.loss_of`.
-        strategy: `GAIN`, or `BINARY`, which is AMCT's own rule.
+        strategy: order in which layers are put into float: `GAIN`, or AMCT's own rule `BINARY`.
         threads: samples or trials that run in parallel.
         say: called with sentences on the progress.
     """
@@ -160,22 +160,23 @@ def auto_calibrate(
             evaluation_set=make_evaluation_set(feed, subject.model, _REPAIR_SAMPLES),
             threads=threads,
         )
-        # which layers there are: those that are quantized with the default search of each
-        record_plan, _, quantized_layers, _ = target.quantize(request)
+        # the layers that can be in int8: those that are quantized with their default searches
+        record_plan, _calibrated, quantized_layers, _config = target.quantize(request)
         records_by_search = target.records(request)
 
-        ranking: list[tuple[str, float]] = []  # (layer, similarity); AMCT's strategy needs it
+        # (layer, similarity of its int8 and float outputs); only AMCT's strategy needs it
+        ranking: list[tuple[str, float]] = []
         if strategy == BINARY:
             with phase("ranking the layers"):
                 samples = evaluation.first_samples(_RANKING_SAMPLES)
                 ranking = rank_layers(record_plan.model, quantized_layers, samples, threads=threads)
-        # an entry with an index is no layer, but one input of a node such as an Add; it can be left
-        # in float too, but is not counted
+        # an entry with an index is no layer, but one input of a node such as an Add. It can be left
+        # in float like a layer, but is not counted as one
         node_inputs = [
             name for name, layer in record_plan.layers.items() if layer.input_index is not None
         ]
-        # searches that every layer can have: not DMQ, which balances the channels of a layer's
-        # input and costs a multiplication more in front of the layer
+        # searches that every layer can have. DMQ is none: it balances the channels of a layer's
+        # input, and costs a multiplication more in front of the layer
         general_searches = [name for name in records_by_search if not uses_dmq(name)]
         budget_search = BudgetSearch(
             target=target,

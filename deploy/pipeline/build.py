@@ -114,8 +114,8 @@ def build(  # noqa: D417
     Args:
         images: images to calibrate with, as for `calibrate`; for a Q/DQ model images to measure
             with, or None.
-        float_model: float reference of a Q/DQ model; None compares accuracy with the Q/DQ model,
-            and speed and size with that model without its pairs.
+        float_model: float model that a Q/DQ model's engines are compared with. None compares
+            accuracy with the Q/DQ model, and speed and size with that model without its pairs.
         out: output folder, also of the cache if `cache` names none.
         eval_images: images for the accuracy figures; None uses the calibration images.
         labels: class of each evaluation image, if the list or loader does not give it; a path of
@@ -138,7 +138,7 @@ def build(  # noqa: D417
     Raises:
         Calib8Error: as `calibrate`, or a target's error if none could be built.
     """
-    model, images = open_torch_module(model, images, preprocess)
+    model, images = open_torch_module(model, images, preprocess)  # exports a PyTorch module
     if float_model is not None:
         opened_model, images = open_torch_module(float_model, images)
         float_model = find_user_model(opened_model)
@@ -205,7 +205,7 @@ def build_with(
     with stage_files(options.out) as stage:
         calibration = _calibrate(build, stage)
         declaration = calibration.loaded.declaration
-        if calibration.feed.states:  # the user may have named them
+        if calibration.feed.states:  # found in the samples, or named by the user (`states`)
             declaration = replace(declaration, states=calibration.feed.states)
         build = replace(build, metric=replace(build.metric, declared=declaration))
         _refuse_other_batch_axis(build, calibration)
@@ -247,8 +247,8 @@ def _doubt_preprocessing(
 ) -> CalibrationResult:
     """Return the calibration; with a doubt added if the images seem to be preprocessed wrongly.
 
-    That is so if the float model is surer of the images in other colors or scales. With labels that
-    it mostly misses, it is so if it finds more of them in other colors or scales.
+    They seem so if the float model is surer of them in other colors or scales. If there are labels
+    and it misses most of them, they seem so if it is right more often in other colors or scales.
     """
     missed_images = build.evaluation if any(map(_is_mostly_wrong, figures.engines)) else None
     doubt = find_better_reading(calibration, build.metric.without_function, missed_images)
@@ -266,9 +266,9 @@ def _save_model(build: PreparedBuild, stage: Stage) -> Path | None:
 
 
 def _with_saved_size(figures: Figures, saved_model: Path) -> Figures:
-    """Return the figures with the size of the saved file, which `check` runs, for the float model.
+    """Return the figures, with the size of the saved file as the float model's.
 
-    What ran here is the same model, cleaned in memory.
+    This file is what `calib8 check` runs; the model that was measured was a copy in memory.
     """
     float_row, *engine_rows = figures.engines
     float_row = replace(float_row, size_bytes=saved_model.stat().st_size)
@@ -336,7 +336,10 @@ def _calibrate(build: PreparedBuild, stage: Stage) -> CalibrationResult:
 
 
 def _refuse_other_batch_axis(build: PreparedBuild, calibration: CalibrationResult) -> None:
-    """Refuse evaluation samples that are rows of a batch where calibration samples are not."""
+    """Refuse evaluation samples whose inputs have a batch dimension where calibration's have none.
+
+    The reverse is refused too.
+    """
     if build.evaluation is None:
         return
     batch_names = batch_inputs(calibration.loaded.inputs)
@@ -352,13 +355,13 @@ def _refuse_other_batch_axis(build: PreparedBuild, calibration: CalibrationResul
 def _refuse_broken_metric(build: PreparedBuild, calibration: CalibrationResult) -> None:
     """Refuse a user's metric or task that fails on the float model itself, before all is built.
 
-    It is tried on the first sample, whose outputs stand for those of the engine too.
+    It is tried on the first sample: the float model's outputs are compared with themselves.
     """
     if not build.metric.is_set or build.loaded.qdq is not None:
         return
     sample, outputs = next(iter(calibration.evaluation_set.samples_with_outputs(1)))
     labels = None if build.evaluation is None else build.evaluation.labels
-    if labels is not None:  # any label will do, as many as the batch has rows
+    if labels is not None:  # for the trial the first label serves for every row of the batch
         labels = labels[:1] * batch_length(sample, build.metric.declared.batch_inputs)
     form = derive_form([outputs], inputs=[sample], metric=build.metric)
     comparison = Comparison(form, labels=labels)
@@ -391,7 +394,8 @@ def _measure(
     else:
         figures = _measure_on_images(build, calibration, results, stage)
 
-    # how many of the images that were measured on had calibrated; for a Q/DQ model none did
+    # how many evaluation images were calibration images too; for a Q/DQ model, which is not
+    # calibrated here, none
     evaluation = build.evaluation
     shared_count = 0
     calibrated_text = ""
@@ -411,11 +415,11 @@ def _measure_on_images(
 ) -> Figures:
     """Return speed and accuracy of all engines on the evaluation images.
 
-    They are compared with the model that was calibrated, whose outputs are stored for some
-    calibration samples; engines of a Q/DQ model with its float reference.
+    They are compared with the model that was calibrated, whose outputs of some calibration samples
+    are stored. Engines of a Q/DQ model are compared with its float reference.
 
-    An unexpected exception is a fault of calib8. Each target is then measured alone: those with an
-    error of their own have failed, and the others are measured together without them.
+    An unexpected exception is a fault of calib8. Each target is then measured alone, and counts as
+    failed if that raises too. The others are measured together, without the failed ones.
     """
     if build.loaded.qdq is None:
         float_model = calibration.loaded
@@ -446,7 +450,8 @@ def _measure_on_images(
                 measure([target], [result], duration_s=0)
             except Exception as error:
                 failures[target.name] = str(with_log(error, build.loaded.name, stage))
-        if not failures or len(failures) == len(targets):  # then no target is the cause
+        # if no target fails alone, or each does, none of them is the cause
+        if not failures or len(failures) == len(targets):
             raise
 
     # a target that failed has no files to measure
@@ -462,7 +467,7 @@ def _measure_on_images(
 def _evaluation_notes(
     build: PreparedBuild, calibration: CalibrationResult, shared_count: int
 ) -> Iterator[str]:
-    """Yield notes on the evaluation images, and on the metric that the search went by.
+    """Yield notes on the evaluation images and the outputs, and on the search's metric.
 
     `shared_count`: number of evaluation images that are calibration images too.
     """

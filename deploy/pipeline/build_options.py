@@ -300,13 +300,11 @@ def prepare_build(
     dataset: Dataset | None,
     options: BuildOptions,
 ) -> PreparedBuild:
-    """Load the model, open the evaluation images, check the options of `deploy.pipeline.build`.
-
-    The options come back completed, see `PreparedBuild`.
+    """Load the model, open the evaluation images, and check and complete the options of a build.
 
     Args:
         model: the float model, or a Q/DQ model.
-        dataset: the calibration images; None for a Q/DQ model of which nothing is measured.
+        dataset: the calibration images; None for a Q/DQ model that is built without measuring.
         options: the user's options.
 
     Raises:
@@ -321,7 +319,8 @@ def prepare_build(
         _refuse_evaluation_options(options)
     evaluation = options.evaluation
     if loaded.qdq is not None:
-        # its Q/DQ pairs are the calibration: nothing is searched, and all images are to evaluate on
+        # its Q/DQ pairs are the calibration: nothing is searched, and the images given to
+        # calibrate with are evaluated on
         refuse_calibration_options(loaded.qdq, _calibration_flags(image_source, options))
         options = replace(options, tuning=replace(options.tuning, effort=0))
         evaluation = evaluation or dataset
@@ -370,7 +369,7 @@ def with_calibrator_method(
     """Return the options with the range method of a TensorRT calibrator, if one feeds the images.
 
     The base class of a calibrator names its method: IInt8EntropyCalibrator2 searches ranges by
-    entropy. A method that the user names goes before it. Notes on the choice are stored in the
+    entropy. A method that the user named is left as it is. Notes on the choice are stored in the
     script, the dataset's source.
 
     Args:
@@ -387,7 +386,7 @@ def with_calibrator_method(
     method_and_reason = method_of_calibrator(script)
     if options.method is not None or method_and_reason is None:
         return options
-    # a trusted cache has the ranges already
+    # a trusted cache has the ranges already, and a target with a method of its own takes no other
     if options.cache.trust or all(target.own_method for target in targets):
         return options
 
@@ -407,13 +406,15 @@ def with_calibrator_method(
 def _with_cache_path(options: BuildOptions, model_name: str) -> BuildOptions:
     """Return the options with a path for the cache, by default among the build's records.
 
-    The cache of another build is read, and this build stores its own; a trusted one is only read.
+    If the user names the cache of another build, it is read, and this build stores its own. One
+    that is to be trusted is not stored again.
     """
     cache = options.calibration.cache
     own_path = options.out / manifest.RECORDS / f"{model_name}.cache"
     if cache.path is None:
         cache = replace(cache, path=own_path)
     elif not cache.trust:
+        # the folder of this build has one for records, where the cache may be too
         is_in_this_build = cache.path.parent.resolve() in manifest.build_folders(options.out)
         if not is_in_this_build and manifest.is_of_build(cache.path):
             cache = replace(cache, path=own_path, source=cache.path)
@@ -440,7 +441,7 @@ def open_torch_module(
 ) -> tuple[ModelSource, _Images]:
     """Return (model, images); a PyTorch module is exported with the first of the images as input.
 
-    Any other model is returned as it is.
+    Any other model is returned unchanged, with the images.
 
     Raises:
         ConfigError, FeedError, ModelError, ExportError: see `deploy.fx.open_model.open_module`.
@@ -481,9 +482,10 @@ def list_output_names(targets: Iterable[Target], name: str) -> list[str]:
 def _drop_preprocess_of_arrays(
     dataset: Dataset | None, evaluation: Dataset | None
 ) -> tuple[Dataset | None, Dataset | None]:
-    """Return (calibration data, evaluation data); arrays beside pictures lose their preprocessing.
+    """Return (calibration data, evaluation data), without preprocessing of arrays beside pictures.
 
-    The user sets it once for both; it is meant for the pictures, since arrays are fed as they are.
+    The user sets the preprocessing once for both. If one of them is arrays, which are fed
+    unchanged, and the other pictures, it is meant for the pictures.
     """
     if dataset is None or evaluation is None or dataset is evaluation:
         return dataset, evaluation
@@ -586,7 +588,7 @@ def _calibration_flags(images: object, options: BuildOptions) -> list[str]:
 
     They would do nothing: its pairs are its calibration, and nothing is searched.
 
-    `images`: source of the images.
+    `images`: source of the images; None without images.
     """
     calibration = options.calibration
     tuning = options.tuning

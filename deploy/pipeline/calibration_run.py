@@ -164,11 +164,11 @@ class CalibrationRun:
 def open_dataset(
     loaded: LoadedModel, dataset: Dataset, options: CalibrationOptions
 ) -> CalibrationImages:
-    """Open the images of a calibration, and choose what observes the model on them.
+    """Open the images of a calibration, and choose the function that observes the model on them.
 
     The images may be one shard: the part that one of several machines observes.
 
-    `options`: may name a scheduler, whose workers observe; else they are observed on this machine.
+    `options`: may name a dask scheduler. Its workers then observe, else this machine does.
 
     Raises:
         ConfigError: a scheduler, with an option that only a run on this machine has.
@@ -187,7 +187,7 @@ def open_dataset(
         feed=feed,
         name=describe_source(dataset.source),
         shard=shard_text,
-        is_readable=True,  # unlike those of merged shards, of which statistics alone are here
+        is_readable=True,  # of merged shards only the statistics are here, not the images
         observe=observe_images,
     )
 
@@ -250,6 +250,7 @@ def observe_on_workers(
     """
     if not decision.missing:
         return PassResult(observed=decision.observed)
+    # each worker has a part of the images, whose statistics are merged: their order is lost
     refuse_ordered(decision.missing, "a piece of a calibration (got --scheduler)")
     new_statistics, notes = observe_on(
         cluster,
@@ -265,7 +266,7 @@ def observe_on_workers(
 
 
 def observe_here(run: CalibrationRun, decision: CacheDecision) -> PassResult:
-    """Observe in one pass on this machine what the cache lacks.
+    """Record the statistics that the cache lacks, in one pass on this machine.
 
     Args:
         run: the calibration: which model, images and observations, and its state.
@@ -273,9 +274,10 @@ def observe_here(run: CalibrationRun, decision: CacheDecision) -> PassResult:
 
     Raises:
         CacheError: a checkpoint from which the run cannot go on.
-        CalibrationError: the tensors of one sample do not fit into the memory; or as the pass.
-        FeedError, BackendError: as the pass.
+        CalibrationError: the tensors of one sample do not fit into the memory.
+        CalibrationError, FeedError, BackendError: as `deploy.calibration.one_pass.observe`.
     """
+    # at most `run.threads`, as many as the memory suffices for
     threads = one_pass.count_workers(decision.missing, run.subject.model, run.threads)
     # the statistics of the pass (`main`) are those of a checkpoint. Some of them start from other
     # statistics, which are recorded on the first samples before the pass (`preliminary`)
@@ -291,6 +293,7 @@ def observe_here(run: CalibrationRun, decision: CacheDecision) -> PassResult:
             schedule.preliminary_sample_count,
             threads,
         )
+        # a shard may be without a single good sample, and then has no statistics
         new_statistics = observe_unless_all_skipped(run.feed, observe_missing)
         statistics = statistics.merged_with(new_statistics)
 
@@ -341,7 +344,7 @@ def _observe_missing(
 
     Args:
         run: the calibration: which model, images and observations, and its state.
-        decision: the observations that the cache lacks, and the tensors that any of them reads.
+        decision: the statistics of the cache, and the observations that it lacks.
         checkpoint: state of an interrupted run; None without.
         preliminary_sample_count: number of first samples that some statistics need in order to
             start. These samples are read again even if the checkpoint has counted them.
@@ -361,6 +364,7 @@ def _observe_missing(
 
     with (
         phase("observing", len(feed) - counted_samples, "samples") as show_progress,
+        # if the run fails, the message says that --resume goes on
         nullcontext() if checkpoint is None else checkpoint.add_resume_hint(),
         feed.samples(already_read=skipped_samples) as samples,
     ):
@@ -382,8 +386,8 @@ def _observe_missing(
 def use_trusted_cache(run: CalibrationRun) -> CalibrationResult:
     """Return a calibration with the ranges of a cache that another program wrote, unchecked.
 
-    Such a cache holds one symmetric range for each tensor, and no fingerprint: nothing tells of
-    which model and images it is.
+    Such a cache holds one symmetric range for each tensor. It has no fingerprint, which would tell
+    its model and images.
 
     Raises:
         ConfigError: no path, or a target that cannot use symmetric ranges.
@@ -418,10 +422,12 @@ def calibrate_run(
         run: the calibration: which model, images and observations, and its state.
         targets: the targets, one of which may write the cache in a format of its own
             (TensorRT).
-        stage: where the files of a build wait until it is complete; None for a calibration alone.
+        stage: temporary folder of a build's files; None for a calibration alone.
     """
     subject = run.subject
     feed = run.feed
+    # the fingerprint is of the model and of the first `image_count` images: a stop rule may have
+    # ended the run that made the cache before the last image
     decision = check_cache(
         run.policy,
         lambda image_count: make_fingerprint(subject, feed.manifest(image_count)),
@@ -433,7 +439,7 @@ def calibrate_run(
     pass_result = run.images.observe(run, decision)
 
     evaluation_set = run.evaluation_set
-    if run.stop_rule is not None:  # it may have ended the pass before the last image
+    if run.stop_rule is not None:  # it may have ended this pass, too, before the last image
         evaluation_set = _end_feed_at_last_observed(run, decision)
     halves_agreement, stability_notes = _compare_halves(run, decision)
 
@@ -484,7 +490,8 @@ def _compare_halves(
     if not decision.missing:
         return None, ()
     agreement = run.stability_monitor.end(len(run.feed))
-    if run.stop_rule is None and agreement is not None:  # it counts runs, each of a batch
+    if run.stop_rule is None and agreement is not None:
+        # the monitor counts inferences, each of a batch of images; the report counts images
         agreement = replace(agreement, samples=run.feed.count)
     if run.stop_rule is None or agreement is not None:
         return agreement, ()
@@ -501,8 +508,9 @@ def _check_float_model(run: CalibrationRun, evaluation_set: EvaluationSet) -> tu
     if not run.evaluation_count:
         return "", False
     model = run.subject.model
-    if random_outputs := find_random_outputs(model, evaluation_set):
-        return random_outputs, True
+    randomness_warning = find_random_outputs(model, evaluation_set)
+    if randomness_warning:
+        return randomness_warning, True
     return check_cleaned_model(run.subject, evaluation_set), False
 
 
@@ -510,15 +518,16 @@ def _end_feed_at_last_observed(run: CalibrationRun, decision: CacheDecision) -> 
     """Let the feed end with the last image that was observed; return its evaluation samples."""
     feed = run.feed
     monitor = run.stability_monitor
-    if not decision.missing:
+    # images up to the last one that was observed, with the unreadable ones that were skipped
+    if not decision.missing:  # those that the cache was made of
         assert decision.stored is not None
-        image_count = decision.stored.count  # of the images that the cache was made of
-    elif monitor.stopped:
+        image_count = decision.stored.count
+    elif monitor.stopped:  # the stop rule ended the pass
         image_count = feed.count_entries(monitor.samples)
     else:
         image_count = feed.entry_count
     feed.keep_first(image_count)
-    feed.cache_samples(run.evaluation_count, PREVIEW_COUNT)
+    feed.cache_samples(run.evaluation_count, PREVIEW_COUNT)  # spread anew, over fewer images
     return make_evaluation_set(feed, run.subject.model, run.evaluation_count)
 
 
@@ -550,9 +559,10 @@ def _make_calibration(
 def _make_target_cache(
     run: CalibrationRun, ranges: Ranges, targets: Sequence[Target]
 ) -> CacheText | None:
-    """Return the cache in the format of the first target that has a format of its own (TensorRT).
+    """Return the cache as text in the format of a target that has one of its own (TensorRT).
 
-    None without such a target, and for a shard, whose ranges are found when shards are merged.
+    None without such a target. None also for a shard, the part of the images that one of several
+    machines observes: ranges are found when all shards are merged.
     """
     if run.feed.share is not None:
         return None
@@ -579,7 +589,8 @@ def _make_result(
 ) -> CalibrationResult:
     """Return the result of a run, with warnings of outliers and of doubtful inputs.
 
-    For a trusted cache, of which no sample is run, the arguments after `ranges` are left out.
+    The arguments after `ranges` are left out if another program's cache is used unchecked: then no
+    sample was run.
 
     Args:
         run: the calibration: which model, images and observations, and its state.
@@ -609,7 +620,7 @@ def _make_result(
     if checkpoint is not None and cache is None:  # else it was removed when the cache was written
         remaining_checkpoint = checkpoint.path
     input_doubts: tuple[str, ...] = ()
-    # of merged shards only statistics are here, and all samples of one shard may be bad
+    # merged shards have no images here, and in a single shard every image may be unreadable
     if run.images.is_readable and feed.count:
         input_doubts = tuple(check_feed_inputs(subject, feed))
     return CalibrationResult(

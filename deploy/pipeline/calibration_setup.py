@@ -122,8 +122,8 @@ def calibrate(
             result is the same. None calibrates on this machine.
         resume: continue an interrupted run from its checkpoint.
         checkpoint: file to save the state in from time to time; None for one next to the cache, if
-            there is a cache. Without a cache a run that ends leaves the file, which the caller
-            removes.
+            there is a cache. A run without a cache leaves the file when it ends; the caller removes
+            it.
         progress: report steps that take over two seconds on stderr.
 
     Raises:
@@ -140,7 +140,7 @@ def calibrate(
         resume=resume,
         checkpoint=None if checkpoint is None else Path(checkpoint),
     )
-    model, images = open_torch_module(model, images, preprocess)
+    model, images = open_torch_module(model, images, preprocess)  # exports a PyTorch module
     dataset = to_dataset(
         images,
         preprocess=preprocess,
@@ -179,7 +179,9 @@ def merge(  # noqa: D417
     float_nodes: str | Iterable[str] = (),
     progress: bool = False,
 ) -> CalibrationResult:
-    """Merge the shards of a calibration; the cache is that of one run over all images.
+    """Merge the shards of a calibration; the result equals that of one run over all images.
+
+    A shard is the file of statistics that one of several machines made of its part of the images.
 
     The arguments that are not listed are those of `calibrate`; `targets` and `float_nodes` must be
     those of the shards.
@@ -234,13 +236,15 @@ def calibrate_loaded(
     Args:
         loaded: the model.
         user_model: the user's file or model, from which the graph before folding can be read.
-        images: the opened images, or merged shards, with what observes them.
+        images: the opened images, or the merged statistics of several machines (shards), with the
+            function that observes them.
         options: how it is calibrated, as `calibrate` describes.
-        targets: the targets, whose observations are made.
+        targets: the targets, which say what is observed.
         evaluation_count: number of samples on which the engines are evaluated later; the float
             model's outputs of these are stored while it is observed.
         task: name of the outputs' task that the user set.
-        stage: where the files of a build wait; a cache in the same folder appears with them.
+        stage: temporary folder of a build's files; a cache in the build's folder is published with
+            them. None for a calibration alone.
 
     Raises:
         ConfigError: options that exclude each other, or that do nothing here.
@@ -249,9 +253,9 @@ def calibrate_loaded(
     """
     policy = options.cache
     feed = images.feed
-    if images.is_readable:  # what the first dimension of the inputs is, these samples have shown
+    if images.is_readable:  # the samples have shown whether the inputs' first dimension is a batch
         loaded = loaded.with_inputs(feed.specs)
-    feed.cache_samples(evaluation_count, PREVIEW_COUNT)
+    feed.cache_samples(evaluation_count, PREVIEW_COUNT)  # on disk, when they are read
     checkpoint = _choose_checkpoint(options)
     _refuse_foreign_cache(policy)
     subject = _make_subject(loaded, user_model, feed, options, targets, task)
@@ -295,7 +299,7 @@ def calibrate_loaded(
         checkpoint_path=checkpoint,
         resume=options.resume,
     )
-    if policy.trust:
+    if policy.trust:  # the ranges of another program's cache are used
         return use_trusted_cache(run)
     return calibrate_run(run, targets=targets, stage=stage)
 
@@ -310,8 +314,8 @@ def _make_subject(
 ) -> CalibrationSubject:
     """Return what is calibrated, and how; the arguments are those of `calibrate_loaded`.
 
-    A cache for TensorRT is written for the version that the user names, else for the one that
-    builds on this machine, else for that of the earlier cache.
+    A cache for TensorRT names a version: the one that the user names, else the one installed on
+    this machine, else that of the earlier cache.
     """
     policy = options.cache
     method = options.method or DEFAULT_METHOD
@@ -345,9 +349,9 @@ def use_qdq_calibration(
     Args:
         loaded: the model without its pairs.
         qdq: its pairs.
-        dataset: images to try it on; None takes random samples.
+        dataset: images to run it on; None takes random samples.
         targets: the targets.
-        trt_version: TensorRT that is to read the cache; None for the one that builds here.
+        trt_version: TensorRT that is to read the cache; None for the one installed here.
 
     Raises:
         Calib8Error: no target can be built for, or the images cannot be opened.
@@ -368,7 +372,7 @@ def use_qdq_calibration(
         method=Method.of(),  # the default one; nothing is searched
         trt_version=trt_version or _find_trt_version(targets),
     )
-    # nothing is observed, but what a target demands shows whether it can be built
+    # nothing is observed, but a target that cannot be built raises when it is asked what to observe
     _, failures = _collect_observations(targets, subject)
     return CalibrationResult(
         subject=subject,
@@ -411,7 +415,9 @@ def _refuse_foreign_cache(policy: CachePolicy) -> None:
 
     Files that an interrupted build was putting there are completed or removed first.
     """
-    if policy.path is not None and (policy.source or not policy.reuse_flag):
+    # a cache that is only read is not overwritten, unless another file (`source`) is what is read
+    is_written = policy.source is not None or not policy.reuse_flag
+    if policy.path is not None and is_written:
         folder = policy.path.parent
         build_folder = folder.parent if folder.name == RECORDS else folder
         recover(build_folder)
@@ -421,7 +427,7 @@ def _refuse_foreign_cache(policy: CachePolicy) -> None:
 def _choose_checkpoint(options: CalibrationOptions) -> Path | None:
     """Return the path of the checkpoint, from which --resume goes on with an interrupted run.
 
-    None without a cache to put it beside, and with --until-stable, which looks at few samples.
+    None without a cache to put it beside, and with --until-stable, which runs few samples.
 
     Raises:
         ConfigError: --resume, but there can be no checkpoint.
@@ -457,13 +463,13 @@ def _make_monitor(
     *,
     is_trusted: bool,
 ) -> StabilityMonitor:
-    """Return what compares the ranges of two halves of the samples.
+    """Return the monitor, which compares the ranges of two halves of the samples.
 
     Args:
         subject: the model, and how it is calibrated.
         observations: everything that the targets need.
         feed: the calibration data.
-        stop_rule: when there are enough images, which ends the run; None uses all.
+        stop_rule: ends the run when the halves agree well enough; None uses all images.
         is_trusted: whether the ranges of a foreign cache are used, so that nothing is observed.
 
     Raises:
@@ -479,7 +485,7 @@ def _make_monitor(
     if stop_rule is not None:
         refuse_until_stable(feed, observations, compared_observations, is_trusted=is_trusted)
     if feed.share is not None:
-        compared_observations = []  # half of a shard tells nothing of all images
+        compared_observations = []  # halves of a shard tell nothing of all images
 
     return StabilityMonitor(
         compared_observations,

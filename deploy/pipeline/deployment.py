@@ -101,7 +101,7 @@ def deploy(
     threads: int | None = None,
     force: bool = False,
 ) -> Report:
-    """Write the files of a float model by the scales of a record or a TensorRT cache.
+    """Write Ascend's files of a float model by the scales of a record or a TensorRT cache.
 
     Args:
         model: the float model, an ONNX file.
@@ -115,8 +115,8 @@ def deploy(
         force: replace files that calib8 did not write.
 
     Raises:
-        ConfigError: both or neither of record and cache are given; the record is invalid or of
-            another model.
+        ConfigError: both record and cache are given, or none; the record is invalid or of another
+            model.
         CacheError: the cache has none of the model's layers.
         ModelError, FeedError, ExportError, BackendError: as `deploy.pipeline.build`.
     """
@@ -164,8 +164,8 @@ def convert(  # noqa: D417
 
     Args:
         model: an ONNX file with QuantizeLinear and DequantizeLinear pairs.
-        keep_rounding: let float operators that read a tensor with a pair read the rounded values,
-            as in `model`; False lets them read the values before rounding.
+        keep_rounding: whether float operators that read a tensor with a pair read its rounded
+            values, as in `model`; False lets them read the values before rounding.
 
     Raises:
         ModelError: it is no ONNX model in the Q/DQ form.
@@ -214,8 +214,8 @@ def _write_files(
         recipe: model, layers and scales that the files are made of.
         scales: file that the scales were read from.
         model_source: name and sha256 of the user's model, for the manifest.
-        qdq_model: the user's Q/DQ model, with whose outputs those of the files are compared; None
-            compares them with the float model's.
+        qdq_model: the user's Q/DQ model, to compare the accuracy with; None compares it with the
+            float model.
         out: output folder.
         threads: worker threads.
         force: replace files that calib8 did not write.
@@ -227,7 +227,7 @@ def _write_files(
             subject=subject,
             folder=stage.temporary_folder,
             earlier_folder=stage.folder,
-            ranges=Ranges(ObservedStatistics(), subject.method, {}),  # none: nothing is observed
+            ranges=Ranges(ObservedStatistics(), subject.method, {}),  # empty: the recipe has scales
             feed=feed,
             manifest=feed.manifest(),
             threads=threads,
@@ -313,7 +313,9 @@ def _choose_scales(
 def _refuse_early(
     target: Ascend, inputs: TrialInputs, out: Path, name: str, *, force: bool
 ) -> None:
-    """Refuse options that lack pictures, and files that no build wrote, before anything is read.
+    """Refuse AIPP without pictures, and to overwrite files that no build wrote.
+
+    AIPP is the NPU's own preprocessing of pictures.
 
     `name`: of the model, with which the names of the files begin.
     """
@@ -330,8 +332,8 @@ def _compare_with_float_model(
 ) -> tuple[EngineRow, ...]:
     """Return the report's rows of the float model, and of the fake-quant model compared with it.
 
-    A fake-quant model computes in float what the int8 engine computes in integers. Both run on this
-    machine, whose speed says nothing of the NPU: only accuracy is measured.
+    A fake-quant model computes in float what the int8 engine computes in integers. Only accuracy is
+    measured: both models run on this machine, whose speed says nothing of the NPU.
 
     Args:
         loaded: the float model.
@@ -346,7 +348,7 @@ def _compare_with_float_model(
         loaded,
         [target],
         [result],
-        calibration_samples=all_samples,  # to measure latency with, which is left out
+        calibration_samples=all_samples,  # not used: latency is not measured
         evaluation_feed=feed,
         objects=None,
         duration_s=0,
@@ -367,7 +369,7 @@ def _compare_with_qdq_model(
         feed: the samples to compare on.
         threads: worker threads.
     """
-    # computed in float as written: integer kernels of an older x86 CPU may saturate
+    # the pairs are computed in float: integer kernels of an older x86 CPU may saturate
     reference = OrtSession.open(qdq_model, threads=threads, int8_kernels=False)
     candidate = open_deploy(read_model(result.files["deploy model"]), threads=threads)
     fp32_note = f"Here FP32 means {path.name} in ONNX Runtime."

@@ -86,7 +86,8 @@ def compare_inner_tensors(
     Args:
         loaded: the float model.
         results: results whose runnable file is compared.
-        engine_sessions: engines that can be opened here; for any other its runnable file stands in.
+        engine_sessions: engines that can be opened here. A target without one gets a session that
+            computes what its engine would, see `open_single_thread`.
         samples: the samples to compare on.
     """
     opened_targets: dict[str, tuple[Session, TensorComparison]] = {}
@@ -105,7 +106,8 @@ def compare_inner_tensors(
     if not opened_targets:
         return InnerTensors()
 
-    shared_tensors: dict[str, None] = {}  # an ordered set
+    # tensors of the float model that a target has too; the dict is an ordered set
+    shared_tensors: dict[str, None] = {}
     for _, comparison in opened_targets.values():
         shared_tensors |= dict.fromkeys(comparison.pairs)
     float_session = open_single_thread(copy_with_outputs(loaded.model, shared_tensors))
@@ -190,12 +192,14 @@ def find_stored_outputs(
     candidates: Mapping[str, Session],
     engine_outputs: Mapping[str, EngineOutputs],
 ) -> dict[str, SampleCache]:
-    """Return target -> outputs of its candidate that its search has stored, by sample key.
+    """Return target -> stored outputs of the model to evaluate, which its search has run already.
+
+    They are stored by sample key. The session of a target to evaluate is called its candidate.
 
     Args:
         results: files of each target.
-        candidates: name -> session to evaluate; those that are not ONNX Runtime's give other
-            numbers than the search had.
+        candidates: name -> session to evaluate. The search ran ONNX Runtime, so sessions of other
+            runtimes give other numbers.
         engine_outputs: target -> outputs of the int8 model that its search chose.
     """
     stored_outputs = {}
@@ -407,15 +411,19 @@ class _EvaluationPass:
         self._run_candidates(outputs, on_device=True)
         self._result.engine_runs.update(outputs.runs)
         self._waiting_outputs.append(outputs)
-        first = self._waiting_outputs[0]
-        metric = self._evaluation.metric
-        if self._comparisons or len(self._waiting_outputs) >= count_form_batches(
-            first.sample, first.reference, metric
-        ):
+        if self._comparisons or self._can_recognise_form():
             self._compare_waiting()
 
+    def _can_recognise_form(self) -> bool:
+        """Whether enough samples wait to recognise what their outputs mean, such as boxes."""
+        first = self._waiting_outputs[0]
+        metric = self._evaluation.metric
+        return len(self._waiting_outputs) >= count_form_batches(
+            first.sample, first.reference, metric
+        )
+
     def _compare_waiting(self) -> None:
-        """Compare the samples that wait; the first ones show the form of the outputs."""
+        """Compare the samples that wait; of the first ones, recognise the form of the outputs."""
         waiting_outputs = self._waiting_outputs
         self._waiting_outputs = []
         if not self._comparisons:
@@ -468,7 +476,7 @@ class _EvaluationPass:
 
     def finish(self) -> EvaluationResult:
         """Return the figures of the candidates that did not fail, and their examples."""
-        if self._waiting_outputs:  # fewer samples than show the form best
+        if self._waiting_outputs:  # fewer samples than are wanted to recognise the form
             self._compare_waiting()
         result = self._result
         example_numbers: set[int] = set()
@@ -484,8 +492,8 @@ class _EvaluationPass:
 class CandidateImages:
     """Images of the samples that a report may show.
 
-    Which samples are worth showing is known only after the pass, when they are gone; so after each
-    sample the caller passes the numbers of those that may be, and images of all others are dropped.
+    Which samples are worth showing is known only after the pass, when they are gone. So the caller
+    passes after each sample the numbers of those that may be, and all other images are dropped.
     """
 
     def __init__(self, feed: EvaluationFeed, batch_inputs: Collection[str] | None = None) -> None:

@@ -33,14 +33,14 @@ _PICKING_OPERATORS = frozenset(
 
 
 def read_float_model(loaded: LoadedModel) -> bytes:
-    """Return the user's file as it was loaded, so that int8 is compared with what runs today.
+    """Return the bytes of the user's file, so that int8 is compared with what the user runs today.
 
-    Nodes that share a name are renamed, which ONNX Runtime requires, and weights are removed from
-    the list of inputs: ONNX Runtime does not optimize weights that may be fed, and int8 would look
-    better than it is.
+    Two things in it are changed. Nodes that share a name are renamed, since ONNX Runtime requires
+    it. Weights are removed from the list of inputs: ONNX Runtime does not optimize weights that may
+    be fed, so that int8 would look better than it is.
 
-    Other models are replaced by the float32 model that was loaded: a float16 file (the CPU casts
-    around each node), a file of an opset that ONNX Runtime does not run, a file with unknown
+    Some files are replaced by the float32 model that was loaded from them: a float16 file (the CPU
+    casts around each node), a file of an opset that ONNX Runtime does not run, a file with unknown
     operators (the part before them), a Q/DQ model, a model whose weights are stored as integers,
     and one in training mode.
 
@@ -54,8 +54,8 @@ def read_float_model(loaded: LoadedModel) -> bytes:
 
 def _is_changed_on_purpose(loaded: LoadedModel) -> bool:
     """Whether loading had to change what is computed, as by removing Q/DQ pairs."""
-    is_float_file = loaded.qdq is None and not loaded.had_integer_weights
-    return not is_float_file or loaded.was_training or loaded.cut_off is not None
+    was_quantized = loaded.qdq is not None or loaded.had_integer_weights
+    return was_quantized or loaded.was_training or loaded.cut_off is not None
 
 
 def _read_user_file(loaded: LoadedModel) -> bytes:
@@ -78,9 +78,9 @@ def check_cleaned_model(subject: CalibrationSubject, evaluation_set: EvaluationS
     Cleaning folds constants and rewrites old operators, which must not change what is computed.
 
     Returns:
-        A warning where they differ and a node picks among values, such as a TopK: rounding alone
-        may change what it picks. "" if they are alike; and if there is nothing to compare: the
-        model was changed on purpose, or ONNX Runtime cannot run the user's.
+        "" if they are alike. "" also if they cannot be compared: the model was changed on purpose,
+        or ONNX Runtime cannot run the user's. A warning if they differ and a node picks among
+        values, such as a TopK: rounding alone may change what it picks.
 
     Raises:
         ModelError: they differ, and no node picks among values.
@@ -93,7 +93,7 @@ def check_cleaned_model(subject: CalibrationSubject, evaluation_set: EvaluationS
         user_file = user_model if isinstance(user_model, ModelProto) else _read_user_file(loaded)
         session = OrtSession.open(user_file, threads=1, spin=False)
         similarities = list(_compare_outputs(session, evaluation_set, Graph(loaded.model)))
-    except BackendError:  # ONNX Runtime runs the cleaned form alone: there is nothing to compare
+    except BackendError:  # ONNX Runtime runs only the cleaned model
         return ""
     worst_db, output = min(similarities, default=(math.inf, ""))
     min_db = _MIN_WIDENED_DB if loaded.was_float16 else _MIN_CLEANED_DB
@@ -131,8 +131,8 @@ def _compare_outputs(
                 continue
             signal = np.nan_to_num(value.astype(np.float64))
             noise = np.nan_to_num(cleaned_value.astype(np.float64)) - signal
-            # results of a Sigmoid have the same absolute error near 0 as near 1: differences within
-            # this error are none. Nodes that only move values may follow the Sigmoid
+            # results of a Sigmoid have the same absolute error near 0 as near 1; differences that
+            # are not larger are not counted. Nodes that only move values may follow the Sigmoid
             computing_node = graph.trace_back(name, MOVES)
             if computing_node is not None and computing_node.op_type in _BOUNDED_OPERATORS:
                 noise[np.abs(noise) <= _BOUNDED_ROUNDING] = 0

@@ -95,17 +95,18 @@ def measure_engines(
 ) -> Figures:
     """Measure every engine's speed, and how far its outputs are from the float model's.
 
-    Each engine runs every evaluation sample once, the float model only those whose outputs were
-    not stored; inner tensors are compared on a few of these samples.
+    Each engine runs every evaluation sample once. The float model runs only those whose outputs
+    were not stored. Inner tensors are compared on a few of these samples.
 
     Args:
         loaded: the float model.
         targets: the targets of `results`, in the same order.
         results: files of each target.
-        calibration_samples: evaluated on if there are no evaluation samples, and timed with.
+        calibration_samples: inputs of the latency runs; without evaluation samples, also the
+            samples to evaluate on.
         evaluation_feed: evaluation samples; None without.
         objects: annotated objects on the evaluation samples, in place of labels; None without.
-        metric: what the user set to evaluate by.
+        metric: the user's metric or task; None recognises the task.
         observed_outputs: stored outputs of the float model on the calibration samples; None if
             another model was observed than the one loaded.
         engine_outputs: target -> outputs of its int8 model on calibration samples, which its search
@@ -128,7 +129,7 @@ def measure_engines(
     )
 
     # engines are compared with the float model; those of a Q/DQ model with that model itself
-    qdq_outputs = _open_qdq_model(loaded)
+    qdq_outputs = _open_qdq_outputs(loaded)
     reference = qdq_outputs or _choose_reference(float_outputs, observed_outputs, evaluation)
     choice_runs = float_outputs.runs  # inferences by which the stored outputs were checked
     float_outputs.close_session()  # frees its weights: stored outputs may suffice from here on
@@ -137,14 +138,15 @@ def measure_engines(
     opened_results = [result for result in results if result.target not in failures]
     if evaluation_feed is not None:
         evaluation_feed.cache_samples(LAYER_SAMPLES)  # they are used twice, and decoded once
+    if engine_outputs is None or evaluation_feed is not None:
+        engine_outputs = {}  # the search ran calibration samples, not these evaluation samples
     inner_tensors, evaluation_result = _measure_accuracy(
         loaded,
         opened_results,
         target_engines,
         reference,
         evaluation,
-        # the search ran calibration samples: its outputs are of no use for evaluation samples
-        engine_outputs=engine_outputs if evaluation_feed is None and engine_outputs else {},
+        engine_outputs=engine_outputs,
         threads=threads,
     )
     failures |= evaluation_result.failures
@@ -255,8 +257,8 @@ def _measure_accuracy(
     """
     engine_sessions = _find_engine_sessions(target_engines)
     if loaded.cut_off is not None:
-        # engines end with the operators that ONNX Runtime does not know, the float model before
-        # them: runnable files, which end there too, stand in
+        # the float model ends before the operators that ONNX Runtime does not know, and engines do
+        # not. Without engines the targets' runnable files are compared, which end there too
         engine_sessions = {}
     with phase("layers"):
         layer_samples = evaluation.feed.spread_samples(LAYER_SAMPLES)
@@ -278,14 +280,15 @@ def _find_engine_sessions(target_engines: Mapping[str, _OpenedEngine]) -> Engine
     sessions = {}
     for name, engine in target_engines.items():
         is_on_device = not isinstance(engine.session, OrtSession)
-        sessions[name] = engine.session if is_on_device or engine.is_single_thread else None
+        is_usable = is_on_device or engine.is_single_thread
+        sessions[name] = engine.session if is_usable else None
     return sessions
 
 
 def _find_timed_sessions(
     engines: Mapping[str, _OpenedEngine], failures: Collection[str]
 ) -> dict[str, Session]:
-    """Return engine -> the session whose latency is measured; `failures`: engines without."""
+    """Return engine -> the session whose latency is measured; none for engines in `failures`."""
     sessions = {}
     for name, engine in engines.items():
         is_timed = not engine.is_single_thread and name not in failures
@@ -347,7 +350,8 @@ def _open_float_model(
     else:
         output_session, load_ms = _time_loading(partial(open_single_thread, float_file))
     float_outputs = ReferenceOutputs(
-        lambda: open_single_thread(read_float_model(loaded)),  # read again: no bytes are held
+        # opens a session on demand; the file is read again, so that its bytes are not held here
+        lambda: open_single_thread(read_float_model(loaded)),
         [spec.name for spec in loaded.outputs],
         _first_key(evaluation),
         session=output_session,
@@ -393,7 +397,7 @@ def _open_engines(
 
 
 def _first_key(evaluation: Evaluation) -> tuple[int, ...]:
-    """Return (key of the first calibration sample,); () if other samples are evaluated on."""
+    """Return the first calibration sample's key in a tuple; () if they are not evaluated on."""
     return evaluation.feed.keys[:1] if isinstance(evaluation.feed, EvaluationSubset) else ()
 
 
@@ -416,14 +420,14 @@ def _choose_reference(
     return float_outputs
 
 
-def _open_qdq_model(loaded: LoadedModel) -> ReferenceOutputs | None:
-    """Return the outputs of the user's Q/DQ model, computed on demand as it is written.
+def _open_qdq_outputs(loaded: LoadedModel) -> ReferenceOutputs | None:
+    """Return the outputs of the user's Q/DQ model, which are computed when they are needed.
 
     None for a float model, and for Q/DQ pairs that ONNX Runtime has no kernels for.
     """
     if loaded.qdq is None:
         return None
-    try:
+    try:  # its pairs are computed in float as written, without int8 kernels (`stand_in`)
         session = open_single_thread(loaded.qdq.model, stand_in=True)
     except BackendError:
         return None
@@ -433,7 +437,8 @@ def _open_qdq_model(loaded: LoadedModel) -> ReferenceOutputs | None:
 def _reference_notes(loaded: LoadedModel, *, has_qdq_outputs: bool) -> Iterator[str]:
     """Yield the note on the model that a Q/DQ model's engines are compared with; none for others.
 
-    `has_qdq_outputs`: whether ONNX Runtime runs the Q/DQ model, so that it is that model itself.
+    `has_qdq_outputs`: whether they are compared with the Q/DQ model itself. If ONNX Runtime cannot
+    run it, they are compared with the float model.
     """
     if loaded.qdq is not None:
         reference = "FP32"
@@ -529,9 +534,11 @@ def _find_lossy_layers(
 def _is_clamped(
     tensor: str, bounds: Mapping[str, tuple[float, float]], result: BuildResult
 ) -> bool:
-    """Whether int8 clamps a tensor by design, as a Relu does that reads it: that is no loss.
+    """Whether int8 clamps a tensor to the values that its reader, such as a Relu, clamps it to.
 
-    `bounds`: tensor -> (lowest, highest) value that its readers tell from values beyond.
+    Then nothing is lost.
+
+    `bounds`: tensor -> (lowest, highest) value; the readers take values beyond them as these.
     """
     if tensor not in bounds:
         return False
@@ -570,8 +577,8 @@ def _sample_notes(
             yield "labels of images that calibrate are not used; --eval-images takes both"
     elif inner_tensor_text:
         yield f"accuracy was measured on {sample_count} evaluation images{inner_tensor_text}"
-    # a recurrent model hands states on to its next call. In samples that are sequences, the errors
-    # of these states are measured; for other samples a note says that they are not
+    # a recurrent model hands states on to its next call. In samples that are sequences the errors
+    # of these states are part of the accuracy; for other samples a note says that they are not
     has_sequences = bool(calibration_samples.states)
     if not has_sequences:
         yield from state_notes(accuracy.values())

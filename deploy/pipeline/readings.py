@@ -83,7 +83,8 @@ def list_readings(
         with_scales: whether other scales are tried. A scale is left out if the model's first layer
             shows that it learned from another one.
     """
-    # what the model's metadata declare; if they cannot be followed, a note has said so already
+    # the reading that the model's metadata declare. If it does not fit the input, it is left out: a
+    # note was made of that when the model was loaded
     spec = calibration.loaded.inputs[0]
     metadata = calibration.loaded.metadata_preprocess
     if metadata is not None and metadata.preprocess is not None:
@@ -142,11 +143,12 @@ def find_better_reading(
     Args:
         calibration: the model, and the reading in use.
         metric: the task that the user set.
-        evaluation: evaluation images whose labels the float model mostly misses; None if there are
-            no labels, or if it finds most.
+        evaluation: evaluation images if the float model gets most of their labels wrong; None if it
+            gets most of them right, or without labels.
 
     Returns:
-        The sentence, of labelled pictures perhaps on their crop; "" if nothing is clearly better.
+        The sentence; "" if no reading is clearly better. If the labels are mostly missed in every
+        reading, a sentence on how the pictures are cropped, if they seem cropped needlessly.
     """
     current_preprocess = calibration.feed.preprocess
     if current_preprocess is None or not _is_convertible(calibration):
@@ -158,15 +160,15 @@ def find_better_reading(
     task = form.task
     if not isinstance(task, BoxDetection | Classes):
         return ""
-    if isinstance(task, Classes) and task.are_numbers:  # without scores
+    if isinstance(task, Classes) and task.are_numbers:  # numbers of classes, without scores
         return ""
 
     def score(inputs: Outputs, label: int | None) -> Floats:
         """Run the float model on a sample's inputs; return the scores of its outputs."""
         return sample_scores(task, inputs, evaluation_set.outputs.recompute(inputs), label)
 
-    # the scores in the reading in use, and what the sentence counts: boxes, or images with a label
-    # that are right; "" for a classifier without labels, whose mean probability it has instead
+    # the scores in the reading in use, and what the sentence counts: images that are right, or
+    # boxes; "" for a classifier without labels, of which the sentence has the mean probability
     is_detector = isinstance(task, BoxDetection)
     labelled_samples = [] if is_detector else read_labelled(evaluation)
     if labelled_samples:
@@ -200,7 +202,7 @@ def find_better_reading(
 
 
 def _is_convertible(calibration: CalibrationResult) -> bool:
-    """Whether samples can be converted from one reading to another: single pictures are.
+    """Whether samples can be converted to another reading: each is a single picture.
 
     A Q/DQ model was not calibrated on the pictures, so its preprocessing is not doubted.
     """
@@ -217,8 +219,8 @@ def score_reading(
 ) -> list[Floats] | None:
     """Return the scores of each sample in another reading.
 
-    None once the float model is less sure of more than `MAX_LOSSES` samples than in the reading in
-    use; the other samples do not run then.
+    None if the float model is less sure than in the reading in use, of more than `MAX_LOSSES`
+    samples; it then does not run the remaining ones.
 
     Args:
         samples: (inputs in the reading in use, label or None) of each sample.
@@ -256,17 +258,18 @@ def read_labelled(evaluation: Feed | None) -> list[tuple[Outputs, int | None]]:
 def sample_scores(
     task: BoxDetection | Classes, inputs: Outputs, outputs: Outputs, label: int | None = None
 ) -> Floats:
-    """Return the scores of a sample's boxes, or the probability of its best class.
+    """Return the scores of a sample's boxes, or the probability of its best class as [1].
 
     With a label it is 1 if the best class is the label's, else 0.
     """
     if isinstance(task, BoxDetection):
         return suppress_overlaps(task.decoder.boxes(inputs, outputs)).scores
-    row = outputs[task.outputs[0]].reshape(1, -1).astype(np.float64)
+    class_scores = outputs[task.outputs[0]].reshape(1, -1).astype(np.float64)
     if label is not None:
-        return np.array([float(row.argmax() == label)])
-    probabilities = row if are_probabilities(row) else activate(row, "softmax")
-    return np.array([probabilities.max()])
+        return np.array([float(class_scores.argmax() == label)])
+    if not are_probabilities(class_scores):
+        class_scores = activate(class_scores, "softmax")
+    return np.array([class_scores.max()])
 
 
 def confidence_of(scores: Floats) -> float:
@@ -292,14 +295,15 @@ def is_better(scores: Sequence[Floats], current_scores: Sequence[Floats]) -> boo
     confidences = np.array(list(map(confidence_of, scores)))
     current_confidences = np.array(list(map(confidence_of, current_scores)))
     gains = np.sign(confidences - current_confidences)  # 1: surer; -1: less sure; 0: equally
+    # by chance the sum would be 0, with the square root of the unequal samples as its deviation
     is_chance = gains.sum() < MIN_DEVIATIONS * sqrt(np.abs(gains).sum())
-    is_noise = count_clear(scores) > MAX_BOXES * len(scores)
+    is_noise = count_clear(scores) > MAX_BOXES * len(scores)  # too many boxes to be objects
     is_much_surer = confidences.sum() > MIN_GAIN * current_confidences.sum()
     return bool(not is_chance and not is_noise and is_much_surer)
 
 
 def describe_crop(feed: Feed, preprocess: Preprocess) -> str:
-    """Return a sentence on a crop of pictures that have the input's size already; "" without."""
+    """Return a warning if pictures that have the input's size already are cropped; else ""."""
     sizes = set()
     for preview in feed.previews():
         sizes |= {preview.source_size, preview.input_size}

@@ -76,7 +76,7 @@ def write_report(
 ) -> Report:
     """Gather the report, write it as report.json, report.md and report.html, and return it.
 
-    Its alerts need an action of the user's; its notes only inform.
+    An alert asks the user to do something; a note only informs.
 
     Args:
         calibration: the calibration.
@@ -93,6 +93,7 @@ def write_report(
     """
     loaded = calibration.loaded
     feed = calibration.feed
+    # such as "int8", for the title
     precisions = sorted({result.precision for result in results}, reverse=True)
     target_names = ", ".join(result.target for result in results)
     targets = tuple(
@@ -172,7 +173,7 @@ def compare_with_earlier(report: Report, earlier: Report | None) -> Report:
     """Return the report of this build, with two fields filled by comparing it with the one before.
 
     `report.earlier` gets the engines that were better before. `report.request.followed` gets the
-    names of advice that the user has followed, such as to use more images: it is not given again.
+    names of advice that the user has followed, such as to use more images. It is not given again.
 
     `earlier`: report of the build of the same model that was in the folder before; None without.
     """
@@ -308,13 +309,13 @@ def publish_build(
 ) -> None:
     """Move a build into its folder, with its manifest: the list of its files.
 
-    A file in the folder that the manifest there does not list is not of an earlier build, and is
-    not replaced.
+    Files of an earlier build, which the manifest in the folder lists, are replaced; other files are
+    not.
 
     Args:
         origin: what the build was made from, see `build_origin`; the manifest stores it.
         stage: the temporary folder with its files.
-        replaceable: names of files that are replaced nevertheless; None replaces every file.
+        replaceable: names of other files that are replaced too; None replaces every file.
 
     Raises:
         ExportError: another file would be replaced, or the disk refuses.
@@ -389,7 +390,7 @@ def engine_rows(
     rows = [float_row]
     for row in other_rows:
         row = replace(row, path=_final_path(row.path, stage))
-        if row.baseline:  # a float engine built for the target
+        if row.baseline:  # a float engine built for the target, which gets no verdict
             rows.append(row)
             continue
 
@@ -438,9 +439,9 @@ def _calibration_part(
 ) -> CalibrationPart:
     """Return how the scales were determined: the method, and what was observed for it.
 
-    The ranges of a Q/DQ model are those of its pairs, so nothing was observed for it. A group
-    counts the tensors of which the same statistic was recorded in the same variant, a form of the
-    model that was run.
+    The ranges of a Q/DQ model are those of its pairs, so nothing was observed for it. The part's
+    groups count tensors: a group for each variant of the model that was run (such as before folding
+    BatchNormalization) and each statistic that was recorded of it.
     """
     method = calibration.ranges.chosen_by
     used_methods = {result.method for result in results if result.method}
@@ -481,7 +482,7 @@ def _target_part(
         calibration: the calibration.
         figures: speed and accuracy of the engines.
         result: files of the target, or the error that it failed with.
-        planned_target: its plan, and how the search came to it; None without.
+        planned_target: its plan, and how the search came to it; None if it could not be planned.
         stage: folder of the files until the build is complete.
     """
     error = result.error or figures.failures.get(result.target, "")

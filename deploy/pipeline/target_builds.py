@@ -41,8 +41,9 @@ def search_targets(
             with the files of an earlier build.
 
     Returns:
-        (target -> its plan, path of the plan file; None if there is nothing to write). A target
-        whose search failed has an empty plan with a note; one that cannot be built has none.
+        (target -> its plan, path of the plan file). The path is None if there is nothing to write.
+        A target whose search failed has an empty plan with a note; one that cannot be built has no
+        plan.
 
     Raises:
         ConfigError: a plan that does not fit the model.
@@ -85,7 +86,7 @@ def search_targets(
                 note=f"nothing was searched for {target.name}: {logged_error}",
             )
 
-    # the plan file has what was searched, and of other targets what the earlier plan says
+    # the plan file has the plans of targets that were searched, and others from the earlier file
     is_searched = any(planned_target.searched for planned_target in plans.values())
     if not is_searched and tuning.plan is None and not earlier_plan.targets:
         return plans, None
@@ -111,10 +112,10 @@ def build_targets(
         One result a target, in the order of the targets.
 
     Raises:
-        Calib8Error: every target failed, not all in the calibration, and none left a file.
+        Calib8Error: every target failed, at least one of them here, and none left a file.
     """
     request = _make_request(build, calibration, stage)
-    if build.duration_s > 0:  # float engines, to time the int8 engines beside, are made from it
+    if build.duration_s > 0:  # float engines are made from it, to compare the time of int8 with
         request = replace(request, unrepaired_model=build.loaded.model)
     results: list[BuildResult] = []
     errors: list[Calib8Error] = []
@@ -194,8 +195,8 @@ def discard_failed(
 def _discard_engines(result: BuildResult, stage: Stage) -> BuildResult:
     """Remove the engines of a target; files from which another machine can build them stay.
 
-    An engine such as TensorRT's was built from an ONNX file, which stays. If the engine is itself
-    the file that ONNX Runtime runs, all files of the target are removed.
+    An engine such as TensorRT's was built from an ONNX file, which stays. If the engine is the file
+    that ONNX Runtime itself runs, all files of the target are removed.
     """
     engine_paths = {path for path in (result.engine, *result.baselines.values()) if path}
     is_built_from_onnx = result.engine is not None and result.engine != result.runnable
