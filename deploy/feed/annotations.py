@@ -401,7 +401,8 @@ def _read_voc_file(path: str, number_by_class: Mapping[str, int]) -> Objects:
         boxes = []  # of each object: xmin, ymin, xmax, ymax
         for annotation in annotations:
             boxes.append([_number(annotation, f"bndbox/{key}") for key in _VOC_CORNERS])
-        if min(height, width) < 1 or any(box[0] > box[2] or box[1] > box[3] for box in boxes):
+        has_swapped_corners = any(x1 > x2 or y1 > y2 for x1, y1, x2, y2 in boxes)
+        if min(height, width) < 1 or has_swapped_corners:
             raise ValueError("a size below 1 or corners in another order")
     except (ElementTree.ParseError, ValueError, OverflowError) as error:
         raise FeedError(

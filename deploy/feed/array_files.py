@@ -30,9 +30,9 @@ from deploy.feed.arrays import (
     LABEL_KEYS,
     ArraySource,
     SampleCounter,
+    add_missing_batch,
     arrays_by_input,
     count_samples,
-    with_batch,
 )
 from deploy.feed.file_list import FileList, ImageFile
 from deploy.feed.images import printable_name, suffix_of
@@ -272,7 +272,7 @@ def read_arrays(path: Path, specs: Specs) -> ArrayFileContents:
     for spec in specs:
         # the file of a single sample may lack the batch dimension, whose rows are samples
         if spec.has_batch:
-            input_arrays[spec.name] = with_batch(input_arrays[spec.name], spec)
+            input_arrays[spec.name] = add_missing_batch(input_arrays[spec.name], spec)
     if labels is not None:
         count = count_samples(input_arrays, specs, name)
         if len(labels) != count:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from deploy.errors import FeedError
-from deploy.feed.batch_axis import has_open_first, rows_of_run, without_batch
+from deploy.feed.batch_axis import has_open_first, samples_per_run, without_batch
 from deploy.feed.file_list import RawSample, SampleChangedError, sample_digest
 from deploy.feed.preprocess import describe
 from deploy.feed.temporary_arrays import Item
@@ -156,7 +156,7 @@ class ArraySource:
         return item_index, index - item_start
 
 
-def with_batch(array: Array, spec: TensorSpec) -> Array:
+def add_missing_batch(array: Array, spec: TensorSpec) -> Array:
     """Add the batch dimension to a single sample that lacks it and fits otherwise."""
     if not spec.shape or array.ndim != len(spec.shape) - 1:
         return array
@@ -250,7 +250,7 @@ class SampleCounter:
     @property
     def batch(self) -> int:
         """Samples of one run: 1 if stacked, with their own batch, else what the model fixes."""
-        return 1 if self._is_stacked else rows_of_run(self.specs)
+        return 1 if self._is_stacked else samples_per_run(self.specs)
 
     @property
     def total(self) -> int:

@@ -128,7 +128,7 @@ def _may_be_points(shape: tuple[int | str | None, ...]) -> bool:
     return len(shape) in (2, 3) and all(isinstance(size, int) for size in shape[1:])
 
 
-def rows_of_run(inputs: Iterable[TensorSpec]) -> int:
+def samples_per_run(inputs: Iterable[TensorSpec]) -> int:
     """Return how many samples the model fixes in each run; 1 if it fixes no number."""
     batched_inputs = (spec for spec in inputs if spec.has_batch)
     return _single_size({spec.shape[0] for spec in batched_inputs if len(spec.shape) > 1})

@@ -22,7 +22,7 @@ import numpy as np
 
 from deploy.errors import FeedError
 from deploy.feed.arrays import ArraySource
-from deploy.feed.batch_axis import rows_of_run
+from deploy.feed.batch_axis import samples_per_run
 from deploy.feed.loaders import open_iterable
 from deploy.feed.preprocess import describe
 from deploy.feed.temporary_arrays import Item
@@ -57,7 +57,7 @@ class CalibratorBatches:
         self._specs = specs
         self._declared_batch_size = batch_size
         # many scripts declare 1 sample, and copy as many as the model takes
-        self._expected_batch_size = rows_of_run(specs) if batch_size == 1 else batch_size
+        self._expected_batch_size = samples_per_run(specs) if batch_size == 1 else batch_size
         self._batch_count = 0  # batches so far, the current one included
         self._must_be_last = False  # whether no batch may follow the current one
         self._size_by_short_batch: dict[int, int] = {}  # number of the batch -> its samples

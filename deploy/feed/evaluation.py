@@ -35,12 +35,15 @@ from deploy.terminal import phase
 
 
 class EvaluationSubset:
-    """Images of a feed, at most `max_images`, spread evenly; or the first of a fixed batch."""
+    """Some images of a feed, spread evenly; or its first ones, if the model fixes its batch.
+
+    They are chosen anew when an image turns out to be bad, so that their number stays the same.
+    """
 
     labels: Sequence[int] | None = None
 
     def __init__(self, feed: Feed, max_images: int) -> None:
-        """Args: feed: all samples; max_images: number of images."""
+        """Args: feed: all samples; max_images: at most so many images."""
         self._feed = feed
         self._max_images = max_images
         self._passed_keys: list[int] = []
@@ -70,12 +73,10 @@ class EvaluationSubset:
 
     @property
     def names(self) -> Sequence[str]:
-        """One name per image."""
-        all_names = self._feed.names
+        """One name per image: of those of the latest pass; before any pass, of all to be read."""
         if self._feed.batch > 1:
-            return all_names[: self.count]
-        name_by_key = dict(zip(self._feed.spread_keys(self._feed.count), all_names, strict=False))
-        return tuple(name_by_key[key] for key in self._passed_keys or self.keys)
+            return self._feed.names[: self.count]
+        return tuple(map(self._feed.name_of_key, self._passed_keys or self.keys))
 
     @property
     def decodes(self) -> int:

@@ -23,7 +23,7 @@ import numpy as np
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.array_files import open_array_files
 from deploy.feed.arrays import ArraySource, count_samples
-from deploy.feed.batch_axis import AUTO, mark_first_axes, rows_of_run
+from deploy.feed.batch_axis import AUTO, mark_first_axes, samples_per_run
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.images import printable_name, summarize_names
 from deploy.feed.loaders import (
@@ -282,7 +282,7 @@ class _SourceOpener:
         # zeros that stand for every sample, since all have one shape and dtype
         sample = {spec.name: np.zeros((1, *sample_shape), file_spec.dtype)}
         count_samples(sample, self.specs, f"each sample of {arrays.name}")
-        batch = rows_of_run(self.specs)
+        batch = samples_per_run(self.specs)
         return self._create_feed(replace(arrays, specs=self.specs, batch=batch))
 
     def _open_images(self, files: SourceFiles) -> Feed:
@@ -396,7 +396,7 @@ class _SourceOpener:
             default_every: default step N of "every N-th sample".
         """
         specs = self.specs
-        batch = rows_of_run(specs)  # images or rows of each run; 1 unless the model fixes more
+        batch = samples_per_run(specs)  # images or rows of each run; 1 unless the model fixes more
         if isinstance(source, ArraySource):
             batch = source.batch
             notes += source.notes

@@ -24,9 +24,9 @@ from deploy.feed.arrays import (
     ArraySource,
     SampleCounter,
     Specs,
+    add_missing_batch,
     as_array,
     count_samples,
-    with_batch,
 )
 from deploy.feed.pixels import preprocess_image
 from deploy.feed.preprocess import Preprocess
@@ -51,7 +51,7 @@ def first_item_fits(source: Any, specs: Specs) -> tuple[bool, Any]:
         element = first_item[0] if isinstance(first_item, tuple | list) else first_item
         # a mapping has the names of the inputs; its shapes are checked when all items are read
         if not isinstance(element, Mapping):
-            item = {spec.name: with_batch(arrays[spec.name], spec) for spec in specs}
+            item = {spec.name: add_missing_batch(arrays[spec.name], spec) for spec in specs}
             count_samples(item, specs, "the first item")
     except FeedError:
         return False, items
@@ -182,7 +182,7 @@ def open_iterable(
     for index, value in enumerate(source):
         item_name = f"item {index} of {name}"
         matched = match_inputs(value, specs, item_name)
-        item = {spec.name: with_batch(matched.arrays[spec.name], spec) for spec in specs}
+        item = {spec.name: add_missing_batch(matched.arrays[spec.name], spec) for spec in specs}
         sample_count = counter.add(item, item_name)
         unused_values.add(matched, sample_count)  # which may be labels
         items.append(item)

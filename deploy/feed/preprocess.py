@@ -107,7 +107,7 @@ class Preprocess:
             object.__setattr__(self, name, _check_numbers(name, getattr(self, name)))
             self._check_channels(name)
         # pixels are computed in float32, in which a tiny value is 0
-        if not all(np.float32(v) > 0 for v in self.std) or not np.float32(self.scale) > 0:
+        if not all(np.float32(value) > 0 for value in (self.scale, *self.std)):
             raise ConfigError(
                 f"scale and std must be above 0, got scale={self.scale} std={list(self.std)};"
                 " std is what the scaled pixel is divided by"

@@ -212,6 +212,13 @@ class Feed:
         """Return the name of an image or row, by its number among the good ones, from 0."""
         return self._source.sample_name(self._good_index(number))
 
+    def name_of_key(self, key: int) -> str:
+        """Return the name of an image or row by its key (see `samples_by_key`).
+
+        Not for a model that fixes its batch: there a key is the number of a batch.
+        """
+        return self._source.sample_name(key)
+
     def _good_index(self, number: int) -> int:
         entry_count = self._chosen_samples.count_entries(number + 1)
         return self._chosen_samples.indices[entry_count - 1]

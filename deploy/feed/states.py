@@ -139,9 +139,11 @@ def _may_have_equal_shapes(spec: TensorSpec, output: TensorSpec) -> bool:
     """Whether an input and an output may have one shape; that of an output may be unknown, ()."""
     if not spec.shape or len(output.shape) not in (0, len(spec.shape)):
         return False
-    pairs = zip(spec.shape, output.shape, strict=False)
-    fixed_pairs = (pair for pair in pairs if isinstance(pair[0], int) and isinstance(pair[1], int))
-    return all(size == output_size for size, output_size in fixed_pairs)
+    for size, output_size in zip(spec.shape, output.shape, strict=False):
+        are_fixed = isinstance(size, int) and isinstance(output_size, int)
+        if are_fixed and size != output_size:
+            return False
+    return True
 
 
 class SequenceSource:

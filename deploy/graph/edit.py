@@ -244,8 +244,8 @@ def bypass(graph: onnx.GraphProto, passes: Callable[[onnx.NodeProto], bool]) -> 
     remaining_nodes = []
     for node in graph.node:
         if passes(node) and node.output[0] not in outputs:
-            # its input may be the output of another removed node
-            source_by_output[node.output[0]] = source_by_output.get(node.input[0], node.input[0])
+            source = node.input[0]  # perhaps the output of another removed node
+            source_by_output[node.output[0]] = source_by_output.get(source, source)
         else:
             remaining_nodes.append(node)
     if source_by_output:

@@ -165,7 +165,8 @@ def change_form(node: onnx.NodeProto, changes: Sequence[OpsetChange], scope: Ops
     """
     nodes = [node]
     for change in changes:
-        nodes = [*nodes[:-1], *change.replace(nodes[-1], scope)]
+        last_node = nodes.pop()  # the node itself, after those that make its inputs
+        nodes += change.replace(last_node, scope)
     return nodes
 
 
