@@ -45,7 +45,7 @@ def make_targets(targets: str | Target | Sequence[str | Target]) -> list[Target]
     target_by_name: dict[str, Target] = {}
     for entry in targets:
         target: Any = entry if hasattr(entry, "name") else find_target(str(entry))
-        if isinstance(target, type):
+        if isinstance(target, type):  # a class, which `find_target` returns; the user may give one
             target = target()
         if target.name in target_by_name:
             raise ConfigError(

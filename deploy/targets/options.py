@@ -97,10 +97,12 @@ def changed_options(target: object) -> dict[str, str]:
         value = getattr(target, declared.name)
         if value == declared.default:
             continue
-        flag, _, no_flag = declared.flag.partition("/")
-        if isinstance(value, bool):
-            # a switch has no value; one such as --no-x, without a form for True, sets False itself
-            changed[flag if value else no_flag or flag] = ""
+        flag, _, off_flag = declared.flag.partition("/")  # "--x/--no-x", or one flag alone
+        if isinstance(value, bool):  # a switch, which has no value
+            # a flag alone sets the value that is not the default, True or False
+            if off_flag and not value:
+                flag = off_flag
+            changed[flag] = ""
         elif declared.repeat:
             changed[flag] = " ".join(map(str, value))
         else:
@@ -109,27 +111,32 @@ def changed_options(target: object) -> dict[str, str]:
 
 
 def check_options(target: object) -> None:
-    """Check a target's values against its options, in its `__post_init__`; text becomes a Path."""
+    """Check the values of a target's options; text of an option of type Path becomes a Path.
+
+    A target calls it in its `__post_init__`.
+    """
     for declared in declared_options(type(target)):
         value = getattr(target, declared.name)
         if declared.kind is Path and value is not None:
             value = tuple(map(Path, value)) if declared.repeat else Path(value)
-            object.__setattr__(target, declared.name, value)
+            object.__setattr__(target, declared.name, value)  # the dataclass is frozen
         values = value if declared.repeat else (value,)
         for single in values:
-            flaw = "" if single is None else declared.find_flaw(single)
+            flaw = "" if single is None else declared.find_flaw(single)  # the rule that it breaks
             if flaw:
                 name = f"{declared.name} of {type(target).__name__}"
                 raise ConfigError(f"{name} {flaw}, got {single!r}")
 
 
 def _complete_option(field: dataclasses.Field[Any], annotation: Any) -> Option:
-    """Return the option that a field declares, completed from the field itself.
+    """Return the option that a dataclass field declares, with name, flag, type and default set.
+
+    These four follow from the field, but for a flag that the option declares itself.
 
     `annotation`: type of the field, such as `int`, `Path | None` or `tuple[str, ...]`.
     """
     declared: Option = field.metadata[_KEY]
-    # types inside of `T | None` and `tuple[T, ...]`; a plain type has none
+    # T of `T | None` and of `tuple[T, ...]`; a plain type has no arguments
     value_types = [kind for kind in get_args(annotation) if kind is not type(None)]
     dashed_name = field.name.replace("_", "-")
     flag = f"--{dashed_name}"

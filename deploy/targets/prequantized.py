@@ -28,11 +28,16 @@ _MAX_NAMES = 3  # listed in a sentence
 def refuse_options(trained: QdqCalibration, target: Target, flags: Iterable[str]) -> None:
     """Refuse options of a target that decide how a float model is quantized.
 
-    `flags`: their flags, with the only other value of one that has two, as "--precision fp8".
+    Args:
+        trained: the user's Q/DQ model, which is quantized already.
+        target: the target with its options.
+        flags: flags of the options to refuse. A flag may be followed by the value that is not its
+            default, as in "--precision fp8"; the message then names both.
     """
-    given_flags = changed_options(target)
+    given_flags = changed_options(target)  # flag -> value, of options that are not at their default
     for flag in flags:
-        if flag.partition(" ")[0] in given_flags:
+        name = flag.partition(" ")[0]
+        if name in given_flags:
             raise ConfigError(
                 f"{flag} decides how {target.name} quantizes a float model, got it with"
                 f" {trained.name}, which is quantized already; leave it out, or give the float"
@@ -43,15 +48,17 @@ def refuse_options(trained: QdqCalibration, target: Target, flags: Iterable[str]
 def qdq_decisions(
     trained: QdqCalibration, model: onnx.ModelProto, placement: Placement
 ) -> tuple[Decision, ...]:
-    """Return each node's precision if the Q/DQ model runs unchanged.
+    """Return each node's precision if the user's Q/DQ model runs unchanged.
 
-    `model`: the float model that was extracted from it. `placement`: that of a target whose
-    kernels write integers.
+    Args:
+        trained: the user's Q/DQ model.
+        model: the float model that was extracted from it.
+        placement: the operators that the target runs on integers, and the type of these (`grid`).
     """
     graph = Graph(model)
     decisions = []
     for node in model.graph.node:
-        reason = _float_reason(trained, graph, node, placement)
+        reason = _float_reason(trained, graph, node, placement)  # "" for an integer node
         precision = FLOAT32 if reason else placement.grid.name
         decisions.append(Decision(node.name, node.op_type, precision, reason))
     return tuple(decisions)
@@ -60,17 +67,25 @@ def qdq_decisions(
 def _float_reason(
     trained: QdqCalibration, graph: Graph, node: onnx.NodeProto, placement: Placement
 ) -> str:
-    """Return why a node of the Q/DQ model runs in float, or ""."""
+    """Return why a node runs in float if the user's Q/DQ model runs unchanged; "" if it does not.
+
+    Args:
+        trained: the user's Q/DQ model.
+        graph: the float model that was extracted from it.
+        node: a node of that float model.
+        placement: the operators that the target runs on integers; `heavy` are those with products.
+    """
     if node.name in trained.float_reasons:
         return trained.float_reasons[node.name]
     if node.op_type not in placement.runnable_op_types | {"Relu", "Clip"}:
         return f"{node.op_type} is not run in {placement.precision_name} on {placement.name}"
-    refusal = find_shape_refusal(graph, node, placement) if node.op_type in placement.heavy else ""
-    if refusal:
-        return refusal
+    if node.op_type in placement.heavy:
+        refusal = find_shape_refusal(graph, node, placement)
+        if refusal:
+            return refusal
     # the integer kernels of a Gemm and a MatMul can write float, those of all other layers cannot
-    writes_integers = node.op_type in WEIGHTED and node.op_type not in ("Gemm", "MatMul")
-    if writes_integers and node.name not in trained.nodes_with_output_pair:
+    must_write_integers = node.op_type in WEIGHTED - {"Gemm", "MatMul"}
+    if must_write_integers and node.name not in trained.nodes_with_output_pair:
         return f"no pair stands on what it makes in {Path(trained.name).name}"
     return ""
 
@@ -125,9 +140,13 @@ def rewritten_notes(
 
 
 def _changed_weights(trained: QdqCalibration, written: onnx.ModelProto) -> Iterator[str]:
-    """Yield the names of the nodes whose written weight has other scales than the trained one.
+    """Yield the nodes whose weight has other scales in the written model than in the user's.
 
     Equal scales mean equal integers, since the float weight is scale times integer.
+
+    Args:
+        trained: the user's Q/DQ model.
+        written: the Q/DQ model that a target writes from it.
     """
     graph = Graph(written)
     for node in graph.nodes:

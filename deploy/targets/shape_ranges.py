@@ -48,12 +48,13 @@ def sample_shape_range(request: BuildRequest) -> ShapeRange:
 
 def _sample_shapes(request: BuildRequest) -> Iterator[SampleShapes]:
     """Yield the shapes of each sample, or of the first one only if all are known to be equal."""
-    varying_sizes: list[int | str | None] = []  # those that could differ between samples
+    # the model's input sizes, without the batch, which is the same in all samples
+    input_sizes: list[int | str | None] = []
     for value in runtime_inputs(request.model.graph):
         shape = dims(value) or ()
-        # the batch is the same in all samples, even if it is dynamic
-        varying_sizes += shape[1:] if value.name in request.batch_inputs else shape
-    has_fixed_inputs = all(isinstance(size, int) and size > 0 for size in varying_sizes)
+        input_sizes += shape[1:] if value.name in request.batch_inputs else shape
+    # a size that may differ between samples is a name, None or not positive
+    has_fixed_inputs = all(isinstance(size, int) and size > 0 for size in input_sizes)
     feed = request.feed
     have_equal_shapes = has_fixed_inputs or feed.has_fixed_size
     samples = feed.first_samples(1) if have_equal_shapes else feed.samples()
@@ -65,8 +66,10 @@ def _sample_shapes(request: BuildRequest) -> Iterator[SampleShapes]:
 
 def _shape_range(shapes_of_samples: Iterable[SampleShapes]) -> ShapeRange:
     """Return the smallest and largest sizes of all samples, and the median and largest sample."""
-    sample_counts = Counter(shapes_of_samples)  # memory grows with the shapes, not the samples
-    ordered_shapes = sorted(sample_counts, key=_value_count)  # ascending
+    # shapes -> number of samples with them, so that memory grows with the shapes, not the samples
+    sample_counts = Counter(shapes_of_samples)
+    ordered_shapes = sorted(sample_counts, key=_value_count)  # by number of values, ascending
+    # the loop leaves the shapes of the middle sample in `median_shapes`
     samples_to_median = (sample_counts.total() + 1) // 2
     for median_shapes in ordered_shapes:
         samples_to_median -= sample_counts[median_shapes]
@@ -80,7 +83,7 @@ def _shape_range(shapes_of_samples: Iterable[SampleShapes]) -> ShapeRange:
     min_sizes = {}
     max_sizes = {}
     for name, shapes in shapes_by_input.items():
-        sizes_by_axis = list(zip(*shapes, strict=True))
+        sizes_by_axis = list(zip(*shapes, strict=True))  # for each axis its size in all shapes
         min_sizes[name] = tuple(map(min, sizes_by_axis))
         max_sizes[name] = tuple(map(max, sizes_by_axis))
     return ShapeRange(

@@ -52,7 +52,8 @@ def compute_weight_scales(
     scales = weight_scales(weight, axis, grid=grid)
     if not fits_pairs or _is_depthwise(weight, node):  # depthwise kernels add no pairs
         return scales
-    return pair_scales(channel_rows(weight, node), scales)
+    rows = channel_rows(weight, node)  # output channels first
+    return pair_scales(rows, scales)  # larger where a pair would saturate
 
 
 def fit_trained_scales(
@@ -71,11 +72,13 @@ def fit_trained_scales(
     weight = numpy_helper.to_array(tensor)
     if _is_depthwise(weight, node):  # its kernels add no pairs
         return scales
-    rows = channel_rows(weight, node)
-    largest_sums = pair_maxima(rows, scales)  # of each scale's pairs, in real units
+    rows = channel_rows(weight, node)  # output channels first
+    # for each scale, the largest sum of two adjacent weights that have it, in real units
+    largest_sums = pair_maxima(rows, scales)
     # trained weights are multiples of their scale, so these sums are integers but for rounding
     sums_in_steps = np.rint(largest_sums / scales)
-    return np.where(sums_in_steps > PAIR_LIMIT, pair_scales(rows, scales), scales)
+    larger_scales = pair_scales(rows, scales)  # with which no pair saturates
+    return np.where(sums_in_steps > PAIR_LIMIT, larger_scales, scales)
 
 
 def may_saturate(integers: NDArray[Any], node: onnx.NodeProto) -> bool:
@@ -109,7 +112,7 @@ def find_saturating_layers(model: onnx.ModelProto) -> list[str]:
     for node in graph.nodes:
         if node.op_type not in WEIGHTED:
             continue
-        dequantizer = graph.find_producer(node.input[1], "DequantizeLinear")
+        dequantizer = graph.find_producer(node.input[1], "DequantizeLinear")  # None for a float one
         if dequantizer is None or dequantizer.input[0] not in graph.constants:
             continue  # a float layer, or a MatMul of two activations
         integers = numpy_helper.to_array(graph.constants[dequantizer.input[0]])
