@@ -90,13 +90,14 @@ class _Region:
 def widen_depthwise(model: onnx.ModelProto, context: RewriteContext) -> None:
     """Give depthwise int8 Convs a multiple of 16 channels where that saves time, in place.
 
-    The tensors and Convs around such a Conv that have its channels, its region, get as many.
+    The tensors and Convs around such a Conv that have the same channels get as many. Together they
+    are its region.
     """
     candidates = list(filter(_has_uneven_groups, model.graph.node))
     if not candidates:
         return
     graph = Graph(model)
-    visited_convs: set[str] = set()  # those of the regions so far
+    visited_convs: set[str] = set()  # Convs of the regions so far
     for node in candidates:
         weight = find_unshared_integers(graph, node)
         if weight is None or node.name in visited_convs:
@@ -131,11 +132,11 @@ def _find_constant(graph: Graph, node: onnx.NodeProto, position: int) -> onnx.Te
 def _find_region(graph: Graph, depthwise: onnx.NodeProto) -> _Region | None:
     """Return the tensors and Convs that need more channels if a depthwise Conv gets more.
 
-    From its input, the search passes all nodes that treat each channel alone, in both directions,
-    and ends at Convs, which make or read the channels.
+    The search starts at its input, and goes up and down the graph through all nodes that treat each
+    channel alone. It ends at the Convs that make or read the channels.
 
-    None if it would reach an input or output of the model, a tensor of a subgraph, or a node that
-    mixes channels and is no Conv.
+    None if the search reaches an input or output of the model, a tensor of a subgraph, a node that
+    mixes channels and is no Conv, or a Conv that cannot get more channels.
     """
     region = _Region(group_count(depthwise))
     pending_tensors = [depthwise.input[0]]  # tensors of the region that are not visited yet
@@ -148,6 +149,7 @@ def _find_region(graph: Graph, depthwise: onnx.NodeProto) -> _Region | None:
         if producer is None or tensor in graph.outputs or tensor in graph.captured:
             return None
         for node in (producer, *graph.readers.get(tensor, [])):
+            # tensors of the node that must have as many channels; None if that is not possible
             if node.op_type == "Conv":
                 equally_wide = _add_conv(graph, region, node, tensor)
             else:
@@ -174,7 +176,8 @@ def _add_conv(
         _find_constant(graph, node, position) for position in weight_and_bias_positions(node)
     ]
     weight = constants[0]
-    if weight is None or None in constants:  # the first for mypy: a Conv always has a weight
+    # None: a constant that is computed or shared
+    if weight is None or None in constants:
         return None
     # a Conv that is refused below stays in the region, which the caller then drops
     conv = region.convs.setdefault(node.name, _RegionConv(node))
@@ -228,10 +231,12 @@ def _reduces_pixels(graph: Graph, node: onnx.NodeProto) -> bool:
 def _is_worthwhile(graph: Graph, context: RewriteContext, region: _Region) -> bool:
     """Whether a region's depthwise Convs gain enough time by a multiple of 16 channels.
 
-    Gain: each product of the present channels becomes faster by `extra_time`. Cost: all Convs of
-    the region, the dense ones too, compute products with the added channels. The unit of time is
-    one product in a depthwise int8 Conv of a multiple of 16 channels; `context.kernels` has the
-    times of other products, measured for the CPU.
+    Gain: each product of the depthwise Convs becomes faster by `extra_time`. Cost: all Convs of the
+    region, the dense ones too, compute products with the added channels. The unit of time is one
+    product in a depthwise int8 Conv of a multiple of 16 channels; `context.kernels` has the times
+    of other products, measured for the CPU.
+
+    A region is the tensors and Convs that get more channels together.
     """
     kernels = context.kernels
     float_graph = context.float_graph
@@ -246,13 +251,13 @@ def _is_worthwhile(graph: Graph, context: RewriteContext, region: _Region) -> bo
         weight = _find_constant(graph, conv.node, WEIGHT)
         assert weight is not None  # `_add_conv` has checked it
         is_int8 = find_unshared_integers(graph, conv.node) is not None
-        pixels = _pixel_count(float_graph.shapes.get(output_by_name.get(name, "")))
-        products_per_channel = math.prod(weight.dims) / region.channels * pixels
-        added_products = products_per_channel * region.added_channels
+        output_shape = float_graph.shapes.get(output_by_name.get(name, ""))
+        products = math.prod(weight.dims) * _pixel_count(output_shape)
+        added_products = products / region.channels * region.added_channels
         if conv.is_depthwise:
             cost += added_products  # times 1, the unit, which a float32 product takes roughly too
             if is_int8:
-                gain += products_per_channel * region.channels * extra_time
+                gain += products * extra_time
         else:
             product_time = kernels.int8 if is_int8 else kernels.float32
             # the weight gets longer on one axis, input or output channels, or on both

@@ -32,7 +32,7 @@ _REL_TOLERANCE = 1e-6  # constants of a gate that are equal up to float32
 
 
 def fuse_gates(model: onnx.ModelProto, context: RewriteContext) -> None:
-    """Write the gates that stay float with fewer operators, in place.
+    """Replace the nodes of each gate that stays float by fewer operators, in place.
 
     A gate is a product with a clipped tensor, such as Hard-Swish, x * clip(x + 3, 0, 6) / 6.
     """
@@ -54,9 +54,9 @@ def fuse_gates(model: onnx.ModelProto, context: RewriteContext) -> None:
 
 
 def _channel_count(graph: Graph, gate: Gate) -> int | None:
-    """Return the channels of a gate's output if it is a picture of known size, else None."""
+    """Return the channels of a gate's output if it is a picture and their number is known."""
     sizes = graph.shapes.get(gate.output) or ()
-    channels = sizes[1] if len(sizes) > 3 else None
+    channels = sizes[1] if len(sizes) > 3 else None  # [N, C, H, W]
     return channels if isinstance(channels, int) else None
 
 
@@ -83,13 +83,21 @@ class _FusedGate(ReplacementNodes):
         return [*self._write_product(product, product), *self._write_affine(product, scale)]
 
     def _write_product(self, name: str, output: str) -> Nodes:
-        """Return the nodes that compute factor * clip(source + shift, 0, top) / top."""
+        """Return the nodes that compute factor * clip(source + shift, 0, top) / top.
+
+        That is factor * HardSigmoid(source), since a HardSigmoid is clip(alpha * x + beta, 0, 1).
+
+        Args:
+            name: name of the last node.
+            output: the tensor that it makes.
+        """
         gate = self.gate
         alpha = 1 / gate.top
         beta = gate.shift / gate.top
-        has_usual_clip = math.isclose(alpha, 1 / 6, rel_tol=_REL_TOLERANCE)
-        is_hard_swish = has_usual_clip and math.isclose(beta, 0.5)
-        if is_hard_swish and gate.source == gate.factor:
+        # a HardSwish is x * HardSigmoid(x) with alpha 1/6 and beta 1/2
+        has_usual_alpha = math.isclose(alpha, 1 / 6, rel_tol=_REL_TOLERANCE)
+        has_usual_constants = has_usual_alpha and math.isclose(beta, 0.5)
+        if has_usual_constants and gate.source == gate.factor:
             return [make_node("HardSwish", [self.source], output, name)]
         sigmoid = self.make_named_node("HardSigmoid", [self.source], "open", alpha=alpha, beta=beta)
         inputs = [self.factor, sigmoid.output[0]]

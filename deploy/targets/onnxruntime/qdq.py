@@ -112,7 +112,7 @@ def write_qdq(
         writer.write_weight(shifted_weight)
     for pair in plan.pairs:
         writer.write_pair(pair)
-    # after the pairs: the following read and write the integers of these
+    # these come after the pairs, whose integers they read and write
     for gate in plan.gates:
         writer.write_gate(gate)
     for name in plan.int8_scalars:
@@ -124,7 +124,10 @@ def write_qdq(
 
 
 def _replaced_constants(plan: Plan, read_counts: Mapping[str, int]) -> set[str]:
-    """Return the float weights and biases that have no reader once they are integers."""
+    """Return the float weights and biases that have no reader once they are integers.
+
+    `read_counts`: tensor -> how often the nodes of the float model read it.
+    """
     counts: Counter[str] = Counter()  # reads of the layers that store the constant as integers
     for weight in plan.weights:
         counts[weight.name] += 1
@@ -204,16 +207,18 @@ class _QdqWriter:
         self.dequantized_weights: dict[_WeightKey, str] = {}
 
     def quantization_params(self, tensor: str) -> ShiftedParams:
-        """Return scale and zero point of a tensor, or of its owner if it shares that one's scale.
+        """Return the scale and zero point with which a tensor is quantized.
 
-        A gate is a Hard-Swish or squeeze-excite. If it adds an offset or a shift to the tensor, the
-        result also has the distance, in steps, of the zero points before and after that; else 0.
+        A tensor may share them with another one, its owner in the plan. If a gate (Hard-Swish or
+        squeeze-excite) adds a number to the tensor, the result also has the distance of the zero
+        points before and after the addition, in steps; else 0.
 
         Raises:
             ExportError: the scale is not positive.
         """
         owner = self.plan.scale_owners.get(tensor, tensor)
-        exact_scale, zero = self.scales[owner].on(self.plan.placement.grid)
+        owner_range = self.scales[owner]
+        exact_scale, zero = owner_range.on(self.plan.placement.grid)  # on the grid of integers
         scale = self.round_scales(np.array([exact_scale], np.float32))[0]
         if not (np.isfinite(scale) and scale > 0):
             raise ExportError(f"a scale must be positive, got {scale} for {tensor}")
@@ -229,12 +234,12 @@ class _QdqWriter:
         tensor = pair.tensor
         producer = self.producer.get(tensor)
         if pair.consumers is None and producer is not None:
-            # all readers read the pair: its DequantizeLinear gets the tensor's name, and they stay
-            # as they are
+            # all readers read the pair: its DequantizeLinear gets the tensor's name, so that the
+            # readers do not change, and the producer makes a tensor of another name
             float_name = f"{tensor}/float"
             dequantized_name = tensor
             producer.output[list(producer.output).index(tensor)] = float_name
-        else:  # only named readers, or a graph input, whose name stays: these readers change
+        else:  # a pair for some readers, or of a graph input, whose name stays: the readers change
             float_name = tensor
             dequantized_name = f"{tensor}/dequantized"
             for node in self.graph.node:
@@ -253,8 +258,11 @@ class _QdqWriter:
         self.nodes_after[float_name] = nodes
 
     def fuse_gemm(self, target: WeightTarget) -> None:
-        """Turn a MatMul and the Add of its bias into a Gemm, if the plan says so."""
-        if target.node not in self.plan.gemm_bias_adds:
+        """Turn a MatMul and the Add of its bias into a Gemm, if the plan says so.
+
+        `target`: the MatMul's weight, with the names of the MatMul and of its bias.
+        """
+        if target.node not in self.plan.gemm_bias_adds:  # MatMul -> the Add of its bias
             return
         node = self.node_by_name[target.node]
         add = self.node_by_name[self.plan.gemm_bias_adds[target.node]]
@@ -265,7 +273,12 @@ class _QdqWriter:
         self.replacements[add.name] = []
 
     def add_shift(self, target: WeightTarget) -> WeightTarget:
-        """Add a gate's shift to the bias of the layer upstream; return the new target."""
+        """Add a gate's shift to the bias of the layer upstream; return the target with that bias.
+
+        The shift is the number that a gate adds to its source, such as 3 in a Hard-Swish.
+
+        `target`: weight and bias of a layer; returned unchanged if no gate shifts its output.
+        """
         gate = self.plan.bias_shifts.get(target.node)
         if gate is None:
             return target
@@ -289,9 +302,10 @@ class _QdqWriter:
         return self.plan.placement.runs_on_onnxruntime and target.bias in self.initializers
 
     def _weight_scales(self, node: onnx.NodeProto, target: WeightTarget) -> Scales32:
-        """Return the scales of a weight: trained ones if they fit, or those of its values.
+        """Return the scales of a weight, [C_out], or [1] for one scale of all channels.
 
-        [C_out], or [1] for one scale of all channels.
+        They are those with which the weight was trained, if these fit, or else follow from its
+        values.
         """
         tensor = self.initializers[target.name]
         grid = self.weight_grid
@@ -388,7 +402,7 @@ class _QdqWriter:
         integers_name = f"{name}/quantized"
         if not float_weight:
             self.add_constant(integers_name, integers, grid)
-        shape = () if axis is None else scales.shape
+        shape = () if axis is None else scales.shape  # of the parameters; () for a scalar
         params = [
             self.add_constant(f"{name}/scale", scales.astype(np.float32).reshape(shape)),
             self.add_constant(f"{name}/zero_point", np.zeros(shape, integers.dtype), grid),
@@ -414,12 +428,12 @@ class _QdqWriter:
         gate_nodes = [self.node_by_name[name] for name in gate.nodes]
         output = gate_nodes[-1].output[0]
         quantize_node, _ = self.nodes_after[output]  # Q and DQ of the gate's output
-        shifted_source = ""
+        shifted_source = ""  # the source plus the shift, if the layer upstream adds it
         clip_params = None  # parameters of the source, if its integers get the shift
         if gate in self.plan.bias_shifts.values():
             shifted_source = self._rename_shifted_source(gate)
         else:
-            clip_params = self._find_clip_params(gate)
+            clip_params = self._find_clip_params(gate)  # None: an Add adds the shift
         self.replacements |= {name: [] for name in gate.nodes}
         self.replacements[gate.name] = self.gate_writer.write_gate(
             gate,
@@ -452,8 +466,8 @@ class _QdqWriter:
         ONNX Runtime does not fuse a Pad between pairs into an integer kernel.
         """
         node = self.node_by_name[node_name]
-        quantize_node, dequantize_node = self.nodes_after.pop(node.output[0])
-        # from the integers of its input to those of its output, without the pair's Q
+        quantize_node, dequantize_node = self.nodes_after.pop(node.output[0])  # of its output
+        # the Pad reads the integers of its input, and makes those of its output in place of the Q
         tensor = node.input[0].removesuffix("/dequantized")
         node.input[0] = f"{tensor}/quantized"
         node.output[0] = quantize_node.output[0]
@@ -475,7 +489,7 @@ class _QdqWriter:
         of their node.
         """
         ordered = [*self.weight_quantizers, *self.constant_nodes]
-        # float weights that the model still needs, though the copy of the model was made without
+        # `graph` was copied without the float weights; the QuantizeLinears of some read them
         copied_constants = names_of(self.graph.initializer)
         for name in dict.fromkeys(node.input[0] for node in self.weight_quantizers):
             if name not in copied_constants:
@@ -504,8 +518,11 @@ def _clip_shifts(plan: Plan) -> dict[str, float]:
 def _widen_for_bias(
     scales: Scales32, bias: NDArray[np.floating], input_scale: np.float32
 ) -> Scales32:
-    """Widen weight scales until the bias fits int32 (for channels of nearly zero weights)."""
-    # largest bias that int32 holds with a weight scale of 1
+    """Return weight scales large enough for the bias, in steps of both scales, to fit int32.
+
+    Only channels of nearly zero weights have smaller scales.
+    """
+    # largest bias that int32 holds with a weight scale of 1; 128 is a margin for rounding
     max_bias = float(input_scale) * (_INT32_MAX - 128)
     min_scales = np.abs(bias.astype(np.float64).reshape(-1)) / max_bias
     if scales.size == 1:

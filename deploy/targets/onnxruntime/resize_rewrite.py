@@ -42,16 +42,16 @@ def write_upsampling(model: onnx.ModelProto, context: RewriteContext) -> None:
         if node.op_type != "Resize":
             continue
         sizes = context.float_graph.shapes.get(node.input[0])
-        if sizes is None or len(sizes) != 4:
+        if sizes is None or len(sizes) != 4:  # no [N, C, H, W]
             continue
-        factors = _repeat_factors(graph, node)
-        integers = _integers_around(graph, node)
+        factors = _repeat_factors(graph, node)  # None if it does not only repeat pixels
+        integers = _integers_around(graph, node)  # None if it is not between equal pairs
         if factors is None or integers is None:
             continue
         source, output = integers
         copies = _PixelCopies(node.name, factors, sizes)
         replacements[node.name] = copies.write(source, output)
-        quantize = graph.readers[node.output[0]][0]
+        (quantize,) = graph.readers[node.output[0]]
         replacements[quantize.name] = []  # the copies make its output
         copies.add_constants_to(model.graph, sizes[1] if isinstance(sizes[1], int) else None)
     if replacements:
@@ -65,8 +65,9 @@ def _repeat_factors(graph: Graph, node: onnx.NodeProto) -> tuple[int, int] | Non
     if resize_mode(node) != "nearest" or attrs.get("axes"):
         return None
     scales = graph.initializers.get(optional_input(node, 2))
-    if scales is None or scales.dims != [4]:
+    if scales is None or scales.dims != [4]:  # the output's size is given or computed instead
         return None
+    # factors of batch, channels, rows and columns
     factors: list[float] = numpy_helper.to_array(scales).tolist()
     are_integers = all(factor == int(factor) >= 1 for factor in factors)
     if not are_integers or factors[:2] != [1, 1] or not _repeats_pixels(attrs, factors):
@@ -75,7 +76,7 @@ def _repeat_factors(graph: Graph, node: onnx.NodeProto) -> tuple[int, int] | Non
 
 
 def _repeats_pixels(attrs: Mapping[str, bytes], factors: Sequence[float]) -> bool:
-    """Whether output pixel i is input pixel i // factor."""
+    """Whether a Resize with these attributes makes output pixel i of input pixel i // factor."""
     coordinates = attrs.get("coordinate_transformation_mode", b"half_pixel").decode()
     rounding = attrs.get("nearest_mode", b"round_prefer_floor").decode()
     # an input pixel lies in the middle of its copies
@@ -83,6 +84,7 @@ def _repeats_pixels(attrs: Mapping[str, bytes], factors: Sequence[float]) -> boo
         return rounding.startswith("round")
     if coordinates != "asymmetric":
         return False
+    # output pixel i lies at i / factor; with factor 2, round_prefer_floor rounds its halves down
     return rounding == "floor" or (rounding == "round_prefer_floor" and max(factors) <= 2)
 
 
@@ -112,7 +114,7 @@ class _PixelCopies(ReplacementNodes):
     def write(self, source: str, output: str) -> Nodes:
         """Return the nodes that copy each pixel of an int8 tensor r times down and c times right.
 
-        They give the shapes ::
+        In turn, they make tensors of these shapes ::
 
             [N, C, H, W]              source
             [N, H, W, C]              channels last

@@ -145,7 +145,7 @@ class ReplacementNodes:
     def scaled_shape(
         self, source: str, order: Sequence[int], factors: Sequence[int], channels: int | None = None
     ) -> tuple[str, Nodes]:
-        """Return the nodes that compute a shape when the model runs, and the shape's name.
+        """Return nodes that compute a Reshape's shape when the model runs, and the shape's name.
 
         The shape has the sizes of another tensor, in another order, each times a factor.
 
@@ -221,7 +221,7 @@ def append_zero_channels(
 
     Args:
         model: gets the new constants.
-        graph: its index, which learns them too.
+        graph: its index, to which they are added too.
         node: the Conv.
         position: `WEIGHT` or `BIAS`.
         axes: axes of the constant that get longer.

@@ -85,9 +85,8 @@ _FLAT_SHAPE_NAME = "calib8/flat"  # of a constant [0, -1]: 0 keeps the first dim
 def write_means(model: onnx.ModelProto, context: RewriteContext) -> None:
     """Write each ReduceMean over all pixels of a picture as GlobalAveragePool.
 
-    ONNX Runtime has an integer kernel of the pool alone, and a float one in the layout of its
-    Convs. Without keepdims a Reshape follows, between two pairs of the mean's own scale, so that
-    it moves integers.
+    For the pool ONNX Runtime has an integer kernel, and a float kernel in the layout of its Convs;
+    for the mean it has neither. A mean without keepdims becomes a pool and a Reshape.
     """
     if apply_to_model(_MEAN_AS_POOL, model, context):
         # one shape for all means without keepdims
@@ -123,7 +122,7 @@ def _write_pool(mean: onnx.NodeProto, scope: RewriteScope) -> Nodes:
     readers = scope.graph.readers.get(output, ())
     quantize = next((reader for reader in readers if reader.op_type == "QuantizeLinear"), None)
     reshape_source = pooled
-    if quantize is not None:
+    if quantize is not None:  # the output is quantized
         scale_and_zero = quantize.input[1:]
         reshape_source = f"{pooled}/read"
         nodes += make_pair(
@@ -190,7 +189,7 @@ def _write_flat_softmax(node: onnx.NodeProto, scope: RewriteScope) -> Nodes:
     source = node.input[0]
     output = node.output[0]
     name = node.name
-    axis, _ = _softmax_axis(node, scope)
+    axis, _ = _softmax_axis(node, scope)  # counted from the front
     original_shape = f"{output}/sizes"
     flat_input = f"{output}/in_a_row"
     flat_output = f"{output}/of_a_row"
@@ -229,8 +228,9 @@ _BEFORE_QUANTIZER = _MOVED_PAST | {"Relu", "Clip"}
 def keep_apart(model: onnx.ModelProto, context: RewriteContext) -> None:
     """Put a Sum before every float node that ONNX Runtime would run as an integer kernel.
 
-    It makes one integer kernel of an operator between pairs, whoever wanted it in float. A Sum of
-    one tensor is a copy, past which it moves no pair::
+    ONNX Runtime makes one integer kernel of an operator between Q/DQ pairs, even of one that is to
+    stay float. A Sum of one tensor is a copy. ONNX Runtime moves no pair past it, so the operator
+    behind the Sum reads float values::
 
         DQ -> Softmax -> Q              an integer kernel
         DQ -> Sum -> Softmax -> Q       a float kernel
@@ -242,7 +242,11 @@ def keep_apart(model: onnx.ModelProto, context: RewriteContext) -> None:
 
 
 def _why_not_apart(node: onnx.NodeProto, scope: RewriteScope) -> str:
-    """Return why a node needs no Sum: it is int8, or ONNX Runtime leaves it in float."""
+    """Return why a node needs no Sum, as it is int8 or stays float without one; "" if it needs one.
+
+    ONNX Runtime would run a float node in integers if its inputs come from DequantizeLinears and
+    its output goes to a QuantizeLinear.
+    """
     if node.name not in scope.context.float_nodes:
         return "it is int8"
     has_float_weight = node.op_type in _ROUNDED_LAYERS and node.input[1] in scope.graph.constants
@@ -251,6 +255,7 @@ def _why_not_apart(node: onnx.NodeProto, scope: RewriteScope) -> str:
     data_inputs = [node.input[position] for position in _data_positions(node)]
     if not all(_is_dequantized(scope.graph, tensor) for tensor in data_inputs):
         return "an input of it is float"
+    # the integer kernel of a MatMul can write float, so that its inputs alone decide
     if node.op_type != "MatMul" and not _is_quantized_later(scope.graph, node.output[0]):
         return "its output is float"
     return ""
@@ -298,8 +303,9 @@ def _is_quantized_later(graph: Graph, tensor: str) -> bool:
 def share_reads(model: onnx.ModelProto, context: RewriteContext) -> None:
     """Put a Sum between a DequantizeLinear and the float nodes that read it, if there are several.
 
-    ONNX Runtime gives each reader a DequantizeLinear of its own before it looks for operators that
-    are written out, so that it finds no GELU and no LayerNormalization. A Sum stays one node.
+    ONNX Runtime recognises a GELU or LayerNormalization that is written as several nodes. Before,
+    it gives each reader of a DequantizeLinear a copy of that node, so that it finds none of them.
+    It does not copy a Sum.
     """
     apply_to_model(_SHARE_READS, model, context)
 
@@ -335,12 +341,12 @@ _SHARE_READS = RewriteRule(
 def unfuse_biases(model: onnx.ModelProto, context: RewriteContext) -> None:
     """Give the bias [n] after each int8 MatMul of more than two dimensions the shape [1, n].
 
-    ONNX Runtime makes a Gemm between two Reshapes of such a MatMul and the Add of its bias [n]
-    before it looks for pairs. The Reshapes hide the pairs, so that the Gemm runs in float. It does
-    not do so with a bias [1, n]. A bias that other nodes read too stays as it is.
+    Before it looks for pairs, ONNX Runtime replaces such a MatMul and the Add of its bias [n] by
+    Reshape, Gemm and Reshape. The Reshapes hide the pairs, so that the Gemm runs in float. With a
+    bias [1, n] it does not do so. A bias that other nodes read too stays as it is.
     """
     graph = Graph(model)
-    # constant operand of an Add after such a MatMul -> number of these Adds that read it
+    # bias that an Add after such a MatMul adds -> number of these Adds that read it
     read_counts: Counter[str] = Counter()
     for node in graph.nodes:
         if node.op_type != "MatMul":

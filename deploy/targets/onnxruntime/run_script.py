@@ -97,7 +97,7 @@ def run_program(
 ) -> str | None:
     """Return the text of a Python program that runs an engine on a picture and draws the outputs.
 
-    None if the model's inputs are not one picture of a fixed size.
+    None if the model's input is not a single picture of a fixed size.
 
     Args:
         engine: file name of the engine, in the same folder.
@@ -109,24 +109,25 @@ def run_program(
     """
     if len(inputs) != 1 or preprocess.size is None or None in preprocess.size:
         return None
-    if isinstance(inputs[0].shape[0], int) and inputs[0].shape[0] != 1:  # a fixed batch
+    batch = inputs[0].shape[0]
+    if isinstance(batch, int) and batch != 1:  # a fixed batch of several pictures
         return None
     return Template(read_package_text(__package__, "run_script.txt")).substitute(
         engine=ascii(engine),
         classes=ascii(dict(classes)),
         dtype=inputs[0].dtype,
         input=ascii(inputs[0].name),
-        task=_task_text(task, outputs or {}).rstrip(),
+        task=_task_text(task, outputs or {}).rstrip(),  # the functions that draw the outputs
         **_reading_fields(preprocess),
         **_preparing_fields(preprocess),
     )
 
 
 def _reading_fields(preprocess: Preprocess) -> dict[str, str]:
-    """Return the values of the template's fields that read a picture, and copy it to draw on.
+    """Return field -> Python text, for the fields of the program's template that read a picture.
 
-    "read_flag" is OpenCV's flag for a file, "frame_expression" makes the same picture of a video's
-    frame, "drawing_lines" make it BGR of 8 bits, to draw on.
+    "read_flag" is OpenCV's flag for reading a file, "frame_expression" the same picture of a
+    video's frame. "drawing_lines" return a copy of the picture in BGR of 8 bits, to draw on.
     """
     if preprocess.color != "grey":
         copy_line = "    return picture.copy()\n"
@@ -137,7 +138,7 @@ def _reading_fields(preprocess: Preprocess) -> dict[str, str]:
         }
     read_flag = "IMREAD_GRAYSCALE"
     drawing_lines = "    return cv2.cvtColor(picture, cv2.COLOR_GRAY2BGR)\n"
-    if preprocess.deep:
+    if preprocess.deep:  # pixels of more than 8 bits
         read_flag = "IMREAD_ANYDEPTH"
         limits = "0, 255, cv2.NORM_MINMAX, cv2.CV_8U"
         scale_line = f"    picture = cv2.normalize(picture, None, {limits})\n"
@@ -196,29 +197,31 @@ def _task_text(task: EvaluationTask | None, outputs: Outputs) -> str:
 
     Outputs of a task without such functions are listed by their shapes and ranges ("values").
     """
-    if isinstance(task, Classes) and task.are_numbers:
+    if isinstance(task, Classes) and task.are_numbers:  # the best classes, and not their scores
         return _template_part("ranked", output=ascii(task.outputs[0]))
     if isinstance(task, Classes):
         return _template_part("classes", outputs=ascii(task.outputs))
     # a single probability has no class name
     if isinstance(task, Labels) and outputs[task.output].size > 1:
-        sigmoid = _ACTIVATIONS[task.activation]
-        return _template_part("labels", output=ascii(task.output), sigmoid=sigmoid)
+        activation_lines = _ACTIVATIONS[task.activation]
+        return _template_part("labels", output=ascii(task.output), sigmoid=activation_lines)
     if isinstance(task, Text) and task.axis == -1:  # the program reads symbols last
-        merged = _MERGED_STEPS if task.merged else ""
-        fields = {"symbols": task.symbols, "blank": task.blank, "merged": merged}
+        merging_lines = _MERGED_STEPS if task.merged else ""  # a repeated symbol counts once
+        fields = {"symbols": task.symbols, "blank": task.blank, "merged": merging_lines}
         return _template_part("text", output=ascii(task.output), **fields)
     if isinstance(task, Pixels):
-        kinds = _pixel_classes(task, outputs)
-        resize_map = _template_part("map", interpolation="NEAREST")
-        return resize_map + _template_part("segmentation", output=ascii(task.output), kinds=kinds)
+        class_expression = _pixel_classes(task, outputs)
+        resize_function = _template_part("map", interpolation="NEAREST")
+        return resize_function + _template_part(
+            "segmentation", output=ascii(task.output), kinds=class_expression
+        )
     if isinstance(task, MaskMaps):
-        resize_map = _template_part("map", interpolation="LINEAR")
-        return resize_map + _template_part("masks", outputs=ascii(task.outputs))
+        resize_function = _template_part("map", interpolation="LINEAR")
+        return resize_function + _template_part("masks", outputs=ascii(task.outputs))
     if isinstance(task, Points | HeatMaps):
         scale = ""
         if isinstance(task, Points) and _are_relative(outputs[next(iter(task.outputs))]):
-            scale = " * [WIDTH, HEIGHT]"
+            scale = " * [WIDTH, HEIGHT]"  # shares of the input's sides become pixels
         return _template_part("points", points=_point_lines(task, outputs), scale=scale)
     if isinstance(task, BoxDetection):
         return _box_text(task, outputs) or _template_part("values")
@@ -270,7 +273,7 @@ def _point_lines(task: Points | HeatMaps, outputs: Outputs) -> str:
         )
     if isinstance(task, HeatMaps):
         maps = f"outputs[{task.outputs[0]!a}][0]"
-        if task.axis == -1:
+        if task.axis == -1:  # a map for each point is the last axis
             maps += ".transpose(2, 0, 1)"
         return (
             f"    maps = {maps}\n"
@@ -281,8 +284,8 @@ def _point_lines(task: Points | HeatMaps, outputs: Outputs) -> str:
             "    return places * [WIDTH / maps.shape[2], HEIGHT / maps.shape[1]]\n"
         )
     tables = []
-    for name, numbers in task.outputs.items():
-        tables.append(f"outputs[{name!a}].reshape(-1, {numbers})[:, :2]")
+    for name, point_width in task.outputs.items():  # numbers of a point, x and y first
+        tables.append(f"outputs[{name!a}].reshape(-1, {point_width})[:, :2]")
     return f"    return np.concatenate([{', '.join(tables)}])\n"
 
 
@@ -342,11 +345,11 @@ _MAX_SHARE = 2  # of a side of the input, that a place relative to it reaches
 def _box_text(task: BoxDetection, outputs: Outputs) -> str:
     """Return the Python functions, as text, that decode the boxes of a detector and draw them.
 
-    Return "" if the program cannot decode them: there are no lines for their coding, or for the
-    layout of the outputs, which may be several (such as rows and maps) or maps for each anchor.
+    Return "" if the program cannot decode them: it has no lines for the coding of the boxes, the
+    outputs have several layouts (such as rows and maps), or their layout is a map for each anchor.
     """
     decoder = task.decoder
-    if decoder.is_list:
+    if decoder.is_list:  # an end-to-end detector
         return _list_text(decoder, outputs) if decoder.coding == "corners" else ""
     if decoder.coding not in _CORNER_LINES:
         return ""
@@ -359,14 +362,15 @@ def _box_text(task: BoxDetection, outputs: Outputs) -> str:
 
     # boxes from 0 to 1 become pixels; codings by cells are in pixels already
     scale = ""
-    has_corners = decoder.coding in ("corners", "centre")
-    if has_corners and _are_relative(decoder.box_columns[0].of(outputs)):
-        scale = "    low, high = low * [WIDTH, HEIGHT], high * [WIDTH, HEIGHT]\n"
+    if decoder.coding in ("corners", "centre"):
+        first_boxes = decoder.box_columns[0].of(outputs)  # of the first level, [boxes, 4]
+        if _are_relative(first_boxes):
+            scale = "    low, high = low * [WIDTH, HEIGHT], high * [WIDTH, HEIGHT]\n"
     extras = _box_extras(decoder, is_relative=bool(scale))  # points, masks or angles of the boxes
 
     strides = ""
     functions = extras.functions
-    if CODINGS[decoder.coding].uses_cells:
+    if CODINGS[decoder.coding].uses_cells:  # boxes are relative to the cells of feature maps
         strides = f"STRIDES = {[*decoder.strides]}  # pixels from cell to cell\n"
         functions += _template_part("cells")
     rows = _template_part(
@@ -385,7 +389,8 @@ def _box_text(task: BoxDetection, outputs: Outputs) -> str:
 def _list_text(decoder: RowDecoder, outputs: Outputs) -> str:
     """Return the functions for an end-to-end detector, which lists its boxes itself."""
     scale = ""
-    if _are_relative(decoder.boxes({}, outputs).boxes):
+    detections = decoder.boxes({}, outputs)
+    if _are_relative(detections.boxes):
         scale = "    boxes = boxes * [WIDTH, HEIGHT, WIDTH, HEIGHT]\n"
     rows = _list_lines(decoder, outputs)
     return _template_part("list", rows=rows, scale=scale) + _template_part(
@@ -394,14 +399,15 @@ def _list_text(decoder: RowDecoder, outputs: Outputs) -> str:
 
 
 def _score_lines(decoder: RowDecoder) -> str:
-    """Return the lines of Python that make raw scores [boxes, classes] the scores of the classes.
+    """Return the lines of Python that compute the classes' scores from the raw ones.
 
-    They apply the activation, drop the background's column, and multiply by the objectness.
+    Both are `scores` [boxes, classes] in these lines. They apply the activation, drop the
+    background's column, and multiply by the objectness, which is called "gate".
     """
     lines = _ACTIVATIONS[decoder.activation]
     if decoder.background is not None:
         lines += f"    scores = np.delete(scores, {decoder.background}, axis=1)\n"
-    if decoder.gates:
+    if decoder.gates:  # the detector has an objectness
         gate = 'columns(outputs, "gate")'
         if decoder.gate_activation == "sigmoid":
             gate = f"1 / (1 + np.exp(-{gate}))"
@@ -425,9 +431,11 @@ class _BoxExtras:
 
 
 def _box_extras(decoder: RowDecoder, *, is_relative: bool) -> _BoxExtras:
-    """Return the lines of the written program that read and draw key points, masks or angles.
+    """Return the code of the written program for a box's key points, mask or angle.
 
-    `is_relative`: coordinates are shares of the picture's size, else pixels.
+    It reads them for the boxes that the program shows (`kept`), and draws them.
+
+    `is_relative`: coordinates are shares of the input's sides, else pixels.
     """
     if decoder.point_width:
         width = decoder.point_width  # numbers of a point, of which x and y are the first
@@ -480,7 +488,7 @@ def _levels_text(decoder: RowDecoder) -> str:
 def _list_lines(decoder: RowDecoder, outputs: Outputs) -> str:
     """Return the lines that read corners, scores and classes of an end-to-end list."""
     lines = []
-    # a list has one output of each kind, or lacks it: without scores or classes they are 0
+    # scores and class numbers are 0 if the list lacks them; else each has one output
     for variable, columns in (("scores", decoder.scores), ("best", decoder.numbers)):
         expression = "np.zeros(len(boxes))"
         if columns:

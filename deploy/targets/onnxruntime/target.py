@@ -110,7 +110,8 @@ class OnnxRuntime(Target):
 
         refuse_options(trained, self, ("--int8-stem", "--full-weights"))
         graph = Graph(subject.model)
-        return subject.histogram_observations([*graph.inputs, *graph.producer])
+        node_outputs = graph.producer  # tensor -> the node that makes it
+        return subject.histogram_observations([*graph.inputs, *node_outputs])
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
         """Return the engine itself."""
@@ -119,10 +120,10 @@ class OnnxRuntime(Target):
     evaluated = trial
 
     def _write_pairs(self, request: BuildRequest) -> _PairedModel:
-        """Return the model with its Q/DQ pairs, before the rewrites for fast kernels.
+        """Return the model with its Q/DQ pairs, before it is rewritten for ONNX Runtime's kernels.
 
-        A Q/DQ model of the user is kept if its pairs suit ONNX Runtime's kernels. Any other model
-        gets pairs with the ranges that were calibrated.
+        A Q/DQ model of the user is kept if its pairs suit these kernels. Any other model gets pairs
+        with the calibrated ranges.
         """
         from deploy.graph.edit import copy_message
         from deploy.targets.onnxruntime.qdq import write_qdq
@@ -132,9 +133,9 @@ class OnnxRuntime(Target):
         kept_model = self._kept_model(request)
         if kept_model is not None:
             decisions = qdq_decisions(kept_model, request.model, self.placement)
-            pair_ranges = dict(ranges.scales)  # those of the user's pairs
+            user_ranges = dict(ranges.scales)  # those of the user's pairs
             model = copy_message(kept_model.model)  # `_PairedModel.engine` changes it
-            return _PairedModel(model, decisions, pair_ranges, request.model_analysis)
+            return _PairedModel(model, decisions, user_ranges, request.model_analysis)
 
         trained = request.trained  # the user's Q/DQ model; None if the model has no pairs
         plan = self._plan_pairs(request, ranges)
@@ -179,11 +180,11 @@ class OnnxRuntime(Target):
         from deploy.targets.onnxruntime.rewrites import store_halves
         from deploy.targets.stored_weights import find_saturating_layers
 
-        paired = self._write_pairs(request)
+        paired = self._write_pairs(request)  # the model with Q/DQ pairs, and its decisions
         decisions = paired.decisions
+        # these two read the planned pairs, which `engine` changes in place
         saturating_nodes = find_saturating_layers(paired.model)
         pair_notes = self._pair_notes(request, paired.model, decisions)
-        # changes `paired.model` in place, so what is read of the planned pairs is read before
         model = paired.engine(request.cpu)
         if request.subject.loaded.was_float16:
             store_halves(model.graph)
@@ -273,15 +274,18 @@ def _write_program(request: BuildRequest, engine: Path) -> Path | None:
     preprocess = Preprocess.from_json(recorded)
     loaded = request.subject.loaded
     task, outputs = _recognise_task(request)
-    classes = loaded.classes
-    if isinstance(task, Text) and not classes:
+    classes = loaded.classes  # class number -> name
+    if isinstance(task, Text) and not classes:  # its classes are characters
         classes = read_characters(request.model, task)
     text = run_program(engine.name, loaded.inputs, preprocess, classes, task, outputs)
     return None if text is None else request.write("_run.py", text)
 
 
 def _recognise_task(request: BuildRequest) -> tuple[EvaluationTask | None, Outputs]:
-    """Return the task of the float model's outputs, and the outputs of a sample."""
+    """Return the task of the float model's outputs, and the outputs of a sample by name.
+
+    (None, {}) without evaluation samples; the task is also None if no task fits the outputs.
+    """
     from deploy.metrics.output_form import derive_from_first
     from deploy.tasks import make_metric
     from deploy.tasks.thresholds import FORM_SAMPLES_OF_FEW
@@ -319,8 +323,7 @@ class _PairedModel:
 
         Call it last: the rewrites change `self.model`, which has the planned pairs.
 
-        `cpu`: "this" for this machine's kind, or a key of `KERNELS`. Any other kind counts as avx2,
-            on which the rewrites gain least.
+        `cpu`: "this" for this machine's kind, or a key of `KERNELS`, such as "vnni".
         """
         from deploy.runtimes.ort import cpu_kind
         from deploy.targets.onnxruntime.rewrite_base import KERNELS, RewriteContext
@@ -336,6 +339,7 @@ class _PairedModel:
             float_nodes=frozenset(float_nodes),
             float_gates=tuple(float_gates),
             has_given_pairs=self.plan is None,  # without a plan, the pairs are the user's
+            # a kind without measured times counts as avx2, on which the rewrites gain least
             kernels=KERNELS.get(kind, KERNELS["avx2"]),
         )
         apply_rewrites(self.model, context)

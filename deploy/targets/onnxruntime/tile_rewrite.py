@@ -37,10 +37,10 @@ _CONSTANT_NAMES = {WEIGHT: "weight", BIAS: "bias"}
 
 
 def write_tiles(model: onnx.ModelProto, context: RewriteContext) -> None:
-    """Write each ConvTranspose between Q/DQ pairs as a Conv and moves, in place.
+    """Replace each ConvTranspose between Q/DQ pairs by a Conv and nodes that move pixels, in place.
 
-    Where windows do not overlap, each input pixel makes a tile of output pixels: a 1x1 Conv
-    computes them as channels, and a Reshape and Transposes put them in place.
+    Where windows do not overlap, each input pixel makes a tile of output pixels. A 1x1 Conv
+    computes the tile's pixels as channels, and Reshapes and Transposes put them in place.
 
     Left alone: ConvTransposes whose windows overlap, have gaps or are cropped, and those that stay
     float.

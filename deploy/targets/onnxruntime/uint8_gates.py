@@ -47,9 +47,8 @@ class ShiftedParams:
 
 
 def fit_output_offset(scale: np.float32, zero: int, offset: float) -> ShiftedParams:
-    """Choose parameters of y + offset such that the addition only changes the zero point.
+    """Choose parameters of y + offset such that y has the same integers with another zero point.
 
-    The integers of y and of y + offset are then the same.
     The scale is widened until the offset is an integer number of steps. The parameters stay as they
     are, with 0 steps, if the offset is less than a few steps, or if the zero point of y would be no
     uint8.
@@ -180,16 +179,16 @@ class GateWriter:
         return [*clip_nodes, multiply, *offset_nodes]
 
     def _clip_by_pair(self, gate: Gate, source: str, shifted_source: str) -> Nodes:
-        """Return a Q/DQ pair that computes gain * clip(source + shift, 0, top), and its Add.
+        """Return an Add and a Q/DQ pair that compute gain * clip(source + shift, 0, top).
 
-        The QuantizeLinear saturates at 0 and `top`, and the DequantizeLinear has the scale times
-        the gain. The Add of the shift stands before them.
+        The Add adds the shift. The QuantizeLinear saturates at 0 and `top`. The scale of the
+        DequantizeLinear is that of the QuantizeLinear times the gain.
 
         `shifted_source`: the tensor source + shift, if the layer upstream computes it; "" to add it
         here.
         """
         name = f"{gate.name}/gate"
-        step = gate.top / 255
+        step = gate.top / 255  # a uint8 of zero point 0 then spans 0 to `top`
         clip_params = self._parameters(f"{name}/written", step, 0)
         gain_params = self._parameters(f"{name}/read", step * gate.gain, 0)
         if shifted_source:
