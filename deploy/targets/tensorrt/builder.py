@@ -122,7 +122,7 @@ def build_engine(
             cannot be loaded.
         CalibrationError: a calibrator callback failed, which TensorRT does not report.
     """
-    import_tensorrt()
+    import_tensorrt()  # raises SdkMissingError without TensorRT
     on_device = nullcontext() if cuda is None else cuda.current()
     with on_device, record_log() as log:
         load_plugins(settings.plugins)
@@ -156,7 +156,8 @@ def _calibration_trouble(calibrator: Callbacks | None, *, is_built: bool) -> str
         return ""
     if calibrator.error is not None:
         raise calibrator.error
-    if not is_built and calibrator.requests == 0:  # it failed before it asked for a batch
+    # TensorRT failed before it asked for a batch, so that the calibration is not the cause
+    if not is_built and calibrator.requests == 0:
         return ""
     return calibrator.trouble()
 
@@ -166,8 +167,14 @@ def calibrate(
 ) -> bytes:
     """Let TensorRT calibrate in pure float32; return its cache and discard the engine.
 
-    TF32, on by default from Ampere on, is off: it would round the operands of every product and
-    shift the scales accordingly.
+    TF32, which GPUs from Ampere on use by default, is off: it would round the operands of every
+    product, which would change the scales.
+
+    Args:
+        model: ONNX file of the float model.
+        settings: builder settings; their float types are not used.
+        calibrator: made by `calibrators.tensorrt.calibrator`, with the batches.
+        cuda: the GPU; None for CUDA's default device.
 
     Raises:
         As `build_engine`.
@@ -182,9 +189,13 @@ def calibrate(
 def engine_key(
     sdk: Sdk, settings: BuilderSettings, *, model_sha256: str, cache_sha256: str | None
 ) -> dict[str, Any]:
-    """Return everything that an engine depends on, to be written as JSON: the engine cache's key.
+    """Return everything that an engine depends on, for JSON; one with an equal key is reused.
 
-    `cache_sha256`: of the calibration cache; None for an engine that is built without one.
+    Args:
+        sdk: the installed TensorRT, and the GPU.
+        settings: builder settings.
+        model_sha256: digest of the ONNX file.
+        cache_sha256: digest of the calibration cache; None for an engine that is built without one.
 
     Raises:
         ConfigError: a plugin library cannot be read.
@@ -220,14 +231,21 @@ def _network_flags(*, typed: bool) -> int:
 def _parse(network: trt.INetworkDefinition, model: Path, log: LogRecorder, *, dla: bool) -> None:
     """Read an ONNX file into TensorRT's network.
 
+    Args:
+        network: an empty network, which gets the layers.
+        model: the ONNX file.
+        log: recorder of TensorRT's messages.
+        dla: whether the engine is to run on DLA.
+
     Raises:
         BackendError: TensorRT cannot read it; the message quotes its errors.
     """
     import tensorrt as trt
 
     parser = trt.OnnxParser(network, process_logger(trt))
-    flags = getattr(trt, "OnnxParserFlag", None)  # since 8.6
-    adjust_for_dla = getattr(flags, "ADJUST_FOR_DLA", None)  # since 10.16
+    # the flags exist since 8.6, and ADJUST_FOR_DLA among them since 10.16
+    flags = getattr(trt, "OnnxParserFlag", None)
+    adjust_for_dla = getattr(flags, "ADJUST_FOR_DLA", None)
     if dla and adjust_for_dla is not None:
         parser.set_flag(adjust_for_dla)
     if parser.parse_from_file(str(model)):
@@ -260,13 +278,13 @@ def _create_config(
         config.DLA_core = 0
         config.set_flag(trt.BuilderFlag.GPU_FALLBACK)
 
-    if settings.float_layers:  # must not run in int8
+    if settings.float_layers:  # nodes that must not run in int8
         _bind_to_float(config, network, settings)
-    # must run in float32; second, since a layer of both keeps the precision that is set last
+    # Nodes that must run in float32. A node of both kinds keeps the precision that is set last.
     if settings.float32_layers:
         _bind_to_float32(config, network, settings.float32_layers)
 
-    profile = _create_profile(builder, network, settings)
+    profile = _create_profile(builder, network, settings)  # None if all inputs have fixed shapes
     if profile is not None:
         config.add_optimization_profile(profile)
     if calibrator is not None:
@@ -341,10 +359,11 @@ def _set_flag(config: trt.IBuilderConfig, flag: str) -> None:
     import tensorrt as trt
 
     name, _, value = flag.partition("=")
+    # a builder flag such as "REFIT", or an attribute of the configuration: "max_aux_streams"
     setting = ENGINE_FLAGS.get(name)
     if setting is None:
         raise ValueError("it is none of " + ", ".join(ENGINE_FLAGS))
-    is_builder_flag = setting.isupper()  # a member of BuilderFlag, such as REFIT
+    is_builder_flag = setting.isupper()
     if is_builder_flag:
         expected_value = "enable" if name == "--sparsity" else ""  # other flags have no value
         if value != expected_value:
@@ -429,8 +448,11 @@ def _create_profile(
 ) -> trt.IOptimizationProfile | None:
     """Return the profile of the dynamic inputs and shape tensors; None if there are none.
 
+    A profile has the smallest, the usual and the largest shape of an input. A shape tensor is an
+    input from whose values shapes are computed.
+
     Raises:
-        ConfigError: the settings have no profile or values of one of them.
+        ConfigError: the settings have no shapes of such an input, or no values of a shape tensor.
     """
     import tensorrt as trt
 
@@ -463,16 +485,16 @@ def _create_profile(
 def _set_timing_cache(config: trt.IBuilderConfig, settings: BuilderSettings) -> str:
     """Give TensorRT the timings of earlier builds, so that it need not measure its kernels again.
 
-    Return a note if it refuses the user's file (`settings.timing_cache`), which then stays as it
-    is; else "".
+    Return a note if it refuses the user's file (`settings.timing_cache`), which is not changed
+    then; else "".
     """
     import tensorrt as trt
 
-    # the timings of an earlier build are read from its file, and written to a new one
+    # the file to read: that of an earlier build, or the user's, which is also written
     path = settings.earlier_timing_cache or settings.timing_cache
     if path is None:
         return ""
-    stored_timings = b""
+    stored_timings = b""  # of an empty timing cache
     if path.exists():
         stored_timings = read_bytes(
             path, what="a timing cache", error=BackendError, rewritable=True
@@ -480,8 +502,9 @@ def _set_timing_cache(config: trt.IBuilderConfig, settings: BuilderSettings) -> 
     cache = config.create_timing_cache(stored_timings)
     if cache is not None and config.set_timing_cache(cache, ignore_mismatch=False):
         return ""
-    config.set_timing_cache(config.create_timing_cache(b""), ignore_mismatch=False)  # an empty one
-    if settings.earlier_timing_cache is not None:  # not the user's: a new file is written
+    # TensorRT refuses the file, and starts with an empty timing cache
+    config.set_timing_cache(config.create_timing_cache(b""), ignore_mismatch=False)
+    if settings.earlier_timing_cache is not None:  # not the user's file: a new one is written
         return ""
     return (
         f"{path} is not a timing cache of TensorRT {trt.__version__} on this GPU: it was neither"

@@ -125,13 +125,14 @@ def cache_tensors(
         original: the model as TensorRT reads it, for node names and for the tensors of Identity,
             Dropout and no-op Cast nodes, which cleaning removes; None for `model`.
     """
-    parsed = original if original is not None else model
+    parsed = original if original is not None else model  # what TensorRT's parser reads
     if has_caffe_names(parsed, version):
         entries = _caffe_entries(model)
         pooling_operators = _CAFFE_POOLING_OPS
     else:
         entries = _onnx_entries(model, parsed, version_label(version))
         pooling_operators = POOLING_OPS
+    # a pool's output has the scale of its owner, the pool's input; any other tensor has its own
     owners = _pool_owners(model, pooling_operators)
     return [CacheTensor(name, source, owners.get(source, source)) for name, source in entries]
 
@@ -170,6 +171,8 @@ def _onnx_entries(
 ) -> list[_Entry]:
     """List the entries of the cache, in its order, as TensorRT's ONNX parser names its tensors.
 
+    An entry is (name in the cache, tensor of the model with the same values).
+
     Args:
         model: the cleaned model, whose tensors are observed.
         parsed: the uncleaned model, which the parser reads.
@@ -190,10 +193,10 @@ def _onnx_entries(
             entries += _inner_entries(node, layer_index, version_number, node_name)
         entries += [(name, name) for name in node.output if name in float_names]
 
-    # the output of an Identity or Dropout, which cleaning removed, follows the entry of its tensor
+    # the output of an Identity or Dropout, which cleaning removed, follows the last entry of the
+    # tensor that it copies
     for copy_name, source in _removed_copies(parsed, float_names).items():
-        entry_sources = [entry_source for _, entry_source in entries]
-        last_index = max(i for i, name in enumerate(entry_sources) if name == source)
+        last_index = max(i for i, (_, tensor) in enumerate(entries) if tensor == source)
         entries.insert(last_index + 1, (copy_name, source))
     return entries
 
@@ -206,6 +209,8 @@ def _inner_entries(
     From TensorRT 10.0 on they are named after their node. Before 8.4 those of a Gemm are named by
     the indices of its layers. Between the two no names are known.
 
+    An entry is (name in the cache, tensor of the model with the same values).
+
     Args:
         node: the Gemm or Softmax.
         layer_index: index of its first layer in TensorRT's network; None if not known.
@@ -213,10 +218,11 @@ def _inner_entries(
         node_name: its name in the file, "" without one.
     """
     if version_number >= _FIRST_NAMED_AFTER_NODES:
-        inner_name = f"{node_name or f'node_of_{node.output[0]}'}_output"
+        node_name = node_name or f"node_of_{node.output[0]}"
+        inner_name = f"{node_name}_output"
         if node.op_type == "Softmax":  # its result before it is reshaped
             return [(inner_name, node.output[0])]
-        if optional_input(node, 2):  # a Gemm's product, before the bias is added
+        if optional_input(node, 2):  # a Gemm's product before the bias is added: no tensor in ONNX
             return [(inner_name, inner_name)]
         return []
     is_unnamed_gemm = node.op_type == "Gemm" and version_number < _END_OF_UNNAMED_GEMM
@@ -232,8 +238,8 @@ def _layer_indices(model: onnx.ModelProto, version_number: int) -> dict[str, int
     """Map the first output of each node to the index of its first layer in TensorRT's network.
 
     Only versions that name the tensors inside a Gemm by this index need it; for others it is empty.
-    The map ends before the first node that may become several layers, since their number is not
-    known.
+    The last entry is that of the first node that may become any number of layers: the indices after
+    it are not known.
     """
     indices: dict[str, int] = {}
     if version_number >= _END_OF_UNNAMED_GEMM:
@@ -257,9 +263,11 @@ def _layer_indices(model: onnx.ModelProto, version_number: int) -> dict[str, int
 def _caffe_entries(model: onnx.ModelProto) -> list[_Entry]:
     """List the entries of the cache, in its order, as TensorRT's Caffe parser names its tensors.
 
-    It flattens the input of an inner product itself, so a Flatten before a Gemm has no entry. A
-    Relu works in place and takes the name of the layer before it, whose own output is then named
-    by the layer's index. Where that index is unknown, the output has no entry here.
+    An entry is (name in the cache, tensor of the model with the same values).
+
+    The parser flattens the input of an inner product itself, so a Flatten before a Gemm has no
+    entry. A Relu works in place and takes the name of the layer before it, whose own output is then
+    named by the layer's index. Where that index is unknown, the output has no entry here.
     """
     graph = Graph(model)
     float_tensors = trt_tensors(model)
@@ -272,7 +280,7 @@ def _caffe_entries(model: onnx.ModelProto) -> list[_Entry]:
         reader_types = [reader.op_type for reader in graph.readers.get(output, [])]
         if node.op_type in {"Flatten", "Reshape"} and set(reader_types) == {"Gemm"}:
             continue
-        # TensorRT's name of such a layer; None if the node may become several layers
+        # TensorRT's name for this type of layer; None if the node may become several layers
         kind = "Fully Connected" if node.op_type == "Gemm" else _LAYER_KIND_BY_OP.get(node.op_type)
         if kind is None:
             layer_index = None
@@ -295,10 +303,13 @@ def _input_entries(graph: Graph, float_tensors: Iterable[str]) -> list[_Entry]:
 
 
 def _removed_copies(original: onnx.ModelProto, float_names: Collection[str]) -> dict[str, str]:
-    """Map the outputs of no-op nodes that cleaning removed to the equal tensor of the model.
+    """Return output of a removed node -> the equal tensor of the cleaned model.
 
-    These are Identity, Dropout, and a Cast to float32. `float_names`: float tensors of the cleaned
-    model.
+    Cleaning removes nodes that copy their input: Identity, Dropout, and some Casts to float32.
+
+    Args:
+        original: the model before it was cleaned.
+        float_names: float tensors of the cleaned model.
     """
     source_by_copy: dict[str, str] = {}
     for node in original.graph.node:
@@ -377,7 +388,7 @@ def tensorrt_observations(subject: CalibrationSubject) -> tuple[Observation, ...
     variant_name = "as TensorRT reads it"
     if products:
         variant_name += ", Gemm products apart"
-    # the model that is observed in place of the cleaned one
+    # the model that is observed in place of the cleaned one: its name, and the function to make it
     variant = Variant(variant_name, lambda _: split_gemms(unfolded_model, products))
     # a tensor that has the scale of another, such as a pool's output, is not observed itself
     tensors = dict.fromkeys(entry.owner for entry in entries)
@@ -423,7 +434,7 @@ def cache_notes(subject: CalibrationSubject, ranges: RangeSet) -> tuple[str, ...
     # samples in a batch, for a method that reads full batches only and so may leave out the last
     # samples; 0 for other methods
     calibration_batch = subject.statistic.first_batch
-    if calibration_batch:
+    if calibration_batch:  # `filled`: samples that only repeat others to fill the model's batch
         notes += note_left_out(subject.samples, calibration_batch, filled=subject.filled)
     infinite_tensors = [name for name, trouble in ranges.unusable.items() if trouble.is_infinite]
     if infinite_tensors:
@@ -440,15 +451,15 @@ def cache_notes(subject: CalibrationSubject, ranges: RangeSet) -> tuple[str, ...
 
 
 def gemm_products(entries: Iterable[CacheTensor], model: onnx.ModelProto) -> dict[str, str]:
-    """Map Gemm outputs to the name of the product before the bias, for products in `entries`.
+    """Return output of a Gemm -> name of its product before the bias, if the cache lists that.
 
-    `cache_tensors` lists a product right before its Gemm's output.
+    `entries`: those of the cache, in which a product stands right before the output of its Gemm.
     """
     graph = Graph(model)
     model_tensors = {*graph.inputs, *graph.producer}
     products = {}
     for entry, next_entry in pairwise(entries):
-        if entry.source not in model_tensors:
+        if entry.source not in model_tensors:  # a product, which is no tensor in ONNX
             products[next_entry.source] = entry.source
     return products
 

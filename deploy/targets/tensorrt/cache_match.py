@@ -115,13 +115,14 @@ def match_cache(
         CacheError: the cache has two scales for one tensor.
     """
     version = cache.header.version or _LEGACY_VERSION
+    # the entries that TensorRT would write, each with the tensor of the model that it is for
     expected_entries = cache_tensors(model, version=version, original=original)
     tensor_by_name = {entry.name: entry.source for entry in expected_entries}
-    # an entry with the name of a tensor is that tensor's, whatever the parser calls by this name
+    # a tensor's own name comes first, even if the parser gives it to another tensor
     tensor_by_name |= {entry.source: entry.source for entry in expected_entries}
 
     scale_by_entry = cache.scales()
-    flaw_by_entry = cache.flaws()
+    flaw_by_entry = cache.flaws()  # name -> "zero", "inf", "NaN" or "negative", of its scale
     scale_by_tensor = {}
     flaw_by_tensor = {}
     for name, scale in scale_by_entry.items():
@@ -206,19 +207,19 @@ def _plan_with_scales(
         tensor = pair.tensor
         # the tensor whose values it has: for a Flatten's output the Flatten's input
         copy_source = complete_plan.scale_owners.get(tensor, tensor)
-        # a cache of TensorRT has the first one; that of another tool may lack an entry for a copy
+        # TensorRT's own cache has the first one; the cache of another tool may lack it
         possible_owners = (cache_owner_by_tensor.get(tensor, tensor), tensor, copy_source)
         owner = next((name for name in possible_owners if name in scale_by_tensor), None)
         owner_by_tensor[tensor] = owner or tensor
         if owner is None:
             reason = flaw_by_tensor.get(tensor, "has no entry in the cache")
             reason_by_float_tensor[tensor] = reason
-            # it has no scale either, and `analyse` finds the readers of the copy by its name
+            # the copied tensor has no scale either; `analyse` finds the copy's readers by its name
             reason_by_float_tensor[copy_source] = reason
     plan = complete_plan
     if reason_by_float_tensor:
         plan = plan_pairs(float_tensors=reason_by_float_tensor)
-    # `owner_by_tensor` stands in place of the plan's owners
+    # the caller uses `owner_by_tensor` in place of the plan's owners
     return replace(plan, scale_owners={}), owner_by_tensor
 
 

@@ -87,7 +87,7 @@ def to_qdq(
             cannot be converted to opset 19.
     """
     ranges = _ranges(model, plan, scales)
-    if _is_fp8(plan):  # weights are stored as fp8, since TensorRT does not quantize them to it
+    if _is_fp8(plan):  # weights are stored as fp8, to which TensorRT does not quantize itself
         quantized = write_qdq(at_opset(model, FP8_OPSET), plan, ranges)
         quantized.ir_version = max(quantized.ir_version, _FP8_IR)
         return quantized
@@ -205,14 +205,14 @@ def share_scales(model: onnx.ModelProto, plan: Plan) -> Plan:
     scale_owners = {}
     range_sources = {}
     for tensor in paired_tensors:
-        sharing_tensors = [tensor]
+        sharing_tensors = [tensor]  # tensors that have one scale
         owner = _input_of_pools(graph, tensor)  # the tensor itself, if no pool makes it
         if tensor in group_by_tensor:
             sharing_tensors = sorted(group_by_tensor[tensor])
             owner = sharing_tensors[0]  # any one, but the same in every run
         elif owner in group_by_tensor:
-            # The pool's input has the largest scale of its Concat, which may be larger than its own
-            # values need. The pool's output needs no larger one than these.
+            # A pool makes the tensor, and the pool's input has the largest scale of a Concat. The
+            # tensor may have a smaller one, its own.
             owner = tensor
 
         if owner != tensor:
@@ -262,17 +262,17 @@ def from_qdq(quantized: onnx.ModelProto) -> PlainModel:
     """
     model = prepare_qdq_model(quantized)
     refuse_integer_operators(model)
-    adopt_runtime_nodes(model.graph, (Q, DQ))
+    adopt_runtime_nodes(model.graph, (Q, DQ))  # pairs of ONNX Runtime's domain become standard ones
     check_pairs(model, Graph(model))
     _unpair_float_weights(model)
-    stripped = remove_pairs(model, (), keep_rounding=False)
-    drop_unread(stripped.model.graph)  # integers, scales and zero points of the pairs
-    graph = Graph(stripped.model)
+    unpaired = remove_pairs(model, (), keep_rounding=False)
+    drop_unread(unpaired.model.graph)  # integers, scales and zero points of the pairs
+    graph = Graph(unpaired.model)
     scales = {}
     for name in (*graph.inputs, *graph.producer):
-        if name in stripped.grids:
-            scales[name] = _single_scale(name, stripped.grids[name])
-    return PlainModel(stripped.model, scales)
+        if name in unpaired.grids:  # tensor -> scales and zero points of its pairs
+            scales[name] = _single_scale(name, unpaired.grids[name])
+    return PlainModel(unpaired.model, scales)
 
 
 def _unpair_float_weights(model: onnx.ModelProto) -> None:
@@ -281,17 +281,17 @@ def _unpair_float_weights(model: onnx.ModelProto) -> None:
     `remove_pairs` would round the weight as its pair does.
     """
     constants = Graph(model).constants
-    codes = {node.output[0] for node in model.graph.node if _quantizes_float(node, constants)}
+    weight_integers = {  # outputs of the QuantizeLinears of weights
+        node.output[0]
+        for node in model.graph.node
+        if node.op_type == Q and node.input[0] in constants
+    }
 
     def is_of_weight_pair(node: onnx.NodeProto) -> bool:
-        return node.output[0] in codes or (node.op_type == DQ and node.input[0] in codes)
+        is_dequantize = node.op_type == DQ and node.input[0] in weight_integers
+        return is_dequantize or node.output[0] in weight_integers
 
     bypass(model.graph, is_of_weight_pair)
-
-
-def _quantizes_float(node: onnx.NodeProto, constants: Collection[str]) -> bool:
-    """Whether a node is the QuantizeLinear of a constant."""
-    return node.op_type == Q and node.input[0] in constants
 
 
 def _single_scale(tensor: str, grids: Iterable[PairGrid]) -> np.float32:
@@ -302,7 +302,7 @@ def _single_scale(tensor: str, grids: Iterable[PairGrid]) -> np.float32:
     """
     scales = set()
     for grid in grids:
-        zero = grid.zero.item()
+        zero = grid.zero.item()  # the only one, as of each pair of an activation
         if grid.dtype != "int8" or zero:
             raise ExportError(
                 f"a cache is for symmetric int8 (zero-point 0), got {grid.dtype} with zero-point"

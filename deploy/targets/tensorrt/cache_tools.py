@@ -91,8 +91,8 @@ def compare_caches(first: CalibrationCache, second: CalibrationCache) -> list[Sc
     first_scales = first.scales()
     second_scales = second.scales()
     changed = []
-    removed = []
-    added = []
+    removed = []  # only in the first cache
+    added = []  # only in the second
     for name in {**first_scales, **second_scales}:
         first_scale = first_scales.get(name)
         second_scale = second_scales.get(name)
@@ -156,7 +156,7 @@ def check_cache(
         match: the cache matched to its model; None checks only the cache.
     """
     path = None if path is None else Path(path)
-    findings = [*origin_findings(path), *_scale_findings(cache)]
+    findings = [*origin_findings(path), *_scale_findings(cache)]  # of the file, and of its scales
     duplicates = cache.duplicates()
     if duplicates:
         text = f"{len(duplicates)} names occur twice: {list_first(duplicates, 3)}"
@@ -186,12 +186,12 @@ def _scale_findings(cache: CalibrationCache) -> Iterator[CacheFinding]:
     for flaw, names in names_by_flaw.items():
         text = f"{len(names)} {flaw} scales ({list_first(names, 3)}): {_CAUSE_BY_FLAW[flaw]}"
         yield CacheFinding(text, harmful=flaw in ("NaN", "negative"))
-    sound_entries = [entry for entry in cache.entries if not entry.flaw]
     # scales whose reciprocals, or whose products with a weight's scale, float32 cannot hold
-    extreme_names = []
-    for entry in sound_entries:
-        if not _MIN_SCALE <= entry.scale <= _MAX_SCALE:
-            extreme_names.append(entry.name)
+    extreme_names = [
+        entry.name
+        for entry in cache.entries
+        if not entry.flaw and not _MIN_SCALE <= entry.scale <= _MAX_SCALE
+    ]
     if extreme_names:
         text = (
             f"{len(extreme_names)} scales ({list_first(extreme_names, 3)}) are too small or too"
@@ -225,8 +225,8 @@ def _header_findings(
     header = cache.header
     remedy = _relabel_command(path, version or header.version or "X.Y.Z", algorithm)
     # the label is the version as a number; the legacy form, which any version reads, has none
-    is_labeled = header.label is not None
-    if version is not None and is_labeled and header.label != trt_cache.version_label(version):
+    has_label = header.label is not None
+    if version is not None and has_label and header.label != trt_cache.version_label(version):
         text = (
             f"TensorRT {version} ignores a cache of {header.version} and calibrates again, with"
             f" nothing but a log line; run: {remedy}"
@@ -238,12 +238,17 @@ def _header_findings(
 
 
 def _relabel_command(path: Path | None, version: str, algorithm: str | None) -> str:
-    """Return the command that gives a cache another first line.
+    """Return the command, as text, that gives a cache another version or algorithm in its header.
 
-    For the cache of a build it is the build with that version, so that all files are for it.
+    For the cache of a build it builds again, so that all files are for that version.
+
+    Args:
+        path: the cache; None if it is unknown.
+        version: the version for the header, "X.Y.Z".
+        algorithm: the algorithm for the header; None to keep it.
     """
     cache_path = path or Path("model.cache")
-    settings = cache_path.with_name(SETTINGS)
+    settings = cache_path.with_name(SETTINGS)  # file of the options of a build, next to its cache
     if settings.exists() and algorithm is None:
         return f"calib8 build --config {shlex.quote(str(settings))} --trt-version {version}"
     arguments = ["calib8", "cache", "relabel", str(cache_path), "--trt-version", version]
@@ -311,12 +316,12 @@ def cache_to_qdq(
         placement=TENSORRT_BY_GRID[precision],
     )
     _check_fit(match)
-    # nodes that ONNX Runtime does not know are cut off when a model is loaded, and put back here
+    # nodes that ONNX Runtime does not know were cut off the model; `with_cut_off` puts them back
     if rest == FP32:
         qdq_model = to_qdq(loaded.model, match.plan, match.scales)
         return loaded.with_cut_off(qdq_model), match
 
-    # a cache has no observed values: the largest |x| within each scale stands for them
+    # largest |x| of each tensor: a cache has no observed values, so the end of its range is taken
     scale_by_entry = cache.scales()
     largest_values = {
         entry.tensor: INT8_GRID.qmax * float(scale_by_entry[entry.name])
@@ -389,7 +394,9 @@ _METHOD_BY_ALGORITHM = {
 
 
 def method_of_calibrator(script: CalibratorScript) -> tuple[Method, str] | None:
-    """Return (method, note) for the script's calibrator base class; None if it has none.
+    """Return (calib8's method, note) for the calibrator class of a script; None without one.
+
+    The script is the user's, and derives its calibrator from one of TensorRT's classes.
 
     ==========================  ==================================================================
     IInt8EntropyCalibrator2     entropy
@@ -401,6 +408,7 @@ def method_of_calibrator(script: CalibratorScript) -> tuple[Method, str] | None:
     """
     if script.algorithm is None:
         return None
+    # `difference`: how the method differs from the calibrator, as the end of a sentence; "" if not
     method_name, difference = _METHOD_BY_ALGORITHM[script.algorithm]
     method = Method.of(method_name)
     if script.quantile is not None and script.quantile != QUANTILE:

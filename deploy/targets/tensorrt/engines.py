@@ -114,7 +114,8 @@ def builder_settings(options: TensorrtOptions, request: BuildRequest) -> Builder
     Dynamic inputs accept every size of the samples.
     """
     sample = first_sample(request)
-    # the engine is tuned for these shapes, if TensorRT itself calibrates, else for a median sample
+    # If TensorRT itself calibrates, the engine is tuned for the shapes of a calibration batch.
+    # Without them it is tuned for the sample of median size.
     calibration_shapes: dict[str, Shape] = {}
     if options.calibrator is not None:
         input_shapes = model_input_shapes(request)
@@ -124,9 +125,9 @@ def builder_settings(options: TensorrtOptions, request: BuildRequest) -> Builder
             if has_batch and not isinstance(input_shapes[name][0], int):  # it is dynamic
                 calibration_shapes[name] = (options.max_batch, *array.shape[1:])
 
-    timing_cache = options.timing_cache
+    timing_cache = options.timing_cache  # the user's file
     earlier_timing_cache = None
-    if timing_cache is None:  # a file of the build, which reads that of the build before
+    if timing_cache is None:  # else the build writes one, and reads that of the build before
         timing_cache = request.folder / _TIMING_CACHE
         earlier_timing_cache = request.earlier_file(_TIMING_CACHE)
     return BuilderSettings(
@@ -182,17 +183,18 @@ def calibrate_on_gpu(
         cuda: the GPU.
     """
     cache_path = request.file(".gpu.cache")
-    shapes, batch_size = _calibration_batch(request, settings)
+    shapes, batch_size = _calibration_batch(request, settings)  # batch_size: in samples
     fingerprint = _tensorrt_fingerprint(options, request, source, version, batch_size)
     stored_cache = load_gpu_cache(request.earlier_file(cache_path.name), fingerprint)
     if stored_cache is not None:  # it becomes a file of this build too
         store_gpu_cache(cache_path, stored_cache, fingerprint)
         return stored_cache
 
-    def store_now(cache: bytes) -> None:  # at once, so that a build which fails later can reuse it
+    def store_now(cache: bytes) -> None:
+        """Store the cache at once, so that a build can reuse it if this one fails later."""
         store_gpu_cache(cache_path, cache, fingerprint)
 
-    # samples that only fill up the model's fixed batch (`filled`) repeat others
+    # `filled`: samples that only repeat others, to fill the fixed batch of the model
     sample_count = count_in_full_batches(
         len(request.feed), batch_size, filled=request.subject.filled
     )
@@ -214,11 +216,17 @@ def _tensorrt_fingerprint(
 
     The digest of the ONNX file that TensorRT reads is part of it, so that the C++ program on a
     device can check, without the original model, that a model and a cache belong together.
+
+    Args:
+        options: options of the target, among them the calibrator.
+        request: the build request.
+        source: ONNX file of the float model.
+        version: the installed TensorRT.
+        batch: number of samples in a calibration batch.
     """
-    # `file_digests`: of the ONNX file, and of the weights outside it if there are any
     model, file_digests = read_model_and_digests(source)
     digests = {"graph": model_digest(model), "file": file_digests.file}
-    if file_digests.weights:
+    if file_digests.weights:  # weights in a file of their own
         digests["weights"] = file_digests.weights
     versions: dict[str, Any] = {"tensorrt": version, "calib8": __version__}
     if options.plugins:
@@ -252,36 +260,39 @@ def _calibration_batch(
     shapes: dict[str, Shape] = {name: array.shape for name, array in sample.items()}
     for name, profile in settings.profiles.items():
         shapes[name] = profile.opt_shape
-    # how many samples lie along the first axis of each input; an input without a batch has 1 there
+    # how many samples lie along the first axis of each input: 1 for an input without a batch
     sample_counts = [1]
     for name, array in sample.items():
         if array.ndim:  # a single number has no axis
-            sample_counts.append(shapes[name][0] // len(array))
+            sample_length = len(array)  # of the first axis
+            sample_counts.append(shapes[name][0] // sample_length)
     return shapes, max(sample_counts)
 
 
 def lower_for_tensorrt(model: onnx.ModelProto, version: str) -> tuple[onnx.ModelProto, str]:
-    """Lower a model to what TensorRT X.Y.Z reads; return it with a note, "" if unchanged.
+    """Return (model in an opset and operators that TensorRT X.Y.Z reads, note).
 
-    A model that cannot be lowered is returned as it is, with a note that says why.
+    The note is "" if the model does not change. A model that cannot be lowered is returned
+    unchanged, with a note that says why.
     """
     opset = opset_of(model)
     try:
-        result = lower_opset(
+        lowered = lower_opset(
             model, opset=features_of(version).opset, to_decompose=unsupported_operators(version)
         )
     except ExportError as error:
         return model, f"TensorRT {version} does not read a model of opset {opset}: {error}"
-    if result.model is model:
+    if lowered.model is model:
         return model, ""
-    forms = ", ".join(f"{count} {name}" for name, count in result.rewritten.items())
-    new_opset = opset_of(result.model)
-    if new_opset == opset:
-        return result.model, f"for TensorRT {version} {forms} is written in operators that it reads"
+    # operators that were written in another form, such as "2 Gelu"
+    rewritten = ", ".join(f"{count} {name}" for name, count in lowered.rewritten.items())
+    new_opset = opset_of(lowered.model)
     note = f"for TensorRT {version} the model is written in opset {new_opset}, got {opset}"
-    if forms:
-        note += f": {forms} in another form"
-    return result.model, note
+    if new_opset == opset:
+        note = f"for TensorRT {version} {rewritten} is written in operators that it reads"
+    elif rewritten:
+        note += f": {rewritten} in another form"
+    return lowered.model, note
 
 
 def typed_version(options: TensorrtOptions, version: str) -> str:
@@ -299,10 +310,10 @@ def reads_typed(options: TensorrtOptions, version: str) -> bool:
 def lower_models(
     options: TensorrtOptions, models: Mapping[str, onnx.ModelProto], version: str
 ) -> tuple[dict[str, onnx.ModelProto], tuple[str, ...]]:
-    """Return each model in the opset and operators of the oldest TensorRT that is to read it.
+    """Return each model in an opset and operators that the oldest TensorRT to read it knows.
 
-    That is the TensorRT that the files are for, or the one on this machine if that is older. A
-    typed model is only read by versions that have networks of its type.
+    The oldest is the TensorRT that the files are for, or the one on this machine if that is older.
+    For a typed model it is the first version from there on that reads typed models.
 
     Args:
         options: options of the target.
@@ -312,7 +323,7 @@ def lower_models(
     Returns:
         Role -> lowered model, and notes on what changed.
     """
-    installed_version = sdk.cache_reading_version()
+    installed_version = sdk.cache_reading_version()  # None without TensorRT, or with 11 or newer
     oldest_version = version
     if installed_version is not None:
         oldest_version = min(version, installed_version, key=version_label)
@@ -321,7 +332,7 @@ def lower_models(
     for role, model in models.items():
         reading_version = oldest_version
         is_typed = role == TYPED_MODEL or options.precision == FP8
-        if is_typed:  # read by the first version, from the oldest on, that has such networks
+        if is_typed:
             reading_version = typed_version(options, oldest_version)
         lowered[role], note = lower_for_tensorrt(model, reading_version)
         if note and note not in notes:
@@ -355,7 +366,7 @@ def build_quantized_engine(
     installed = sdk.find_sdk(options.device)
     _check_versions(options, installed, request)
     source_role = _source_role(options, installed, files, request)
-    source = files[source_role]
+    source = files[source_role]  # the model that the engine is built from
     uses_cache = source_role == FLOAT_MODEL  # else the model has Q/DQ pairs
     settings = _quantized_settings(
         options,
@@ -391,6 +402,7 @@ def build_quantized_engine(
     cuda = open_gpu(options.device)
     if options.calibrator is not None:  # TensorRT's cache in place of calib8's
         cache_bytes = calibrate_on_gpu(options, request, source, settings, installed.version, cuda)
+    # a calibrator of TensorRT that has no data and returns the cache
     callbacks = calibrator_from_cache(options, cache_bytes) if uses_cache else None
     engine = builder.build_engine(source, settings, calibrator=callbacks, cuda=cuda)
     notes += (*engine.notes, *_log_notes(engine.log, request.model))
@@ -408,7 +420,13 @@ def _quantized_settings(
 ) -> BuilderSettings:
     """Return the builder settings of the quantized engine: `builder_settings` and its float nodes.
 
-    `is_typed`: whether each node has the type that the model gives it.
+    Args:
+        options: options of the target.
+        request: the build request.
+        installed: the installed TensorRT.
+        float32_nodes: node that must run in float32 if TensorRT chooses types -> its output tensor.
+        uses_cache: whether the engine is built from the float model and the cache.
+        is_typed: whether each node has the type that the model gives it.
     """
     settings = replace(builder_settings(options, request), typed=is_typed, dla=options.dla)
     if uses_cache:  # a Q/DQ model has no pair at a float node, so that it needs no binding
@@ -427,7 +445,7 @@ def _check_versions(options: TensorrtOptions, installed: Sdk, request: BuildRequ
             f"an engine in fp8 needs TensorRT 10.2 or newer, got {installed.version}; install one,"
             " or build with --precision int8"
         )
-    # for DLA only typed engines are built here; others by the user, with `trtexec_commands`
+    # here only typed engines are built for DLA; the user builds others, by `trtexec_commands`
     if options.dla and not features.dla:
         raise SdkMissingError(
             f"a typed engine for DLA needs TensorRT 11.4.1 or newer, got {installed.version}"
@@ -441,17 +459,18 @@ def _check_versions(options: TensorrtOptions, installed: Sdk, request: BuildRequ
 
 
 def _uses_cache(options: TensorrtOptions, installed: Sdk, request: BuildRequest) -> bool:
-    """Return whether the engine is built from the cache (implicit quantization).
+    """Return whether the engine is built from the float model and the cache.
 
-    By default it is for TensorRT 8 and 9, and with a calibrator of TensorRT. TensorRT 10 reads
+    By default it is, with TensorRT 8 and 9, and with a calibrator of TensorRT. TensorRT 10 reads
     caches too, but they are deprecated since 10.1, and the accuracy in the report and the layers
-    that the search chose are those of the typed model. A trained model is built from its own pairs,
-    which are more exact than a cache.
+    that the search chose are those of the typed model. A user's Q/DQ model is built from its own
+    pairs, which are more exact than a cache.
     """
     if not installed.calibrators or options.precision != INT8:
         return False
     if options.form == "auto" and options.calibrator is None:
-        return request.trained is None and not reads_typed(options, installed.release)
+        is_float_model = request.trained is None  # else it is the user's Q/DQ model
+        return is_float_model and not reads_typed(options, installed.release)
     return options.form != "qdq"
 
 
@@ -486,7 +505,7 @@ def build_float_engines(
         return Baselines()
     float_model = request.unrepaired_model  # None where no speed is measured
     if float_model is None:
-        if options.baselines == ALL_BASELINES:  # the option's default: no one asked for them
+        if options.baselines == ALL_BASELINES:  # the option's default: the user did not ask
             return Baselines()
         note = f"no {options.baselines} engine was built to compare with: no speed is measured"
         return Baselines(notes=(note,))
@@ -499,10 +518,10 @@ def build_float_engines(
         float_file = _write_float_model(options, request, float_model, version)
         written[UNREPAIRED_MODEL] = float_file
 
-    # Float16 comes about as in the quantized engine, so that the two compare: by a flag of the
-    # builder, with which TensorRT chooses each layer's type, or by the types in the model.
+    # The FP16 engine is made as the quantized one is, so that the two compare: with a flag of the
+    # builder, with which TensorRT chooses each layer's type, or from a model with float16 types.
     is_typed = _source_role(options, installed, files, request) == TYPED_MODEL
-    uses_fp16_flag = installed.calibrators and not is_typed
+    uses_fp16_flag = installed.calibrators and not is_typed  # TensorRT 11 has no such flag
     cuda = open_gpu(options.device)
     base_settings = builder_settings(options, request)
     engines: dict[str, Path] = {}  # label -> engine
@@ -586,11 +605,11 @@ def _log_notes(log: Sequence[str], model: onnx.ModelProto) -> tuple[str, ...]:
         log: lines of TensorRT's log.
         model: the cleaned float model that was built.
     """
-    tensors: dict[str, None] = {}  # each once, in order
+    tensors: dict[str, None] = {}  # those in the warnings, each once, in order
     for line in log:
-        missing_scale = _MISSING_SCALE.search(line)
-        if missing_scale is not None:
-            tensors[missing_scale[1]] = None
+        warning = _MISSING_SCALE.search(line)
+        if warning is not None:
+            tensors[warning[1]] = None
     reasons = _reasons_of_lost_int8(tensors, model)
     return tuple(
         f"TensorRT has no scale for {tensor}: {reason}" for tensor, reason in reasons.items()
@@ -616,7 +635,7 @@ def _reasons_of_lost_int8(tensors: Iterable[str], model: onnx.ModelProto) -> dic
         node = graph.producer.get(tensor)
         if node is None or node.name not in int8_nodes or tensor in graph.outputs:
             continue  # no int8 layer makes it, or it stays float as an output of the model
-        # TensorRT writes only the last tensor of a fused layer
+        # of a fused layer, such as Conv and Relu, TensorRT writes the last tensor only
         if graph.fused_output(node) == tensor:
             reasons[tensor] = f"{node.op_type} {node.name} cannot write int8"
     return reasons

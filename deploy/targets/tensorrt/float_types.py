@@ -65,12 +65,12 @@ def round_scales(scales: NDArray[np.float32], float_type: str) -> NDArray[np.flo
     if float_type == FP32 or (float_type == FP16 and not scales_fit_float16(scales)):
         return scales
     float32_scales = np.ascontiguousarray(scales, np.float32)
-    if float_type == BF16:  # the upper half of float32
+    if float_type == BF16:  # the upper 16 bits of float32; the lower ones are rounded up
         bits = float32_scales.view(np.uint32) + np.uint32(0xFFFF)
         return (bits & np.uint32(0xFFFF0000)).view(np.float32)
     nearest = float32_scales.astype(np.float16)
-    above = np.nextafter(nearest, np.float16(np.inf))
-    return np.where(nearest < float32_scales, above, nearest).astype(np.float32)
+    next_above = np.nextafter(nearest, np.float16(np.inf))
+    return np.where(nearest < float32_scales, next_above, nearest).astype(np.float32)
 
 
 def narrow_float_part(
@@ -92,8 +92,9 @@ def narrow_float_part(
     model = _with_known_types(quantized, FIRST_OPSET_BY_TYPE[float_type])
     converter = _TypeConverter(model, float_type, largest_values)
     rebuild(model.graph, converter.convert())
+    # type inference may have changed the outputs' declared shapes
     declared_outputs = by_name(quantized.graph.output)
-    for output in model.graph.output:  # type inference may have changed them
+    for output in model.graph.output:
         output.CopyFrom(declared_outputs[output.name])
     return model, converter.float32_reasons
 
@@ -131,7 +132,7 @@ def _with_known_types(quantized: onnx.ModelProto, min_opset: int) -> onnx.ModelP
             f" {opset_of(model)} that cannot be brought there (onnx says:"
             f" {first_line(error)}); export the model with opset {min_opset} or newer"
         ) from error
-    min_ir_version = 9 if min_opset < 21 else 10  # the first one that allows the opset
+    min_ir_version = 9 if min_opset < 21 else 10  # the first version of ONNX files with that opset
     typed_model.ir_version = max(typed_model.ir_version, min_ir_version)
     return typed_model
 
@@ -197,12 +198,17 @@ class _TypeConverter:
         self.nodes.append(node)
 
     def _append_with_casts(self, node: onnx.NodeProto) -> None:
-        """Append a node to `nodes`, with its float inputs in the type in which it computes."""
+        """Append a node to `nodes`, with its float inputs in the type in which it computes.
+
+        Inputs of another float type are read through a Cast, which is appended before.
+        """
         stays_float32 = self._stays_float32(node)
         compute_type = FLOAT if stays_float32 else self.narrow_type
+        # inputs and outputs that have, by the operator's schema, the type in which it computes
         for index in _typed_inputs(node):
             name = node.input[index]
-            if self.type_by_tensor.get(name) in (FLOAT, self.narrow_type):
+            is_float = self.type_by_tensor.get(name) in (FLOAT, self.narrow_type)
+            if is_float:
                 node.input[index] = self._as_type(name, compute_type)
         self.nodes.append(node)
         if stays_float32:
@@ -230,10 +236,11 @@ class _TypeConverter:
         """
         if not _can_be_narrow(node):
             return True
+        # the first input, but for a Where, whose first input is the condition
         data_input = node.input[1 if node.op_type == "Where" else 0]
         if self.type_by_tensor.get(data_input) not in (FLOAT, self.narrow_type):
             return True  # integers
-        if not self.index.captured.isdisjoint(node.output):
+        if not self.index.captured.isdisjoint(node.output):  # tensors that subgraphs read
             self.float32_reasons[node.name] = "a subgraph reads it"
             return True
         if node.op_type in _MOVE_OPS and data_input not in self.index.initializers:
@@ -319,11 +326,12 @@ def _indices_of_compute_type(
         names: its inputs, or its outputs.
         parameters: inputs or outputs of the schema; their type is a variable such as "T".
     """
-    # input 0 of a Where is its condition
+    # the data is input 0, but for a Where, whose input 0 is its condition
     compute_type = _schema(node).inputs[1 if node.op_type == "Where" else 0].type_str
     indices = []
     for index, name in enumerate(names):
-        parameter = parameters[min(index, len(parameters) - 1)]  # the last one may be variadic
+        # the last parameter of a schema may stand for any number of tensors
+        parameter = parameters[min(index, len(parameters) - 1)]
         if name and parameter.type_str == compute_type:
             indices.append(index)
     return indices
@@ -356,7 +364,7 @@ def find_float32_layers(
     output_by_node = {}
     reason_by_node = {}
     for node in graph.nodes:
-        # the layer of a node is found by the node's name or its only output
+        # TensorRT's layer is found by the node's name, or by its only output
         has_float_output = len(node.output) == 1 and graph.is_float(node.output[0])
         if node.name in overflows and has_float_output:
             output_by_node[node.name] = str(node.output[0])

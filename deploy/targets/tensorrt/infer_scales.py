@@ -129,7 +129,7 @@ def range_from_inputs(tensor_ranges: TensorRanges, name: str) -> Range | None:
         infinite if an input has no range yet.
     """
     node = tensor_ranges.graph.producer[name]
-    operator = _operator_name(tensor_ranges.graph, node)
+    operator = _operator_name(tensor_ranges.graph, node)  # with its variant, as "Resize linear"
     if operator in _UNIT_RANGE_OPS:  # results of -1 to 1, whatever the input
         return 1.0, BOUND
     operands = list(node.input[:1])  # other inputs are shapes, limits or weights
@@ -137,12 +137,12 @@ def range_from_inputs(tensor_ranges: TensorRanges, name: str) -> Range | None:
         operands = [operand for operand in node.input if operand]
     ranges = [tensor_ranges.range_of(operand) for operand in operands]
     known_ranges = [operand_range for operand_range in ranges if operand_range is not None]
-    if not known_ranges or len(known_ranges) < len(ranges):
+    if not known_ranges or len(known_ranges) < len(ranges):  # an operand has no range yet
         return _clip_limit(tensor_ranges, node), BOUND  # infinite, but for a Clip
 
-    amaxes = [amax for amax, _ in known_ranges]
+    amaxes = [amax for amax, _ in known_ranges]  # the operands' largest |x|
     level = max(level for _, level in known_ranges)  # a result is as uncertain as its inputs
-    bound_level = max(level, BOUND)
+    bound_level = max(level, BOUND)  # of a rule that gives an upper limit only
     if operator in _COPY_OPS | POOLING_OPS:
         return amaxes[0], level
     if operator in _SHRINKING_OPS:
@@ -160,16 +160,22 @@ def range_from_inputs(tensor_ranges: TensorRanges, name: str) -> Range | None:
 
 
 def range_from_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
-    """Return the range that the readers of a tensor need of it, or None; see `range_from_inputs`.
+    """Return the range of a tensor beyond which its readers do not tell values apart.
 
-    Larger values are clipped there anyway: to the range of a reader's output, or where an
-    activation such as a Sigmoid saturates.
+    They clip larger values: to the range of a reader's output, or where an activation such as a
+    Sigmoid saturates.
+
+    Returns:
+        (largest |x|, level: EQUAL, BOUND or GUESS, from certain to uncertain), as of
+        `range_from_inputs`; None if no rule gives a range.
     """
     needed_range = _range_for_readers(tensor_ranges, name)
     if name not in tensor_ranges.saturated:
         return needed_range
-    saturation = tensor_ranges.saturated[name]
-    amax, level = needed_range or (saturation, BOUND)
+    saturation = tensor_ranges.saturated[name]  # the |x| beyond which all readers saturate
+    if needed_range is None:
+        return saturation, BOUND
+    amax, level = needed_range
     if level == EQUAL:
         return amax, level
     if level == GUESS:  # the saturation is more certain
@@ -178,7 +184,7 @@ def range_from_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
 
 
 def _range_for_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
-    """Return the range that the readers of a tensor need: the largest of theirs; None if unknown.
+    """Return the largest of the ranges that the readers of a tensor need; None if unknown.
 
     A range is (largest |x|, level). The level tells how certain it is: EQUAL (exact), BOUND (an
     upper limit) or GUESS, in ascending order. A reader may need less than the tensor holds: a Clip
@@ -205,8 +211,8 @@ def _range_for_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
 def _range_for_reader(tensor_ranges: TensorRanges, name: str, node: onnx.NodeProto) -> Range | None:
     """Return the range that one reader of a tensor needs, from the ranges of the reader's outputs.
 
-    It is (largest |x|, level), or None if an output has no range yet, or if its range tells nothing
-    of the tensor's, as that of a Conv or Gemm.
+    It is (largest |x|, level). None if an output has no range yet, or if the output's range says
+    nothing about the input, as with a Conv or Gemm.
 
     Args:
         tensor_ranges: the ranges that are known so far.
@@ -218,7 +224,7 @@ def _range_for_reader(tensor_ranges: TensorRanges, name: str, node: onnx.NodePro
     for output in node.output:
         if output in tensor_ranges.range_by_tensor:
             output_ranges.append(tensor_ranges.range_by_tensor[output])
-        elif output in tensor_ranges.read_tensors:  # its range is not known yet
+        elif output in tensor_ranges.read_tensors:  # it matters, and its range is not known yet
             return None
     if not output_ranges:
         return None
@@ -280,23 +286,30 @@ def _operand_range(
         other_amax, other_level = other_range
         return amax + other_amax, max(level, other_level, BOUND)
 
-    constant = tensor_ranges.graph.scalar(other_operand)
+    constant = tensor_ranges.graph.scalar(other_operand)  # None if it is no constant number
     if node.op_type == "Div":
         return (amax * abs(constant), level) if constant and is_first else None
     if constant:
         return amax / abs(constant), level
-    # a gate is near 1 where x is large, so that the product has about the range of x
-    gate = tensor_ranges.graph.find_producer(other_operand, "Sigmoid", "HardSigmoid")
-    if gate is None:
+    # x times a Sigmoid: that is near 1 where x is large, so that the product has about x's range
+    sigmoid = tensor_ranges.graph.find_producer(other_operand, "Sigmoid", "HardSigmoid")
+    if sigmoid is None:
         return None
-    margin = _MAX_GATE_LOSS if gate.input[0] == name else 0.0
-    return amax + margin, GUESS
+    is_of_operand = sigmoid.input[0] == name  # x * Sigmoid(x), a SiLU or Hard-Swish
+    return amax + (_MAX_GATE_LOSS if is_of_operand else 0.0), GUESS
 
 
 def _product(
     tensor_ranges: TensorRanges, node: onnx.NodeProto, amaxes: list[float], level: int
 ) -> Range | None:
-    """Return the range of a product, or of a quotient by a constant."""
+    """Return the range of the output of a Mul, or of a Div by a constant; None for other Divs.
+
+    Args:
+        tensor_ranges: has the constants.
+        node: the Mul or Div.
+        amaxes: largest |x| of each operand.
+        level: how certain these are: EQUAL, BOUND or GUESS.
+    """
     if node.op_type == "Mul":
         has_constant = any(tensor_ranges.graph.scalar(name) is not None for name in node.input)
         return math.prod(amaxes), level if has_constant else max(level, BOUND)
@@ -308,6 +321,7 @@ def _clip_limit(tensor_ranges: TensorRanges, node: onnx.NodeProto) -> float:
     """Return the largest |x| that a Clip passes; inf for any other node."""
     if node.op_type != "Clip":
         return math.inf
+    # inputs 1 and 2 are the limits, "" if they are left out
     low, high = (tensor_ranges.graph.scalar(name) for name in [*node.input, "", ""][1:3])
     if low is None or high is None:
         return math.inf
@@ -373,15 +387,20 @@ def infer_missing_scales(
 
 
 def _apply_rules(tensor_ranges: TensorRanges, levels: Iterable[int]) -> None:
-    """Apply the rules of each level in turn, until none changes anything."""
-    forward = [name for node in tensor_ranges.graph.nodes for name in node.output if name]
-    backward = [*tensor_ranges.graph.inputs, *forward][::-1]
+    """Add the ranges that follow from the known ones, level after level (EQUAL, BOUND, GUESS).
+
+    The rules of a level are repeated until they add nothing.
+    """
+    node_outputs = [name for node in tensor_ranges.graph.nodes for name in node.output if name]
+    tensors_from_the_end = [*tensor_ranges.graph.inputs, *node_outputs][::-1]
     for level in levels:  # a range derived from a bound is a bound: no level has to be revisited
-        changed = True
-        while changed:
-            changed = _sweep(tensor_ranges, forward, range_from_inputs, level)
-            if not changed or level < GUESS:  # a second guess may follow from the first
-                changed = _sweep(tensor_ranges, backward, range_from_readers, level) or changed
+        has_changed = True
+        while has_changed:
+            has_changed = _sweep(tensor_ranges, node_outputs, range_from_inputs, level)
+            # of guesses only one is added in a round: what follows from it may be more certain
+            if not has_changed or level < GUESS:
+                has_added = _sweep(tensor_ranges, tensors_from_the_end, range_from_readers, level)
+                has_changed = has_changed or has_added
 
 
 def _sweep(
@@ -411,6 +430,6 @@ def _sweep(
         if level <= max_level and 0 < amax < math.inf:  # a scale must be positive and finite
             tensor_ranges.range_by_tensor[name] = new_range
             was_added = True
-            if max_level == GUESS:
+            if max_level == GUESS:  # one guess at a time
                 break
     return was_added

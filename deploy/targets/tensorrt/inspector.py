@@ -71,11 +71,13 @@ def parse_layers(text: str) -> tuple[EngineLayer, ...]:
         document = json.loads(text)
     except ValueError:  # an engine without layer information
         return ()
-    layers = document.get("Layers") if isinstance(document, dict) else None
+    json_layers = document.get("Layers") if isinstance(document, dict) else None
+    if not isinstance(json_layers, list):
+        return ()
     detailed_layers = []
-    for values in layers if isinstance(layers, list) else ():
+    for json_layer in json_layers:
         with suppress(ValueError):  # a name only, or a form of another version
-            detailed_layers.append(msgspec.convert(values, _InspectedLayer))
+            detailed_layers.append(msgspec.convert(json_layer, _InspectedLayer))
     return tuple(
         _describe_layer(layer) for layer in detailed_layers if layer.kind not in _IDLE_KINDS
     )
@@ -90,11 +92,11 @@ class _InspectedLayer(msgspec.Struct):
 
 
 def _describe_layer(layer: _InspectedLayer) -> EngineLayer:
-    """Return a layer with its ONNX nodes and its precision.
+    """Return a layer of an engine with its ONNX nodes and its precision.
 
-    A block that Myelin or DLA compiled, "{ForeignNode[first...last]}", has no precision: its inputs
-    say nothing of the types inside. Its nodes are known if its metadata lists them, or if it is of
-    one node; else only its first and last one are.
+    A block that Myelin or DLA compiled is one layer, named "{ForeignNode[first...last]}". It has no
+    precision: its inputs do not show the types inside. Its nodes are known if its metadata lists
+    them, or if it has a single one; else only the first and the last one are known.
     """
     name = layer.name
     kind = layer.kind
@@ -111,7 +113,7 @@ def _describe_layer(layer: _InspectedLayer) -> EngineLayer:
     block_name = block_match[1]
     first_node, dots, last_node = block_name.partition("...")
     lists_nodes = _NODE_IN_METADATA.search(metadata) is not None
-    if lists_nodes or not dots:
+    if lists_nodes or not dots:  # all nodes are known
         return EngineLayer(
             name=name, kind=kind, nodes=_find_nodes(block_name, metadata), block=kind
         )
@@ -141,9 +143,10 @@ def _find_nodes(name: str, metadata: str) -> tuple[str, ...]:
 
 
 def layer_profiler() -> tuple[trt.IProfiler, list[tuple[str, float]]]:
-    """Return a profiler for a context, and the list to which each run appends (layer, ms).
+    """Return a profiler to be set in a context, and the list to which each run adds layer times.
 
-    Keep a reference to the profiler as long as the context lives.
+    A layer time is (layer, milliseconds). Keep a reference to the profiler as long as the context
+    lives.
     """
     import tensorrt as trt
 

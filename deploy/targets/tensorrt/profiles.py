@@ -80,7 +80,7 @@ def profiles_for(
                 min_shape = sample_range.min_sizes[name]
                 max_shape = sample_range.max_sizes[name]
             has_batch = batch_inputs is None or name in batch_inputs
-            if has_batch and not _is_static(input_shape[0]):
+            if has_batch and not _is_static(input_shape[0]):  # a dynamic batch
                 largest_batch = max(max_batch, opt_shape[0], max_shape[0])
                 min_shape = (1, *min_shape[1:])
                 max_shape = (largest_batch, *max_shape[1:])

@@ -150,11 +150,12 @@ class TensorRTForRTX(Target):
         """Write the typed model, and compile it if TensorRT for RTX is installed."""
         from deploy.targets.tensorrt import cache_contents, engines
 
-        typed_target = self._typed_target
+        typed_target = self._typed_target  # TensorRT's target with these options
         calibrated = typed_target.calibrate_scales(request)
         model_set = typed_target.make_models(request, calibrated)
+        # plugin nodes, which ONNX Runtime does not know, have decisions of their own
         decisions = (*calibrated.match.plan.decisions, *request.plugin_decisions)
-        if TYPED_MODEL not in model_set.models:
+        if TYPED_MODEL not in model_set.models:  # the notes say why there is none
             return BuildResult(
                 target=self.name, decisions=decisions, error="; ".join(model_set.notes)
             )
@@ -170,6 +171,7 @@ class TensorRTForRTX(Target):
         try:
             engine = self._compile(request, typed_path, sha256(typed_bytes))
             files["TensorRT for RTX engine"] = engine
+            # NVIDIA's program measures the engine; the script passes its own arguments on
             command = f'exec tensorrt_rtx --loadEngine={shlex.quote(engine.name)} "$@"'
             files["script of TensorRT for RTX"] = request.write_script(_SCRIPT_ENDING, command)
         except SdkMissingError as missing:
@@ -179,6 +181,7 @@ class TensorRTForRTX(Target):
         return BuildResult(
             target=self.name,
             engine=engine,
+            # ONNX Runtime runs it for the accuracy, unless it has plugin nodes
             runnable=None if request.plugin_decisions else typed_path,
             files=files,
             decisions=decisions,
@@ -204,16 +207,16 @@ class TensorRTForRTX(Target):
         library = _import_library()
         profiles = sample_profiles(request, max_batch=self.max_batch, fixed=False, tuned_shapes={})
         engine_path = request.file(self._engine_ending)
-        made_from = {
+        made_from = {  # an engine with an equal note is reused
             "tensorrt_rtx": library.__version__,
             "compute_capabilities": self.capabilities,
             "model_sha256": digest,
             "profiles": profiles,
         }
-        engine = manifest.read_if_made_from(request.earlier_file(engine_path.name), made_from)
-        if engine is None:
-            engine = compile_engine(typed_path, self.capabilities, profiles)
-        return manifest.write_with_note(engine_path, engine, made_from)
+        engine_bytes = manifest.read_if_made_from(request.earlier_file(engine_path.name), made_from)
+        if engine_bytes is None:
+            engine_bytes = compile_engine(typed_path, self.capabilities, profiles)
+        return manifest.write_with_note(engine_path, engine_bytes, made_from)
 
     def describe_sdk(self) -> str:
         """Name the installed compiler.
@@ -243,7 +246,7 @@ def compile_engine(
     Args:
         model: ONNX file.
         capabilities: compute capabilities to compile for, names of `ComputeCapability`.
-        profiles: shapes of each dynamic input.
+        profiles: dynamic input -> the smallest, the usual and the largest shape.
 
     Raises:
         SdkMissingError: TensorRT for RTX is not installed.

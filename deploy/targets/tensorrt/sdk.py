@@ -123,7 +123,7 @@ def dtype_of(data_type: trt.DataType) -> str:
 
 
 def load_plugins(libraries: Iterable[Path]) -> None:
-    """Register TensorRT's plugins and those of each library, as trtexec does.
+    """Load the plugin libraries, and register TensorRT's own plugins, as trtexec does.
 
     Raises:
         ConfigError: a library cannot be loaded, or is named by a configuration file that another

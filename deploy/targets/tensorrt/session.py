@@ -114,14 +114,18 @@ class CudaGraph:
         self._executable = None
 
     def capture(self, enqueue: Callable[[], bool]) -> None:
-        """Capture the work that `enqueue` puts on the stream."""
+        """Capture the work that `enqueue` puts on the stream; it returns whether it succeeded.
+
+        Raises:
+            BackendError: the work cannot be captured, or the driver refuses a call.
+        """
         graph = ctypes.c_void_p()
         executable = ctypes.c_void_p()
         relaxed_mode = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, as in trtexec
         self._check(self._driver.cuStreamBeginCapture_v2(self._stream, relaxed_mode))
-        enqueued = enqueue()
+        has_enqueued = enqueue()
         self._check(self._driver.cuStreamEndCapture(self._stream, ctypes.byref(graph)))
-        if not enqueued:
+        if not has_enqueued:
             raise BackendError("TensorRT could not run the engine in a CUDA graph; try without")
         instantiate = self._driver.cuGraphInstantiateWithFlags
         self._check(instantiate(ctypes.byref(executable), graph, ctypes.c_ulonglong(0)))
@@ -285,14 +289,14 @@ class TensorrtSession:
     def _run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
         """Queue copies in, inference and copies out on the stream, then wait; return the outputs.
 
-        An event before each, and one after them, measure their times (see `device_times`).
+        Four events, before and after each of the three, measure their times (see `device_times`).
         """
         self._set_inputs({tensor.name: _stored_input(tensor, feed) for tensor in self._inputs})
         start, inputs_copied, computed, end = self._events
 
         self._cuda.record(start, self._stream)
         for tensor in self._inputs:
-            if not tensor.on_host:
+            if not tensor.on_host:  # TensorRT reads the others in host memory
                 address = self._device_buffers[tensor.name].address
                 self._cuda.copy_in_later(address, self._host_arrays[tensor.name], self._stream)
 
@@ -331,7 +335,7 @@ class TensorrtSession:
         """
         kind_by_layer = {layer.name: layer.kind for layer in self.layers()}
         self._graph = None
-        self._profiler, times = layer_profiler()
+        self._profiler, times = layer_profiler()  # each run adds (layer, ms) to `times`
         self._context.profiler = self._profiler
         for index in range(runs):
             self.run(feeds[index % len(feeds)])
@@ -344,21 +348,26 @@ class TensorrtSession:
 
     def _set_inputs(self, arrays: Mapping[str, Array]) -> None:
         """Copy the inputs to pinned memory; if their shapes are new, allocate all buffers first."""
-        requested = {}
+        shapes_and_values = {}
         for tensor in self._inputs:
             array = arrays[tensor.name]
             # output shapes may depend on the values of an input in host memory
             values = array.tobytes() if tensor.on_host else b""
-            requested[tensor.name] = array.shape, values
-        if requested != self._allocated_for:
+            shapes_and_values[tensor.name] = array.shape, values
+        if shapes_and_values != self._allocated_for:
             self._allocated_for = None  # in case the allocation fails halfway
             self._allocate(arrays)
-            self._allocated_for = requested
+            self._allocated_for = shapes_and_values
         for name, array in arrays.items():
             self._host_arrays[name][...] = array
 
     def _allocate(self, arrays: Mapping[str, Array]) -> None:
-        """Set input shapes and all addresses; output shapes follow from the input shapes."""
+        """Allocate the memory of all inputs and outputs, and give TensorRT the addresses.
+
+        Raises:
+            BackendError: an input's shape is outside the engine's profile, or an output's shape is
+                not known before the run, and a CUDA graph was asked for.
+        """
         import tensorrt as trt
 
         if self._graph is not None:

@@ -185,9 +185,9 @@ class TensorRT(TensorrtOptions, Target):
         plugin_digests(self.plugins)  # refuses a library that cannot be read
         if self.device:
             with suppress(SdkMissingError):  # without TensorRT the engine is built elsewhere
-                sdk.find_sdk(self.device)
+                sdk.find_sdk(self.device)  # refuses an index of a GPU that is not there
         refuse_optimized(subject.model, self.name)
-        if subject.loaded.qdq is not None:
+        if subject.loaded.qdq is not None:  # the user gave a Q/DQ model
             refuse_options(subject.loaded.qdq, self, _QUANTIZING_FLAGS)
         cache_contents.refuse_names(subject.model)
         self._check_methods(subject.method)
@@ -245,18 +245,23 @@ class TensorRT(TensorrtOptions, Target):
         return models[self._evaluated_role(models, calibrated.version)]
 
     def calibrate_scales(self, request: BuildRequest) -> _CalibratedModel:
-        """Return TensorRT's cache of the ranges that the request chose, matched to the model."""
+        """Return TensorRT's cache, with the ranges by the methods that the request chose.
+
+        The result also has the plan of the Q/DQ pairs for which the cache has a scale.
+
+        Raises:
+            ConfigError: a chosen method is not defined for fp8.
+        """
         from deploy.targets.tensorrt import cache_contents
         from deploy.targets.tensorrt.cache_match import match_cache
 
         # the version of TensorRT that is to read the cache
         version = self.version or cache_contents.reading_version(request.subject)
-        choices = request.choices
         placement = self.placement
-        chosen_methods = list(choices.methods.values())
-        if choices.method is not None:
-            chosen_methods.append(choices.method)
-        self._check_methods(*chosen_methods)
+        # methods of single tensors, and one for all tensors or None
+        choices = request.choices
+        chosen_methods = (*choices.methods.values(), choices.method)
+        self._check_methods(*filter(None, chosen_methods))
         # grid of the symmetric ranges; None for int8
         fp8_grid = placement.grid if self.precision == FP8 else None
         ranges = request.ranges_of(self, symmetric=fp8_grid)
@@ -287,7 +292,7 @@ class TensorRT(TensorrtOptions, Target):
         """Write models, cache and script; build the engine if TensorRT and a GPU are available."""
         from deploy.targets.tensorrt import cache_contents, engines, trtexec
 
-        calibrated = self.calibrate_scales(request)
+        calibrated = self.calibrate_scales(request)  # the cache, and the plan of the pairs
         version = calibrated.version
         model_set = self.make_models(request, calibrated)
         float32_nodes = model_set.float32_nodes
@@ -310,10 +315,10 @@ class TensorRT(TensorrtOptions, Target):
         commands = trtexec.trtexec_commands(
             self, request, files, written_models, version, float32_nodes
         )
-        command = trtexec.shipping_command(
+        default_command = trtexec.shipping_command(
             commands, version, reads_typed=engines.reads_typed(self, version)
         )
-        shipped = _write_script(request, files, commands, command)
+        shipped = _write_script(request, files, commands, default_command)
         built = self._build_engines(request, calibrated, files, float32_nodes, commands)
         if built.engine is not None:
             files["TensorRT engine"] = built.engine
@@ -336,18 +341,21 @@ class TensorRT(TensorrtOptions, Target):
         )
 
     def make_models(self, request: BuildRequest, calibrated: _CalibratedModel) -> _TensorrtModels:
-        """Return the float model, unless the grid is fp8, the Q/DQ model and the typed one."""
+        """Return the float model (not with fp8), the Q/DQ model, and the typed one if there is one.
+
+        The typed model is the Q/DQ model with its float part in float16 or bfloat16.
+        """
         from deploy.targets.tensorrt.cache_contents import largest_magnitudes
         from deploy.targets.tensorrt.float_types import find_float32_layers
 
-        largest_values = largest_magnitudes(calibrated.ranges)
+        largest_values = largest_magnitudes(calibrated.ranges)  # tensor -> largest |x| observed
         models = {FLOAT_MODEL: request.model} if self.precision == INT8 else {}
         models[QDQ_MODEL], notes = self._quantize(request, calibrated.match)
         typed_model, type_notes = self._make_typed_model(
             request, calibrated.match, largest_values, models[QDQ_MODEL]
         )
         notes = (*notes, *type_notes)
-        # without types in the model, TensorRT must be told which nodes to run in float32
+        # nodes too large for float16: where the model has no types, TensorRT needs their names
         float32_nodes, reason_by_float32_node = find_float32_layers(
             request.model,
             largest_values,
@@ -367,7 +375,14 @@ class TensorRT(TensorrtOptions, Target):
         models: Mapping[str, onnx.ModelProto],
         float32_nodes: Mapping[str, str],
     ) -> dict[str, Path]:
-        """Write the models, and with the float model its cache; return role -> path."""
+        """Write the models, and with the float model its cache; return role -> path.
+
+        Args:
+            request: the build request.
+            calibrated: the cache.
+            models: role -> model, as TensorRT reads it.
+            float32_nodes: node that TensorRT must run in float32 -> its output tensor.
+        """
         from deploy.calibration import trt_cache
         from deploy.targets.tensorrt import cache_tools
 
@@ -376,6 +391,7 @@ class TensorRT(TensorrtOptions, Target):
             files[FLOAT_MODEL] = request.write(".tensorrt.onnx", models[FLOAT_MODEL])
             text = trt_cache.dump(calibrated.cache)
             files[CACHE_FILE] = request.write(".tensorrt.cache", text)
+            # the origin of the cache; None if it is the user's own
             note_path = cache_tools.write_cache_note(
                 request, files[CACHE_FILE], text, models[FLOAT_MODEL], float32_nodes
             )
@@ -396,7 +412,12 @@ class TensorRT(TensorrtOptions, Target):
     ) -> _BuiltEngines:
         """Build the quantized engine and the float ones, if TensorRT and a GPU are available.
 
-        `commands`: commands of trtexec, which become notes if an engine cannot be built here.
+        Args:
+            request: the build request.
+            calibrated: the cache and the ranges.
+            files: role -> file of the target.
+            float32_nodes: node that must run in float32 if TensorRT chooses types -> its output.
+            commands: commands of trtexec, which become notes if an engine cannot be built here.
         """
         from deploy.targets.tensorrt import engines
 
@@ -411,7 +432,7 @@ class TensorRT(TensorrtOptions, Target):
             )
         except SdkMissingError as error:
             notes = (f"no engine was built: {error}", *command_notes)
-            if self.calibrator is not None and engine is None:
+            if self.calibrator is not None and engine is None:  # its scales are in no file
                 calibrator_note = (
                     f"--calibrator {self.calibrator} needs TensorRT and a GPU, so these files have"
                     " calib8's own ranges"
@@ -445,8 +466,8 @@ class TensorRT(TensorrtOptions, Target):
         # ONNX Runtime has no bfloat16 convolutions
         if self.rest != FP16 or TYPED_MODEL not in models:
             return QDQ_MODEL
-        runs_typed = self.precision == FP8 or self.dla or features_of(version).typed
-        return TYPED_MODEL if runs_typed else QDQ_MODEL
+        has_typed_engine = self.precision == FP8 or self.dla or features_of(version).typed
+        return TYPED_MODEL if has_typed_engine else QDQ_MODEL
 
     def _quantize(
         self, request: BuildRequest, match: CacheMatch
@@ -518,7 +539,7 @@ class TensorRT(TensorrtOptions, Target):
                     largest_values=largest_values,
                     trained_scales={} if trained is None else trained.weight_scales,
                 )
-            # only to raise if plugin nodes mean something else in the typed model's opset
+            # raises ExportError if plugin nodes mean something else in the typed model's opset
             request.with_plugin_nodes(model)
         except ExportError as error:
             return None, (f"no typed model was written: {error}",)
@@ -548,7 +569,7 @@ def _write_script(
     role = "script of trtexec"
     shipped = []
     if default is not None:
-        # arguments that name a file, such as --onnx=m.onnx
+        # such as m.onnx of --onnx=m.onnx
         argument_values = {argument.rpartition("=")[2] for argument in default.arguments}
         shipped = [path for path in files.values() if path.name in argument_values]
         if default != commands[0]:

@@ -152,8 +152,12 @@ class TensorrtOptions:
             )
 
     def _check_dla(self) -> None:
-        """Refuse what contradicts the model for DLA."""
-        contradictions = {
+        """Refuse the options that contradict `dla`.
+
+        Raises:
+            ConfigError: such an option is set.
+        """
+        is_set_by_flag = {
             f"--precision {self.precision}": self.precision != INT8,
             f"--rest {self.rest}": self.rest != FP16,
             f"--engine-from {self.form}": self.form == "cache",
@@ -161,8 +165,8 @@ class TensorrtOptions:
             "--float-behind-concat": self.float_behind_concat,
             "--pair-behind-deconv": self.pair_behind_deconv,
         }
-        for flag, contradicts in contradictions.items():
-            if contradicts:
+        for flag, is_set in is_set_by_flag.items():
+            if is_set:
                 raise ConfigError(
                     "a model for DLA has int8 pairs on all tensors and float16 elsewhere, got"
                     f" {flag} with --dla; leave one of them out"

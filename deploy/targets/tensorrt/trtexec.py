@@ -206,6 +206,7 @@ def trtexec_commands(
         version: TensorRT that the cache is for, "X.Y.Z".
         float32_nodes: nodes that must run in float32 if TensorRT chooses the types.
     """
+    # role -> opset and operators that a parser must know
     requirements = {role: ParserRequirements.of(model) for role, model in models.items()}
     if options.dla:
         reads_cache = version_label(version) < version_label(_FIRST_WITHOUT_DLA)
@@ -217,6 +218,7 @@ def trtexec_commands(
         commands.append(
             _cache_command(request, files, requirements, version, options.rest, float32_nodes)
         )
+        # None if no TensorRT up to 10 reads the Q/DQ model
         qdq_command = _qdq_command(files, requirements[QDQ_MODEL], options.rest, float32_nodes)
         if qdq_command is not None and not options.dla:
             commands.append(qdq_command)
@@ -250,24 +252,29 @@ def shipping_command(
 ) -> TrtexecCommand | None:
     """Return the command whose files are to be shipped to TensorRT `version`; None if none can be.
 
-    It is the first one, but for TensorRT 10 that of the typed model: this version reads caches too,
-    but they are deprecated since 10.1, and the accuracy in the report is that of the typed model.
+    It is the first command with arguments. For TensorRT 10 it is that of the typed model: TensorRT
+    10 reads caches too, but they are deprecated since 10.1, and the accuracy in the report is that
+    of the typed model.
 
     `reads_typed`: whether this version reads the typed model.
     """
     runnable = [command for command in commands if command.arguments]
-    if reads_typed and features_of(version).calibrators:
-        runnable.sort(key=lambda command: command.name != "typed")  # stable: only this one moves
+    if reads_typed and features_of(version).calibrators:  # TensorRT 10
+        # the command "typed" becomes the first, since False sorts before True
+        runnable.sort(key=lambda command: command.name != "typed")
     return runnable[0] if runnable else None
 
 
 def trtexec_script(commands: Sequence[TrtexecCommand], default: TrtexecCommand | None) -> str:
-    """Return the body of a shell script that runs the command it is given, or the default one."""
-    cases = ""
-    usage = ""
+    """Return the body of a shell script that builds the engine with one of the commands.
+
+    The script's argument is the name of the command; without one it runs the default command.
+    """
+    cases = ""  # lines of the shell's `case`, one for each command
+    usage = ""  # lines that print the commands' names, for any other argument
     for command in commands:
         if command.arguments:
-            pattern = f"''|{command.name}" if command == default else command.name
+            pattern = f"''|{command.name}" if command == default else command.name  # '': none given
             cases += f"  {pattern}) exec {shlex.join(command.arguments)} ;;\n"
             usage += f"echo '  {command.name}: {command.condition}' >&2\n    "
     return (
@@ -301,16 +308,14 @@ def _cache_command(
             "cache", f"TensorRT {version} cannot read {model.name}: {unmet_reason}"
         )
     type_by_layer = dict.fromkeys(float_layers(request), float_type)
-    arguments = _command(
-        model,
-        [
-            "--int8",
-            *_float_type_flags(float_type),
-            f"--calib={files[CACHE_FILE].name}",
-            *_precision_flags(type_by_layer, float32_nodes),
-        ],
-    )
-    return TrtexecCommand("cache", f"on a GPU machine with TensorRT {version}", arguments)
+    flags = [
+        "--int8",
+        *_float_type_flags(float_type),
+        f"--calib={files[CACHE_FILE].name}",
+        *_precision_flags(type_by_layer, float32_nodes),
+    ]
+    condition = f"on a GPU machine with TensorRT {version}"
+    return TrtexecCommand("cache", condition, _command(model, flags))
 
 
 def _qdq_command(
@@ -319,10 +324,10 @@ def _qdq_command(
     float_type: str,
     float32_nodes: Collection[str],
 ) -> TrtexecCommand | None:
-    """Return the command that builds from the Q/DQ model, for TensorRT up to 10; None without one.
+    """Return the command that builds from the Q/DQ model, with TensorRT up to version 10.
 
-    TensorRT chooses the types of the float layers, as it does up to 10 only. There is no command if
-    TensorRT 11 is the first that reads the model.
+    TensorRT chooses the types of the float layers, which version 11 does not do. None if no version
+    up to 10 reads the model.
 
     Args:
         files: role -> path.
@@ -330,12 +335,13 @@ def _qdq_command(
         float_type: narrowest type of the float layers, "fp16", "bf16" or "fp32".
         float32_nodes: nodes that must run in float32.
     """
-    first_version = requirements.first_version()
+    first_version = requirements.first_version()  # that reads the model
     if first_version is None or version_label(first_version) >= version_label(_FIRST_TYPED_ONLY):
         return None
     first_version = max(first_version, _FIRST_WITH_TYPE[float_type], key=version_label)
     flags = [*_float_type_flags(float_type), *_precision_flags({}, float32_nodes)]
-    if "QuantizeLinear" in requirements.operators:  # else --int8 makes trtexec invent ranges
+    # for a model without pairs, in which no node is int8, trtexec --int8 would invent ranges
+    if "QuantizeLinear" in requirements.operators:
         flags.insert(0, "--int8")
     return TrtexecCommand(
         "qdq", _versions_until_10(first_version), _command(files[QDQ_MODEL], flags)
@@ -351,7 +357,8 @@ def _typed_commands(
     """Return the commands that build in the types of the model: one for TensorRT 10, one for 11.
 
     TensorRT 10 has a flag for that (--stronglyTyped), and 11 builds no other way. If only TensorRT
-    11 can read the model, there is only its command; if none can, one without arguments says so.
+    11 can read the model, there is only its command. If no version can, the result is a command
+    without arguments, which says why.
 
     Args:
         files: role -> path.
@@ -367,7 +374,7 @@ def _typed_commands(
         reason = f"no TensorRT reads opset {opset} of {model.name}: export with an older one"
         return (TrtexecCommand("typed", reason),)
 
-    # a condition says in words where a command runs: on which machine, with which TensorRT
+    # A condition is text: on which machine, and with which TensorRT a command runs.
     machine = "".join(_MACHINES.get(feature, "") for feature in features)
     needs_11 = version_label(first_version) >= version_label(_FIRST_TYPED_ONLY)  # 11.0.0
     condition_11 = f"{machine}with TensorRT 11"
@@ -441,12 +448,15 @@ def _join_types(type_by_layer: Mapping[str, str]) -> str:
 
 
 def _shape_flags(request: BuildRequest, max_batch: int, *, dla: bool) -> list[str]:
-    """Return the shapes of dynamic inputs: min, opt and max, or `--shapes` if they are the same."""
-    shapes = model_input_shapes(request).values()
-    if all(isinstance(size, int) for shape in shapes for size in shape):
+    """Return the flags of the shapes of dynamic inputs; none if all inputs have fixed shapes.
+
+    These are the smallest, the usual and the largest shapes, or `--shapes` if all are the same.
+    """
+    input_shapes = model_input_shapes(request).values()
+    if all(isinstance(size, int) for shape in input_shapes for size in shape):
         return []
     profiles = sample_profiles(request, max_batch=max_batch, fixed=dla, tuned_shapes={})
-    # the smallest shapes of all inputs as one text, those to tune for, and the largest
+    # each input has three shapes: for each of the three, a text with that shape of all inputs
     texts = [_join_shapes(profiles, shapes) for shapes in zip(*profiles.values(), strict=True)]
     min_text, opt_text, max_text = texts
     if min_text == max_text:
