@@ -148,12 +148,11 @@ class RunningError:
             not_finite=(self.not_finite[0], self.not_finite[1]),
             other_shape=self.other_shape,
         )
-        has_samples = self.samples > 0 or self.empty > 0
+        has_samples = self.samples or self.empty
         if any(self.not_finite) or self.other_shape or not has_samples:
             return figures
 
-        signal = float(self.sums[0])
-        noise = float(self.sums[3])  # sums of r^2 and of (r - c)^2
+        signal, _, _, noise = self.sums.tolist()  # sums of r^2 and of (r - c)^2
         is_zero = signal == noise == 0
         if self.reference_sum is not None:
             # sum r^2 - (sum r)^2 / n: only the deviation from the mean; n is 0 if all were empty
@@ -369,8 +368,8 @@ def find_large_mean(values: Array, weights: Array) -> Array | None:
     """
     exact_values = values.astype(np.float64)
     exact_weights = weights.astype(np.float64)
-    weight_sums = np.maximum(exact_weights.sum(axis=0), 1e-30)  # no division by zero
-    mean = (exact_weights * exact_values).sum(axis=0) / weight_sums
+    # where all weights are 0, any mean will do
+    mean = np.average(exact_values, axis=0, weights=exact_weights + 1e-30)
     signal = float(np.vdot(exact_weights, np.square(exact_values)))
     deviation = float(np.vdot(exact_weights, np.square(exact_values - mean)))
     if deviation <= 0 or not _MIN_MEAN_DB <= sqnr_db(signal, deviation) <= ROUNDING_DB:

@@ -268,11 +268,8 @@ def _find_lists(task: EvaluationTask, samples: FirstSamples) -> frozenset[str]:
 
     Examples are the indices of the boxes that NonMaxSuppression selects.
     """
-    integers = set()
-    for name, value in samples.outputs[0].items():
-        if name not in task.covered and not np.issubdtype(value.dtype, np.floating):
-            integers.add(name)
-    return task.lists | integers
+    integers = {name for name, value in samples.outputs[0].items() if value.dtype.kind != "f"}
+    return task.lists | (integers - {*task.covered})
 
 
 def _find_uncovered(task: EvaluationTask, samples: FirstSamples) -> tuple[str, ...]:
@@ -311,7 +308,7 @@ def _slice_output(
     change = find_change(name, values, samples.inputs)
     if change is not None:
         return (change,)
-    if not np.issubdtype(values[0].dtype, np.floating):  # class numbers or counts: no signal
+    if values[0].dtype.kind != "f":  # class numbers or counts: no signal
         return ()
     return split_output(name, values)
 

@@ -360,8 +360,8 @@ def _pair_tables(tables: Sequence[_RowTable], *, are_known_boxes: bool) -> RowDe
     )
     # of two outputs that may be scores, one of a single column is the gate; it is sorted last
     score_tables = sorted(score_tables, key=lambda table: table.width == 1)
-    has_gate = len(score_tables) == 2 and score_tables[1].width == 1
-    if len(score_tables) != (2 if has_gate else 1):
+    gate_widths = [table.width for table in score_tables[1:]]
+    if not score_tables or gate_widths not in ([], [1]):
         return None
     scores, *gates = [table.columns for table in score_tables]
     # what is left may be key points or masks; a decoder carries one such output
@@ -656,7 +656,7 @@ def _are_prototypes(name: str, count: int, samples: FirstSamples) -> bool:
     """Whether an output holds `count` prototype maps of masks, in every sample."""
     weights = np.zeros((1, count))
     for value, inputs in zip(samples.arrays(name), samples.inputs, strict=True):
-        if value.shape[1:2] != (count,) or make_masks(weights, value, image_size(inputs)) is None:
+        if make_masks(weights, value, image_size(inputs)) is None:
             return False
     return True
 

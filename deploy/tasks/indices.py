@@ -204,16 +204,17 @@ def find_integers(samples: FirstSamples) -> Indices | None:
     The rows of lists of varying length, and of NonMaxSuppression's selections, are compared in any
     order; all other outputs place by place.
     """
-    arrays_by_name = {}  # outputs whose integers may be class numbers or indices
+    names = []  # outputs whose integers may be class numbers or indices
     for name in samples.output_names:
         if all(map(_are_class_numbers, samples.arrays(name))):
-            arrays_by_name[name] = samples.arrays(name)
+            names.append(name)
 
     is_list_by_name = {}  # output -> whether its rows are in any order
-    for name, arrays in arrays_by_name.items():
+    for name in names:
+        arrays = samples.arrays(name)
         # integers that are equal in all samples may be a constant, unless they are all there is
         is_constant = len({value.tobytes() for value in arrays}) == 1
-        if is_constant and len(arrays_by_name) < len(samples.output_names):
+        if is_constant and len(names) < len(samples.output_names):
             continue
         is_selection = samples.declared.ends.get(name) == "selected"
         varies_in_shape = len({value.shape for value in arrays}) > 1

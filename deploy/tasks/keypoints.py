@@ -24,7 +24,6 @@ from deploy.tasks.rows import (
     Outputs,
     are_comparable,
     are_in_unit_range,
-    is_floating,
     is_vector,
     order_by_step,
 )
@@ -150,7 +149,7 @@ def find_keypoints(samples: FirstSamples) -> Points | None:
     size = samples.picture_size
     if size is None:
         return None
-    outputs = [OutputSlice(output=name) for name in samples.names]
+    outputs = [OutputSlice(output=name) for name in samples.float_outputs]
     # output of points -> output with a score of each point
     scores_by_slice = find_cell_scores(outputs, samples)
 
@@ -200,7 +199,7 @@ def _find_point_width(values: Arrays, size: ImageSize) -> int:
     shape = values[0].shape
     if len(shape) < 2 or shape[0] != 1 or sum(side > 1 for side in shape) > 2:
         return 0
-    if not all(value.shape == shape and is_floating(value) for value in values):
+    if any(value.shape != shape for value in values):
         return 0
     if is_vector(values[0]):  # flat
         point_width = _find_width_by_order(values, _POINT_WIDTHS)
@@ -232,18 +231,13 @@ def _find_width_by_order(values: Arrays, widths: Sequence[int]) -> int:
     """
     vectors = np.stack(values).reshape(len(values), -1).astype(np.float64)
     length = vectors.shape[1]
-    best_width = 1
-    best_order = MIN_ORDER  # order: mean correlation with the point before
+    # mean correlation with the point before -> width; 0 if no correlation exceeds the minimum
+    width_by_order = {MIN_ORDER: 0}
     for width in (1, *widths):  # 1: a signal, each of whose numbers is near the one before
-        if length % width or length < width * MIN_ORDERED:
-            continue  # no whole points, or too few to show an order
-        order = order_by_step(vectors, width)
-        if order > best_order:
-            best_width = width
-            best_order = order
-    if best_width == 1:  # a signal, or no order at all
-        return 0
-    return best_width
+        if length % width == 0 and length >= width * MIN_ORDERED:  # whole points, and enough
+            width_by_order.setdefault(order_by_step(vectors, width), width)
+    best_width = width_by_order[max(width_by_order)]
+    return 0 if best_width == 1 else best_width  # 1: a signal
 
 
 def _to_rows(value: Array, point_width: int) -> Floats:

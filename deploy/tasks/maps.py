@@ -82,10 +82,10 @@ def _read_layouts(values: Arrays) -> Iterator[tuple[int, list[Array]]]:
 
 
 def _fit_pictures(samples: Arrays, inputs: Sequence[Outputs], max_scale: int) -> bool:
-    """Whether each map [1, ..., H, W] is as large as its picture, or at most that much smaller."""
+    """Whether each map [1, C, H, W] is as large as its picture, or at most that much smaller."""
     for value, sample_inputs in zip(samples, inputs, strict=True):
         size = image_size(sample_inputs)
-        if size is None or value.shape[:1] != (1,) or value.ndim < 3:
+        if size is None or len(value) != 1:
             return False
         for side, picture_side in zip(value.shape[-2:], size, strict=True):
             if not side <= picture_side <= max_scale * side:
@@ -278,9 +278,8 @@ def find_masks(samples: FirstSamples) -> MaskMaps | None:
     names = []
     for name in samples.names:
         values = samples.arrays(name)
-        are_pictures = all(map(_is_like_picture, values, samples.inputs))
         are_masks = any(_are_masks(maps, samples.inputs) for _, maps in _read_layouts(values))
-        if are_masks and not are_pictures:
+        if are_masks and not all(map(_is_like_picture, values, samples.inputs)):
             names.append(name)
     shapes = {samples.outputs[0][name].shape for name in names}
     if len(shapes) != 1:

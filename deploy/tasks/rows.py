@@ -180,10 +180,9 @@ def are_undecided(shares: Array) -> Flags:
 
 def correlate(x_values: Floats, y_values: Floats) -> float:
     """Return the correlation of two vectors; 0 if one is constant."""
-    x_deviations = x_values - x_values.mean()
-    y_deviations = y_values - y_values.mean()
-    norms = float(np.linalg.norm(x_deviations) * np.linalg.norm(y_deviations))
-    return float(x_deviations @ y_deviations) / max(norms, 1e-30)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        correlation = np.corrcoef(x_values, y_values)[0, 1]
+    return float(np.nan_to_num(correlation))
 
 
 def order_by_step(rows: Floats, step: int) -> float:

@@ -211,10 +211,8 @@ def find_ranked(samples: FirstSamples) -> Classes | None:
         is_ranking = value.size == 1 or samples.declared.ends.get(name) == "ranked"
         if not is_ranking or not value.ndim or value.dtype.kind not in "iu":
             continue
-        parts: SlicesByOutput = {name: ()}
-        for score_name in names:
-            if score_name != name:
-                parts[score_name] = (OutputSlice(output=score_name),)
+        parts: SlicesByOutput = {other: (OutputSlice(output=other),) for other in names}
+        parts[name] = ()  # the other output is its scores
         return Classes((name,), (value.size,), are_numbers=True, parts=parts)
     return None
 
