@@ -109,9 +109,9 @@ def bench(
 
     Raises:
         BackendError: a file that its runtime cannot load or run.
-        ConfigError: the engines' inputs differ, a shape does not fit, no engine uses a target or
-            the number of threads, both a second engine and a second runtime are given, a model has
-            a fixed batch, or the runtime has no profiler.
+        ConfigError: the engines' inputs differ; a shape does not fit; `targets` or `threads` is
+            given, but no engine uses it; both `against` and `runtime` are given; `batches` is
+            given, but a model has a fixed batch; or the runtime has no profiler.
         SdkMissingError: the runtime is not installed.
         FeedError: images that do not fit.
     """

@@ -166,7 +166,8 @@ def quantize(
         dtype: "quint8", "qint8" or, with scales, "qint32".
 
     Raises:
-        ConfigError: a method with scales, zero points without, or a dtype that does not fit.
+        ConfigError: both a method and scales, zero points without scales, or a dtype that does not
+            fit.
         CalibrationError: values without a range, or as in `calibrators.grids`.
     """
     if isinstance(method, str):

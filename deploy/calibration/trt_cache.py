@@ -234,7 +234,7 @@ def parse(data: bytes, *, origin: str) -> CalibrationCache:
 
 
 def dump(cache: CalibrationCache) -> bytes:
-    """Return the text of a cache; the exact inverse of `parse`."""
+    """Return the bytes of a cache file; a cache that was read is returned byte for byte."""
     text = cache.header.text + cache.header.end
     for entry in cache.entries:
         text += f"{entry.name}: {entry.digits}{entry.end}"
@@ -265,7 +265,8 @@ def relabel(
 ) -> CalibrationCache:
     """Return the same entries with the header of another TensorRT version or algorithm.
 
-    The legacy form has no version label, so it is returned unchanged without another algorithm.
+    A cache in the legacy form has no version label, so without another algorithm it is returned
+    unchanged.
     """
     header = _make_header(version, algorithm or cache.header.algorithm)
     if header.label is None and cache.header.label is None:  # both are in the legacy form

@@ -210,7 +210,7 @@ def export_trained(
     The arguments are those of `calib8.torch.qat`.
 
     Raises:
-        ConfigError, ModelError, FeedError, CalibrationError, CacheError: as `train`.
+        ConfigError, ModelError, FeedError, CalibrationError, CacheError: as `calib8.torch.qat`.
         ExportError: nothing was quantized, or the outputs have other shapes.
     """
     task = check_task(task)

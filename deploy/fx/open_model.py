@@ -58,7 +58,8 @@ def export(
 
     Raises:
         ModelError: torch.export cannot follow the model, or the model fixes the batch.
-        ExportError: a prepared model, another opset, or outputs that differ from torch's.
+        ExportError: the model is prepared but not converted, the opset cannot be written, or the
+            outputs differ from torch's.
         FeedError: inputs that are no tensors.
     """
     copied = plain_copy(model).eval()

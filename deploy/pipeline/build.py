@@ -125,10 +125,9 @@ def build(  # noqa: D417
             number, more is better. It is called for each sample; the mean replaces the task figure.
         task: name of the outputs' task (`deploy.tasks.TASKS`), or "none" to compare values;
             None recognises it.
-        duration_s: seconds of latency runs for each model; 0 measures no time, in the search too.
-            None is 3, or 0 if `tuning.cpu` names another CPU than this one.
-        effort: 0 does not search, 3 tries most; short for
-            `tuning=Tuning(effort=...)`.
+        duration_s: seconds of latency runs for each model; with 0 the search measures no time
+            either. None is 3, or 0 if `tuning.cpu` names another CPU than this one.
+        effort: 0 does not search, 3 tries most; short for `tuning=Tuning(effort=...)`.
         tuning: options of the search, or a plan to follow.
         gates: the user's limits, for the verdicts.
         repairs: "adaround", which is kept if it helps, or "none". None tries "adaround" if there
