@@ -63,7 +63,7 @@ class Annotations:
     def numbered_by_name(self, class_names: Mapping[int, str]) -> Annotations:
         """Return the annotations with the model's class numbers for categories of the same names.
 
-        They stay as they are unless the model has a class of the name of each category.
+        If the model has no class of the name of a category, all categories stay as they are.
 
         Args:
             class_names: class number of the model -> name.

@@ -292,6 +292,7 @@ def _take_labels(arrays: dict[str, Array], specs: Specs) -> tuple[int, ...] | No
             continue
         labels = np.atleast_1d(arrays.pop(key))
         if labels.dtype.kind not in "iu" or (labels < 0).any():
+            # a negative number, or the dtype of other values
             got = labels.min() if labels.dtype.kind == "i" else labels.dtype
             raise FeedError(
                 f"{key!r} must be whole numbers from 0, got {got};"

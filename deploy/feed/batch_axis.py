@@ -39,14 +39,15 @@ def mark_first_axes(
             f"the batch axis must be {', '.join(CHOICES[:-1])} or {NONE}, got {choice!r}"
         )
     row_count = _find_common_rows(inputs)
-    has_batch = choice == FIRST
-    if choice == AUTO:  # rows are samples, unless an output has another fixed number of them
-        has_batch = row_count == 1 or all(
+    rows_are_samples = choice == FIRST
+    if choice == AUTO:  # they are, unless an output has another fixed number of rows
+        rows_are_samples = row_count == 1 or all(
             _may_hold_samples(output.shape, row_count) for output in outputs
         )
-    # an input of another fixed size, such as a state [2, N, 64], has no batch in front
+    # an input with another fixed number of rows, such as a state [2, N, 64], has no batch in front
     return tuple(
-        replace(spec, has_batch=has_batch and _has_common_rows(spec, row_count)) for spec in inputs
+        replace(spec, has_batch=rows_are_samples and _has_common_rows(spec, row_count))
+        for spec in inputs
     )
 
 

@@ -58,7 +58,7 @@ class CalibratorBatches:
         self._declared_batch_size = batch_size
         # many scripts declare 1 sample, and copy as many as the model takes
         self._expected_batch_size = samples_per_run(specs) if batch_size == 1 else batch_size
-        self._batch_count = 0  # batches so far, the current one included
+        self._batch_count = 0  # batches before the current one
         self._must_be_last = False  # whether no batch may follow the current one
         self._size_by_short_batch: dict[int, int] = {}  # number of the batch -> its samples
 
@@ -117,8 +117,8 @@ class CalibratorBatches:
             FeedError: see `read_batch`.
         """
         address, window = self._find_window(spec, pointer)
-        # in this order: the number of values in a batch shows the dtype of the copied bytes, and
-        # the size of a sample in that dtype how many samples they are
+        # the dtype of the copied bytes may show only by their number, if they are a complete batch;
+        # the size of a sample in that dtype then shows how many samples they are
         has_batch = bool(spec.has_batch)
         expected_count = self._expected_batch_size if has_batch else 1
         sample_shape = self._find_sample_shape(spec, window, has_batch=has_batch)

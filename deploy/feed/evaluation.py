@@ -164,7 +164,7 @@ def read_labels(path: Path | str) -> FileList | Annotations | str:
             # a table may have other columns before the name
             name = text.rpartition(",")[2] if separator == "," else text.rstrip(" ,")
             labelled_files.add(name.strip(' "'), int(label))
-        elif columns and (number > 1 or len(columns) == 1):
+        elif columns and (number > 1 or len(columns) == 1):  # neither empty nor a table's header
             raise FeedError(
                 f"a label is a class number, line {number} of {path} ends in other text;"
                 " number the classes from 0, as the model's outputs are"
@@ -173,7 +173,7 @@ def read_labels(path: Path | str) -> FileList | Annotations | str:
 
 
 def to_labels(labels: Iterable[int] | ImageLabels | Path | None) -> ImageLabels | None:
-    """Return labels as `apply_labels` takes them: of a path read, class numbers as integers.
+    """Return labels as `apply_labels` takes them: a path is read, class numbers become integers.
 
     Raises:
         FeedError: as `read_labels`, or class numbers that are not whole, or not one an image.
@@ -225,15 +225,15 @@ def apply_labels(
         evaluation.set_labels(labels)
         return None
 
-    labels = labels.numbered_by_name(class_names or {})
+    annotations = labels.numbered_by_name(class_names or {})
     if evaluation.preprocess is None:
         raise ConfigError("annotations of boxes are for pictures, got arrays; give image files")
     for name in evaluation.names:
-        labels.find_objects(name)  # raises if the image is not annotated
-    sizes = _find_image_sizes(labels, evaluation)
-    note = _note_unlabelled(labels, evaluation)
-    objects_of_image = partial(_objects_in_input, labels, evaluation, sizes)
-    return GroundTruth(objects_of_image, labels.categories, (note,) if note else ())
+        annotations.find_objects(name)  # raises if the image is not annotated
+    sizes = _find_image_sizes(annotations, evaluation)
+    note = _note_unlabelled(annotations, evaluation)
+    objects_of_image = partial(_objects_in_input, annotations, evaluation, sizes)
+    return GroundTruth(objects_of_image, annotations.categories, (note,) if note else ())
 
 
 def _order_labels(lines: FileList, image_names: Iterable[str]) -> Sequence[int]:
@@ -350,9 +350,10 @@ def _objects_in_input(
     # where annotations have no size, their boxes are shares of the sides
     annotated_height, annotated_width = annotation.size or (1, 1)
     size = sizes.get(name, (annotated_height, annotated_width))
+    height, width = size
     # from pixels of the annotated image, or shares, to pixels of the image, then of the input
-    x_scale = size[1] / annotated_width
-    y_scale = size[0] / annotated_height
+    x_scale = width / annotated_width
+    y_scale = height / annotated_height
     boxes = annotation.boxes * np.array([x_scale, y_scale, x_scale, y_scale])
     return replace(
         annotation,

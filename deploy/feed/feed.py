@@ -163,16 +163,16 @@ class Dataset:
         recurrence = self._find_recurrence(specs, recurrence)
         if recurrence is not None:  # the model has states, which the samples may hold or lack
             holds_states, source = opener.probe_first_sample(source, files)
-            if not holds_states:
+            if not holds_states:  # all states are computed: the samples hold the other inputs
                 opener = replace(opener, specs=recurrence.data_inputs, recurrence=recurrence)
-            elif recurrence.is_set_by_user:  # the samples hold the states at a sequence's start
+            elif recurrence.is_set_by_user:  # computed, but for the first step of each sequence
                 opener = replace(opener, recurrence=recurrence)
         return opener.open(source, files)
 
     def _find_recurrence(
         self, specs: Sequence[TensorSpec], recurrence: Recurrence | None
     ) -> Recurrence | None:
-        """Return the model's recurrence with the user's states; None for a model without states.
+        """Return how the model feeds itself states, those of the user if any; None without states.
 
         Raises:
             ConfigError: the states are no dict, or not those of a float model that can be run.
@@ -279,7 +279,8 @@ class _SourceOpener:
         file_shape = (None, *sample_shape) if spec.has_batch else sample_shape
         file_spec = replace(spec, dtype=raw.dtype or spec.dtype, shape=file_shape)
         arrays = self._open_arrays(files, (file_spec,), skip_bad=self.dataset.skip_bad)
-        # zeros that stand for every sample, since all have one shape and dtype
+        # raises if a sample does not fit the input; zeros stand for each, since all have one shape
+        # and dtype
         sample = {spec.name: np.zeros((1, *sample_shape), file_spec.dtype)}
         count_samples(sample, self.specs, f"each sample of {arrays.name}")
         batch = samples_per_run(self.specs)

@@ -69,7 +69,7 @@ def walk_files(folder: Path, is_selected: Callable[[str], bool]) -> list[str]:
     for root, folders, files in os.walk(folder, onerror=_refuse_folder, followlinks=True):
         real_path = os.path.realpath(root)
         if real_path in visited_folders:
-            folders.clear()
+            folders.clear()  # `os.walk` enters what is in this list
             continue
         visited_folders.add(real_path)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -102,13 +102,13 @@ def read_list(path: Path) -> FileList:
     """
     files = FileList(path.parent)
     unlabelled_count = 0
-    first_unlabelled = 0
+    first_unlabelled_line = 0
     for number, line in _iterate_lines(path):
         name, label = _parse_line(path, number, line)
         files.add(name, label)
         if label is None:
             unlabelled_count += 1
-            first_unlabelled = first_unlabelled or number
+            first_unlabelled_line = first_unlabelled_line or number
 
     if not files:
         raise FeedError(
@@ -117,8 +117,8 @@ def read_list(path: Path) -> FileList:
     if 0 < unlabelled_count < len(files):
         raise FeedError(
             f"every line of {printable_name(path)} or none must have a label, got"
-            f" {unlabelled_count} of {len(files)} without, the first on line {first_unlabelled};"
-            " add them or remove all labels"
+            f" {unlabelled_count} of {len(files)} without, the first on line"
+            f" {first_unlabelled_line}; add them or remove all labels"
         )
     return files
 

@@ -48,9 +48,9 @@ def first_item_fits(source: Any, specs: Specs) -> tuple[bool, Any]:
     (first_item,) = first_items
     try:
         arrays = match_inputs(first_item, specs, "the first item").arrays
-        element = first_item[0] if isinstance(first_item, tuple | list) else first_item
-        # a mapping has the names of the inputs; its shapes are checked when all items are read
-        if not isinstance(element, Mapping):
+        inputs = first_item[0] if isinstance(first_item, tuple | list) else first_item
+        # a mapping names the inputs that it holds; its shapes are checked when all items are read
+        if not isinstance(inputs, Mapping):
             item = {spec.name: add_missing_batch(arrays[spec.name], spec) for spec in specs}
             count_samples(item, specs, "the first item")
     except FeedError:

@@ -70,14 +70,14 @@ def run_in_order(
 
     Args:
         samples: drawn once, by one thread.
-        work: (worker 0.., number of the sample 1.., sample) -> result; called concurrently.
+        work: (worker from 0, number of the sample, sample) -> result; called concurrently.
         consume: (number, result); called one at a time, in the order of the numbers.
         threads: workers, 1 or more.
-        first_number: number of the first of these samples.
+        first_number: number of the first of these samples; more than 1 if earlier calls had others.
         pause: pauses between samples.
 
     Returns:
-        The number of samples.
+        The number of samples that were drawn.
 
     Raises:
         The first exception of `samples`, `work` or `consume`; the other workers stop.

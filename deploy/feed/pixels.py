@@ -60,17 +60,18 @@ def preprocess_image(pixels: Array, preprocess: Preprocess) -> Array:
     assert preprocess.color is not None
     preprocess = with_image_size(preprocess, (pixels.shape[0], pixels.shape[1]))
     resized, (top, left) = resize_to_input(pixels, preprocess)
-    if preprocess.color == "rgb":
+    if preprocess.color == "rgb":  # from BGR
         resized = resized[:, :, ::-1]
+    # `channels_first` and `image_region` are views: what is written to them is in `input_values`
     if preprocess.layout == "nhwc":
         input_values = np.empty((1, *preprocess.input_size, preprocess.channels), np.float32)
-        channels_first = input_values[0].transpose(2, 0, 1)  # a view, as the ones below
+        channels_first = input_values[0].transpose(2, 0, 1)
     else:
         input_values = np.empty((1, preprocess.channels, *preprocess.input_size), np.float32)
         channels_first = input_values[0]
 
     height, width = resized.shape[:2]
-    if (height, width) != preprocess.input_size:  # the border, over which the image is written
+    if (height, width) != preprocess.input_size:  # a border, filled first and normalised likewise
         channels_first[:] = _per_channel(preprocess.pad)
         _scale_and_normalise(channels_first, preprocess, out=channels_first)
     image_region = channels_first[:, top : top + height, left : left + width]
@@ -243,8 +244,8 @@ def boxes_to_input(
 def resized_geometry(size: Size, preprocess: Preprocess) -> tuple[Size, tuple[int, int]]:
     """Return the image's size after resizing, and the (top, left) of its corner in the input.
 
-    These are negative where the image is cropped. A crop is placed as by torchvision's
-    `center_crop`: half a pixel becomes the even number.
+    A coordinate of the corner is negative if the image is cropped there. A crop is placed as by
+    torchvision's `center_crop`: half a pixel becomes the even number.
     """
     height, width = preprocess.input_size
     if preprocess.resize == "short-side":

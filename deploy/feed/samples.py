@@ -193,7 +193,7 @@ class Feed:
             FeedError: there are more or fewer labels than images.
         """
         indices: Sequence[int] = self._chosen_samples.indices
-        if len(labels) == len(self._source):
+        if len(labels) == len(self._source):  # they are of all samples, also those not chosen
             indices = range(len(labels))
         if len(labels) != len(indices):
             raise FeedError(
@@ -450,7 +450,7 @@ class Feed:
         """
         good_count = sample_count * self.batch
         entry_count = self.entry_count
-        if good_count < self.count:
+        if good_count < self.count:  # else all were used; a batch filled up counts some twice
             entry_count = self._chosen_samples.count_entries(good_count)
         digests = self._sample_reader.digests.hex(self._chosen_samples.indices[:entry_count])
         return digests, self._chosen_samples.skipped_by_position(entry_count)

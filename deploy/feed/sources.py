@@ -359,7 +359,7 @@ class RemoteSample:
 def read_remote_samples(source: SampleSource, indices: Iterable[int]) -> list[RemoteSample]:
     """Return samples to be sent to another machine: images as file bytes, all others as arrays.
 
-    In place of a sample that cannot be read or decoded stands the reason.
+    The content of a sample that cannot be read or decoded is the reason, as text.
     """
     samples = []
     for index in indices:

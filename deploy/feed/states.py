@@ -312,7 +312,7 @@ def choose_steps(choice: Choice, source: SequenceSource) -> tuple[Sequence[int],
     Raises:
         ConfigError: a choice that would leave out steps in between.
     """
-    stride = None if choice.every == 1 else choice.every
+    stride = None if choice.every == 1 else choice.every  # 1 leaves out no step
     unsuitable_options = {"--stride": stride, "--shard": choice.shard}
     for flag, value in unsuitable_options.items():
         if value is not None:

@@ -407,7 +407,7 @@ def find_float16_overflows(
             reason = _describe_vanishing(graph, node)
             if reason and node.op_type != "Div":  # a Div is itself such a reader
                 affected_nodes += graph.readers.get(node.output[0], ())
-        for affected_node in affected_nodes:
+        for affected_node in affected_nodes:  # the first reason of a node stays
             reasons[affected_node.name] = reasons[affected_node.name] or reason
     return {name: reason for name, reason in reasons.items() if reason and name not in int8_nodes}
 

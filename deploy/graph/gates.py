@@ -105,8 +105,8 @@ def find_gates(graph: Graph) -> tuple[Gate, ...]:
 def collapse_gates(nodes: Iterable[onnx.NodeProto], gates: Iterable[Gate]) -> Nodes:
     """Return the nodes with the nodes of each gate replaced by one `GATE` node.
 
-    The new node stands in place of the gate's last node and has its name. If two gates end in the
-    same Mul, whose factors they are, only the second one is replaced.
+    The new node stands in place of the gate's last node and has its name. A Mul of two gates is the
+    last node of both; then only the second gate is replaced.
     """
     gate_by_last_node: dict[str, Gate] = by_name(gates)  # a gate has the name of its last node
     dropped_nodes: set[str] = set()

@@ -548,7 +548,7 @@ def _softmax_over_axis(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     shape = scope.shapes.get(source)
     if shape is not None and -len(shape) <= axis < len(shape):
         is_one_axis = all(size == 1 for size in shape[axis % len(shape) + 1 :])
-    else:
+    else:  # the shape is unknown: only the last axis has surely none after it
         is_one_axis = axis == -1
     if not is_one_axis and axis < 0 and shape is None:
         raise CannotRewrite(f"the shape of {source} is not known")
