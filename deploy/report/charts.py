@@ -86,7 +86,8 @@ def range_bar(row: TensorRow) -> str:
     """
     axis_lo = min(row.observed_min, row.lo, 0.0)
     axis_hi = max(row.observed_max, row.hi, 0.0)
-    if not (math.isfinite(axis_lo) and math.isfinite(axis_hi)) or axis_hi <= axis_lo:
+    is_finite = math.isfinite(axis_lo) and math.isfinite(axis_hi)
+    if not is_finite or axis_hi <= axis_lo:
         return ""
 
     axis = _Axis(axis_lo, axis_hi, start=1, length=_BAR_WIDTH - 2)
@@ -143,8 +144,8 @@ class _MeasuredEngine(NamedTuple):
 def latency_figure(engines: Sequence[EngineRow], *, on_device: bool = False) -> str:
     """Draw the distribution of all measured iterations, one curve per engine, with its p50.
 
-    "" without measured iterations. Iterations beyond the end of the axis are only counted; an
-    engine with few iterations has no curve, which would look like a distribution.
+    "" without measured iterations. Iterations beyond the end of the axis are only counted. An
+    engine with few iterations has no curve: it would look like a distribution.
 
     Args:
         engines: all engines of the report.
@@ -189,7 +190,7 @@ def latency_figure(engines: Sequence[EngineRow], *, on_device: bool = False) -> 
 
 
 def _measured_engines(engines: Sequence[EngineRow], on_device: bool) -> Iterator[_MeasuredEngine]:
-    """Yield the engines with measured iterations; each keeps its colour on both charts."""
+    """Yield the engines that were timed by one clock; an engine's colour is that of its place."""
     for index, engine in enumerate(engines):
         if engine.on_device == on_device and engine.latency and engine.latency.samples_ms:
             samples_ms = np.asarray(engine.latency.samples_ms, np.float64)
@@ -197,9 +198,9 @@ def _measured_engines(engines: Sequence[EngineRow], on_device: bool) -> Iterator
 
 
 def _latency_scale(engines: Sequence[_MeasuredEngine]) -> _Axis:
-    """Return an axis from the fastest iteration to the slowest engine's 99th percentile.
+    """Return an axis from the fastest iteration to the highest 99th percentile of the engines.
 
-    It ends at `_MAX_P50S` times that engine's p50 if that is less. Both ends have a margin.
+    At most `_MAX_P50S` times an engine's p50 counts as its percentile. Both ends have a margin.
     """
     lo = math.inf
     hi = 0.0
@@ -207,12 +208,14 @@ def _latency_scale(engines: Sequence[_MeasuredEngine]) -> _Axis:
         p99 = float(np.quantile(engine.samples_ms, 0.99))
         lo = min(lo, float(engine.samples_ms.min()))
         hi = max(hi, min(p99, _MAX_P50S * engine.p50_ms))
-    margin = 0.06 * (hi - lo) or 0.05 * hi or 1.0
+    margin = 0.06 * (hi - lo)
+    if not margin:  # all iterations took the same time, and an axis needs a length
+        margin = 0.05 * hi or 1.0
     return _Axis(max(0.0, lo - margin), float(hi + margin))
 
 
 def _latency_axis(axis: _Axis) -> str:
-    """Draw the floor and its ticks; a narrow screen hides every second of many labels."""
+    """Draw the floor and its ticks; if there are many, a narrow screen hides every second label."""
     body = _floor_line(_FLOOR)
     ticks = list(_ticks(axis.lo, axis.hi))
     for index, (value, label) in enumerate(ticks):
@@ -312,9 +315,9 @@ def _time_axis(splits: Sequence[SplitRow]) -> _Axis:
 
 def _sqnr_axis(splits: Sequence[SplitRow]) -> _Axis:
     """Return the axis of finite SQNR; its length is negative, since y grows downwards."""
-    finite_db = [split.sqnr_db for split in splits if math.isfinite(split.sqnr_db)] or [0.0]
-    worst_db = min(finite_db)
-    best_db = max(*finite_db, worst_db + 1)  # an axis needs a length
+    finite_db = [split.sqnr_db for split in splits if math.isfinite(split.sqnr_db)]
+    worst_db = min(finite_db, default=0.0)
+    best_db = max([*finite_db, worst_db + 1])  # an axis needs a length
     return _Axis(worst_db, best_db, start=_WORST_SQNR_Y, length=_BEST_SQNR_Y - _WORST_SQNR_Y)
 
 
@@ -333,7 +336,7 @@ def sweep_table(engines: Sequence[EngineRow]) -> tuple[list[str], list[list[str]
     """Return (heads, rows): p50 and items per second of every engine by batch.
 
     All engines are measured at the same batches. The batch with the most items per second is
-    marked; no rows without a sweep.
+    marked for each. There are no rows if no engine was measured at several batches.
     """
     heads = ["batch"]
     cells_by_batch = defaultdict[int, list[str]](list)

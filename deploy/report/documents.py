@@ -140,13 +140,13 @@ def _head_facts(report: Findings) -> Iterator[str]:
 
 def _main_figures(report: Findings) -> Iterator[tuple[str, str]]:
     """Yield (value, label): the first int8 engine's lines of the screen, and targets' coverage."""
-    lines = main_lines(report)
-    int8_engines = [index for index, engine in enumerate(report.engines) if not engine.is_float]
-    for index in int8_engines[:1]:
-        for line in lines:
-            if line.cells[index] != figures.NONE:
-                label = f"{line.label}, {report.engines[index].label}"
-                yield line.cells[index], ": ".join(filter(None, (label, line.change)))
+    int8_columns = [index for index, engine in enumerate(report.engines) if not engine.is_float]
+    if int8_columns:
+        first_column = int8_columns[0]
+        for line in main_lines(report):
+            if line.cells[first_column] != figures.NONE:
+                label = f"{line.label}, {report.engines[first_column].label}"
+                yield line.cells[first_column], ": ".join(filter(None, (label, line.change)))
     for target in tables.built_targets(report):
         quantized_precisions = [node.precision for node in target.nodes if node.quantized]
         precisions = ", ".join(sorted(set(quantized_precisions))) or "int8"

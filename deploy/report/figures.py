@@ -174,8 +174,8 @@ def compare_with_plan(
 ) -> EngineLayersPart | None:
     """Compare an engine's layers with the plan of its model; None without layers.
 
-    A layer runs one or several nodes. A block, such as a DLA's loadable, is a layer of many nodes
-    that does not tell their types.
+    A layer runs one or several nodes, or only changes the type or layout of a tensor (a reformat).
+    A block, such as a DLA's loadable, is a layer of many nodes that does not tell their types.
 
     Args:
         layers: as the engine's runtime reports them.
@@ -264,9 +264,10 @@ def _block_kind(block: EngineLayer) -> str:
 def _block_nodes(block: EngineLayer, nodes: Sequence[str]) -> Sequence[str]:
     """Return the names of the nodes in a block.
 
-    If only its first and last node are known, these are all nodes between them that no other layer
-    has: `nodes`, in the model's order. An end that is no node of the plan, such as a
-    QuantizeLinear, bounds nothing.
+    If only its first and last node are known, the block has all of `nodes` between them. An end
+    that is not among `nodes`, such as a QuantizeLinear, sets no bound.
+
+    `nodes`: names of the nodes that no other layer has, in the model's order.
     """
     if block.end_nodes is None:
         return block.nodes

@@ -30,9 +30,9 @@ from deploy.report.previews import PAGE_ONLY
 def find_rivals(engines: Iterable[EngineRow], engine: EngineRow) -> tuple[EngineRow, ...]:
     """Return the measured float engines to compare an engine's speed with, the main one first.
 
-    These are the float engines built for the same target, the narrowest type first, since a user
-    would run that one instead of int8. Without any it is the float model, if it ran on the same
-    kind of device: the time on a CPU says nothing about int8 on a GPU.
+    These are the float engines built for the same target, the narrowest type first: a user would
+    run that one instead of int8. If there are none, it is the float model, provided that it ran on
+    the same kind of device: the time on a CPU says nothing about int8 on a GPU.
     """
     if engine.is_float or engine.latency is None:
         return ()
@@ -52,10 +52,12 @@ def find_rivals(engines: Iterable[EngineRow], engine: EngineRow) -> tuple[Engine
 
 def with_speed(engines: Iterable[EngineRow], engine: EngineRow) -> EngineRow:
     """Return an engine's row with its speed beside the first of its rivals, if it has one."""
-    for rival in find_rivals(engines, engine)[:1]:
-        assert rival.latency is not None and engine.latency is not None
-        return replace(engine, speed=speed_up(rival.latency, engine.latency))
-    return engine
+    rivals = find_rivals(engines, engine)
+    if not rivals:
+        return engine
+    rival_latency = rivals[0].latency
+    assert rival_latency is not None and engine.latency is not None
+    return replace(engine, speed=speed_up(rival_latency, engine.latency))
 
 
 def speed_over(rival: EngineRow, engine: EngineRow) -> float:
@@ -145,7 +147,7 @@ class Findings:
         for engine in self.engines:
             for text in _engine_notes(engine, self.target_of(engine)):
                 labels_by_text.setdefault(text, []).append(engine.label)
-        # a target without an engine: the notes of the others are among those of their engines
+        # notes of a target are among those of its engine; a target without one has notes too
         targets_with_engine = {engine.target for engine in self.engines if not engine.reference}
         for target in self.targets:
             if target.name not in targets_with_engine:
@@ -206,7 +208,8 @@ def to_plain(value: object) -> object:
     """Return a value as JSON types; empty fields of dataclasses are left out."""
     if value is None or isinstance(value, bool | int | str):
         return value
-    if callable(write_json := getattr(value, "to_json", None)):
+    write_json = getattr(value, "to_json", None)  # a class that writes itself in another way
+    if callable(write_json):
         return to_plain(write_json())
     if is_dataclass(value) and not isinstance(value, type):
         plain: dict[str, object] = {}
@@ -222,6 +225,7 @@ def to_plain(value: object) -> object:
     if isinstance(value, float):  # also numpy's float64
         number = float(value)
         return number if math.isfinite(number) else str(number)
-    if callable(to_number := getattr(value, "item", None)):  # a numpy scalar
+    to_number = getattr(value, "item", None)  # of a numpy scalar
+    if callable(to_number):
         return to_plain(to_number())
     return value.as_posix() if isinstance(value, Path) else str(value)

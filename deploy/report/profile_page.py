@@ -81,8 +81,8 @@ def tree_map(tiles: Sequence[Tile], title: str) -> str:
 def squarify(values: Sequence[float], area: Area) -> list[Area]:
     """Return a rectangle for each value, which together fill the area.
 
-    Rows of rectangles are laid along the shorter side of what remains. A value joins the row unless
-    that makes the rectangles of the row less square.
+    Rows of rectangles are laid along the shorter side of the area that remains. A value joins the
+    row unless that makes the rectangles of the row less square; then it starts the next row.
 
     Args:
         values: positive, descending.
@@ -174,13 +174,14 @@ def _draw_tile(tile: Tile, area: Area) -> str:
 
     A name of which less than three letters fit is left out.
     """
+    # with 3 px free at each side
     max_letters = int((area.width - 6) / _LETTER_WIDTH)
     name = tile.name
     if len(name) > max_letters:
         name = f"{name[: max(max_letters - 1, 0)]}…"
     kind = f"c{tile.kind}"  # its class in the page's style
     has_room = area.height >= _NAME_HEIGHT
-    if tile.parts:  # which are drawn later, below the name
+    if tile.parts:  # they are drawn later, below the name
         kind = "whole"
         has_room = _has_name_above(area)
     text = ""

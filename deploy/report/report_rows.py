@@ -48,8 +48,8 @@ def clip_rows(
 ) -> tuple[TensorRow, ...]:
     """Return a row for each range of a target, with the share of values that it clips.
 
-    The share is unknown for a range that a tensor inherits from another one, as a pool's output
-    does, and for one whose histogram is not stored.
+    The share is unknown for a range that comes from another tensor, such as that of a pool's
+    output, and for a tensor whose histogram is not stored.
 
     Args:
         calibration: the calibration.
@@ -71,8 +71,8 @@ def clipped_share(histogram: Histogram, scale: Scale, read_range: RangeLimits) -
     Args:
         histogram: of a tensor.
         scale: its scale.
-        read_range: values that its readers distinguish; clipping others, as below 0 before a Relu,
-            is no loss.
+        read_range: limits of the values that its readers tell apart. Clipping beyond them is no
+            loss, such as below 0 before a Relu.
     """
     edges = histogram.edges()  # ascending, one more than bins
     bin_starts = edges[:-1]
@@ -87,7 +87,7 @@ def clipped_share(histogram: Histogram, scale: Scale, read_range: RangeLimits) -
 def _range_sources(
     calibration: CalibrationResult, result: BuildResult
 ) -> Iterator[tuple[str, Histogram]]:
-    """Yield (tensor, histogram of its values) if its range was found on its own values.
+    """Yield (tensor, histogram of its values) for each range that was found on the tensor's values.
 
     The range of a pool's output, for instance, comes from the values of its input: it is left out.
     """
@@ -164,7 +164,7 @@ def float_groups(targets: Sequence[TargetPart]) -> tuple[FloatGroup, ...]:
             if node.quantized:
                 continue
             reason = node.reason
-            if reason.endswith(_NO_FLOAT):  # one group, whichever tensor the reason names
+            if reason.endswith(_NO_FLOAT):  # one group for all tensors that the reasons name
                 reason = _ANY_NO_FLOAT
             names_by_target = names_by_group.setdefault((node.op, node.precision, reason), {})
             names_by_target.setdefault(target.name, []).append(node.name)

@@ -102,7 +102,7 @@ def align_columns(
 def labelled_table(
     label: str, heads: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> Iterator[str]:
-    """Yield a label and a table next to it, whose first column, the names, moves to the right.
+    """Yield the lines of a table beside a label; the names, its first column, become the last one.
 
     Columns that are empty in every row are left out; without rows nothing is yielded.
 
@@ -133,7 +133,7 @@ _MAX_KERNELS = 10
 def to_screen(report: Findings) -> str:
     """Return plain text without colours, at most `WIDTH` columns if names allow.
 
-    The report of a build, the only one with verdicts, is cut to what a user decides by; any other
+    The report of a build has verdicts. It is shortened to what a user decides by; any other report
     is printed in full.
     """
     if any(engine.verdict for engine in report.engines):
@@ -170,10 +170,10 @@ def _verdicts(report: Findings) -> Iterator[str]:
     for engine in report.engines:
         if engine.verdict:
             labels_by_text.setdefault(engine.verdict.text, []).append(engine.label)
+    engine_count = sum(map(len, labels_by_text.values()))
     texts = []
     for text, labels in labels_by_text.items():
-        is_only_engine = len(labels) == len(labels_by_text) == 1
-        texts.append(text if is_only_engine else f"{', '.join(labels)}: {text}")
+        texts.append(text if engine_count == 1 else f"{', '.join(labels)}: {text}")
     yield from entries("Verdict", texts)
 
 
@@ -202,8 +202,8 @@ def main_lines(report: Findings) -> list[ComparisonLine]:
 def _decision_lines(report: Findings) -> Iterator[str]:
     """Yield the lines below the short table, down to the files to ship and what to do next."""
     accuracies = [engine.accuracy for engine in report.engines if engine.accuracy]
-    # the figures of embeddings puzzle the user of a classifier. `why` says by what the task was
-    # recognised: there is no doubt of one that the model or the user names
+    # a classifier may have been taken for a model that makes embeddings, since values look like
+    # these. `why` says by what a task was recognised; one that the model or the user names is sure
     if any(accuracy.why == f"embeddings, {BY_VALUES}" for accuracy in accuracies):
         yield from entry("Task", _EMBEDDINGS_NOTE)
     yield from entries("Speed", speed_texts(report))
@@ -229,16 +229,17 @@ def _decision_lines(report: Findings) -> Iterator[str]:
     urgent_texts = (*earlier_texts(report), *_lost_layers(report), *alerts)
     yield from entries("Warning", urgent_texts[:_MAX_ALERTS])
     note_count = counted(len(report.warnings), "note")  # alerts and all other notes
-    if page := path_of(report.files, REPORT):
+    page = path_of(report.files, REPORT)
+    if page:
         yield from entry("Report", f"{page}  (all figures and {note_count}; as text: report.md)")
     yield from entries("Next", dict.fromkeys(next_steps(report)))
 
 
 def _shipped_files(report: Findings) -> Iterator[str]:
-    """Yield for each int8 engine the text of what to ship: its file, or the float model instead.
+    """Yield for each int8 engine which files to ship, as text: its own, or the float model's.
 
-    An engine that was not built here has no file, so its target's files are shipped, from which the
-    device builds it. The text that recommends the float model names the int8 files too.
+    An engine that was not built here has no file. Then the files are shipped from which the device
+    builds it. The text that recommends the float model names the int8 files too.
     """
     for engine in report.engines:
         target = report.target_of(engine)
@@ -261,7 +262,8 @@ def _int8_nodes(report: Findings) -> Iterator[str]:
     texts = []
     for target in built_targets(report):
         text = coverage(target)
-        if split := target.built_split:
+        split = target.built_split
+        if split is not None:
             text = f"{split.layers - split.float_layers} of {split.layers} layers"
         if len(report.targets) > 1:
             text = f"{target.name} {text}"
@@ -290,9 +292,10 @@ def find_alternative(front: Sequence[SplitRow], built_split: SplitRow) -> SplitR
 
     A split says which layers are int8 and which float; the front has those that no other split
     beats in both time and error. A level is the verdict that the search expects, such as "good".
-    The split that is returned has a better level. If none has, it is clearly faster and at most one
-    level worse; if none is, it has clearly more SQNR for little time. None if there is no such
-    split, or none that is faster than the float model.
+
+    The split that is returned is faster than the float model, and better than the built one in the
+    first of these ways that any split is: its level is better; it is clearly faster, and its level
+    at most one worse; it has clearly more SQNR for little time. None if there is no such split.
 
     Args:
         front: the splits, whose times are multiples of the float model's.
@@ -339,8 +342,8 @@ def speed_texts(report: Findings) -> Iterator[str]:
             continue
         measured = _measured_speed(report, target)
         speed, text = measured or _expected_speed(target, built_split)
-        # the table of engines shows a measured speed. If every layer is int8, that of a device
-        # which is not here is what the search assumed, and nothing else
+        # the table of engines shows a measured speed. For a device that is not here the search
+        # assumes how fast int8 layers are; if all layers are int8, their speed is the assumed one
         is_assumed = _has_device_script(target) and built_split.float_layers == 0
         is_informative = measured is None and not is_assumed
         alternative = find_alternative(target.search.front, built_split)
@@ -378,7 +381,7 @@ def _expected_speed(target: TargetPart, built_split: SplitRow) -> tuple[float, s
 def _accuracy_text(split: SplitRow, built_split: SplitRow) -> str:
     """Return the accuracy of a split, as far as it differs from that of the built split."""
     text = split.figure
-    # "": it was not judged, so that a figure of the other one would show no difference
+    # a split without a figure was not judged: then only SQNR can be compared
     if "" in (text, built_split.figure) or text == built_split.figure:
         text = figures.decibels(split.sqnr_db)
     if split.level != built_split.level and "" not in (split.level, built_split.level):
@@ -401,8 +404,8 @@ IMAGES, EFFORT = "images", "effort"  # names of steps that are offered once
 def next_steps(report: Findings) -> Iterator[str]:
     """Yield what to do next: the most promising step for each engine, then the scripts to run.
 
-    Scripts run on the devices. That of an unusable engine is left out: it is to be built again
-    first.
+    The scripts are run on the devices. An unusable engine's script is left out: the engine has to
+    be built again first.
     """
     unusable_targets = set()
     for engine in report.engines:
@@ -429,8 +432,8 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
     """Yield the steps that may give a better engine of a target, the most promising first.
 
     A step is a command, with words on when or why to use it. A good engine has none, unless the
-    build before it was better. A build is repeated with its file of options, which a build of a
-    model in memory does not have.
+    build before it was better. Commands that repeat the build need its file of options; a build of
+    a model in memory has no such file.
 
     Args:
         report: the results of the build.
@@ -455,7 +458,8 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
         yield from _data_steps(verdict, request, command, takes_pictures=takes_pictures)
     if verdict.blames_float or verdict.has_few:
         return  # another build of the same data would be no better
-    if options_file and (split := _better_split(target, verdict, request)):
+    split = _better_split(target, verdict, request)
+    if options_file and split is not None:
         speed = figures.ratio(1 / split.time)
         accuracy = split.figure or figures.decibels(split.sqnr_db)
         yield f"for {accuracy} at about {speed}: {target_command} --split {split.number}"
@@ -465,7 +469,8 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
         yield from _effort_steps(request, request.effort.get(target.name, 0), options_file, command)
         if report.model:
             yield f"use the float model: {report.model.path}"
-    if page := path_of(report.files, REPORT):
+    page = path_of(report.files, REPORT)
+    if page:
         yield f"calib8 explain {shlex.quote(str(PurePath(page).parent))}"
 
 
@@ -498,7 +503,8 @@ def _effort_steps(
 ) -> Iterator[str]:
     """Yield the next steps to suggest: a longer search, or training for a PyTorch model.
 
-    A method that the user fixed leaves nothing to search, so its line must first go from the file.
+    If the user fixed the method of the ranges, its line in the file of options must be removed
+    first: else there is nothing to search.
 
     Args:
         request: what the user asked for.
@@ -580,17 +586,19 @@ def _bench_command(report: Findings, engine: EngineRow) -> str:
         return ""
     command = f"calib8 bench {shlex.quote(engine.path)}"
     float_path = _float_path(report)
-    # a model in memory has a name, no path; a file of another size is not to be compared
+    # a model in memory has a name, but no file. With `shapes`, the inputs of the engine have other
+    # sizes than those of the float model's file, so that their times cannot be compared
     if PurePath(float_path).suffix and not report.model.shapes:
         command += f" --against {shlex.quote(float_path)}"
     return command
 
 
 def _float_path(report: Findings) -> str:
-    """Return the path of the float model; "" without one, as for a Q/DQ model without --float."""
+    """Return the path of the float model; "" for a Q/DQ model without a float reference."""
     path = report.model.path if report.model else ""
     if not report.request or not report.request.is_quantized:
         return path
+    # the model of the report is the Q/DQ model; the reference is that too if the user gave no other
     reference_path = report.reference.path if report.reference else None
     return "" if reference_path in (None, path) else reference_path
 

@@ -70,7 +70,8 @@ def _engines(report: Findings) -> Sections:
 
     blocks: list[Block] = []
     for on_device in (False, True):  # times of two clocks, each on an axis of its own
-        if figure := charts.latency_figure(report.engines, on_device=on_device):
+        figure = charts.latency_figure(report.engines, on_device=on_device)
+        if figure:
             engines = [engine for engine in report.engines if engine.on_device == on_device]
             caption = charts.LATENCY_CAPTION.format(tables.time_name(engines))
             blocks.append(Drawing(figure, caption))
@@ -144,7 +145,8 @@ def _worst_layers(report: Findings) -> Sections:
         for layer in worst_rows(target.layers, max_layers):
             clipped = None
             bar = ""
-            if tensor_range := range_by_tensor.get(layer.name):
+            tensor_range = range_by_tensor.get(layer.name)
+            if tensor_range is not None:
                 clipped = tensor_range.clipped
                 bar = charts.range_bar(tensor_range)
             cells = [*tables.layer_row(layer), figures.percent(clipped)]
@@ -207,7 +209,8 @@ def _search(report: Findings) -> Sections:
             text += f" It is kept in {RECORDS}/{PurePath(plan).name}."  # beside the report
         blocks: list[Block] = [Paragraph(text)]
         if search.front:
-            if figure := charts.front_figure(search.front):
+            figure = charts.front_figure(search.front)
+            if figure:
                 blocks.append(Drawing(figure, _FRONT_TEXT))
             rows = list(map(tables.split_row, search.front))
             blocks.append(Table(tables.FRONT_HEADS, rows, "front"))
@@ -254,7 +257,8 @@ def _engine_layers(report: Findings) -> Sections:
     for engine in report.engines:
         if engine.ran is None:
             continue
-        if text := engine_layers_text(engine.ran):
+        text = engine_layers_text(engine.ran)
+        if text:
             rows = engine.ran.deviation_rows
             blocks: list[Block] = [Paragraph(f"{text}.")]
             if rows:
@@ -316,11 +320,12 @@ def _work(report: Findings) -> Sections:
 
 
 def _views(report: Findings) -> Sections:
-    """Yield pictures of the calibration data, original and model input; none without pictures."""
+    """Yield pictures of some samples: the file, and what the model is fed; none for other data."""
     part = report.feed.pictures if report.feed else None
     if part is None or not part.views:
         return
 
+    # `how` says what the pictures of the inputs show
     if any(row.source_image is not None for row in part.views):
         text = f"Left the file, right {part.how}"
     else:
@@ -392,7 +397,7 @@ def _box_pair(row: BoxRow, boxes: BoxPicture, label: str, *, is_in_page: bool) -
         row: the sample's name, and how many boxes are kept, lost and new.
         boxes: the boxes to draw.
         label: name of the engine.
-        is_in_page: whether the page has the picture already, so that it is only referred to.
+        is_in_page: whether the page has the picture already; then it is referred to by its id.
     """
     name = encodable(row.sample)
     example = boxes.example
@@ -451,6 +456,7 @@ def _boxes(boxes: BoxPicture, group: Detections, line_style: str) -> str:
     """
     width, height = _drawing_size(boxes)  # in px, as all numbers here
     input_height, input_width = boxes.example.size
+    # corners as shares of the input's sides
     shares = group.boxes / (input_width, input_height, input_width, input_height)
     columns = (shares.tolist(), group.classes.tolist(), group.scores.tolist())
     body = ""
@@ -461,7 +467,9 @@ def _boxes(boxes: BoxPicture, group: Detections, line_style: str) -> str:
         y1 = _clamp(top * height, height)
         y2 = _clamp(bottom * height, height)
         label_start = f'<text x="{x1 + 2:.1f}"'
-        if x1 > width / 2:  # a long name would be cut off at the right
+        if (
+            x1 > width / 2
+        ):  # a long name would be cut off at the right, so it ends at the right edge
             label_start = f'<text class="end" x="{x2 - 2:.1f}"'
         text_y = y1 - 3
         if y1 <= _LABEL_HEIGHT:  # no room above the box

@@ -62,7 +62,7 @@ def worst_figure(accuracy: Accuracy, name: str) -> float | None:
     if accuracy.worst is not None:
         return float(getattr(accuracy.worst, name))
     values = [getattr(output, name) for output in accuracy.outputs]
-    return float(np.min(values, initial=math.inf))  # unlike min(), NaN if any is NaN
+    return float(np.min(values, initial=math.inf))  # unlike Python's min, NaN if any value is NaN
 
 
 def worst_label(accuracy: Accuracy) -> str:
@@ -138,7 +138,9 @@ def coverage(target: TargetPart) -> str:
     if not target.nodes:
         return ""
     counts = Counter(node.precision for node in target.nodes if node.quantized)
-    (main_precision, main_count), *other_counts = counts.most_common() or [("int8", 0)]
+    if not counts:
+        counts["int8"] = 0
+    (main_precision, main_count), *other_counts = counts.most_common()
     text = f"{main_count} of {counted(len(target.nodes), 'node')} {main_precision}"
     for precision, count in other_counts:
         text += f", {count} {precision}"
@@ -186,7 +188,7 @@ def size_ratio(report: Findings, engine: EngineRow) -> float | None:
 def top1(report: Findings, engine: EngineRow) -> float | None:
     """Return an engine's top-1 by labels, 0 to 1; None if not measured.
 
-    That of the float model was measured together with every other engine.
+    The float model's is part of the accuracy of any other engine.
     """
     if engine.accuracy:
         return engine.accuracy.top1_candidate
@@ -365,16 +367,18 @@ def _distinct(texts: Iterable[str]) -> list[str]:
 def _top1_line(report: Findings) -> ComparisonLine:
     """Return top-1 by labels, with the largest loss against the first engine, the float model."""
     shares = [top1(report, engine) for engine in report.engines]
-    changes = [
-        share - shares[0] for share in shares[1:] if share is not None and shares[0] is not None
-    ]
+    float_share = shares[0] if shares else None
+    changes = []
+    if float_share is not None:
+        changes = [share - float_share for share in shares[1:] if share is not None]
     return ComparisonLine("Top-1", tuple(map(figures.percent, shares)), _worst_change(changes))
 
 
 def _worst_change(changes: Sequence[float]) -> str:
-    """Return the largest loss of the int8 engines; it is marked as the worst if there are several.
+    """Return the largest loss of the engines as text; marked as the worst if there are several.
 
-    `changes`: gained share of each engine against the float model; "" for none.
+    `changes`: share that each engine gains against the float model, negative for a loss. "" is
+    returned if there are none.
     """
     text = figures.points(min(changes)) if changes else ""
     return f"worst {text}" if len(changes) > 1 else text
@@ -383,8 +387,8 @@ def _worst_change(changes: Sequence[float]) -> str:
 def _task_line(report: Findings, label: str) -> ComparisonLine:
     """Return the line of the task's figure, such as "27 of 28 boxes"; `label`: its name.
 
-    The figure compares an engine with the float model, whose own cell is empty. Only a user's own
-    metric has a value for the float model too: the accuracy of each engine holds it.
+    The figure compares an engine with the float model, so the float model's cell is empty. Only a
+    user's own metric has a value for the float model too; the accuracy of each engine holds it.
     """
     accuracies = [engine.accuracy for engine in report.engines if engine.accuracy]
     float_model_values = _distinct(map(own_metric_value, accuracies))  # none, or one
@@ -455,6 +459,7 @@ def calibration_text(report: Findings) -> str:
         text = f"{method}, {text}"
     if part.seconds is not None:
         text += f" in {part.seconds:.1f} s"
+    # that there was no cache yet needs no mention
     if part.reason and not part.reason.endswith(NO_CACHE):
         text += f": {part.reason}"
     return text
@@ -555,15 +560,15 @@ def _total_ms(kernels: Sequence[KernelTime]) -> float:
 def kind_table(engines: Sequence[EngineRow]) -> tuple[list[str], list[list[str]]]:
     """Return (heads, rows): time and number of each kind of kernel in every engine.
 
-    A kind is an operator, such as "Conv". Rows are sorted by the kind's longest time in any engine;
-    there are none if the runtimes do not tell kinds.
+    A kind is an operator, such as "Conv". Rows are sorted by the kind's longest time in any engine.
+    There are no rows if the runtimes do not tell kinds.
     """
     profiled_engines = timed_engines(engines)
-    kinds = sorted(
-        {kernel.kind for engine in profiled_engines for kernel in engine.kernels if kernel.kind}
-    )
+    kinds: set[str] = set()
+    for engine in profiled_engines:
+        kinds.update(kernel.kind for kernel in engine.kernels if kernel.kind)
     timed_rows = []  # (longest time in any engine, row)
-    for kind in kinds:
+    for kind in sorted(kinds):
         cells = []
         max_ms = 0.0
         for engine in profiled_engines:

@@ -147,10 +147,10 @@ def verdict(
         size_ratio: size of its rival's file over that of its own; None if one is not known.
         rival: name of the float engine that its speed is compared with.
         device_kind: "CPU" or "device".
-        doubts: sentences on calibration data that is no good or not what the model learned from;
+        doubts: sentences on calibration data that is bad, or unlike the model's training data;
             ignored if labels show that the float model is mostly right.
-        has_random_outputs: whether the float model itself gives other outputs at each run, which no
-            figure but those of labels can tell from int8's loss.
+        has_random_outputs: whether the float model itself gives other outputs at each run. Only
+            figures by labels can then show what int8 loses.
         calibrated: how many of the evaluation images calibrated, as text; "" for none.
     """
     causes, losses = _judge_accuracy(accuracy, gates.max_loss, doubts, has_random_outputs)
@@ -165,7 +165,7 @@ def verdict(
         return Verdict(DOUBTFUL, ("nothing was measured of it",))
     level = max((finding_level for finding_level, _ in findings), key=LEVELS.index)
 
-    # the worst finding first; but before all the causes, which put the float model in question
+    # first come the causes, which put the float model in question, then the worst other finding
     findings.sort(key=lambda finding: -LEVELS.index(finding[0]))
     reasons, too_few_sentences = _order_reasons([*causes, *findings], level)
     loss_index = _find_loss_reason(reasons, losses)
@@ -184,14 +184,14 @@ def verdict(
 def _choose_too_few(sentences: Sequence[str], accuracy: Accuracy | None) -> str:
     """Return the one sentence on too few samples that a verdict has; "" if there are enough.
 
-    Too few calibration samples are named rather than too few of those that were measured on.
+    Too few calibration samples matter more than too few samples to measure on.
 
     Args:
         sentences: those of the findings.
         accuracy: the accuracy, if it is among the reasons; else None.
     """
-    calibrates_with_few = any("calibration" in sentence for sentence in sentences)
-    if accuracy is not None and not calibrates_with_few:
+    has_few_calibration_samples = any("calibration" in sentence for sentence in sentences)
+    if accuracy is not None and not has_few_calibration_samples:
         sentences = [*_describe_too_few(accuracy), *sentences]
     return next(iter(sentences), "")
 
@@ -242,10 +242,10 @@ def _judge_accuracy(
         losses += judge_accuracy(accuracy, max_loss)
 
     if has_random_outputs:
-        # a cause may come from the random numbers, so it counts as a loss
+        # what looks like a cause may come from the random numbers, so it counts as a loss
         losses = [*causes, *losses]
         causes = []
-        # good figures stay, since random numbers only make them worse; and so do those by labels
+        # good figures stay, since random numbers only make them worse. Figures by labels stay too
         is_good = bool(losses) and all(level == GOOD for level, _ in losses)
         has_labels = accuracy is not None and accuracy.top1_reference is not None
         if not is_good and not has_labels:
@@ -297,7 +297,8 @@ def _find_counted(accuracy: Accuracy) -> tuple[str, int]:
     task = accuracy.task
     if accuracy.top1_reference is not None:
         return "samples", accuracy.samples
-    if accuracy.precision is not None and (task is None or task.task != "metric"):
+    has_user_metric = task is not None and task.task == "metric"
+    if accuracy.precision is not None and not has_user_metric:
         return "objects", accuracy.precision.objects
     if task is None:
         return "", 0
@@ -319,17 +320,18 @@ def _judge_speed_limit(speed: SpeedUp | None, min_speedup: float, rival: str) ->
         reason = f"its speed, {min_speedup:g}x that of {rival} at least, is not measured"
         return DOUBTFUL, reason
     is_below = speed.ratio < min_speedup
-    text = f"{speed.text} the speed of {rival}, {'below' if is_below else 'within'}"
-    text += f" the limit of {min_speedup:g}x"
+    place = "below" if is_below else "within"
+    text = f"{speed.text} the speed of {rival}, {place} the limit of {min_speedup:g}x"
     if speed.low < min_speedup <= speed.high:
         text += _TOO_NOISY
     return UNUSABLE if is_below else GOOD, text
 
 
 def _judge_gain(speed: SpeedUp, size_ratio: float | None, rival: str, device_kind: str) -> _Finding:
-    """Return what int8 gains: time, or size at no clear loss of time; else that FP32 is better.
+    """Return the finding on what int8 gains: time, or size without a clear loss of time.
 
-    A gain of time is a speed `MIN_GAIN` times the rival's; a clear loss is as much the other way.
+    If it gains neither, the finding is that FP32 is better. Int8 gains time if it is `MIN_GAIN`
+    times as fast as its rival, and clearly loses time if the rival is `MIN_GAIN` times as fast.
 
     Args:
         speed: beside its rival; the middle of its interval counts.
