@@ -14,7 +14,7 @@ import pytest
 from onnx import TensorProto, numpy_helper
 
 from deploy.calibration import trt_cache
-from deploy.metrics.bench_inputs import random_feeds
+from deploy.feed.bench_inputs import random_feeds
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.executor import open_deploy
 from deploy.targets.ascend.recipe import recipe_from_qdq

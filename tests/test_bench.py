@@ -11,7 +11,7 @@ from onnx import numpy_helper
 
 from deploy.analysis.benchmark import bench, model_size
 from deploy.errors import ConfigError
-from deploy.metrics.bench_inputs import random_feeds
+from deploy.feed.bench_inputs import random_feeds
 from deploy.metrics.kernels import KernelTime, time_kernels
 from deploy.metrics.latency import MIN_RUNS_FOR_P95, measure
 from deploy.report import Report, to_html, to_markdown, to_screen

@@ -7,7 +7,7 @@ import pytest
 from deploy.feed.feed import open_feed
 from deploy.frontends import load
 from deploy.graph.plan import Decision
-from deploy.metrics.layerwise import pair_quantized_tensors, pair_tensors_by_name
+from deploy.graph.tensor_pairs import pair_quantized_tensors, pair_tensors_by_name
 from deploy.pipeline.evaluate import LAYER_SAMPLES, compare_inner_tensors
 from deploy.targets.base import BuildResult
 from tests.models import make_model

@@ -24,7 +24,7 @@ def model_and_images(small_cnn, pictures):
 @pytest.fixture
 def set_memory(monkeypatch):
     def hold(count):
-        for module in ("deploy.calibration.one_pass", "deploy.metrics.bench_inputs"):
+        for module in ("deploy.calibration.one_pass", "deploy.feed.bench_inputs"):
             monkeypatch.setattr(f"{module}.memory_bytes", lambda: count)
 
     return hold

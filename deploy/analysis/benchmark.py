@@ -19,6 +19,14 @@ from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
 from deploy.errors import BackendError, ConfigError
 from deploy.feed.batch_axis import batch_inputs, mark_first_axes
+from deploy.feed.bench_inputs import (
+    FEED_COUNT,
+    Shapes,
+    random_feeds,
+    read_calibration_shapes,
+    refuse_fixed_batch,
+    stack_samples,
+)
 from deploy.feed.feed import Dataset, FeedSource, preprocessing_notes, to_dataset
 from deploy.feed.model_preprocess import MetadataPreprocess
 from deploy.feed.preprocess import PreprocessRequest
@@ -30,14 +38,6 @@ from deploy.frontends.onnx_reader import model_bytes, parse_model
 from deploy.machine import this_machine
 from deploy.metrics import DURATION_S
 from deploy.metrics.accuracy import Accuracy
-from deploy.metrics.bench_inputs import (
-    FEED_COUNT,
-    Shapes,
-    random_feeds,
-    read_calibration_shapes,
-    refuse_fixed_batch,
-    stack_samples,
-)
 from deploy.metrics.kernels import (
     KernelTime,
     find_devices,

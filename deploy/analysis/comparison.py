@@ -23,8 +23,8 @@ from deploy.frontends.onnx_file import read_source
 from deploy.frontends.pairs import DQ, Q
 from deploy.graph.edit import copy_with_outputs
 from deploy.graph.index import Graph, module_scopes, runtime_inputs
+from deploy.graph.tensor_pairs import pair_tensors_by_name
 from deploy.metrics.accuracy import TensorComparison
-from deploy.metrics.layerwise import pair_tensors_by_name
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.pipeline.build_options import check_arguments, find_user_model, open_torch_module
 from deploy.report.model import to_plain_object

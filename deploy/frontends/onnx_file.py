@@ -24,6 +24,7 @@ from deploy.feed.batch_axis import (
     may_lack_batch,
     without_batch,
 )
+from deploy.feed.bench_inputs import random_feeds
 from deploy.frontends import checks
 from deploy.frontends.affine import NORM, fold_affine
 from deploy.frontends.base import LoadedModel, model_digest
@@ -69,7 +70,6 @@ from deploy.graph.index import (
     opset_of,
 )
 from deploy.graph.lowering import OLDEST, lower_opset
-from deploy.metrics.bench_inputs import random_feeds
 from deploy.runtimes.ort import OrtSession, runs_pairs, runtime_version
 from deploy.tensors import Array, TensorSpec
 from deploy.terminal import visible

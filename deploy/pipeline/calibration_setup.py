@@ -30,6 +30,7 @@ from deploy.calibration.sample_checks import StabilityRule
 from deploy.calibration.shards import ShardSet, refuse_ordered
 from deploy.calibration.stability import StabilityMonitor, refuse_until_stable
 from deploy.errors import Calib8Error, ConfigError, ModelError
+from deploy.feed.bench_inputs import random_feeds
 from deploy.feed.feed import Dataset, FeedSource, to_dataset
 from deploy.feed.pixels import PREVIEW_COUNT
 from deploy.feed.preprocess import PreprocessRequest
@@ -42,7 +43,6 @@ from deploy.frontends import LoadedModel, load
 from deploy.frontends.base import QdqCalibration
 from deploy.graph.index import as_names, match_nodes
 from deploy.method import Method
-from deploy.metrics.bench_inputs import random_feeds
 from deploy.pipeline.build_options import (
     CalibrationOptions,
     ModelSource,

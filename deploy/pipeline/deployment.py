@@ -19,6 +19,7 @@ import onnx
 from deploy.calibration.observation import CalibrationSubject, ObservedStatistics
 from deploy.calibration.ranges import Ranges
 from deploy.errors import ConfigError
+from deploy.feed.bench_inputs import Shapes, random_feeds
 from deploy.feed.evaluation import EvaluationSubset
 from deploy.feed.feed import Dataset, open_feed
 from deploy.feed.samples import Feed
@@ -31,7 +32,6 @@ from deploy.frontends import LoadedModel, load
 from deploy.frontends.base import model_digest
 from deploy.frontends.onnx_reader import read_model
 from deploy.machine import this_machine, worker_threads
-from deploy.metrics.bench_inputs import Shapes, random_feeds
 from deploy.pipeline.build_options import list_output_names
 from deploy.pipeline.evaluate import compare_sessions
 from deploy.pipeline.measure import measure_engines

@@ -36,8 +36,8 @@ from deploy.graph.edit import (
     append_outputs,
     copy_with_outputs,
 )
+from deploy.graph.tensor_pairs import pair_quantized_tensors
 from deploy.metrics.accuracy import Accuracy, Comparison, TensorComparison
-from deploy.metrics.layerwise import pair_quantized_tensors
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.metrics.output_form import count_form_batches, derive_form, derive_from_first
 from deploy.metrics.precision import GroundTruth
