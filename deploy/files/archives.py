@@ -68,7 +68,9 @@ def check_archive(
 
 
 def read_array_header(stream: IO[bytes], max_bytes: int) -> ArrayHeader:
-    """Read (shape, Fortran order, dtype) of an .npy file; the values follow in the stream.
+    """Return (shape, whether in Fortran order, dtype) of an .npy file.
+
+    Afterwards the stream is at the values.
 
     Args:
         stream: at the beginning of the .npy file.
@@ -82,13 +84,11 @@ def read_array_header(stream: IO[bytes], max_bytes: int) -> ArrayHeader:
 
     from numpy.lib import format as npy_format
 
+    # version -> reader; version 3 differs from 2 only in names of fields, which numbers have not
     header_readers = {
         (1, 0): npy_format.read_array_header_1_0,
         (2, 0): npy_format.read_array_header_2_0,
-        (
-            3,
-            0,
-        ): npy_format.read_array_header_2_0,  # differs only in names of fields, not for numbers
+        (3, 0): npy_format.read_array_header_2_0,
     }
     version = npy_format.read_magic(stream)
     if version not in header_readers:

@@ -33,7 +33,7 @@ def create_claimed_file(folder: Path, *, prefix: str) -> tuple[int, Path]:
     while True:
         path = folder / f"{prefix}{secrets.token_hex(8)}"
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        if _claim(handle):
+        if _claim(handle):  # else another process removed it as a leftover: try again
             return handle, path
 
 
@@ -143,7 +143,7 @@ def write_with(path: Path, fill: Callable[[Path], object]) -> Path:
         ExportError: the file cannot be written, or must stay (`deploy.files.guard`).
     """
     path = Path(path)
-    refuse_output(path, is_named=True)  # what the user named as an output may be written
+    refuse_output(path, is_named=True)  # an output that the user named may be written, too
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary_path = create_claimed_file(path.parent, prefix=PREFIX)

@@ -83,8 +83,10 @@ def guard_inputs() -> Iterator[None]:
 def add_input_file(path: Path | str) -> None:
     """Remember a file as an input of this run; ignore a path that does not exist."""
     run = _RUN.get()
-    inode = None if run is None else _find_inode(path)
-    if run is not None and inode is not None:
+    if run is None:
+        return
+    inode = _find_inode(path)
+    if inode is not None:
         run.input_path_by_inode[inode] = os.fspath(path)
 
 
@@ -121,9 +123,9 @@ def refuse_output(path: Path | str, *, is_named: bool = False) -> None:
 
     Args:
         path: of the file to be written; it may not exist yet.
-        is_named: whether the user named this output, by an option with its path. An existing file
-            is then refused by the check that `add_output` got for it. An output that the user did
-            not name must not have the path of a named one.
+        is_named: whether the user named this output, by an option with its path. For such an output
+            `add_output` got a check, which may refuse to replace an existing file. Any other output
+            must not have the path of a named one.
 
     Raises:
         ExportError: `path` is one of these.
@@ -136,7 +138,7 @@ def refuse_output(path: Path | str, *, is_named: bool = False) -> None:
     inode = _find_inode(path)
     if inode is None:  # there is no file to write over
         return
-    # /dev/stdout may lead to a plain file, which must not be replaced either
+    # /dev/stdout may be a link to a plain file, which must not be replaced either
     in_dev = os.path.realpath(os.path.dirname(os.path.abspath(path))) == "/dev"
     if not os.path.isfile(path) or in_dev:
         kind = "a folder" if os.path.isdir(path) else "a device"

@@ -217,8 +217,9 @@ def refuse_foreign(folder: Path, names: list[str], *, force: bool | None) -> Non
 
     Args:
         folder: where the files will be published.
-        names: of the files; those that the folder's manifest lists may be replaced.
-        force: replace files that calib8 did not write too; None if the command has no --force.
+        names: of the files to write. Those that the folder's manifest lists may be replaced.
+        force: whether files that calib8 did not write are replaced too; None if the command has no
+            --force, which the message would name.
 
     Raises:
         ExportError: names the first such file; or the folder cannot be written to.
@@ -266,12 +267,12 @@ def name_output(path: Path, kind: str, *, force: bool | None = None) -> None:
 
 
 def is_marked(path: Path, kind: str) -> bool:
-    """Return whether a file is empty, or calib8 wrote it as this kind, by its first and last bytes.
+    """Return whether a file is empty, or its first and last bytes show that calib8 wrote it.
 
-    `kind`: of the file, a key of `MARKS`.
+    `kind`: what calib8 would have written there, a key of `MARKS`.
     """
-    output = reading.open_regular_file(path, what="an output", error=ExportError, rewritable=True)
-    with suppress(ExportError), output as file:
+    opening = reading.open_regular_file(path, what="an output", error=ExportError, rewritable=True)
+    with suppress(ExportError), opening as file:
         first_bytes = file.read(_MARK_BYTES)
         if not first_bytes:
             return True
@@ -284,7 +285,10 @@ def is_marked(path: Path, kind: str) -> bool:
 
 def _refuse_unmarked(path: Path, kind: str, force: bool | None) -> None:
     """Raise `ExportError` unless the file at `path` is of this kind and by calib8, or none."""
-    if not force and (is_of_build(path) or (path.exists() and not is_marked(path, kind))):
+    if force:
+        return
+    is_foreign = path.exists() and not is_marked(path, kind)
+    if is_foreign or is_of_build(path):
         way_out = "remove it" if force is None else "replace it with --force"
         raise ExportError(
             f"an output may replace only a {kind} that calib8 wrote, and none of a build, got"

@@ -256,6 +256,7 @@ def convert(
 
 def is_too_nested(text: str) -> bool:
     """Return whether a JSON text is nested deeper than `MAX_NESTING`, without recursion."""
+    # strings are removed, since brackets in them do not count: first what is escaped in them
     data = text.encode("utf-8", "surrogatepass").replace(b"\\\\", b"").replace(b'\\"', b"")
     quotes_and_brackets = data.translate(_TO_SQUARE_BRACKETS, _NEITHER_QUOTE_NOR_BRACKET)
     brackets = re.sub(rb'"[^"]*"', b"", quotes_and_brackets)

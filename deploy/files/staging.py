@@ -95,8 +95,8 @@ class Stage:
         moves the rest.
 
         Args:
-            write_last_files: writes files into the stage that depend on those in the folder, which
-                is locked meanwhile.
+            write_last_files: writes into the stage what depends on the files in the folder; called
+                while other runs are locked out of the folder.
 
         Raises:
             ExportError: a file would replace an input, a folder or a device, or the disk refuses.
@@ -114,7 +114,7 @@ class Stage:
                     refuse_output(self.folder / name)
                 atomic.write_text(self.temporary_folder / _JOURNAL, json.dumps(names))
                 _move_all(self.temporary_folder, self.folder)
-                # a published cache replaces the calibration that a failed run saved for it
+                # a failed run may have saved a calibration for a cache that is published now
                 for name in names:
                     _remove_saved_calibration(self.folder / name)
         except OSError as error:
@@ -130,7 +130,7 @@ class Stage:
         return sorted(
             path.relative_to(stage).as_posix()
             for path in paths
-            if path.is_file() and not path.name.startswith(atomic.PREFIX)
+            if path.is_file() and not path.name.startswith(atomic.PREFIX)  # it is complete
         )
 
     def discard(self, names: Iterable[str]) -> None:
@@ -156,7 +156,7 @@ class Stage:
         Until its handle is closed, other processes take the temporary folder for one in use.
         """
         try:
-            # removed again if nothing is published
+            # folders that this run makes; they are removed again if nothing is published
             self._created_folders = [
                 folder for folder in (self.folder, *self.folder.parents) if not folder.exists()
             ]

@@ -47,7 +47,8 @@ _FOREIGN_CONFIGS: list[_ForeignConfig] = []  # of the command that runs, for all
 def distrust_config(file: Path, typed_texts: Iterable[str]) -> Iterator[None]:
     """In the body, refuse to run code that a config file names if another user can write that file.
 
-    Code that the command line names too is run: the user typed it.
+    Code that the command line names too is run, since the user typed it. The refusals themselves
+    are raised by `refuse_foreign_code`.
 
     Args:
         file: the file of `--config`.
@@ -93,14 +94,18 @@ def _is_foreign(file: Path) -> bool:
     """Return whether another user owns a file or its folder, or anyone may write or replace it."""
     for path in (file.absolute(), file.resolve()):  # a link, and where it leads
         owners = {os.stat(path).st_uid, os.stat(path.parent).st_uid}
-        if owners != {os.geteuid()} or os.stat(path).st_mode & stat.S_IWOTH:
+        if owners != {os.geteuid()} or _is_writable_by_all(path):
             return True
         for folder in path.parents:
-            mode = os.stat(folder).st_mode
-            is_sticky = mode & stat.S_ISVTX  # as /tmp, where nobody replaces files of others
-            if mode & stat.S_IWOTH and not is_sticky:
+            # in a sticky folder, such as /tmp, nobody replaces files of others
+            is_sticky = bool(os.stat(folder).st_mode & stat.S_ISVTX)
+            if _is_writable_by_all(folder) and not is_sticky:
                 return True
     return False
+
+
+def _is_writable_by_all(path: Path) -> bool:
+    return bool(os.stat(path).st_mode & stat.S_IWOTH)
 
 
 def is_library_model(spec: object) -> bool:
@@ -148,7 +153,13 @@ def wrap_user_errors(
     """Raise any exception of the user's code as one `error` with its file and line.
 
     Afterwards the working folder, numpy's handling of errors, and the handlers of Ctrl-C and
-    SIGTERM are as they were. A working folder that the code set is there in its next call.
+    SIGTERM are restored. If the code changed the working folder, its next call starts there.
+
+    Args:
+        what: the code, as in "the metric must run without error".
+        error: class of the error to raise.
+        find_line: returns file and line of an exception in the user's code; None for
+            `find_user_line`.
     """
     import numpy as np  # not at the top, for a quick --help
 
@@ -163,7 +174,9 @@ def wrap_user_errors(
     except (Calib8Error, KeyboardInterrupt, Terminated):
         raise
     except BaseException as raised:  # also SystemExit and GeneratorExit
-        line = (find_line or find_user_line)(raised)
+        if find_line is None:
+            find_line = find_user_line
+        line = find_line(raised)
         try:
             message = str(raised).strip().partition("\n")[0][:300]
         except Exception:  # from its own __str__
@@ -236,8 +249,8 @@ def _restored_handlers() -> Iterator[None]:
     finally:
         if threading.current_thread() is threading.main_thread():  # no other may set handlers
             for number, handler in handlers.items():
-                # None: C code set it, and Python cannot set it again. An unchanged one stays, since
-                # setting it would undo that the system acts on the second SIGINT (deploy.signals)
+                # None: C code set the handler, and Python cannot set it again. An unchanged one is
+                # not set again: the system could then not act on a second SIGINT (deploy.signals)
                 if handler is not None and signal.getsignal(number) is not handler:
                     signal.signal(number, handler)
 
@@ -267,7 +280,9 @@ def find_user_line(error: BaseException, *, library_folders: tuple[str, ...] = (
     folders = [f"{folder}{os.sep}" for folder in (*internal_folders, *library_folders)]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         is_internal = frame.filename.startswith(("<", *folders))
-        if not is_internal and not {"importlib", "site-packages"} & set(Path(frame.filename).parts):
+        parts = Path(frame.filename).parts
+        is_installed = "importlib" in parts or "site-packages" in parts
+        if not (is_internal or is_installed):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
     return ""
 
@@ -287,7 +302,7 @@ def _import_file(path: Path, error: type[Calib8Error]) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     folder = str(real_path.parent)
-    _SCRIPT_FOLDERS[:] = dict.fromkeys((folder, *_SCRIPT_FOLDERS))
+    _SCRIPT_FOLDERS[:] = dict.fromkeys((folder, *_SCRIPT_FOLDERS))  # this one first, each once
     try:
         with wrap_user_errors(str(path), error=error):
             spec.loader.exec_module(module)
