@@ -60,9 +60,10 @@ def yuv_to_rgb_matrix(standard: str, color: str) -> tuple[Matrix, tuple[int, int
     """
     red_weight, blue_weight = _LUMA_WEIGHTS[standard.partition("-")[0]]
     green_weight = 1 - red_weight - blue_weight
-    # U is (blue - Y) and V is (red - Y), scaled to -0.5 .. 0.5 by these factors
+    # U is (blue - Y) / u_factor and V is (red - Y) / v_factor, from -0.5 to 0.5
     u_factor = 2 * (1 - blue_weight)
     v_factor = 2 * (1 - red_weight)
+    # red, green and blue, each as the sum of Y, U and V times these factors
     rows = [
         (1.0, 0.0, v_factor),
         (1.0, -u_factor * blue_weight / green_weight, -v_factor * red_weight / green_weight),
@@ -73,6 +74,7 @@ def yuv_to_rgb_matrix(standard: str, color: str) -> tuple[Matrix, tuple[int, int
     if color == "bgr":
         rows.reverse()
 
+    # the values of Y (and of U and V) span this share of 0..255
     y_span, uv_span, y_bias = _value_ranges(standard)
     integers = tuple(
         (round(256 * y / y_span), round(256 * u / uv_span), round(256 * v / uv_span))
@@ -170,17 +172,18 @@ def _set_color(parameters: Any, preprocess: Preprocess, source: AippSource) -> N
 
 
 def _plan_frame(preprocess: Preprocess, source: AippSource) -> FramePlan | None:
-    """Return how a frame becomes AIPP's picture, if it must be resized; else None.
+    """Return how a frame becomes AIPP's picture; None if it need not be resized.
 
-    A frame is what the camera gives, a picture what AIPP (the input stage of the .om) takes. AIPP
-    only crops. So the host resizes, or DVPP, the chip's image unit, whose pictures are YUV.
+    The camera gives frames. AIPP, the input stage of the .om, takes pictures and only crops them.
+    Frames of another size are resized by the host, or by DVPP, the chip's image unit, whose
+    pictures are YUV.
     """
     input_size = preprocess.input_size  # (height, width) of the model's input
     frame_size = source.size or input_size
     if frame_size == input_size:
         return None
-    # top and left are negative where the resized frame is cropped
     preprocess = with_image_size(preprocess, frame_size, "a frame")  # refuses one below the crop
+    # size of the resized frame, and its corner in the input, negative where it is cropped
     (height, width), (top, left) = resized_geometry(frame_size, preprocess)
     if preprocess.resize == "short-side" and (height, width) == frame_size:
         return None  # it is only cropped
@@ -189,9 +192,10 @@ def _plan_frame(preprocess: Preprocess, source: AippSource) -> FramePlan | None:
         return FramePlan(
             frame=frame_size, resized=(height, width), corner=(top, left), stored=input_size
         )
-    # DVPP pastes at columns of a multiple of 16, and crops at even ones; int() rounds towards 0, so
-    # that a crop stays inside the frame
-    dvpp_column = left // 16 * 16 if left > 0 else int(left / 2) * 2
+    # DVPP crops at even columns; int() rounds towards 0, so that a crop stays inside the frame
+    dvpp_column = int(left / 2) * 2
+    if left > 0:  # it pastes at columns that are multiples of 16
+        dvpp_column = left // 16 * 16
     return FramePlan(
         frame=frame_size,
         resized=(_round_up(height, 2), _round_up(width, 2)),
@@ -220,12 +224,12 @@ def _map_back(axis: str, offset: int, size_ratio: float) -> str:
 def _describe_frame_plan(plan: FramePlan, preprocess: Preprocess, source: AippSource) -> str:
     """Describe how the host or DVPP makes AIPP's picture from a frame, with all sizes.
 
-    Where DVPP cannot do as the calibration did, the difference is described too.
+    DVPP has limits for sizes and corners. If the calibration used others, the text says so.
     """
     # (row, column) of the resized frame in the picture, negative where it is cropped
     row, column = plan.corner
+    # those of the calibration, which the plan may round
     calibrated_size, calibrated_corner = resized_geometry(plan.frame, preprocess)
-    # the plan crops or pastes as the calibration did; it may round the sizes and corners otherwise
     is_cropped = min(calibrated_corner) < 0
     height, width = preprocess.input_size
     picture_size = format_size((height, width))
@@ -291,12 +295,14 @@ def _set_sizes(
     `plan`: how a frame of the camera becomes AIPP's picture; None if the picture is the frame.
     """
     input_size = preprocess.input_size
-    height, width = plan.stored if plan else source.size or input_size
+    height, width = source.size or input_size
+    if plan is not None:
+        height, width = plan.stored
     for name, side in (("width", width), ("height", height)):
         if not _MIN_SIDE <= side <= _MAX_SIDE:
             raise ExportError(f"AIPP takes sides of {_MIN_SIDE} to {_MAX_SIDE}, got {name} {side}")
     sides = [height, width]
-    if source.size is not None:  # of a frame before it is resized
+    if source.size is not None:  # a frame must have even sides too, before it is resized
         sides = [*source.size, *sides]
     odd_sides = [side for side in sides if side % 2]
     if source.is_yuv and odd_sides:
@@ -324,8 +330,12 @@ def _set_sizes(
 def _describe_host_steps(
     parameters: Any, preprocess: Preprocess, source: AippSource, plan: FramePlan | None
 ) -> str:
-    """Describe the steps before AIPP, which are left to the host or DVPP."""
-    if plan:
+    """Describe the steps before AIPP, which are left to the host or DVPP.
+
+    `parameters`: the message of the AIPP configuration, which has the picture's size.
+    `plan`: how a frame of the camera becomes AIPP's picture; None if it need not be resized.
+    """
+    if plan is not None:
         return _describe_frame_plan(plan, preprocess, source)
     height = parameters.src_image_size_h
     width = parameters.src_image_size_w
@@ -356,11 +366,14 @@ def _describe_input(parameters: Any, preprocess: Preprocess, source: AippSource)
 
 
 def _set_normalization(parameters: Any, preprocess: Preprocess) -> float:
-    """Set means and factors of the channels; return their largest error, relative to full scale.
+    """Set means and factors of the channels in `parameters`.
 
     `preprocess` computes ``(pixel * scale - mean) / std``, and AIPP the same as
-    ``(pixel - mean_chn - min_chn) * var_reci_chn``: the mean's integer part and its fraction are
-    separate, and fraction and factor are float16.
+    ``(pixel - mean_chn - min_chn) * var_reci_chn``. mean_chn is the integer part of mean / scale,
+    min_chn its fraction. The fraction and the factor are float16.
+
+    Returns:
+        The largest error of AIPP's result, relative to the largest exact one.
     """
     pixels = np.array([0.0, 255.0])  # the error is linear in the pixel, so its ends show the most
     max_error = 0.0

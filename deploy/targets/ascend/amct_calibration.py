@@ -95,6 +95,7 @@ def observation_model(
     for name, layer in layers.items():
         if not layer.weight:
             continue
+        # the weight times its DMQ factors, output channels first
         rows = read_weight_rows(index, layer, dmq_factors.get(name, NO_DMQ_FACTORS))
         if name in integers_by_layer:
             integers = integers_by_layer[name].reshape(rows.shape)
@@ -304,10 +305,10 @@ class RecordPlan:
         searched_inputs: Iterable[tuple[str, Observation, AscendScale]],
         observed: ObservedStatistics,
     ) -> CalibrationRecord:
-        """Return the records, and what the report shows of the searches.
+        """Return the records, with the clip range of each input and the layers with a zero input.
 
-        That is the clip range of each input, and the layers with an input that rounds to 0 with the
-        scale that AMCT's search found.
+        An input counts as zero if all of its values round to 0 with the scale that AMCT's search
+        found.
 
         Args:
             records: layer -> its record.
@@ -330,7 +331,14 @@ class RecordPlan:
     def _search_scales(
         self, observations: Mapping[str, Observation], observed: ObservedStatistics
     ) -> dict[str, AscendScale]:
-        """Return the scale of each layer's input; layers that share one share its search."""
+        """Return layer -> scale of its input.
+
+        Layers that have an input and its settings in common are searched once.
+
+        Args:
+            observations: layer -> observation of its input.
+            observed: the recorder of each observation.
+        """
         scale_by_search: dict[object, AscendScale] = {}
         scales = {}
         for name, observation in observations.items():
@@ -341,8 +349,7 @@ class RecordPlan:
                     recorder = observed.recorder(observation)
                     scale_by_search[search] = search_activation_scale(recorder, activation)
             scale = scale_by_search[search]
-            # the only mode is FORCE_FP16_QUANT
-            if self.config.fakequant_precision_mode is not None:
+            if self.config.fakequant_precision_mode is not None:  # FORCE_FP16_QUANT, the only mode
                 scale = replace(scale, scale=ascend_half(scale.scale))
             scales[name] = scale
         return scales
@@ -399,15 +406,19 @@ class RecordPlan:
     def round_weights(
         self, observed: ObservedStatistics, names: Collection[str] | None = None
     ) -> dict[str, RoundedWeights]:
-        """Return layer -> AdaRound's result, which is searched if it is not known yet.
+        """Return layer -> the integers and scale that AdaRound's search found for its weight.
 
-        `names`: the layers among those that AdaRound rounds; None for all of these.
+        A layer is searched only once.
+
+        Args:
+            observed: the recorders of the layers' inputs and outputs.
+            names: the layers to round; None for all that AdaRound rounds.
         """
         dmq_factors = self.compute_dmq_factors(observed)
         results = {}
         for number, (name, step) in enumerate(self.adaround_steps.items(), 1):
             if names is None or name in names:
-                with _in_layer(name):
+                with _in_layer(name):  # errors name the layer
                     rows = self._weight_rows(step.layer, dmq_factors)
                     progress = f"{number} of {len(self.adaround_steps)}: {name}"
                     results[name] = round_layer(step, rows, observed, progress=progress)
@@ -455,12 +466,12 @@ class RecordPlan:
         rounded_names: Collection[str] | None = None,
         last_tensor: str = "",
     ) -> onnx.ModelProto:
-        """Return the fake-quantized model whose activations are observed.
+        """Return the float model with fake-quantized weights, whose activations are observed.
 
         Args:
             observed: statistics from which DMQ's factors and AdaRound's weights are computed.
             rounded_names: layers that get AdaRound's weights; None for all that AdaRound rounds.
-            last_tensor: tensor that ends the model; "" for the entire model.
+            last_tensor: tensor that becomes the only output of the model; "" for the entire model.
         """
         dmq_factors = self.compute_dmq_factors(observed)
         roundings = self.round_weights(observed, rounded_names)
@@ -481,8 +492,8 @@ class RecordPlan:
         )
 
     def _key(self) -> str:
-        """Return a text that differs for observed models whose weights or inputs differ."""
-        algorithms = weight_algorithms(self.config)
+        """Return the key of the observed model: it differs if the weights or inputs may differ."""
+        algorithms = weight_algorithms(self.config)  # such as "ARQ and AdaRound"
         settings = {
             name: (repr(entry.weight), entry.dmq_balancer_param)
             for name, entry in self.config.enabled_layers().items()

@@ -113,15 +113,23 @@ def atc_command(
 ) -> list[str]:
     """Return the command line of `atc` as a list.
 
-    `output`: path of the .om without its suffix, which atc adds.
-    `compression`: options file for int8 in the first layer; adds --enable_small_channel.
+    Args:
+        model: the deploy model.
+        output: path of the .om without its suffix, which atc adds.
+        shapes: input -> its shape.
+        options: the user's options of atc.
+        aipp: AIPP configuration; None for an .om without AIPP.
+        compression: options file for int8 in the first layer; adds --enable_small_channel.
+
+    Raises:
+        ConfigError: a shape has a dimension below 1.
     """
     for name, shape in shapes.items():
         if any(side < 1 for side in shape):
             raise ConfigError(
                 f"a quantized model takes fixed shapes, got {list(shape)} for {name!r}"
             )
-    # with AIPP atc takes no ND, whatever the shapes of the other inputs
+    # the format is NCHW or ND; with AIPP atc takes only NCHW, whatever the shapes of other inputs
     is_nchw = aipp is not None or all(len(shape) == 4 for shape in shapes.values())
     # without scalars, which would be "name:": that is documented from CANN 8.0 on only
     input_shapes = [
@@ -221,13 +229,15 @@ def write_om(
     """
     shapes = sample_shape_range(request)
     notes = _shape_notes(shapes)
-    # the script names files of the build relative to its folder, which the user may move
+    # the script names files of the build relative to its folder, which the user may move, and
+    # files of the user absolutely
     names = {role: Path(path.name) for role, path in files.items()}
+    extra_flags = tuple(map(_with_absolute_path, options.extra))
     command = atc_command(
         names["deploy model"],
         Path(request.name),
         dict(shapes.largest_sample),
-        replace(options, extra=tuple(map(_with_absolute_path, options.extra))),
+        replace(options, extra=extra_flags),
         aipp=names.get("AIPP configuration"),
         compression=names.get("compression options"),
     )
@@ -259,7 +269,15 @@ def write_readme(
     cann: str,
     host_notes: Sequence[str],
 ) -> None:
-    """Write <model>_README.txt; `host_notes` are the steps that the user's program has to do."""
+    """Write <model>_README.txt, which says what to do with the files; add it to `files`.
+
+    Args:
+        request: gives the folder and the model's name.
+        files: role -> path of every other file.
+        options: the user's options of atc.
+        cann: CANN version that the files are for.
+        host_notes: sentences on the steps that the user's program has to do.
+    """
     notes = list(host_notes)
     modified_model = files.get("modified model")
     if modified_model is not None:
@@ -291,7 +309,7 @@ def _run_atc(command: list[str], engine: Path) -> Path:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BackendError(f"atc must run, got: {error}") from error
-    output = " ".join((process.stdout + process.stderr).split())[-600:]
+    output = " ".join((process.stdout + process.stderr).split())[-600:]  # its end has the error
     if process.returncode != 0:
         raise BackendError(f"atc failed with exit code {process.returncode}; its output: {output}")
     if not engine.exists():
@@ -409,8 +427,9 @@ def refuse_other_domains(loaded: LoadedModel) -> None:
         ExportError: names the first such node.
     """
     nodes = list(loaded.model.graph.node)
-    if loaded.cut_off is not None:
+    if loaded.cut_off is not None:  # nodes that ONNX Runtime does not know
         nodes += loaded.cut_off.nodes
+    # each node, and the nodes in its subgraphs
     for node in chain.from_iterable(map(nested_nodes, nodes)):
         if node.domain not in ONNX_DOMAINS:
             raise ExportError(

@@ -86,10 +86,10 @@ def resolve_config(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
 
 def _refuse_names(config: QuantConfig, graph: LayerGraph) -> None:
     """Refuse layers named like a key, and names in skip_fusion_layers that are no Conv."""
-    clashes = sorted(set(config.layers) & set(MODEL_RULES))
-    if clashes:
+    names_of_keys = sorted(set(config.layers) & set(MODEL_RULES))
+    if names_of_keys:
         raise ConfigError(
-            f"a layer must not be named like a key of the quant config, got {clashes};"
+            f"a layer must not be named like a key of the quant config, got {names_of_keys};"
             " rename the node"
         )
     for name in config.skip_fusion_layers:
@@ -105,10 +105,13 @@ def _refuse_names(config: QuantConfig, graph: LayerGraph) -> None:
 def _resolve_layer(
     name: str, entry: LayerConfig, config: QuantConfig, graph: LayerGraph
 ) -> LayerConfig:
-    """Return the settings of a layer (`entry`) with a value in place of each unset one.
+    """Return the settings of a layer (`entry`) with `asymmetric` and `channel_wise` set.
 
-    The value is that of activation_offset, or follows from the layer's type. A weight width that
-    the layer cannot have becomes 8 bits; `weight_width_notes` tells the user.
+    If they are unset, they follow from the layer's type and from the config's activation_offset. A
+    weight width that the layer cannot have becomes 8 bits; `weight_width_notes` tells the user.
+
+    Raises:
+        ConfigError: the model has no such layer, or a setting is not for its type.
     """
     if name not in graph.configurable_names:
         raise ConfigError(_unknown_layer_message(name, graph))
@@ -233,6 +236,7 @@ def read_config(text: str, file_name: str = "the quant config") -> QuantConfig:
     refuse_repeats(settings.get("skip_fusion_layers", ()), "skip_fusion_layers")
     if settings.get("fakequant_precision_mode") == "DEFAULT":
         del settings["fakequant_precision_mode"]  # as if it were unset
+    # inputs of nodes that are quantized by themselves: '<node>:<index>' -> scale search
     tensors = collect_tensors(map(_read_tensor, settings.get("tensor_quantize", ())))
     # weight_offset and joint_quant are left out: they have only one allowed value, checked above
     fields = {key: settings[key] for key in _CONFIG_KEYS if key in settings}
@@ -248,6 +252,7 @@ def write_config(config: QuantConfig) -> str:
         ]
     for name in sorted(config.layers):
         layer = config.layers[name]
+        # the parameters of AdaRound, for a layer that it rounds
         ada_keys = ADA_RULES if layer.weight.wts_algo == "ada_quantize" else ()
         document[name] = {
             **_set_fields(layer, "quant_enable", "dmq_balancer_param"),
@@ -315,14 +320,15 @@ def _read_activation(value: dict[str, Any]) -> ActivationParams:
 def _parse_json(text: str, file_name: str) -> dict[str, Any]:
     """Return the JSON object of a file; refuse repeated keys, NaN and Infinity.
 
-    Python's parser takes the last of repeated keys, and reads NaN, which is no JSON.
+    Python's parser alone takes the last of repeated keys, and reads NaN, which is no JSON.
     """
 
     def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Return the dict of an object's (key, value) pairs; refuse repeated keys."""
         refuse_repeats([key for key, _ in pairs], "an object")
         return dict(pairs)
 
-    def refuse_constant(name: str) -> Any:
+    def refuse_constant(name: str) -> Any:  # the parser calls it for NaN and Infinity
         raise ConfigError(f"{file_name} must hold finite numbers, got {name}")
 
     document = from_json(

@@ -202,13 +202,20 @@ _MAX_SCALES = 10_000  # scales tried in one search; AMCT's default is 60
 def activation_from(values: Mapping[str, Any]) -> ActivationParams:
     """Return the `ActivationParams` of activation_quant_params, whose values are checked already.
 
+    If act_algo is not set, the keys of one of the two algorithms decide; without such keys it is
+    "ifmr".
+
     `values`: key -> value, for the keys that are set.
+
+    Raises:
+        ConfigError: a key of the other algorithm, or a search_step that leaves no or too many
+            scales to try.
     """
     ifmr_keys = sorted(set(values) & set(IFMR_RULES))
     hfmg_keys = sorted(set(values) & set(HFMG_RULES))
     algorithm = values.get("act_algo", "hfmg" if hfmg_keys else "ifmr")
-    foreign_keys = hfmg_keys if algorithm == "ifmr" else ifmr_keys
-    if foreign_keys:
+    keys_of_other = hfmg_keys if algorithm == "ifmr" else ifmr_keys
+    if keys_of_other:
         raise ConfigError(
             f"act_algo {algorithm!r} does not take keys of the other algorithm, got"
             f" {ifmr_keys + hfmg_keys}; IFMR has {sorted(IFMR_RULES)}, HFMG has"
@@ -323,8 +330,11 @@ def allows_weight_bits(layer: Layer, bits: int) -> bool:
 def weight_width_notes(
     requested: Mapping[str, LayerConfig], actual: Mapping[str, LayerConfig]
 ) -> list[str]:
-    """Return notes on enabled layers that get 8-bit weights instead of the requested width."""
-    names_by_bits: dict[int, list[str]] = {}
+    """Return notes on enabled layers that get 8-bit weights instead of the requested width.
+
+    `requested`, `actual`: layer -> its settings, as configured and as resolved.
+    """
+    names_by_bits: dict[int, list[str]] = {}  # requested width -> layers
     for name, entry in requested.items():
         bits = entry.weight.num_bits
         if entry.quant_enable and bits != actual[name].weight.num_bits:
@@ -373,7 +383,15 @@ def collect_tensors(
 def resolve_tensor(
     key: str, activation: ActivationParams, config: QuantConfig, graph: LayerGraph
 ) -> ActivationParams:
-    """Return the search of a tensor_quantize input with `asymmetric` set, as activation_offset is.
+    """Return the settings of a tensor_quantize input, with `asymmetric` set.
+
+    If it is unset, it is that of activation_offset.
+
+    Args:
+        key: '<node>:<index>' of the input.
+        activation: its settings.
+        config: has activation_offset.
+        graph: the layers of the model.
 
     Raises:
         ConfigError: the input cannot be quantized by itself, or not with these settings.
@@ -409,7 +427,7 @@ def check_tensor_input(key: str, graph: LayerGraph) -> None:
             f"input {index} of {name!r} cannot be quantized: {graph.unfit_inputs[key]}; take it out"
             " of tensor_quantize"
         )
-    if key not in graph.optional_layers:  # which holds all other inputs of these nodes
+    if key not in graph.optional_layers:  # it has all other inputs of such nodes
         raise ConfigError(
             f"input_index of {name!r}, of type {op}, must be below {TENSOR_QUANTIZE_OPS[op]}, got"
             f" {index}"

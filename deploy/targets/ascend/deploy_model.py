@@ -114,6 +114,7 @@ class LayerRewriter(ABC):
             if node.name in self.layers:
                 nodes += self.convert_layer(node, self.layers[node.name])
             nodes.append(node)
+            # a layer ends with its own node, or with the Add of its bias
             if node.name in self.layer_by_last_node:
                 nodes += self.end_layer(node, self.layer_by_last_node[node.name])
         self.update_graph(nodes)
@@ -141,9 +142,14 @@ class LayerRewriter(ABC):
         return nodes
 
     def quantize_input(self, node: onnx.NodeProto, index: int, quant_layer: QuantLayer) -> Nodes:
-        """Let a node's input read the quantized tensor; return the nodes that make it, if new.
+        """Let a node's input read its tensor in integers; return the new nodes that make these.
 
-        Inputs with equal tensor, scale, offset and width share it.
+        Inputs with equal tensor, scale, offset and width share the integers: then none are new.
+
+        Args:
+            node: the node; changed in place.
+            index: index of the input.
+            quant_layer: has the input's scale, offset and width in its record.
         """
         new_nodes: Nodes = []
         tensor = node.input[index]
@@ -180,6 +186,7 @@ class LayerRewriter(ABC):
         if len(self.index.readers[name]) > 1:
             name = f"{layer.name}.quant_bias"
         self.store(name, bias.astype(self.bias_type))
+        # the tensor that the layer reads: the stored bias, or what the new nodes make of it
         nodes, name = self.convert_bias(quant_layer, name)
         if layer.bias_add:  # a MatMul's bias is read by an Add, which comes later
             self.bias_by_add[layer.bias_add] = name
@@ -308,7 +315,7 @@ def deploy_model(model: onnx.ModelProto, layers: QuantLayers) -> onnx.ModelProto
     """
     deploy = _DeployWriter(copy_without_weights(model, layers), layers).rewrite()
     for quant_layer in layers.values():
-        # a tensor_quantize input has an AscendAntiQuant instead, without packed scales
+        # each AscendDequant reads its scales, packed; an input of tensor_quantize has none
         if quant_layer.layer.input_index is None:
             packed_scales = pack_dequant_scales(quant_layer.dequant_scale)
             parameter = helper.make_tensor(  # not as raw bytes, as AMCT writes it
@@ -426,9 +433,10 @@ def modified_model(model: onnx.ModelProto, layers: QuantLayers) -> onnx.ModelPro
         record = quant_layer.record
         if record.rounded_weight is None:
             continue
+        # a row is an output channel
         shape = read_weight_rows(index, layer).shape
         rows = record.rounded_weight.reshape(shape) * by_row(record.scale_w, len(shape))
-        inverse_dmq_factors = np.asarray(1 / record.dmq_factors, np.float32)
+        inverse_dmq_factors = np.asarray(1 / record.dmq_factors, np.float32)  # empty without DMQ
         weight = balanced_weight(from_rows(rows, layer), layer, inverse_dmq_factors)
         new_weights[layer.weight] = numpy_helper.from_array(weight, layer.weight)
     return rewrite_inputs(model, new_weights)

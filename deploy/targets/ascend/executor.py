@@ -157,8 +157,9 @@ class _StandardWriter:
         else:
             if node.op_type in LAYER_OPS and node.input[0] in self.offset_by_codes:
                 self.convert_layer(node)
-            elif node.op_type == "Add" and not self.rank_by_sums.keys().isdisjoint(node.input):
-                for index, tensor in enumerate(node.input):  # the bias of a MatMul
+            elif node.op_type == "Add" and self.rank_by_sums.keys() & node.input:
+                # it adds a bias to the integer sums of a MatMul
+                for index, tensor in enumerate(node.input):
                     if tensor not in self.rank_by_sums:
                         node.input[index] = self.convert_bias(node, tensor)
             self.nodes.append(node)
@@ -217,6 +218,7 @@ class _StandardWriter:
         It reads its activations as codes less their offset, and its weight and bias in float32.
         """
         kernel_rank = 0  # stays 0 for a layer without a kernel
+        # a pool has no second input, and that of a MatMul may be an activation
         if len(node.input) > 1 and node.input[1] not in self.offset_by_codes:
             weight = self.read_weight(node)
             if node.op_type in ("Conv", "ConvTranspose"):
@@ -225,7 +227,7 @@ class _StandardWriter:
         if len(node.input) > 2 and node.input[2]:
             node.input[2] = self.convert_bias(node, node.input[2])
         for index, tensor in enumerate(node.input):  # a MatMul may have two activations
-            if tensor in self.offset_by_codes:
+            if tensor in self.offset_by_codes:  # codes of an AscendQuant
                 offset = self.add_constant(self.offset_by_codes[tensor])
                 node.input[index] = self.emit("Sub", tensor, offset)
         self.rank_by_sums[node.output[0]] = kernel_rank
@@ -365,9 +367,9 @@ def _compare_runs(deploy_runs: Runs, npu_runs: Runs, amct_runs: Runs) -> tuple[f
         for name, value in outputs.items():
             npu_value = npu_outputs[name]
             amct_value = amct_outputs[name]
-            is_float = value.dtype.kind == "f" and value.size > 0
+            has_floats = value.dtype.kind == "f" and value.size > 0
             # rounding may change a shape, such as the number of boxes after suppression
-            if is_float and value.shape == npu_value.shape == amct_value.shape:
+            if has_floats and value.shape == npu_value.shape == amct_value.shape:
                 npu_differences.append(_relative_difference(value, npu_value))
                 amct_cosines.append(_cosine_of_numbers(value, amct_value))
     # NumPy's maximum and minimum, since Python's would lose a NaN
@@ -375,9 +377,13 @@ def _compare_runs(deploy_runs: Runs, npu_runs: Runs, amct_runs: Runs) -> tuple[f
 
 
 def _find_wide_sums(deploy: onnx.ModelProto, layers: QuantLayers) -> dict[str, str]:
-    """Return tensor of sums -> its layer, for the layers with 16-bit activations.
+    """Return the tensor of a layer's integer sums -> the layer, for 16-bit activations.
 
-    Such sums may exceed int32, so that a comparison measures them.
+    Such sums may exceed int32, so a comparison measures them.
+
+    Args:
+        deploy: the deploy model, in which an AscendDequant reads a layer's sums.
+        layers: layer name -> its integers and scales.
     """
     layer_by_sums_tensor = {}
     for node in deploy.graph.node:

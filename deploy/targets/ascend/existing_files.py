@@ -83,16 +83,19 @@ def check_file(path: Path | str, subject: CalibrationSubject | None = None) -> s
     path = Path(path)
     if path.suffix == ".onnx":
         return check_deploy_model(path, subject)
-    graph = None if subject is None else prepare_model(subject.model)[1]
+    graph = None  # the layers of the float model
+    if subject is not None:
+        _, graph = prepare_model(subject.model)
     text = read_text(path, what=_FILE_KIND, error=ConfigError)
     if _is_json(path, text):
         if is_fusion_mapping(text):
             return "a fusion mapping, by which CANN's accuracy comparison pairs nodes"
         config = read_config(text, str(path))
-        config = resolve_config(config, graph) if graph else config
+        if graph is not None:
+            config = resolve_config(config, graph)
         return f"a sound quant config, {_describe_config(config)}"
 
-    # the first field of the file's protobuf message, after comments; it shows which message that is
+    # any other file is protobuf text; the first field after comments shows of which message
     first_word = re.search(r"^\s*(\w+|[^\s#])", text, re.MULTILINE)
     first_field = first_word[1] if first_word else ""
     if first_field in ("record", "prune_record"):
@@ -213,12 +216,13 @@ def recipe_from_record(
     """
     text = read_text(path, what="AMCT's record of scales", error=ConfigError)
     records = read_record(text, str(path))
-    ignored = describe_ignored_entries(text, str(path))
+    ignored = describe_ignored_entries(text, str(path))  # such as "2 x KV cache"
     if not records:
         raise ConfigError(
             f"a record to deploy must have a layer with its scales, got only {', '.join(ignored)}"
             f" in {path}; give the record of a calibration"
         )
+    # with the same BatchNormalizations folded as when the record was made
     recorded = _model_as_recorded(subject, records, config)
     model = recorded.model
     graph = recorded.graph
@@ -252,8 +256,8 @@ def _find_modified_layers(
 ) -> list[str]:
     """Return the layers whose weight or bias differs in the modified model beside a record.
 
-    A build with repairs, such as adaptive rounding, writes that model: the float model that the
-    record was made for. Without such a file the result is [].
+    The modified model is the float model that the record was made for. A build writes it if it
+    changed weights, by AdaRound or a repair. Without such a file the result is [].
 
     Args:
         record_path: the record's file.
@@ -337,6 +341,7 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
     """
     cache = read_cache(path)
     model, graph = prepare_model(subject.model)
+    # match.scales: tensor -> its scale in the cache
     match = match_cache(cache, subject.model, original=subject.original, placement=ASCEND)
     # a calibration plan only for ARQ: no sample runs through it
     config = default_config(graph, activation_offset=False)
@@ -408,12 +413,12 @@ def _model_as_recorded(
     model, graph = prepare_model(subject.model)
     config = None if config_path is None else read_any_config(config_path, graph)
     fusion_config = config or QuantConfig()  # by default all are folded
-    unfolded: list[str] = []
+    unfolded: list[str] = []  # layers whose scales show that nothing was folded into them
     if fusion_config.do_fusion:
         recorded_names = [name for name, record in records.items() if record.skip_fusion]
         skipped_names = (*fusion_config.skip_fusion_layers, *recorded_names)
         fusion_config = replace(fusion_config, skip_fusion_layers=skipped_names)
-        unfolded = _find_unfolded_layers(subject, records)  # the scales show it
+        unfolded = _find_unfolded_layers(subject, records)
     if not fusion_config.do_fusion or fusion_config.skip_fusion_layers or unfolded:
         model, graph = unfuse_batchnorms(subject, fusion_config, unfolded_layers=unfolded)
         if config_path is not None:  # its checks depend on the form of the model
@@ -433,6 +438,7 @@ def _find_unfolded_layers(subject: CalibrationSubject, records: Records) -> list
     unfolded_index = Graph(unfolded_model)
     names = []
     for name, record in records.items():
+        # how far the record's scales are from those that ARQ finds for each model
         folded_distance = _scale_distance(folded_index, folded_graph.layers.get(name), record)
         unfolded_distance = _scale_distance(unfolded_index, unfolded_graph.layers.get(name), record)
         if folded_distance is None or unfolded_distance is None:  # not a layer of both models
@@ -443,10 +449,15 @@ def _find_unfolded_layers(subject: CalibrationSubject, records: Records) -> list
 
 
 def _scale_distance(index: Graph, layer: Layer | None, record: LayerRecord) -> float | None:
-    """Return how far a record's scales of a weight are from those that ARQ finds for this model.
+    """Return how far a record's scales of a weight are from those that ARQ finds for the weight.
 
-    That is the mean of |log2(scale / ARQ's scale)|; None if the layer has no weight, or if the
+    That is the mean of |log2(scale / ARQ's scale)|. None if the layer has no weight, or if the
     record is for another number of channels.
+
+    Args:
+        index: has the weight's values.
+        layer: the layer; None if the model has none of this name.
+        record: its entry in the record.
     """
     if layer is None or not layer.weight:
         return None

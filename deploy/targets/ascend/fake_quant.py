@@ -85,6 +85,7 @@ class _FakeQuantWriter(LayerRewriter):
         nodes: Nodes = []
 
         def add_constant(key: str, value: float) -> str:
+            """Append a Constant to the nodes; return its output."""
             node = make_constant(f"{name}.{key}", np.float32(value))
             nodes.append(node)
             return str(node.output[0])

@@ -44,7 +44,7 @@ def find_float16_tensors(subject: CalibrationSubject) -> frozenset[str]:
     """
     if not subject.loaded.was_float16 or subject.loaded.cut_off is not None:
         return frozenset()
-    original = subject.original
+    original = subject.original  # the model in the file
     has_subgraphs = any(list(subgraphs(node)) for node in subject.model.graph.node)
     if original is None or has_subgraphs:
         return frozenset()
@@ -85,7 +85,8 @@ class _Float16Writer:
         tensors_to_be_float16: tensors that are float16 in the user's file.
         float32_nodes: nodes that compute in float32.
         tensors_in_float16: float16 inputs, and float16 tensors that the nodes so far make.
-        cast_by_tensor_and_type: (tensor, type) -> the tensor with its values in that type.
+        cast_by_tensor_and_type: (tensor, type) -> the tensor with its values in that type, which a
+            Cast makes, or which is a constant.
         new_constants: name -> new initializer.
         tensor_names, node_names: names in use.
     """
@@ -111,7 +112,6 @@ class _Float16Writer:
             for value in model.graph.input
             if value.type.tensor_type.elem_type == _FLOAT16
         }
-        # (tensor, type) -> the tensor with its values in that type, made by a Cast or a constant
         self.cast_by_tensor_and_type: dict[tuple[str, int], str] = {}
         self.new_constants: dict[str, onnx.TensorProto] = {}
         self.tensor_names = {*self.index.producer, *self.index.constants, *self.index.inputs}
@@ -130,15 +130,15 @@ class _Float16Writer:
     def drop_casts(self, nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
         """Return the nodes without the Casts that are not needed.
 
-        These are Casts whose output neither a node reads nor the model gives, and Casts of a
-        float16 tensor to float16. Of several such Casts of one tensor only the first goes: the
-        tensor takes the name of its output.
+        A Cast is not needed if no node reads its output and the model does not return it, or if its
+        input is float16 already. In the second case the input takes the name of the output; of
+        several such Casts of one tensor, only the first is removed.
         """
-        new_name_by_tensor: dict[str, str] = {}  # input -> output of the Casts to float16 that go
+        new_name_by_tensor: dict[str, str] = {}  # input -> output of a Cast to be removed
         for node in nodes:
-            is_no_change = _casts_to_float16(node) and node.input[0] in self.tensors_in_float16
+            changes_nothing = _casts_to_float16(node) and node.input[0] in self.tensors_in_float16
             # an input of the model, which no node makes, keeps its name
-            if is_no_change and node.input[0] in self.index.producer:
+            if changes_nothing and node.input[0] in self.index.producer:
                 new_name_by_tensor.setdefault(node.input[0], node.output[0])
         removed_outputs = set(new_name_by_tensor.values())
         remaining_nodes = [node for node in nodes if node.output[0] not in removed_outputs]
@@ -157,7 +157,7 @@ class _Float16Writer:
         `nodes`: the nodes of the model, whose inputs are renamed.
         """
         read_tensors = _read_tensors(nodes)
-        name_by_cast = {}  # float16 form of a constant -> the name that it gets
+        name_by_cast = {}  # float16 form of a constant -> the name of the constant, which it gets
         for (name, _), cast in self.cast_by_tensor_and_type.items():
             is_constant = cast in self.new_constants and name in self.index.initializers
             if is_constant and name not in read_tensors:  # no node reads it in float32
@@ -246,11 +246,13 @@ class _Float16Writer:
     ) -> set[str]:
         """Return the type variables that are float16 in a node: those of outputs to be float16.
 
+        ONNX's schema of a node gives each input and output a type variable, such as "T".
+
         `inputs` and `outputs`: (type variable, tensor) of each.
         """
         input_variables = {variable for variable, _ in inputs}
         output_variables = {variable for variable, _ in outputs}
-        if input_variables.isdisjoint(output_variables):
+        if not input_variables & output_variables:
             # such as a comparison, whose outputs have another type: the inputs decide
             return {variable for variable, name in inputs if self.is_float16(name)}
         variables_of_float16_outputs = {

@@ -13,8 +13,8 @@ IFMR tries ratios of the observed maximum (its percentile) and takes the one of 
 which clips rare values of the calibration images. `calib8 build` tries it without clipping too;
 `Choices.searches` names any search of a layer.
 
-The error of a search is that of each layer by itself: its int8 twin runs on the float model's own
-input of it, so that no error of another layer counts::
+The error of a search is that of each layer by itself: the int8 layer runs on the inputs that it has
+in the float model, so that no error of another layer counts::
 
     float input -+-> layer in float --.
                  '-> layer in int8 ---+--> mean square of the difference, or
@@ -69,13 +69,16 @@ _MAX_DMQ_ERROR = 0.5  # relative to the error without DMQ, which is one operator
 
 
 def chosen_searches(plan: RecordPlan, choices: Choices) -> dict[str, str]:
-    """Return layer name -> the search that a build plan chooses for it in place of the default.
+    """Return layer name -> the search chosen for it, for layers with another than the default one.
 
-    The plan (`choices`) can say so in two ways:
+    Args:
+        plan: the calibration with the default search, which has all layers.
+        choices: choose searches in two ways. A range method is for the layers that read a tensor,
+            or for all; Ascend has only "minmax", which is IFMR (AMCT's search) without clipping.
+            The name of a search is for one layer, and counts more than a range method.
 
-    - a range method, by the layer's input tensor or for all layers. Ascend has only "minmax", which
-      is IFMR (AMCT's search) without clipping
-    - the name of a search for a layer, which comes first
+    Raises:
+        ConfigError: a range method other than "minmax".
     """
     for method in (choices.method, *choices.methods.values()):
         if method is not None and method.name != UNCLIPPED_METHOD:
@@ -86,9 +89,9 @@ def chosen_searches(plan: RecordPlan, choices: Choices) -> dict[str, str]:
     settings_by_layer = plan.config.enabled_entries()
     search_by_layer = {}
     for name, layer in plan.layers.items():
-        method = choices.methods.get(layer.input) or choices.method
+        has_method = choices.method is not None or layer.input in choices.methods
         uses_ifmr = settings_by_layer[name].activation.act_algo == "ifmr"  # HFMG always clips
-        if method is not None and uses_ifmr:
+        if has_method and uses_ifmr:
             search_by_layer[name] = _UNCLIPPED
     for name, search in choices.searches.items():
         if search != CONFIGURED:  # the default
@@ -117,7 +120,7 @@ def merge_records(
             continue
         chosen = record_by_search[search_by_layer[name]]
         records[name] = chosen.records[name]
-        # a search with DMQ observes the balanced input instead, and so has no range of this tensor
+        # a search with DMQ has no range of this tensor, since it observes the balanced one
         tensor = observation.tensor
         ranges[tensor] = chosen.ranges.get(tensor, ranges[tensor])
     # as in AMCT's record file, the layers that DMQ balances come first
@@ -286,11 +289,22 @@ def _compare_outputs(
 ) -> dict[str, float]:
     """Return layer name -> the mean over samples of `compare(float output, int8 output)`.
 
-    Each layer's twin, a model of the int8 layer alone, reads the float model's own input of it.
+    Each int8 layer runs alone, as a model of its own, on the inputs that the layer has in the float
+    model.
+
+    Args:
+        compare: takes both outputs of a layer.
+        model: the float model.
+        layers: layer name -> its integers and scales.
+        samples: input name -> array, for each sample.
+        threads: number of samples that run at a time.
     """
     index = Graph(model)
-    twins = {name: _open_twin(model, index, quant_layer) for name, quant_layer in layers.items()}
-    # the float model yields the inputs and outputs of all layers; its own inputs are in the sample
+    session_by_layer = {
+        name: _open_int8_layer(model, index, quant_layer) for name, quant_layer in layers.items()
+    }
+    # a tap runs the float model and returns inner tensors: the inputs and outputs of all layers,
+    # but for the model's own inputs, which are in the sample
     tapped_tensors: set[str] = set()
     for quant_layer in layers.values():
         tapped_tensors.update((quant_layer.layer.output, *quant_layer.layer.activations))
@@ -305,11 +319,12 @@ def _compare_outputs(
         for name, quant_layer in layers.items():
             layer = quant_layer.layer
             inputs = {tensor: float_tensors[tensor] for tensor in layer.activations}
-            int8_output = twins[name].run(inputs)[layer.output]
+            int8_output = session_by_layer[name].run(inputs)[layer.output]
             sample_results[name] = compare(float_tensors[layer.output], int8_output)
         return sample_results
 
     def collect(_number: int, sample_results: dict[str, float]) -> None:
+        """Add the results of a sample to `results_by_layer`."""
         for name, result in sample_results.items():
             results_by_layer[name].append(result)
 
@@ -317,11 +332,15 @@ def _compare_outputs(
     return {name: float(np.mean(results)) for name, results in results_by_layer.items()}
 
 
-def _open_twin(model: onnx.ModelProto, index: Graph, quant_layer: QuantLayer) -> OrtSession:
+def _open_int8_layer(model: onnx.ModelProto, index: Graph, quant_layer: QuantLayer) -> OrtSession:
     """Return a session of a model that holds one int8 layer, with the Add of a MatMul's bias.
 
-    It has the layer's inputs and output under their names in `model`, the float model; `index`
-    holds that model's constants.
+    Its inputs and outputs have the names that they have in the float model.
+
+    Args:
+        model: the float model.
+        index: has its constants.
+        quant_layer: the layer's integers and scales.
     """
     layer = quant_layer.layer
     nodes = [node for node in model.graph.node if node.name in (layer.node, layer.bias_add)]

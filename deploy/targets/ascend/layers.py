@@ -197,9 +197,9 @@ def find_layers(model: onnx.ModelProto) -> LayerGraph:
         layer_or_reason = _layer_or_float_reason(node, index)
         if isinstance(layer_or_reason, Layer):
             layer_graph.layers[node.name] = layer_or_reason
-        else:
+        else:  # it stays in float
             layer_graph.float_reasons[node.name] = layer_or_reason
-        if layer_or_reason == _TWO_ACTIVATIONS:  # int8 if a configuration names it
+        if layer_or_reason == _TWO_ACTIVATIONS:  # a configuration may name it, to have it in int8
             layer_graph.optional_layers[node.name] = Layer(
                 name=node.name,
                 kind=node.op_type,
@@ -235,6 +235,7 @@ def _add_optional_inputs(node: onnx.NodeProto, index: Graph, layer_graph: LayerG
     They are quantized if the setting tensor_quantize names them. An input goes to
     `optional_layers`, or to `unfit_inputs` with the reason why it cannot be int8.
     """
+    # Add of a bias -> the MatMul whose layer it is part of
     matmul_by_bias_add = {
         layer.bias_add: name for name, layer in layer_graph.layers.items() if layer.bias_add
     }
@@ -277,9 +278,11 @@ def _layer_or_float_reason(node: onnx.NodeProto, index: Graph) -> Layer | str:
         if _multiplies_activations(node, index):
             return _TWO_ACTIVATIONS
         return "its weight must be a constant"
-    bias = node.input[2] if len(node.input) > 2 else ""
     float_reason = _float_reason_of_weight(node, weight, node_attributes, index)
-    float_reason = float_reason or _float_reason_of_bias(bias, weight, node_attributes, node, index)
+    if float_reason:
+        return float_reason
+    bias = node.input[2] if len(node.input) > 2 else ""
+    float_reason = _float_reason_of_bias(bias, weight, node_attributes, node, index)
     if float_reason:
         return float_reason
 
@@ -315,13 +318,18 @@ def _float_reason_of_weight(
 ) -> str:
     """Return why a node with this constant weight stays in float; '' if AMCT quantizes it.
 
-    `index`: the model's tensors: who reads them, their shapes, which ones subgraphs capture.
+    Args:
+        node: the node.
+        weight: its weight.
+        node_attributes: name of an attribute -> its value.
+        index: the model's tensors: who reads them, their shapes, which ones subgraphs read.
     """
     if weight.data_type != onnx.TensorProto.FLOAT:
         return "its weight must be float32"
     weight_name = node.input[1]
     op = node.op_type
     rank = len(weight.dims)
+    # a subgraph reads it, or the model returns it
     has_readers_elsewhere = weight_name in index.captured or weight_name in index.outputs
     if len(index.readers[weight_name]) > 1 or has_readers_elsewhere:
         return SHARED_WEIGHT  # as integers it has the scales of one layer, wrong for other readers
@@ -350,9 +358,14 @@ def _float_reason_of_bias(
     node: onnx.NodeProto,
     index: Graph,
 ) -> str:
-    """Return why a bias keeps its node in float, or ''; it must be constant, one per channel.
+    """Return why a bias keeps its node in float; '' if it is a constant with a value per channel.
 
-    `bias`: name of the bias; '' if the node has none.
+    Args:
+        bias: name of the bias; '' if the node has none, which keeps no node in float.
+        weight: the node's weight.
+        node_attributes: name of an attribute -> its value.
+        node: the node.
+        index: has the model's constants.
     """
     if not bias:
         return ""

@@ -48,7 +48,8 @@ def fusion_mapping(deploy: onnx.ModelProto, original: onnx.ModelProto, *, name: 
         name: name of the mapping's graph.
     """
     inputs = [value.name for value in runtime_inputs(deploy.graph)]
-    port_by_tensor = {tensor: f"{tensor}:0" for tensor in inputs}  # "<node>:<output index>"
+    # tensor -> "<node>:<output index>" of the node that makes it; an input counts as a node
+    port_by_tensor = {tensor: f"{tensor}:0" for tensor in inputs}
     float_by_integer_tensor = {}  # integer output of a layer -> its AscendDequant's float output
     for node in deploy.graph.node:
         for index, tensor in enumerate(node.output):
@@ -67,6 +68,7 @@ def fusion_mapping(deploy: onnx.ModelProto, original: onnx.ModelProto, *, name: 
         # the original has no integer tensors, but the float ones that AscendDequant makes of them
         float_outputs = [float_by_integer_tensor.get(tensor, tensor) for tensor in node.output]
         original_nodes = tracer.find_nodes(float_outputs)
+        # outputs that may be tensors of the original too
         common_tensors = [name for name in node.output if name not in float_by_integer_tensor]
         original_outputs = [tracer.find_output(tensor) for tensor in common_tensors]
         mapping_nodes.append(
@@ -77,7 +79,7 @@ def fusion_mapping(deploy: onnx.ModelProto, original: onnx.ModelProto, *, name: 
     return json.dumps({"name": name, "graph": [{"name": name, "op": mapping_nodes}]}, indent=1)
 
 
-def _take_bytes(model: onnx.ModelProto) -> bytes:
+def _serialize_without_metadata(model: onnx.ModelProto) -> bytes:
     """Return the bytes of a model's file, the same in every run; the model loses its metadata."""
     clear_metadata(model)
     return bytes(model.SerializeToString(deterministic=True))
@@ -237,26 +239,31 @@ def _make_models(
 
     A model is deleted before the next one is made, since each has all weights.
 
-    `writes_modified`: whether AMCT needs the float model even if its weights are the user's own.
+    Args:
+        recipe: the float model, and the integers and scales of its layers.
+        request: the build request.
+        cann: CANN version whose atc reads the models.
+        float16_tensors: tensors that are float16 in the model's file.
+        writes_modified: write the modified model even if its weights are the user's own.
     """
     model = recipe.model
     layers = recipe.layers
     subject = request.subject
     loaded = subject.loaded
-    # if an Add holds a MatMul's bias, the Add makes the layer's output, and the MatMul only sums of
-    # integers, which are not float16
+    # A MatMul whose bias is in an Add makes sums of integers, which are not float16. The layer's
+    # output is that of the Add.
     layer_outputs = {quant_layer.layer.output for quant_layer in layers.values()}
     node_outputs = {node.output[0] for node in model.graph.node if node.name in layers}
     sums_before_bias = node_outputs - layer_outputs
     float16_tensors = set(float16_tensors) - sums_before_bias
-    trim_memory()  # quantizing the weights has left free blocks
+    trim_memory()  # give back the memory that the quantization of the weights has freed
     fake_quant = _make_fake_quant(recipe, float16_tensors)
-    yield "fake-quant model", "fake_quant_model.onnx", _take_bytes(fake_quant)
+    yield "fake-quant model", "fake_quant_model.onnx", _serialize_without_metadata(fake_quant)
     del fake_quant
     trim_memory()
 
-    # layers of which both the deploy model and the Q/DQ model store integers: their float weights
-    # are not copied
+    # both the deploy model and the Q/DQ model store integers of these layers, so that neither needs
+    # a copy of their float weights
     integer_layers = {
         name: quant_layer for name, quant_layer in layers.items() if can_be_pairs(quant_layer)
     }
@@ -265,20 +272,20 @@ def _make_models(
     if float16_tensors:
         deploy = to_float16(deploy, float16_tensors)
     deploy = loaded.with_cut_off(deploy)
-    yield "deploy model", "deploy_model.onnx", _take_bytes(deploy)
+    yield "deploy model", "deploy_model.onnx", _serialize_without_metadata(deploy)
     original = subject.original or subject.model
     mapping = fusion_mapping(deploy, original, name=loaded.name)
     del deploy
 
     qdq = loaded.with_cut_off(amct_qdq_model(lowered, layers))
-    yield "Q/DQ model", "amct_qdq.onnx", _take_bytes(qdq)
+    yield "Q/DQ model", "amct_qdq.onnx", _serialize_without_metadata(qdq)
     del qdq
 
     # the float model that the scales belong to, where its weights are not the user's own
     has_rounding = any(record.rounded_weight is not None for record in recipe.records.values())
     if writes_modified or has_rounding or request.is_repaired:
         modified = loaded.with_cut_off(modified_model(model, layers))
-        yield "modified model", "modified_model.onnx", _take_bytes(modified)
+        yield "modified model", "modified_model.onnx", _serialize_without_metadata(modified)
     yield "fusion mapping", "quant.json", mapping.encode()
 
 

@@ -58,11 +58,11 @@ def prepare_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
         return model, graph
 
     model = copy_message(model)
-    sharing_nodes = [
+    sharing_nodes = [  # layers, but for their shared weight
         node for node in model.graph.node if graph.float_reasons.get(node.name) == SHARED_WEIGHT
     ]
     index = Graph(model)
-    read_counts = count_reads(model.graph)
+    read_counts = count_reads(model.graph)  # tensor -> how often nodes read it
     copy_count_by_weight = Counter(node.input[1] for node in sharing_nodes)
     weights_to_copy = _choose_weights_to_copy(copy_count_by_weight, index.constants)
     used_names = {*read_counts, *index.constants, *index.producer}
@@ -83,9 +83,13 @@ def prepare_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
 def _choose_weights_to_copy(
     copy_count_by_weight: Mapping[str, int], constants: Mapping[str, onnx.TensorProto]
 ) -> set[str]:
-    """Return the weights whose copies, one for each node, fit the limit of bytes; smallest first.
+    """Return the weights to copy: as many as fit the limit of bytes, those of few bytes first.
 
-    The copies of a recurrent cell that is unrolled over hundreds of steps may not fit.
+    The copies for a recurrent cell that is unrolled over hundreds of steps may not fit.
+
+    Args:
+        copy_count_by_weight: weight -> number of copies, one for each node that reads it.
+        constants: name -> constant, with the weights.
     """
     copy_bytes = {
         name: 4 * math.prod(constants[name].dims) * count
@@ -105,7 +109,8 @@ def unfuse_batchnorms(
 ) -> tuple[onnx.ModelProto, LayerGraph]:
     """Return the model with only those BatchNormalizations folded that the config allows.
 
-    The nodes that must stay are found in the model before any folding; then all others are folded.
+    It starts from the model before any folding, in which the nodes that must stay are found. All
+    others are folded.
 
     Args:
         subject: the model.
@@ -122,19 +127,20 @@ def unfuse_batchnorms(
         return model, graph
 
     model = copy_message(model)
-    outputs_without_folds: set[str] = set()  # of layers into which nothing may be folded
-    outputs_without_norms: set[str] = set()  # of layers into which no BatchNormalization may be
+    # outputs of layers into which nothing may be folded, or no BatchNormalization
+    outputs_without_folds: set[str] = set()
+    outputs_without_norms: set[str] = set()
     nodes_to_keep = set()
     for node in model.graph.node:
-        refuses_folds = not outputs_without_folds.isdisjoint(node.input)
-        refuses_norms = not outputs_without_norms.isdisjoint(node.input)
-        if refuses_folds or (refuses_norms and node.op_type == NORM):
+        reads_without_folds = bool(outputs_without_folds.intersection(node.input))
+        reads_without_norms = bool(outputs_without_norms.intersection(node.input))
+        if reads_without_folds or (reads_without_norms and node.op_type == NORM):
             nodes_to_keep.add(node.name)
-        # a node that only moves values is no barrier to folding: its output counts as the layer's
+        # folding goes past a node that only moves values: its output counts as the layer's
         is_move = node.op_type in MOVES or node.op_type == "Concat"
-        if node.name in unfolded_layers or (is_move and refuses_folds):
+        if node.name in unfolded_layers or (is_move and reads_without_folds):
             outputs_without_folds.add(node.output[0])
-        elif node.name in config.skip_fusion_layers or (is_move and refuses_norms):
+        elif node.name in config.skip_fusion_layers or (is_move and reads_without_norms):
             outputs_without_norms.add(node.output[0])
     fold_affine(model.graph, excluded=nodes_to_keep)
     return prepare_model(model)
@@ -166,7 +172,7 @@ def disable_layers(config: QuantConfig, float_nodes: Collection[str]) -> QuantCo
 def make_default_plan(model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
     """Return AMCT's default quantization as a plan: int8 layers, and the pairs on their inputs.
 
-    A pair, QuantizeLinear and DequantizeLinear, stands for the rounding of a tensor.
+    A pair (QuantizeLinear, DequantizeLinear) rounds a tensor to int8.
 
     Args:
         model: the float model.
@@ -244,7 +250,12 @@ def describe_algorithms(config: QuantConfig) -> str:
 
 
 def calibration_notes(calibrated: CalibrationRecord, plan: RecordPlan) -> Iterator[str]:
-    """Yield notes on searches, rounding, the configuration, tiny inputs, and unused samples."""
+    """Yield notes on searches, rounding, the configuration, tiny inputs, and unused samples.
+
+    Args:
+        calibrated: the records, and the layers whose input rounds to zero.
+        plan: the calibration that made them.
+    """
     yield f"Scales: {describe_algorithms(plan.config)} over {_describe_batches(plan)}."
     yield from _rounding_notes(plan)
     yield from plan.config.notes
@@ -264,7 +275,10 @@ def calibration_notes(calibrated: CalibrationRecord, plan: RecordPlan) -> Iterat
 
 
 def calibration_alerts(plan: RecordPlan) -> tuple[str, ...]:
-    """Return a sentence if a single batch was used of several, which few configurations mean."""
+    """Return a sentence if only one batch of several was used, which few users intend.
+
+    A configuration that does not set batch_num does so: AMCT's default is 1.
+    """
     if plan.config.batch_num > 1 or plan.used_samples == plan.samples:
         return ()
     used = plan.used_samples

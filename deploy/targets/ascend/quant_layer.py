@@ -104,13 +104,14 @@ def balanced_weight(weight: Float32Array, layer: Layer, dmq_factors: Float32Arra
     """Return a weight in ONNX layout times its DMQ factors [C_in]; empty factors do nothing."""
     if not dmq_factors.size:
         return weight
+    # the factors are given a shape that broadcasts over the weight
     if layer.kind == "Conv":  # [C_out, C_in / group, ...]
         group_factors = dmq_factors.reshape(layer.group, 1, weight.shape[1])
         rows = np.repeat(group_factors, weight.shape[0] // layer.group, axis=1)
         dmq_factors = rows.reshape(*weight.shape[:2], *[1] * (weight.ndim - 2))
-    elif layer.kind == "MatMul":
+    elif layer.kind == "MatMul":  # [..., C_in, C_out]
         dmq_factors = dmq_factors[:, None]
-    elif not layer.trans_b:  # [C_in, ...]
+    elif not layer.trans_b:  # [C_in, ...]; a transposed Gemm has [C_out, C_in], which fits as it is
         dmq_factors = dmq_factors.reshape(-1, *[1] * (weight.ndim - 1))
     return np.asarray(weight * dmq_factors, np.float32)
 
@@ -159,7 +160,7 @@ def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
     """
     quant_factor = _invert_scale(record.scale_d, "scale_d", record.act_bits)
     inverse_dmq_factors = None
-    if record.dmq_factors.size:  # DMQ: the input is multiplied by these, the weight by the factors
+    if record.dmq_factors.size:  # DMQ divides the input by factors, and multiplies the weight
         shape = (1, -1, *[1] * layer.rank)
         inverse_dmq_factors = (np.float32(1) / record.dmq_factors).reshape(shape)
     # a pool, and an input of tensor_quantize, have no weight
@@ -189,9 +190,16 @@ def _refuse_overflow(
 ) -> None:
     """Refuse a layer whose sums of products could exceed int32.
 
-    An input code less the offset is at most `high - low`.
+    Args:
+        layer: the layer.
+        record: has the bits of its activations.
+        weight: its weight in integers.
+        bias: its bias in integers; None without bias.
+
+    Raises:
+        ExportError: the largest possible sum exceeds int32.
     """
-    low, high = ascend_range(record.act_bits)
+    low, high = ascend_range(record.act_bits)  # an input code less its offset is up to high - low
     weight_magnitudes = np.abs(weight.astype(np.float64))
     if layer.kind in ("Gemm", "MatMul"):
         weight_sums = weight_magnitudes.sum(axis=-2)  # [C_out], for each matrix of a 3-D weight

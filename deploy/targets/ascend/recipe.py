@@ -114,10 +114,11 @@ def recipe_from_qdq(
     preprocess = read_metadata_preprocess(quantized, path)
     model = prepare_qdq_model(quantized)
     adopt_runtime_nodes(model.graph, (Q, DQ))
+    # layer -> scales of its pairs; other layer -> why Ascend cannot use its pairs
     qdq_records, float_reasons = _read_qdq_layers(Graph(model))
-    # Only the float model shows which layers fit the hardware. A layer that does not is a float
-    # operator, whose input may keep its rounding: then the pairs are removed again, without the
-    # record of that layer.
+    # Only the float model shows which layers fit the hardware. A layer that does not fit becomes a
+    # float operator, whose input may keep its rounding. So the pairs are removed again, without the
+    # record of that layer, until all layers with a record fit.
     has_refused_layers = True
     while has_refused_layers:
         unpaired = remove_pairs(model, qdq_records, keep_rounding=keep_rounding)
@@ -174,7 +175,7 @@ def _read_qdq_layers(index: Graph) -> tuple[dict[str, LayerRecord], dict[str, st
         if node.op_type not in LAYER_OPS:
             continue
         try:
-            input_pair = input_grid(node, index)
+            input_pair = input_grid(node, index)  # scale and zero point of the pair on its input
             _refuse_unless_8_bit(input_pair)
             weight_scales = np.ones(1, np.float32)
             if node.op_type != "AveragePool":  # a pool has no weight
@@ -223,7 +224,13 @@ class _QuantizedLayers(NamedTuple):
 def _quantize_layers(
     model: onnx.ModelProto, graph: LayerGraph, qdq_records: Records
 ) -> _QuantizedLayers:
-    """Quantize the layers that have a record, as far as they fit the hardware."""
+    """Quantize the layers that have a record, as far as they fit the hardware.
+
+    Args:
+        model: the float model of the Q/DQ model.
+        graph: its layers.
+        qdq_records: layer -> scales and offset of its pairs.
+    """
     index = Graph(model)
     records = {}
     rounding_reason_by_layer = {}
@@ -247,6 +254,11 @@ def _fit_weight_scales(layer: Layer, record: LayerRecord, index: Graph) -> tuple
 
     They are the model's own if Ascend takes them. Else they are new ones, with which the weight is
     rounded again.
+
+    Args:
+        layer: the layer.
+        record: has the model's own scales of its weight, and that of its input.
+        index: has the values of weight and bias.
 
     Returns:
         (scales, reason for new ones): `_ONE_MATRIX_SCALE` or `_NO_ROOM_FOR_SUMS`; "" if they are
@@ -326,7 +338,10 @@ _FORCED_FLOAT16 = (
 
 
 def bit_width_notes(records: Records) -> Iterator[str]:
-    """Yield notes on layers that are not entirely int8, and the chips that accept them."""
+    """Yield notes on layers with other than 8 bits, and the chips that accept them.
+
+    `records`: int8 layer -> its scales and bit widths.
+    """
     for bits, chips in ((16, _NANO_CHIPS), (4, _INT4_CHIPS)):
         names = [name for name, record in records.items() if record.act_bits == bits]
         if names:

@@ -108,6 +108,8 @@ def write_record(records: Records, float16_layers: Collection[str] = ()) -> str:
 def read_record(text: str, file_name: str = "the record") -> dict[str, LayerRecord]:
     """Parse AMCT's record file; return layer name -> its scales and offsets, checked as by AMCT.
 
+    Entries without scales of a layer, as those of a language model's cache, are left out.
+
     `file_name`: for messages.
 
     Raises:
@@ -182,6 +184,7 @@ def _check_bit_widths(name: str, record: LayerRecord, layer: Layer) -> None:
             f"wts_type INT{bits} is for {LAYERS_BY_WEIGHT_BITS[bits]}, got {layer.kind} with"
             f" {layer.channels_in} input channels and {layer.group} groups in layer {name!r}"
         )
+    # an input of tensor_quantize, or a MatMul of two activations
     is_int8_only = layer.input_index is not None or layer.two_activations
     if is_int8_only and (record.act_bits, record.weight_bits) != (8, 8):
         raise ConfigError(
@@ -193,7 +196,7 @@ def _check_bit_widths(name: str, record: LayerRecord, layer: Layer) -> None:
 def _check_weight_scales(name: str, record: LayerRecord, layer: Layer) -> None:
     """Refuse weight scales, or an input's offset, that a layer of this type cannot have."""
     scale_count = record.scale_w.size
-    if layer.input_index is not None:
+    if layer.input_index is not None:  # an input of tensor_quantize
         if scale_count or not record.is_node_input:
             raise ConfigError(
                 "the record of an input must hold is_tensor_quantize: true and no scale_w, got"
@@ -222,7 +225,8 @@ def _read_layer(message: Any) -> LayerRecord:
     `message`: the entry's protobuf message.
     """
     _check_scales_and_offsets(message)
-    # 0 for a type that is unset; dst_type is that of the activations and of the weights
+    # Bits of a type, 0 if it is unset. All three are read, so that each is checked. dst_type is for
+    # both activations and weights, and counts before the other two.
     bits_of_both = _read_bits(message, "dst_type")
     activation_bits = _read_bits(message, "act_type")
     weight_bits = _read_bits(message, "wts_type")

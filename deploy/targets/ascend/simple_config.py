@@ -76,9 +76,9 @@ def read_simple_config(text: str, graph: LayerGraph, file_name: str = "the confi
 
 
 def _read_layers(message: Any, graph: LayerGraph) -> tuple[dict[str, LayerConfig], list[str]]:
-    """Return the settings of each layer, and the layers that get 8 bits in place of 16.
+    """Return layer -> its settings, and the layers that get 8-bit activations in place of 16-bit.
 
-    Those get the 16-bit activations of common_config, but have a type that cannot have them.
+    common_config asks for 16 bits there, which layers of their type cannot have.
 
     Args:
         message: the configuration.
@@ -95,7 +95,7 @@ def _read_layers(message: Any, graph: LayerGraph) -> tuple[dict[str, LayerConfig
     lowered_to_8_bits = []
     for name in sorted(names):
         layer = layer_by_name[name]
-        # one section alone counts for a layer; AMCT's defaults fill in what it leaves out
+        # one section alone counts for a layer: its own, that of its type, or common_config
         type_section = section_by_type.get((layer.kind, layer.rank), common_section)
         section = section_by_name.get(name, type_section)
         with add_place(f"in layer {name!r}"):
@@ -129,13 +129,18 @@ def _types_and_ranks(layer_type: str) -> tuple[tuple[str, int], ...]:
 
 
 def _read_skipped(message: Any, graph: LayerGraph) -> set[str]:
-    """Return the names of skip_layers, and of the layers of skip_layer_types."""
+    """Return the names of the layers that stay float: skip_layers and those of skip_layer_types.
+
+    Raises:
+        ConfigError: a name that is no layer, a repeated one, or types that leave no layer.
+    """
     skipped = set(refuse_repeats(message.skip_layers, "skip_layers"))
     for name in message.skip_layers:
         if name not in graph.layers and name not in graph.float_reasons:
             raise ConfigError(f"layer {name!r} of skip_layers {no_layer_reason(name, graph)}")
 
     layer_types = refuse_repeats(message.skip_layer_types, "skip_layer_types")
+    # (op type, spatial rank) of the layers of each type
     skipped_types = set(chain.from_iterable(map(_types_and_ranks, layer_types)))
     layers_of_skipped_types = {
         name for name, layer in graph.layers.items() if (layer.kind, layer.rank) in skipped_types
@@ -188,14 +193,14 @@ def _require_fields(message: Any, list_name: str, *fields: str) -> None:
 def _read_section(section: Any, layer: Layer, common_section: Any) -> LayerConfig:
     """Return the settings of a layer.
 
-    common_config applies to layers of all types, so what this layer's type cannot have is left out.
-    Any other section names the layer or its type: it is taken as it is, and `resolve_config`
-    refuses what the layer cannot have.
+    common_config applies to layers of all types: what this layer's type cannot have is left out.
+    Any other section names the layer or its type: all of it is taken, and `resolve_config` refuses
+    what the layer cannot have.
 
     Args:
-        section: the only section that counts for the layer.
+        section: the only section (protobuf message) that counts for the layer.
         layer: the layer.
-        common_section: the section common_config, which also says what others leave open.
+        common_section: the section common_config, from which `asymmetric` comes if it is unset.
     """
     is_common = section is common_section
     has_no_balancer = is_common and not layer.weight
@@ -233,15 +238,19 @@ def _read_balancer(section: Any) -> float | None:
 
 
 def _read_layer_weight(section: Any, layer: Layer, *, is_common: bool) -> WeightParams:
-    """Return the weight settings of a layer.
+    """Return the weight settings of a layer; those of common_config only if its type can have them.
 
     Args:
-        section: the section that counts for the layer.
+        section: the section (protobuf message) that counts for the layer.
         layer: the layer.
         is_common: it is the section common_config.
+
+    Raises:
+        ConfigError: another section asks for a bit width that the layer cannot have.
     """
     weight = _read_weight(section)
     bits = weight.num_bits
+    # `resolve_config` gives a layer that cannot have 4 bits 8, with a note
     if not is_common and bits != 4 and not allows_weight_bits(layer, bits):
         raise ConfigError(
             f"quant_bits {bits} is for {LAYERS_BY_WEIGHT_BITS[bits]}, got {layer.kind}; leave it"

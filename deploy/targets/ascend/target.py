@@ -207,13 +207,14 @@ class Ascend(Target):
         tensors: list[str] = []
         for layer in graph.select(names).values():
             if layer.node not in float_nodes:
+                # both inputs of a MatMul of two activations, else the first one
                 tensors += layer.activations if layer.two_activations else (layer.input,)
         return tuple(dict.fromkeys(tensors))
 
     def plan(self, model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:
         """Return the layers that AMCT quantizes, and why the others stay float.
 
-        A configuration of the user may keep layers in float, as `float_nodes` does.
+        Layers stay float by `float_nodes`, or by the user's configuration.
         """
         from deploy.graph.plan import FLOAT_BY_USER, reasons_by_node
         from deploy.targets.ascend.existing_files import read_any_config
@@ -221,9 +222,8 @@ class Ascend(Target):
         float_reasons = reasons_by_node(float_nodes)
         if self.config is not None:
             _, graph = prepare_model(model)
-            disabled_names = set(graph.layers) - set(
-                read_any_config(self.config, graph).enabled_layers()
-            )
+            config = read_any_config(self.config, graph)
+            disabled_names = set(graph.layers) - set(config.enabled_layers())
             float_reasons = {**dict.fromkeys(disabled_names, FLOAT_BY_USER), **float_reasons}
         return make_default_plan(model, float_reasons)
 
@@ -272,6 +272,8 @@ class Ascend(Target):
     ) -> tuple[RecordPlan, CalibrationRecord, QuantConfig]:
         """Search the scales of all layers, each by the search that the request chooses for it.
 
+        A search is a way to a layer's scales, one of `layer_searches.SEARCHES`.
+
         Returns:
             The plan of the default search; the records (scales and offsets) of all layers; the
             config that makes AMCT run these searches.
@@ -279,6 +281,7 @@ class Ascend(Target):
         from deploy.targets.ascend import layer_searches as searches
 
         plan, default_record = self.search(request, searches.CONFIGURED)
+        # layers with another search than the default one
         search_by_layer = searches.chosen_searches(plan, request.choices)
         if not search_by_layer:
             return plan, default_record, plan.config
@@ -296,8 +299,8 @@ class Ascend(Target):
     ) -> tuple[RecordPlan, CalibrationRecord, dict[str, QuantLayer], QuantConfig]:
         """Quantize the layers that the request's choices leave in int8.
 
-        All layers are searched, also those that the choices keep in float, so that these do not
-        change the scales of the others, as in AMCT's automatic calibration.
+        The scales of all layers are searched, as in AMCT's automatic calibration. So the scales of
+        a layer do not depend on which other layers are kept in float.
 
         Returns:
             The plan of all layers; the records of the int8 layers; layer -> its integers; the
@@ -354,6 +357,7 @@ class Ascend(Target):
         """Write the files of a Q/DQ model with the scales of its own pairs."""
         from deploy.targets.ascend.recipe import recipe_from_qdq
 
+        # the float model of the Q/DQ model, which stands for the user's in the request
         loaded, recipe = recipe_from_qdq(qdq.model, Path(qdq.name))
         original = request.subject.loaded
         loaded = replace(
@@ -423,18 +427,19 @@ class Ascend(Target):
     ) -> tuple[list[str], list[str]]:
         """Write the AIPP files, if they are asked for, and add them to `files`, role -> path.
 
+        If AIPP cannot express the preprocessing, no AIPP file is written, and the build goes on.
+
         Returns:
-            Notes on the steps before AIPP, which the device's program has to do; an alert if AIPP
-            cannot express the preprocessing: all else is written as without AIPP.
+            (notes on the steps before AIPP, which the device's program has to do; alerts: why there
+            is no AIPP file).
         """
         from deploy.targets.ascend.aipp import write_aipp_files
 
         if not (self.aipp or self.first_layer_int8):
             return [], []
-        first_layer_int8 = self.first_layer_int8
         try:
             host_notes = write_aipp_files(
-                request, files, self._source(), first_layer_int8=first_layer_int8
+                request, files, self._source(), first_layer_int8=self.first_layer_int8
             )
         except ExportError as error:
             return [], [f"no AIPP file: {error}"]
@@ -484,7 +489,7 @@ class Ascend(Target):
         model, graph = prepare_model(subject.model)
         config = self._resolve_config(graph, subject)
         model_key = FOLDED  # models with equal keys share their stored statistics
-        unfolded_layers = []
+        unfolded_layers = []  # whose BatchNormalization AMCT does not fold
         if self.configured:  # with a configuration of AMCT, which folds into a Conv only
             unfolded_layers = find_amct_unfolded_layers(subject.unfolded.model)
         if not config.do_fusion or config.skip_fusion_layers or unfolded_layers:

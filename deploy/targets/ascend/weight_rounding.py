@@ -158,7 +158,7 @@ class AdaRoundSteps:
                 first.
         """
         weight_rows = read_weight_rows(self.index, layer)  # output channels first
-        channels = len(weight_rows)
+        channels = len(weight_rows)  # output channels
         group_channels = channels // layer.group
         patch_size = prod(weight_rows.shape[1:])  # input values that one output value is made of
         params = self.config.layers[layer.name].weight
@@ -202,14 +202,14 @@ class AdaRoundSteps:
         input_statistic: RoundedWeightsOf,
         earlier_steps: Mapping[str, AdaStep],
     ) -> tuple[Observation, Observation]:
-        """Return the observations of a layer's targets and of its inputs.
+        """Return (observation of a layer's targets, observation of its inputs).
 
         The targets are its outputs in the float model. The inputs are those of the model in which
         the layers before it have AdaRound's weights.
 
-        An observation is made after those in its `needs`, here one after the other, so that only
-        one layer's values are in memory: first the inputs of the layer before, then this layer's
-        targets, then its inputs.
+        An observation is made after those in its `needs`. Here that is one after the other, so that
+        only one layer's values are in memory: first the inputs of the layer before, then this
+        layer's targets, then its inputs.
 
         Args:
             layer: the layer.
@@ -253,11 +253,14 @@ class AdaRoundSteps:
 
 
 def _find_activation(index: Graph, tensor: str, channels: tuple[int, int]) -> AdaActivation:
-    """Return the activation that is the only reader of a tensor, if AMCT's AdaRound knows it.
+    """Return the activation that is the only reader of a layer's output, if AMCT's AdaRound has it.
 
     Else the result is the activation that changes nothing, `AdaActivation()`.
 
-    `channels`: (groups, output channels of a group) of the layer that makes the tensor.
+    Args:
+        index: the float model.
+        tensor: the layer's output.
+        channels: (groups, output channels of a group) of the layer.
     """
     node = index.only_reader(tensor)
     if node is None or node.input[0] != tensor:  # it may be a PRelu's slope, or a Clip's limit
@@ -309,6 +312,7 @@ def round_layer(
     scale = kl_scale(weight, channel_wise=statistic.scales > 1)
     grouped_weight = weight.reshape(statistic.shape)
     problem = _make_problem(step, grouped_weight, scale, input_recorder, target_recorder)
+    # blocks of output channels are searched separately, each in as many iterations
     iterations = len(problem.blocks()) * step.params.num_iteration
     with phase(f"AdaRound {progress}", iterations, "iterations of channel blocks") as count_step:
         integers = join_blocks(problem, _search_blocks(problem, step.params, count_step))
@@ -355,10 +359,11 @@ def _search_blocks(problem: AdaProblem, params: AdaParams, progress: Step) -> li
 
     If a block fails or the run is interrupted, the other threads stop at their next iteration.
     """
-    is_stopped = Event()
+    stop_request = Event()
 
     def count_step() -> None:
-        if is_stopped.is_set():
+        """Count an iteration of a block; end its thread if another block has failed."""
+        if stop_request.is_set():
             raise InterruptedError("the run has ended")
         progress()
 
@@ -368,12 +373,12 @@ def _search_blocks(problem: AdaProblem, params: AdaParams, progress: Step) -> li
                 pool.submit(round_block, block, params, step=count_step)
                 for block in problem.blocks()
             ]
-            # not in the order of the blocks, in which the error of a late one would wait for others
+            # waits until one fails: in the order of the blocks, a late one's error would wait
             done, _ = wait(jobs, return_when=FIRST_EXCEPTION)
             for job in done:
                 job.result()  # raises the error of a block
             return [job.result() for job in jobs]
         except BaseException:
-            is_stopped.set()
-            pool.shutdown(wait=False, cancel_futures=True)  # blocks that no thread has begun
+            stop_request.set()
+            pool.shutdown(wait=False, cancel_futures=True)  # drops blocks that have not begun
             raise
