@@ -98,8 +98,8 @@ def bench(
         batches: measure each of these batch sizes; other figures are those of the smallest.
         profile: also time each kernel, in separate runs.
         runtime: "openvino" runs the engine in OpenVINO too, next to ONNX Runtime.
-        task: name of the outputs' task, as for `deploy.pipeline.build`.
-        images: inputs, as for `deploy.pipeline.build`; the outputs of the second session are
+        task: name of the outputs' task, as for `build`.
+        images: inputs, as for `build`; the outputs of the second session are
             compared with those of the first. None uses random inputs.
         preprocess: preprocessing of images, or some of its options; the others come from the
             model's metadata, else from the shape of its input.

@@ -105,7 +105,7 @@ def check(
 
     Args:
         path: output folder of a build, its report.json, or the file of an engine.
-        images: evaluation images, as for `deploy.pipeline.build`.
+        images: evaluation images, as for `build`.
         against: the float model; None uses that of the build.
         labels: as for `build`.
         metric: "file.py:function" or a function, as for `build`.

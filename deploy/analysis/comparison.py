@@ -195,7 +195,7 @@ def compare(
         first: the reference: a file, a model in memory, or a PyTorch module, which the first of
             the images exports.
         second: the other model.
-        images: as for `deploy.pipeline.build`.
+        images: as for `build`.
         min_sqnr_db: SQNR below which two tensors differ.
         preprocess: preprocessing of images, or some of its options; the others come from the
             model's metadata, else from the shape of its input.

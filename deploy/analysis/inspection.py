@@ -138,7 +138,7 @@ def inspect(
 
     Args:
         model: path of an ONNX file, an onnx.ModelProto, a loaded model or a PyTorch module.
-        images: for a PyTorch module, samples as for `deploy.pipeline.build`; the first exports it.
+        images: for a PyTorch module, samples as for `build`; the first exports it.
         targets: names in `TARGETS`, or targets with options; or one of these.
         float_nodes: nodes to keep in float: names, patterns, `op:` types, `@` files.
 
