@@ -119,15 +119,14 @@ class CalibratorBatches:
         address, window = self._find_window(spec, pointer)
         # the dtype of the copied bytes may show only by their number, if they are a complete batch;
         # the size of a sample in that dtype then shows how many samples they are
-        has_batch = bool(spec.has_batch)
-        expected_count = self._expected_batch_size if has_batch else 1
-        sample_shape = self._find_sample_shape(spec, window, has_batch=has_batch)
+        expected_count = self._expected_batch_size if spec.has_batch else 1
+        sample_shape = self._find_sample_shape(spec, window)
         sample_size = prod(sample_shape)
         dtype = np.dtype(self._find_dtype(spec, window, expected_count * sample_size))
         sample_bytes = dtype.itemsize * sample_size
-        count = self._count_samples(spec, window, expected_count, sample_bytes, has_batch=has_batch)
+        count = self._count_samples(spec, window, expected_count, sample_bytes)
         data = self._memory.read(address, count * sample_bytes).view(dtype)
-        shape = (count, *sample_shape) if has_batch else sample_shape
+        shape = (count, *sample_shape) if spec.has_batch else sample_shape
         return data.reshape(shape).astype(spec.dtype, copy=False)
 
     def _find_window(self, spec: TensorSpec, pointer: object) -> tuple[int, AddressWindow]:
@@ -147,9 +146,7 @@ class CalibratorBatches:
             f" {spec.name!r} in {self.batch_title}"
         )
 
-    def _find_sample_shape(
-        self, spec: TensorSpec, window: AddressWindow, *, has_batch: bool
-    ) -> tuple[int, ...]:
+    def _find_sample_shape(self, spec: TensorSpec, window: AddressWindow) -> tuple[int, ...]:
         """Return the shape of one sample, without batch; `window.shape` fills in open sizes.
 
         `window`: the memory that the calibrator copied its batch to.
@@ -159,7 +156,7 @@ class CalibratorBatches:
             for axis, copied_size in enumerate(window.shape):
                 if not isinstance(sizes[axis], int):
                     sizes[axis] = copied_size
-        if has_batch:
+        if spec.has_batch:
             sizes = sizes[1:]
         # open sizes are names or None; a sample with a size of 0 would have no values
         shape = tuple(size for size in sizes if isinstance(size, int) and size)
@@ -202,8 +199,6 @@ class CalibratorBatches:
         window: AddressWindow,
         expected_count: int,
         sample_bytes: int,
-        *,
-        has_batch: bool,
     ) -> int:
         """Return how many samples of one input a batch holds at an address.
 
@@ -215,7 +210,6 @@ class CalibratorBatches:
             window: the memory from the address on.
             expected_count: samples of a complete batch.
             sample_bytes: size of one sample.
-            has_batch: whether the input has a batch dimension.
 
         Raises:
             FeedError: the bytes are no whole samples, or too many or too few of them.
@@ -229,7 +223,7 @@ class CalibratorBatches:
             return expected_count  # nothing tells how much of a larger allocation is used
 
         copied_count, remaining_bytes = divmod(used_bytes, sample_bytes)
-        if is_copied and has_batch and not remaining_bytes:
+        if is_copied and spec.has_batch and not remaining_bytes:
             is_accepted = self._accept_other_count(
                 copied_count,
                 is_larger=copied_count > expected_count,

@@ -295,10 +295,8 @@ class ChosenSamples:
 
     def skip_positions(self, skipped: Mapping[int, str]) -> None:
         """Skip the samples at these positions of the complete list."""
-        entry_by_position = {
-            position: entry for entry, position in enumerate(self._all_positions())
-        }
-        self.skip_entries({entry_by_position[position]: skipped[position] for position in skipped})
+        positions = self._all_positions()
+        self.skip_entries({positions.index(position): skipped[position] for position in skipped})
 
     def skip_entries(self, skipped: Mapping[int, str]) -> None:
         """Skip the samples with these numbers, from 0, among the chosen ones."""
