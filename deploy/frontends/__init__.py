@@ -27,22 +27,23 @@ def load(
 
     Args:
         source: an ONNX file of opset 7 or newer (with its external data next to it), an
-            `onnx.ModelProto` in memory, or another kind of source in FRONTENDS; a model that is
-            loaded is returned as it is.
+            `onnx.ModelProto` in memory, or another kind of source in FRONTENDS. A `LoadedModel`
+            is returned unchanged.
         fold_batchnorm: fold BatchNormalization, and Mul and Add with constants per channel, into
             the Conv, ConvTranspose or Gemm before them.
 
     Raises:
-        ModelError: it cannot be read, is quantized already, or onnxruntime cannot load it.
+        ModelError: the source cannot be read, is quantized already, or onnxruntime cannot load it.
     """
     if isinstance(source, LoadedModel):
         return source
     # For an unknown suffix the ONNX reader reports what the file really is.
-    return FRONTENDS.get(_find_kind(source), load_onnx)(source, fold_batchnorm)
+    load_source = FRONTENDS.get(_find_kind(source), load_onnx)
+    return load_source(source, fold_batchnorm)
 
 
 def load_float_or_qdq(source: str | Path | onnx.ModelProto | LoadedModel) -> LoadedModel:
-    """Load a float model with `load`, or a Q/DQ model with the data of its pairs in `trained`.
+    """Load a float model with `load`, or a Q/DQ model with the data of its pairs in `qdq`.
 
     Raises:
         ModelError: see `load`; or a Q/DQ model whose pairs cannot serve as a calibration.

@@ -57,11 +57,11 @@ class MovedLayer:
     layer: onnx.NodeProto
     moves: tuple[onnx.NodeProto, ...] = ()
 
-    def axis(self, rank: int, constants: Mapping[str, onnx.TensorProto]) -> tuple[int, int]:
-        """Return (axis of the channels, rank) after the moves.
+    def channel_axis(self, rank: int, constants: Mapping[str, onnx.TensorProto]) -> tuple[int, int]:
+        """Return (axis of the channels, number of dimensions) of the tensor after the moves.
 
         Args:
-            rank: of the layer's output, whose channels are on axis 1.
+            rank: number of dimensions of the layer's output, whose channels are on axis 1.
             constants: hold the axes of Squeeze and Unsqueeze.
 
         Raises:
@@ -108,19 +108,20 @@ class JoinedLayers:
             if self.concat is not None:
                 yield node, self.concat, index
 
-    def axis(
+    def channel_axis(
         self, ranks: Sequence[int], constants: Mapping[str, onnx.TensorProto]
     ) -> tuple[int, int]:
-        """Return (axis of the channels, rank) of a layer's output, or of a Concat of several.
+        """Return (axis of the channels, number of dimensions) of the joined tensor.
 
         Args:
-            ranks: of the layers' outputs, one for each part.
+            ranks: number of dimensions of each layer's output, in the order of the parts.
             constants: hold the axes of Squeeze and Unsqueeze.
 
         Raises:
             CannotRewrite: the axis of a part is unknown, or the Concat is along another axis.
         """
-        layouts = {part.axis(rank, constants) for part, rank in zip(self.parts, ranks, strict=True)}
+        parts_and_ranks = zip(self.parts, ranks, strict=True)
+        layouts = {part.channel_axis(rank, constants) for part, rank in parts_and_ranks}
         axis, rank = next(iter(layouts))
         concat_axis = axis if self.concat is None else attributes(self.concat).get("axis", axis)
         is_along_channels = concat_axis in (axis, axis - rank)  # it may count from the end
@@ -145,13 +146,13 @@ def _follow_axes(
     """
     rank = len(layer_axes)
     if node.op_type == "Transpose":
-        order = attributes(node).get("perm", range(rank)[::-1])  # reversed without a perm
+        order = attributes(node).get("perm", range(rank)[::-1])  # without a perm, it reverses them
         if sorted(order) != list(range(rank)):
             raise CannotRewrite("its permutation does not fit")
         return [layer_axes[position] for position in order]
 
     changed_axes = _read_axes(node, constants)
-    if node.op_type == "Unsqueeze":  # they count among the axes of its output
+    if node.op_type == "Unsqueeze":  # its axes are numbered as in its output
         rank += len(changed_axes)
     if not all(-rank <= axis < rank for axis in changed_axes):
         raise CannotRewrite("its axes do not fit")
@@ -186,14 +187,18 @@ NORM = "BatchNormalization"
 
 
 def fold_affine(graph: onnx.GraphProto, *, excluded: Collection[str] = ()) -> Counter[str]:
-    """Fold all nodes that can be folded exactly, in place; return type -> number of such nodes.
+    """Fold BatchNormalization, Mul, Div, Add and Sub nodes into the layers before them, in place.
 
-    A node stays if its input is not the output of a layer (or several joined layers) with constant
-    weights, or if that input has other readers.
+    A node is folded if it scales and shifts each channel by constants. It stays if its input is not
+    the output of a layer (or several joined layers) with constant weights, or if that input has
+    other readers.
 
     Args:
         graph: with unique node names if `excluded` is given.
         excluded: names of nodes that are not folded.
+
+    Returns:
+        Operator -> number of nodes that were folded.
     """
     rule: RewriteRule[_AffineFold] = RewriteRule(
         pattern=lambda node: node.name not in excluded,
@@ -299,12 +304,13 @@ class _AffineFold:
         for layer in layers:
             weight = _float_constant(self.initializers, layer.input[1])
             bias_name = optional_input(layer, 2)
+            bias = _float_constant(self.initializers, bias_name) if bias_name else None
             weights.append(weight)
-            biases.append(_float_constant(self.initializers, bias_name) if bias_name else None)
+            biases.append(bias)
             channel_counts.append(_count_channels(layer, weight))
 
         ranks = [weight.ndim for weight in weights]  # a layer's output has the rank of its weight
-        axis, rank = joined.axis(ranks, self.initializers)
+        axis, rank = joined.channel_axis(ranks, self.initializers)
         scale, shift = _read_affine(node, self.initializers, sum(channel_counts), axis, rank)
         # each layer gets the scales and shifts of its own channels
         boundaries = np.cumsum(channel_counts)[:-1]
@@ -373,13 +379,13 @@ def _read_affine(
         weights: name -> initializer.
         channels: number of the channels of x.
         axis: of the channels in x.
-        rank: of x.
+        rank: number of dimensions of x.
 
     Raises:
-        CannotRewrite: it has not one constant value per channel.
+        CannotRewrite: the node has not one constant value per channel.
     """
     if node.op_type == NORM:
-        if axis != 1:  # where a BatchNormalization always has its channels
+        if axis != 1:  # a BatchNormalization always has its channels on axis 1
             raise CannotRewrite("its channels are not those of the layer")
         return _read_norm(node, weights, channels)
     constant_name = next(name for name in node.input if name in weights)
@@ -446,14 +452,15 @@ def _float_constant(weights: dict[str, onnx.TensorProto], name: str) -> NDArray[
 def _scale_weight(
     layer: onnx.NodeProto, weight: NDArray[Any], scale: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return the weight scaled per output channel; `scale` [C_out] is that of `_count_channels`."""
+    """Return a layer's weight with each output channel multiplied by its value of `scale`, [C]."""
     attrs = attributes(layer)
     window = [1] * (weight.ndim - 2)  # the scale is the same for all values of a window
     if layer.op_type == "Conv":  # [O, I/group, ...]
         return weight * scale.reshape(-1, 1, *window)
     if layer.op_type == "Gemm":  # [N, K] with transB, else [K, N]
         return weight * (scale[:, None] if attrs.get("transB", 0) else scale)
-    group = group_count(layer)  # ConvTranspose: [I, O/group, ...], channel = group first
+    # ConvTranspose: [I, O/group, ...]; I and C consist of one block of channels for each group
+    group = group_count(layer)
     grouped_weight = weight.reshape(group, -1, *weight.shape[1:])
     grouped_scale = scale.reshape(group, 1, -1, *window)
     return (grouped_weight * grouped_scale).reshape(weight.shape)
@@ -478,7 +485,7 @@ def _scale_bias(
     """
     if bias is None:
         return shift
-    if layer.op_type == "Gemm":  # which multiplies its bias by beta, and broadcasts it
+    if layer.op_type == "Gemm":  # a Gemm multiplies its bias by beta, and broadcasts it
         bias = bias.astype(np.float64) * attributes(layer).get("beta", 1.0)
         if bias.size == 1:
             bias = np.broadcast_to(bias.reshape(-1), shift.shape)

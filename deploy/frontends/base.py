@@ -185,7 +185,8 @@ class LoadedModel:
 
         Args:
             dataset: the user's images or arrays.
-            labels_by_folder: the class of an image is its subfolder, numbered from 0 by name.
+            labels_by_folder: whether the subfolder of an image is its class. The subfolders are
+                numbered from 0 in the order of their names.
 
         Raises:
             FeedError, ConfigError: as `Dataset.open`.

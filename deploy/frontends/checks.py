@@ -129,7 +129,8 @@ def check_optimized(model: onnx.ModelProto) -> str:
     if not optimized:
         return ""
     nodes = all_nodes(model.graph)
-    if not any(node.op_type in WEIGHTED and not node.domain for node in nodes):
+    has_layers = any(node.op_type in WEIGHTED and not node.domain for node in nodes)
+    if not has_layers:
         raise ModelError(
             f"the model must be as it was exported, got one that ONNX Runtime optimized"
             f" ({optimized}), which leaves no node that can be int8; give the model as exported"

@@ -71,7 +71,7 @@ def fold_constants(
     model: onnx.ModelProto,
     folded_by_output: dict[str, onnx.NodeProto] | None = None,
     *,
-    chosen: Callable[[onnx.NodeProto], bool] = lambda node: True,
+    is_chosen: Callable[[onnx.NodeProto], bool] = lambda node: True,
 ) -> int:
     """Turn constant nodes of the main graph into initializers, in place; return their number.
 
@@ -80,8 +80,9 @@ def fold_constants(
 
     Args:
         model: changed in place.
-        folded_by_output: filled here: tensor -> the folded node that made it; may be None.
-        chosen: node -> whether it may become an initializer.
+        folded_by_output: filled here: tensor -> the folded node that made it. None if the caller
+            does not need it.
+        is_chosen: node -> whether it may become an initializer.
     """
     graph = model.graph
     scope = _FoldingScope(
@@ -92,7 +93,7 @@ def fold_constants(
         folded_by_output={} if folded_by_output is None else folded_by_output,
     )
     rule = RewriteRule(
-        pattern=lambda node: chosen(node) and _can_be_constant(node),
+        pattern=lambda node: is_chosen(node) and _can_be_constant(node),
         check=_check_constant,
         rewrite=_fold_node,
     )
@@ -166,7 +167,8 @@ def _evaluate(
     Raises:
         CannotRewrite: a result would be large, or the node cannot be run.
     """
-    names = list(filter(None, node.output))
+    names = list(filter(None, node.output))  # the name of an output that is left out is ""
+    # the constants are initializers: the graph has no inputs, and gets its outputs below
     single_node_model = helper.make_model(
         helper.make_graph([copy_message(node)], "constant", [], [], inputs),
         opset_imports=list(model.opset_import),
@@ -179,7 +181,7 @@ def _evaluate(
         outputs = [helper.make_empty_tensor_value_info(name) for name in names]
         single_node_model.graph.output.extend(outputs)
         arrays = OrtSession.open(single_node_model, threads=1, optimize=False).run({})
-    # Both libraries raise many kinds of errors; the node stays whatever the error is.
+    # ONNX and ONNX Runtime raise many kinds of errors; the node stays whatever the error is.
     except Exception as error:
         raise CannotRewrite(first_line(error)) from error
     return [numpy_helper.from_array(arrays[name], name) for name in names]
@@ -216,8 +218,8 @@ def unfold_large(graph: onnx.GraphProto, folded_by_output: Mapping[str, onnx.Nod
         name for name in folded_by_output if name in read_counts and sizes[name] > _MAX_GROWTH
     ]
 
-    free_tensors = set(read_counts)  # the file has them anyway: a recipe reads them at no cost
-    restored_outputs: set[str] = set()  # of the nodes that are put back
+    free_tensors = set(read_counts)  # the file has these anyway: a recipe reads them at no cost
+    restored_outputs: set[str] = set()  # outputs of the nodes that are put back
     for name in large_results:
         if weight_read_counts[name] == read_counts[name]:  # only layers read it, as their weight
             result_size = sizes[name] // _INT8_RATIO
@@ -231,7 +233,7 @@ def unfold_large(graph: onnx.GraphProto, folded_by_output: Mapping[str, onnx.Nod
         if recipe_outputs and result_size > recipe_size + _MAX_GROWTH:
             restored_outputs |= recipe_outputs
             free_tensors |= recipe_outputs | recipe_constants
-            free_tensors.remove(name)  # no longer stored: a recipe that reads it includes its nodes
+            free_tensors.remove(name)  # not stored any more, so no longer free for other recipes
 
     if restored_outputs:
         nodes = [node for name, node in folded_by_output.items() if name in restored_outputs]

@@ -120,14 +120,14 @@ def open_with_shapes(path: Path, inputs: Sequence[InputRequest]) -> LoadedModel:
 
     Args:
         path: of the file.
-        inputs: shapes by name, or in the order of the model's inputs.
+        inputs: the user's shapes. A shape without a name is for the model's input at its position.
 
     Raises:
         ConfigError: an input that the model does not have, or one of another rank or dtype.
         ModelError: see `load_onnx`; or it cannot run at these shapes, such as because of a Reshape
             to the size of the file.
     """
-    _, file_model, _ = read_source(path)
+    _path, file_model, _digests = read_source(path)
     resized_model = copy_message(file_model)
     shape_texts = _set_shapes(resized_model, inputs)
     if list(resized_model.graph.input) == list(file_model.graph.input):
@@ -216,8 +216,8 @@ def _refuse_fixed_sizes(file_model: onnx.ModelProto, resized_model: onnx.ModelPr
         resized_model: the same nodes with the user's input shapes.
 
     Raises:
-        ModelError: a node's input has another shape than in the file, and its output has not, or a
-            Reshape makes several samples of one.
+        ModelError: a node's input has another shape than in the file while its output has the same,
+            or a Reshape makes several samples of one.
     """
     file_shapes = _shapes_of_a_sample(file_model)
     new_shapes = _shapes_of_a_sample(resized_model)
@@ -227,7 +227,7 @@ def _refuse_fixed_sizes(file_model: onnx.ModelProto, resized_model: onnx.ModelPr
             continue
         source = node.input[0]
         output = node.output[0]
-        if not known_tensors >= {source, output}:
+        if source not in known_tensors or output not in known_tensors:
             continue
         input_shape = new_shapes[source]
         output_shape = new_shapes[output]

@@ -141,17 +141,24 @@ def _lift(parts: Sequence[onnx.ModelProto], opset: int) -> None:
 
 
 def _lift_node(node: onnx.NodeProto, scope: OpsetScope, *, read_tensors: set[str]) -> Nodes:
-    """Return a node in its form of the target opset, behind nodes that make its new inputs.
+    """Return a node in its form of the target opset, after the nodes that make its new inputs.
 
-    An input is new if it is an attribute in the source opset. `read_tensors`: all tensors that any
-    node reads.
+    An input is new if it is an attribute in the source opset.
+
+    Args:
+        node: of the source opset.
+        scope: both opsets, and what is known of the graph.
+        read_tensors: all tensors that any node reads.
+
+    Raises:
+        ModelError: the node has no form in the target opset.
     """
     changes = find_upgrades(node, scope.source_opset, scope.target_opset)
     if not changes:
         return [node]
     lifted = copy_message(node)
     if node.op_type == "Dropout" and read_tensors.isdisjoint(node.output[1:]):
-        del lifted.output[1:]  # its mask, which is not read; its type changed in opset 10
+        del lifted.output[1:]  # its mask: no node reads it, and its type changed in opset 10
     try:
         return change_form(lifted, changes, scope)
     except _FORM_ERRORS as error:
@@ -184,12 +191,15 @@ def complete_axes(model: onnx.ModelProto) -> Counter[str]:
 
 
 def _complete_node(node: onnx.NodeProto, scope: OpsetScope, *, counts: Counter[str]) -> Nodes:
-    """Return the nodes of a node written over all axes, which `counts` counts, or the node."""
+    """Return the nodes that name all axes in place of a node; the node itself if it names all.
+
+    `counts`: operator -> number of nodes that were written anew; the node is added here.
+    """
     if node.op_type not in COMPLETIONS or node.domain:
         return [node]
     try:
         nodes = COMPLETIONS[node.op_type](copy_message(node), scope)
-    except _FORM_ERRORS:  # ONNX Runtime says what is wrong with it
+    except _FORM_ERRORS:  # an invalid node stays: ONNX Runtime reports what is wrong with it
         return [node]
     if len(nodes) == 1:
         return [node]
@@ -313,7 +323,8 @@ def widen_to_float32(model: onnx.ModelProto) -> str:
     if not (half_ends or half_attributes or half_tensors):
         return ""
 
-    size = model.ByteSize() + sum(2 * math.prod(tensor.dims) for tensor in half_tensors)
+    added_bytes = sum(2 * math.prod(tensor.dims) for tensor in half_tensors)  # 2 for each value
+    size = model.ByteSize() + added_bytes
     if size > MESSAGE_LIMIT:
         raise ModelError(
             "a float16 model must be below 2 GB in float32, in which calib8 calibrates it, got"
@@ -440,12 +451,14 @@ def dequantize_constants(model: onnx.ModelProto, dtype: int | None = None) -> No
         stored = constants.get(node.input[0]) if node.op_type == _DEQUANTIZE else None
         if stored is not None and dtype in (None, stored.data_type):
             dequantizers.append(node)
-    outputs = all_outputs(dequantizers)
-    reads = set(all_reads(dequantizers))  # the stored integers may be Constant nodes
+    float_constants = all_outputs(dequantizers)
+    dequantizer_inputs = set(all_reads(dequantizers))
 
     def is_chosen(node: onnx.NodeProto) -> bool:
-        is_read_constant = node.op_type == "Constant" and not reads.isdisjoint(node.output)
-        return is_read_constant or not outputs.isdisjoint(node.output)
+        """Whether a node is one of the dequantizers, or a Constant node that one of them reads."""
+        if node.op_type == "Constant" and not dequantizer_inputs.isdisjoint(node.output):
+            return True
+        return not float_constants.isdisjoint(node.output)
 
-    fold_constants(model, chosen=is_chosen)
+    fold_constants(model, is_chosen=is_chosen)
     drop_unread(model.graph)

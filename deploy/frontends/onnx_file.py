@@ -104,6 +104,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         shared_name_count = _count_shared_names(model.graph)
         fed_weight_count = _count_fed_weights(model)
         cleaned = _clean(model, fold_batchnorm)
+        # the names of tensors that calib8 adds later must be free
         renamed_tensors = free_added_names(cleaned.model.graph)
         _check_cleaned(cleaned.model)
         model, kernel_note = _decompose_without_kernel(cleaned.model)
@@ -410,6 +411,7 @@ def _decompose_without_kernel(model: onnx.ModelProto) -> tuple[onnx.ModelProto, 
             lowering = lower_opset(model, opset=opset_of(model), to_decompose={op_type})
         except ExportError:
             raise _refusal_of(load_error) from load_error
+        # with a count for `op_type` in any case, so that the loop never decomposes it twice
         rewritten.update({op_type: 0, **lowering.rewritten})
         model, _ = _fold(infer_shapes(lowering.model))  # ONNX's definitions add Constants and Casts
     if not rewritten:
@@ -494,7 +496,7 @@ def _count_inlined(
             count += 1
             continue
         if key not in counts:
-            counts[key] = 0  # what a call of itself inside counts
+            counts[key] = 0  # while its nodes are counted: a call of itself adds none
             counts[key] = _count_inlined(all_nodes(functions[key]), functions, counts)
         count += counts[key]
     return count

@@ -179,7 +179,7 @@ def _external_entries(tensor: onnx.TensorProto) -> dict[str, str]:
 def _find_external_file(path: Path, name: str, location: str) -> Path:
     """Return the file of a tensor's external data, which must lie in the model's folder."""
     folder = Path(os.path.realpath(path.parent))
-    file = folder
+    file = folder  # for a zero byte, which no path can hold: refused below
     if "\0" not in location:
         # links are resolved first: a link out of the folder would escape it like ".."
         file = Path(os.path.realpath(folder / location))

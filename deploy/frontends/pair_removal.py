@@ -126,7 +126,7 @@ def _remove_clips_of_codes(model: onnx.ModelProto) -> None:
         x --> Q --> Clip(-127, 127) --> DQ     becomes     x --> Q --> DQ
 
     "Codes" are the integers that a QuantizeLinear makes. A Clip on an activation is removed only if
-    it lets all codes pass, or all but -128 (`_is_implied`); any other stays, since its pair has
+    it lets all codes pass, or all but -128 (`_is_redundant`). Any other Clip stays: its pair has
     fewer than 8 bits, and is refused later. A Clip on a weight is folded: the clipped integers are
     stored.
     """
@@ -143,10 +143,10 @@ def _remove_clips_of_codes(model: onnx.ModelProto) -> None:
         return node.name in clip_names or makes_codes or node.op_type == "Constant"
 
     # Clips of weights are folded. A Clip on an activation is no constant: only its limits are
-    # folded, which `_is_implied` reads
-    fold_constants(model, chosen=is_clip_or_input)
+    # folded, so that `_is_redundant` can read them.
+    fold_constants(model, is_chosen=is_clip_or_input)
     folded_graph = Graph(model)
-    bypass(model.graph, lambda node: node.name in clip_names and _is_implied(node, folded_graph))
+    bypass(model.graph, lambda node: node.name in clip_names and _is_redundant(node, folded_graph))
     drop_unread(model.graph)  # the limits of the removed Clips
 
 
@@ -156,8 +156,8 @@ def _clips_codes(clip: onnx.NodeProto, index: Graph) -> bool:
     return any(reader.op_type == DQ and reader.input[0] == clip.output[0] for reader in readers)
 
 
-def _is_implied(clip: onnx.NodeProto, index: Graph) -> bool:
-    """Whether a Clip leaves out no code of its pair, or -128 alone."""
+def _is_redundant(clip: onnx.NodeProto, index: Graph) -> bool:
+    """Whether a Clip lets all codes of its pair pass, or all but -128."""
     quantizer = index.find_producer(clip.input[0], Q)
     grid = None if quantizer is None else find_pair_grid(quantizer, index)
     if grid is None or len(clip.input) != 3:
@@ -305,11 +305,12 @@ class _Stripper:
         """Return the int8 layers, and the nodes that pass values on to these only."""
         index = self.index
         names = names_of(index.nodes).intersection(int8_layers)
-        for node in reversed(index.nodes):
+        for node in reversed(index.nodes):  # a node's readers come before the node
             if node.op_type not in VALUE_KEEPING:
                 continue
             output = node.output[0]
             readers = index.readers.get(output, [])
+            # also left out: what the user or a subgraph reads
             if not readers or output in index.outputs or output in index.captured:
                 continue
             if all(reader.name in names and reader.input[0] == output for reader in readers):

@@ -246,8 +246,8 @@ def _zero_points(node: onnx.NodeProto, index: Graph, scale: NDArray[np.float32])
             raise UnfitError("its zero point is computed")
         return to_array(index.constants[name])
 
-    # no zero point: a DequantizeLinear reads codes of the type that is looked for, and a
-    # QuantizeLinear may name it in an attribute
+    # without a zero point, the type is that of the codes which a DequantizeLinear reads: stored
+    # integers, or the output of a QuantizeLinear, which may name its type in an attribute
     if node.op_type == DQ:
         codes = index.constants.get(node.input[0])
         if codes is not None:

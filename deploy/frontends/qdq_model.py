@@ -55,7 +55,7 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
     name = path.stem if path else original.graph.name or "model"
     refuse_integer_operators(original)
     with_standard_pairs = copy_message(original)
-    adopt_runtime_nodes(with_standard_pairs.graph, (Q, DQ))
+    adopt_runtime_nodes(with_standard_pairs.graph, (Q, DQ))  # those of ONNX Runtime's domain
     model = prepare_qdq_model(with_standard_pairs)
     constant_grids = check_pairs(model, Graph(model))
     stripped = remove_pairs(model, (), keep_rounding=False)
@@ -69,6 +69,7 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
         )
     grids = _find_cleaned_grids(stripped, loaded.model)
     calibration = _read_calibration(model, str(path or name), loaded.model, grids, constant_grids)
+    pair_notes = _make_notes(calibration, _count_ambiguous(grids))
     # file, digest, metadata and classes are those of the original, not of the copy without pairs
     loaded_original = replace(
         loaded,
@@ -79,7 +80,7 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
         metadata_preprocess=read_metadata_preprocess(original, path),
         classes=read_class_names(original),
         declaration=read_declaration(original, path),
-        notes=(*_make_notes(calibration, _count_ambiguous(grids)), *loaded.notes),
+        notes=(*pair_notes, *loaded.notes),
         qdq=calibration,
     )
     # `with_inputs` also writes the inputs into the original's declaration
@@ -230,9 +231,9 @@ def _make_range(grid: PairGrid, is_non_negative: bool) -> Scale:
     zero = grid.zero.item()
     lo = (grid.min_code - zero) * step
     hi = (grid.max_code - zero) * step
-    symmetric = not grid.int8_zero.any()
-    amax = hi if symmetric else max(-lo, hi)
-    if symmetric and is_non_negative:  # half of the codes are unused
+    is_symmetric = not grid.int8_zero.any()
+    amax = hi if is_symmetric else max(-lo, hi)
+    if is_symmetric and is_non_negative:  # half of the codes are unused
         lo = 0.0
     return Scale(lo=lo, hi=hi, amax=amax, observed_min=lo, observed_max=hi, method=_METHOD)
 

@@ -60,8 +60,8 @@ def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
     del model.graph.value_info[:]
     light_model = without_values(model)  # None if there are no large weights to leave out
     with checks.refuse_errors("shapes of the model must fit together"):
-        # with data_prop, inference also computes constants; in Concats of Concats these may double
-        # each time, up to any size
+        # With data_prop, inference also computes constants. A chain of Concats that each double a
+        # constant could take any amount of memory.
         propagates_values = _largest_joined(model.graph) <= _MAX_JOINED
         inferred = infer_types(light_model or model, data_prop=propagates_values)
     if light_model is not None:  # it has no weights: return `model`, with what was inferred

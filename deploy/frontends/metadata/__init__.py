@@ -46,9 +46,10 @@ def read_metadata_preprocess(
 ) -> MetadataPreprocess | None:
     """Return the preprocessing stored in the model or in files in the folder of `path`; or None."""
     metadata = ModelMetadata(
+        # one character more than allowed, so that a reader finds that the value is too long
         properties={entry.key: entry.value[: LONGEST + 1] for entry in model.metadata_props},
         folder=_find_folder(path),
-        shape=_find_shape(model.graph.input),
+        shape=_first_shape(model.graph.input),
         is_classifier=_is_classifier(model),
     )
     for location, writer, read in READERS:
@@ -111,11 +112,11 @@ def _find_folder(path: Path | None) -> Path | None:
 def _is_classifier(model: onnx.ModelProto) -> bool:
     """Return whether the only output is [N, C], with a score for each of C class names."""
     class_count = len(read_class_names(model))
-    output_shape = _find_shape(model.graph.output)
+    output_shape = _first_shape(model.graph.output)
     return len(model.graph.output) == 1 and output_shape[1:] == (class_count,)
 
 
-def _find_shape(values: Sequence[onnx.ValueInfoProto]) -> tuple[int | None, ...]:
+def _first_shape(values: Sequence[onnx.ValueInfoProto]) -> tuple[int | None, ...]:
     """Return the shape of the first of a model's inputs or outputs; None for open dimensions."""
     shape: list[int | None] = []
     for value in values[:1]:

@@ -132,7 +132,8 @@ def read_openvino(metadata: ModelMetadata) -> StoredPreprocess | None:
         return None
     resize_type = values["resize_type"] or "standard"
     pixel_units = metadata.text(f"{_PATH}intensity_mode") or ""
-    has_max_value = bool(metadata.text(f"{_PATH}intensity_max_value"))  # of pixels over 255
+    # for pixels of more than 8 bits
+    has_max_value = bool(metadata.text(f"{_PATH}intensity_max_value"))
     if _is_true(metadata, "embedded_processing"):
         raise ConfigError("its model preprocesses its input itself")
     if resize_type not in _RESIZES or pixel_units not in _UNITS or has_max_value:
@@ -160,6 +161,7 @@ def _is_true(metadata: ModelMetadata, key: str) -> bool:
 FILE = "infer_cfg.yml"
 _SECTION = "Preprocess"
 _HEIGHTS = (32, 48)  # pixels of a text line, in PaddleOCR's recognizers
+_DEFAULT_WIDTH = 320  # pixels, of PaddleOCR
 _MIN_CHARACTERS = 10  # characters of an alphabet: at least the digits
 _KEYS = {
     "Resize": {"target_size", "keep_ratio", "interp"},
@@ -170,17 +172,20 @@ _OPENCV = dict(enumerate(INTERPOLATIONS))  # by OpenCV's numbers
 
 
 def read_characters(metadata: ModelMetadata) -> StoredPreprocess | None:
-    """Return text-line preprocessing if the model has characters and a fitting input; else None."""
+    """Return text-line preprocessing if the model has characters and a fitting input; else None.
+
+    The metadata has one character a line. Entries of several characters are class names instead.
+    """
     entries = metadata.properties.get("character", "").splitlines()
-    single = sum(len(entry) <= 1 for entry in entries)
-    is_alphabet = len(entries) >= _MIN_CHARACTERS and single >= 0.9 * len(entries)
+    character_count = sum(len(entry) <= 1 for entry in entries)
+    is_alphabet = len(entries) >= _MIN_CHARACTERS and character_count >= 0.9 * len(entries)
     if not is_alphabet or len(metadata.shape) != 4:
         return None
     _, channels, height, width = metadata.shape
     if height is None:
         height = _HEIGHTS[-1]
     if width is None:
-        width = 320
+        width = _DEFAULT_WIDTH
     if channels != 3 or height not in _HEIGHTS or width < 2 * height:
         return None
     return StoredPreprocess(replace(find_preset("ppocr-rec"), default_size=(height, width)))
@@ -196,12 +201,13 @@ def read_paddle(metadata: ModelMetadata) -> StoredPreprocess | None:
     if text is None:
         return None
     steps: dict[str, dict[str, object]] = {}
-    for operator in parse_operators(text):
-        name = str(operator.pop("type", ""))
-        if name in steps or name not in _KEYS or set(operator) - _KEYS[name]:
-            keys = ", ".join(operator)
+    for step in parse_operators(text):
+        name = str(step.pop("type", ""))
+        is_known = name in _KEYS and step.keys() <= _KEYS[name]
+        if name in steps or not is_known:  # the order of two steps of one name is not supported
+            keys = ", ".join(step)
             raise ConfigError(f"calib8 does not know its {short_text(name)} of {keys}")
-        steps[name] = operator
+        steps[name] = step
     if "Resize" not in steps or "Permute" not in steps:
         raise ConfigError(f"its steps must resize and permute, got {', '.join(steps) or 'none'}")
     preprocess = replace(_read_resize(steps["Resize"]), scale=1.0)  # pixels of 0 to 255

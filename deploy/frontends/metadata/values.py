@@ -67,7 +67,9 @@ class ModelMetadata:
         """
         text = self.read_sibling(name)
         is_below = self.folder is not None and self.folder.absolute().name == "onnx"
-        return self.read_sibling(f"../{name}") if text is None and is_below else text
+        if text is None and is_below:
+            return self.read_sibling(f"../{name}")
+        return text
 
 
 class StoredPreprocess(NamedTuple):
