@@ -127,6 +127,7 @@ def _as_convolution(norm: nn.Module, groups: int) -> nn.Conv2d | None:
     channels = len(factor)
     if channels % groups:
         return None
+    # on "meta" without values, since its parameters are replaced
     convolution = nn.Conv2d(channels, channels, 1, groups=groups, device="meta")
     identity = nn.init.dirac_(factor.new_empty(convolution.weight.shape), groups)
     convolution.weight = nn.Parameter(identity * factor.reshape(-1, 1, 1, 1))

@@ -129,7 +129,8 @@ def graph_of(
     except ModelError as capture_error:
         try:
             traced = trace(plain_copy(model))
-            # tracing follows a model without running it, and takes an optional argument for given
+            # tracing does not run the model, and assumes that every optional argument is given, so
+            # its graph may compute something else
             if device_of(model).type != "meta":
                 check_capture(copy.deepcopy(traced).eval(), plain_copy(model).eval(), inputs)
         except ModelError:  # the reason of the capture says more
@@ -153,13 +154,15 @@ def capture(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
     copied = plain_copy(model)
     training_by_module = {module: module.training for module in copied.modules()}
     copied.eval()
+    # dataclasses of the user's can be outputs of a graph only if torch.export knows them
     copied.register_forward_hook(lambda _module, _inputs, returned: _register_dataclasses(returned))
     captured = _export_and_lift(copied, inputs)
     if device_of(copied).type != "meta":  # meta tensors have no values to compare
         # another copy, as the export may have changed this one
         check_capture(captured, plain_copy(model).eval(), inputs)
 
-    # the graph has the modules of the copy, and modules made of functions, which follow the model
+    # Modules of the copy get their mode back. The graph also has modules that were functions in the
+    # user's code: they get the mode of the entire model.
     for module in captured.modules():
         module.training = training_by_module.get(module, model.training)
     return captured
@@ -219,12 +222,13 @@ def _batch_hint(model: nn.Module, inputs: Sequence[Any]) -> str:
 
 
 def _export_and_lift(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
-    """Capture with a dynamic batch, or with a fixed one if the model does not allow the former.
+    """Capture a model with a dynamic batch, or with a fixed one if it allows no dynamic one.
 
     Raises:
         ModelError: neither works; the message is that of the dynamic batch, which says more.
     """
     dynamic_error: Exception | None = None
+    # torch.export takes a batch of 1 for a constant, so it gets the sample twice
     repeated = pytree.tree_map(repeat_single_sample, tuple(inputs))
     try:
         program = _export(model, repeated, is_batch_dynamic=True)

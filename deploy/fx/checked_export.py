@@ -219,8 +219,8 @@ def export_trained(
         task, target=target, bits=bits, checkpoint=checkpoint, device=device, report=report
     )
     batches = first_batches(task)
-    quantized_classes = [*(task.convert or {}).values()]
-    coverage = measure_coverage(training.converted, task.model, quantized_classes)
+    custom_classes = task.convert or {}  # user's class -> its quantized class
+    coverage = measure_coverage(training.converted, task.model, list(custom_classes.values()))
     refuse_unquantized(coverage)
     exported = to_onnx(training.converted, move_tensors(list(task.inputs), CPU))
     agreement = compare_with_torch(exported, training.converted, batches, kernels=target.runs_here)

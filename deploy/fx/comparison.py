@@ -58,15 +58,17 @@ def tensors_of(output: Any) -> list[torch.Tensor]:
     """
     if isinstance(output, torch.Tensor):
         return [output]
-    if is_dataclass(output) and not isinstance(output, dict):
-        output = [getattr(output, field.name) for field in fields(output)]
-    if isinstance(output, dict):
+    if isinstance(output, dict):  # also a dataclass of transformers that is a dict
         output = list(output.values())
+    elif is_dataclass(output):
+        output = [getattr(output, field.name) for field in fields(output)]
     tensors = []
     if isinstance(output, list | tuple):
         for item in output:
             tensors += tensors_of(item)
-    elif any(isinstance(value, torch.Tensor) for value in getattr(output, "__dict__", {}).values()):
+        return tensors
+    attributes = getattr(output, "__dict__", {})
+    if any(isinstance(value, torch.Tensor) for value in attributes.values()):
         raise ModelError(
             "a model takes and returns tensors, numbers, or tuples, lists, dicts and dataclasses of"
             f" them, got {type(output).__name__}; return its tensors"

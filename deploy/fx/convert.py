@@ -99,7 +99,8 @@ def widest_reach(reaches: Iterable[RangeLimits | None]) -> RangeLimits | None:
 
 _PADDING = (nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d)  # ZeroPad is a ConstantPad
 CustomClasses = Mapping[type[nn.Module], type[nn.Module]]
-QUANTIZED_MAKERS = ("from_observed", "from_float")  # methods of a quantized class, the first goes
+# methods of a quantized class that make it from a module; the first one that it has is called
+QUANTIZED_MAKERS = ("from_observed", "from_float")
 
 
 def check_classes(classes: CustomClasses | None, *makers: str) -> None:
@@ -159,7 +160,7 @@ def convert(prepared: nn.Module, custom: CustomClasses | None = None) -> nn.Modu
         if replacement is None or not name:  # "" is the model itself
             continue
         replacements[module] = replacement
-        if _is_at(name, converted, module):  # else its parent was replaced, and it is gone
+        if _still_has(converted, name, module):  # else its parent was replaced
             replace_submodule(converted, name, replacement)
 
     if not replacements:
@@ -217,7 +218,7 @@ def _is_zero_pad(graph_module: fx.GraphModule, node: fx.Node) -> bool:
     return isinstance(module, _PADDING) and not module.value
 
 
-def _is_at(name: str, model: nn.Module, module: nn.Module) -> bool:
+def _still_has(model: nn.Module, name: str, module: nn.Module) -> bool:
     """Return whether a model still has a module under a name."""
     try:
         return model.get_submodule(name) is module
@@ -254,8 +255,10 @@ def record_statistics(
     if lead is None:
         return _record_pass(model, batches, statistic, {})
 
-    lead_size = lead.samples or 1  # a batch of TensorRT, which leaves out a partial last batch
-    all_samples = chain.from_iterable(map(_samples, iterate_items(batches)[0]))
+    # the lead reads one batch of TensorRT, which leaves out a partial last batch
+    lead_size = lead.samples or 1
+    items, _ = iterate_items(batches)
+    all_samples = chain.from_iterable(map(_split_into_samples, items))
     samples = _drop_partial_batch(all_samples, lead_size)
     lead_samples = list(islice(samples, lead_size))
     try:
@@ -331,11 +334,12 @@ def _record(
         recorders[module].observe(values.cpu().numpy())
 
 
-def _samples(batch: Any) -> Iterator[tuple[Any, ...]]:
+def _split_into_samples(batch: Any) -> Iterator[tuple[Any, ...]]:
     """Split a batch into batches of 1."""
     inputs = as_inputs(batch)
-    batched = filter(has_batch, tensors_of(inputs))
-    for index in range(next(map(len, batched), 1)):
+    batched = list(filter(has_batch, tensors_of(inputs)))
+    sample_count = len(batched[0]) if batched else 1
+    for index in range(sample_count):
         yield map_tensors(inputs, partial(_sample, index))
 
 

@@ -154,10 +154,12 @@ def _find_constants(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _feeds_product(node: fx.Node, constants: set[fx.Node]) -> bool:
-    """Return whether a product reads a constant, or what is computed from constants, this one too.
+    """Return whether a product, such as a matrix product, reads a constant.
+
+    It may also read another constant that is computed from this one.
 
     Args:
-        node: outputs a parameter, a buffer, or something computed from these only.
+        node: its output is a parameter, a buffer, or something computed from these only.
         constants: all nodes of this kind.
     """
     for user in filter(is_call, node.users):

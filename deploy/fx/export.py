@@ -101,7 +101,8 @@ def name_outputs(model: onnx.ModelProto, program: ExportedProgram | None) -> Non
     for output, path in zip(outputs, paths, strict=True):
         used_names.remove(output)
         has_key = any(isinstance(key, pytree.MappingKey | pytree.GetAttrKey) for key in path)
-        name = "_".join(map(_key_name, path)) if has_key else _unrounded_name(producers, output)
+        joined_keys = "_".join(map(_key_name, path))
+        name = joined_keys if has_key else _unrounded_name(producers, output)
         while name in used_names:
             name += "_out"
         used_names.add(name)
@@ -341,9 +342,8 @@ def compare_with_torch(
     differences = []
     magnitudes = []
     same_argmax: list[NDArray[np.bool_]] = []  # for each row of the last output
-    # whether an output varies in a batch: between samples or, in a batch of one, between its values
-    varies_between_samples: list[bool] = []
-    varies_within_sample: list[bool] = []  # read only if no batch has several samples
+    varies_between_samples: list[bool] = []  # for each batch of several samples
+    varies_within_sample: list[bool] = []  # for each batch of one: whether its values differ
     output_count = 0
     for batch in batches:
         torch_outputs, onnx_outputs = _run_both(model, session, batch)
@@ -362,6 +362,8 @@ def compare_with_torch(
     quantizers = [module for module in model.modules() if isinstance(module, FixedQuant)]
     if quantizers and output_count == 1:
         difference_in_steps = max_difference / float(quantizers[-1].scale)
+    # constant values in one sample are no proof, if other batches have several samples
+    varies_by_batch = varies_between_samples or varies_within_sample
     has_same_argmax = np.concatenate(same_argmax)
     row_count = len(has_same_argmax)
     return ExportAgreement(
@@ -371,7 +373,7 @@ def compare_with_torch(
         argmax=int(has_same_argmax.sum()) / row_count if row_count else 1.0,
         codes=difference_in_steps,
         batches=tuple(sorted({*sample_counts})),
-        depends_on_input=any(varies_between_samples or varies_within_sample),
+        depends_on_input=any(varies_by_batch),
         argmax_rows=row_count,
     )
 

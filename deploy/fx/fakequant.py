@@ -72,16 +72,19 @@ class _LsqRound(torch.autograd.Function):
         limits: tuple[float, float],
         shared: int,
     ) -> torch.Tensor:
+        """Return x rounded to multiples of `scale`, within the limits; arguments as `lsq_round`."""
         # the formulas' n and p: the clip range in steps from a real 0
         low, high = (limit - zero.to(x.dtype) for limit in limits)
         is_mostly_positive = high >= (limits[1] - limits[0]) // 2
         larger = torch.where(is_mostly_positive, high, -low)
-        ctx.save_for_backward(x, scale, low, high, torch.rsqrt(shared * larger))
+        scale_grad_factor = torch.rsqrt(shared * larger)  # 1 / sqrt(N * p) of the formulas
+        ctx.save_for_backward(x, scale, low, high, scale_grad_factor)
         return torch.round(x / scale).clamp(low, high) * scale
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        x, scale, low, high, factor = ctx.saved_tensors
+        """Return the gradients of forward's arguments, from that of its output."""
+        x, scale, low, high, scale_grad_factor = ctx.saved_tensors
         (output_grad,) = grads
         steps = x / scale
         is_below = steps <= low
@@ -89,7 +92,7 @@ class _LsqRound(torch.autograd.Function):
         scale_slope = torch.round(steps) - steps  # dy/ds of the formulas
         scale_slope = torch.where(is_above, high, scale_slope)
         scale_slope = torch.where(is_below, low, scale_slope)
-        scale_grad = (output_grad * scale_slope).sum_to_size(scale.shape) * factor
+        scale_grad = (output_grad * scale_slope).sum_to_size(scale.shape) * scale_grad_factor
         x_grad = output_grad.masked_fill(is_below | is_above, 0.0)
         return x_grad, scale_grad, None, None, None  # zero, limits and shared have no gradient
 

@@ -84,6 +84,7 @@ class _Rewriter:
         assert options is not None
         input_node = options.pop("input")
         mean = options["running_mean"]
+        # in a model in train mode every norm does: a module follows the mode, so it can replace it
         uses_batch_statistics = options.pop("training") and not self.graph_module.training
         if uses_batch_statistics or mean is None:
             return
@@ -150,11 +151,12 @@ class _Rewriter:
         return tensor_of(self.graph_module, name) if name else None
 
     def _create_module(self, kind: Any, options: dict[str, Any]) -> nn.Module:
-        """Return a module of a class that computes the function called with these options.
+        """Return a module of class `kind` that computes what a call of a function does.
 
-        It has the parameters of the call.
+        It gets the weight and bias of the call as its parameters.
 
-        `options`: as for `_replace`.
+        `options`: arguments of the call: name -> value, or for a tensor its name in the model, such
+        as "fc.weight".
         """
         is_training = self.graph_module.training
         if kind is ChannelNorm:

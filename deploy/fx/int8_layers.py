@@ -52,6 +52,7 @@ def minimum_scales(
     sums = (first.abs() + second.abs()).clamp(max=torch.finfo(torch.float32).max)
     larger = torch.maximum(first.abs(), second.abs())
     pair_sizes = torch.where(have_same_sign, sums, larger)
+    # in integers, a pair may be as large as the limit, less what rounding adds
     return pair_sizes.amax(1) / (PAIR_LIMIT - PAIR_ROUNDING)
 
 
@@ -299,7 +300,7 @@ class IntLayer(ExportedModule):
         self.axis = quant.axis
         self.layer_dims = weight.dim()
         self.layer = copy.copy(trained.layer)
-        self.layer._parameters = dict.fromkeys(trained.layer._parameters)
+        self.layer._parameters = dict.fromkeys(trained.layer._parameters)  # None for each
         self.register_buffer("weight_scale", quant.scales(weight))
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
         self.register_buffer("weight_int", self._integers(quant, weight))

@@ -183,6 +183,11 @@ class _Lifter:
                 self._add_node(node)
 
     def add_outputs(self) -> None:
+        """Add the output node: what forward returns, in the containers of the user's code.
+
+        Raises:
+            ModelError: an output is of a class that torch.fx cannot make.
+        """
         values = fx.node.map_arg(self.program.graph.output_node().args[0], self._lifted_value)
         spec = self.program.call_spec.out_spec
         assert spec is not None
@@ -265,7 +270,8 @@ class _Lifter:
     def _add_node(self, node: fx.Node) -> None:
         """Add an operation of the exported program that belongs to no layer to the new graph.
 
-        If it stands for a value that is already known, that value is put into `lifted` instead.
+        If it stands for a value that is already known, that value is put into `lifted` instead. A
+        region is a part of the model under `torch.no_grad()` or autocast.
         """
         if getattr(node.target, "__name__", "") in _REGIONS:
             self._add_region(node)

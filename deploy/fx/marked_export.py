@@ -132,7 +132,7 @@ def _insert_markers(marked: fx.GraphModule) -> None:
         with marked.graph.inserting_after(position):
             marker = marked.graph.call_function(emit_marker, (node, node.name))
         node.replace_all_uses_with(marker)
-        marker.update_arg(0, node)
+        marker.update_arg(0, node)  # the line above made the marker read itself
     marked.recompile()
 
 
@@ -157,7 +157,10 @@ class OpaqueStandIn(nn.Module):
         self.batch_size = batch_size
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return cumulative sums of the inputs, expanded to the output shapes."""
+        """Return cumulative sums of the inputs, expanded to the output shapes.
+
+        They depend on every input, and no target computes a cumulative sum in int8.
+        """
         tensors = tensors_of((args, kwargs))
         sums = [torch.cumsum(tensor.float().flatten(), 0).sum() for tensor in tensors]
         total = torch.stack(sums).sum()

@@ -96,6 +96,7 @@ def match_arguments(model: nn.Module, names: Sequence[str]) -> tuple[list[str], 
     """
     arguments = _argument_names(model)
     position = {name: index for index, name in enumerate(arguments)}
+    # names that are no arguments come last
     ordered = sorted(names, key=lambda name: position.get(name, len(arguments)))
     if ordered == arguments:
         return ordered, None
@@ -123,7 +124,7 @@ def _find_dict_argument(model: nn.Module, names: Sequence[str]) -> str | None:
         ConfigError: forward takes inputs of these names neither as keywords nor as a dict.
     """
     arguments = _parameters(model, (*_POSITIONAL, Parameter.KEYWORD_ONLY))
-    required = _required(arguments)
+    required = _without_default(arguments)
     keyword_names = _argument_names(model)
     unknown_names = [name for name in names if name not in keyword_names]
 
@@ -225,7 +226,7 @@ def _is_annotated_as_tensor(parameter: Parameter) -> bool:
     return parameter.annotation in (torch.Tensor, "torch.Tensor", "Tensor")
 
 
-def _required(parameters: Iterable[Parameter]) -> list[Parameter]:
+def _without_default(parameters: Iterable[Parameter]) -> list[Parameter]:
     return [parameter for parameter in parameters if parameter.default is _NO_DEFAULT]
 
 
@@ -256,7 +257,9 @@ def first_item(source: Any) -> tuple[Any, Any]:
         ) from None
     # an iterator, or a CalibrationDataReader of ONNX Runtime, has lost the item: put it back
     is_read_once = isinstance(source, Iterator) or hasattr(source, "get_next")
-    return item, chain([item], iterator) if is_read_once else source
+    if is_read_once:
+        return item, chain([item], iterator)
+    return item, source
 
 
 def split_item(model: nn.Module, item: Any) -> tuple[list[torch.Tensor], list[str]]:
@@ -279,7 +282,7 @@ def split_item(model: nn.Module, item: Any) -> tuple[list[torch.Tensor], list[st
     """
     if _is_series(item) and item and isinstance(item[0], Mapping):
         item = item[0]  # labels follow the dict
-    required_names = _names(_required(positional_parameters(model)))
+    required_names = _names(_without_default(positional_parameters(model)))
     if isinstance(item, Mapping):
         array_by_name = {
             str(key): value for key, value in item.items() if hasattr(value, "__array__")

@@ -36,7 +36,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
     model = unwrap(model)
     refuse_reserved_names(model)
     refuse_nan(model)
-    # id of a weight that a hook computes -> its copy, as torch copies no tensor with a gradient
+    # id of a weight that a hook computes -> its copy: torch itself copies no computed tensor
     copied_weights: dict[int, Any] = {}
     for module in model.modules():
         for name in map(_computed_name, _weight_hooks(module)):
@@ -45,7 +45,10 @@ def plain_copy(model: nn.Module) -> nn.Module:
     copied = deep_copy(model, copied_weights)
 
     for name, module in list(copied.named_modules()):
-        if name and (unwrapped := unwrap(module, name)) is not module:
+        if not name:  # the model itself
+            continue
+        unwrapped = unwrap(module, name)
+        if unwrapped is not module:
             replace_submodule(copied, name, unwrapped)
     for module in copied.modules():
         module._compiled_call_impl = None  # undo module.compile(), a wrapper without its own class
@@ -167,7 +170,7 @@ def _remove_parametrizations(module: nn.Module) -> None:
         is_trained = any(parameter.requires_grad for parameter in parametrization.parameters())
         parameters[name] = nn.Parameter(value, requires_grad=is_trained)
     del module._modules["parametrizations"]
-    module.__class__ = type(module).__bases__[0]
+    module.__class__ = type(module).__bases__[0]  # torch had given the module a class of its own
     for name, parameter in parameters.items():
         module.register_parameter(name, parameter)
 

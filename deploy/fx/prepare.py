@@ -413,14 +413,17 @@ def _insert_observers(
             name = add_module(graph_module, f"quant_{site.tensor.name}", quantizer)
             name_by_group[site.group] = name
         quantizers[site.tensor] = quantizer
-        _insert(graph_module, site.tensor, site.readers, name_by_group[site.group])
+        _insert_between(graph_module, site.tensor, site.readers, name_by_group[site.group])
     return quantizers
 
 
 def _set_sources(
     graph_module: fx.GraphModule, placement: GraphPlacement, observers: Mapping[fx.Node, FakeQuant]
 ) -> None:
-    """Give each quantizer the range sources and reach that a build uses for its tensor."""
+    """Give each quantizer the tensors from which its range comes, and its reach, as in a build.
+
+    A reach is the range beyond which all readers of a tensor saturate.
+    """
     tensors_by_group: dict[str, list[fx.Node]] = {}
     for site in placement.sites:
         tensors_by_group.setdefault(site.group, []).append(site.tensor)
@@ -429,11 +432,12 @@ def _set_sources(
         quantizer = observers[tensors[0]]
         sources = placement.sources[group]
         quantizer.reach = widest_reach(reach for _, reach in sources)
+        # without monitors, the range comes from the quantizer's own tensors
         if sources and [node for node, _ in sources] != tensors:
             insert_monitors(graph_module, quantizer, sources)
 
 
-def _insert(
+def _insert_between(
     graph_module: fx.GraphModule, tensor: fx.Node, readers: set[fx.Node] | None, module: str
 ) -> None:
     """Insert a call of a module between a tensor and its readers; None for all readers."""
@@ -452,7 +456,7 @@ def _insert_dynamic(graph_module: fx.GraphModule, quantized_layers: Container[st
             if source not in name_by_source:
                 quantizer = DynamicQuant(source.name)
                 name_by_source[source] = add_module(graph_module, f"quant_{source.name}", quantizer)
-            _insert(graph_module, source, {node}, name_by_source[source])
+            _insert_between(graph_module, source, {node}, name_by_source[source])
 
 
 def _replace_custom(

@@ -384,7 +384,7 @@ class _Trainer:
                 )
             self.optimizer.zero_grad()
             loss.backward()
-            limit = self.task.clip_gradient or math.inf
+            limit = self.task.clip_gradient or math.inf  # 0 is no limit
             nn.utils.clip_grad_norm_(self.prepared.parameters(), limit)
             previous_scales = copy_scales(self.scales)
             with wrap_user_errors("the optimizer's step"):  # such as of LBFGS, which wants more
@@ -419,7 +419,8 @@ class _Trainer:
                 loss = self.task.loss(output, move_tensors(labels, device))
                 if self.distiller is not None:
                     loss = loss + self.task.distil_weight * self.distiller.loss(inputs, output)
-        _check_loss(loss)  # the task's own may be a constant, if a teacher is all that trains
+        # only the sum is checked: with a teacher, the task's own loss may be a constant
+        _check_loss(loss)
         return loss
 
 

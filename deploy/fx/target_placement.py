@@ -189,7 +189,7 @@ class _PlanMapper:
         sites: dict[fx.Node, QuantizationSite] = {}
         for pair in plan.pairs:
             group = _group_of(pair.tensor, plan)
-            if pair.consumers is None:
+            if pair.consumers is None:  # all readers of the tensor
                 node = self.exported.nodes_of(pair.tensor)[0]
                 sites[node] = QuantizationSite(node, None, group)
                 continue
@@ -256,13 +256,18 @@ def _group_of(tensor: str, plan: Plan) -> str:
 
 
 def _find_sources(exported: ExportedGraph, plan: Plan) -> Mapping[str, Sources]:
-    """Return group -> (node, reach) of the tensors that determine its range, as in `build`."""
+    """Return group -> (node, reach) of the tensors that determine its range, as in `build`.
+
+    The quantized tensors of a group share a scale. A reach is the range beyond which all readers of
+    a tensor saturate; None if they do not.
+    """
     reach_by_tensor = find_range_limits(exported.model)
     sources: dict[str, list[tuple[fx.Node, RangeLimits | None]]] = {}
     for pair in plan.pairs:
         group = _group_of(pair.tensor, plan)
         sources[group] = []
         for source_tensor in plan.range_sources.get(group, (group,)):
-            for node in exported.nodes_of(source_tensor)[:1]:  # a tensor may have no node
-                sources[group].append((node, reach_by_tensor.get(source_tensor)))
+            nodes = exported.nodes_of(source_tensor)  # none for a tensor inside a call
+            if nodes:
+                sources[group].append((nodes[0], reach_by_tensor.get(source_tensor)))
     return sources

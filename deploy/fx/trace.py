@@ -135,7 +135,8 @@ class LeafTracer(ClassKeepingTracer, fx.Tracer):
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """Record the call of a module; the hooks of a layer become separate nodes."""
         name = self.path_of_module(m)
-        if has_hooks(m) and self.is_leaf_module(m, name) and not self._is_chosen(m, name):
+        is_layer = self.is_leaf_module(m, name) and not self._is_chosen(m, name)
+        if is_layer and has_hooks(m):
             self.unhooked.add(name)
             record_call = super().call_module
 

@@ -143,6 +143,7 @@ def _refuse_casts(state: Mapping[str, torch.Tensor], model: nn.Module, path: Pat
         if name.endswith("_extra_state"):  # anything that a module stores
             continue
         stored = state.get(name, tensor)
+        # integers, complex numbers and 8-bit floats
         has_scale = not stored.is_floating_point() or stored.element_size() == 1
         if tensor.is_floating_point() and has_scale:
             raise ModelError(
