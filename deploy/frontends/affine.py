@@ -36,6 +36,7 @@ from deploy.graph.index import (
     Nodes,
     attributes,
     by_name,
+    channel_axis,
     count_reads,
     group_count,
     map_producers,
@@ -122,7 +123,7 @@ class JoinedLayers:
         """
         parts_and_ranks = zip(self.parts, ranks, strict=True)
         layouts = {part.channel_axis(rank, constants) for part, rank in parts_and_ranks}
-        axis, rank = next(iter(layouts))
+        axis, rank = next(iter(layouts))  # those of the first part; all must be equal
         concat_axis = axis if self.concat is None else attributes(self.concat).get("axis", axis)
         is_along_channels = concat_axis in (axis, axis - rank)  # it may count from the end
         if len(layouts) > 1 or not is_along_channels:
@@ -429,14 +430,15 @@ def _read_norm(norm: onnx.NodeProto, weights: dict[str, onnx.TensorProto], chann
 
 def _count_channels(layer: onnx.NodeProto, weight: NDArray[Any]) -> int:
     """Return a layer's number of output channels."""
-    if weight.ndim > 1 and layer.op_type == "Conv":  # [O, I/group, ...]
-        return len(weight)
-    if weight.ndim > 1 and layer.op_type == "Gemm":  # [N, K] with transB, else [K, N]
-        return int(weight.shape[0 if attributes(layer).get("transB", 0) else 1])
-    group = group_count(layer)  # ConvTranspose: [I, O/group, ...]
+    group = _weight_groups(layer)
     if weight.ndim < 2 or group < 1 or len(weight) % group:
         raise CannotRewrite("its weight has an impossible shape")
-    return int(weight.shape[1]) * group
+    return int(weight.shape[channel_axis(layer, weight.ndim)]) * group
+
+
+def _weight_groups(layer: onnx.NodeProto) -> int:
+    """Return the groups in a ConvTranspose's weight, [I, O/group, ...]; 1 for any other layer."""
+    return group_count(layer) if layer.op_type == "ConvTranspose" else 1
 
 
 def _float_constant(weights: dict[str, onnx.TensorProto], name: str) -> NDArray[Any]:
@@ -453,17 +455,13 @@ def _scale_weight(
     layer: onnx.NodeProto, weight: NDArray[Any], scale: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Return a layer's weight with each output channel multiplied by its value of `scale`, [C]."""
-    attrs = attributes(layer)
-    window = [1] * (weight.ndim - 2)  # the scale is the same for all values of a window
-    if layer.op_type == "Conv":  # [O, I/group, ...]
-        return weight * scale.reshape(-1, 1, *window)
-    if layer.op_type == "Gemm":  # [N, K] with transB, else [K, N]
-        return weight * (scale[:, None] if attrs.get("transB", 0) else scale)
-    # ConvTranspose: [I, O/group, ...]; I and C consist of one block of channels for each group
-    group = group_count(layer)
-    grouped_weight = weight.reshape(group, -1, *weight.shape[1:])
-    grouped_scale = scale.reshape(group, 1, -1, *window)
-    return (grouped_weight * grouped_scale).reshape(weight.shape)
+    # Weight and scale get an axis of groups in front: each group of a ConvTranspose has channels of
+    # its own. The other axes of the scale, except that of the output channels, are 1.
+    group = _weight_groups(layer)
+    grouped_weight = weight.reshape(group, len(weight) // group, *weight.shape[1:])
+    scale_shape = [group, *[1] * weight.ndim]
+    scale_shape[1 + channel_axis(layer, weight.ndim)] = -1
+    return (grouped_weight * scale.reshape(scale_shape)).reshape(weight.shape)
 
 
 def _scale_bias(

@@ -205,11 +205,11 @@ def _may_be_numbers(value: onnx.ValueInfoProto) -> bool:
 def check_precision(model: onnx.ModelProto) -> None:
     """Refuse bfloat16 inputs and weights, which ONNX Runtime does not run on the CPU."""
     for value in model.graph.input:
-        _refuse_bfloat16(f"input '{value.name}'", type_name(value.type.tensor_type.elem_type))
+        _refuse_bfloat16(f"input '{value.name}'", value.type.tensor_type.elem_type)
     weights = _weight_names(model)
     for tensor in model.graph.initializer:
         if tensor.name in weights:
-            _refuse_bfloat16(f"weight '{tensor.name}'", type_name(tensor.data_type))
+            _refuse_bfloat16(f"weight '{tensor.name}'", tensor.data_type)
 
 
 def _weight_names(model: onnx.ModelProto) -> set[str]:
@@ -217,10 +217,10 @@ def _weight_names(model: onnx.ModelProto) -> set[str]:
     return set(all_reads(node for node in model.graph.node if node.op_type in WEIGHTED))
 
 
-def _refuse_bfloat16(tensor: str, dtype: str) -> None:
-    if dtype == "bfloat16":
+def _refuse_bfloat16(tensor: str, elem_type: int) -> None:
+    if elem_type == TensorProto.BFLOAT16:
         raise ModelError(
-            f"the model must be a float32 or float16 one, got {dtype} for {tensor}; export it in "
+            f"the model must be a float32 or float16 one, got bfloat16 for {tensor}; export it in "
             "float32"
         )
 

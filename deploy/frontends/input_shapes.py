@@ -131,11 +131,11 @@ def open_with_shapes(path: Path, inputs: Sequence[InputRequest]) -> LoadedModel:
     resized_model = copy_message(file_model)
     shape_texts = _set_shapes(resized_model, inputs)
     if list(resized_model.graph.input) == list(file_model.graph.input):
-        return load_onnx(path, True)
+        return load_onnx(path, fold_batchnorm=True)
     shapes_text = " and ".join(shape_texts)
     try:
         _refuse_fixed_sizes(file_model, resized_model)
-        loaded = load_onnx(resized_model, True)
+        loaded = load_onnx(resized_model, fold_batchnorm=True)
         _refuse_failing_run(loaded)
     except ModelError as error:
         reason, _, _ = str(error).partition("; ")  # without its advice, which does not fit here

@@ -436,7 +436,7 @@ def restore_float_weights(model: onnx.ModelProto) -> str:
     dequantize_constants(model)
     if any(map(is_quantized_node, all_nodes(model.graph))):
         return ""
-    retain_named(model.graph.input, count_reads(model.graph))  # it may still list a weight
+    retain_named(model.graph.input, count_reads(model.graph))  # a weight may be among them
     return f"Converted {counted(len(quantized), 'weight')} from stored integers to float."
 
 

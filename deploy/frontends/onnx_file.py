@@ -96,17 +96,21 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
     try:
         path, model, file_digests = read_source(source)
         checks.check_fields(model)
-        digest = model_digest(model)  # of the user's model, before anything changes
+        # of the user's model, before anything changes; this also refuses damaged weights
+        digest = model_digest(model)
         metadata_preprocess = read_metadata_preprocess(model, path)
         classes = read_class_names(model)
         integer_weights_note = restore_float_weights(model)
-        _check_original(model)
+        checks.check_opset(model)
+        checks.check_float(model)
         shared_name_count = _count_shared_names(model.graph)
         fed_weight_count = _count_fed_weights(model)
         cleaned = _clean(model, fold_batchnorm)
         # the names of tensors that calib8 adds later must be free
         renamed_tensors = free_added_names(cleaned.model.graph)
-        _check_cleaned(cleaned.model)
+        checks.check_valid(cleaned.model)
+        checks.check_precision(cleaned.model)
+        checks.check_weights(cleaned.model)
         model, kernel_note = _decompose_without_kernel(cleaned.model)
     except ModelError as error:  # escape control characters, which names in a broken model may hold
         raise type(error)(visible(str(error))) from error.__cause__
@@ -274,21 +278,6 @@ def read_source(
     refuse_external(model)
     empty_default_domain(model)
     return None, model, None
-
-
-def _check_cleaned(model: onnx.ModelProto) -> None:
-    """Check a cleaned model before ONNX Runtime loads it."""
-    checks.check_valid(model)
-    checks.check_precision(model)
-    checks.check_weights(model)
-
-
-def _check_original(model: onnx.ModelProto) -> None:
-    """Check everything that can be checked before the graph is changed."""
-    checks.check_opset(model)
-    checks.check_float(model)
-    for tensor in model.graph.initializer:
-        checks.to_array(tensor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -154,10 +154,10 @@ def _read_external(model: onnx.ModelProto, path: Path) -> str:
         tensor.raw_data = data
         del tensor.external_data[:]
         tensor.data_location = onnx.TensorProto.DEFAULT
-    return _digest_of(digest_by_slice) if digest_by_slice else ""
+    return _combine_digests(digest_by_slice) if digest_by_slice else ""
 
 
-def _digest_of(digest_by_slice: Mapping[tuple[bytes, int, int], bytes]) -> str:
+def _combine_digests(digest_by_slice: Mapping[tuple[bytes, int, int], bytes]) -> str:
     """Return the sha256 (hex) of external data, see `FileDigests.weights`."""
     state = hashlib.sha256()
     for (location, offset, length), digest in sorted(digest_by_slice.items()):

@@ -58,7 +58,7 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
     adopt_runtime_nodes(with_standard_pairs.graph, (Q, DQ))  # those of ONNX Runtime's domain
     model = prepare_qdq_model(with_standard_pairs)
     constant_grids = check_pairs(model, Graph(model))
-    stripped = remove_pairs(model, (), keep_rounding=False)
+    stripped = remove_pairs(model, int8_layers=(), keep_rounding=False)
     # folding norms would change the weights, and the scales of the pairs would not fit them
     loaded = load_onnx(stripped.model, fold_batchnorm=False)
     if loaded.cut_off is not None:

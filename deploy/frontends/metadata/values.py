@@ -106,7 +106,7 @@ def parse_numbers(value: object, name: str) -> tuple[float, ...]:
         value = re.split(r"[,\s]+", value.strip().strip("[]()").strip())
     items = value if isinstance(value, list | tuple) else [value]
     numbers = []
-    for item in items[: _MAX_VALUES + 1]:
+    for item in items[: _MAX_VALUES + 1]:  # a longer list is refused without reading all of it
         number = _parse_finite(item)
         if number is not None:
             numbers.append(number)
