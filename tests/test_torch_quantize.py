@@ -256,7 +256,7 @@ def test_exported_model_differs_by_one_code(converted_and_exported, batches, tar
     exact = compare_with_torch(exported, converted, mixed, optimized=False)
     assert exact.argmax == 1.0
     assert exact.codes <= 1.0
-    used = compare_with_torch(exported, converted, mixed, kernels=target == "onnxruntime")
+    used = compare_with_torch(exported, converted, mixed, int8_kernels=target == "onnxruntime")
     assert used.argmax == 1.0
     assert used.codes <= 1.0
     assert "steps of the last quantized tensor" in str(used)

@@ -148,9 +148,9 @@ def _covers(larger: nn.Conv2d, smaller: nn.Conv2d) -> bool:
     if not larger.dilation == smaller.dilation == (1, 1):
         return False
 
-    paddings: Any = larger.padding
-    for axis, padding in enumerate(smaller.padding):
-        offset = paddings[axis] - padding
+    larger_paddings: Any = larger.padding
+    for axis, smaller_padding in enumerate(smaller.padding):
+        offset = larger_paddings[axis] - smaller_padding
         if offset < 0 or smaller.kernel_size[axis] + 2 * offset != larger.kernel_size[axis]:
             return False
     return True

@@ -170,6 +170,7 @@ def export_quantized(
         batches = move_tensors(batches, inputs[0].device)
 
     quantized_part = submodule(model, only) if only else model
+    skipped_layers = match_patterns(find_weighted_layers(quantized_part), skip)
     search = search_for(target, method)
     converted = quantize_model(
         model,
@@ -180,12 +181,13 @@ def export_quantized(
         only=only,
         search=search,
         leaves=leaves,
-        skip=match_patterns(find_weighted_layers(quantized_part), skip),
+        skip=skipped_layers,
     )
     coverage = measure_coverage(converted, model)
     refuse_unquantized(coverage)
     exported = to_onnx(converted, inputs, opset=opset, dynamic_batch=dynamic_batch)
-    agreement = compare_with_torch(exported, converted, batches, kernels=target.runs_here)
+    # int8 kernels only run what is deployed in ONNX Runtime, on this machine
+    agreement = compare_with_torch(exported, converted, batches, int8_kernels=target.runs_here)
     if all_modes:
         modes = compare_modes(model, inputs, batches, target=target, search=search)
     else:
@@ -223,8 +225,11 @@ def export_trained(
     coverage = measure_coverage(training.converted, task.model, list(custom_classes.values()))
     refuse_unquantized(coverage)
     exported = to_onnx(training.converted, move_tensors(list(task.inputs), CPU))
-    agreement = compare_with_torch(exported, training.converted, batches, kernels=target.runs_here)
-    mode = measure_mode("qat", float_form(training.prepared), training.converted, batches)
+    agreement = compare_with_torch(
+        exported, training.converted, batches, int8_kernels=target.runs_here
+    )
+    trained_in_float = float_form(training.prepared)
+    mode_result = measure_mode("qat", trained_in_float, training.converted, batches)
     return QuantizedExport(
-        exported, training.converted, coverage, agreement, [mode], training=training
+        exported, training.converted, coverage, agreement, [mode_result], training=training
     )

@@ -152,11 +152,13 @@ def convert(prepared: nn.Module, custom: CustomClasses | None = None) -> nn.Modu
         ConfigError: `custom` is no dict of classes, or has one that is not in `prepared`.
         ExportError: nothing is quantized, as in a model that was not prepared.
     """
-    check_quantized_classes(custom, unwrap(prepared))
-    converted = copy.deepcopy(unwrap(prepared)).eval()
+    prepared = unwrap(prepared)
+    custom = custom or {}
+    check_quantized_classes(custom, prepared)
+    converted = copy.deepcopy(prepared).eval()
     replacements: dict[nn.Module, nn.Module] = {}  # a shared module is converted once
     for name, module in list(converted.named_modules(remove_duplicate=False)):
-        replacement = replacements.get(module) or _convert_module(module, name, custom or {})
+        replacement = replacements.get(module) or _convert_module(module, name, custom)
         if replacement is None or not name:  # "" is the model itself
             continue
         replacements[module] = replacement
@@ -292,10 +294,12 @@ def _record_pass(
     run_count = 0
     device = device_of(model)
     batch_count = len(batches) if isinstance(batches, Sized) else None
+    items, _ = iterate_items(batches)
     try:
         with phase("calibration", batch_count, "batches") as step:
-            for batch in iterate_items(batches)[0]:
-                run_model(model, move_tensors(select_arguments(batch, model), device))
+            for batch in items:
+                inputs = move_tensors(select_arguments(batch, model), device)
+                run_model(model, inputs)
                 run_count += 1
                 step()
     finally:

@@ -66,6 +66,7 @@ def measure_coverage(
         quantized_classes: the user's classes with int8 weights.
     """
     class_by_name = {name: type(module) for name, module in model.named_modules()}
+    # id of each tensor that a graph reads without a layer -> whether it is a weight
     is_weight_by_id = _find_tensors_read_by_graphs(converted)
     int8_layers: list[str] = []
     float_layers: list[tuple[str, str]] = []  # (name, class)

@@ -68,7 +68,8 @@ class Distiller:
         self.pairs: list[tuple[nn.Module, nn.Module]] = []
         self._maps: dict[nn.Module, torch.Tensor] = {}  # layer -> its output in the last forward
         self._hooks: list[Any] = []
-        for student_name, teacher_name in layers or _last_convolution(student, self.teacher):
+        layers = layers or _last_convolution(student, self.teacher)
+        for student_name, teacher_name in layers:
             pair = (submodule(student, student_name), submodule(self.teacher, teacher_name))
             self._hooks += [layer.register_forward_hook(self._store_output) for layer in pair]
             self.pairs.append(pair)

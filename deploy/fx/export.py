@@ -256,7 +256,7 @@ def run_exporter(
         return torch.onnx.export(
             model,
             (*inputs, {}),  # a dict at the end holds the keyword arguments: none
-            None,
+            None,  # no file is written
             dynamo=True,
             verbose=False,
             opset_version=opset,
@@ -324,7 +324,7 @@ def compare_with_torch(
     batches: Sequence[Sequence[torch.Tensor]],
     *,
     optimized: bool = True,
-    kernels: bool = True,
+    int8_kernels: bool = True,
 ) -> ExportAgreement:
     """Run batches in ONNX Runtime and in torch, and compare the outputs.
 
@@ -334,10 +334,10 @@ def compare_with_torch(
         batches: each the inputs of one run, batch first.
         optimized: allow graph optimization, as in deployment; else each operator runs as ONNX
             defines it.
-        kernels: allow int8 kernels; set False for models of other runtimes, whose weights may
+        int8_kernels: allow int8 kernels; set False for models of other runtimes, whose weights may
             saturate them.
     """
-    session = OrtSession.open(exported, threads=1, optimize=optimized, int8_kernels=kernels)
+    session = OrtSession.open(exported, threads=1, optimize=optimized, int8_kernels=int8_kernels)
     sample_counts = []
     differences = []
     magnitudes = []
@@ -362,7 +362,7 @@ def compare_with_torch(
     quantizers = [module for module in model.modules() if isinstance(module, FixedQuant)]
     if quantizers and output_count == 1:
         difference_in_steps = max_difference / float(quantizers[-1].scale)
-    # constant values in one sample are no proof, if other batches have several samples
+    # batches of one sample count only if no batch has several
     varies_by_batch = varies_between_samples or varies_within_sample
     has_same_argmax = np.concatenate(same_argmax)
     row_count = len(has_same_argmax)
@@ -426,7 +426,7 @@ def check_float_export(
         if is_batch_dynamic:
             with suppress(BackendError):  # a file that does not load is refused for any batch
                 OrtSession.open(exported, threads=1)
-                remedy = FIXED_BATCH
+                remedy = FIXED_BATCH  # the file loads, so it is the other batch size that fails
         raise ExportError(
             f"an exported model must run in onnxruntime for batches of {sizes}, got:"
             f" {first_line(error)}; {remedy}"

@@ -73,7 +73,7 @@ class _LsqRound(torch.autograd.Function):
         shared: int,
     ) -> torch.Tensor:
         """Return x rounded to multiples of `scale`, within the limits; arguments as `lsq_round`."""
-        # the formulas' n and p: the clip range in steps from a real 0
+        # n and p of the formulas in the module's docstring: the clip range in steps from a real 0
         low, high = (limit - zero.to(x.dtype) for limit in limits)
         is_mostly_positive = high >= (limits[1] - limits[0]) // 2
         larger = torch.where(is_mostly_positive, high, -low)

@@ -88,6 +88,7 @@ class _Rewriter:
         uses_batch_statistics = options.pop("training") and not self.graph_module.training
         if uses_batch_statistics or mean is None:
             return
+        # a computed tensor can be no part of a module
         if not all(_is_parameter_or_none(options[key]) for key in _NORM_TENSORS):
             return
         if not isinstance(options["momentum"], float):

@@ -236,7 +236,8 @@ def _reason_at_call(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
     if not has_factors(norm_module):
         return "it keeps no running statistics"
     if has_view(graph_module, path):
-        if keeps_channels(layer, path, norm_factors(norm_module)[0].numel()):
+        factor, _ = norm_factors(norm_module)
+        if keeps_channels(layer, path, factor.numel()):
             return None
         return f"a view after {layer_call.target} moves its channels"
     if isinstance(layer, nn.Linear) and not _outputs_matrix(layer_call, norm_module):
@@ -265,11 +266,13 @@ def _foldable_calls(graph_module: fx.GraphModule, norm_call: fx.Node) -> list[fx
             norm_calls.append(call)
     if len(norm_calls) < len(layer_calls):  # a call of the layer has no norm after it
         return []
-    # one norm must follow the layer; and if one of them has several names in the model (a shared
-    # module), folding would replace it under one name only
+    # The same norm must follow all calls. And neither norm nor layer may be a shared module with
+    # several names, since folding would replace it under one name only.
     norm_names = {call.target for call in norm_calls}
     layer_names = {call.target for call in layer_calls}
-    return norm_calls if len(norm_names) == len(layer_names) == 1 else []
+    if len(norm_names) > 1 or len(layer_names) > 1:
+        return []
+    return norm_calls
 
 
 def _norm_calls(graph_module: fx.GraphModule) -> list[fx.Node]:

@@ -18,8 +18,8 @@ def format_graph(graph_module: fx.GraphModule) -> str:
     """Format the graph, one line per node: opcode, name, target, args, kwargs."""
     rows: list[Sequence[str]] = [COLUMNS]
     for node in graph_module.graph.nodes:
-        texts = (target_name(node.target), _text(node.args), _text(node.kwargs))
-        rows.append((node.op, node.name, *texts))
+        target = target_name(node.target)
+        rows.append((node.op, node.name, target, _text(node.args), _text(node.kwargs)))
     return format_columns(rows)
 
 

@@ -47,7 +47,8 @@ def minimum_scales(
     first = padded[:, :-1:step]
     second = padded[:, 1::step]
 
-    # if the signs of a pair differ, its sum is no larger than the larger product
+    # If the signs of a pair differ, its sum is no larger than the larger product. Sums of huge
+    # weights must not become Inf.
     have_same_sign = (first > 0) == (second > 0)
     sums = (first.abs() + second.abs()).clamp(max=torch.finfo(torch.float32).max)
     larger = torch.maximum(first.abs(), second.abs())

@@ -169,7 +169,7 @@ class OpaqueStandIn(nn.Module):
             if not isinstance(meta, TensorMetadata) or not meta.shape:
                 return total
             size, *sizes = meta.shape
-            if size == self.batch_size:
+            if size == self.batch_size:  # the batch, which may be dynamic
                 size = tensors[0].shape[0]
             return torch.cumsum(total.expand(size, *sizes), -1).to(meta.dtype)
 

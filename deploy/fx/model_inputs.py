@@ -118,7 +118,7 @@ def dict_input_note(model: nn.Module) -> str | None:
 
 
 def _find_dict_argument(model: nn.Module, names: Sequence[str]) -> str | None:
-    """Return the argument of forward that takes all inputs in a dict; None if they are keywords.
+    """Return the argument of forward that takes all inputs in a dict; None if it takes keywords.
 
     Raises:
         ConfigError: forward takes inputs of these names neither as keywords nor as a dict.
@@ -133,8 +133,8 @@ def _find_dict_argument(model: nn.Module, names: Sequence[str]) -> str | None:
     if has_all_required and (takes_any_keyword or not unknown_names):
         return None
 
-    # an argument may be the dict if it is the only one (without a default) and no name is an
-    # argument of forward
+    # The dict is the only argument without a default, or the only one at all. The names are its
+    # keys, so none of them is an argument of forward.
     dict_candidates = required or arguments
     if len(dict_candidates) == 1 and len(unknown_names) == len(names):
         (candidate,) = dict_candidates
@@ -271,8 +271,9 @@ def split_item(model: nn.Module, item: Any) -> tuple[list[torch.Tensor], list[st
         tensor                                        the first argument of forward
         (tensor, ...)                                 the arguments without a default, in order;
                                                       values after them are labels
-        {name: tensor} or ({name: tensor}, ...)       the entries named as arguments of forward
-        the same, with no entry named so              all entries, keys of a dict for forward
+        {name: tensor} or ({name: tensor}, ...)       the entries named as arguments of forward; if
+                                                      there are none, all entries: forward takes a
+                                                      dict with these keys
 
     Labels in a dict are left out, unless forward has an argument of that name without a default.
     Whether a dict has all arguments that forward needs is checked by `match_arguments`.
@@ -282,7 +283,8 @@ def split_item(model: nn.Module, item: Any) -> tuple[list[torch.Tensor], list[st
     """
     if _is_series(item) and item and isinstance(item[0], Mapping):
         item = item[0]  # labels follow the dict
-    required_names = _names(_without_default(positional_parameters(model)))
+    required = _without_default(positional_parameters(model))
+    required_names = _names(required)
     if isinstance(item, Mapping):
         array_by_name = {
             str(key): value for key, value in item.items() if hasattr(value, "__array__")
@@ -355,8 +357,8 @@ def example_inputs(
     """
     generator = torch.Generator().manual_seed(0)
     tensors = []
-    for shape, name in zip_longest(shapes, dtypes):
-        dtype = floating if name is None else getattr(torch, name)
+    for shape, dtype_name in zip_longest(shapes, dtypes):
+        dtype = floating if dtype_name is None else getattr(torch, dtype_name)
         tensors.append(_random_tensor(tuple(shape), dtype, generator))
     return tuple(tensors)
 

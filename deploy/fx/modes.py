@@ -124,11 +124,14 @@ def compare_modes(
     target: str | Target = "onnxruntime",
     search: ActivationSearch | None = None,
 ) -> list[ModeResult]:
-    """Measure the float model and every mode without training, in the order of the table."""
+    """Measure the float model, then the modes weight-only, dynamic and static.
+
+    A mode that quantizes none of the layers is measured as the float model.
+    """
     results = [measure_mode("float", model, model, batches)]
     for mode in reversed(MODES):
         converted = model
-        with suppress(ExportError):  # this mode quantizes none of the layers
+        with suppress(ExportError):  # raised if this mode quantizes none of the layers
             converted = quantize_model(
                 model, inputs, batches, mode=mode, target=target, search=search
             )

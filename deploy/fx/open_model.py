@@ -260,7 +260,7 @@ def open_torch(
 
 
 def _load_model(exported: onnx.ModelProto, source: str, notes: Sequence[str | None]) -> LoadedModel:
-    loaded = load_onnx(exported, True)
+    loaded = load_onnx(exported, fold_batchnorm=True)
     origin = f"Exported by torch from {source} and checked against it."
     sentences = [f"{note[0].upper()}{note[1:]}." for note in notes if note]
     return replace(loaded, exported=exported, notes=(origin, *sentences, *loaded.notes))

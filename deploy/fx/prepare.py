@@ -17,7 +17,7 @@ calls that a runtime sees as several operators are decomposed first::
 import copy
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -208,6 +208,7 @@ NORM_NOT_ADJACENT = (
 )
 
 
+@dataclass(frozen=True, slots=True)
 class CustomConfig:
     """Stands in for torch's QConfig as `float_module.qconfig` in a custom module's `from_float`.
 
@@ -217,10 +218,9 @@ class CustomConfig:
         bits: of activations and weights.
     """
 
-    def __init__(self, grid: Grid, name: str, bits: int):
-        self.grid = grid
-        self.name = name
-        self.bits = bits
+    grid: Grid
+    name: str
+    bits: int
 
     def activation(self) -> FakeQuant:
         """Return a new fake quantizer of an activation."""
@@ -292,7 +292,7 @@ def prepare(
         _set_sources(graph_module, placement, observers)
         _replace_custom(graph_module, custom, grid, bits, observers)
     elif mode == "dynamic":
-        _insert_dynamic(graph_module, placement.is_per_channel)
+        _insert_dynamic(graph_module, quantized_layers=placement.is_per_channel)
     else:  # weight-only: products are computed in float, which cannot saturate
         placement = replace(placement, fits_pairs=False)
     _wrap_weights(graph_module, placement, bits, linear_only=mode == "dynamic")
@@ -318,12 +318,12 @@ def _graph_without_norms(
     if norms == "fold":
         graph_module = graph_of(in_eval_mode(model), inputs, leaves=opaque)
         graph_module, _ = fold_batch_norms(graph_module)
-        _check_skip(graph_module, skip)
+        _refuse_unknown_layers(graph_module, skip)
         return graph_module
     graph_module = graph_of(model, inputs, leaves=opaque)
     functions_to_modules(graph_module)
     fold_frozen(graph_module)
-    _check_skip(graph_module, skip)
+    _refuse_unknown_layers(graph_module, skip)
     _merge_norms(graph_module, skip)
     return graph_module
 
@@ -379,7 +379,7 @@ def _check_options(mode: str, norms: str, bits: int) -> None:
     grid_with_bits(INT8, bits)
 
 
-def _check_skip(graph_module: fx.GraphModule, skip: Sequence[str]) -> None:
+def _refuse_unknown_layers(graph_module: fx.GraphModule, skip: Sequence[str]) -> None:
     layers = dict(find_weighted_layers(graph_module))
     missing = sorted(set(skip) - layers.keys())
     if missing:
@@ -447,7 +447,7 @@ def _insert_between(
             reader.replace_input_with(tensor, quantized)
 
 
-def _insert_dynamic(graph_module: fx.GraphModule, quantized_layers: Container[str]) -> None:
+def _insert_dynamic(graph_module: fx.GraphModule, *, quantized_layers: Container[str]) -> None:
     """Insert a dynamic quantizer before each Linear with a quantized weight."""
     name_by_source: dict[Any, str] = {}
     for node, module in module_calls(graph_module):

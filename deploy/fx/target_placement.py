@@ -97,7 +97,7 @@ def place_quantizers(
     float_reasons = {
         onnx_node: FLOAT_BY_USER
         for onnx_node in exported.graph_nodes
-        if not set(skip).isdisjoint(mapper.find_layers(onnx_node))
+        if any(layer in skip for layer in mapper.find_layers(onnx_node))
     }
     # Where the graph has no place for a quantizer, the node stays in float. The next plan then may
     # quantize other tensors without a place, so plan until there is none: each plan has more nodes

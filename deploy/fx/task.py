@@ -97,10 +97,11 @@ class Task:
             FeedError: a batch is no pair of inputs and label, or the user's code failed.
         """
         batches = partial(self.batches, epoch) if callable(self.batches) else self.batches
-        items: Batches = iterate_items(batches)[0]
+        items, _ = iterate_items(batches)
         for batch in items:
-            if not isinstance(batch, tuple | list) or len(batch) != 2:
-                size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+            is_sequence = isinstance(batch, tuple | list)
+            if not is_sequence or len(batch) != 2:
+                size = f" of {len(batch)}" if is_sequence else ""
                 raise FeedError(
                     "a batch of a task is a pair of inputs and label, got"
                     f" {type(batch).__name__}{size}; yield (inputs, label)"

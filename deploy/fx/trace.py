@@ -279,16 +279,19 @@ def explain_export_failure(error: BaseException, model: nn.Module, *, fixed_batc
     description = type(model.get_submodule(name)).__name__
     if name:
         description += f" ({name})"
-    if line := failing_line(cause) or failing_line(error):
+    line = failing_line(cause) or failing_line(error)
+    if line:
         description += f" at {line}"
+    one_line = " ".join(str(cause).split())
     # torch's message repeats its condition in another form, "(unhinted: ...)"
-    message = " ".join(str(cause).split()).partition(" (unhinted")[0][:300]
+    message, _, _ = one_line.partition(" (unhinted")
     remedy = _remedy(cause, name)
+    # a fixed batch does not help if control flow depends on values
     if fixed_batch and "DataDependent" not in type(cause).__name__:
         remedy = f"{fixed_batch}, or {remedy}"
     return (
         f"torch.export must be able to follow the model, and cannot follow {description}"
-        f" ({type(cause).__name__}: {message}); {remedy}"
+        f" ({type(cause).__name__}: {message[:300]}); {remedy}"
     )
 
 

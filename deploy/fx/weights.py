@@ -36,8 +36,9 @@ _MAX_DEPTH = 3  # of nested checkpoints
 def find_state_dict(content: Any, path: Path, model: nn.Module) -> Mapping[str, torch.Tensor]:
     """Find the state dict of a model in the content of a file, without a wrapper's prefix.
 
-    It is the only one in the file that fits the model. If none fits, it is the only one, or the one
-    under one of `STATE_DICT_KEYS`, so that the caller can report what differs.
+    A file may hold several, nested in dicts. The one that fits the model is returned. If none fits,
+    the only one of the file is returned, or the only one under the first of `STATE_DICT_KEYS` that
+    the file has, so that the caller can report what differs.
 
     Raises:
         ModelError: there is none, or several; the message lists the keys.
@@ -76,7 +77,7 @@ def _find_states(
 
     Args:
         checkpoint: content of a file, or a dict in it.
-        usual_keys: if one of them is there, only what is under it is searched.
+        usual_keys: if some of them are there, only what is under the first one is searched.
         path: keys that lead to `checkpoint`, joined by dots.
         depth: how many levels of dicts below `checkpoint` are searched.
     """
@@ -86,14 +87,11 @@ def _find_states(
     if not depth:
         return
     parts = {key: value for key, value in checkpoint.items() if isinstance(value, dict)}
-    for key in usual_keys:
-        if key in parts:
-            parts = {key: parts[key]}
-            break
-    for key, part in parts.items():
+    first_usual_key = [key for key in usual_keys if key in parts][:1]
+    for key in first_usual_key or parts:
         if isinstance(key, str):  # the keys of optimizer states are integers
             part_path = f"{path}.{key}" if path else key
-            yield from _find_states(part, usual_keys, part_path, depth - 1)
+            yield from _find_states(parts[key], usual_keys, part_path, depth - 1)
 
 
 def _strip_prefix(
@@ -225,6 +223,7 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
             f"{path} needs the package safetensors, which is not installed: pip install safetensors"
         ) from error
     what = "a file of safetensors"
+    # opened here too, which refuses what is no regular file or too large
     with open_regular_file(path, what=what, error=ModelError, max_bytes=MAX_BYTES):
         try:
             tensors: dict[str, torch.Tensor] = load_file(path)
