@@ -192,8 +192,9 @@ def _describe_click_error(error: click.ClickException, argv: Sequence[str]) -> s
     extra_argument = _EXTRA_ARGUMENT.match(message)
     if unknown_command and isinstance(context.command, click.Group):
         message = unknown_command[0]
-        if near_names := did_you_mean(unknown_command[1], context.command.list_commands(context)):
-            message += f"; {near_names}"
+        hint = did_you_mean(unknown_command[1], context.command.list_commands(context))
+        if hint:
+            message += f"; {hint}"
     elif extra_argument:
         message += _extra_argument_hint(context.command, extra_argument[1], argv)
     return f"{message} (`{context.command_path} --help` tells more)"

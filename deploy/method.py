@@ -82,14 +82,15 @@ class Method:
     @classmethod
     def from_label(cls, label: str) -> Method:
         """Return the method of a label; parameters missing in it have their defaults."""
-        name, *values = label.split() or [""]
+        name, *texts = label.split() or [""]  # an empty label has an empty name
         parameters = _find_search(name).params.names()
-        if len(values) > len(parameters):
+        if len(texts) > len(parameters):
             raise ConfigError(
                 f"the method {name} takes {len(parameters)} parameters, got {label!r}; leave out"
                 " the others"
             )
-        return cls.of(name, dict(zip(parameters, map(_parse_number, values), strict=False)))
+        values = map(_parse_number, texts)
+        return cls.of(name, dict(zip(parameters, values, strict=False)))
 
     @property
     def statistic(self) -> HistogramOf:
@@ -107,8 +108,9 @@ class Method:
         """Return the function that computes a tensor's scale from its histogram.
 
         Args:
-            symmetric: the grid for `amax`, None for int8.
-            affine: the grid for `lo` and `hi`, None for uint8.
+            symmetric: the grid of integers without zero point, for the scale's `amax`; None for
+                int8.
+            affine: the grid with a zero point, for the scale's `lo` and `hi`; None for uint8.
         """
         row = SEARCHES[self.name]
         params = self.params

@@ -40,7 +40,8 @@ def end_on_signals() -> Iterator[None]:
         with _stop_inferences():
             yield
     except Exception as error:
-        if (cause := find_signal(error)) is not None:
+        cause = find_signal(error)
+        if cause is not None:
             raise cause from error
         raise
     finally:
@@ -98,7 +99,7 @@ def _stop_inferences() -> Iterator[None]:
         os.close(pipe_writer)
         os.close(pipe_reader)
         _end_inferences(ended_by_signal=ended_by_signal)
-        # `renew_interrupt` installed Python's handler for one SIGINT: install it for all again
+        # `renew_interrupt` installed Python's handler for one SIGINT only: install it for good
         handler = signal.getsignal(signal.SIGINT)
         if handler is not None:
             signal.signal(signal.SIGINT, handler)
@@ -141,9 +142,11 @@ def _watch_signals(
     """
     while not command_ended.is_set():
         signal_numbers = os.read(reader, 64)  # waits for a signal, or the command's end
-        # it may have arrived while this thread waited `GRACE_S` after an earlier signal
+        # a signal may have arrived while this thread waited `GRACE_S` after an earlier one
         earliest_arrival = time.monotonic() - GRACE_S
-        if _END_SIGNALS.isdisjoint(signal_numbers) or command_ended.wait(GRACE_S):
+        if _END_SIGNALS.isdisjoint(signal_numbers):
+            continue
+        if command_ended.wait(GRACE_S):  # within the time that inferences have to end by themselves
             continue
         ort = sys.modules.get(_ORT)
         if ort is not None and not ort.stop_runs(since=earliest_arrival):

@@ -180,7 +180,7 @@ _STDOUT, _STDERR = 1, 2  # descriptors, whatever `sys.stdout` is
 
 
 def _redirect_descriptor(cleanup: ExitStack) -> TextIO:
-    """Let file descriptor 1 lead to stderr until `cleanup` ends; return a stream of the real one.
+    """Let file descriptor 1 lead to stderr until `cleanup` ends; return a stream to real stdout.
 
     So C code and child processes print to stderr too.
     """
@@ -191,12 +191,12 @@ def _redirect_descriptor(cleanup: ExitStack) -> TextIO:
         os.dup2(_STDERR, _STDOUT)
     except OSError:  # one of them is closed
         return stream
-    # called from the last one to the first
+    # the callbacks are called from the last one to the first
     cleanup.callback(os.close, real_stdout)
     cleanup.callback(os.dup2, real_stdout, _STDOUT)
-    cleanup.callback(_flush_c)  # or what C still holds would be printed to stdout later
+    cleanup.callback(_flush_c)  # else what C holds back would be printed to stdout later
     with suppress(OSError, ValueError):  # a stream in memory has no descriptor
-        if stream.fileno() == _STDOUT:  # which leads to stderr now
+        if stream.fileno() == _STDOUT:  # it leads to stderr now, so a new stream is opened
             stream = os.fdopen(
                 os.dup(real_stdout), "w", encoding=stream.encoding, errors=stream.errors
             )
@@ -249,9 +249,9 @@ def say_screen(text: str) -> None:
         """Return what stands before a verdict's level, and the level in its color."""
         return match[1] + click.style(match[2], fg=_COLORS[match[2]], bold=True)
 
-    shown = join_visible(text.removesuffix("\n").split("\n")) + "\n"
-    shown = _LEVEL.sub(color_level, shown)
-    _put(_LABEL.sub(lambda match: click.style(match[0], bold=True), shown), err=False)
+    visible_text = join_visible(text.removesuffix("\n").split("\n")) + "\n"
+    colored_text = _LEVEL.sub(color_level, visible_text)
+    _put(_LABEL.sub(lambda match: click.style(match[0], bold=True), colored_text), err=False)
 
 
 def _has_colors(stream: TextIO | None) -> bool:
@@ -387,7 +387,7 @@ class Phase:
         elapsed = now - self.start
         share = self.share(now)
         if share and share < 1:
-            # inner phases came before the steps or between them, and took no part in the share
+            # the time of inner phases is not time of this phase's steps
             step_seconds = elapsed - self.inner_seconds
             seconds_left = step_seconds / share - step_seconds
             self.estimated_end = min(self.estimated_end, now + seconds_left)
@@ -463,6 +463,7 @@ class ProgressReporter:
         elif self._is_line_due(innermost, now):
             innermost.has_line = True
             self._last_line_time = now
+            # the first phase has ended: it is named only while no other runs
             names = ": ".join(phase.name for phase in phases[1:] or phases)
             say(f"calib8: {names}: {innermost.describe(now)}", err=True)
 

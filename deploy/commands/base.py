@@ -116,8 +116,9 @@ class SectionOption(click.Option):
             settings.setdefault("show_default", True)
         super().__init__(*names, **settings)
         self.section = section
-        if self.metavar is None and not self.is_flag and self.type.name.split()[0] in _NUMBERS:
-            self.metavar = _NUMBERS[self.type.name.split()[0]]  # shorter than click's INTEGER RANGE
+        type_name = self.type.name.split()[0]  # "integer" of "integer range"
+        if self.metavar is None and not self.is_flag and type_name in _NUMBERS:
+            self.metavar = _NUMBERS[type_name]  # shorter than click's INTEGER RANGE
 
 
 option = partial(click.option, cls=SectionOption)
@@ -204,7 +205,8 @@ class SectionedCommand(click.Command):
             advice = "check the path"
             if ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP:
                 advice += " in the file of --config; a relative path starts at the current folder"
-            for path in value if isinstance(value, tuple) else (value,):
+            paths = value if isinstance(value, tuple) else (value,)
+            for path in paths:
                 param.type.check(path, advice=advice)
         return extra_args
 
@@ -380,8 +382,8 @@ def quietable(*file_flags: str) -> Decorator:
     `--json -` suppresses the command's text too, since it prints JSON in its place.
 
     Args:
-        file_flags: they write the result to a file, or print it by `say_data`; one of them must be
-            given with --quiet, if the command writes nothing else.
+        file_flags: flags that write the result to a file, or print it by `say_data`, for a command
+            that writes nothing else; one of them must be given with --quiet.
     """
 
     def add_quiet(command: CommandFunction) -> CommandFunction:
@@ -393,7 +395,8 @@ def quietable(*file_flags: str) -> Decorator:
             if quiet and arguments.get("verbose"):
                 raise click.UsageError("--quiet and --verbose exclude each other")
             # without text and without a file, the command would have no result
-            if quiet and file_flags and not set(file_flags) & set(given_flags()):
+            writes_no_file = bool(file_flags) and set(file_flags).isdisjoint(given_flags())
+            if quiet and writes_no_file:
                 refuse_flags(["--quiet"], without=" or ".join(file_flags))
             prints_json = arguments.get("json_path") == _SCREEN
             with without_text(quiet or prints_json), show_progress(not quiet):

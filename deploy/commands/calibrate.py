@@ -84,11 +84,11 @@ def calibrate(
         path = out or Path(f"{model.stem}.cache")
     else:
         number, count = _parse_shard(shard)
-        choice = to_choice(dataset.limit)  # of the images of all shards
+        choice = to_choice(dataset.limit)  # which images all shards together observe
         dataset = replace(dataset, limit=replace(choice, shard=(number, count)))
         path = out or Path(f"{model.stem}.{number}-of-{count}.shard")
         name_output(path, "shard", force=calibration.cache.force)
-    cache_path = path if shard is None else None  # `calib8 merge` writes that of all shards
+    cache_path = path if shard is None else None  # `calib8 merge` writes the cache of all shards
     options = replace(
         calibration,
         cache=replace(calibration.cache, path=cache_path),
@@ -111,8 +111,9 @@ def _parse_shard(text: str) -> tuple[int, int]:
     Raises:
         ConfigError: another text, or a flag that uses a cache.
     """
-    number, slash, count = text.partition("/")
-    if not (slash and number.isdecimal() and count.isdecimal() and len(text) < 16):
+    number, _, count = text.partition("/")
+    is_short = len(text) < 16  # numbers of any shard, not of thousands of digits
+    if not (number.isdecimal() and count.isdecimal() and is_short):
         raise ConfigError(f"--shard must read I/N, such as 2/3, got {text!r}")
     base.refuse_beside("--shard", "require_cache", "trust_cache", "refresh")
     return int(number), int(count)

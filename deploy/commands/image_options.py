@@ -69,7 +69,8 @@ def parse_preprocess(texts: Mapping[str, str | None]) -> PreprocessRequest:
         for name, text in texts.items()
         if text and name != "preset"
     }
-    if preset_name := texts["preset"]:
+    preset_name = texts["preset"]
+    if preset_name:
         return apply_user_options(find_preset(preset_name), options)
     with_options(Preprocess(), options)  # check the values before a model is read
     return options
@@ -90,7 +91,10 @@ def _parse_preprocess_option(name: str, text: str) -> object:
 
 
 def parse_size_option(text: str) -> Sides:
-    """Return the (height, width) of HxW or of N, a square; None for a side given as * or native."""
+    """Return (height, width) of the text HxW, or of N, a square.
+
+    A side is None if each image decides it: it is given as *, or both by the text native.
+    """
     size_text = text.lower()
     if size_text == "native":
         size_text = "*x*"

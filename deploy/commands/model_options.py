@@ -139,8 +139,8 @@ class TorchArguments:
     def inputs(self, module: nn.Module) -> tuple[torch.Tensor, ...]:
         """Return the inputs of one run, on the model's device: random ones, or those of a file.
 
-        `accept_named_inputs`, which `read_sample` calls too, changes the class of `module` if its
-        forward takes keywords or a dict: from then on it takes the inputs by position.
+        If the forward of `module` takes keywords or a dict, the class of `module` is changed
+        (`accept_named_inputs`, which `read_sample` calls too): it then takes inputs by position.
 
         Raises:
             ConfigError, FeedError: --input and --sample, or inputs that do not fit the model.
@@ -297,11 +297,12 @@ def target_field_options(
     The command gets those that were typed as `target_values`: target -> {field: value}.
     """
     field_by_name = {}  # argument of the command -> (target, its option)
+    options = []
     for target, target_class in TARGETS.items():
         for option in filter(is_offered, declared_options(target_class)):
             name = f"{target}_{option.name}".replace("-", "_")
             field_by_name[name] = (target, option)
-    options = [_field_option(name, *field) for name, field in field_by_name.items()]
+            options.append(_field_option(name, target, option))
 
     def add(command: CommandFunction) -> CommandFunction:
         """Return the command with the options of these fields."""

@@ -77,7 +77,8 @@ class ConfiguredCommand(SectionedCommand):
         """
         # parse a first time to find --config
         parsed_values, _, _ = self.make_parser(ctx).parse_args(list(args))
-        # parameter -> value on the command line; values of other types are placeholders of click
+        # parameter -> value on the command line; click's values of options that are not there have
+        # other types
         line_values = {
             name: value
             for name, value in parsed_values.items()

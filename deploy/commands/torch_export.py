@@ -239,6 +239,7 @@ def qat(
             target=target,
             bits=bits,
             checkpoint=checkpoint,
+            # without the flag, the model is trained on the device where the task made it
             device=torch_device if base.given_flags("device") else None,
             report=say,
         )
