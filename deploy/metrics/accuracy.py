@@ -15,7 +15,7 @@ from deploy.graph.index import strip_padded_channels
 from deploy.metrics.output_errors import OutputAccuracy, RunningError, plain_json, sqnr_sort_key
 from deploy.metrics.output_form import OutputForm, SliceAccuracy
 from deploy.metrics.precision import GroundTruth, MeanPrecision, PrecisionTally
-from deploy.tasks import EvaluationTask, TaskFigure
+from deploy.tasks import TaskFigure
 from deploy.tasks.boxes import BoxDetection
 from deploy.tasks.detector import RowDecoder
 from deploy.tasks.evaluation_task import Example
@@ -180,9 +180,7 @@ class Comparison:
 
     def shown(self) -> tuple[Example, ...]:
         """Return the few samples so far where both models differ most, the worst first."""
-        if self._task_tally is None:
-            return ()
-        return self._task_tally.shown()
+        return () if self._task_tally is None else self._task_tally.shown()
 
     def result(self) -> Accuracy:
         """Return the figures so far, of at least one sample.
@@ -198,6 +196,11 @@ class Comparison:
             precision = self._average_precision.result()
         top1_figures = {} if self._top1 is None else self._top1.result()
         is_silent = form.task is not None and figure is None  # FP32 predicts next to nothing
+        reading = "the form of the outputs does not tell what they are for"
+        if form.task is not None:
+            reading = form.task.form
+        if is_silent:
+            reading += "; FP32 finds next to nothing on these samples"
         return Accuracy(
             samples=self._samples,
             outputs=outputs,
@@ -205,7 +208,7 @@ class Comparison:
             parts=self._slice_figures(),
             task=figure,
             precision=precision,
-            reading=_describe_form(form.task, is_silent=is_silent),
+            reading=reading,
             why=form.reason,
             set_task=form.metric.task,
             silent=is_silent,
@@ -274,18 +277,6 @@ def _check_outputs(names: Sequence[str], candidate: Outputs) -> None:
             f"both models must have the same outputs, got {[*names]} and {sorted(candidate)};"
             " compare an engine with the model it was built from"
         )
-
-
-def _describe_form(task: EvaluationTask | None, *, is_silent: bool) -> str:
-    """Return how the outputs were interpreted, as text.
-
-    `is_silent`: whether the float model predicts next to nothing.
-    """
-    if task is None:
-        return "the form of the outputs does not tell what they are for"
-    if is_silent:
-        return f"{task.form}; FP32 finds next to nothing on these samples"
-    return task.form
 
 
 class TensorComparison:

@@ -238,15 +238,10 @@ def _stretch_ratios(rival_ms: Sequence[float], engine_ms: Sequence[float]) -> li
     stretch_count = min(_STRETCHES, len(rival_ms), len(engine_ms))
     if stretch_count == 0:
         return []
-    rival_stretches = np.array_split(rival_ms, stretch_count)
-    engine_stretches = np.array_split(engine_ms, stretch_count)
-    ratios = []
-    for rival_stretch, engine_stretch in zip(rival_stretches, engine_stretches, strict=True):
-        ratios.append(_ratio(np.median(rival_stretch), np.median(engine_stretch)))
-    ratios.sort()
-    if stretch_count < _STRETCHES:
-        return ratios
-    return ratios[1:-1]
+    rival_medians = map(np.median, np.array_split(rival_ms, stretch_count))
+    engine_medians = map(np.median, np.array_split(engine_ms, stretch_count))
+    ratios = sorted(map(_ratio, rival_medians, engine_medians))
+    return ratios if stretch_count < _STRETCHES else ratios[1:-1]
 
 
 def percentile(ordered_ms: Floats, percent: int) -> float:

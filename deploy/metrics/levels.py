@@ -114,9 +114,9 @@ def _rate_loss(
     """
     if max_loss is not None:
         limits = max_loss, max_loss
+    is_surely_good = _level(2 * lost_share, limits) == GOOD
+    is_surely_unusable = _level(lost_share / 2, limits) == UNUSABLE
     level = _level(lost_share, limits)
-    is_surely_good = level == GOOD and _level(2 * lost_share, limits) == GOOD
-    is_surely_unusable = level == UNUSABLE and _level(lost_share / 2, limits) == UNUSABLE
     return TaskLoss(lost_share, level, text, sure=is_surely_good or is_surely_unusable)
 
 
@@ -157,13 +157,11 @@ def judge_accuracy(accuracy: Accuracy, max_loss: float | None) -> LevelReasons:
         yield loss.level, f"{loss.words}, {_limit_text(loss, max_loss)}"
 
     # an output that the task does not cover is judged as without a task
-    worst_uncovered = None
-    if accuracy.task is not None:
-        uncovered_outputs = accuracy.task.beside
-        uncovered = [figures for figures in accuracy.parts if figures.output in uncovered_outputs]
-        if uncovered:
-            worst_uncovered = uncovered[0]  # slices come in ascending order of SQNR
-            yield _rate_slice(worst_uncovered, has_task=False, has_limit=False)
+    uncovered_outputs = () if accuracy.task is None else accuracy.task.beside
+    uncovered = (figures for figures in accuracy.parts if figures.output in uncovered_outputs)
+    worst_uncovered = next(uncovered, None)  # slices come in ascending order of SQNR
+    if worst_uncovered is not None:
+        yield _rate_slice(worst_uncovered, has_task=False, has_limit=False)
 
     worst = accuracy.worst
     if worst is None or worst == worst_uncovered:  # rated above

@@ -263,7 +263,7 @@ def find_change(output: str, samples: Arrays, inputs: Sequence[Outputs]) -> Outp
     """
     best_db = 0.0
     change = None
-    for name in inputs[0] if inputs else ():
+    for name in inputs[0]:
         for resize in ("", *_RESIZES):
             db = _unchanged_input_db(samples, [sample[name] for sample in inputs], resize)
             if db > best_db:

@@ -34,7 +34,6 @@ from deploy.tasks.declarations import Declaration
 from deploy.tasks.rows import (
     Outputs,
     batch_length,
-    split_batch,
     split_batches,
 )
 from deploy.tasks.slices import (
@@ -250,12 +249,18 @@ def _find_mean(part: OutputSlice, samples: FirstSamples) -> Array | None:
     """
     values = [part.of(outputs[part.output]) for outputs in samples.outputs]
     if part.cell_scores is not None:
-        weights = [part.weights(outputs).reshape(-1, 1) for outputs in samples.outputs]
-        rows = [value.reshape(-1, 1) for value in values]
-        return find_large_mean(np.concatenate(rows), np.concatenate(weights))
+        weights = []  # the score of each value
+        for value, outputs in zip(values, samples.outputs, strict=True):
+            weights.append(part.weigh(np.ones_like(value), outputs))
+        return find_large_mean(_to_column(values), _to_column(weights))
     if values[0].size > FEW:
         return None  # such as a feature map, whose single numbers have no meaning
     return find_usual_values(values)
+
+
+def _to_column(arrays: Sequence[Array]) -> Array:
+    """Return the values of all arrays below each other, [n, 1]."""
+    return np.concatenate([array.reshape(-1, 1) for array in arrays])
 
 
 def drop_text(outputs: Outputs) -> Outputs:
@@ -278,9 +283,9 @@ def _find_uncovered(task: EvaluationTask, samples: FirstSamples) -> tuple[str, .
     Left out are outputs that the task reads, and those that only repeat what it reads: states, and
     scores before their activation.
     """
-    covered = {*task.covered, *task.lists}
-    covered |= {*samples.declared.states.values()}  # inputs of the next call
-    covered |= {*samples.declared.probabilities}  # raw scores of outputs of probabilities
+    states = samples.declared.states.values()  # inputs of the next call
+    raw_scores = samples.declared.probabilities  # keys: outputs whose probabilities are one, too
+    covered = {*task.covered, *task.lists, *states, *raw_scores}
     return tuple(name for name in samples.float_outputs if name not in covered)
 
 
@@ -320,13 +325,12 @@ def _split_samples(
 
     `declared`: what the model's file declares, such as the inputs whose rows are samples.
     """
-    input_samples: list[Outputs] = []
-    output_samples: list[Outputs] = []
+    samples: list[tuple[Outputs, ...]] = []
     input_batches = input_batches or [{}] * len(output_batches)
     for inputs, outputs in zip(input_batches, output_batches, strict=False):
         length = batch_length(inputs, declared.batch_inputs)
-        input_samples += split_batch(inputs, length)
-        output_samples += split_batch(outputs, length)
+        samples += split_batches(length, inputs, outputs)
+    input_samples, output_samples = zip(*samples, strict=True)
     return FirstSamples(input_samples, output_samples, declared)
 
 

@@ -4,7 +4,6 @@ What the user sets decides, then what the model's file declares (`declarations`)
 the values. Thresholds of all forms: `thresholds`.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -116,21 +115,21 @@ def recognise_task(samples: FirstSamples, task: str) -> tuple[EvaluationTask | N
         return None, "as set by --task"
     # raw scores say the same as their probabilities, and states are only for the next call
     unused_outputs = {*declared.probabilities, *declared.states.values()}
-    distinct = first_samples.drop_outputs(samples, unused_outputs)
+    samples = first_samples.drop_outputs(samples, unused_outputs)
     if task:
-        return _fit_user_task(distinct, task), "as set by --task"
-    if len(distinct.names) > _MAX_OUTPUTS:
+        return _fit_user_task(samples, task), "as set by --task"
+    if len(samples.names) > _MAX_OUTPUTS:
         return None, ""
     if declared.task == NO_TASK:
         return None, f"by {declared.source}"
 
     if declared.task:
-        fitting = _fit_task(distinct, TASKS[declared.task])
-        if fitting is not None:
-            return fitting, f"by {declared.source}"
+        declared_task = _fit_task(samples, TASKS[declared.task])
+        if declared_task is not None:
+            return declared_task, f"by {declared.source}"
     # indices may be an output of any task, so they are tried last
     rows = [row for name, row in TASKS.items() if name != "indices"]
-    return _recognise(distinct, rows) or indices.find_integers(distinct), ""
+    return _recognise(samples, rows) or indices.find_integers(samples), ""
 
 
 def _fit_user_task(samples: FirstSamples, task: str) -> EvaluationTask:
@@ -140,13 +139,13 @@ def _fit_user_task(samples: FirstSamples, task: str) -> EvaluationTask:
         ConfigError: the outputs do not fit it.
     """
     row = TASKS[task]
-    fitting = _fit_task(samples, row)
-    if fitting is not None:
-        return fitting
+    user_task = _fit_task(samples, row)
+    if user_task is not None:
+        return user_task
     needed_shapes = ", or ".join(form.shape for form in row.forms)
-    output_texts = []
-    for name in samples.output_names[:_MAX_NAMED_OUTPUTS]:
-        output_texts.append(f"{name} {[*samples.outputs[0][name].shape]}")
+    outputs = samples.outputs[0]
+    names = samples.output_names[:_MAX_NAMED_OUTPUTS]
+    output_texts = [f"{name} {[*outputs[name].shape]}" for name in names]
     raise ConfigError(
         f"the task {task} needs {needed_shapes}, got {', '.join(output_texts)}; set another, or"
         " none to compare values"
@@ -168,14 +167,16 @@ def _recognise(samples: FirstSamples, rows: Sequence[TaskRow]) -> EvaluationTask
     `rows`: the tasks to try, in this order.
     """
     embeddings = vectors.find_embeddings_beside(samples)
-    best_classes = samples.declared.best_classes
-    dropped_outputs = ({*best_classes, *embeddings}, best_classes, ())  # one attempt each
-    for dropped_names in dict.fromkeys(map(frozenset, dropped_outputs)):  # no attempt twice
+    best_classes = frozenset(samples.declared.best_classes)
+    # what each attempt leaves out; equal attempts are made once
+    dropped_outputs = (best_classes | embeddings, best_classes, frozenset[str]())
+    for dropped_names in dict.fromkeys(dropped_outputs):
         remaining_samples = first_samples.drop_outputs(samples, dropped_names)
-        for find_task in itertools.chain.from_iterable(row.finders for row in rows):
-            task = find_task(remaining_samples)
-            if task is not None:
-                return task
+        for row in rows:
+            for find_task in row.finders:
+                task = find_task(remaining_samples)
+                if task is not None:
+                    return task
     return None
 
 

@@ -8,9 +8,9 @@ rows of two models are different boxes: only the column of scores is compared by
 if the length of the list varies. Other detectors: `detector_forms`.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 import numpy as np
 
@@ -70,12 +70,12 @@ LISTS = Form(
 def find_box_list(samples: FirstSamples) -> RowDecoder | None:
     """Return the decoder of a list of boxes in one, two or three outputs; None if there is none.
 
-    Two readings of the same outputs, such as score and class swapped, leave it open: then None.
+    If two decoders read the same outputs, such as with score and class swapped, neither is taken.
     """
     decoders = [decoder for decoder in _propose_lists(samples) if _is_list(decoder, samples)]
+    readings = Counter(decoder.list_outputs for decoder in decoders)
     for decoder in decoders:
-        same_outputs = [other.list_outputs == decoder.list_outputs for other in decoders]
-        if same_outputs.count(True) == 1:
+        if readings[decoder.list_outputs] == 1:
             decoder = replace(decoder, has_rows_first=_has_rows_first(decoder, samples))
             return read_extra(decoder, samples)
     return None
@@ -107,9 +107,9 @@ def _propose_lists(samples: FirstSamples) -> Iterator[RowDecoder]:
 def _propose_several_outputs(
     box_output: str, width: int, output_names: Collection[str]
 ) -> Iterator[RowDecoder]:
-    """Yield lists whose class numbers, and perhaps scores, have an output [.., K] of their own.
+    """Yield lists whose class numbers, and perhaps scores, have a separate output [.., K].
 
-    The last ones have no class numbers.
+    Each output may hold the class numbers, or the scores; the last lists have no class numbers.
 
     `width`: columns of `box_output`: 4 for boxes alone, 5 for boxes and scores; others are no list.
     """
@@ -121,9 +121,9 @@ def _propose_several_outputs(
         score_columns = [Columns(box_output, LIST, 4, 5)]
     else:
         return
-    class_columns = [(columns,) for columns in number_columns]
-    for classes, scores in product([*class_columns, ()], score_columns):
-        yield _list_decoder(corners, scores, *classes)
+    for class_columns in (*number_columns, None):
+        for scores in score_columns:
+            yield _list_decoder(corners, scores, class_columns)
 
 
 def _propose_one_output(name: str, width: int) -> Iterator[RowDecoder]:
@@ -141,18 +141,19 @@ def _propose_one_output(name: str, width: int) -> Iterator[RowDecoder]:
             Columns(name, LIST, class_number, class_number + 1),
         )
         if width > _MIN_WIDTH and corner == 0:
+            # seven numbers are a rotated box, its score, its class and its angle
             coding = "centre" if width == 7 else "corners"
             shape_columns = (Columns(name, LIST, _MIN_WIDTH),)
             decoder = replace(decoder, coding=coding, shape_columns=shape_columns)
         yield decoder
 
 
-def _list_decoder(corners: Columns, scores: Columns, *numbers: Columns) -> RowDecoder:
+def _list_decoder(corners: Columns, scores: Columns, numbers: Columns | None) -> RowDecoder:
     """Return the decoder of a list by its columns; `numbers`: those of the classes, if any."""
     return RowDecoder(
         scores=(scores,),
         box_columns=(corners,),
-        numbers=numbers,
+        numbers=() if numbers is None else (numbers,),
         coding="corners",
         is_list=True,
     )

@@ -167,15 +167,15 @@ def anchor_squares(anchors: Integers) -> Floats:
 
 def box_intersections(boxes: Floats, candidates: Floats) -> Floats:
     """Return the area that boxes [n, 4] and [m, 4] share, as [n, m]."""
-    low = np.maximum(boxes[:, None, :2], candidates[None, :, :2])
-    high = np.minimum(boxes[:, None, 2:], candidates[None, :, 2:])
+    low = np.maximum(boxes[:, None, :2], candidates[:, :2])
+    high = np.minimum(boxes[:, None, 2:], candidates[:, 2:])
     return np.asarray(np.clip(high - low, 0, None).prod(axis=2))
 
 
 def box_ious(boxes: Floats, candidates: Floats) -> Floats:
     """Return the IoU of boxes [n, 4] and [m, 4] as [n, m]; 0 for boxes without area."""
     shared = box_intersections(boxes, candidates)
-    union = box_areas(boxes)[:, None] + box_areas(candidates)[None, :] - shared
+    union = box_areas(boxes)[:, None] + box_areas(candidates) - shared
     return np.divide(shared, union, out=np.zeros_like(shared), where=union > 0)
 
 
@@ -214,7 +214,7 @@ def match_detections(reference: Detections, candidate: Detections) -> list[tuple
     """
     # [reference's boxes, candidate's boxes]; 0 for pairs that differ in class, key points or mask
     ious = box_ious(reference.boxes, candidate.boxes)
-    ious[reference.classes[:, None] != candidate.classes[None, :]] = 0
+    ious[reference.classes[:, None] != candidate.classes] = 0
     if reference.shapes is not None and candidate.shapes is not None:
         for index, candidate_index in np.argwhere(ious > IOU):  # the other pairs never match
             shape = reference.shapes.at([index])

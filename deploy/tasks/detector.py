@@ -50,13 +50,13 @@ from deploy.tasks.thresholds import (
 )
 from deploy.tensors import Array
 
-Layout = str
-ROWS: Layout = "rows"  # [1, A, R], [A, R], or [1, A, 1, R] as YOLOv4's boxes
-COLUMNS: Layout = "columns"  # [1, R, A]; [1, A] of one column
-MAP: Layout = "map"  # [1, R, H, W]
-ANCHOR_MAP: Layout = "anchor map"  # [1, 3 R, H, W] or [1, k, H, W, R]
-LIST: Layout = "list"  # [.., K, R]
-LIST_NUMBERS: Layout = "list numbers"  # [.., K], one number a box
+Layout = str  # one of these
+ROWS = "rows"  # [1, A, R], [A, R], or [1, A, 1, R] as YOLOv4's boxes
+COLUMNS = "columns"  # [1, R, A]; [1, A] of one column
+MAP = "map"  # [1, R, H, W]
+ANCHOR_MAP = "anchor map"  # [1, 3 R, H, W] or [1, k, H, W, R]
+LIST = "list"  # [.., K, R]
+LIST_NUMBERS = "list numbers"  # [.., K], one number a box
 # dimensions of outputs with a row per anchor
 LAYOUT_DIMENSIONS = {ROWS: (2, 3, 4), COLUMNS: (2, 3), MAP: (4,), ANCHOR_MAP: (4, 5)}
 ANCHORS_PER_CELL = 3  # of an anchor map whose shape does not show it: YOLO v3 to v7

@@ -699,8 +699,7 @@ def slice_detector(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput
     for boxes, scores in zip(decoder.box_columns, decoder.gates or decoder.scores, strict=True):
         name = scores.output
         axis = -1 if scores.layout == ROWS else 1
-        starts = {boxes.start, scores.start}
-        starts.update(columns.start for columns in decoder.shape_columns)
+        starts = {columns.start for columns in (boxes, scores, *decoder.shape_columns)}
         column_count = samples.outputs[0][name].shape[axis]
         slices[name] = ()
         for start, stop in itertools.pairwise(sorted([*starts, column_count])):

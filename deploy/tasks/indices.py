@@ -86,33 +86,7 @@ def _count_values(values: Array) -> Counter[int]:
     return Counter(dict(zip(numbers.tolist(), counts.tolist(), strict=True)))
 
 
-@dataclass(frozen=True, slots=True)
-class PlaceTask(EvaluationTask):
-    """A class at each place of an output, such as a step or a pixel.
-
-    Attributes:
-        output: name of the output.
-        classes: number of classes.
-        axis: dimension of the classes, 1 or -1.
-        figure_name: name of the share of places that agree.
-        agreement: what agrees at them, as text.
-    """
-
-    output: str
-    classes: int
-    axis: int = 1
-    figure_name: ClassVar[str]
-    agreement: ClassVar[str]
-
-    def read_classes(self, outputs: Outputs) -> Integers:
-        """Return the best class at each place of one sample, flat; none for another shape."""
-        scores = outputs[self.output]
-        if scores.ndim < 3 or scores.shape[self.axis] != self.classes:
-            return np.zeros(0, np.int64)
-        return best_classes(np.moveaxis(scores, self.axis, 1)).reshape(-1)
-
-
-P = TypeVar("P", bound=PlaceTask)
+P = TypeVar("P", bound="PlaceTask")
 
 
 @dataclass(slots=True)
@@ -135,6 +109,33 @@ class PlaceTally(TaskTally[P]):
             return None
         self.kept, self.total, exception = counted
         return self.share(self.task.figure_name, f"{self.task.agreement}{exception}")
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceTask(EvaluationTask):
+    """A class at each place of an output, such as a step or a pixel.
+
+    Attributes:
+        output: name of the output.
+        classes: number of classes.
+        axis: dimension of the classes, 1 or -1.
+        figure_name: name of the share of places that agree.
+        agreement: what agrees at them, as text.
+    """
+
+    output: str
+    classes: int
+    axis: int = 1
+    figure_name: ClassVar[str]
+    agreement: ClassVar[str]
+    tally_type = PlaceTally
+
+    def read_classes(self, outputs: Outputs) -> Integers:
+        """Return the best class at each place of one sample, flat; none for another shape."""
+        scores = outputs[self.output]
+        if scores.ndim < 3 or scores.shape[self.axis] != self.classes:
+            return np.zeros(0, np.int64)
+        return best_classes(np.moveaxis(scores, self.axis, 1)).reshape(-1)
 
 
 def best_classes(scores: Array) -> Integers:
@@ -227,6 +228,4 @@ def find_integers(samples: FirstSamples) -> Indices | None:
 
 def _are_class_numbers(value: Array) -> bool:
     """Whether it may hold class numbers or indices."""
-    if not is_index_type(value) or not value.ndim:
-        return False
-    return bool(value.min(initial=0) >= _PADDING)
+    return is_index_type(value) and value.ndim > 0 and bool(value.min(initial=0) >= _PADDING)

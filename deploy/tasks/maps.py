@@ -377,20 +377,19 @@ def fit_heatmaps(name: str, samples: FirstSamples) -> HeatMaps | None:
 
 
 def find_heatmaps(samples: FirstSamples) -> HeatMaps | None:
-    """Return the output of heat maps, if there is exactly one; else None."""
-    tasks = [*filter(None, (_find_heat(name, samples) for name in samples.names))]
-    return tasks[0] if len(tasks) == 1 else None
+    """Return the output of heat maps, if there is exactly one; else None.
 
-
-def _find_heat(name: str, samples: FirstSamples) -> HeatMaps | None:
-    """Return an output's heat maps, in the layout that has the picture's aspect."""
+    The layout is the first in which the maps have the aspect ratio of the picture.
+    """
     size = samples.picture_size
-    for axis, maps in _read_layouts(samples.arrays(name)):
-        rows, columns = maps[0].shape[2:]
-        has_aspect = size is not None and rows * size[1] == columns * size[0]
-        if has_aspect and _are_heat_maps(maps):
-            return HeatMaps((name,), maps[0].shape[1], axis)
-    return None
+    tasks: dict[str, HeatMaps] = {}  # by output
+    for name in samples.names:
+        for axis, maps in _read_layouts(samples.arrays(name)):
+            rows, columns = maps[0].shape[2:]
+            has_aspect = size is not None and rows * size[1] == columns * size[0]
+            if has_aspect and _are_heat_maps(maps):
+                tasks.setdefault(name, HeatMaps((name,), maps[0].shape[1], axis))
+    return tasks.popitem()[1] if len(tasks) == 1 else None
 
 
 def _are_heat_maps(samples: Arrays) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 
 from deploy.tasks.evaluation_task import EvaluationTask, Form, TaskFigure, TaskTally
 from deploy.tasks.first_samples import FirstSamples
-from deploy.tasks.indices import PlaceTally, PlaceTask
+from deploy.tasks.indices import PlaceTask
 from deploy.tasks.rows import (
     Arrays,
     Outputs,
@@ -61,9 +61,7 @@ def _read_step_samples(samples: Arrays, axis: int) -> list[Array]:
             return []
         tables.append(steps)
     has_equal_classes = len({steps.shape[1] for steps in tables}) == 1
-    if has_equal_classes:
-        return tables
-    return []
+    return tables if has_equal_classes else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,6 @@ class Steps(PlaceTask):
     reads = "{0.classes} classes a step"
     figure_name = "steps alike"
     agreement = "steps of FP32's class"
-    tally_type = PlaceTally
 
 
 STEPS = Form(
@@ -219,7 +216,8 @@ def find_text(samples: FirstSamples) -> Text | None:
         return None
     (name,) = samples.names
     # only networks of pictures give symbols before steps, [N, C, T]
-    for axis in (-1, 1) if samples.has_pictures else (-1,):
+    axes = (-1, 1) if samples.has_pictures else (-1,)
+    for axis in axes:
         text = fit_text(name, samples, (axis,))
         if text is None:
             continue

@@ -108,10 +108,6 @@ class OutputSlice:
             return shares
         return np.asarray(shares.max(axis=self.axis, keepdims=True))
 
-    def weights(self, outputs: Outputs) -> Array:
-        """Return the score of each value of the slice."""
-        return self.weigh(np.ones_like(self.of(outputs[self.output])), outputs)
-
     def weigh(self, values: Array, reference: Outputs) -> Array:
         """Return values of the slice times the float model's scores of their cells.
 
@@ -169,10 +165,8 @@ def find_cell_scores(
     for value_slice, score_slice in itertools.permutations(slices, 2):
         if score_slice.output not in sigmoid_outputs or value_slice.output in sigmoid_outputs:
             continue
-        if value_slice in scores_by_slice:  # the first scores that fit are taken
-            continue
         if all(_fit_cells(score_slice, value_slice, outputs) for outputs in samples.outputs):
-            scores_by_slice[value_slice] = score_slice
+            scores_by_slice.setdefault(value_slice, score_slice)  # the first that fit are taken
     return scores_by_slice
 
 
@@ -194,11 +188,9 @@ def split_output(output: str, samples: Arrays) -> tuple[OutputSlice, ...]:
         rows = _read_rows(samples, axis)
         if rows is None:
             continue
-        slices = []
-        for start, stop in _split_spans(rows, 0, len(rows.peak)):
-            slices.append(OutputSlice(output=output, axis=axis, start=start, stop=stop))
-        if len(slices) > 1:
-            return tuple(slices)
+        spans = [*_split_spans(rows, 0, len(rows.peak))]
+        if len(spans) > 1:
+            return tuple(OutputSlice(output=output, axis=axis, start=a, stop=b) for a, b in spans)
     return (OutputSlice(output=output),)
 
 

@@ -107,21 +107,18 @@ class Top1:
         }
         if self.labels is None:
             return figures
+
         if len(self.labels) != self.samples:
             raise FeedError(
                 f"there must be one label a sample, got {len(self.labels)} labels"
                 f" for {self.samples} samples"
             )
-        return figures | self._label_figures(self.labels)
-
-    def _label_figures(self, labels: Sequence[int]) -> dict[str, Any]:
-        """Return the figures that compare with the labels of all samples."""
         # share of labels that are one above the float model's class, or below it if that is more
         # frequent: then it is negative
         shift = 1 if self.shifts[1] >= self.shifts[-1] else -1
         # class numbers do not show how many classes there are: up to the highest one
-        highest_class = max(*self.class_counts, *labels, 1)
-        return {
+        highest_class = max(*self.class_counts, *self.labels, 1)
+        return figures | {
             "top1_reference": self.reference_hits / self.samples,
             "top1_candidate": self.candidate_hits / self.samples,
             "label_shift": shift * self.shifts[shift] / self.samples,

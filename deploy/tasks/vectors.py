@@ -33,7 +33,7 @@ from deploy.tasks.evaluation_task import (
     TaskTally,
 )
 from deploy.tasks.first_samples import FirstSamples, sort_by_size
-from deploy.tasks.indices import NO_CLASS, PlaceTally, PlaceTask
+from deploy.tasks.indices import NO_CLASS, PlaceTask
 from deploy.tasks.rows import (
     Flags,
     Floats,
@@ -122,6 +122,10 @@ class _ClassTally(TaskTally["Classes"]):
     """Counts outputs of samples with equal classes."""
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
+        """Compare the classes of one sample; where they differ, offer it to be shown.
+
+        Samples with the largest margin between both classes in FP32's scores are shown first.
+        """
         for name in self.task.outputs:
             self.total += 1
             reference_class, candidate_class = read_classes(reference[name], candidate[name])
@@ -130,31 +134,17 @@ class _ClassTally(TaskTally["Classes"]):
             if reference_class == candidate_class:
                 self.kept += 1
             elif not self.task.are_numbers:
-                self._offer_example(name, reference, candidate, reference_class, candidate_class)
-
-    def _offer_example(
-        self,
-        name: str,
-        reference: Outputs,
-        candidate: Outputs,
-        reference_class: int,
-        candidate_class: int,
-    ) -> None:
-        """Offer the sample that was counted last, whose class changes, to be shown.
-
-        Those with the largest margin between both classes in FP32's scores are shown first.
-        """
-        reference_scores = reference[name].reshape(-1)
-        scores = candidate[name].reshape(-1)
-        example = ClassExample(
-            number=self.samples - 1,  # `add` has counted this sample already
-            output=name,
-            reference=(reference_class, float(reference_scores[reference_class])),
-            candidate=(candidate_class, float(scores[candidate_class])),
-        )
-        margin = float(reference_scores[reference_class] - reference_scores[candidate_class])
-        # `offer` drops a difference of 0; only samples that differ are examples here
-        self.offer(example, difference=max(margin, _MIN_DIFFERENCE), predictions=0)
+                reference_scores = reference[name].reshape(-1)
+                scores = candidate[name].reshape(-1)
+                example = ClassExample(
+                    number=self.samples - 1,  # `add` has counted this sample already
+                    output=name,
+                    reference=(reference_class, float(reference_scores[reference_class])),
+                    candidate=(candidate_class, float(scores[candidate_class])),
+                )
+                margin = reference_scores[reference_class] - reference_scores[candidate_class]
+                # `offer` drops a difference of 0; only samples that differ are examples here
+                self.offer(example, difference=max(margin, _MIN_DIFFERENCE), predictions=0)
 
     def result(self) -> TaskFigure:
         # several outputs of each sample
@@ -329,7 +319,6 @@ class Labels(PlaceTask):
     reads = "scores of steps or labels, each its own"
     figure_name = "labels kept"
     agreement = "scores on FP32's side of 0.5"
-    tally_type = PlaceTally
 
     def read_classes(self, outputs: Outputs) -> Integers:
         """Return the side of each score of one sample, 0 or 1."""
@@ -472,9 +461,7 @@ def find_embeddings(samples: FirstSamples) -> Embeddings | None:
 def find_embeddings_beside(samples: FirstSamples) -> frozenset[str]:
     """Return the outputs of embeddings, if there are others beside them; else none."""
     names = frozenset(_embedding_lengths(samples))
-    if len(names) == len(samples.names):
-        return frozenset()
-    return names
+    return frozenset() if len(names) == len(samples.names) else names
 
 
 def _embedding_lengths(samples: FirstSamples) -> dict[str, int]:
