@@ -208,6 +208,13 @@ def test_spent_budget_builds_the_best_of_what_was_judged():
     assert chosen is min(judged, key=search.cost)
 
 
+def test_budget_is_not_spent_on_splits_of_nearly_equal_loss():
+    near_trials = [make_trial(2 + n, time=0.70 + 0.01 * n, db=20.0 + 0.4 * n) for n in range(4)]
+    good = make_trial(9, time=0.80, db=24)
+    chosen, _ = choose(FakeSearch([*near_trials, good]), good_from(22), judgements=1)
+    assert chosen is good
+
+
 def test_measured_times_decide():
     predicted_fast, predicted_slow = (
         make_trial(0, time=0.5, db=25.0),
@@ -315,6 +322,7 @@ class FakeDevice:
         return SimpleNamespace(engine=engine, error="")
 
     def open(self, engine, *, threads):
+        assert threads == 1  # so that CPU time is measured, also on a busy machine
         return float(engine.read_text())
 
 
@@ -326,7 +334,7 @@ def test_split_timer_builds_engines_of_splits_and_leaves_nothing(tmp_path, monke
 
     monkeypatch.setattr(timing, "measure_latencies", measure)
     request = BuildRequest(
-        subject=None, folder=tmp_path, ranges=None, feed=None, manifest={}, threads=1
+        subject=None, folder=tmp_path, ranges=None, feed=None, manifest={}, threads=4
     )
     all_float = Choices(float_nodes=dict.fromkeys(LAYERS, "float"))
     device = FakeDevice()

@@ -10,8 +10,8 @@
 
 The rule: the trial of least cost, log(time) + weight * loss, among those with the best expected
 verdict. Trials are judged in the order of their cost, on the evaluation samples and as their engine
-will be, until one is good. One that loses at least as much as another that was judged cannot have a
-better verdict at more cost, so it is not judged. Where the cheapest is not good, the fastest good
+will be, until one is good. One that loses hardly less than another that was not good would hardly
+have a better verdict, so it is not judged. Where the cheapest is not good, the fastest good
 split of the predicted front is looked for by halving::
 
     fastest   bad  .  .  bad  .  GOOD  .  .  .  .   nearly float
@@ -42,6 +42,7 @@ from deploy.tuning.search_samples import ExpectedVerdict
 MAX_POINTS = 8  # of the front that the plan stores
 WORTHWHILE_SIZE = 0.75  # share of the float model's bytes: a smaller engine is worth having
 _INT8_SIZE = 0.25  # of a weight, as a share of its float size
+_CLEARLY_LESS = 0.8  # share of the loss of a split: another one must lose less to be judged after it
 _TIMED_SPLITS = 3  # the cheapest splits are timed before one is chosen
 _RANKS = (GOOD, DOUBTFUL, FLOAT, UNUSABLE)  # FLOAT: good or doubtful, but it wins nothing
 
@@ -155,8 +156,8 @@ class SplitChooser:
         judged_trials: list[Trial] = []
         for trial in sorted(self._candidates(), key=self.search.cost):
             if trial.verdict is None:  # not judged yet: may it win at all?
-                # a trial that loses as much at more cost cannot have a better verdict
-                if any(cheaper.loss <= trial.loss for cheaper in judged_trials):
+                # none so far is good, and a trial that loses nearly as much will hardly be
+                if any(_CLEARLY_LESS * judged.loss <= trial.loss for judged in judged_trials):
                     continue
                 if judged_trials and not self.can_judge():  # the budget is spent
                     break

@@ -47,7 +47,9 @@ class SplitTimer:
     def measure(self, trials: Sequence[Trial]) -> list[float]:
         """Return the times of the trials, as shares of the float model's.
 
-        The quickest inference of each counts, since a disturbance only makes one longer.
+        On this CPU the sessions have one thread, whatever the build's engines have: then CPU time is
+        measured, which other programs disturb least. The quickest inference of each counts, since a
+        disturbance only makes one longer.
 
         Raises:
             BackendError: an engine cannot be built or run here.
@@ -77,4 +79,4 @@ class SplitTimer:
         result = self.target.build(replace(request, folder=folder))
         if result.engine is None:
             raise BackendError(result.error or f"{self.target.name} built no engine here")
-        return self.target.open(result.engine, threads=request.threads)
+        return self.target.open(result.engine, threads=1)
