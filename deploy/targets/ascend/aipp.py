@@ -150,7 +150,13 @@ def write_aipp(
 
 
 def _set_color(parameters: Any, preprocess: Preprocess, source: AippSource) -> None:
-    """Set input format, channel swap and color conversion."""
+    """Set input format, channel swap and color conversion in `parameters`.
+
+    `parameters`: the protobuf message of the AIPP configuration.
+
+    Raises:
+        ExportError: the model's pictures are grey, and the source's are BGR.
+    """
     assert preprocess.color is not None
     is_grey = preprocess.color == "grey"
     if is_grey and source.color == "bgr":

@@ -81,6 +81,9 @@ def observation_model(
 ) -> onnx.ModelProto:
     """Return the float model to observe: weights fake-quantized, inputs divided by DMQ factors.
 
+    DMQ balances a layer's input with its weight: it divides the input's channels by factors and
+    multiplies the weight by them.
+
     Args:
         model: the prepared float model.
         layers: layer name -> layer, for the layers that `model` has.

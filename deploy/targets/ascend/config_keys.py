@@ -385,7 +385,8 @@ def resolve_tensor(
 ) -> ActivationParams:
     """Return the settings of a tensor_quantize input, with `asymmetric` set.
 
-    If it is unset, it is that of activation_offset.
+    The key tensor_quantize of a configuration lists inputs of Add and MaxPool to be quantized. If
+    `asymmetric` is unset, it is that of activation_offset.
 
     Args:
         key: '<node>:<index>' of the input.
@@ -408,7 +409,13 @@ def resolve_tensor(
 
 
 def check_tensor_input(key: str, graph: LayerGraph) -> None:
-    """Refuse an input, '<node>:<index>', that cannot be quantized by itself."""
+    """Refuse an input of a node, '<node>:<index>', that tensor_quantize cannot have.
+
+    The key tensor_quantize of a configuration lists inputs of Add and MaxPool to be quantized.
+
+    Raises:
+        ConfigError: no such input, one of another type of node, a constant, or an unclear name.
+    """
     name, _, index = key.rpartition(":")
     op = graph.ops.get(name)
     if op is None:

@@ -93,15 +93,16 @@ class LayerRewriter(ABC):
         self.layers = layers
         self.index = Graph(model)
         self.tensors: dict[str, onnx.TensorProto] = {}
+        # (tensor, scale, offset, bits) -> the quantized tensor
         self.quantized_by_input: dict[tuple[str, float, int, int], str] = {}
         self.bias_by_add: dict[str, str] = {}
         self.inputs_by_node: dict[str, list[QuantLayer]] = {}
         self.layer_by_last_node: dict[str, QuantLayer] = {}
         for name, quant_layer in layers.items():
             layer = quant_layer.layer
-            if layer.input_index is None:
+            if layer.input_index is None:  # a node; the Add of its bias, if there is one, ends it
                 self.layer_by_last_node[layer.bias_add or name] = quant_layer
-            else:
+            else:  # an input of tensor_quantize
                 self.inputs_by_node.setdefault(layer.node, []).append(quant_layer)
 
     def rewrite(self) -> onnx.ModelProto:

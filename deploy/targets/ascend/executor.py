@@ -155,6 +155,7 @@ class _StandardWriter:
         elif node.op_type == "AscendAntiQuant":
             self.write_anti_quant(node)
         else:
+            # a layer that reads the integers of an AscendQuant
             if node.op_type in LAYER_OPS and node.input[0] in self.offset_by_codes:
                 self.convert_layer(node)
             elif node.op_type == "Add" and self.rank_by_sums.keys() & node.input:
@@ -317,6 +318,9 @@ def compare_deploy_model(
 ) -> DeployComparison:
     """Run the deploy model and two fake-quant models on the same samples; compare their outputs.
 
+    A fake-quant model computes the integers of the deploy model in float operators. The two differ
+    in how they round: as the NPU does, and as AMCT's own model does.
+
     Args:
         model: the float model.
         layers: layer name -> its integers and scales.
@@ -357,9 +361,14 @@ def compare_deploy_model(
 def _compare_runs(deploy_runs: Runs, npu_runs: Runs, amct_runs: Runs) -> tuple[float, float]:
     """Compare the float outputs of the deploy model and of two fake-quant models.
 
+    Args:
+        deploy_runs: for each sample, output name -> value of the deploy model.
+        npu_runs: those of the fake-quant model that rounds as AscendQuant does.
+        amct_runs: those of AMCT's fake-quant model.
+
     Returns:
-        The largest difference from the model that rounds as AscendQuant; the lowest cosine with
-        AMCT's; NaN where only one of two outputs has a NaN.
+        The largest relative difference from `npu_runs`; the lowest cosine with `amct_runs`. NaN if
+        only one of two outputs has a NaN.
     """
     npu_differences = [0.0]
     amct_cosines = [1.0]

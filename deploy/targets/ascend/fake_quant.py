@@ -159,19 +159,22 @@ class _AmctQdqWriter(LayerRewriter):
     """Writer of the Q/DQ model: its layers compute in float, between pairs."""
 
     def make_quant(self, quant_layer: QuantLayer, tensor: str) -> tuple[Nodes, str]:
-        """Return the pair on a layer's input, and its output."""
+        """Return the Q/DQ pair that rounds a layer's input, and the tensor that it makes.
+
+        `tensor`: the float input.
+        """
         record = quant_layer.record
-        stem = quant_layer.layer.quant_node_prefix
+        prefix = quant_layer.layer.quant_node_prefix  # of the names of the new nodes and tensors
         parameters = [
-            self.store(f"{stem}.scale_d", np.asarray(record.scale_d)),
-            self.store(f"{stem}.offset_d", np.asarray(record.offset_d, np.int8)),
+            self.store(f"{prefix}.scale_d", np.asarray(record.scale_d)),
+            self.store(f"{prefix}.offset_d", np.asarray(record.offset_d, np.int8)),
         ]
-        name = f"{stem}.input"
-        codes = f"{name}.quantized"
+        name = f"{prefix}.input"
+        integers = f"{name}.quantized"
         output = f"{name}.dequantized"
-        quantize = make_node("QuantizeLinear", [tensor, *parameters], codes, f"{name}.quantize")
+        quantize = make_node("QuantizeLinear", [tensor, *parameters], integers, f"{name}.quantize")
         dequantize = make_node(
-            "DequantizeLinear", [codes, *parameters], output, f"{name}.dequantize"
+            "DequantizeLinear", [integers, *parameters], output, f"{name}.dequantize"
         )
         return [quantize, dequantize], output
 

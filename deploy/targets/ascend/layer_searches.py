@@ -105,10 +105,10 @@ def merge_records(
     record_by_search: Mapping[str, CalibrationRecord],
     search_by_layer: Mapping[str, str],
 ) -> CalibrationRecord:
-    """Return the result of the default search, with those chosen for some layers in its place.
+    """Return the scales of all layers: those of the default search, or of the search chosen.
 
     Args:
-        plan: has all layers.
+        plan: the calibration, with all layers and the observations of their inputs.
         default_record: result of the default search for all layers.
         record_by_search: search -> its result for all layers.
         search_by_layer: name of a layer -> the search chosen for it.
@@ -176,11 +176,14 @@ def _with_search(params: ActivationParams, search: str) -> ActivationParams:
 
 
 def make_search_plan(default: RecordPlan, search: str) -> RecordPlan:
-    """Return the plan that finds the scales of all layers by one search.
+    """Return the calibration plan that finds the scales of all layers by one search.
 
-    Layers without a weight, which DMQ cannot balance, have the search as configured in its place.
+    A search "dmq ..." balances an input with its weight. Layers without a weight have the search as
+    configured in its place.
 
-    `default`: plan of the search as configured.
+    Args:
+        default: plan of the search as configured.
+        search: one of `SEARCHES`.
     """
     if search == CONFIGURED:
         return default
@@ -223,22 +226,29 @@ def find_best_searches(
 ) -> dict[str, str]:
     """Return layer name -> the search with the smallest error of the layer's output.
 
-    No error of other layers counts: a layer is fed the float model's own values.
+    A search is a way to a layer's scales, one of `SEARCHES`, such as "hfmg". No error of other
+    layers counts: a layer reads the float model's own values.
 
-    `records_by_search`: search -> records of scales; the first has all layers.
+    Args:
+        model: the float model.
+        graph: its layers.
+        records_by_search: search -> layer -> its scales; the first search has all layers.
+        samples: input name -> array, for each sample.
+        threads: number of samples that run at a time.
 
     Raises:
         ExportError: a layer exceeds the limits of the hardware.
         BackendError: ONNX Runtime refused the model.
     """
     errors_by_layer: dict[str, dict[str, float]] = {}
-    with phase("errors of layers by themselves", len(records_by_search), "searches") as step:
+    search_count = len(records_by_search)
+    with phase("errors of layers by themselves", search_count, "searches") as count_search:
         for search, search_records in records_by_search.items():
             layers = quantize_layers(model, graph, search_records)
             layer_errors = measure_layer_errors(model, layers, samples, threads=threads)
             for name, error in layer_errors.items():
                 errors_by_layer.setdefault(name, {})[search] = error
-            step()
+            count_search()
     return {
         name: choose_search(error_by_search) for name, error_by_search in errors_by_layer.items()
     }

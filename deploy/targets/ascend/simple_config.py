@@ -85,7 +85,7 @@ def _read_layers(message: Any, graph: LayerGraph) -> tuple[dict[str, LayerConfig
         graph: the layers of the model.
     """
     common_section = message.common_config  # an empty one if the configuration has none
-    skipped = _read_skipped(message, graph)
+    skipped_names = _read_skipped(message, graph)  # layers to keep in float
     section_by_type = _read_type_overrides(message)
     section_by_name = _read_layer_overrides(message, graph)
     # a layer that is float by default, such as a MatMul of two activations, must be named
@@ -104,9 +104,9 @@ def _read_layers(message: Any, graph: LayerGraph) -> tuple[dict[str, LayerConfig
         is_common = section is common_section
         if is_common and not allows_activation_bits(layer, entry.activation.num_bits):
             entry = replace(entry, activation=replace(entry.activation, num_bits=8))
-            if name not in skipped:
+            if name not in skipped_names:
                 lowered_to_8_bits.append(name)
-        layers[name] = replace(entry, quant_enable=name not in skipped)
+        layers[name] = replace(entry, quant_enable=name not in skipped_names)
     return layers, lowered_to_8_bits
 
 

@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from deploy.frontends.base import QdqCalibration
     from deploy.graph.plan import FloatNodes, Plan
     from deploy.targets.ascend.amct_calibration import CalibrationRecord, RecordPlan
-    from deploy.targets.ascend.atc import AtcOptions
     from deploy.targets.ascend.config_keys import QuantConfig
     from deploy.targets.ascend.layers import LayerGraph
     from deploy.targets.ascend.quant_layer import QuantLayer
@@ -168,7 +167,12 @@ class Ascend(Target):
         return AtcOptions(soc=self.soc, extra=self.atc_flags)
 
     def _source(self) -> AippSource:
-        """Return the format of the .om's input images."""
+        """Return the format of the .om's input images.
+
+        Raises:
+            ConfigError: an option for AIPP (preprocessing in the .om) without AIPP, or a standard
+                of YUV colors for other images.
+        """
         has_aipp = self.aipp or self.first_layer_int8
         for name in ("source_color", "source_size", "csc"):
             value = getattr(self, name)

@@ -276,7 +276,8 @@ def _pixel_count(shape: Shape | None) -> int:
 def _widen_region(model: onnx.ModelProto, graph: Graph, region: _Region) -> None:
     """Append channels of zeros to the weights and biases of a region's Convs, and mark its tensors.
 
-    A region is what gets more channels together. Its tensors get names that end in `PADDED_SUFFIX`.
+    The tensors and Convs of a region get more channels together. The tensors' new names end in
+    `PADDED_SUFFIX`.
     """
     added = region.added_channels
     for conv in region.convs.values():

@@ -189,15 +189,15 @@ class _QdqWriter:
 
     def __post_init__(self) -> None:
         plan = self.plan
-        self.weight_grid = plan.placement.weights
+        self.weight_grid = plan.placement.weights  # integers or fp8
         self.node_by_name: dict[str, onnx.NodeProto] = by_name(self.graph.node)
         # from the float model, since `graph` lacks the weights that become integers
         self.initializers: dict[str, onnx.TensorProto] = by_name(self.float_model.graph.initializer)
         self.producer = map_producers(self.graph.node)
-        self.constant_nodes: Nodes = []
+        self.constant_nodes: Nodes = []  # they read only constants
         self.weight_quantizers: Nodes = []
-        self.nodes_after: dict[str, Nodes] = {}
-        self.replacements: dict[str, Nodes] = {}
+        self.nodes_after: dict[str, Nodes] = {}  # tensor -> the pair that reads it
+        self.replacements: dict[str, Nodes] = {}  # name of a node -> the nodes in its place
         # a partial, not a method of this writer: the gate writer would refer back to it, and such a
         # cycle holds both models in memory until Python's garbage collector runs
         self.add_constant = partial(_add_constant, self.graph, self.initializers)

@@ -105,7 +105,7 @@ def run_program(
         preprocess: resolved preprocessing of the pictures.
         classes: class -> name; empty if unknown.
         task: task of the outputs, whose results the program draws; None if it was not recognised.
-        outputs: outputs of a sample, for their shapes.
+        outputs: outputs of a sample by name, which show shapes and ranges.
     """
     if len(inputs) != 1 or preprocess.size is None or None in preprocess.size:
         return None

@@ -179,7 +179,7 @@ class GateWriter:
         return [*clip_nodes, multiply, *offset_nodes]
 
     def _clip_by_pair(self, gate: Gate, source: str, shifted_source: str) -> Nodes:
-        """Return an Add and a Q/DQ pair that compute gain * clip(source + shift, 0, top).
+        """Return an Add and a Q/DQ pair that compute a gate's gain * clip(source + shift, 0, top).
 
         The Add adds the shift. The QuantizeLinear saturates at 0 and `top`. The scale of the
         DequantizeLinear is that of the QuantizeLinear times the gain.
@@ -228,9 +228,10 @@ class GateWriter:
     ) -> tuple[str, Nodes]:
         """Add the offset to a gate's product; return (tensor that the Mul is to write, new nodes).
 
-        An offset of an integer number of steps takes no node: the Mul writes the gate's output, and
-        another zero point in `quantize` than in its DequantizeLinear adds the offset. Else the
-        product gets a pair of its own and an int8 Add.
+        A gate computes factor * gain * clip(source + shift, 0, top) + offset. An offset of an
+        integer number of steps takes no node: the Mul writes the gate's output, and `quantize` gets
+        another zero point than its DequantizeLinear, which adds the offset. Else the product gets a
+        pair of its own and an int8 Add.
 
         Args:
             gate: the gate.

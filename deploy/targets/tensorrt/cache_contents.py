@@ -431,10 +431,11 @@ def cache_notes(subject: CalibrationSubject, ranges: RangeSet) -> tuple[str, ...
     notes = []
     if has_caffe_names(subject.original or subject.model, reading_version(subject)):
         notes.append("Tensors are named as TensorRT's Caffe parser names them.")
-    # samples in a batch, for a method that reads full batches only and so may leave out the last
-    # samples; 0 for other methods
+    # A method may read full batches only, and so leave out the last samples. This is the number of
+    # samples in a batch; 0 for other methods.
     calibration_batch = subject.statistic.first_batch
-    if calibration_batch:  # `filled`: samples that only repeat others to fill the model's batch
+    if calibration_batch:
+        # `filled`: number of samples that repeat others, to fill the fixed batch of the model
         notes += note_left_out(subject.samples, calibration_batch, filled=subject.filled)
     infinite_tensors = [name for name, trouble in ranges.unusable.items() if trouble.is_infinite]
     if infinite_tensors:

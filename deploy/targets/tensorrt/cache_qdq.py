@@ -75,8 +75,8 @@ def to_qdq(
     Args:
         model: cleaned float model.
         plan: positions of the pairs, for a placement in `deploy.graph.placement.TENSORRT_BY_GRID`.
-        scales: tensor -> float32 int8 scale (amax / 127) for each of `plan.activations`, also when
-            the grid is fp8.
+        scales: tensor -> its scale for int8, largest |x| / 127, for each of `plan.activations`;
+            also if the grid is fp8.
         trained_scales: node -> scales of its weight, if it was trained with them.
         memoize: stores results that all trials of a search share, see `write_qdq`.
         float_weights: whether weights stay float on an int8 grid. As int8 they give the same
@@ -112,8 +112,14 @@ def to_typed(
 ) -> tuple[onnx.ModelProto, dict[str, str]]:
     """Return the Q/DQ model with stored int8 or fp8 weights and its float part in a narrow type.
 
-    `float_type` is that type, "fp16" or "bf16"; `largest_values` is tensor -> largest |x| observed.
-    The other arguments are those of `to_qdq`.
+    Args:
+        model: cleaned float model.
+        plan: positions of the pairs.
+        scales: tensor -> its scale for int8, largest |x| / 127, for each of `plan.activations`;
+            also if the grid is fp8.
+        float_type: the narrow type, "fp16" or "bf16".
+        largest_values: tensor -> largest |x| observed.
+        trained_scales: node -> scales of its weight, if it was trained with them.
 
     Returns:
         The model, and node -> why it stays in float32, for nodes whose operator could be narrow.

@@ -33,6 +33,7 @@ from deploy.targets.tensorrt.cache_match import CacheMatch, match_cache
 from deploy.targets.tensorrt.cache_qdq import PlainModel, from_qdq, to_qdq, to_typed
 from deploy.targets.tensorrt.infer_scales import InferredScales, infer_missing_scales
 from deploy.targets.tensorrt.trt_options import FP32, INT8
+from deploy.targets.tensorrt.trtexec import features_of
 
 
 def read_cache(path: Path | str) -> CalibrationCache:
@@ -51,7 +52,7 @@ def refuse_cacheless(version: str) -> None:
     Raises:
         CacheError: it is 11 or newer.
     """
-    if trt_cache.version_label(version) >= trt_cache.version_label("11.0.0"):
+    if not features_of(version).calibrators:
         raise CacheError(
             f"TensorRT up to 10 reads calibration caches, got {version}; it takes a Q/DQ model"
             " (calib8 cache to-qdq makes one from a cache)"
@@ -224,9 +225,10 @@ def _header_findings(
     """
     header = cache.header
     remedy = _relabel_command(path, version or header.version or "X.Y.Z", algorithm)
-    # the label is the version as a number; the legacy form, which any version reads, has none
-    has_label = header.label is not None
-    if version is not None and has_label and header.label != trt_cache.version_label(version):
+    # The label is the version as a number. The legacy form has none (None), and any version reads
+    # it.
+    expected_label = header.label if version is None else trt_cache.version_label(version)
+    if header.label not in (None, expected_label):
         text = (
             f"TensorRT {version} ignores a cache of {header.version} and calibrates again, with"
             f" nothing but a log line; run: {remedy}"

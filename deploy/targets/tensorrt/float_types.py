@@ -236,11 +236,10 @@ class _TypeConverter:
         """
         if not _can_be_narrow(node):
             return True
-        # the first input, but for a Where, whose first input is the condition
-        data_input = node.input[1 if node.op_type == "Where" else 0]
+        data_input = node.input[_data_position(node)]
         if self.type_by_tensor.get(data_input) not in (FLOAT, self.narrow_type):
             return True  # integers
-        if not self.index.captured.isdisjoint(node.output):  # tensors that subgraphs read
+        if self.index.captured.intersection(node.output):  # tensors that subgraphs read
             self.float32_reasons[node.name] = "a subgraph reads it"
             return True
         if node.op_type in _MOVE_OPS and data_input not in self.index.initializers:
@@ -326,8 +325,7 @@ def _indices_of_compute_type(
         names: its inputs, or its outputs.
         parameters: inputs or outputs of the schema; their type is a variable such as "T".
     """
-    # the data is input 0, but for a Where, whose input 0 is its condition
-    compute_type = _schema(node).inputs[1 if node.op_type == "Where" else 0].type_str
+    compute_type = _schema(node).inputs[_data_position(node)].type_str
     indices = []
     for index, name in enumerate(names):
         # the last parameter of a schema may stand for any number of tensors
@@ -335,6 +333,11 @@ def _indices_of_compute_type(
         if name and parameter.type_str == compute_type:
             indices.append(index)
     return indices
+
+
+def _data_position(node: onnx.NodeProto) -> int:
+    """Return the index of a node's first data input; input 0 of a Where is its condition."""
+    return 1 if node.op_type == "Where" else 0
 
 
 def _schema(node: onnx.NodeProto) -> defs.OpSchema:

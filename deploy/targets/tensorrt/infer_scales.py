@@ -288,7 +288,9 @@ def _operand_range(
 
     constant = tensor_ranges.graph.scalar(other_operand)  # None if it is no constant number
     if node.op_type == "Div":
-        return (amax * abs(constant), level) if constant and is_first else None
+        if is_first and constant:
+            return amax * abs(constant), level
+        return None  # it is the divisor, or the divisor is not known
     if constant:
         return amax / abs(constant), level
     # x times a Sigmoid: that is near 1 where x is large, so that the product has about x's range

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploy.errors import BackendError, SdkMissingError
-from deploy.targets.tensorrt.cuda import open_gpu
-
-if TYPE_CHECKING:
-    import tensorrt as trt
-from collections.abc import Iterable
-from pathlib import Path
-
-from deploy.errors import ConfigError
+from deploy.errors import BackendError, ConfigError, SdkMissingError
 from deploy.files.manifest import sha256
 from deploy.files.reading import read_bytes
 from deploy.files.usercode import refuse_foreign_code
+from deploy.targets.tensorrt.cuda import open_gpu
 from deploy.targets.tensorrt.log import process_logger
+
+if TYPE_CHECKING:
+    import tensorrt as trt
 
 _INSTALL = "pip install 'tensorrt>=10,<11' cuda-python"
 

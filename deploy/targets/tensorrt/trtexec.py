@@ -149,7 +149,7 @@ class ParserRequirements:
         return None
 
 
-_FIRST_TYPED_ONLY = "11.0.0"  # first version whose trtexec has no precision flags
+_FIRST_TYPED_ONLY = "11.0.0"  # first version without calibrators: all of its networks are typed
 # feature that the typed model needs -> the machine that has it
 _MACHINES = {
     "fp8": "on a GPU of Ada, Hopper or later, ",
@@ -336,7 +336,7 @@ def _qdq_command(
         float32_nodes: nodes that must run in float32.
     """
     first_version = requirements.first_version()  # that reads the model
-    if first_version is None or version_label(first_version) >= version_label(_FIRST_TYPED_ONLY):
+    if first_version is None or not features_of(first_version).calibrators:  # 11 or newer
         return None
     first_version = max(first_version, _FIRST_WITH_TYPE[float_type], key=version_label)
     flags = [*_float_type_flags(float_type), *_precision_flags({}, float32_nodes)]
@@ -376,7 +376,7 @@ def _typed_commands(
 
     # A condition is text: on which machine, and with which TensorRT a command runs.
     machine = "".join(_MACHINES.get(feature, "") for feature in features)
-    needs_11 = version_label(first_version) >= version_label(_FIRST_TYPED_ONLY)  # 11.0.0
+    needs_11 = not features_of(first_version).calibrators  # no older version has them
     condition_11 = f"{machine}with TensorRT 11"
     if needs_11 and first_version != _FIRST_TYPED_ONLY:  # a later 11
         condition_11 += f" from {first_version.removesuffix('.0')} on"
@@ -387,9 +387,9 @@ def _typed_commands(
 
     condition_10 = machine + _versions_until_10(first_version)
     command_10 = TrtexecCommand("typed", condition_10, _command(model, ["--stronglyTyped"]))
-    if version_label(version) >= version_label(_FIRST_TYPED_ONLY):
-        return command_11, command_10
-    return command_10, command_11
+    if features_of(version).calibrators:  # up to 10
+        return command_10, command_11
+    return command_11, command_10
 
 
 def _command(model: Path, flags: Sequence[str]) -> tuple[str, ...]:
