@@ -207,6 +207,22 @@ def test_labels_belong_to_chosen_images(header, line, limit, pictures, tmp_path)
     assert feed.names == tuple(names[label] for label in feed.labels)
 
 
+@pytest.mark.parametrize("line", ["{0}/{1}.png {2}", "/data/val/{0}/{1}.png,{2}", "{0}/{1} {2}"])
+def test_labels_distinguish_folders_with_equal_names(line, pictures, tmp_path):
+    lines = []
+    for label, folder in enumerate(("cat", "dog")):
+        (tmp_path / "val" / folder).mkdir(parents=True)
+        for number in range(2):
+            shutil.copy(pictures / "00.png", tmp_path / "val" / folder / f"{number}.png")
+            lines.append(line.format(folder, number, label))
+    for text_lines in (lines, [*lines[2:], *lines[:2]]):  # the dogs first, with the same file names
+        feed = open_labelled(tmp_path / "val", tmp_path / "l.txt", "\n".join(text_lines))
+        assert feed.labels == (0, 0, 1, 1)
+    # a line without the folder would label two images
+    with pytest.raises(FeedError, match=r"got 0 lines for cat/0\.png"):
+        open_labelled(tmp_path / "val", tmp_path / "l.txt", "0.png 5\n1.png 6\n")
+
+
 def test_only_a_table_of_labels_has_a_header(tmp_path):
     (tmp_path / "l.txt").write_text("one\n1\n2\n")  # without it, labels may fit other images
     with pytest.raises(FeedError, match="line 1 of"):

@@ -239,38 +239,43 @@ def apply_labels(
 def _order_labels(lines: FileList, image_names: Iterable[str]) -> Sequence[int]:
     """Return the class numbers of lines in the order of the images.
 
-    A line belongs to the image whose file name it has, all lines with suffix or all without. But
+    A line belongs to the image whose file name it has, all lines with suffix or all without. If
+    images in several folders have one name, the last folders of their paths belong to the name. But
     the lines are in the order of the images if none of them names an image, and if some of them
     have no name or the name of another line.
 
     Raises:
         FeedError: lines belong to images by name, and an image is named by none or by several.
     """
-    image_keys = [PurePath(name).name for name in image_names]
-    line_names = [PurePath(name).name for name in lines.names]  # "" of a line with a number alone
+    image_parts = [PurePath(name).parts for name in image_names]
+    part_count = 1  # last parts of the paths that tell the images apart: 1 if the file names do
+    while len({parts[-part_count:] for parts in image_parts}) < len(set(image_parts)):
+        part_count += 1
+    image_keys = [parts[-part_count:] for parts in image_parts]
+    line_keys = [PurePath(name).parts[-part_count:] for name in lines.names]  # () of a number alone
     class_numbers = lines.labels or ()
-    label_by_name = dict(zip(line_names, class_numbers, strict=True))
-    stems = [PurePath(name).stem for name in image_keys]
-    if not label_by_name.keys().isdisjoint(stems):  # the lines name images without their suffix
-        image_keys = stems
+    label_by_key = dict(zip(line_keys, class_numbers, strict=True))
+    stem_keys = [(*folders, PurePath(file_name).stem) for *folders, file_name in image_keys]
+    if not label_by_key.keys().isdisjoint(stem_keys):  # the lines name images without their suffix
+        image_keys = stem_keys
 
-    if line_names == image_keys:
+    if line_keys == image_keys:
         return class_numbers
     # names that all differ are meant as names of images: then each image must have its line, see
     # below. Names that come several times, such as those of classes, say nothing about the image
-    each_line_has_own_name = "" not in label_by_name and len(label_by_name) == len(line_names)
-    names_no_image = label_by_name.keys().isdisjoint(image_keys)
+    each_line_has_own_name = () not in label_by_key and len(label_by_key) == len(line_keys)
+    names_no_image = label_by_key.keys().isdisjoint(image_keys)
     if names_no_image and not each_line_has_own_name:
         return class_numbers  # in the order of the images
-    line_counts = Counter(line_names)
-    for name in image_keys:
-        if line_counts[name] != 1:
+    line_counts = Counter(line_keys)
+    for key in image_keys:
+        if line_counts[key] != 1:
             raise FeedError(
-                f"labels that name images must name each of them once, got {line_counts[name]}"
-                f" lines for {printable_name(name)}; correct them, or write class numbers alone, in"
-                " the order of the images"
+                f"labels that name images must name each of them once, got {line_counts[key]}"
+                f" lines for {printable_name('/'.join(key))}; correct them, or write class numbers"
+                " alone, in the order of the images"
             )
-    return [label_by_name[name] for name in image_keys]
+    return [label_by_key[key] for key in image_keys]
 
 
 def _note_unlabelled(annotations: Annotations, evaluation: Feed) -> str:
