@@ -169,21 +169,25 @@ class CalibrationResult(PrintedResult):
             self._describe_file(file or self.cache),
             f"{len(self.ranges.observed)} statistics of tensors from {self.feed.count} images",
         ]
+        searched = set(self.searched)  # observations in which the user's method searches ranges
         for target, observations in self.observations_by_target.items():
-            is_searched = not set(self.searched).isdisjoint(observations)
-            search = f", searched by {self.method.label}" if is_searched else ""
+            has_searched = bool(searched.intersection(observations))
+            search = f", searched by {self.method.label}" if has_searched else ""
             lines.append(f"  {target}: {len(observations)}{search}")
         if self.agreement is not None:
             lines.append(self.agreement.sentence)
         if everything:
             lines.append(self.cost)
-        for tensor, trouble in self.range_set.reasons.items():
-            lines.append(f"no scale for {tensor}: it {trouble}")
+        for tensor, predicate in self.range_set.reasons.items():
+            lines.append(f"no scale for {tensor}: it {predicate}")  # "it was 0 in every sample"
         lines += [*self.doubts, *self.warnings, *self.resumed, *self.notes]
         return join_visible([*lines, *preprocessing_notes(self.feed)])
 
     def _describe_file(self, path: Path | None) -> str:
-        """Return which file was written or reused, and why; without a file, how long it took."""
+        """Return which file was written or reused, and why, as "m.cache: reused (the reason)".
+
+        `path`: the file; None if nothing was written: then the model's name stands in its place.
+        """
         if path is None:
             path = Path(self.loaded.name)
             action = f"observed in {self.seconds:.1f} s"
@@ -191,12 +195,13 @@ class CalibrationResult(PrintedResult):
             action = "reused"
         else:
             action = f"written in {self.seconds:.1f} s"
-        reason = self.reason
         share = self.feed.share
         if share is not None:
             reason = f"shard {share} of {share.count} samples"  # such as "shard 2/4 of 100 samples"
-        if reason.endswith(NO_CACHE):  # it was the first calibration: "written" says so
+        elif self.reason.endswith(NO_CACHE):  # the first calibration needs no reason
             return f"{path}: {action}"
+        else:
+            reason = self.reason
         return f"{path}: {action} ({reason})"
 
     @property
@@ -256,17 +261,20 @@ def find_reference_model(
     float_model: str | Path | onnx.ModelProto | None,
     images: FeedSource | None,
 ) -> tuple[LoadedModel, tuple[str, ...]]:
-    """Return the float reference model, and notes on it for the report.
+    """Return the float model that int8 is compared with, and notes on it for the report.
+
+    A float model is compared with itself. A Q/DQ model, which is quantized already, is compared
+    with the user's float model, or else with the float model extracted from it.
 
     Args:
         loaded: the model to build from; of a Q/DQ model, the float model extracted from it.
-        float_model: the user's float reference of a Q/DQ model, if any.
-        images: the calibration images; None for a Q/DQ model without.
+        float_model: the user's float model, from which a Q/DQ model was made; None if not given.
+        images: the calibration images; None if not given, which only a Q/DQ model allows.
 
     Raises:
         ConfigError: the arguments do not fit together, or the models have other inputs or outputs.
     """
-    if loaded.qdq is None:
+    if loaded.qdq is None:  # a float model
         if images is None:
             raise ConfigError(
                 f"a float model is calibrated on images, got none for {loaded.name}; give --images"
@@ -283,6 +291,7 @@ def find_reference_model(
             notes.append(_FLOAT16_NOTE.format(loaded.name))
         return loaded, tuple(notes)
 
+    # a Q/DQ model
     if images is None:
         if float_model is not None:
             raise ConfigError(

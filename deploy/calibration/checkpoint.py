@@ -75,12 +75,13 @@ class Checkpoint:
         Args:
             path: the file.
             subject: the model to calibrate.
-            feed: the samples; those that were counted are only hashed.
+            feed: the samples. If the run resumes, those counted before are hashed, not run.
             observations: what the pass records.
-            peaks: peaks of the pass; those of the counted samples are added.
-            resume: resume from the checkpoint; else a new run starts, which replaces it once it
-                has counted as many samples.
-            force: ignore a file that is not a checkpoint, or broken.
+            peaks: largest |x| of every tensor. If the run resumes, those of the samples counted
+                before are added.
+            resume: whether to resume from the checkpoint, if there is one. Else the run starts
+                over, and replaces the checkpoint once it has counted as many samples.
+            force: whether a file that is broken, or no checkpoint, is replaced and not refused.
 
         Raises:
             CacheError: the file is not a checkpoint, is broken, or (to resume) of another run.
@@ -94,16 +95,16 @@ class Checkpoint:
         self._feed = feed
         self._observations = observations
         self._peaks = peaks
-        self._saved_sample_count = 0  # in the file that this run wrote or resumed from
+        self._saved_sample_count = 0  # samples in the file that this run wrote or resumed from
         self._save_start = time.monotonic()
         self._next_save = self._save_start + MIN_INTERVAL_S
-        self._unsavable_statistic = _find_unsavable(observations)  # if any, nothing is saved
-        self._resumed: Shard | None = None  # checkpoint of the earlier run
-        self._existing_sample_count = 0  # in the earlier run's file
+        self._unsavable_statistic = _find_unsavable(observations)  # if not None, nothing is saved
+        self._resumed: Shard | None = None  # checkpoint of the earlier run, if this one resumes
+        self._existing_sample_count = 0  # samples in the earlier run's file
 
         existing = self._load_existing(force=force)
         if existing is not None:
-            self._existing_sample_count = existing.counted or 0
+            self._existing_sample_count = existing.counted or 0  # a checkpoint always has a number
         if resume and existing is not None:
             self._resume(existing)
         elif resume:
@@ -146,10 +147,12 @@ class Checkpoint:
             sample_count: how many samples the statistics hold.
             observed: the statistics.
         """
-        sample_positions = self._feed.positions[:: self._feed.batch]  # of each sample's first image
+        # a sample is `batch` images; its position in the list of images is that of the first
+        sample_positions = self._feed.positions[:: self._feed.batch]
+        # of the images of these samples: sha256 of each, and position -> why it was skipped
         digests, skipped = self._feed.progress_after(sample_count)
         data = shards.serialize_shard(
-            share=self._feed.complete_share,  # the images of this run, which may be one shard
+            share=self._feed.complete_share,  # all images of this run, which may run one shard
             made_from=self._fingerprint,
             digests=digests,
             skipped=skipped,
@@ -235,15 +238,15 @@ class Checkpoint:
         feed.resume(existing.digests, existing.skipped)
 
         # the checkpoint must hold exactly the images of the samples that it says it has counted;
-        # the last batch may be filled up with images that were read before
+        # a sample is `batch` images, and the last one may be filled up with earlier images
         counted = self._existing_sample_count
-        good_images = len(existing.digests) - len(existing.skipped)
-        has_all_images = good_images == min(counted * feed.batch, feed.count)
-        # a sample has the position of its first image
+        good_image_count = len(existing.digests) - len(existing.skipped)
+        has_all_images = good_image_count == min(counted * feed.batch, feed.count)
+        # and its largest values must be of these samples; one has the position of its first image
         positions = feed.positions[: counted * feed.batch : feed.batch]
         number_by_position = {position: number for number, position in enumerate(positions, 1)}
-        has_own_peaks = existing.peak_positions <= number_by_position.keys()
-        if not has_all_images or not has_own_peaks:
+        are_peaks_counted = existing.peak_positions <= number_by_position.keys()
+        if not has_all_images or not are_peaks_counted:
             raise CacheError(f"{self.path} must hold the samples that it names; remove it")
 
         self._peaks.add_rows(existing.peaks, number_by_position)
@@ -254,7 +257,7 @@ class Checkpoint:
         )
 
     def _find_differences(self, existing: Shard) -> list[str]:
-        """Return how a checkpoint's run differs from this one, as clauses."""
+        """Return how the run of a checkpoint differs from this one, as clauses; [] if nowhere."""
         differences = list(self._fingerprint.changes_since(existing.made_from).values())
         share = self._feed.complete_share
         if str(existing.share) != str(share):
@@ -271,8 +274,8 @@ class Checkpoint:
 
 
 def _find_unsavable(observations: Iterable[Observation]) -> str | None:
-    """Return the key of a statistic that no file can hold, or None."""
+    """Return the key of the first statistic that no file can hold; None if all can be saved."""
     for observation in observations:
-        if not observation.statistic.recorder(None).to_arrays():
+        if not observation.statistic.recorder(None).to_arrays():  # such a recorder gives no arrays
             return observation.statistic.key
     return None

@@ -329,10 +329,7 @@ def _observe_share(job: ClusterJob, share: Share, samples: Sequence[RemoteSample
     """
     # the client checks only the workers that are there when it begins
     refuse_other_versions("a worker that came late", collect_versions(job.kind), job.versions)
-    if samples is None:
-        feed = _open_share(job, share)
-    else:
-        feed = _open_sent_images(job, share, samples)
+    feed = _open_share(job, share) if samples is None else _open_sent_images(job, share, samples)
     peaks = Peaks()
 
     def observe_samples() -> ObservedStatistics:

@@ -114,19 +114,19 @@ class Fingerprint:
     def changes_since(self, old: Fingerprint) -> dict[str, str]:
         """Return part -> how it changed since `old`, as a clause; {} if nothing changed.
 
-        A part is a field such as `images`. Two models or decoders may be the same although their
-        fields differ.
+        A part is a field such as `images`. Two models or decoders may count as equal although their
+        fields differ, so these have their own functions to compare them.
         """
         changes: dict[str, str] = {}
         for part, noun in _NOUN_BY_PART.items():
             old_part = getattr(old, part)
             new_part = getattr(self, part)
-            is_equal = _EQUALITY_BY_PART.get(part, operator.eq)
-            if is_equal(old_part, new_part):
+            are_equal = _EQUALITY_BY_PART.get(part, operator.eq)
+            if are_equal(old_part, new_part):
                 continue
             changes[part] = f"{noun} changed"
             if part != "model":
-                detail = _difference(old_part, new_part)
+                detail = _describe_difference(old_part, new_part)
             elif _is_same_file(old_part, new_part):
                 detail = "its external data"
             else:
@@ -167,11 +167,11 @@ def _is_same_decoder(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 _EQUALITY_BY_PART = {"model": _is_same_model, "decoder": _is_same_decoder}
 
 
-def _difference(old: object, new: object) -> str:
+def _describe_difference(old: object, new: object) -> str:
     """Return how two values of a part of the fingerprint differ, for the user.
 
-    It is "old -> new" for two strings, or that of each field for two mappings; a field with long
-    values is only named. "" for digests and other types, which tell a user nothing.
+    Two strings give "old -> new". Two mappings give "field old -> new" of each field that differs,
+    or only "field" if a value is long. Digests and other types, which tell a user nothing, give "".
     """
     if isinstance(old, str) and isinstance(new, str):
         if len(old) == _DIGEST_LENGTH:

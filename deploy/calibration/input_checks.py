@@ -98,35 +98,35 @@ class FirstLayer:
 def find_first_layer(model: onnx.ModelProto, input_name: str) -> FirstLayer | None:
     """Return the first layer that reads an input; None if there is none that can be checked.
 
-    Between the two there may only be nodes that scale, shift or move values. Weights in external
-    data are not read.
+    A layer is a Conv, Gemm or BatchNormalization. Between the input and the layer there may only be
+    nodes that scale, shift or move values. Weights in external data are not read.
     """
-    # the path grows by each node that reads the input, or what the path has computed from it
+    # the path holds the nodes from the input on; `path.tensors` are the input and their outputs
     path = _InputPath(Graph(model), model, input_name)
     for node in path.graph.nodes:
-        inputs = [tensor for tensor in dict.fromkeys(node.input) if tensor in path.tensors]
-        if not inputs:
+        path_inputs = [tensor for tensor in dict.fromkeys(node.input) if tensor in path.tensors]
+        if not path_inputs:
             continue
-        if not is_standard(node):
+        if not is_standard(node):  # what an operator outside ONNX does is unknown
             return None
         if node.op_type in _LAYER_OPS and node.input[0] in path.tensors:
             return path.read_layer(node)
-        if not _keeps_content(path.graph, node, inputs):
+        if not _keeps_content(path.graph, node, path_inputs):
             return None
         path.nodes.append(node)
         path.tensors |= set(filter(None, node.output))
     return None
 
 
-def _keeps_content(graph: Graph, node: onnx.NodeProto, inputs: list[str]) -> bool:
-    """Whether a node only scales, shifts or moves the values of its `inputs` from the image."""
-    parameters = set(filter(None, node.input)).difference(inputs)
+def _keeps_content(graph: Graph, node: onnx.NodeProto, path_inputs: list[str]) -> bool:
+    """Whether a node only scales, shifts or moves values: `path_inputs`, made from the image."""
+    parameters = set(filter(None, node.input)).difference(path_inputs)
     if node.op_type == "Concat":
         return not parameters
-    if len(inputs) != 1 or not parameters <= graph.constants.keys():
+    if len(path_inputs) != 1 or not parameters <= graph.constants.keys():
         return False
     if node.op_type in _MOVING_OPS:
-        return node.input[0] in inputs
+        return node.input[0] in path_inputs
     return node.op_type in _SCALING_OPS
 
 
@@ -141,9 +141,10 @@ class _InputPath:
         self.tensors = {input_name}
 
     def read_layer(self, layer: onnx.NodeProto) -> FirstLayer | None:
-        """Return the statistics of the layer that the path leads to, or of the norm after it.
+        """Return the statistics that training left in the layer at the end of the path.
 
-        None if other nodes read the path too: the layer then saw other values than the input's.
+        They are those of a BatchNormalization, which is the layer or follows it, else the bias of a
+        Conv. None if there is neither, or if other nodes read the path too.
         The path is not used afterwards: a Conv or Gemm is appended to it.
         """
         if len(self.nodes) > MAX_NODES_BEFORE_LAYER or not self._is_only_reader(layer):
@@ -238,8 +239,10 @@ def check_input_samples(
 ) -> list[str]:
     """Return a warning on the first odd input, as a list of one sentence; empty if all are fine.
 
+    Constant inputs, images of one colour, and values far from those in training are odd.
+
     Args:
-        samples: {input: array} of a few samples.
+        samples: input name -> array, of a few samples.
         preprocess: how the images were prepared; None for arrays.
         model: the model before cleaning, with its BatchNormalizations.
     """
@@ -259,7 +262,8 @@ def check_input_samples(
         warning = ""
         if name in images and preprocess is not None:
             warning = _check_spread(values, preprocess)
-        warning = warning or _check_layer(model, name, values, preprocess)
+        if not warning:
+            warning = _check_layer(model, name, values, preprocess)
         if warning:
             return [warning]
     return []
@@ -312,11 +316,11 @@ def _constant_warning(count: int, values: Array) -> str:
 def _check_layer(
     model: onnx.ModelProto, name: str, values: Sequence[Array], preprocess: Preprocess | None
 ) -> str:
-    """Return a warning from the statistics of the layer that reads an input, or "".
+    """Return a warning if an input is unlike that in training, as its first layer shows, or "".
 
     Args:
-        model: the model before cleaning.
-        name: the input.
+        model: the model before cleaning, with its BatchNormalizations.
+        name: name of the input.
         values: its arrays, one for each sample.
         preprocess: how they were prepared; None for arrays.
     """
@@ -330,10 +334,10 @@ def _check_layer(
         return ""
     if not warning:
         return ""
-    warning += f" ({layer.node or layer.tensor}); check "
-    if preprocess:
-        return f"{warning}--preprocess, --scale, --mean and --std"
-    return f"{warning}how the arrays were made"
+    settings = (
+        "--preprocess, --scale, --mean and --std" if preprocess else "how the arrays were made"
+    )
+    return f"{warning} ({layer.node or layer.tensor}); check {settings}"
 
 
 def _compare_with_layer(
@@ -356,11 +360,11 @@ def _compare_with_training(
     values: Sequence[Array],
     preprocess: Preprocess | None,
 ) -> str:
-    """Return a warning from the statistics of a BatchNormalization, or "".
+    """Return a warning if the data is unlike that in training, by a BatchNormalization; or "".
 
     Args:
         training: mean and variance of each channel that the layer stored in training.
-        measure: runs the model up to this layer and returns the moments of the layer's input.
+        measure: runs the model up to this layer; returns mean and variance of the layer's input.
         values: arrays of the model's input, one for each sample.
         preprocess: how they were prepared; None for arrays.
     """
@@ -368,13 +372,13 @@ def _compare_with_training(
     if data.mean.shape != training.mean.shape or not (training.variance > 0).any():
         return ""
 
-    # data that is far from training may be close to it with another preset, and much closer
-    distance = _distance(data, training)
+    # if the data is far from training, see whether another usual normalization brings it close
+    distance = _median_divergence(data, training)
     if distance > MIN_MISFIT:
         max_distance = min(MAX_FIT, distance / MIN_FIT_RATIO)
-        current_preset = preprocess or _guess_preset(values)
+        current_preset = preprocess or _guess_preset(values)  # by which `values` are normalized
         for description, arrays in _normalize_by_presets(values, current_preset):
-            if _distance(measure(arrays), training) < max_distance:
+            if _median_divergence(measure(arrays), training) < max_distance:
                 return (
                     f"the calibration data does not match the training data, but {description}"
                     " would, as the first BatchNormalization shows"
@@ -383,26 +387,29 @@ def _compare_with_training(
 
 
 def _compare_units(data: Moments, training: Moments) -> str:
-    """Return a warning if the data has another unit than the training data (0..255, not 0..1).
+    """Return a warning if the data has another unit than the training data, such as 0..255; or "".
 
-    "" if it has the same. Both are moments at the input of the first BatchNormalization. If the
-    unit is the same, even images of another kind have about the mean and the spread of the training
-    data. Both are compared in standard deviations of training, for the median channel.
+    In the same unit, even images of another kind have about the mean and the spread of the training
+    data. Both are measured in standard deviations of training, for the median channel.
+
+    Args:
+        data: mean and variance of the data at the input of the first BatchNormalization.
+        training: the same in training.
     """
-    live_channels = _live_channels(training)
-    training_deviation = np.sqrt(training.variance[live_channels])
-    offsets = np.abs(data.mean - training.mean)[live_channels] / training_deviation
-    spreads = np.sqrt(data.variance[live_channels]) / training_deviation
+    live_channels = _live_channels(training)  # mask of those that varied in training
+    training_deviations = np.sqrt(training.variance[live_channels])
+    offsets = np.abs(data.mean - training.mean)[live_channels] / training_deviations
+    spreads = np.sqrt(data.variance[live_channels]) / training_deviations
     offset = float(np.median(offsets))
     spread = float(np.median(spreads))
     # a wrong unit moves the mean about as far as it spreads the values: one bound for both
     has_same_unit = MIN_UNIT_RATIO < spread < MAX_UNIT_RATIO and offset < MAX_UNIT_RATIO
-    if has_same_unit or not np.isfinite(offset + spread):  # NaN without a live channel
+    if has_same_unit or not np.isfinite(offset + spread):  # the median of no channel is NaN
         return ""
     return (
         "the calibration data has another unit than the training data: at the model's first"
-        f" BatchNormalization the values spread {_round(spread)} times as far as in training, their"
-        f" mean {_round(offset)} deviations off"
+        f" BatchNormalization the values spread {_format_ratio(spread)} times as far as in"
+        f" training, their mean {_format_ratio(offset)} deviations off"
     )
 
 
@@ -423,21 +430,21 @@ def _compare_with_bias(bias: Floats, outputs: Moments, values: Sequence[Array]) 
     if bias_size == 0 or not np.isfinite(output_deviation):
         return ""
     ratio = output_deviation / bias_size
-    if ratio < MIN_BIAS_RATIO and is_image:  # other inputs may well be near zero
+    if ratio < MIN_BIAS_RATIO and is_image:  # inputs that are no images may well be near zero
         return (
             "the calibration data is too small: the outputs of the model's first Conv"
-            f" vary by {_round(ratio)} times the Conv's own bias"
+            f" vary by {_format_ratio(ratio)} times the Conv's own bias"
         )
 
-    # too large: only for inputs that most models get scaled, and whose values look unscaled, such
-    # as pixels of 0 to 255
+    # "too large" is said only of inputs that look unscaled, such as pixels of 0 to 255, and that
+    # most models get scaled
     low, high = _extremes(values)
     has_small_values = max(-low, high) < MIN_PIXEL_MAXIMUM
     if ratio <= MAX_BIAS_RATIO or has_small_values or not _are_usually_scaled(values):
         return ""
     return (
         f"the calibration data are values of {low:.4g} to {high:.4g}; the model's first Conv makes"
-        f" {_round(ratio)} times its own bias of them, like one trained on smaller values"
+        f" {_format_ratio(ratio)} times its own bias of them, like one trained on smaller values"
     )
 
 
@@ -458,14 +465,16 @@ def _has_color(image: Array) -> bool:
 def _normalize_by_presets(
     values: Sequence[Array], source: Preprocess | None
 ) -> Iterator[tuple[str, Iterator[Array]]]:
-    """Yield (mean and std as text, images normalized by them) for each common preset.
+    """Yield (mean and std as text, the images normalized by them) for each common normalization.
 
-    `source`: how the images are normalized now; None for arrays that no preset gives.
+    Args:
+        values: images, which are normalized already.
+        source: how they are normalized; None if that is unknown: then nothing is yielded.
     """
     if source is None or not all(array.dtype.kind == "f" for array in values):
         return
     for preset in _PRESETS:
-        # a preset has one mean for all channels, or one for each
+        # a preset fits that has one mean for all channels, or as many as the images have
         if {len(preset.mean), len(preset.std)} <= {1, source.channels}:
             description = (
                 f"pixels / 255 with mean {_format_pixels(preset.mean, preset.scale)} and std"
@@ -475,12 +484,13 @@ def _normalize_by_presets(
 
 
 def _guess_preset(values: Sequence[Array]) -> Preprocess | None:
-    """Return the preset that images were probably normalized by, or None.
+    """Return the usual normalization that images were probably made by; None if none fits.
 
-    It is the one with the narrowest range that contains all values. `_PRESETS` is in this order.
+    It is the one with the narrowest range that contains all values. `_PRESETS` begins with the
+    narrowest.
     """
-    layout = layout_of(values[0])
-    if not layout:
+    layout = layout_of(values[0])  # "nchw" or "nhwc"
+    if not layout:  # no images
         return None
     low, high = _extremes(values)
     color = "rgb" if _has_color(values[0]) else "grey"
@@ -510,7 +520,8 @@ def _format_pixels(values: Sequence[float], scale: float) -> str:
 def renormalize(array: Array, source: Preprocess, preset: Preprocess) -> Array:
     """Return images that were normalized by `source` as `preset` would have normalized them.
 
-    Channels are swapped where both have another order of colors.
+    A normalization is (pixel * scale - mean) / std. Red and blue are swapped if one of the two has
+    the order RGB and the other BGR.
     """
     channel_axis = 1 if source.layout == "nchw" else 3
     shape = [1, 1, 1, 1]
@@ -547,11 +558,11 @@ def _live_channels(training: Moments) -> NDArray[np.bool_]:
     return mask
 
 
-def _round(value: float) -> str:
+def _format_ratio(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def _distance(data: Moments, training: Moments) -> float:
+def _median_divergence(data: Moments, training: Moments) -> float:
     """Return the median over the channels of the Kullback-Leibler divergence.
 
     Of two normal distributions, that of the data from that of the training (the module's formula).

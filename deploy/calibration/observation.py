@@ -148,8 +148,13 @@ def with_needs(
 ) -> tuple[Observation, ...]:
     """Return the observations and all that their variants need, without duplicates, needs first.
 
-    A variant, a form of the model, may be built from statistics of other observations: its needs.
-    Observations in `observed` are made already, so they bring in no needs.
+    A variant is a form of the model. It may be built from statistics of other observations, its
+    needs, whose variants may have needs too.
+
+    Args:
+        observations: what is wanted.
+        observed: observation key -> its statistics, of those that exist already. Their variants are
+            not run again, so their needs are not added.
     """
     ordered_observations: dict[Observation, None] = {}
 
@@ -256,10 +261,12 @@ class CalibrationSubject:
 
     @cached_property
     def unfolded(self) -> LoadedModel:
-        """The model with its BatchNormalizations unfolded, as in the file.
+        """The user's model, loaded again, with BatchNormalizations as nodes of their own.
+
+        The cleaned model has them folded into the Convs before them.
 
         Raises:
-            ConfigError: only the cleaned model is available.
+            ConfigError: the user's model is not at hand, only the cleaned one.
             ModelError: the file changed since it was loaded.
         """
         if self.user_model is None:

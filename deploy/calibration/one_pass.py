@@ -71,11 +71,12 @@ _HISTOGRAM_BYTES = 8 * (2 * BINS + 1)
 
 
 class _PassState:
-    """The recorders of a pass.
+    """The recorders of a pass over the samples.
 
-    Order-free statistics are recorded in slices, each with recorders of its own. A sample starts
-    once the one that lies `threads` before it is done, so with a slice for each of `threads`
-    successive samples, two workers never use one slice at the same time.
+    Statistics that do not depend on the order of the samples are recorded in slices. A slice is a
+    set of recorders; samples use the slices in turn, and in the end all slices are merged. A sample
+    starts once the one that lies `threads` before it is done. So with as many slices as threads,
+    two workers never use one slice at the same time.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class _PassState:
         has_halves: bool,
         has_snapshots: bool,
     ) -> None:
-        """Build the variants and their recorders.
+        """Open the forms of the model (variants), and make the recorders of their tensors.
 
         Args:
             observations: what the pass records.
@@ -97,10 +98,10 @@ class _PassState:
             threads: number of workers.
             peaks: receives the largest |x| of every tensor.
             on_outputs: called with (sample number, outputs of the cleaned model for it).
-            has_halves: whether `halves` is called.
-            has_snapshots: whether `take_snapshot` is called.
+            has_halves: whether `halves` will be called.
+            has_snapshots: whether `take_snapshot` will be called.
         """
-        self.runners = make_runners(observations, observed)
+        self.runners = make_runners(observations, observed)  # one for each variant
         self._observations = observations
         self._observed = observed
         self._order_free = [
@@ -111,7 +112,7 @@ class _PassState:
         )
         self._peaks = peaks
         self._on_outputs = on_outputs
-        trim_memory()  # which optimizing the models took
+        trim_memory()  # gives back what ONNX Runtime took to optimize the models
         self._readers = [self._make_readers() for _ in range(threads)]
         self._worker_peaks = [Peaks() for _ in range(threads)]
 
@@ -121,9 +122,9 @@ class _PassState:
         if has_halves:
             # every other slice belongs to one half, so their number is even; it is larger than the
             # number of threads, since `alternate_halves` moves a sample to its neighbor's slice
-            self._slice_count += 2 - threads % 2
-        # the sum of slices that `halves` or `take_snapshot` returned, which must not change any
-        # more; None if neither is called
+            self._slice_count += 1 if threads % 2 else 2
+        # slices that `halves` or `take_snapshot` returned must not change any more: their sum is
+        # continued here; None if neither is called
         self._total: _Recorders | None = None
         if has_halves or has_snapshots:
             self._total = self._make_recorders(self._order_free)
@@ -162,7 +163,16 @@ class _PassState:
         )
 
     def work(self, worker: int, number: int, sample: Sample) -> list[Waiting]:
-        """Run a sample, record order-free statistics, return the values that wait their turn."""
+        """Run a sample through every variant of the model, and record what needs no order.
+
+        Args:
+            worker: number of the thread.
+            number: number of the sample, from 1.
+            sample: input -> array.
+
+        Returns:
+            Values of order-dependent statistics, which wait until earlier samples are recorded.
+        """
         position = alternate_halves(number) if self._has_halves else number
         slice_recorders = self._variant_recorders[position % self._slice_count]
         peaks = self._worker_peaks[worker]
@@ -311,27 +321,27 @@ def observe(
     """Run the samples once through every form of the model; return what was recorded of them.
 
     An observation is a tensor of a form of the model (a variant) with the statistic to record of
-    its values, such as a histogram.
+    its values, such as a histogram. Some observations, the preliminary ones, are made on the first
+    samples before the pass, since variants and histograms are made from them.
 
     Args:
         observations: what to record.
-        samples: {input: array} of one inference each, in feed order; iterated once. If a
-            checkpoint has counted some, these are left out, except the first ones that
-            `schedule_observations` asks for.
-        observed: statistics from a cache, from which variants are made if possible.
+        samples: {input: array} of one inference each, in feed order; iterated once. If the run
+            resumes, samples counted before are left out, unless preliminary observations need them.
+        observed: statistics from a cache, which are not recorded again.
         threads: worker threads, each running one sample at a time.
         progress: called after each sample.
         runs: variant key -> number of inferences, incremented.
-        peaks: receives the largest |x| of every tensor.
-        checkpoint: stores the state; `peaks` must already hold the peaks of the samples that it
-            has counted.
+        peaks: receives the largest |x| of every tensor. If the run resumes, it already holds those
+            of the samples counted before.
+        checkpoint: stores the state now and then; None to store nothing.
         on_outputs: called with (sample number, outputs of the cleaned model for it, possibly more).
         halves: receives the order-free statistics of each half of the samples.
         should_stop: stop rule, called after 8, 16, 32 ... samples with (number of samples,
-            order-free statistics since the last call, those of all samples).
+            order-free statistics since the last call, those of all samples); None to run all.
 
     Returns:
-        The statistics of the observations and of those that they needed.
+        The statistics of the observations and of those that they needed, without `observed`.
 
     Raises:
         FeedError: there was no sample.
@@ -342,7 +352,7 @@ def observe(
     threads = max(1, threads)
     run_counts: Counter[str] = Counter() if runs is None else runs
 
-    # before the pass: statistics of the first samples, which some models and histograms depend on
+    # before the pass: preliminary observations, made on the first samples
     schedule = schedule_observations(observations, observed)
     sample_stream = iter(samples)
     first_samples = list(islice(sample_stream, schedule.preliminary_sample_count))
@@ -367,7 +377,7 @@ def observe(
     if checkpoint is not None:
         pause, resumed_count = _resume(checkpoint, state, schedule.main)
 
-    # the pass runs the first samples again, but none that a checkpoint has counted
+    # the pass runs the first samples too, but none that a checkpoint has counted
     remaining_samples: Iterator[Sample] = chain(first_samples[resumed_count:], sample_stream)
     limit = sample_limit(schedule.main)
     if limit is not None:
@@ -396,24 +406,25 @@ def _run_until(
     samples: Iterator[Sample],
     sample_count: int,
 ) -> int:
-    """Run samples until the stop rule is met or all are run; return how many are observed.
+    """Run samples until the stop rule is met or all are run; return the number observed in all.
 
     Args:
         should_stop: the stop rule, asked after 8, 16, 32 ... samples; None to run all.
         state: recorders of the pass.
         run_samples: `run_in_order` of this pass; returns how many samples it ran.
         samples: the remaining samples.
-        sample_count: how many are observed before.
+        sample_count: number of samples that were observed before, by the run that this one resumes.
     """
     if should_stop is None:
         return sample_count + run_samples(samples, first_number=sample_count + 1)
     while True:
-        check_at = next_check(sample_count)
+        check_at = next_check(sample_count)  # the number of samples at which to ask the rule
         next_samples = islice(samples, check_at - sample_count)
         sample_count += run_samples(next_samples, first_number=sample_count + 1)
-        if sample_count != check_at:  # there were no more
+        if sample_count < check_at:  # there were no more
             return sample_count
-        if should_stop(sample_count, *state.take_snapshot()):
+        new_statistics, all_statistics = state.take_snapshot()
+        if should_stop(sample_count, new_statistics, all_statistics):
             return sample_count
 
 
@@ -437,17 +448,21 @@ class ObservationSchedule:
 def schedule_observations(
     observations: Iterable[Observation], observed: ObservedStatistics
 ) -> ObservationSchedule:
-    """Return which observations to make before the pass and in it, without those in `observed`.
+    """Return which observations to make before the pass over all samples, and which in it.
 
-    An observation is a statistic to record of a tensor in a variant, a form of the model.
-    Preliminary are those from which a variant of the model is made (`Variant.needs`), and those
-    that fix the range of a histogram before it counts (`Observation.lead`).
+    An observation is a statistic to record of a tensor in a variant, a form of the model. Two kinds
+    are made before the pass, on the first samples: those from which a variant is built, and those
+    that fix the range of a histogram before it counts.
+
+    Args:
+        observations: what is wanted.
+        observed: statistics that exist already.
     """
     missing = observed.missing(with_needs(observations, observed))
     prerequisites: list[Observation] = []
     for observation in missing:
-        prerequisites += observation.variant.needs
-        if observation.lead is not None:
+        prerequisites += observation.variant.needs  # from which the variant is built
+        if observation.lead is not None:  # which fixes the range of its histogram
             prerequisites.append(observation.lead)
     preliminary = observed.missing(with_needs(prerequisites, observed))
     return ObservationSchedule(
@@ -467,10 +482,17 @@ def _observe_preliminary(
     threads: int,
     runs: Counter[str],
 ) -> ObservedStatistics:
-    """Return `observed` with the preliminary observations added, made on the first samples.
+    """Make the observations that must be known before the pass; return `observed` with them added.
 
-    The variant of the model that an observation runs on may be built from earlier observations (its
-    `needs`): it waits for them, so the samples may be run several times.
+    A variant of the model may be built from other observations, its needs, so it waits for them.
+    Therefore the samples may be run several times.
+
+    Args:
+        observations: what to record, each after those that its variant needs.
+        observed: statistics that exist already.
+        samples: the first samples.
+        threads: number of workers.
+        runs: variant key -> number of inferences, incremented.
     """
     all_statistics = observed
     remaining = list(observations)
@@ -482,8 +504,8 @@ def _observe_preliminary(
                 for observation in remaining
                 if not all_statistics.missing(observation.variant.needs)
             ]
-            # each of several threads would record its own copy of a statistic that is not ordered,
-            # and only copies of a histogram can be merged
+            # of a statistic that is not ordered, each thread would record a part, and only parts of
+            # a histogram can be merged: these run in one thread
             are_all_ordered = all(observation.statistic.ordered for observation in ready)
             usable_threads = threads if are_all_ordered else 1
             new_statistics = observe(
@@ -495,16 +517,22 @@ def _observe_preliminary(
 
 
 def count_workers(observations: Iterable[Observation], model: onnx.ModelProto, threads: int) -> int:
-    """Return how many workers fit into memory, at most `threads`.
+    """Return how many worker threads fit into memory, at most `threads`.
 
-    `model`: the cleaned model with shapes; tensors of other variants are not counted.
+    A worker holds the observed tensors of a sample and a histogram of each. The estimate is low, so
+    only what cannot fit is refused.
+
+    Args:
+        observations: what is recorded.
+        model: the cleaned model with shapes; tensors without a known shape are not counted.
+        threads: the number asked for.
 
     Raises:
         CalibrationError: one worker does not fit.
     """
     observations = list(observations)
     memory_size = memory_bytes()
-    if not observations or memory_size is None:
+    if not observations or memory_size is None:  # nothing to hold, or the memory is unknown
         return threads
 
     value_counts = _count_values(observations, model)
@@ -512,7 +540,7 @@ def count_workers(observations: Iterable[Observation], model: onnx.ModelProto, t
     for observation in observations:
         value_count = value_counts.get(observation.tensor, 0)
         bytes_by_variant[observation.variant.key] += _FLOAT_BYTES * value_count
-    required_bytes = max(bytes_by_variant.values())
+    required_bytes = max(bytes_by_variant.values())  # a worker runs one variant after the other
     if required_bytes > memory_size:
         largest = max(value_counts, key=lambda name: value_counts[name])
         raise CalibrationError(
@@ -528,11 +556,17 @@ def count_workers(observations: Iterable[Observation], model: onnx.ModelProto, t
 def refuse_full_disk(folder: Path, model: onnx.ModelProto, targets: int) -> None:
     """Refuse a folder that is not writable, or too full for the int8 weights of all targets.
 
+    Args:
+        folder: the folder to write to, which need not exist yet.
+        model: the float model.
+        targets: number of targets, each with its own int8 model.
+
     Raises:
         ExportError: it is not writable, or its disk has too little space.
     """
     refuse_unwritable(folder / "report.json")  # one of the files to come
-    existing_folder = next(p for p in (folder, *folder.absolute().parents) if p.is_dir())
+    nearest_folders = (folder, *folder.absolute().parents)  # from the inside out
+    existing_folder = next(path for path in nearest_folders if path.is_dir())
     float_bytes = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
     required = targets * float_bytes // _FLOAT_BYTES  # one byte for each float weight
     free = shutil.disk_usage(existing_folder).free

@@ -74,10 +74,10 @@ def read_foreign_ranges(
 ) -> RangeSet:
     """Return the ranges in a cache that another program wrote, such as TensorRT.
 
-    Such a cache has one scale for each tensor; its range is that of -127 to 127 steps.
+    Such a cache has one scale for each tensor, whose range is -127 to 127 times the scale.
 
     Args:
-        path: the cache, whose origin nothing tells.
+        path: the cache file.
         tensors: tensors of the model that need a range.
         non_negative: tensors that cannot be negative, whose range starts at 0.
 
@@ -168,7 +168,7 @@ class Ranges:
     def find(
         self, observations: Iterable[Observation], *, symmetric: Grid | None = None
     ) -> RangeSet:
-        """Return the ranges of observed tensors, and why others have none.
+        """Search the ranges of observed tensors; return them, and why some tensors have none.
 
         Args:
             observations: tensors, each with the statistic that was recorded of it.

@@ -53,10 +53,11 @@ class ReferenceOutputs:
         """Start with nothing stored.
 
         Args:
-            open_session: opens the float model, when it must be run.
+            open_session: opens the float model; called when it must be run.
             names: names of its outputs.
-            keys: samples whose outputs are stored; those of others are computed each time.
-            session: what `open_session` returns, if it is open already.
+            keys: keys of the samples whose outputs are to be stored. Those of other samples are
+                computed each time.
+            session: an open session of the float model, if there is one already.
         """
         self.runs = 0
         self._open = open_session
@@ -67,9 +68,9 @@ class ReferenceOutputs:
         self._lock = threading.Lock()
 
     def add(self, key: int, values: Mapping[str, Array]) -> None:
-        """Store a sample's outputs, unless its key is none of those to be stored.
+        """Store the outputs of a sample, if it is one of those whose outputs are to be stored.
 
-        If an output is missing or has no numbers, nothing is stored, and `get` runs the model.
+        If an output is missing or holds text, nothing is stored, so that `get` runs the model.
 
         Args:
             key: key of the sample.
@@ -136,8 +137,8 @@ def open_single_thread(model: Path | bytes | onnx.ModelProto, *, stand_in: bool 
 def _with_float32_quantizers(model: Path | onnx.ModelProto) -> Path | onnx.ModelProto:
     """Return a model whose QuantizeLinear nodes of float16 values compute in float32.
 
-    ONNX Runtime before 1.30 rounds float16 values towards zero there, and float32 ones to the
-    nearest, as it should. For a newer one, and without such nodes, the model is returned as it is.
+    In these nodes, ONNX Runtime before 1.30 rounds towards zero instead of to the nearest. With a
+    newer ONNX Runtime, or without such nodes, the argument itself is returned.
     """
     import onnxruntime
 
@@ -152,7 +153,8 @@ def _with_float32_quantizers(model: Path | onnx.ModelProto) -> Path | onnx.Model
 
     nodes: list[onnx.NodeProto] = []
     for node in copy.graph.node:
-        if node.op_type == "QuantizeLinear" and node.input[1] in float16_constants:  # its scale
+        # the inputs are the values, their scale and the zero point; the first two have one type
+        if node.op_type == "QuantizeLinear" and node.input[1] in float16_constants:
             for index, name in enumerate(node.input[:2]):
                 node.input[index] = f"{node.output[0]}/{name}/float32"
                 cast = make_node("Cast", [name], node.input[index], to=onnx.TensorProto.FLOAT)
@@ -211,20 +213,20 @@ def make_evaluation_set(feed: Feed, model: onnx.ModelProto, max_images: int) -> 
 def find_random_outputs(model: onnx.ModelProto, evaluation_set: EvaluationSet) -> str:
     """Return a sentence on outputs that differ between two runs of the float model; "" if none.
 
-    It is run again only if it draws random numbers or has operators that ONNX does not define; at
-    most on 8 samples, until one differs.
+    Only a model that draws random numbers, or has operators that ONNX does not define, is run
+    again: on 8 samples at most, until the outputs of one differ.
     """
     if not any(map(_may_draw_numbers, all_nodes(model.graph))):
         return ""
     outputs = evaluation_set.outputs
     for sample, stored_outputs in evaluation_set.samples_with_outputs(_REPEATED_SAMPLES):
         # a new session starts with the same random numbers as the one that calibrated, so its first
-        # run may repeat the stored outputs
+        # run may repeat the stored outputs: only the second one counts
         outputs.recompute(sample)
         new_outputs = outputs.recompute(sample)
         random_names = []
         for name in stored_outputs:
-            if not _is_repeated(name, stored_outputs, new_outputs):
+            if not _is_equal_output(name, stored_outputs, new_outputs):
                 random_names.append(name)
         if random_names:
             return (
@@ -240,10 +242,13 @@ def _may_draw_numbers(node: onnx.NodeProto) -> bool:
 
 def outputs_match(outputs: Mapping[str, Array], repeated: Mapping[str, Array]) -> bool:
     """Whether two outputs of a sample are equal up to float rounding."""
-    return all(_is_repeated(name, outputs, repeated) for name in outputs)
+    return all(_is_equal_output(name, outputs, repeated) for name in outputs)
 
 
-def _is_repeated(name: str, outputs: Mapping[str, Array], repeated: Mapping[str, Array]) -> bool:
+def _is_equal_output(
+    name: str, outputs: Mapping[str, Array], repeated: Mapping[str, Array]
+) -> bool:
+    """Whether one output is equal up to float rounding; of integers only the shape is compared."""
     value = outputs[name]
     if name not in repeated or value.shape != repeated[name].shape:
         return False

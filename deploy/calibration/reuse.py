@@ -165,26 +165,30 @@ def check_cache(
 ) -> CacheDecision:
     """Decide which observations are reused from the cache, and which are missing.
 
+    If the run's own cache lacks some, other caches are tried, and the one that lacks least is used.
+
     Args:
         policy: where the cache is, and when it may be reused.
-        make_fingerprint: computes the fingerprint of the first N images, or of all (None); called
-            only if there is a cache, since it reads the images.
+        make_fingerprint: number of images -> fingerprint of the first so many; None -> that of all.
+            Called only if there is a cache, since it reads the images.
         observations: what the targets need.
-        stop_rule: rule that ends the observation; a cache fits if it stopped by the same rule and
-            holds all observations.
+        stop_rule: rule that ends the observation early; a cache then fits only if it was ended by
+            the same rule and holds all observations. None to observe all images.
 
     Raises:
         FeedError: an image cannot be read.
         CacheError: the cache must fit and does not.
     """
     observations = tuple(observations)
-    decision = _decide(policy, make_fingerprint, observations, stop_rule)
+    decision = _check_one_cache(policy, make_fingerprint, observations, stop_rule)
     if decision.missing and policy.path is not None and not policy.refresh:
         for other_path, origin in _list_other_caches(policy.path, policy.source):
             other_policy = replace(policy, path=other_path, source=None)
-            other = _decide(other_policy, make_fingerprint, observations, stop_rule)
-            if len(other.missing) < len(decision.missing):
-                decision = replace(other, reason=f"{origin}{other.reason}")
+            other_decision = _check_one_cache(
+                other_policy, make_fingerprint, observations, stop_rule
+            )
+            if len(other_decision.missing) < len(decision.missing):
+                decision = replace(other_decision, reason=f"{origin}{other_decision.reason}")
     if decision.missing and policy.require:
         raise CacheError(
             f"the cache must fit (--require-cache), but {decision.reason}; leave --require-cache"
@@ -194,11 +198,11 @@ def check_cache(
 
 
 def _list_other_caches(path: Path, source: Path | None) -> Iterator[tuple[Path, str]]:
-    """Yield (another cache to try, where it comes from as text) if the cache of a run lacks some.
+    """Yield (path, text on its origin) of other caches to try if that of a run lacks something.
 
     Args:
         path: the cache that the run writes.
-        source: cache of another build, which was read in place of it; None without.
+        source: cache of another build, which was read in place of `path`; None if `path` was read.
     """
     if source is not None:
         yield path, ""
@@ -208,7 +212,10 @@ def _list_other_caches(path: Path, source: Path | None) -> Iterator[tuple[Path, 
 
 
 def make_fingerprint(subject: CalibrationSubject, manifest: Mapping[str, Any]) -> Fingerprint:
-    """Return the fingerprint of calibrating a model by its method on the feed of a manifest."""
+    """Return the fingerprint of a calibration: the model, its method, and the images.
+
+    `manifest`: description of the images by `Feed.manifest`, with their digests and preprocessing.
+    """
     images = dict(manifest)
     preprocess = images.pop("preprocess") or {}
     order = images.pop("ordered_sha256")
@@ -226,29 +233,32 @@ def make_fingerprint(subject: CalibrationSubject, manifest: Mapping[str, Any]) -
     )
 
 
-def _decide(
+def _check_one_cache(
     policy: CachePolicy,
     make_fingerprint: Callable[[int | None], Fingerprint],
     observations: tuple[Observation, ...],
     stop_rule: StabilityRule | None,
 ) -> CacheDecision:
-    """Return what one cache holds of the observations; nothing if it cannot be used.
+    """Decide which observations one cache holds; if it cannot be used, all are missing.
 
     The arguments are those of `check_cache`.
     """
     try:
         stored = _load_cache(policy, stop_rule)
-        # a stop rule chose the number of images of the cache; without one all are compared
+        # the cache holds the images up to which its stop rule observed, or else all images
         image_count = None if stop_rule is None else stored.count
         fingerprint = make_fingerprint(image_count)
         return _match_cache(stored, fingerprint, observations, stop_rule)
-    except CacheError as misfit:
+    except CacheError as error:  # says why the cache cannot be used
         missing = with_needs(observations)
-        return CacheDecision(reason=str(misfit), observed=ObservedStatistics({}), missing=missing)
+        return CacheDecision(reason=str(error), observed=ObservedStatistics({}), missing=missing)
 
 
 def _load_cache(policy: CachePolicy, stop_rule: StabilityRule | None) -> store.StoredCalibration:
-    """Return the stored calibration; raise CacheError if there is none that can be used."""
+    """Return the stored calibration; raise CacheError if there is none that can be used.
+
+    `stop_rule`: the rule by which this run ends the observation early; None to observe all images.
+    """
     path = policy.read_path
     if path is None:
         raise CacheError("no cache was asked for")
@@ -256,7 +266,8 @@ def _load_cache(policy: CachePolicy, stop_rule: StabilityRule | None) -> store.S
         raise CacheError(f"{policy.path} is rebuilt, as requested")
     if not path.exists():
         raise CacheError(f"{path} {NO_CACHE}")
-    if not store.sidecars(path)[0].exists():
+    json_path, _ = store.sidecars(path)
+    if not json_path.exists():
         raise CacheError(
             f"{path} has no fingerprint beside it, so nothing tells what it was made from"
             " (--trust-cache uses it as it is)"
@@ -276,38 +287,39 @@ def _match_cache(
 ) -> CacheDecision:
     """Return which observations the stored cache holds for this run, which it lacks, and why.
 
-    An observation is a statistic of a tensor in a variant, a form of the model.
+    An observation is a statistic of a tensor in a variant, a form of the model. A variant may be
+    built from other observations, its needs.
 
     Args:
         stored: the cache.
         fingerprint: model, images, options and versions of this run.
         observations: what the targets need.
-        stop_rule: rule that ends the observation; None to observe all samples.
+        stop_rule: rule that ends the observation early; None to observe all samples.
 
     Raises:
         CacheError: it was made from another model or other images; or, with a stop rule, it lacks
             an observation.
     """
-    changes = fingerprint.changes_since(stored.fingerprint)  # part -> clause
+    changes = fingerprint.changes_since(stored.fingerprint)  # part -> how it changed, as a clause
     invalidating_changes = [
         clause for part, clause in changes.items() if part not in _CHANGEABLE_PARTS
     ]
     if invalidating_changes:
         raise CacheError("; ".join(invalidating_changes))
 
-    # what the cache holds of the observations, and of those that variants are built from (needs)
+    # in the cache are looked up the observations and the needs of their variants
     usable_observations: Iterable[Observation] = with_needs(observations)
-    if "order" in changes:
+    if "order" in changes:  # the same images in another order
         usable_observations = [
             observation for observation in usable_observations if not observation.is_order_dependent
         ]
     observed = stored.observed(usable_observations)
-    # a stored observation is not made again, so its needs are not missing
+    # an observation that is found is not made again, so the needs of its variant are not missing
     missing = observed.missing(with_needs(observations, observed))
     reason = _describe_match(stored, changes, missing)
     reason += _describe_programs(stored.fingerprint, fingerprint)
     if stop_rule is not None:
-        # the missing ranges may be stable only after another number of samples than the stored
+        # what is missing may be stable after another number of samples, so all is observed again
         if missing:
             reason += "; what is observed until it is stable is observed at once"
             raise CacheError(reason)
@@ -372,14 +384,15 @@ def update_cache(
     after the other share a cache.
 
     Args:
-        policy: where the cache is.
+        policy: where the cache is; nothing is written if it has no path.
         subject: the model to calibrate.
         decision: what the cache held before this run.
         calibration: all observations that this run uses, stored or new.
         ranges: the ranges in them.
-        cache_text: TensorRT's text if a target has its own form; None for the text of every tensor.
-        stage: files of a build that appear together at its end, with a cache in the same folder;
-            None outside a build.
+        cache_text: the text file of the cache, if a target prescribes it (TensorRT); None for a
+            text with the scale of every tensor.
+        stage: the files of a build, which appear together at its end, the cache with them if it is
+            in the same folder; None outside a build.
     """
     path = policy.path
     if path is None:
@@ -413,9 +426,9 @@ def _add_stored(
     A key of an observation is (variant of the model, tensor, statistic).
 
     Returns:
-        (the calibration with the stored histograms that the method can search, since the text of
-        the cache has the ranges of their tensors; key -> arrays of all other stored observations,
-        which are copied as they are).
+        The calibration, with those stored histograms in which the method can search ranges: the
+        text of the cache has the ranges of their tensors too. And key -> arrays of other stored
+        observations, which are copied without being parsed.
     """
     keys = list(stored.keys)
     if stored.fingerprint.order != calibration.fingerprint.order:
@@ -486,7 +499,7 @@ def _complete_text(subject: CalibrationSubject, ranges: Ranges) -> bytes:
     tensors = [value.name for value in graph.input]
     for node in graph.node:
         tensors += node.output
-    observations = subject.histogram_observations(tensors)
+    observations = subject.histogram_observations(tensors)  # those that the method would search
     range_set = ranges.find(
         observation for observation in observations if observation.key in ranges.observed
     )
@@ -494,7 +507,9 @@ def _complete_text(subject: CalibrationSubject, ranges: Ranges) -> bytes:
     algorithm = trt_cache.ENTROPY2
     if all(scale.method == "minmax" for scale in range_set.scales.values()):
         algorithm = trt_cache.MINMAX
-    scales = range_set.symmetric or _observed_scales(ranges.observed)
+    scales = range_set.symmetric
+    if not scales:
+        scales = _observed_scales(ranges.observed)
     writable_scales = {
         name: scale for name, scale in scales.items() if trt_cache.can_hold_name(name)
     }

@@ -118,7 +118,8 @@ class Peaks:
     def outliers(self, digests: Callable[[int], tuple[str, ...]]) -> Iterator[Outlier]:
         """Yield the samples that stand out, tensor by tensor.
 
-        These are the samples of the largest |x| if the next one is much smaller.
+        Sorted by the largest |x| of the tensor in each, the first few samples stand out if the next
+        one is less than an eighth of them.
 
         `digests`: number of a sample -> sha256 (hex) of each of its images or rows.
         """
@@ -129,7 +130,7 @@ class Peaks:
             variant, tensor = key
             peaks = sorted(self._largest[key], reverse=True)  # (|x|, -number of the sample)
             max_outliers = min(max(1, sample_count // _SAMPLES_PER_OUTLIER), len(peaks) - 1)
-            for outlier_count in range(max_outliers, 0, -1):
+            for outlier_count in range(max_outliers, 0, -1):  # as many as possible
                 smallest_outlier_amax, _ = peaks[outlier_count - 1]
                 next_amax, _ = peaks[outlier_count]
                 if 0 < OUTLIER_RATIO * next_amax < smallest_outlier_amax:
@@ -142,14 +143,16 @@ class Peaks:
 def describe_outliers(outliers: Iterable[Outlier], names: Mapping[str, str]) -> str:
     """Return one sentence for the report, worst sample first.
 
-    `names`: digest -> name of the image or row.
+    Args:
+        outliers: samples that stand out, each in one tensor; a sample may be there several times.
+        names: sha256 (hex) of an image or row -> its name.
     """
-    outliers_by_sample: dict[tuple[str, ...], list[Outlier]] = {}
+    outliers_by_digests: dict[tuple[str, ...], list[Outlier]] = {}  # sample -> its tensors
     for outlier in sorted(outliers, key=lambda outlier: (-outlier.ratio, outlier.digests)):
-        outliers_by_sample.setdefault(outlier.digests, []).append(outlier)
+        outliers_by_digests.setdefault(outlier.digests, []).append(outlier)
 
     clauses = []
-    for digests, sample_outliers in outliers_by_sample.items():
+    for digests, sample_outliers in outliers_by_digests.items():
         worst = sample_outliers[0]
         clause = f"largest |x| in {worst.tensor!r} {worst.ratio:,.0f} times the others'"
         if len(sample_outliers) > 1:
@@ -220,7 +223,10 @@ class HalvesAgreement:
 
     @property
     def sentence(self) -> str:
-        """The agreement in one sentence, with advice if more samples would help."""
+        """The agreement in one sentence, with advice if more samples would help.
+
+        Such as "2 of 60 ranges differ by 20 % or more between the halves of 64 samples: ...".
+        """
         count = len(self.differences)
         verb = "differs" if count == 1 else "differ"
         sentence = (

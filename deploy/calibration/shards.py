@@ -102,7 +102,17 @@ def serialize_shard(
     observed: ObservedStatistics,
     counted: int | None = None,
 ) -> bytes:
-    """Return the bytes of the file of a shard or a checkpoint; arguments as in `Shard`."""
+    """Return the bytes of the file of a shard or a checkpoint.
+
+    Args:
+        share: which slice of the images it is.
+        made_from: fingerprint of the calibration.
+        digests: sha256 (hex) of its images or rows in order, skipped ones included.
+        skipped: position in the feed -> why the sample was skipped.
+        peaks: its largest samples of every tensor.
+        observed: its statistics.
+        counted: number of samples in a checkpoint; None for a complete shard.
+    """
     packed = pack_arrays([recorder.to_arrays() for recorder in observed.values()])
     document: dict[str, Any] = {
         "schema": SCHEMA,
@@ -111,7 +121,7 @@ def serialize_shard(
         "digests": list(digests),
         "skipped": {str(position): reason for position, reason in sorted(skipped.items())},
         "peaks": peaks,
-        "observations": list(map(list, observed)),
+        "observations": [list(key) for key in observed],
         "statistics": sha256(packed),
     }
     if counted is not None:
@@ -138,6 +148,8 @@ def load_shard(path: Path, *, what: str = _KIND) -> Shard:
 
 def parse_shard(data: bytes, path: Path, *, what: str = _KIND) -> Shard:
     """Parse the bytes of a shard file: the statistics of a part of the samples, and their origin.
+
+    The file is an archive of two: a JSON document, and the statistics, which are unpacked later.
 
     Args:
         data: the bytes.
@@ -187,7 +199,7 @@ def _convert_shard(document: dict[str, Any], path: Path, packed: bytes) -> Shard
         counted=msgspec.convert(document.get("counted"), int | None),
         packed=packed,
     )
-    # what `shard_fingerprint` writes
+    # the fields that `shard_fingerprint` writes
     if not {"kind", "batch", "skip_bad", "count", "names"} <= set(shard.made_from.images):
         raise ValueError("it does not tell what images it is of")
     _check_positions(shard)
@@ -197,12 +209,16 @@ def _convert_shard(document: dict[str, Any], path: Path, packed: bytes) -> Shard
 def _check_positions(shard: Shard) -> None:
     """Raise ValueError if the positions and numbers of samples contradict each other.
 
-    A checkpoint has the number of its samples in `counted`, and may lack the last images.
+    A checkpoint, the file of an interrupted run, has the number of its samples in `counted`, and
+    may lack the last images. A complete shard has None there.
     """
+    is_checkpoint = shard.counted is not None
     positions = shard.share.positions
     read_count = len(shard.digests)
-    is_incomplete = read_count < len(positions)
-    if read_count > len(positions) or (is_incomplete and shard.counted is None):
+    has_valid_digests = read_count == len(positions)
+    if is_checkpoint:
+        has_valid_digests = read_count <= len(positions)
+    if not has_valid_digests:
         raise ValueError(f"{read_count} digests of {len(positions)} samples")
 
     read_positions = set(positions[:read_count])
@@ -247,8 +263,8 @@ def make_shard(
 
     Args:
         feed: the samples of a share.
-        identities: kind -> digest of the model (`Fingerprint.model`).
-        peaks: largest |x| of each tensor and sample.
+        identities: kind of digest, such as "graph" -> digest of the model (`Fingerprint.model`).
+        peaks: the samples with the largest |x| of each tensor.
         observed: the statistics.
     """
     assert feed.share is not None
@@ -339,10 +355,12 @@ class ShardSet:
                     f" such as {missing[0].statistic.key} of {missing[0].tensor!r}; merge for the"
                     " targets and options that the shards were made for"
                 )
-        numbers = {position: number for number, position in enumerate(self.feed.positions, 1)}
+        number_by_position = {
+            position: number for number, position in enumerate(self.feed.positions, 1)
+        }
         merged: dict[Key, Histogram] = {}
         for shard in self._shards:
-            peaks.add_rows(shard.peaks, numbers)
+            peaks.add_rows(shard.peaks, number_by_position)
             merge_histograms(merged, shard.observed(observations))
         return ObservedStatistics(merged)
 
@@ -352,7 +370,12 @@ def _common_fingerprint(
 ) -> Fingerprint:
     """Return the fingerprint that all shards of one calibration share.
 
-    Fields that differ between shards, and those that only the merged cache has, are empty.
+    Other fields are empty: those that differ between shards, and those of the merged cache alone.
+
+    Args:
+        identities: kind of digest, such as "graph" -> digest of the model.
+        images: description of all images, without their digests.
+        preprocess: preprocessing of the images, by field.
     """
     return Fingerprint(
         model=identities,
@@ -372,13 +395,13 @@ def _refuse_foreign(shards: Sequence[Shard], loaded: LoadedModel) -> None:
     """Refuse shards of another model, other images or versions, or another number of shards."""
     first_shard = shards[0]
     origin = first_shard.made_from
-    # the first shard can differ from this one in the model and the versions only
+    # the images of the first shard, with the model and the versions of this machine
     expected = _common_fingerprint(loaded.identities, origin.images, origin.preprocess)
     for shard in shards:
         changes = expected.changes_since(shard.made_from)
         if changes:
             reference = str(first_shard.archive)
-            if shard is first_shard:
+            if shard is first_shard:  # whose images are the expected ones
                 reference = "the model and the versions here"
             raise CacheError(
                 f"all shards must be of one calibration, {shard.archive} is not that of"
@@ -393,22 +416,25 @@ def _refuse_foreign(shards: Sequence[Shard], loaded: LoadedModel) -> None:
 
 def _sort_by_number(shards: Sequence[Shard]) -> list[Shard]:
     """Return the shards sorted by number; raise CacheError for missing or duplicate ones."""
-    by_number: dict[int, Shard] = {}
+    shard_by_number: dict[int, Shard] = {}
     for shard in shards:
-        registered_shard = by_number.setdefault(shard.share.number, shard)
-        if registered_shard is not shard:
+        first_of_number = shard_by_number.setdefault(shard.share.number, shard)
+        if first_of_number is not shard:
             raise CacheError(
                 f"every shard must be given once, got {shard.share} twice:"
-                f" {registered_shard.archive} and {shard.archive}"
+                f" {first_of_number.archive} and {shard.archive}"
             )
     count = shards[0].share.of
-    missing = [f"{number}/{count}" for number in range(1, count + 1) if number not in by_number]
+    missing = []
+    for number in range(1, count + 1):
+        if number not in shard_by_number:
+            missing.append(f"{number}/{count}")
     if missing:
         raise CacheError(
-            f"all shards are needed, got {len(by_number)} of {count}; missing:"
+            f"all shards are needed, got {len(shard_by_number)} of {count}; missing:"
             f" {', '.join(missing[:_MAX_LISTED])}"
         )
-    return [by_number[number] for number in sorted(by_number)]
+    return [shard_by_number[number] for number in sorted(shard_by_number)]
 
 
 class _DigestSource:

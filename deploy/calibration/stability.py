@@ -64,12 +64,12 @@ def compare_halves(
         variant, tensor, _ = key
         name = tensor if variant == FOLDED else f"{tensor} ({variant})"
         difference_by_name[name] = range_difference(first_half.get(key), second_half.get(key))
-    ranked = sorted(difference_by_name.items(), key=lambda entry: (-entry[1], entry[0]))
+    differences = {}  # of the tensors whose halves disagree, largest first
+    for name in sorted(difference_by_name, key=lambda name: (-difference_by_name[name], name)):
+        if difference_by_name[name] >= within:
+            differences[name] = difference_by_name[name]
     return HalvesAgreement(
-        samples=samples,
-        within=within,
-        tensors=len(difference_by_name),
-        differences={name: share for name, share in ranked if share >= within},  # largest first
+        samples=samples, within=within, tensors=len(difference_by_name), differences=differences
     )
 
 
@@ -89,14 +89,15 @@ class StabilityMonitor:
         make_ranges: Callable[[ObservedStatistics], Ranges],
         stop_rule: StabilityRule | None = None,
     ) -> None:
-        """Start before the first sample.
+        """Prepare to compare the ranges of two halves of the samples.
 
-        With a stop rule the pass calls `is_enough` and may end early. Without one it observes all
-        samples and fills `halves`, and `end` compares the ranges of the two.
+        With a stop rule, the pass calls `is_enough` after 8, 16, 32 ... samples, and ends early if
+        it returns True. Without one, the pass observes all samples and fills `halves`, and `end`
+        compares the ranges of the two.
 
         Args:
-            observations: those whose ranges are searched.
-            make_ranges: returns the ranges of some statistics.
+            observations: those whose ranges are compared.
+            make_ranges: statistics -> object that searches their ranges.
             stop_rule: rule that ends the pass early; None to observe all samples.
         """
         self._observations = tuple(observations)
@@ -104,8 +105,8 @@ class StabilityMonitor:
         self._max_difference = STABLE_SHARE if stop_rule is None else stop_rule.within
         self.can_end_pass = stop_rule is not None
         self.halves: list[ObservedStatistics] | None = None
-        if self._observations and not self.can_end_pass:  # else there is nothing to compare at end
-            self.halves = []
+        if self._observations and not self.can_end_pass:
+            self.halves = []  # the pass fills it, `end` compares the two
         self.samples = 0
         self.stopped = False
         self._scales_at_last_check: ScaleByKey = {}  # of all samples until then
@@ -118,22 +119,27 @@ class StabilityMonitor:
         second_half_statistics: ObservedStatistics,
         total_statistics: ObservedStatistics,
     ) -> bool:
-        """Return whether the samples are enough: their halves agreed at several checks in a row.
+        """Return whether the samples are enough: their halves agreed at two checks in a row.
+
+        The first half are the samples up to the last check, the second half those since then.
 
         Args:
             samples: number of samples so far, twice that of the last check.
             second_half_statistics: statistics of the samples since the last check.
             total_statistics: statistics of all samples so far.
         """
-        if self._scales_at_last_check:
-            second_half = self._search(second_half_statistics)
-            self._last_agreement = self._compare(self._scales_at_last_check, second_half, samples)
+        if self._scales_at_last_check:  # there was a check before
+            second_half_scales = self._search_scales(second_half_statistics)
+            self._last_agreement = self._compare(
+                self._scales_at_last_check, second_half_scales, samples
+            )
             self._agreements_in_row += 1
             if not self._last_agreement.is_enough:
                 self._agreements_in_row = 0
             self.stopped = self._agreements_in_row >= _AGREEMENTS_TO_STOP
         self.samples = samples
-        self._scales_at_last_check = {} if self.stopped else self._search(total_statistics)
+        # all samples so far are the first half at the next check
+        self._scales_at_last_check = {} if self.stopped else self._search_scales(total_statistics)
         return self.stopped
 
     def end(self, samples: int) -> HalvesAgreement | None:
@@ -144,10 +150,10 @@ class StabilityMonitor:
             return replace(self._last_agreement, stopped=self.stopped)
         if not self.halves or samples < 2:
             return None
-        first_half, second_half = map(self._search, self.halves)
+        first_half, second_half = map(self._search_scales, self.halves)
         return self._compare(first_half, second_half, samples)
 
-    def _search(self, observed: ObservedStatistics) -> ScaleByKey:
+    def _search_scales(self, observed: ObservedStatistics) -> ScaleByKey:
         ranges = self._make_ranges(observed)
         usable = [observation for observation in self._observations if observation.key in observed]
         scale_by_key = {}
@@ -177,7 +183,7 @@ def refuse_until_stable(
         feed: the samples.
         observations: everything that is observed.
         compared_observations: those whose ranges can be compared in two halves of the samples.
-        is_trusted: whether ranges come from a cache as it is (--trust-cache).
+        is_trusted: whether the ranges of a cache are used unchecked (--trust-cache).
 
     Raises:
         ConfigError: --until-stable is not possible here (names the conflict).
@@ -186,7 +192,7 @@ def refuse_until_stable(
     # the message below ends in the conflict: "... compares the ranges ..., got {conflict}"
     if is_trusted:
         conflict = "--trust-cache, with which none is observed; leave one of them out"
-    elif feed.share is not None:
+    elif feed.share is not None:  # this machine observes one shard only
         conflict = f"shard {feed.share}; leave one of them out"
     elif feed.batch > 1:
         conflict = (

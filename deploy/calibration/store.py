@@ -74,17 +74,16 @@ class StoredStatistics:
     packed: bytes
 
     def observed(self, observations: Iterable[Observation]) -> ObservedStatistics:
-        """Return the stored statistics of those observations that are stored; others are left out.
+        """Return the statistics of the given observations that are stored; others are left out.
 
         Raises:
             CacheError: the arrays of one are broken.
         """
         stored_keys = set(self.keys)
-        statistic_by_key = {
-            observation.key: observation.statistic
-            for observation in observations
-            if observation.key in stored_keys
-        }
+        statistic_by_key = {}
+        for observation in observations:
+            if observation.key in stored_keys:
+                statistic_by_key[observation.key] = observation.statistic
 
         def restore(key: Key, arrays: Arrays) -> Recorder:
             return statistic_by_key[key].restore(arrays)
@@ -187,12 +186,13 @@ def save_calibration(
         calibration: what was observed, and from what.
         path: path of the text; the other two files lie beside it (`sidecars`).
         cache_text: bytes of the text.
-        retained: observation -> its arrays, for observations of the previous cache that stay.
+        retained: key of an observation (variant, tensor, statistic) -> its arrays, of observations
+            that the previous cache had and this run did not make.
     """
     arrays_by_key = dict(retained or {})
     for key, recorder in calibration.observed.items():
         arrays_by_key[key] = recorder.to_arrays()
-    # a recorder that no file can hold gives no arrays
+    # the least recently used first; a recorder that no file can hold gives no arrays
     stored_keys = [key for key in _sort_by_use(arrays_by_key, calibration) if arrays_by_key[key]]
     packed = pack_arrays([arrays_by_key[key] for key in stored_keys])
     stored_tensors = {(variant, tensor) for variant, tensor, _ in stored_keys}
@@ -203,8 +203,8 @@ def save_calibration(
     ]
 
     document = _make_document(cache_text, calibration.fingerprint)
-    document["observations"] = list(map(list, stored_keys))
-    document["outliers"] = list(map(astuple, outliers))
+    document["observations"] = [list(key) for key in stored_keys]
+    document["outliers"] = [astuple(outlier) for outlier in outliers]
     document["sha256"]["statistics"] = sha256(packed)
     if calibration.stop_rule is not None:
         document["until"] = asdict(calibration.stop_rule)
@@ -267,8 +267,9 @@ def refuse_foreign_cache(path: Path, *, force: bool) -> None:
     existing = [file for file in cache_files(path) if file.exists() and file.stat().st_size]
     if force or not existing:
         return
-    # a crash may leave only one of the two
-    if not is_marked(json_path, "fingerprint") and not is_marked(npz_path, "statistics"):
+    # calib8 marks both files; one mark is enough, since a crash may leave only one file
+    is_own_cache = is_marked(json_path, "fingerprint") or is_marked(npz_path, "statistics")
+    if not is_own_cache:
         raise CacheError(
             f"a cache must not replace what calib8 did not write, got {existing[0]}; name another"
             " file, take it as it is with --trust-cache, or replace it with --force"
@@ -298,7 +299,7 @@ def load_calibration(path: Path) -> StoredCalibration:
     document = _parse_document(document_bytes, json_path)
     cache_text, fingerprint = _read_text(path, document)
     statistics_digest = document.sha256.statistics
-    if not statistics_digest:  # another program made the cache, such as TensorRT
+    if not statistics_digest:  # there are none if another program made the cache, such as TensorRT
         raise CacheError(
             f"{path} was made by {fingerprint.by} and has no statistics next to it (--trust-cache"
             " uses it as it is)"

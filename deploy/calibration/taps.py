@@ -65,21 +65,20 @@ class BufferedSession:
     def run(self, sample: Sample) -> Mapping[str, Array]:
         """Run a sample; return the outputs, valid until the next run, which may overwrite them.
 
-        Outputs are bound to buffers once two samples in a row have the same shapes and dtypes.
+        Once two samples in a row have the same shapes and dtypes, the session writes its outputs
+        into buffers that are used again for each sample.
         """
         has_same_shapes = _forms(sample) == self._input_forms  # as the sample before
         if not self._can_bind or not has_same_shapes:
             return self._run_unbound(sample)  # drops the buffers and remembers the new shapes
         try:
             if self._bound is None:
-                # memory of the runs without buffers is given back once: shapes may change often,
-                # and it takes time
                 if not self._is_trimmed:
-                    trim_memory()
+                    trim_memory()  # of the runs without buffers; once, since it takes time
                 self._is_trimmed = True
                 self._bound = self._session.bind_outputs(self._output_forms)
             self._bound.run(sample)
-        except BackendError:  # the shape of an output depends on values
+        except BackendError:  # such as an output whose shape depends on the sample's values
             self._can_bind = False
             return self._run_unbound(sample)
         return self._bound.outputs
@@ -182,19 +181,20 @@ class VariantRunner:
     ) -> list[Waiting]:
         """Run one sample and record what does not depend on the order of samples.
 
-        Return the values that wait until the samples before them are recorded.
-
         Args:
-            reader: the thread's reader of the observed tensors.
-            recorders: recorders of one of the slices that the samples are divided into.
+            reader: runs the model in this thread, and returns the observed tensors.
+            recorders: where statistics that do not depend on the order are recorded.
             peaks: receives the largest |x| of each tensor.
             sample_number: counted from 1.
             sample: input -> array.
-            on_outputs: called with (sample number, outputs) for the cleaned model, not for a
-                variant of it.
+            on_outputs: called with (sample number, outputs) if this is the cleaned model itself
+                and not another form of it.
+
+        Returns:
+            The values that wait until the samples before them are recorded.
         """
         report_outputs = None
-        if on_outputs is not None and self.key == FOLDED:
+        if on_outputs is not None and self.key == FOLDED:  # the cleaned model itself
             report_outputs = partial(on_outputs, sample_number)
 
         values = reader.run(sample, report_outputs)
@@ -268,10 +268,10 @@ class VariantRecorders:
 def make_runners(
     observations: Sequence[Observation], observed: ObservedStatistics
 ) -> list[VariantRunner]:
-    """Return one `VariantRunner` for each variant of the model, in order of first use.
+    """Return one `VariantRunner` for each variant (form of the model), in order of first use.
 
-    A variant is a form of the model that is run. Its observations are split in two: those by the
-    usual histogram, which one call counts for all tensors, and those by other statistics.
+    Its observations are split in two, since one call counts the usual histograms of all its tensors
+    together, while other statistics are recorded one by one.
 
     Args:
         observations: what the pass records.

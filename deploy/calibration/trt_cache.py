@@ -59,7 +59,10 @@ def likely_origin(data: bytes) -> str:
 
 
 def _text_origin(data: bytes) -> str:
-    """Return a clause on the likely origin of a text that is no cache, with advice."""
+    """Return a clause on the likely origin of a text that is no cache, with advice.
+
+    The subject of the clause is the file's name: "looks like a quantization record of ...".
+    """
     content = data.lstrip()
     if content.startswith((b"{", b"[")):
         return (
@@ -78,8 +81,8 @@ def _text_origin(data: bytes) -> str:
             " bears the same file name but is another format; calibrate again with"
             " --target tensorrt"
         )
-    # also if it is cut off within "TRT-"
-    if first_line.startswith(b"TRT-") or b"TRT-".startswith(first_line):
+    is_cut_off_header = b"TRT-".startswith(first_line)  # "TR", for example
+    if first_line.startswith(b"TRT-") or is_cut_off_header:
         return f"has the damaged first line {beginning}; write it again"
     return f"begins with {beginning}, which no known calibration tool writes"
 
@@ -213,10 +216,11 @@ def parse(data: bytes, *, origin: str) -> CalibrationCache:
     Raises:
         CacheError: the text is not a TensorRT cache (names its likely origin), or is broken.
     """
-    lines = _split_lines(data)
+    lines = _split_lines(data)  # (text, line break) of each
     if not lines:
         raise CacheError(f"{origin} is empty; calibrate again to write it")
-    header = _parse_header(*lines[0])
+    header_text, header_end = lines[0]
+    header = _parse_header(header_text, header_end)
     if header is None:
         raise CacheError(
             f"a TensorRT calibration cache starts with a line such as TRT-8503-{ENTROPY2};"
@@ -247,9 +251,13 @@ def from_scales(
     version: str,
     algorithm: str = ENTROPY2,
 ) -> CalibrationCache:
-    """Make a cache for TensorRT `version` from tensor name -> scale (amax / 127), in order.
+    """Make a cache from the scales of tensors.
 
-    A zero scale (a tensor that is always zero) and infinity are written as TensorRT writes them.
+    Args:
+        scales: tensor name -> scale (amax / 127), in the order of the file. A zero scale (of a
+            tensor that is always zero) and infinity are written as TensorRT writes them.
+        version: TensorRT version that will read the cache, "X.Y.Z".
+        algorithm: name of TensorRT's calibrator, for the first line.
 
     Raises:
         CacheError: no scales, a NaN or negative scale, or a name that no cache line can hold.
@@ -305,10 +313,21 @@ def _split_lines(data: bytes) -> list[tuple[str, str]]:
 
 
 def _parse_entry(text: str, end: str, *, line: int, origin: str) -> Entry:
-    """Return the entry of a line "name: hex"; `end` is its line break, "" if it has none."""
-    name, _, digits = text.rpartition(": ")
+    """Return the entry of a line "name: hex", a tensor and its scale.
+
+    Args:
+        text: the line without its line break.
+        end: its line break; "" if it has none, which only the last line may lack.
+        line: number of the line, for errors.
+        origin: name of the file, for errors.
+
+    Raises:
+        CacheError: the line has another form, or was cut off.
+    """
+    name, _, digits = text.rpartition(": ")  # at the last one: a name may contain ": "
     is_valid = bool(name and _HEX.fullmatch(digits))
-    # A last line without a newline may have lost digits: "3d8" is still a number.
+    # a line without line break may have lost digits, and "3d8" is still a number; all usual scales
+    # have 8 digits, or are "0"
     is_complete = is_valid and (len(digits) == 8 or digits == "0")
     if "\n" not in end and not is_complete:
         raise CacheError(
