@@ -122,8 +122,10 @@ def range_errors(
     steps, lowest, highest = _levels(lows, highs, grid)
     errors = []
     for block in _blocks(lows.size, centres.size):
-        levels = (steps[block], lowest[block], highest[block])
-        errors.append(_block_errors(centres, counts, *levels, grid, power))
+        block_errors = _block_errors(
+            centres, counts, steps[block], lowest[block], highest[block], grid, power
+        )
+        errors.append(block_errors)
     return np.concatenate(errors)
 
 
@@ -217,11 +219,11 @@ class _Bins:
         return int(candidates[np.argmin(errors)])
 
     def _candidates(self, lows: Float64Array, highs: Float64Array) -> NDArray[np.intp]:
-        """Return the indices of the ranges whose error in float32 is nearly the least.
+        """Return the indices of the ranges that may have the least error.
 
-        Only among these are errors computed in float64. All indices are returned where float32 is
-        too coarse: for float grids, wide integer grids, and errors near 0. Each range must lie
-        within the one before.
+        These are the ranges whose error, computed in float32, is nearly the least. Where float32 is
+        too coarse, all indices are returned: for float grids, wide integer grids, and errors near
+        0. Each range must lie within the one before.
 
         Args:
             lows: [K] lower ends.
@@ -240,10 +242,15 @@ class _Bins:
     def _quick_errors(
         self, lows: Float64Array, highs: Float64Array, tolerance: float
     ) -> Float64Array:
-        """Return the errors in float32 of the ranges, from the first one on.
+        """Return the errors of the ranges, computed in float32; those of the last may be left out.
 
-        The last ranges have none if the values that they clip alone cost more than `tolerance`
-        times the least error: each range lies within the one before, and clips more.
+        Each range lies within the one before, and so clips more. Once the values that a range clips
+        alone cost more than `tolerance` times the least error, no later range can be best.
+
+        Args:
+            lows: [K] lower ends.
+            highs: [K] upper ends.
+            tolerance: a factor a little over 1.
         """
         # all lengths in units of the longest end, so that their powers fit float32
         unit = max(float(highs.max()), -float(lows.min())) or 1.0
@@ -268,8 +275,15 @@ class _Bins:
             )
             if clipping_error > tolerance * min_error:
                 break
-            levels = (steps32[block], lowest32[block], highest32[block])
-            errors = _block_errors(centres, counts, *levels, self.grid, self.power)
+            errors = _block_errors(
+                centres,
+                counts,
+                steps32[block],
+                lowest32[block],
+                highest32[block],
+                self.grid,
+                self.power,
+            )
             block_errors.append(errors)
             min_error = min(min_error, float(errors.min()))
         return np.concatenate(block_errors)
@@ -305,8 +319,13 @@ def _symmetric(histogram: Histogram, grid: Grid, power: float) -> float:
 def _affine(histogram: Histogram, grid: Grid, power: float) -> tuple[float, float]:
     """Return the range (low, high) with the least error on an affine grid.
 
-    Candidates for an end are shares (`_RATIOS`) of the extreme of the data on its side of 0. Each
-    end is searched twice, with the other one fixed. `power`: exponent of the error.
+    Candidates for an end are shares (`_RATIOS`, 1 to 0.005) of the extreme of the data on its side
+    of 0. Each end is searched twice, with the other one fixed.
+
+    Args:
+        histogram: statistics of the tensor.
+        grid: the affine grid.
+        power: exponent of the error, 2 for the squared error.
     """
     edges = histogram.edges()
     bins = _Bins.of((edges[:-1] + edges[1:]) / 2, histogram.signed(), grid, power)

@@ -42,10 +42,10 @@ def streamed_of(batches, *, exact=False):
 def direct(x, params):
     """Every candidate by AMCT's float32 formula, none skipped."""
     data = np.sort(x, axis=None)
-    lo = ifmr_module.kth_value(data, params.min_percentile, smallest=True)
-    hi = ifmr_module.kth_value(data, params.max_percentile, smallest=False)
+    lo = ifmr_module.initial_end(data, params.min_percentile, smallest=True)
+    hi = ifmr_module.initial_end(data, params.max_percentile, smallest=False)
     candidates = ifmr_module.make_candidates(np.float32(hi), np.float32(lo), params)
-    return np.array([ifmr_module.loss32(data, candidates, i) for i in range(candidates.hi.size)])
+    return np.array([ifmr_module.amct_loss(data, candidates, i) for i in range(candidates.hi.size)])
 
 
 @pytest.mark.parametrize("with_offset", [False, True])
@@ -134,7 +134,7 @@ def test_fast_losses_match_bin_by_bin(seed, bits):
     histogram = observed(drawn("laplace", 30_000, seed))
     runs = candidate_runs(histogram.counts)
     width = np.float32((histogram.hi - histogram.lo) / np.float32(1024))
-    loss = hfmg_module._loss32
+    loss = hfmg_module._amct_loss
     direct = [loss(histogram.counts, left_bins, right, width, bits) for left_bins, right in runs]
     result = hfmg(histogram, bits=bits)
     assert np.argmin(result.losses) == np.argmin(direct)

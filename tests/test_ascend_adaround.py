@@ -116,7 +116,7 @@ def test_iteration_positions_are_all_or_drawn():
             (1, 2),
             (position_count, 1, 3),
         )  # weight, scale, bias, inputs
-        got = amct.Tiles.of(*(np.ones(shape, np.float32) for shape in shapes)).draw(rng)
+        got = amct.Tiles.cut(*(np.ones(shape, np.float32) for shape in shapes)).draw_positions(rng)
         assert got.size == np.unique(got).size <= position_count
         assert 0 <= got.min() <= got.max() < position_count
         assert (
@@ -134,11 +134,11 @@ def test_slope_is_the_derivative_of_loss(kind):
     values["scale"] = rng.uniform(0.01, 0.03, (groups, rows, 1))
     activation = amct.AdaActivation(kind, np.float32(rng.uniform(size=(groups, rows))))
     problem = amct.AdaProblem(**as_float32(values), activation=activation, error_factor=0.5)
-    tiles = amct.Tiles.of(problem.weight, problem.scale, problem.bias, problem.inputs)
+    tiles = amct.Tiles.cut(problem.weight, problem.scale, problem.bias, problem.inputs)
     expected = tiles.activate_targets(problem.targets, problem.activation)
     low, alpha = amct.initial_alpha(tiles.weight, tiles.scale)
-    positions = tiles.draw(np.random.default_rng(0))
-    up, rise = amct.alpha_heights(alpha)
+    positions = tiles.draw_positions(np.random.default_rng(0))
+    up, rise = amct.heights_of(alpha)
     slope = amct.error_slope(problem, tiles, low + up, expected, positions)
     slope = (slope + amct.regularizer_slope(up, 0.1, 7.0)) * rise
 
@@ -162,9 +162,9 @@ def test_slope_is_the_derivative_of_loss(kind):
 
 def test_the_exponent_falls_by_a_cosine():
     params = amct.AdaParams(num_iteration=100, beta_range=(20.0, 2.0), warm_start=0.2)
-    assert [amct.beta_of(params, iteration) for iteration in (20, 60, 100)] == pytest.approx(
-        [20, 11, 2]
-    )
+    assert [
+        amct.regularizer_exponent(params, iteration) for iteration in (20, 60, 100)
+    ] == pytest.approx([20, 11, 2])
 
 
 def test_adaround_reduces_the_nearest_error():

@@ -135,22 +135,26 @@ class Tiles:
     position_layout: tuple[int, int]
 
     @classmethod
-    def of(
+    def cut(
         cls, weight: Float32Array, scale: Float32Array, bias: Float32Array, inputs: Float32Array
     ) -> Tiles:
-        """Return a layer's tiles: the K weights of a channel as A tiles of T, with 0 at the end.
+        """Cut a layer with G groups of M output channels into tiles, over which AMCT sums in turn.
 
-        AMCT sums in float32 over one tile after the other. With G groups, M channels of a group and
-        P positions, the arguments are weight [G, M, K], scale [G, M, 1], bias [G, M] and inputs
-        [P, G, K]; the results as in `Attributes`.
+        The K weights of a channel become A tiles of T weights, the last one padded with 0.
+
+        Args:
+            weight: float32 [G, M, K].
+            scale: scale of each channel, float32 [G, M, 1].
+            bias: float32 [G, M].
+            inputs: inputs of the layer at P positions, float32 [P, G, K].
         """
         groups, rows, row_width = weight.shape
         tile_count, tile_size = tile_layout(row_width)
-        # an iteration takes its positions in tiles too, which are not padded: it leaves out the few
-        # that do not fill a tile
+        padding = tile_count * tile_size - row_width
+        # the positions of an iteration are cut into tiles too; these are not padded: the few
+        # positions that do not fill a tile are left out
         position_count = min(len(inputs), _MAX_POSITIONS)
         position_layout = tile_layout(position_count, drop_remainder=True)
-        padding = tile_count * tile_size - row_width
         padded = np.pad(weight, ((0, 0), (0, 0), (0, padding)))
         tiled = padded.reshape(groups, rows, tile_count, tile_size).transpose(0, 2, 1, 3)
         return cls(
@@ -166,7 +170,7 @@ class Tiles:
         """Return the activation of targets [P, G, M], as [G, M, P]."""
         return np.ascontiguousarray(activation.value(targets.transpose(1, 2, 0)[:, None])[:, 0])
 
-    def draw(self, source: np.random.Generator) -> Int64Array:
+    def draw_positions(self, source: np.random.Generator) -> Int64Array:
         """Draw the positions of one iteration without repetition; all if they are few."""
         count = self.position_layout[0] * self.position_layout[1]
         if count == len(self.inputs):
@@ -289,33 +293,36 @@ def join_blocks(problem: AdaProblem, blocks: Sequence[Int8Array]) -> Int8Array:
 def round_block(
     problem: AdaProblem, params: AdaParams, *, step: Callable[[], None] = lambda: None
 ) -> Int8Array:
-    """Return the integers of one block of a problem, int8 [G, M, K].
+    """Round the weights of a block of a layer by AMCT's AdaRound; return integers, int8 [G, M, K].
 
-    During the search a code is ``floor(w / scale) + height``. The height of a weight, 0 to 1, is a
-    clipped sigmoid of its variable `alpha`, which the steps change. A regularizer, whose exponent
-    `beta_of` lowers, drives each height to 0 or 1: the weight is rounded down or up.
+    During the search a weight's code is ``floor(w / scale) + height``. The height, 0 to 1, is a
+    clipped sigmoid of a variable, `alpha`, which gradient steps change so that the error of the
+    layer's output falls. After the warm start a regularizer drives each height to 0 or 1: the
+    weight is rounded down or up.
 
     Args:
         problem: the block, at most 64 output channels.
         params: parameters of the search.
-        step: called after each iteration.
+        step: called after each iteration, to show the progress.
 
     Raises:
         CalibrationError: squares of the outputs are not finite.
     """
-    tiles = Tiles.of(problem.weight, problem.scale, problem.bias, problem.inputs)
+    tiles = Tiles.cut(problem.weight, problem.scale, problem.bias, problem.inputs)
     targets = tiles.activate_targets(problem.targets, problem.activation)
     floor_codes, alpha = initial_alpha(tiles.weight, tiles.scale)
     adam = Adam(alpha)
     generator = np.random.default_rng(0)
     for iteration in range(params.num_iteration):
-        positions = tiles.draw(generator)
-        heights, height_slopes = alpha_heights(alpha)
+        positions = tiles.draw_positions(generator)
+        heights, height_slopes = heights_of(alpha)
+        # derivative of the loss by the heights, then by alpha
         gradient = error_slope(problem, tiles, floor_codes + heights, targets, positions)
         if iteration >= params.num_iteration * params.warm_start:
-            gradient += regularizer_slope(heights, params.reg_param, beta_of(params, iteration))
+            exponent = regularizer_exponent(params, iteration)
+            gradient += regularizer_slope(heights, params.reg_param, exponent)
         gradient *= height_slopes
-        adam.step(alpha, gradient)
+        adam.step(alpha, gradient)  # changes alpha
 
         is_checked = iteration % _CHECK_INTERVAL == 0 or iteration == params.num_iteration - 1
         if is_checked and not np.isfinite(adam.squares).all():
@@ -324,7 +331,8 @@ def round_block(
                 " not"
             )
         step()
-    codes = tiles.untile(np.rint(floor_codes + alpha_heights(alpha)[0]))
+    heights, _ = heights_of(alpha)
+    codes = tiles.untile(np.rint(floor_codes + heights))
     return np.asarray(np.clip(codes, _MIN_CODE, _MAX_CODE), np.int8)
 
 
@@ -336,7 +344,7 @@ def initial_alpha(weight: Float32Array, scale: Float32Array) -> tuple[Float32Arr
     return floor_codes, np.asarray(-np.log(ratio - _ONE), np.float32)
 
 
-def alpha_heights(alpha: Float32Array) -> tuple[Float32Array, Float32Array]:
+def heights_of(alpha: Float32Array) -> tuple[Float32Array, Float32Array]:
     """Return (h, its derivative by alpha, which is 0 where h is clipped)."""
     value = sigmoid(alpha)
     unclipped = value * (_ZETA - _GAMMA) + _GAMMA
@@ -346,7 +354,7 @@ def alpha_heights(alpha: Float32Array) -> tuple[Float32Array, Float32Array]:
     return heights, derivative
 
 
-def beta_of(params: AdaParams, iteration: int) -> float:
+def regularizer_exponent(params: AdaParams, iteration: int) -> float:
     """Return the exponent at an iteration after the warm start."""
     warm_start_end = params.warm_start * params.num_iteration
     progress = (iteration - warm_start_end) / (params.num_iteration - warm_start_end)
@@ -370,21 +378,25 @@ def error_slope(
 ) -> Float32Array:
     """Return the derivative of the output's mean squared error at some positions by the codes.
 
-    The chain rule backwards: error, activation, layer, scale, and 0 where a code is clipped.
+    The output is activation(clip(codes) * scale @ inputs + bias); its error is the difference from
+    the targets.
 
     Args:
-        problem: the problem, for its activation function and the factor of its error.
-        tiles: its weight and inputs.
-        codes: codes between integers, in the layout of the tiles.
+        problem: the layer, for its activation function and the factor of its error.
+        tiles: weight and inputs of the layer, cut into tiles.
+        codes: weight / scale between integers, during the search; in the layout of the tiles.
         targets: the float model's values after the activation, at all positions.
         positions: the positions of this iteration.
     """
     inputs = tiles.inputs_at(positions)
     outputs = tiles.outputs(np.clip(codes, _MIN_CODE, _MAX_CODE) * tiles.scale, inputs)
+
+    # the chain rule: the derivative by the output of the layer
     gradient = problem.activation.value(outputs) - tiles.targets_at(targets, positions)
     gradient *= problem.activation.derivative(outputs)
     gradient *= np.float32(2 * problem.error_factor / len(positions))
 
+    # by the weight, by weight / scale, and 0 where clipping makes the code constant
     code_gradient = tiles.weight_gradient(gradient, inputs)
     code_gradient *= tiles.scale
     code_gradient *= (codes >= _MIN_CODE) & (codes <= _MAX_CODE)

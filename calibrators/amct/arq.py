@@ -84,7 +84,8 @@ def ascend_scale_offset(
     Args:
         hi: upper ends, any shape; converted to float32.
         lo: lower ends, same shape.
-        with_offset: affine grid (the range is widened to include 0), else symmetric with offset 0.
+        with_offset: whether the grid is affine: the range is widened to include 0, and the offset
+            is the code of 0. Else it is symmetric with offset 0.
         bits: width of the signed grid.
 
     Raises:
@@ -99,6 +100,7 @@ def ascend_scale_offset(
             lo = np.minimum(lo, np.float32(0))
             raw_scale = (hi - lo) / np.float32(2**bits - 1)
             offset = np.where(hi == lo, np.float32(qmin), np.float32(qmin) - lo / raw_scale)
+            # a tensor that is practically zero, whose scale `ascend_guard` replaces by 1
             offset = np.where(raw_scale < FLT_EPSILON, np.float32(qmin), offset)
         else:
             denominator = ascend_denominator(hi, lo, bits).astype(np.float32)
@@ -243,13 +245,15 @@ def balance_factors(
     """Return the factors of AMCT's DMQ balancer for the input channels, float32 [C].
 
     Activations are divided by their channel's factor and weights multiplied by it, so that the
-    weights take over some of the activations' range. A channel that is zero in both has factor 1;
-    if it is zero in one of them, the factor raises the other one to the maximum of its tensor.
+    weights take over some of the activations' range. A channel whose activations and weights are
+    all zero has factor 1. If only one of the two is zero, the factor raises the other one to the
+    maximum of its tensor after balancing.
 
     Args:
         act_max: largest |activation|, [C] from `channel_max`.
         weight_max: largest |weight|, [C] from `weight_channel_max`.
-        strength: migration strength s in [0.2, 0.8].
+        strength: share of the range that moves to the weights, 0.2 to 0.8: the factor is
+            act_max^strength / weight_max^(1 - strength).
 
     Raises:
         CalibrationError: a factor outside (FLT_EPSILON, 1 / FLT_EPSILON).
@@ -261,7 +265,7 @@ def balance_factors(
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # replaced or refused below
         factor = activation ** np.float32(strength) / weight ** np.float32(1 - strength)
         factor = np.where(has_no_activation | has_no_weight, np.float32(1), factor)
-        # factors that raise a channel to the balanced tensor's maximum
+        # factors that raise a channel to the maximum of the balanced weights, or activations
         raising_weight = (weight * factor).max() / weight
         raising_activation = activation / (activation / factor).max()
     factor = np.where(has_no_activation & ~has_no_weight, raising_weight, factor)
@@ -282,7 +286,8 @@ _LEVELS = _MAX_CODE - _MIN_CODE  # number of steps between the codes
 def kl_scale(weight: RealArray, *, channel_wise: bool = True) -> Float32Array:
     """Return the scales that AMCT's AdaRound rounds a weight with: [C_out], or [1] for the tensor.
 
-    They have the least KL divergence between the weight's histogram and its quantized form.
+    Of 20 scales, each is that whose quantized histogram has the least KL divergence from the
+    histogram of the weight.
 
     Args:
         weight: [C_out, ...], float32 or float16.
@@ -291,7 +296,8 @@ def kl_scale(weight: RealArray, *, channel_wise: bool = True) -> Float32Array:
     Raises:
         CalibrationError: wrong dtype, NaN or Inf, no elements, or values near float32's maximum.
     """
-    rows = check_values(weight, "weight").reshape(weight.shape[0] if channel_wise else 1, -1)
+    row_count = weight.shape[0] if channel_wise else 1
+    rows = check_values(weight, "weight").reshape(row_count, -1)
     amax = np.abs(rows).max(axis=1)
     if amax.max() > _MAX_WEIGHT:
         raise CalibrationError(
@@ -300,10 +306,10 @@ def kl_scale(weight: RealArray, *, channel_wise: bool = True) -> Float32Array:
     scales = np.ones(len(rows), np.float32)  # a channel of zeros has scale 1
     is_nonzero = amax > 0
     if is_nonzero.any():
-        rows = rows[is_nonzero]
-        amax = amax[is_nonzero]
-        scales[is_nonzero] = _best_scales(_histograms(rows, amax), amax)
-    return ascend_guard(scales)
+        nonzero_amax = amax[is_nonzero]
+        histograms = _histograms(rows[is_nonzero], nonzero_amax)
+        scales[is_nonzero] = _best_scales(histograms, nonzero_amax)
+    return ascend_guard(scales)  # 1 for a channel that is practically zero
 
 
 def _histograms(rows: Float32Array, amax: Float32Array) -> Float64Array:
@@ -325,10 +331,11 @@ def _best_scales(counts: Float64Array, amax: Float32Array) -> Float32Array:
 
 
 def _cut_and_level(counts: Float64Array, cut: int) -> tuple[Float64Array, Float64Array]:
-    """Return (p, q) of a cut, [C, bins that remain]: the counts, and their form in 255 levels.
+    """Return the histograms p that a cut leaves, and q, the same in 255 levels: [C, bins] each.
 
-    The cut of the least KL(p, q) decides the scale. A level is the mean of the bins that it merges,
-    over those that are not empty; empty bins stay empty, as in TensorRT's entropy calibration.
+    The cut of the least KL divergence of p and q decides the scale. A level joins about two bins.
+    In q, each of them has the mean of those that are not empty; empty bins stay empty, as in
+    TensorRT's entropy calibration.
 
     Args:
         counts: histograms of the channels, float64 [C, 512].
@@ -337,13 +344,15 @@ def _cut_and_level(counts: Float64Array, cut: int) -> tuple[Float64Array, Float6
     p = counts[:, cut : _HISTOGRAM_BINS - cut].copy()
     p[:, 0] += counts[:, :cut].sum(axis=1)
     p[:, -1] += counts[:, _HISTOGRAM_BINS - cut :].sum(axis=1)
+
     bins_per_level = p.shape[1] / _LEVELS
-    starts = np.ceil(np.arange(_LEVELS) * bins_per_level).astype(np.int64)
-    sums = np.add.reduceat(p, starts, axis=1)
-    occupied = np.add.reduceat((p != 0).astype(np.float64), starts, axis=1)
-    level_by_bin = np.repeat(np.arange(_LEVELS), np.diff(starts, append=p.shape[1]))
-    means = sums / np.maximum(occupied, 1)
-    return p, np.where(p != 0, means[:, level_by_bin], 0.0)
+    level_starts = np.ceil(np.arange(_LEVELS) * bins_per_level).astype(np.int64)  # first bins
+    level_by_bin = np.repeat(np.arange(_LEVELS), np.diff(level_starts, append=p.shape[1]))
+    level_sums = np.add.reduceat(p, level_starts, axis=1)
+    occupied_counts = np.add.reduceat((p != 0).astype(np.float64), level_starts, axis=1)
+    level_means = level_sums / np.maximum(occupied_counts, 1)
+    q = np.where(p != 0, level_means[:, level_by_bin], 0.0)
+    return p, q
 
 
 def _divergence(p: Float64Array, q: Float64Array) -> Float64Array:

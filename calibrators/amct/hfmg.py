@@ -127,32 +127,33 @@ def histc(data: Float32Array, nbins: int, lo: np.float32, hi: np.float32) -> Int
 
 def redistribute(
     counts: Int32Array,
-    old: tuple[np.float32, np.float32],
-    new: tuple[np.float32, np.float32],
+    old_range: tuple[np.float32, np.float32],
+    new_range: tuple[np.float32, np.float32],
 ) -> Int32Array:
-    """Redistribute counts on the range `old` to as many bins on the wider range `new`.
+    """Redistribute a histogram's counts to as many bins on a wider range.
 
     An old bin lies in one or two of the new bins, which are wider. If in two, its count is split by
     length, and the share of the lower one is truncated to an integer, as in AMCT.
 
     Args:
-        counts: [n] int32.
-        old: (lower end, upper end) of the range.
-        new: the same of the wider range.
+        counts: count of each of n old bins, int32.
+        old_range: (lower end, upper end), in real units.
+        new_range: the same of the wider range.
     """
     bin_count = counts.size
-    old_lo = float(old[0])
-    new_lo = float(new[0])
-    old_width = (float(old[1]) - old_lo) / bin_count
-    new_width = (float(new[1]) - new_lo) / bin_count
+    old_lo = float(old_range[0])
+    new_lo = float(new_range[0])
+    old_width = (float(old_range[1]) - old_lo) / bin_count
+    new_width = (float(new_range[1]) - new_lo) / bin_count
 
-    # the new bins of both edges of each old bin
+    # the new bins in which the lower and the upper edge of each old bin lie
     lower_edges = old_lo + old_width * np.arange(bin_count)
     edges = np.stack([lower_edges, lower_edges + old_width])
     positions = (edges - new_lo) // new_width
     lower_bins, upper_bins = np.clip(positions, 0, bin_count - 1).astype(np.int64)
 
-    with np.errstate(divide="ignore", invalid="ignore"):  # old bins without width
+    # the share of each old bin that lies in the lower of its two new bins
+    with np.errstate(divide="ignore", invalid="ignore"):  # an old range of one value has no width
         upper_ends = new_lo + (lower_bins + 1) * new_width  # of the lower new bins
         lower_shares = (upper_ends - lower_edges) / old_width
     lower_shares = np.where(lower_bins == upper_bins, 1.0, lower_shares)
@@ -164,20 +165,21 @@ def redistribute(
 
 
 def candidate_runs(counts: Int32Array) -> Int64Array:
-    """Return the candidate runs of bins, [K, 2] (left, right) inclusive, from the outside in.
+    """Return the candidate clip ranges as runs of bins, [K, 2]: (first bin, last bin) of each.
 
-    A run is what remains of the histogram after cuts at both ends. Each next run is cut by 1/100000
-    of the values, at the end where these take more bins: there the values are sparse.
+    A run is what remains of the histogram after cuts at both ends. Each run is the one before, cut
+    by 1/100000 of all values at one end: the end where these take more bins, since they are sparse
+    there.
     """
     bin_count = counts.size
-    counts_below = [0, *np.cumsum(counts, dtype=np.int64).tolist()]  # values below each bin
+    counts_below = [0, *np.cumsum(counts, dtype=np.int64).tolist()]  # number of values below a bin
     values_per_cut = max(math.ceil(counts_below[-1] / 100000), 1)
     left = 0
     right = bin_count - 1
-    min_distance = math.ceil(bin_count / 4)  # between the ends of a run
+    min_distance = math.ceil(bin_count / 4)  # from the first to the last bin of a run, as in AMCT
     runs = []
     while right - left > min_distance:
-        # at each end, cut the fewest bins that hold the values of a cut
+        # the two possible cuts: at each end, the fewest bins that hold `values_per_cut` values
         next_left = min(bisect_left(counts_below, counts_below[left] + values_per_cut), right)
         max_count_below_cut = counts_below[right + 1] - values_per_cut
         first_cut_bin = bisect_right(counts_below, max_count_below_cut) - 1
@@ -191,7 +193,9 @@ def candidate_runs(counts: Int32Array) -> Int64Array:
 
 
 def hfmg(histogram: HfmgHistogram, *, bits: int = 8, with_offset: bool = True) -> AscendScale:
-    """Return scale and offset of AMCT's HFMG: for the run of bins with the least L2 loss.
+    """Return scale and offset by AMCT's HFMG: of the clip range with the least squared error.
+
+    A candidate for the clip range is a run of bins of the histogram.
 
     Args:
         histogram: that of all batches. Samples that fill no batch yet are counted first, as a
@@ -210,7 +214,7 @@ def hfmg(histogram: HfmgHistogram, *, bits: int = 8, with_offset: bool = True) -
     hi = histogram.hi
     width = np.float32(np.float32(hi - lo) / np.float32(counts.size))
     runs = candidate_runs(counts)
-    losses = _losses(counts, runs, width, bits)
+    losses = _run_losses(counts, runs, width, bits)
 
     # the ends of the best run of bins, in float32 as in AMCT
     left, right = runs[np.argmin(losses)].astype(np.float32)
@@ -222,11 +226,11 @@ def hfmg(histogram: HfmgHistogram, *, bits: int = 8, with_offset: bool = True) -
     return AscendScale(scale=np.float32(scale), offset=int(offset), losses=losses)
 
 
-def _losses(counts: Int32Array, runs: Int64Array, width: np.float32, bits: int) -> Float64Array:
-    """Return the L2 loss of each run, [K]: AMCT's float32 value if it may be best, else float64.
+def _run_losses(counts: Int32Array, runs: Int64Array, width: np.float32, bits: int) -> Float64Array:
+    """Return the squared error (loss) of each run of bins as a clip range, [K].
 
-    AMCT's rounding decides between runs of nearly the same loss, but its loss takes long to
-    compute, so only runs near the least float64 loss get it.
+    AMCT computes losses in float32, and its rounding decides between runs of nearly the same loss.
+    That takes long, so only runs near the least loss get AMCT's value, the others a float64 value.
 
     Args:
         counts: the histogram.
@@ -235,34 +239,41 @@ def _losses(counts: Int32Array, runs: Int64Array, width: np.float32, bits: int) 
         bits: width of the grid.
     """
     has_more_codes_than_bins = bits > 8  # 16 bits: then the float64 loss is no faster
-    # `_integrate_square` takes cubes of distances, at most of this size. If they overflow, AMCT's
-    # float32 losses are infinite, and so all equal; float64 losses would not be.
+    # AMCT's loss has cubes of distances, at most of this size. If they overflow float32, AMCT's
+    # losses are infinite, and so all equal, which float64 losses would not be
     span = float(width) * counts.size
     max_cubes = span**3 * float(counts.sum()) / max(float(width), 1e-30)
-    if has_more_codes_than_bins or max_cubes > _MAX_CUBES:
-        return np.array([_loss32(counts, left, right, width, bits) for left, right in runs])
+    may_overflow = max_cubes > _MAX_CUBES
+    if has_more_codes_than_bins or may_overflow:
+        return np.array([_amct_loss(counts, left, right, width, bits) for left, right in runs])
 
-    losses_in_squared_bins = _fast_losses(counts, runs, bits)
+    losses_in_squared_bins = _float64_losses(counts, runs, bits)
     losses: Float64Array = losses_in_squared_bins * float(width) ** 2
     steps = width * (runs[:, 1] - runs[:, 0] + 1).astype(np.float32) / np.float32(2**bits)
-    losses[steps < FLT_EPSILON] = 0.0  # AMCT's loss of such a step, see `_loss32`
+    losses[steps < FLT_EPSILON] = 0.0  # AMCT's loss of a run whose scale is practically 0
     for index in np.flatnonzero(losses <= losses.min() * (1 + _MARGIN)):
         left, right = runs[index]
-        losses[index] = _loss32(counts, left, right, width, bits)
+        losses[index] = _amct_loss(counts, left, right, width, bits)
     return losses
 
 
-def _fast_losses(counts: Int32Array, runs: Int64Array, bits: int) -> Float64Array:
-    """Return the L2 losses, [K] float64, in units of the squared bin width.
+def _float64_losses(counts: Int32Array, runs: Int64Array, bits: int) -> Float64Array:
+    """Return the squared error (loss) of each run of bins as a clip range, [K] float64.
 
-    The squared errors are summed as if every value x had the last code, of centre c, and then
+    The errors are summed as if every value x had the last code of the run, at c, and then
     corrected. A value below a boundary t between two codes really has a lower one: each such
     boundary lowers its squared error by 2 d (t - x), where d is the spacing of the codes. With G(t)
     the sum of t - x over the values below t::
 
         loss = sum (x - c)^2  -  2 d * sum of G over the boundaries
 
-    Positions are in bins, from the lower end of the histogram.
+    All positions are in bins, from the lower end of the histogram, so the losses are in units of
+    the squared bin width.
+
+    Args:
+        counts: the histogram.
+        runs: first and last bin of each run, [K, 2].
+        bits: width of the grid.
     """
     counts_below = np.concatenate(([0.0], np.cumsum(counts, dtype=np.float64)))
     half_counts = counts / 2.0
@@ -278,7 +289,7 @@ def _fast_losses(counts: Int32Array, runs: Int64Array, bits: int) -> Float64Arra
     code_count = 2**bits
     run_starts = runs[:, 0].astype(np.float64)
     spacing = (runs[:, 1] - runs[:, 0] + 1) / code_count
-    last_centre = runs[:, 1] + 1 - spacing / 2
+    last_centre = runs[:, 1] + 1 - spacing / 2  # c of each run
     g_sums = np.empty(len(runs))  # over the boundaries of each run
     for block in np.array_split(np.arange(len(runs)), max(1, len(runs) // 64)):  # bounds memory
         boundaries = run_starts[block, None] + spacing[block, None] * np.arange(1, code_count)
@@ -294,12 +305,15 @@ def _fast_losses(counts: Int32Array, runs: Int64Array, bits: int) -> Float64Arra
     return losses
 
 
-def _loss32(counts: Int32Array, left: int, right: int, width: np.float32, bits: int) -> np.float32:
-    """Return AMCT's loss of one run, in float32: the sum over the bins of their errors.
+def _amct_loss(
+    counts: Int32Array, left: int, right: int, width: np.float32, bits: int
+) -> np.float32:
+    """Return AMCT's squared error (loss) of a run of bins as a clip range, in float32.
 
-    The values of a bin count as spread evenly over it. Its error is the integral of the squared
-    distance to the centres of the codes that it overlaps: the part in its first code, complete
-    codes between, and the part in its last code. Bins outside the run have the code at its end.
+    The run is divided into codes of one step each. The values of a bin count as spread evenly over
+    it. Its error is the integral of the squared distance to the centres of the codes that it
+    overlaps: a part of its first code, complete codes between, and a part of its last code. A bin
+    outside the run has the code at its end.
 
     Args:
         counts: the histogram.

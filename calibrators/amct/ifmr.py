@@ -43,7 +43,7 @@ from calibrators.histogram import halve_resolution, range_for
 from calibrators.statistics import Arrays
 
 # boundaries -> the number and the sum of the data below each
-CountBelow = Callable[[Float64Array], tuple[Float64Array, Float64Array]]
+CountAndSumBelow = Callable[[Float64Array], tuple[Float64Array, Float64Array]]
 
 MAX_STORED_VALUES = 1 << 16  # largest number of values that streaming stores unbinned
 FINE_BINS = 1 << 15  # bins per side of the streaming histogram
@@ -104,7 +104,7 @@ class Candidates:
     hi: Float32Array
     scale: Float32Array
 
-    def steps(self, index: int) -> tuple[Float64Array, Float64Array]:
+    def codes_and_boundaries(self, index: int) -> tuple[Float64Array, Float64Array]:
         """Return the codes of a candidate, except for the highest, and the boundary above each.
 
         A range near 0, of scale 1, has one code: then the next one, above all data, is added.
@@ -119,16 +119,17 @@ class Candidates:
 def ifmr(x: RealArray, params: IfmrParams | None = None) -> AscendScale:
     """Return scale and offset for all activations of a tensor, any shape, float32 or float16.
 
-    AMCT computes each loss in float32 from all the data. With many values, all losses are computed
-    from the sorted data first, and only those near the least one are computed as AMCT does.
+    Of some 60 candidate ranges, the one with the least squared error (loss) is taken. AMCT computes
+    each loss in float32 from all the data. Here, with many values, the losses are computed faster
+    from the sorted data, and only those near the least one are computed as AMCT does.
 
     Raises:
         CalibrationError: wrong dtype, empty, NaN or Inf, or a scale that is not finite.
     """
     params = params or IfmrParams()
     data = np.sort(check_values(x, "activation"), axis=None)
-    lo = kth_value(data, params.min_percentile, smallest=True)
-    hi = kth_value(data, params.max_percentile, smallest=False)
+    lo = initial_end(data, params.min_percentile, smallest=True)
+    hi = initial_end(data, params.max_percentile, smallest=False)
     candidates = make_candidates(np.float32(hi), np.float32(lo), params)
 
     # exact losses show which candidates may be AMCT's best, unless AMCT's float32 loss is mostly
@@ -137,9 +138,10 @@ def ifmr(x: RealArray, params: IfmrParams | None = None) -> AscendScale:
     is_in_range = amax > 1e-12 and amax * amax * data.size < 1e37
     is_accurate_in_float32 = params.bits <= 8 and is_in_range
     if data.size >= _MIN_SORTED_SIZE and is_accurate_in_float32:
-        losses = _refine_losses(data, candidates, _sorted_losses(data, candidates))
+        exact_losses = _sorted_losses(data, candidates)
+        losses = _refine_losses(data, candidates, exact_losses)
     else:
-        losses = np.array([loss32(data, candidates, i) for i in range(len(candidates.hi))])
+        losses = np.array([amct_loss(data, candidates, i) for i in range(len(candidates.hi))])
     return best_scale(candidates, losses, lo, params)
 
 
@@ -160,7 +162,7 @@ def ratios(params: IfmrParams) -> Float32Array:
     return np.where(is_vectorized, vectorized, start + step * index).astype(np.float32)
 
 
-def kth_value(data: Float32Array, percentile: float, *, smallest: bool) -> float:
+def initial_end(data: Float32Array, percentile: float, *, smallest: bool) -> float:
     """Return an end of the initial range, which holds a share `percentile` of the values.
 
     The range includes 0: an end on the other side of 0 is moved to 0.
@@ -186,8 +188,9 @@ def _rank(percentile: float, size: int) -> int:
 def make_candidates(hi: np.float32, lo: np.float32, params: IfmrParams) -> Candidates:
     """Return the candidate ranges around [lo, hi] and their scales, one for each of `ratios`.
 
-    With offset a ratio scales only the upper end, as in AMCT; without, the larger magnitude, whose
-    sign decides its code (128 or 127 with 8 bits). A scale of practically 0 becomes 1.
+    On an affine grid (with offset) a ratio scales only the upper end, as in AMCT. On a symmetric
+    one it scales the larger of |lo| and |hi|, whose sign decides its code: 128 or 127 with 8 bits.
+    A scale of practically 0 becomes 1.
 
     Raises:
         CalibrationError: a scale is not finite.
@@ -211,7 +214,7 @@ def make_candidates(hi: np.float32, lo: np.float32, params: IfmrParams) -> Candi
     return Candidates(lows, highs, scales)
 
 
-def loss32(data: Float32Array, candidates: Candidates, i: int) -> np.float32:
+def amct_loss(data: Float32Array, candidates: Candidates, i: int) -> np.float32:
     """Return AMCT's loss of one candidate: MSE against unclipped data, all in float32."""
     with np.errstate(over="ignore"):
         clipped = np.clip(data, candidates.lo[i], candidates.hi[i])
@@ -220,26 +223,30 @@ def loss32(data: Float32Array, candidates: Candidates, i: int) -> np.float32:
 
 
 def _sorted_losses(data: Float32Array, candidates: Candidates) -> Float64Array:
-    """Return the MSE of every candidate from sorted data, float64."""
-    # sums between the boundaries of all candidates: one of all data would double its memory
-    boundaries = [candidates.steps(index)[1] for index in range(candidates.scale.size)]
+    """Return the mean squared error of every candidate from sorted data, float64."""
+    # cumulative sums of the data only at the boundaries between codes: sums at every value would
+    # take twice the memory of the data
+    boundaries = []
+    for index in range(candidates.scale.size):
+        _, boundaries_of_candidate = candidates.codes_and_boundaries(index)
+        boundaries.append(boundaries_of_candidate)
     positions = np.searchsorted(data, np.concatenate(boundaries).astype(np.float32))
     cuts = np.unique(np.append(positions, [0, data.size]))
     sums_between_cuts = np.add.reduceat(data, cuts[:-1], dtype=np.float64)
     sums_below_cuts = np.concatenate(([0.0], np.cumsum(sums_between_cuts)))
 
-    def count_below(boundaries: Float64Array) -> tuple[Float64Array, Float64Array]:
+    def count_and_sum_below(boundaries: Float64Array) -> tuple[Float64Array, Float64Array]:
         """Return the number and the sum of the values below each boundary."""
         positions = np.searchsorted(data, boundaries.astype(np.float32))
         return positions.astype(np.float64), sums_below_cuts[np.searchsorted(cuts, positions)]
 
     total = float(sums_below_cuts[-1])
     squares = float(np.einsum("i,i->", data, data, dtype=np.float64))  # dot would use BLAS threads
-    return staircase_losses(count_below, float(data.size), total, squares, candidates)
+    return staircase_losses(count_and_sum_below, float(data.size), total, squares, candidates)
 
 
 def staircase_losses(
-    count_below: CountBelow,
+    count_and_sum_below: CountAndSumBelow,
     count: float,
     total: float,
     squares: float,
@@ -248,14 +255,15 @@ def staircase_losses(
     """Return the mean over x of (s q(x) - x)^2 for every candidate: s its scale, q(x) the code.
 
     As a function of x, the code q is a staircase: at the boundary (c + 0.5) s it steps from c to
-    c + 1. The square is expanded, so that only sum q x and sum q^2 are needed. They are computed as
-    if all data had the highest code h, then corrected for the data below each boundary::
+    c + 1. The square is expanded, so that only sum q x and sum q^2 must be computed for each
+    candidate: as if all data had the highest code h, then corrected for the data below each
+    boundary::
 
         sum q x  =  h sum x     -  sum over boundaries of (sum of x below it)
         sum q^2  =  h^2 count   -  sum over boundaries of (2 c + 1) (number of x below it)
 
     Args:
-        count_below: boundaries -> the number and the sum of the data below each.
+        count_and_sum_below: boundaries -> (number, sum) of the data below each.
         count: number of the data.
         total: sum of the data.
         squares: sum of the squares of the data.
@@ -263,8 +271,8 @@ def staircase_losses(
     """
     losses = np.empty(candidates.scale.size)
     for index, scale in enumerate(candidates.scale.astype(np.float64)):
-        codes, boundaries = candidates.steps(index)
-        counts_below, sums_below = count_below(boundaries)
+        codes, boundaries = candidates.codes_and_boundaries(index)
+        counts_below, sums_below = count_and_sum_below(boundaries)
         highest_code = codes[-1] + 1
         sum_qx = highest_code * total - sums_below.sum()
         sum_qq = highest_code**2 * count - ((2 * codes + 1) * counts_below).sum()
@@ -281,7 +289,7 @@ def _refine_losses(
         return losses
     refined = losses.copy()
     for index in candidate_indices:
-        refined[index] = loss32(data, candidates, int(index))
+        refined[index] = amct_loss(data, candidates, int(index))
     return refined
 
 
@@ -344,7 +352,8 @@ class IfmrHistogram:
         self.total += data.size
         self.minimum = min(self.minimum, float(data.min()))
         self.maximum = max(self.maximum, float(data.max()))
-        if not self.counts.size:  # all values so far are stored
+        is_counting = self.counts.size > 0  # until then, the values themselves are stored
+        if not is_counting:
             if self.exact or self.total <= MAX_STORED_VALUES:
                 self._chunks.append(data.copy())
                 return
@@ -405,10 +414,10 @@ class IfmrHistogram:
 
 
 def ifmr_streaming(histogram: IfmrHistogram, params: IfmrParams | None = None) -> AscendScale:
-    """Run the search of `ifmr` on a histogram, so that memory does not grow with the images.
+    """Search scale and offset as `ifmr` does, but in a histogram, whose memory does not grow.
 
-    With few data the result is that of `ifmr`. Otherwise all values of a bin count as their mean,
-    and the result may be a neighbour of the range that `ifmr` chooses.
+    With few data, which the histogram stores, the result is that of `ifmr`. Otherwise all values of
+    a bin count as their mean, and the result may be a neighbour of the range that `ifmr` chooses.
 
     Raises:
         CalibrationError: nothing was observed, or a scale is not finite.
@@ -427,7 +436,7 @@ def ifmr_streaming(histogram: IfmrHistogram, params: IfmrParams | None = None) -
     counts_below = np.concatenate(([0], np.cumsum(counts)))
     sums_below = np.concatenate(([0.0], np.cumsum(sums)))
 
-    def count_below(boundaries: Float64Array) -> tuple[Float64Array, Float64Array]:
+    def count_and_sum_below(boundaries: Float64Array) -> tuple[Float64Array, Float64Array]:
         """Return the number and the sum of the values below each boundary."""
         positions = np.searchsorted(means, boundaries)
         return counts_below[positions].astype(np.float64), sums_below[positions]
@@ -436,7 +445,7 @@ def ifmr_streaming(histogram: IfmrHistogram, params: IfmrParams | None = None) -
     candidates = make_candidates(np.float32(hi), np.float32(lo), params)
     squares = float((sums * means).sum())
     losses = staircase_losses(
-        count_below, float(histogram.total), float(sums_below[-1]), squares, candidates
+        count_and_sum_below, float(histogram.total), float(sums_below[-1]), squares, candidates
     )
     return best_scale(candidates, losses, float(np.float32(lo)), params)
 
@@ -447,13 +456,15 @@ def _initial_range(
     cumulative_counts: Int64Array,
     params: IfmrParams,
 ) -> tuple[float, float]:
-    """Return the ends of the initial range, as `kth_value` does, to the mean of a bin.
+    """Return (lower end, upper end) of the range that holds the percentiles of the values, and 0.
+
+    An end is the extreme of the values, or else the mean of the bin that has the percentile.
 
     Args:
-        histogram: the counted values; its extremes are exact.
+        histogram: the counted values.
         means: mean of each occupied bin, ascending.
         cumulative_counts: number of values up to and including each of these bins.
-        params: have the percentiles.
+        params: parameters of the search, with the percentiles.
     """
     lo = histogram.minimum
     hi = histogram.maximum
