@@ -67,7 +67,7 @@ def _has_zero_hole(data: bytes) -> bool:
 
     False for a progressive JPEG and one of several scans: there a scan may consist of zeros.
     """
-    # number of a Huffman table for AC coefficients -> what its code of zero bits only means
+    # number of a Huffman table for AC coefficients -> symbol whose code has zero bits only
     zero_symbol_by_table: dict[int, int] = {}
     is_sequential = False  # whether its frame is of the Huffman-coded kind, not progressive
     for marker, marker_offset, body in jpeg_segments(data):

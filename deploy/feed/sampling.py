@@ -240,7 +240,7 @@ class ChosenSamples:
         self._last_pass = self.indices
         self.skip_reasons = dict(skipped)
         self.share = share
-        self._counted = 0, 0  # numbers of good samples and of entries, as `count_entries` left off
+        self._counts_so_far = 0, 0  # of good samples and of entries, where `count_entries` left off
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -306,7 +306,7 @@ class ChosenSamples:
     def skip(self, index: int, reason: str) -> None:
         """Skip the sample with this index in the source."""
         self.skip_reasons[index] = reason
-        self._counted = 0, 0
+        self._counts_so_far = 0, 0
 
     def indices_of(self, share: Share) -> Sequence[int]:
         """Return the indices of a share of the samples."""
@@ -319,14 +319,14 @@ class ChosenSamples:
         """
         if not self.skip_reasons:
             return number
-        good_count, entry_count = self._counted
+        good_count, entry_count = self._counts_so_far
         if good_count >= number:
             good_count = 0
             entry_count = 0
         while good_count < number:
             good_count += self.indices[entry_count] not in self.skip_reasons
             entry_count += 1
-        self._counted = good_count, entry_count
+        self._counts_so_far = good_count, entry_count
         return entry_count
 
     def last_pass_indices(self, start: int, stop: int) -> Iterator[int]:
@@ -336,14 +336,14 @@ class ChosenSamples:
     def use_sampling_order(self) -> None:
         """Change to low-discrepancy order: the first n samples are spread over the source."""
         self.indices = self._last_pass = _compact(to_sampling_order(self.indices))
-        self._counted = 0, 0
+        self._counts_so_far = 0, 0
 
     def keep_first(self, count: int) -> None:
         """Drop all but the first `count` samples, and restore the order of the source."""
         self.indices = _compact(sorted(self.indices[:count]))
         for index in self.skip_reasons.keys() - set(self.indices):
             del self.skip_reasons[index]
-        self._counted = 0, 0
+        self._counts_so_far = 0, 0
 
 
 def _compact(indices: Iterable[int]) -> Sequence[int]:

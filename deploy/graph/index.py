@@ -278,7 +278,7 @@ class Graph:
             is_read_in_subgraph = not subgraph_reads.isdisjoint(node.output)
             if node.op_type in _MOVING and is_read_in_subgraph:
                 moved_tensors.add(node.input[0])
-            # or nodes inside an If move it, which ONNX Runtime may put in place of the If
+            # ONNX Runtime may put the nodes inside an If in its place, where they move its captures
             elif has_subgraph(node) and _may_move_into_subgraph(node, is_read_in_subgraph):
                 moved_tensors |= _captured_by(node)
             subgraph_reads |= moved_tensors

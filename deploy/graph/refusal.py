@@ -137,9 +137,7 @@ def _find_first_conv_refusal(graph: Graph, node: onnx.NodeProto, placement: Plac
     # over one channel, the int8 kernel gathers every window, which costs more than it saves unless
     # there are many products or output channels
     reads_grey_picture = input_channels == 1 and len(window) > 1
-    is_slow_on_grey = (
-        reads_grey_picture and output_channels < _MIN_OF_GREY and products < _MIN_OF_GREY
-    )
+    is_slow_on_grey = reads_grey_picture and max(products, output_channels) < _MIN_OF_GREY
     # before a MaxPool that int8 nodes read, a float Conv would make the pool slower
     is_slower = saves_little or is_slow_on_grey
     if is_slower and not _feeds_int8_through_pool(graph, placement, node):
