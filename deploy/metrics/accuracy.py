@@ -156,11 +156,11 @@ class Comparison:
         reference = {name: reference[name] for name in names}
         candidate = {name: candidate[name] for name in names}
         batch = batch_length(feed, self._form.metric.declared.batch_inputs)
-        remaining_count = batch if count is None else min(batch, count - self._samples)
+        compared_count = batch if count is None else min(batch, count - self._samples)
         samples = split_batches(batch, feed, reference, candidate)
-        for sample in islice(samples, remaining_count):
+        for sample in islice(samples, compared_count):
             self._count(*sample)
-        self._samples += remaining_count
+        self._samples += compared_count
 
     def _count(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         """Add a sample to the errors of outputs and slices, and to every tally."""
@@ -213,6 +213,7 @@ class Comparison:
             set_task=form.metric.task,
             silent=is_silent,
             alike=self._alike.alike and self._alike.has_floats,
+            # output of a state -> the input that takes it in the next call
             carried={output: state for state, output in form.metric.declared.states.items()},
             problems=tuple(_find_problems(outputs, self._samples, form.lists)),
         )

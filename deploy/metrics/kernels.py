@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-import numpy as np
-
 from deploy.errors import ConfigError
 from deploy.machine import AcceleratorInfo
 from deploy.metrics.latency import Feeds, percentile
@@ -129,7 +127,7 @@ def _p50_per_inference(times_ms: Sequence[float], runs: int) -> float:
     executions_per_run = max(len(times_ms) // runs, 1)
     # a kernel inside an If may have run in warm-up only
     counted_ms = times_ms[_WARMUP_RUNS * executions_per_run :] or times_ms
-    return executions_per_run * percentile(np.sort(np.asarray(counted_ms, np.float64)), 50)
+    return executions_per_run * percentile(sorted(counted_ms), 50)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

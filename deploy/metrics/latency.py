@@ -37,7 +37,7 @@ import numpy as np
 
 from deploy.errors import ConfigError
 from deploy.metrics import DURATION_S
-from deploy.tasks.rows import Floats, Outputs
+from deploy.tasks.rows import Outputs
 from deploy.tensors import Session
 from deploy.terminal import timed_phase
 
@@ -116,18 +116,18 @@ class Timing:
     @classmethod
     def of(cls, samples_ms: Sequence[float]) -> Timing:
         """Summarize at least one sample, one per iteration."""
-        values = np.sort(np.asarray(samples_ms, np.float64))
-        mean = float(values.mean())
+        values = sorted(samples_ms)
+        mean = float(np.mean(values))
         return cls(
-            min=float(values[0]),
-            max=float(values[-1]),
+            min=values[0],
+            max=values[-1],
             mean=mean,
-            median=float(np.median(values)),
+            median=statistics.median(values),
             p50=percentile(values, 50),
             p90=percentile(values, 90),
             p95=percentile(values, 95),
             p99=percentile(values, 99),
-            cv_percent=100 * float(values.std()) / mean if mean > 0 else 0.0,
+            cv_percent=100 * float(np.std(values)) / mean if mean > 0 else 0.0,
         )
 
 
@@ -244,7 +244,7 @@ def _stretch_ratios(rival_ms: Sequence[float], engine_ms: Sequence[float]) -> li
     return ratios if stretch_count < _STRETCHES else ratios[1:-1]
 
 
-def percentile(ordered_ms: Floats, percent: int) -> float:
+def percentile(ordered_ms: Sequence[float], percent: int) -> float:
     """Return trtexec's percentile: the slowest sample after the floor((1 - p) * n) slowest.
 
     `ordered_ms`: n samples, ascending. The number is counted in integers, so that 10 % of 10
@@ -252,7 +252,7 @@ def percentile(ordered_ms: Floats, percent: int) -> float:
     """
     n = len(ordered_ms)
     dropped_count = (100 - percent) * n // 100
-    return float(ordered_ms[max(n - 1 - dropped_count, 0)])
+    return ordered_ms[max(n - 1 - dropped_count, 0)]
 
 
 def measure(

@@ -115,13 +115,12 @@ class RunningError:
         candidate = candidate.reshape(-1)
         sample_sums, max_error = _pair_sums(reference, candidate)
         if not np.isfinite(sample_sums).all():
-            reference_is_finite = np.isfinite(reference).all()
-            candidate_is_finite = np.isfinite(candidate).all()
-            self.not_finite[0] += not reference_is_finite
-            self.not_finite[1] += not candidate_is_finite
-            if not reference_is_finite or not candidate_is_finite:
+            has_nonfinite = [not np.isfinite(values).all() for values in (reference, candidate)]
+            self.not_finite[0] += has_nonfinite[0]
+            self.not_finite[1] += has_nonfinite[1]
+            if any(has_nonfinite):
                 return
-            # all values are finite, but their squares overflow: the figures become Inf or NaN
+            # else all values are finite, but their squares overflow: figures become Inf or NaN
         self.sums += sample_sums
         # None: the sum is not wanted. It begins as a single 0; a sample whose size differs from the
         # first is not added
@@ -268,7 +267,7 @@ def find_change(output: str, samples: Arrays, inputs: Sequence[Outputs]) -> Outp
             db = _unchanged_input_db(samples, [sample[name] for sample in inputs], resize)
             if db > best_db:
                 best_db = db
-                change = OutputSlice(output=output, subtracted=name, resize=resize)
+                change = OutputSlice(output, subtracted=name, resize=resize)
     if best_db < GIVEN_BACK_DB or best_db > ROUNDING_DB:
         return None  # the output is another one than the input, or differs by rounding alone
     return change

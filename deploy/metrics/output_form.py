@@ -124,7 +124,7 @@ def derive_form(
     # slice that is measured -> the mean that is subtracted from it first, if any
     mean_by_slice = _choose_slices(task, uncovered, first_samples, samples)
     parts = tuple(mean_by_slice)
-    complete_outputs = tuple(OutputSlice(output=name) for name in reference_outputs[0])
+    complete_outputs = tuple(OutputSlice(name) for name in reference_outputs[0])
     if not parts and task is None:  # all outputs are integers: complete outputs, equal or not
         parts = complete_outputs
     return OutputForm(

@@ -96,11 +96,11 @@ def _propose_lists(samples: FirstSamples) -> Iterator[RowDecoder]:
     boxes. Lists in several outputs come before those in one.
     """
     shapes = {name: samples.outputs[0][name].shape for name in samples.output_names}
-    tables = {name: shape for name, shape in shapes.items() if len(shape) > 1}
-    for name, shape in tables.items():
+    table_shapes = {name: shape for name, shape in shapes.items() if len(shape) > 1}
+    for name, shape in table_shapes.items():
         yield from _propose_several_outputs(name, shape[-1], shapes)
-    for name, shape in tables.items():
-        if np.prod(shape[:-2]) == 1:
+    for name, shape in table_shapes.items():
+        if np.prod(shape[:-2]) == 1:  # one list a sample
             yield from _propose_one_output(name, shape[-1])
 
 
@@ -134,13 +134,13 @@ def _propose_one_output(name: str, width: int) -> Iterator[RowDecoder]:
     """
     if width < _MIN_WIDTH:
         return
-    for corner, score, class_number in _ROW_COLUMNS.get(width, (_USUAL_COLUMNS,)):
+    for first_corner, score, class_number in _ROW_COLUMNS.get(width, (_USUAL_COLUMNS,)):
         decoder = _list_decoder(
-            Columns(name, LIST, corner, corner + 4),
+            Columns(name, LIST, first_corner, first_corner + 4),
             Columns(name, LIST, score, score + 1),
             Columns(name, LIST, class_number, class_number + 1),
         )
-        if width > _MIN_WIDTH and corner == 0:
+        if width > _MIN_WIDTH and first_corner == 0:
             # seven numbers are a rotated box, its score, its class and its angle
             coding = "centre" if width == 7 else "corners"
             shape_columns = (Columns(name, LIST, _MIN_WIDTH),)
@@ -214,10 +214,10 @@ def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
     if len(shapes) > 1:
         return slices
     if scores.layout == LIST_NUMBERS:
-        slices[scores.output] = (OutputSlice(output=scores.output),)
+        slices[scores.output] = (OutputSlice(scores.output),)
     elif len(shapes.pop()) > 2:  # a list without a batch, [K, 6], would be read as K samples
         stop = scores.start + 1
-        column = OutputSlice(output=scores.output, axis=-1, start=scores.start, stop=stop)
+        column = OutputSlice(scores.output, axis=-1, start=scores.start, stop=stop)
         slices[scores.output] = (column,)
     return slices
 

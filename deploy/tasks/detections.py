@@ -187,23 +187,23 @@ def box_areas(boxes: Floats) -> Floats:
 def suppress_overlaps(detections: Detections, iou: float = IOU) -> Detections:
     """Return the boxes that are left by greedy non-maximum suppression, per class.
 
-    The first box is kept, those of its class that overlap it by more than `iou` are dropped, and
-    so on.
+    The best box is kept, and those of its class that overlap it by more than `iou` are dropped.
+    This is repeated with the boxes that remain.
 
     Args:
         detections: of one sample, the best score first.
         iou: intersection over union.
     """
-    best_boxes: list[int] = []
-    remaining = np.arange(len(detections.scores))
+    kept_indices: list[int] = []
+    remaining = np.arange(len(detections.scores))  # indices of boxes, the best first
     while remaining.size:
-        best = remaining[0]
+        best = int(remaining[0])
         remaining = remaining[1:]
-        best_boxes.append(int(best))
+        kept_indices.append(best)
         ious = box_ious(detections.boxes[best : best + 1], detections.boxes[remaining])[0]
         is_same_class = detections.classes[remaining] == detections.classes[best]
         remaining = remaining[~((ious > iou) & is_same_class)]
-    return detections.at(np.array(best_boxes, np.int64))
+    return detections.at(np.array(kept_indices, np.int64))
 
 
 def match_detections(reference: Detections, candidate: Detections) -> list[tuple[int, int]]:

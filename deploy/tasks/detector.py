@@ -282,11 +282,10 @@ class RowDecoder:
             scores, classes = self._read_best(outputs)
             # few rows are likely objects: only these are decoded
             rows = np.flatnonzero(scores > MIN_BOX_SCORE)
-            # boxes cannot be decoded: squares that overlap none of another row stand for them, so
-            # that detections are matched by row
-            corners, shapes = anchor_squares(rows), None
             if self.coding:
                 corners, shapes = self._decode(rows, len(scores), image_size(inputs), outputs)
+            else:  # squares that only overlap that of the same row, so that rows are matched
+                corners, shapes = anchor_squares(rows), None
         except OtherShapeError:
             return NO_DETECTIONS
         return Detections.of(corners, scores[rows], classes[rows], shapes)

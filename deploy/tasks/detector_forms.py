@@ -7,6 +7,7 @@ all over the picture. So no form needs strides.
 """
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -289,12 +290,11 @@ def _propose_separate(tables: Sequence[_RowTable], samples: FirstSamples) -> Ite
     of rows. All levels are proposed as one decoder.
     """
     # number of rows -> output -> its table
-    tables_by_row_count: dict[int, dict[str, _RowTable]] = {}
+    tables_by_row_count: defaultdict[int, dict[str, _RowTable]] = defaultdict(dict)
     for table in tables:
         # anchor maps hold boxes and scores in one output; a single row is no list of candidates
         if table.row_count > 1 and table.columns.layout != ANCHOR_MAP:
-            table_by_output = tables_by_row_count.setdefault(table.row_count, {})
-            table_by_output.setdefault(table.columns.output, table)
+            tables_by_row_count[table.row_count].setdefault(table.columns.output, table)
 
     levels: list[RowDecoder] = []
     paired_outputs: set[str] = set()
@@ -703,7 +703,7 @@ def slice_detector(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput
         column_count = samples.outputs[0][name].shape[axis]
         slices[name] = ()
         for start, stop in itertools.pairwise(sorted([*starts, column_count])):
-            slices[name] += (OutputSlice(output=name, axis=axis, start=start, stop=stop),)
+            slices[name] += (OutputSlice(name, axis, start, stop),)
     return slices
 
 
@@ -711,11 +711,11 @@ def _slice_separate_outputs(decoder: RowDecoder, samples: FirstSamples) -> Slice
     """Return output -> its slice, the complete output; boxes and key points with their weights."""
     slices: SlicesByOutput = {}
     for columns in (*decoder.scores, *decoder.gates):
-        slices[columns.output] = (OutputSlice(output=columns.output),)
+        slices[columns.output] = (OutputSlice(columns.output),)
     weights = [*_find_weights(decoder, samples)]
     for columns_of_levels in (decoder.box_columns, decoder.shape_columns):
         for columns, weight in zip(columns_of_levels, weights, strict=False):
-            slices[columns.output] = (OutputSlice(output=columns.output, cell_scores=weight),)
+            slices[columns.output] = (OutputSlice(columns.output, cell_scores=weight),)
     return slices
 
 
@@ -738,6 +738,4 @@ def _find_weights(decoder: RowDecoder, samples: FirstSamples) -> Iterator[Output
         axis: int | None = -1 if columns.layout == ROWS else 1
         if samples.outputs[0][columns.output].ndim == 2 and columns.layout == COLUMNS:
             axis = None  # [1, A] has one number a row, and no axis of columns
-        yield OutputSlice(
-            output=columns.output, axis=axis, start=start, stop=stop, activation=activation
-        )
+        yield OutputSlice(columns.output, axis=axis, start=start, stop=stop, activation=activation)

@@ -254,9 +254,11 @@ class TaskTally(ABC, Generic[T]):
         )
 
     def share(self, figure: str, text: str) -> TaskFigure:
-        """Return a figure that is a share, of FP32's things or samples that the candidate keeps.
+        """Return a figure that is the share of FP32's things or samples that the candidate keeps.
 
-        `text`: what they are.
+        Args:
+            figure: name of the figure.
+            text: what is kept, such as "boxes of FP32 kept".
         """
         count = f"{self.kept} of {self.total}"
         return self.figure(figure, self.kept / self.total, count, f"{count} {text}")

@@ -149,7 +149,7 @@ def find_keypoints(samples: FirstSamples) -> Points | None:
     size = samples.picture_size
     if size is None:
         return None
-    outputs = [OutputSlice(output=name) for name in samples.float_outputs]
+    outputs = [OutputSlice(name) for name in samples.float_outputs]
     # output of points -> output with a score of each point
     scores_by_slice = find_cell_scores(outputs, samples)
 
@@ -176,13 +176,11 @@ def _slice_points(name: str, values: Arrays, scores: OutputSlice | None) -> Slic
     """Return the slices of points that scores weight: the third of their numbers, or `scores`."""
     third = np.concatenate([value[..., 2:3].reshape(-1) for value in values])
     if not is_vector(values[0]) and are_in_unit_range(third) and third.max() > 0:
-        own_scores = OutputSlice(output=name, axis=-1, start=2, stop=3)
-        return {
-            name: (OutputSlice(output=name, axis=-1, stop=2, cell_scores=own_scores), own_scores)
-        }
+        own_scores = OutputSlice(name, axis=-1, start=2, stop=3)
+        return {name: (OutputSlice(name, axis=-1, stop=2, cell_scores=own_scores), own_scores)}
     if scores is None:
         return {}
-    return {name: (OutputSlice(output=name, cell_scores=scores),)}
+    return {name: (OutputSlice(name, cell_scores=scores),)}
 
 
 def _find_point_width(values: Arrays, size: ImageSize) -> int:
@@ -322,13 +320,16 @@ def find_simcc(samples: FirstSamples) -> SimccPoints | None:
     if len(names) != 2 or len(samples.names) != 2 or size is None:
         return None
     height, width = size
-    for columns, rows in itertools.permutations(names):
-        columns_shape = samples.outputs[0][columns].shape
-        if len(columns_shape) != 3:
+    # either output may be that of the columns
+    for column_output, row_output in itertools.permutations(names):
+        shape = samples.outputs[0][column_output].shape
+        row_shape = samples.outputs[0][row_output].shape
+        if len(shape) != 3:
             continue
-        count = columns_shape[1]
-        steps = columns_shape[2] / width  # r, which must be equal on both axes
-        rows_shape = (columns_shape[0], count, steps * height)
-        if count >= MIN_COUNT and steps >= 1 and samples.outputs[0][rows].shape == rows_shape:
-            return SimccPoints((columns, rows), count, max_distance=MAX_SIMCC_PIXELS * steps)
+        count = shape[1]
+        steps = shape[2] / width  # r, which must be equal on both axes
+        has_equal_steps = row_shape == (shape[0], count, steps * height)
+        if count >= MIN_COUNT and steps >= 1 and has_equal_steps:
+            max_distance = MAX_SIMCC_PIXELS * steps
+            return SimccPoints((column_output, row_output), count, max_distance=max_distance)
     return None

@@ -166,6 +166,7 @@ def find_segmentation(samples: FirstSamples) -> Pixels | None:
         for axis, maps in _read_layouts(values):
             if not _are_class_scores(maps, samples.inputs, fits_picture=axis == -1):
                 continue
+            # beside other outputs, a map of one class may be the background of a detector
             if len(samples.names) == 1 or _have_several_classes(maps):
                 return Pixels(name, maps[0].shape[1], axis)
     return None

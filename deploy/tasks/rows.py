@@ -47,7 +47,7 @@ def split_batch(arrays: Outputs, batch: int) -> list[dict[str, Array]]:
     """Split arrays of a batch into arrays of one sample each, with a batch of 1.
 
     The batch is the first dimension, or the second of sequences [T, N, C]. A list may have the
-    number of the sample in its first column. Each sample has all of any other array.
+    number of the sample in its first column. Any other array belongs to every sample as a whole.
     """
     samples = []
     for index in range(batch):
@@ -63,6 +63,7 @@ def split_batches(batch: int, *arrays: Outputs) -> Iterator[tuple[dict[str, Arra
 
 
 def _take_row(value: Array, index: int, batch: int) -> Array:
+    """Return what an array of a batch holds for one sample; all of it if it has no batch."""
     if value.ndim > 0 and value.shape[0] == batch:
         return value[index : index + 1]
     if value.ndim > 2 and value.shape[1] == batch:

@@ -202,8 +202,8 @@ def fit_text(name: str, samples: FirstSamples, axes: Sequence[int] = (-1, 1)) ->
             continue
         symbol_count = tables[0].shape[1]
         best = np.concatenate([steps.argmax(axis=1) for steps in tables])
-        is_last = np.mean(best == symbol_count - 1) > np.mean(best == 0)
-        blank = symbol_count - 1 if is_last else 0
+        is_blank_last = np.mean(best == symbol_count - 1) > np.mean(best == 0)
+        blank = symbol_count - 1 if is_blank_last else 0
         # only CTC's text has blanks between symbols; there equal steps in a row are one symbol
         is_ctc = any(_has_symbol_after_blank(steps, blank) for steps in tables)
         return Text(name, symbol_count, blank, axis, merged=is_ctc)
@@ -238,12 +238,12 @@ def _has_symbol_after_blank(steps: Array, blank: int) -> bool:
     return bool((is_blank[:-1] & ~is_blank[1:]).any())
 
 
-def _is_blank(blank: int, samples: Arrays) -> bool:
+def _is_blank(blank: int, tables: Arrays) -> bool:
     """Whether a symbol is CTC's blank: it is frequent, and others last few steps between blanks.
 
-    `samples`: scores of the symbols at each step, [T, C], of each sample.
+    `tables`: scores of the symbols at each step, [T, C], of each sample.
     """
-    best_symbols = [steps.argmax(axis=1) for steps in samples]
+    best_symbols = [steps.argmax(axis=1) for steps in tables]
     # the steps of all samples one after the other, with a blank before each sample
     symbols = np.concatenate([np.insert(sample, 0, blank) for sample in best_symbols])
     previous = symbols[:-1]
@@ -266,13 +266,15 @@ def _are_symbol_scores(steps: Array) -> bool:
     return bool(has_both_signs and confidence > MIN_CONFIDENCE)
 
 
-def _has_input_per_step(samples: Arrays, first_samples: FirstSamples) -> bool:
+def _has_input_per_step(tables: Arrays, samples: FirstSamples) -> bool:
     """Whether an input is tokens, or has as many steps, or values a step, as the scores.
 
     CTC has fewer steps than its input, which is a picture or sound.
+
+    `tables`: scores of the symbols at each step, [T, C], of each sample.
     """
-    step_count, symbol_count = samples[0].shape
-    for value in first_samples.inputs[0].values():
+    step_count, symbol_count = tables[0].shape
+    for value in samples.inputs[0].values():
         if value.ndim > 3:
             continue
         are_tokens = value.dtype.kind in "iu" and value.size >= MIN_COUNT

@@ -40,22 +40,22 @@ _MAX_ROWS = 1024  # of an output that is split
 
 
 def form_samples(inputs: Outputs, outputs: Outputs) -> int:
-    """Return how many samples the form of outputs is derived from, by those of one sample.
+    """Return from how many samples the form of outputs is derived, by the arrays of one sample.
 
-    Outputs of few values need more samples, and so does a single value beside larger outputs: only
-    these show that a value is a probability, near 0 in some samples and near 1 in others. Large
-    arrays limit them, since all are in memory at once.
+    Outputs of few values need more samples, and so does a single value beside larger outputs: few
+    samples do not show that a value is a probability, near 0 in some and near 1 in others. All
+    samples are in memory at once, so there are fewer of large arrays.
     """
     has_single = any(value.size <= 1 and value.dtype.kind == "f" for value in outputs.values())
     max_size = max((value.size for value in outputs.values()), default=0)
     if not has_single and max_size > MIN_ROW_VALUES:
         return FORM_SAMPLES
     total = sum(value.size for value in (*inputs.values(), *outputs.values()))
-    fitting = _MAX_SAMPLE_VALUES // max(total, 1)
-    return max(FORM_SAMPLES, min(FORM_SAMPLES_OF_FEW, fitting))
+    max_count = _MAX_SAMPLE_VALUES // max(total, 1)
+    return max(FORM_SAMPLES, min(FORM_SAMPLES_OF_FEW, max_count))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class OutputSlice:
     """A slice of an output, the complete output, or its difference from an input or its mean.
 
@@ -190,8 +190,8 @@ def split_output(output: str, samples: Arrays) -> tuple[OutputSlice, ...]:
             continue
         spans = [*_split_spans(rows, 0, len(rows.peak))]
         if len(spans) > 1:
-            return tuple(OutputSlice(output=output, axis=axis, start=a, stop=b) for a, b in spans)
-    return (OutputSlice(output=output),)
+            return tuple(OutputSlice(output, axis, start, stop) for start, stop in spans)
+    return (OutputSlice(output),)
 
 
 @dataclass(frozen=True, slots=True)

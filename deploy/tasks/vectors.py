@@ -201,7 +201,7 @@ def find_ranked(samples: FirstSamples) -> Classes | None:
         is_ranking = value.size == 1 or samples.declared.ends.get(name) == "ranked"
         if not is_ranking or not value.ndim or value.dtype.kind not in "iu":
             continue
-        parts: SlicesByOutput = {other: (OutputSlice(output=other),) for other in names}
+        parts: SlicesByOutput = {other: (OutputSlice(other),) for other in names}
         parts[name] = ()  # the other output is its scores
         return Classes((name,), (value.size,), are_numbers=True, parts=parts)
     return None
@@ -236,9 +236,10 @@ def find_classes(samples: FirstSamples) -> Classes | None:
         candidates[name] = rows
 
     names = [name for name, rows in candidates.items() if are_probabilities_or_logs(rows)]
-    are_all_vectors = len(vectors) == len(samples.names)
-    allows_others = bool(names) and samples.has_pictures and are_all_vectors
-    names = names or _find_raw_scores(candidates, samples)
+    allows_others = samples.has_pictures and len(vectors) == len(samples.names)
+    if not names:
+        names = _find_raw_scores(candidates, samples)
+        allows_others = False
     has_others = len(names) < len(samples.names)
     if not names or (has_others and not allows_others):
         return None

@@ -106,7 +106,7 @@ def find_temperatures(
     """Return {output of a Softmax that is certain: (temperature, axis of the classes)}."""
     temperatures = {}
     for part in form.parts:
-        if part != OutputSlice(output=part.output):  # a part of an output is no Softmax
+        if part != OutputSlice(part.output):  # a part of an output is no Softmax
             continue
         arrays = [sample_outputs[part.output] for sample_outputs in outputs]
         for axis in (1, -1):
