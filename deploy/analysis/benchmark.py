@@ -115,13 +115,13 @@ def bench(
         SdkMissingError: the runtime is not installed.
         FeedError: images that do not fit.
     """
-    _refuse_objects(engine, against)
-    sources = _list_sources(engine, against, targets)
+    _refuse_models_in_memory(engine, against)
+    sources = _list_sources(engine, against, targets)  # label -> model file and its runtime
     if runtime == "openvino":
         sources = _add_openvino(sources)
     metric = make_metric(None, task)
-    has_comparison = images is not None and len(sources) > 1
-    if metric.is_set and not has_comparison:
+    compares_outputs = images is not None and len(sources) > 1
+    if metric.is_set and not compares_outputs:
         raise ConfigError("a task is judged on --images, against another model; give both")
     _refuse_unused_targets(targets, sources)
 
@@ -143,8 +143,9 @@ def bench(
         notes = preprocessing_notes(feed)
         accuracies = _compare_outputs(engines, feed, metric)
 
-    # the smallest first; without batches, None for the model's own size
-    batch_sizes: list[int | None] = [*sorted(set(batches))] or [None]
+    batch_sizes: list[int | None] = [*sorted(set(batches))]  # the smallest first
+    if not batch_sizes:
+        batch_sizes = [None]  # the model's own
     latencies_by_batch: dict[int | None, dict[str, Latency]] = {}
     for batch in batch_sizes:
         latencies_by_batch[batch] = _measure_batch(
@@ -172,7 +173,7 @@ def bench(
             kernels.get(label, ()),
         )
         rows.append(row)
-    if len(rows) > 1:
+    if len(rows) > 1:  # the others are compared with the first
         rows[0] = replace(rows[0], reference=True)
     file_names = dict.fromkeys(loaded_engine.path.name for loaded_engine in engines.values())
     return Report(
@@ -193,14 +194,15 @@ def _make_row(
     """Return the report's row of an engine; its latency is that of the smallest batch.
 
     Args:
-        label: of the engine.
+        label: name of the engine in the report.
         engine: the engine.
         latencies_by_batch: batch size (the smallest first; None for the model's own) -> label of an
             engine -> its latency.
-        accuracy: of the engine; None for the reference, or without images.
-        kernels: of the engine, with their times; () if they were not timed.
+        accuracy: accuracy of the engine; None for the reference, or without images.
+        kernels: kernels of the engine, with their times; () if they were not timed.
     """
-    latency_by_label = next(iter(latencies_by_batch.values()))
+    latency_by_label = next(iter(latencies_by_batch.values()))  # at the smallest batch
+    engine_layers = read_engine_layers(engine.session)  # what the runtime made of the model
     return EngineRow(
         label=label,
         path=str(engine.path),
@@ -211,7 +213,7 @@ def _make_row(
         sweep=_make_batch_rows(label, latencies_by_batch),
         kernels=kernels,
         accuracy=accuracy,
-        ran=compare_with_plan(read_engine_layers(engine.session)),
+        ran=compare_with_plan(engine_layers),
         notes=tuple(_output_notes(accuracy)),
     )
 
@@ -230,19 +232,27 @@ def _open_images(
 def _compare_outputs(
     engines: Mapping[str, _LoadedEngine], feed: Feed, metric: Metric
 ) -> dict[str, Accuracy]:
-    """Return label of the second of two engines -> its accuracy; {} for a single engine.
+    """Compare the outputs of two engines on images.
 
-    `metric`: the user's task; what the model files declare of their outputs is added here.
+    Args:
+        engines: label -> engine; the first of two is the reference.
+        feed: the images.
+        metric: the user's task. What the model files declare of their outputs is added here.
+
+    Returns:
+        label of the second engine -> its accuracy; {} for a single engine.
     """
     if len(engines) < 2:
         return {}
     from deploy.pipeline.evaluate import compare_sessions  # imports much else
 
-    (_, reference), (label, candidate) = engines.items()
+    reference, candidate = engines.values()
+    candidate_label = list(engines)[1]
     declaration = _read_declaration(engines.values())
     declaration = replace(declaration, batch_inputs=batch_inputs(feed.specs))
     metric = replace(metric, declared=declaration)
-    return {label: compare_sessions(reference.session, candidate.session, feed, metric)}
+    accuracy = compare_sessions(reference.session, candidate.session, feed, metric)
+    return {candidate_label: accuracy}
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,12 +279,12 @@ class _LoadedEngine(_EngineSource):
     load_ms: float
 
 
-def _refuse_objects(*files: object) -> None:
-    """Refuse models in memory."""
-    for file in files:
-        if not isinstance(file, str | Path | None):
+def _refuse_models_in_memory(*models: object) -> None:
+    """Refuse models that are not files; None is allowed."""
+    for model in models:
+        if not isinstance(model, str | Path | None):
             raise ConfigError(
-                f"what is measured is a file, got an object of class {type(file).__name__}; store"
+                f"what is measured is a file, got an object of class {type(model).__name__}; store"
                 " it first: onnx.save(model, path), of a PyTorch module the one that"
                 " calib8.torch.export(module, [example_input]) makes"
             )
@@ -283,11 +293,13 @@ def _refuse_objects(*files: object) -> None:
 def _list_sources(
     engine: Path | str, against: Path | str | None, targets: Sequence[Target]
 ) -> dict[str, _EngineSource]:
-    """Return label -> engine, the reference first; a label is the file name if that is unique.
+    """Return label -> model file with the runtime that opens it, the reference first.
+
+    A label is the name of the file, or its path if both files have the same name.
 
     Args:
         engine: file of the engine.
-        against: file of the reference; None without.
+        against: file of the reference; None to measure the engine alone.
         targets: targets with options, which open the files of their suffixes.
     """
     paths = [Path(engine)]
@@ -296,19 +308,22 @@ def _list_sources(
     if len(set(paths)) < len(paths):
         raise ConfigError(f"--against needs another model than the engine, got {paths[0]} twice")
 
-    names = {path.name for path in paths}
+    has_unique_names = len({path.name for path in paths}) == len(paths)
     sources = {}
     for path in paths:
-        label = path.name if len(names) == len(paths) else str(path)
+        label = path.name if has_unique_names else str(path)
         sources[label] = _EngineSource(path, find_target(path, targets))
     return sources
 
 
 def find_target(path: Path, targets: Sequence[Target]) -> Target:
-    """Return the target whose engines have the file's suffix, with the user's options if given.
+    """Return the target whose engines have the file's suffix; ONNX Runtime for any other suffix.
 
-    ONNX Runtime for any other suffix: opening the file reports what is wrong. `targets`: those with
-    options.
+    Opening a file that ONNX Runtime cannot read reports what is wrong.
+
+    Args:
+        path: the file.
+        targets: targets with the user's options, which go before those with the defaults.
     """
     default_targets = [target_class() for target_class in TARGETS.values()]
     matching_target: Target = OnnxRuntime()
@@ -404,15 +419,15 @@ def _refuse_unsupported(
     batches: Sequence[int],
     profile: bool,
 ) -> None:
-    """Refuse options that the sessions do not support.
+    """Refuse options that the engines do not support.
 
     Args:
         engines: label -> engine.
-        threads: the user's number of threads; None without.
-        batches: the user's batch sizes, which need an open batch.
+        threads: the user's number of threads; None if not set.
+        batches: the user's batch sizes; they need models whose batch size is open.
         profile: whether kernels are to be timed.
     """
-    # a session on the CPU has the user's number of threads; one on another device has none
+    # the sessions are open: one on the CPU has the user's number of threads, any other has none
     thread_counts = [engine.session.threads for engine in engines.values()]
     if threads is not None and threads not in thread_counts:
         raise ConfigError(
@@ -428,9 +443,13 @@ def _refuse_unsupported(
 def _choose_random_inputs(
     engines: Iterable[_LoadedEngine], specs: Sequence[TensorSpec], shapes: Shapes, seed: int
 ) -> tuple[MakeInputs, tuple[str, ...]]:
-    """Return a function that makes random inputs, and notes on their shapes.
+    """Return a function that makes random inputs (batch size -> inputs), and notes on their shapes.
 
-    `shapes`: those that the user set; others come from the build in the engine's folder.
+    Args:
+        engines: the engines; open dimensions come from the build in the folder of one.
+        specs: inputs of the engines.
+        shapes: input name -> dimensions that the user set.
+        seed: seed of the random values.
     """
     calibration_shapes = read_calibration_shapes((engine.path for engine in engines), specs)
     chosen_shapes: dict[str, Sequence[int]] = dict(shapes)
@@ -502,8 +521,12 @@ def _time_kernels(
     A kernel computes one node, or several that are fused. Profiling slows a session down, so each
     engine is opened once more for it.
 
-    `latency_by_label`: label -> latency of the engine, from which the number of profiled runs
-    follows.
+    Args:
+        engines: label -> engine.
+        inputs: the inputs to run.
+        latency_by_label: label -> latency of the engine, which decides the number of runs.
+        threads: threads of one inference on the CPU; None uses every core.
+        duration_s: seconds of runs for each engine.
     """
     kernels = {}
     for label, engine in engines.items():
@@ -519,9 +542,9 @@ def _time_kernels(
 
 
 def model_size(path: Path) -> int:
-    """Return the bytes of a model file that was loaded, and of the external data that it names.
+    """Return the size in bytes of a model file and of the external files with its weights.
 
-    A file in ONNX Runtime's own format names none.
+    A file that is no ONNX file (an engine) has no external files.
 
     Raises:
         ConfigError: the file does not exist.
@@ -530,7 +553,7 @@ def model_size(path: Path) -> int:
     total = len(data)
     try:
         model = onnx.load_model_from_string(data)
-    except Exception:  # DecodeError of protobuf: the file is in the runtime's own format
+    except Exception:  # DecodeError of protobuf: the file is no ONNX file
         return total
     external_files = set()  # several weights may lie in one file
     for tensor in filter(uses_external_data, model.graph.initializer):

@@ -126,8 +126,9 @@ def check(
         BackendError: no file of the build can be checked here.
         ModelError, FeedError: the float model or the images cannot be read.
     """
+    # the files to check, and the float model to compare them with
     dataset = to_dataset(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
-    dataset = replace(dataset, split="val")  # of a data.yaml, if the images are one
+    dataset = replace(dataset, split="val")  # if `images` is a data.yaml, which has several splits
     if against is not None:
         against, source = open_torch_module(against, dataset.source)
         dataset = replace(dataset, source=source)
@@ -137,6 +138,7 @@ def check(
         shipped = _read_engine(Path(path), against, targets)
     _refuse_unusable(shipped)
 
+    # run them on the images
     loaded = shipped.loaded
     labels = to_labels(labels)
     feed = loaded.open_samples(dataset, labels_by_folder=labels == BY_FOLDER)
@@ -155,7 +157,8 @@ def check(
         duration_s=duration_s,
         threads=worker_threads(threads),
     )
-    # the verdict states if the images are those that the build was calibrated with
+
+    # the report; its verdict says so if the images are those that the build was calibrated with
     if feed.manifest()["sha256"] == shipped.calibration_digest:
         figures = replace(figures, calibrated=ALL_CALIBRATED)
     if metric is None and shipped.metric:
@@ -202,13 +205,16 @@ def _read_build(
     against: Path | str | onnx.ModelProto | LoadedModel | None,
     targets: Sequence[Target],
 ) -> tuple[_ShippedFiles, Dataset]:
-    """Return (the files of a build, the images with the build's preprocessing).
+    """Read what a build left: its files to check, and how its images were prepared.
 
     Args:
         folder: output folder of the build, or its report.json.
         dataset: the user's images.
         against: the user's float model; None takes the one of the build.
         targets: targets with options; others use their defaults.
+
+    Returns:
+        (the files of the build, the user's images with the build's preprocessing).
     """
     build = read_stored_build(folder)
     verification = verify(build.path.parent)
@@ -216,12 +222,13 @@ def _read_build(
     request = report.request or RequestPart()
     loaded, reference_alerts = _load_reference(build, against, is_quantized=request.is_quantized)
     target_by_name = {target.name: target for target in targets}
-    chosen_targets: list[Target] = []
-    results = []
+    built_targets: list[Target] = []
+    results = []  # the files of each of these targets
     for part in report.targets:
-        if part.name in TARGETS:  # else it is of a newer calib8, or the report was edited
-            chosen_targets.append(target_by_name.get(part.name) or TARGETS[part.name]())
-            results.append(_stored_result(build, part, verification.changed))
+        if part.name not in TARGETS:  # it is of a newer calib8, or the report was edited
+            continue
+        built_targets.append(target_by_name.get(part.name) or TARGETS[part.name]())
+        results.append(_stored_result(build, part, verification.changed))
 
     task, metric = _read_task_and_metric(report)
     calibration_digest = ""
@@ -238,7 +245,7 @@ def _read_build(
     shipped = _ShippedFiles(
         title=f"calib8: the files of {build.name}, checked against {loaded.source or loaded.name}",
         loaded=loaded,
-        targets=tuple(chosen_targets),
+        targets=tuple(built_targets),
         results=tuple(results),
         folder=build.path.parent,
         gates=Gates(max_loss=request.max_loss, min_speedup=request.min_speedup),
@@ -275,10 +282,11 @@ def _load_reference(
     Args:
         build: the build.
         against: the user's float model; None takes the one that the build was compared with.
-        is_quantized: whether a Q/DQ model was built, whose float model is another file.
+        is_quantized: whether the build was made from a quantized model (Q/DQ), whose float model is
+            another file.
     """
     model = build.report.model
-    float_path = (build.options or {}).get("float")
+    float_path = (build.options or {}).get("float")  # what the build was compared with (--float)
     if against is None and float_path:
         float_path_here = path_near_report(float_path, build.path)
         if os.path.isfile(float_path_here):
@@ -291,7 +299,7 @@ def _load_reference(
         flag="--against",
     )
     if is_quantized and loaded.qdq is None:
-        # the manifest names the Q/DQ model, so a float model is rightly another file: no alert
+        # a float model was found. That it is not the Q/DQ model which was built needs no alert
         return loaded, ()
     alerts = list(model_notes(build.path, loaded))
     if against is None and float_path:  # neither the user nor this machine has that model
@@ -303,15 +311,15 @@ def _load_reference(
 
 
 def _stored_result(build: StoredBuild, part: TargetPart, changes: Mapping[str, str]) -> BuildResult:
-    """Return the files of a target that can be run, at their paths now.
+    """Return the files of a target that can be run, at their present paths.
 
-    They are its engine, its runnable model, which ONNX Runtime runs with the engine's numerics, and
-    its baselines, float engines for the comparison of speed. `error` says which file is missing, or
-    may not be as the build wrote it.
+    They are its engine; its runnable model, which ONNX Runtime runs with the engine's numerics; and
+    its baselines, float engines to compare the speed with. If a file is missing, or not as the
+    build wrote it, the field `error` of the result says so.
 
     Args:
         build: the build.
-        part: of the report, on this target.
+        part: what the report says of this target.
         changes: file of the build -> "is missing", or that it was changed.
     """
     result = BuildResult(target=part.name, error=part.error)
@@ -321,7 +329,7 @@ def _stored_result(build: StoredBuild, part: TargetPart, changes: Mapping[str, s
     engine: Path | None = None
     baselines = {}
     for row in build.report.engines:
-        is_float_model = row.reference  # the float model of the build, no file of a target
+        is_float_model = row.reference  # what all targets are compared with
         if row.target != part.name or is_float_model or row.path is None:
             continue
         path = path_in_build(row.path, build.path)
@@ -354,15 +362,15 @@ def _stored_result(build: StoredBuild, part: TargetPart, changes: Mapping[str, s
 def _find_changed(
     build: StoredBuild, part: TargetPart, changes: Mapping[str, str], run_files: Set[Path | None]
 ) -> str:
-    """Return which file of a target is not as the build wrote it, as text; "" if all are.
+    """Return which file of a target is not as the build wrote it, as text; "" if there is none.
 
-    A file that is run may differ, since its own figures are measured here. So may a script, which
-    users adapt. Any other file, such as the model that `atc` compiles, must be the build's, since
-    nothing measured here would show its change.
+    A file that is run may differ: it is measured here as it is. So may a script, which users adapt.
+    Any other file, such as the model that `atc` compiles, must be the build's: nothing that is
+    measured here would show its change.
 
     Args:
         build: the build.
-        part: of the report, on this target.
+        part: what the report says of this target.
         changes: file of the build -> "is missing", or that it was changed.
         run_files: the files that are run.
     """
@@ -390,10 +398,10 @@ def _read_engine(
     against: Path | str | onnx.ModelProto | LoadedModel | None,
     targets: Sequence[Target],
 ) -> _ShippedFiles:
-    """Return an engine and its float model as files to check; its suffix names the target.
+    """Return a single engine, which belongs to no build, and its float model as files to check.
 
     Args:
-        path: file of the engine.
+        path: file of the engine; its suffix names the target.
         against: the float model; None is refused.
         targets: targets with options, which open the files of their suffixes.
 
@@ -407,9 +415,9 @@ def _read_engine(
         )
     loaded = load_float_or_qdq(against)
     target = find_target(path, targets)
-    # the nodes of an ONNX file can be listed; any other engine counts as int8, by one decision
+    # of an ONNX file, the precision of each node can be read; any other engine counts as int8
     decisions: tuple[Decision, ...] = (_UNLISTED_INT8,)
-    if target.runs_here:
+    if target.runs_here:  # its engines are ONNX files, which ONNX Runtime runs on this machine
         decisions = _engine_decisions(path)
     if not any(decision.quantized for decision in decisions):
         raise ConfigError(
@@ -468,7 +476,7 @@ def _make_report(
         gates: the user's limits; a limit that is None is that of the build.
     """
     loaded = shipped.loaded
-    limits = shipped.gates
+    limits = shipped.gates  # those of the build, as far as the user set no others
     if gates.max_loss is not None:
         limits = replace(limits, max_loss=gates.max_loss)
     if gates.min_speedup is not None:

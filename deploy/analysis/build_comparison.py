@@ -138,13 +138,13 @@ def _summarize_engines(build: StoredBuild) -> Iterator[EngineSummary]:
             continue
         measured_targets.add(engine.target)
         if not engine.baseline:
-            yield _summarize(build, engine)
+            yield _summarize_engine(build, engine)
     for target in build.report.targets:
         if target.error and target.name not in measured_targets:
             yield EngineSummary(build=build.name, target=target.name, error=target.error)
 
 
-def _summarize(build: StoredBuild, engine: EngineRow) -> EngineSummary:
+def _summarize_engine(build: StoredBuild, engine: EngineRow) -> EngineSummary:
     """Return the figures of one int8 engine, as far as its build has them."""
     summary = EngineSummary(
         build=build.name,
@@ -157,8 +157,9 @@ def _summarize(build: StoredBuild, engine: EngineRow) -> EngineSummary:
         summary = replace(summary, effort=build.options.get("effort", _DEFAULT_EFFORT))
     if engine.latency is not None:
         summary = replace(summary, p50_ms=engine.latency.latency.p50)
+    # the float engines of the build that were measured too; the first is the main one
     rivals = find_rivals(build.report.engines, engine)
-    if rivals:  # measured float engines of the build, of which the first is the main one
+    if rivals:
         summary = replace(summary, speed_up=speed_over(rivals[0], engine))
     accuracy = engine.accuracy
     if accuracy is not None and (accuracy.parts or accuracy.outputs):
@@ -236,7 +237,7 @@ def _notes(builds: Sequence[StoredBuild]) -> Iterator[str]:
 
 
 def _cells(engine: EngineSummary) -> list[str]:
-    """Return an engine's cells under `_HEADS`; "" where unknown."""
+    """Return an engine's cells in the table of engines (`_HEADS`); "" where unknown."""
     level = ""
     if engine.error:
         level = figures.FAILED
@@ -257,7 +258,7 @@ def _cells(engine: EngineSummary) -> list[str]:
         engine.effort,
     ]
     for index, cell in enumerate(cells):
-        if cell == figures.NONE:
+        if cell == figures.NONE:  # the text that `figures` returns for an unknown number
             cells[index] = ""
     return cells
 

@@ -122,7 +122,7 @@ def verify(folder: Path | str) -> Verification:
     """
     path = Path(folder)
     try:
-        with atomic.lock_folder(path):  # a run that puts its files there is waited for
+        with atomic.lock_folder(path):  # waits for a run that is putting its files there
             if staging.has_unfinished_publication(path):
                 raise CacheError(
                     f"{path} must hold one build, got files of two: a run was killed while it put"
@@ -177,7 +177,7 @@ def _format_option(value: Any) -> str:
 
 
 def read_explanation(folder: Path) -> Explanation:
-    """Read the report and the plan of a build.
+    """Explain a build by its report and its plan, without running it.
 
     `folder`: output folder of the build, or its report.json.
 
@@ -214,9 +214,9 @@ def _read_plan(build: StoredBuild) -> tuple[PlanFile, str | None]:
 
 
 def path_in_build(reported_path: str, report: Path) -> Path:
-    """Return the path of a file of the build, in the report's folder even if that was moved.
+    """Return the path of a file of the build: next to the report, whatever folder the report names.
 
-    Another build may be at the path in the report by now.
+    The build may have been moved, and another one be at the path that the report names.
     """
     name = Path(reported_path).name
     record = report.parent / RECORDS / name
@@ -253,8 +253,8 @@ def load_float_model(
         report: path of the report.
         model: the user's model; None takes that of the report.
         shapes: texts such as "x=1x3x96x96", the input shapes that the build set in place of the
-            file's. A model in memory has its shapes already.
-        flag: the command's option that names the model.
+            file's. They are not set for a model in memory, which has them already.
+        flag: the command's option that names the model, for errors.
 
     Raises:
         ConfigError: no ONNX file is at the path in the report.
@@ -288,19 +288,21 @@ def model_notes(report: Path, loaded: LoadedModel) -> Iterator[str]:
 def with_stored_preprocess(dataset: Dataset, stored: Mapping[str, object], report: Path) -> Dataset:
     """Return images with the preprocessing of a build, changed by the options that the user set.
 
-    Arrays are fed as they are, so a dataset of arrays is returned unchanged. So is one whose
+    A dataset of arrays is returned unchanged, since arrays are not preprocessed. So is one whose
     preprocessing the user set completely.
 
     Args:
         dataset: images with the user's preprocessing, or some options of it.
         stored: the build's preprocessing, as JSON from its report; {} if it has none.
-        report: path of the report.
+        report: path of the report, for errors.
 
     Raises:
-        ConfigError: the report has no preprocessing of calib8.
+        ConfigError: the preprocessing in the report is not one that calib8 wrote.
     """
     user_options = {} if dataset.preprocess is None else dataset.preprocess
-    if not isinstance(user_options, Mapping) or not stored or _has_arrays(dataset):
+    if not isinstance(user_options, Mapping):  # a complete preprocessing
+        return dataset
+    if not stored or _has_arrays(dataset):
         return dataset
     try:
         preprocess = Preprocess.from_json(dict(stored))
@@ -331,16 +333,17 @@ def _explain_target(
     """Return the explanation of one target, without the user's images.
 
     Args:
-        target: of the report.
-        engine: its engine; None if none was measured.
+        target: what the report says of the target.
+        engine: what it says of the target's engine; None if no engine was measured.
         plan: the plan file of the build.
-        notes: of the build; those on repairs of this or any target are shown.
+        notes: notes of the report on all targets; those on repairs are shown.
     """
+    # a split says which nodes run in int8: the one that was built, and others that can be built;
+    # without a search, such as for a plan of the user's, they are those of the plan
     target_plan = plan.targets.get(target.name, TargetPlan())
-    # a split says which nodes run in int8: the one that was built, and others that can be built
     built_split = target_plan.settled
     front = tuple(split_rows(target_plan))
-    if target.search is not None:  # else no search was needed, such as for a plan of the user's
+    if target.search is not None:
         built_split = target.search.settled
         front = target.search.front
     explanation = TargetExplanation(
@@ -361,8 +364,9 @@ def _explain_target(
 
 
 def _add_engine(explanation: TargetExplanation, engine: EngineRow) -> TargetExplanation:
-    """Return the explanation of a target with the verdict and accuracy of its engine."""
-    # ONNX Runtime itself runs the engine, so its int8 kernels make the errors to explain
+    """Return the explanation of a target with the verdict and accuracy of its engine added."""
+    # `runnable` is the file that ONNX Runtime runs with the target's numerics. If it is the engine
+    # itself, ONNX Runtime is the target, whose int8 kernels make the errors to explain
     is_native = explanation.runnable is not None and engine.path == explanation.runnable
     explanation = replace(explanation, native=is_native)
     if engine.verdict is not None:
@@ -421,12 +425,13 @@ def _sort_by_sqnr(
 
 
 def _float_groups(nodes: Iterable[NodeRow]) -> Iterator[FloatNodeGroup]:
-    """Yield float nodes grouped by reason, those kept by a rule also by operator.
+    """Yield the nodes that stay float in groups with the same reason.
 
-    Groups kept in float because of their noise come first, the lowest SQNR before the others; then
-    those because of time, then the rest.
+    The kind of a reason is noise (found by a search), time (also by a search), consequence, or
+    rule. Groups come in this order, those by noise with the lowest SQNR first. Nodes that no search
+    kept in float are grouped by operator too.
     """
-    nodes_by_group: dict[tuple[str, str], list[NodeRow]] = {}
+    nodes_by_group: dict[tuple[str, str], list[NodeRow]] = {}  # (reason, operator) -> nodes
     for node in nodes:
         if node.quantized:
             continue

@@ -189,7 +189,7 @@ def compare(
     threads: int | None = None,
     progress: bool = False,
 ) -> ModelComparison:
-    """Compare two ONNX models in ONNX Runtime.
+    """Compare two ONNX models in ONNX Runtime, tensor by tensor, on the same samples.
 
     Args:
         first: the reference: a file, a model in memory, or a PyTorch module, which the first of
@@ -217,7 +217,7 @@ def compare(
     second_model, dataset = _read_model(second, dataset)
     _refuse_other_inputs(first_model, second_model)
     output_names = _output_names(first_model)
-    pairs = _pair_tensors(first_model, second_model, output_names)
+    pairs = _pair_tensors(first_model, second_model, output_names)  # first's name -> second's
     if not pairs:
         raise ConfigError(
             f"models that are compared must have tensors of the same names, got none in"
@@ -226,11 +226,11 @@ def compare(
         )
 
     feed = _open_feed(dataset, first_model, threads, metadata_beside=first)
-    accuracies = _compare_tensors(first_model, second_model, pairs, feed, threads)
+    accuracy_by_tensor = _compare_tensors(first_model, second_model, pairs, feed, threads)
     node_by_output = Graph(first_model).producer
     layers: list[TensorDifference] = []
     outputs: list[TensorDifference] = []
-    for name, accuracy in accuracies.items():
+    for name, accuracy in accuracy_by_tensor.items():
         differences = outputs if name in output_names else layers
         differences.append(_make_difference(name, node_by_output, accuracy))
     return ModelComparison(
@@ -242,7 +242,7 @@ def compare(
         outputs=tuple(outputs),
         notes=(
             *preprocessing_notes(feed),
-            *_uncompared_notes(first_model, second_model, accuracies),
+            *_uncompared_notes(first_model, second_model, accuracy_by_tensor),
         ),
     )
 
@@ -260,13 +260,14 @@ def _read_model(
 def _open_feed(
     dataset: Dataset, model: ModelProto, threads: int | None, *, metadata_beside: object
 ) -> Feed:
-    """Open the dataset for the first model.
+    """Open the images or arrays as inputs of the first model, which both models are run on.
 
     Args:
         dataset: the images or arrays.
         model: the first model.
-        threads: threads of the session that reads the types of its inputs, and runs its states.
-        metadata_beside: the model as the user gave it; beside its file may lie its metadata.
+        threads: threads of one inference; None uses every core.
+        metadata_beside: the model as the user gave it: if it is a file, a file with its metadata
+            may lie beside it.
     """
     session = OrtSession.open(model, threads=threads)
     path = Path(metadata_beside) if isinstance(metadata_beside, str | Path) else None
@@ -333,9 +334,10 @@ def _compare_tensors(
     feed: Feed,
     threads: int | None,
 ) -> AccuracyByTensor:
-    """Return first model's tensor -> the accuracy of its pair, of float tensors that are not empty.
+    """Compare pairs of tensors in one pass, with the tensors of one sample in memory at a time.
 
-    All are compared in one pass, with the tensors of one sample in memory at a time.
+    Return the first model's tensor -> accuracy of the second one's. Left out are tensors that hold
+    no floats, or no value in any sample.
 
     Args:
         first_model: the reference.
@@ -354,14 +356,14 @@ def _compare_tensors(
         for sample in samples:
             first_tensors = first_session.run(sample)
             second_tensors = second_session.run(sample)
-            if comparison is None:  # which tensors hold floats is known from the first run on
+            if comparison is None:  # the first run shows which tensors hold floats
                 float_pairs = dict(_select_float_pairs(pairs, first_tensors, second_tensors))
                 if not float_pairs:
                     return {}
                 comparison = TensorComparison(float_pairs, batch_inputs(feed.specs))
             comparison.add(sample, first_tensors, second_tensors)
             show_progress()
-    if comparison is None:
+    if comparison is None:  # there was no sample
         return {}
     accuracies = zip(comparison.pairs, comparison.result(), strict=True)
     return {name: accuracy for name, accuracy in accuracies if not accuracy.empty}
@@ -370,10 +372,9 @@ def _compare_tensors(
 def _make_difference(
     tensor: str, node_by_output: Mapping[str, NodeProto], accuracy: OutputAccuracy
 ) -> TensorDifference:
-    """Return the row of a tensor, with the node that computes it.
+    """Return how far a tensor of two models differs, with the node that computes it.
 
-    For the output of a QuantizeLinear or DequantizeLinear, which only round, that is the node
-    upstream of them.
+    A QuantizeLinear or DequantizeLinear only rounds: for its output, the node upstream is named.
 
     Args:
         tensor: name of the tensor.

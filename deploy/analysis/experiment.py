@@ -160,9 +160,9 @@ def quantize(
     Args:
         values: finite real numbers of any shape.
         method: the search; None for the default one.
-        scales: in place of a search: one, or one for each channel of `axis`.
+        scales: scales to use in place of a search: one, or one for each channel of `axis`.
         zero_points: one for each scale; None for 0.
-        axis: channel axis; None for one scale.
+        axis: axis of the channels, each with its own scale; None for one scale for all values.
         dtype: "quint8", "qint8" or, with scales, "qint32".
 
     Raises:
@@ -187,8 +187,10 @@ def quantize(
         raise ConfigError(f"values are an array of finite real numbers, got: {error}") from error
     if scales is None:
         return _quantize_by_search(real_values, method or Method.of(), axis=axis, dtype=dtype)
-    scales = np.ravel(scales).tolist()
-    zero_points = np.ravel([0] * len(scales) if zero_points is None else zero_points).tolist()
+    scales = np.ravel(scales).tolist()  # a single number becomes a list of one
+    if zero_points is None:
+        zero_points = [0] * len(scales)
+    zero_points = np.ravel(zero_points).tolist()
     quantized = _quantize_by_scales(real_values, scales, zero_points, axis=axis, dtype=dtype)
     return Experiment(real_values, quantized, dtype, "given")
 
@@ -201,7 +203,15 @@ def _quantize_by_scales(
     axis: int | None,
     dtype: str,
 ) -> QuantizedTensor:
-    """Quantize by given scales; the arguments are those of `quantize`."""
+    """Quantize values by given scales.
+
+    Args:
+        values: real numbers of any shape.
+        scales: one, or one for each channel of `axis`.
+        zero_points: one for each scale.
+        axis: axis of the channels; None for one scale.
+        dtype: "quint8", "qint8" or "qint32".
+    """
     if axis is not None:
         return quantize_per_channel(values, scales, zero_points, axis, dtype)
     if len(scales) == len(zero_points) == 1:
@@ -221,7 +231,7 @@ def _quantize_by_search(
             f"a search finds the scale of {' or '.join(GRIDS)}, got {dtype}; give its --scale and"
             " --zero-point"
         )
-    channels = [values]
+    channels = [values]  # one, unless each channel has its own scale
     if axis is not None:
         channels = list(np.moveaxis(values, checked_axis(axis, values.ndim), 0))
     scales = []

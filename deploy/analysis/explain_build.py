@@ -58,11 +58,11 @@ def _run_images(
     threads: int,
     task: str,
 ) -> ImageResults:
-    """Run images through the float model and a target's; return the worst images.
+    """Run images through the float model and a target's int8 model; return the worst images.
 
     Args:
         loaded: the float model.
-        runnable: a model with the target's numerics.
+        runnable: file of an ONNX model with the target's numerics.
         feed: the images.
         is_native: whether ONNX Runtime is the target, so that its int8 kernels are used.
         threads: samples that run in parallel; the result does not depend on it.
@@ -83,12 +83,11 @@ def _run_images(
     def run_float_model(sample: Sample) -> Outputs:
         return _select(float_session.run(sample), output_names)
 
-    # the form of the outputs (slices, task) follows from the float model's outputs for a few images
+    # what the outputs mean (slices, task) follows from the float model's outputs for a few images
     metric = Metric(None, task=task, declared=loaded.declaration)
     with feed.samples() as samples:
-        output_form, _ = derive_from_first(
-            ((sample, run_float_model(sample)) for sample in samples), metric
-        )
+        samples_with_outputs = ((sample, run_float_model(sample)) for sample in samples)
+        output_form, _ = derive_from_first(samples_with_outputs, metric)
     worst_images = _WorstImages(output_form, feed.names)
 
     def run_models(_worker: int, _number: int, sample: Sample) -> tuple[Outputs, Outputs, Outputs]:
@@ -100,10 +99,11 @@ def _run_images(
 
         def add_sample(_number: int, arrays: tuple[Outputs, Outputs, Outputs]) -> None:
             """Add what `run_models` returned for a sample, which has one image or more."""
-            length = batch_length(arrays[0], loaded.declaration.batch_inputs)
-            for image, float_outputs, int8_outputs in split_batches(length, *arrays):
+            inputs, _, _ = arrays
+            image_count = batch_length(inputs, loaded.declaration.batch_inputs)
+            for image, float_outputs, int8_outputs in split_batches(image_count, *arrays):
                 if worst_images.count >= feed.count:
-                    break  # a fixed last batch repeats the first image to be full
+                    break  # the last batch is filled up with images that were added before
                 worst_images.add(image, float_outputs, int8_outputs)
             show_progress()
 
@@ -159,8 +159,8 @@ class _WorstImages:
     ) -> tuple[float, ImageLoss]:
         """Return (rank, loss) of an image; the worst image has the lowest rank.
 
-        Images are ranked by the SQNR of their worst output slice. Without slices they are ranked by
-        the task's figure, a share that is 1 if both models predict the same.
+        Images are ranked by the SQNR of their worst output slice. If the outputs have no slices,
+        they are ranked by the task's figure, a share that is 1 if both models predict the same.
         """
         worst_label, worst_db = self._find_worst_slice(inputs, reference, candidate)
         rank = sqnr_sort_key(worst_db) if worst_label else math.inf
@@ -179,21 +179,26 @@ class _WorstImages:
     def _find_worst_slice(
         self, inputs: Outputs, reference: Outputs, candidate: Outputs
     ) -> tuple[str, float]:
-        """Return (label, SQNR) of the output slice of lowest SQNR; ("", NaN) without slices."""
+        """Return (label, SQNR in dB) of the output slice of lowest SQNR; ("", NaN) without slices.
+
+        Args:
+            inputs: inputs of one image, by name.
+            reference: the float model's outputs for it.
+            candidate: the int8 model's outputs for it.
+        """
         worst_label = ""
         worst_db = math.nan
         for output_slice in self._form.parts:
-            label = output_slice.label
-            error = RunningError(label)
+            error = RunningError(output_slice.label)
             # the values of both models are weighted by the scores of the float model (`reference`)
             error.add(
                 self._form.slice_values(output_slice, reference, inputs, reference),
                 self._form.slice_values(output_slice, candidate, inputs, reference),
             )
-            db = error.result().sqnr_db
-            if not worst_label or sqnr_sort_key(db) < sqnr_sort_key(worst_db):
-                worst_label = label
-                worst_db = db
+            slice_db = error.result().sqnr_db
+            if not worst_label or sqnr_sort_key(slice_db) < sqnr_sort_key(worst_db):
+                worst_label = output_slice.label
+                worst_db = slice_db
         return worst_label, worst_db
 
 
@@ -234,6 +239,7 @@ def explain(
     if images is None:
         return replace(explanation, targets=explained_targets)
 
+    # the float model, and the images prepared as in the build
     dataset = to_dataset(images, preprocess=preprocess, skip_bad=skip_bad, limit=limit)
     if model is not None:
         model, source = open_torch_module(model, dataset.source)
@@ -245,6 +251,8 @@ def explain(
     dataset = with_stored_preprocess(dataset, explanation.preprocess, report_path)
     feed = loaded.open_samples(dataset)
     loaded = loaded.with_inputs(feed.specs)
+
+    # run the images through the models of each target
     targets_with_results = []
     for target in explained_targets:
         if target.runnable is None:
@@ -269,22 +277,26 @@ def explain(
 def _select_targets(
     explanation: Explanation, chosen_names: str | Sequence[str] | None
 ) -> tuple[TargetExplanation, ...]:
-    """Return the targets to explain: those of these names, or all.
+    """Return the targets to explain.
+
+    Args:
+        explanation: the build with all its targets.
+        chosen_names: names of targets, or one name; None for all.
 
     Raises:
         ConfigError: the build has no such target.
     """
     if chosen_names is None:
         return explanation.targets
-    chosen_names = [chosen_names] if isinstance(chosen_names, str) else chosen_names
-    targets = tuple(target for target in explanation.targets if target.name in chosen_names)
-    names = [target.name for target in explanation.targets]
+    if isinstance(chosen_names, str):
+        chosen_names = [chosen_names]
+    built_names = [target.name for target in explanation.targets]
     for name in chosen_names:
-        if name in names:
+        if name in built_names:
             continue
-        hint = did_you_mean(name, names, f"it has {', '.join(names) or 'none'}")
+        hint = did_you_mean(name, built_names, f"it has {', '.join(built_names) or 'none'}")
         raise ConfigError(
             f"a target to explain must be one of the build, got {name!r} for"
             f" {explanation.report}; {hint}"
         )
-    return targets
+    return tuple(target for target in explanation.targets if target.name in chosen_names)

@@ -192,7 +192,7 @@ class Explanation(PrintedResult):
 
 
 def _target_lines(target: TargetExplanation, max_rows: int | None) -> Iterator[str]:
-    """Yield the explanation of one target; `max_rows`: of each table, None for all."""
+    """Yield the lines that explain one target; `max_rows`: rows of each table, None for all."""
     if target.error:
         yield f"{target.name}: {target.level or 'failed'}"
         yield from entry("Why", target.error)
@@ -224,7 +224,7 @@ def _accuracy_lines(
     """Yield a table of SQNR and cosine of output slices or inner tensors.
 
     Args:
-        label: in the margin.
+        label: text in the margin, next to the table.
         name_head: head of the column of names.
         tensors: the rows, the worst first.
         max_rows: number of rows; None for all.

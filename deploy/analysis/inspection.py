@@ -134,7 +134,9 @@ def inspect(
     targets: str | Target | Sequence[str | Target] = ("onnxruntime",),
     float_nodes: Iterable[str] = (),
 ) -> Inspection:
-    """Apply the rules of targets to a model, without a calibration.
+    """Return which nodes of a model targets would quantize, by their rules alone.
+
+    Nothing is calibrated and no image is run.
 
     Args:
         model: path of an ONNX file, an onnx.ModelProto, a loaded model or a PyTorch module.

@@ -32,11 +32,11 @@ def mapped_tensors(model: ModelProto) -> dict[str, int]:
 
 
 def write_mapped(model: ModelProto, names: Collection[str], folder: Path) -> Path:
-    """Write a model into a folder, the values of these initializers into a separate file there.
+    """Write a model into a folder, with the values of some initializers in a separate file there.
 
     Args:
         model: the model in memory; it is not changed.
-        names: names of the initializers.
+        names: names of the initializers (weights) whose values go to the separate file.
         folder: folder that gets the files `model.onnx` and `weights`.
 
     Returns:
@@ -69,11 +69,16 @@ def write_mapped(model: ModelProto, names: Collection[str], folder: Path) -> Pat
 def copy_without_initializers(
     model: ModelProto, names: Collection[str], *, placeholders: bool = False
 ) -> ModelProto:
-    """Return a copy of a model without the initializers of these names.
+    """Return a copy of a model without some of its initializers (weights).
 
-    These may be most of the model's bytes, so all other fields are copied one by one.
+    These may be most of the model's bytes. So the model is not copied as a whole, but field by
+    field.
 
-    `placeholders`: put tensors of their names, types and shapes, without values, in their places.
+    Args:
+        model: the model; it is not changed.
+        names: names of the initializers to leave out.
+        placeholders: whether each is replaced by a tensor of its name, type and shape without
+            values.
     """
     copy = type(model)()
     for field, value in model.ListFields():

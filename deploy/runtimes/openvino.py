@@ -70,7 +70,7 @@ class OpenvinoSession(CpuSession):
         return cls(compiled, threads=threads)
 
     @staticmethod
-    def _sentence(error: Exception) -> str:
+    def _clean_message(error: Exception) -> str:
         """Return the message's last line with text; the lines before are locations in OpenVINO."""
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return first_line(RuntimeError(lines[-1]))

@@ -154,7 +154,14 @@ _TEMPORARY_FILE = re.compile(rf"Load model from \S*{_TEMPORARY}\w+\W\w+\.onnx fa
 def _make_options(
     threads: int, *, optimize: bool, spin: bool, reuse_memory: bool
 ) -> onnxruntime.SessionOptions:
-    """Return the options of a session; for the arguments see `OrtSession.open`."""
+    """Return the options of a session.
+
+    Args:
+        threads: threads inside one operator.
+        optimize: whether ONNX Runtime optimizes the graph.
+        spin: whether idle threads spin within a run instead of sleeping.
+        reuse_memory: whether memory is kept between runs, in an arena.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -164,7 +171,7 @@ def _make_options(
     options.enable_cpu_mem_arena = reuse_memory
     if not optimize:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    if spin:  # but stop when the run ends, for other sessions' sake
+    if spin:  # only until the run ends: after it, other sessions need the cores
         options.add_session_config_entry("session.force_spinning_stop", "1")
     else:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -174,7 +181,13 @@ def _make_options(
 def _create_session(
     source: str | bytes, options: onnxruntime.SessionOptions, disabled_optimizers: Sequence[str]
 ) -> onnxruntime.InferenceSession:
-    """Create a session, without the fusion that loses an output if creation fails by it."""
+    """Create a session; if a faulty optimizer of ONNX Runtime prevents that, without the optimizer.
+
+    Args:
+        source: path or bytes of the model.
+        options: options of the session.
+        disabled_optimizers: names of optimizers that must not run on this model.
+    """
     import onnxruntime
 
     create = partial(
@@ -190,7 +203,7 @@ def _create_session(
         if _LOST_OUTPUT_MESSAGE not in str(error):
             raise
         session = create(disabled_optimizers=[*disabled_optimizers, _OUTPUT_LOSING_OPTIMIZER])
-    # it would hold the bytes of a model in memory, to change providers later
+    # the session keeps the model's bytes, to change providers later, which is never done here
     vars(session)["_model_bytes"] = None
     return session
 
@@ -231,7 +244,7 @@ class CpuSession(ABC):
 
     @staticmethod
     @abstractmethod
-    def _sentence(error: Exception) -> str: ...
+    def _clean_message(error: Exception) -> str: ...
 
     @classmethod
     def run_error(cls, error: Exception) -> BackendError:
@@ -241,7 +254,7 @@ class CpuSession(ABC):
             KeyboardInterrupt: `stop_runs` ended it.
         """
         _raise_if_stopped(error)
-        return BackendError(f"{cls._runtime} could not run the model: {cls._sentence(error)}")
+        return BackendError(f"{cls._runtime} could not run the model: {cls._clean_message(error)}")
 
     @classmethod
     def _open_error(cls, model: Model, version: str, error: Exception) -> BackendError:
@@ -254,7 +267,7 @@ class CpuSession(ABC):
         name = str(model) if isinstance(model, Path | str) else "the model"
         return BackendError(
             f"{name} must be a model that {cls._runtime} {version} can load,"
-            f" got: {cls._sentence(error)}"
+            f" got: {cls._clean_message(error)}"
         )
 
 
@@ -293,10 +306,10 @@ class OrtSession(CpuSession):
                 occupies the cores; worth it only for timing.
             reuse_memory: keep memory between runs, in an arena; None keeps it if threads spin,
                 since a session of only a few runs needs none.
-            int8_kernels: False computes a Q/DQ model as written, in float between its pairs, with
-                its weights quantized once: for a model in another runtime's form. A `ModelProto`
-                with fp8 pairs or float16 scales always runs so (`breaks_int8_kernels`).
-            trace: record a profile; the prefix of its path.
+            int8_kernels: False computes a Q/DQ model as it is written, with float operators between
+                its pairs; this is for a model that another runtime is to run. A `ModelProto` with
+                fp8 pairs or float16 scales, on which the int8 kernels fail, always runs so.
+            trace: prefix of the path of a profile to record; None to record none.
 
         Raises:
             BackendError: ONNX Runtime cannot load the model; the message quotes ONNX Runtime.
@@ -315,12 +328,12 @@ class OrtSession(CpuSession):
         disabled_optimizers: Sequence[str] = ()
         if not int8_kernels or breaks_int8_kernels(model):
             options.add_session_config_entry("session.disable_quant_qdq", "1")
-            # also without int8 kernels: `breaks_int8_kernels` cannot see the pairs of a file
+            # they break fp8 pairs. A file, which is not looked into here, may have some too
             disabled_optimizers = _FP8_BREAKING_OPTIMIZERS
 
         _LOADING_OPTIONS.add(options)  # so that a signal can cancel the loading
         try:
-            with _loadable(model) as source:
+            with _loadable_source(model) as source:
                 session = _create_session(source, options, disabled_optimizers)
         except BackendError:
             raise
@@ -340,7 +353,7 @@ class OrtSession(CpuSession):
         return str(self._session.end_profiling())
 
     @staticmethod
-    def _sentence(error: Exception) -> str:
+    def _clean_message(error: Exception) -> str:
         """Return the message on one line, without its "[ONNXRuntimeError] : 7 : ..." prefix."""
         text = " ".join(str(error).split()) or type(error).__name__
         message = text.split(" : ", 3)[-1] if text.startswith("[ONNXRuntimeError]") else text
@@ -371,11 +384,11 @@ class BoundSession:
     def __init__(
         self, session: onnxruntime.InferenceSession, output_forms: Mapping[str, ArrayForm]
     ) -> None:
-        """Allocate the outputs, and bind them to the session.
+        """Allocate memory for the outputs, and bind it, so that runs of the session write there.
 
         Args:
             session: the loaded model.
-            output_forms: output -> its shape and dtype.
+            output_forms: output -> its (shape, dtype).
 
         Raises:
             BackendError: a dtype that cannot be bound.
@@ -385,7 +398,8 @@ class BoundSession:
         self._session = session
         self._options = _run_options()
         self._binding = session.io_binding()
-        # one block of memory, each array aligned to a cache line: vector loads do not cross lines
+        # all outputs lie in one block of memory. Each starts at a cache line, so that no vector
+        # that a kernel loads crosses a line
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in output_forms.values()]
         block = np.empty(sum(sizes) + _CACHE_LINE * (len(sizes) + 1), np.uint8)
         start = -block.ctypes.data % _CACHE_LINE  # the first aligned byte
@@ -399,7 +413,9 @@ class BoundSession:
                     name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data
                 )
         except Exception as error:  # ONNX Runtime's exceptions share no base but Exception
-            raise BackendError(f"outputs cannot be bound: {OrtSession._sentence(error)}") from error
+            raise BackendError(
+                f"outputs cannot be bound: {OrtSession._clean_message(error)}"
+            ) from error
 
     def run(self, feed: Mapping[str, Array]) -> None:
         """Run one inference, whose results are in `outputs` until the next one.
@@ -411,13 +427,14 @@ class BoundSession:
             for name, array in feed.items():
                 self._binding.bind_cpu_input(name, array)
             self._session.run_with_iobinding(self._binding, self._options)
-            # an output that is an input too is not written by ONNX Runtime
+            # ONNX Runtime does not write an output that is an input of the model too
             for name in self.outputs.keys() & feed.keys():
                 self.outputs[name][...] = feed[name]
         except Exception as error:  # ONNX Runtime's exceptions share no base but Exception
             raise OrtSession.run_error(error) from error
         finally:
-            self._binding.clear_binding_inputs()  # or they would replace inputs missing next time
+            # else an input that is missing in the next run would silently be the one of this run
+            self._binding.clear_binding_inputs()
 
 
 def profile_kernels(
@@ -427,11 +444,13 @@ def profile_kernels(
     runs: int,
     threads: int = 1,
 ) -> list[tuple[str, str, float]]:
-    """Return (kernel, its operator, microseconds) of every kernel run, by ONNX Runtime's profiler.
+    """Run a model in ONNX Runtime's profiler; return (kernel, its operator, microseconds) of each.
+
+    A kernel is listed once for each run of the model.
 
     Args:
         model: the model as it would be deployed.
-        feeds: inputs, used in turn.
+        feeds: inputs of a run, input -> array; used in turn.
         runs: number of runs.
         threads: threads inside one operator.
     """
@@ -460,11 +479,11 @@ def model_source(model: Model) -> str | bytes:
 
 
 @contextmanager
-def _loadable(model: Model) -> Iterator[str | bytes]:
-    """Yield a model as ONNX Runtime loads it: the path of a file, or bytes.
+def _loadable_source(model: Model) -> Iterator[str | bytes]:
+    """Yield a model in a form that ONNX Runtime loads, the path of a file or bytes.
 
-    A large `ModelProto` is written to a temporary folder, with its weights in a separate file:
-    ONNX Runtime maps that file, whereas it would make two more copies of bytes.
+    A large `ModelProto` is written to a temporary folder, with its weights in a separate file.
+    ONNX Runtime maps that file into memory, whereas it would copy bytes two more times.
     """
     with ExitStack() as stack:
         mapped_path = ""
@@ -474,7 +493,7 @@ def _loadable(model: Model) -> Iterator[str | bytes]:
         source = mapped_path or model_source(model)
         size = len(source) if isinstance(source, bytes) else os.path.getsize(source)
         if mapped_path or size >= _LARGE_MODEL_BYTES:
-            # weights are copied two to four times: return the memory of the copies to the system
+            # loading copies the weights two to four times; the copies' memory is given back
             stack.enter_context(large_blocks_returned())
         yield source
 
@@ -494,9 +513,9 @@ def _write_if_large(model: ModelProto, stack: ExitStack) -> str:
 def breaks_int8_kernels(model: Model) -> bool:
     """Return whether ONNX Runtime's int8 kernels would fail on a model, or compute it wrongly.
 
-    An fp8 pair has no int8 kernel. With a float16 scale, a kernel also holds the scale of the bias
-    in float16: it is the product of two scales, and may round to 0. Files and bytes are not looked
-    into: False.
+    They do if a Q/DQ pair is fp8, or has a float16 scale: the kernel then computes the scale of the
+    bias, a product of two scales, in float16, where it may round to 0. For a file or bytes, which
+    are not looked into, False is returned.
     """
     if isinstance(model, Path | str | bytes):
         return False

@@ -116,7 +116,7 @@ def init_libnvinfer_plugins(logger: Any, namespace: str) -> bool:
 
 
 def tensorrt_modules() -> dict[str, ModuleType]:
-    """Return the module `tensorrt`."""
+    """Return name -> module, of a stand-in for `tensorrt` with what calibrator scripts use."""
     definitions = (
         CalibrationAlgoType, DataType, ILogger, Logger, IInt8Calibrator,
         _calibrator_class("IInt8LegacyCalibrator", CalibrationAlgoType.LEGACY_CALIBRATION),
@@ -184,10 +184,15 @@ def shared_stand_ins() -> StandIns:
 
 @contextmanager
 def _import_hook(name: str, on_import: Callable[[], None]) -> Iterator[None]:
-    """Call a function as soon as a module has been imported in the context."""
+    """Call a function as soon as a module has been imported, while the context is active.
+
+    Args:
+        name: name of the module, which is not imported yet.
+        on_import: the function; it is called once the module's code has run.
+    """
 
     class Finder(MetaPathFinder):
-        """Finds the module as usual, and adds the call to its loader."""
+        """Finds the module as usual, and makes its loader call `on_import` in the end."""
 
         def find_spec(self, fullname: str, *arguments: Any) -> ModuleSpec | None:
             if fullname != name:
@@ -209,27 +214,29 @@ def _import_hook(name: str, on_import: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(ValueError):  # the module was imported
+        with suppress(ValueError):  # it is not there any more if the module was imported
             sys.meta_path.remove(finder)
 
 
 @contextmanager
 def _replace_modules(modules: dict[str, ModuleType]) -> Iterator[None]:
-    """Replace all modules and submodules of `_REPLACED_PACKAGES` in `sys.modules`."""
-    originals = {
-        name: loaded
-        for name, loaded in sys.modules.items()
-        if name.split(".")[0] in _REPLACED_PACKAGES
-    }
-    for name in originals:
-        del sys.modules[name]
+    """Replace the imported modules of TensorRT, pycuda and CUDA while the context is active.
+
+    `modules`: dotted name -> stand-in. A module of these packages without one is absent.
+    """
+    originals = _pop_replaced_modules()
     sys.modules.update(modules)
     try:
         yield
     finally:
-        for name in [name for name in sys.modules if name.split(".")[0] in _REPLACED_PACKAGES]:
-            del sys.modules[name]
+        _pop_replaced_modules()
         sys.modules.update(originals)
+
+
+def _pop_replaced_modules() -> dict[str, ModuleType]:
+    """Remove all modules of `_REPLACED_PACKAGES` from `sys.modules`; return them by their names."""
+    names = [name for name in sys.modules if name.split(".")[0] in _REPLACED_PACKAGES]
+    return {name: sys.modules.pop(name) for name in names}
 
 
 @contextmanager

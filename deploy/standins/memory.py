@@ -48,12 +48,12 @@ class CopySource:
 
 
 def address_of(value: object) -> int | None:
-    """Return the address in a pointer of numpy, ctypes, pycuda or cuda-python; None for arrays.
+    """Return the address in a pointer of numpy, ctypes, pycuda or cuda-python, or in an integer.
 
-    A ctypes array is memory, not a pointer, so it has none either.
+    None for anything else, such as an array. A ctypes array is memory, not a pointer: None too.
     """
-    value = getattr(value, "_as_parameter_", value)  # `array.ctypes`
-    if hasattr(value, "_obj"):  # `byref`
+    value = getattr(value, "_as_parameter_", value)  # of `array.ctypes` of numpy
+    if hasattr(value, "_obj"):  # made by `ctypes.byref`
         return ctypes.addressof(value._obj)
     if isinstance(value, ctypes._Pointer):
         return ctypes.cast(value, ctypes.c_void_p).value or 0
@@ -66,10 +66,11 @@ def address_of(value: object) -> int | None:
 
 
 def array_bytes(value: object, size: int | None) -> CopySource:
-    """Return the bytes of an array, or the first `size` of them; all if `size` is None.
+    """Return the bytes of an array, with its dtype, and its shape if they are all in C order.
 
-    The result also has the array's dtype, and its shape if the bytes are the entire array in C
-    order.
+    Args:
+        value: a numpy array, or another object with a buffer.
+        size: number of bytes to take, from the first; None for all.
 
     Raises:
         ValueError: it is no array, is not contiguous, or has fewer bytes.
@@ -111,9 +112,10 @@ def read_process_memory(address: int, size: int) -> Bytes:
 
 
 def _read_own_memory(address: int, size: int) -> Bytes:
-    """Return a copy of this process's bytes at an address.
+    """Return a copy of bytes of this process's memory.
 
-    On Linux the kernel reads them, and refuses an address that is not mapped.
+    On Linux the kernel reads them, and refuses an address that is not mapped. On other systems such
+    an address may crash the process.
 
     Raises:
         OSError: they are not mapped (Linux alone).
@@ -122,7 +124,7 @@ def _read_own_memory(address: int, size: int) -> Bytes:
     data: Bytes = np.empty(size, np.uint8)
     try:
         handle = os.open(_PROCESS_MEMORY, os.O_RDONLY)
-    except OSError:  # not Linux: a wrong address may crash
+    except OSError:  # this is not Linux
         ctypes.memmove(data.ctypes.data, address, size)
         return data
     try:
@@ -264,10 +266,10 @@ class Memory:
             raise
 
     def find_window(self, address: int) -> AddressWindow | None:
-        """Return the memory behind an address; None if the script did not allocate it.
+        """Return the memory behind an address, and what was copied there for this batch.
 
-        `copied`, `dtype` and `shape` are of the copies of this batch that follow each other from
-        this address without a gap.
+        Only the copies that follow each other from this address on without a gap count. None if the
+        script did not allocate the memory.
         """
         block, offset = self._find_block(address)
         if block is None:
