@@ -183,7 +183,8 @@ def _forget_output() -> None:
 
 def _describe_click_error(error: click.ClickException, argv: Sequence[str]) -> str:
     """Return click's message on one line, with a hint and where to find help."""
-    message = shortened(" ".join(error.format_message().split()).rstrip("."))
+    one_line = " ".join(error.format_message().split())
+    message = shortened(one_line.rstrip("."))
     context = error.ctx if isinstance(error, click.UsageError) else None
     if context is None:
         return message

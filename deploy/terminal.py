@@ -560,12 +560,13 @@ def _format_bar(phases: Sequence[Phase], now: float) -> str:
     """Return a progress line that fits the terminal, with a bar if the fraction done is known.
 
     Args:
-        phases: those in progress, each inside the one before; the last one's progress is shown.
+        phases: the outer phase that ended last, then those in progress, each inside the one before;
+            the last one's progress is shown.
         now: time of the run's clock, in seconds.
     """
     from tqdm import tqdm
 
-    shown_phases = phases[1:] or phases  # the first has ended: shown only while no other runs
+    shown_phases = phases[1:] or phases  # the one that ended is shown only while no other runs
     names = ": ".join(phase.name for phase in shown_phases)
     description = phases[-1].describe(now)
     columns = terminal_columns()

@@ -100,13 +100,15 @@ def parse_size_option(text: str) -> Sides:
         size_text = "*x*"
     elif size_text.isdecimal():
         size_text = f"{size_text}x{size_text}"
-    height, separator, width = size_text.partition("x")
-    if not separator or "x" in width:
+    height_text, separator, width_text = size_text.partition("x")
+    if not separator or "x" in width_text:
         raise ConfigError(
             f"a size reads HxW, such as 224x224, 224, 48x* or native, got {text!r}; * leaves a side"
             " to each image"
         )
-    sides = [None if side == "*" else parse_integer("--size", side) for side in (height, width)]
+    sides = []
+    for side_text in (height_text, width_text):
+        sides.append(None if side_text == "*" else parse_integer("--size", side_text))
     return sides[0], sides[1]
 
 

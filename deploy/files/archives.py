@@ -84,7 +84,7 @@ def read_array_header(stream: IO[bytes], max_bytes: int) -> ArrayHeader:
 
     from numpy.lib import format as npy_format
 
-    # version -> reader; version 3 differs from 2 only in names of fields, which numbers have not
+    # version -> reader; version 3 differs from 2 only for arrays of named fields
     header_readers = {
         (1, 0): npy_format.read_array_header_1_0,
         (2, 0): npy_format.read_array_header_2_0,

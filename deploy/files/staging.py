@@ -201,7 +201,7 @@ def recover(folder: Path) -> None:
     if atomic.is_real_folder(folder / RECORDS):
         folders.append(folder / RECORDS)
     leftovers = chain.from_iterable(parent.glob(f"{atomic.PREFIX}*") for parent in folders)
-    # nothing to do if the only leftover is a calibration that a failed run saved: it stays
+    # a calibration that a failed run saved stays; without other leftovers nothing is to be done
     if all(path.name == _SAVED_FOLDER for path in leftovers):
         return
     with suppress(OSError), atomic.lock_folder(folder):  # a read-only folder stays as it is

@@ -279,7 +279,7 @@ def find_user_line(error: BaseException, *, library_folders: tuple[str, ...] = (
     internal_folders = (Path(__file__).parents[1], sysconfig.get_path("stdlib"))
     folders = [f"{folder}{os.sep}" for folder in (*internal_folders, *library_folders)]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        is_internal = frame.filename.startswith(("<", *folders))
+        is_internal = frame.filename.startswith(("<", *folders))  # such as <string>
         parts = Path(frame.filename).parts
         is_installed = "importlib" in parts or "site-packages" in parts
         if not (is_internal or is_installed):

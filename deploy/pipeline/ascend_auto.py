@@ -81,8 +81,8 @@ class AscendAutoTarget(Ascend):
         """
         records_by_search = {}
         for search in self._searches:
-            _, quantization = self.search(request, search)
-            records = quantization.records
+            _plan, calibration_record = self.search(request, search)
+            records = calibration_record.records
             if uses_dmq(search):  # it multiplies each channel by a factor
                 records = {
                     layer: record

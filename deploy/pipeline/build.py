@@ -63,7 +63,8 @@ from deploy.tuning.tune import PlannedTarget
 if TYPE_CHECKING:
     from torch import nn
 
-_NO_NUMBERS = ("str", "sequence", "map", "optional")  # dtypes of outputs that are not compared
+# dtypes of outputs that are not compared
+_TYPES_WITHOUT_NUMBERS = ("str", "sequence", "map", "optional")
 
 
 @check_arguments
@@ -471,14 +472,16 @@ def _evaluation_notes(
     `shared_count`: number of evaluation images that are calibration images too.
     """
     skipped_outputs = [
-        f"{spec.name} ({spec.dtype})" for spec in build.loaded.outputs if spec.dtype in _NO_NUMBERS
+        f"{spec.name} ({spec.dtype})"
+        for spec in build.loaded.outputs
+        if spec.dtype in _TYPES_WITHOUT_NUMBERS
     ]
     if skipped_outputs:
         yield f"outputs that are not numbers are not compared: {', '.join(skipped_outputs)}"
 
     tuning = build.options.tuning
     evaluation = build.evaluation
-    is_searched = tuning.level > 0 and not tuning.plan
+    is_searched = tuning.level > 0 and not tuning.plan  # effort 0, or a plan: nothing is searched
     metric = build.metric
     if metric.function is not None and build.has_labels and is_searched:
         yield (

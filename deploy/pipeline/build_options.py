@@ -84,8 +84,8 @@ _WIDER_CLASSES = {
 def check_arguments(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Decorate a public function, so that it refuses arguments that its annotations do not allow.
 
-    The elements of lists and mappings are not checked. Of paths, empty texts and addresses are
-    refused too. A wrong argument raises `ConfigError`.
+    The elements of lists and mappings are not checked. A path must not be an empty text or an
+    address. A wrong argument raises `ConfigError`.
     """
 
     @wraps(function)
@@ -312,6 +312,7 @@ def prepare_build(
     """
     metric = make_metric(options.metric, options.task)  # refuses a wrong one before loading
     loaded = load_float_or_qdq(model)
+    # what the model's file says of its outputs and their task
     metric = replace(metric, declared=loaded.declaration)
     image_source = None if dataset is None else dataset.source
     reference, notes = find_reference_model(loaded, options.float_model, image_source)
@@ -549,7 +550,8 @@ def _refuse_less_effort_than_before(options: BuildOptions, loaded: LoadedModel) 
     with less effort.
     """
     tuning = options.tuning
-    if options.calibration.cache.force or tuning.plan is not None or tuning.split is not None:
+    is_given_plan = tuning.plan is not None or tuning.split is not None
+    if options.calibration.cache.force or is_given_plan:
         return
     earlier = find_earlier_report(options.out, loaded.digest)
     if earlier is None or earlier.request is None:

@@ -351,7 +351,7 @@ class _SampleOutputs:
         sequence: number of the sequence that the sample is a step of.
         reference: the float model's outputs.
         candidates: the outputs of each candidate.
-        runs: the candidates that were run for them; the outputs of others were stored.
+        run_names: the candidates that were run for them; the outputs of others were stored.
     """
 
     key: int
@@ -359,7 +359,7 @@ class _SampleOutputs:
     sequence: int
     reference: Mapping[str, Array]
     candidates: dict[str, Mapping[str, Array]] = field(default_factory=dict)
-    runs: list[str] = field(default_factory=list)
+    run_names: list[str] = field(default_factory=list)
 
 
 class _EvaluationPass:
@@ -409,7 +409,7 @@ class _EvaluationPass:
         in the order of the samples, and a device runs one inference at a time.
         """
         self._run_candidates(outputs, on_device=True)
-        self._result.engine_runs.update(outputs.runs)
+        self._result.engine_runs.update(outputs.run_names)
         self._waiting_outputs.append(outputs)
         if self._comparisons or self._can_recognise_form():
             self._compare_waiting()
@@ -455,7 +455,10 @@ class _EvaluationPass:
         self._images.add(outputs.sample, possible_examples)
 
     def _run_candidates(self, outputs: _SampleOutputs, *, on_device: bool) -> None:
-        """Run the candidates on devices, or those in ONNX Runtime, unless they have failed."""
+        """Run the candidates on devices, or those in ONNX Runtime, unless they have failed.
+
+        Outputs that the search of a target has stored are taken without a run.
+        """
         for name, session in self._candidates.items():
             is_on_device = not isinstance(session, OrtSession)
             if is_on_device != on_device or name in self._result.failures:
@@ -472,7 +475,7 @@ class _EvaluationPass:
             except BackendError as error:
                 self._result.failures[name] = str(error)
             else:
-                outputs.runs.append(name)
+                outputs.run_names.append(name)
 
     def finish(self) -> EvaluationResult:
         """Return the figures of the candidates that did not fail, and their examples."""

@@ -410,12 +410,15 @@ def _choose_reference(
 
     The stored ones are taken if they match the file's on the first sample.
     """
-    keys = _first_key(evaluation)
-    if observed_outputs is None or not keys or keys[0] not in observed_outputs:
+    first_keys = _first_key(evaluation)
+    if observed_outputs is None or not first_keys:
+        return float_outputs
+    (first_key,) = first_keys
+    if first_key not in observed_outputs:
         return float_outputs
     (sample,) = evaluation.feed.first_samples(1)
-    file_values = float_outputs.get(keys[0], sample)
-    if outputs_match(file_values, observed_outputs.get(keys[0], sample)):
+    file_values = float_outputs.get(first_key, sample)
+    if outputs_match(file_values, observed_outputs.get(first_key, sample)):
         return observed_outputs
     return float_outputs
 

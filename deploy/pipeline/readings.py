@@ -295,11 +295,11 @@ def is_better(scores: Sequence[Floats], current_scores: Sequence[Floats]) -> boo
     confidences = np.array(list(map(confidence_of, scores)))
     current_confidences = np.array(list(map(confidence_of, current_scores)))
     gains = np.sign(confidences - current_confidences)  # 1: surer; -1: less sure; 0: equally
-    # by chance the sum would be 0, with the square root of the unequal samples as its deviation
-    is_chance = gains.sum() < MIN_DEVIATIONS * sqrt(np.abs(gains).sum())
+    # by chance their sum is 0 on average; its deviation is the root of the number of unequal samples
+    is_beyond_chance = gains.sum() >= MIN_DEVIATIONS * sqrt(np.abs(gains).sum())
     is_noise = count_clear(scores) > MAX_BOXES * len(scores)  # too many boxes to be objects
     is_much_surer = confidences.sum() > MIN_GAIN * current_confidences.sum()
-    return bool(not is_chance and not is_noise and is_much_surer)
+    return bool(is_beyond_chance and is_much_surer and not is_noise)
 
 
 def describe_crop(feed: Feed, preprocess: Preprocess) -> str:

@@ -549,7 +549,7 @@ def _search_part(planned_target: PlannedTarget, nodes: Sequence[NodeRow]) -> Sea
     if not plan.settled:
         return None
     if _has_added_floats(plan, nodes):
-        plan = plan.marked(None)
+        plan = plan.marked(None)  # no split of the front is marked as the one that was built
     return SearchPart(
         reused=planned_target.reused,
         probes=planned_target.probes,

@@ -56,7 +56,7 @@ def search_targets(
         metric=build.search_metric,
     )
     plan_path = stage.folder / plan_name(calibration.loaded)
-    # the user's plan, or that of the build before: a target for which it holds is not searched
+    # the user's plan, or that of the build before; a target that it fits is not searched
     earlier_plan = find_plan(plan_path, tuning, calibration.loaded.digest)
     request = _make_request(build, calibration, stage)
     plans = {}

@@ -209,7 +209,11 @@ def _table_html(table: Table) -> str:
         legend = block_html(Paragraph(table.drawings.legend, note=True))
 
     head_row = "".join(f'<th scope="col">{breakable(head)}</th>' for head in heads)
-    body = "\n".join(f"<tr>{''.join(map(_cell_element, heads, row))}</tr>" for row in rows)
+    row_elements = []
+    for row in rows:
+        cells = "".join(map(_cell_element, heads, row))
+        row_elements.append(f"<tr>{cells}</tr>")
+    body = "\n".join(row_elements)
     return (
         f'{legend}<div class="scroll"><table class="{table.kind}">'
         f"<thead><tr>{head_row}</tr></thead>"

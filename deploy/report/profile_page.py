@@ -126,7 +126,7 @@ def _lay_row(row: Sequence[float], area: Area) -> tuple[list[Area], Area]:
     Returns:
         (the row's rectangles, the remaining area).
     """
-    if area.width < area.height:
+    if area.width < area.height:  # the same with the sides exchanged
         areas, remaining_area = _lay_row(row, area.transposed)
         return [row_area.transposed for row_area in areas], remaining_area.transposed
 

@@ -102,9 +102,10 @@ def align_columns(
 def labelled_table(
     label: str, heads: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> Iterator[str]:
-    """Yield the lines of a table beside a label; the names, its first column, become the last one.
+    """Yield the lines of a table beside a label.
 
-    Columns that are empty in every row are left out; without rows nothing is yielded.
+    The first column has the names of the rows; it is moved to the right end. Columns that are empty
+    in every row are left out. Without rows nothing is yielded.
 
     Args:
         label: in the margin.
@@ -202,8 +203,8 @@ def main_lines(report: Findings) -> list[ComparisonLine]:
 def _decision_lines(report: Findings) -> Iterator[str]:
     """Yield the lines below the short table, down to the files to ship and what to do next."""
     accuracies = [engine.accuracy for engine in report.engines if engine.accuracy]
-    # a classifier may have been taken for a model that makes embeddings, since values look like
-    # these. `why` says by what a task was recognised; one that the model or the user names is sure
+    # if only the values show the task, scores of classes may have been taken for embeddings. `why`
+    # says how it was recognised: a task that the model's file or the user names is certain
     if any(accuracy.why == f"embeddings, {BY_VALUES}" for accuracy in accuracies):
         yield from entry("Task", _EMBEDDINGS_NOTE)
     yield from entries("Speed", speed_texts(report))
@@ -340,12 +341,15 @@ def speed_texts(report: Findings) -> Iterator[str]:
         built_split = target.built_split
         if built_split is None or target.search is None:
             continue
-        measured = _measured_speed(report, target)
-        speed, text = measured or _expected_speed(target, built_split)
+        speed_and_text = _measured_speed(report, target)
+        is_measured = speed_and_text is not None
+        if speed_and_text is None:
+            speed_and_text = _expected_speed(target, built_split)
+        speed, text = speed_and_text
         # the table of engines shows a measured speed. For a device that is not here the search
         # assumes how fast int8 layers are; if all layers are int8, their speed is the assumed one
         is_assumed = _has_device_script(target) and built_split.float_layers == 0
-        is_informative = measured is None and not is_assumed
+        is_informative = not is_measured and not is_assumed
         alternative = find_alternative(target.search.front, built_split)
         if alternative is not None:
             # `time` of both splits comes from the search, `speed` may be measured

@@ -134,8 +134,8 @@ def _worst_layers(report: Findings) -> Sections:
     """Yield the inner tensors that lose most on each target, with the range of each."""
     heads = [*tables.LAYER_HEADS, "clipped"]
     max_layers = _MAX_LAYERS
-    has_several = len(report.targets) > 1
-    if has_several:
+    has_several_targets = len(report.targets) > 1
+    if has_several_targets:
         heads.append("on")
         max_layers = _MAX_LAYERS_OF_TARGET
     rows = []
@@ -150,7 +150,7 @@ def _worst_layers(report: Findings) -> Sections:
                 clipped = tensor_range.clipped
                 bar = charts.range_bar(tensor_range)
             cells = [*tables.layer_row(layer), figures.percent(clipped)]
-            if has_several:
+            if has_several_targets:
                 cells.append(target.name)
             rows.append(cells)
             bars.append(bar)
@@ -233,16 +233,16 @@ def _nodes(report: Findings) -> Sections:
         Table(["target", "nodes", "operators", "ranges by", "options"], rows, "words")
     ]
 
-    has_several = len(report.targets) > 1
+    has_several_targets = len(report.targets) > 1
     float_heads = ["float operator", "nodes", "why it stays float"]
-    if has_several:
+    if has_several_targets:
         float_heads.append("on")
     float_rows: list[list[Cell]] = []
     groups = float_groups(targets)
     for group in groups:
         for node_names, target_names in group.nodes_and_targets:  # targets with the same nodes
             cells: list[Cell] = [group.op, node_names, group.reason]
-            if has_several:
+            if has_several_targets:
                 cells.append(", ".join(target_names))
             float_rows.append(cells)
     if float_rows:
@@ -467,9 +467,8 @@ def _boxes(boxes: BoxPicture, group: Detections, line_style: str) -> str:
         y1 = _clamp(top * height, height)
         y2 = _clamp(bottom * height, height)
         label_start = f'<text x="{x1 + 2:.1f}"'
-        if (
-            x1 > width / 2
-        ):  # a long name would be cut off at the right, so it ends at the right edge
+        # a long name would be cut off at the right; there it ends at the right edge of the box
+        if x1 > width / 2:
             label_start = f'<text class="end" x="{x2 - 2:.1f}"'
         text_y = y1 - 3
         if y1 <= _LABEL_HEIGHT:  # no room above the box

@@ -338,7 +338,8 @@ def _accuracy(report: Findings) -> Iterator[ComparisonLine]:
 
     label = "SQNR"
     change = ""
-    if worst_labels := _distinct(map(worst_label, measured_accuracies)):
+    worst_labels = _distinct(map(worst_label, measured_accuracies))
+    if worst_labels:  # an output is compared in parts, such as boxes and scores
         label = "SQNR, worst part"
         change = f"of {', '.join(worst_labels)}"
     yield _comparison_line(

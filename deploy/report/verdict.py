@@ -141,7 +141,7 @@ def verdict(
 
     Args:
         accuracy: against the float model; None if not measured.
-        speed: beside its rival; None if one of them was not measured.
+        speed: its speed-up over its rival; None if one of them was not measured.
         int8: whether any of its nodes is quantized.
         gates: the user's limits.
         size_ratio: size of its rival's file over that of its own; None if one is not known.
@@ -153,7 +153,7 @@ def verdict(
             figures by labels can then show what int8 loses.
         calibrated: how many of the evaluation images calibrated, as text; "" for none.
     """
-    causes, losses = _judge_accuracy(accuracy, gates.max_loss, doubts, has_random_outputs)
+    causes, losses = _find_causes_and_losses(accuracy, gates.max_loss, doubts, has_random_outputs)
     findings = [*causes, *losses]
     if gates.min_speedup is not None:
         findings.append(_judge_speed_limit(speed, gates.min_speedup, rival))
@@ -172,9 +172,11 @@ def verdict(
     if loss_index is not None and calibrated:
         reasons[loss_index] += f" ({calibrated})"
     judged_accuracy = None if loss_index is None else accuracy
-    if sentence := _choose_too_few(too_few_sentences, judged_accuracy):
+    too_few_sentence = _choose_too_few(too_few_sentences, judged_accuracy)
+    if too_few_sentence:
         # it follows the figure of the loss, which it puts in question
-        reasons.insert(0 if loss_index is None else loss_index + 1, sentence)
+        place = 0 if loss_index is None else loss_index + 1
+        reasons.insert(place, too_few_sentence)
         if level == GOOD:
             level = DOUBTFUL
     has_limits = gates.min_speedup is not None or gates.max_loss is not None
@@ -224,7 +226,7 @@ def _order_reasons(findings: Sequence[_Finding], verdict_level: str) -> tuple[li
     return reasons, too_few_sentences
 
 
-def _judge_accuracy(
+def _find_causes_and_losses(
     accuracy: Accuracy | None,
     max_loss: float | None,
     doubts: Sequence[str],
@@ -334,7 +336,7 @@ def _judge_gain(speed: SpeedUp, size_ratio: float | None, rival: str, device_kin
     times as fast as its rival, and clearly loses time if the rival is `MIN_GAIN` times as fast.
 
     Args:
-        speed: beside its rival; the middle of its interval counts.
+        speed: its speed-up over its rival; the middle of its interval counts.
         size_ratio: size of the rival's file over that of the int8 engine; None if unknown.
         rival: name of the float engine that it is compared with.
         device_kind: "CPU" or "device".
