@@ -1156,12 +1156,12 @@ def test_axis_of_channels_behind_moves(kind, axes, attributes, expected):
     layer = MovedLayer(CONV, (node,))
     if expected is None:
         with pytest.raises(CannotRewrite):
-            layer.channel_axis(4, constants)
+            layer.channel_layout(4, constants)
     else:
-        assert layer.channel_axis(4, constants) == expected
+        assert layer.channel_layout(4, constants) == expected
     if axes:  # those that are computed are not known
         with pytest.raises(CannotRewrite):
-            layer.channel_axis(4, {})
+            layer.channel_layout(4, {})
 
 
 BEHIND_A_MOVE = [

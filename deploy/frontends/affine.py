@@ -58,7 +58,9 @@ class MovedLayer:
     layer: onnx.NodeProto
     moves: tuple[onnx.NodeProto, ...] = ()
 
-    def channel_axis(self, rank: int, constants: Mapping[str, onnx.TensorProto]) -> tuple[int, int]:
+    def channel_layout(
+        self, rank: int, constants: Mapping[str, onnx.TensorProto]
+    ) -> tuple[int, int]:
         """Return (axis of the channels, number of dimensions) of the tensor after the moves.
 
         Args:
@@ -109,7 +111,7 @@ class JoinedLayers:
             if self.concat is not None:
                 yield node, self.concat, index
 
-    def channel_axis(
+    def channel_layout(
         self, ranks: Sequence[int], constants: Mapping[str, onnx.TensorProto]
     ) -> tuple[int, int]:
         """Return (axis of the channels, number of dimensions) of the joined tensor.
@@ -122,8 +124,8 @@ class JoinedLayers:
             CannotRewrite: the axis of a part is unknown, or the Concat is along another axis.
         """
         parts_and_ranks = zip(self.parts, ranks, strict=True)
-        layouts = {part.channel_axis(rank, constants) for part, rank in parts_and_ranks}
-        axis, rank = next(iter(layouts))  # those of the first part; all must be equal
+        layouts = {part.channel_layout(rank, constants) for part, rank in parts_and_ranks}
+        axis, rank = next(iter(layouts))  # of one of the parts: all must be equal
         concat_axis = axis if self.concat is None else attributes(self.concat).get("axis", axis)
         is_along_channels = concat_axis in (axis, axis - rank)  # it may count from the end
         if len(layouts) > 1 or not is_along_channels:
@@ -311,7 +313,7 @@ class _AffineFold:
             channel_counts.append(_count_channels(layer, weight))
 
         ranks = [weight.ndim for weight in weights]  # a layer's output has the rank of its weight
-        axis, rank = joined.channel_axis(ranks, self.initializers)
+        axis, rank = joined.channel_layout(ranks, self.initializers)
         scale, shift = _read_affine(node, self.initializers, sum(channel_counts), axis, rank)
         # each layer gets the scales and shifts of its own channels
         boundaries = np.cumsum(channel_counts)[:-1]

@@ -243,27 +243,37 @@ def end_training_mode(model: onnx.ModelProto) -> Counter[str]:
         return node_counts
     # a norm whose updated statistics are read cannot leave training mode
     read_tensors = set[str]().union(*map(count_reads, all_graphs(model.graph)))
-
-    def write_for_inference(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
-        """Return the node in place of a BatchNormalization in training mode; others stay."""
-        if not _is_training(node, opset):
-            return [node]
-        outcome = _training_outcome(node, scope, read_tensors)
-        node_counts[outcome] += 1
-        if outcome == "training":
-            return [node]
-        if outcome == "instances":
-            op_type = "InstanceNormalization"
-            inputs = node.input[:3]  # without mean and variance
-        else:
-            op_type = NORM
-            inputs = node.input
-        epsilon = attributes(node).get("epsilon", 1e-5)
-        return [make_node(op_type, inputs, node.output[0], node.name, epsilon=epsilon)]
-
     same_opset = OpsetScope(source_opset=opset, target_opset=opset)
-    rewrite_nodes(model.graph, same_opset, write_for_inference)
+    write_node = partial(_write_for_inference, read_tensors=read_tensors, node_counts=node_counts)
+    rewrite_nodes(model.graph, same_opset, write_node)
     return node_counts
+
+
+def _write_for_inference(
+    node: onnx.NodeProto, scope: OpsetScope, *, read_tensors: Set[str], node_counts: Counter[str]
+) -> Nodes:
+    """Return what stands in place of a node: of a norm in training mode its form for inference.
+
+    Args:
+        node: any node; all but BatchNormalization in training mode stay.
+        scope: the opset, and what is known of the graph.
+        read_tensors: all tensors that any node reads.
+        node_counts: outcome, a key of `TRAINING_NOTES` -> number of norms; the norm is added.
+    """
+    if not _is_training(node, scope.source_opset):
+        return [node]
+    outcome = _training_outcome(node, scope, read_tensors)
+    node_counts[outcome] += 1
+    if outcome == "training":
+        return [node]
+    if outcome == "instances":
+        op_type = "InstanceNormalization"
+        inputs = node.input[:3]  # without mean and variance
+    else:
+        op_type = NORM
+        inputs = node.input
+    epsilon = attributes(node).get("epsilon", 1e-5)
+    return [make_node(op_type, inputs, node.output[0], node.name, epsilon=epsilon)]
 
 
 def _training_outcome(norm: onnx.NodeProto, scope: OpsetScope, read_tensors: Set[str]) -> str:

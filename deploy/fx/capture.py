@@ -241,7 +241,7 @@ def _export_and_lift(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
         program = _export(model, tuple(inputs), is_batch_dynamic=False)
         return lift_program(program, model, inputs)
     except Exception as error:
-        run_model(model, inputs)  # if it does not run, that is the reason
+        run_model(model, inputs)  # raises, with the reason, if the model itself does not run
         raise ModelError(explain_export_failure(dynamic_error or error, model)) from error
 
 

@@ -155,9 +155,7 @@ def _find_constants(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _feeds_product(node: fx.Node, constants: set[fx.Node]) -> bool:
-    """Return whether a product, such as a matrix product, reads a constant.
-
-    It may also read another constant that is computed from this one.
+    """Return whether a matrix product or the like reads a constant, or one computed from it.
 
     Args:
         node: its output is a parameter, a buffer, or something computed from these only.

@@ -199,7 +199,7 @@ def to_onnx(
     try:
         program = run_exporter(exportable, tuple(copies), shapes, opset)
     except Exception as error:  # torch.export and the exporter share no error class
-        run_model(model, inputs)  # if it does not run, that is the reason
+        run_model(model, inputs)  # raises, with the reason, if the model itself does not run
         fixed_batch = FIXED_BATCH if dynamic_batch else ""
         message = explain_export_failure(error, exportable, fixed_batch=fixed_batch)
         raise ModelError(message) from error
@@ -236,11 +236,11 @@ def run_exporter(
 ) -> Any:
     """Export a model to ONNX with torch's exporter, silently; return the exporter's program.
 
-    The exporter fails at outputs that are no tensors, such as a size. So `model` is changed to
-    return None for them, and dicts for dataclasses: give a copy. Errors are the exporter's own.
+    The exporter fails at outputs that are no tensors, such as a size. So the model is changed in
+    place: it returns None for these, and a dict for a dataclass. Errors are the exporter's own.
 
     Args:
-        model: the model.
+        model: a copy, which changes.
         inputs: example inputs.
         shapes: their dynamic dimensions, as for torch.export; None if all are fixed.
         opset: of the default domain.
@@ -342,8 +342,8 @@ def compare_with_torch(
     differences = []
     magnitudes = []
     same_argmax: list[NDArray[np.bool_]] = []  # for each row of the last output
-    varies_between_samples: list[bool] = []  # for each batch of several samples
-    varies_within_sample: list[bool] = []  # for each batch of one: whether its values differ
+    # for each batch, whether an output varies between samples; for one sample, between its values
+    has_varying_output: list[bool] = []
     output_count = 0
     for batch in batches:
         torch_outputs, onnx_outputs = _run_both(model, session, batch)
@@ -354,16 +354,18 @@ def compare_with_torch(
         last_output = torch_outputs[-1].cpu().numpy()
         same_argmax.append(_same_argmax(last_output, onnx_outputs[-1].numpy()))
         output_count = len(torch_outputs)
-        varies = varies_between_samples if sample_count > 1 else varies_within_sample
-        varies.append(any(map(_varies, torch_outputs)))
+        has_varying_output.append(any(map(_varies, torch_outputs)))
 
     max_difference = float(np.max(differences))  # NaN if one is, which `max` may lose
     difference_in_steps = None
     quantizers = [module for module in model.modules() if isinstance(module, FixedQuant)]
     if quantizers and output_count == 1:
         difference_in_steps = max_difference / float(quantizers[-1].scale)
-    # batches of one sample count only if no batch has several
-    varies_by_batch = varies_between_samples or varies_within_sample
+    varies_between_samples = [
+        is_varying
+        for is_varying, count in zip(has_varying_output, sample_counts, strict=True)
+        if count > 1
+    ]
     has_same_argmax = np.concatenate(same_argmax)
     row_count = len(has_same_argmax)
     return ExportAgreement(
@@ -373,7 +375,8 @@ def compare_with_torch(
         argmax=int(has_same_argmax.sum()) / row_count if row_count else 1.0,
         codes=difference_in_steps,
         batches=tuple(sorted({*sample_counts})),
-        depends_on_input=any(varies_by_batch),
+        # batches of one sample count only if no batch has several
+        depends_on_input=any(varies_between_samples or has_varying_output),
         argmax_rows=row_count,
     )
 

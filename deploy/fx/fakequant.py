@@ -76,7 +76,7 @@ class _LsqRound(torch.autograd.Function):
         # n and p of the formulas in the module's docstring: the clip range in steps from a real 0
         low, high = (limit - zero.to(x.dtype) for limit in limits)
         is_mostly_positive = high >= (limits[1] - limits[0]) // 2
-        larger = torch.where(is_mostly_positive, high, -low)
+        larger = torch.where(is_mostly_positive, high, -low)  # p, or -n for a range mostly below 0
         scale_grad_factor = torch.rsqrt(shared * larger)  # 1 / sqrt(N * p) of the formulas
         ctx.save_for_backward(x, scale, low, high, scale_grad_factor)
         return torch.round(x / scale).clamp(low, high) * scale

@@ -223,20 +223,21 @@ def _remove_markers(model: Any) -> dict[str, str]:
     Returns:
         Name of each graph node -> name of the node after which its tensor is named: mostly its own.
     """
-    name_by_value: dict[Any, str] = {}  # value: a tensor in onnx_ir
+    node_name_by_tensor: dict[Any, str] = {}  # tensor -> the first node that it stands for
     tensor_name_by_node = {}
     for node in list(model.graph):
         if node.domain != MARKER_DOMAIN or node.op_type != MARKER:
             continue
-        (source,) = node.inputs
-        (marked,) = node.outputs
+        (tensor,) = node.inputs
+        (marker_output,) = node.outputs
         name = node.attributes["name"].as_string()
-        tensor_name_by_node[name] = name_by_value.setdefault(source, name)
-        marked.replace_all_uses_with(source, replace_graph_outputs=True)
+        node_name_by_tensor.setdefault(tensor, name)
+        tensor_name_by_node[name] = node_name_by_tensor[tensor]
+        marker_output.replace_all_uses_with(tensor, replace_graph_outputs=True)
         model.graph.remove(node, safe=True)
 
-    for value, name in name_by_value.items():
-        value.name = f"{NODE_PREFIX}{name}"
+    for tensor, name in node_name_by_tensor.items():
+        tensor.name = f"{NODE_PREFIX}{name}"
     model.opset_imports.pop(MARKER_DOMAIN, None)
     return tensor_name_by_node
 

@@ -98,7 +98,7 @@ def match_arguments(model: nn.Module, names: Sequence[str]) -> tuple[list[str], 
     position = {name: index for index, name in enumerate(arguments)}
     # names that are no arguments come last
     ordered = sorted(names, key=lambda name: position.get(name, len(arguments)))
-    if ordered == arguments:
+    if ordered == arguments:  # each argument has an input
         return ordered, None
     return ordered, _find_dict_argument(model, ordered)
 

@@ -156,6 +156,7 @@ class _PlanMapper:
         for pair in plan.pairs:
             if pair.tensor in mapped_tensors:
                 continue
+            # the nodes that need the pair: the readers of the tensor, and the node that computes it
             onnx_nodes = list(onnx_graph.readers.get(pair.tensor, []))
             if pair.tensor in onnx_graph.producer:
                 onnx_nodes.append(onnx_graph.producer[pair.tensor])
