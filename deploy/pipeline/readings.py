@@ -295,7 +295,7 @@ def is_better(scores: Sequence[Floats], current_scores: Sequence[Floats]) -> boo
     confidences = np.array(list(map(confidence_of, scores)))
     current_confidences = np.array(list(map(confidence_of, current_scores)))
     gains = np.sign(confidences - current_confidences)  # 1: surer; -1: less sure; 0: equally
-    # by chance their sum is 0 on average; its deviation is the root of the number of unequal samples
+    # by chance their sum is about 0; its deviation is the root of the number of unequal samples
     is_beyond_chance = gains.sum() >= MIN_DEVIATIONS * sqrt(np.abs(gains).sum())
     is_noise = count_clear(scores) > MAX_BOXES * len(scores)  # too many boxes to be objects
     is_much_surer = confidences.sum() > MIN_GAIN * current_confidences.sum()
