@@ -45,7 +45,7 @@ from calibrators.statistics import Statistic
 from deploy.calibration.observation import Observation, ObservedStatistics, Variant
 from deploy.errors import ConfigError, FeedError
 from deploy.graph.edit import extract_output
-from deploy.graph.index import Graph
+from deploy.graph.index import Graph, names_of
 from deploy.targets.ascend.config_keys import LayerConfig, QuantConfig
 from deploy.targets.ascend.deploy_model import rewrite_inputs
 from deploy.targets.ascend.layers import Layer, LayerGraph
@@ -281,7 +281,7 @@ class RecordPlan:
             CalibrationError: activations or weights with NaN or Inf, or scales that are not finite.
         """
         dmq_factors = self.compute_dmq_factors(observed)
-        roundings = self.round_weights(observed)
+        roundings = self.round_weights(observed)  # AdaRound's integers and scales, by layer
         # the layers that DMQ balances come first, as in AMCT's searches and its record file
         names = sorted(self.first_inputs, key=lambda name: name not in dmq_factors)
         first_inputs = {name: self.first_inputs[name] for name in names}
@@ -483,7 +483,7 @@ class RecordPlan:
             assert rounding.integers is not None  # `round_weights` has computed them
             integers_by_layer[name] = rounding.integers
         model = extract_output(self.model, last_tensor) if last_tensor else self.model
-        node_names = {node.name for node in model.graph.node}
+        node_names = names_of(model.graph.node)
         layers = {name: layer for name, layer in self.layers.items() if layer.node in node_names}
         return observation_model(
             model,

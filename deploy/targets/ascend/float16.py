@@ -29,7 +29,7 @@ from deploy.graph.edit import (
     rename_tensors,
     update_tensors,
 )
-from deploy.graph.index import Graph, attributes, iter_reads, opset_of, subgraphs
+from deploy.graph.index import Graph, attributes, iter_reads, names_of, opset_of, subgraphs
 from deploy.graph.lowering import find_schema, is_standard
 
 _FLOAT32, _FLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
@@ -115,7 +115,7 @@ class _Float16Writer:
         self.cast_by_tensor_and_type: dict[tuple[str, int], str] = {}
         self.new_constants: dict[str, onnx.TensorProto] = {}
         self.tensor_names = {*self.index.producer, *self.index.constants, *self.index.inputs}
-        self.node_names = {node.name for node in model.graph.node}
+        self.node_names = names_of(model.graph.node)
 
     def run(self) -> None:
         """Set the types of all nodes' tensors, then drop unused casts and constants."""

@@ -35,7 +35,7 @@ from deploy.calibration.taps import Tap
 from deploy.errors import ConfigError
 from deploy.feed.parallel import Sample, run_in_order
 from deploy.graph.edit import copy_tensor, extract_nodes
-from deploy.graph.index import Graph
+from deploy.graph.index import Graph, names_of
 from deploy.method import Choices
 from deploy.metrics.output_errors import cosine
 from deploy.runtimes.ort import OrtSession
@@ -105,7 +105,7 @@ def merge_records(
     record_by_search: Mapping[str, CalibrationRecord],
     search_by_layer: Mapping[str, str],
 ) -> CalibrationRecord:
-    """Return the scales of all layers: those of the default search, or of the search chosen.
+    """Return the scales of all layers, by the default search or the one chosen for a layer.
 
     Args:
         plan: the calibration, with all layers and the observations of their inputs.
@@ -318,8 +318,7 @@ def _compare_outputs(
     tapped_tensors: set[str] = set()
     for quant_layer in layers.values():
         tapped_tensors.update((quant_layer.layer.output, *quant_layer.layer.activations))
-    graph_inputs = {value.name for value in model.graph.input}
-    tap = Tap(model, sorted(tapped_tensors - graph_inputs))
+    tap = Tap(model, sorted(tapped_tensors - names_of(model.graph.input)))
     results_by_layer: dict[str, list[float]] = {name: [] for name in layers}
 
     def run_sample(_worker: int, _number: int, sample: Sample) -> dict[str, float]:

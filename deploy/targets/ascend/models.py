@@ -21,7 +21,7 @@ from typing import Any
 import onnx
 
 from deploy.graph.edit import name_nodes_by_index
-from deploy.graph.index import iter_reads, runtime_inputs
+from deploy.graph.index import iter_reads, names_of, runtime_inputs
 from deploy.machine import trim_memory
 from deploy.runtimes.mapped_model import copy_without_initializers
 from deploy.targets.ascend.atc import (
@@ -103,7 +103,7 @@ class _OriginalNodes:
     """
 
     def __init__(self, original: onnx.ModelProto, deployed_tensors: Collection[str]) -> None:
-        weights = {tensor.name for tensor in original.graph.initializer}
+        weights = names_of(original.graph.initializer)
         graph = copy_without_initializers(original, weights, placeholders=True).graph
         name_nodes_by_index(graph)
         self.producer = {tensor: n for n in graph.node for tensor in n.output if tensor}
@@ -132,7 +132,7 @@ class _OriginalNodes:
 
 def _input_dependent(graph: onnx.GraphProto) -> set[str]:
     """Return the inputs of a graph, and the tensors that are computed from them."""
-    tensors = {value.name for value in runtime_inputs(graph)}
+    tensors = names_of(runtime_inputs(graph))
     for node in graph.node:
         if tensors.intersection(iter_reads(node)):
             tensors.update(node.output)

@@ -118,7 +118,7 @@ def unfuse_batchnorms(
         unfolded_layers: layers into which no node downstream is folded, not even a Mul.
 
     Returns:
-        As `prepare_model`.
+        (the model with unshared weights, its layers).
     """
     from deploy.frontends.affine import MOVES, NORM, fold_affine
 
@@ -132,15 +132,16 @@ def unfuse_batchnorms(
     outputs_without_norms: set[str] = set()
     nodes_to_keep = set()
     for node in model.graph.node:
-        reads_without_folds = bool(outputs_without_folds.intersection(node.input))
-        reads_without_norms = bool(outputs_without_norms.intersection(node.input))
-        if reads_without_folds or (reads_without_norms and node.op_type == NORM):
+        # whether the node follows such a layer
+        is_after_no_folds = bool(outputs_without_folds.intersection(node.input))
+        is_after_no_norms = bool(outputs_without_norms.intersection(node.input))
+        if is_after_no_folds or (is_after_no_norms and node.op_type == NORM):
             nodes_to_keep.add(node.name)
         # folding goes past a node that only moves values: its output counts as the layer's
         is_move = node.op_type in MOVES or node.op_type == "Concat"
-        if node.name in unfolded_layers or (is_move and reads_without_folds):
+        if node.name in unfolded_layers or (is_move and is_after_no_folds):
             outputs_without_folds.add(node.output[0])
-        elif node.name in config.skip_fusion_layers or (is_move and reads_without_norms):
+        elif node.name in config.skip_fusion_layers or (is_move and is_after_no_norms):
             outputs_without_norms.add(node.output[0])
     fold_affine(model.graph, excluded=nodes_to_keep)
     return prepare_model(model)

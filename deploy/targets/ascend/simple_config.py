@@ -134,7 +134,7 @@ def _read_skipped(message: Any, graph: LayerGraph) -> set[str]:
     Raises:
         ConfigError: a name that is no layer, a repeated one, or types that leave no layer.
     """
-    skipped = set(refuse_repeats(message.skip_layers, "skip_layers"))
+    skipped_names = set(refuse_repeats(message.skip_layers, "skip_layers"))
     for name in message.skip_layers:
         if name not in graph.layers and name not in graph.float_reasons:
             raise ConfigError(f"layer {name!r} of skip_layers {no_layer_reason(name, graph)}")
@@ -151,7 +151,7 @@ def _read_skipped(message: Any, graph: LayerGraph) -> set[str]:
             f"skip_layer_types must leave a type to quantize, got {layer_types}; every layer of the"
             " model is of these types"
         )
-    return skipped | layers_of_skipped_types
+    return skipped_names | layers_of_skipped_types
 
 
 def _read_type_overrides(message: Any) -> dict[tuple[str, int], Any]:

@@ -41,7 +41,7 @@ from calibrators.grids import Float32Array, Int8Array
 from deploy.calibration.observation import Observation, ObservedStatistics, Variant
 from deploy.errors import ConfigError
 from deploy.graph.bounds import make_window
-from deploy.graph.index import Graph, attributes
+from deploy.graph.index import Graph, attributes, by_name
 from deploy.machine import worker_threads
 from deploy.targets.ascend.config_keys import QuantConfig
 from deploy.targets.ascend.layers import Layer
@@ -136,7 +136,7 @@ class AdaRoundSteps:
 
     def make(self, layers: Mapping[str, Layer]) -> dict[str, AdaStep]:
         """Return layer name -> its step, for the AdaRound layers among `layers`, in their order."""
-        node_by_name = {node.name: node for node in self.index.nodes}
+        node_by_name = by_name(self.index.nodes)
         steps: dict[str, AdaStep] = {}
         for name, layer in layers.items():
             if uses_adaround(self.config, name):
@@ -373,7 +373,7 @@ def _search_blocks(problem: AdaProblem, params: AdaParams, progress: Step) -> li
                 pool.submit(round_block, block, params, step=count_step)
                 for block in problem.blocks()
             ]
-            # waits until one fails: in the order of the blocks, a late one's error would wait
+            # returns as soon as any block fails, or if all are done
             done, _ = wait(jobs, return_when=FIRST_EXCEPTION)
             for job in done:
                 job.result()  # raises the error of a block

@@ -80,8 +80,8 @@ def write_qdq(
         round_scales: rounds scales to the ones a format can store, before quantization.
         trained_scales: node -> scales that its weight was trained with, [C_out] or [1]; the weight
             is a multiple of them already.
-        memoize: (key, function) -> the function's result, computed once for all calls with the same
-            model, as a search makes them.
+        memoize: called with (key, function), returns the function's result. A search, which calls
+            `write_qdq` many times for one model, gives one that computes it once for each key.
         float_weights: leave the weights float; a QuantizeLinear of each makes its integers.
 
     Raises:

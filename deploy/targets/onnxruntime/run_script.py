@@ -130,11 +130,10 @@ def _reading_fields(preprocess: Preprocess) -> dict[str, str]:
     video's frame. "drawing_lines" return a copy of the picture in BGR of 8 bits, to draw on.
     """
     if preprocess.color != "grey":
-        copy_line = "    return picture.copy()\n"
         return {
             "read_flag": "IMREAD_COLOR",
             "frame_expression": "frame",
-            "drawing_lines": copy_line,
+            "drawing_lines": "    return picture.copy()\n",
         }
     read_flag = "IMREAD_GRAYSCALE"
     drawing_lines = "    return cv2.cvtColor(picture, cv2.COLOR_GRAY2BGR)\n"

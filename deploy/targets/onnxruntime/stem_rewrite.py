@@ -49,7 +49,7 @@ def _why_not_padded(node: onnx.NodeProto, scope: RewriteScope) -> str:
     weight = scope.context.float_graph.initializers.get(float_conv.input[WEIGHT])
     if weight is None or group_count(node) != 1:
         return "its weight is computed, or it has groups"
-    out_channels, in_channels, *window = weight.dims
+    out_channels, in_channels, *window = weight.dims  # window: sides of the kernel
     if in_channels >= _STEM_CHANNELS:
         return "it has enough channels"
     if len(window) < 2 or math.prod(window) < 2:

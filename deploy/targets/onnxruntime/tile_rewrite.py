@@ -106,7 +106,7 @@ class _TiledLayer(ReplacementNodes):
         self.channels = channels
 
     def write_layer(self, quantize: onnx.NodeProto) -> Nodes:
-        """Return the Conv that takes the layer's place, and the DequantizeLinear of its constants.
+        """Return the Conv in the ConvTranspose's place, and the DequantizeLinears of its constants.
 
         The Conv makes each tile of output pixels as channels. The nodes after it, an activation
         and `quantize`, are changed in place: they read and make tensors of such tiles.

@@ -131,6 +131,7 @@ def build_engine(
         _parse(network, model, log, dla=settings.dla)
         config = _create_config(builder, network, settings, calibrator)
         timing_note = _set_timing_cache(config, settings)
+        # the bytes of the engine; None if TensorRT failed
         plan = cast("trt.IHostMemory | None", builder.build_serialized_network(network, config))
 
     calibration_trouble = _calibration_trouble(calibrator, is_built=plan is not None)
@@ -179,10 +180,10 @@ def calibrate(
     Raises:
         As `build_engine`.
     """
-    float32 = replace(
+    float32_settings = replace(
         settings, fp16=False, bf16=False, tf32=False, float_layers={}, float32_layers={}
     )
-    build_engine(model, float32, calibrator=calibrator, cuda=cuda)
+    build_engine(model, float32_settings, calibrator=calibrator, cuda=cuda)
     return calibrator.check()
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import onnx
 
 from deploy.calibration.trt_cache import CalibrationCache
+from deploy.graph.index import names_of
 from deploy.graph.placement import TENSORRT, Placement
 from deploy.graph.plan import FloatNodes, ModelAnalysis, Plan, analyse
 from deploy.targets.tensorrt.cache_contents import CacheTensor, cache_tensors
@@ -232,7 +233,7 @@ def _why_unmatched(name: str, model: onnx.ModelProto, original: onnx.ModelProto 
         return (
             "in the file, but not after folding (BatchNormalization, constants), or behind a plugin"
         )
-    constants = {tensor.name for tensor in model.graph.initializer}
+    constants = names_of(model.graph.initializer)
     if name in constants or name.removesuffix("_output") in constants:
         return "a constant of the model; TensorRT reads its range from its values"
     if name.startswith(("(Unnamed Layer* ", "(Unnamed ITensor* ", "ONNXTRT_")):

@@ -308,7 +308,7 @@ def _single_scale(tensor: str, grids: Iterable[PairGrid]) -> np.float32:
     """
     scales = set()
     for grid in grids:
-        zero = grid.zero.item()  # the only one, as of each pair of an activation
+        zero = grid.zero.item()  # a pair of an activation has one zero point and one scale
         if grid.dtype != "int8" or zero:
             raise ExportError(
                 f"a cache is for symmetric int8 (zero-point 0), got {grid.dtype} with zero-point"

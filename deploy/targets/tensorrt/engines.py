@@ -183,7 +183,8 @@ def calibrate_on_gpu(
         cuda: the GPU.
     """
     cache_path = request.file(".gpu.cache")
-    shapes, batch_size = _calibration_batch(request, settings)  # batch_size: in samples
+    # input -> shape of a batch, and the number of samples in a batch
+    shapes, batch_size = _calibration_batch(request, settings)
     fingerprint = _tensorrt_fingerprint(options, request, source, version, batch_size)
     stored_cache = load_gpu_cache(request.earlier_file(cache_path.name), fingerprint)
     if stored_cache is not None:  # it becomes a file of this build too
@@ -394,10 +395,10 @@ def build_quantized_engine(
         notes += note_left_out(len(request.feed), batch_size, filled=filled)
 
     path = request.file(".engine")
-    reused_plan = manifest.read_if_made_from(request.earlier_file(path.name), key)
-    if reused_plan is not None:
+    reused_bytes = manifest.read_if_made_from(request.earlier_file(path.name), key)
+    if reused_bytes is not None:
         note = "the engine was built before from the same files, on the same GPU"
-        return manifest.write_with_note(path, reused_plan, key), (note, *notes)
+        return manifest.write_with_note(path, reused_bytes, key), (note, *notes)
 
     cuda = open_gpu(options.device)
     if options.calibrator is not None:  # TensorRT's cache in place of calib8's
@@ -575,17 +576,23 @@ def _build_baseline(
 ) -> tuple[Path, tuple[str, ...]]:
     """Build the float engine of a precision, or reuse it; return (path, notes).
 
-    `source`: the ONNX file to build it from.
+    Args:
+        request: the build request.
+        installed: the installed TensorRT.
+        cuda: the GPU.
+        settings: builder settings of this precision.
+        source: the ONNX file to build it from.
+        precision: "fp32" or "fp16".
     """
     path = request.file(f".{precision}.engine")
     key = builder.engine_key(
         installed, settings, model_sha256=sha256(source.read_bytes()), cache_sha256=None
     )
-    reused_plan = manifest.read_if_made_from(request.earlier_file(path.name), key)
-    if reused_plan is not None:
-        return manifest.write_with_note(path, reused_plan, key), ()
+    reused_bytes = manifest.read_if_made_from(request.earlier_file(path.name), key)
+    if reused_bytes is not None:
+        return manifest.write_with_note(path, reused_bytes, key), ()
 
-    # begin with the timings that the quantized engine of this build has added
+    # read the timings that the quantized engine of this build has added
     timing_cache = settings.timing_cache
     if timing_cache is not None and timing_cache.exists():
         settings = replace(settings, earlier_timing_cache=timing_cache)

@@ -376,7 +376,7 @@ def _typed_commands(
 
     # A condition is text: on which machine, and with which TensorRT a command runs.
     machine = "".join(_MACHINES.get(feature, "") for feature in features)
-    needs_11 = not features_of(first_version).calibrators  # no older version has them
+    needs_11 = not features_of(first_version).calibrators  # only 11 and newer have none
     condition_11 = f"{machine}with TensorRT 11"
     if needs_11 and first_version != _FIRST_TYPED_ONLY:  # a later 11
         condition_11 += f" from {first_version.removesuffix('.0')} on"
