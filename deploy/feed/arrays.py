@@ -13,7 +13,6 @@ What a first dimension is, `deploy.feed.batch_axis` says.
 import bisect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -185,12 +184,12 @@ class SampleCounter:
 
     Attributes:
         inputs: the inputs as the model alone shows them.
-        row_counts: rows of each item.
+        row_ends: 0, and for each item the number of rows up to its end.
         items_are_samples: whether each item is one sample, by the items so far.
     """
 
     inputs: Specs
-    row_counts: list[int] = field(default_factory=list)
+    row_ends: list[int] = field(default_factory=lambda: [0])
     items_are_samples: bool = False
     _is_stacked: bool | None = None  # whether the first item that could be read is stacked
 
@@ -230,12 +229,12 @@ class SampleCounter:
         if self._is_stacked is None:  # all items are as the first one
             self._is_stacked = is_stacked
         row_count = max(rows_by_input.values(), default=1)
-        self.row_counts.append(row_count)
+        self.row_ends.append(self.row_ends[-1] + row_count)
         return 1 if self.items_are_samples else row_count
 
     def add_unread(self) -> None:
         """Count an item that could not be read as one sample."""
-        self.row_counts.append(1)
+        self.row_ends.append(self.row_ends[-1] + 1)
 
     def _have_one_name(self, input_names: Collection[str]) -> bool:
         """Whether the first dimensions of these inputs have the same name, such as "batch"."""
@@ -255,14 +254,14 @@ class SampleCounter:
     @property
     def total(self) -> int:
         """The number of samples."""
-        return len(self.row_counts) if self.items_are_samples else sum(self.row_counts)
+        return len(self.row_ends) - 1 if self.items_are_samples else self.row_ends[-1]
 
     @property
     def item_ends(self) -> tuple[int, ...]:
         """For each item, the number of samples up to its end."""
         if self.items_are_samples:
-            return tuple(range(1, len(self.row_counts) + 1))
-        return tuple(accumulate(self.row_counts))
+            return tuple(range(1, len(self.row_ends)))
+        return tuple(self.row_ends[1:])
 
 
 def _check_array(array: Array, spec: TensorSpec, item_name: str) -> None:
