@@ -34,22 +34,26 @@ _TOLERANCE = 1e-9  # largest error of the divergences from prefix sums
 
 
 def search_bins(histogram: Int64Array) -> int:
-    """Return i in 128..2048, the number of bins to keep, for [2048] counts of |x| over [0, R]."""
+    """Return how many bins to keep, 128 to 2048, for the least KL divergence.
+
+    `histogram`: [2048] counts of |x| over [0, R].
+    """
     counts = histogram.astype(np.float64)
-    counts[0] = 0.0
+    counts[0] = 0.0  # as in TensorRT
     if not counts.any():  # all values are in bin 0, or there are none
         return BINS
 
-    approximate = _divergences(counts)
-    candidates = np.flatnonzero(approximate <= approximate.min() + _TOLERANCE) + LEVELS
+    approximate_kls = _divergences(counts)  # of 128, 129, ... kept bins
+    is_near_least = approximate_kls <= approximate_kls.min() + _TOLERANCE
+    candidates = np.flatnonzero(is_near_least) + LEVELS
     min_kl = np.inf
-    bin_count = BINS
-    for i in candidates:  # exact sums, so that equal divergences compare equal
-        kl = divergence(counts, int(i))
-        if kl <= min_kl:
+    best_bin_count = BINS
+    for bin_count in candidates:  # exact sums, so that equal divergences compare equal
+        kl = divergence(counts, int(bin_count))
+        if kl <= min_kl:  # the last one on ties
             min_kl = kl
-            bin_count = int(i)
-    return bin_count
+            best_bin_count = int(bin_count)
+    return best_bin_count
 
 
 def threshold(i: int, full_range: float) -> float:
@@ -58,14 +62,19 @@ def threshold(i: int, full_range: float) -> float:
 
 
 def divergence(counts: Float64Array, kept_bins: int) -> float:
-    """Return KL(P || Q) if the first `kept_bins` of [2048] `counts` are kept; counts[0] is 0."""
+    """Return KL(P || Q) if the first `kept_bins` of [2048] `counts` are kept; counts[0] is 0.
+
+    P are the kept counts, the last one with all counts beyond it. In Q each of 128 levels, runs of
+    bins, has its mean count in all its bins that are not empty.
+    """
     p = counts[:kept_bins].copy()
     p[-1] += counts[kept_bins:].sum()
     level_by_bin = np.arange(kept_bins) * LEVELS // kept_bins
-    occupied = counts[:kept_bins] > 0
-    sums = np.bincount(level_by_bin, weights=counts[:kept_bins], minlength=LEVELS)
-    bin_counts = np.bincount(level_by_bin, weights=occupied, minlength=LEVELS)
-    q = np.where(occupied, (sums / np.maximum(bin_counts, 1))[level_by_bin], 0.0)
+    is_occupied = counts[:kept_bins] > 0
+    level_sums = np.bincount(level_by_bin, weights=counts[:kept_bins], minlength=LEVELS)
+    occupied_counts = np.bincount(level_by_bin, weights=is_occupied, minlength=LEVELS)
+    level_means = level_sums / np.maximum(occupied_counts, 1)
+    q = np.where(is_occupied, level_means[level_by_bin], 0.0)
     if q.sum() == 0 or np.any((p > 0) & (q == 0)):
         return float(np.inf)
     p = p / p.sum()
@@ -75,7 +84,7 @@ def divergence(counts: Float64Array, kept_bins: int) -> float:
 
 
 def _divergences(counts: Float64Array) -> Float64Array:
-    """Return KL(P, Q) for every number i of bins that are kept, 128 to 2048: [1921] float64.
+    """Return KL(P, Q) for every number of bins that can be kept, 128 to 2048: [1921] float64.
 
     P has the count p of each kept bin; the last one also has the outliers, all counts beyond it.
     The kept bins are split into 128 levels, runs of neighbouring bins. Q has one value for the
@@ -88,7 +97,7 @@ def _divergences(counts: Float64Array) -> Float64Array:
 
     Sums over bins are differences of prefix sums: entry i is the sum of the bins before bin i.
     """
-    kept_bins = np.arange(LEVELS, BINS + 1)  # every i; arrays below have a value for each
+    kept_bins = np.arange(LEVELS, BINS + 1)  # arrays below have a value for each of these numbers
     counts_before = _prefix_sums(counts)
     occupied_before = _prefix_sums(counts > 0)
     kept_sums = counts_before[kept_bins]
@@ -100,9 +109,10 @@ def _divergences(counts: Float64Array) -> Float64Array:
     kept_bin_terms = _prefix_sums(_xlogx(counts))[kept_bins]
     p_terms = kept_bin_terms - _xlogx(last_count) + _xlogx(last_count + outliers)
 
-    # sum p ln(s / n): each level is a run of bins, whose term is computed once for all i
+    # sum p ln(s / n): a level is a run of bins. Many levels are the same run, so the term s ln(s /
+    # n) is computed once for each run of 1 to 16 bins, and looked up for each level
     run_terms = _run_terms(counts_before, occupied_before)
-    level_terms = np.take(run_terms, _run_of_level()).sum(axis=1)  # [i, level] -> [i]
+    level_terms = np.take(run_terms, _run_of_level()).sum(axis=1)  # [1921, 128] -> [1921]
     last_level_start = _level_starts()[:, LEVELS - 1]
     last_level_bins = occupied_before[kept_bins] - occupied_before[last_level_start]
     last_level_sum = kept_sums - counts_before[last_level_start]

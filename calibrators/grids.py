@@ -141,7 +141,17 @@ def _integer_grid(bits: int, *, signed: bool) -> Grid:
 def _float_grid(
     name: str, bits: int, qmax: float, mantissa: int, least_exponent: int, dtype: str, scaled: bool
 ) -> Grid:
-    """Return a float grid, symmetric around 0; arguments as the fields of `Grid`."""
+    """Return a grid of floats, symmetric around 0.
+
+    Args:
+        name: name of the grid.
+        bits: bits per stored value.
+        qmax: largest value.
+        mantissa: mantissa bits that are stored.
+        least_exponent: exponent of the smallest normal number.
+        dtype: numpy type that holds the values.
+        scaled: whether a clip range sets the scale; else it is always 1.
+    """
     return Grid(
         name=name,
         bits=bits,
@@ -208,15 +218,15 @@ def affine_params(lo: float, hi: float, grid: Grid = UINT8) -> tuple[np.float32,
 def round_to_grid(
     x: RealArray, grid: Grid, round_numbers: Callable[[Any], Any] = np.rint
 ) -> RealArray:
-    """Round x / scale to the values of a grid, without saturation; half to even.
+    """Round values to a grid: integers, or floats of fewer digits. Large values do not saturate.
 
-    Integer grids round to integers, float grids to their mantissa, in the dtype of x, where every
-    step but the rounding is exact.
+    The result has the dtype of x, in which every step but the rounding is exact.
 
     Args:
         x: values / scale, of any shape.
         grid: the grid.
-        round_numbers: np.floor or np.ceil to round down or up instead of to nearest.
+        round_numbers: rounds to whole numbers: np.rint to nearest, half to even; np.floor down;
+            np.ceil up.
     """
     if grid.kind == "integer":
         return np.asarray(round_numbers(x), x.dtype)
@@ -264,9 +274,14 @@ def dequantize(q: StoredArray, scale: Float32Array | np.float32, zero_point: int
 
 
 def weight_scales(weight: RealArray, axis: int | None, *, grid: Grid = INT8) -> Float32Array:
-    """Return symmetric float32 scales from the largest |w|: [C] along `axis`, or [1] for None.
+    """Return the scales of a weight from its largest |w|, float32: [C], or [1] for one scale.
 
-    A channel of zeros gets scale 1. `grid`: a symmetric one.
+    A channel of zeros gets scale 1.
+
+    Args:
+        weight: the weight, of any shape.
+        axis: axis of its C channels; None for one scale.
+        grid: the grid of the stored values, a symmetric one.
 
     Raises:
         CalibrationError: the weight is empty or holds NaN or Inf (as float32), or the axis is none
@@ -295,9 +310,15 @@ def quantize_weight(
     *,
     grid: Grid = INT8,
 ) -> StoredArray:
-    """Return the stored values clip(rne(w / scale), -qmax, qmax) of a weight, in grid.dtype.
+    """Return the stored values of a weight, in the grid's dtype: w / scale rounded half to even.
 
-    The lowest integer is unused, as in the scale.
+    They are clipped to -qmax and qmax, so the lowest integer of the grid, -128 for int8, is unused.
+
+    Args:
+        weight: the weight, of any shape.
+        scales: float32 [C], or [1] for one scale.
+        axis: axis of the C channels; None for one scale.
+        grid: the grid, a symmetric one.
 
     Raises:
         CalibrationError: a scale is not finite and positive.
@@ -378,7 +399,18 @@ def quantize_per_channel(
 def _quantize(
     x: ArrayLike, scales: Sequence[float], zero_points: Sequence[int], axis: int | None, dtype: str
 ) -> QuantizedTensor:
-    """Quantize as `quantize_per_channel`, or with `axis` None as `quantize_per_tensor`."""
+    """Quantize values with a scale and a zero point for each channel, or one for all values.
+
+    Args:
+        x: the values, of any shape.
+        scales: one for each channel of `axis`, or one.
+        zero_points: the same.
+        axis: axis of the channels; None for one scale.
+        dtype: "quint8", "qint8" or "qint32".
+
+    Raises:
+        CalibrationError: an argument that does not fit, or NaN among the values.
+    """
     real = np.asarray(x, np.float32)
     if axis is not None:
         axis = checked_axis(axis, real.ndim)

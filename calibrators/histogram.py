@@ -161,13 +161,14 @@ class Histogram(HistogramState):
         """
         self.check_range()
         flat = as_kernel_array(x).reshape(-1)
-        counting_kernel = kernel()
+        counting_kernel = kernel()  # the C library; None if it was not compiled
         if counting_kernel is None:
-            self.batch_amax = 0.0
+            self.batch_amax = 0.0  # the chunks raise it
             for chunk in np.split(flat, range(_CHUNK_SIZE, flat.size, _CHUNK_SIZE)):
                 self._observe_chunk(chunk)
             return
 
+        # the kernel changes this structure, and the counts at their address
         nan_count = counting_kernel.observe(
             counting_kernel.instruction_set,
             ctypes.byref(self),
@@ -237,9 +238,10 @@ class Histogram(HistogramState):
                 "histograms merge only with equal initial ranges, got"
                 f" {self.initial_range} and {histogram.initial_range}"
             )
+        # bring both to the wider of the two ranges
         self._widen_to(histogram.full_range)
         counts = histogram.counts
-        full_range = histogram.full_range
+        full_range = histogram.full_range  # 0 if all its values are 0: then only bin 0 has counts
         while full_range and full_range < self.full_range:
             counts = halve_resolution(counts)
             full_range = full_range * 2
@@ -250,10 +252,11 @@ class Histogram(HistogramState):
         self.infinite += histogram.infinite
 
     def without(self, subset: Histogram) -> Histogram:
-        """Return the histogram without the values of `subset`, a subset of these.
+        """Return the histogram without the values of `subset`, the histogram of some of them.
 
-        An extreme that `subset` shares is known only to a bin afterwards. Counts never fall below
-        0, even if the two binned a value differently, as after another optimization of the model.
+        An extreme (minimum or maximum) that `subset` shares may be gone, so the new one is known
+        only to a bin. Counts never fall below 0, even if the two binned a value differently, as
+        after another optimization of the model.
 
         Raises:
             CalibrationError: a range follows TensorRT's rule.
@@ -297,10 +300,10 @@ class Histogram(HistogramState):
         }
 
     def clamped(self, floor: float, ceiling: float) -> Histogram:
-        """Return the histogram with all values clamped to [floor, ceiling], as exact as bins are.
+        """Return the histogram of all values clamped to [floor, ceiling], as exact as bins are.
 
-        Readers of the tensor do not distinguish values beyond these bounds, so that a clip range
-        should spend no integers on them.
+        Values beyond these bounds make no difference to the nodes that read the tensor, so a clip
+        range should spend no integers on them.
         """
         clamped = Histogram(initial_range=self.initial_range)
         clamped.counts[:] = self.counts
@@ -392,10 +395,10 @@ class HistogramGroup:
         """Count each array in its histogram, as `Histogram.observe`, with one kernel call for all.
 
         Raises:
-            ArrayRefused: `Histogram.observe` refuses an array.
+            ArrayRefused: an array has NaN, or the range of its histogram is invalid; names which.
         """
         values = [as_kernel_array(x) for x in arrays]
-        counting_kernel = kernel()
+        counting_kernel = kernel()  # the C library; None if it was not compiled
         if counting_kernel is None:
             for index, x in enumerate(values):
                 with _naming_array(index):
@@ -415,8 +418,8 @@ class HistogramGroup:
             _buffers.tables,
             ctypes.byref(self._counted_arrays),
         )
-        if nan_count:
-            index = self._counted_arrays.value  # of the refused array
+        if nan_count:  # or -1 for an invalid range
+            index = self._counted_arrays.value  # arrays before the refused one
             with _naming_array(index):
                 self.histograms[index].check_range()
                 raise make_nan_error(nan_count)

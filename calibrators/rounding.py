@@ -65,10 +65,18 @@ def gram(inputs: RealArray) -> Float64Array:
 def block_products(
     left: NDArray[Any], right: NDArray[Any], *, mirrored: bool = False
 ) -> Float64Array:
-    """Multiply [G, M, K] by [G, K, N] to float64 [G, M, N], independent of the thread count.
+    """Multiply matrices so that the result does not depend on the number of threads.
 
-    Blocks of 64 x 64 x 64 are multiplied in the arrays' dtype and summed in float64. If the product
-    is symmetric (`mirrored`), blocks below the diagonal are copied from those above.
+    Blocks of 64 x 64 x 64 are multiplied in the arrays' dtype and summed in float64.
+
+    Args:
+        left: G matrices, [G, M, K].
+        right: G matrices, [G, K, N].
+        mirrored: whether the products are symmetric. Then only blocks on and above the diagonal are
+            computed, and copied to those below.
+
+    Returns:
+        The products, float64 [G, M, N].
     """
     groups, rows, inner = left.shape
     columns = right.shape[2]
@@ -78,7 +86,7 @@ def block_products(
     depth_step = max(_BLOCK_SIZE, _BLOCK_SIZE**3 // block_area)
     for start in range(0, rows, _BLOCK_SIZE):
         block_rows = slice(start, start + _BLOCK_SIZE)
-        strip_columns = slice(start if mirrored else 0, None)
+        strip_columns = slice(start if mirrored else 0, None)  # from the diagonal on, or all
         strip = total[:, block_rows, strip_columns]  # a view; it stays in cache meanwhile
         for depth_start in range(0, inner, depth_step):
             depth = slice(depth_start, depth_start + depth_step)
@@ -92,13 +100,13 @@ def block_products(
 
 
 def _add_blocks(strip: Float64Array, left_block: NDArray[Any], right: NDArray[Any]) -> None:
-    """Add to `strip` the product of a block of rows and `right`, block of columns by block.
+    """Add the product of `left_block` and `right` to `strip`, in blocks of 64 columns.
 
     All B blocks of 64 columns are multiplied in one call, the columns that remain in another.
 
     Args:
-        strip: sums [G, M, N]; changed in place.
-        left_block: [G, M, K].
+        strip: [G, M, N]; changed in place.
+        left_block: [G, M, K], a few rows of the left matrices.
         right: [G, K, N].
     """
     groups, inner, columns = right.shape
@@ -121,13 +129,13 @@ def round_by_output(
     fixed: NDArray[np.bool_],
     grid: Grid = INT8,
 ) -> Float64Array:
-    """Round each weight up or down for the least output error.
+    """Round the weights of a layer, each up or down, for the least error of the layer's output.
 
     Starting from rounding to nearest, each weight in turn takes the side with the lower error; all
-    are visited `_SWEEPS` times.
+    are visited twice.
 
     Args:
-        steps: weight / scale, [G, C, K]: groups, output channels, values of an input patch.
+        steps: weight / scale, [G, C, K]: groups, output channels of each, values of an input patch.
         products: mean products of every two values of an input patch, [G, K, K] (`gram`).
         fixed: mask of weights to round to nearest, such as the extremes that set the scale,
             [G, C, K].
@@ -209,14 +217,19 @@ def _sweep(
 def _sweep_in_c(
     c_kernel: CountingKernel, arrays: Sequence[NDArray[Any]], damping: Float64Array
 ) -> None:
-    """Do what `_sweep` does with calib8_round of the C kernel, which takes a group at a time.
+    """Do what `_sweep` does by the function calib8_round of the C kernel, group by group.
 
-    `arrays`: low, high, integers, slope, products and the mask of fixed weights, of all groups.
+    Args:
+        c_kernel: the C kernel.
+        arrays: the arguments of `_sweep`: low, high, integers, slope, products, fixed. The first
+            axis of each is the group.
+        damping: of each group, [G].
     """
     _, rows, columns = arrays[0].shape
+    # the addresses of a group are computed, since views would be slow: a depthwise layer has a
+    # group for each channel
     starts = [array.ctypes.data for array in arrays]
     group_bytes = [array.strides[0] for array in arrays]
-    # a depthwise layer has a group for each channel: to compute addresses is faster than views
     for g, group_damping in enumerate(damping.tolist()):
         *addresses, mask_address = [
             start + g * size for start, size in zip(starts, group_bytes, strict=True)
@@ -291,14 +304,14 @@ def sample_positions(seed: int, count: int, max_count: int) -> Int64Array:
 def extract_patches(
     value: NDArray[Any], window: ConvWindow | None, seed: int, max_count: int
 ) -> Float32Array:
-    """Return P patches of one input, at most `max_count`, float32 [groups, K, P].
+    """Return P patches of a layer's input at sampled output positions, float32 [groups, K, P].
 
-    A patch holds the K values that make an output of its group.
+    A patch holds the K input values from which a group computes its outputs at one position.
 
     Args:
         value: the input, [N, C, ...] of a convolution, [..., K] of a matrix product.
         window: window of a convolution; None for a matrix product, whose patches are rows.
-        seed: of the sampled positions.
+        seed: seed of the sampled positions.
         max_count: largest number of patches.
     """
     if window is None:
@@ -312,8 +325,8 @@ def extract_patches(
     positions = sample_positions(seed, math.prod(shape), max_count)
     batch, *output_positions = np.unravel_index(positions, shape)
     values_by_tap = []
-    for tap in np.ndindex(window.kernel):  # position in the window
-        input_positions = []
+    for tap in np.ndindex(window.kernel):  # each position in the window, such as (0, 2)
+        input_positions = []  # on each axis, where the tap reads for every output position
         for axis, axis_positions in enumerate(output_positions):
             tap_offset = tap[axis] * window.dilations[axis] - paddings[axis][0]
             input_positions.append(_tap_positions(window, axis, axis_positions, tap_offset))

@@ -92,14 +92,14 @@ class RangeSearch:
 
 
 def _import_search(module: str, name: str, *parameter_names: str) -> Callable[..., Scale]:
-    """Return a search that is imported on first use: (histogram, parameters) -> clip range.
+    """Return a search, (histogram, parameters) -> clip range, whose module is imported when called.
+
+    If the grids matter to the search, it also takes the symmetric and the affine grid.
 
     Args:
         module: module of `calibrators` that has the function.
-        name: the function.
-        parameter_names: fields of the parameters that the function takes as arguments.
-
-    A search with `by_grid` also takes the symmetric and the affine grid.
+        name: name of the function there.
+        parameter_names: fields of the parameters that the function takes as keyword arguments.
     """
 
     def search(
@@ -108,6 +108,11 @@ def _import_search(module: str, name: str, *parameter_names: str) -> Callable[..
         symmetric: Grid | None = None,
         affine: Grid | None = None,
     ) -> Scale:
+        """Import the function and call it with the histogram, the parameters and the grids.
+
+        Raises:
+            CalibrationError: the histogram is empty, or has infinite values.
+        """
         if histogram.infinite or not histogram.total:
             raise CalibrationError(
                 f"a search needs finite values, got {histogram.total} and"
@@ -115,7 +120,7 @@ def _import_search(module: str, name: str, *parameter_names: str) -> Callable[..
             )
         function = getattr(import_module(f"calibrators.{module}"), name)
         arguments = {parameter: getattr(params, parameter) for parameter in parameter_names}
-        if symmetric is not None:
+        if symmetric is not None:  # else the function has its own default
             arguments["symmetric"] = symmetric
         if affine is not None:
             arguments["affine"] = affine

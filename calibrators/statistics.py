@@ -225,20 +225,21 @@ def find_trouble(histogram: Histogram) -> str | None:
 def search_scale(
     histogram: Histogram,
     search: Callable[[Histogram], Scale],
-    reach: tuple[float, float, float] | None,
+    bounds: tuple[float, float, float] | None,
 ) -> Scale:
-    """Search the clip range of a tensor within the values that its readers distinguish.
+    """Search the clip range of a tensor, within bounds that the nodes which read it set.
 
     Args:
-        histogram: statistics of the tensor, without trouble (see `find_trouble`).
+        histogram: statistics of the tensor, in which a range can be found (see `find_trouble`).
         search: histogram -> range.
-        reach: (floor, ceiling, limit) in real units: values are clamped to the first two before the
-            search; then the range is extended for rare large values, up to the third
-            (`calibrators.percentile`). None to search the values as they are.
+        bounds: (floor, ceiling, limit) in real units. Values beyond floor and ceiling make no
+            difference to the readers, and are clamped before the search. Then the range is extended
+            for rare large values, up to the limit. None to search the values as they are.
     """
-    if reach is None:
+    if bounds is None:
         return search(histogram)
-    floor, ceiling, limit = reach
+    floor, ceiling, limit = bounds
     scale = search(histogram.clamped(floor, ceiling))
+    # the extremes are those of the values before clamping
     scale = replace(scale, observed_min=histogram.minimum, observed_max=histogram.maximum)
     return extend_by_tail(scale, histogram, limit)

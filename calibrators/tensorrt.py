@@ -61,14 +61,19 @@ def host_type(dtype: str) -> str:
 
 
 def to_device(array: Array, dtype: str) -> Array:
-    """Convert an array of any shape to the device format of `dtype`, C-contiguous.
+    """Convert an array of any shape to the device format of a type, C-contiguous.
 
-    Numbers are narrowed if all fit, whatever digits that costs. float8, which saturates, and
-    bfloat16 take numbers of any kind.
+    The type may be narrower than the array's, if all numbers fit; their digits may be rounded off.
+    Integers become floats, but floats never become integers. float8 and bfloat16 take any numbers;
+    those beyond the range of float8 become its largest.
+
+    Args:
+        array: the numbers.
+        dtype: name of a numpy type, or "bfloat16" or "float8", whose bits are returned as integers.
 
     Raises:
-        ValueError: a number does not fit, or its kind is another. The message goes after "must
-            be", as in "int8 from -128 to 127, got 300".
+        ValueError: a number does not fit, or is of a kind that is not converted. The message
+            completes a sentence after "must be": "int8 from -128 to 127, got 300".
     """
     if dtype == "bfloat16":  # the upper half of a float32
         with np.errstate(invalid="ignore"):  # NaN stays NaN
@@ -80,7 +85,7 @@ def to_device(array: Array, dtype: str) -> Array:
     target_type = np.dtype(dtype)
     if array.dtype == target_type:
         return np.asarray(array, order="C")
-    if target_type.kind in "iu" and array.dtype.kind in "iu":
+    if target_type.kind in "iu" and array.dtype.kind in "iu":  # both are integers
         limits = np.iinfo(target_type)
         for value in (array.min(initial=0), array.max(initial=0)):
             if not limits.min <= value <= limits.max:
@@ -89,7 +94,7 @@ def to_device(array: Array, dtype: str) -> Array:
         raise ValueError(f"{dtype}, got {array.dtype}")
     with np.errstate(over="ignore"):
         converted = np.asarray(array, target_type, order="C")
-    if target_type.kind == "f":
+    if target_type.kind == "f":  # a number beyond its range became infinite
         overflows = array[np.isinf(converted) & np.isfinite(array)]
         if overflows.size:
             limit = np.finfo(target_type).max
@@ -248,7 +253,15 @@ class Callbacks:
         return addresses
 
     def _checked_array(self, name: str, batch: Mapping[str, Array]) -> Array:
-        """Return an input's array as TensorRT reads it."""
+        """Return the array of one input of a batch as TensorRT reads it.
+
+        Args:
+            name: name of the input.
+            batch: input -> array.
+
+        Raises:
+            CalibrationError: another shape or type than TensorRT calibrates with, NaN or Inf.
+        """
         array = np.asarray(batch[name], order="C")
         shape = self.shapes[name]
         if array.shape != shape:
@@ -282,9 +295,12 @@ class Callbacks:
 
 
 def calibrator_class(algorithm: str) -> type[Callbacks]:
-    """Return the class of calibrators for `IBuilderConfig.int8_calibrator`, with these callbacks.
+    """Return a class of calibrators for TensorRT's `IBuilderConfig.int8_calibrator`.
 
-    A calibrator must stay alive until the build ends.
+    It derives from `Callbacks`, which feeds the batches, and from TensorRT's class of the
+    algorithm. A calibrator must stay alive until the build ends.
+
+    `algorithm`: a key of `CLASSES`, such as "entropy2".
 
     Raises:
         CalibrationError: an unknown algorithm, or this TensorRT has no calibrators (11 and later).
@@ -305,8 +321,11 @@ def calibrator_class(algorithm: str) -> type[Callbacks]:
             base.__init__(self)  # explicitly, otherwise the first callback segfaults
             Callbacks.__init__(self, *args, **options)
 
-    # TensorRT requires these four of its legacy calibrator only
-    class Legacy(Calibrator):
+    if algorithm != "legacy":
+        return Calibrator
+
+    # the legacy calibrator of TensorRT needs four methods more
+    class LegacyCalibrator(Calibrator):
         def get_quantile(self) -> float:
             return QUANTILE
 
@@ -314,9 +333,9 @@ def calibrator_class(algorithm: str) -> type[Callbacks]:
             return 1.0
 
         def read_histogram_cache(self, length: int) -> None:
-            return None
+            return None  # there is none, so TensorRT counts the histograms
 
         def write_histogram_cache(self, pointer: Any, length: int) -> None:
-            return None
+            return None  # it is not kept
 
-    return Legacy if algorithm == "legacy" else Calibrator
+    return LegacyCalibrator

@@ -80,7 +80,10 @@ class HfmgHistogram:
             self._waiting.clear()
 
     def _add(self, data: Float32Array) -> None:
-        """Count one batch on its range, joined with the range of the earlier batches."""
+        """Count one batch: the histogram's range becomes the union of its range and the batch's.
+
+        If that is wider, the counts of earlier batches are redistributed first.
+        """
         lo = np.float32(data.min())
         hi = np.float32(data.max())
         if self.counts is None:
