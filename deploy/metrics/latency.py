@@ -291,13 +291,13 @@ def measure(
     warmup_s = len(sessions) * warmup_ms / 1000
     measured_s = len(sessions) * duration_s
     with timed_phase("latency", warmup_s + measured_s):  # progress tells the time left of both
-        warmup = _run_rounds(sessions, feeds, seconds=warmup_s, rounds=1)
+        warmup_runs = _run_rounds(sessions, feeds, seconds=warmup_s, rounds=1)
 
     earliest_end_s = math.inf
     if until_settled:
         earliest_end_s = _MIN_SETTLED_SHARE * measured_s
-    with timed_phase("latency", max(measured_s, min_iterations * _round_s(warmup))):
-        measured = _run_rounds(
+    with timed_phase("latency", max(measured_s, min_iterations * _round_s(warmup_runs))):
+        measured_runs = _run_rounds(
             sessions,
             feeds,
             seconds=measured_s,
@@ -305,8 +305,8 @@ def measure(
             earliest_end_s=earliest_end_s,
         )
     latencies = {}
-    for label, timed_session in measured.items():
-        latencies[label] = timed_session.summarize(len(warmup[label].host_ms))
+    for label, timed_session in measured_runs.items():
+        latencies[label] = timed_session.summarize(len(warmup_runs[label].host_ms))
     return latencies
 
 
@@ -444,11 +444,13 @@ def _run_rounds(
 
 def _is_settled(timed_sessions: Mapping[str, _TimedSession]) -> bool:
     """Whether enough rounds ran, and no session's speed-up over the first changes any more."""
-    first_ms, *other_latencies = [session.latency_ms for session in timed_sessions.values()]
-    if len(first_ms) < MIN_RUNS_FOR_P95 or not other_latencies:
+    first_latency_ms, *other_latencies_ms = [
+        session.latency_ms for session in timed_sessions.values()
+    ]
+    if len(first_latency_ms) < MIN_RUNS_FOR_P95 or not other_latencies_ms:
         return False
-    for latency_ms in other_latencies:
-        ratios = _stretch_ratios(first_ms, latency_ms)
+    for latency_ms in other_latencies_ms:
+        ratios = _stretch_ratios(first_latency_ms, latency_ms)
         if ratios[-1] > _SETTLED_RATIO * ratios[0]:
             return False
     return True

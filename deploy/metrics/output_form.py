@@ -166,7 +166,8 @@ def derive_from_first(
     batch_count = max(count_form_batches(*first_pairs[0], metric), min_count)
     first_pairs += islice(pairs, batch_count - 1)
     inputs, outputs = zip(*first_pairs, strict=True)
-    return derive_form(outputs, inputs=inputs, metric=metric), chain(first_pairs, pairs)
+    form = derive_form(outputs, inputs=inputs, metric=metric)
+    return form, chain(first_pairs, pairs)
 
 
 def count_form_batches(inputs: Outputs, outputs: Outputs, metric: Metric) -> int:

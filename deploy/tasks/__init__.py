@@ -129,7 +129,8 @@ def recognise_task(samples: FirstSamples, task: str) -> tuple[EvaluationTask | N
             return declared_task, f"by {declared.source}"
     # indices may be an output of any task, so they are tried last
     rows = [row for name, row in TASKS.items() if name != "indices"]
-    return _recognise(samples, rows) or indices.find_integers(samples), ""
+    task_by_values = _recognise(samples, rows) or indices.find_integers(samples)
+    return task_by_values, ""
 
 
 def _fit_user_task(samples: FirstSamples, task: str) -> EvaluationTask:

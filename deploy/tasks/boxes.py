@@ -28,7 +28,7 @@ from deploy.tasks.detector import (
     Columns,
     OtherShapeError,
     RowDecoder,
-    are_mostly,
+    holds_in_most_rows,
 )
 from deploy.tasks.detector_forms import find_detector, read_extra, slice_detector
 from deploy.tasks.evaluation_task import (
@@ -134,6 +134,7 @@ def _propose_one_output(name: str, width: int) -> Iterator[RowDecoder]:
     """
     if width < _MIN_WIDTH:
         return
+    # each order of the columns that rows of this width may have
     for first_corner, score, class_number in _ROW_COLUMNS.get(width, (_USUAL_COLUMNS,)):
         decoder = _list_decoder(
             Columns(name, LIST, first_corner, first_corner + 4),
@@ -168,7 +169,7 @@ def _is_list(decoder: RowDecoder, samples: FirstSamples) -> bool:
         tables = [decoder.read_list(outputs) for outputs in samples.outputs]
     except OtherShapeError:
         return False
-    rows = np.concatenate(tables)
+    rows = np.concatenate(tables)  # columns: four of the corners, score, class number
     if not decoder.numbers:
         has_falling_scores = all((np.diff(table[:, 4]) <= 0).all() for table in tables)
         # one row a sample cannot show that scores fall
@@ -186,10 +187,13 @@ def _is_list(decoder: RowDecoder, samples: FirstSamples) -> bool:
     is_whole = np.all(rows == rows.round(), axis=0)  # which columns are whole numbers
     if decoder.coding == "centre" and is_whole[0]:
         return False  # the first column is the number of the image
-    has_scores = rows[:, 4].max() <= 1 + UNIT_TOLERANCE and not is_whole[4]  # no classes
+    # whole numbers would be classes, and no scores
+    has_scores = rows[:, 4].max() <= 1 + UNIT_TOLERANCE and not is_whole[4]
     has_classes = rows[:, 5].min() >= 0 and is_whole[5]
     corners = CODINGS[decoder.coding].decode(rows[:, :4], rows)
-    are_ordered = are_mostly(corners[:, 2:] >= corners[:, :2])  # second corner after the first
+    are_ordered = holds_in_most_rows(
+        corners[:, 2:] >= corners[:, :2]
+    )  # second corner after the first
     return bool(has_scores and has_classes and are_ordered)
 
 
@@ -204,7 +208,7 @@ def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
     slices: SlicesByOutput = dict.fromkeys(decoder.list_outputs, ())
     for name in samples.output_names:
         values = samples.arrays(name)
-        # a matrix of as many columns may be anything, unless its length varies with the list
+        # a side of a matrix may be as long by chance, unless the length varies with the list
         may_have_rows = values[0].ndim > 2 or len(set(box_counts)) > 1
         has_rows = may_have_rows and all(map(_has_rows, values, box_counts))
         if has_rows or all(map(_is_number_of_boxes, values, box_counts)):

@@ -480,7 +480,7 @@ def are_corners(boxes: BoxRows) -> bool:
     high = boxes.relative_boxes[:, 2:]
     correlation = min(correlate(low[:, axis], high[:, axis]) for axis in (0, 1))
     moves_together = correlation > MIN_CORNER_CORRELATION
-    are_ordered = are_mostly(high >= low)
+    are_ordered = holds_in_most_rows(high >= low)
     return moves_together and are_ordered and _are_all_over((low + high) / 2)
 
 
@@ -492,7 +492,7 @@ def are_centres(boxes: BoxRows) -> bool:
         return False
     centres = boxes.relative_boxes[:, :2]
     sizes = boxes.relative_boxes[:, 2:]
-    return are_mostly(sizes >= 0) and _are_all_over(centres)
+    return holds_in_most_rows(sizes >= 0) and _are_all_over(centres)
 
 
 def to_corners(boxes: Floats) -> Floats:
@@ -505,7 +505,7 @@ def are_offsets(boxes: BoxRows) -> bool:
     """Whether numbers are small offsets from a cell, and logarithms of sizes, of both signs."""
     if boxes.has_levels or not boxes.has_cells or not boxes.has_gates:
         return False
-    are_small = are_mostly(np.abs(boxes.numbers) < MAX_CELL_OFFSET)
+    are_small = holds_in_most_rows(np.abs(boxes.numbers) < MAX_CELL_OFFSET)
     return boxes.numbers.shape[1] == 4 and are_small and boxes.numbers[:, 2:].min() < 0
 
 
@@ -524,7 +524,7 @@ def _are_all_over(centres: Floats) -> bool:
     return bool(is_spread and is_inside.mean() >= MIN_INSIDE_SHARE)
 
 
-def are_mostly(conditions: Flags) -> bool:
+def holds_in_most_rows(conditions: Flags) -> bool:
     """Whether nearly all rows [n, k] meet all conditions."""
     return bool(conditions.all(axis=1).mean() >= MIN_CODED_SHARE)
 

@@ -305,6 +305,7 @@ def _propose_separate(tables: Sequence[_RowTable], samples: FirstSamples) -> Ite
         if level is not None and paired_outputs.isdisjoint(table_by_output):
             levels.append(level)
             paired_outputs |= {*table_by_output}
+    # in the order of the outputs
     levels.sort(key=lambda level: samples.names.index(level.scores[0].output))
     joined = _join_levels(levels)
     if joined is not None:
@@ -638,9 +639,9 @@ def read_extra(decoder: RowDecoder, samples: FirstSamples) -> RowDecoder:
     extra = _read_rows(decoder.shape_columns, samples)
     boxes = _read_rows(decoder.box_columns, samples)
     width = extra.shape[1]
-    maps = [name for name in samples.names if _are_prototypes(name, width, samples)]
-    if len(maps) == 1:
-        return replace(decoder, mask_maps=maps[0])
+    map_outputs = [name for name in samples.names if _are_prototypes(name, width, samples)]
+    if len(map_outputs) == 1:
+        return replace(decoder, mask_maps=map_outputs[0])
     if width == 1:
         has_angle = decoder.coding == "centre" and are_angles(extra)
         return replace(decoder, has_angle=has_angle)

@@ -49,7 +49,7 @@ class PlaceCounts:
         """
         if candidate.shape != reference.shape:
             candidate = np.full_like(reference, NO_CLASS)
-        # elsewhere the candidate's class is not counted either, so that both have as many places
+        # where FP32 has no class, the candidate's does not count, so that both have as many places
         has_class = reference != NO_CLASS
         is_equal = has_class & (reference == candidate)
         self.reference += _count_values(reference[has_class])

@@ -93,9 +93,8 @@ class Points(PointTask):
         """
         point_width = self.outputs[name]
         positions = _to_rows(reference[name], point_width)[:, :2]
-        distances = np.linalg.norm(
-            positions - _to_rows(candidate[name], point_width)[:, :2], axis=1
-        )
+        candidate_positions = _to_rows(candidate[name], point_width)[:, :2]
+        distances = np.linalg.norm(positions - candidate_positions, axis=1)
         # the extent of the object, which a few points do not show
         if is_present.sum() >= MIN_COUNT:
             positions = positions[is_present]
@@ -227,7 +226,7 @@ def _find_width_by_order(values: Arrays, widths: Sequence[int]) -> int:
         values: an output's arrays for the first few samples, of equal size.
         widths: numbers per point that are tried.
     """
-    vectors = np.stack(values).reshape(len(values), -1).astype(np.float64)
+    vectors = np.stack(values).reshape(len(values), -1)
     length = vectors.shape[1]
     # mean correlation with the point before -> width; 0 if no correlation exceeds the minimum
     width_by_order = {MIN_ORDER: 0}

@@ -304,10 +304,9 @@ def _are_masks(maps: Arrays, inputs: Sequence[Outputs]) -> bool:
 
 def _is_like_picture(value: Array, inputs: Outputs) -> bool:
     """Whether an output correlates with the input picture."""
-    flat = value.reshape(-1).astype(np.float64)
     for picture in inputs.values():
         if picture.shape == value.shape:
-            correlation = correlate(picture.reshape(-1).astype(np.float64), flat)
+            correlation = correlate(picture.reshape(-1), value.reshape(-1))
             if correlation > MAX_PICTURE_CORRELATION:
                 return True
     return False

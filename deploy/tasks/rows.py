@@ -179,14 +179,14 @@ def are_undecided(shares: Array) -> Flags:
     return (shares > LOW) & (shares < HIGH)
 
 
-def correlate(x_values: Floats, y_values: Floats) -> float:
-    """Return the correlation of two vectors; 0 if one is constant."""
+def correlate(x_values: Array, y_values: Array) -> float:
+    """Return the correlation of two vectors, in float64; 0 if one is constant."""
     with np.errstate(invalid="ignore", divide="ignore"):
         correlation = np.corrcoef(x_values, y_values)[0, 1]
     return float(np.nan_to_num(correlation))
 
 
-def order_by_step(rows: Floats, step: int) -> float:
+def order_by_step(rows: Array, step: int) -> float:
     """Return the mean correlation of the numbers of vectors [n, D] with those `step` places before.
 
     Neighbours of a signal are alike (1 place), and so are those of points in an order (2 or 3).

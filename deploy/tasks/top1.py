@@ -68,7 +68,8 @@ class Top1:
         label = self._read_label(self.labels)
         self.reference_hits += int(label == reference_class)
         self.candidate_hits += int(label == candidate_class)
-        # hits if the labels were numbered one higher or lower: from 1, or with a background class
+        # hits if the labels were numbered one higher or lower: from 1, or with a background class;
+        # the last class and the first are neighbours, too
         for shift in (1, -1):
             shifted_label = (label - shift) % self._class_limit
             self.shifts[shift] += int(shifted_label == reference_class)
@@ -132,15 +133,15 @@ def _choose_output(outputs: Outputs) -> str:
     Raises:
         FeedError: no output holds classes.
     """
-    names = []
+    class_outputs = []  # of scores of classes, or of class numbers
     for name, value in outputs.items():
         if value.shape[:1] == (1,) and _holds_classes(value):
-            names.append(name)
-    number_names = [name for name in names if _holds_numbers(outputs[name])]
-    if len(number_names) == 1:
-        return number_names[0]
-    if names:
-        return names[0]
+            class_outputs.append(name)
+    number_outputs = [name for name in class_outputs if _holds_numbers(outputs[name])]
+    if len(number_outputs) == 1:
+        return number_outputs[0]
+    if class_outputs:
+        return class_outputs[0]
     raise FeedError(
         "labels need an output of one score a class, [N, classes], or of the number of the class,"
         f" [N] or TopK's places; got {next(iter(outputs))!r} of another shape, so leave the labels"

@@ -201,8 +201,9 @@ def find_ranked(samples: FirstSamples) -> Classes | None:
         is_ranking = value.size == 1 or samples.declared.ends.get(name) == "ranked"
         if not is_ranking or not value.ndim or value.dtype.kind not in "iu":
             continue
+        # the scores are compared by value, and class numbers are not
         parts: SlicesByOutput = {other: (OutputSlice(other),) for other in names}
-        parts[name] = ()  # the other output is its scores
+        parts[name] = ()
         return Classes((name,), (value.size,), are_numbers=True, parts=parts)
     return None
 

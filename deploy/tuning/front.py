@@ -42,7 +42,9 @@ from deploy.tuning.search_samples import ExpectedVerdict
 MAX_POINTS = 8  # of the front that the plan stores
 WORTHWHILE_SIZE = 0.75  # share of the float model's bytes: a smaller engine is worth having
 _INT8_SIZE = 0.25  # of a weight, as a share of its float size
-_CLEARLY_LESS = 0.8  # share of the loss of a split: another one must lose less to be judged after it
+_CLEARLY_LESS = (
+    0.8  # share of the loss of a split: another one must lose less to be judged after it
+)
 _TIMED_SPLITS = 3  # the cheapest splits are timed before one is chosen
 _RANKS = (GOOD, DOUBTFUL, FLOAT, UNUSABLE)  # FLOAT: good or doubtful, but it wins nothing
 
