@@ -98,6 +98,8 @@ def test_home_page_links_every_tutorial():
     assert len(commands.splitlines()) == 3
     links = re.findall(r"^- \*\*\[.+?\]\((.+?)\)\*\*$", home, re.MULTILINE)
     assert sorted(links) == sorted(f"tutorials/{name}.md" for name in TUTORIALS)
+    # a card's text with a deeper indent would be a code block
+    assert not re.search(r"^ {5,}\S", home, re.MULTILINE)
 
 
 def test_links_between_pages_exist(pages):
