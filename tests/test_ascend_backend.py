@@ -441,7 +441,7 @@ def test_atc_script_takes_the_chip(small_cnn, data, tmp_path, wording):
 
 @pytest.mark.parametrize(("size", "is_odd"), [("1280x720", True), ("720x1280", False)])
 def test_frames_higher_than_wide_are_named(size, is_odd, wording):
-    alerts = Ascend(aipp=True, source_size=size)._source().alerts
+    alerts = Ascend(aipp=True, source_size=size)._image_format().alerts
     assert bool(alerts) == is_odd
     for alert in alerts:
         wording.check(alert)

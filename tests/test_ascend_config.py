@@ -17,7 +17,7 @@ from deploy.targets.ascend.config_keys import (
     ActivationParams,
     LayerConfig,
     QuantConfig,
-    activation_from,
+    make_activation_params,
 )
 from deploy.targets.ascend.layers import find_layers
 from deploy.targets.ascend.record import LayerRecord, check_record, read_record, write_record
@@ -192,7 +192,7 @@ BROKEN_JSON = {
 def test_search_range_is_compared_in_decimals():
     """As in AMCT: in binary, 1.0 - 0.9 is less than 0.1."""
     search = {"search_range": (0.9, 1.0), "search_step": 0.1}
-    assert activation_from(search).search_step == 0.1
+    assert make_activation_params(search).search_step == 0.1
     assert ratios(IfmrParams(**search)).tolist() == [np.float32(0.9)]
 
 

@@ -81,7 +81,7 @@ class AscendAutoTarget(Ascend):
         """
         records_by_search = {}
         for search in self._searches:
-            _plan, calibration_record = self.search(request, search)
+            _plan, calibration_record = self.search_all_layers(request, search)
             records = calibration_record.records
             if uses_dmq(search):  # it multiplies each channel by a factor
                 records = {

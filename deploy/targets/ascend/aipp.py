@@ -215,7 +215,7 @@ def _round_up(side: int, unit: int) -> int:
     return -(-side // unit) * unit
 
 
-def _map_back(axis: str, offset: int, size_ratio: float) -> str:
+def _mapping_formula(axis: str, offset: int, size_ratio: float) -> str:
     """Return a formula, as text, that maps a coordinate of the model's input back to the frame.
 
     Args:
@@ -275,8 +275,8 @@ def _describe_difference(plan: FramePlan, calibrated_size: Size, calibrated_corn
         f" The calibration resized to {format_size(calibrated_size)} and {action} at row"
         f" {top}, column {left}: DVPP needs even sides and rows, and columns of a"
         " multiple of 16 for pasting. Map boxes back to the frame by"
-        f" {_map_back('x', column, plan.frame[1] / plan.resized[1])},"
-        f" {_map_back('y', row, plan.frame[0] / plan.resized[0])}."
+        f" {_mapping_formula('x', column, plan.frame[1] / plan.resized[1])},"
+        f" {_mapping_formula('y', row, plan.frame[0] / plan.resized[0])}."
     )
 
 

@@ -348,7 +348,7 @@ class RecordPlan:
             activation = self._settings_by_layer[name].activation
             search = (observation, activation)
             if search not in scale_by_search:
-                with _in_layer(name):
+                with _add_layer_to_errors(name):
                     recorder = observed.recorder(observation)
                     scale_by_search[search] = search_activation_scale(recorder, activation)
             scale = scale_by_search[search]
@@ -389,7 +389,7 @@ class RecordPlan:
         for name, observation in self.channel_maxima.items():
             recorder = observed.recorder(observation)
             assert isinstance(recorder, ChannelMax)
-            with _in_layer(name):
+            with _add_layer_to_errors(name):
                 dmq_factors[name] = self._compute_layer_dmq_factors(name, recorder)
         return dmq_factors
 
@@ -402,7 +402,7 @@ class RecordPlan:
             if name in roundings:
                 scales[name] = roundings[name].scale
             elif name not in self.adaround_steps:  # AdaRound's other layers are not rounded yet
-                with _in_layer(name):
+                with _add_layer_to_errors(name):
                     scales[name] = self._arq_scale(layer, dmq_factors)
         return scales
 
@@ -421,7 +421,7 @@ class RecordPlan:
         results = {}
         for number, (name, step) in enumerate(self.adaround_steps.items(), 1):
             if names is None or name in names:
-                with _in_layer(name):  # errors name the layer
+                with _add_layer_to_errors(name):  # errors name the layer
                     rows = self._weight_rows(step.layer, dmq_factors)
                     progress = f"{number} of {len(self.adaround_steps)}: {name}"
                     results[name] = round_layer(step, rows, observed, progress=progress)
@@ -522,7 +522,7 @@ class RecordPlan:
 
 
 @contextmanager
-def _in_layer(name: str) -> Iterator[None]:
+def _add_layer_to_errors(name: str) -> Iterator[None]:
     """Add the layer's name and a remedy to errors."""
     try:
         yield

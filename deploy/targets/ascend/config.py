@@ -23,15 +23,15 @@ from deploy.targets.ascend.config_keys import (
     ActivationParams,
     LayerConfig,
     QuantConfig,
-    activation_from,
-    add_place,
+    add_place_to_errors,
     allows_activation_bits,
     allows_weight_bits,
     check_values,
     collect_tensors,
+    make_activation_params,
+    make_weight_params,
     refuse_repeats,
     resolve_tensor,
-    weight_from,
     weight_width_notes,
 )
 from deploy.targets.ascend.layers import TENSOR_QUANTIZE_OPS, Layer, LayerGraph
@@ -245,7 +245,7 @@ def read_config(text: str, file_name: str = "the quant config") -> QuantConfig:
 
 def write_config(config: QuantConfig) -> str:
     """Return the config as JSON text in AMCT's layout and order."""
-    document = _set_fields(config, *_CONFIG_KEYS)
+    document = _without_unset_fields(config, *_CONFIG_KEYS)
     if config.tensors:
         document["tensor_quantize"] = [
             _tensor_json(key, search) for key, search in config.tensors.items()
@@ -255,16 +255,16 @@ def write_config(config: QuantConfig) -> str:
         # the parameters of AdaRound, for a layer that it rounds
         ada_keys = ADA_RULES if layer.weight.wts_algo == "ada_quantize" else ()
         document[name] = {
-            **_set_fields(layer, "quant_enable", "dmq_balancer_param"),
+            **_without_unset_fields(layer, "quant_enable", "dmq_balancer_param"),
             _ACTIVATION_KEY: _activation_json(layer.activation),
-            _WEIGHT_KEY: _set_fields(
+            _WEIGHT_KEY: _without_unset_fields(
                 layer.weight, "num_bits", "channel_wise", "wts_algo", *ada_keys
             ),
         }
     return json.dumps(document, indent=4, separators=(",", ":"), ensure_ascii=False)
 
 
-def _set_fields(values: object, *keys: str) -> dict[str, Any]:
+def _without_unset_fields(values: object, *keys: str) -> dict[str, Any]:
     """Return the fields of these names, in their order, without those that are None."""
     fields = {key: getattr(values, key) for key in keys}
     return {key: value for key, value in fields.items() if value is not None}
@@ -283,8 +283,8 @@ def _tensor_json(key: str, search: ActivationParams) -> dict[str, Any]:
 def _activation_json(activation: ActivationParams) -> dict[str, Any]:
     """Return activation_quant_params in AMCT's order, which differs between the two algorithms."""
     if activation.act_algo == "ifmr":
-        return _set_fields(activation, "num_bits", *IFMR_RULES, "act_algo", "asymmetric")
-    return _set_fields(activation, "num_bits", "act_algo", "asymmetric", *HFMG_RULES)
+        return _without_unset_fields(activation, "num_bits", *IFMR_RULES, "act_algo", "asymmetric")
+    return _without_unset_fields(activation, "num_bits", "act_algo", "asymmetric", *HFMG_RULES)
 
 
 def _read_tensor(value: dict[str, Any]) -> tuple[str, int, ActivationParams]:
@@ -294,13 +294,13 @@ def _read_tensor(value: dict[str, Any]) -> tuple[str, int, ActivationParams]:
         if key not in fields:
             raise ConfigError(f"each tensor_quantize must hold {key}, got one without")
     node = fields["layer_name"]
-    with add_place(f"in tensor_quantize of {node!r}"):
+    with add_place_to_errors(f"in tensor_quantize of {node!r}"):
         return node, fields["input_index"], _read_activation(fields.get(_ACTIVATION_KEY, {}))
 
 
 def _read_layer(name: str, value: dict[str, Any]) -> LayerConfig:
     """Return the entry of a layer; errors name the layer."""
-    with add_place(f"in layer {name!r}"):
+    with add_place_to_errors(f"in layer {name!r}"):
         # as in AMCT, an entry without quant_enable leaves its layer in float
         fields = {"quant_enable": False, **check_values(value, LAYER_RULES, "a layer")}
         activation_values = fields.pop(_ACTIVATION_KEY, {})
@@ -308,13 +308,13 @@ def _read_layer(name: str, value: dict[str, Any]) -> LayerConfig:
         return LayerConfig(
             **fields,
             activation=_read_activation(activation_values),
-            weight=weight_from(check_values(weight_values, WEIGHT_RULES, _WEIGHT_KEY)),
+            weight=make_weight_params(check_values(weight_values, WEIGHT_RULES, _WEIGHT_KEY)),
         )
 
 
 def _read_activation(value: dict[str, Any]) -> ActivationParams:
     """Return the activation settings of a JSON object, checked."""
-    return activation_from(check_values(value, ACTIVATION_RULES, _ACTIVATION_KEY))
+    return make_activation_params(check_values(value, ACTIVATION_RULES, _ACTIVATION_KEY))
 
 
 def _parse_json(text: str, file_name: str) -> dict[str, Any]:

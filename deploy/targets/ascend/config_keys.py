@@ -199,7 +199,7 @@ WEIGHT_RULES = {
 _MAX_SCALES = 10_000  # scales tried in one search; AMCT's default is 60
 
 
-def activation_from(values: Mapping[str, Any]) -> ActivationParams:
+def make_activation_params(values: Mapping[str, Any]) -> ActivationParams:
     """Return the `ActivationParams` of activation_quant_params, whose values are checked already.
 
     If act_algo is not set, the keys of one of the two algorithms decide; without such keys it is
@@ -235,7 +235,7 @@ def activation_from(values: Mapping[str, Any]) -> ActivationParams:
     return params
 
 
-def weight_from(values: Mapping[str, Any]) -> WeightParams:
+def make_weight_params(values: Mapping[str, Any]) -> WeightParams:
     """Return the `WeightParams` of checked weight_quant_params keys."""
     params = replace(WeightParams(), **values)
     ada_keys = sorted(set(values) & set(ADA_RULES))
@@ -297,7 +297,7 @@ def refuse_repeats(names: Iterable[str], list_name: str) -> list[str]:
 
 
 @contextmanager
-def add_place(place: str) -> Iterator[None]:
+def add_place_to_errors(place: str) -> Iterator[None]:
     """Add a place, such as "in layer 'conv1'", to the message of a ConfigError of the block."""
     try:
         yield
@@ -414,7 +414,8 @@ def check_tensor_input(key: str, graph: LayerGraph) -> None:
     The key tensor_quantize of a configuration lists inputs of Add and MaxPool to be quantized.
 
     Raises:
-        ConfigError: no such input, one of another type of node, a constant, or an unclear name.
+        ConfigError: there is no such input, it is one of another type of node, it cannot be int8,
+            or a node has its name.
     """
     name, _, index = key.rpartition(":")
     op = graph.ops.get(name)

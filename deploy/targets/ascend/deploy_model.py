@@ -195,7 +195,7 @@ class LayerRewriter(ABC):
             node.input[2] = name
         return nodes
 
-    def take_output(self, node: onnx.NodeProto, quant_layer: QuantLayer) -> tuple[str, str]:
+    def convert_output(self, node: onnx.NodeProto, quant_layer: QuantLayer) -> tuple[str, str]:
         """Let the node that ends a layer make an integer tensor.
 
         Returns:
@@ -385,7 +385,7 @@ class _DeployWriter(LayerRewriter):
 
     def end_layer(self, node: onnx.NodeProto, quant_layer: QuantLayer) -> Nodes:
         """Let a layer make integers; return the AscendDequant that makes its output from them."""
-        integers, output = self.take_output(node, quant_layer)
+        integers, output = self.convert_output(node, quant_layer)
         name = f"{quant_layer.layer.name}.dequant"
         dequant = make_node("AscendDequant", [integers, f"{name}.param"], output, name, dtype=0)
         if quant_layer.record.weight_bits == 4:

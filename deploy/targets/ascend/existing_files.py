@@ -256,8 +256,9 @@ def _find_modified_layers(
 ) -> list[str]:
     """Return the layers whose weight or bias differs in the modified model beside a record.
 
-    The modified model is the float model that the record was made for. A build writes it if it
-    changed weights, by AdaRound or a repair. Without such a file the result is [].
+    The modified model is the float model that the record was made for. A build writes it if that is
+    not the user's own model: AdaRound or a repair changed weights, or shared ones were copied.
+    Without such a file the result is [].
 
     Args:
         record_path: the record's file.

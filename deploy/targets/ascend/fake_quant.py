@@ -54,8 +54,11 @@ def fake_quant_model(
 
     Inputs, weights and biases of a layer are integers stored as float32.
 
-    `npu_rounding`: add the offset before rounding, as AscendQuant does; by default after it, as
-    AMCT's own fake-quant models do.
+    Args:
+        model: the float model.
+        layers: layer name -> its integers and scales.
+        npu_rounding: add the offset before rounding, as AscendQuant does; by default after it, as
+            AMCT's own fake-quant models do.
     """
     writer = _FakeQuantWriter(copy_without_weights(model, layers), layers)
     writer.npu_rounding = npu_rounding
@@ -110,7 +113,7 @@ class _FakeQuantWriter(LayerRewriter):
 
     def end_layer(self, node: onnx.NodeProto, quant_layer: QuantLayer) -> Nodes:
         """Let a layer make integers; return the nodes that multiply them by scale_w * scale_d."""
-        integers, output = self.take_output(node, quant_layer)
+        integers, output = self.convert_output(node, quant_layer)
         name = f"{quant_layer.layer.name}.fakedequant"
         rank = quant_layer.layer.rank if quant_layer.layer.weight else 0  # a pool has one scale
         scale = make_constant(

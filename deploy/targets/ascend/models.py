@@ -57,6 +57,7 @@ def fusion_mapping(deploy: onnx.ModelProto, original: onnx.ModelProto, *, name: 
         if node.op_type == "AscendDequant":
             float_by_integer_tensor[node.input[0]] = node.output[0]
 
+    # finds the nodes of the original that make a tensor, back to tensors that both models have
     tracer = _OriginalNodes(original, port_by_tensor)
     mapping_nodes = [
         _make_mapping_node(tensor, "Data", [], [tensor], [(tensor, 0)]) for tensor in inputs

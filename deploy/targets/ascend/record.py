@@ -23,7 +23,7 @@ from deploy.targets.ascend.config_keys import (
     LAYERS_BY_WEIGHT_BITS,
     ActivationParams,
     LayerConfig,
-    add_place,
+    add_place_to_errors,
     allows_activation_bits,
     allows_weight_bits,
     check_tensor_input,
@@ -129,7 +129,7 @@ def read_record(text: str, file_name: str = "the record") -> dict[str, LayerReco
             raise ConfigError(f"{file_name} must hold each layer once, got {entry.key!r} again")
         if entry.HasField("kv_cache_value") and not entry.HasField("value"):
             continue  # scales of a language model's cache belong to no layer
-        with add_place(f"layer {entry.key!r} of {file_name}"):
+        with add_place_to_errors(f"layer {entry.key!r} of {file_name}"):
             records[entry.key] = _read_layer(entry.value)
     return records
 

@@ -21,16 +21,16 @@ from deploy.targets.ascend.config_keys import (
     LayerConfig,
     QuantConfig,
     WeightParams,
-    activation_from,
     activation_width_notes,
-    add_place,
+    add_place_to_errors,
     allows_activation_bits,
     allows_weight_bits,
     check_value,
     check_values,
     collect_tensors,
+    make_activation_params,
+    make_weight_params,
     refuse_repeats,
-    weight_from,
 )
 from deploy.targets.ascend.layers import LAYER_OPS, LAYERS_BY_TORCH_CLASS, Layer, LayerGraph
 from deploy.targets.ascend.proto import parse_text, suggest_name
@@ -98,7 +98,7 @@ def _read_layers(message: Any, graph: LayerGraph) -> tuple[dict[str, LayerConfig
         # one section alone counts for a layer: its own, that of its type, or common_config
         type_section = section_by_type.get((layer.kind, layer.rank), common_section)
         section = section_by_name.get(name, type_section)
-        with add_place(f"in layer {name!r}"):
+        with add_place_to_errors(f"in layer {name!r}"):
             entry = _read_section(section, layer, common_section)
         # where another section asks for 16 bits, `resolve_config` refuses them
         is_common = section is common_section
@@ -268,7 +268,7 @@ def _read_tensor(entry: Any, common_section: Any) -> tuple[str, int, ActivationP
     Its default algorithm is IFMR, as in AMCT.
     """
     _require_fields(entry, "tensor_quantize", "layer_name", "input_index")
-    with add_place(f"in tensor_quantize of {entry.layer_name!r}"):
+    with add_place_to_errors(f"in tensor_quantize of {entry.layer_name!r}"):
         activation = _inherit_asymmetric(_read_activation(entry), common_section)
     return entry.layer_name, entry.input_index, activation
 
@@ -315,7 +315,7 @@ def _read_activation(section: Any) -> ActivationParams:
     if "dst_type" in fields:
         fields["num_bits"] = _BITS_BY_TYPE[fields.pop("dst_type")]
     _join_range(fields, "search_range", ActivationParams().search_range)
-    return activation_from(check_values(fields, ACTIVATION_RULES, algorithm))
+    return make_activation_params(check_values(fields, ACTIVATION_RULES, algorithm))
 
 
 def _read_weight(section: Any) -> WeightParams:
@@ -328,4 +328,4 @@ def _read_weight(section: Any) -> WeightParams:
     if "quant_bits" in fields:
         fields["num_bits"] = fields.pop("quant_bits")
     _join_range(fields, "beta_range", WeightParams().beta_range)
-    return weight_from(check_values(fields, WEIGHT_RULES, algorithm))
+    return make_weight_params(check_values(fields, WEIGHT_RULES, algorithm))

@@ -159,14 +159,14 @@ class Ascend(Target):
 
     def __post_init__(self) -> None:
         check_options(self)
-        self._source()
-        self._atc()  # a wrong chip or flag is refused before the calibration
+        self._image_format()
+        self._atc_options()  # a wrong chip or flag is refused before the calibration
 
-    def _atc(self) -> AtcOptions:
+    def _atc_options(self) -> AtcOptions:
         """Return the options of atc; refuse a wrong chip or flag."""
         return AtcOptions(soc=self.soc, extra=self.atc_flags)
 
-    def _source(self) -> AippSource:
+    def _image_format(self) -> AippSource:
         """Return the format of the .om's input images.
 
         Raises:
@@ -260,8 +260,13 @@ class Ascend(Target):
 
     evaluated = trial
 
-    def search(self, request: BuildRequest, search: str) -> tuple[RecordPlan, CalibrationRecord]:
-        """Return the default plan, and the records of all layers by a search; computed once."""
+    def search_all_layers(
+        self, request: BuildRequest, search: str
+    ) -> tuple[RecordPlan, CalibrationRecord]:
+        """Return the default plan, and the records of all layers by a search; computed once.
+
+        A search is a way to a layer's scales, one of `layer_searches.SEARCHES`.
+        """
         from deploy.targets.ascend.layer_searches import make_search_plan
 
         plan: RecordPlan = request.compute_once(self, lambda: self.record_plan(request.subject))
@@ -284,14 +289,14 @@ class Ascend(Target):
         """
         from deploy.targets.ascend import layer_searches as searches
 
-        plan, default_record = self.search(request, searches.CONFIGURED)
+        plan, default_record = self.search_all_layers(request, searches.CONFIGURED)
         # layers with another search than the default one
         search_by_layer = searches.chosen_searches(plan, request.choices)
         if not search_by_layer:
             return plan, default_record, plan.config
         record_by_search = {}
         for search in set(search_by_layer.values()):
-            _, record_by_search[search] = self.search(request, search)
+            _, record_by_search[search] = self.search_all_layers(request, search)
         records = searches.merge_records(plan, default_record, record_by_search, search_by_layer)
         all_searches = {
             name: search_by_layer.get(name, searches.CONFIGURED) for name in plan.layers
@@ -402,8 +407,8 @@ class Ascend(Target):
             deploy_model_note(recipe.model, recipe.layers, request),
         ]
         host_notes, aipp_alerts = self._write_aipp(request, files)
-        engine, atc_notes, atc_error = write_om(request, files, self._atc())
-        write_readme(request, files, self._atc(), cann=self.cann, host_notes=host_notes)
+        engine, atc_notes, atc_error = write_om(request, files, self._atc_options())
+        write_readme(request, files, self._atc_options(), cann=self.cann, host_notes=host_notes)
         decisions = decide_precisions(
             recipe.model, recipe.graph, recipe.records, recipe.float_reasons
         )
@@ -443,7 +448,7 @@ class Ascend(Target):
             return [], []
         try:
             host_notes = write_aipp_files(
-                request, files, self._source(), first_layer_int8=self.first_layer_int8
+                request, files, self._image_format(), first_layer_int8=self.first_layer_int8
             )
         except ExportError as error:
             return [], [f"no AIPP file: {error}"]
@@ -451,7 +456,7 @@ class Ascend(Target):
 
     def _alerts(self, recipe: Recipe) -> tuple[str, ...]:
         """Return sentences on what the user must know before the files are used."""
-        alerts = [*recipe.alerts, *self._source().alerts]
+        alerts = [*recipe.alerts, *self._image_format().alerts]
         inputs = {value.name for value in recipe.model.graph.input}
         layers = [quant_layer.layer for quant_layer in recipe.layers.values()]
         int8_conv_inputs = [layer.input for layer in layers if layer.kind == "Conv"]

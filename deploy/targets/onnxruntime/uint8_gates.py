@@ -139,7 +139,7 @@ class GateWriter:
             quantized = np.array(128 if value > 0 else 0, np.uint8)
             inputs = [
                 self.add_constant(f"{name}/quantized", quantized),
-                *self._parameters(name, abs(value) / 128, 128 - int(quantized)),
+                *self._add_scale_and_zero(name, abs(value) / 128, 128 - int(quantized)),
             ]
             self.constant_nodes.append(make_node("DequantizeLinear", inputs, name, f"{name}/DQ"))
         return self._numbers[value]
@@ -189,8 +189,8 @@ class GateWriter:
         """
         name = f"{gate.name}/gate"
         step = gate.top / 255  # a uint8 of zero point 0 then spans 0 to `top`
-        clip_params = self._parameters(f"{name}/written", step, 0)
-        gain_params = self._parameters(f"{name}/read", step * gate.gain, 0)
+        clip_params = self._add_scale_and_zero(f"{name}/written", step, 0)
+        gain_params = self._add_scale_and_zero(f"{name}/read", step * gate.gain, 0)
         if shifted_source:
             return make_pair(shifted_source, name, name, clip_params, gain_params)
         shifted = f"{name}/shifted"
@@ -219,7 +219,9 @@ class GateWriter:
             clipped = f"{name}/quantized"
             clip_nodes.append(make_node("Clip", [integers, *limits], clipped, f"{name}/Clip"))
             integers = clipped
-        params = self._parameters(f"{name}/read", float(source.scale) * gate.gain, zero_level)
+        params = self._add_scale_and_zero(
+            f"{name}/read", float(source.scale) * gate.gain, zero_level
+        )
         dequantize = make_node("DequantizeLinear", [integers, *params], name, f"{name}/DQ")
         return [*clip_nodes, dequantize]
 
@@ -253,13 +255,13 @@ class GateWriter:
         product_lo = output_range.lo - gate.offset
         product_hi = output_range.hi - gate.offset
         product_scale, product_zero = affine_params(product_lo, product_hi)
-        params = self._parameters(name, float(product_scale), product_zero)
+        params = self._add_scale_and_zero(name, float(product_scale), product_zero)
         float_product = f"{name}/float"
         pair = make_pair(float_product, name, name, params, params)
         add = make_node("Add", [name, self.add_number(gate.offset)], output, f"{name}/Add")
         return float_product, [*pair, add]
 
-    def _parameters(self, name: str, scale: float, zero: int) -> list[str]:
+    def _add_scale_and_zero(self, name: str, scale: float, zero: int) -> list[str]:
         """Add a scale and a zero point; return their names."""
         return [
             self.add_constant(f"{name}/scale", np.array(scale, np.float32)),

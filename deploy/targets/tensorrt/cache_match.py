@@ -166,7 +166,7 @@ def match_cache(
             reason = unread_reason
         entries.append(EntryUse(name, tensor, is_used=is_used, reason=reason))
     coverages = [
-        _coverage(tensor, owner, tensor in scales, flaw_by_tensor)
+        _describe_coverage(tensor, owner, tensor in scales, flaw_by_tensor)
         for tensor, owner in owner_by_tensor.items()
     ]
     return CacheMatch(tuple(entries), tuple(coverages), plan, scales)
@@ -241,7 +241,7 @@ def _why_unmatched(name: str, model: onnx.ModelProto, original: onnx.ModelProto 
     return _FOREIGN
 
 
-def _coverage(
+def _describe_coverage(
     tensor: str, owner: str, has_scale: bool, flaw_by_tensor: Mapping[str, str]
 ) -> TensorCoverage:
     """Return whether the cache has a scale for a tensor, that of its owner, or why not."""

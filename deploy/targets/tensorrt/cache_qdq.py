@@ -223,6 +223,7 @@ def share_scales(model: onnx.ModelProto, plan: Plan) -> Plan:
 
         if owner != tensor:
             scale_owners[tensor] = owner
+        # tensors whose ranges the scale covers; a pool's output has its input's, as in a cache
         sources = tuple(dict.fromkeys(_input_of_pools(graph, name) for name in sharing_tensors))
         if sources != (owner,):
             range_sources[owner] = sources

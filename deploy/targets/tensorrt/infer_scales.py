@@ -398,14 +398,16 @@ def _apply_rules(tensor_ranges: TensorRanges, levels: Iterable[int]) -> None:
     for level in levels:  # a range derived from a bound is a bound: no level has to be revisited
         has_changed = True
         while has_changed:
-            has_changed = _sweep(tensor_ranges, node_outputs, range_from_inputs, level)
+            has_changed = _apply_rule_once(tensor_ranges, node_outputs, range_from_inputs, level)
             # of guesses only one is added in a round: what follows from it may be more certain
             if not has_changed or level < GUESS:
-                has_added = _sweep(tensor_ranges, tensors_from_the_end, range_from_readers, level)
+                has_added = _apply_rule_once(
+                    tensor_ranges, tensors_from_the_end, range_from_readers, level
+                )
                 has_changed = has_changed or has_added
 
 
-def _sweep(
+def _apply_rule_once(
     tensor_ranges: TensorRanges,
     names: Iterable[str],
     rule: Callable[[TensorRanges, str], Range | None],

@@ -315,7 +315,7 @@ def _cache_command(
         *_precision_flags(type_by_layer, float32_nodes),
     ]
     condition = f"on a GPU machine with TensorRT {version}"
-    return TrtexecCommand("cache", condition, _command(model, flags))
+    return TrtexecCommand("cache", condition, _command_line(model, flags))
 
 
 def _qdq_command(
@@ -344,7 +344,7 @@ def _qdq_command(
     if "QuantizeLinear" in requirements.operators:
         flags.insert(0, "--int8")
     return TrtexecCommand(
-        "qdq", _versions_until_10(first_version), _command(files[QDQ_MODEL], flags)
+        "qdq", _versions_until_10(first_version), _command_line(files[QDQ_MODEL], flags)
     )
 
 
@@ -381,18 +381,18 @@ def _typed_commands(
     if needs_11 and first_version != _FIRST_TYPED_ONLY:  # a later 11
         condition_11 += f" from {first_version.removesuffix('.0')} on"
     flags_11 = [_ADJUST_FLAG] if "dla" in features else []
-    command_11 = TrtexecCommand("11", condition_11, _command(model, flags_11))
+    command_11 = TrtexecCommand("11", condition_11, _command_line(model, flags_11))
     if needs_11:
         return (command_11,)
 
     condition_10 = machine + _versions_until_10(first_version)
-    command_10 = TrtexecCommand("typed", condition_10, _command(model, ["--stronglyTyped"]))
+    command_10 = TrtexecCommand("typed", condition_10, _command_line(model, ["--stronglyTyped"]))
     if features_of(version).calibrators:  # up to 10
         return command_10, command_11
     return command_11, command_10
 
 
-def _command(model: Path, flags: Sequence[str]) -> tuple[str, ...]:
+def _command_line(model: Path, flags: Sequence[str]) -> tuple[str, ...]:
     """Return the command line of trtexec for a model in its own folder."""
     return ("trtexec", f"--onnx={model.name}", *flags)
 
