@@ -551,7 +551,7 @@ CODINGS = {
         lambda numbers, cells: to_corners(numbers),
     ),
     "cell": BoxCoding(
-        "x y w h; the centre is at (x + column) stride, the width is exp(w) stride",
+        "x y w h; the centre is at x + column, the width is exp(w), in strides",
         "YOLOX (Ge et al. 2021)",
         are_offsets,
         decode_offsets,

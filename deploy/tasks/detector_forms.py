@@ -449,7 +449,7 @@ PROPOSALS: dict[Callable[..., Iterator[RowDecoder]], Form] = {
         source="SSD, RetinaNet, DETR (Carion et al. 2020), PicoDet, YuNet, FCOS",
     ),
     _propose_anchor_maps: Form(
-        shape="[N, 3 (5 + C), H, W] or [N, 3, H, W, 5 + C] per stride",
+        shape="[N, 3 (5 + C), H, W] or [N, 3, H, W, 5 + C] per stride (3 anchors)",
         values="boxes before decoding, an objectness, class scores",
         figure="cells with the same class",
         source="YOLO v3 to v7",

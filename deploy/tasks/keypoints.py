@@ -118,7 +118,7 @@ class Points(PointTask):
 POINTS = Form(
     shape="points [N, K, p] or [N, K p]; p is 2 or 3, with `--task` up to 5",
     values="positions in pixels, [0, 1] or [-1, 1], perhaps with a depth or a score",
-    figure="visible points, apart by less than 3 % of the extent of all points",
+    figure="visible points apart by less than 3 % of the extent of all points",
     source="MediaPipe's hands and faces, MoveNet, PFLD, InsightFace",
 )
 

@@ -77,7 +77,7 @@ class Steps(PlaceTask):
 STEPS = Form(
     shape="[N, T, C] or [N, C, T], not after a Sigmoid",
     values="for each step, the probabilities of C classes or their logarithms",
-    figure="steps of the same class; of several such outputs, the first counts",
+    figure="steps of the same class (of the first output, if several fit)",
     source="voice activity, taggers",
 )
 

@@ -329,9 +329,9 @@ class Labels(PlaceTask):
 
 
 LABELS = Form(
-    shape="[N, 1], [N, 4 or more labels], [N, T] or [N, T, C], all after a Sigmoid",
+    shape="[N, 1], [N, 4 or more labels], [N, T] or [N, T, C], computed by a Sigmoid",
     values="independent probabilities, most near 0 or 1; with `--task` no Sigmoid is needed",
-    figure="probabilities on the same side of 0.5; of several such outputs, the first counts",
+    figure="probabilities on the same side of 0.5 (of the first output, if several fit)",
     source="taggers, voice activity, wake words",
 )
 
@@ -441,8 +441,8 @@ class Embeddings(EvaluationTask):
 
 EMBEDDINGS = Form(
     shape="[N, D] with D of 32 or more",
-    values="unit vectors; values evenly on both sides of 0; or, for pictures and D a multiple of"
-    " 16, values of 0 or more",
+    values="vectors of length 1, or values spread evenly around 0; for pictures with D a multiple of"
+    " 16 also values of 0 or more",
     figure="same nearest neighbour; cosine",
     source="faces, sentences, CLIP",
 )
