@@ -36,8 +36,18 @@ if TYPE_CHECKING:
     from torch import nn
 
 _SHAPE = re.compile(r"[1-9][0-9]*(x[1-9][0-9]*)*")
-_FLOATS = ("float32", "float16", "bfloat16", "float64")
-DTYPES = (*_FLOATS, "int64", "int32", "int16", "int8", "uint8", "bool")
+DTYPES = (
+    "float32",
+    "float16",
+    "bfloat16",
+    "float64",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+)
 
 
 def is_torch_spec(source: object) -> bool:

@@ -361,11 +361,8 @@ def compare_with_torch(
     quantizers = [module for module in model.modules() if isinstance(module, FixedQuant)]
     if quantizers and output_count == 1:
         difference_in_steps = max_difference / float(quantizers[-1].scale)
-    varies_between_samples = [
-        is_varying
-        for is_varying, count in zip(has_varying_output, sample_counts, strict=True)
-        if count > 1
-    ]
+    varying_and_counts = zip(has_varying_output, sample_counts, strict=True)
+    varies_between_samples = [is_varying for is_varying, count in varying_and_counts if count > 1]
     has_same_argmax = np.concatenate(same_argmax)
     row_count = len(has_same_argmax)
     return ExportAgreement(

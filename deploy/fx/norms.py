@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from deploy.fx.operations import (
     arguments_by_name,
     called_module,
+    is_call,
 )
 
 _VIEWS_LIKE = (torch.ops.aten.reshape_as.default, torch.ops.aten.view_as.default)
@@ -48,12 +49,10 @@ def readers_of(node: fx.Node) -> list[fx.Node]:
 
 
 def _reads_size(user: fx.Node, node: fx.Node) -> bool:
-    if user.op == "call_method":
-        if user.target in _LIKE_METHODS:
-            return user.args[0] is not node
-        return user.target in ("size", "dim")
-    if user.op == "call_function" and user.target in _VIEWS_LIKE:
+    if is_call(user) and user.target in (*_LIKE_METHODS, *_VIEWS_LIKE):
         return user.args[0] is not node
+    if user.op == "call_method":
+        return user.target in ("size", "dim")
     return user.target is getattr and user.args[1:] == ("shape",)
 
 

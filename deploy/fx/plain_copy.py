@@ -110,7 +110,11 @@ def computed_weights(model: nn.Module) -> list[str]:
     names = []
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
-        names += [prefix + tensor for tensor in _computed_tensors(module)]
+        tensors = list(map(_computed_name, _weight_hooks(module)))
+        if parametrize.is_parametrized(module):
+            parametrizations: Any = module.parametrizations
+            tensors = [*parametrizations, *tensors]
+        names += [prefix + tensor for tensor in tensors]
     return names
 
 
@@ -123,14 +127,6 @@ def _wrapped_model(model: Any) -> nn.Module | None:
         compiled: nn.Module = model._orig_mod
         return compiled
     return None
-
-
-def _computed_tensors(module: nn.Module) -> list[str]:
-    names = list(map(_computed_name, _weight_hooks(module)))
-    if parametrize.is_parametrized(module):
-        parametrizations: Any = module.parametrizations
-        names = [*parametrizations, *names]
-    return names
 
 
 def _weight_hooks(module: nn.Module) -> list[Any]:
