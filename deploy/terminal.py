@@ -249,8 +249,7 @@ def say_screen(text: str) -> None:
         """Return what stands before a verdict's level, and the level in its color."""
         return match[1] + click.style(match[2], fg=_COLORS[match[2]], bold=True)
 
-    visible_text = join_visible(text.removesuffix("\n").split("\n")) + "\n"
-    colored_text = _LEVEL.sub(color_level, visible_text)
+    colored_text = _LEVEL.sub(color_level, _visible_lines(text))
     _put(_LABEL.sub(lambda match: click.style(match[0], bold=True), colored_text), err=False)
 
 
@@ -265,7 +264,12 @@ def _has_colors(stream: TextIO | None) -> bool:
 
 def say_data(text: str) -> None:
     """Print lines on stdout even if text is suppressed."""
-    _put(join_visible(text.removesuffix("\n").split("\n")) + "\n", err=False)
+    _put(_visible_lines(text), err=False)
+
+
+def _visible_lines(text: str) -> str:
+    """Return a text with its lines made visible, and a line break at the end."""
+    return join_visible(text.removesuffix("\n").split("\n")) + "\n"
 
 
 def terminal_columns() -> int:

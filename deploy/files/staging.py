@@ -224,9 +224,8 @@ def saved_calibration_path(cache: Path) -> Path:
 def find_saved_calibration(cache: Path) -> Path | None:
     """Return the calibration that a failed run of this user kept for this cache, if it exists."""
     saved_cache = saved_calibration_path(cache)
-    return (
-        saved_cache if atomic.is_real_folder(saved_cache.parent) and saved_cache.exists() else None
-    )
+    is_there = atomic.is_real_folder(saved_cache.parent) and saved_cache.exists()
+    return saved_cache if is_there else None
 
 
 def _remove_saved_calibration(cache: Path) -> None:

@@ -197,7 +197,7 @@ _HEADS = ("node", "module", "operation", "time", "share", "MFLOPs", "parameters"
 _PRODUCT_COLOUR, _OTHER_COLOUR = 1, 0  # of the page's style
 
 
-def profile_page(profile: GraphProfile, *, name: str, notes: Sequence[str] = ()) -> str:
+def profile_page(profile: GraphProfile, *, name: str, notes: Sequence[str]) -> str:
     """Return the complete page.
 
     Args:
@@ -209,7 +209,7 @@ def profile_page(profile: GraphProfile, *, name: str, notes: Sequence[str] = ())
     body = (
         f"<h1>{escape(title)}</h1>",
         tiles(_main_figures(profile)),
-        block_html(Bullets(notes)) if notes else "",
+        block_html(Bullets(notes)),
         *sections_html(list(_sections(profile))),
     )
     return page(title, "\n".join(body))

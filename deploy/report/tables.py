@@ -185,20 +185,6 @@ def size_ratio(report: Findings, engine: EngineRow) -> float | None:
     return reference.size_bytes / engine.size_bytes
 
 
-def top1(report: Findings, engine: EngineRow) -> float | None:
-    """Return an engine's top-1 by labels, 0 to 1; None if not measured.
-
-    The float model's is part of the accuracy of any other engine.
-    """
-    if engine.accuracy:
-        return engine.accuracy.top1_candidate
-    if engine.reference:
-        for other_engine in report.engines:
-            if other_engine.accuracy and other_engine.accuracy.top1_reference is not None:
-                return other_engine.accuracy.top1_reference
-    return None
-
-
 def _comparison_line(
     label: str, values: Iterable[Figure | None], to_text: Callable[[Figure], str], change: str = ""
 ) -> ComparisonLine:
@@ -325,11 +311,11 @@ def _layers(report: Findings) -> Iterator[ComparisonLine]:
 
 def _accuracy(report: Findings) -> Iterator[ComparisonLine]:
     """Yield top-1, mean average precision, the task's figures, and the errors of the outputs."""
-    yield _top1_line(report)
+    yield _share_line(report, "Top-1", _top1_shares)
     accuracies = [engine.accuracy for engine in report.engines]
     measured_accuracies = [accuracy for accuracy in accuracies if accuracy]
-    yield from _precision(report, "mAP .50:.95", "")
-    yield from _precision(report, "mAP .50", "_50")
+    yield _share_line(report, "mAP .50:.95", _precision_shares)
+    yield _share_line(report, "mAP .50", _precision_shares_50)
     for label in _distinct(map(task_label, measured_accuracies)):
         yield _task_line(report, label)
     yield _comparison_line(
@@ -348,16 +334,13 @@ def _accuracy(report: Findings) -> Iterator[ComparisonLine]:
         lambda accuracy: figures.decibels(worst_figure(accuracy, "sqnr_db")),
         change,
     )
-    yield _comparison_line(
-        "Cosine",
-        accuracies,
-        lambda accuracy: figures.cosine(worst_figure(accuracy, "cosine_mean")),
-    )
-    yield _comparison_line(
-        "Cosine, worst",
-        accuracies,
-        lambda accuracy: figures.cosine(worst_figure(accuracy, "cosine_min")),
-    )
+    yield _comparison_line("Cosine", accuracies, partial(_cosine_text, "cosine_mean"))
+    yield _comparison_line("Cosine, worst", accuracies, partial(_cosine_text, "cosine_min"))
+
+
+def _cosine_text(name: str, accuracy: Accuracy) -> str:
+    """Return the cosine of the worst slice or output as text; `name`: as for `worst_figure`."""
+    return figures.cosine(worst_figure(accuracy, name))
 
 
 def _distinct(texts: Iterable[str]) -> list[str]:
@@ -365,14 +348,52 @@ def _distinct(texts: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(filter(None, texts)))
 
 
-def _top1_line(report: Findings) -> ComparisonLine:
-    """Return top-1 by labels, with the largest loss against the first engine, the float model."""
-    shares = [top1(report, engine) for engine in report.engines]
-    float_share = shares[0] if shares else None
+def _share_line(
+    report: Findings, label: str, find_shares: Callable[[Accuracy], tuple[float, float] | None]
+) -> ComparisonLine:
+    """Return the line of a share that models get right by labels, with the engines' largest loss.
+
+    The float model's share is part of the accuracy of every other engine.
+
+    Args:
+        report: the results.
+        label: name of the line.
+        find_shares: accuracy of an engine -> (share of the float model, share of the engine), 0 to
+            1; None if not measured.
+    """
+    float_share: float | None = None
+    shares: list[float | None] = []
     changes = []
-    if float_share is not None:
-        changes = [share - float_share for share in shares[1:] if share is not None]
-    return ComparisonLine("Top-1", tuple(map(figures.percent, shares)), _worst_change(changes))
+    for engine in report.engines:
+        share = None
+        both_shares = find_shares(engine.accuracy) if engine.accuracy else None
+        if both_shares is not None:
+            float_share, share = both_shares
+            changes.append(share - float_share)
+        shares.append(share)
+    for index, engine in enumerate(report.engines):
+        if engine.reference:  # the float model's own row
+            shares[index] = float_share
+    return ComparisonLine(label, tuple(map(figures.percent, shares)), _worst_change(changes))
+
+
+def _top1_shares(accuracy: Accuracy) -> tuple[float, float] | None:
+    """Return top-1 of the float model and of an engine; None without labels of classes."""
+    if accuracy.top1_reference is None or accuracy.top1_candidate is None:
+        return None
+    return accuracy.top1_reference, accuracy.top1_candidate
+
+
+def _precision_shares(accuracy: Accuracy) -> tuple[float, float] | None:
+    """Return mean average precision of both models, over all IoUs; None without objects."""
+    precision = accuracy.precision
+    return None if precision is None else (precision.reference, precision.candidate)
+
+
+def _precision_shares_50(accuracy: Accuracy) -> tuple[float, float] | None:
+    """Return mean average precision of both models, at IoU .50; None without objects."""
+    precision = accuracy.precision
+    return None if precision is None else (precision.reference_50, precision.candidate_50)
 
 
 def _worst_change(changes: Sequence[float]) -> str:
@@ -402,34 +423,6 @@ def _task_line(report: Findings, label: str) -> ComparisonLine:
         else:
             cells.append(figures.NONE)
     return ComparisonLine(label, tuple(cells))
-
-
-def _precision(report: Findings, label: str, suffix: str) -> Iterator[ComparisonLine]:
-    """Yield the line of mean average precision, with the largest loss; none if not measured.
-
-    Args:
-        report: the results.
-        label: name of the line.
-        suffix: ending of the fields of `MeanPrecision`: "" over all IoUs, "_50" at IoU .50.
-    """
-    # a `MeanPrecision` holds the engine's value (candidate) and the float model's (reference)
-    float_model_value: float | None = None
-    values: list[float | None] = []
-    for engine in report.engines:
-        if engine.accuracy and engine.accuracy.precision:
-            precision = engine.accuracy.precision
-            float_model_value = getattr(precision, f"reference{suffix}")
-            values.append(getattr(precision, f"candidate{suffix}"))
-        else:
-            values.append(None)
-    if float_model_value is None:
-        return
-    changes = [value - float_model_value for value in values if value is not None]
-    for index, engine in enumerate(report.engines):
-        if engine.reference:  # the float model's own row
-            values[index] = float_model_value
-    cells = tuple(map(figures.percent, values))
-    yield ComparisonLine(label, cells, _worst_change(changes))
 
 
 PLAN, OPTIONS, REPORT = "plan", "options", "report"  # roles of the report's files
