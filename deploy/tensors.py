@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
@@ -25,6 +26,11 @@ class TensorSpec:
     dtype: str
     shape: tuple[int | str | None, ...]
     has_batch: bool | None = field(default=None, compare=False)
+
+    def zeros(self) -> Array:
+        """Return zeros of the tensor's dtype and shape; open dimensions get the size 1."""
+        sizes = [size if isinstance(size, int) else 1 for size in self.shape]
+        return np.zeros(sizes, self.dtype)
 
 
 def fits(sizes: Sequence[int], expected_shape: Sequence[int | str | None]) -> bool:

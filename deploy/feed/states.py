@@ -211,8 +211,7 @@ class SequenceSource:
             elif spec.name in given_inputs:
                 sample[spec.name] = _check_single_row(spec, given_inputs[spec.name])
             else:  # a state at the start of a sequence is 0
-                sizes = [size if isinstance(size, int) else 1 for size in spec.shape]
-                sample[spec.name] = np.zeros(sizes, spec.dtype)
+                sample[spec.name] = spec.zeros()
         outputs = self.recurrence.run(sample)
         self._states = next_states(self.recurrence.states, outputs)
         for spec in self.recurrence.inputs:

@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
-import numpy as np
 import onnx
 
 from deploy.errors import BackendError, ConfigError, ModelError, did_you_mean, first_line
@@ -259,10 +258,7 @@ def _refuse_failing_run(loaded: LoadedModel) -> None:
     Raises:
         ModelError: it does not run.
     """
-    zeros = {}
-    for spec in loaded.inputs:
-        shape = [size if isinstance(size, int) else 1 for size in spec.shape]
-        zeros[spec.name] = np.zeros(shape, spec.dtype)
+    zeros = {spec.name: spec.zeros() for spec in loaded.inputs}
     try:
         OrtSession.open(loaded.model, threads=1, optimize=False).run(zeros)
     except BackendError as error:
