@@ -161,14 +161,15 @@ def _set_color(parameters: Any, preprocess: Preprocess, source: AippSource) -> N
     is_grey = preprocess.color == "grey"
     if is_grey and source.color == "bgr":
         raise ExportError("AIPP makes grey of grey pictures, nv12 and nv21, got source color bgr")
-    parameters.csc_switch = source.is_yuv
+    parameters.csc_switch = source.is_yuv  # conversion of YUV to RGB
     if not source.is_yuv:
         parameters.input_format = _YUV400 if is_grey else _RGB888
+        # swaps R and B
         parameters.rbuv_swap_switch = not is_grey and source.color != preprocess.color
         return
 
     parameters.input_format = _YUV420SP
-    parameters.rbuv_swap_switch = source.color == "nv21"
+    parameters.rbuv_swap_switch = source.color == "nv21"  # swaps V and U: nv21 has V first
     matrix, biases = yuv_to_rgb_matrix(source.standard, preprocess.color)
     for row, values in enumerate(matrix):
         for column, value in enumerate(values):

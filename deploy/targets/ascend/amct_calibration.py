@@ -85,9 +85,9 @@ def observation_model(
     multiplies the weight by them.
 
     Args:
-        model: the prepared float model.
+        model: the float model, in which each layer has a weight of its own.
         layers: layer name -> layer, for the layers that `model` has.
-        config: the resolved config.
+        config: the config, with every setting filled in.
         weight_scales: layer name -> scale of its weight.
         dmq_factors: layer name -> factors of its input channels; its weight is multiplied by them.
         integers_by_layer: name of an AdaRound layer -> its integers, int8 [G, M, K]; AdaRound
@@ -137,9 +137,9 @@ class RecordPlan:
     """The observations of a resolved config, and the record computed from them.
 
     Attributes:
-        model: the prepared float model.
+        model: the float model, in which each layer has a weight of its own.
         graph: its layers.
-        config: the resolved config.
+        config: the config, with every setting filled in.
         model_key: key of `model` among the model variants that are run.
         samples: number of calibration samples; `config.batch_num` batches of them are used.
         images_per_sample: images per sample, for models with a fixed batch.

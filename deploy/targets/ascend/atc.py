@@ -273,7 +273,7 @@ def write_readme(
 
     Args:
         request: gives the folder and the model's name.
-        files: role -> path of every other file.
+        files: role (what a file is for) -> path of every other file.
         options: the user's options of atc.
         cann: CANN version that the files are for.
         host_notes: sentences on the steps that the user's program has to do.

@@ -88,6 +88,10 @@ class LayerRewriter(ABC):
     bias_type: type[np.number[Any]] = np.float32
 
     def __init__(self, model: onnx.ModelProto, layers: QuantLayers) -> None:
+        """Index the model, and find the node that ends each layer, or whose input it is.
+
+        The arguments are the attributes of the same names.
+        """
         self.model = model
         self.graph = model.graph
         self.layers = layers

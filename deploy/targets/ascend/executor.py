@@ -318,8 +318,8 @@ def compare_deploy_model(
 ) -> DeployComparison:
     """Run the deploy model and two fake-quant models on the same samples; compare their outputs.
 
-    A fake-quant model computes the integers of the deploy model in float operators. The two differ
-    in how they round: as the NPU does, and as AMCT's own model does.
+    A fake-quant model computes the integers of the deploy model in float operators. One of the two
+    rounds as the NPU does, the other as AMCT's own model does.
 
     Args:
         model: the float model.

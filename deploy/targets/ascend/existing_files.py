@@ -204,7 +204,7 @@ def recipe_from_record(
     """Return the recipe (model, scales, integers) of a build from AMCT's record file.
 
     Args:
-        subject: the model.
+        subject: the user's model, as it was loaded.
         path: the record, the text file of scales and offsets that AMCT's calibration writes.
         config: quant config or simplified configuration of that calibration; it decides which
             BatchNormalizations are folded, and is written again without the layers that the record
@@ -262,7 +262,7 @@ def _find_modified_layers(
 
     Args:
         record_path: the record's file.
-        model: the prepared model that the user gave.
+        model: the model that the user gave, in which each layer has a weight of its own.
         graph: its layers.
         recorded_names: names of the layers in the record.
     """
@@ -333,7 +333,7 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
     search that needs nothing but the weights.
 
     Args:
-        subject: the model.
+        subject: the user's model, as it was loaded.
         path: the cache.
 
     Raises:
@@ -386,7 +386,7 @@ class _RecordedModel(NamedTuple):
     """The model in the form that a record was made with.
 
     Attributes:
-        model: the prepared float model.
+        model: the float model, in which each layer has a weight of its own.
         graph: its layers.
         config: the configuration of the calibration; None without one.
         unfolded: layers into which, by the record's scales, nothing was folded.
@@ -407,7 +407,7 @@ def _model_as_recorded(
     one was not folded.
 
     Args:
-        subject: the model.
+        subject: the user's model, as it was loaded.
         records: layer name -> its entry in the record.
         config_path: the configuration of the calibration, or None.
     """

@@ -113,7 +113,7 @@ def unfuse_batchnorms(
     others are folded.
 
     Args:
-        subject: the model.
+        subject: the user's model, as it was loaded.
         config: its do_fusion and skip_fusion_layers are used.
         unfolded_layers: layers into which no node downstream is folded, not even a Mul.
 
@@ -209,7 +209,7 @@ def decide_precisions(
     """Return a `Decision` for every node: int8 or float, and the reason for float.
 
     Args:
-        model: the prepared float model.
+        model: the float model, in which each layer has a weight of its own.
         graph: its layers.
         int8_names: names of the int8 layers, and '<node>:<index>' of each tensor_quantize input,
             whose node computes in float.

@@ -60,7 +60,7 @@ class Recipe:
     """A float model and the scales of its int8 layers.
 
     Attributes:
-        model: the prepared float model.
+        model: the float model, in which each layer has a weight of its own.
         graph: its layers.
         records: int8 layer -> its scales.
         layers: int8 layer -> its integers.

@@ -119,8 +119,8 @@ class AdaRoundSteps:
     """What the AdaRound steps of all layers share.
 
     Attributes:
-        index: the prepared float model.
-        config: the resolved config.
+        index: the float model, in which each layer has a weight of its own.
+        config: the config, with every setting filled in.
         key: text that contains all that the observed models depend on.
         samples: number of samples in use, at most `MAX_SAMPLES`.
         channel_maxima: observations of the input's channel maxima of the layers that DMQ balances.
@@ -220,6 +220,7 @@ class AdaRoundSteps:
         """
         name = layer.name
         earlier_inputs = (*self.channel_maxima, *(step.inputs for step in earlier_steps.values()))
+        # a variant is a model to observe: its key, how it is made, and what is observed before
         float_variant = Variant(
             f"{self.key}, float up to {name}",
             lambda observed: self.make_model(observed, (), output),

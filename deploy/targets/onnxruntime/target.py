@@ -115,7 +115,7 @@ class OnnxRuntime(Target):
 
     def trial(self, request: BuildRequest) -> onnx.ModelProto:
         """Return the engine itself."""
-        return self._write_pairs(request).engine(request.cpu)
+        return self._write_pairs(request).rewrite_for(request.cpu)
 
     evaluated = trial
 
@@ -134,7 +134,7 @@ class OnnxRuntime(Target):
         if kept_model is not None:
             decisions = qdq_decisions(kept_model, request.model, self.placement)
             user_ranges = dict(ranges.scales)  # those of the user's pairs
-            model = copy_message(kept_model.model)  # `_PairedModel.engine` changes it
+            model = copy_message(kept_model.model)  # `_PairedModel.rewrite_for` changes it
             return _PairedModel(model, decisions, user_ranges, request.model_analysis)
 
         trained = request.trained  # the user's Q/DQ model; None if the model has no pairs
@@ -182,10 +182,10 @@ class OnnxRuntime(Target):
 
         paired = self._write_pairs(request)  # the model with Q/DQ pairs, and its decisions
         decisions = paired.decisions
-        # these two read the planned pairs, which `engine` changes in place
+        # these two read the planned pairs, which `rewrite_for` changes in place
         saturating_nodes = find_saturating_layers(paired.model)
         pair_notes = self._pair_notes(request, paired.model, decisions)
-        model = paired.engine(request.cpu)
+        model = paired.rewrite_for(request.cpu)
         if request.subject.loaded.was_float16:
             store_halves(model.graph)
 
@@ -318,8 +318,8 @@ class _PairedModel:
     analysis: ModelAnalysis
     plan: Plan | None = None
 
-    def engine(self, cpu: str) -> onnx.ModelProto:
-        """Return the model rewritten for ONNX Runtime's kernels on a kind of CPU.
+    def rewrite_for(self, cpu: str) -> onnx.ModelProto:
+        """Return the engine: the model rewritten for ONNX Runtime's kernels on a kind of CPU.
 
         Call it last: the rewrites change `self.model`, which has the planned pairs.
 

@@ -114,7 +114,7 @@ def to_typed(
 
     Args:
         model: cleaned float model.
-        plan: positions of the pairs.
+        plan: positions of the Q/DQ pairs.
         scales: tensor -> its scale for int8, largest |x| / 127, for each of `plan.activations`;
             also if the grid is fp8.
         float_type: the narrow type, "fp16" or "bf16".

@@ -114,8 +114,8 @@ def builder_settings(options: TensorrtOptions, request: BuildRequest) -> Builder
     Dynamic inputs accept every size of the samples.
     """
     sample = first_sample(request)
-    # If TensorRT itself calibrates, the engine is tuned for the shapes of a calibration batch.
-    # Without them it is tuned for the sample of median size.
+    # If TensorRT itself calibrates, the engine is tuned for the shapes of a calibration batch. Else
+    # these are empty, and it is tuned for the sample of median size.
     calibration_shapes: dict[str, Shape] = {}
     if options.calibrator is not None:
         input_shapes = model_input_shapes(request)
@@ -318,7 +318,7 @@ def lower_models(
 
     Args:
         options: options of the target.
-        models: role -> model.
+        models: role (what a model is for) -> model.
         version: TensorRT that the files are for, "X.Y.Z".
 
     Returns:
@@ -355,7 +355,7 @@ def build_quantized_engine(
     Args:
         options: options of the target.
         request: the build request.
-        files: role -> file of the target.
+        files: role (what a file is for) -> file of the target.
         cache: the calibration cache in those files.
         float32_nodes: node that must run in float32 if TensorRT chooses types -> its output tensor.
 
@@ -498,7 +498,7 @@ def build_float_engines(
     Args:
         options: options of the target, among them which engines.
         request: the build request.
-        files: role -> file of the target.
+        files: role (what a file is for) -> file of the target.
         ranges: observed ranges, which tell what overflows float16.
         version: TensorRT that the files are for, "X.Y.Z".
     """

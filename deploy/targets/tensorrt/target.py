@@ -415,7 +415,7 @@ class TensorRT(TensorrtOptions, Target):
         Args:
             request: the build request.
             calibrated: the cache and the ranges.
-            files: role -> file of the target.
+            files: role (what a file is for) -> file of the target.
             float32_nodes: node that must run in float32 if TensorRT chooses types -> its output.
             commands: commands of trtexec, which become notes if an engine cannot be built here.
         """

@@ -295,7 +295,7 @@ def _cache_command(
 
     Args:
         request: the build request, with the layers to keep in float.
-        files: role -> path.
+        files: role (what a file is for) -> path.
         requirements: role -> what a parser must support to read that file.
         version: TensorRT that the cache is for, "X.Y.Z".
         float_type: type of the layers to keep in float, "fp16", "bf16" or "fp32".
@@ -330,7 +330,7 @@ def _qdq_command(
     up to 10 reads the model.
 
     Args:
-        files: role -> path.
+        files: role (what a file is for) -> path.
         requirements: opset and operators that a parser needs to read the Q/DQ model.
         float_type: narrowest type of the float layers, "fp16", "bf16" or "fp32".
         float32_nodes: nodes that must run in float32.
@@ -361,7 +361,7 @@ def _typed_commands(
     without arguments, which says why.
 
     Args:
-        files: role -> path.
+        files: role (what a file is for) -> path.
         requirements: role -> what a parser must support to read that file.
         version: TensorRT that the files are for, "X.Y.Z"; its command is the first.
         features: fields of `TensorrtFeatures` that the model needs.
