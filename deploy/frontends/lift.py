@@ -252,10 +252,10 @@ def end_training_mode(model: onnx.ModelProto) -> Counter[str]:
 def _write_for_inference(
     node: onnx.NodeProto, scope: OpsetScope, *, read_tensors: Set[str], node_counts: Counter[str]
 ) -> Nodes:
-    """Return what stands in place of a node: of a norm in training mode its form for inference.
+    """Return the form for inference of a BatchNormalization in training mode; other nodes stay.
 
     Args:
-        node: any node; all but BatchNormalization in training mode stay.
+        node: any node of the model.
         scope: the opset, and what is known of the graph.
         read_tensors: all tensors that any node reads.
         node_counts: outcome, a key of `TRAINING_NOTES` -> number of norms; the norm is added.

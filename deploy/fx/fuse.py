@@ -299,11 +299,11 @@ def _fold_into_layer(
     replace_layer(graph_module, str(layer_call.target), _with_norm_after(layer, module))
     report.fused.append((f"{_kind(layer)}+BN", (str(layer_call.target), str(norm.target))))
     for norm_call in norm_calls:
-        _remove(norm_call)
+        _bypass(norm_call)
     return set(norm_calls)
 
 
-def _remove(node: Any) -> None:
+def _bypass(node: Any) -> None:
     """Let the readers of a call read its input."""
     replace_node(node, node.args[0])
 
@@ -353,7 +353,7 @@ def _fuse_relu(graph_module: fx.GraphModule, relu: fx.Node, report: FuseReport) 
     replace_layer(graph_module, layer_name, LayerWithRelu(layer))
     _report_relu(report, layer_name, layer, relu)
     for node in relus:
-        _remove(node)
+        _bypass(node)
     return relus
 
 
