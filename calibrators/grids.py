@@ -288,11 +288,11 @@ def weight_scales(weight: RealArray, axis: int | None, *, grid: Grid = INT8) -> 
             of its dimensions.
     """
     with np.errstate(over="ignore"):
-        finite = np.isfinite(weight.astype(np.float32, copy=False))
-    if weight.size == 0 or not finite.all():
+        is_finite = np.isfinite(weight.astype(np.float32, copy=False))
+    if weight.size == 0 or not is_finite.all():
         raise CalibrationError(
             f"a weight must be finite and not empty, got shape {list(weight.shape)}"
-            f" with {int((~finite).sum())} NaN or Inf values"
+            f" with {int((~is_finite).sum())} NaN or Inf values"
         )
     channel_axis = None if axis is None else checked_axis(axis, weight.ndim)
     reduced_axes = tuple(a for a in range(weight.ndim) if a != channel_axis)

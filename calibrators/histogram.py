@@ -207,9 +207,9 @@ class Histogram(HistogramState):
         if math.isnan(low):
             raise make_nan_error(int(np.isnan(chunk).sum()))
         if math.isinf(low) or math.isinf(high):
-            finite = chunk[np.isfinite(chunk)]
-            self.infinite += chunk.size - finite.size
-            self._observe_chunk(finite)
+            finite_values = chunk[np.isfinite(chunk)]
+            self.infinite += chunk.size - finite_values.size
+            self._observe_chunk(finite_values)  # the others are in no bin
             return
 
         amax = max(abs(low), abs(high))
@@ -317,6 +317,7 @@ class Histogram(HistogramState):
         if self.total == 0 or has_no_value_inside or changes_nothing:
             return clamped
 
+        # the values beyond the bounds join the outermost bins that remain
         clamped.minimum = min(max(self.minimum, floor), ceiling)
         clamped.maximum = max(min(self.maximum, ceiling), floor)
         low = self._count_position(clamped.minimum)

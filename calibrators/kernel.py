@@ -86,6 +86,7 @@ def load_kernels(library: Path) -> tuple[CountingKernel, ...]:
             " install calib8 again"
         )
 
+    # the signatures in count.h
     integer = ctypes.c_int
     size = ctypes.c_size_t
     real = ctypes.c_double

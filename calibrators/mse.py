@@ -52,9 +52,10 @@ from calibrators.scales import Scale
 # ends that are tried, as shares of the extreme: 1 to 0.2 by 0.01, then to 0.005 by 0.005
 _RATIOS = np.concatenate([np.arange(100, 20, -1), np.arange(20, 0, -0.5)]) / 100
 _BINS_PER_BLOCK = 1 << 15  # bins per block of ranges, which fit in a core's cache
-_QUICK_BITS = 8  # with these a step is a thousand times the float32 rounding error of the end
-_QUICK_TOLERANCE = 1e-3  # of the least error, per power: many times the float32 error of a sum
-_MIN_QUICK_ERROR = 1e-30  # smaller errors are near the float32 minimum
+# with 8 bits a step is still a thousand times the float32 rounding error of the range's end
+_MAX_FLOAT32_BITS = 8
+_FLOAT32_TOLERANCE = 1e-3  # of the least error, per power: many times the float32 error of a sum
+_MIN_FLOAT32_ERROR = 1e-30  # smaller errors are near the float32 minimum
 
 
 def _blocks(range_count: int, bin_count: int) -> Iterator[slice]:
@@ -138,9 +139,10 @@ def _block_errors(
     grid: Grid,
     power: float,
 ) -> Float64Array:
-    """Return `range_errors` of a few ranges, [K], from all their [K, B] errors at once.
+    """Return the sum of |error|^power over a histogram's values for each of K ranges, [K].
 
-    They are computed in float32 if all arrays are, else in float64.
+    All [K, B] errors are in memory at once, so K is small. They are computed in float32 if all
+    arrays are, else in float64.
 
     Args:
         centres: [B] centres of the bins.
@@ -151,9 +153,11 @@ def _block_errors(
         grid: values that are stored.
         power: power of the errors.
     """
+    # one array, changed in place, holds the centres as stored in steps, then in real units, then
+    # their errors
     errors = round_to_grid(centres[None, :] / steps[:, None], grid)
     np.clip(errors, lowest[:, None], highest[:, None], out=errors)
-    errors *= steps[:, None]  # each centre as the range stores it
+    errors *= steps[:, None]
     errors -= centres
     if power in (2, 3):  # products are much faster than powers
         costs = errors * errors
@@ -206,7 +210,7 @@ class _Bins:
         is_used = (counts > 0) & (np.abs(centres) > 0)
         return cls(centres=centres[is_used], counts=counts[is_used], grid=grid, power=power)
 
-    def best(self, lows: Float64Array, highs: Float64Array) -> int:
+    def index_of_best(self, lows: Float64Array, highs: Float64Array) -> int:
         """Return the index of the [K] range with the least error; the first on ties."""
         if (lows == lows[0]).all() and (highs == highs[0]).all():  # all ranges are the same
             return 0
@@ -230,16 +234,16 @@ class _Bins:
             highs: [K] upper ends.
         """
         all_indices = np.arange(lows.size)
-        if not _is_quick(self.grid):
+        if not _fits_float32(self.grid):
             return all_indices
-        tolerance = 1 + _QUICK_TOLERANCE * self.power
-        errors = self._quick_errors(lows, highs, tolerance)
+        tolerance = 1 + _FLOAT32_TOLERANCE * self.power
+        errors = self._float32_errors(lows, highs, tolerance)
         min_error = errors.min()
-        if min_error < _MIN_QUICK_ERROR:  # high powers of small errors lose precision
+        if min_error < _MIN_FLOAT32_ERROR:  # high powers of small errors lose precision
             return all_indices
         return np.flatnonzero(errors <= tolerance * min_error)
 
-    def _quick_errors(
+    def _float32_errors(
         self, lows: Float64Array, highs: Float64Array, tolerance: float
     ) -> Float64Array:
         """Return the errors of the ranges, computed in float32; those of the last may be left out.
@@ -289,9 +293,9 @@ class _Bins:
         return np.concatenate(block_errors)
 
 
-def _is_quick(grid: Grid) -> bool:
-    """Whether the quick errors hold on a grid: an integer grid of few bits."""
-    return grid.kind == "integer" and grid.bits <= _QUICK_BITS
+def _fits_float32(grid: Grid) -> bool:
+    """Whether errors on a grid can be computed in float32: on an integer grid of few bits."""
+    return grid.kind == "integer" and grid.bits <= _MAX_FLOAT32_BITS
 
 
 def _clipping_error(
@@ -313,7 +317,7 @@ def _symmetric(histogram: Histogram, grid: Grid, power: float) -> float:
     if not bins.counts.size:
         return histogram.amax
     highs = histogram.amax * _RATIOS
-    return float(highs[bins.best(-highs, highs)])
+    return float(highs[bins.index_of_best(-highs, highs)])
 
 
 def _affine(histogram: Histogram, grid: Grid, power: float) -> tuple[float, float]:
@@ -328,7 +332,8 @@ def _affine(histogram: Histogram, grid: Grid, power: float) -> tuple[float, floa
         power: exponent of the error, 2 for the squared error.
     """
     edges = histogram.edges()
-    bins = _Bins.of((edges[:-1] + edges[1:]) / 2, histogram.signed(), grid, power)
+    centres = (edges[:-1] + edges[1:]) / 2
+    bins = _Bins.of(centres, histogram.signed(), grid, power)
     low = min(histogram.minimum, 0.0)
     high = max(histogram.maximum, 0.0)
     if not bins.counts.size:
@@ -336,13 +341,14 @@ def _affine(histogram: Histogram, grid: Grid, power: float) -> tuple[float, floa
     lows = low * _RATIOS
     highs = high * _RATIOS
 
-    @cache  # the second round often repeats the first
+    # cached, since the second search of an end often repeats the first
+    @cache
     def best_low(fixed_high: float) -> float:
-        return float(lows[bins.best(lows, np.full(_RATIOS.size, fixed_high))])
+        return float(lows[bins.index_of_best(lows, np.full(_RATIOS.size, fixed_high))])
 
     @cache
     def best_high(fixed_low: float) -> float:
-        return float(highs[bins.best(np.full(_RATIOS.size, fixed_low), highs)])
+        return float(highs[bins.index_of_best(np.full(_RATIOS.size, fixed_low), highs)])
 
     # the end further from 0 first, then the other one, twice
     ends = ("high", "low") if high >= -low else ("low", "high")

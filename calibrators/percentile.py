@@ -45,11 +45,15 @@ _MIN_VALUES_PER_TAIL_VALUE = 100  # the tail holds at most 1 / 100 of all values
 
 
 def percentile(histogram: Histogram, *, percent: float) -> Scale:
-    """Return the range that clips all but `percent` of a tensor's values.
+    """Return the clip range that keeps a share of a tensor's values, and clips the largest.
 
-    `amax` clips 100 - percent of the |values|. `lo` clips as many values at the lower end, but only
-    negative ones, and `hi` at the upper end, but only positive ones. Values count as evenly spread
-    within a bin. `searches.PercentileParams` checks that 50 < percent <= 100.
+    The threshold `amax` keeps `percent` of the |values|. The ends `lo` and `hi` each clip as many
+    values, but `lo` only negative ones, and `hi` only positive ones. Values count as evenly spread
+    within a bin.
+
+    Args:
+        histogram: statistics of the tensor.
+        percent: share of the values to keep, over 50 and at most 100.
     """
     share = percent / 100
     bin_width = histogram.full_range / BINS

@@ -217,13 +217,15 @@ def _sweep(
 def _sweep_in_c(
     c_kernel: CountingKernel, arrays: Sequence[NDArray[Any]], damping: Float64Array
 ) -> None:
-    """Do what `_sweep` does by the function calib8_round of the C kernel, group by group.
+    """Move each weight to its other integer, if that lowers the output error, by the C kernel.
+
+    The C function calib8_round takes one group of the layer at a time, and changes the arrays.
 
     Args:
         c_kernel: the C kernel.
-        arrays: the arguments of `_sweep`: low, high, integers, slope, products, fixed. The first
-            axis of each is the group.
-        damping: of each group, [G].
+        arrays: the arguments of `_sweep` of these names, all C-contiguous, whose first axis is the
+            group: low, high, integers, slope, products, fixed.
+        damping: damping of each group, [G].
     """
     _, rows, columns = arrays[0].shape
     # the addresses of a group are computed, since views would be slow: a depthwise layer has a

@@ -145,18 +145,9 @@ class HostMemory:
 class Callbacks:
     """Callbacks of all four calibrators; a mixin that precedes TensorRT's class.
 
-    Args:
-        feed: batches, input name -> array.
-        batches: number of batches of the feed.
-        shapes: input name -> shape that TensorRT calibrates with (the profile's OPT shape).
-        memory: buffers from which TensorRT reads the batches; of this calibrator only.
-        cache: bytes of a cache that fits, or None to calibrate.
-        store: called with a new cache as soon as TensorRT writes it, long before the engine is
-            done.
-
     Attributes:
-        shapes: as the argument.
-        batches: as the argument.
+        shapes: input name -> shape that TensorRT calibrates with (the profile's OPT shape).
+        batches: number of batches of the feed.
         requests: number of times that TensorRT asked for a batch.
         batches_taken: number of batches that it got.
         written: bytes of the cache that TensorRT wrote; None before.
@@ -173,10 +164,21 @@ class Callbacks:
         cache: bytes | None = None,
         store: Callable[[bytes], object] | None = None,
     ) -> None:
+        """Start before the first batch.
+
+        Args:
+            feed: batches, input name -> array.
+            batches: number of batches of the feed.
+            shapes: input name -> shape that TensorRT calibrates with (the profile's OPT shape).
+            memory: buffers from which TensorRT reads the batches; of this calibrator only.
+            cache: bytes of a cache that fits, or None to calibrate.
+            store: called with a new cache as soon as TensorRT writes it, long before the engine is
+                done; None to keep it only in `written`.
+        """
         self._feed: Iterator[Mapping[str, Array]] = iter(feed)
         self._memory = memory
-        self._cache = cache  # that TensorRT is to use
-        self._store = store  # takes the bytes of a cache that TensorRT writes
+        self._cache = cache
+        self._store = store
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self._types: dict[str, str] = {}  # input -> type; empty until `expect`
         self.batches = batches

@@ -71,7 +71,7 @@ def pair_sums(weights: NDArray[np.generic]) -> Float32Array:
 
     `weights`: [C_out, C_in of a group, ...], in real units or in steps.
     """
-    # 0 after the last weight
+    # each row in the order in which the CPU reads it, and 0 after the last weight
     padded = np.pad(_flatten(weights), ((0, 0), (0, 1))).astype(np.float32)
     stride = pair_stride(weights.shape)
     first_weights = padded[:, :-1:stride]

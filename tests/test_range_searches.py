@@ -129,7 +129,7 @@ def test_quick_search_equals_exact_sums(seed, power):
     h = observed(x if seed % 2 else x / (1 + np.exp(-np.clip(x, -50, 50))))
     quick_scale = lp(h, power=power)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranges_by_error, "_QUICK_BITS", 0)
+        patch.setattr(ranges_by_error, "_MAX_FLOAT32_BITS", 0)
         assert quick_scale == lp(h, power=power)
 
 

@@ -199,7 +199,11 @@ def channels_first(weight: NDArray[Value], group: int) -> NDArray[Value]:
 
 
 def check_values(x: NDArray[np.generic], role: str) -> Float32Array:
-    """Return `x` as float32, refusing what AMCT refuses.
+    """Return values as float32, after the checks that AMCT makes.
+
+    Args:
+        x: values of any shape.
+        role: what they are, for errors, such as "weight".
 
     Raises:
         CalibrationError: not float32 or float16, empty, or NaN or Inf.

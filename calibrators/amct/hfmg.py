@@ -63,7 +63,7 @@ class HfmgHistogram:
         """
         data = check_values(x, "activation").reshape(-1)
         if self.samples_per_batch == 1:
-            self._add(data)
+            self._count_batch(data)
             return
         self._waiting.append(data.copy())
         if len(self._waiting) == self.samples_per_batch:
@@ -76,10 +76,10 @@ class HfmgHistogram:
             CalibrationError: the range does not fit float32.
         """
         if self._waiting:
-            self._add(np.concatenate(self._waiting))
+            self._count_batch(np.concatenate(self._waiting))
             self._waiting.clear()
 
-    def _add(self, data: Float32Array) -> None:
+    def _count_batch(self, data: Float32Array) -> None:
         """Count one batch: the histogram's range becomes the union of its range and the batch's.
 
         If that is wider, the counts of earlier batches are redistributed first.

@@ -426,9 +426,10 @@ def ifmr_streaming(histogram: IfmrHistogram, params: IfmrParams | None = None) -
     if histogram.total == 0:
         raise CalibrationError("the activation to be quantized must not be empty, got no batch")
     stored_values = histogram.stored_values
-    if stored_values is not None:  # as long as they are few
+    if stored_values is not None:  # the values were few, and are not counted
         return ifmr(stored_values, params)
 
+    # number, sum and mean of the values of each bin that has some
     occupied_bins = np.flatnonzero(histogram.counts)
     counts = histogram.counts[occupied_bins]
     sums = histogram.sums[occupied_bins]

@@ -568,13 +568,13 @@ def refuse_full_disk(folder: Path, model: onnx.ModelProto, targets: int) -> None
     nearest_folders = (folder, *folder.absolute().parents)  # from the inside out
     existing_folder = next(path for path in nearest_folders if path.is_dir())
     float_bytes = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
-    required = targets * float_bytes // _FLOAT_BYTES  # one byte for each float weight
-    free = shutil.disk_usage(existing_folder).free
-    if required > free:
+    required_bytes = targets * float_bytes // _FLOAT_BYTES  # one byte for each float weight
+    free_bytes = shutil.disk_usage(existing_folder).free
+    if required_bytes > free_bytes:
         raise ExportError(
             f"{folder} must have room for {counted(targets, 'int8 model')} of at least"
-            f" {format_bytes(required)}, got"
-            f" {format_bytes(free)} that are free; give another --out"
+            f" {format_bytes(required_bytes)}, got"
+            f" {format_bytes(free_bytes)} that are free; give another --out"
         )
 
 

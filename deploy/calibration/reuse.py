@@ -307,7 +307,7 @@ def _match_cache(
     if invalidating_changes:
         raise CacheError("; ".join(invalidating_changes))
 
-    # in the cache are looked up the observations and the needs of their variants
+    # look up the observations, and the needs of their variants, in the cache
     usable_observations: Iterable[Observation] = with_needs(observations)
     if "order" in changes:  # the same images in another order
         usable_observations = [
@@ -339,7 +339,7 @@ def _describe_match(
         changes: part of the fingerprint -> how it changed, as a clause.
         missing: observations to make.
     """
-    # a stored observation is missing only if it depends on the order of the images, which changed
+    # what is stored and yet missing depends on the order of the images, which changed
     order_dependent_count = sum(observation.key in stored.keys for observation in missing)
     if order_dependent_count:
         return f"{changes['order']}, and {order_dependent_count} observations go by it"
@@ -391,8 +391,8 @@ def update_cache(
         ranges: the ranges in them.
         cache_text: the text file of the cache, if a target prescribes it (TensorRT); None for a
             text with the scale of every tensor.
-        stage: the files of a build, which appear together at its end, the cache with them if it is
-            in the same folder; None outside a build.
+        stage: the files of a build, which appear together at its end. A cache in the same folder is
+            one of them. None outside a build.
     """
     path = policy.path
     if path is None:
@@ -401,21 +401,21 @@ def update_cache(
     if stored is not None and _is_up_to_date(
         decision, stored, calibration, subject.trt_version, cache_text
     ):
-        # a cache that is up to date is copied in two cases: into the stage of a build, whose
-        # manifest lists it; and from where an earlier build that failed saved it
+        # even so it is copied in two cases: into the stage of a build, whose manifest lists it; and
+        # from where an earlier build that failed saved it
         is_staged = stage is not None and stage.staged_path(path) is not None
         if is_staged or stored.path != path:
-            _write(path, stage, partial(store.copy_stored, stored))
+            _write_cache_files(path, stage, partial(store.copy_stored, stored))
         return
 
-    retained: dict[Key, Arrays] = {}
+    retained: dict[Key, Arrays] = {}  # stored observations that are copied as they are
     if stored is not None:
         calibration, retained = _add_stored(subject, stored, calibration)
         ranges = Ranges(calibration.observed, ranges.method, ranges.range_limits)
     if cache_text is None:
-        cache_text = _complete_text(subject, ranges)
+        cache_text = _make_cache_text(subject, ranges)
     save = partial(store.save_calibration, calibration, cache_text=cache_text, retained=retained)
-    _write(path, stage, save)
+    _write_cache_files(path, stage, save)
 
 
 def _add_stored(
@@ -465,7 +465,7 @@ def _is_up_to_date(
     return trt_version in (None, header.version) and cache_text in (None, stored.cache_text)
 
 
-def _write(path: Path, stage: Stage | None, write: Callable[[Path], None]) -> None:
+def _write_cache_files(path: Path, stage: Stage | None, write: Callable[[Path], None]) -> None:
     """Stage the three files with the build's files, or publish them at once."""
     if stage is not None and (staged_path := stage.staged_path(path)) is not None:
         write(staged_path)
@@ -489,7 +489,7 @@ def _select_retained(keys: Iterable[Key], observed: ObservedStatistics) -> list[
     return [key for key in unobserved if key[0] in retained]
 
 
-def _complete_text(subject: CalibrationSubject, ranges: Ranges) -> bytes:
+def _make_cache_text(subject: CalibrationSubject, ranges: Ranges) -> bytes:
     """Return TensorRT's cache text: a scale for each tensor of the model whose range was searched.
 
     If no target of this run searches ranges, the scales are those of the largest observed values.
@@ -507,7 +507,7 @@ def _complete_text(subject: CalibrationSubject, ranges: Ranges) -> bytes:
     algorithm = trt_cache.ENTROPY2
     if all(scale.method == "minmax" for scale in range_set.scales.values()):
         algorithm = trt_cache.MINMAX
-    scales = range_set.symmetric
+    scales = range_set.symmetric  # tensor -> scale
     if not scales:
         scales = _observed_scales(ranges.observed)
     writable_scales = {

@@ -129,6 +129,7 @@ class Peaks:
                 continue
             variant, tensor = key
             peaks = sorted(self._largest[key], reverse=True)  # (|x|, -number of the sample)
+            # a twentieth of all samples, or one; and of these, the next smaller one must be stored
             max_outliers = min(max(1, sample_count // _SAMPLES_PER_OUTLIER), len(peaks) - 1)
             for outlier_count in range(max_outliers, 0, -1):  # as many as possible
                 smallest_outlier_amax, _ = peaks[outlier_count - 1]

@@ -212,13 +212,10 @@ def _check_positions(shard: Shard) -> None:
     A checkpoint, the file of an interrupted run, has the number of its samples in `counted`, and
     may lack the last images. A complete shard has None there.
     """
-    is_checkpoint = shard.counted is not None
     positions = shard.share.positions
     read_count = len(shard.digests)
-    has_valid_digests = read_count == len(positions)
-    if is_checkpoint:
-        has_valid_digests = read_count <= len(positions)
-    if not has_valid_digests:
+    is_incomplete = read_count < len(positions)
+    if read_count > len(positions) or (is_incomplete and shard.counted is None):
         raise ValueError(f"{read_count} digests of {len(positions)} samples")
 
     read_positions = set(positions[:read_count])
@@ -341,7 +338,12 @@ class ShardSet:
     def observed(self, observations: Iterable[Observation], peaks: Peaks) -> ObservedStatistics:
         """Return the merged statistics, as one run over all samples would give them.
 
-        `peaks`: the peaks of all samples are added to it.
+        Args:
+            observations: what the targets need; each shard must have them.
+            peaks: receives the largest |x| of every tensor.
+
+        Raises:
+            CacheError: a shard lacks an observation.
         """
         self.feed.refuse_all_bad()
         observations = tuple(observations)

@@ -270,8 +270,8 @@ def make_runners(
 ) -> list[VariantRunner]:
     """Return one `VariantRunner` for each variant (form of the model), in order of first use.
 
-    Its observations are split in two, since one call counts the usual histograms of all its tensors
-    together, while other statistics are recorded one by one.
+    The observations of a variant are split in two: usual histograms, which one call counts for all
+    tensors together, and other statistics, which are recorded one by one.
 
     Args:
         observations: what the pass records.

@@ -459,6 +459,7 @@ def profile_kernels(
         for number in range(runs):
             session.run(feeds[number % len(feeds)])
         events = json.loads(Path(session.end_trace()).read_text(encoding="utf-8"))
+    # a profile has events of other kinds too, such as the loading of the model
     return [
         (event["name"].removesuffix(_KERNEL_SUFFIX), event["args"]["op_name"], float(event["dur"]))
         for event in events

@@ -74,7 +74,10 @@ _CUDART_RESULTS = f"{_CUDART_ALLOCATIONS} {_CUDART_STREAMS} GetDevice GetDeviceC
 
 
 def cudart_modules(memory: Memory) -> dict[str, ModuleType]:
-    """Return dotted name -> stand-in for each module of cuda-python, all on this memory."""
+    """Return dotted name -> stand-in for each module of cuda-python.
+
+    `memory`: the simulated device memory, where the functions of all modules allocate.
+    """
     runtime = runtime_names(memory)
     driver = driver_names(memory)
     bindings = {
@@ -105,7 +108,7 @@ def _common_functions(
     Each of them returns a tuple that begins with the error code, as cuda-python's do.
 
     Args:
-        memory: where the functions allocate.
+        memory: the simulated device memory, where the functions allocate.
         success: the API's code for success, which every call returns.
         prefix: prefix of all names, "cuda" or "cu".
         names_by_action: what a function does ("allocate", "free", "copy", "get_handle" of a stream,
@@ -129,6 +132,7 @@ def _common_functions(
     def do_nothing(*arguments: Any) -> tuple[Any]:
         return (success,)
 
+    # the functions above are named as the actions
     function_by_name: dict[str, Callable[..., Any]] = {}
     for function in (allocate, free, copy, get_handle, do_nothing):
         for name in names_by_action[function.__name__].split():
@@ -137,7 +141,10 @@ def _common_functions(
 
 
 def runtime_names(memory: Memory) -> dict[str, Any]:
-    """Return name -> stand-in, for functions and types of CUDA's runtime API in cuda-python."""
+    """Return name -> stand-in, for functions and types of CUDA's runtime API in cuda-python.
+
+    `memory`: the simulated device memory, where the functions allocate.
+    """
     success = cudaError_t.cudaSuccess
 
     def fill(target: Any, value: Any, count: Any, *stream: Any) -> tuple[Any]:
@@ -166,7 +173,10 @@ def runtime_names(memory: Memory) -> dict[str, Any]:
 
 
 def driver_names(memory: Memory) -> dict[str, Any]:
-    """Return name -> stand-in, for functions and types of CUDA's driver API in cuda-python."""
+    """Return name -> stand-in, for functions and types of CUDA's driver API in cuda-python.
+
+    `memory`: the simulated device memory, where the functions allocate.
+    """
     return {
         **_common_functions(
             memory,
@@ -256,7 +266,10 @@ Array = NDArray[Any]
 
 
 def pycuda_modules(memory: Memory) -> dict[str, ModuleType]:
-    """Return dotted name -> stand-in for each module of pycuda, all on this memory."""
+    """Return dotted name -> stand-in for each module of pycuda.
+
+    `memory`: the simulated device memory, where arrays are allocated.
+    """
     context_names = {"device": _Device(), "context": _Context()}
     names_by_module: dict[str, dict[str, Any]] = {
         "driver": _Driver(memory).names(),

@@ -327,7 +327,7 @@ class Memory:
             ValueError: the address is in no allocation, or the rest of it is too small.
         """
         block, offset = self._find_block(address)
-        if block is None or block.data is None:  # None: memory that a tensor of torch lends
+        if block is None or block.data is None:  # a block without data is that of a torch tensor
             raise ValueError(
                 f"a copy must go to memory that the script allocated, got address {address:#x},"
                 " which is not"
