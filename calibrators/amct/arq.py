@@ -71,7 +71,7 @@ def ascend_denominator(hi: RealArray, lo: RealArray, bits: int) -> Int32Array:
     return np.asarray(2 ** (bits - 1) - 1 + (np.abs(hi) < np.abs(lo)), np.int32)
 
 
-def ascend_guard(scale: Float32Array) -> Float32Array:
+def replace_tiny_scales(scale: Float32Array) -> Float32Array:
     """Replace scales below FLT_EPSILON by 1, as in AMCT: the tensor is practically zero."""
     return np.where(scale < FLT_EPSILON, np.float32(1.0), scale).astype(np.float32)
 
@@ -100,20 +100,22 @@ def ascend_scale_offset(
             lo = np.minimum(lo, np.float32(0))
             raw_scale = (hi - lo) / np.float32(2**bits - 1)
             offset = np.where(hi == lo, np.float32(qmin), np.float32(qmin) - lo / raw_scale)
-            # a tensor that is practically zero, whose scale `ascend_guard` replaces by 1
+            # a tensor that is practically zero, whose scale becomes 1
             offset = np.where(raw_scale < FLT_EPSILON, np.float32(qmin), offset)
         else:
             denominator = ascend_denominator(hi, lo, bits).astype(np.float32)
             raw_scale = np.maximum(np.abs(hi), np.abs(lo)) / denominator
             offset = np.zeros_like(raw_scale)
-        scale = ascend_guard(np.asarray(raw_scale, np.float32))
+        scale = replace_tiny_scales(np.asarray(raw_scale, np.float32))
         is_valid = np.isfinite(scale) & np.isfinite(np.float32(1) / scale) & np.isfinite(offset)
 
     if not is_valid.all():
+        invalid_scales = np.ravel(scale)[~np.ravel(is_valid)]
+        largest_end = np.maximum(np.abs(hi), np.abs(lo)).max()
         raise CalibrationError(
             "an Ascend scale and its inverse must be finite and not zero,"
-            f" got scale {np.ravel(scale)[~np.ravel(is_valid)][:3]} for a range up to"
-            f" {np.ravel(np.maximum(np.abs(hi), np.abs(lo))).max()}; leave this layer in float"
+            f" got scale {invalid_scales[:3]} for a range up to {largest_end}; leave this layer in"
+            " float"
         )
     return scale, np.rint(offset).astype(np.int32)
 
@@ -313,7 +315,7 @@ def kl_scale(weight: RealArray, *, channel_wise: bool = True) -> Float32Array:
         nonzero_amax = amax[is_nonzero]
         histograms = _histograms(rows[is_nonzero], nonzero_amax)
         scales[is_nonzero] = _best_scales(histograms, nonzero_amax)
-    return ascend_guard(scales)  # 1 for a channel that is practically zero
+    return replace_tiny_scales(scales)  # 1 for a channel that is practically zero
 
 
 def _histograms(rows: Float32Array, amax: Float32Array) -> Float64Array:

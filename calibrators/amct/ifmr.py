@@ -33,7 +33,7 @@ import numpy as np
 from calibrators.amct.arq import (
     FLT_EPSILON,
     ascend_denominator,
-    ascend_guard,
+    replace_tiny_scales,
     ascend_range,
     check_values,
 )
@@ -205,7 +205,7 @@ def make_candidates(hi: np.float32, lo: np.float32, params: IfmrParams) -> Candi
             lows = -highs
             largest_code = ascend_denominator(np.asarray(hi), np.asarray(lo), params.bits)
             scales = highs / np.float32(largest_code)
-    scales = ascend_guard(scales)
+    scales = replace_tiny_scales(scales)
     if not (np.isfinite(scales) & np.isfinite(np.float32(1) / scales)).all():
         raise CalibrationError(
             f"an Ascend scale must be finite, but the range [{lo}, {hi}] overflows float32"

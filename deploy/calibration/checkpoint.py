@@ -235,7 +235,7 @@ class Checkpoint:
                 " leave --resume out to begin again"
             )
         feed = self._feed
-        feed.resume(existing.digests, existing.skipped)
+        feed.resume(existing.digests, existing.skipped)  # hashes these images again
 
         # the checkpoint must hold exactly the images of the samples that it says it has counted;
         # a sample is `batch` images, and the last one may be filled up with earlier images

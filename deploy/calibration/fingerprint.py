@@ -127,7 +127,7 @@ class Fingerprint:
             changes[part] = f"{noun} changed"
             if part != "model":
                 detail = _describe_difference(old_part, new_part)
-            elif _is_same_file(old_part, new_part):
+            elif _is_same_file(old_part, new_part):  # whose weights are in another file
                 detail = "its external data"
             else:
                 detail = ""  # its identities are digests, which tell the user nothing

@@ -144,8 +144,8 @@ class _InputPath:
         """Return the statistics that training left in the layer at the end of the path.
 
         They are those of a BatchNormalization, which is the layer or follows it, else the bias of a
-        Conv. None if there is neither, or if other nodes read the path too.
-        The path is not used afterwards: a Conv or Gemm is appended to it.
+        Conv. None if there is neither, or if other nodes read the path too. The path is not used
+        afterwards: a Conv or Gemm is appended to it.
         """
         if len(self.nodes) > MAX_NODES_BEFORE_LAYER or not self._is_only_reader(layer):
             return None

@@ -411,7 +411,7 @@ def _run_until(
     Args:
         should_stop: the stop rule, asked after 8, 16, 32 ... samples; None to run all.
         state: recorders of the pass.
-        run_samples: `run_in_order` of this pass; returns how many samples it ran.
+        run_samples: (samples, first_number=number of the first) -> how many samples it ran.
         samples: the remaining samples.
         sample_count: number of samples that were observed before, by the run that this one resumes.
     """

@@ -241,11 +241,15 @@ def _check_one_cache(
 ) -> CacheDecision:
     """Decide which observations one cache holds; if it cannot be used, all are missing.
 
-    The arguments are those of `check_cache`.
+    Args:
+        policy: where the cache is, and when it may be reused.
+        make_fingerprint: number of images -> fingerprint of the first so many; None -> that of all.
+        observations: what the targets need.
+        stop_rule: rule that ends the observation early; None to observe all images.
     """
     try:
         stored = _load_cache(policy, stop_rule)
-        # the cache holds the images up to which its stop rule observed, or else all images
+        # with a stop rule, the cache was made of the first images only: the same are compared
         image_count = None if stop_rule is None else stored.count
         fingerprint = make_fingerprint(image_count)
         return _match_cache(stored, fingerprint, observations, stop_rule)

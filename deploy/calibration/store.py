@@ -254,7 +254,11 @@ def _is_intact(data: bytes, document: Mapping[str, Any]) -> bool:
 
 
 def refuse_foreign_cache(path: Path, *, force: bool) -> None:
-    """Refuse a path for a cache that another file occupies, before anything is run.
+    """Refuse to write a cache over files that calib8 did not write, before anything is run.
+
+    Args:
+        path: path of the cache; two other files lie beside it.
+        force: whether such files may be replaced.
 
     Raises:
         ExportError: it is an input of this run, a folder or a device.
