@@ -125,12 +125,12 @@ def _open_subfolders(files: FileList, specs: Specs, title: str, *, skip_bad: boo
         FeedError: an input has no file of a name that another one has, or two of them.
     """
     # a.npy of input x and a.bin of input y: {"a": {"x": x/a.npy, "y": y/a.bin}}
-    path_by_input_of_stem: dict[str, dict[str, Path]] = {}
+    paths_by_stem: dict[str, dict[str, Path]] = {}
     for file in files:
         input_name, _, name = file.name.partition("/")
         if name:  # else it lies beside the folders
             stem = os.path.splitext(name)[0]
-            path_by_input = path_by_input_of_stem.setdefault(stem, {})
+            path_by_input = paths_by_stem.setdefault(stem, {})
             if input_name in path_by_input:
                 earlier_name = printable_name(path_by_input[input_name].name)
                 raise FeedError(
@@ -139,17 +139,17 @@ def _open_subfolders(files: FileList, specs: Specs, title: str, *, skip_bad: boo
                     f" {printable_name(input_name)}; remove one"
                 )
             path_by_input[input_name] = file.path
-    stems = sorted(path_by_input_of_stem, key=os.fsencode)
+    stems = sorted(paths_by_stem, key=os.fsencode)
 
     for spec in specs:
-        missing_stems = [stem for stem in stems if spec.name not in path_by_input_of_stem[stem]]
+        missing_stems = [stem for stem in stems if spec.name not in paths_by_stem[stem]]
         if missing_stems:
             raise FeedError(
                 f"every input's folder in {title} must have files of the same names, got"
                 f" {len(missing_stems)} missing in {printable_name(spec.name)}, the first"
                 f" {printable_name(missing_stems[0])}; add them"
             )
-    items = [path_by_input_of_stem[stem] for stem in stems]
+    items = [paths_by_stem[stem] for stem in stems]
     return _open_items(items, stems, specs, title, skip_bad=skip_bad)
 
 
