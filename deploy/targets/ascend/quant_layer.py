@@ -62,6 +62,8 @@ def quantize_layers(
 ) -> dict[str, QuantLayer]:
     """Return layer name -> its integer weight, bias and scales, for all layers with a record.
 
+    A record has the scales and offsets of a layer.
+
     Raises:
         ConfigError: the record does not fit the model.
         ExportError: scales or biases exceed the limits of the hardware; the message counts such
@@ -82,8 +84,13 @@ def quantize_fitting(
 ) -> tuple[dict[str, QuantLayer], dict[str, str]]:
     """Quantize the layers with a record, as far as they are within the hardware's limits.
 
+    Args:
+        model: the float model.
+        graph: its layers.
+        records: layer name -> its scales and offsets.
+
     Returns:
-        Layer name -> its integers and scales; name of each other layer -> why it does not fit.
+        Layer name -> its integers and scales; name of each refused layer -> why it does not fit.
 
     Raises:
         ConfigError: the record does not fit the model.

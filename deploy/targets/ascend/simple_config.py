@@ -56,6 +56,7 @@ def read_simple_config(text: str, graph: LayerGraph, file_name: str = "the confi
             f"{file_name} must not set joint_quant to true, which only AMCT's binary packages have;"
             " remove the line"
         )
+    # layer -> its settings, and the layers that cannot have the 16-bit activations of common_config
     layers, lowered_to_8_bits = _read_layers(message, graph)
     batch_num = message.batch_num if message.HasField("batch_num") else 1
     forces_fp16 = message.HasField("fakequant_precision_mode")

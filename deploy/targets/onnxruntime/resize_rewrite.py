@@ -29,9 +29,10 @@ from deploy.targets.onnxruntime.rewrite_base import (
 
 
 def write_upsampling(model: onnx.ModelProto, context: RewriteContext) -> None:
-    """Write each Resize between Q/DQ pairs that only repeats pixels as copies, in place.
+    """Replace each Resize between Q/DQ pairs that only repeats pixels by nodes that copy them.
 
-    The copies work on the integers, without the pairs' Q and DQ on both sides.
+    They copy the integers, so that the DequantizeLinear before the Resize and the QuantizeLinear
+    after it are gone too.
 
     Left alone: a Resize that interpolates or shifts pixels, one of unknown rank, and one whose
     pairs differ, since the integers would change.
@@ -53,7 +54,8 @@ def write_upsampling(model: onnx.ModelProto, context: RewriteContext) -> None:
         replacements[node.name] = copies.write(source, output)
         (quantize,) = graph.readers[node.output[0]]
         replacements[quantize.name] = []  # the copies make its output
-        copies.add_constants_to(model.graph, sizes[1] if isinstance(sizes[1], int) else None)
+        channels = sizes[1] if isinstance(sizes[1], int) else None  # None if it is unknown
+        copies.add_constants_to(model.graph, channels)
     if replacements:
         replace_nodes(model.graph, replaced_nodes(model, replacements))
         drop_dead(model.graph)  # DequantizeLinears that only the Resize read

@@ -146,18 +146,18 @@ def check_cache(
     algorithm: str | None = None,
     match: CacheMatch | None = None,
 ) -> list[CacheFinding]:
-    """Check whether TensorRT would use a cache as expected.
+    """Return what may keep TensorRT from using a cache as expected.
 
     Args:
         cache: the cache.
-        path: its file, which is compared with the fingerprint next to it, if there is one, and
-            named in the commands that the findings recommend.
+        path: its file. It is compared with the fingerprint next to it, if there is one. The
+            commands that the findings recommend name it.
         version: "X.Y.Z" of the TensorRT that will read it.
         algorithm: algorithm of the calibrator that will read it; `trtexec --calib` needs ENTROPY2.
         match: the cache matched to its model; None checks only the cache.
     """
     path = None if path is None else Path(path)
-    findings = [*origin_findings(path), *_scale_findings(cache)]  # of the file, and of its scales
+    findings = [*origin_findings(path), *_scale_findings(cache)]
     duplicates = cache.duplicates()
     if duplicates:
         text = f"{len(duplicates)} names occur twice: {list_first(duplicates, 3)}"
