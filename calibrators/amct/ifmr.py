@@ -33,9 +33,9 @@ import numpy as np
 from calibrators.amct.arq import (
     FLT_EPSILON,
     ascend_denominator,
-    replace_tiny_scales,
     ascend_range,
     check_values,
+    replace_tiny_scales,
 )
 from calibrators.errors import CalibrationError
 from calibrators.grids import Float32Array, Float64Array, Int64Array, RealArray
