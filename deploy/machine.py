@@ -34,9 +34,7 @@ _MAX_MMAP_THRESHOLD = 32 << 20  # up to which glibc itself raises the threshold 
 
 def trim_memory() -> None:
     """Return the memory that the C library's allocator holds to the system (glibc only)."""
-    with suppress(OSError, AttributeError):  # other C libraries lack the function
-        if platform.system() == "Linux":
-            ctypes.CDLL(None).malloc_trim(0)
+    _call_glibc("malloc_trim", 0)
 
 
 @contextmanager
@@ -57,9 +55,14 @@ def large_blocks_returned() -> Iterator[None]:
 
 def _set_mmap_threshold(size: int) -> None:
     """Let the C library map blocks of `size` bytes or more one by one (glibc only)."""
-    with suppress(OSError, AttributeError):  # as above
+    _call_glibc("mallopt", _M_MMAP_THRESHOLD, size)
+
+
+def _call_glibc(function: str, *arguments: int) -> None:
+    """Call a function of the C library; do nothing if it has no such function."""
+    with suppress(OSError, AttributeError):
         if platform.system() == "Linux":
-            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, size)
+            getattr(ctypes.CDLL(None), function)(*arguments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

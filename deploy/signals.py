@@ -157,19 +157,23 @@ def _watch_signals(
 def _end_at_second_interrupt() -> Callable[[], object]:
     """Let the system end the process at the second SIGINT (Linux only).
 
+    The first SIGINT calls Python's handler and removes it. At the second one the system's own
+    handler is left, which ends the process.
+
     Returns:
-        A function by which the next SIGINT is a first one again.
+        A function that installs Python's handler again, so that the next SIGINT counts as a first
+        one.
     """
     import ctypes
 
-    install = getattr(ctypes.CDLL(None), "sysv_signal", None)
-    if install is None:
+    install_for_one_signal = getattr(ctypes.CDLL(None), "sysv_signal", None)
+    if install_for_one_signal is None:
         return lambda: None
 
-    install.argtypes = (ctypes.c_int, ctypes.c_void_p)
-    install.restype = ctypes.c_void_p
-    # a handler that is installed so is removed when it is called: then the system's own one is left
-    python_handler = install(signal.SIGINT, None)  # returns the handler that it replaces
-    renew_interrupt = partial(install, signal.SIGINT, python_handler)
+    install_for_one_signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    install_for_one_signal.restype = ctypes.c_void_p
+    # it returns the handler that it replaces
+    python_handler = install_for_one_signal(signal.SIGINT, None)
+    renew_interrupt = partial(install_for_one_signal, signal.SIGINT, python_handler)
     renew_interrupt()
     return renew_interrupt

@@ -253,12 +253,12 @@ def auto(
     if verbose:
         say(calibration.cost)
 
-    evaluation_feed = calibration.feed
+    evaluation_feed = calibration.feed  # evaluated on if there are no evaluation images
     if evaluation is not None:
         evaluation_feed = calibration.loaded.open_samples(
             evaluation, labels_by_folder=label_values == BY_FOLDER
         )
-        apply_labels(label_values, evaluation_feed)  # class numbers of a file
+        apply_labels(label_values, evaluation_feed)  # those of a file: a class number a line
     result = ascend_auto.auto_calibrate(
         target,
         calibration,

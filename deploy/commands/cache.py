@@ -107,7 +107,7 @@ def diff(context: click.Context, first: Path, second: Path, limit: int) -> None:
         ratio = f"{difference.ratio:9.4f}x" if difference.ratio else f"{'':10}"
         scales = f"{_scale_text(difference.first)}  {_scale_text(difference.second)}"
         say(f"{scales} {ratio}  {difference.name}")
-    if len(differences) > limit > 0:
+    if len(differences) > limit > 0:  # some are not printed
         say(f"... and {len(differences) - limit} more (--limit 0 prints all)")
     if differences or first_header != second_header:
         context.exit(1)

@@ -207,7 +207,8 @@ def build_with(
         declaration = calibration.loaded.declaration
         if calibration.feed.states:  # found in the samples, or named by the user (`states`)
             declaration = replace(declaration, states=calibration.feed.states)
-        build = replace(build, metric=replace(build.metric, declared=declaration))
+        metric = replace(build.metric, declared=declaration)
+        build = replace(build, metric=metric)
         _refuse_other_batch_axis(build, calibration)
         _refuse_broken_metric(build, calibration)
 
@@ -234,7 +235,7 @@ def build_with(
         )
         if options.settings is not None:
             atomic.write_text(stage.temporary_folder / manifest.SETTINGS, options.settings)
-        replaceable_names = None  # None: with --force every file in the folder may be replaced
+        replaceable_names = None  # with --force, every file in the folder may be replaced
         if not options.calibration.cache.force:
             replaceable_names = build.cache_and_plan_names
         origin = build_origin(calibration, options.targets, build.outside_cache)

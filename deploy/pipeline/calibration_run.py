@@ -274,13 +274,13 @@ def observe_here(run: CalibrationRun, decision: CacheDecision) -> PassResult:
 
     Raises:
         CacheError: a checkpoint from which the run cannot go on.
-        CalibrationError: the tensors of one sample do not fit into the memory.
-        CalibrationError, FeedError, BackendError: as `deploy.calibration.one_pass.observe`.
+        CalibrationError: the tensors of one sample do not fit into the memory, or as the pass.
+        FeedError, BackendError: as the pass, `deploy.calibration.one_pass.observe`.
     """
     # at most `run.threads`, as many as the memory suffices for
     threads = one_pass.count_workers(decision.missing, run.subject.model, run.threads)
-    # the statistics of the pass (`main`) are those of a checkpoint. Some of them start from other
-    # statistics, which are recorded on the first samples before the pass (`preliminary`)
+    # some statistics can only be recorded after others (`preliminary`), for which the first samples
+    # are run before the pass. A checkpoint holds the statistics of the pass itself (`main`)
     schedule = schedule_observations(decision.missing, decision.observed)
     checkpoint = _open_checkpoint(run, schedule.main)
     statistics = decision.observed

@@ -90,22 +90,22 @@ def list_readings(
     if metadata is not None and metadata.preprocess is not None:
         with suppress(ConfigError, FeedError):
             declared_preprocess, _ = complete_preprocess(metadata.preprocess, spec)
-            remedy = "leave --preprocess, --color, --mean and --std out"
-            text = f"as {metadata.source} says"
             yield Reading(
-                text=text, current_text=_AS_FED, remedy=remedy, preprocess=declared_preprocess
+                text=f"as {metadata.source} says",
+                current_text=_AS_FED,
+                remedy="leave --preprocess, --color, --mean and --std out",
+                preprocess=declared_preprocess,
             )
 
     # red and blue swapped
     color = current_preprocess.color
     if color in _SWAPPED_COLORS:
         other_color = _SWAPPED_COLORS[color]
-        swapped_preprocess = replace(current_preprocess, color=other_color)
         yield Reading(
             text=f"as {other_color.upper()}",
             current_text=f"as {color.upper()}",
             remedy=f"check --color {other_color}",
-            preprocess=swapped_preprocess,
+            preprocess=replace(current_preprocess, color=other_color),
         )
 
     # other scales, if the first layer of the model as it was given shows nothing against them
@@ -125,10 +125,11 @@ def list_readings(
         }
         input_warnings = check_input_samples([scaled_sample], scaled_preprocess, model)
         if not input_warnings:
-            remedy = f"check --preprocess {preset_name}"
-            text = f"with {value_text}"
             yield Reading(
-                text=text, current_text=_AS_FED, remedy=remedy, preprocess=scaled_preprocess
+                text=f"with {value_text}",
+                current_text=_AS_FED,
+                remedy=f"check --preprocess {preset_name}",
+                preprocess=scaled_preprocess,
             )
 
 

@@ -428,10 +428,8 @@ def _find_rival(row: EngineRow, engines: Sequence[EngineRow]) -> tuple[str, floa
     if not rivals:
         return "a float engine on its device" if row.on_device else "FP32", None
     rival = rivals[0]
-    size_ratio = None
-    if rival.size_bytes and row.size_bytes:
-        size_ratio = rival.size_bytes / row.size_bytes
-    return "FP32" if rival.reference else rival.label, size_ratio
+    name = "FP32" if rival.reference else rival.label
+    return name, model.size_over(rival, row)
 
 
 def _calibration_part(

@@ -65,6 +65,13 @@ def speed_over(rival: EngineRow, engine: EngineRow) -> float:
     return rival.p50_ms / engine.p50_ms
 
 
+def size_over(rival: EngineRow, engine: EngineRow) -> float | None:
+    """Return the size of the rival's file over the engine's; None if one is not known."""
+    if not rival.size_bytes or not engine.size_bytes:
+        return None
+    return rival.size_bytes / engine.size_bytes
+
+
 SCHEMA = "calib8-report/2"  # 2: nodes, tensors and layers moved into their target
 
 

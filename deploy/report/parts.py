@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from calibrators.scales import Scale
 from deploy.calibration.sample_checks import HalvesAgreement
 from deploy.graph.index import module_paths
-from deploy.graph.plan import Decision
+from deploy.graph.plan import FLOATS, Decision
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.kernels import KernelTime
 from deploy.metrics.latency import Latency, SpeedUp
@@ -22,7 +22,7 @@ from deploy.tuning.plan_file import SplitRow
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-_FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
+_FLOATS = FLOATS | {"float64"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

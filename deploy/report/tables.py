@@ -175,16 +175,6 @@ def common_method(report: Findings) -> str:
     return methods.pop()
 
 
-def size_ratio(report: Findings, engine: EngineRow) -> float | None:
-    """Return the float model's size over the engine's; None for float engines."""
-    reference = report.reference
-    if engine.is_float or reference is None:
-        return None
-    if not (reference.size_bytes and engine.size_bytes):
-        return None
-    return reference.size_bytes / engine.size_bytes
-
-
 def _comparison_line(
     label: str, values: Iterable[Figure | None], to_text: Callable[[Figure], str], change: str = ""
 ) -> ComparisonLine:
@@ -207,17 +197,19 @@ def _size(report: Findings) -> Iterator[ComparisonLine]:
 
     If there is one int8 engine only, the first line also compares it: "2.00x smaller".
     """
+    reference = report.reference
     cells = []
-    ratios = []
+    ratios = []  # size of the float model over that of each int8 engine
     for engine in report.engines:
         target = report.target_of(engine)
         if target is not None and target.error:
             cells.append(figures.FAILED)
         else:
             cells.append(figures.size(engine.size_bytes))
-        ratio = size_ratio(report, engine)
-        if ratio is not None:
-            ratios.append(ratio)
+        if reference is not None and not engine.is_float:
+            ratio = model.size_over(reference, engine)
+            if ratio is not None:
+                ratios.append(ratio)
     change = figures.size_change_text(ratios[0]) if len(ratios) == 1 else ""
     yield ComparisonLine("Size", tuple(cells), change)
     yield _comparison_line(

@@ -153,6 +153,7 @@ def verdict(
             figures by labels can then show what int8 loses.
         calibrated: how many of the evaluation images calibrated, as text; "" for none.
     """
+    # a finding is (level, reason); `LEVELS` begins with the best level
     causes, losses = _find_causes_and_losses(accuracy, gates.max_loss, doubts, has_random_outputs)
     findings = [*causes, *losses]
     if gates.min_speedup is not None:
