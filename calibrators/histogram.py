@@ -263,12 +263,13 @@ class Histogram(HistogramState):
         """
         if self.initial_range is not None or subset.initial_range is not None:
             raise CalibrationError("histograms of TensorRT's range rule cannot be subtracted")
-        # both on the wider of the two ranges
+        # copies of both, on the wider of the two ranges
         removed = Histogram()
         removed._widen_to(self.full_range)
         removed.merge(subset)
-        remaining = self.clamped(-math.inf, math.inf)  # a copy
+        remaining = Histogram()
         remaining._widen_to(removed.full_range)
+        remaining.merge(self)
 
         remaining.counts[:] = np.maximum(remaining.counts - removed.counts, 0)
         remaining.total = int(remaining.counts.sum())
@@ -306,12 +307,7 @@ class Histogram(HistogramState):
         range should spend no integers on them.
         """
         clamped = Histogram(initial_range=self.initial_range)
-        clamped.counts[:] = self.counts
-        clamped.full_range = self.full_range
-        clamped.minimum = self.minimum
-        clamped.maximum = self.maximum
-        clamped.total = self.total
-        clamped.infinite = self.infinite
+        clamped.merge(self)  # a copy
         has_no_value_inside = floor > self.full_range or ceiling < -self.full_range
         changes_nothing = floor <= self.minimum and self.maximum <= ceiling
         if self.total == 0 or has_no_value_inside or changes_nothing:
