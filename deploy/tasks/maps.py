@@ -196,10 +196,8 @@ def _are_class_scores(maps: Arrays, inputs: Sequence[Outputs], *, fits_picture: 
 
 def _have_several_classes(maps: Arrays) -> bool:
     """Whether pixels differ in their best class."""
-    classes: set[int] = set()
-    for value in maps:
-        classes |= {*np.unique(value.argmax(axis=1)).tolist()}
-    return len(classes) > 1
+    classes = [np.unique(value.argmax(axis=1)) for value in maps]
+    return len(np.unique(np.concatenate(classes))) > 1
 
 
 def _are_logits(value: Array) -> bool:

@@ -20,7 +20,6 @@ should be the float model's.
 
 import itertools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -238,24 +237,16 @@ def find_classes(samples: FirstSamples) -> Classes | None:
 
     names = [name for name, rows in candidates.items() if are_probabilities_or_logs(rows)]
     allows_others = samples.has_pictures and len(vectors) == len(samples.names)
-    if not names:
-        names = _find_raw_scores(candidates, samples)
+    if not names and find_labels(samples) is None:  # no output is independent probabilities
         allows_others = False
+        is_single = len(samples.names) == 1
+        for name, rows in candidates.items():
+            if are_raw_scores(rows, is_single=is_single):
+                names.append(name)
     has_others = len(names) < len(samples.names)
     if not names or (has_others and not allows_others):
         return None
     return Classes(tuple(names), tuple(candidates[name].shape[1] for name in names))
-
-
-def _find_raw_scores(candidates: Mapping[str, Floats], samples: FirstSamples) -> list[str]:
-    """Return the outputs of raw scores; none if an output is independent probabilities.
-
-    `candidates`: output -> its vectors [samples, C].
-    """
-    if find_labels(samples) is not None:
-        return []
-    is_single = len(samples.names) == 1
-    return [name for name, rows in candidates.items() if are_raw_scores(rows, is_single=is_single)]
 
 
 def are_raw_scores(rows: Floats, *, is_single: bool) -> bool:
