@@ -215,6 +215,17 @@ def test_budget_is_not_spent_on_splits_of_nearly_equal_loss():
     assert chosen is good
 
 
+def test_slower_split_of_nearly_equal_loss_is_not_judged():
+    """The halving expects less loss of a slower split; one that has no less is not worth it."""
+    judged_losses = []
+    judge = good_from(30)
+    untried = [make_trial(5, time=0.75, db=20.4), make_trial(9, time=0.8, db=32)]
+    search = FakeSearch([make_trial(2, time=0.70, db=20.0)], untried)
+    chosen, _ = choose(search, lambda trial: judged_losses.append(trial.loss) or judge(trial))
+    assert chosen is untried[1]
+    assert len(judged_losses) == 2
+
+
 def test_measured_times_decide():
     predicted_fast, predicted_slow = (
         make_trial(0, time=0.5, db=25.0),

@@ -23,7 +23,7 @@ When the budget of the search is spent, the best split so far is built.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -42,9 +42,7 @@ from deploy.tuning.search_samples import ExpectedVerdict
 MAX_POINTS = 8  # of the front that the plan stores
 WORTHWHILE_SIZE = 0.75  # share of the float model's bytes: a smaller engine is worth having
 _INT8_SIZE = 0.25  # of a weight, as a share of its float size
-_CLEARLY_LESS = (
-    0.8  # share of the loss of a split: another one must lose less to be judged after it
-)
+_CLEARLY_LESS = 0.8  # share of the loss of a bad split, below which a split may be better
 _TIMED_SPLITS = 3  # the cheapest splits are timed before one is chosen
 _RANKS = (GOOD, DOUBTFUL, FLOAT, UNUSABLE)  # FLOAT: good or doubtful, but it wins nothing
 
@@ -158,8 +156,7 @@ class SplitChooser:
         judged_trials: list[Trial] = []
         for trial in sorted(self._candidates(), key=self.search.cost):
             if trial.verdict is None:  # not judged yet: may it win at all?
-                # none so far is good, and a trial that loses nearly as much will hardly be
-                if any(_CLEARLY_LESS * judged.loss <= trial.loss for judged in judged_trials):
+                if _loses_like_a_worse_one(trial, judged_trials, _RANKS.index(GOOD)):
                     continue
                 if judged_trials and not self.can_judge():  # the budget is spent
                     break
@@ -222,9 +219,13 @@ class SplitChooser:
             splits = [self.search.pinned.union(noisiest_layers[:count]) for count in counts]
         else:
             splits = self._predicted_splits(rank)
-        find_fastest(
-            self.search, base, splits, lambda trial: self._rank(trial) <= rank, self.can_judge
-        )
+
+        def is_good_enough(trial: Trial) -> bool:
+            if _loses_like_a_worse_one(trial, self.search.eligible, rank):
+                return False
+            return self._rank(trial) <= rank
+
+        find_fastest(self.search, base, splits, is_good_enough, self.can_judge)
 
     def _predicted_splits(self, rank: int) -> list[frozenset[str]]:
         """Return the splits of the predicted front that may be the fastest of a rank or better.
@@ -262,6 +263,19 @@ class SplitChooser:
     def _is_worthwhile(self, in_float: frozenset[str], time: float) -> bool:
         """Whether a split of some time wins some of the float model's, or a quarter of its size."""
         return time * MIN_GAIN <= 1 or self.sizes.of(in_float) <= WORTHWHILE_SIZE
+
+
+def _loses_like_a_worse_one(trial: Trial, other_trials: Iterable[Trial], rank: int) -> bool:
+    """Whether a trial loses at least nearly as much as one that was judged worse than a rank.
+
+    Then its verdict would hardly be better.
+    """
+    for other in other_trials:
+        if other.verdict is None or _RANKS.index(other.verdict.level) <= rank:
+            continue
+        if _CLEARLY_LESS * other.loss <= trial.loss:
+            return True
+    return False
 
 
 def _gap_between_neighbours(points: Sequence[Trial], index: int) -> float:

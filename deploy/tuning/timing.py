@@ -47,7 +47,7 @@ class SplitTimer:
     def measure(self, trials: Sequence[Trial]) -> list[float]:
         """Return the times of the trials, as shares of the float model's.
 
-        On this CPU the sessions have one thread, whatever the build's engines have: then CPU time is
+        On this CPU the sessions have one thread, however many the build has: then CPU time is
         measured, which other programs disturb least. The quickest inference of each counts, since a
         disturbance only makes one longer.
 
