@@ -9,7 +9,7 @@ import pytest
 
 from deploy.errors import BackendError
 from deploy.method import Choices, Method
-from deploy.metrics.levels import DOUBTFUL, GOOD, TaskLoss
+from deploy.metrics.levels import DOUBTFUL, GOOD, UNUSABLE, TaskLoss
 from deploy.targets.base import BuildRequest
 from deploy.tuning import timing
 from deploy.tuning.front import MAX_POINTS, SplitChooser, find_fastest
@@ -92,9 +92,7 @@ def good_from(db):
     def judge(trial):
         if trial.noise.db >= db - 1e-6:
             return ExpectedVerdict(task_loss=TaskLoss(0.0, GOOD, "28 of 28 boxes"))
-        return ExpectedVerdict(
-            doubtful="27 of 28 boxes", task_loss=TaskLoss(0.04, DOUBTFUL, "27 of 28 boxes")
-        )
+        return ExpectedVerdict(level=DOUBTFUL, task_loss=TaskLoss(0.04, DOUBTFUL, "27 of 28 boxes"))
 
     return judge
 
@@ -188,7 +186,7 @@ def test_slow_splits_are_tried_in_the_last_resort():
     unusable, better = make_trial(1, time=1.1, db=1.0), make_trial(2, time=1.2, db=30.0)
 
     def judge(trial):
-        return ExpectedVerdict(unusable="" if trial is better else "1 dB")
+        return ExpectedVerdict(level=GOOD if trial is better else UNUSABLE)
 
     chosen, _ = choose(FakeSearch([unusable], [better]), judge)
     assert chosen is better

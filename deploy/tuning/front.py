@@ -266,9 +266,9 @@ class SplitChooser:
 
 
 def _loses_like_a_worse_one(trial: Trial, other_trials: Iterable[Trial], rank: int) -> bool:
-    """Whether a trial loses at least nearly as much as one that was judged worse than a rank.
+    """Whether a trial loses nearly as much as one whose verdict is worse than a rank, or more.
 
-    Then its verdict would hardly be better.
+    Then its own verdict would hardly be better.
     """
     for other in other_trials:
         if other.verdict is None or _RANKS.index(other.verdict.level) <= rank:

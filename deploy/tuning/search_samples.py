@@ -20,7 +20,7 @@ not depend on the order of samples is subtracted: only the few samples run again
 statistic is observed again on the other samples.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -45,10 +45,9 @@ from deploy.feed.states import OwnStates
 from deploy.frontends.base import model_digest
 from deploy.metrics.accuracy import Accuracy, Comparison
 from deploy.metrics.levels import (
-    DOUBTFUL,
     FLOAT_MODEL,
     GOOD,
-    GOOD_LOSS,
+    LEVELS,
     UNUSABLE,
     TaskLoss,
     judge_accuracy,
@@ -69,7 +68,7 @@ _MEAN_SAMPLES = 32  # samples that give the mean of what is measured about it
 _MAX_VALUES = 5_000_000  # input values of all samples: a large one shows as much as many small
 _FIRST_SAMPLES = 12, CANDIDATES  # numbers that a verdict may rest on, before all are run
 MOST_OUTPUT_BYTES = MOST_BYTES // 8  # on disk, of one judged model; a search judges about eight
-_MIN_SHOWING = 40  # boxes or labels of the float model whose count shows a loss of 0.025
+_MIN_SHOWING = 40  # boxes of the float model whose count shows a loss of 0.025
 
 
 def max_sample_count(evaluation_set: EvaluationSet) -> int:
@@ -231,23 +230,14 @@ class ExpectedVerdict:
     """The expected verdict on an engine.
 
     Attributes:
-        unusable: why it would be unusable; "" where it would not.
-        doubtful: why it would be doubtful, where int8 is the cause.
+        level: GOOD, DOUBTFUL or UNUSABLE, as far as int8 is the cause.
         task_loss: loss of the task; None where it is not measured.
         outputs: of the model that was judged; None where it could not run.
     """
 
-    unusable: str = ""
-    doubtful: str = ""
+    level: str = GOOD
     task_loss: TaskLoss | None = None
     outputs: EngineOutputs | None = None
-
-    @property
-    def level(self) -> str:
-        """GOOD, DOUBTFUL or UNUSABLE."""
-        if self.unusable:
-            return UNUSABLE
-        return DOUBTFUL if self.doubtful else GOOD
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,12 +263,11 @@ class VerdictPredictor:
     def predict(self, model: onnx.ModelProto, *, noise: float) -> ExpectedVerdict:
         """Return the expected verdict on the engine of a model, from as few samples as will do.
 
-        `noise`: loss of the model's worst slice in the search. A high one makes the verdict
-        doubtful where the float model finds so few boxes or labels that their count shows no loss.
+        `noise`: loss of the model's worst slice in the search. It tells more than boxes do where
+        the float model finds few of them.
         """
-        reasons: dict[str, str] = {}  # level of a verdict -> why
+        levels: frozenset[str] = frozenset()
         task_loss = None
-        is_loss_hidden = False
         try:
             comparison = GrowingComparison(
                 model,
@@ -291,31 +280,31 @@ class VerdictPredictor:
                 reference_not_finite = [output.not_finite[0] for output in accuracy.outputs]
                 if any(reference_not_finite):
                     return ExpectedVerdict()  # FP32 itself is not finite: no split helps
-                reasons = _find_reasons(accuracy, self.max_loss)
                 task_loss = measure_loss(accuracy, self.max_loss)
-                is_loss_hidden = task_loss is not None and self._hides_loss(task_loss, noise)
-                if not is_loss_hidden and _is_certain(reasons, accuracy, task_loss):
+                levels = self._find_levels(accuracy, noise)
+                if _is_certain(levels, accuracy, task_loss):
                     break  # more samples would hardly change the verdict
         except BackendError:  # reported when the engine is built
             return ExpectedVerdict()
 
-        doubtful = reasons.get(DOUBTFUL, "")
-        if not doubtful and task_loss is not None and is_loss_hidden:
-            doubtful = f"{task_loss.words}, too few to show what int8 loses"
         return ExpectedVerdict(
-            unusable=reasons.get(UNUSABLE, ""),
-            doubtful=doubtful,
+            level=max(levels, key=LEVELS.index, default=GOOD),
             task_loss=task_loss,
             outputs=EngineOutputs(model_digest(model), comparison.outputs),
         )
 
-    def _hides_loss(self, task_loss: TaskLoss, noise: float) -> bool:
-        """Whether `_MIN_SHOWING` more boxes or labels would lose too much with the worst slice."""
-        count = task_loss.found
-        if self.max_loss is not None or count is None or count >= _MIN_SHOWING:
-            return False
-        expected = (task_loss.share * count + noise * _MIN_SHOWING) / (count + _MIN_SHOWING)
-        return expected > GOOD_LOSS
+    def _find_levels(self, accuracy: Accuracy, noise: float) -> frozenset[str]:
+        """Return the levels of all reasons that another split may change.
+
+        `noise`: loss of the worst slice, which few boxes are extrapolated by.
+        """
+        if self.max_loss is None:  # else the user's limit is for the boxes that there are
+            accuracy = _extrapolate_few_boxes(accuracy, noise)
+        levels = set()
+        for level, reason in judge_accuracy(accuracy, self.max_loss):
+            if not reason.startswith(FLOAT_MODEL):
+                levels.add(level)
+        return frozenset(levels)
 
     def _accuracies(self, comparison: GrowingComparison) -> Iterator[Accuracy]:
         """Yield the accuracy on a few samples, then on more and on all; each sample runs once."""
@@ -329,20 +318,31 @@ class VerdictPredictor:
                 self.count_samples(len(comparison.keys) - earlier_count)
 
 
-def _find_reasons(accuracy: Accuracy, max_loss: float | None) -> dict[str, str]:
-    """Return level -> its first reason, without what no other split may change."""
-    reasons: dict[str, str] = {}
-    for level, reason in judge_accuracy(accuracy, max_loss):
-        if not reason.startswith(FLOAT_MODEL):
-            reasons.setdefault(level, reason)
-    return reasons
+def _extrapolate_few_boxes(accuracy: Accuracy, noise: float) -> Accuracy:
+    """Return the accuracy that `_MIN_SHOWING` more boxes would show, if there are fewer boxes.
+
+    Of few boxes, a single one that is lost or new would decide. A share `noise` of those that are
+    added counts as lost, and as many as new.
+    """
+    task = accuracy.task
+    if task is None or task.found is None or task.found >= _MIN_SHOWING:
+        return accuracy
+    count = task.found + _MIN_SHOWING
+    changed = noise * _MIN_SHOWING
+    lost_share = (task.lost * task.found + changed) / count
+    expected = replace(
+        task, value=task.reference - lost_share, new=int(task.new + changed), counted=count
+    )
+    return replace(accuracy, task=expected)
 
 
-def _is_certain(reasons: Mapping[str, str], accuracy: Accuracy, task_loss: TaskLoss | None) -> bool:
+def _is_certain(levels: Collection[str], accuracy: Accuracy, task_loss: TaskLoss | None) -> bool:
     """Whether more samples would hardly change the verdict.
 
     A few samples show a share of pixels or of many boxes, but neither a rare class nor the loss of
     a model without a task.
+
+    `levels`: of the reasons for a verdict so far.
     """
     if accuracy.problems:
         return True
@@ -350,7 +350,7 @@ def _is_certain(reasons: Mapping[str, str], accuracy: Accuracy, task_loss: TaskL
         task = accuracy.task
         if task is None or 0 < task.counted < _MIN_SHOWING:
             return False
-    is_extreme = UNUSABLE in reasons or set(reasons) <= {GOOD}
+    is_extreme = UNUSABLE in levels or set(levels) <= {GOOD}
     return is_extreme and (task_loss is None or task_loss.sure)
 
 
