@@ -153,8 +153,11 @@ def raw_options(command: Command) -> Command:
 def take_source(arguments: dict[str, Any], source: str) -> str | RawFiles:
     """Return the source of the images, with the shape and dtype of files without a header.
 
-    These two, the values of `raw_options`, are taken out of `arguments`. `source`: path of the
-    images; "" without.
+    Shape and dtype, the values of `raw_options`, are taken out of `arguments`.
+
+    Args:
+        arguments: option -> its value on the command line.
+        source: path of the images; "" without.
 
     Raises:
         ConfigError: a shape or dtype without images.

@@ -161,7 +161,7 @@ def auto_calibrate(
             threads=threads,
         )
         # the layers that can be in int8: those that are quantized with their default searches
-        record_plan, _calibrated, quantized_layers, _config = target.quantize(request)
+        record_plan, _record, quantized_layers, _config = target.quantize(request)
         records_by_search = target.records(request)
 
         # (layer, similarity of its int8 and float outputs); only AMCT's strategy needs it
@@ -239,12 +239,12 @@ def _write_files(
         paths.append(atomic.write_text(folder / FINAL, write_config(config)))
         return AutoCalibration(config=config, int8_layers=None, notes=(), paths=tuple(paths))
 
-    final_plan, calibrated, quantized_layers, config = target.quantize(final_request)
+    final_plan, calibration_record, quantized_layers, config = target.quantize(final_request)
     paths.append(atomic.write_text(folder / FINAL, write_config(config)))
     recipe = Recipe(
         model=final_plan.model,
         graph=final_plan.graph,
-        records=calibrated.records,
+        records=calibration_record.records,
         layers=quantized_layers,
         config=config,
     )
@@ -255,7 +255,7 @@ def _write_files(
         weight_sharers=find_weight_sharers(record_plan.graph.layers.values(), record_plan.graph),
     )
     # a record is of a layer, or of one input of a node such as an Add, which is not counted
-    layer_count = sum(not record.is_node_input for record in calibrated.records.values())
+    layer_count = sum(not record.is_node_input for record in calibration_record.records.values())
     return AutoCalibration(
         config=config,
         int8_layers=layer_count,

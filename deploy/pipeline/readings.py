@@ -220,8 +220,8 @@ def score_reading(
 ) -> list[Floats] | None:
     """Return the scores of each sample in another reading.
 
-    None if the float model is less sure than in the reading in use, of more than `MAX_LOSSES`
-    samples; it then does not run the remaining ones.
+    None if the float model is less sure of more than `MAX_LOSSES` samples than it is in the reading
+    in use. The remaining samples are then not run.
 
     Args:
         samples: (inputs in the reading in use, label or None) of each sample.

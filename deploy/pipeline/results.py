@@ -207,8 +207,8 @@ def _sample_count(report: Report) -> int:
 def _better_engines(report: Report, earlier: Report) -> Iterator[EarlierPart]:
     """Yield the engines of an earlier build that were better, with the splits that build them.
 
-    A split is a choice of the layers that stay float. If this build has a faster split than the
-    earlier one, it is left out: a user may take a less accurate split on purpose.
+    A split is a choice of the layers that stay float. An engine is left out if this build has a
+    faster split than the earlier one: a user may take a less accurate split on purpose.
     """
     earlier_target_by_name = {target.name: target for target in earlier.targets}
     for target in report.targets:
@@ -220,8 +220,10 @@ def _better_engines(report: Report, earlier: Report) -> Iterator[EarlierPart]:
         earlier_split = earlier_target_by_name[target.name].built_split
         has_faster_split = split and earlier_split and split.time < earlier_split.time
         if not has_faster_split and _is_worse(engine, earlier_engine):
-            number = _number_in_front(target, earlier_split)
-            yield EarlierPart(target=target.name, text=earlier_engine.verdict.text, split=number)
+            split_number = _number_in_front(target, earlier_split)
+            yield EarlierPart(
+                target=target.name, text=earlier_engine.verdict.text, split=split_number
+            )
 
 
 def _number_in_front(target: TargetPart, earlier_split: SplitRow | None) -> int | None:

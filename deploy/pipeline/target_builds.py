@@ -51,8 +51,8 @@ def search_targets(
     options = build.options
     tuning = replace(
         options.tuning,
-        timed=build.duration_s > 0,
-        fresh=options.calibration.cache.refresh,
+        timed=build.duration_s > 0,  # whether the search measures times
+        fresh=options.calibration.cache.refresh,  # whether it ignores the plan of the build before
         metric=build.search_metric,
     )
     plan_path = stage.folder / plan_name(calibration.loaded)

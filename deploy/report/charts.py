@@ -232,7 +232,7 @@ def _ticks(lo: float, hi: float) -> Iterator[tuple[float, str]]:
 
     Their step is 1, 2 or 5 times a power of ten; labels have the decimals that it needs.
     """
-    min_step = (hi - lo) / 8
+    min_step = (hi - lo) / 8  # more than 8 labels would not fit
     power_of_ten = 10.0 ** math.floor(math.log10(min_step))  # at most `min_step`
     round_steps = (power_of_ten, 2 * power_of_ten, 5 * power_of_ten)
     step = next((step for step in round_steps if step >= min_step), 10 * power_of_ten)

@@ -346,10 +346,10 @@ def speed_texts(report: Findings) -> Iterator[str]:
         if speed_and_text is None:
             speed_and_text = _expected_speed(target, built_split)
         speed, text = speed_and_text
-        # the table of engines shows a measured speed. For a device that is not here the search
+        # a measured speed is in the table of engines. For a device that is not here the search
         # assumes how fast int8 layers are; if all layers are int8, their speed is the assumed one
-        is_assumed = _has_device_script(target) and built_split.float_layers == 0
-        is_informative = not is_measured and not is_assumed
+        is_mere_assumption = _has_device_script(target) and built_split.float_layers == 0
+        is_informative = not is_measured and not is_mere_assumption
         alternative = find_alternative(target.search.front, built_split)
         if alternative is not None:
             # `time` of both splits comes from the search, `speed` may be measured
