@@ -173,6 +173,8 @@ def candidate_runs(counts: Int32Array) -> Int64Array:
     A run is what remains of the histogram after cuts at both ends. Each run is the one before, cut
     by 1/100000 of all values at one end: the end where these take more bins, since they are sparse
     there.
+
+    `counts`: number of values in each bin.
     """
     bin_count = counts.size
     counts_below = [0, *np.cumsum(counts, dtype=np.int64).tolist()]  # number of values below a bin

@@ -123,6 +123,8 @@ def ifmr(x: RealArray, params: IfmrParams | None = None) -> AscendScale:
     each loss in float32 from all the data. Here, with many values, the losses are computed faster
     from the sorted data, and only those near the least one are computed as AMCT does.
 
+    `params`: parameters of the search; None for AMCT's defaults.
+
     Raises:
         CalibrationError: wrong dtype, empty, NaN or Inf, or a scale that is not finite.
     """
@@ -418,6 +420,8 @@ def ifmr_streaming(histogram: IfmrHistogram, params: IfmrParams | None = None) -
 
     With few data, which the histogram stores, the result is that of `ifmr`. Otherwise all values of
     a bin count as their mean, and the result may be a neighbour of the range that `ifmr` chooses.
+
+    `params`: parameters of the search; None for AMCT's defaults.
 
     Raises:
         CalibrationError: nothing was observed, or a scale is not finite.

@@ -130,7 +130,7 @@ def bench(
     sessions = {label: engine.session for label, engine in engines.items()}
     input_specs = _shared_inputs(sessions)
 
-    # random inputs, or images, for which the outputs of the engines are compared too
+    # what the engines are run on: random inputs, or images, on which their outputs are compared too
     accuracies: dict[str, Accuracy] = {}  # label of the second engine -> its accuracy
     if images is None:
         make_inputs, notes = _choose_random_inputs(
@@ -143,6 +143,7 @@ def bench(
         notes = preprocessing_notes(feed)
         accuracies = _compare_outputs(engines, feed, metric)
 
+    # the latency of all engines at each batch size
     batch_sizes: list[int | None] = [*sorted(set(batches))]  # the smallest first
     if not batch_sizes:
         batch_sizes = [None]  # the model's own

@@ -161,6 +161,11 @@ class _WorstImages:
 
         Images are ranked by the SQNR of their worst output slice. If the outputs have no slices,
         they are ranked by the task's figure, a share that is 1 if both models predict the same.
+
+        Args:
+            inputs: inputs of one image, by name.
+            reference: the float model's outputs for it.
+            candidate: the int8 model's outputs for it.
         """
         worst_label, worst_db = self._find_worst_slice(inputs, reference, candidate)
         rank = sqnr_sort_key(worst_db) if worst_label else math.inf

@@ -162,7 +162,7 @@ class _PassState:
             {observation: earlier.recorder(observation) for observation in self._order_free},
         )
 
-    def work(self, worker: int, number: int, sample: Sample) -> list[Waiting]:
+    def run_sample(self, worker: int, number: int, sample: Sample) -> list[Waiting]:
         """Run a sample through every variant of the model, and record what needs no order.
 
         Args:
@@ -379,16 +379,17 @@ def observe(
 
     # the pass runs the first samples too, but none that a checkpoint has counted
     remaining_samples: Iterator[Sample] = chain(first_samples[resumed_count:], sample_stream)
-    limit = sample_limit(schedule.main)
+    limit = sample_limit(schedule.main)  # some statistics record the first samples only
     if limit is not None:
         remaining_samples = islice(remaining_samples, max(limit - resumed_count, 0))
 
-    def consume(number: int, waiting: list[Waiting]) -> None:
+    def end_sample(number: int, waiting: list[Waiting]) -> None:
         state.record_waiting(number, waiting, run_counts)
         progress()
 
+    # workers run the samples, several at a time; `end_sample` is called for them in order
     run_samples = partial(
-        run_in_order, work=state.work, consume=consume, threads=threads, pause=pause
+        run_in_order, work=state.run_sample, consume=end_sample, threads=threads, pause=pause
     )
     sample_count = _run_until(should_stop, state, run_samples, remaining_samples, resumed_count)
     if sample_count == 0:
