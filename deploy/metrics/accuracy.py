@@ -109,7 +109,8 @@ class Comparison:
         self._errors: dict[OutputSlice, RunningError] = {}
         for part in (*form.complete_outputs, *form.parts):
             error = RunningError(part.label)
-            # only what varies about the mean is signal; errors of scored cells are weighted instead
+            # the signal of a slice about its mean is the deviation, which needs the sum of values;
+            # a slice that scores weight needs none
             if part in form.means and part.cell_scores is None:
                 error.reference_sum = np.zeros(1)
             self._errors[part] = error

@@ -259,7 +259,7 @@ def _doubt_top1(accuracy: Accuracy, top1: float, classes: int) -> LevelReasons:
     shift = accuracy.label_shift or 0.0
     chance = 1 / classes
     spread = 3 * math.sqrt(chance * (1 - chance) / accuracy.samples)
-    is_spread_narrow = spread <= (1 - chance) / 2
+    is_spread_narrow = spread <= (1 - chance) / 2  # else the samples are too few to tell
     if abs(shift) > _MIN_TOP1:
         side = "above" if shift > 0 else "below"
         yield (

@@ -226,7 +226,7 @@ def _choose_measures(
         slices: of an output that no task reads.
         is_uncovered: whether no task says anything of the output.
         samples: all samples, not only the first: a search puts similar ones first.
-        scores: slice -> scores that say where it counts.
+        scores: slice -> the slice of its scores, which say in which cells it counts.
     """
     weighted_slices = [replace(part, cell_scores=scores.get(part)) for part in slices]
     # if any slice of the output is weighted, the other slices get no mean
@@ -243,10 +243,10 @@ def _choose_measures(
 
 
 def _find_mean(part: OutputSlice, samples: FirstSamples) -> Array | None:
-    """Return the mean over samples that a slice varies little about; None if it has none.
+    """Return the mean over samples, if a slice deviates little from it; else None.
 
-    A few numbers a sample have a mean for each number. Values that scores weight, such as the pitch
-    at each step, have one for all.
+    Slices of a few numbers have a mean for each number. Values that scores weight, such as the
+    pitch at each step, have one mean for all.
     """
     values = [part.of(outputs[part.output]) for outputs in samples.outputs]
     if part.cell_scores is not None:

@@ -136,6 +136,7 @@ def declare(
     if not class_count and isinstance(labels, Mapping):
         class_count = len(labels)
     task, source = next(_declared_tasks(properties, config, outputs), ("", ""))
+    # tensor -> the node that computes it
     makers = {name: node for node in all_nodes(model.graph) for name in node.output}
     ends = _find_ends(outputs, makers)
     probabilities, best_classes = _find_repeats(outputs, makers, ends)

@@ -93,9 +93,11 @@ def make_masks(weights: Array, maps: Array | None, size: ImageSize | None) -> In
         maps: prototypes [1, m, h, w]; None without.
         size: (height, width) of the picture in pixels: 2, 4 or 8 times that of the maps.
     """
-    if maps is None or size is None or maps.ndim != 4 or not maps.size or maps.dtype.kind != "f":
+    if maps is None or size is None:
         return None
-    stride = size[0] / maps.shape[2]
+    if maps.ndim != 4 or not maps.size or maps.dtype.kind != "f":  # no maps
+        return None
+    stride = size[0] / maps.shape[2]  # of both sides
     expected_shape = (1, weights.shape[1], maps.shape[2], size[1] / stride)
     if stride not in _MASK_STRIDES or maps.shape != expected_shape:
         return None

@@ -259,12 +259,17 @@ class RowDecoder:
     @property
     def form(self) -> str:
         """How the outputs are interpreted."""
-        extras = ", an angle" * self.has_angle + ", a mask" * bool(self.mask_maps)
-        extras += ", key points" * bool(self.point_width)
+        extras = ""
+        if self.has_angle:
+            extras += ", an angle"
+        if self.mask_maps:
+            extras += ", a mask"
+        if self.point_width:
+            extras += ", key points"
         if self.is_list:
             return f"{', '.join(self.list_outputs)}: a list of boxes, scores and classes{extras}"
         names = dict.fromkeys(columns.output for columns in self.scores)
-        objectness = "objectness and " * bool(self.gates)
+        objectness = "objectness and " if self.gates else ""
         scores = self.activation or "scores"
         classes = counted(self.classes or 0, "class")
         boxes = f"boxes by {self.coding}" if self.coding else "boxes matched by anchor"
@@ -371,7 +376,8 @@ class RowDecoder:
         if self.shape_columns:
             shape_numbers = read_columns(self.shape_columns, outputs, row_count)
         shapes = self._read_shapes(encoded_boxes, shape_numbers[rows], size, outputs)
-        return coding.decode(encoded_boxes, cells[rows]), shapes
+        corners = coding.decode(encoded_boxes, cells[rows])
+        return corners, shapes
 
     def _read_shapes(
         self, boxes: Floats, numbers: Floats, size: ImageSize | None, outputs: Outputs

@@ -95,9 +95,9 @@ def find_detector(samples: FirstSamples) -> RowDecoder | None:
 
     A form proposes which columns are boxes and scores, and `_confirm` decides. Several decoders of
     one form are the levels of one detector if each output of the model is one of them; else the
-    next form is tried. A single decoder may leave outputs over. If the user or the model's file
-    says that the outputs are boxes, any layout that fits is taken, though the values leave doubt
-    (`FirstSamples.are_known_boxes`).
+    next form is tried. A single decoder may leave other outputs unread. If the user or the model's
+    file says that the outputs are boxes, any layout that fits is taken, though the values leave
+    doubt (`FirstSamples.are_known_boxes`).
     """
     tables = [*_read_tables(samples)]
     for propose in PROPOSALS:

@@ -432,8 +432,8 @@ class Embeddings(EvaluationTask):
 
 EMBEDDINGS = Form(
     shape="[N, D] with D of 32 or more",
-    values="vectors of length 1, or values spread evenly around 0; for pictures with D a multiple of"
-    " 16 also values of 0 or more",
+    values="vectors of length 1, or values spread evenly around 0; for pictures with D a multiple"
+    " of 16 also values of 0 or more",
     figure="same nearest neighbour; cosine",
     source="faces, sentences, CLIP",
 )
