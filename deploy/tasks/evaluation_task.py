@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -248,9 +248,6 @@ class TaskTally(ABC, Generic[T]):
             words=text,
             samples=self.samples,
             form=self.task.form,
-            kept=self.kept,
-            counted=self.total,
-            new=self.new,
         )
 
     def share(self, figure: str, text: str) -> TaskFigure:
@@ -261,7 +258,8 @@ class TaskTally(ABC, Generic[T]):
             text: what is kept, such as "boxes of FP32 kept".
         """
         count = f"{self.kept} of {self.total}"
-        return self.figure(figure, self.kept / self.total, count, f"{count} {text}")
+        share = self.figure(figure, self.kept / self.total, count, f"{count} {text}")
+        return replace(share, kept=self.kept, counted=self.total, new=self.new)
 
 
 @dataclass(slots=True)

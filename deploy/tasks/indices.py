@@ -57,11 +57,6 @@ class PlaceCounts:
         self.equal += _count_values(reference[is_equal])
         return int(is_equal.sum())
 
-    def iou(self, number: int) -> float:
-        """Return the IoU of both models' places of one class, which FP32 has at some place."""
-        intersection = self.equal[number]
-        return intersection / (self.reference[number] + self.candidate[number] - intersection)
-
     def without_usual(self) -> tuple[int, int, str] | None:
         """Return (number of equal places, number of places that count, which ones do not, as text).
 
@@ -82,6 +77,7 @@ class PlaceCounts:
 
 
 def _count_values(values: Array) -> Counter[int]:
+    """Return integer -> how often it occurs."""
     numbers, counts = np.unique(values, return_counts=True)
     return Counter(dict(zip(numbers.tolist(), counts.tolist(), strict=True)))
 

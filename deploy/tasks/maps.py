@@ -16,7 +16,7 @@ outputs of one shape are masks together, such as U2-Net's supervised stages (Qin
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from deploy.tasks.evaluation_task import (
     TaskTally,
 )
 from deploy.tasks.first_samples import FirstSamples
-from deploy.tasks.indices import NO_CLASS, PlaceCounts, PlaceTally, PlaceTask
+from deploy.tasks.indices import NO_CLASS, PlaceTally, PlaceTask
 from deploy.tasks.rows import (
     Arrays,
     Flags,
@@ -113,7 +113,12 @@ class _PixelTally(PlaceTally["Pixels"]):
         if len(classes) < 2:
             return None
 
-        mean = float(np.mean([counts.iou(number) for number in classes]))
+        ious = []
+        for number in classes:
+            intersection = counts.equal[number]
+            union = counts.reference[number] + counts.candidate[number] - intersection
+            ious.append(intersection / union)
+        mean = float(np.mean(ious))
         equal_percent = 100 * counts.equal.total() / pixel_count
         text = (
             f"mIoU {mean:.3f} of {len(classes)} classes, {equal_percent:.1f} % of pixels of FP32's"
@@ -222,23 +227,27 @@ class _MaskTally(TaskTally["MaskMaps"]):
     """Counts pixels above 0.5, for the IoU of both models' masks.
 
     Attributes:
-        place_counts: number of pixels by class: 1 above 0.5, else 0.
+        pixels: number of all pixels; `total` is that of FP32's pixels above 0.5.
     """
 
-    place_counts: PlaceCounts = field(default_factory=PlaceCounts)
+    pixels: int = 0
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         for name in self.task.outputs:
             is_above = reference[name] > 0.5
             is_above_too = candidate[name] > 0.5
-            self.place_counts.add(is_above.astype(np.int64), is_above_too.astype(np.int64))
+            if is_above_too.shape != is_above.shape:
+                is_above_too = np.zeros_like(is_above)
+            self.pixels += is_above.size
+            self.total += int(is_above.sum())
+            self.kept += int((is_above & is_above_too).sum())
+            self.new += int((is_above_too & ~is_above).sum())
 
     def result(self) -> TaskFigure | None:
         """Return the IoU of the pixels above 0.5; None if FP32 has hardly any."""
-        counts = self.place_counts.reference
-        if counts[1] <= MIN_MASK_SHARE * counts.total():
+        if self.total <= MIN_MASK_SHARE * self.pixels:
             return None
-        iou = self.place_counts.iou(1)
+        iou = self.kept / (self.total + self.new)
         text = f"IoU {iou:.3f} of the pixels above 0.5"
         return self.figure("IoU with FP32", iou, f"{iou:.3f}", text)
 
