@@ -49,7 +49,7 @@ def problem_of(case, window, activation):
     groups = window.group if window else 1
     shape = (groups, len(rows) // groups, rows[0].size)
     limits = {"samples": 99, "max_positions": 999}
-    params = {"shape": shape, "scales": len(rows) if window else 1, "params": PARAMS}
+    params = {"shape": shape, "scale_count": len(rows) if window else 1, "params": PARAMS}
     inputs = RoundedWeightsOf(window=window, **limits, **params).recorder(None)
     targets = TargetsOf(channels_last=window is None, **limits).recorder(None)
     for x, y in zip(golden(case, "x"), golden(case, "outputs"), strict=True):
@@ -230,7 +230,7 @@ def test_token_loss_averages_axis_1(shape, channels_last, factor):
 
 
 def test_rounded_weights_are_restored_from_store(wording):
-    options = {"window": None, "shape": (1, 2, 3), "scales": 2, "params": amct.AdaParams()}
+    options = {"window": None, "shape": (1, 2, 3), "scale_count": 2, "params": amct.AdaParams()}
     statistic = RoundedWeightsOf(samples=1, max_positions=9, **options)
     recorder = statistic.recorder(None)
     assert recorder.to_arrays() == {}  # nothing is found yet

@@ -127,8 +127,8 @@ def test_host_and_aipp_reproduce_calibration_inputs(color, source, resize, size)
         placed, (top, left_column) = resize_to_input(pixels, preprocess)
         box = preprocess.input_size
     elif plan := aipp._plan_frame(preprocess, frame_source):
-        (top, left_column), box = plan.corner, plan.stored
-        placed = cv2.resize(pixels, plan.resized[::-1]).reshape(*plan.resized, -1)
+        (top, left_column), box = plan.corner, plan.picture_size
+        placed = cv2.resize(pixels, plan.resized_size[::-1]).reshape(*plan.resized_size, -1)
         placed = placed[max(-top, 0) :, max(-left_column, 0) :][: box[0], : box[1]]
         top, left_column = max(top, 0), max(left_column, 0)
     frame = np.zeros((*box, placed.shape[2]), np.uint8)
@@ -304,7 +304,7 @@ def test_host_resizing_is_described_with_sizes(changes, options, size, note):
     parameters = aipp_parameters(preprocess, frame_source)
     assert parameters.src_image_size_w % 16 == 0 or not frame_source.is_yuv
     plan = aipp._plan_frame(preprocess, frame_source)
-    assert parameters.crop == (plan.stored != preprocess.input_size)
+    assert parameters.crop == (plan.picture_size != preprocess.input_size)
 
 
 SECRET = "/home/someone/secret/train.py"

@@ -227,7 +227,7 @@ class RoundedWeightsOf(_SampledPositions):
     window: ConvWindow | None  # window of a convolution; None for a matrix product
     # shape of the integers: groups, output channels of a group, values of a patch
     shape: tuple[int, int, int]
-    scales: int
+    scale_count: int
     params: AdaParams
 
     @property
@@ -253,7 +253,7 @@ class RoundedWeightsOf(_SampledPositions):
         recorder = RoundedWeights(None, 0)
         integers = arrays["integers"]
         scale = arrays["scale"]
-        if integers.shape != (np.prod(self.shape),) or scale.shape != (self.scales,):
+        if integers.shape != (np.prod(self.shape),) or scale.shape != (self.scale_count,):
             raise CalibrationError("stored integers must be as many as the weights and are not")
         recorder.integers = np.array(integers, np.int8).reshape(self.shape)
         recorder.scale = np.array(scale, np.float32)

@@ -99,17 +99,17 @@ class FramePlan:
     """Sizes before AIPP, as (height, width).
 
     Attributes:
-        frame: size of the source's frames.
-        resized: size after the resizing on the host or in DVPP.
+        frame_size: size of the source's frames.
+        resized_size: size after the resizing on the host or in DVPP.
         corner: (row, column) of the resized frame in the model's input, negative where it is
             cropped.
-        stored: size in memory; the model's input is the upper left part.
+        picture_size: size of AIPP's picture in memory; the model's input is its upper left part.
     """
 
-    frame: Size
-    resized: Size
+    frame_size: Size
+    resized_size: Size
     corner: Size
-    stored: Size
+    picture_size: Size
 
 
 def write_aipp(
@@ -197,17 +197,20 @@ def _plan_frame(preprocess: Preprocess, source: AippSource) -> FramePlan | None:
 
     if not source.is_yuv:
         return FramePlan(
-            frame=frame_size, resized=(height, width), corner=(top, left), stored=input_size
+            frame_size=frame_size,
+            resized_size=(height, width),
+            corner=(top, left),
+            picture_size=input_size,
         )
     # DVPP crops at even columns; int() rounds towards 0, so that a crop stays inside the frame
     dvpp_column = int(left / 2) * 2
     if left > 0:  # it pastes at columns that are multiples of 16
         dvpp_column = left // 16 * 16
     return FramePlan(
-        frame=frame_size,
-        resized=(_round_up(height, 2), _round_up(width, 2)),
+        frame_size=frame_size,
+        resized_size=(_round_up(height, 2), _round_up(width, 2)),
         corner=(int(top / 2) * 2, dvpp_column),
-        stored=(_round_up(input_size[0], 2), _round_up(input_size[1], 16)),
+        picture_size=(_round_up(input_size[0], 2), _round_up(input_size[1], 16)),
     )
 
 
@@ -236,7 +239,7 @@ def _describe_frame_plan(plan: FramePlan, preprocess: Preprocess, source: AippSo
     # (row, column) of the resized frame in the picture, negative where it is cropped
     row, column = plan.corner
     # those of the calibration, which the plan may round
-    calibrated_size, calibrated_corner = resized_geometry(plan.frame, preprocess)
+    calibrated_size, calibrated_corner = resized_geometry(plan.frame_size, preprocess)
     is_cropped = min(calibrated_corner) < 0
     height, width = preprocess.input_size
     picture_size = format_size((height, width))
@@ -245,8 +248,8 @@ def _describe_frame_plan(plan: FramePlan, preprocess: Preprocess, source: AippSo
 
     device = "DVPP" if source.is_yuv else "The host"
     text = (
-        f"{device} (height x width): resize {format_size(plan.frame)} to"
-        f" {format_size(plan.resized)} ({preprocess.interpolation})"
+        f"{device} (height x width): resize {format_size(plan.frame_size)} to"
+        f" {format_size(plan.resized_size)} ({preprocess.interpolation})"
     )
     if is_cropped:
         text += f", crop {picture_size} at row {-row}, column {-column}"
@@ -254,12 +257,12 @@ def _describe_frame_plan(plan: FramePlan, preprocess: Preprocess, source: AippSo
         border = _describe_border(preprocess, source)
         text += f", paste at row {row}, column {column} of {picture_size} filled with {border}"
     text += "."
-    if plan.stored != preprocess.input_size:
+    if plan.picture_size != preprocess.input_size:
         text += (
-            f" It is {format_size(plan.stored)} in memory; AIPP crops the upper left"
+            f" It is {format_size(plan.picture_size)} in memory; AIPP crops the upper left"
             f" {format_size(preprocess.input_size)}."
         )
-    if (calibrated_size, calibrated_corner) != (plan.resized, plan.corner):
+    if (calibrated_size, calibrated_corner) != (plan.resized_size, plan.corner):
         text += _describe_difference(plan, calibrated_size, calibrated_corner)
     return text
 
@@ -267,7 +270,7 @@ def _describe_frame_plan(plan: FramePlan, preprocess: Preprocess, source: AippSo
 def _describe_difference(plan: FramePlan, calibrated_size: Size, calibrated_corner: Size) -> str:
     """Describe how the calibration differed from what DVPP can do, and how to map boxes back.
 
-    The last two arguments are the calibration's values of `plan.resized` and `plan.corner`.
+    The last two arguments are the calibration's values of `plan.resized_size` and `plan.corner`.
     """
     action = "cropped" if min(calibrated_corner) < 0 else "pasted"
     top, left = map(abs, calibrated_corner)
@@ -276,8 +279,8 @@ def _describe_difference(plan: FramePlan, calibrated_size: Size, calibrated_corn
         f" The calibration resized to {format_size(calibrated_size)} and {action} at row"
         f" {top}, column {left}: DVPP needs even sides and rows, and columns of a"
         " multiple of 16 for pasting. Map boxes back to the frame by"
-        f" {_mapping_formula('x', column, plan.frame[1] / plan.resized[1])},"
-        f" {_mapping_formula('y', row, plan.frame[0] / plan.resized[0])}."
+        f" {_mapping_formula('x', column, plan.frame_size[1] / plan.resized_size[1])},"
+        f" {_mapping_formula('y', row, plan.frame_size[0] / plan.resized_size[0])}."
     )
 
 
@@ -299,19 +302,17 @@ def _set_sizes(
 ) -> None:
     """Set the picture's size and AIPP's crop in `parameters`.
 
-    `plan`: how a frame of the camera becomes AIPP's picture; None if the picture is the frame.
+    The camera gives frames, of which AIPP's pictures are made.
+
+    `plan`: how a frame becomes a picture; None if the picture is the frame itself.
     """
-    input_size = preprocess.input_size
-    height, width = source.size or input_size
-    if plan is not None:
-        height, width = plan.stored
+    input_size = preprocess.input_size  # (height, width) of the model's input
+    frame_size = source.size or input_size
+    height, width = frame_size if plan is None else plan.picture_size  # of the picture
     for name, side in (("width", width), ("height", height)):
         if not _MIN_SIDE <= side <= _MAX_SIDE:
             raise ExportError(f"AIPP takes sides of {_MIN_SIDE} to {_MAX_SIDE}, got {name} {side}")
-    sides = [height, width]
-    if source.size is not None:  # a frame must have even sides too, before it is resized
-        sides = [*source.size, *sides]
-    odd_sides = [side for side in sides if side % 2]
+    odd_sides = [side for side in (*frame_size, height, width) if side % 2]
     if source.is_yuv and odd_sides:
         raise ExportError(f"YUV pictures have even sides, got one of {odd_sides[0]}")
     parameters.src_image_size_w = width

@@ -84,8 +84,8 @@ class _Float16Writer:
     Attributes:
         tensors_to_be_float16: tensors that are float16 in the user's file.
         float32_nodes: nodes that compute in float32.
-        tensors_in_float16: float16 inputs, and float16 tensors that the nodes so far make.
-        cast_by_tensor_and_type: (tensor, type) -> the tensor with its values in that type, which a
+        tensors_now_float16: float16 inputs, and float16 tensors that the nodes so far make.
+        converted_tensors: (tensor, type) -> the tensor with its values in that type, which a
             Cast makes, or which is a constant.
         new_constants: name -> new initializer.
         tensor_names, node_names: names in use.
@@ -107,12 +107,12 @@ class _Float16Writer:
         self.tensors_to_be_float16 = tensors_to_be_float16
         self.float32_nodes = float32_nodes
         # `rewrite` adds the float16 tensors that each node makes
-        self.tensors_in_float16 = {
+        self.tensors_now_float16 = {
             value.name
             for value in model.graph.input
             if value.type.tensor_type.elem_type == _FLOAT16
         }
-        self.cast_by_tensor_and_type: dict[tuple[str, int], str] = {}
+        self.converted_tensors: dict[tuple[str, int], str] = {}
         self.new_constants: dict[str, onnx.TensorProto] = {}
         self.tensor_names = {*self.index.producer, *self.index.constants, *self.index.inputs}
         self.node_names = names_of(model.graph.node)
@@ -136,7 +136,7 @@ class _Float16Writer:
         """
         new_name_by_tensor: dict[str, str] = {}  # input -> output of a Cast to be removed
         for node in nodes:
-            changes_nothing = _casts_to_float16(node) and node.input[0] in self.tensors_in_float16
+            changes_nothing = _casts_to_float16(node) and node.input[0] in self.tensors_now_float16
             # an input of the model, which no node makes, keeps its name
             if changes_nothing and node.input[0] in self.index.producer:
                 new_name_by_tensor.setdefault(node.input[0], node.output[0])
@@ -157,14 +157,14 @@ class _Float16Writer:
         `nodes`: the nodes of the model, whose inputs are renamed.
         """
         read_tensors = _read_tensors(nodes)
-        name_by_cast = {}  # float16 form of a constant -> the name of the constant, which it gets
-        for (name, _), cast in self.cast_by_tensor_and_type.items():
-            is_constant = cast in self.new_constants and name in self.index.initializers
+        restored_names = {}  # float16 form of a constant -> the name of the constant, which it gets
+        for (name, _), converted in self.converted_tensors.items():
+            is_constant = converted in self.new_constants and name in self.index.initializers
             if is_constant and name not in read_tensors:  # no node reads it in float32
-                name_by_cast[cast] = name
-        rename_reads(nodes, name_by_cast)
-        for cast, name in name_by_cast.items():
-            constant = self.new_constants.pop(cast)
+                restored_names[converted] = name
+        rename_reads(nodes, restored_names)
+        for converted, name in restored_names.items():
+            constant = self.new_constants.pop(converted)
             constant.name = name
             self.new_constants[name] = constant
 
@@ -182,21 +182,21 @@ class _Float16Writer:
         elif node.op_type == "AscendAntiQuant":
             # the input of an Add or MaxPool keeps the type that it had before its AscendQuant
             quant = self.index.producer[node.input[0]]
-            if quant.input[0] in self.tensors_in_float16:
+            if quant.input[0] in self.tensors_now_float16:
                 self.set_float16_output(node)
         elif node.op_type == "AscendQuant":
             # it reads both types: float16 directly, without the Cast to float32 before it
             tensor = node.input[0]
-            node.input[0] = self.cast_by_tensor_and_type.get((tensor, _FLOAT16), tensor)
+            node.input[0] = self.converted_tensors.get((tensor, _FLOAT16), tensor)
         elif node.op_type == "Cast":
             tensor = node.input[0]
             output = node.output[0]
             dtype = attributes(node)["to"]
             if dtype == _FLOAT16:
-                self.tensors_in_float16.add(output)
-            elif dtype == _FLOAT32 and tensor in self.tensors_in_float16:
+                self.tensors_now_float16.add(output)
+            elif dtype == _FLOAT32 and tensor in self.tensors_now_float16:
                 # a reader that wants float16 takes the tensor before this Cast
-                self.cast_by_tensor_and_type[output, _FLOAT16] = tensor
+                self.converted_tensors[output, _FLOAT16] = tensor
         yield node
 
     def set_float16_output(self, node: onnx.NodeProto) -> None:
@@ -204,7 +204,7 @@ class _Float16Writer:
         for attribute in node.attribute:
             if attribute.name == "dtype":
                 attribute.i = 1
-        self.tensors_in_float16.update(node.output)
+        self.tensors_now_float16.update(node.output)
 
     def rewrite_standard(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
         """Yield a node of a standard operator, with a Cast for each tensor of another type.
@@ -235,7 +235,7 @@ class _Float16Writer:
         for position, (variable, name) in enumerate(outputs):
             if name not in self.tensors_to_be_float16:
                 continue
-            self.tensors_in_float16.add(name)
+            self.tensors_now_float16.add(name)
             if variable not in float16_variables:
                 # the node makes a float32 tensor of another name, from which a Cast makes this one
                 node.output[position] = claim_name(f"{name}.float32", self.tensor_names)
@@ -263,7 +263,7 @@ class _Float16Writer:
     def is_float16(self, name: str) -> bool:
         """Whether a tensor is float16 now, or a constant is float16 in the file."""
         is_float16_constant = name in self.index.constants and name in self.tensors_to_be_float16
-        return name in self.tensors_in_float16 or is_float16_constant
+        return name in self.tensors_now_float16 or is_float16_constant
 
     def cast_input(
         self, node: onnx.NodeProto, position: int, name: str, wanted_type: int
@@ -281,7 +281,7 @@ class _Float16Writer:
         """
         if not name:  # an optional input that the node does not have
             return
-        if wanted_type == _FLOAT16 and name in self.tensors_in_float16:
+        if wanted_type == _FLOAT16 and name in self.tensors_now_float16:
             return
         constant = self.index.constants.get(name)
         if constant is not None:
@@ -291,15 +291,15 @@ class _Float16Writer:
                 return
 
         key = (name, wanted_type)
-        if key not in self.cast_by_tensor_and_type:
+        if key not in self.converted_tensors:
             suffix = "float16" if wanted_type == _FLOAT16 else "float32"
-            cast = claim_name(f"{name}.{suffix}", self.tensor_names)
-            self.cast_by_tensor_and_type[key] = cast
+            converted = claim_name(f"{name}.{suffix}", self.tensor_names)
+            self.converted_tensors[key] = converted
             if constant is None:
-                yield self.make_cast(name, cast, wanted_type)
+                yield self.make_cast(name, converted, wanted_type)
             else:
-                self.new_constants[cast] = _constant_to_float16(constant, cast)
-        node.input[position] = self.cast_by_tensor_and_type[key]
+                self.new_constants[converted] = _constant_to_float16(constant, converted)
+        node.input[position] = self.converted_tensors[key]
 
     def make_cast(self, tensor: str, output: str, dtype: int) -> onnx.NodeProto:
         """Return a Cast, named after its output; a Cast of the file may already have that name."""

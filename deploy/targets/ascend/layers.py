@@ -164,7 +164,7 @@ class LayerGraph:
 
     @property
     def layer_by_name(self) -> dict[str, Layer]:
-        """All that can be quantized: `layers`, then `optional_layers`."""
+        """All that can be quantized, inputs too: `layers`, then `optional_layers`."""
         return {**self.layers, **self.optional_layers}
 
     @property
@@ -293,7 +293,7 @@ def _layer_or_float_reason(node: onnx.NodeProto, index: Graph) -> Layer | str:
     trans_b = bool(node_attributes.get("transB", 0))
     if node.op_type == "Conv":
         channels_in = weight.dims[1] * group
-    else:  # a ConvTranspose or Gemm: input channels first, unless it is transposed
+    else:  # a ConvTranspose or Gemm: the first axis, or the second of a Gemm's transposed weight
         channels_in = weight.dims[1 if trans_b else 0]
     spatial_rank = len(weight.dims) - 2  # 0 for a Gemm
     return replace(layer, group=group, rank=spatial_rank, trans_b=trans_b, channels_in=channels_in)

@@ -245,7 +245,8 @@ def _make_models(
         request: the build request.
         cann: CANN version whose atc reads the models.
         float16_tensors: tensors that are float16 in the model's file.
-        writes_modified: write the modified model even if its weights are the user's own.
+        writes_modified: write the modified model even if no weight has another value, since layers
+            that read one weight in the user's model have copies of it.
     """
     model = recipe.model
     layers = recipe.layers
@@ -282,7 +283,8 @@ def _make_models(
     yield "Q/DQ model", "amct_qdq.onnx", _serialize_without_metadata(qdq)
     del qdq
 
-    # the float model that the scales belong to, where its weights are not the user's own
+    # the float model that the scales belong to, if it is not the user's: AdaRound or a repair has
+    # changed weights, or layers have copies of a shared one
     has_rounding = any(record.rounded_weight is not None for record in recipe.records.values())
     if writes_modified or has_rounding or request.is_repaired:
         modified = loaded.with_cut_off(modified_model(model, layers))

@@ -156,7 +156,7 @@ def check_record(records: Records, graph: LayerGraph) -> None:
         ConfigError: a layer that the model lacks or cannot quantize; missing scales, or a wrong
             number of them.
     """
-    layer_by_name = graph.layer_by_name
+    layer_by_name = graph.layer_by_name  # has inputs too, by the name '<node>:<index>'
     for name, record in records.items():
         if record.is_node_input:
             node, _, index = name.rpartition(":")
@@ -165,7 +165,7 @@ def check_record(records: Records, graph: LayerGraph) -> None:
                     "a record with is_tensor_quantize must be of an input, '<layer>:<index>', got"
                     f" {name!r}; take the key out of a layer's record"
                 )
-            check_tensor_input(name, graph)
+            check_tensor_input(name, graph)  # raises if `graph` does not have this input
         elif name not in layer_by_name:
             raise ConfigError(f"layer {name!r} of the record {no_layer_reason(name, graph)}")
         _check_weight_scales(name, record, layer_by_name[name])

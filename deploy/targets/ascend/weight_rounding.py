@@ -178,7 +178,7 @@ class AdaRoundSteps:
             max_positions=max_positions,
             window=window,
             shape=(layer.group, group_channels, patch_size),
-            scales=channels if params.channel_wise else 1,
+            scale_count=channels if params.channel_wise else 1,
             params=params,
         )
         output = str(node.output[0])
@@ -310,7 +310,7 @@ def round_layer(
     assert isinstance(target_recorder, Targets)
     assert isinstance(statistic, RoundedWeightsOf)
 
-    scale = kl_scale(weight, channel_wise=statistic.scales > 1)
+    scale = kl_scale(weight, channel_wise=statistic.scale_count > 1)
     grouped_weight = weight.reshape(statistic.shape)
     problem = _make_problem(step, grouped_weight, scale, input_recorder, target_recorder)
     # blocks of output channels are searched separately, each in as many iterations
