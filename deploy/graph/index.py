@@ -278,8 +278,9 @@ class Graph:
             is_read_in_subgraph = not subgraph_reads.isdisjoint(node.output)
             if node.op_type in _MOVING and is_read_in_subgraph:
                 moved_tensors.add(node.input[0])
-            # ONNX Runtime may put the nodes inside an If in its place, where they move its captures
-            elif has_subgraph(node) and _may_move_into_subgraph(node, is_read_in_subgraph):
+            # ONNX Runtime may put the nodes of an If's branch in place of the If. Then they stand
+            # between what the If captures and other subgraphs, and may be moves.
+            elif _may_move_captures(node, is_read_in_subgraph):
                 moved_tensors |= _captured_by(node)
             subgraph_reads |= moved_tensors
         return frozenset(moved_tensors)
@@ -413,14 +414,14 @@ def constant_nodes(nodes: Iterable[onnx.NodeProto]) -> dict[str, onnx.TensorProt
     return tensor_by_output
 
 
-def _may_move_into_subgraph(node: onnx.NodeProto, is_read_in_subgraph: bool) -> bool:
-    """Whether nodes inside an If may move what the If captures into another subgraph.
+def _may_move_captures(node: onnx.NodeProto, is_read_in_subgraph: bool) -> bool:
+    """Whether nodes inside an If may move what the If captures before another subgraph reads it.
 
     ONNX Runtime puts the nodes of a branch in place of an If whose condition is constant. There
     they stand before the subgraphs inside the branch, and before those that read the If's output.
 
     Args:
-        node: an If, or another node with subgraphs.
+        node: an If, or another node; False for one without subgraphs.
         is_read_in_subgraph: whether a subgraph of another node reads the node's output.
     """
     _, *inner_nodes = nested_nodes(node)

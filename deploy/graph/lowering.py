@@ -171,7 +171,7 @@ def _write_rms_norm(builder: _NodeBuilder) -> None:
 
 def _find_norm_axes(builder: _NodeBuilder) -> list[int]:
     """Return the axes that a norm reduces, as negative numbers."""
-    _refuse_half_sums(builder)
+    _refuse_float16_sums(builder)
     axis = builder.attrs.get("axis", -1)
     if axis >= 0:
         axis -= len(builder.scope.shape(builder.source))
@@ -202,7 +202,7 @@ def _write_group_norm(builder: _NodeBuilder) -> None:
     InstanceNormalization. From opset 21 on they have one for each channel, and are applied
     afterwards, in the shape of the input. The node that is added last makes the output.
     """
-    _refuse_half_sums(builder)
+    _refuse_float16_sums(builder)
     groups = builder.attrs["num_groups"]
     scale, bias = builder.node.input[1:3]
     group_scale = scale
@@ -223,7 +223,7 @@ def _write_group_norm(builder: _NodeBuilder) -> None:
         builder.add("Add", scaled, builder.add("Reshape", bias, channel_shape))
 
 
-def _refuse_half_sums(builder: _NodeBuilder) -> None:
+def _refuse_float16_sums(builder: _NodeBuilder) -> None:
     """Refuse a norm that is not float32: it sums in float32, older operators in their own type."""
     if builder.scope.dtype(builder.source) != FLOAT:
         raise CannotRewrite("its sums are of another type than its input")

@@ -113,11 +113,11 @@ class Plan:
         range_sources: tensor with a scale -> the tensors whose ranges the scale covers, if not its
             own.
         gates: gates that run in int8; `pairs` has their ends, their inner scales are fixed.
-        bias_shifts: Conv -> the gate that alone reads it and multiplies another tensor
+        bias_shift_gates: Conv -> the gate that alone reads it and multiplies another tensor
             (squeeze-excite). The gate's shift is added to the Conv's bias, and the Conv's output
             is then clipped by its own grid.
         gemm_bias_adds: MatMul -> the Add of its bias, if both form one Gemm.
-        int8_scalars: Adds and Muls whose constant operand is to be stored in int8.
+        int8_scalars: Adds and Muls whose constant operand, a number, is to be stored in int8.
         int8_pads: Pads that run on the integers themselves.
     """
 
@@ -128,7 +128,7 @@ class Plan:
     scale_owners: Mapping[str, str] = field(default_factory=dict)
     range_sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     gates: tuple[Gate, ...] = ()
-    bias_shifts: Mapping[str, Gate] = field(default_factory=dict)
+    bias_shift_gates: Mapping[str, Gate] = field(default_factory=dict)
     gemm_bias_adds: Mapping[str, str] = field(default_factory=dict)
     int8_scalars: tuple[str, ...] = ()
     int8_pads: tuple[str, ...] = ()
@@ -214,17 +214,17 @@ def analyse(
         gate_by_node,
         bias_add_by_matmul,
     )
-    # in the graph whose gates are still several nodes: the first of these, an Add, may read a Conv
-    bias_shifts = _find_bias_shifts(analysis.graph, weights, int8_gates)
-    int8_scalars = []  # Adds and Muls of a constant of any shape, which is stored in int8
-    if placement.runs_on_onnxruntime:
+    # in the graph where a gate is still several nodes, since those that read its source count
+    bias_shift_gates = _find_bias_shift_gates(analysis.graph, weights, int8_gates)
+    int8_scalars = []  # Adds and Muls of a constant number, which is stored in int8
+    if placement.runs_on_onnxruntime:  # which runs them in int8 with a single number alone
         int8_scalars = [node.name for node in int8_nodes if has_constant_operand(graph, node)]
     return Plan(
         placement=placement,
         decisions=decisions,
         pairs=pairs,
         gates=int8_gates,
-        bias_shifts=bias_shifts,
+        bias_shift_gates=bias_shift_gates,
         gemm_bias_adds={name: add.name for name, add in bias_add_by_matmul.items()},
         int8_scalars=tuple(int8_scalars),
         int8_pads=tuple(node.name for node in int8_nodes if node.op_type == "Pad"),
@@ -356,7 +356,7 @@ def _passes_int8(graph: Graph, placement: Placement, node: onnx.NodeProto) -> bo
     return node.op_type in placement.passes_int8
 
 
-def _find_bias_shifts(
+def _find_bias_shift_gates(
     graph: Graph, weights: Iterable[WeightTarget], int8_gates: Iterable[Gate]
 ) -> dict[str, Gate]:
     """Return Conv -> the gate whose shift can be added to the Conv's bias.
@@ -444,12 +444,13 @@ def _decide(
 
     decisions = []
     for node in nodes:
-        planned_name = gate_by_node.get(node.name, node.name)  # of the node of `graph`
-        layer_name = layer_by_output.get(node.output[0], planned_name)  # itself if it is not fused
-        reason = float_reasons[planned_name]
+        # the node in `graph`: the one that stands for a gate, or itself
+        name_in_graph = gate_by_node.get(node.name, node.name)
+        layer_name = layer_by_output.get(node.output[0], name_in_graph)  # itself if it is not fused
+        reason = float_reasons[name_in_graph]
         # a fused node, such as a Clip, has a reason since it cannot run in int8 by itself; what
         # counts is the layer that it is fused into
-        if reason and layer_name != planned_name:
+        if reason and layer_name != name_in_graph:
             reason = "the node before it is float" if float_reasons[layer_name] else ""
         precision = FLOAT32 if reason else placement.grid.name
         unscaled_tensor = unscaled_tensor_by_node.get(layer_name, "")

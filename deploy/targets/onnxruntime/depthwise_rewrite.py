@@ -231,12 +231,12 @@ def _reduces_pixels(graph: Graph, node: onnx.NodeProto) -> bool:
 def _is_worthwhile(graph: Graph, context: RewriteContext, region: _Region) -> bool:
     """Whether a region's depthwise Convs gain enough time by a multiple of 16 channels.
 
+    A region is the tensors and Convs that get more channels together.
+
     Gain: each product of the depthwise Convs becomes faster by `extra_time`. Cost: all Convs of the
     region, the dense ones too, compute products with the added channels. The unit of time is one
     product in a depthwise int8 Conv of a multiple of 16 channels; `context.kernels` has the times
     of other products, measured for the CPU.
-
-    A region is the tensors and Convs that get more channels together.
     """
     kernels = context.kernels
     float_graph = context.float_graph

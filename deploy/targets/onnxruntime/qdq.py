@@ -254,8 +254,13 @@ class _QdqWriter:
                 f"{tensor}/zero_point", np.array(scale_and_zero.zero, grid.dtype), grid
             ),
         ]
-        nodes = make_pair(float_name, dequantized_name, tensor, params, params)
-        self.nodes_after[float_name] = nodes
+        self.nodes_after[float_name] = make_pair(
+            float_name,
+            dequantized_name,
+            tensor,
+            quantize_params=params,
+            dequantize_params=params,
+        )
 
     def fuse_gemm(self, target: WeightTarget) -> None:
         """Turn a MatMul and the Add of its bias into a Gemm, if the plan says so.
@@ -279,7 +284,7 @@ class _QdqWriter:
 
         `target`: weight and bias of a layer; returned unchanged if no gate shifts its output.
         """
-        gate = self.plan.bias_shifts.get(target.node)
+        gate = self.plan.bias_shift_gates.get(target.node)
         if gate is None:
             return target
         bias = np.zeros(self.initializers[target.name].dims[0], np.float32)
@@ -430,7 +435,7 @@ class _QdqWriter:
         quantize_node, _ = self.nodes_after[output]  # Q and DQ of the gate's output
         shifted_source = ""  # the source plus the shift, if the layer upstream adds it
         clip_params = None  # parameters of the source, if its integers get the shift
-        if gate in self.plan.bias_shifts.values():
+        if gate in self.plan.bias_shift_gates.values():
             shifted_source = self._rename_shifted_source(gate)
         else:
             clip_params = self._find_clip_params(gate)  # None: an Add adds the shift
@@ -507,7 +512,7 @@ class _QdqWriter:
 
 def _clip_shifts(plan: Plan) -> dict[str, float]:
     """Return tensor -> shift, for the sources of gates that may clip their integers."""
-    shifted_in_bias = tuple(plan.bias_shifts.values())
+    shifted_in_bias = tuple(plan.bias_shift_gates.values())
     shifts = {}
     for gate in plan.gates:
         if gate.is_centred and gate not in shifted_in_bias:

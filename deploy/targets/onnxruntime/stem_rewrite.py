@@ -30,7 +30,7 @@ from deploy.targets.onnxruntime.rewrite_base import (
     find_unshared_integers,
 )
 
-_STEM_CHANNELS = 4
+_STEM_CHANNELS = 4  # input channels of a stem, a Conv that reads the picture, after the Pad
 _MIN_OUTPUT_CHANNELS = 16  # fewer are not worth the Pad
 _MAX_WINDOW_COLUMNS = 5  # wider rows gain nothing
 
@@ -54,7 +54,7 @@ def _why_not_padded(node: onnx.NodeProto, scope: RewriteScope) -> str:
         return "it has enough channels"
     if len(window) < 2 or math.prod(window) < 2:
         return "its window has one axis or one pixel"
-    if window[-1] > _MAX_WINDOW_COLUMNS:
+    if window[-1] > _MAX_WINDOW_COLUMNS:  # rows of so many bytes are gathered fast as they are
         return "its rows are wide enough"
     if out_channels < _MIN_OUTPUT_CHANNELS:
         return "its few output channels are not worth a Pad"
@@ -87,7 +87,8 @@ def _pad_input(node: onnx.NodeProto, scope: RewriteScope) -> Nodes:
     append_zero_channels(scope.model, scope.graph, node, WEIGHT, [1], added_channels)
 
     source, scale, zero_point = scope.graph.producer[node.input[0]].input
-    # a name of its own, since a tensor that gets more channels may have the node's name
+    # with the tensor's name too: `depthwise_rewrite` appends the same suffix to names of tensors, and
+    # one of these may be the Conv's name
     padded = padded_name(source, node.name)
     pads = np.zeros(2 * rank, np.int64)  # before each axis, then after each
     pads[rank + 1] = added_channels

@@ -257,7 +257,7 @@ def _ranges_of_pairs(plan: Plan, ranges: RangeSet) -> dict[str, Scale]:
     """Return tensor -> range, for the tensors that get a pair."""
     # the layer upstream adds the shift of a gate (such as Hard-Swish, which adds 3) to its bias;
     # the sum has a pair, and the source alone has none
-    shifted_sources = {gate.source for gate in plan.bias_shifts.values()}
+    shifted_sources = {gate.source for gate in plan.bias_shift_gates.values()}
     names = [name for name in plan.activations if name not in shifted_sources]
     return {name: ranges.scales[name] for name in names}
 

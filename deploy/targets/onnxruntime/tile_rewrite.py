@@ -48,7 +48,7 @@ def write_tiles(model: onnx.ModelProto, context: RewriteContext) -> None:
     graph = Graph(model)
     replacements: dict[str, Nodes] = {}  # name of a node -> the nodes in its place
     for node in graph.nodes:
-        quantize = _find_quantize(graph, node)  # None for other nodes, or if it stays float
+        quantize = _find_output_quantize(graph, node)  # None for other nodes, or if it stays float
         weight = find_stored_integers(graph, node, WEIGHT)
         if quantize is None or weight is None:
             continue
@@ -58,7 +58,7 @@ def write_tiles(model: onnx.ModelProto, context: RewriteContext) -> None:
         channels = int(weight.dims[1])
         tiled_layer = _TiledLayer(graph, node, tile, channels)
         replacements[node.name] = tiled_layer.write_layer(quantize)
-        float_output = node.output[0].removesuffix("/float")  # its name without pairs
+        float_output = node.output[0].removesuffix("/float")  # its name in the float model
         sizes = context.float_graph.shapes.get(float_output)
         # pixels are moved after the QuantizeLinear, as bytes
         moves = tiled_layer.write_moves(quantize, sizes or (None,) * 4)
@@ -69,7 +69,7 @@ def write_tiles(model: onnx.ModelProto, context: RewriteContext) -> None:
         drop_dead(model.graph)
 
 
-def _find_quantize(graph: Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:
+def _find_output_quantize(graph: Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:
     """Return the QuantizeLinear after a ConvTranspose and its activation, if all is quantized."""
     if node.op_type != "ConvTranspose":
         return None

@@ -257,7 +257,9 @@ class GateWriter:
         product_scale, product_zero = affine_params(product_lo, product_hi)
         params = self._add_scale_and_zero(name, float(product_scale), product_zero)
         float_product = f"{name}/float"
-        pair = make_pair(float_product, name, name, params, params)
+        pair = make_pair(
+            float_product, name, name, quantize_params=params, dequantize_params=params
+        )
         add = make_node("Add", [name, self.add_number(gate.offset)], output, f"{name}/Add")
         return float_product, [*pair, add]
 
