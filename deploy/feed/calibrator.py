@@ -389,6 +389,8 @@ class CalibratorScript:
     def _next_item(self, batches: CalibratorBatches, specs: tuple[TensorSpec, ...]) -> Item | None:
         """Return the next batch of the script as arrays by input; None at its end.
 
+        The script copies its batch to the memory of stand-ins for CUDA, from which it is read.
+
         Raises:
             FeedError: get_batch failed, or gave another number of addresses.
         """

@@ -250,7 +250,7 @@ def iterate_batches(
         already_read: numbers of the samples, from 0, to leave out: an earlier run has read them.
     """
     selected_indices = None  # all
-    if already_read:
+    if already_read:  # they are numbered without the bad samples, which `walk` skips anyway
         good_indices = list(chosen_samples.good_indices())
         read_indices = good_indices[already_read.start * batch : already_read.stop * batch]
         selected_indices = frozenset(chosen_samples.indices).difference(read_indices)

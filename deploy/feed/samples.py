@@ -78,7 +78,7 @@ class Feed:
             preprocess: complete preprocessing of images.
             notes: for the user.
             origin: where the preprocessing comes from: the model or the default; else empty.
-            share: which shard the samples are; None if there are no shards.
+            share: the shard (--shard i/n) that the samples are; None if there are no shards.
             skipped: index -> why the sample there is known to be bad.
         """
         self.specs = tuple(specs)

@@ -233,6 +233,7 @@ def _why_unmatched(name: str, model: onnx.ModelProto, original: onnx.ModelProto 
         return (
             "in the file, but not after folding (BatchNormalization, constants), or behind a plugin"
         )
+    # TensorRT's parser may name the output of a constant's layer NAME_output
     constants = names_of(model.graph.initializer)
     if name in constants or name.removesuffix("_output") in constants:
         return "a constant of the model; TensorRT reads its range from its values"

@@ -77,8 +77,8 @@ def to_qdq(
         plan: positions of the pairs, for a placement in `deploy.graph.placement.TENSORRT_BY_GRID`.
         scales: tensor -> its scale for int8, largest |x| / 127, for each of `plan.activations`;
             also if the grid is fp8.
-        trained_scales: node -> scales of its weight, if it was trained with them.
-        memoize: stores results that all trials of a search share, see `write_qdq`.
+        trained_scales: node -> scales of its weight, if it was trained with them; only for int8.
+        memoize: stores results that all trials of a search share, see `write_qdq`; only for int8.
         float_weights: whether weights stay float on an int8 grid. As int8 they give the same
             numbers in a smaller model, for a trial.
 
@@ -86,7 +86,7 @@ def to_qdq(
         ExportError: a tensor of the plan has no positive scale; or the grid is fp8 and the model
             cannot be converted to opset 19.
     """
-    ranges = _ranges(model, plan, scales)
+    ranges = _symmetric_ranges(model, plan, scales)
     if _is_fp8(plan):  # weights are stored as fp8, to which TensorRT does not quantize itself
         quantized = write_qdq(at_opset(model, FP8_OPSET), plan, ranges)
         quantized.ir_version = max(quantized.ir_version, _FP8_IR)
@@ -124,7 +124,7 @@ def to_typed(
     Returns:
         The model, and node -> why it stays in float32, for nodes whose operator could be narrow.
     """
-    ranges = _ranges(model, plan, scales)
+    ranges = _symmetric_ranges(model, plan, scales)
     if _is_fp8(plan):  # before the pairs are written: their operators take fp8 from opset 19 on
         model = at_opset(model, FIRST_OPSET_BY_TYPE[float_type])
     quantized = write_qdq(
@@ -142,7 +142,7 @@ def _is_fp8(plan: Plan) -> bool:
     return plan.placement.grid.kind == "float"
 
 
-def _ranges(
+def _symmetric_ranges(
     model: onnx.ModelProto, plan: Plan, scales: Mapping[str, np.float32]
 ) -> dict[str, Scale]:
     """Return tensor -> the symmetric range of its scale, which tensors of a Concat share."""

@@ -225,8 +225,8 @@ def _header_findings(
     """
     header = cache.header
     remedy = _relabel_command(path, version or header.version or "X.Y.Z", algorithm)
-    # The label is the version as a number. The legacy form has none (None), and any version reads
-    # it.
+    # The label is the version as a number. The first line of a legacy calibrator's cache has none
+    # (None), and any version reads that cache.
     expected_label = header.label if version is None else trt_cache.version_label(version)
     if header.label not in (None, expected_label):
         text = (

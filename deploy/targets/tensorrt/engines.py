@@ -236,7 +236,7 @@ def _tensorrt_fingerprint(
         make_fingerprint(request.subject, request.manifest),
         model=digests,
         program=TENSORRT,
-        rule=f"whole batches of {batch}",
+        rule=f"whole batches of {batch}",  # from which TensorRT finds the ranges
         method=ALGORITHMS[str(options.calibrator)],
         numbers={},  # they describe calib8's own observation, which did not run
         versions=versions,
