@@ -86,17 +86,15 @@ class HfmgHistogram:
         """
         lo = np.float32(data.min())
         hi = np.float32(data.max())
-        if self.counts is None:
+        earlier_counts = self.counts
+        if earlier_counts is None:
             self.counts = histc(data, self.nbins, lo, hi)
-            self.lo = lo
-            self.hi = hi
-            return
-        lo = min(lo, self.lo)
-        hi = max(hi, self.hi)
-        earlier = self.counts
-        if not (_is_close(lo, self.lo) and _is_close(hi, self.hi)):
-            earlier = redistribute(earlier, (self.lo, self.hi), (lo, hi))
-        self.counts = (earlier + histc(data, self.nbins, lo, hi)).astype(np.int32)
+        else:
+            lo = min(lo, self.lo)
+            hi = max(hi, self.hi)
+            if not (_is_close(lo, self.lo) and _is_close(hi, self.hi)):
+                earlier_counts = redistribute(earlier_counts, (self.lo, self.hi), (lo, hi))
+            self.counts = (earlier_counts + histc(data, self.nbins, lo, hi)).astype(np.int32)
         self.lo = lo
         self.hi = hi
 

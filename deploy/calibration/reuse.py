@@ -401,15 +401,15 @@ def update_cache(
     path = policy.path
     if path is None:
         return
+    staged_path = None if stage is None else stage.staged_path(path)  # if the build publishes it
     stored = decision.stored
     if stored is not None and _is_up_to_date(
         decision, stored, calibration, subject.trt_version, cache_text
     ):
         # even so it is copied in two cases: into the stage of a build, whose manifest lists it; and
         # from where an earlier build that failed saved it
-        is_staged = stage is not None and stage.staged_path(path) is not None
-        if is_staged or stored.path != path:
-            _write_cache_files(path, stage, partial(store.copy_stored, stored))
+        if staged_path is not None or stored.path != path:
+            _write_cache_files(path, staged_path, partial(store.copy_stored, stored))
         return
 
     retained: dict[Key, Arrays] = {}  # stored observations that are copied as they are
@@ -419,7 +419,7 @@ def update_cache(
     if cache_text is None:
         cache_text = _make_cache_text(subject, ranges)
     save = partial(store.save_calibration, calibration, cache_text=cache_text, retained=retained)
-    _write_cache_files(path, stage, save)
+    _write_cache_files(path, staged_path, save)
 
 
 def _add_stored(
@@ -469,9 +469,12 @@ def _is_up_to_date(
     return trt_version in (None, header.version) and cache_text in (None, stored.cache_text)
 
 
-def _write_cache_files(path: Path, stage: Stage | None, write: Callable[[Path], None]) -> None:
-    """Stage the three files with the build's files, or publish them at once."""
-    if stage is not None and (staged_path := stage.staged_path(path)) is not None:
+def _write_cache_files(path: Path, staged_path: Path | None, write: Callable[[Path], None]) -> None:
+    """Write the three files of a cache by `write`, which takes the path of the first.
+
+    They are staged with the files of a build if there is a `staged_path`, else published at once.
+    """
+    if staged_path is not None:
         write(staged_path)
         return
     with stage_files(path.parent) as new_stage:
