@@ -87,8 +87,8 @@ def _pad_input(node: onnx.NodeProto, scope: RewriteScope) -> Nodes:
     append_zero_channels(scope.model, scope.graph, node, WEIGHT, [1], added_channels)
 
     source, scale, zero_point = scope.graph.producer[node.input[0]].input
-    # with the tensor's name too: `depthwise_rewrite` appends the same suffix to names of tensors, and
-    # one of these may be the Conv's name
+    # with the tensor's name too: `depthwise_rewrite` appends the same suffix to names of tensors,
+    # and one of these may be the Conv's name
     padded = padded_name(source, node.name)
     pads = np.zeros(2 * rank, np.int64)  # before each axis, then after each
     pads[rank + 1] = added_channels
