@@ -138,6 +138,7 @@ def _open_with_inner_tensors(
     """
     assert result.runnable is not None
     model = read_model(result.runnable)
+    # tensor of the float model -> the same in the runnable file, after rounding
     quantized_by_float_name = pair_quantized_tensors(loaded.model, model)
     if not quantized_by_float_name:  # a fake-quant model has no DequantizeLinear
         return None

@@ -614,11 +614,12 @@ def _staged_cache(calibration: CalibrationResult, stage: Stage) -> Path | None:
 
 
 def _scale_alerts(calibration: CalibrationResult, results: Sequence[BuildResult]) -> Iterator[str]:
-    """Yield the tensors whose missing scale leaves nodes in float, by the reason why it is missing.
+    """Yield a sentence for each reason why scales are missing, with the tensors that lack them.
 
-    Constant zeros of shape arithmetic, for instance, have no scale either, but no int8 reader.
+    Only tensors are named whose missing scale keeps a node in float. Constant zeros of shape
+    arithmetic, for instance, have no scale either, but no node needs one.
     """
-    needed_tensors: set[str] = set()  # with a scale for it, a node could run in int8
+    needed_tensors: set[str] = set()
     for result in results:
         needed_tensors.update(decision.unscaled_tensor for decision in result.decisions)
     names_by_reason: dict[str, list[str]] = {}
