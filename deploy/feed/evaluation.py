@@ -345,7 +345,7 @@ def _objects_in_input(
     Args:
         annotations: of all images of the feed.
         feed: the images.
-        sizes: name -> (height, width), of the images whose annotations have another size, or none.
+        sizes: name of an image -> its (height, width), if its annotation states another or none.
         number: of the image, from 0, among those that are not known to be bad.
     """
     name = feed.good_name(number)

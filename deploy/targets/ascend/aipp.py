@@ -242,9 +242,9 @@ def _describe_frame_plan(plan: FramePlan, preprocess: Preprocess, source: AippSo
     calibrated_size, calibrated_corner = resized_geometry(plan.frame_size, preprocess)
     is_cropped = min(calibrated_corner) < 0
     height, width = preprocess.input_size
-    picture_size = format_size((height, width))
+    written_size = format_size((height, width))  # without the padding of its rows
     if source.is_yuv:  # DVPP writes even sides
-        picture_size = format_size((_round_up(height, 2), _round_up(width, 2)))
+        written_size = format_size((_round_up(height, 2), _round_up(width, 2)))
 
     device = "DVPP" if source.is_yuv else "The host"
     text = (
@@ -252,10 +252,10 @@ def _describe_frame_plan(plan: FramePlan, preprocess: Preprocess, source: AippSo
         f" {format_size(plan.resized_size)} ({preprocess.interpolation})"
     )
     if is_cropped:
-        text += f", crop {picture_size} at row {-row}, column {-column}"
+        text += f", crop {written_size} at row {-row}, column {-column}"
     elif preprocess.resize in ("letterbox", "fit-height"):
         border = _describe_border(preprocess, source)
-        text += f", paste at row {row}, column {column} of {picture_size} filled with {border}"
+        text += f", paste at row {row}, column {column} of {written_size} filled with {border}"
     text += "."
     if plan.picture_size != preprocess.input_size:
         text += (
@@ -312,6 +312,7 @@ def _set_sizes(
     for name, side in (("width", width), ("height", height)):
         if not _MIN_SIDE <= side <= _MAX_SIDE:
             raise ExportError(f"AIPP takes sides of {_MIN_SIDE} to {_MAX_SIDE}, got {name} {side}")
+    # a frame must have even sides too, before it is resized
     odd_sides = [side for side in (*frame_size, height, width) if side % 2]
     if source.is_yuv and odd_sides:
         raise ExportError(f"YUV pictures have even sides, got one of {odd_sides[0]}")

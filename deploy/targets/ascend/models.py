@@ -245,8 +245,8 @@ def _make_models(
         request: the build request.
         cann: CANN version whose atc reads the models.
         float16_tensors: tensors that are float16 in the model's file.
-        writes_modified: write the modified model even if no weight has another value, since layers
-            that read one weight in the user's model have copies of it.
+        writes_modified: write the modified model even if no weight has another value: layers that
+            read one weight in the user's model have copies of it in this one.
     """
     model = recipe.model
     layers = recipe.layers

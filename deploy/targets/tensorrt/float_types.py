@@ -368,8 +368,8 @@ def find_float32_layers(
     reason_by_node = {}
     for node in graph.nodes:
         # TensorRT's layer is found by the node's name, or by its only output
-        has_float_output = len(node.output) == 1 and graph.is_float(node.output[0])
-        if node.name in overflows and has_float_output:
+        has_one_float_output = len(node.output) == 1 and graph.is_float(node.output[0])
+        if node.name in overflows and has_one_float_output:
             output_by_node[node.name] = str(node.output[0])
             reason_by_node[node.name] = overflows[node.name]
     return output_by_node, reason_by_node
