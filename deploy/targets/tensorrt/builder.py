@@ -184,7 +184,7 @@ def calibrate(
         settings, fp16=False, bf16=False, tf32=False, float_layers={}, float32_layers={}
     )
     build_engine(model, float32_settings, calibrator=calibrator, cuda=cuda)
-    return calibrator.check()
+    return calibrator.check()  # the cache; raises what went wrong in the calibrator
 
 
 def engine_key(

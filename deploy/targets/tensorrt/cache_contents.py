@@ -134,7 +134,8 @@ def cache_tensors(
         pooling_operators = POOLING_OPS
     # a pool's output has the scale of its owner, the pool's input; any other tensor has its own
     owners = _pool_owners(model, pooling_operators)
-    return [CacheTensor(name, source, owners.get(source, source)) for name, source in entries]
+    # an entry: its name in the cache, and the tensor of `model` that has its values
+    return [CacheTensor(name, tensor, owners.get(tensor, tensor)) for name, tensor in entries]
 
 
 def _pool_owners(model: onnx.ModelProto, pooling_operators: Collection[str]) -> dict[str, str]:

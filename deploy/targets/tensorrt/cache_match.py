@@ -206,17 +206,18 @@ def _plan_with_scales(
     reason_by_float_tensor = {}
     for pair in complete_plan.pairs:
         tensor = pair.tensor
-        # the tensor whose values it has: for a Flatten's output the Flatten's input
-        copy_source = complete_plan.scale_owners.get(tensor, tensor)
-        # TensorRT's own cache has the first one; the cache of another tool may lack it
-        possible_owners = (cache_owner_by_tensor.get(tensor, tensor), tensor, copy_source)
+        # where an operator only moves values, the tensor that it moves: a Flatten's input
+        moved_tensor = complete_plan.scale_owners.get(tensor, tensor)
+        # Whose scale may it take? In a cache of TensorRT's own that of the first; the cache of
+        # another tool may have no scale for that one, but for one of the others.
+        possible_owners = (cache_owner_by_tensor.get(tensor, tensor), tensor, moved_tensor)
         owner = next((name for name in possible_owners if name in scale_by_tensor), None)
         owner_by_tensor[tensor] = owner or tensor
         if owner is None:
             reason = flaw_by_tensor.get(tensor, "has no entry in the cache")
             reason_by_float_tensor[tensor] = reason
-            # the copied tensor has no scale either; `analyse` finds the copy's readers by its name
-            reason_by_float_tensor[copy_source] = reason
+            # for a node that reads `tensor`, `analyse` asks whether `moved_tensor` has a scale
+            reason_by_float_tensor[moved_tensor] = reason
     plan = complete_plan
     if reason_by_float_tensor:
         plan = plan_pairs(float_tensors=reason_by_float_tensor)

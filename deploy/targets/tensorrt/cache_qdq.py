@@ -217,8 +217,9 @@ def share_scales(model: onnx.ModelProto, plan: Plan) -> Plan:
             sharing_tensors = sorted(group_by_tensor[tensor])
             owner = sharing_tensors[0]  # any one, but the same in every run
         elif owner in group_by_tensor:
-            # A pool makes the tensor, and the pool's input has the largest scale of a Concat. The
-            # tensor may have a smaller one, its own.
+            # A pool makes the tensor, and the pool's input shares the scale of the tensors that it
+            # meets in a Concat, the largest of theirs. The tensor keeps a scale of its own, which
+            # may be smaller.
             owner = tensor
 
         if owner != tensor:

@@ -399,8 +399,9 @@ def _apply_rules(tensor_ranges: TensorRanges, levels: Iterable[int]) -> None:
         has_changed = True
         while has_changed:
             has_changed = _apply_rule_once(tensor_ranges, node_outputs, range_from_inputs, level)
-            # of guesses only one is added in a round: what follows from it may be more certain
-            if not has_changed or level < GUESS:
+            # at the level GUESS a round adds one range, by the one rule or the other: once it is
+            # known, a tensor may get a range that is more certain than if it were guessed now
+            if level < GUESS or not has_changed:
                 has_added = _apply_rule_once(
                     tensor_ranges, tensors_from_the_end, range_from_readers, level
                 )

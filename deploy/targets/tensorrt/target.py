@@ -318,7 +318,8 @@ class TensorRT(TensorrtOptions, Target):
         default_command = trtexec.shipping_command(
             commands, version, reads_typed=engines.reads_typed(self, version)
         )
-        shipped = _write_script(request, files, commands, default_command)
+        # the files that the script's default command reads
+        shipped_files = _write_script(request, files, commands, default_command)
         built = self._build_engines(request, calibrated, files, float32_nodes, commands)
         if built.engine is not None:
             files["TensorRT engine"] = built.engine
@@ -330,7 +331,7 @@ class TensorRT(TensorrtOptions, Target):
             engine=built.engine,
             # if TensorRT fails, the target has failed: no model is evaluated in place of the engine
             runnable=None if built.failure else evaluated_file,
-            shipped=shipped,
+            shipped=shipped_files,
             baselines=built.baselines.engines,
             files={**files, **built.baselines.files},
             decisions=(*calibrated.match.plan.decisions, *request.plugin_decisions),
@@ -567,15 +568,15 @@ def _write_script(
     from deploy.targets.tensorrt.trtexec import trtexec_script
 
     role = "script of trtexec"
-    shipped = []
+    shipped_files = []
     if default is not None:
         # such as m.onnx of --onnx=m.onnx
         argument_values = {argument.rpartition("=")[2] for argument in default.arguments}
-        shipped = [path for path in files.values() if path.name in argument_values]
+        shipped_files = [path for path in files.values() if path.name in argument_values]
         if default != commands[0]:
             role += f", with {default.name} as argument"
     files[role] = request.write_script("_trtexec.sh", trtexec_script(commands, default))
-    return tuple(shipped)
+    return tuple(shipped_files)
 
 
 def _float32_notes(reasons: Mapping[str, str]) -> list[str]:

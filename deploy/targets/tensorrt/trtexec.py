@@ -155,7 +155,7 @@ _MACHINES = {
     "fp8": "on a GPU of Ada, Hopper or later, ",
     "dla": "on a Jetson AGX Orin (JetPack 7.2.2 or newer) ",
 }
-_ADJUST_FLAG = "--adjustForDLA"  # since 10.16: lets the parser rewrite layers for DLA
+_ADJUST_FOR_DLA_FLAG = "--adjustForDLA"  # since 10.16: lets the parser rewrite layers for DLA
 _DLA_FLAGS = ("--useDLACore=0", "--allowGPUFallback")
 _FIRST_WITHOUT_DLA = "10.8.0"  # from it on DLA takes no cache; from 11.4.1 on it takes typed models
 # type -> first supported version that has it
@@ -196,7 +196,8 @@ def trtexec_commands(
 
     There are up to three ways: from the float model and the cache, from the Q/DQ model, and from
     the typed model. Where no cache can be read (by TensorRT 11, or in FP8), only the last one is
-    left. For DLA the only way is the cache up to TensorRT 10.7, and the typed model later.
+    left. For DLA there is no command for the Q/DQ model: TensorRT up to 10.7 builds from the cache,
+    11.4.1 and newer from the typed model.
 
     Args:
         options: options of the target.
@@ -213,13 +214,14 @@ def trtexec_commands(
     else:  # TensorRT 11 reads no cache, and a cache is for int8 only
         reads_cache = features_of(version).calibrators and options.precision != FP8
 
+    float_type = options.rest  # type of the layers that are not quantized
     commands: list[TrtexecCommand] = []
     if reads_cache:
         commands.append(
-            _cache_command(request, files, requirements, version, options.rest, float32_nodes)
+            _cache_command(request, files, requirements, version, float_type, float32_nodes)
         )
         # None if no TensorRT up to 10 reads the Q/DQ model
-        qdq_command = _qdq_command(files, requirements[QDQ_MODEL], options.rest, float32_nodes)
+        qdq_command = _qdq_command(files, requirements[QDQ_MODEL], float_type, float32_nodes)
         if qdq_command is not None and not options.dla:
             commands.append(qdq_command)
     commands += _typed_commands(files, requirements, version, options.features)
@@ -356,9 +358,9 @@ def _typed_commands(
 ) -> tuple[TrtexecCommand, ...]:
     """Return the commands that build in the types of the model: one for TensorRT 10, one for 11.
 
-    TensorRT 10 has a flag for that (--stronglyTyped), and 11 builds no other way. If only TensorRT
-    11 can read the model, there is only its command. If no version can, the result is a command
-    without arguments, which says why.
+    TensorRT 10 has a flag for that (--stronglyTyped), and 11 builds no other way. The commands are
+    named "typed" and "11". If only TensorRT 11 can read the model, there is only its command. If no
+    version can, the result is a command without arguments, which says why.
 
     Args:
         files: role (what a file is for) -> path.
@@ -380,7 +382,7 @@ def _typed_commands(
     condition_11 = f"{machine}with TensorRT 11"
     if needs_11 and first_version != _FIRST_TYPED_ONLY:  # a later 11
         condition_11 += f" from {first_version.removesuffix('.0')} on"
-    flags_11 = [_ADJUST_FLAG] if "dla" in features else []
+    flags_11 = [_ADJUST_FOR_DLA_FLAG] if "dla" in features else []
     command_11 = TrtexecCommand("11", condition_11, _command_line(model, flags_11))
     if needs_11:
         return (command_11,)
