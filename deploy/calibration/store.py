@@ -211,10 +211,10 @@ def save_calibration(
     _write(path, cache_text, packed, seal_json(document))
 
 
-def make_text_only_json(
+def make_note_without_statistics(
     text: bytes, fingerprint: Fingerprint, *, float32_layers: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return the JSON of a cache without statistics, such as one that TensorRT wrote.
+    """Return the JSON beside a cache that has no statistics, such as one that TensorRT wrote.
 
     `float32_layers`: node -> its output tensor, of nodes that overflow float16; only C++ reads it.
     """
@@ -225,7 +225,7 @@ def make_text_only_json(
 
 
 def _make_document(text: bytes, fingerprint: Fingerprint) -> dict[str, Any]:
-    """Return the JSON of a cache without statistics, not sealed yet."""
+    """Return the JSON beside a cache without statistics, not sealed yet."""
     return {
         "schema": SCHEMA,
         "fingerprint": fingerprint.to_json(),

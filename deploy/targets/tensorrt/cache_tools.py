@@ -449,6 +449,8 @@ def write_cache_note(
         model={"graph": model_digest(float_model), "file": file_digest},
         method=request.chosen_ranges.chosen_by,
     )
-    note_bytes = store.make_text_only_json(cache_bytes, fingerprint, float32_layers=float32_nodes)
+    note_bytes = store.make_note_without_statistics(
+        cache_bytes, fingerprint, float32_layers=float32_nodes
+    )
     note_path, _ = store.sidecars(cache_path)
     return atomic.write_bytes(note_path, note_bytes)

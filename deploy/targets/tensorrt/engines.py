@@ -101,7 +101,8 @@ def load_gpu_cache(path: Path, fingerprint: Fingerprint) -> bytes | None:
 def store_gpu_cache(path: Path, data: bytes, fingerprint: Fingerprint) -> None:
     """Write the cache, then its fingerprint."""
     atomic.write_bytes(path, data)
-    atomic.write_bytes(store.sidecars(path)[0], store.make_text_only_json(data, fingerprint))
+    note_path, _ = store.sidecars(path)
+    atomic.write_bytes(note_path, store.make_note_without_statistics(data, fingerprint))
 
 
 _TIMING_CACHE = "tensorrt.timing"
@@ -419,7 +420,9 @@ def _quantized_settings(
     uses_cache: bool,
     is_typed: bool,
 ) -> BuilderSettings:
-    """Return the builder settings of the quantized engine: `builder_settings` and its float nodes.
+    """Return the builder settings of the quantized engine.
+
+    They are those of `builder_settings`, and the nodes that this engine runs in float.
 
     Args:
         options: options of the target.
