@@ -435,7 +435,7 @@ def check_tensor_input(key: str, graph: LayerGraph) -> None:
             f"input {index} of {name!r} cannot be quantized: {graph.unfit_inputs[key]}; take it out"
             " of tensor_quantize"
         )
-    if key not in graph.optional_layers:  # it has all other inputs of such nodes
+    if key not in graph.optional_layers:  # which has all inputs of Add and MaxPool that can be int8
         raise ConfigError(
             f"input_index of {name!r}, of type {op}, must be below {TENSOR_QUANTIZE_OPS[op]}, got"
             f" {index}"

@@ -404,11 +404,11 @@ def _find_wide_sums(deploy: onnx.ModelProto, layers: QuantLayers) -> dict[str, s
 
 
 def _pop_sum_shares(deploy_runs: Runs, layer_by_sums_tensor: Mapping[str, str]) -> dict[str, float]:
-    """Remove the tensors of sums from the outputs of all runs; return their largest values.
+    """Remove the tensors of `_find_wide_sums` from the outputs of all runs; return their maxima.
 
     Args:
-        deploy_runs: outputs of the deploy model.
-        layer_by_sums_tensor: tensor of sums -> its layer.
+        deploy_runs: for each sample, output name -> value of the deploy model.
+        layer_by_sums_tensor: tensor of a layer's sums of integer products -> the layer.
 
     Returns:
         Layer -> its largest sum, relative to 2^31.

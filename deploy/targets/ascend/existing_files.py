@@ -35,7 +35,7 @@ from deploy.targets.ascend.models import is_fusion_mapping
 from deploy.targets.ascend.preparation import disable_layers, prepare_model, unfuse_batchnorms
 from deploy.targets.ascend.proto import parse_text, suggest_name
 from deploy.targets.ascend.quant_layer import (
-    quantize_fitting,
+    quantize_fitting_layers,
     quantize_layers,
     read_constant,
     read_weight_rows,
@@ -357,8 +357,9 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
                 scale_w=weight_scales[name],
                 has_weight=bool(layer.weight),
             )
-    layers, reason_by_refused_layer = quantize_fitting(model, graph, records)
-    if not layers:
+    # refused are layers that exceed the hardware's limits
+    quant_layers, reason_by_refused_layer = quantize_fitting_layers(model, graph, records)
+    if not quant_layers:
         tensors = list(dict.fromkeys(layer.input for layer in graph.layers.values()))
         raise CacheError(
             f"a cache must have scales for the inputs of the model's layers, got a usable scale in"
@@ -371,13 +372,13 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
     return Recipe(
         model=model,
         graph=graph,
-        records={name: records[name] for name in layers},
-        layers=layers,
+        records={name: records[name] for name in quant_layers},
+        layers=quant_layers,
         method="ARQ, and a TensorRT cache",
         float_reasons=float_reasons | reason_by_refused_layer,
         notes=(
-            f"Scales: {path} for {len(layers)} of {len(graph.layers)} layers, symmetric, without"
-            " offset; weights by ARQ; nothing was calibrated.",
+            f"Scales: {path} for {len(quant_layers)} of {len(graph.layers)} layers, symmetric,"
+            " without offset; weights by ARQ; nothing was calibrated.",
         ),
     )
 
@@ -433,6 +434,7 @@ def _find_unfolded_layers(subject: CalibrationSubject, records: Records) -> list
     AMCT folds a BatchNormalization only into a Conv; calib8 also into ConvTranspose and Gemm, and
     constant Muls and Adds into all three. The scales show which tool made the record.
     """
+    # a graph has the layers of a model, an index the values of its constants
     folded_model, folded_graph = prepare_model(subject.model)
     unfolded_model, unfolded_graph = prepare_model(subject.unfolded.model)
     folded_index = Graph(folded_model)

@@ -246,7 +246,8 @@ class _Float16Writer:
     ) -> set[str]:
         """Return the type variables that are float16 in a node: those of outputs to be float16.
 
-        ONNX's schema of a node gives each input and output a type variable, such as "T".
+        ONNX's schema of a node gives each input and output a type variable, such as "T". All that
+        have the same variable have the same type.
 
         `inputs` and `outputs`: (type variable, tensor) of each.
         """
@@ -258,6 +259,8 @@ class _Float16Writer:
         variables_of_float16_outputs = {
             variable for variable, name in outputs if name in self.tensors_to_be_float16
         }
+        # an output with a variable that no input has, such as a LayerNormalization's mean, has the
+        # type that an attribute names
         return variables_of_float16_outputs & input_variables
 
     def is_float16(self, name: str) -> bool:

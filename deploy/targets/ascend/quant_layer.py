@@ -69,7 +69,7 @@ def quantize_layers(
         ExportError: scales or biases exceed the limits of the hardware; the message counts such
             layers and names the first five.
     """
-    quantized, refusals = quantize_fitting(model, graph, records)
+    quantized, refusals = quantize_fitting_layers(model, graph, records)
     if refusals:
         reasons = [f"{name}: {reason}" for name, reason in refusals.items()]
         raise ExportError(
@@ -79,7 +79,7 @@ def quantize_layers(
     return quantized
 
 
-def quantize_fitting(
+def quantize_fitting_layers(
     model: onnx.ModelProto, graph: LayerGraph, records: Records
 ) -> tuple[dict[str, QuantLayer], dict[str, str]]:
     """Quantize the layers with a record, as far as they are within the hardware's limits.

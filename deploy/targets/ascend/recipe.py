@@ -45,7 +45,7 @@ from deploy.targets.ascend.preparation import prepare_model
 from deploy.targets.ascend.quant_layer import (
     QuantLayer,
     QuantLayers,
-    quantize_fitting,
+    quantize_fitting_layers,
     read_constant,
     read_weight_rows,
 )
@@ -241,12 +241,14 @@ def _quantize_layers(
             reason = f"a 3-D convolution takes no activation offset, got {record.offset_d}"
             refusal_by_layer[name] = reason
             continue
+        # "" if the weight keeps the model's own integers, else why it is rounded again
         weight_scales, rounding_reason_by_layer[name] = _fit_weight_scales(layer, record, index)
         records[name] = replace(record, scale_w=weight_scales, has_weight=bool(layer.weight))
-    layers, hardware_refusals = quantize_fitting(model, graph, records)
+    quant_layers, hardware_refusals = quantize_fitting_layers(model, graph, records)
     for name in hardware_refusals:
         del rounding_reason_by_layer[name]
-    return _QuantizedLayers(layers, rounding_reason_by_layer, refusal_by_layer | hardware_refusals)
+    refusal_by_layer |= hardware_refusals
+    return _QuantizedLayers(quant_layers, rounding_reason_by_layer, refusal_by_layer)
 
 
 def _fit_weight_scales(layer: Layer, record: LayerRecord, index: Graph) -> tuple[Float32Array, str]:

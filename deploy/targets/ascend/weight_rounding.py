@@ -207,9 +207,9 @@ class AdaRoundSteps:
         The targets are its outputs in the float model. The inputs are those of the model in which
         the layers before it have AdaRound's weights.
 
-        An observation is made after those in its `needs`. Here that is one after the other, so that
-        only one layer's values are in memory: first the inputs of the layer before, then this
-        layer's targets, then its inputs.
+        The targets are observed after the inputs of the layers before this one, and its inputs
+        after its targets: so only one layer's values are in memory at a time. The `needs` set this
+        order, and so name more observations than a model is made from.
 
         Args:
             layer: the layer.
@@ -219,6 +219,7 @@ class AdaRoundSteps:
             earlier_steps: name -> step of the layers before it.
         """
         name = layer.name
+        # what is observed before: maxima for DMQ's factors, and the inputs of layers rounded before
         earlier_inputs = (*self.channel_maxima, *(step.inputs for step in earlier_steps.values()))
         # a variant is a model to observe: its key, how it is made, and what is observed before
         float_variant = Variant(
