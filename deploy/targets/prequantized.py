@@ -67,7 +67,9 @@ def qdq_decisions(
 def _float_reason(
     trained: QdqCalibration, graph: Graph, node: onnx.NodeProto, placement: Placement
 ) -> str:
-    """Return why a node runs in float if the user's Q/DQ model runs unchanged; "" if it does not.
+    """Return why a node runs in float when the user's Q/DQ model runs unchanged.
+
+    "" if it runs on integers.
 
     Args:
         trained: the user's Q/DQ model.

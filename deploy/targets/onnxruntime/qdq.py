@@ -108,8 +108,9 @@ def write_qdq(
     )
     for weight in plan.weights:
         writer.fuse_gemm(weight)
-        shifted_weight = writer.add_shift(weight)
-        writer.write_weight(shifted_weight)
+        # a bias also adds the number that a gate such as Hard-Swish adds to the layer's output
+        weight_and_bias = writer.add_gate_shift(weight)
+        writer.write_weight(weight_and_bias)
     for pair in plan.pairs:
         writer.write_pair(pair)
     # these come after the pairs, whose integers they read and write
@@ -277,7 +278,7 @@ class _QdqWriter:
         self.producer[node.output[0]] = node
         self.replacements[add.name] = []
 
-    def add_shift(self, target: WeightTarget) -> WeightTarget:
+    def add_gate_shift(self, target: WeightTarget) -> WeightTarget:
         """Add a gate's shift to the bias of the layer upstream; return the target with that bias.
 
         The shift is the number that a gate adds to its source, such as 3 in a Hard-Swish.
@@ -362,6 +363,7 @@ class _QdqWriter:
         stored_weights = {weight for weight, *_ in self.dequantized_weights}
         if target.name in stored_weights:  # with other scales, for another node
             stored_name = f"{target.name}/{node.name}"
+        # with `float_weights` a QuantizeLinear of the float weight takes the place of the integers
         float_weight = target.name if self.float_weights else ""
         dequantized = self._add_dequantized_constant(
             stored_name, integers, scales, target.axis, grid, float_weight

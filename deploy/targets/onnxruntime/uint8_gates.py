@@ -245,10 +245,10 @@ class GateWriter:
             return output, []
         name = f"{gate.name}/product"
         scale, zero_point = output_range.on(UINT8)
-        offset_fit = fit_output_offset(scale, zero_point, gate.offset)
-        if offset_fit.steps:  # 0 if the offset is no integer number of steps
+        output_params = fit_output_offset(scale, zero_point, gate.offset)
+        if output_params.steps:  # 0 if the offset is no integer number of steps
             # product and product + offset have the same integers, of different zero points
-            zero_point_of_product = np.array(offset_fit.zero + offset_fit.steps, np.uint8)
+            zero_point_of_product = np.array(output_params.zero + output_params.steps, np.uint8)
             quantize.input[2] = self.add_constant(f"{name}/zero_point", zero_point_of_product)
             return output, []
 
@@ -257,10 +257,12 @@ class GateWriter:
         product_scale, product_zero = affine_params(product_lo, product_hi)
         params = self._add_scale_and_zero(name, float(product_scale), product_zero)
         float_product = f"{name}/float"
+        quantized_product = name  # the output of the pair, which has the same name
         pair = make_pair(
-            float_product, name, name, quantize_params=params, dequantize_params=params
+            float_product, quantized_product, name, quantize_params=params, dequantize_params=params
         )
-        add = make_node("Add", [name, self.add_number(gate.offset)], output, f"{name}/Add")
+        operands = [quantized_product, self.add_number(gate.offset)]
+        add = make_node("Add", operands, output, f"{name}/Add")
         return float_product, [*pair, add]
 
     def _add_scale_and_zero(self, name: str, scale: float, zero: int) -> list[str]:
