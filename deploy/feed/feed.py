@@ -353,6 +353,7 @@ class _SourceOpener:
         arrays = open_array_files(files.file_list, specs, files.name, skip_bad=skip_bad)
         first_file = files.file_list[0]
         is_only_file = files.folder is None and len(files.file_list) == 1
+        # a file of a list may be missing: with `skip_bad` it is one sample, named like the file
         if is_only_file and first_file.label is None and first_file.path.exists():
             # samples are named by their number in the file, as the C++ library does
             file_name = printable_name(first_file.path.name)

@@ -256,8 +256,8 @@ def _tiff_values(data: bytes) -> Iterator[tuple[int, int, int]]:
         struct.error: the data ends before.
     """
     read_integer = partial(_read_tiff_integer, data)
-    # formats, letters of `struct`: of offsets and numbers of values, and of the number of entries
-    offset_format = "I"
+    # a format is a letter of `struct`
+    offset_format = "I"  # of a number of values too
     offset_bytes = 4
     entry_count_format = "H"
     if read_integer("H", 2) == _BIG_TIFF:

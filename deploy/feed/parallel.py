@@ -127,6 +127,7 @@ class _OrderedRun(Generic[Work]):
         samples = iter(self.samples)
         with ThreadPoolExecutor(self.threads) as pool:
             while True:
+                # such as to store a checkpoint, with the results of all samples drawn so far
                 if self.pause.is_due(self.drawn_count):
                     self._consume_first(len(self.pending_results))
                     self.pause.run(self.drawn_count)

@@ -98,7 +98,7 @@ class SampleReader:
     Attributes:
         digests: of the samples read.
         previews: of the samples read, as far as they were requested.
-        decodes: number of images or rows read for a run so far, not counting cached ones.
+        decode_count: number of images or rows read for a run so far, not counting cached ones.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class SampleReader:
         self.skip_bad = skip_bad
         self.digests = SampleDigests(len(source))
         self.previews = Previews(preprocess)
-        self.decodes = 0
+        self.decode_count = 0
         self._source = source
         self._max_in_memory = max_in_memory
         self._memory_cache: dict[int, Sample] = {}
@@ -221,7 +221,7 @@ class SampleReader:
             raise result.error
         assert result.raw is not None and result.sample is not None
 
-        self.decodes += 1
+        self.decode_count += 1
         self._disk_cache.add(index, result.sample)
         self.previews.add(index, name, result.raw, result.sample)
         if len(self._memory_cache) < self._max_in_memory:

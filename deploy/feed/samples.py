@@ -140,7 +140,7 @@ class Feed:
     @property
     def decodes(self) -> int:
         """Number of images or rows read for a run so far."""
-        return self._sample_reader.decodes
+        return self._sample_reader.decode_count
 
     @property
     def has_fixed_size(self) -> bool:
@@ -201,7 +201,7 @@ class Feed:
                 f" labels for {len(indices)}"
             )
         self._user_labels = dict(zip(indices, labels, strict=True))
-        self._bad_count_when_cached = None
+        self._bad_count_when_cached = None  # the cached labels are of no use any more
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -436,7 +436,7 @@ class Feed:
                 index, bytes.fromhex(digest), self._name(index)
             )
         self._chosen_samples.skip_entries(skipped)
-        self._sample_reader.decodes += len(share.positions) - len(skipped)  # read for this run
+        self._sample_reader.decode_count += len(share.positions) - len(skipped)  # read for this run
 
     def progress_after(self, sample_count: int) -> tuple[tuple[str, ...], dict[int, str]]:
         """Return which images or rows a run has used so far, for `resume`: (digests, skipped).
@@ -469,7 +469,9 @@ class Feed:
         with phase("hashing", len(digests), "samples") as step:
             # that run may have read only the first ones
             for index, expected_digest in zip(self._chosen_samples.indices, digests, strict=False):
-                if index not in known_digests:
+                if (
+                    index not in known_digests
+                ):  # `hash` stores it; `UNREADABLE` for an unreadable one
                     self._sample_reader.hash(index)
                 if known_digests.digest(index).hex() != expected_digest:
                     raise FeedError(
@@ -577,7 +579,7 @@ class Feed:
                 two small images.
         """
         indices = self._chosen_samples.indices
-        if self.batch > 1:  # a sample is made of images that follow each other: the first ones
+        if self.batch > 1:  # a sample joins images that follow each other; the first are yielded
             cached_indices = list(indices[: count * self.batch])
         else:
             cached_indices = self.spread(indices, count)
