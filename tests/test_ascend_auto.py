@@ -107,7 +107,8 @@ def test_config_names_every_layer_search(small_cnn):
     assert searched.layers[first_layer].activation.act_algo == "hfmg"
     assert searched.layers[second].activation.search_range == (1.0, 1.3)
     assert (
-        searches.apply_searches(config, dict.fromkeys(config.layers, searches.CONFIGURED)) == config
+        searches.apply_searches(config, dict.fromkeys(config.layers, searches.DEFAULT_SEARCH))
+        == config
     )
 
 

@@ -34,7 +34,7 @@ INPUTS_OF_FILE = {"model": "a", "batch": 8, "shape": (1, 3)}
 
 def test_note_holds_inputs_and_digest(tmp_path):
     path = tmp_path / "m.engine"
-    manifest.write_with_note(path, b"plan", INPUTS_OF_FILE)
+    manifest.write_made_from(path, b"plan", INPUTS_OF_FILE)
     note = json.loads((tmp_path / "m.engine.json").read_text())
     digest = {"engine_sha256": manifest.sha256(b"plan")}
     assert note == {"model": "a", "batch": 8, "shape": [1, 3], **digest}
@@ -42,7 +42,7 @@ def test_note_holds_inputs_and_digest(tmp_path):
 
 @pytest.mark.parametrize("change", [{"model": "b"}, {"batch": 4}, {"more": 1}])
 def test_file_of_other_inputs_stays_unread(tmp_path, change):
-    path = manifest.write_with_note(tmp_path / "m", b"data", INPUTS_OF_FILE)
+    path = manifest.write_made_from(tmp_path / "m", b"data", INPUTS_OF_FILE)
     assert manifest.read_if_made_from(path, INPUTS_OF_FILE) == b"data"
     assert manifest.read_if_made_from(path, INPUTS_OF_FILE | change) is None
 
@@ -50,7 +50,7 @@ def test_file_of_other_inputs_stays_unread(tmp_path, change):
 def test_changed_file_or_note_counts_as_missing(tmp_path):
     path = tmp_path / "m"
     assert manifest.read_if_made_from(path, INPUTS_OF_FILE) is None
-    manifest.write_with_note(path, b"data", INPUTS_OF_FILE)
+    manifest.write_made_from(path, b"data", INPUTS_OF_FILE)
     path.write_bytes(b"more data")
     assert manifest.read_if_made_from(path, INPUTS_OF_FILE) is None
     path.write_bytes(b"data")

@@ -438,13 +438,13 @@ def key_of(here=HERE, model="m", cache="c", **settings):
 def test_engine_is_reused_for_equal_key(tmp_path):
     path, key = tmp_path / "m.engine", key_of()
     assert not manifest.read_if_made_from(path, key)
-    manifest.write_with_note(path, b"plan", key)
+    manifest.write_made_from(path, b"plan", key)
     assert manifest.read_if_made_from(path, key)
     older = Sdk(version="8.6.1", calibrators=True, gpu=HERE.gpu)
     for other_key in (key_of(fp16=False), key_of(model="other"), key_of(cache=None), key_of(older)):
         assert not manifest.read_if_made_from(path, other_key)
     key = key_of(profiles={"x": InputShapeRange((1, 3), (2, 3), (8, 3))})
-    manifest.write_with_note(path, b"plan", key)
+    manifest.write_made_from(path, b"plan", key)
     assert manifest.read_if_made_from(path, key)
     path.write_bytes(b"pla")
     assert not manifest.read_if_made_from(path, key)

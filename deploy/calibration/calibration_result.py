@@ -233,7 +233,7 @@ class QdqModelRanges(Ranges):
         return f"the scales of {self.trained.name}"
 
     def find(
-        self, observations: Iterable[Observation], *, symmetric: Grid | None = None
+        self, observations: Iterable[Observation], *, symmetric_grid: Grid | None = None
     ) -> RangeSet:
         """Return the ranges of the pairs; a tensor without a pair has none."""
         scales = self.trained.scales

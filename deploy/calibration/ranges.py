@@ -166,13 +166,13 @@ class Ranges:
         return result
 
     def find(
-        self, observations: Iterable[Observation], *, symmetric: Grid | None = None
+        self, observations: Iterable[Observation], *, symmetric_grid: Grid | None = None
     ) -> RangeSet:
         """Search the ranges of observed tensors; return them, and why some tensors have none.
 
         Args:
             observations: tensors, each with the statistic that was recorded of it.
-            symmetric: grid that the symmetric ranges are for; None for int8.
+            symmetric_grid: grid that the symmetric ranges are for; None for int8.
         """
         if self.trusted is not None:  # ranges of a user's cache, used as they are
             return self.trusted
@@ -184,16 +184,18 @@ class Ranges:
                 histogram = self.histogram(observation)
                 trouble = find_trouble(histogram)  # why the values have no range, such as all 0
                 if trouble is None:
-                    scales[observation.tensor] = self._scale(observation, histogram, symmetric)
+                    scales[observation.tensor] = self._scale(observation, histogram, symmetric_grid)
                 else:
                     reason = NoScaleReason(trouble, is_infinite=bool(histogram.infinite))
                     unusable[observation.tensor] = reason
                 show_progress()
         return RangeSet(scales=scales, unusable=unusable)
 
-    def cached_scale(self, observation: Observation, *, symmetric: Grid | None) -> Scale | None:
+    def cached_scale(
+        self, observation: Observation, *, symmetric_grid: Grid | None
+    ) -> Scale | None:
         """Return the range of one tensor if it is cached; never searches."""
-        key = observation.key, self._method_of(observation).label, symmetric
+        key = observation.key, self._method_of(observation).label, symmetric_grid
         return self._scales.get(key)
 
     def histogram(self, observation: Observation) -> Histogram:
@@ -206,15 +208,15 @@ class Ranges:
         return self._method_by_tensor.get(observation.tensor, self.method)
 
     def _scale(
-        self, observation: Observation, histogram: Histogram, symmetric: Grid | None
+        self, observation: Observation, histogram: Histogram, symmetric_grid: Grid | None
     ) -> Scale:
-        cached = self.cached_scale(observation, symmetric=symmetric)
+        cached = self.cached_scale(observation, symmetric_grid=symmetric_grid)
         if cached is not None:
             return cached
         method = self._method_of(observation)
         limits = None
         if observation.variant.key == FOLDED:
             limits = self.range_limits.get(observation.tensor)
-        scale = search_scale(histogram, method.search(symmetric), limits)
-        self._scales[observation.key, method.label, symmetric] = scale
+        scale = search_scale(histogram, method.search(symmetric_grid), limits)
+        self._scales[observation.key, method.label, symmetric_grid] = scale
         return scale

@@ -91,15 +91,15 @@ def _is_image_shape(shape: tuple[int | str | None, ...]) -> bool:
     return all(isinstance(side, int) and side > 3 for side in shape[1:])
 
 
-def _may_hold_samples(shape: tuple[int | str | None, ...], size: int) -> bool:
-    """Whether an output of this shape may hold `size` samples.
+def _may_hold_samples(shape: tuple[int | str | None, ...], sample_count: int) -> bool:
+    """Whether an output of this shape may hold so many samples.
 
     They are rows of its first dimension, or of the second of a sequence [T, N, C].
     """
     if not shape:  # a scalar, or of unknown rank
         return True
     batch_sizes = shape[:2] if len(shape) > 2 else shape[:1]
-    return any(not isinstance(batch, int) or batch == size for batch in batch_sizes)
+    return any(not isinstance(size, int) or size == sample_count for size in batch_sizes)
 
 
 def has_open_first(spec: TensorSpec) -> bool:
@@ -118,7 +118,7 @@ def may_lack_batch(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) 
     if not open_inputs:
         return False
     known_shapes = [output.shape for output in outputs if output.shape]
-    # no fixed dimension has the size 0, so only open ones are found
+    # 0 samples: an open dimension may hold any number, a fixed one is never 0
     if known_shapes and not any(_may_hold_samples(shape, 0) for shape in known_shapes):
         return True
     return all(_may_be_points(spec.shape) for spec in open_inputs)

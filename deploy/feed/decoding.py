@@ -215,7 +215,7 @@ class _StderrCapture:
         self._file_stream = file_stream
         self._file_descriptor = file_descriptor
         self._original_stream: int | None = None
-        self._count_changed = threading.Condition()
+        self._capture_ended = threading.Condition()  # its lock guards all the other attributes
         self._active_count = 0  # captures that have begun and not ended, each in its thread
         self._exclusive_count = 0  # captures that exclude other threads or wait to do so
 
@@ -227,12 +227,12 @@ class _StderrCapture:
         body; else other threads decode too, and their lines are captured as well.
         """
         lines: list[str] = []
-        with self._count_changed:
+        with self._capture_ended:
             if exclusive:
                 self._exclusive_count += 1
-                self._count_changed.wait_for(lambda: not self._active_count)
+                self._capture_ended.wait_for(lambda: not self._active_count)
             else:  # those that wait to be exclusive go first
-                self._count_changed.wait_for(lambda: not self._exclusive_count)
+                self._capture_ended.wait_for(lambda: not self._exclusive_count)
             self._active_count += 1
             if self._active_count == 1:  # the first one: let stderr lead to the temporary file
                 self._original_stream = self._stderr_variable.value
@@ -241,13 +241,15 @@ class _StderrCapture:
         try:
             yield lines
         finally:
-            with self._count_changed:
+            with self._capture_ended:
                 if exclusive:
                     self._exclusive_count -= 1
-                lines += self._finish(size_before)
+                lines += self._end_capture(size_before)
 
-    def _finish(self, size_before: int) -> list[str]:
-        """Return the lines printed since; the last thread restores the C library's stderr.
+    def _end_capture(self, size_before: int) -> list[str]:
+        """End a capture; return the lines printed since it began.
+
+        The last capture to end restores the C library's stderr, and empties the temporary file.
 
         `size_before`: bytes in the temporary file when the capture began.
         """
@@ -259,7 +261,7 @@ class _StderrCapture:
         output = os.pread(self._file_descriptor, count, size_before)
         if not self._active_count and size:
             os.ftruncate(self._file_descriptor, 0)
-        self._count_changed.notify_all()
+        self._capture_ended.notify_all()
         return _printable_lines(output.decode("ascii", "backslashreplace"))
 
 

@@ -136,7 +136,7 @@ def _resolve_metadata(
     if stated_size is None or size is None or stated_size == size:
         return preprocess, ()
     sizes = f"it says {format_size(stated_size)} pixels, the input is of {format_size(size)}"
-    if preprocess.resize == "short-side":  # the short side is of images for the stated size
+    if preprocess.resize == "short-side":  # the short side was chosen for the stated size only
         return None, (f"{title} is not followed: {sizes}",)
     return preprocess, (f"{title} is followed but for its size: {sizes}",)
 

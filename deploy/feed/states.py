@@ -289,16 +289,22 @@ class OwnStates:
 
 
 def spread_steps(
-    indices: Sequence[int], sequence_of: Callable[[int], int], max_steps: int
+    steps: Sequence[int], sequence_of: Callable[[int], int], max_steps: int
 ) -> list[int]:
-    """Return at most `max_steps` steps: the first ones of sequences that are spread evenly."""
-    if len(indices) <= max_steps:
-        return list(indices)
+    """Return at most `max_steps` steps: the first ones of sequences that are spread evenly.
+
+    Args:
+        steps: samples, by index: each is one step of a model that feeds itself its states.
+        sequence_of: returns the number of the sequence that a step belongs to.
+        max_steps: largest number of steps.
+    """
+    if len(steps) <= max_steps:
+        return list(steps)
     steps_by_sequence: dict[int, list[int]] = {}
-    for index in indices:
-        steps_by_sequence.setdefault(sequence_of(index), []).append(index)
-    # as many sequences as have `max_steps` steps together, if each has the average number
-    sequence_count = math.ceil(max_steps * len(steps_by_sequence) / len(indices))
+    for step in steps:
+        steps_by_sequence.setdefault(sequence_of(step), []).append(step)
+    # sequences of the mean length that have `max_steps` steps together
+    sequence_count = math.ceil(max_steps * len(steps_by_sequence) / len(steps))
     chosen_steps: list[int] = []
     for sequence in spread_evenly(list(steps_by_sequence), sequence_count):
         chosen_steps += steps_by_sequence[sequence][: max_steps // sequence_count]

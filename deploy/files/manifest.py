@@ -3,7 +3,7 @@
 It is published with these files (`deploy.files.staging`). Files of earlier builds in the same
 folder, for another model or target, are listed separately.
 
-Single files outside of a build have a note next to them (`write_with_note`, `read_if_made_from`)::
+Single files outside of a build have a note next to them (`write_made_from`, `read_if_made_from`)::
 
     model.engine         the file, written first
     model.engine.json    the note, written last: what the file was made from, and its sha256
@@ -49,8 +49,8 @@ def note_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.json")
 
 
-def write_with_note(path: Path, data: bytes, made_from: Mapping[str, Any]) -> Path:
-    """Write the file, then its note.
+def write_made_from(path: Path, data: bytes, made_from: Mapping[str, Any]) -> Path:
+    """Write a file, then the note of what it was made from; return the file's path.
 
     `made_from`: everything it depends on, as plain JSON.
 

@@ -348,9 +348,10 @@ def _find_logits(graph: Graph) -> list[str]:
 
 
 def _is_score(graph: Graph, sigmoid: onnx.NodeProto) -> bool:
-    """Whether a Sigmoid's output is a score: no activation is multiplied by it, moved or not.
+    """Whether a Sigmoid's output is a score: no activation is multiplied by it.
 
-    Other scores and constants may be.
+    Nor may one be multiplied by what a Reshape, Concat or the like makes of it. Other scores and
+    constants may.
     """
     scores = [sigmoid.output[0]]
     for score in scores:  # grows during the loop

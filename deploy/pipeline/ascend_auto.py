@@ -26,7 +26,7 @@ from deploy.targets.ascend.config import write_config
 from deploy.targets.ascend.config_keys import QuantConfig
 from deploy.targets.ascend.float16 import find_float16_tensors
 from deploy.targets.ascend.layer_searches import (
-    CONFIGURED,
+    DEFAULT_SEARCH,
     SEARCHES,
     apply_searches,
     count_dmq_samples,
@@ -95,7 +95,7 @@ class AscendAutoTarget(Ascend):
     @property
     def _searches(self) -> tuple[str, ...]:
         """Names of the searches that layers may have."""
-        return SEARCHES if self.has_all_searches and not self.configured else (CONFIGURED,)
+        return SEARCHES if self.has_all_searches and not self.configured else (DEFAULT_SEARCH,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,16 +74,17 @@ class BuildRequest:
         """The clip ranges, each by the method chosen for its tensor."""
         return self.ranges.with_choices(self.choices)
 
-    def ranges_of(self, target: Target, *, symmetric: Grid | None = None) -> RangeSet:
+    def ranges_of(self, target: Target, *, symmetric_grid: Grid | None = None) -> RangeSet:
         """Return the ranges of the tensors that a target demands, by the chosen methods.
 
-        The demand is computed once, however many builds are tried. `symmetric`: grid of symmetric
-        thresholds; None for int8.
+        The demand is computed once, however many builds are tried.
+
+        `symmetric_grid`: grid of the symmetric thresholds; None for int8.
         """
         subject = self.subject
         key = "demand", target.name, subject.float_nodes, subject.method.label
         demand = self.compute_once(key, lambda: target.demand(subject))
-        return self.chosen_ranges.find(demand, symmetric=symmetric)
+        return self.chosen_ranges.find(demand, symmetric_grid=symmetric_grid)
 
     def compute_once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
         """Return `compute()`, called once per key for all builds of this model by a search."""

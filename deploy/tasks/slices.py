@@ -26,9 +26,9 @@ from deploy.tasks.rows import (
     is_floating,
 )
 from deploy.tasks.thresholds import (
-    FORM_SAMPLES,
-    FORM_SAMPLES_OF_FEW,
+    MAX_FORM_SAMPLES,
     MAX_SILENT_PEAK,
+    MIN_FORM_SAMPLES,
     MIN_ROW_VALUES,
     MIN_UNIT_RATIO,
     UNIT_TOLERANCE,
@@ -49,10 +49,10 @@ def form_samples(inputs: Outputs, outputs: Outputs) -> int:
     has_single = any(value.size <= 1 and value.dtype.kind == "f" for value in outputs.values())
     max_size = max((value.size for value in outputs.values()), default=0)
     if not has_single and max_size > MIN_ROW_VALUES:
-        return FORM_SAMPLES
+        return MIN_FORM_SAMPLES
     total = sum(value.size for value in (*inputs.values(), *outputs.values()))
     max_count = _MAX_SAMPLE_VALUES // max(total, 1)
-    return max(FORM_SAMPLES, min(FORM_SAMPLES_OF_FEW, max_count))
+    return max(MIN_FORM_SAMPLES, min(MAX_FORM_SAMPLES, max_count))
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,8 +67,8 @@ MIN_VARIATION = 1e-3  # change of outputs from sample to sample, relative to the
 SUM_ROUNDING = 1e-2  # error of a sum of probabilities, or of a vector's length, in float16
 
 # --- slices of an output ---
-FORM_SAMPLES = 4  # samples from which the form is derived
-FORM_SAMPLES_OF_FEW = 32  # the same of outputs of few values
+MIN_FORM_SAMPLES = 4  # samples from which the form of large outputs is derived
+MAX_FORM_SAMPLES = 32  # samples from which the form of outputs of few values is derived
 MIN_UNIT_RATIO = 8.0  # of every row of the larger unit to any of the smaller
 MAX_SILENT_PEAK = 0.01  # rows whose peak stays below it show no unit
 MIN_ROW_VALUES = 16  # fewer values per row (as in [N, classes]) do not show its range

@@ -469,10 +469,10 @@ def _ascend(folder: Path) -> Callable[[Path], Callable[[], object]]:
 
 def _noted(folder: Path) -> Callable[[Path], Callable[[], object]]:
     """A file whose note is the changed one."""
-    from deploy.files.manifest import note_path, read_if_made_from, write_with_note
+    from deploy.files.manifest import note_path, read_if_made_from, write_made_from
 
     made_from = {"model": "a", "batch": 8, "shape": [1, 3]}
-    file = write_with_note(folder / "m.engine", b"plan", made_from)
+    file = write_made_from(folder / "m.engine", b"plan", made_from)
 
     def opened(path: Path) -> Callable[[], object]:
         shutil.copyfile(path, note_path(file))

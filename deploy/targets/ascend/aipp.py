@@ -238,7 +238,7 @@ def _describe_frame_plan(plan: FramePlan, preprocess: Preprocess, source: AippSo
     """
     # (row, column) of the resized frame in the picture, negative where it is cropped
     row, column = plan.corner
-    # those of the calibration, which the plan may round
+    # size and corner of the resized frame in the calibration; the plan may have rounded both
     calibrated_size, calibrated_corner = resized_geometry(plan.frame_size, preprocess)
     is_cropped = min(calibrated_corner) < 0
     height, width = preprocess.input_size

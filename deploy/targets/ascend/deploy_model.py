@@ -110,12 +110,12 @@ class LayerRewriter(ABC):
                 self.inputs_by_node.setdefault(layer.node, []).append(quant_layer)
 
     def rewrite(self) -> onnx.ModelProto:
-        """Rewrite all layers; return the model."""
+        """Let layers compute with integers, and round tensor_quantize inputs; return the model."""
         nodes: Nodes = []
         for node in self.graph.node:
-            for quant_layer in self.inputs_by_node.get(node.name, ()):
-                assert quant_layer.layer.input_index is not None
-                nodes += self.round_input(node, quant_layer.layer.input_index, quant_layer)
+            for rounded_input in self.inputs_by_node.get(node.name, ()):
+                assert rounded_input.layer.input_index is not None
+                nodes += self.round_input(node, rounded_input.layer.input_index, rounded_input)
             if node.name in self.layers:
                 nodes += self.convert_layer(node, self.layers[node.name])
             nodes.append(node)

@@ -54,10 +54,10 @@ from deploy.targets.ascend.record import (
 from deploy.tensors import Array
 from deploy.terminal import phase
 
-CONFIGURED, _UNCLIPPED, _HFMG = "as configured", "nothing clipped", "hfmg"
+DEFAULT_SEARCH, _UNCLIPPED, _HFMG = "as configured", "nothing clipped", "hfmg"
 UNCLIPPED_METHOD = "minmax"  # name of the method without clipping in a plan
 _IFMR_CHANGES: dict[str, dict[str, Any]] = {
-    CONFIGURED: {},
+    DEFAULT_SEARCH: {},
     _UNCLIPPED: {"search_range": (1.0, 1.3)},
     "percentile 0.9999": {"max_percentile": 0.9999, "min_percentile": 0.9999},
 }
@@ -94,7 +94,7 @@ def chosen_searches(plan: RecordPlan, choices: Choices) -> dict[str, str]:
         if has_method and uses_ifmr:
             search_by_layer[name] = _UNCLIPPED
     for name, search in choices.searches.items():
-        if search != CONFIGURED:  # the default
+        if search != DEFAULT_SEARCH:
             search_by_layer[name] = search
     return search_by_layer
 
@@ -178,14 +178,14 @@ def _with_search(params: ActivationParams, search: str) -> ActivationParams:
 def make_search_plan(default: RecordPlan, search: str) -> RecordPlan:
     """Return the calibration plan that finds the scales of all layers by one search.
 
-    A search "dmq ..." balances an input with its weight. Layers without a weight have the search as
-    configured in its place.
+    A search "dmq ..." balances an input with its weight. Layers without a weight have the default
+    search in its place.
 
     Args:
-        default: plan of the search as configured.
+        default: plan of the default search.
         search: one of `SEARCHES`.
     """
-    if search == CONFIGURED:
+    if search == DEFAULT_SEARCH:
         return default
     plan = default
     search_by_layer = dict.fromkeys(default.layers, search)
@@ -193,7 +193,7 @@ def make_search_plan(default: RecordPlan, search: str) -> RecordPlan:
         plan = replace(default, dmq_samples=count_dmq_samples(default), allow_unbalanced=True)
         for name, layer in default.layers.items():
             if not layer.weight:  # DMQ moves factors from the input into the weight
-                search_by_layer[name] = CONFIGURED
+                search_by_layer[name] = DEFAULT_SEARCH
     return replace(plan, config=apply_searches(default.config, search_by_layer))
 
 

@@ -109,8 +109,8 @@ def unfuse_batchnorms(
 ) -> tuple[onnx.ModelProto, LayerGraph]:
     """Return the model with only those BatchNormalizations folded that the config allows.
 
-    It starts from the model before any folding, in which the nodes that must stay are found. All
-    others are folded.
+    It starts from the model before any folding, and folds all nodes but those after a layer into
+    which the config, or `unfolded_layers`, allows no folding.
 
     Args:
         subject: the user's model, as it was loaded.
@@ -127,22 +127,20 @@ def unfuse_batchnorms(
         return model, graph
 
     model = copy_message(model)
-    # outputs of layers into which nothing may be folded, or no BatchNormalization
-    outputs_without_folds: set[str] = set()
-    outputs_without_norms: set[str] = set()
+    unfolded_outputs: set[str] = set()  # of layers into which nothing is folded
+    skip_fusion_outputs: set[str] = set()  # of layers into which no BatchNormalization is folded
     nodes_to_keep = set()
     for node in model.graph.node:
-        # whether the node follows such a layer
-        is_after_no_folds = bool(outputs_without_folds.intersection(node.input))
-        is_after_no_norms = bool(outputs_without_norms.intersection(node.input))
-        if is_after_no_folds or (is_after_no_norms and node.op_type == NORM):
+        reads_unfolded = bool(unfolded_outputs.intersection(node.input))
+        reads_skip_fusion = bool(skip_fusion_outputs.intersection(node.input))
+        if reads_unfolded or (reads_skip_fusion and node.op_type == NORM):
             nodes_to_keep.add(node.name)
         # folding goes past a node that only moves values: its output counts as the layer's
         is_move = node.op_type in MOVES or node.op_type == "Concat"
-        if node.name in unfolded_layers or (is_move and is_after_no_folds):
-            outputs_without_folds.add(node.output[0])
-        elif node.name in config.skip_fusion_layers or (is_move and is_after_no_norms):
-            outputs_without_norms.add(node.output[0])
+        if node.name in unfolded_layers or (is_move and reads_unfolded):
+            unfolded_outputs.add(node.output[0])
+        elif node.name in config.skip_fusion_layers or (is_move and reads_skip_fusion):
+            skip_fusion_outputs.add(node.output[0])
     fold_affine(model.graph, excluded=nodes_to_keep)
     return prepare_model(model)
 

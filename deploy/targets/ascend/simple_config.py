@@ -244,14 +244,14 @@ def _read_layer_weight(section: Any, layer: Layer, *, is_common: bool) -> Weight
     Args:
         section: the section (protobuf message) that counts for the layer.
         layer: the layer.
-        is_common: it is the section common_config.
+        is_common: whether it is the section common_config.
 
     Raises:
-        ConfigError: another section asks for a bit width that the layer cannot have.
+        ConfigError: another section asks for 6 or 7 bits, which the layer cannot have.
     """
     weight = _read_weight(section)
     bits = weight.num_bits
-    # `resolve_config` gives a layer that cannot have 4 bits 8, with a note
+    # a layer that cannot have 4 bits is not refused: `resolve_config` gives it 8, with a note
     if not is_common and bits != 4 and not allows_weight_bits(layer, bits):
         raise ConfigError(
             f"quant_bits {bits} is for {LAYERS_BY_WEIGHT_BITS[bits]}, got {layer.kind}; leave it"

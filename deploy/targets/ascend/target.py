@@ -232,7 +232,9 @@ class Ascend(Target):
         return make_default_plan(model, float_reasons)
 
     def demand(self, subject: CalibrationSubject) -> tuple[Observation, ...]:
-        """Return the statistics of AMCT's searches, on the model with fake-quantized weights.
+        """Return the observations to make: the statistics that AMCT's searches need.
+
+        They are of the model with fake-quantized weights.
 
         Raises:
             ConfigError: the configuration breaks a rule, or the method is not one of AMCT's.
@@ -263,7 +265,7 @@ class Ascend(Target):
     def search_all_layers(
         self, request: BuildRequest, search: str
     ) -> tuple[RecordPlan, CalibrationRecord]:
-        """Return the default plan, and the records of all layers by a search; computed once.
+        """Return the default search's plan, and all layers' records by a search; computed once.
 
         A search is a way to a layer's scales, one of `layer_searches.SEARCHES`.
         """
@@ -289,7 +291,7 @@ class Ascend(Target):
         """
         from deploy.targets.ascend import layer_searches as searches
 
-        plan, default_record = self.search_all_layers(request, searches.CONFIGURED)
+        plan, default_record = self.search_all_layers(request, searches.DEFAULT_SEARCH)
         # layers with another search than the default one
         search_by_layer = searches.chosen_searches(plan, request.choices)
         if not search_by_layer:
@@ -299,7 +301,7 @@ class Ascend(Target):
             _, record_by_search[search] = self.search_all_layers(request, search)
         records = searches.merge_records(plan, default_record, record_by_search, search_by_layer)
         all_searches = {
-            name: search_by_layer.get(name, searches.CONFIGURED) for name in plan.layers
+            name: search_by_layer.get(name, searches.DEFAULT_SEARCH) for name in plan.layers
         }
         return plan, records, searches.apply_searches(plan.config, all_searches)
 
@@ -356,7 +358,7 @@ class Ascend(Target):
             config=config,
             method=describe_algorithms(plan.config),
             ranges=calibrated.ranges,
-            float_reasons=request.float_nodes,
+            float_reasons=request.float_nodes,  # node -> reason
             notes=tuple(calibration_notes(calibrated, plan)),
             alerts=calibration_alerts(plan),
         )

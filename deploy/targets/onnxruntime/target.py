@@ -288,12 +288,13 @@ def _recognise_task(request: BuildRequest) -> tuple[EvaluationTask | None, Outpu
     """
     from deploy.metrics.output_form import derive_from_first
     from deploy.tasks import make_metric
-    from deploy.tasks.thresholds import FORM_SAMPLES_OF_FEW
+    from deploy.tasks.thresholds import MAX_FORM_SAMPLES
 
     if request.evaluation_set is None:
         return None, {}
-    pairs = request.evaluation_set.samples_with_outputs(FORM_SAMPLES_OF_FEW)
+    pairs = request.evaluation_set.samples_with_outputs(MAX_FORM_SAMPLES)
     subject = request.subject
+    # None: the figure of the outputs' task
     metric = make_metric(None, subject.task or None, subject.loaded.declaration)
     form, samples = derive_from_first(pairs, metric)
     _, outputs = next(iter(samples))

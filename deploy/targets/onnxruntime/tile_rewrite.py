@@ -108,21 +108,21 @@ class _TiledLayer(ReplacementNodes):
     def write_layer(self, quantize: onnx.NodeProto) -> Nodes:
         """Return the Conv in the ConvTranspose's place, and the DequantizeLinears of its constants.
 
-        The Conv makes each tile of output pixels as channels. The nodes after it, an activation
-        and `quantize`, are changed in place: they read and make tensors of such tiles.
+        The Conv's channels at an input pixel are the output pixels of its tile. The nodes after
+        it, an activation and `quantize`, are changed in place: they read and make such channels.
         """
         constants = [self._write_constant(index) for index in weight_and_bias_positions(self.node)]
         inputs = [self.node.input[0], *(constant.output[0] for constant in constants)]
         output = self.node.output[0]
         conv = make_node("Conv", inputs, f"{output}{TILES}", self.name)
         tail_output = quantize.input[0]  # output of the activation, or of the layer itself
-        self._read_tiles(output)
+        self._redirect_reader(output)
         if tail_output != output:  # there is an activation
-            self._read_tiles(tail_output)
+            self._redirect_reader(tail_output)
             self.graph.producer[tail_output].output[0] = f"{tail_output}{TILES}"
         return [*constants, conv]
 
-    def _read_tiles(self, tensor: str) -> None:
+    def _redirect_reader(self, tensor: str) -> None:
         """Let the only reader of a tensor read the tensor of tiles in its place."""
         (reader,) = self.graph.readers[tensor]
         reader.input[0] = f"{tensor}{TILES}"

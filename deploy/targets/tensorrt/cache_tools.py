@@ -242,7 +242,8 @@ def _header_findings(
 def _relabel_command(path: Path | None, version: str, algorithm: str | None) -> str:
     """Return the command, as text, that gives a cache another version or algorithm in its header.
 
-    For the cache of a build it builds again, so that all files are for that version.
+    If the cache is of a build and only the version is another one, the command repeats the build,
+    so that all files are for that version.
 
     Args:
         path: the cache; None if it is unknown.
@@ -250,7 +251,7 @@ def _relabel_command(path: Path | None, version: str, algorithm: str | None) -> 
         algorithm: the algorithm for the header; None to keep it.
     """
     cache_path = path or Path("model.cache")
-    settings = cache_path.with_name(SETTINGS)  # file of the options of a build, next to its cache
+    settings = cache_path.with_name(SETTINGS)  # a build writes its options next to its cache
     if settings.exists() and algorithm is None:
         return f"calib8 build --config {shlex.quote(str(settings))} --trt-version {version}"
     arguments = ["calib8", "cache", "relabel", str(cache_path), "--trt-version", version]

@@ -399,7 +399,7 @@ def build_quantized_engine(
     reused_bytes = manifest.read_if_made_from(request.earlier_file(path.name), key)
     if reused_bytes is not None:
         note = "the engine was built before from the same files, on the same GPU"
-        return manifest.write_with_note(path, reused_bytes, key), (note, *notes)
+        return manifest.write_made_from(path, reused_bytes, key), (note, *notes)
 
     cuda = open_gpu(options.device)
     if options.calibrator is not None:  # TensorRT's cache in place of calib8's
@@ -408,7 +408,7 @@ def build_quantized_engine(
     callbacks = calibrator_from_cache(options, cache_bytes) if uses_cache else None
     engine = builder.build_engine(source, settings, calibrator=callbacks, cuda=cuda)
     notes += (*engine.notes, *_log_notes(engine.log, request.model))
-    return manifest.write_with_note(path, engine.plan, key), tuple(notes)
+    return manifest.write_made_from(path, engine.plan, key), tuple(notes)
 
 
 def _quantized_settings(
@@ -593,14 +593,14 @@ def _build_baseline(
     )
     reused_bytes = manifest.read_if_made_from(request.earlier_file(path.name), key)
     if reused_bytes is not None:
-        return manifest.write_with_note(path, reused_bytes, key), ()
+        return manifest.write_made_from(path, reused_bytes, key), ()
 
     # read the timings that the quantized engine of this build has added
     timing_cache = settings.timing_cache
     if timing_cache is not None and timing_cache.exists():
         settings = replace(settings, earlier_timing_cache=timing_cache)
     engine = builder.build_engine(source, settings, cuda=cuda)
-    return manifest.write_with_note(path, engine.plan, key), engine.notes
+    return manifest.write_made_from(path, engine.plan, key), engine.notes
 
 
 _MISSING_SCALE = re.compile(r"Missing scale and zero-point for tensor (.+?), expect fall ?back")

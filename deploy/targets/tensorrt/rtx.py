@@ -216,7 +216,7 @@ class TensorRTForRTX(Target):
         engine_bytes = manifest.read_if_made_from(request.earlier_file(engine_path.name), made_from)
         if engine_bytes is None:
             engine_bytes = compile_engine(typed_path, self.capabilities, profiles)
-        return manifest.write_with_note(engine_path, engine_bytes, made_from)
+        return manifest.write_made_from(engine_path, engine_bytes, made_from)
 
     def describe_sdk(self) -> str:
         """Name the installed compiler.

@@ -258,13 +258,12 @@ class TensorRT(TensorrtOptions, Target):
         # the version of TensorRT that is to read the cache
         version = self.version or cache_contents.reading_version(request.subject)
         placement = self.placement
-        # methods of single tensors, and one for all tensors or None
+        # the methods of single tensors, and that of all others: None is the calibration's
         choices = request.choices
         chosen_methods = (*choices.methods.values(), choices.method)
         self._check_methods(*filter(None, chosen_methods))
-        # grid of the symmetric ranges; None for int8
-        fp8_grid = placement.grid if self.precision == FP8 else None
-        ranges = request.ranges_of(self, symmetric=fp8_grid)
+        fp8_grid = placement.grid if self.precision == FP8 else None  # None for int8
+        ranges = request.ranges_of(self, symmetric_grid=fp8_grid)
         cache = cache_contents.cache_of(request.model, ranges, version)
         match = match_cache(
             cache,
