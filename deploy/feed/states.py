@@ -203,13 +203,13 @@ class SequenceSource:
 
         `raw`: the step as in the source, without states; or with those of a sequence's start.
         """
-        given_inputs = raw.decode()
+        loaded_inputs = raw.decode()
         sample: Sample = {}
         for spec in self.recurrence.inputs:
             if spec.name in self._states:
                 sample[spec.name] = self._states[spec.name]
-            elif spec.name in given_inputs:
-                sample[spec.name] = _check_single_row(spec, given_inputs[spec.name])
+            elif spec.name in loaded_inputs:
+                sample[spec.name] = _check_single_row(spec, loaded_inputs[spec.name])
             else:  # a state at the start of a sequence is 0
                 sample[spec.name] = spec.zeros()
         outputs = self.recurrence.run(sample)

@@ -197,7 +197,7 @@ class _BoundsPropagation:
         return (-math.inf if low is None else low, math.inf if high is None else high)
 
     def _is_amplified(self, node: onnx.NodeProto) -> bool:
-        """Whether a reader, or one past nodes that move values, amplifies small differences."""
+        """Whether a reader, or one downstream of a Reshape or the like, amplifies differences."""
         tensors = list(node.output)
         for tensor in tensors:  # grows during the loop
             for reader in self.graph.readers.get(tensor, []):
@@ -366,7 +366,7 @@ def _is_score(graph: Graph, sigmoid: onnx.NodeProto) -> bool:
 
 
 def _is_constant_or_score(graph: Graph, factor: str) -> bool:
-    """Whether a factor is constant or the output of a Sigmoid, moved or not."""
+    """Whether a factor is constant, or the output of a Sigmoid, at most reshaped or the like."""
     if factor in graph.constants:
         return True
     node = graph.producer.get(factor)

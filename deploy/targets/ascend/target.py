@@ -345,7 +345,7 @@ class Ascend(Target):
             ExportError: a layer exceeds the limits of the hardware.
             BackendError: `atc` is installed and failed.
         """
-        if request.trained is not None:
+        if request.trained is not None:  # the user's Q/DQ model
             return self._build_from_qdq(request.trained, request)
         from deploy.targets.ascend.recipe import Recipe
 

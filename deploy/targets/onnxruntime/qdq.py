@@ -175,7 +175,7 @@ class _QdqWriter:
         nodes_after: tensor -> the Q/DQ pair that reads it.
         replacements: name of a replaced node -> new nodes.
         gate_offsets: output of a gate -> the offset that it adds.
-        clip_shifts: source of a gate whose integers may be clipped -> the shift.
+        clip_shifts: source of a gate whose integers may be clipped -> the shift that it gets.
         dequantized_weights: weight and its scales -> its dequantized tensor.
     """
 

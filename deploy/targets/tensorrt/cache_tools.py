@@ -242,8 +242,8 @@ def _header_findings(
 def _relabel_command(path: Path | None, version: str, algorithm: str | None) -> str:
     """Return the command, as text, that gives a cache another version or algorithm in its header.
 
-    If the cache is of a build and only the version is another one, the command repeats the build,
-    so that all files are for that version.
+    If a build made the cache, and its algorithm is kept, the command repeats the build: then all
+    files are for that version.
 
     Args:
         path: the cache; None if it is unknown.
