@@ -92,7 +92,7 @@ def _is_image_shape(shape: tuple[int | str | None, ...]) -> bool:
 
 
 def _may_hold_samples(shape: tuple[int | str | None, ...], sample_count: int) -> bool:
-    """Whether an output of this shape may hold so many samples.
+    """Whether an output of this shape may hold `sample_count` samples.
 
     They are rows of its first dimension, or of the second of a sequence [T, N, C].
     """
@@ -118,7 +118,7 @@ def may_lack_batch(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) 
     if not open_inputs:
         return False
     known_shapes = [output.shape for output in outputs if output.shape]
-    # 0 samples: an open dimension may hold any number, a fixed one is never 0
+    # only an open dimension fits 0 samples: a fixed one is never 0
     if known_shapes and not any(_may_hold_samples(shape, 0) for shape in known_shapes):
         return True
     return all(_may_be_points(spec.shape) for spec in open_inputs)
