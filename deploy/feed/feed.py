@@ -220,7 +220,7 @@ class _SourceOpener:
         The returned source gives the first sample again, also if the given one can be read only
         once, such as a generator.
         """
-        if isinstance(source, CalibratorScript):  # it gets the names of all inputs, and gives all
+        if isinstance(source, CalibratorScript):  # which gives all inputs, by their names
             return True, source
         if files is None:
             return first_item_fits(source, self.specs)

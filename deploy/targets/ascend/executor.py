@@ -159,7 +159,7 @@ class _StandardWriter:
             if node.op_type in LAYER_OPS and node.input[0] in self.offset_by_codes:
                 self.convert_layer(node)
             elif node.op_type == "Add" and self.rank_by_sums.keys() & node.input:
-                # it adds a bias to the integer sums of a MatMul
+                # an Add of a bias to the integer sums of a MatMul
                 for index, tensor in enumerate(node.input):
                     if tensor not in self.rank_by_sums:
                         node.input[index] = self.convert_bias(node, tensor)

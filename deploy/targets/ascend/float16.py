@@ -185,7 +185,7 @@ class _Float16Writer:
             if quant.input[0] in self.tensors_now_float16:
                 self.set_float16_output(node)
         elif node.op_type == "AscendQuant":
-            # it reads both types: float16 directly, without the Cast to float32 before it
+            # an AscendQuant reads both types: float16 without the Cast to float32 before it
             tensor = node.input[0]
             node.input[0] = self.converted_tensors.get((tensor, _FLOAT16), tensor)
         elif node.op_type == "Cast":

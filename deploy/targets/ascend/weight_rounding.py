@@ -265,7 +265,7 @@ def _find_activation(index: Graph, tensor: str, channels: tuple[int, int]) -> Ad
         channels: (groups, output channels of a group) of the layer.
     """
     node = index.only_reader(tensor)
-    if node is None or node.input[0] != tensor:  # it may be a PRelu's slope, or a Clip's limit
+    if node is None or node.input[0] != tensor:  # such as a PRelu's slope
         return AdaActivation()
     if node.op_type in _KIND_BY_OP:
         return AdaActivation(_KIND_BY_OP[node.op_type])

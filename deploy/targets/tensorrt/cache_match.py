@@ -208,8 +208,8 @@ def _plan_with_scales(
         tensor = pair.tensor
         # where an operator only moves values, the tensor that it moves: a Flatten's input
         moved_tensor = complete_plan.scale_owners.get(tensor, tensor)
-        # Whose scale may it take? In a cache of TensorRT's own that of the first; the cache of
-        # another tool may have no scale for that one, but for one of the others.
+        # The tensors whose scale it may take. TensorRT's own cache has a scale for the first of
+        # them; the cache of another tool may have one only for another of them.
         possible_owners = (cache_owner_by_tensor.get(tensor, tensor), tensor, moved_tensor)
         owner = next((name for name in possible_owners if name in scale_by_tensor), None)
         owner_by_tensor[tensor] = owner or tensor

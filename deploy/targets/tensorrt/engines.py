@@ -116,7 +116,7 @@ def builder_settings(options: TensorrtOptions, request: BuildRequest) -> Builder
     """
     sample = first_sample(request)
     # If TensorRT itself calibrates, the engine is tuned for the shapes of a calibration batch. Else
-    # these are empty, and it is tuned for the sample of median size.
+    # no shapes are set here, and the engine is tuned for the sample of median size.
     calibration_shapes: dict[str, Shape] = {}
     if options.calibrator is not None:
         input_shapes = model_input_shapes(request)
@@ -239,7 +239,7 @@ def _tensorrt_fingerprint(
         program=TENSORRT,
         rule=f"whole batches of {batch}",  # from which TensorRT finds the ranges
         method=ALGORITHMS[str(options.calibrator)],
-        numbers={},  # they describe calib8's own observation, which did not run
+        numbers={},  # of calib8's own observation, which did not run
         versions=versions,
     )
 

@@ -224,7 +224,7 @@ def _range_for_reader(tensor_ranges: TensorRanges, name: str, node: onnx.NodePro
     for output in node.output:
         if output in tensor_ranges.range_by_tensor:
             output_ranges.append(tensor_ranges.range_by_tensor[output])
-        elif output in tensor_ranges.read_tensors:  # it matters, and its range is not known yet
+        elif output in tensor_ranges.read_tensors:  # its range is not known yet
             return None
     if not output_ranges:
         return None
@@ -234,7 +234,7 @@ def _range_for_reader(tensor_ranges: TensorRanges, name: str, node: onnx.NodePro
         return amax, max(level, BOUND)
     if operator in ("Add", "Sub", "Mul", "Div") and len(node.input) == 2:
         return _operand_range(tensor_ranges, name, node, amax, level)
-    if node.input[0] != name:  # it is a shape, a limit or a weight
+    if node.input[0] != name:  # the tensor is a shape, a limit or a weight
         return None
     if operator in _COPY_OPS | _MAX_POOL_OPS | _CLIPPING_OPS:
         return amax, level
@@ -290,7 +290,7 @@ def _operand_range(
     if node.op_type == "Div":
         if is_first and constant:
             return amax * abs(constant), level
-        return None  # it is the divisor, or the divisor is not known
+        return None  # the operand is the divisor, or its divisor is not known
     if constant:
         return amax / abs(constant), level
     # x times a Sigmoid: that is near 1 where x is large, so that the product has about x's range

@@ -421,7 +421,7 @@ class TensorRT(TensorrtOptions, Target):
         """
         from deploy.targets.tensorrt import engines
 
-        engine: Path | None = None  # it stays if only a float engine fails
+        engine: Path | None = None  # once built, it is kept if a float engine fails
         command_notes = [command.sentence for command in commands]
         try:
             engine, engine_notes = engines.build_quantized_engine(

@@ -195,9 +195,9 @@ def trtexec_commands(
     """Return the commands that build the engine on a GPU machine with these files.
 
     There are up to three ways: from the float model and the cache, from the Q/DQ model, and from
-    the typed model. Where no cache can be read (by TensorRT 11, or in FP8), only the last one is
-    left. For DLA there is no command for the Q/DQ model: TensorRT up to 10.7 builds from the cache,
-    11.4.1 and newer from the typed model.
+    the typed model. Each command says for which versions of TensorRT it is. Where no cache can be
+    read (by TensorRT 11, or in FP8), only the last one is left. For DLA there is no command for the
+    Q/DQ model: TensorRT up to 10.7 builds from the cache, 11.4.1 and newer from the typed model.
 
     Args:
         options: options of the target.
