@@ -303,7 +303,7 @@ def spread_steps(
     steps_by_sequence: dict[int, list[int]] = {}
     for step in steps:
         steps_by_sequence.setdefault(sequence_of(step), []).append(step)
-    # sequences of the mean length that have `max_steps` steps together
+    # number of sequences of the mean length that have `max_steps` steps together
     sequence_count = math.ceil(max_steps * len(steps_by_sequence) / len(steps))
     chosen_steps: list[int] = []
     for sequence in spread_evenly(list(steps_by_sequence), sequence_count):

@@ -294,7 +294,7 @@ def _recognise_task(request: BuildRequest) -> tuple[EvaluationTask | None, Outpu
         return None, {}
     pairs = request.evaluation_set.samples_with_outputs(MAX_FORM_SAMPLES)
     subject = request.subject
-    # None: the figure of the outputs' task
+    # None, no metric of the user's: the figure of the outputs' task
     metric = make_metric(None, subject.task or None, subject.loaded.declaration)
     form, samples = derive_from_first(pairs, metric)
     _, outputs = next(iter(samples))
