@@ -129,17 +129,17 @@ def _propose_several_outputs(
 def _propose_one_output(name: str, width: int) -> Iterator[RowDecoder]:
     """Yield lists whose boxes, scores and class numbers are columns of one output [.., K, width].
 
-    In longer rows, key points or weights of masks come after the class; after rotated boxes, which
-    are centre and size, an angle.
+    In longer rows, key points or weights of masks come after the class. A rotated box is its centre
+    and size; the angle comes after the class.
     """
     if width < _MIN_WIDTH:
         return
     # each order of the columns that rows of this width may have
-    for first_corner, score, class_number in _ROW_COLUMNS.get(width, (_USUAL_COLUMNS,)):
+    for first_corner, score_column, class_column in _ROW_COLUMNS.get(width, (_USUAL_COLUMNS,)):
         decoder = _list_decoder(
             Columns(name, LIST, first_corner, first_corner + 4),
-            Columns(name, LIST, score, score + 1),
-            Columns(name, LIST, class_number, class_number + 1),
+            Columns(name, LIST, score_column, score_column + 1),
+            Columns(name, LIST, class_column, class_column + 1),
         )
         if width > _MIN_WIDTH and first_corner == 0:
             # seven numbers are a rotated box, its score, its class and its angle

@@ -58,11 +58,11 @@ class PlaceCounts:
         return int(is_equal.sum())
 
     def without_usual(self) -> tuple[int, int, str] | None:
-        """Return (number of equal places, number of places that count, which ones do not, as text).
+        """Return (equal places that count, places that count, text on those that do not).
 
-        None if FP32 has one class at all places. If it has its most frequent class, such as silence
-        or background, at nearly all of them, a constant candidate would be right at most places:
-        then those where both models have that class do not count, and the text says so.
+        Usually all places count, and the text is "". FP32 may have its most frequent class, such as
+        silence or background, at most places. A constant candidate would be right there, so places
+        where both models have that class do not count. None if FP32 has one class at all places.
         """
         total = self.reference.total()
         equal = self.equal.total()
