@@ -276,7 +276,7 @@ def dequantize(q: StoredArray, scale: Float32Array | np.float32, zero_point: int
 def weight_scales(weight: RealArray, axis: int | None, *, grid: Grid = INT8) -> Float32Array:
     """Return the scales of a weight from its largest |w|, float32: [C], or [1] for one scale.
 
-    A channel of zeros gets scale 1.
+    A channel of zeros gets scale 1, as does any channel on a grid that scales nothing (float16).
 
     Args:
         weight: the weight, of any shape.

@@ -219,12 +219,12 @@ class Histogram(HistogramState):
         self.maximum = max(self.maximum, high)
         self.total += chunk.size
 
-        if not self.full_range:  # only zeros so far
+        if not self.full_range:  # only zeros so far, all in bin 0, the middle one
             self.counts[BINS] += chunk.size
         else:
             self.counts[:] += _count_bins(chunk, self.full_range)
         if self.initial_range is not None:
-            # TensorRT counts |x| == R in the bin below the end, from the first batch on
+            # TensorRT counts |x| == full_range in the bin below the end, from the first batch on
             self.counts[:] = close_range(self.counts)
 
     def merge(self, histogram: Histogram) -> None:
@@ -304,13 +304,14 @@ class Histogram(HistogramState):
         """Return the histogram of all values clamped to [floor, ceiling], as exact as bins are.
 
         Values beyond these bounds make no difference to the nodes that read the tensor, so a clip
-        range should spend no integers on them.
+        range should spend no integers on them. Bounds beyond the range of the bins are ignored: no
+        bin could hold the values.
         """
         clamped = Histogram(initial_range=self.initial_range)
         clamped.merge(self)  # a copy
-        has_no_value_inside = floor > self.full_range or ceiling < -self.full_range
+        are_beyond_bins = floor > self.full_range or ceiling < -self.full_range
         changes_nothing = floor <= self.minimum and self.maximum <= ceiling
-        if self.total == 0 or has_no_value_inside or changes_nothing:
+        if self.total == 0 or are_beyond_bins or changes_nothing:
             return clamped
 
         # the values beyond the bounds join the outermost bins that remain

@@ -227,7 +227,7 @@ class _Bins:
 
         These are the ranges whose error, computed in float32, is nearly the least. Where float32 is
         too coarse, all indices are returned: for float grids, wide integer grids, and errors near
-        0. Each range must lie within the one before.
+        0. Each range must lie within the one before: so ranges that clip far too much are the last.
 
         Args:
             lows: [K] lower ends.
@@ -237,6 +237,7 @@ class _Bins:
         if not _fits_float32(self.grid):
             return all_indices
         tolerance = 1 + _FLOAT32_TOLERANCE * self.power
+        # the last ranges may be left out, if they clip too much to be within the tolerance
         errors = self._float32_errors(lows, highs, tolerance)
         min_error = errors.min()
         if min_error < _MIN_FLOAT32_ERROR:  # high powers of small errors lose precision

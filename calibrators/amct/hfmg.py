@@ -183,9 +183,12 @@ def candidate_runs(counts: Int32Array) -> Int64Array:
     runs = []
     while right - left > min_distance:
         # the two possible cuts: at each end, the fewest bins that hold `values_per_cut` values
-        next_left = min(bisect_left(counts_below, counts_below[left] + values_per_cut), right)
-        max_count_below_cut = counts_below[right + 1] - values_per_cut
-        first_cut_bin = bisect_right(counts_below, max_count_below_cut) - 1
+        # at the lower end: from `left` to the bin before `next_left`
+        min_count_below = counts_below[left] + values_per_cut
+        next_left = min(bisect_left(counts_below, min_count_below), right)
+        # at the upper end: from `first_cut_bin` to `right`
+        max_count_below = counts_below[right + 1] - values_per_cut
+        first_cut_bin = bisect_right(counts_below, max_count_below) - 1
         next_right = max(first_cut_bin - 1, next_left)
         if right - next_right >= next_left - left:
             right = next_right
@@ -335,8 +338,8 @@ def _amct_loss(
         codes = np.clip(np.floor(edges / step), 0, 2**bits - 1).astype(np.float32)
         bin_start = edges[:-1]
         bin_end = edges[1:]
-        first_code = codes[:-1]
-        last_code = codes[1:]  # that each bin overlaps
+        first_code = codes[:-1]  # of the codes that each bin overlaps
+        last_code = codes[1:]
         has_one_code = first_code == last_code
 
         # the parts of each bin, by their ends relative to the centre of their code
@@ -345,10 +348,12 @@ def _amct_loss(
         first_part_end = np.where(has_one_code, bin_end - first_centre, half_step)
         first_part_loss = _integrate_square(bin_start - first_centre, first_part_end, density)
         complete_code_loss = _integrate_square(-half_step, half_step, density)
-        other_parts_loss = (last_code - first_code - np.float32(1)) * complete_code_loss
+        complete_codes_loss = (last_code - first_code - np.float32(1)) * complete_code_loss
         last_part_end = bin_end - last_code * step - half_step
-        other_parts_loss += _integrate_square(-half_step, last_part_end, density)
-        other_parts_loss = np.where(has_one_code, np.float32(0), other_parts_loss)
+        last_part_loss = _integrate_square(-half_step, last_part_end, density)
+        other_parts_loss = np.where(
+            has_one_code, np.float32(0), complete_codes_loss + last_part_loss
+        )
         return np.float32(np.sum(first_part_loss + other_parts_loss, dtype=np.float32))
 
 

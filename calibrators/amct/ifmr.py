@@ -463,13 +463,15 @@ def _initial_range(
 ) -> tuple[float, float]:
     """Return (lower end, upper end) of the range that holds the percentiles of the values, and 0.
 
-    An end is the extreme of the values, or else the mean of the bin that has the percentile.
+    An end is the k-th smallest or largest value, where k follows from the percentile. For k = 1 it
+    is the extreme, else the mean of the bin that holds it.
 
     Args:
         histogram: the counted values.
         means: mean of each occupied bin, ascending.
         cumulative_counts: number of values up to and including each of these bins.
-        params: parameters of the search, with the percentiles.
+        params: parameters of the search. Each percentile is the share of the values that its end
+            leaves inside.
     """
     lo = histogram.minimum
     hi = histogram.maximum
