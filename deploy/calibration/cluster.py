@@ -322,7 +322,7 @@ class ClusterRun:
         self._cluster = cluster
         self._feed = feed
         self._job_future: Future | None = None  # the job on the scheduler
-        self._share_by_future: dict[Future, Share] = {}  # the pieces that are submitted
+        self._piece_by_future: dict[Future, Share] = {}  # the pieces that are submitted
         self._failure_counts: Counter[Share] = Counter()  # of each piece, for its retries
         self._threads_by_worker: Mapping[str, int] = {}
         self._last_poll = time.monotonic()
@@ -378,18 +378,18 @@ class ClusterRun:
             Calib8Error: an error on a worker.
         """
         remaining = deque(pieces)
-        while remaining or self._share_by_future:
+        while remaining or self._piece_by_future:
             self._poll_workers()
             threads = max(1, sum(self._threads_by_worker.values()))
-            while remaining and len(self._share_by_future) < _PIECES_AHEAD * threads:
+            while remaining and len(self._piece_by_future) < _PIECES_AHEAD * threads:
                 self._submit(remaining.popleft())
             yield from self._finished_pieces()
         self._poll_workers(force=True)
 
     def end(self) -> None:
         """Cancel what remains of the job on the workers, and drop it."""
-        if self._share_by_future:  # pieces are left only if the run was interrupted
-            futures = list(self._share_by_future)
+        if self._piece_by_future:  # pieces are left only if the run was interrupted
+            futures = list(self._piece_by_future)
             if self._job_future is not None:
                 futures.append(self._job_future)
             key = self._job.key
@@ -400,7 +400,7 @@ class ClusterRun:
                     STOP_S, lambda: client.run(cluster_jobs.stop_job, key, on_error="ignore")
                 )
         # the cluster frees the job's data once no future refers to it
-        self._share_by_future = {}
+        self._piece_by_future = {}
         self._job_future = None
 
     def notes(self, piece_count: int) -> tuple[str, ...]:
@@ -441,7 +441,7 @@ class ClusterRun:
             )
         return bool(threads_by_worker)
 
-    def _submit(self, share: Share) -> None:
+    def _submit(self, piece: Share) -> None:
         """Give the scheduler a piece; the first time also the job that all pieces share."""
         key = self._job.key
         if self._job_future is None:
@@ -450,20 +450,20 @@ class ClusterRun:
             )
         samples = None
         if self._cluster.sends_images:
-            samples = self._feed.read_share(share)
+            samples = self._feed.read_share(piece)
         else:
-            # read here too: the digest of one image shows whether the worker reads the same files
-            self._feed.hash_entry(share.positions[0])
+            # one image is read here too: if the worker's image has another digest, the merge fails
+            self._feed.store_digest(piece.positions[0])
         future = self._client.submit(
             cluster_jobs.observe_piece,
             self._job_future,  # on the worker, dask replaces it by the job
-            share,
+            piece,
             samples,
             # each attempt has a new key: for the same key dask would return the earlier failure
-            key=f"{key}-{share.number}-{self._failure_counts[share]}",
+            key=f"{key}-{piece.number}-{self._failure_counts[piece]}",
             pure=False,
         )
-        self._share_by_future[future] = share
+        self._piece_by_future[future] = piece
 
     def _finished_pieces(self) -> Iterator[tuple[Share, str, bytes]]:
         """Wait up to `TICK_S` for pieces; yield (piece, worker, bytes of its shard) of those done.
@@ -477,18 +477,18 @@ class ClusterRun:
         from distributed import wait
 
         try:
-            wait(list(self._share_by_future), timeout=TICK_S, return_when="FIRST_COMPLETED")
+            wait(list(self._piece_by_future), timeout=TICK_S, return_when="FIRST_COMPLETED")
         except TIMEOUT_ERRORS:
             pass
         except Exception as error:  # all futures were cancelled
             raise self._lost_job_error(first_line(error)) from error
-        ended_futures = [future for future in self._share_by_future if future.status != "pending"]
+        ended_futures = [future for future in self._piece_by_future if future.status != "pending"]
         for future in ended_futures:
             try:
                 worker, result = self._fetch_result(future)
             except TIMEOUT_ERRORS:  # its worker was lost: dask recomputes the piece
                 continue
-            piece = self._share_by_future.pop(future)
+            piece = self._piece_by_future.pop(future)
             if not isinstance(result, cluster_jobs.PieceFailure):
                 yield piece, worker, result
                 continue
@@ -505,7 +505,7 @@ class ClusterRun:
             TimeoutError: the worker was lost before it sent the result; dask runs the piece again.
             BackendError: the scheduler dropped the piece, or the piece killed several workers.
         """
-        piece = self._share_by_future[future]
+        piece = self._piece_by_future[future]
         if future.status in ("cancelled", "lost"):
             raise self._lost_job_error(f"piece {piece} taken away")
         try:

@@ -476,10 +476,9 @@ def _normalize_by_presets(
     for preset in _PRESETS:
         # a preset fits that has one mean for all channels, or as many as the images have
         if {len(preset.mean), len(preset.std)} <= {1, source.channels}:
-            description = (
-                f"pixels / 255 with mean {_format_pixels(preset.mean, preset.scale)} and std"
-                f" {_format_pixels(preset.std, preset.scale)}"
-            )
+            mean_text = _format_as_option(preset.mean, preset.scale)
+            std_text = _format_as_option(preset.std, preset.scale)
+            description = f"pixels / 255 with mean {mean_text} and std {std_text}"
             yield description, (renormalize(array, source, preset) for array in values)
 
 
@@ -490,7 +489,7 @@ def _guess_preset(values: Sequence[Array]) -> Preprocess | None:
     narrowest.
     """
     layout = layout_of(values[0])  # "nchw" or "nhwc"
-    if not layout:  # no images
+    if layout is None:  # the values are not images
         return None
     low, high = _extremes(values)
     color = "rgb" if _has_color(values[0]) else "grey"
@@ -512,8 +511,8 @@ def _extremes(values: Sequence[Array]) -> tuple[float, float]:
     return low, high
 
 
-def _format_pixels(values: Sequence[float], scale: float) -> str:
-    """Format values in units of pixels / 255, as for --mean and --std."""
+def _format_as_option(values: Sequence[float], scale: float) -> str:
+    """Format means or deviations of pixels * scale for --mean and --std: those of pixels / 255."""
     return " ".join(f"{value / scale / 255:.4g}" for value in values)
 
 

@@ -173,8 +173,10 @@ class _PassState:
         Returns:
             Values of order-dependent statistics, which wait until earlier samples are recorded.
         """
-        position = alternate_halves(number) if self._has_halves else number
-        slice_recorders = self._variant_recorders[position % self._slice_count]
+        # samples use the slices, which are sets of recorders, in turn. For halves, the odd slices
+        # are one half of the samples
+        turn = alternate_halves(number) if self._has_halves else number
+        slice_recorders = self._variant_recorders[turn % self._slice_count]
         peaks = self._worker_peaks[worker]
         waiting = []
         for runner, reader, recorders in zip(
@@ -336,7 +338,8 @@ def observe(
             of the samples counted before.
         checkpoint: stores the state now and then; None to store nothing.
         on_outputs: called with (sample number, outputs of the cleaned model for it, possibly more).
-        halves: receives the order-free statistics of each half of the samples.
+        halves: receives the order-free statistics of each half of the samples, which are those that
+            take the samples in any order.
         should_stop: stop rule, called after 8, 16, 32 ... samples with (number of samples,
             order-free statistics since the last call, those of all samples); None to run all.
 
@@ -372,10 +375,10 @@ def observe(
         has_halves=halves is not None,
         has_snapshots=should_stop is not None,
     )
-    pause = NO_PAUSE
+    checkpoint_pause = NO_PAUSE  # when all workers wait, and what is stored meanwhile
     resumed_count = 0
     if checkpoint is not None:
-        pause, resumed_count = _resume(checkpoint, state, schedule.main)
+        checkpoint_pause, resumed_count = _resume(checkpoint, state, schedule.main)
 
     # the pass runs the first samples too, but none that a checkpoint has counted
     remaining_samples: Iterator[Sample] = chain(first_samples[resumed_count:], sample_stream)
@@ -389,7 +392,11 @@ def observe(
 
     # workers run the samples, several at a time; `end_sample` is called for them in order
     run_samples = partial(
-        run_in_order, work=state.run_sample, consume=end_sample, threads=threads, pause=pause
+        run_in_order,
+        work=state.run_sample,
+        consume=end_sample,
+        threads=threads,
+        pause=checkpoint_pause,
     )
     sample_count = _run_until(should_stop, state, run_samples, remaining_samples, resumed_count)
     if sample_count == 0:
@@ -505,8 +512,8 @@ def _observe_preliminary(
                 for observation in remaining
                 if not all_statistics.missing(observation.variant.needs)
             ]
-            # of a statistic that is not ordered, each thread would record a part, and only parts of
-            # a histogram can be merged: these run in one thread
+            # threads record parts of a statistic that needs no order, to be merged in the end. One
+            # that is wanted here, the largest |x|, has no merge: one thread records the whole
             are_all_ordered = all(observation.statistic.ordered for observation in ready)
             usable_threads = threads if are_all_ordered else 1
             new_statistics = observe(

@@ -185,7 +185,7 @@ class EvaluationSet:
 
     Attributes:
         subset: the evaluation samples.
-        outputs: the float model's outputs, by sample key.
+        outputs: runs the float model, and keeps its outputs by sample key.
         engine_outputs: target -> outputs of the int8 model that its search chose.
     """
 
@@ -218,12 +218,12 @@ def find_random_outputs(model: onnx.ModelProto, evaluation_set: EvaluationSet) -
     """
     if not any(map(_may_draw_numbers, all_nodes(model.graph))):
         return ""
-    outputs = evaluation_set.outputs
+    float_model = evaluation_set.outputs  # runs it
     for sample, stored_outputs in evaluation_set.samples_with_outputs(_REPEATED_SAMPLES):
         # a new session starts with the same random numbers as the one that calibrated, so its first
         # run may repeat the stored outputs: only the second one counts
-        outputs.recompute(sample)
-        new_outputs = outputs.recompute(sample)
+        float_model.recompute(sample)
+        new_outputs = float_model.recompute(sample)
         random_names = []
         for name in stored_outputs:
             if not _is_equal_output(name, stored_outputs, new_outputs):

@@ -69,10 +69,10 @@ class Shard(StoredStatistics):
     Attributes:
         share: which slice of the feed it is.
         made_from: its fingerprint; the images are those of the entire feed, without digests.
-        digests: sha256 (hex) of its images or rows in order, skipped ones included; for a
-            checkpoint, of those counted so far.
+        digests: sha256 (hex) of its images, or rows of arrays, in order, skipped ones included; for
+            a checkpoint, of those counted so far.
         skipped: position in the feed -> why the sample was skipped.
-        peaks: its largest samples.
+        peaks: of every tensor, the samples with the largest |x|.
         counted: number of samples in a checkpoint; None for a complete shard.
     """
 
@@ -107,9 +107,9 @@ def serialize_shard(
     Args:
         share: which slice of the images it is.
         made_from: fingerprint of the calibration.
-        digests: sha256 (hex) of its images or rows in order, skipped ones included.
+        digests: sha256 (hex) of its images, or rows of arrays, in order, skipped ones included.
         skipped: position in the feed -> why the sample was skipped.
-        peaks: its largest samples of every tensor.
+        peaks: of every tensor, the samples with the largest |x|.
         observed: its statistics.
         counted: number of samples in a checkpoint; None for a complete shard.
     """

@@ -410,8 +410,8 @@ class Feed:
         """Read the samples of a share, to be sent to another machine."""
         return read_remote_samples(self._source, self._chosen_samples.indices_of(share))
 
-    def hash_entry(self, position: int) -> None:
-        """Read one sample only to store its digest.
+    def store_digest(self, position: int) -> None:
+        """Read one sample only to store its digest, with which later reads are compared.
 
         Raises:
             FeedError: it cannot be read, unless `skip_bad`.
