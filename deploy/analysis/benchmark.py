@@ -214,7 +214,7 @@ def _make_row(
         sweep=_make_batch_rows(label, latencies_by_batch),
         kernels=kernels,
         accuracy=accuracy,
-        ran=compare_with_plan(engine_layers),
+        ran=compare_with_plan(engine_layers, plan=()),  # without a plan: only what ran
         notes=tuple(_output_notes(accuracy)),
     )
 

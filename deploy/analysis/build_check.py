@@ -484,7 +484,7 @@ def _make_report(
     # samples spread over the feed; with a fixed batch, each has several images
     spread_samples = list(feed.spread_samples(max(1, _INPUT_SAMPLES // feed.batch)))
     input_doubts = check_input_samples(spread_samples, feed.preprocess, loaded.model)
-    if feed.preprocess is not None:
+    if feed.preprocess is not None:  # images, and not arrays, which are fed as they are
         input_doubts += shipped.image_doubts
     rows = engine_rows(
         figures,

@@ -380,7 +380,7 @@ def _add_engine(explanation: TargetExplanation, engine: EngineRow) -> TargetExpl
         explanation,
         parts=_sort_by_sqnr(accuracy.parts or accuracy.outputs),
         task=accuracy.task.words if accuracy.task else "",
-        set_task=accuracy.set_task,
+        set_task=accuracy.set_task,  # the task that the user set for the build
     )
 
 

@@ -94,13 +94,13 @@ class Experiment(PrintedResult):
                 "dequantized": self.quantized.dequantize().tolist(),
                 "error": self.error.tolist(),
                 "clipped": self.clipped,
-                **self._figures(),
+                **self._error_figures(),
             }
         )
 
     def to_screen(self) -> str:
         """Return scales, a table of the first values, and the errors."""
-        figures = self._figures()
+        figures = self._error_figures()
         summary = (
             f"largest error {figures['largest_error']:.6g}, root mean square {figures['rms']:.6g},"
             f" SQNR {decibels(figures['sqnr_db'])}, {self.clipped} of"
@@ -108,7 +108,7 @@ class Experiment(PrintedResult):
         )
         return join_visible([*self._scales(), "", *self._table(), "", summary]) + "\n"
 
-    def _figures(self) -> dict[str, float]:
+    def _error_figures(self) -> dict[str, float]:
         """Return the largest error, its root mean square, and the SQNR, by their keys in JSON."""
         error = self.error
         values = self.values.astype(np.float64)
@@ -279,8 +279,9 @@ def _search_scale(values: Real, method: Method, grid: Grid) -> tuple[float, int]
         lead.observe(values)
     recorder = method.statistic.recorder(lead)
     recorder.observe(values)
-    search = method.search(grid if grid.symmetric else None)
-    scale, zero_point = search(recorder).on(grid)
+    search = method.search()  # by default for int8 and uint8, which are all of `GRIDS`
+    clip_range = search(recorder)
+    scale, zero_point = clip_range.on(grid)
     return float(scale) or 1.0, zero_point  # values of zero only have no step of their own
 
 

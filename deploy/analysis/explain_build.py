@@ -275,6 +275,7 @@ def explain(
                 )
             notes = (*results.notes, *model_notes(report_path, loaded))
             results = replace(results, notes=notes)
+        # `held` are the results of the user's images
         targets_with_results.append(replace(target, held=results))
     return replace(explanation, targets=tuple(targets_with_results))
 

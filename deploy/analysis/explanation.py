@@ -209,7 +209,7 @@ def _target_lines(target: TargetExplanation, max_rows: int | None) -> Iterator[s
     )
     yield from _search_lines(target)
     yield from _clipping_lines(target, max_rows)
-    if target.held is not None:  # the user gave images
+    if target.held is not None:  # the results of the user's images
         yield from _image_lines(target.held)
 
 

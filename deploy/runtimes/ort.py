@@ -328,7 +328,8 @@ class OrtSession(CpuSession):
         disabled_optimizers: Sequence[str] = ()
         if not int8_kernels or breaks_int8_kernels(model):
             options.add_session_config_entry("session.disable_quant_qdq", "1")
-            # they break fp8 pairs. A file, which is not looked into here, may have some too
+            # for any model, since a file is not looked into here and may have the fp8 pairs that
+            # these optimizers break
             disabled_optimizers = _FP8_BREAKING_OPTIMIZERS
 
         _LOADING_OPTIONS.add(options)  # so that a signal can cancel the loading

@@ -66,7 +66,7 @@ def address_of(value: object) -> int | None:
 
 
 def array_bytes(value: object, size: int | None) -> CopySource:
-    """Return the bytes of an array, with its dtype, and its shape if they are all in C order.
+    """Return the bytes of an array with its dtype; also its shape, if all are taken, in C order.
 
     Args:
         value: a numpy array, or another object with a buffer.
