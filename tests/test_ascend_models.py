@@ -183,7 +183,7 @@ def test_exact_values_are_kept_on_request(default, monkeypatch):
     records = {}
     for exact in (True, False):
         plan = plan_amct(model, graph, batches, config, exact=exact)
-        observed = observe(plan.observations, batches, runs=Counter())
+        observed = observe(plan.observations, batches, inference_counts=Counter())
         assert {histogram.stored_values is not None for histogram in observed.values()} == {exact}
         records[exact] = plan.record(observed).records
     for name, record in records[True].items():

@@ -309,10 +309,12 @@ def test_long_feed_is_sampled_throughout():
     feed = open_feed(
         [np.full((1, 4), index, np.float32) for index in range(500)], doubling().inputs
     )
-    spread = [int(sample["x"][0, 0]) for sample in feed.spread_samples(search_samples.CANDIDATES)]
-    assert len(spread) == search_samples.CANDIDATES
+    spread = [
+        int(sample["x"][0, 0]) for sample in feed.spread_samples(search_samples.CANDIDATE_COUNT)
+    ]
+    assert len(spread) == search_samples.CANDIDATE_COUNT
     assert spread == sorted(spread)
-    assert np.diff([0, *spread, 500]).max() <= 2 * 500 / search_samples.CANDIDATES
+    assert np.diff([0, *spread, 500]).max() <= 2 * 500 / search_samples.CANDIDATE_COUNT
 
 
 def noise(**powers):

@@ -121,7 +121,7 @@ def calibrate_amct(model, graph, batches, config, *, exact=False):
     """Observe a model on these batches, dicts of input name -> array; return AMCT's record."""
     batches = list(batches)
     plan = plan_amct(model, graph, batches, config, exact=exact)
-    return plan.record(observe(plan.observations, batches, runs=Counter()))
+    return plan.record(observe(plan.observations, batches, inference_counts=Counter()))
 
 
 def plan_amct(model, graph, batches, config, *, exact=False):

@@ -245,7 +245,7 @@ def observe_on(
     images: FeedSource,
     limit: Limit,
     peaks: Peaks,
-    runs: Counter[str],
+    inference_counts: Counter[str],
 ) -> tuple[ObservedStatistics, tuple[str, ...]]:
     """Observe on the workers of a dask scheduler; the result equals that of this machine alone.
 
@@ -257,7 +257,7 @@ def observe_on(
         images: where the images are, for the workers.
         limit: which of the images are used.
         peaks: receives the largest |x| of every tensor.
-        runs: variant key -> number of inferences, incremented.
+        inference_counts: variant key -> number of inferences, incremented.
 
     Returns:
         (the statistics, notes on where they were observed).
@@ -287,7 +287,7 @@ def observe_on(
             cluster_run.end()
     observed = merger.end(peaks)
     for variant in dict.fromkeys(observation.variant.key for observation in observations):
-        runs[variant] += feed.count  # the workers ran each variant on every image
+        inference_counts[variant] += feed.count  # the workers ran each variant on every image
     return observed, cluster_run.notes(piece_count)
 
 

@@ -197,12 +197,12 @@ def _concatenate(samples: list[Mapping[str, Array]], name: str) -> Array:
     return np.concatenate(arrays)
 
 
-def count_in_full_batches(samples: int, samples_a_batch: int, *, filled: int = 0) -> int:
+def count_in_full_batches(samples: int, samples_a_batch: int, *, padded_samples: int = 0) -> int:
     """Return how many samples are in full batches.
 
-    `filled`: number of repeated samples at the end, which fill the model's fixed batch.
+    `padded_samples`: number of repeated samples at the end, which fill the model's fixed batch.
     """
-    distinct = samples - filled
+    distinct = samples - padded_samples
     if distinct < samples_a_batch:
         raise ConfigError(
             f"TensorRT calibrates in whole batches, got {distinct} samples for batches of"
@@ -211,9 +211,11 @@ def count_in_full_batches(samples: int, samples_a_batch: int, *, filled: int = 0
     return distinct - distinct % samples_a_batch
 
 
-def note_left_out(samples: int, samples_a_batch: int, *, filled: int = 0) -> tuple[str, ...]:
+def note_left_out(
+    samples: int, samples_a_batch: int, *, padded_samples: int = 0
+) -> tuple[str, ...]:
     """Return a note on how many samples are left out; empty if none are."""
-    used = count_in_full_batches(samples, samples_a_batch, filled=filled)
+    used = count_in_full_batches(samples, samples_a_batch, padded_samples=padded_samples)
     if used == samples:
         return ()
     return (
@@ -230,7 +232,7 @@ class CalibrationSubject:
         loaded: the cleaned model.
         samples: number of samples of the feed.
         batch: images per sample.
-        filled: number of samples at the end with repeated images, which fill that batch.
+        padded_samples: number of samples at the end with repeated images, which fill that batch.
         method: the search for ranges.
         float_nodes: nodes that stay in float.
         trt_version: TensorRT version "X.Y.Z" that will read the calibration cache; None for any.
@@ -242,7 +244,7 @@ class CalibrationSubject:
     loaded: LoadedModel
     samples: int
     batch: int = 1
-    filled: int = 0
+    padded_samples: int = 0
     method: Method = field(default_factory=Method.of)
     float_nodes: tuple[str, ...] = ()
     trt_version: str | None = None
@@ -307,7 +309,9 @@ class CalibrationSubject:
         if not statistic.first_batch:
             return statistic
         first_samples = -(-statistic.first_batch // self.batch)
-        used = count_in_full_batches(self.samples, first_samples, filled=self.filled)
+        used = count_in_full_batches(
+            self.samples, first_samples, padded_samples=self.padded_samples
+        )
         limit = used if used < self.samples else None
         return replace(statistic, first_batch=first_samples, samples=limit)
 

@@ -186,16 +186,18 @@ class _PassState:
                 waiting += runner.run(reader, recorders, peaks, number, sample, self._on_outputs)
         return waiting
 
-    def record_waiting(self, number: int, waiting: list[Waiting], run_counts: Counter[str]) -> None:
+    def record_waiting(
+        self, number: int, waiting: list[Waiting], inference_counts: Counter[str]
+    ) -> None:
         """Record the order-dependent values of a sample, and count its runs, in sample order.
 
-        `run_counts`: variant key -> number of inferences, incremented.
+        `inference_counts`: variant key -> number of inferences, incremented.
         """
         for observation, value in waiting:
             record(self._ordered_recorders[observation], observation, number, value)
         for runner in self.runners:
             if is_within_limit(runner.limit, number):
-                run_counts[runner.key] += 1
+                inference_counts[runner.key] += 1
 
     def has_open_batch(self, number: int) -> bool:
         """Whether a recorder that takes several samples at once has some, but not all of them."""
@@ -313,7 +315,7 @@ def observe(
     observed: ObservedStatistics | None = None,
     threads: int = 2,
     progress: Progress = lambda: None,
-    runs: Counter[str] | None = None,
+    inference_counts: Counter[str] | None = None,
     peaks: Peaks | None = None,
     checkpoint: Checkpoint | None = None,
     on_outputs: OutputCallback | None = None,
@@ -333,7 +335,7 @@ def observe(
         observed: statistics from a cache, which are not recorded again.
         threads: worker threads, each running one sample at a time.
         progress: called after each sample.
-        runs: variant key -> number of inferences, incremented.
+        inference_counts: variant key -> number of inferences, incremented.
         peaks: receives the largest |x| of every tensor. If the run resumes, it already holds those
             of the samples counted before.
         checkpoint: stores the state now and then; None to store nothing.
@@ -353,7 +355,7 @@ def observe(
     """
     observed = observed or ObservedStatistics({})
     threads = max(1, threads)
-    run_counts: Counter[str] = Counter() if runs is None else runs
+    inference_counts = Counter() if inference_counts is None else inference_counts
 
     # before the pass: preliminary observations, made on the first samples
     schedule = schedule_observations(observations, observed)
@@ -361,7 +363,7 @@ def observe(
     first_samples = list(islice(sample_stream, schedule.preliminary_sample_count))
     if schedule.preliminary:
         observed = _observe_preliminary(
-            schedule.preliminary, observed, first_samples, threads, run_counts
+            schedule.preliminary, observed, first_samples, threads, inference_counts
         )
     if not schedule.main:  # no statistic needs the pass
         return observed.select(schedule.missing)
@@ -387,7 +389,7 @@ def observe(
         remaining_samples = islice(remaining_samples, max(limit - resumed_count, 0))
 
     def end_sample(number: int, waiting: list[Waiting]) -> None:
-        state.record_waiting(number, waiting, run_counts)
+        state.record_waiting(number, waiting, inference_counts)
         progress()
 
     # workers run the samples, several at a time; `end_sample` is called for them in order
@@ -488,7 +490,7 @@ def _observe_preliminary(
     observed: ObservedStatistics,
     samples: Sequence[Sample],
     threads: int,
-    runs: Counter[str],
+    inference_counts: Counter[str],
 ) -> ObservedStatistics:
     """Make the observations that must be known before the pass; return `observed` with them added.
 
@@ -500,7 +502,7 @@ def _observe_preliminary(
         observed: statistics that exist already.
         samples: the first samples.
         threads: number of workers.
-        runs: variant key -> number of inferences, incremented.
+        inference_counts: variant key -> number of inferences, incremented.
     """
     all_statistics = observed
     remaining = list(observations)
@@ -517,7 +519,11 @@ def _observe_preliminary(
             are_all_ordered = all(observation.statistic.ordered for observation in ready)
             usable_threads = threads if are_all_ordered else 1
             new_statistics = observe(
-                ready, samples, observed=all_statistics, threads=usable_threads, runs=runs
+                ready,
+                samples,
+                observed=all_statistics,
+                threads=usable_threads,
+                inference_counts=inference_counts,
             )
             all_statistics = all_statistics.merged_with(new_statistics)
             remaining = list(all_statistics.missing(remaining))

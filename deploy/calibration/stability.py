@@ -81,7 +81,7 @@ class StabilityMonitor:
     Attributes:
         halves: statistics of both halves, filled by `observe`; None if they are not needed.
         can_end_pass: whether `is_enough` is to be called, and may end the pass.
-        samples: number of samples at the last check.
+        sample_count: number of samples at the last check.
         stopped: whether the samples are enough.
     """
 
@@ -109,7 +109,7 @@ class StabilityMonitor:
         self.halves: list[ObservedStatistics] | None = None
         if self._observations and not self.can_end_pass:
             self.halves = []  # the pass fills it, `end` compares the two
-        self.samples = 0
+        self.sample_count = 0
         self.stopped = False
         self._scales_at_last_check: ScaleByKey = {}  # of all samples until then
         self._last_agreement: HalvesAgreement | None = None
@@ -139,7 +139,7 @@ class StabilityMonitor:
             if not self._last_agreement.is_enough:
                 self._agreements_in_row = 0
             self.stopped = self._agreements_in_row >= _AGREEMENTS_TO_STOP
-        self.samples = samples
+        self.sample_count = samples
         # all samples so far are the first half at the next check
         self._scales_at_last_check = {} if self.stopped else self._search_scales(total_statistics)
         return self.stopped

@@ -57,7 +57,7 @@ from deploy.tasks.rows import batch_length
 from deploy.terminal import with_progress
 from deploy.tuning.plan_file import TargetPlan
 from deploy.tuning.search_options import Tuning
-from deploy.tuning.search_samples import CANDIDATES
+from deploy.tuning.search_samples import CANDIDATE_COUNT
 from deploy.tuning.tune import PlannedTarget
 
 if TYPE_CHECKING:
@@ -320,7 +320,7 @@ def _calibrate(build: PreparedBuild, stage: Stage) -> CalibrationResult:
     assert build.dataset is not None, "only a Q/DQ model is built without images"
     # the float model's outputs of some calibration samples are stored: for the search, which
     # chooses its samples from them, and without evaluation images for all engines
-    evaluation_count = CANDIDATES
+    evaluation_count = CANDIDATE_COUNT
     if build.evaluation is None:
         evaluation_count = CALIBRATION_SAMPLES
     images = open_dataset(build.loaded, build.dataset, options.calibration)

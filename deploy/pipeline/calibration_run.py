@@ -130,7 +130,7 @@ class CalibrationRun:
         checkpoint_path: path of the checkpoint; None keeps none.
         resume: whether the run continues from its checkpoint.
         peaks: the largest samples of every tensor that is observed.
-        runs: variant of the model -> number of inferences.
+        inference_counts: variant of the model -> number of inferences.
         started: `time.perf_counter()` at its start.
     """
 
@@ -147,7 +147,7 @@ class CalibrationRun:
     checkpoint_path: Path | None
     resume: bool
     peaks: Peaks = field(default_factory=Peaks)
-    runs: Counter[str] = field(default_factory=Counter)
+    inference_counts: Counter[str] = field(default_factory=Counter)
     started: float = field(default_factory=time.perf_counter)
 
     @property
@@ -260,7 +260,7 @@ def observe_on_workers(
         images=dataset.source,
         limit=dataset.limit,
         peaks=run.peaks,
-        runs=run.runs,
+        inference_counts=run.inference_counts,
     )
     return PassResult(observed=decision.observed.merged_with(new_statistics), notes=notes)
 
@@ -374,7 +374,7 @@ def _observe_missing(
             observed=decision.observed,
             threads=threads,
             progress=show_progress,
-            runs=run.runs,
+            inference_counts=run.inference_counts,
             peaks=run.peaks,
             checkpoint=checkpoint,
             on_outputs=store_outputs,
@@ -441,6 +441,7 @@ def calibrate_run(
     evaluation_set = run.evaluation_set
     if run.stop_rule is not None:  # it may have ended this pass, too, before the last image
         evaluation_set = _end_feed_at_last_observed(run, decision)
+    # if two halves of the samples give the same ranges, more samples would not change them
     halves_agreement, stability_notes = _compare_halves(run, decision)
 
     ranges = Ranges(pass_result.observed, subject.method, subject.range_limits)
@@ -490,10 +491,12 @@ def _compare_halves(
     if not decision.missing:
         return None, ()
     agreement = run.stability_monitor.end(len(run.feed))
-    if run.stop_rule is None and agreement is not None:
-        # the monitor counts inferences, each of a batch of images; the report counts images
-        agreement = replace(agreement, samples=run.feed.count)
-    if run.stop_rule is None or agreement is not None:
+    if run.stop_rule is None:
+        if agreement is not None:
+            # the monitor counts inferences, each of a batch of images; the report counts images
+            agreement = replace(agreement, samples=run.feed.count)
+        return agreement, ()
+    if agreement is not None:
         return agreement, ()
     # with a rule, halves are compared at 16 samples for the first time
     return None, (f"whether samples are enough is judged from 16 on: there were {len(run.feed)}",)
@@ -523,11 +526,12 @@ def _end_feed_at_last_observed(run: CalibrationRun, decision: CacheDecision) -> 
         assert decision.stored is not None
         image_count = decision.stored.count
     elif monitor.stopped:  # the stop rule ended the pass
-        image_count = feed.count_entries(monitor.samples)
+        image_count = feed.count_entries(monitor.sample_count)
     else:
         image_count = feed.entry_count
     feed.keep_first(image_count)
-    feed.cache_samples(run.evaluation_count, PREVIEW_COUNT)  # spread anew, over fewer images
+    # the samples to evaluate and those that a report shows, spread anew over fewer images
+    feed.cache_samples(run.evaluation_count, PREVIEW_COUNT)
     return make_evaluation_set(feed, run.subject.model, run.evaluation_count)
 
 
@@ -634,7 +638,7 @@ def _make_result(
         reused=not decision.missing,
         reason=decision.reason,
         seconds=time.perf_counter() - run.started,
-        runs=run.runs,
+        runs=run.inference_counts,
         notes=notes,
         doubts=input_doubts,
         warnings=(*subject.loaded.alerts, *warnings),

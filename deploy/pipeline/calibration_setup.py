@@ -63,7 +63,7 @@ from deploy.pipeline.calibration_run import (
 )
 from deploy.targets import Target, make_targets
 from deploy.terminal import phase, with_progress
-from deploy.tuning.search_samples import CANDIDATES
+from deploy.tuning.search_samples import CANDIDATE_COUNT
 
 if TYPE_CHECKING:
     from torch import nn
@@ -236,8 +236,8 @@ def calibrate_loaded(
     Args:
         loaded: the model.
         user_model: the user's file or model, from which the graph before folding can be read.
-        images: the opened images, or the merged statistics of several machines (shards), with the
-            function that observes them.
+        images: the opened images; or shards, the statistics that several machines made of them.
+            Either comes with a function that returns the statistics.
         options: how it is calibrated, as `calibrate` describes.
         targets: the targets, which say what is observed.
         evaluation_count: number of samples on which the engines are evaluated later; the float
@@ -255,7 +255,8 @@ def calibrate_loaded(
     feed = images.feed
     if images.is_readable:  # the samples have shown whether the inputs' first dimension is a batch
         loaded = loaded.with_inputs(feed.specs)
-    feed.cache_samples(evaluation_count, PREVIEW_COUNT)  # on disk, when they are read
+    # the samples to evaluate and those that a report shows: stored on disk when they are read
+    feed.cache_samples(evaluation_count, PREVIEW_COUNT)
     checkpoint = _choose_checkpoint(options)
     _refuse_foreign_cache(policy)
     subject = _make_subject(loaded, user_model, feed, options, targets, task)
@@ -326,7 +327,7 @@ def _make_subject(
         user_model=user_model,
         samples=len(feed),
         batch=feed.batch,
-        filled=feed.padded_sample_count,
+        padded_samples=feed.padded_sample_count,
         method=method,
         task=task,
         float_nodes=match_nodes(loaded.model, options.float_nodes),
@@ -362,13 +363,13 @@ def use_qdq_calibration(
     else:
         name = describe_source(dataset.source)
     feed = loaded.open_samples(dataset)
-    feed.cache_samples(CANDIDATES, PREVIEW_COUNT)
+    feed.cache_samples(CANDIDATE_COUNT, PREVIEW_COUNT)
     loaded = loaded.with_inputs(feed.specs)
     subject = CalibrationSubject(
         loaded=loaded,
         samples=len(feed),
         batch=feed.batch,
-        filled=feed.padded_sample_count,
+        padded_samples=feed.padded_sample_count,
         method=Method.of(),  # the default one; nothing is searched
         trt_version=trt_version or _find_trt_version(targets),
     )
@@ -379,7 +380,7 @@ def use_qdq_calibration(
         images=name,
         feed=feed,
         ranges=QdqModelRanges(qdq, subject),
-        evaluation_set=make_evaluation_set(feed, subject.model, CANDIDATES),
+        evaluation_set=make_evaluation_set(feed, subject.model, CANDIDATE_COUNT),
         observations_by_target={},
         failures=failures,
         observed_now=(),

@@ -61,19 +61,19 @@ from deploy.tensors import Array
 from deploy.terminal import phase
 from deploy.tuning.slice_signals import rank_by_signal, slice_signals
 
-CANDIDATES = 48  # evaluation samples to select from
+CANDIDATE_COUNT = 48  # evaluation samples to select from
 LARGE_FEED = 128  # samples from which on a few make no difference
 _STRONGEST_STEP = 2  # every second one of the strongest: the very first would dominate
 _MEAN_SAMPLES = 32  # samples that give the mean of what is measured about it
 _MAX_VALUES = 5_000_000  # input values of all samples: a large one shows as much as many small
-_FIRST_SAMPLES = 12, CANDIDATES  # numbers that a verdict may rest on, before all are run
+_FIRST_SAMPLES = 12, CANDIDATE_COUNT  # numbers that a verdict may rest on, before all are run
 MOST_OUTPUT_BYTES = MOST_BYTES // 8  # on disk, of one judged model; a search judges about eight
 _MIN_SHOWING = 40  # boxes of the float model whose count shows a loss of 0.025
 
 
 def max_sample_count(evaluation_set: EvaluationSet) -> int:
     """Return how many samples are enough for their size."""
-    sample, _ = next(iter(evaluation_set.samples_with_outputs(CANDIDATES)))
+    sample, _ = next(iter(evaluation_set.samples_with_outputs(CANDIDATE_COUNT)))
     return _MAX_VALUES // max(_count_values(sample), 1)
 
 
@@ -86,14 +86,16 @@ def select_samples(
     read twice, so that only the selected ones are in memory.
 
     Args:
-        evaluation_set: its first `CANDIDATES` samples are the candidates.
+        evaluation_set: its first `CANDIDATE_COUNT` samples are the candidates.
         max_count: number of samples to select, in feed order.
         metric: what outputs are judged by.
     """
-    signals, form = _measure_candidates(evaluation_set.samples_with_outputs(CANDIDATES), metric)
+    signals, form = _measure_candidates(
+        evaluation_set.samples_with_outputs(CANDIDATE_COUNT), metric
+    )
     selected_indices = _select_indices(signals, max_count)
     selected = []
-    for index, candidate in enumerate(evaluation_set.samples_with_outputs(CANDIDATES)):
+    for index, candidate in enumerate(evaluation_set.samples_with_outputs(CANDIDATE_COUNT)):
         if index in selected_indices:
             selected.append(candidate)
     return selected, form
@@ -346,7 +348,7 @@ def _is_certain(levels: Collection[str], accuracy: Accuracy, task_loss: TaskLoss
     """
     if accuracy.problems:
         return True
-    if accuracy.samples < CANDIDATES:
+    if accuracy.samples < CANDIDATE_COUNT:
         task = accuracy.task
         if task is None or 0 < task.counted < _MIN_SHOWING:
             return False

@@ -436,8 +436,10 @@ def cache_notes(subject: CalibrationSubject, ranges: RangeSet) -> tuple[str, ...
     # samples in a batch; 0 for other methods.
     calibration_batch = subject.statistic.first_batch
     if calibration_batch:
-        # `filled`: number of samples that repeat others, to fill the fixed batch of the model
-        notes += note_left_out(subject.samples, calibration_batch, filled=subject.filled)
+        # `padded_samples` only repeat others, to fill the fixed batch of the model
+        notes += note_left_out(
+            subject.samples, calibration_batch, padded_samples=subject.padded_samples
+        )
     infinite_tensors = [name for name, trouble in ranges.unusable.items() if trouble.is_infinite]
     if infinite_tensors:
         notes.append(

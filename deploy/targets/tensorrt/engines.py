@@ -196,9 +196,9 @@ def calibrate_on_gpu(
         """Store the cache at once, so that a build can reuse it if this one fails later."""
         store_gpu_cache(cache_path, cache, fingerprint)
 
-    # `filled`: samples that only repeat others, to fill the fixed batch of the model
+    # `padded_samples` only repeat others, to fill the fixed batch of the model
     sample_count = count_in_full_batches(
-        len(request.feed), batch_size, filled=request.subject.filled
+        len(request.feed), batch_size, padded_samples=request.subject.padded_samples
     )
     with request.feed.samples() as samples:
         callbacks = calibrator_class(str(options.calibrator))(
@@ -392,8 +392,8 @@ def build_quantized_engine(
     notes = [f"the engine belongs to TensorRT {installed.version} on {installed.gpu}"]
     if options.calibrator is not None:  # TensorRT's calibration leaves out a partial batch
         _, batch_size = _calibration_batch(request, settings)
-        filled = request.subject.filled
-        notes += note_left_out(len(request.feed), batch_size, filled=filled)
+        padded_samples = request.subject.padded_samples
+        notes += note_left_out(len(request.feed), batch_size, padded_samples=padded_samples)
 
     path = request.file(".engine")
     reused_bytes = manifest.read_if_made_from(request.earlier_file(path.name), key)
