@@ -252,16 +252,16 @@ def next_states(states: States, outputs: Mapping[str, Array]) -> dict[str, Array
 class OwnStates:
     """Runs an engine on steps in order, with the states that it computed itself."""
 
-    def __init__(self, states: States, *, is_one_pass: bool = False) -> None:
+    def __init__(self, states: States, *, drops_ended: bool = False) -> None:
         """Start before the first step.
 
         Args:
             states: of the model; none for a model without, which is run as it is.
-            is_one_pass: whether each sequence ends before the next one begins; then the states of
-                earlier sequences are dropped.
+            drops_ended: whether the states of earlier sequences are dropped when one begins, since
+                each has ended then.
         """
         self._states = states
-        self._is_one_pass = is_one_pass
+        self._drops_ended = drops_ended
         self._states_by_sequence: dict[int, dict[str, Array]] = {}  # for the next step of each
 
     def run(
@@ -282,7 +282,7 @@ class OwnStates:
         outputs = session.run({**sample, **own_states})
         if self._states:
             is_start = sequence not in self._states_by_sequence
-            if self._is_one_pass and is_start:
+            if self._drops_ended and is_start:
                 self._states_by_sequence.clear()
             self._states_by_sequence[sequence] = next_states(self._states, outputs)
         return outputs

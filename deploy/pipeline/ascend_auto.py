@@ -73,7 +73,7 @@ class AscendAutoTarget(Ascend):
                 observations[observation.key] = observation
         return tuple(observations.values())
 
-    def records(self, request: BuildRequest) -> dict[str, dict[str, LayerRecord]]:
+    def find_records(self, request: BuildRequest) -> dict[str, dict[str, LayerRecord]]:
         """Return search -> layer -> its record: scale, offset and factors that the search finds.
 
         The default search is the first. A search that balances inputs and weights (AMCT's DMQ) has
@@ -151,18 +151,21 @@ def auto_calibrate(
     feed = calibration.feed
     subject = calibration.subject
     with stage_files(folder) as stage:
+        # repairs of the float model, such as adaptive rounding, are computed on these samples
+        repair_samples = make_evaluation_set(feed, subject.model, _REPAIR_SAMPLES)
         request = BuildRequest(
             subject=subject,
             folder=stage.temporary_folder,
             ranges=calibration.ranges,
             feed=feed,
             manifest=feed.manifest(),
-            evaluation_set=make_evaluation_set(feed, subject.model, _REPAIR_SAMPLES),
+            evaluation_set=repair_samples,
             threads=threads,
         )
-        # the layers that can be in int8: those that are quantized with their default searches
+        # the layers that can be in int8: those that are quantized with their default searches. The
+        # plan has an entry for each; a record is what a search finds for a layer: scale and offset
         record_plan, _record, quantized_layers, _config = target.quantize(request)
-        records_by_search = target.records(request)
+        records_by_search = target.find_records(request)
 
         # (layer, similarity of its int8 and float outputs); only AMCT's strategy needs it
         ranking: list[tuple[str, float]] = []
@@ -170,10 +173,10 @@ def auto_calibrate(
             with phase("ranking the layers"):
                 samples = evaluation.first_samples(_RANKING_SAMPLES)
                 ranking = rank_layers(record_plan.model, quantized_layers, samples, threads=threads)
-        # an entry with an index is no layer, but one input of a node such as an Add. It can be left
-        # in float like a layer, but is not counted as one
+        # an entry of the plan with an `input_index` is no layer, but one input of a node such as an
+        # Add. It can be left in float like a layer, but is not counted as one
         node_inputs = [
-            name for name, layer in record_plan.layers.items() if layer.input_index is not None
+            name for name, entry in record_plan.layers.items() if entry.input_index is not None
         ]
         # searches that every layer can have. DMQ is none: it balances the channels of a layer's
         # input, and costs a multiplication more in front of the layer

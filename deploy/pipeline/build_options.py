@@ -70,7 +70,8 @@ _T = TypeVar("_T")
 UserModel = str | Path | onnx.ModelProto  # a file, or a model in memory
 ModelSource = UserModel | LoadedModel
 
-_TYPING_NAMES = {"nn": SimpleNamespace(Module=object)}  # torch is imported for type checkers only
+# torch is imported for type checkers only; this stands for it in annotations that are read
+_TYPE_CHECKING_NAMES = {"nn": SimpleNamespace(Module=object)}
 # what an argument may be in place of the class in its annotation: an integer for a float, a set
 _WIDER_CLASSES = {
     bool: Integral,
@@ -91,7 +92,7 @@ def check_arguments(function: Callable[_P, _T]) -> Callable[_P, _T]:
     @wraps(function)
     def checked_function(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Call the function, if its annotations allow these arguments."""
-        types = get_type_hints(function, localns=_TYPING_NAMES)
+        types = get_type_hints(function, localns=_TYPE_CHECKING_NAMES)
         call = signature(function).bind(*args, **kwargs)  # arguments by their names
         for name, value in call.arguments.items():
             if isinstance(value, np.generic):  # a number of numpy, which JSON cannot hold

@@ -159,8 +159,8 @@ def find_candidates(
 
     Args:
         results: files of each target.
-        engine_sessions: engines that were opened here; None for a session in several threads,
-            while the evaluation needs one in a single thread.
+        engine_sessions: engine -> its session, for every engine that can be opened here. None in
+            place of a session in several threads: the evaluation needs one in a single thread.
     """
     candidates: dict[str, Session] = {}
     failures: dict[str, str] = {}
@@ -379,10 +379,10 @@ class _EvaluationPass:
         self._evaluation = evaluation
         self._stored_outputs = stored_outputs
         self._result = EvaluationResult()
-        # a recurrent model hands states on from sample to sample: each candidate gets its own, and
-        # drops them when the next sequence begins (is_one_pass)
+        # a recurrent model hands states on from sample to sample: each candidate gets its own. One
+        # sequence follows the other, so states of one that has ended are dropped
         states = evaluation.feed.states
-        self._own_states = {name: OwnStates(states, is_one_pass=True) for name in candidates}
+        self._own_states = {name: OwnStates(states, drops_ended=True) for name in candidates}
         batch_inputs = evaluation.metric.declared.batch_inputs
         self._images = CandidateImages(evaluation.feed, batch_inputs)
         # the first samples wait until they are enough to show the form of the outputs, which every

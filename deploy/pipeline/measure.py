@@ -107,8 +107,8 @@ def measure_engines(
         evaluation_feed: evaluation samples; None without.
         objects: annotated objects on the evaluation samples, in place of labels; None without.
         metric: the user's metric or task; None recognises the task.
-        observed_outputs: stored outputs of the float model on the calibration samples; None if
-            another model was observed than the one loaded.
+        observed_outputs: outputs of the float model on the calibration samples, which were stored
+            while it was calibrated; None if the calibration ran another model than `loaded`.
         engine_outputs: target -> outputs of its int8 model on calibration samples, which its search
             has stored; None for none.
         duration_s: seconds of latency runs a model; 0 leaves them out.
@@ -124,14 +124,14 @@ def measure_engines(
     float_engine, float_outputs, float_size = _open_float_model(
         loaded, evaluation, threads=threads, is_timed=is_timed
     )
-    target_engines, failures, absent = _open_engines(
+    target_engines, failures, missing_runtimes = _open_engines(
         targets, results, threads=threads, is_timed=is_timed
     )
 
     # engines are compared with the float model; those of a Q/DQ model with that model itself
     qdq_outputs = _open_qdq_outputs(loaded)
     reference = qdq_outputs or _choose_reference(float_outputs, observed_outputs, evaluation)
-    choice_runs = float_outputs.runs  # inferences by which the stored outputs were checked
+    check_run_count = float_outputs.runs  # inferences to check the stored outputs
     float_outputs.close_session()  # frees its weights: stored outputs may suffice from here on
 
     # accuracy: of inner tensors on a few samples, of the outputs on all of them
@@ -150,7 +150,7 @@ def measure_engines(
         threads=threads,
     )
     failures |= evaluation_result.failures
-    evaluation_result.reference_runs += choice_runs + inner_tensors.sample_count
+    evaluation_result.reference_runs += check_run_count + inner_tensors.sample_count
 
     # latency, when nothing else runs
     engines = {_FLOAT_ENGINE: float_engine, **target_engines}
@@ -182,7 +182,7 @@ def measure_engines(
         engines=(float_row, *_make_rows(results, measurements)),
         layers=_find_lossy_layers(inner_tensors, loaded, evaluated_results),
         failures=failures,
-        absent=absent,
+        absent=missing_runtimes,
         notes=notes,
         devices=devices,
         decodes=0 if evaluation_feed is None else evaluation_feed.decodes,
@@ -353,7 +353,7 @@ def _open_float_model(
         # opens a session on demand; the file is read again, so that its bytes are not held here
         lambda: open_single_thread(read_float_model(loaded)),
         [spec.name for spec in loaded.outputs],
-        _first_key(evaluation),
+        _first_calibration_key(evaluation),
         session=output_session,
     )
     return _OpenedEngine(engine_session, load_ms), float_outputs, len(float_file)
@@ -372,7 +372,7 @@ def _open_engines(
     """
     engines: dict[str, _OpenedEngine] = {}
     failures: dict[str, str] = {}
-    absent: dict[str, str] = {}
+    missing_runtimes: dict[str, str] = {}
     for target, result in zip(targets, results, strict=True):
         path_by_engine = dict(result.baselines)
         if result.engine is not None:
@@ -388,15 +388,15 @@ def _open_engines(
             try:
                 session, load_ms = _time_loading(open_session)
             except SdkMissingError as error:  # built for another machine
-                absent[name] = str(error)
+                missing_runtimes[name] = str(error)
             except BackendError as error:
                 failures[name] = str(error)
             else:
                 engines[name] = _OpenedEngine(session, load_ms, is_single_thread)
-    return engines, failures, absent
+    return engines, failures, missing_runtimes
 
 
-def _first_key(evaluation: Evaluation) -> tuple[int, ...]:
+def _first_calibration_key(evaluation: Evaluation) -> tuple[int, ...]:
     """Return the first calibration sample's key in a tuple; () if they are not evaluated on."""
     return evaluation.feed.keys[:1] if isinstance(evaluation.feed, EvaluationSubset) else ()
 
@@ -406,11 +406,12 @@ def _choose_reference(
     observed_outputs: ReferenceOutputs | None,
     evaluation: Evaluation,
 ) -> ReferenceOutputs:
-    """Return the outputs of the user's file, or those stored while its cleaned model was observed.
+    """Return the outputs to compare with: of the user's file, or those that calibration stored.
 
-    The stored ones are taken if they match the file's on the first sample.
+    Calibration ran a cleaned model, with constants folded, for instance. Its outputs are taken if
+    they match the file's on the first sample.
     """
-    first_keys = _first_key(evaluation)
+    first_keys = _first_calibration_key(evaluation)  # none, or one
     if observed_outputs is None or not first_keys:
         return float_outputs
     (first_key,) = first_keys

@@ -218,7 +218,7 @@ def score_reading(
     current_preprocess: Preprocess,
     other_preprocess: Preprocess,
 ) -> list[Floats] | None:
-    """Return the scores of each sample in another reading.
+    """Return the scores of each sample in another reading, such as another order of the colors.
 
     None if the float model is less sure of more than `MAX_LOSSES` samples than it is in the reading
     in use. The remaining samples are then not run.

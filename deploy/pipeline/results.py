@@ -25,7 +25,8 @@ from deploy.graph.placement import WEIGHTED
 from deploy.machine import this_machine
 from deploy.metrics.levels import measure_loss
 from deploy.pipeline.measure import Figures
-from deploy.report import Report, model, to_html, to_json, to_markdown
+from deploy.report import Report, to_html, to_json, to_markdown
+from deploy.report import model as report_model
 from deploy.report.documents import read_report
 from deploy.report.parts import (
     CalibrationPart,
@@ -401,7 +402,7 @@ def engine_rows(
         row = replace(row, boxes=boxes, changed=class_rows(examples, evaluation.pictures))
         result = result_by_target.get(row.target)
         if result is not None and row.target not in figures.failures:
-            row = model.with_speed(figures.engines, row)
+            row = report_model.with_speed(figures.engines, row)
             rival, size_ratio = _find_rival(row, figures.engines)
             row_verdict = verdict(
                 accuracy=row.accuracy,
@@ -426,12 +427,12 @@ def _find_rival(row: EngineRow, engines: Sequence[EngineRow]) -> tuple[str, floa
     The ratio is the float engine's size over the other's. It is None if a size is unknown, or if no
     such float engine was measured; the name then says which one is missing.
     """
-    rivals = model.find_rivals(engines, row)
+    rivals = report_model.find_rivals(engines, row)
     if not rivals:
         return "a float engine on its device" if row.on_device else "FP32", None
     rival = rivals[0]
     name = "FP32" if rival.reference else rival.label
-    return name, model.size_over(rival, row)
+    return name, report_model.size_over(rival, row)
 
 
 def _calibration_part(

@@ -115,7 +115,8 @@ def build_targets(
         Calib8Error: every target failed, at least one of them here, and none left a file.
     """
     request = _make_request(build, calibration, stage)
-    if build.duration_s > 0:  # float engines are built from this model, as rivals of int8 in time
+    # if latency is measured, float engines are built too, as rivals of int8: from this model
+    if build.duration_s > 0:
         request = replace(request, unrepaired_model=build.loaded.model)
     results: list[BuildResult] = []
     errors: list[Calib8Error] = []
