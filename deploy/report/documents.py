@@ -13,7 +13,8 @@ from pathlib import Path
 from deploy.errors import ConfigError
 from deploy.files.reading import convert, read_json
 from deploy.metrics.levels import LEVELS
-from deploy.report import figures, model, tables
+from deploy.report import figures, tables
+from deploy.report import model as report_model
 from deploy.report.blocks import (
     Block,
     Bullets,
@@ -199,8 +200,8 @@ def read_report(path: Path, *, rewritable: bool = False) -> Report:
         path, what=what, error=ConfigError, max_bytes=_MAX_REPORT_BYTES, rewritable=rewritable
     )
     schema = document.get("schema") if isinstance(document, dict) else None
-    if schema != model.SCHEMA:
-        raise _refusal(path, f"a report must be of schema {model.SCHEMA}", repr(schema))
+    if schema != report_model.SCHEMA:
+        raise _refusal(path, f"a report must be of schema {report_model.SCHEMA}", repr(schema))
     report = convert(
         document,
         Report,

@@ -229,7 +229,7 @@ def _sections(profile: GraphProfile) -> Iterator[Section]:
         yield Section("Time by module", (drawing,), folded=False)
     nodes = sorted(profile.nodes, key=lambda node: -node.seconds)
     table = Table(_HEADS, list(map(_node_row, nodes)))
-    yield Section("Nodes, slowest first", (table,), len(nodes))
+    yield Section("Nodes, slowest first", (table,), rows=len(nodes))
 
 
 _LEGEND = (

@@ -461,7 +461,9 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
         takes_pictures = bool(report.feed and report.feed.preprocess)
         yield from _data_steps(verdict, request, command, takes_pictures=takes_pictures)
     if verdict.blames_float or verdict.has_few:
-        return  # another build of the same data would be no better
+        # the fault is in the float model or its inputs, or there are too few samples to tell:
+        # another build of the same data would be no better
+        return
     split = _better_split(target, verdict, request)
     if options_file and split is not None:
         speed = figures.ratio(1 / split.time)
@@ -556,9 +558,10 @@ def _better_split(target: TargetPart, verdict: Verdict, request: RequestPart) ->
 
     better = []
     for split in target.search.front:
-        is_slower = built_split.time < split.time <= 1 / MIN_GAIN  # but faster than the float model
+        # times are multiples of the float model's, which the split must still beat
+        is_slower = built_split.time < split.time <= 1 / MIN_GAIN
         was_tried = split_name(target, split) in request.followed
-        is_better = rank_of(split.level) < rank_of(verdict.level)
+        is_better = rank_of(split.level) < rank_of(verdict.level)  # 0 is the best level
         if is_better and is_slower and not was_tried:
             better.append(split)
     return min(better, key=_rank_and_time, default=None)

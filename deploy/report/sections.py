@@ -93,11 +93,11 @@ def _kernels(report: Findings) -> Sections:
     engines = tables.timed_engines(report.engines)
     heads, kind_rows = tables.kind_table(engines)
     if kind_rows:
-        yield Section("Kernels by kind", (Table(heads, kind_rows),), len(kind_rows))
+        yield Section("Kernels by kind", (Table(heads, kind_rows),), rows=len(kind_rows))
     for engine in engines:
         rows = tables.kernel_rows(engine)
         table = Table(tables.KERNEL_HEADS, rows, "words")
-        yield Section(f"Kernels of {engine.label}", (table,), len(rows))
+        yield Section(f"Kernels of {engine.label}", (table,), rows=len(rows))
 
 
 def _accuracy(report: Findings) -> Sections:
@@ -162,7 +162,7 @@ def _worst_layers(report: Findings) -> Sections:
 def _notes(report: Findings) -> Sections:
     """Yield all notes and alerts."""
     if report.warnings:
-        yield Section("Notes", (Bullets(report.warnings),), len(report.warnings))
+        yield Section("Notes", (Bullets(report.warnings),), rows=len(report.warnings))
 
 
 def _calibration(report: Findings) -> Sections:
@@ -215,7 +215,7 @@ def _search(report: Findings) -> Sections:
             rows = list(map(tables.split_row, search.front))
             blocks.append(Table(tables.FRONT_HEADS, rows, "front"))
         title = f"Splits{target_suffix(report, target.name, ' for ')}"
-        yield Section(title, blocks, len(search.front), folded=len(search.front) < 2)
+        yield Section(title, blocks, rows=len(search.front), folded=len(search.front) < 2)
 
 
 def _nodes(report: Findings) -> Sections:
@@ -263,7 +263,7 @@ def _engine_layers(report: Findings) -> Sections:
             blocks: list[Block] = [Paragraph(f"{text}.")]
             if rows:
                 blocks.append(Table(DEVIATION_HEADS, rows, "words"))
-            yield Section(f"In the engine of {engine.target}", blocks, len(rows))
+            yield Section(f"In the engine of {engine.target}", blocks, rows=len(rows))
 
 
 _TENSOR_HEADS = ("tensor", "SQNR", "clipped", "min", "max", "low", "high", "amax", "method")
@@ -277,7 +277,7 @@ def tensor_sections(report: Findings) -> Sections:
             rows = list(map(_tensor_row, tensors))
             bars = DrawingColumn("range", list(map(charts.range_bar, tensors)), _RANGE_TEXT)
             title = f"Tensors{target_suffix(report, target.name)}"
-            yield Section(title, (Table(_TENSOR_HEADS, rows, "tensors", bars),), len(rows))
+            yield Section(title, (Table(_TENSOR_HEADS, rows, "tensors", bars),), rows=len(rows))
 
 
 def _tensor_row(row: TensorRow) -> list[str]:
@@ -310,7 +310,9 @@ def _files(report: Findings) -> Sections:
     """Yield the files that were written."""
     rows = [(file.path, file.role, figures.size(file.size_bytes)) for file in report.written]
     if rows:
-        yield Section("Files", (Table(["file", "what it is", "size"], rows, "words"),), len(rows))
+        yield Section(
+            "Files", (Table(["file", "what it is", "size"], rows, "words"),), rows=len(rows)
+        )
 
 
 def _work(report: Findings) -> Sections:
@@ -369,11 +371,12 @@ def _examples(report: Findings) -> Sections:
     for engine in report.engines:
         drawings = ""
         is_folded = bool(samples_in_page)  # an engine above has boxes
-        for row in engine.boxes:
-            if row.boxes is not None:
-                number = row.boxes.example.number
+        for box_row in engine.boxes:
+            box_picture = box_row.boxes  # None in a report that was read from its JSON
+            if box_picture is not None:
+                number = box_picture.example.number
                 is_in_page = number in samples_in_page
-                drawings += _box_pair(row, row.boxes, engine.label, is_in_page=is_in_page)
+                drawings += _box_pair(box_row, box_picture, engine.label, is_in_page=is_in_page)
                 samples_in_page.add(number)
         if drawings:
             text = _BOX_TEXT.format(engine.boxes[0].threshold)

@@ -20,7 +20,8 @@ from deploy.metrics.kernels import KernelTime
 from deploy.metrics.latency import MIN_RUNS_FOR_P95, Latency
 from deploy.metrics.output_errors import OutputAccuracy
 from deploy.metrics.output_form import SliceAccuracy
-from deploy.report import figures, model
+from deploy.report import figures
+from deploy.report import model as report_model
 from deploy.report.figures import quantized_layers
 from deploy.report.model import Findings
 from deploy.report.parts import (
@@ -50,6 +51,9 @@ def has_slices(accuracy: Accuracy) -> bool:
 
 def worst_figure(accuracy: Accuracy, name: str) -> float | None:
     """Return a figure of the worst slice, else of the worst output.
+
+    A slice, in `accuracy.parts`, is the part of an output that is compared by itself: the boxes or
+    the scores, for instance.
 
     None if the task's outputs are lists, whose rows cannot be compared one by one.
 
@@ -207,7 +211,7 @@ def _size(report: Findings) -> Iterator[ComparisonLine]:
         else:
             cells.append(figures.size(engine.size_bytes))
         if reference is not None and not engine.is_float:
-            ratio = model.size_over(reference, engine)
+            ratio = report_model.size_over(reference, engine)
             if ratio is not None:
                 ratios.append(ratio)
     change = figures.size_change_text(ratios[0]) if len(ratios) == 1 else ""
@@ -274,7 +278,7 @@ def _speed_text(report: Findings) -> str:
     """
     engines_with_rivals = []
     for engine in report.engines:
-        if rivals := model.find_rivals(report.engines, engine):
+        if rivals := report_model.find_rivals(report.engines, engine):
             engines_with_rivals.append((engine, rivals))
     if len(engines_with_rivals) != 1:
         return ""
@@ -287,7 +291,7 @@ def _speed_text(report: Findings) -> str:
             if engine.speed.is_noisy:
                 text += ", too noisy"
         else:
-            text = figures.ratio(model.speed_over(rival, engine))
+            text = figures.ratio(report_model.speed_over(rival, engine))
         if not rival.reference:
             text += f" of {rival.label}"
         texts.append(text)
@@ -315,16 +319,16 @@ def _accuracy(report: Findings) -> Iterator[ComparisonLine]:
     )
 
     label = "SQNR"
-    change = ""
+    slices_text = ""
     worst_labels = _distinct(map(worst_label, measured_accuracies))
     if worst_labels:  # an output is compared in parts, such as boxes and scores
         label = "SQNR, worst part"
-        change = f"of {', '.join(worst_labels)}"
+        slices_text = f"of {', '.join(worst_labels)}"
     yield _comparison_line(
         label,
         accuracies,
         lambda accuracy: figures.decibels(worst_figure(accuracy, "sqnr_db")),
-        change,
+        slices_text,
     )
     yield _comparison_line("Cosine", accuracies, partial(_cosine_text, "cosine_mean"))
     yield _comparison_line("Cosine, worst", accuracies, partial(_cosine_text, "cosine_min"))
