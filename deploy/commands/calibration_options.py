@@ -213,7 +213,10 @@ def print_calibration(
     verbose: bool,
     json_path: Path | None,
 ) -> None:
-    """Print what was observed and how ranges were searched; exit 1 if a target failed."""
+    """Print what was observed and how ranges were searched; exit 1 if a target failed.
+
+    Without text on stdout, which has the warnings too, these are printed on stderr.
+    """
     say_lines(result.to_screen(file=path, everything=verbose))
     if is_text_suppressed():
         for warning in (*result.doubts, *result.warnings):

@@ -77,23 +77,24 @@ class ConfiguredCommand(SectionedCommand):
         """
         # parse a first time to find --config
         parsed_values, _, _ = self.make_parser(ctx).parse_args(list(args))
-        # parameter -> value on the command line; click's values of options that are not there have
-        # other types
+        # parameter -> value on the command line; where an argument is missing, click has None or a
+        # mark of its own
         line_values = {
             name: value
             for name, value in parsed_values.items()
             if isinstance(value, str | bool | list | tuple)
         }
         file_values: dict[str, Any] = {}
-        ctx.default_map = file_values
+        default_values = file_values
         if "config" in line_values:
             file = Path(str(line_values["config"]))
             file_values = self._read_config(ctx, file, line_values)
-            ctx.default_map = file_values
+            default_values = file_values
             if (file.parent / MANIFEST_NAME).exists():  # the file of a build: build there again
-                ctx.default_map = {"out": str(file.parent), **file_values}
+                default_values = {"out": str(file.parent), **file_values}
         ctx.meta[_META] = {**file_values, **line_values}
         # parse again: click takes the values of `default_map` for options that are not on the line
+        ctx.default_map = default_values
         return super().parse_args(ctx, args)
 
     def _read_config(

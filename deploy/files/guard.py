@@ -123,15 +123,15 @@ def refuse_output(path: Path | str, *, is_named: bool = False) -> None:
 
     Args:
         path: of the file to be written; it may not exist yet.
-        is_named: whether the user named this output, by an option with its path. For such an output
-            `add_output` got a check, which may refuse to replace an existing file. Any other output
-            must not have the path of a named one.
+        is_named: whether the user named this output, by an option with its path. Then the check
+            that `add_output` got for the path is called: it may refuse to replace an existing file.
+            No other output may have such a path.
 
     Raises:
         ExportError: `path` is one of these.
     """
     run = _RUN.get() or _RunFiles()
-    check_existing_file = run.check_by_output.get(_real_location(path))  # None: it is not named
+    check_existing_file = run.check_by_output.get(_real_location(path))  # None: not named
     if check_existing_file is not None and not is_named:
         raise ExportError(f"each output must have a path of its own, got {path} twice; change one")
 

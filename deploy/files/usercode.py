@@ -205,7 +205,7 @@ class _WorkingFolder:
 
     @contextmanager
     def changed_for_user_code(self) -> Iterator[None]:
-        """Be in the folder that the user's code changed to last; change back at the end."""
+        """In the body, be in the folder that the user's code changed to last; then change back."""
         with self._lock:
             if not self._active_calls:
                 self._original_folder = _working_folder()
@@ -218,7 +218,8 @@ class _WorkingFolder:
                 self._active_calls -= 1
                 user_folder = _working_folder()
                 original_folder = self._original_folder
-                # the code changed the folder: it is there again in its next call
+                # the next call of the code starts there, as if nothing had been changed back. Calls
+                # in progress in other threads go on in the original folder
                 if original_folder is not None and user_folder != original_folder:
                     self._user_folder_by_original[original_folder] = user_folder
                     _change_folder(original_folder)
