@@ -98,7 +98,7 @@ def test_targets_are_built_without_the_float_session(model, tmp_path, monkeypatc
     build = OnnxRuntime.build
 
     def watched_build(self, request):
-        sessions.append(request.evaluation_set.outputs._session)
+        sessions.append(request.evaluation_set.reference_outputs._session)
         return build(self, request)
 
     monkeypatch.setattr(OnnxRuntime, "build", watched_build)
@@ -208,11 +208,11 @@ def test_evaluation_leaves_out_bad_samples(tmp_path):
     evaluation = reference_outputs.make_evaluation_set(feed, loaded.model, 12)
     with feed.samples() as samples:
         for number, sample in enumerate(samples, 1):
-            evaluation.outputs.add(feed.sample_key(number), {"y": 2 * sample["x"]})
+            evaluation.reference_outputs.add(feed.sample_key(number), {"y": 2 * sample["x"]})
     pairs = [
         (sample["x"][0, 0], outputs["y"][0, 0])
         for sample, outputs in evaluation.samples_with_outputs(12)
     ]
     assert pairs == [(index, 2 * index) for index in range(12) if index != 3]
-    assert evaluation.outputs.runs == 0
+    assert evaluation.reference_outputs.runs == 0
     assert len(evaluation.subset.names) == 11

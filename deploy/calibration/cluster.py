@@ -186,14 +186,14 @@ class ShardMerger:
         self._peaks = Peaks()  # numbers samples by position, bad ones included
         self._image_count = 0
 
-    def add(self, share: Share, worker: str, data: bytes) -> None:
+    def add(self, piece: Share, worker: str, data: bytes) -> None:
         """Merge a worker's result for a piece of the images into the statistics and the feed.
 
         If the result is refused, the calibration ends, so a half-done merge does no harm.
 
         Args:
-            share: the piece, a part of the images.
-            worker: address of the worker that observed it.
+            piece: which of the images the worker observed.
+            worker: address of the worker.
             data: the worker's result, the bytes of a shard file: statistics and their origin.
 
         Raises:
@@ -201,17 +201,17 @@ class ShardMerger:
             BackendError: it belongs to another calibration.
             FeedError: the worker's images differ from those here.
         """
-        shard = shards.parse_shard(data, Path(f"piece {share}"))
-        expected_origin = shard_fingerprint(self._identities, self._feed.settings, share)
+        shard = shards.parse_shard(data, Path(f"piece {piece}"))
+        expected_origin = shard_fingerprint(self._identities, self._feed.settings, piece)
         changes = expected_origin.changes_since(shard.made_from)
         if changes:
             raise BackendError(
                 f"the worker {worker} must observe what it was asked for, got another piece than"
-                f" {share}: {'; '.join(changes.values())}; install the same calib8 there"
+                f" {piece}: {'; '.join(changes.values())}; install the same calib8 there"
             )
-        self._image_count = share.count  # images of all pieces together
+        self._image_count = piece.count  # images of all pieces together
         try:
-            self._feed.merge_remote_pass(share, shard.digests, shard.skipped)
+            self._feed.merge_remote_pass(piece, shard.digests, shard.skipped)
         except SampleChangedError as error:
             raise FeedError(
                 f"the worker {worker} must see the same images as this machine, got another file"
@@ -219,7 +219,7 @@ class ShardMerger:
             ) from error
         # samples are numbered from 1, bad ones that were skipped included; `end` renumbers them
         # once it is known which of all samples were skipped
-        number_by_position = {position: position + 1 for position in share.positions}
+        number_by_position = {position: position + 1 for position in piece.positions}
         self._peaks.add_rows(shard.peaks, number_by_position)
         shards.merge_histograms(self._merged, shard.observed(self._observations))
 

@@ -292,7 +292,7 @@ class PieceFailure:
 def observe_piece(
     job: ClusterJob, share: Share, samples: Sequence[RemoteSample] | None
 ) -> tuple[str, bytes | PieceFailure]:
-    """Observe a share of the images; the task that runs on a worker.
+    """Observe a piece, which is a share of the images; the task that runs on a worker.
 
     Errors are returned and not raised: dask waits forever for one whose traceback does not pickle.
 

@@ -185,18 +185,18 @@ class EvaluationSet:
 
     Attributes:
         subset: the evaluation samples.
-        outputs: runs the float model, and keeps its outputs by sample key.
+        reference_outputs: runs the float model, and keeps its outputs by sample key.
         engine_outputs: target -> outputs of the int8 model that its search chose.
     """
 
     subset: EvaluationSubset
-    outputs: ReferenceOutputs
+    reference_outputs: ReferenceOutputs
     engine_outputs: dict[str, EngineOutputs] = field(default_factory=dict)
 
     def samples_with_outputs(self, limit: int) -> Iterator[tuple[Sample, Mapping[str, Array]]]:
         """Yield (sample, its float outputs) of at most `limit` samples, spread over all."""
         for key, sample in self.subset.spread_with_keys(limit):
-            yield sample, self.outputs.get(key, sample)
+            yield sample, self.reference_outputs.get(key, sample)
 
 
 def make_evaluation_set(feed: Feed, model: onnx.ModelProto, max_images: int) -> EvaluationSet:
@@ -218,12 +218,12 @@ def find_random_outputs(model: onnx.ModelProto, evaluation_set: EvaluationSet) -
     """
     if not any(map(_may_draw_numbers, all_nodes(model.graph))):
         return ""
-    float_model = evaluation_set.outputs  # runs it
+    reference_outputs = evaluation_set.reference_outputs
     for sample, stored_outputs in evaluation_set.samples_with_outputs(_REPEATED_SAMPLES):
         # a new session starts with the same random numbers as the one that calibrated, so its first
         # run may repeat the stored outputs: only the second one counts
-        float_model.recompute(sample)
-        new_outputs = float_model.recompute(sample)
+        reference_outputs.recompute(sample)
+        new_outputs = reference_outputs.recompute(sample)
         random_names = []
         for name in stored_outputs:
             if not _is_equal_output(name, stored_outputs, new_outputs):

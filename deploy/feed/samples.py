@@ -46,7 +46,7 @@ class Feed:
     Attributes:
         preprocess: the complete preprocessing, None for arrays.
         origin: where the preprocessing comes from: the model or the default; else empty.
-        batch: rows of every sample: 1, or as many as the model fixes.
+        batch: images, or rows of arrays, of every sample: 1, or as many as the model fixes.
         kind: of the samples, such as "images" or "arrays".
         specs: the model's inputs, with what their first dimension is for these samples.
     """
@@ -411,7 +411,7 @@ class Feed:
         return read_remote_samples(self._source, self._chosen_samples.indices_of(share))
 
     def store_digest(self, position: int) -> None:
-        """Read one sample only to store its digest, with which later reads are compared.
+        """Read one image or row only to store its digest, with which later reads are compared.
 
         Raises:
             FeedError: it cannot be read, unless `skip_bad`.

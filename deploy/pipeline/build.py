@@ -424,7 +424,7 @@ def _measure_on_images(
     """
     if build.loaded.qdq is None:
         float_model = calibration.loaded
-        observed_outputs = calibration.evaluation_set.outputs
+        observed_outputs = calibration.evaluation_set.reference_outputs
     else:
         float_model = build.reference
         observed_outputs = None

@@ -360,7 +360,7 @@ def _observe_missing(
 
     def store_outputs(sample_number: int, float_outputs: Mapping[str, Array]) -> None:
         """Store the float model's outputs of an evaluation sample."""
-        run.evaluation_set.outputs.add(feed.sample_key(sample_number), float_outputs)
+        run.evaluation_set.reference_outputs.add(feed.sample_key(sample_number), float_outputs)
 
     with (
         phase("observing", len(feed) - counted_samples, "samples") as show_progress,
@@ -448,7 +448,7 @@ def calibrate_run(
     target_cache = _make_target_cache(run, ranges, targets)
     warning, has_random_outputs = _check_float_model(run, evaluation_set)
     # the checks above ran the float model; targets rarely do, so its memory is freed
-    evaluation_set.outputs.close_session()
+    evaluation_set.reference_outputs.close_session()
     trim_memory()
 
     calibration = _make_calibration(run, decision, pass_result)

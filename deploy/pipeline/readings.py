@@ -166,7 +166,8 @@ def find_better_reading(
 
     def score(inputs: Outputs, label: int | None) -> Floats:
         """Run the float model on a sample's inputs; return the scores of its outputs."""
-        return sample_scores(task, inputs, evaluation_set.outputs.recompute(inputs), label)
+        outputs = evaluation_set.reference_outputs.recompute(inputs)
+        return sample_scores(task, inputs, outputs, label)
 
     # the scores in the reading in use, and what the sentence counts: images that are right, or
     # boxes; "" for a classifier without labels, of which the sentence has the mean probability

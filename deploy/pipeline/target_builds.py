@@ -161,7 +161,7 @@ def _build_target(target: Target, request: BuildRequest, *, rounds_weights: bool
     with large_blocks_returned():
         result = target.build(request)
         if request.evaluation_set is not None:  # the build may have run the float model
-            request.evaluation_set.outputs.close_session()
+            request.evaluation_set.reference_outputs.close_session()
     return replace(result, options=changed_options(target), notes=(*notes, *result.notes))
 
 

@@ -221,7 +221,7 @@ class GrowingComparison:
         sequence = self._evaluation_set.subset.sequence_of(key)
         outputs = self._own_states.run(self._session, sample, sequence)
         self.outputs.add(key, outputs)
-        return sample, self._evaluation_set.outputs.get(key, sample), outputs
+        return sample, self._evaluation_set.reference_outputs.get(key, sample), outputs
 
     def _add(self, _: int, arrays: Sequence[Mapping[str, Array]]) -> None:
         self._comparison.add(*arrays, count=self._evaluation_set.subset.unpadded_count)
