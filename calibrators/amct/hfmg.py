@@ -182,11 +182,11 @@ def candidate_runs(counts: Int32Array) -> Int64Array:
     min_distance = math.ceil(bin_count / 4)  # from the first to the last bin of a run, as in AMCT
     runs = []
     while right - left > min_distance:
-        # the two possible cuts: at each end, the fewest bins that hold `values_per_cut` values
-        # at the lower end: from `left` to the bin before `next_left`
+        # the two possible cuts: at each end, the fewest bins that hold `values_per_cut` values. At
+        # the lower end these are `left` to the one before `next_left`
         min_count_below = counts_below[left] + values_per_cut
         next_left = min(bisect_left(counts_below, min_count_below), right)
-        # at the upper end: from `first_cut_bin` to `right`
+        # at the upper end, `first_cut_bin` to `right`
         max_count_below = counts_below[right + 1] - values_per_cut
         first_cut_bin = bisect_right(counts_below, max_count_below) - 1
         next_right = max(first_cut_bin - 1, next_left)
@@ -347,8 +347,8 @@ def _amct_loss(
         first_centre = first_code * step + half_step
         first_part_end = np.where(has_one_code, bin_end - first_centre, half_step)
         first_part_loss = _integrate_square(bin_start - first_centre, first_part_end, density)
-        complete_code_loss = _integrate_square(-half_step, half_step, density)
-        complete_codes_loss = (last_code - first_code - np.float32(1)) * complete_code_loss
+        loss_per_code = _integrate_square(-half_step, half_step, density)
+        complete_codes_loss = (last_code - first_code - np.float32(1)) * loss_per_code
         last_part_end = bin_end - last_code * step - half_step
         last_part_loss = _integrate_square(-half_step, last_part_end, density)
         other_parts_loss = np.where(

@@ -54,13 +54,12 @@ def compare_halves(
     """Return the agreement of the ranges of two halves of the samples.
 
     Args:
-        first_half: (model variant, tensor, statistic) -> range in the first half; all of the
-            statistic that the method searches ranges in.
+        first_half: (model variant, tensor, statistic) -> range in the first half.
         second_half: the same of the second half.
         samples: number of samples in both halves.
         within: share of a range by which the two may differ.
     """
-    # all keys have one statistic, so no two of them have the same name
+    # all keys are of the one statistic that the method searches ranges in, so names differ
     difference_by_name = {}
     for key in {**first_half, **second_half}:
         variant, tensor, _ = key
