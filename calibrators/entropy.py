@@ -112,7 +112,7 @@ def _divergences(counts: Float64Array) -> Float64Array:
     # sum p ln(s / n): a level is a run of bins. Many levels are the same run, so the term s ln(s /
     # n) is computed once for each run of 1 to 16 bins, and looked up for each level
     run_terms = _run_terms(counts_before, occupied_before)
-    level_terms = np.take(run_terms, _run_of_level()).sum(axis=1)  # [1921, 128] -> [1921]
+    level_terms = np.take(run_terms, _run_indices()).sum(axis=1)  # [1921, 128] -> [1921]
     last_level_start = _level_starts()[:, LEVELS - 1]
     last_level_bins = occupied_before[kept_bins] - occupied_before[last_level_start]
     last_level_sum = kept_sums - counts_before[last_level_start]
@@ -130,8 +130,8 @@ def _divergences(counts: Float64Array) -> Float64Array:
 def _run_terms(sums: Float64Array, occupied: Float64Array) -> Float64Array:
     """Return s ln(s / n) of the runs of 1 to 16 bins from each bin on: [16 * 2049], shortest first.
 
-    Every level of every i is one of these runs, and most runs are levels of many i. `sums` and
-    `occupied` are prefix sums over the bins.
+    Every level is one of these runs, for every i (number of kept bins), and most runs are levels
+    for many i. `sums` and `occupied` are prefix sums over the bins.
     """
     widths = np.arange(1, BINS // LEVELS + 1)[:, None]
     ends = np.minimum(np.arange(BINS + 1) + widths, BINS)
@@ -142,15 +142,15 @@ def _run_terms(sums: Float64Array, occupied: Float64Array) -> Float64Array:
 
 @cache
 def _level_starts() -> NDArray[np.intp]:
-    """Return the first bin of each level of each i, then i itself: [1921, 129]."""
+    """Return the first bin of each level, then i, for each i (kept bins): [1921, 129]."""
     # level l holds the bins j with floor(j * 128 / i) == l, which start at ceil(l * i / 128)
     kept_bins = np.arange(LEVELS, BINS + 1)
     return -(-np.arange(LEVELS + 1)[None, :] * kept_bins[:, None] // LEVELS)
 
 
 @cache
-def _run_of_level() -> NDArray[np.intp]:
-    """Return the index in `_run_terms` of each level of each i: [1921, 128]."""
+def _run_indices() -> NDArray[np.intp]:
+    """Return the index in `_run_terms` of each level, for each i (kept bins): [1921, 128]."""
     return (np.diff(_level_starts(), axis=1) - 1) * (BINS + 1) + _level_starts()[:, :-1]
 
 

@@ -197,8 +197,8 @@ def symmetric_scale(amax: float, grid: Grid = INT8) -> np.float32:
 def affine_params(lo: float, hi: float, grid: Grid = UINT8) -> tuple[np.float32, int]:
     """Return (scale, zero_point) of an affine grid for a clip range [lo, hi] in real units.
 
-    The range is widened to include 0, so that zero padding is exact. An empty range gives scale 1
-    and the zero_point of an exact zero.
+    The range is widened to include 0, so that zero padding is exact. The range [0, 0] gives
+    scale 1 and zero_point qmin, which stores 0 exactly.
 
     Raises:
         CalibrationError: lo > hi, or the scale is not finite.

@@ -68,10 +68,10 @@ def _count_bins(x: Float32Array, full_range: float) -> Int64Array:
 
 
 class _ThreadBuffers(threading.local):
-    """Buffer of the kernel, one for each thread; its tables are zero between the calls."""
+    """Buffer of the kernel, one for each thread; it is zero between the calls."""
 
     def __init__(self) -> None:
-        self.tables = ctypes.create_string_buffer(SCRATCH)
+        self.scratch = ctypes.create_string_buffer(SCRATCH)
 
 
 _buffers = _ThreadBuffers()
@@ -163,7 +163,7 @@ class Histogram(HistogramState):
         flat = as_kernel_array(x).reshape(-1)
         counting_kernel = kernel()  # the C library; None if it was not compiled
         if counting_kernel is None:
-            self.batch_amax = 0.0  # the chunks raise it
+            self.batch_amax = 0.0  # grows with the chunks
             for chunk in np.split(flat, range(_CHUNK_SIZE, flat.size, _CHUNK_SIZE)):
                 self._observe_chunk(chunk)
             return
@@ -175,7 +175,7 @@ class Histogram(HistogramState):
             array_address(self.counts),
             array_address(flat),
             flat.size,
-            _buffers.tables,
+            _buffers.scratch,
         )
         if nan_count:
             raise make_nan_error(nan_count)
@@ -413,7 +413,7 @@ class HistogramGroup:
             len(self.histograms),
             *self._table_addresses,
             *map(array_address, array_tables),
-            _buffers.tables,
+            _buffers.scratch,
             ctypes.byref(self._counted_arrays),
         )
         if nan_count:  # or -1 for an invalid range

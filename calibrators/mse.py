@@ -110,7 +110,7 @@ def range_errors(
     """Return the sum of |error|^power over a histogram's values for each of K ranges, [K].
 
     The error of a value is what clipping it to the range and rounding it to the grid changes.
-    Stored values are multiples of the range's step, since 0 is one on every grid.
+    Every grid stores 0, so the stored values are multiples of a range's step.
 
     Args:
         centres: [B] centres of the bins, in real units.
@@ -334,7 +334,8 @@ def _affine(histogram: Histogram, grid: Grid, power: float) -> tuple[float, floa
     """
     edges = histogram.edges()
     centres = (edges[:-1] + edges[1:]) / 2
-    bins = _Bins.of(centres, histogram.signed(), grid, power)
+    counts = histogram.signed()  # of the bins between the edges, negative ones first
+    bins = _Bins.of(centres, counts, grid, power)
     low = min(histogram.minimum, 0.0)
     high = max(histogram.maximum, 0.0)
     if not bins.counts.size:

@@ -92,9 +92,10 @@ class RangeSearch:
 
 
 def _import_search(module: str, name: str, *parameter_names: str) -> Callable[..., Scale]:
-    """Return a search, (histogram, parameters) -> clip range, whose module is imported when called.
+    """Return a search, (histogram, parameters) -> clip range as a `Scale`.
 
-    If the grids matter to the search, it also takes the symmetric and the affine grid.
+    The module of the search is imported when it is called. If the grids matter to it, it also takes
+    the symmetric and the affine grid.
 
     Args:
         module: module of `calibrators` that has the function.
@@ -108,7 +109,7 @@ def _import_search(module: str, name: str, *parameter_names: str) -> Callable[..
         symmetric: Grid | None = None,
         affine: Grid | None = None,
     ) -> Scale:
-        """Import the function and call it with the histogram, the parameters and the grids.
+        """Import the module's function, and return the clip range that it finds.
 
         Raises:
             CalibrationError: the histogram is empty, or has infinite values.

@@ -290,7 +290,7 @@ class Callbacks:
         input_type = self._types[name]
         try:
             return to_device(array, "float32" if "float" in input_type else input_type)
-        except ValueError as error:
+        except ValueError as error:  # such as "int8 from -128 to 127, got 300"
             raise CalibrationError(
                 f"TensorRT reads {name!r} as {error} in batch {self.batches_taken}"
             ) from None

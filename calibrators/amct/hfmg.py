@@ -35,7 +35,7 @@ from calibrators.statistics import Arrays
 
 NBINS = (1024, 2048, 4096, 8192)
 _MARGIN = 1e-3  # bound of the float32 rounding error of AMCT's loss
-_MAX_CUBES = 1e36  # far below float32's maximum of 3e38
+_MAX_TERM = 1e36  # largest term of a loss in float32, far below its maximum of 3e38
 
 
 class HfmgHistogram:
@@ -245,11 +245,12 @@ def _run_losses(counts: Int32Array, runs: Int64Array, width: np.float32, bits: i
         bits: width of the grid.
     """
     has_more_codes_than_bins = bits > 8  # 16 bits: then the float64 loss is no faster
-    # AMCT's loss has cubes of distances, at most of this size. If they overflow float32, AMCT's
-    # losses are infinite, and so all equal, which float64 losses would not be
+    # a term of AMCT's loss is a cubed distance times a density, count / width; `largest_term` is an
+    # upper bound. If terms overflow float32, AMCT's losses are infinite, and so all equal, which
+    # float64 losses would not be
     span = float(width) * counts.size
-    max_cubes = span**3 * float(counts.sum()) / max(float(width), 1e-30)
-    may_overflow = max_cubes > _MAX_CUBES
+    largest_term = span**3 * float(counts.sum()) / max(float(width), 1e-30)
+    may_overflow = largest_term > _MAX_TERM
     if has_more_codes_than_bins or may_overflow:
         return np.array([_amct_loss(counts, left, right, width, bits) for left, right in runs])
 
