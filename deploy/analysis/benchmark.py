@@ -18,7 +18,7 @@ import onnx
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
 from deploy.errors import BackendError, ConfigError
-from deploy.feed.batch_axis import batch_inputs, mark_first_axes
+from deploy.feed.batch_axis import batch_inputs, mark_batch_axes
 from deploy.feed.bench_inputs import (
     FEED_COUNT,
     Shapes,
@@ -119,7 +119,7 @@ def bench(
     sources = _list_sources(engine, against, targets)  # label -> model file and its runtime
     if runtime == "openvino":
         sources = _add_openvino(sources)
-    metric = make_metric(None, task)
+    metric = make_metric(metric=None, task=task)
     compares_outputs = images is not None and len(sources) > 1
     if metric.is_set and not compares_outputs:
         raise ConfigError("a task is judged on --images, against another model; give both")
@@ -225,7 +225,7 @@ def _open_images(
     """Open images as inputs of the engines; `input_specs`: what all engines take."""
     first_engine = next(iter(engines.values()))
     return dataset.open(
-        mark_first_axes(input_specs, first_engine.session.outputs),
+        mark_batch_axes(input_specs, first_engine.session.outputs),
         metadata_preprocess=_find_metadata_preprocess(engines.values()),
     )
 
@@ -447,7 +447,8 @@ def _choose_random_inputs(
     """Return a function that makes random inputs (batch size -> inputs), and notes on their shapes.
 
     Args:
-        engines: the engines; open dimensions come from the build in the folder of one.
+        engines: the engines. If the folder of one holds its build, open dimensions are those that
+            it was calibrated with.
         specs: inputs of the engines.
         shapes: input name -> dimensions that the user set.
         seed: seed of the random values.

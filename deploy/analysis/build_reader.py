@@ -338,8 +338,9 @@ def _explain_target(
         plan: the plan file of the build.
         notes: notes of the report on all targets; those on repairs are shown.
     """
-    # a split says which nodes run in int8: the one that was built, and others that can be built;
-    # without a search, such as for a plan of the user's, they are those of the plan
+    # a split says which nodes run in int8. `settled` is the one that was built; the front has those
+    # that no other one beats in both time and accuracy. Without a search, such as for a plan of the
+    # user's, both are those of the plan
     target_plan = plan.targets.get(target.name, TargetPlan())
     built_split = target_plan.settled
     front = tuple(split_rows(target_plan))

@@ -11,7 +11,7 @@ import numpy as np
 from onnx import ModelProto, NodeProto
 
 from deploy.errors import ConfigError
-from deploy.feed.batch_axis import batch_inputs, mark_first_axes
+from deploy.feed.batch_axis import batch_inputs, mark_batch_axes
 from deploy.feed.feed import Dataset, FeedSource, preprocessing_notes, to_dataset
 from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.samples import Feed
@@ -272,7 +272,7 @@ def _open_feed(
     session = OrtSession.open(model, threads=threads)
     path = Path(metadata_beside) if isinstance(metadata_beside, str | Path) else None
     return dataset.open(
-        mark_first_axes(session.inputs, session.outputs),
+        mark_batch_axes(session.inputs, session.outputs),
         metadata_preprocess=read_metadata_preprocess(model, path),
         # both models get the states of the first one, so that a tensor's error is of one step
         recurrence=Recurrence(

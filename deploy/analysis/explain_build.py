@@ -76,6 +76,7 @@ def _run_images(
     """
     int8_model = read_model(runnable)
     float_session = open_single_thread(loaded.model)
+    # for a target with a runtime of its own, the model stands in for the engine
     int8_session = open_single_thread(int8_model, stand_in=not is_native)
     output_names = [spec.name for spec in loaded.outputs if spec.dtype != "str"]
     _check_outputs(output_names, int8_model, runnable)
@@ -84,7 +85,7 @@ def _run_images(
         return _select(float_session.run(sample), output_names)
 
     # what the outputs mean (slices, task) follows from the float model's outputs for a few images
-    metric = Metric(None, task=task, declared=loaded.declaration)
+    metric = Metric(function=None, task=task, declared=loaded.declaration)
     with feed.samples() as samples:
         samples_with_outputs = ((sample, run_float_model(sample)) for sample in samples)
         output_form, _ = derive_from_first(samples_with_outputs, metric)

@@ -6,7 +6,7 @@
     cameras [6, 3, H, W] ->  scores [1, 10]        no batch: all rows are one sample
     pillars [P, 8, 6]    ->  map [1, 3, H, W]      no batch
 
-The model's shapes decide where they can (`mark_first_axes`), two runs where they cannot
+The model's shapes decide where they can (`mark_batch_axes`), two runs where they cannot
 (`may_lack_batch`), and the user's `--batch-axis` everywhere. What the model leaves open, the
 samples may show: items whose inputs differ in their number of rows are complete samples.
 """
@@ -21,7 +21,7 @@ AUTO, FIRST, NONE = "auto", "0", "none"
 CHOICES = (AUTO, FIRST, NONE)
 
 
-def mark_first_axes(
+def mark_batch_axes(
     inputs: Sequence[TensorSpec], outputs: Iterable[TensorSpec] = (), choice: str = AUTO
 ) -> tuple[TensorSpec, ...]:
     """Return the inputs with their `has_batch` set: whether their first dimension is a batch.

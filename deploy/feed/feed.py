@@ -23,7 +23,7 @@ import numpy as np
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.array_files import open_array_files
 from deploy.feed.arrays import ArraySource, count_samples
-from deploy.feed.batch_axis import AUTO, mark_first_axes, samples_per_run
+from deploy.feed.batch_axis import AUTO, mark_batch_axes, samples_per_run
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.images import printable_name, summarize_names
 from deploy.feed.loaders import (
@@ -143,7 +143,7 @@ class Dataset:
         if not specs:
             raise FeedError("a model must have an input to be fed, got none; check the model")
         if self.batch_axis != AUTO or any(spec.has_batch is None for spec in specs):
-            specs = mark_first_axes(specs, choice=self.batch_axis)  # sets their `has_batch`
+            specs = mark_batch_axes(specs, choice=self.batch_axis)  # sets their `has_batch`
         source = self.source
         if isinstance(source, str | os.PathLike) and is_loader_spec(str(source)):
             source = cast("FeedSource", call_loader(str(source)))

@@ -363,8 +363,8 @@ class Feed:
         return self._chosen_samples.share
 
     @property
-    def complete_share(self) -> Share:
-        """The feed's share; 1/1 if there are no shards."""
+    def share_or_all(self) -> Share:
+        """The feed's share; all of it, 1/1, if there are no shards."""
         if self.share is not None:
             return self.share
         return create_share((1, 1), self.entry_count, self._names_digest())

@@ -20,7 +20,7 @@ from deploy.errors import (
 )
 from deploy.feed.batch_axis import (
     has_open_first,
-    mark_first_axes,
+    mark_batch_axes,
     may_lack_batch,
     without_batch,
 )
@@ -158,7 +158,7 @@ def _mark_inputs(
     """
     if may_lack_batch(inputs, outputs) and _mixes_rows(model, inputs):
         return without_batch(inputs)
-    return mark_first_axes(inputs, outputs)
+    return mark_batch_axes(inputs, outputs)
 
 
 def _mixes_rows(model: onnx.ModelProto, inputs: Sequence[TensorSpec]) -> bool:

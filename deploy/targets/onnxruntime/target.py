@@ -295,7 +295,9 @@ def _recognise_task(request: BuildRequest) -> tuple[EvaluationTask | None, Outpu
     pairs = request.evaluation_set.samples_with_outputs(MAX_FORM_SAMPLES)
     subject = request.subject
     # None, no metric of the user's: the figure of the outputs' task
-    metric = make_metric(None, subject.task or None, subject.loaded.declaration)
+    metric = make_metric(
+        metric=None, task=subject.task or None, declared=subject.loaded.declaration
+    )
     form, samples = derive_from_first(pairs, metric)
     _, outputs = next(iter(samples))
     return form.task, outputs
