@@ -180,6 +180,7 @@ class CalibrationResult(PrintedResult):
             lines.append(self.cost)
         for tensor, predicate in self.range_set.reasons.items():
             lines.append(f"no scale for {tensor}: it {predicate}")  # "it was 0 in every sample"
+        # sentences; `resumed` has those on the checkpoint from which the run went on
         lines += [*self.doubts, *self.warnings, *self.resumed, *self.notes]
         return join_visible([*lines, *preprocessing_notes(self.feed)])
 

@@ -96,10 +96,10 @@ class Checkpoint:
         self._observations = observations
         self._peaks = peaks
         self._saved_sample_count = 0  # samples in the file that this run wrote or resumed from
-        self._save_start = time.monotonic()
-        self._next_save = self._save_start + MIN_INTERVAL_S
+        self._save_start = time.monotonic()  # time of the last `is_due`, at which a save starts
+        self._next_save = self._save_start + MIN_INTERVAL_S  # time from which one is due
         self._unsavable_statistic = _find_unsavable(observations)  # if not None, nothing is saved
-        self._resumed: Shard | None = None  # checkpoint of the earlier run, if this one resumes
+        self._resumed_checkpoint: Shard | None = None  # of the earlier run, if this one resumes
         self._existing_sample_count = 0  # samples in the earlier run's file
 
         existing = self._load_existing(force=force)
@@ -122,8 +122,8 @@ class Checkpoint:
         Raises:
             CacheError: the arrays of a statistic are broken.
         """
-        assert self._resumed is not None, "no samples were counted before"
-        return self._resumed.observed(observations)
+        assert self._resumed_checkpoint is not None, "no samples were counted before"
+        return self._resumed_checkpoint.observed(observations)
 
     def is_due(self) -> bool:
         """Whether it is time for a checkpoint; starts the clock of its cost, as workers pause."""
@@ -152,7 +152,7 @@ class Checkpoint:
         # of the images of these samples: sha256 of each, and position -> why it was skipped
         digests, skipped = self._feed.progress_after(sample_count)
         data = shards.serialize_shard(
-            share=self._feed.complete_share,  # all images of this run, which may run one shard
+            share=self._feed.share_or_all,  # the shard that this run makes, if any, else 1/1
             made_from=self._fingerprint,
             digests=digests,
             skipped=skipped,
@@ -184,7 +184,7 @@ class Checkpoint:
     def _fingerprint(self) -> Fingerprint:
         """The fingerprint that a run must share with the one that it resumes."""
         feed = self._feed
-        origin = shard_fingerprint(self._subject.identities, feed.settings, feed.complete_share)
+        origin = shard_fingerprint(self._subject.identities, feed.settings, feed.share_or_all)
         return replace(origin, numbers={**origin.numbers, "calib8": __version__})
 
     def _resume_hint(self) -> str:
@@ -207,6 +207,12 @@ class Checkpoint:
         say_progress(f"note: {sentence}")
 
     def _load_existing(self, *, force: bool) -> Shard | None:
+        """Return the checkpoint in the file; None if it has none, or a broken one (with `force`).
+
+        Raises:
+            CacheError: the file is broken, or no checkpoint, and not to be replaced.
+            ExportError: the path is an input, a folder or a device.
+        """
         refuse_output(self.path)
         if not self.path.exists() or not self.path.stat().st_size:
             return None
@@ -238,19 +244,22 @@ class Checkpoint:
         feed.resume(existing.digests, existing.skipped)  # hashes these images again
 
         # the checkpoint must hold exactly the images of the samples that it says it has counted;
-        # a sample is `batch` images, and the last one may be filled up with earlier images
+        # a sample is `batch` images, and the last one may be filled up with earlier images.
+        # Skipped images are in no sample, and not in `feed.count`
         counted = self._existing_sample_count
         good_image_count = len(existing.digests) - len(existing.skipped)
         has_all_images = good_image_count == min(counted * feed.batch, feed.count)
         # and its largest values must be of these samples; one has the position of its first image
         positions = feed.positions[: counted * feed.batch : feed.batch]
-        number_by_position = {position: number for number, position in enumerate(positions, 1)}
-        are_peaks_counted = existing.peak_positions <= number_by_position.keys()
+        sample_number_by_position = {
+            position: number for number, position in enumerate(positions, 1)
+        }
+        are_peaks_counted = existing.peak_positions <= sample_number_by_position.keys()
         if not has_all_images or not are_peaks_counted:
             raise CacheError(f"{self.path} must hold the samples that it names; remove it")
 
-        self._peaks.add_rows(existing.peaks, number_by_position)
-        self._resumed = existing
+        self._peaks.add_rows(existing.peaks, sample_number_by_position)
+        self._resumed_checkpoint = existing
         self._saved_sample_count = self.counted = counted
         self.notes.append(
             f"went on from {self.path}, with {self._describe_progress(counted)} counted"
@@ -259,7 +268,7 @@ class Checkpoint:
     def _find_differences(self, existing: Shard) -> list[str]:
         """Return how the run of a checkpoint differs from this one, as clauses; [] if nowhere."""
         differences = list(self._fingerprint.changes_since(existing.made_from).values())
-        share = self._feed.complete_share
+        share = self._feed.share_or_all
         if str(existing.share) != str(share):
             differences.append(f"the shard changed ({existing.share} -> {share})")
 

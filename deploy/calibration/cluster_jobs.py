@@ -302,7 +302,7 @@ def observe_piece(
         samples: the images, if the client sent them; None to read them from their path.
 
     Returns:
-        (name of the worker, bytes of a shard file with the statistics or the failure).
+        (name of the worker, result): bytes of a shard file with the statistics, or the failure.
     """
     worker = _worker_name()
     try:

@@ -165,7 +165,8 @@ def check_cache(
 ) -> CacheDecision:
     """Decide which observations are reused from the cache, and which are missing.
 
-    If the run's own cache lacks some, other caches are tried, and the one that lacks least is used.
+    The first cache is `policy.source`, that of another build, or without one the run's own. If it
+    lacks some, other caches are tried, and the one that lacks least is used.
 
     Args:
         policy: where the cache is, and when it may be reused.
@@ -322,7 +323,7 @@ def _match_cache(
     # an observation that is found is not made again, so the needs of its variant are not missing
     missing = observed.missing(with_needs(observations, observed))
     reason = _describe_match(stored, changes, missing)
-    reason += _describe_programs(stored.fingerprint, fingerprint)
+    reason += _describe_other_versions(stored.fingerprint, fingerprint)
     if stop_rule is not None:
         # what is missing may be stable after another number of samples, so all is observed again
         if missing:
@@ -361,7 +362,7 @@ def _describe_match(
     return "model, images, preprocessing and method are the same"
 
 
-def _describe_programs(stored: Fingerprint, current: Fingerprint) -> str:
+def _describe_other_versions(stored: Fingerprint, current: Fingerprint) -> str:
     """Return which programs made the cache, as a clause, if they are other versions; else ""."""
     current_versions = {**current.versions, "decoder": current.decoder.get("library")}
     other_programs = []
@@ -513,9 +514,9 @@ def _make_cache_text(subject: CalibrationSubject, ranges: Ranges) -> bytes:
     )
     # the header names a calibrator of TensorRT: that of the largest values, or the usual one
     algorithm = trt_cache.ENTROPY2
-    if all(scale.method == "minmax" for scale in range_set.scales.values()):
+    if all(clip_range.method == "minmax" for clip_range in range_set.scales.values()):
         algorithm = trt_cache.MINMAX
-    scales = range_set.symmetric  # tensor -> scale
+    scales = range_set.symmetric  # tensor -> scale of its range on TensorRT's int8 grid
     if not scales:
         scales = _observed_scales(ranges.observed)
     writable_scales = {

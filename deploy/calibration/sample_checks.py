@@ -226,7 +226,8 @@ class HalvesAgreement:
     def sentence(self) -> str:
         """The agreement in one sentence, with advice if more samples would help.
 
-        Such as "2 of 60 ranges differ by 20 % or more between the halves of 64 samples: ...".
+        Such as "2 of 60 ranges differ by 20 % or more between the halves of 64 samples: ...", where
+        20 % is `within`.
         """
         count = len(self.differences)
         verb = "differs" if count == 1 else "differ"

@@ -357,12 +357,13 @@ class ShardSet:
                     f" such as {missing[0].statistic.key} of {missing[0].tensor!r}; merge for the"
                     " targets and options that the shards were made for"
                 )
-        number_by_position = {
+        # a sample is one image: models with a fixed batch have no shards
+        sample_number_by_position = {
             position: number for number, position in enumerate(self.feed.positions, 1)
         }
         merged: dict[Key, Histogram] = {}
         for shard in self._shards:
-            peaks.add_rows(shard.peaks, number_by_position)
+            peaks.add_rows(shard.peaks, sample_number_by_position)
             merge_histograms(merged, shard.observed(observations))
         return ObservedStatistics(merged)
 
@@ -388,7 +389,8 @@ def _common_fingerprint(
         program=CALIB8,
         rule="",
         method="",
-        numbers=feed_versions(str(images["kind"])),  # ONNX Runtime's and OpenCV's must match too
+        # versions of all that computes numbers: ONNX Runtime's and OpenCV's must match too
+        numbers=feed_versions(str(images["kind"])),
         versions={},
     )
 

@@ -422,7 +422,7 @@ class BoundSession:
         """Run one inference, whose results are in `outputs` until the next one.
 
         Raises:
-            BackendError: see `OrtSession.run`; or an output has another shape.
+            BackendError: see `OrtSession.run`; or an output has another shape than was bound.
         """
         try:
             for name, array in feed.items():

@@ -119,7 +119,7 @@ def _read_own_memory(address: int, size: int) -> Bytes:
 
     Raises:
         OSError: they are not mapped (Linux alone).
-        OverflowError: the number is negative, or too large for an address.
+        OverflowError: the address is negative, or larger than any can be.
     """
     data: Bytes = np.empty(size, np.uint8)
     try:
