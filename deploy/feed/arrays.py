@@ -54,7 +54,9 @@ def as_array(value: object, item_name: str) -> Array:
 def arrays_by_input(arrays: dict[str, Array], specs: Specs, item_name: str) -> Item:
     """Return arrays by the names of the inputs.
 
-    A single array belongs to the only input, whatever its name; "" is the name of one without.
+    If there is one array and one input, the array belongs to it, whatever its name.
+
+    `arrays`: name -> array; the name "" stands for an array without a name, from a .npy file.
 
     Raises:
         FeedError: the arrays have other names than the inputs.

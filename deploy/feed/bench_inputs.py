@@ -172,7 +172,8 @@ def _choose_shape(
         )
     if batch is None:
         return tuple(shape)
-    if shape[0] != 1:  # a scalar has no batch, and was refused before
+    # an input has a first dimension here: `refuse_fixed_batch` refused --batch for a scalar
+    if shape[0] != 1:
         raise ConfigError(
             f"--batch gives the first dimension of every input, got --shape"
             f" {spec.name}:{_join(shape)}; write 1 there, or leave --batch out"

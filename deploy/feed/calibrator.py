@@ -117,8 +117,8 @@ class CalibratorBatches:
             FeedError: see `read_batch`.
         """
         address, window = self._find_window(spec, pointer)
-        # the dtype of the copied bytes may show only by their number, if they are a complete batch;
-        # the size of a sample in that dtype then shows how many samples they are
+        # First the dtype: if the memory has none, it follows from the number of bytes, taken for a
+        # complete batch. Then the number of samples: it follows from the size of one in that dtype
         expected_count = self._expected_batch_size if spec.has_batch else 1
         sample_shape = self._find_sample_shape(spec, window)
         sample_size = prod(sample_shape)
@@ -180,7 +180,8 @@ class CalibratorBatches:
                 f"a calibrator hands over plain numbers, got the input {describe(spec)}; feed"
                 " arrays by --images"
             )
-        tensorrt_dtype = _TENSORRT_DTYPES.get(spec.dtype)  # of 4 bytes; None for the input's own
+        # a dtype of 4 bytes; None if TensorRT reads the input's own
+        tensorrt_dtype = _TENSORRT_DTYPES.get(spec.dtype)
         if window.dtype is None:  # bytes from an address: only their number shows the dtype
             if tensorrt_dtype and window.used_bytes == 4 * value_count:
                 return tensorrt_dtype

@@ -239,34 +239,43 @@ def apply_labels(
 def _order_labels(lines: FileList, image_names: Iterable[str]) -> Sequence[int]:
     """Return the class numbers of lines in the order of the images.
 
-    A line belongs to the image whose file name it has, all lines with suffix or all without. If
-    images in several folders have one name, the last folders of their paths belong to the name. But
-    the lines are in the order of the images if none of them names an image, and if some of them
-    have no name or the name of another line.
+    A line belongs to the image that it names: by its file name, with the suffix in all lines or in
+    none. If images in several folders have the same file name, names must start with the folders
+    that tell them apart.
+
+    The lines are taken in their order if no line names an image, and if some lines have no name or
+    the same one, such as that of a class.
+
+    Args:
+        lines: name (may be "") and class number of each line.
+        image_names: paths of the images.
 
     Raises:
-        FeedError: lines belong to images by name, and an image is named by none or by several.
+        FeedError: lines name images, but an image is named by no line or by several.
     """
     image_parts = [PurePath(name).parts for name in image_names]
-    part_count = 1  # last parts of the paths that tell the images apart: 1 if the file names do
+    # an image's key is the end of its path: as many parts as make the keys of all images differ,
+    # 1 if the file names do
+    part_count = 1
     while len({parts[-part_count:] for parts in image_parts}) < len(set(image_parts)):
         part_count += 1
     image_keys = [parts[-part_count:] for parts in image_parts]
-    line_keys = [PurePath(name).parts[-part_count:] for name in lines.names]  # () of a number alone
+    line_keys = [PurePath(name).parts[-part_count:] for name in lines.names]  # () without a name
     class_numbers = lines.labels or ()
     label_by_key = dict(zip(line_keys, class_numbers, strict=True))
+
     stem_keys = [(*folders, PurePath(file_name).stem) for *folders, file_name in image_keys]
     if not label_by_key.keys().isdisjoint(stem_keys):  # the lines name images without their suffix
         image_keys = stem_keys
 
     if line_keys == image_keys:
         return class_numbers
-    # names that all differ are meant as names of images: then each image must have its line, see
-    # below. Names that come several times, such as those of classes, say nothing about the image
+    # if all names differ, they are probably misspelt names of images, and refused below
     each_line_has_own_name = () not in label_by_key and len(label_by_key) == len(line_keys)
     names_no_image = label_by_key.keys().isdisjoint(image_keys)
     if names_no_image and not each_line_has_own_name:
         return class_numbers  # in the order of the images
+
     line_counts = Counter(line_keys)
     for key in image_keys:
         if line_counts[key] != 1:

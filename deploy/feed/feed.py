@@ -219,6 +219,8 @@ class _SourceOpener:
 
         The returned source gives the first sample again, also if the given one can be read only
         once, such as a generator.
+
+        `files`: the files of the source; None if it is a Python object.
         """
         if isinstance(source, CalibratorScript):  # which gives all inputs, by their names
             return True, source

@@ -250,7 +250,7 @@ def match_inputs(value: object, specs: Specs, item_name: str) -> MatchedItem:
 
         array                       the only input
         (array, ...), [array, ...]  the inputs in order; a single further element may be labels
-        ({name: array}, ...)        a mapping, as below; likewise
+        ({name: array}, ...)        a mapping, as below; a single further element may be labels
         {name: array, ...}          the inputs by name; a value of `LABEL_KEYS` may be labels
 
     Args:

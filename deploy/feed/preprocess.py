@@ -426,7 +426,7 @@ def _resolve_size(
     Raises:
         FeedError: nothing gives the size, or it does not fit the model.
     """
-    size = preprocess.size  # of the three, only this one may have a side of None
+    size = preprocess.size  # a side of None depends on the image; sizes from elsewhere have none
     if size is None:
         sides = list(preprocess.default_size or (None, None))
         for axis, model_side in enumerate(model_sides):

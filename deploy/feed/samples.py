@@ -450,7 +450,8 @@ class Feed:
         """
         good_count = sample_count * self.batch
         entry_count = self.entry_count
-        if good_count < self.count:  # else all were used; a batch filled up counts some twice
+        # else all were used; more than `count` if the last batch repeats some of them to be full
+        if good_count < self.count:
             entry_count = self._chosen_samples.count_entries(good_count)
         digests = self._sample_reader.digests.hex(self._chosen_samples.indices[:entry_count])
         return digests, self._chosen_samples.skipped_by_position(entry_count)
@@ -550,7 +551,8 @@ class Feed:
     def samples_by_key(self, keys: Collection[int]) -> Iterator[tuple[int, Sample]]:
         """Yield (key, sample) for these keys, in feed order, without bad ones.
 
-        A key identifies a sample of this feed, whichever others turn out to be bad.
+        A key identifies a sample of this feed, whichever others turn out to be bad. If the model
+        fixes its batch, a sample is a batch, and its key is the number of the batch, from 0.
 
         Raises:
             FeedError: see `samples`.
@@ -559,7 +561,7 @@ class Feed:
             yield from self._sample_reader.walk(
                 self._chosen_samples, selected_indices=frozenset(keys)
             )
-        elif keys:  # a key is the number of a batch, from 0
+        elif keys:
             for key, sample in enumerate(islice(self._batches(), max(keys) + 1)):
                 if key in keys:
                     yield key, sample

@@ -313,9 +313,12 @@ class ChosenSamples:
         return self.indices[share.number - 1 : share.count : share.of]
 
     def count_entries(self, number: int) -> int:
-        """Return the number of chosen samples up to the n-th good one, from 1, bad ones included.
+        """Return the number of chosen samples, good and bad, up to and including the n-th good one.
 
-        A pass asks for each of its samples in turn, so the count goes on where it left off.
+        A pass asks for one n after another, so a count goes on where the last one ended; if n is
+        not above the last one, it starts again.
+
+        `number`: n, from 1.
         """
         if not self.skip_reasons:
             return number

@@ -363,7 +363,7 @@ def read_remote_samples(source: SampleSource, indices: Iterable[int]) -> list[Re
     """
     samples = []
     for index in indices:
-        digest: bytes = UNREADABLE  # also of an image, whose bytes are sent as they are
+        digest: bytes = UNREADABLE  # stays so for an image, and if reading fails
         content: bytes | Sample | str
         try:
             if isinstance(source, ImageSource):  # the other machine computes the digest
