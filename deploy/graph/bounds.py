@@ -406,7 +406,8 @@ def find_float16_overflows(
         affected_nodes = [node]
         if not reason:
             reason = _describe_vanishing(graph, node)
-            if reason and node.op_type != "Div":  # a Div is itself such a reader
+            # of a / Max(b, 1e-9) the Div is affected, but not the nodes that read its quotient
+            if reason and node.op_type != "Div":
                 affected_nodes += graph.readers.get(node.output[0], ())
         for affected_node in affected_nodes:  # the first reason of a node stays
             reasons[affected_node.name] = reasons[affected_node.name] or reason

@@ -237,7 +237,7 @@ def _find_float_reasons(
     graph: Graph,
     placement: Placement,
     requested_reasons: Mapping[str, str],
-    float_tensors: Mapping[str, str],
+    unscaled_tensors: Mapping[str, str],
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return (node -> why it stays float, node -> the tensor whose missing scale is the reason).
 
@@ -246,15 +246,21 @@ def _find_float_reasons(
     First the nodes that cannot run in int8 are refused, then those that gain nothing among their
     neighbours. A node that becomes float changes the neighbours of others, so the second step is
     repeated until nothing changes.
+
+    Args:
+        graph: index of the model's nodes and tensors.
+        placement: the target's rules.
+        requested_reasons: nodes to keep in float -> why.
+        unscaled_tensors: tensor without a scale -> why it has none.
     """
     reasons = {}
     unscaled_tensor_by_node = {}
     for node in graph.nodes:
         refusal = find_refusal(graph, node, placement, requested_reasons)
         if not refusal:
-            tensor = find_unscaled_tensor(graph, node, placement, float_tensors)
+            tensor = find_unscaled_tensor(graph, node, placement, unscaled_tensors)
             if tensor:
-                refusal = f"{tensor} {float_tensors[tensor]}"
+                refusal = f"{tensor} {unscaled_tensors[tensor]}"
                 unscaled_tensor_by_node[node.name] = tensor
         reasons[node.name] = refusal
 
