@@ -270,7 +270,8 @@ def _describe_frame_plan(plan: FramePlan, preprocess: Preprocess, source: AippSo
 def _describe_difference(plan: FramePlan, calibrated_size: Size, calibrated_corner: Size) -> str:
     """Describe how the calibration differed from what DVPP can do, and how to map boxes back.
 
-    The last two arguments are the calibration's values of `plan.resized_size` and `plan.corner`.
+    The last two arguments are the calibration's values of `plan.resized_size` and `plan.corner`. A
+    corner is (row, column) of the resized frame in the model's input, negative where it is cropped.
     """
     action = "cropped" if min(calibrated_corner) < 0 else "pasted"
     top, left = map(abs, calibrated_corner)

@@ -347,7 +347,7 @@ def compare_deploy_model(
     npu_runs = run_fake_quant(npu_rounding=True)
     amct_runs = run_fake_quant(npu_rounding=False)
 
-    # the sums leave the outputs, since the fake-quant models have none
+    # `deploy_runs` loses the sums, which are no outputs of the fake-quant models
     sum_share_by_layer = _pop_sum_shares(deploy_runs, layer_by_sums_tensor)
     max_npu_difference, min_amct_cosine = _compare_runs(deploy_runs, npu_runs, amct_runs)
     return DeployComparison(
@@ -404,11 +404,11 @@ def _find_wide_sums(deploy: onnx.ModelProto, layers: QuantLayers) -> dict[str, s
 
 
 def _pop_sum_shares(deploy_runs: Runs, layer_by_sums_tensor: Mapping[str, str]) -> dict[str, float]:
-    """Remove the tensors of `_find_wide_sums` from the outputs of all runs; return their maxima.
+    """Remove the integer sums from the outputs of all runs; return the share of int32 they reach.
 
     Args:
         deploy_runs: for each sample, output name -> value of the deploy model.
-        layer_by_sums_tensor: tensor of a layer's sums of integer products -> the layer.
+        layer_by_sums_tensor: tensor of a layer's integer sums -> the layer.
 
     Returns:
         Layer -> its largest sum, relative to 2^31.

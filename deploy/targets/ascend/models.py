@@ -60,7 +60,10 @@ def fusion_mapping(deploy: onnx.ModelProto, original: onnx.ModelProto, *, name: 
     # finds the nodes of the original that make a tensor, back to tensors that both models have
     tracer = _OriginalNodes(original, port_by_tensor)
     mapping_nodes = [
-        _make_mapping_node(tensor, "Data", [], [tensor], [(tensor, 0)]) for tensor in inputs
+        _make_mapping_node(
+            tensor, "Data", input_ports=[], original_nodes=[tensor], original_outputs=[(tensor, 0)]
+        )
+        for tensor in inputs
     ]
     for node in deploy.graph.node:
         if node.op_type == "Constant":
@@ -197,7 +200,8 @@ def write_models(
             the recipe's model; they are put back into the models for atc and AMCT.
         cann: CANN version whose atc reads the models.
         float16_tensors: tensors that are float16 in the model's file.
-        weight_sharers: layers that share their weight in the original model.
+        weight_sharers: layers that share their weight in the original model. If there are any, the
+            modified model is written, in which each has a copy.
 
     Raises:
         ExportError: a file cannot be written, or a node cannot be expressed for this CANN.

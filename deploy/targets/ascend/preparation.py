@@ -202,7 +202,7 @@ def decide_precisions(
     model: onnx.ModelProto,
     graph: LayerGraph,
     int8_names: Collection[str],
-    float_reasons: Mapping[str, str],
+    reason_by_float_layer: Mapping[str, str],
 ) -> tuple[Decision, ...]:
     """Return a `Decision` for every node: int8 or float, and the reason for float.
 
@@ -211,13 +211,15 @@ def decide_precisions(
         graph: its layers.
         int8_names: names of the int8 layers, and '<node>:<index>' of each tensor_quantize input,
             whose node computes in float.
-        float_reasons: layer that could be int8 -> why it is float, if the user did not ask for it.
+        reason_by_float_layer: layer that could be int8 -> why it is float, if the user did not ask
+            for it. The reasons of nodes that could not are in `graph.float_reasons`.
     """
     from deploy.graph.placement import ASCEND
     from deploy.graph.plan import FLOAT32, FLOAT_BY_USER, Decision
 
     decisions = []
     chosen_layers = graph.select(int8_names).values()
+    # `input_index` is set for an input of tensor_quantize
     nodes_with_int8_inputs = {
         layer.node for layer in chosen_layers if layer.input_index is not None
     }
@@ -230,7 +232,7 @@ def decide_precisions(
         elif name in graph.float_reasons:  # AMCT quantizes its type, but not this node
             reason = graph.float_reasons[name]
         elif name in graph.layers:
-            reason = float_reasons.get(name, FLOAT_BY_USER)
+            reason = reason_by_float_layer.get(name, FLOAT_BY_USER)
         elif name in nodes_with_int8_inputs:
             reason = _INPUT_IN_INT8
         else:

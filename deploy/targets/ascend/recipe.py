@@ -138,6 +138,7 @@ def recipe_from_qdq(
         records={name: quant_layer.record for name, quant_layer in layers.items()},
         layers=layers,
         method=f"the scales of {path}",
+        # for int8 layers too, whose entries are not used
         float_reasons={
             name: float_reasons.get(name, "its pairs are gone") for name in graph.layers
         },
@@ -291,7 +292,8 @@ def _conversion_notes(
 ) -> list[str]:
     """Return notes on the converted layers.
 
-    `rounding_reason_by_layer`: name of each int8 layer -> why its weight was rounded again, or "".
+    `rounding_reason_by_layer`: name of each int8 layer -> why its weight was rounded again,
+    `_ONE_MATRIX_SCALE` or `_NO_ROOM_FOR_SUMS`; "" if its integers are the model's own.
     """
     converted = len(rounding_reason_by_layer)
     total = len(graph.layers) + len(graph.float_reasons)
@@ -302,6 +304,7 @@ def _conversion_notes(
     for reason in (_ONE_MATRIX_SCALE, _NO_ROOM_FOR_SUMS):
         names = [name for name, text in rounding_reason_by_layer.items() if text == reason]
         if names:
+            # the reason ends in "layers ... rounded again:", so that their number follows
             notes.append(f"{reason} {len(names)}: {', '.join(names[:_SHOWN_NAMES])}.")
     if len(notes) > 1:
         notes.append("All other weights keep their integers.")

@@ -79,7 +79,7 @@ def read_simple_config(text: str, graph: LayerGraph, file_name: str = "the confi
 def _read_layers(message: Any, graph: LayerGraph) -> tuple[dict[str, LayerConfig], list[str]]:
     """Return layer -> its settings, and the layers that get 8-bit activations in place of 16-bit.
 
-    common_config asks for 16 bits there, which layers of their type cannot have.
+    For the latter, common_config asks for 16 bits, which layers of their type cannot have.
 
     Args:
         message: the configuration.
@@ -100,14 +100,15 @@ def _read_layers(message: Any, graph: LayerGraph) -> tuple[dict[str, LayerConfig
         type_section = section_by_type.get((layer.kind, layer.rank), common_section)
         section = section_by_name.get(name, type_section)
         with add_place_to_errors(f"in layer {name!r}"):
-            entry = _read_section(section, layer, common_section)
+            # `asymmetric` alone comes from common_config where the section leaves it open
+            settings = _read_section(section, layer, common_section)
         # where another section asks for 16 bits, `resolve_config` refuses them
         is_common = section is common_section
-        if is_common and not allows_activation_bits(layer, entry.activation.num_bits):
-            entry = replace(entry, activation=replace(entry.activation, num_bits=8))
+        if is_common and not allows_activation_bits(layer, settings.activation.num_bits):
+            settings = replace(settings, activation=replace(settings.activation, num_bits=8))
             if name not in skipped_names:
                 lowered_to_8_bits.append(name)
-        layers[name] = replace(entry, quant_enable=name not in skipped_names)
+        layers[name] = replace(settings, quant_enable=name not in skipped_names)
     return layers, lowered_to_8_bits
 
 
