@@ -189,6 +189,7 @@ class _QdqWriter:
     float_weights: bool
 
     def __post_init__(self) -> None:
+        """Set the attributes that follow from the fields, as the class describes them."""
         plan = self.plan
         self.weight_grid = plan.placement.weights  # integers or fp8
         self.node_by_name: dict[str, onnx.NodeProto] = by_name(self.graph.node)

@@ -241,21 +241,22 @@ def keep_apart(model: onnx.ModelProto, context: RewriteContext) -> None:
     apply_to_model(_KEEP_APART, model, context)
 
 
-def _why_not_apart(node: onnx.NodeProto, scope: RewriteScope) -> str:
-    """Return why a node needs no Sum, as it is int8 or stays float without one; "" if it needs one.
+def _why_no_sum(node: onnx.NodeProto, scope: RewriteScope) -> str:
+    """Return why no Sum is put before a node; "" if only a Sum keeps it float.
 
-    ONNX Runtime would run a float node in integers if its inputs come from DequantizeLinears and
-    its output goes to a QuantizeLinear.
+    Without a Sum, ONNX Runtime makes an integer kernel of a float node whose inputs come from
+    DequantizeLinears and whose output goes to a QuantizeLinear.
     """
     if node.name not in scope.context.float_nodes:
         return "it is int8"
     has_float_weight = node.op_type in _ROUNDED_LAYERS and node.input[1] in scope.graph.constants
     if scope.context.has_given_pairs and not has_float_weight:
         return "the user put pairs around it"
+
     data_inputs = [node.input[position] for position in _data_positions(node)]
     if not all(_is_dequantized(scope.graph, tensor) for tensor in data_inputs):
         return "an input of it is float"
-    # the integer kernel of a MatMul can write float, so that its inputs alone decide
+    # for a MatMul there is also an integer kernel with a float output, so only its inputs count
     if node.op_type != "MatMul" and not _is_quantized_later(scope.graph, node.output[0]):
         return "its output is float"
     return ""
@@ -272,7 +273,7 @@ def _copy_first_input(node: onnx.NodeProto, _: RewriteScope) -> Nodes:
 
 _KEEP_APART = RewriteRule(
     pattern=lambda node: node.op_type in _INTEGER_OPERATORS,
-    check=_why_not_apart,
+    check=_why_no_sum,
     rewrite=_copy_first_input,
 )
 

@@ -196,14 +196,14 @@ def _task_text(task: EvaluationTask | None, outputs: Outputs) -> str:
 
     Outputs of a task without such functions are listed by their shapes and ranges ("values").
     """
-    if isinstance(task, Classes) and task.are_numbers:  # the best classes, and not their scores
+    if isinstance(task, Classes) and task.are_numbers:  # class numbers without scores
         return _template_part("ranked", output=ascii(task.outputs[0]))
     if isinstance(task, Classes):
         return _template_part("classes", outputs=ascii(task.outputs))
     # a single probability has no class name
     if isinstance(task, Labels) and outputs[task.output].size > 1:
         activation_lines = _ACTIVATIONS[task.activation]
-        return _template_part("labels", output=ascii(task.output), sigmoid=activation_lines)
+        return _template_part("labels", output=ascii(task.output), activation=activation_lines)
     if isinstance(task, Text) and task.axis == -1:  # the program reads symbols last
         merging_lines = _MERGED_STEPS if task.merged else ""  # a repeated symbol counts once
         fields = {"symbols": task.symbols, "blank": task.blank, "merged": merging_lines}

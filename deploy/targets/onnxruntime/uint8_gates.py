@@ -191,12 +191,20 @@ class GateWriter:
         step = gate.top / 255  # a uint8 of zero point 0 then spans 0 to `top`
         clip_params = self._add_scale_and_zero(f"{name}/written", step, 0)
         gain_params = self._add_scale_and_zero(f"{name}/read", step * gate.gain, 0)
-        if shifted_source:
-            return make_pair(shifted_source, name, name, clip_params, gain_params)
-        shifted = f"{name}/shifted"
-        operands = [source, self.add_number(gate.shift)]
-        add = make_node("Add", operands, shifted, f"{name}/Add")
-        return [add, *make_pair(shifted, name, name, clip_params, gain_params)]
+        add_nodes: Nodes = []
+        if not shifted_source:
+            shifted_source = f"{name}/shifted"
+            operands = [source, self.add_number(gate.shift)]
+            add_nodes.append(make_node("Add", operands, shifted_source, f"{name}/Add"))
+        clipped = name  # the output of the pair, which has the same name
+        pair = make_pair(
+            shifted_source,
+            clipped,
+            name,
+            quantize_params=clip_params,
+            dequantize_params=gain_params,
+        )
+        return [*add_nodes, *pair]
 
     def _clip_integers(self, gate: Gate, source: ShiftedParams) -> Nodes:
         """Return the nodes that compute gain * clip(source + shift, 0, top) from uint8 integers.
@@ -204,10 +212,12 @@ class GateWriter:
         They are a Clip of the source's integers, left out if no uint8 is outside its limits, and a
         DequantizeLinear whose zero point adds the shift and whose scale multiplies by the gain.
 
-        `source`: scale and zero point of the source; its steps are the shift in steps of the scale.
+        `source`: scale and zero point of the source, and the shift as a number of steps, from
+        `fit_input_shift`.
         """
         name = f"{gate.name}/gate"
-        zero_level = source.zero - source.steps  # the integer for which source + shift is 0
+        # the integer for which source + shift is 0; never negative, see `fit_input_shift`
+        zero_level = source.zero - source.steps
         top_level = zero_level + round(gate.top / float(source.scale))
         integers = f"{gate.source}/quantized"
         clip_nodes: Nodes = []
