@@ -129,9 +129,10 @@ def check_options(target: object) -> None:
 
 
 def _complete_option(field: dataclasses.Field[Any], annotation: Any) -> Option:
-    """Return the option that a dataclass field declares, with name, flag, type and default set.
+    """Return the option that a dataclass field declares, completed by what follows from the field.
 
-    These four follow from the field, but for a flag that the option declares itself.
+    That is its name, flag, kind, default and whether it may be repeated. A flag that the option
+    declares itself stays.
 
     `annotation`: type of the field, such as `int`, `Path | None` or `tuple[str, ...]`.
     """

@@ -131,6 +131,7 @@ def builder_settings(options: TensorrtOptions, request: BuildRequest) -> Builder
     if timing_cache is None:  # else the build writes one, and reads that of the build before
         timing_cache = request.folder / _TIMING_CACHE
         earlier_timing_cache = request.earlier_file(_TIMING_CACHE)
+    # `options.rest`: type of the layers that are not quantized
     return BuilderSettings(
         fp16=options.rest == FP16,
         bf16=options.rest == BF16,
@@ -141,7 +142,7 @@ def builder_settings(options: TensorrtOptions, request: BuildRequest) -> Builder
             fixed=options.dla,
             tuned_shapes=calibration_shapes,
         ),
-        values=_shape_values(sample),
+        values=_shape_values(sample),  # of inputs that shapes may depend on
         plugins=options.plugins,
         flags=options.trtexec_flags,
         timing_cache=timing_cache,

@@ -293,11 +293,12 @@ def _operand_range(
         return None  # the operand is the divisor, or its divisor is not known
     if constant:
         return amax / abs(constant), level
-    # x times a Sigmoid: that is near 1 where x is large, so that the product has about x's range
+    # x times a Sigmoid, which is near 1 where x is large: the product has about the range of x. For
+    # x * Sigmoid(x), a SiLU or Hard-Swish, the largest difference is known
     sigmoid = tensor_ranges.graph.find_producer(other_operand, "Sigmoid", "HardSigmoid")
     if sigmoid is None:
         return None
-    is_of_operand = sigmoid.input[0] == name  # x * Sigmoid(x), a SiLU or Hard-Swish
+    is_of_operand = sigmoid.input[0] == name
     return amax + (_MAX_GATE_LOSS if is_of_operand else 0.0), GUESS
 
 
