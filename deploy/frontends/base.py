@@ -244,7 +244,7 @@ def read_model_file(loaded: LoadedModel) -> bytes:
     """
     if loaded.source is None or loaded.file_digests is None:
         return bytes(loaded.model.SerializeToString())
-    if loaded.file_digests.weights:
+    if loaded.file_digests.weights:  # it has external data
         model, file_digests = read_model_and_digests(loaded.source)
         refuse_changed_model(loaded, has_changed=file_digests != loaded.file_digests)
         return bytes(model.SerializeToString())

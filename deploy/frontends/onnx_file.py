@@ -188,7 +188,9 @@ def _mixes_rows(model: onnx.ModelProto, inputs: Sequence[TensorSpec]) -> bool:
         if np.array_equal(values, changed_values):
             continue
         has_changed_output = True
-        if not _first_row_differs(first_row_outputs[name].shape, values, changed_values):
+        # alone, the first row has an output as large as its part of the output for two rows
+        first_row_shape = first_row_outputs[name].shape
+        if not _first_row_differs(first_row_shape, values, changed_values):
             return False  # the second row changes its own part only, as in a batch
     return has_changed_output
 
@@ -437,7 +439,7 @@ def inline_functions(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
     """
     functions = {(function.domain, function.name): function for function in model.functions}
     try:
-        node_count = _count_inlined(all_nodes(model.graph), functions, {})
+        node_count = _count_inlined(all_nodes(model.graph), functions, counts={})
     except RecursionError:  # functions nested so deeply are refused like too many nodes
         node_count = _MAX_NODES + 1
     if node_count > _MAX_NODES:
@@ -469,6 +471,7 @@ def _write_default_attributes(call: onnx.NodeProto, function: onnx.FunctionProto
 def _count_inlined(
     nodes: Iterable[onnx.NodeProto],
     functions: Mapping[tuple[str, str], onnx.FunctionProto],
+    *,
     counts: dict[tuple[str, str], int],
 ) -> int:
     """Return the number of nodes after inlining; a function that calls itself counts as none.
@@ -486,7 +489,7 @@ def _count_inlined(
             continue
         if key not in counts:
             counts[key] = 0  # while its nodes are counted: a call of itself adds none
-            counts[key] = _count_inlined(all_nodes(functions[key]), functions, counts)
+            counts[key] = _count_inlined(all_nodes(functions[key]), functions, counts=counts)
         count += counts[key]
     return count
 

@@ -51,7 +51,7 @@ def read_ultralytics(metadata: ModelMetadata) -> StoredPreprocess | None:
         keys = {key for key in metadata.properties if not key.startswith("onnx.")}
         if keys != _YOLOV5_KEYS:
             return None
-        return StoredPreprocess(_yolov5_preprocess(metadata), " YOLOv5")
+        return StoredPreprocess(_yolov5_preprocess(metadata), detail=" YOLOv5")
 
     size = _parse_size(metadata.text("imgsz"))
     height, width = size
@@ -59,6 +59,7 @@ def read_ultralytics(metadata: ModelMetadata) -> StoredPreprocess | None:
     color = _parse_color(metadata.text("channels"))
     version = plain_word(metadata.text("version"))
     size_text = f"{height}" if width == height else f"{height}x{width}"
+    # messages append it to the writer's name, as in "Ultralytics 8.3, imgsz 640"
     detail = f" {version}" if version else ""
     detail += f", imgsz {size_text}"
     return StoredPreprocess(replace(preprocess, default_size=size, color=color), detail)

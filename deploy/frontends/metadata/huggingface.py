@@ -167,7 +167,7 @@ def read_huggingface(metadata: ModelMetadata) -> StoredPreprocess | None:
     if kind.startswith(_OTHER_RESIZES):
         raise ConfigError(f"calib8 does not know its {kind}")
     preprocess = _add_arithmetic(_read_resize_and_crop(data, kind), data)
-    return StoredPreprocess(preprocess, f", {kind}" if kind else "")
+    return StoredPreprocess(preprocess, detail=f", {kind}" if kind else "")
 
 
 def _add_arithmetic(preprocess: Preprocess, data: Mapping[str, Any]) -> Preprocess:
@@ -208,7 +208,8 @@ def _read_resize_and_crop(data: Mapping[str, Any], kind: str) -> Preprocess:
     size = data.get("size")
     sides = _as_sides(size)
     if kind.startswith("ConvNext"):
-        # a number is its short side too, and no flag says that it crops
+        # `_as_sides` gives a single number as the height, but here it is a short side; no flag says
+        # that the processor crops
         short_side = sides.get("shortest_edge", sides.get("height"))
         return _convnext_resize(preprocess, short_side, data.get("crop_pct"))
     is_cropped = _read_flag(data, "do_center_crop", False)
