@@ -257,7 +257,8 @@ def record_statistics(
     if lead is None:
         return _record_pass(model, batches, statistic, {})
 
-    # the lead reads one batch of TensorRT, which leaves out a partial last batch
+    # The lead reads the samples of TensorRT's first batch. TensorRT reads whole batches only, so no
+    # sample of a partial last batch is recorded, here or after the lead.
     lead_size = lead.samples or 1
     items, _ = iterate_items(batches)
     all_samples = chain.from_iterable(map(_split_into_samples, items))

@@ -88,6 +88,8 @@ def name_outputs(model: onnx.ModelProto, program: ExportedProgram | None) -> Non
     Nested keys give `outer_inner`. If an input or another output has the name already, "_out" is
     appended. Outputs in tuples and lists keep the names that the exporter gave them. An output of
     a Q/DQ pair is named after the tensor that the pair rounds, as in the float model.
+
+    `program`: what torch.export made; without it (None), all names stay.
     """
     if program is None or program.call_spec.out_spec is None:
         return
@@ -358,9 +360,11 @@ def compare_with_torch(
 
     max_difference = float(np.max(differences))  # NaN if one is, which `max` may lose
     difference_in_steps = None
+    # in the order of the graph, in which `prepare` added them
     quantizers = [module for module in model.modules() if isinstance(module, FixedQuant)]
     if quantizers and output_count == 1:
-        difference_in_steps = max_difference / float(quantizers[-1].scale)
+        last_quantizer = quantizers[-1]
+        difference_in_steps = max_difference / float(last_quantizer.scale)
     varying_and_counts = zip(has_varying_output, sample_counts, strict=True)
     varies_between_samples = [is_varying for is_varying, count in varying_and_counts if count > 1]
     has_same_argmax = np.concatenate(same_argmax)

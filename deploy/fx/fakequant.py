@@ -140,6 +140,7 @@ class FakeQuant(nn.Module):
         super().__init__()
         self.grid = grid
         self.name = name
+        # what a forward does: update the moving averages, round
         self.observe = False
         self.enabled = False
         # for the search of the range

@@ -79,14 +79,15 @@ class _Rewriter:
         )
 
     def replace_norm(self, node: fx.Node) -> None:
-        """Replace a functional BatchNorm, unless it uses the statistics of the batch."""
+        """Replace a functional BatchNorm, unless it always uses the statistics of the batch."""
         options = batch_norm_arguments(node)
         assert options is not None
         input_node = options.pop("input")
         mean = options["running_mean"]
-        # in a model in train mode every norm does: a module follows the mode, so it can replace it
-        uses_batch_statistics = options.pop("training") and not self.graph_module.training
-        if uses_batch_statistics or mean is None:
+        # In train mode every norm uses these statistics, and so will the module. A norm that uses
+        # them in eval mode too stays a function.
+        is_always_training = options.pop("training") and not self.graph_module.training
+        if is_always_training or mean is None:
             return
         # a computed tensor can be no part of a module
         if not all(_is_parameter_or_none(options[key]) for key in _NORM_TENSORS):

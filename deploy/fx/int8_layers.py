@@ -43,7 +43,7 @@ def minimum_scales(
     # [C_out, n]: the weights of an output channel, input channels last, in the kernels' order
     weights_by_output = rows.detach().float().movedim(1, -1).flatten(1)
     padded = functional.pad(weights_by_output, (0, 1))  # a neighbor for the last weight
-    step = pair_stride(rows.shape)
+    step = pair_stride(rows.shape)  # 2, or 1 where a weight may pair with either neighbor
     first = padded[:, :-1:step]
     second = padded[:, 1::step]
 
@@ -121,7 +121,7 @@ class WeightQuant(nn.Module):
         self.axis = axis
         self.limit = 2 ** (bits - 1) - 1
         self.enabled = False
-        self.scale: nn.Parameter | None = None
+        self.scale: nn.Parameter | None = None  # if trained: one value, or one per channel
 
     def learn(self, weight: torch.Tensor) -> nn.Parameter:
         """Make the scales a trainable parameter, starting from those of the weight."""
@@ -151,7 +151,7 @@ class WeightQuant(nn.Module):
         """Return the weight, or if enabled the rounded weight."""
         if not self.enabled:
             return weight
-        if self.scale is not None:
+        if self.scale is not None:  # trained; else it follows the weight's values
             return self._round_learned(weight, self._apply_limits(self.scale, weight))
         scales = self.scales(weight)
         zeros = torch.zeros_like(scales, dtype=torch.int32)

@@ -316,6 +316,9 @@ class _Lifter:
     def _add_region(self, node: fx.Node) -> None:
         """Inline a region under `torch.no_grad()` or autocast, which is a separate graph.
 
+        In `lifted` (node of the program -> its value in the new graph), the region's placeholders
+        get its inputs, and the node gets the tuple of its outputs.
+
         `node`: its arguments are (*options of the region, its graph, *inputs of the graph).
         """
         args: list[Any] = list(node.args)

@@ -84,7 +84,7 @@ def export_named(
     _insert_markers(marked)
     program = _run_exporter(marked, pytree.tree_map(_to_float_on_cpu, tuple(inputs)))
 
-    tensor_name_by_node = _remove_markers(program.model)
+    namesake_by_node = _remove_markers(program.model)
     with quiet():
         program.optimize()
     model: onnx.ModelProto = program.model_proto
@@ -93,7 +93,7 @@ def export_named(
     onnx_graph = Graph(cleaned)
     return ExportedGraph(
         model=cleaned,
-        tensors=_find_tensors(onnx_graph, graph_module, tensor_name_by_node),
+        tensors=_find_tensors(onnx_graph, graph_module, namesake_by_node),
         graph_nodes=_find_implemented_nodes(onnx_graph, graph_module),
     )
 
@@ -221,10 +221,11 @@ def _remove_markers(model: Any) -> dict[str, str]:
     of these nodes.
 
     Returns:
-        Name of each graph node -> name of the node after which its tensor is named: mostly its own.
+        Name of each graph node -> its namesake, the name of the node after which its tensor is
+        named: mostly its own.
     """
     node_name_by_tensor: dict[Any, str] = {}  # tensor -> the first node that it stands for
-    tensor_name_by_node = {}
+    namesake_by_node = {}
     for node in list(model.graph):
         if node.domain != MARKER_DOMAIN or node.op_type != MARKER:
             continue
@@ -232,14 +233,14 @@ def _remove_markers(model: Any) -> dict[str, str]:
         (marker_output,) = node.outputs
         name = node.attributes["name"].as_string()
         node_name_by_tensor.setdefault(tensor, name)
-        tensor_name_by_node[name] = node_name_by_tensor[tensor]
+        namesake_by_node[name] = node_name_by_tensor[tensor]
         marker_output.replace_all_uses_with(tensor, replace_graph_outputs=True)
         model.graph.remove(node, safe=True)
 
     for tensor, name in node_name_by_tensor.items():
         tensor.name = f"{NODE_PREFIX}{name}"
     model.opset_imports.pop(MARKER_DOMAIN, None)
-    return tensor_name_by_node
+    return namesake_by_node
 
 
 def _name_split_outputs(model: onnx.ModelProto, graph_module: fx.GraphModule) -> None:
@@ -269,18 +270,19 @@ def _name_split_outputs(model: onnx.ModelProto, graph_module: fx.GraphModule) ->
 
 
 def _find_tensors(
-    onnx_graph: Graph, graph_module: fx.GraphModule, tensor_name_by_node: Mapping[str, str]
+    onnx_graph: Graph, graph_module: fx.GraphModule, namesake_by_node: Mapping[str, str]
 ) -> dict[fx.Node, str]:
     """Return graph node -> the ONNX tensor of its output, if the ONNX model has it.
 
-    `tensor_name_by_node`: name of a graph node -> name of the node after which its ONNX tensor is
-    named; several nodes may have the same tensor.
+    `namesake_by_node`: name of a graph node -> name of the node after which its ONNX tensor is
+    named, another one if several nodes have the same tensor.
     """
     onnx_tensors = {*onnx_graph.inputs, *onnx_graph.producer}
     tensor_by_node: dict[fx.Node, str] = {}
     for node in graph_module.graph.nodes:
-        # first the node's own name, which `_name_split_outputs` may have given to a tensor
-        for name in (node.name, tensor_name_by_node.get(node.name, node.name)):
+        # its own name comes first, since `_name_split_outputs` may have named a tensor after it
+        namesake = namesake_by_node.get(node.name, node.name)
+        for name in (node.name, namesake):
             tensor = f"{NODE_PREFIX}{name}"
             if tensor in onnx_tensors:
                 tensor_by_node[node] = tensor

@@ -57,7 +57,7 @@ def accept_named_inputs(model: nn.Module, names: Sequence[str | None]) -> list[i
     complete_names = _complete_names(model, names)
     ordered_names, dict_argument = match_arguments(model, complete_names)
     # the class stays if the names are all arguments of forward, in order
-    if ordered_names != _argument_names(model):
+    if ordered_names != _keyword_names(model):
         model.__class__ = make_named_class(type(model), ordered_names, dict_argument=dict_argument)
     return [complete_names.index(name) for name in ordered_names]
 
@@ -94,7 +94,7 @@ def match_arguments(model: nn.Module, names: Sequence[str]) -> tuple[list[str], 
     Raises:
         ConfigError: the forward does not take a name, or one is missing.
     """
-    arguments = _argument_names(model)
+    arguments = _keyword_names(model)
     position = {name: index for index, name in enumerate(arguments)}
     # names that are no arguments come last
     ordered = sorted(names, key=lambda name: position.get(name, len(arguments)))
@@ -123,9 +123,10 @@ def _find_dict_argument(model: nn.Module, names: Sequence[str]) -> str | None:
     Raises:
         ConfigError: forward takes inputs of these names neither as keywords nor as a dict.
     """
+    # all but *args and **kwargs; of these, some may be positional only, so not in `keyword_names`
     arguments = _parameters(model, (*_POSITIONAL, Parameter.KEYWORD_ONLY))
     required = _without_default(arguments)
-    keyword_names = _argument_names(model)
+    keyword_names = _keyword_names(model)
     unknown_names = [name for name in names if name not in keyword_names]
 
     takes_any_keyword = bool(_parameters(model, (Parameter.VAR_KEYWORD,)))
@@ -211,7 +212,7 @@ def takes_variadic_inputs(model: nn.Module) -> bool:
     return bool(_parameters(model, (Parameter.VAR_POSITIONAL,)))
 
 
-def _argument_names(model: nn.Module) -> list[str]:
+def _keyword_names(model: nn.Module) -> list[str]:
     """Return the arguments of forward that can be passed by name."""
     return _names(_parameters(model, _NAMED))
 

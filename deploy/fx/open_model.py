@@ -231,7 +231,7 @@ def open_torch(
         dtypes: dtype of each input; None for the model's floating dtype.
         names: name of each input for `deploy.fx.model_inputs.accept_named_inputs`; empty for
             positional.
-        weights: a state dict to load, tensors only.
+        weights: a state dict to load, tensors only; None for the weights that the factory sets.
 
     Raises:
         SdkMissingError: torch, or the package of a named model, is not installed.
@@ -254,12 +254,14 @@ def open_torch(
     exported, warning = _export_checked(model, ordered_tensors)
 
     file, _, factory = spec.rpartition(":")
-    loaded = _load_model(exported, f"{Path(file).name}:{factory}", [*notes, warning])
+    shown_spec = f"{Path(file).name}:{factory}"  # without folders
+    loaded = _load_model(exported, shown_spec, [*notes, warning])
     factory_name = Path(factory).stem  # a named model may be a file, such as yolov8n.yaml
     return replace(loaded, name=f"{Path(file).stem}-{factory_name}")
 
 
 def _load_model(exported: onnx.ModelProto, source: str, notes: Sequence[str | None]) -> LoadedModel:
+    """Load an exported model; its first note says that torch exported it from `source`."""
     loaded = load_onnx(exported, fold_batchnorm=True)
     origin = f"Exported by torch from {source} and checked against it."
     sentences = [f"{note[0].upper()}{note[1:]}." for note in notes if note]

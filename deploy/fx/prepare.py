@@ -487,6 +487,7 @@ def _replace_custom(
         observed = observed_class.from_float(module)
         if not hasattr(observed, "activation_post_process"):  # torch's name for an observer
             if node not in observers:  # the plan leaves the tensor in float
+                # for all its readers (None), with a scale of its own
                 site = QuantizationSite(tensor=node, readers=None, group="")
                 new_observers = _insert_observers(graph_module, [site], grid)
                 observers.update(new_observers)

@@ -282,7 +282,8 @@ def _prepare_task(task: Task, target: Target, bits: int) -> nn.Module:
         skip=task.skip,
         custom=task.custom,
     )
-    check_quantized_classes(task.convert, prepared)  # else refused only after the training
+    # the user's quantized classes; without this check, refused only after the training
+    check_quantized_classes(task.convert, prepared)
     if not task.custom:  # observed classes of the user's may compute anything
         original = plain_copy(task.model)  # a run may change its buffers
         check_same_outputs(original, prepared, task.inputs, "tracing and folding BatchNorm")

@@ -128,7 +128,8 @@ def search_for(target: str | Target, method: Method | str | None = None) -> Acti
     if not isinstance(method, Method):
         method = Method.from_label(str(method))
     # A bounded search ends a range where all readers saturate, such as at 6 before a ReLU6.
-    # TensorRT's own calibrators look at the values alone, so methods that imitate them do too.
+    # TensorRT's own calibrators look at the values alone, so methods that imitate them do too;
+    # UNFOLDED_METHODS are named after the model that these observe in `build`.
     imitates_tensorrt = target.name == "tensorrt" and method.name in UNFOLDED_METHODS
     return MethodSearch(method, bounded=not imitates_tensorrt)
 
