@@ -84,7 +84,7 @@ def plain(loaded: LoadedModel, samples: Samples, threads: int) -> None:
 
 def observed(loaded: LoadedModel, samples: Samples, threads: int) -> None:
     """What calibrating for ONNX Runtime does: the pass; minmax's search costs nothing."""
-    subject = CalibrationSubject(loaded=loaded, samples=0, method=Method.of("minmax"))
+    subject = CalibrationSubject(loaded=loaded, sample_count=0, method=Method.of("minmax"))
     wanted = OnnxRuntime().demand(subject)
     seen = observe(wanted, samples, threads=threads)
     Ranges(seen, subject.method, subject.range_limits).find(wanted)

@@ -361,7 +361,7 @@ def test_build_writes_every_file(small_cnn, data, tmp_path):
     summary = ["config.json", "record.txt", "deploy_model.onnx"]
     other_files = ["quant.json", "fake_quant_model.onnx", "amct_qdq.onnx", "atc.sh", "README.txt"]
     assert {f"{small_cnn.stem}_{ending}" for ending in summary + other_files} <= names
-    subject = CalibrationSubject(loaded=load(small_cnn), samples=0, user_model=small_cnn)
+    subject = CalibrationSubject(loaded=load(small_cnn), sample_count=0, user_model=small_cnn)
     for ending in summary:
         assert "sound" in check_file(tmp_path / f"{small_cnn.stem}_{ending}", subject)
     row = report.engines[1]

@@ -443,7 +443,9 @@ def network():
 def test_float16_types_are_restored_by_name():
     model = network()
     loaded = load(model)
-    halves = find_float16_tensors(CalibrationSubject(loaded=loaded, samples=1, user_model=model))
+    halves = find_float16_tensors(
+        CalibrationSubject(loaded=loaded, sample_count=1, user_model=model)
+    )
     restored = to_float16(loaded.model, halves)
     onnx.checker.check_model(restored, full_check=True)
     types_before, types_after = types(model), types(restored)
@@ -455,7 +457,9 @@ def test_float16_types_are_restored_by_name():
     x = {"x": np.random.default_rng(1).normal(size=(1, 3, 8, 8)).astype(np.float32)}
     (got,), (expected,) = (OrtSession.open(m).run(x).values() for m in (restored, model))
     np.testing.assert_allclose(got.astype(np.float32), expected.astype(np.float32), atol=2e-3)
-    assert find_float16_tensors(CalibrationSubject(loaded=load(model), samples=1)) == frozenset()
+    assert (
+        find_float16_tensors(CalibrationSubject(loaded=load(model), sample_count=1)) == frozenset()
+    )
 
 
 def test_float16_outputs_may_be_one_tensor():
@@ -464,7 +468,9 @@ def test_float16_outputs_may_be_one_tensor():
     ends = [make_value(name, [1, 4, 6, 6], F16) for name in "yz"]
     model = make_model(nodes, [make_value("x", [1, 3, 8, 8], F16)], ends, {"w": weight})
     loaded = load(model)
-    halves = find_float16_tensors(CalibrationSubject(loaded=loaded, samples=1, user_model=model))
+    halves = find_float16_tensors(
+        CalibrationSubject(loaded=loaded, sample_count=1, user_model=model)
+    )
     restored = to_float16(loaded.model, halves)
     onnx.checker.check_model(restored, full_check=True)
     assert types(restored)["y"] == types(restored)["z"] == F16

@@ -162,7 +162,7 @@ def test_unfusing_leaves_the_unfolded_model_alone():
     weights |= dict.fromkeys("gbmv", np.ones(2, np.float32))
     nodes = "c = Conv (x, w) y = BatchNormalization (c, g, b, m, v)"
     model = make_model(nodes, {"x": (1, 3, 4, 4)}, {"y": (1, 2, 4, 4)}, weights)
-    subject = CalibrationSubject(loaded=load(model), samples=1, user_model=model)
+    subject = CalibrationSubject(loaded=load(model), sample_count=1, user_model=model)
     fused, _ = unfuse_batchnorms(subject, QuantConfig())
     assert len(fused.graph.node) == 1
     assert len(subject.unfolded.model.graph.node) == 2

@@ -590,7 +590,7 @@ def test_model_replaced_during_calibration_is_refused(model, pictures, monkeypat
 def test_replaced_original_graph_is_refused(small_cnn, tmp_path, wording):
     path = Path(shutil.copy(small_cnn, tmp_path / "m.onnx"))
     model_before, model_after = (
-        CalibrationSubject(loaded=load(path), user_model=path, samples=1) for _ in range(2)
+        CalibrationSubject(loaded=load(path), user_model=path, sample_count=1) for _ in range(2)
     )
     assert len(model_before.original.graph.node) == len(onnx.load(path).graph.node)
     replaced(path)

@@ -311,11 +311,11 @@ def test_samples_beyond_full_batches_are_noted(wording):
     with pytest.raises(ConfigError) as raised:
         count_in_full_batches(2, 3)
     wording.check(raised.value)
-    assert count_in_full_batches(3, 1, padded_samples=1) == 2
-    assert count_in_full_batches(5, 2, padded_samples=1) == 4
-    assert "last 1 of 3 samples" in note_left_out(3, 1, padded_samples=1)[0]
+    assert count_in_full_batches(3, 1, padded_sample_count=1) == 2
+    assert count_in_full_batches(5, 2, padded_sample_count=1) == 4
+    assert "last 1 of 3 samples" in note_left_out(3, 1, padded_sample_count=1)[0]
     with pytest.raises(ConfigError) as raised:
-        count_in_full_batches(1, 1, padded_samples=1)
+        count_in_full_batches(1, 1, padded_sample_count=1)
     wording.check(raised.value)
     samples = [{"x": np.zeros((1, width), np.float32)} for width in (2, 2, 3, 4)]
     batches = full_batches(iter(samples), 2)

@@ -197,12 +197,15 @@ def _concatenate(samples: list[Mapping[str, Array]], name: str) -> Array:
     return np.concatenate(arrays)
 
 
-def count_in_full_batches(samples: int, samples_a_batch: int, *, padded_samples: int = 0) -> int:
+def count_in_full_batches(
+    sample_count: int, samples_a_batch: int, *, padded_sample_count: int = 0
+) -> int:
     """Return how many samples are in full batches.
 
-    `padded_samples`: number of repeated samples at the end, which fill the model's fixed batch.
+    `padded_sample_count`: number of samples at the end with repeated images, which fill the model's
+    fixed batch.
     """
-    distinct = samples - padded_samples
+    distinct = sample_count - padded_sample_count
     if distinct < samples_a_batch:
         raise ConfigError(
             f"TensorRT calibrates in whole batches, got {distinct} samples for batches of"
@@ -212,15 +215,17 @@ def count_in_full_batches(samples: int, samples_a_batch: int, *, padded_samples:
 
 
 def note_left_out(
-    samples: int, samples_a_batch: int, *, padded_samples: int = 0
+    sample_count: int, samples_a_batch: int, *, padded_sample_count: int = 0
 ) -> tuple[str, ...]:
     """Return a note on how many samples are left out; empty if none are."""
-    used = count_in_full_batches(samples, samples_a_batch, padded_samples=padded_samples)
-    if used == samples:
+    used = count_in_full_batches(
+        sample_count, samples_a_batch, padded_sample_count=padded_sample_count
+    )
+    if used == sample_count:
         return ()
     return (
         f"TensorRT calibrates in whole batches, of {samples_a_batch} samples here: the last"
-        f" {samples - used} of {samples} samples fill none and were left out",
+        f" {sample_count - used} of {sample_count} samples fill none and were left out",
     )
 
 
@@ -230,9 +235,9 @@ class CalibrationSubject:
 
     Attributes:
         loaded: the cleaned model.
-        samples: number of samples of the feed.
+        sample_count: number of samples of the feed.
         batch: images per sample.
-        padded_samples: number of samples at the end with repeated images, which fill that batch.
+        padded_sample_count: number of samples at the end with repeated images, to fill that batch.
         method: the search for ranges.
         float_nodes: nodes that stay in float.
         trt_version: TensorRT version "X.Y.Z" that will read the calibration cache; None for any.
@@ -242,9 +247,9 @@ class CalibrationSubject:
     """
 
     loaded: LoadedModel
-    samples: int
+    sample_count: int
     batch: int = 1
-    padded_samples: int = 0
+    padded_sample_count: int = 0
     method: Method = field(default_factory=Method.of)
     float_nodes: tuple[str, ...] = ()
     trt_version: str | None = None
@@ -310,9 +315,9 @@ class CalibrationSubject:
             return statistic
         first_samples = -(-statistic.first_batch // self.batch)
         used = count_in_full_batches(
-            self.samples, first_samples, padded_samples=self.padded_samples
+            self.sample_count, first_samples, padded_sample_count=self.padded_sample_count
         )
-        limit = used if used < self.samples else None
+        limit = used if used < self.sample_count else None
         return replace(statistic, first_batch=first_samples, samples=limit)
 
     @cached_property

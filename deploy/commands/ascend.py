@@ -166,7 +166,7 @@ def check(path: Path, model: Path | None) -> None:
 
     subject = None
     if model is not None:
-        subject = CalibrationSubject(loaded=load(model), samples=0, user_model=model)
+        subject = CalibrationSubject(loaded=load(model), sample_count=0, user_model=model)
     say(f"{path}: {check_file(path, subject)}")
 
 

@@ -215,7 +215,7 @@ def print_calibration(
 ) -> None:
     """Print what was observed and how ranges were searched; exit 1 if a target failed.
 
-    Without text on stdout, which has the warnings too, these are printed on stderr.
+    That text has the warnings. If it is suppressed, they are printed on stderr.
     """
     say_lines(result.to_screen(file=path, everything=verbose))
     if is_text_suppressed():

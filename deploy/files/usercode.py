@@ -199,7 +199,8 @@ class _WorkingFolder:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._active_calls = 0
-        self._original_folder: str | None = None  # before the first of the calls in progress
+        # before the first of the calls in progress; None if there is none, or it was removed
+        self._original_folder: str | None = None
         # original folder -> the folder that the user's code changed to from there
         self._user_folder_by_original: dict[str | None, str | None] = {}
 

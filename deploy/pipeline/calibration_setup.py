@@ -325,9 +325,9 @@ def _make_subject(
     return CalibrationSubject(
         loaded=loaded,
         user_model=user_model,
-        samples=len(feed),
+        sample_count=len(feed),
         batch=feed.batch,
-        padded_samples=feed.padded_sample_count,
+        padded_sample_count=feed.padded_sample_count,
         method=method,
         task=task,
         float_nodes=match_nodes(loaded.model, options.float_nodes),
@@ -367,9 +367,9 @@ def use_qdq_calibration(
     loaded = loaded.with_inputs(feed.specs)
     subject = CalibrationSubject(
         loaded=loaded,
-        samples=len(feed),
+        sample_count=len(feed),
         batch=feed.batch,
-        padded_samples=feed.padded_sample_count,
+        padded_sample_count=feed.padded_sample_count,
         method=Method.of(),  # the default one; nothing is searched
         trt_version=trt_version or _find_trt_version(targets),
     )

@@ -126,7 +126,7 @@ def deploy(
     inputs = inputs or TrialInputs()
     _refuse_early(target, inputs, Path(out), Path(model).stem, force=force)
     loaded = load(model)
-    subject = CalibrationSubject(loaded=loaded, samples=0, user_model=model)
+    subject = CalibrationSubject(loaded=loaded, sample_count=0, user_model=model)
     if cache:
         recipe = recipe_from_cache(subject, scales_path)
     else:
@@ -181,7 +181,7 @@ def convert(  # noqa: D417
     return _write_files(
         target,
         inputs,
-        CalibrationSubject(loaded=loaded, samples=0, user_model=qdq_model),
+        CalibrationSubject(loaded=loaded, sample_count=0, user_model=qdq_model),
         recipe,
         scales=path,
         model_source={"name": path.stem, "sha256": model_digest(qdq_model)},

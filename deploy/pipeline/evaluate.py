@@ -159,8 +159,8 @@ def find_candidates(
 
     Args:
         results: files of each target.
-        engine_sessions: engine -> its session, for every engine that can be opened here. None in
-            place of a session in several threads: the evaluation needs one in a single thread.
+        engine_sessions: engine -> its session, for every engine that can be opened here; None if
+            that session has several threads: the evaluation opens another, with a single one.
     """
     candidates: dict[str, Session] = {}
     failures: dict[str, str] = {}
@@ -169,14 +169,14 @@ def find_candidates(
         if session is not None:
             candidates[result.target] = session
             continue
-        has_opened_engine = result.target in engine_sessions
+        can_open_engine = result.target in engine_sessions
         path = result.runnable
-        if path is None and has_opened_engine:
+        if path is None and can_open_engine:
             path = result.engine
         if path is None:
             continue
         try:
-            candidates[result.target] = open_single_thread(path, stand_in=not has_opened_engine)
+            candidates[result.target] = open_single_thread(path, stand_in=not can_open_engine)
         except (BackendError, ModelError) as error:
             failures[result.target] = str(error)
 

@@ -227,7 +227,7 @@ def score_reading(
     Args:
         samples: (inputs in the reading in use, label or None) of each sample.
         current_scores: scores of each sample in the reading in use.
-        score: runs the float model on inputs; returns `sample_scores`.
+        score: (inputs, label or None) -> `sample_scores` of the float model's outputs.
         current_preprocess: the reading in use.
         other_preprocess: the other one.
     """

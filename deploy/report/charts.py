@@ -347,7 +347,7 @@ def sweep_table(engines: Sequence[EngineRow]) -> tuple[list[str], list[list[str]
         best_row = max(engine.sweep, key=lambda row: row.items_qps)
         for row in engine.sweep:
             mark = "best: " if row is best_row else ""
-            timing = row.latency.latency  # of the device's clock if there is one, else the host's
+            timing = row.latency.latency  # by the device's clock, as CPU time, or the host's clock
             p50 = figures.milliseconds(timing.p50)
             cells_by_batch[row.batch].append(f"{mark}{p50}, {figures.rate(row.items_qps)}")
     rows = [[str(batch), *cells] for batch, cells in cells_by_batch.items()]

@@ -383,7 +383,7 @@ def with_held_out_ranges(
     other_count = len(request.feed) - len(samples)
     if not 0 < other_count < LARGE_FEED:
         return request
-    subject = replace(request.subject, samples=other_count)
+    subject = replace(request.subject, sample_count=other_count)
     # the searches of all targets share it, and add to it what their targets need
     statistics = ranges.compute_once("held out", ObservedStatistics)
     try:

@@ -463,7 +463,7 @@ def _ascend(folder: Path) -> Callable[[Path], Callable[[], object]]:
     from deploy.targets.ascend.existing_files import check_file
 
     model = made(folder / "own").model
-    subject = CalibrationSubject(loaded=load(model), samples=0, user_model=model)
+    subject = CalibrationSubject(loaded=load(model), sample_count=0, user_model=model)
     return lambda path: lambda: click.echo(check_file(path, subject))
 
 

@@ -516,7 +516,7 @@ class Ascend(Target):
             graph=graph,
             config=config,
             model_key=model_key,
-            samples=subject.samples,
+            samples=subject.sample_count,
             images_per_sample=subject.batch,
             samples_per_batch=self._samples_per_batch(subject),
             exact=self.exact,
@@ -538,7 +538,7 @@ class Ascend(Target):
         from deploy.targets.ascend.existing_files import read_any_config
 
         if self.config is None:
-            batches = -(-subject.samples // self._samples_per_batch(subject))
+            batches = -(-subject.sample_count // self._samples_per_batch(subject))
             config = default_config(graph, batch_num=max(batches, 1))
         else:
             config = read_any_config(self.config, graph)

@@ -436,9 +436,9 @@ def cache_notes(subject: CalibrationSubject, ranges: RangeSet) -> tuple[str, ...
     # samples in a batch; 0 for other methods.
     calibration_batch = subject.statistic.first_batch
     if calibration_batch:
-        # `padded_samples` only repeat others, to fill the fixed batch of the model
+        # `padded_sample_count` samples repeat images, to fill the fixed batch of the model
         notes += note_left_out(
-            subject.samples, calibration_batch, padded_samples=subject.padded_samples
+            subject.sample_count, calibration_batch, padded_sample_count=subject.padded_sample_count
         )
     infinite_tensors = [name for name, trouble in ranges.unusable.items() if trouble.is_infinite]
     if infinite_tensors:

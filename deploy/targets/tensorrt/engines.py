@@ -197,9 +197,9 @@ def calibrate_on_gpu(
         """Store the cache at once, so that a build can reuse it if this one fails later."""
         store_gpu_cache(cache_path, cache, fingerprint)
 
-    # `padded_samples` only repeat others, to fill the fixed batch of the model
+    # `padded_sample_count` samples repeat images, to fill the fixed batch of the model
     sample_count = count_in_full_batches(
-        len(request.feed), batch_size, padded_samples=request.subject.padded_samples
+        len(request.feed), batch_size, padded_sample_count=request.subject.padded_sample_count
     )
     with request.feed.samples() as samples:
         callbacks = calibrator_class(str(options.calibrator))(
@@ -393,8 +393,10 @@ def build_quantized_engine(
     notes = [f"the engine belongs to TensorRT {installed.version} on {installed.gpu}"]
     if options.calibrator is not None:  # TensorRT's calibration leaves out a partial batch
         _, batch_size = _calibration_batch(request, settings)
-        padded_samples = request.subject.padded_samples
-        notes += note_left_out(len(request.feed), batch_size, padded_samples=padded_samples)
+        padded_sample_count = request.subject.padded_sample_count
+        notes += note_left_out(
+            len(request.feed), batch_size, padded_sample_count=padded_sample_count
+        )
 
     path = request.file(".engine")
     reused_bytes = manifest.read_if_made_from(request.earlier_file(path.name), key)
