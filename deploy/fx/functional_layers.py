@@ -84,8 +84,8 @@ class _Rewriter:
         assert options is not None
         input_node = options.pop("input")
         mean = options["running_mean"]
-        # In train mode every norm uses these statistics, and so will the module. A norm that uses
-        # them in eval mode too stays a function.
+        # In train mode every norm uses these statistics, and so will the module. In eval mode the
+        # module would not: a norm that uses them there stays a function.
         is_always_training = options.pop("training") and not self.graph_module.training
         if is_always_training or mean is None:
             return

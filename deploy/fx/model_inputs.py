@@ -123,7 +123,7 @@ def _find_dict_argument(model: nn.Module, names: Sequence[str]) -> str | None:
     Raises:
         ConfigError: forward takes inputs of these names neither as keywords nor as a dict.
     """
-    # all but *args and **kwargs; of these, some may be positional only, so not in `keyword_names`
+    # all but *args and **kwargs; `keyword_names` is without those that are positional only
     arguments = _parameters(model, (*_POSITIONAL, Parameter.KEYWORD_ONLY))
     required = _without_default(arguments)
     keyword_names = _keyword_names(model)

@@ -259,9 +259,9 @@ def _group_of(tensor: str, plan: Plan) -> str:
 def _find_sources(exported: ExportedGraph, plan: Plan) -> Mapping[str, Sources]:
     """Return group -> (node, reach) of the tensors that determine its range, as in `build`.
 
-    The quantized tensors of a group share a scale, and the group is named after one of them, from
-    which the range comes if the plan names no others. A reach is the range beyond which all readers
-    of a tensor saturate; None if they do not.
+    The quantized tensors of a group share a scale; the group is named after the owner of the scale,
+    from which the range comes if the plan names no others. A reach is the range beyond which all
+    readers of a tensor saturate; None if they do not.
     """
     reach_by_tensor = find_range_limits(exported.model)
     sources: dict[str, list[tuple[fx.Node, RangeLimits | None]]] = {}
