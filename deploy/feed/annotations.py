@@ -77,7 +77,7 @@ class Annotations:
         for name, objects in self.pictures.items():
             classes = [class_by_category[category] for category in objects.categories.tolist()]
             pictures[name] = replace(objects, categories=np.array(classes, np.int64))
-        return replace(self, pictures=pictures, categories=None)
+        return replace(self, pictures=pictures, categories=None)  # None: class numbers
 
     def has_picture(self, name: str) -> bool:
         """Return whether there are annotations for a picture, by its file name."""
@@ -273,7 +273,7 @@ def _read_label_folder(folder: Path) -> Annotations:
 
 def _read_yolo(paths: Sequence[str], class_count: int | None) -> Annotations:
     annotations = _read_label_files(paths, lambda path: _read_yolo_file(path, class_count))
-    return replace(annotations, unlabelled=_make_objects(None, [], []))
+    return replace(annotations, unlabelled=_make_objects(size=None, boxes=[], classes=[]))
 
 
 def _read_label_files(paths: Sequence[str], read_file: Callable[[str], Objects]) -> Annotations:
@@ -312,7 +312,7 @@ def _read_yolo_file(path: str, class_count: int | None) -> Objects:
             )
         classes.append(class_number)
         boxes.append(box)
-    return _make_objects(None, boxes, classes)
+    return _make_objects(size=None, boxes=boxes, classes=classes)
 
 
 def _parse_yolo_line(line: str, line_title: str) -> tuple[int, Sequence[float]]:

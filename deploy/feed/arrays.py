@@ -196,9 +196,9 @@ class SampleCounter:
     _is_stacked: bool | None = None  # whether the first item that could be read is stacked
 
     def add(self, item: Item, item_name: str) -> int:
-        """Record an item; return its number of samples: its rows, or 1 if each item is one sample.
+        """Record an item; return its number of samples, by what the items so far show.
 
-        `items_are_samples` decides which, by the items so far, this one included.
+        That is its number of rows, or 1 if `items_are_samples`, which this item may set.
 
         Args:
             item: arrays by input.
@@ -228,7 +228,7 @@ class SampleCounter:
                 )
             self.items_are_samples = True
 
-        if self._is_stacked is None:  # all items are as the first one
+        if self._is_stacked is None:  # the first item stands for all
             self._is_stacked = is_stacked
         row_count = max(rows_by_input.values(), default=1)
         self.row_ends.append(self.row_ends[-1] + row_count)

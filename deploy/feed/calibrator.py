@@ -183,7 +183,7 @@ class CalibratorBatches:
         # a dtype of 4 bytes; None if TensorRT reads the input's own
         tensorrt_dtype = _TENSORRT_DTYPES.get(spec.dtype)
         if window.dtype is None:  # bytes from an address: only their number shows the dtype
-            if tensorrt_dtype and window.used_bytes == 4 * value_count:
+            if tensorrt_dtype and window.readable_bytes == 4 * value_count:
                 return tensorrt_dtype
             return spec.dtype
         if window.dtype not in (spec.dtype, tensorrt_dtype):
@@ -215,15 +215,15 @@ class CalibratorBatches:
         Raises:
             FeedError: the bytes are no whole samples, or too many or too few of them.
         """
-        used_bytes = window.used_bytes
+        readable_bytes = window.readable_bytes
         expected_bytes = expected_count * sample_bytes
-        if used_bytes == expected_bytes:
+        if readable_bytes == expected_bytes:
             return expected_count
         is_copied = window.copied is not None
-        if not is_copied and used_bytes > expected_bytes:
+        if not is_copied and readable_bytes > expected_bytes:
             return expected_count  # nothing tells how much of a larger allocation is used
 
-        copied_count, remaining_bytes = divmod(used_bytes, sample_bytes)
+        copied_count, remaining_bytes = divmod(readable_bytes, sample_bytes)
         if is_copied and spec.has_batch and not remaining_bytes:
             is_accepted = self._accept_other_count(
                 copied_count,
@@ -236,8 +236,8 @@ class CalibratorBatches:
         raise FeedError(
             f"{self.batch_title} of {self._script_title} must hold {expected_count} samples"
             f" (get_batch_size) of the input {describe(spec)}, {expected_bytes} bytes, got {kind}"
-            f" {used_bytes} bytes; make get_batch_size, the allocation, the dtype and the copied"
-            " bytes agree"
+            f" {readable_bytes} bytes; make get_batch_size, the allocation, the dtype and the"
+            " copied bytes agree"
         )
 
     def _accept_other_count(self, count: int, *, is_larger: bool, has_known_dtype: bool) -> bool:

@@ -291,7 +291,7 @@ class _SourceOpener:
     def _open_images(self, files: SourceFiles) -> Feed:
         """Return the feed of images, or of a video: by default of one frame a second."""
         # registered, so that no output file overwrites an image
-        add_input_files(len(files.file_list), files.file_list.path)
+        add_input_files(len(files.file_list), path_of=files.file_list.path)
         preprocessing = self._resolve_preprocess()
         spec = self.specs[0]
         preprocess = preprocessing.preprocess

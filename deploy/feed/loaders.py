@@ -52,7 +52,7 @@ def first_item_fits(source: Any, specs: Specs) -> tuple[bool, Any]:
         # a mapping names the inputs that it holds; its shapes are checked when all items are read
         if not isinstance(inputs, Mapping):
             item = {spec.name: add_missing_batch(arrays[spec.name], spec) for spec in specs}
-            count_samples(item, specs, "the first item")
+            count_samples(item, specs, "the first item")  # raises if the item does not fit
     except FeedError:
         return False, items
     return True, items

@@ -45,7 +45,8 @@ class ResolvedPreprocess:
     """Preprocessing that is complete.
 
     Attributes:
-        origin: the model's metadata or the default; empty if neither is followed.
+        origin: for messages: the model's metadata, with the user's changes to it, or the default as
+            it is; "" if all of it is the user's.
     """
 
     preprocess: Preprocess
@@ -85,10 +86,10 @@ def resolve_preprocess(
     options = _options(requested)
     if model_preprocess is None:
         changed_default = None  # `complete_preprocess` then takes the default
-        origin = "calib8's default"  # which a note of `complete_preprocess` describes
+        origin = "calib8's default"  # a note of `complete_preprocess` says what that is
         if options:
             changed_default = apply_user_options(default_preprocess(spec), options)
-            origin = ""
+            origin = ""  # the options count as the user's own preprocessing
         preprocess, notes = complete_preprocess(changed_default, spec)
         return ResolvedPreprocess(preprocess, origin=origin, notes=(*metadata_notes, *notes))
 

@@ -34,7 +34,7 @@ _CHOICES = {
 }
 MAX_SIDE = 16384
 INTEGER_DTYPES = ("uint8", "int32")  # integer inputs that accept images
-_UNIT_DESCRIPTION = "pixels / 255 (preset 'unit')"
+_UNIT_PIXELS_TEXT = "pixels / 255 (preset 'unit')"
 
 Size = tuple[int, int]
 Sides = tuple[int | None, int | None]
@@ -250,11 +250,11 @@ def complete_preprocess(
     except ConfigError as error:
         raise FeedError(f"{error} (the input is {describe(spec)})") from error
     _check_sides(resolved)
-    _check_mean(resolved)
+    _refuse_mean_of_raw_pixels(resolved)
     if requested is not None:
         return resolved, ()
 
-    pixel_text = _UNIT_DESCRIPTION
+    pixel_text = _UNIT_PIXELS_TEXT
     if spec.dtype in INTEGER_DTYPES:
         pixel_text = f"pixels as they are, for {spec.dtype} (preset 'raw')"
     size_text = f"{color} images stretched to {format_size(size)}"
@@ -380,7 +380,7 @@ def _check_sides(preprocess: Preprocess) -> None:
     )
 
 
-def _check_mean(preprocess: Preprocess) -> None:
+def _refuse_mean_of_raw_pixels(preprocess: Preprocess) -> None:
     """Refuse a mean of raw pixels if scaled pixels are fed: all inputs would be nearly equal."""
     scale = preprocess.scale
     max_value = 255 * scale

@@ -425,18 +425,20 @@ class Feed:
 
         Args:
             share: a part of this feed's samples.
-            digests: sha256 (hex) of the share's samples in order.
-            skipped: position in this feed -> why the sample there was skipped.
+            digests: sha256 (hex) of the share's samples in order, also of skipped ones.
+            skipped: position of a sample in this feed -> why it was skipped there.
 
         Raises:
             SampleChangedError: a sample has another digest on this machine.
         """
-        for index, digest in zip(self._chosen_samples.indices_of(share), digests, strict=True):
+        source_indices = self._chosen_samples.indices_of(share)
+        for source_index, digest in zip(source_indices, digests, strict=True):
             self._sample_reader.digests.store_or_compare(
-                index, bytes.fromhex(digest), self._name(index)
+                source_index, bytes.fromhex(digest), self._name(source_index)
             )
         self._chosen_samples.skip_entries(skipped)
-        self._sample_reader.decode_count += len(share.positions) - len(skipped)  # read for this run
+        # the other machine decoded these for this run
+        self._sample_reader.decode_count += len(share.positions) - len(skipped)
 
     def progress_after(self, sample_count: int) -> tuple[tuple[str, ...], dict[int, str]]:
         """Return which images or rows a run has used so far, for `resume`: (digests, skipped).

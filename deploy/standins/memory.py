@@ -176,7 +176,7 @@ class AddressWindow:
     shape: tuple[int, ...] | None = None
 
     @property
-    def used_bytes(self) -> int:
+    def readable_bytes(self) -> int:
         """Bytes copied; without copies, all up to the end of the allocation."""
         return self.room if self.copied is None else self.copied
 
