@@ -126,7 +126,7 @@ def build_engine(
     on_device = nullcontext() if cuda is None else cuda.current()
     with on_device, record_log() as log:
         load_plugins(settings.plugins)
-        builder: trt.Builder = create_with_logger("Builder", log, "make a builder")
+        builder: trt.Builder = create_with_logger("Builder", log, purpose="make a builder")
         network = builder.create_network(_network_flags(typed=settings.typed))
         _parse(network, model, log, dla=settings.dla)
         config = _create_config(builder, network, settings, calibrator)

@@ -238,7 +238,7 @@ def _range_for_reader(tensor_ranges: TensorRanges, name: str, node: onnx.NodePro
         return None
     if operator in _COPY_OPS | _MAX_POOL_OPS | _CLIPPING_OPS:
         return amax, level
-    if operator == "HardSwish":
+    if operator == "HardSwish":  # its input may be larger than its output by this much
         return amax + _MAX_GATE_LOSS, GUESS
     if operator in _MEAN_OPS:  # the input may hold larger values, which are then clipped
         return amax, GUESS

@@ -154,7 +154,7 @@ class TensorRTForRTX(Target):
         calibrated = typed_target.calibrate_scales(request)
         model_set = typed_target.make_models(request, calibrated)
         # plugin nodes, which ONNX Runtime does not know, have decisions of their own
-        decisions = (*calibrated.match.plan.decisions, *request.plugin_decisions)
+        decisions = (*calibrated.matched_cache.plan.decisions, *request.plugin_decisions)
         if TYPED_MODEL not in model_set.models:  # the notes say why there is none
             return BuildResult(
                 target=self.name, decisions=decisions, error="; ".join(model_set.notes)

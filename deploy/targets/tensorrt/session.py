@@ -261,7 +261,7 @@ class TensorrtSession:
         data = read_bytes(path, what="a TensorRT engine", error=BackendError)
         with cuda.current(), record_log() as log:
             load_plugins(plugins)
-            runtime: trt.Runtime = create_with_logger("Runtime", log, "start")
+            runtime: trt.Runtime = create_with_logger("Runtime", log, purpose="start")
             if getattr(runtime, "num_DLA_cores", 0):  # for an engine that runs on DLA
                 runtime.DLA_core = 0
             engine = runtime.deserialize_cuda_engine(data)

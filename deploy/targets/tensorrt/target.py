@@ -71,13 +71,13 @@ class _CalibratedModel:
 
     Attributes:
         cache: TensorRT's cache.
-        match: the cache matched to the cleaned model, with the plan of the Q/DQ pairs.
+        matched_cache: the cache matched to the cleaned model, with the plan of the Q/DQ pairs.
         ranges: the ranges that both were made from.
         version: TensorRT that will read the cache, "X.Y.Z".
     """
 
     cache: trt_cache.CalibrationCache
-    match: CacheMatch
+    matched_cache: CacheMatch
     ranges: RangeSet
     version: str
 
@@ -229,11 +229,11 @@ class TensorRT(TensorrtOptions, Target):
         """Return the Q/DQ model."""
         from deploy.targets.tensorrt.cache_qdq import to_qdq
 
-        match = self.calibrate_scales(request).match
+        matched_cache = self.calibrate_scales(request).matched_cache
         return to_qdq(
             request.model,
-            match.plan,
-            match.scales,
+            matched_cache.plan,
+            matched_cache.scales,
             memoize=request.compute_once,
             float_weights=False,
         )
@@ -333,7 +333,7 @@ class TensorRT(TensorrtOptions, Target):
             shipped=shipped_files,
             baselines=built.baselines.engines,
             files={**files, **built.baselines.files},
-            decisions=(*calibrated.match.plan.decisions, *request.plugin_decisions),
+            decisions=(*calibrated.matched_cache.plan.decisions, *request.plugin_decisions),
             method=request.chosen_ranges.chosen_by,
             ranges=cache_contents.cache_ranges(request.model, calibrated.ranges, version),
             notes=(*notes, *built.notes),
@@ -350,17 +350,18 @@ class TensorRT(TensorrtOptions, Target):
 
         largest_values = largest_magnitudes(calibrated.ranges)  # tensor -> largest |x| observed
         models = {FLOAT_MODEL: request.model} if self.precision == INT8 else {}
-        models[QDQ_MODEL], notes = self._quantize(request, calibrated.match)
+        models[QDQ_MODEL], notes = self._quantize(request, calibrated.matched_cache)
         typed_model, type_notes = self._make_typed_model(
-            request, calibrated.match, largest_values, models[QDQ_MODEL]
+            request, calibrated.matched_cache, largest_values, models[QDQ_MODEL]
         )
         notes = (*notes, *type_notes)
-        # nodes too large for float16: where the model has no types, TensorRT needs their names
+        # nodes whose values are too large for float16. The typed model has their type in itself; if
+        # TensorRT chooses types, it needs their names
         float32_nodes, reason_by_float32_node = find_float32_layers(
             request.model,
             largest_values,
             float_type=self.rest,
-            quantized=set(calibrated.match.plan.int8_nodes),
+            quantized=set(calibrated.matched_cache.plan.int8_nodes),
         )
         if typed_model is None:
             notes = (*notes, *_float32_notes(reason_by_float32_node))
@@ -432,7 +433,8 @@ class TensorRT(TensorrtOptions, Target):
             )
         except SdkMissingError as error:
             notes = (f"no engine was built: {error}", *command_notes)
-            if self.calibrator is not None and engine is None:  # its scales are in no file
+            if self.calibrator is not None and engine is None:
+                # the scales that it would find are in none of the files
                 calibrator_note = (
                     f"--calibrator {self.calibrator} needs TensorRT and a GPU, so these files have"
                     " calib8's own ranges"
@@ -440,7 +442,9 @@ class TensorRT(TensorrtOptions, Target):
                 notes = (calibrator_note, *notes)
             return _BuiltEngines(engine, engines.Baselines(), notes)
         except BackendError as error:
-            return _BuiltEngines(engine, engines.Baselines(), tuple(command_notes), str(error))
+            return _BuiltEngines(
+                engine, engines.Baselines(), tuple(command_notes), failure=str(error)
+            )
         notes = tuple(dict.fromkeys((*engine_notes, *baselines.notes)))  # each once
         return _BuiltEngines(engine, baselines, notes)
 
