@@ -270,7 +270,10 @@ class Target(Protocol):
     def scaled_tensors(
         self, model: onnx.ModelProto, float_nodes: tuple[str, ...]
     ) -> tuple[str, ...]:
-        """Return the tensors that need a scale for this target, judged by the model alone."""
+        """Return the tensors that need a scale for this target, judged by the model alone.
+
+        `float_nodes`: names of the nodes that stay in float.
+        """
         return self.plan(model, float_nodes).activations
 
     def plan(self, model: onnx.ModelProto, float_nodes: FloatNodes = ()) -> Plan:

@@ -202,9 +202,10 @@ def _plan_frame(preprocess: Preprocess, source: AippSource) -> FramePlan | None:
             corner=(top, left),
             picture_size=input_size,
         )
-    # DVPP crops at even columns; int() rounds towards 0, so that a crop stays inside the frame
+    # a corner below 0: DVPP crops there, at even rows and columns. int() rounds towards 0, so that
+    # the crop stays inside the frame
     dvpp_column = int(left / 2) * 2
-    if left > 0:  # it pastes at columns that are multiples of 16
+    if left > 0:  # DVPP pastes, at columns that are multiples of 16
         dvpp_column = left // 16 * 16
     return FramePlan(
         frame_size=frame_size,

@@ -411,7 +411,7 @@ class RecordPlan:
     ) -> dict[str, RoundedWeights]:
         """Return layer -> the integers and scale that AdaRound's search found for its weight.
 
-        A layer is searched only once.
+        The recorders keep the results, so that a layer is searched only once.
 
         Args:
             observed: the recorders of the layers' inputs and outputs.

@@ -88,7 +88,7 @@ class LayerRewriter(ABC):
     bias_type: type[np.number[Any]] = np.float32
 
     def __init__(self, model: onnx.ModelProto, layers: QuantLayers) -> None:
-        """Index the model, and find the node that ends each layer, or whose input it is.
+        """Index the model; find each layer's last node, and the node of a tensor_quantize input.
 
         The arguments are the attributes of the same names.
         """
@@ -323,7 +323,7 @@ def deploy_model(model: onnx.ModelProto, layers: QuantLayers) -> onnx.ModelProto
         # each AscendDequant reads its scales, packed; an input of tensor_quantize has none
         if quant_layer.layer.input_index is None:
             packed_scales = pack_dequant_scales(quant_layer.dequant_scale)
-            parameter = helper.make_tensor(  # not as raw bytes, as AMCT writes it
+            parameter = helper.make_tensor(  # as numbers, as AMCT does, and not as raw bytes
                 f"{quant_layer.layer.name}.dequant.param",
                 onnx.TensorProto.UINT64,
                 packed_scales.shape,

@@ -106,7 +106,7 @@ class _StandardWriter:
     Attributes:
         nodes, constants: written so far.
         offset_by_codes: output of an AscendQuant -> the offset that its codes have.
-        rank_by_sums: sums that a layer makes -> spatial rank of its kernel, 0 without one.
+        kernel_rank_by_sums: sums that a layer makes -> spatial rank of its kernel, 0 without one.
         packed_outputs: outputs of layers with two 4-bit weights in a byte.
         has_float16: whether the model's activations are float16.
     """
@@ -116,7 +116,7 @@ class _StandardWriter:
         self.nodes: list[onnx.NodeProto] = []
         self.constants: list[onnx.TensorProto] = []
         self.offset_by_codes: dict[str, int] = {}
-        self.rank_by_sums: dict[str, int] = {}
+        self.kernel_rank_by_sums: dict[str, int] = {}
         self.packed_outputs = _find_packed_outputs(self.index)
         self.has_float16 = any(
             node.op_type in ("AscendDequant", "AscendAntiQuant") and _writes_float16(node)
@@ -158,10 +158,10 @@ class _StandardWriter:
             # a layer that reads the integers of an AscendQuant
             if node.op_type in LAYER_OPS and node.input[0] in self.offset_by_codes:
                 self.convert_layer(node)
-            elif node.op_type == "Add" and self.rank_by_sums.keys() & node.input:
+            elif node.op_type == "Add" and self.kernel_rank_by_sums.keys() & node.input:
                 # an Add of a bias to the integer sums of a MatMul
                 for index, tensor in enumerate(node.input):
-                    if tensor not in self.rank_by_sums:
+                    if tensor not in self.kernel_rank_by_sums:
                         node.input[index] = self.convert_bias(node, tensor)
             self.nodes.append(node)
 
@@ -192,8 +192,8 @@ class _StandardWriter:
         """Write an AscendDequant: the sums of a layer times the scales in its packed parameter."""
         sums = node.input[0]
         scales = unpack_dequant_scales(self.read_constant(node.input[1]))
-        rank = self.rank_by_sums.get(sums, 0)
-        self.multiply_by_scale(node, sums, scales.reshape(1, -1, *[1] * rank))
+        kernel_rank = self.kernel_rank_by_sums.get(sums, 0)
+        self.multiply_by_scale(node, sums, scales.reshape(1, -1, *[1] * kernel_rank))
 
     def write_anti_quant(self, node: onnx.NodeProto) -> None:
         """Write an AscendAntiQuant, which restores an activation from its codes."""
@@ -231,7 +231,7 @@ class _StandardWriter:
             if tensor in self.offset_by_codes:  # codes of an AscendQuant
                 offset = self.add_constant(self.offset_by_codes[tensor])
                 node.input[index] = self.emit("Sub", tensor, offset)
-        self.rank_by_sums[node.output[0]] = kernel_rank
+        self.kernel_rank_by_sums[node.output[0]] = kernel_rank
 
     def convert_bias(self, node: onnx.NodeProto, name: str) -> str:
         """Return the float32 form of a layer's int32 bias; with 4-bit activations a Cast makes it.

@@ -46,8 +46,9 @@ def find_weight_sharers(layers: Iterable[Layer], graph: LayerGraph) -> list[str]
 def prepare_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
     """Return the model with unshared weights, and its layers.
 
-    A weight that several layers read is copied for each, since AMCT refuses such layers. The result
-    is the model itself if it has no such weight; the caller must not change it.
+    A weight that several layers read is copied for each, since AMCT refuses such layers. If the
+    copies would be too large, such layers stay in float. The result is the model itself if it has
+    no such weight; the caller must not change it.
 
     `model`: float model with unique node names, as `deploy.frontends.load` returns it.
     """
@@ -267,6 +268,7 @@ def calibration_notes(calibrated: CalibrationRecord, plan: RecordPlan) -> Iterat
             " that AMCT's searches give it scale 1, which rounds all of it to zero:"
             f" {list_first(zero_layers, 3)}; --keep-float keeps them in float."
         )
+    # `calibration_alerts` tells of a batch_num of 1
     if plan.used_samples < plan.samples and plan.config.batch_num > 1:
         image_count = plan.samples * plan.images_per_sample
         yield (

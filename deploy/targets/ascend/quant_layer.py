@@ -62,10 +62,10 @@ def quantize_layers(
 ) -> dict[str, QuantLayer]:
     """Return layer name -> its integer weight, bias and scales, for all layers with a record.
 
-    A record has the scales and offsets of a layer.
+    A layer's record has its scales and offsets; a record file has those of all layers.
 
     Raises:
-        ConfigError: the record does not fit the model.
+        ConfigError: the records do not fit the model.
         ExportError: scales or biases exceed the limits of the hardware; the message counts such
             layers and names the first five.
     """
@@ -93,7 +93,7 @@ def quantize_fitting_layers(
         Layer name -> its integers and scales; name of each refused layer -> why it does not fit.
 
     Raises:
-        ConfigError: the record does not fit the model.
+        ConfigError: the records do not fit the model.
     """
     check_record(records, graph)
     index = Graph(model)

@@ -199,6 +199,8 @@ class Ascend(Target):
         """Return the input tensors of the layers that can be in int8.
 
         `demand` decides which statistics of them are observed.
+
+        `float_nodes`: names of the nodes that stay in float.
         """
         from deploy.targets.ascend.existing_files import read_any_config
 
@@ -206,7 +208,8 @@ class Ascend(Target):
         names = set(graph.layers)
         if self.config is not None:
             config = read_any_config(self.config, graph)  # refuse a bad one before calibration
-            # a configuration may add MatMuls of two activations and inputs of nodes
+            # a configuration may add MatMuls of two activations, and by tensor_quantize inputs of
+            # other nodes
             names.update(disable_layers(config, float_nodes).enabled_entries())
         tensors: list[str] = []
         for layer in graph.select(names).values():
