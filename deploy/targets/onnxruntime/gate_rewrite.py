@@ -61,7 +61,14 @@ def _channel_count(graph: Graph, gate: Gate) -> int | None:
 
 
 class _FusedGate(ReplacementNodes):
-    """The new nodes of one gate, and their constants."""
+    """The new nodes of one gate, and their constants.
+
+    Attributes:
+        source, factor: the gate's tensors, by the names under which its nodes read them: the output
+            of a Q/DQ pair may have another name than the tensor of the float model.
+        output: the tensor that the gate makes.
+        channels: of the output, as `_channel_count` returns them.
+    """
 
     def __init__(
         self, gate: Gate, gate_nodes: Sequence[onnx.NodeProto], channels: int | None

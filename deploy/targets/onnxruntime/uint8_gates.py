@@ -47,7 +47,7 @@ class ShiftedParams:
 
 
 def fit_output_offset(scale: np.float32, zero: int, offset: float) -> ShiftedParams:
-    """Choose parameters of y + offset such that y has the same integers with another zero point.
+    """Choose parameters of y + offset whose integers are those of y, at another zero point.
 
     The scale is widened until the offset is an integer number of steps. The parameters stay as they
     are, with 0 steps, if the offset is less than a few steps, or if the zero point of y would be no
