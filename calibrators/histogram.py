@@ -124,6 +124,7 @@ class Histogram(HistogramState):
     Attributes:
         full_range: R, the end of the histogram's range, in real units; 0 while all values were 0.
         minimum, maximum: extremes of the finite values (inf, -inf while empty).
+        total: number of finite values.
         infinite: number of +-Inf values; they are in no bin.
         batch_amax: largest finite |x| of the last call of `observe`.
     """

@@ -219,8 +219,8 @@ class ShardMerger:
             ) from error
         # samples are numbered from 1, bad ones that were skipped included; `end` renumbers them
         # once it is known which of all samples were skipped
-        number_by_position = {position: position + 1 for position in piece.positions}
-        self._peaks.add_rows(shard.peaks, number_by_position)
+        sample_number_by_position = {position: position + 1 for position in piece.positions}
+        self._peaks.add_rows(shard.peaks, sample_number_by_position)
         shards.merge_histograms(self._merged, shard.observed(self._observations))
 
     def end(self, peaks: Peaks) -> ObservedStatistics:
@@ -229,10 +229,10 @@ class ShardMerger:
         `peaks`: receives the largest |x| of every tensor, by the numbers of the good samples.
         """
         self._feed.refuse_all_bad()
-        number_by_position = {
+        sample_number_by_position = {
             position: number for number, position in enumerate(self._feed.positions, 1)
         }
-        peaks.add_rows(self._peaks.rows(range(self._image_count)), number_by_position)
+        peaks.add_rows(self._peaks.rows(range(self._image_count)), sample_number_by_position)
         return ObservedStatistics(self._merged).select(self._observations)
 
 

@@ -447,7 +447,7 @@ def _add_stored(
         ]
 
     searched_statistic = subject.statistic.key
-    tensors = []
+    tensors = []  # of the cleaned model, whose variant is FOLDED
     for variant, tensor, statistic in keys:
         if variant == FOLDED and statistic == searched_statistic:
             tensors.append(tensor)
@@ -464,7 +464,11 @@ def _is_up_to_date(
     trt_version: str | None,
     cache_text: bytes | None,
 ) -> bool:
-    """Whether the files of a cache hold this calibration, for this version of TensorRT."""
+    """Whether the files of a cache hold this calibration.
+
+    `trt_version`, `cache_text`: the version of TensorRT and the text that the files must have; None
+    if any will do.
+    """
     if decision.missing or stored.fingerprint != calibration.fingerprint:
         return False
     header = trt_cache.parse(stored.cache_text, origin="the cache").header
@@ -485,17 +489,17 @@ def _write_cache_files(path: Path, staged_path: Path | None, write: Callable[[Pa
 
 
 def _select_retained(keys: Iterable[Key], observed: ObservedStatistics) -> list[Key]:
-    """Return which keys of older runs to retain: of the cleaned model and the newest few variants.
+    """Return the keys of older runs to retain: of the cleaned model, and of some other variants.
 
-    Each Ascend configuration is its own variant, so a cache would only grow while a user tries
-    configurations.
+    These are the variants of this run and the newest few. Each Ascend configuration is its own
+    variant, so a cache would only grow while a user tries configurations.
     """
     unobserved = [key for key in keys if key not in observed]
     variants = dict.fromkeys(variant for variant, _, _ in unobserved)
     variants.pop(FOLDED, None)
-    retained = {FOLDED, *list(variants)[-_MAX_VARIANTS:]}
-    retained.update(variant for variant, _, _ in observed)
-    return [key for key in unobserved if key[0] in retained]
+    retained_variants = {FOLDED, *list(variants)[-_MAX_VARIANTS:]}  # the newest are the last
+    retained_variants.update(variant for variant, _, _ in observed)
+    return [key for key in unobserved if key[0] in retained_variants]
 
 
 def _make_cache_text(subject: CalibrationSubject, ranges: Ranges) -> bytes:

@@ -87,7 +87,7 @@ class Peaks:
         """Return one `PeakRow` per tensor.
 
         Args:
-            positions: position of each sample in the feed, in sample order.
+            positions: position of each sample in the feed, by number; the first number is 1.
         """
         rows = []
         for key, peaks in sorted(self._largest.items()):
@@ -97,16 +97,18 @@ class Peaks:
             rows.append((*key, self._sample_counts[key], tuple(largest)))
         return rows
 
-    def add_rows(self, rows: Iterable[PeakRow], numbers: Mapping[int, int]) -> None:
+    def add_rows(
+        self, rows: Iterable[PeakRow], sample_number_by_position: Mapping[int, int]
+    ) -> None:
         """Add the `rows` of other peaks.
 
-        `numbers`: position in the feed -> number of the sample here.
+        `sample_number_by_position`: position in the feed -> number of the sample here.
         """
         for variant, tensor, sample_count, largest in rows:
             key = (variant, tensor)
             self._sample_counts[key] += sample_count
             for amax, position in largest:
-                self._push(key, (amax, -numbers[position]))
+                self._push(key, (amax, -sample_number_by_position[position]))
 
     def _push(self, key: TensorKey, peak: tuple[float, int]) -> None:
         peaks = self._largest.setdefault(key, [])
