@@ -326,7 +326,7 @@ class CalibratorScript:
         return f"the calibrator {self.spec}"
 
     def source(self, specs: tuple[TensorSpec, ...], limit: int | None) -> ArraySource:
-        """Read all samples, or the first `limit`; a second call creates the calibrator again.
+        """Read at most `limit` samples, None for all; a second call creates the calibrator again.
 
         Raises:
             FeedError: the user's code failed, or its arrays do not fit the inputs; or it does not

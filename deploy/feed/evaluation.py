@@ -175,6 +175,8 @@ def read_labels(path: Path | str) -> FileList | Annotations | str:
 def to_labels(labels: Iterable[int] | ImageLabels | Path | None) -> ImageLabels | None:
     """Return labels as `apply_labels` takes them: a path is read, class numbers become integers.
 
+    None, for no labels, is returned as it is.
+
     Raises:
         FeedError: as `read_labels`, or class numbers that are not whole, or not one an image.
     """

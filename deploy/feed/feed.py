@@ -458,7 +458,8 @@ def to_dataset(
 ) -> Dataset:
     """Return a `Dataset` of a source with these options.
 
-    If `images` is a `Dataset`, it is returned as it is, and the options are ignored.
+    If `images` is a `Dataset`, it is returned as it is, and the options are ignored. The options
+    are the fields of `Dataset`; None for `states` stands for no states.
     """
     if isinstance(images, Dataset):
         return images

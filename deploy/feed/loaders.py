@@ -214,6 +214,8 @@ def open_iterable(
 def _is_enough(sample_count: int, limit: int | None, name: str) -> bool:
     """Return whether so many samples of a source that may not end reach the limit.
 
+    `limit`: maximum number of samples; None for all up to the end of the source.
+
     Raises:
         FeedError: there is no limit, and they are more than `MAX_SAMPLES`.
     """

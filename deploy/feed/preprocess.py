@@ -332,6 +332,7 @@ def format_size(size: Sequence[int | None]) -> str:
 
 
 def _format_side(side: int | str | None, if_open: str) -> str:
+    """Return a side of a size or shape as text, `if_open` for None."""
     return if_open if side is None else str(side)
 
 
@@ -398,6 +399,11 @@ def _refuse_mean_of_raw_pixels(preprocess: Preprocess) -> None:
 
 def _resolve_color(color: str | None, channels: int | str | None, spec: TensorSpec) -> str:
     """Return the color of the images that an input with these channels takes.
+
+    Args:
+        color: as requested; None to take grey for one channel and rgb for others.
+        channels: of the input; no integer if their number is open.
+        spec: the input, for messages.
 
     Raises:
         FeedError: the requested color has another number of channels.

@@ -472,10 +472,8 @@ class Feed:
         with phase("hashing", len(digests), "samples") as step:
             # that run may have read only the first ones
             for index, expected_digest in zip(self._chosen_samples.indices, digests, strict=False):
-                if (
-                    index not in known_digests
-                ):  # `hash` stores it; `UNREADABLE` for an unreadable one
-                    self._sample_reader.hash(index)
+                if index not in known_digests:
+                    self._sample_reader.hash(index)  # stores `UNREADABLE` if it cannot be read
                 if known_digests.digest(index).hex() != expected_digest:
                     raise FeedError(
                         "--resume needs the samples that the interrupted run read, got another"
@@ -525,7 +523,7 @@ class Feed:
         return iterate_batches(self._sample_reader, self._chosen_samples, self.batch, already_read)
 
     def first_samples(self, max_samples: int) -> list[Sample]:
-        """Return at most `max_samples` first samples, and `SAMPLES_IN_MEMORY`; cached.
+        """Return the first samples, at most `max_samples` or `SAMPLES_IN_MEMORY`; cached.
 
         Raises:
             FeedError: see `samples`.

@@ -130,7 +130,7 @@ def spread_evenly(items: Sequence[int], max_items: int) -> list[int]:
 def _scramble(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
     """Flip each of 32 bits depending on the bits below it, so that halves stay together.
 
-    Of sums and products the lower 32 bits count, as in C.
+    Sums and products keep their lower 32 bits, as in C.
     """
     x = x ^ (x * 0x3D20ADEA)
     x = (x + _SEED) * ((_SEED >> 16) | 1)
@@ -237,7 +237,7 @@ class ChosenSamples:
         self, indices: Sequence[int], share: Share | None, skipped: Mapping[int, str]
     ) -> None:
         self.indices = _compact(indices)
-        self._last_pass = self.indices
+        self._last_pass = self.indices  # stays when `keep_first` drops samples
         self.skip_reasons = dict(skipped)
         self.share = share
         self._counts_so_far = 0, 0  # of good samples and of entries, where `count_entries` left off
@@ -288,7 +288,7 @@ class ChosenSamples:
     def skipped_by_position(self, count: int | None = None) -> dict[int, str]:
         """Return position in the complete list -> why the sample there was skipped.
 
-        `count`: of the first so many samples only; None for all.
+        `count`: consider only so many first samples; None for all.
         """
         pairs = islice(self.iterate_positions(), count)
         return {pos: self.skip_reasons[index] for pos, index in pairs if index in self.skip_reasons}

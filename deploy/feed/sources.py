@@ -380,7 +380,10 @@ def read_remote_samples(source: SampleSource, indices: Iterable[int]) -> list[Re
 
 
 class RemoteSource:
-    """Samples received from another machine."""
+    """Samples received from another machine.
+
+    `preprocess`: how image files become inputs; None if the samples are arrays.
+    """
 
     labels: tuple[int, ...] | None = None
 

@@ -177,8 +177,8 @@ def analyse(
         model: cleaned model with unique node names and inferred shapes.
         placement: the target's rules.
         float_nodes: names of nodes to keep in float, with reasons if the user did not choose them.
-        float_tensors: tensor -> why it has no scale ("was 0 in every sample").
-        analysis: of the model, from an earlier call.
+        float_tensors: tensor -> why it has no scale ("was 0 in every sample"); None for none.
+        analysis: of the model, from an earlier call; None to analyse the model now.
     """
     if analysis is None:
         analysis = ModelAnalysis(model)

@@ -88,7 +88,10 @@ def open_deploy(
 ) -> Session:
     """Open a deploy model on the CPU, with the inputs and outputs that it has on the NPU.
 
-    `extra_outputs`: sums of layers with 16-bit activations, added to the outputs.
+    Args:
+        model: the deploy model.
+        threads: threads of ONNX Runtime; None for its default.
+        extra_outputs: sums of layers with 16-bit activations, added to the outputs.
 
     Raises:
         ModelError: the model cannot be rewritten.

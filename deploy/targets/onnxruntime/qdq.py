@@ -151,7 +151,8 @@ def _add_constant(
         initializers: name -> initializer of the graph, which is added here too.
         name: name of the initializer.
         array: its values.
-        grid: `FP8` if the values are to be stored as fp8, which numpy does not have.
+        grid: `FP8` to store the values as fp8, which numpy does not have; with any other grid or
+            None they keep the dtype of the array.
     """
     if name not in initializers:
         tensor = _make_float8(name, array) if grid == FP8 else numpy_helper.from_array(array, name)

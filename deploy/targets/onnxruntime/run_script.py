@@ -194,7 +194,8 @@ def read_characters(model: onnx.ModelProto, task: Text) -> dict[int, str]:
 def _task_text(task: EvaluationTask | None, outputs: Outputs) -> str:
     """Return the Python functions, as text, that decode and draw a task's outputs.
 
-    Outputs of a task without such functions are listed by their shapes and ranges ("values").
+    Outputs of a task without such functions, and of an unknown one (None), are listed by their
+    shapes and ranges ("values").
     """
     if isinstance(task, Classes) and task.are_numbers:  # class numbers without scores
         return _template_part("ranked", output=ascii(task.outputs[0]))
