@@ -221,7 +221,7 @@ def test_folder_of_other_labels_is_refused(names, tmp_path):
 
 def test_class_beyond_the_model_is_refused(tmp_path, scenes):
     truth = read_truth(write_yolo(tmp_path, scenes), tmp_path / "images" / "val")
-    decoder = SimpleNamespace(classes=1, form="boxes", boxes=lambda inputs, outputs: None)
+    decoder = SimpleNamespace(class_count=1, form="boxes", boxes=lambda inputs, outputs: None)
     tally = PrecisionTally(decoder, GroundTruth(truth.objects, None))
     with pytest.raises(FeedError, match=r"0 to 0 .boxes., got class [12]"):
         for _ in scenes:

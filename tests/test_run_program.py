@@ -142,7 +142,7 @@ def test_program_finds_the_boxes_that_are_judged(coding, layout, extra, rng, tmp
         shape_columns=(tail,) if tail is not None and extra != "gate" else (),
         strides=(8, 16),
         coding=coding,
-        classes=3,
+        class_count=3,
         gate_activation="sigmoid",
         background=1 if extra == "background" else None,
         point_width=2 if extra == "points" else 0,

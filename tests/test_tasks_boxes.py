@@ -674,7 +674,7 @@ def test_a_frequent_first_class_is_no_objectness(shares):
 
     references = [rows(n) for n in range(8)]
     read, same = figure(references, references)
-    assert read.task.decoder.classes == len(shares) and same.words.startswith("48 of 48 boxes")
+    assert read.task.decoder.class_count == len(shares) and same.words.startswith("48 of 48 boxes")
 
 
 @pytest.mark.parametrize("form", [v5, v8])
@@ -689,7 +689,7 @@ def test_declared_classes_tell_an_objectness(form):
         outputs[name] = np.float32(rows if form is v5 else rows.swapaxes(1, 2))
     metric = Metric(None, declared=Declaration(classes=5))
     decoder = derive_form(references, inputs=[fed()] * 4, metric=metric).task.decoder
-    assert decoder.classes == 5 and bool(decoder.gates) == (form is v5)
+    assert decoder.class_count == 5 and bool(decoder.gates) == (form is v5)
 
 
 def test_levels_of_different_classes_are_no_detector():
@@ -759,7 +759,7 @@ def test_names_of_a_detr_declare_boxes(softmaxed, class_count):
     form = derive_form(references, inputs=[fed()] * 8, metric=metric)
     decoder = form.task.decoder
     assert decoder.activation == ("softmax" if softmaxed else "sigmoid")
-    assert (decoder.coding, decoder.classes) == ("centre", 3)
+    assert (decoder.coding, decoder.class_count) == ("centre", 3)
     assert decoder.background == (3 if softmaxed else None)
 
 

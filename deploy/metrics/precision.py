@@ -233,7 +233,7 @@ class PrecisionTally:
             FeedError: the model's classes do not match the categories.
         """
         category_ids = self.truth.categories
-        class_count = self.decoder.classes  # None if the outputs do not show it
+        class_count = self.decoder.class_count  # None if the outputs do not show it
         if category_ids is None:  # the categories are the model's class numbers already
             max_class = int(categories.max(initial=0))
             if class_count is not None and max_class >= class_count:

@@ -109,7 +109,8 @@ def _propose_several_outputs(
 ) -> Iterator[RowDecoder]:
     """Yield lists whose class numbers, and perhaps scores, have a separate output [.., K].
 
-    Each output may hold the class numbers, or the scores; the last lists have no class numbers.
+    Any output may hold the class numbers, and any the scores: `_is_list` tells which do. The lists
+    that are yielded last have no class numbers.
 
     `width`: columns of `box_output`: 4 for boxes alone, 5 for boxes and scores; others are no list.
     """
@@ -198,9 +199,10 @@ def _is_list(decoder: RowDecoder, samples: FirstSamples) -> bool:
 
 
 def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
-    """Return output -> its slices that are compared by value; () for none, no key for all of it.
+    """Return output -> its slices that are compared by value, for a list of boxes.
 
-    Of a list of boxes these are the scores, if all samples have lists of equal length. Boxes and
+    An output with () is not compared; one that is no key is compared as it is. The scores of the
+    boxes are compared if all samples have lists of equal length. Boxes and
     classes are not compared: rows are sorted by score, so row 3 of two models may be two objects.
     Nor are other outputs with a row for each box, such as masks, and the number of boxes.
     """

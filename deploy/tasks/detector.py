@@ -214,7 +214,8 @@ class RowDecoder:
         has_rows_first: whether a list's corners are y1 x1 y2 x2.
         strides: pixels from cell to cell, per level; empty if rows are not one cell each.
         coding: how the boxes are coded; "" if they are not decoded.
-        classes: number of classes, without the background; None for a list, which has no such.
+        class_count: number of classes, without the background; None for a list, which does not
+            show it.
         activation: missing activation of the scores: "", "sigmoid" or "softmax".
         gate_activation: the same of the gates.
         background: class of the background, which is left out; None without.
@@ -232,7 +233,7 @@ class RowDecoder:
     has_rows_first: bool = False
     strides: tuple[int, ...] = ()
     coding: str = ""
-    classes: int | None = None
+    class_count: int | None = None
     activation: str = ""
     gate_activation: str = ""
     background: int | None = None
@@ -271,7 +272,7 @@ class RowDecoder:
         names = dict.fromkeys(columns.output for columns in self.scores)
         objectness = "objectness and " if self.gates else ""
         scores = self.activation or "scores"
-        classes = counted(self.classes or 0, "class")
+        classes = counted(self.class_count or 0, "class")
         boxes = f"boxes by {self.coding}" if self.coding else "boxes matched by anchor"
         text = f"{', '.join(names)}: {objectness}{scores} of {classes}, {boxes}"
         return text + extras
@@ -289,7 +290,7 @@ class RowDecoder:
             rows = np.flatnonzero(scores > MIN_BOX_SCORE)
             if self.coding:
                 corners, shapes = self._decode(rows, len(scores), image_size(inputs), outputs)
-            else:  # squares that only overlap that of the same row, so that rows are matched
+            else:  # a square for each row, so that the boxes of both models are matched by row
                 corners, shapes = anchor_squares(rows), None
         except OtherShapeError:
             return NO_DETECTIONS
@@ -337,7 +338,7 @@ class RowDecoder:
         """
         scores = read_columns(self.scores, outputs)
         has_background = self.background is not None
-        if scores.shape[1] != (self.classes or 0) + int(has_background):
+        if scores.shape[1] != (self.class_count or 0) + int(has_background):
             raise OtherShapeError
         scores = activate(scores, self.activation)
         if self.background is not None:

@@ -186,8 +186,8 @@ def _split_columns(table: _RowTable, samples: FirstSamples) -> Iterator[RowDecod
         NanoDet   classes | distributions of a box's distances from its cell
         YOLO      box | objectness, if any | classes | further columns, such as key points
 
-    An objectness is the probability that there is any object. If the user or the file says that the
-    outputs are boxes, the columns after these may be raw scores, too.
+    An objectness is the probability that there is any object. Scores are probabilities; YOLO's may
+    be raw, too, if the user or the file says that the outputs are boxes.
 
     `table`: an output as rows [anchors, columns].
     """
@@ -266,7 +266,8 @@ def _has_objectness(scores: Array, layout: Layout) -> bool:
     first_mean = scores[:, 0].mean()
     best_other_mean = best_others.mean()
     if first_mean < best_other_mean and best_other_mean > MAX_EMPTY_SCORE:
-        # the other columns are high in rows without an object too, so an objectness must tell them
+        # the other columns are high in most rows, with an object or without: these are the classes
+        # of a detector whose objectness is low where there is no object
         return _are_mostly_empty(scores[:, 0])
 
     # the other columns are low as well; then only YOLO v5 and v7 have an objectness, which is the
@@ -518,7 +519,7 @@ def _with_activations(proposed: RowDecoder, samples: FirstSamples) -> RowDecoder
         gate_activation = missing_sigmoid(_read_rows(proposed.gates, samples))
     return replace(
         proposed,
-        classes=score_rows.shape[1] - (activation.background is not None),
+        class_count=score_rows.shape[1] - (activation.background is not None),
         activation=activation.missing,
         gate_activation=gate_activation,
         background=activation.background,
@@ -565,25 +566,24 @@ def _find_activation(
         are_known_boxes: whether the user or the file says that the model detects boxes.
     """
     column_count = rows.shape[1]  # classes, perhaps with the background
-    has_background_column = class_count == column_count - 1 > 0
+    has_background_column = column_count > 1 and class_count == column_count - 1
     background = _find_background(rows)
     if background is None and (are_known_boxes or has_background_column):
         background = column_count - 1  # where DETR and most others have it
 
-    missing_softmax = "softmax"
     if are_in_unit_range(rows):  # they are probabilities already
         if column_count == 1 or not sums_to_one(rows).all():
             return _Activation("")
-        missing_softmax = ""
+        missing_activation = ""
     else:
-        # where all scores of most rows are below 0, these rows have no class: a Softmax would give
-        # one
+        # if all scores of most rows are below 0, these rows have no class: a Softmax would give one
         has_empty_rows = np.median(rows.max(axis=1)) < 0
         is_sigmoid = column_count == 1 or class_count == column_count
         if is_sigmoid or (has_empty_rows and not has_background_column):
             return _Activation("sigmoid")
+        missing_activation = "softmax"
     # a Softmax needs a background for the rows without an object
-    return None if background is None else _Activation(missing_softmax, background)
+    return None if background is None else _Activation(missing_activation, background)
 
 
 def _find_background(rows: Array) -> int | None:
@@ -734,7 +734,7 @@ def _find_weights(decoder: RowDecoder, samples: FirstSamples) -> Iterator[Output
         activation = decoder.gate_activation
     elif decoder.background is not None:  # the first column or the last one
         start = int(decoder.background == 0)
-        stop = start + (decoder.classes or 0)
+        stop = start + (decoder.class_count or 0)
     for columns in levels:
         axis: int | None = -1 if columns.layout == ROWS else 1
         if samples.outputs[0][columns.output].ndim == 2 and columns.layout == COLUMNS:
