@@ -476,15 +476,15 @@ def test_place_counts_add_up_over_samples(seed):
 
 def test_usual_class_counts_only_where_models_differ():
     counts = PlaceCounts()
-    assert counts.without_usual() is None
+    assert counts.count_agreement() is None
     reference = np.repeat([3, 5], [90, 10])
     counts.add(reference, np.where(np.arange(100) < 2, 5, reference))
-    assert counts.without_usual()[:2] == (10, 12) and " 3, " in counts.without_usual()[2]
+    assert counts.count_agreement()[:2] == (10, 12) and " 3, " in counts.count_agreement()[2]
     counts.add(reference, reference[:5])  # of another shape: no class anywhere
-    assert counts.without_usual()[:2] == (10, 112)
+    assert counts.count_agreement()[:2] == (10, 112)
     balanced = PlaceCounts()
     balanced.add(np.array([0, 1]), np.array([0, 0]))
-    assert balanced.without_usual() == (1, 2, "")
+    assert balanced.count_agreement() == (1, 2, "")
 
 
 def test_best_of_a_set_decides():

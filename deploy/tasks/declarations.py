@@ -80,16 +80,22 @@ ENDS = {
     "Conv": "raw",
 }
 # operators whose output has the values of their input
-_RESHAPING = frozenset(
+_RESHAPING_OPERATORS = frozenset(
     {"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
 )
 # operators that move values, choose them, average them or add a bias: what their input is, their
 # output is too
-_MOVING = _RESHAPING | {"Add", "Concat", "If", "ReduceMean", "Slice", "Split"}
+_MOVING_OPERATORS = _RESHAPING_OPERATORS | {"Add", "Concat", "If", "ReduceMean", "Slice", "Split"}
 # operators that give scores in another shape, activated, or as their best class
-_OF_SCORES = _RESHAPING | {"Softmax", "LogSoftmax", "Sigmoid", "HardSigmoid", "ArgMax"}
-_ACTIVATED = "softmax", "sigmoid"  # ends of probabilities
-_DERIVED = *_ACTIVATED, "classes"  # ends of outputs that are computed from raw scores
+_SCORE_OPERATORS = _RESHAPING_OPERATORS | {
+    "Softmax",
+    "LogSoftmax",
+    "Sigmoid",
+    "HardSigmoid",
+    "ArgMax",
+}
+_PROBABILITY_ENDS = "softmax", "sigmoid"  # ends of probabilities
+_DERIVED_ENDS = *_PROBABILITY_ENDS, "classes"  # ends of outputs that are computed from raw scores
 Makers = Mapping[str, "onnx.NodeProto"]  # tensor -> the node that computes it
 
 
@@ -188,7 +194,7 @@ def _find_ends(outputs: Collection[str], makers: Makers) -> dict[str, str]:
     """
     ends = {}
     for output in outputs:
-        sources = _find_sources(output, makers, _MOVING)
+        sources = _find_sources(output, makers, _MOVING_OPERATORS)
         # inputs and constants have no operator
         operators = {makers[source].op_type for source in sources if source in makers}
         if len(operators) == 1 and operators <= ENDS.keys():
@@ -215,14 +221,14 @@ def _find_repeats(
     """
     outputs_by_scores: defaultdict[frozenset[str], list[str]] = defaultdict(list)
     for output in outputs:
-        outputs_by_scores[_find_sources(output, makers, _OF_SCORES)].append(output)
+        outputs_by_scores[_find_sources(output, makers, _SCORE_OPERATORS)].append(output)
     probabilities: dict[str, str] = {}
     best_classes: list[str] = []
     for group in outputs_by_scores.values():  # outputs that are computed from the same scores
         class_outputs = [output for output in group if ends.get(output) == "classes"]
-        activated_outputs = [output for output in group if ends.get(output) in _ACTIVATED]
+        activated_outputs = [output for output in group if ends.get(output) in _PROBABILITY_ENDS]
         if activated_outputs:
-            raw_outputs = [output for output in group if ends.get(output) not in _DERIVED]
+            raw_outputs = [output for output in group if ends.get(output) not in _DERIVED_ENDS]
             probabilities |= dict.fromkeys(raw_outputs, activated_outputs[0])
         if len(class_outputs) < len(group):  # beside the scores, or their probabilities
             best_classes += class_outputs

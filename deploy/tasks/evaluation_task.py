@@ -224,7 +224,8 @@ class TaskTally(ABC, Generic[T]):
         Args:
             example: the sample.
             difference: by how much the two models differ; 0 if they agree.
-            predictions: how much FP32 predicts at all; a sample of 0 that agrees shows nothing.
+            predictions: how much FP32 predicts, such as its number of boxes; a sample in which
+                it predicts nothing, and the candidate agrees, shows nothing.
         """
         if difference > 0 or predictions > 0:
             sort_key = (-difference, -predictions, example.number)

@@ -57,8 +57,8 @@ class PlaceCounts:
         self.equal += _count_values(reference[is_equal])
         return int(is_equal.sum())
 
-    def without_usual(self) -> tuple[int, int, str] | None:
-        """Return (equal places that count, places that count, text on those that do not).
+    def count_agreement(self) -> tuple[int, int, str] | None:
+        """Return (equal places that count, all that count, text on those that do not).
 
         Usually all places count, and the text is "". FP32 may have its most frequent class, such as
         silence or background, at most places. A constant candidate would be right there, so places
@@ -100,7 +100,7 @@ class PlaceTally(TaskTally[P]):
 
     def result(self) -> TaskFigure | None:
         """Return the share of equal places; None if FP32 gives all of them to one class."""
-        counted = self.place_counts.without_usual()
+        counted = self.place_counts.count_agreement()
         if counted is None:
             return None
         self.kept, self.total, exception = counted
@@ -164,7 +164,7 @@ class _IndexTally(TaskTally["Indices"]):
 
     def result(self) -> TaskFigure | None:
         """Return the share kept; None if FP32 gives nothing, or one value at every place."""
-        equal, total, exception = self.place_counts.without_usual() or (0, 0, "")
+        equal, total, exception = self.place_counts.count_agreement() or (0, 0, "")
         self.kept = equal + self.common_rows
         self.total = total + self.rows
         if not self.total:

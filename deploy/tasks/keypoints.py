@@ -149,7 +149,7 @@ def find_keypoints(samples: FirstSamples) -> Points | None:
     if size is None:
         return None
     outputs = [OutputSlice(name) for name in samples.float_outputs]
-    # output of points -> output with a score of each point
+    # slice of points -> slice of another output with a score for each of them
     scores_by_slice = find_cell_scores(outputs, samples)
 
     widths: dict[str, int] = {}  # output -> numbers per point
@@ -228,12 +228,14 @@ def _find_width_by_order(values: Arrays, widths: Sequence[int]) -> int:
     """
     vectors = np.stack(values).reshape(len(values), -1)
     length = vectors.shape[1]
-    # mean correlation with the point before -> width; 0 if no correlation exceeds the minimum
-    width_by_order = {MIN_ORDER: 0}
+    best_width = 0
+    best_correlation = MIN_ORDER  # mean correlation with the point before; the minimum at first
     for width in (1, *widths):  # 1: a signal, each of whose numbers is near the one before
         if length % width == 0 and length >= width * MIN_ORDERED:  # whole points, and enough
-            width_by_order.setdefault(order_by_step(vectors, width), width)
-    best_width = width_by_order[max(width_by_order)]
+            correlation = order_by_step(vectors, width)
+            if correlation > best_correlation:
+                best_width = width
+                best_correlation = correlation
     return 0 if best_width == 1 else best_width  # 1: a signal
 
 
@@ -271,8 +273,7 @@ def _lie_inside(rows: Floats, size: ImageSize, *, in_order: bool) -> bool:
 
 def _are_central(positions: Floats) -> bool:
     """Whether relative coordinates [samples, K, 2] lie about the middle of the picture."""
-    margin = MAX_POINT_OUTSIDE
-    is_inside = (positions > -margin) & (positions < 1 + margin)
+    is_inside = (positions > -MAX_POINT_OUTSIDE) & (positions < 1 + MAX_POINT_OUTSIDE)
     if is_inside.mean() < MIN_CODED_SHARE:
         return False
     means = positions.mean(axis=(0, 1))

@@ -45,7 +45,6 @@ from deploy.tasks.rows import (
 )
 from deploy.tasks.thresholds import (
     HEAT_RANGE,
-    MAX_BETWEEN_SHARE,
     MAX_CLASS_SCALE,
     MAX_MASK_EXCESS,
     MAX_MASK_SCALE,
@@ -53,6 +52,7 @@ from deploy.tasks.thresholds import (
     MAX_PEAK_SHARE,
     MAX_PICTURE_CORRELATION,
     MAX_RARE_SHARE,
+    MAX_UNDECIDED_SHARE,
     MIN_CLASS_PIXELS,
     MIN_COUNT,
     MIN_EQUAL_NEIGHBOURS,
@@ -169,6 +169,7 @@ def find_segmentation(samples: FirstSamples) -> Pixels | None:
             return Pixels(name, class_count, parts={name: ()})
 
         for axis, maps in _read_layouts(values):
+            # the last dimension may be the width of maps, unless the others are a picture's sides
             if not _are_class_scores(maps, samples.inputs, fits_picture=axis == -1):
                 continue
             # beside other outputs, a map of one class may be the background of a detector
@@ -304,8 +305,8 @@ def _are_masks(maps: Arrays, inputs: Sequence[Outputs]) -> bool:
             return False
         if value.shape[1] > 1 and sums_to_one(value, 1).all():
             return False  # classes
-    between_share = np.mean([are_undecided(value).mean() for value in maps])
-    is_decided = between_share < MAX_BETWEEN_SHARE
+    undecided_share = np.mean([are_undecided(value).mean() for value in maps])
+    is_decided = undecided_share < MAX_UNDECIDED_SHARE
     return bool(is_decided and max(map(np.max, maps)) > 0.5)
 
 

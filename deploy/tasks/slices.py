@@ -226,8 +226,7 @@ def _read_rows(samples: Arrays, axis: int) -> _Rows | None:
     values = np.concatenate(tables, axis=1)
     if values.shape[1] < MIN_ROW_VALUES:
         return None
-    tolerance = UNIT_TOLERANCE
-    in_unit_range = np.all((values >= -tolerance) & (values <= 1 + tolerance), axis=1)
+    in_unit_range = np.all((values >= -UNIT_TOLERANCE) & (values <= 1 + UNIT_TOLERANCE), axis=1)
     return _Rows(np.abs(values).max(axis=1).astype(np.float64), in_unit_range)
 
 

@@ -29,7 +29,7 @@ MIN_QUIET_SCORE = 0.02  # mean score below which rows do not show an objectness
 MIN_LIST_ROWS = 3  # rows of a list of boxes, which show its columns
 
 # --- steps and text ---
-MAX_BETWEEN_SHARE = 0.25  # share of probabilities between 0.1 and 0.9
+MAX_UNDECIDED_SHARE = 0.25  # share of probabilities between `LOW` and `HIGH`
 MIN_SYMBOLS = 11  # digits and a blank
 MIN_BLANK_SHARE = 0.2  # share of steps that CTC leaves blank
 MAX_WORD_STEPS = 16  # mean number of steps between blanks

@@ -100,6 +100,7 @@ class Top1:
         Raises:
             FeedError: there are more or fewer labels than samples.
         """
+        # samples of the class that the reference gives to most
         favourite_count = max(self.class_counts.values(), default=0)
         figures: dict[str, Any] = {
             "top1_agreement": self.equal / self.samples,
@@ -117,7 +118,8 @@ class Top1:
         # share of labels that are one above the float model's class, or below it if that is more
         # frequent: then it is negative
         shift = 1 if self.shifts[1] >= self.shifts[-1] else -1
-        # class numbers do not show how many classes there are: up to the highest one
+        # class numbers do not show how many classes there are: two at least, and none above the
+        # highest number
         highest_class = max(*self.class_counts, *self.labels, 1)
         return figures | {
             "top1_reference": self.reference_hits / self.samples,

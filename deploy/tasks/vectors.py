@@ -51,12 +51,12 @@ from deploy.tasks.slices import OutputSlice, SlicesByOutput, split_output
 from deploy.tasks.thresholds import (
     FEATURE_FACTOR,
     LOW,
-    MAX_BETWEEN_SHARE,
     MAX_COMMON_MOTION,
     MAX_MEAN_SHARE,
     MAX_NORMAL_PEAK,
     MAX_POSE_NUMBERS,
     MAX_SIDE_RATIO,
+    MAX_UNDECIDED_SHARE,
     MIN_ACTIVATION,
     MIN_COUNT,
     MIN_EMBEDDING_SIZE,
@@ -187,7 +187,7 @@ RANKED = Form(
 
 
 def find_ranked(samples: FirstSamples) -> Classes | None:
-    """Return the class numbers of a TopK or an ArgMax at the end of the graph; None without such.
+    """Return the class numbers of a TopK at the end of the graph, or a single one; else None.
 
     They may be alone, or beside one output of the same shape, their scores.
     """
@@ -197,6 +197,7 @@ def find_ranked(samples: FirstSamples) -> Classes | None:
         return None
     for name in names:
         value = first_outputs[name]
+        # a single integer is the best class, such as an ArgMax's, whatever operator computes it
         is_ranking = value.size == 1 or samples.declared.ends.get(name) == "ranked"
         if not is_ranking or not value.ndim or value.dtype.kind not in "iu":
             continue
@@ -237,7 +238,8 @@ def find_classes(samples: FirstSamples) -> Classes | None:
 
     names = [name for name, rows in candidates.items() if are_probabilities_or_logs(rows)]
     allows_others = samples.has_pictures and len(vectors) == len(samples.names)
-    if not names and find_labels(samples) is None:  # no output is independent probabilities
+    # else raw scores, unless the outputs are labels: `find_labels` comes later, and takes them
+    if not names and find_labels(samples) is None:
         allows_others = False
         is_single = len(samples.names) == 1
         for name, rows in candidates.items():
@@ -260,7 +262,8 @@ def are_raw_scores(rows: Floats, *, is_single: bool) -> bool:
     """
     if rows.shape[1] >= MIN_EMBEDDING_SIZE:
         return bool(_stand_out(rows).all()) and not all(map(has_unit_length, rows))
-    # columns of different units, such as a position and a rotation, are split
+    # columns of different units, such as a position and a rotation, are split; each vector is taken
+    # as one sample's output [1, C], whose name does not matter
     has_several_units = len(split_output("", [*rows[:, None]])) > 1
     if has_several_units or not _are_scores_of_few(rows):
         return False
@@ -354,7 +357,7 @@ def _are_labels(name: str, samples: FirstSamples) -> bool:
     if sizes == {1}:  # a single probability a sample
         max_undecided_share = 0.5
     else:
-        max_undecided_share = MAX_BETWEEN_SHARE
+        max_undecided_share = MAX_UNDECIDED_SHARE
         # an output in the shape of an input may be an autoencoder's copy of it
         if min(sizes) < MIN_COUNT or _is_input_shape(values[0], samples):
             return False
