@@ -288,7 +288,10 @@ def _read_label_files(paths: Sequence[str], read_file: Callable[[str], Objects])
             pictures[name] = read_file(path)
             step()
     return Annotations(
-        pictures, None, ambiguous_names=frozenset(ambiguous_names), are_label_files=True
+        pictures,
+        categories=None,  # the files have class numbers
+        ambiguous_names=frozenset(ambiguous_names),
+        are_label_files=True,
     )
 
 

@@ -148,8 +148,8 @@ class _BoundsPropagation:
         # a product with a gate, such as a Sigmoid, is 0 below the gate's floor
         if op_type == "Mul":
             return self._gated_bounds(node, tensor)
-        # activations, which are nearly flat beyond their bounds: what is left of differences there
-        # counts only if a Log or the like amplifies it
+        # activations, which are nearly flat beyond their bounds; differences there hardly show in
+        # the output, unless a Log or the like amplifies them
         if op_type in _SMOOTH_BOUNDS and not self._is_amplified(node):
             return _SMOOTH_BOUNDS[op_type]
         if op_type in _FLOOR_BY_OP_TYPE:

@@ -473,7 +473,7 @@ def _place_pairs(graph: Graph, placement: Placement, int8_nodes: Nodes) -> tuple
     tensors = (*graph.inputs, *graph.producer)
     if placement.pairs_everywhere or placement.runs_on_onnxruntime:
         paired_tensors = _find_paired_tensors(graph, placement, int8_nodes)
-        return tuple(QdqPair(name, None) for name in tensors if name in paired_tensors)
+        return tuple(QdqPair(name, consumers=None) for name in tensors if name in paired_tensors)
     readers = _find_pair_readers(graph, placement, int8_nodes)
     return tuple(QdqPair(name, tuple(readers[name])) for name in tensors if name in readers)
 

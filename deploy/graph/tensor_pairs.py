@@ -49,10 +49,10 @@ def pair_tensors_by_name(first: ModelProto, second: ModelProto) -> dict[str, str
 def _named_tensors(model: ModelProto) -> Iterator[tuple[str, str]]:
     """Yield (name to find a tensor by, name of the tensor that layers read in its place).
 
-    If a Q/DQ pair follows a tensor, layers read the output of the pair. So that the float model's
-    name finds it, the names of both do: which of the two has that name depends on whether all
-    readers read the pair (`deploy.targets.onnxruntime.qdq`). The suffix of a tensor that was padded
-    with channels is dropped. Constants are left out: they are weights.
+    If a Q/DQ pair follows a tensor, layers read the output of the pair. Both names find it, since
+    either may be the float model's: that of the output if all readers read the pair, else that of
+    the tensor (`deploy.targets.onnxruntime.qdq`). The suffix of a tensor that was padded with
+    channels is dropped. Constants are left out: they are weights.
     """
     dequantized_by_tensor = _find_dequantized(model)
     for node in model.graph.node:

@@ -159,7 +159,7 @@ class Ascend(Target):
 
     def __post_init__(self) -> None:
         check_options(self)
-        self._image_format()
+        self._image_format()  # options for AIPP without AIPP are refused
         self._atc_options()  # a wrong chip or flag is refused before the calibration
 
     def _atc_options(self) -> AtcOptions:
@@ -208,8 +208,8 @@ class Ascend(Target):
         names = set(graph.layers)
         if self.config is not None:
             config = read_any_config(self.config, graph)  # refuse a bad one before calibration
-            # a configuration may add MatMuls of two activations, and by tensor_quantize inputs of
-            # other nodes
+            # a configuration may add MatMuls of two activations, and inputs of other nodes (by the
+            # setting tensor_quantize)
             names.update(disable_layers(config, float_nodes).enabled_entries())
         tensors: list[str] = []
         for layer in graph.select(names).values():

@@ -355,8 +355,8 @@ class TensorRT(TensorrtOptions, Target):
             request, calibrated.matched_cache, largest_values, models[QDQ_MODEL]
         )
         notes = (*notes, *type_notes)
-        # nodes whose values are too large for float16. The typed model has their type in itself; if
-        # TensorRT chooses types, it needs their names
+        # nodes whose values are too large for float16: the typed model states their type, but where
+        # TensorRT chooses types, it must be told their names
         float32_nodes, reason_by_float32_node = find_float32_layers(
             request.model,
             largest_values,
