@@ -872,10 +872,10 @@ def rays(number):
 def test_coding_is_added_as_one_row(monkeypatch):
     samples, inputs = [rays(number) for number in range(4)], [fed()] * 4
     assert same_task(samples) is None
-    polar = BoxCoding("36 distances", "PolarMask", are_rays, decode_rays, uses_cells=True)
-    monkeypatch.setitem(CODINGS, "polar", polar)
+    rays_coding = BoxCoding("36 distances", "PolarMask", are_rays, decode_rays, uses_cells=True)
+    monkeypatch.setitem(CODINGS, "rays", rays_coding)
     task = derive_form(samples, inputs=inputs).task
-    assert task.form == "scores: scores of 5 classes, boxes by polar"
+    assert task.form == "scores: scores of 5 classes, boxes by rays"
 
     found = task.decoder.boxes(fed(), samples[0])
     places, strides = np.hsplit(CELLS, [2])
