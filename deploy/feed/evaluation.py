@@ -245,8 +245,8 @@ def _order_labels(lines: FileList, image_names: Iterable[str]) -> Sequence[int]:
     none. If images in several folders have the same file name, names must start with the folders
     that tell them apart.
 
-    The lines are taken in their order if no line names an image, and if some lines have no name or
-    the same one, such as that of a class.
+    The n-th line belongs to the n-th image if no line names an image, and if some lines have no
+    name or the same one, such as that of a class.
 
     Args:
         lines: name (may be "") and class number of each line.
@@ -276,7 +276,7 @@ def _order_labels(lines: FileList, image_names: Iterable[str]) -> Sequence[int]:
     each_line_has_own_name = () not in label_by_key and len(label_by_key) == len(line_keys)
     names_no_image = label_by_key.keys().isdisjoint(image_keys)
     if names_no_image and not each_line_has_own_name:
-        return class_numbers  # in the order of the images
+        return class_numbers
 
     line_counts = Counter(line_keys)
     for key in image_keys:

@@ -451,8 +451,8 @@ class Feed:
             list -> why the sample there was skipped.
         """
         good_count = sample_count * self.batch
-        entry_count = self.entry_count
-        # else all were used; more than `count` if the last batch repeats some of them to be full
+        entry_count = self.entry_count  # if all were used
+        # `good_count` exceeds `count` if the last batch repeats some samples to be full
         if good_count < self.count:
             entry_count = self._chosen_samples.count_entries(good_count)
         digests = self._sample_reader.digests.hex(self._chosen_samples.indices[:entry_count])
