@@ -203,8 +203,8 @@ def main_lines(report: Findings) -> list[ComparisonLine]:
 def _decision_lines(report: Findings) -> Iterator[str]:
     """Yield the lines below the short table, down to the files to ship and what to do next."""
     accuracies = [engine.accuracy for engine in report.engines if engine.accuracy]
-    # if only the values show the task, scores of classes may have been taken for embeddings. `why`
-    # says how it was recognised: a task that the model's file or the user names is certain
+    # `why` says how the task was recognised. A task that the model's file or the user names is
+    # certain; by values alone, scores of classes may have been taken for embeddings
     if any(accuracy.why == f"embeddings, {BY_VALUES}" for accuracy in accuracies):
         yield from entry("Task", _EMBEDDINGS_NOTE)
     yield from entries("Speed", speed_texts(report))
@@ -229,7 +229,7 @@ def _decision_lines(report: Findings) -> Iterator[str]:
     alerts = [alert for alert in report.all_alerts if alert not in verdict_text]
     urgent_texts = (*earlier_texts(report), *_lost_layers(report), *alerts)
     yield from entries("Warning", urgent_texts[:_MAX_ALERTS])
-    note_count = counted(len(report.warnings), "note")  # alerts and all other notes
+    note_count = counted(len(report.warnings), "note")  # `warnings` has all alerts and notes
     page = path_of(report.files, REPORT)
     if page:
         yield from entry("Report", f"{page}  (all figures and {note_count}; as text: report.md)")
@@ -346,8 +346,9 @@ def speed_texts(report: Findings) -> Iterator[str]:
         if speed_and_text is None:
             speed_and_text = _expected_speed(target, built_split)
         speed, text = speed_and_text
-        # a measured speed is in the table of engines. For a device that is not here the search
-        # assumes how fast int8 layers are; if all layers are int8, their speed is the assumed one
+        # a measured speed is in the table of engines. A target with a device script is not timed
+        # here: how fast its int8 layers are is assumed, and if all layers are int8, the speed says
+        # no more than that assumption
         is_mere_assumption = _has_device_script(target) and built_split.float_layers == 0
         is_informative = not is_measured and not is_mere_assumption
         alternative = find_alternative(target.search.front, built_split)

@@ -393,75 +393,77 @@ def _examples(report: Findings) -> Sections:
             yield Section(f"Samples of another class in {engine.label}", (drawing,))
 
 
-def _box_pair(row: BoxRow, boxes: BoxPicture, label: str, *, is_in_page: bool) -> str:
+def _box_pair(row: BoxRow, box_picture: BoxPicture, label: str, *, is_in_page: bool) -> str:
     """Return FP32's boxes and the engine's over one sample, side by side, as HTML.
 
     Args:
         row: the sample's name, and how many boxes are kept, lost and new.
-        boxes: the boxes to draw.
+        box_picture: the sample, with the boxes of FP32 and of the engine.
         label: name of the engine.
         is_in_page: whether the page has the picture already; then it is referred to by its id.
     """
     name = encodable(row.sample)
-    example = boxes.example
-    fp32_body = _picture_reference(boxes) if is_in_page else _picture_definition(boxes)
-    fp32_body += _boxes(boxes, example.kept, "kept") + _boxes(boxes, example.lost, "lost")
-    engine_body = _picture_reference(boxes)  # FP32's drawing has defined it
-    engine_body += _boxes(boxes, example.found, "kept") + _boxes(boxes, example.new, "new")
+    example = box_picture.example
+    fp32_body = _picture_reference(box_picture) if is_in_page else _picture_definition(box_picture)
+    fp32_body += _boxes(box_picture, example.kept, "kept")
+    fp32_body += _boxes(box_picture, example.lost, "lost")
+    engine_body = _picture_reference(box_picture)  # FP32's drawing has defined it
+    engine_body += _boxes(box_picture, example.found, "kept")  # its boxes that match FP32's
+    engine_body += _boxes(box_picture, example.new, "new")
 
     text = f"{row.kept} of {row.kept + row.lost} boxes kept, {row.new} new"
     if max(row.kept, row.lost, row.new) > _MAX_BOXES:
         text += f"; the best {_MAX_BOXES} of a kind are drawn"
     return (
-        f'<div class="beside">{_box_drawing(boxes, fp32_body, f"FP32, {name}")}'
-        + _box_drawing(boxes, engine_body, f"{encodable(label)}, {name}")
+        f'<div class="beside">{_box_drawing(box_picture, fp32_body, f"FP32, {name}")}'
+        + _box_drawing(box_picture, engine_body, f"{encodable(label)}, {name}")
         + f"<p>{breakable(name)}: {escape(text)}</p></div>"
     )
 
 
-def _drawing_size(boxes: BoxPicture) -> tuple[float, float]:
+def _drawing_size(box_picture: BoxPicture) -> tuple[float, float]:
     """Return width and height of a drawing in px."""
-    height, width = boxes.example.size
+    height, width = box_picture.example.size
     scale = DRAWING_PX / max(height, width)
     return width * scale, height * scale
 
 
-def _box_drawing(boxes: BoxPicture, body: str, title: str) -> str:
+def _box_drawing(box_picture: BoxPicture, body: str, title: str) -> str:
     """Return one picture with its boxes as SVG; `body`: its elements."""
-    width, height = _drawing_size(boxes)
+    width, height = _drawing_size(box_picture)
     return (
         f'<svg class="boxes" viewBox="0 0 {width:.1f} {height:.1f}" role="img">'
         f"<title>{escape(title)}</title>{body}</svg>"
     )
 
 
-def _picture_definition(boxes: BoxPicture) -> str:
+def _picture_definition(box_picture: BoxPicture) -> str:
     """Return the picture at its first use in the page."""
-    width, height = _drawing_size(boxes)
+    width, height = _drawing_size(box_picture)
     return (
-        f'<image id="look-{boxes.example.number}" width="{width:.1f}" height="{height:.1f}"'
-        f' preserveAspectRatio="none" href="{boxes.picture.uri}"/>'
+        f'<image id="look-{box_picture.example.number}" width="{width:.1f}" height="{height:.1f}"'
+        f' preserveAspectRatio="none" href="{box_picture.picture.uri}"/>'
     )
 
 
-def _picture_reference(boxes: BoxPicture) -> str:
+def _picture_reference(box_picture: BoxPicture) -> str:
     """Return a reference to the picture that is in the page already."""
-    return f'<use href="#look-{boxes.example.number}"/>'
+    return f'<use href="#look-{box_picture.example.number}"/>'
 
 
-def _boxes(boxes: BoxPicture, group: Detections, line_style: str) -> str:
+def _boxes(box_picture: BoxPicture, detections: Detections, line_style: str) -> str:
     """Draw boxes, each with its class and score, cut off at the edges of the drawing.
 
     Args:
-        boxes: all boxes of the sample.
-        group: those to draw.
+        box_picture: the sample.
+        detections: those of its boxes to draw.
         line_style: class of the lines in the page's style: "kept", "lost" or "new".
     """
-    width, height = _drawing_size(boxes)  # in px, as all numbers here
-    input_height, input_width = boxes.example.size
+    width, height = _drawing_size(box_picture)  # in px, as all numbers here
+    input_height, input_width = box_picture.example.size
     # corners as shares of the input's sides
-    shares = group.boxes / (input_width, input_height, input_width, input_height)
-    columns = (shares.tolist(), group.classes.tolist(), group.scores.tolist())
+    shares = detections.boxes / (input_width, input_height, input_width, input_height)
+    columns = (shares.tolist(), detections.classes.tolist(), detections.scores.tolist())
     body = ""
     for corners, class_number, score in islice(zip(*columns, strict=True), _MAX_BOXES):
         left, top, right, bottom = corners
@@ -476,7 +478,7 @@ def _boxes(boxes: BoxPicture, group: Detections, line_style: str) -> str:
         text_y = y1 - 3
         if y1 <= _LABEL_HEIGHT:  # no room above the box
             text_y = y1 + _LABEL_HEIGHT - 1
-        class_name = boxes.class_names.get(class_number, str(class_number))
+        class_name = box_picture.class_names.get(class_number, str(class_number))
         body += (
             f'<rect class="{line_style}" x="{x1:.1f}" y="{y1:.1f}" width="{max(x2 - x1, 0):.1f}"'
             f' height="{max(y2 - y1, 0):.1f}"/>{label_start} y="{text_y:.1f}">'

@@ -249,7 +249,7 @@ def _latency(report: Findings) -> Iterator[ComparisonLine]:
                 f"{name} {figure}", latencies, partial(_clock_text, "latency", figure), change
             )
     yield _comparison_line(
-        "Spread (std / mean)", latencies, lambda latency: f"{latency.latency.cv_percent:.3g} %"
+        "Spread (std / mean)", latencies, lambda timings: f"{timings.latency.cv_percent:.3g} %"
     )
     for label, clock in _DEVICE_CLOCKS.items():
         yield _comparison_line(label, latencies, partial(_clock_text, clock, "p50"))
@@ -347,9 +347,9 @@ def _distinct(texts: Iterable[str]) -> list[str]:
 def _share_line(
     report: Findings, label: str, find_shares: Callable[[Accuracy], tuple[float, float] | None]
 ) -> ComparisonLine:
-    """Return the line of a share that models get right by labels, with the engines' largest loss.
+    """Return the line of a figure by labels, such as top-1, with the engines' largest loss.
 
-    The float model's share is part of the accuracy of every other engine.
+    The figure is a share, 0 to 1. The float model's is part of the accuracy of every other engine.
 
     Args:
         report: the results.

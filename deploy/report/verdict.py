@@ -166,7 +166,8 @@ def verdict(
         return Verdict(DOUBTFUL, ("nothing was measured of it",))
     level = max((finding_level for finding_level, _ in findings), key=LEVELS.index)
 
-    # first come the causes, which put the float model in question, then the worst other finding
+    # first come the causes, which put the float model in question, then the worst other finding.
+    # The findings hold the causes too: `_order_reasons` leaves out what comes a second time
     findings.sort(key=lambda finding: -LEVELS.index(finding[0]))
     reasons, too_few_sentences = _order_reasons([*causes, *findings], level)
     loss_index = _find_loss_reason(reasons, losses)
@@ -248,7 +249,8 @@ def _find_causes_and_losses(
         # what looks like a cause may come from the random numbers, so it counts as a loss
         losses = [*causes, *losses]
         causes = []
-        # good figures stay, since random numbers only make them worse. Figures by labels stay too
+        # figures that are all good stay, since random numbers only make them worse, and so do
+        # figures by labels. Else one finding stands in place of all
         is_good = bool(losses) and all(level == GOOD for level, _ in losses)
         has_labels = accuracy is not None and accuracy.top1_reference is not None
         if not is_good and not has_labels:
@@ -293,7 +295,7 @@ def _describe_too_few(accuracy: Accuracy) -> Iterator[str]:
 
 
 def _find_counted(accuracy: Accuracy) -> tuple[str, int]:
-    """Return (things that the accuracy is a share of, their number); 0 for means and values.
+    """Return (things that the accuracy is a share of, their number); 0 if it is a mean or value.
 
     Things are "samples", "objects", or what the task counts, such as "boxes" or "labels".
     """
@@ -307,7 +309,7 @@ def _find_counted(accuracy: Accuracy) -> tuple[str, int]:
         return "", 0
     if task.figure.endswith(_KEPT):
         return task.figure.removesuffix(_KEPT), task.counted
-    return "samples", task.counted
+    return "samples", task.counted  # a figure that is a mean or value has 0 here
 
 
 def _is_mostly_right(accuracy: Accuracy | None) -> bool:
