@@ -238,7 +238,7 @@ def _write_files(
         atomic.write_text(folder / HISTORY, json.dumps(budget_search.history, indent=4)),
     ]
     if final_request is None:
-        config = apply_searches(record_plan.config, {})  # all layers in float
+        config = apply_searches(record_plan.config, {})  # without a search, all are float
         paths.append(atomic.write_text(folder / FINAL, write_config(config)))
         return AutoCalibration(config=config, int8_layers=None, notes=(), paths=tuple(paths))
 

@@ -416,7 +416,7 @@ def _with_cache_path(options: BuildOptions, model_name: str) -> BuildOptions:
     if cache.path is None:
         cache = replace(cache, path=own_path)
     elif not cache.trust:
-        # the folder of this build has one for records, where the cache may be too
+        # a cache of this build is in its folder, or in the subfolder of its records
         is_in_this_build = cache.path.parent.resolve() in manifest.build_folders(options.out)
         if not is_in_this_build and manifest.is_of_build(cache.path):
             cache = replace(cache, path=own_path, source=cache.path)

@@ -274,13 +274,15 @@ def choose_evaluation(
         objects: annotated objects on the evaluation samples, in place of labels; None without.
         metric: what the user set to evaluate by.
     """
-    if evaluation is None:  # `sample_key` finds the float model's outputs that are stored already
+    if evaluation is None:
+        # calibration stored the float model's outputs, under the keys that `sample_key` returns
         return Evaluation(
             feed=calibration, labels=None, find_key=calibration.sample_key, metric=metric
         )
     labels: Sequence[int] | GroundTruth | None = objects
     if objects is None and evaluation.labels is not None:
-        labels = _Labels(evaluation)  # which follows the feed when a bad image is skipped
+        # no copy of the labels: a bad image, which is skipped later, takes its label with it
+        labels = _Labels(evaluation)
     return Evaluation(feed=evaluation, labels=labels, metric=metric)
 
 

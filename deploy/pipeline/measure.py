@@ -353,7 +353,7 @@ def _open_float_model(
         # opens a session on demand; the file is read again, so that its bytes are not held here
         lambda: open_single_thread(read_float_model(loaded)),
         [spec.name for spec in loaded.outputs],
-        _first_calibration_key(evaluation),
+        keys=_first_calibration_key(evaluation),  # of the sample whose outputs are stored
         session=output_session,
     )
     return _OpenedEngine(engine_session, load_ms), float_outputs, len(float_file)
@@ -377,8 +377,8 @@ def _open_engines(
         path_by_engine = dict(result.baselines)
         if result.engine is not None:
             path_by_engine[result.target] = result.engine
-        # accuracy is evaluated in one thread of ONNX Runtime; an engine of a target that runs in it
-        # (`runs_here`) serves this alone if no latency is measured
+        # with `runs_here` the engine is run by ONNX Runtime, in a single thread for accuracy. If no
+        # latency is measured, that session is the only one
         is_single_thread = target.runs_here and not is_timed
         for name, path in path_by_engine.items():
             if is_single_thread:

@@ -143,7 +143,7 @@ def find_better_reading(
 
     Args:
         calibration: the model, and the reading in use.
-        metric: the task that the user set.
+        metric: the task that the user set, if any, and what the model's file says of it.
         evaluation: evaluation images if the float model gets most of their labels wrong; None if it
             gets most of them right, or without labels.
 
@@ -154,11 +154,13 @@ def find_better_reading(
     current_preprocess = calibration.feed.preprocess
     if current_preprocess is None or not _is_convertible(calibration):
         return ""
+
+    # the task is recognised by the float model's outputs for the first samples
     evaluation_set = calibration.evaluation_set
-    form, samples_with_outputs = derive_from_first(
+    output_form, samples_with_outputs = derive_from_first(
         evaluation_set.samples_with_outputs(SAMPLES), metric
     )
-    task = form.task
+    task = output_form.task
     if not isinstance(task, BoxDetection | Classes):
         return ""
     if isinstance(task, Classes) and task.are_numbers:  # numbers of classes, without scores
@@ -169,8 +171,8 @@ def find_better_reading(
         outputs = evaluation_set.reference_outputs.recompute(inputs)
         return sample_scores(task, inputs, outputs, label)
 
-    # the scores in the reading in use, and what the sentence counts: images that are right, or
-    # boxes; "" for a classifier without labels, of which the sentence has the mean probability
+    # the scores in the reading in use. The sentence says how many images are right, or how many
+    # boxes are found; of a classifier without labels, its mean probability: that has no template
     is_detector = isinstance(task, BoxDetection)
     labelled_samples = [] if is_detector else read_labelled(evaluation)
     if labelled_samples:
@@ -260,9 +262,10 @@ def read_labelled(evaluation: Feed | None) -> list[tuple[Outputs, int | None]]:
 def sample_scores(
     task: BoxDetection | Classes, inputs: Outputs, outputs: Outputs, label: int | None = None
 ) -> Floats:
-    """Return the scores of a sample's boxes, or the probability of its best class as [1].
+    """Return the scores of a sample's boxes; one score if the outputs are classes.
 
-    With a label it is 1 if the best class is the label's, else 0.
+    That one is the probability of the best class. With a label it is 1.0 if the best class is the
+    label, else 0.0.
     """
     if isinstance(task, BoxDetection):
         return suppress_overlaps(task.decoder.boxes(inputs, outputs)).scores

@@ -547,7 +547,7 @@ def _search_part(planned_target: PlannedTarget, nodes: Sequence[NodeRow]) -> Sea
     `nodes`: of the model that was built, with their precisions.
     """
     plan = planned_target.plan
-    if not plan.settled:
+    if not plan.settled:  # the description of what the search chose
         return None
     if _has_added_floats(plan, nodes):
         plan = plan.marked(None)  # no split of the front is marked as the one that was built
