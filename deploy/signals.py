@@ -99,7 +99,8 @@ def _stop_inferences() -> Iterator[None]:
         os.close(pipe_writer)
         os.close(pipe_reader)
         _end_inferences(ended_by_signal=ended_by_signal)
-        # `renew_interrupt` installed Python's handler for one SIGINT only: install it for good
+        # `renew_interrupt` had the system install Python's handler for one SIGINT only. Python's
+        # own `signal` installs the same handler for good
         handler = signal.getsignal(signal.SIGINT)
         if handler is not None:
             signal.signal(signal.SIGINT, handler)
@@ -150,7 +151,8 @@ def _watch_signals(
             continue
         ort = sys.modules.get(_ORT)
         if ort is not None and not ort.stop_runs(since=earliest_arrival):
-            # nothing was stopped: the command went on after a signal and allowed inferences again
+            # the command has allowed inferences again since the signal (`continue_runs`): it goes
+            # on, so that the next SIGINT is a first one
             renew_interrupt()
 
 

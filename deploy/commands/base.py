@@ -382,8 +382,8 @@ def quietable(*file_flags: str) -> Decorator:
     `--json -` suppresses the command's text too, since it prints JSON in its place.
 
     Args:
-        file_flags: flags that write the result to a file, or print it by `say_data`, for a command
-            that writes nothing else; one of them must be given with --quiet.
+        file_flags: of a command that otherwise writes no file, the flags that write its result to
+            a file or print it by `say_data`. With --quiet one of them must be given.
     """
 
     def add_quiet(command: CommandFunction) -> CommandFunction:

@@ -383,7 +383,7 @@ def _document(source_cache: CalibrationCache) -> dict[str, object]:
         "entries": [
             {
                 "name": entry.name,
-                "bits": entry.digits,
+                "bits": entry.digits,  # of the scale, a float32, in hexadecimal
                 "scale": float(entry.scale),
                 "flaw": entry.flaw,
             }

@@ -168,7 +168,7 @@ class TorchArguments:
                 [spec.dtype for spec in specs],
                 floating=floating_dtype(module),
             )
-            # of each input, in the order of the changed module
+            # for each input, in the order in which the module now takes them, its place in `specs`
             example_indices = accept_named_inputs(module, [spec.name for spec in specs])
             tensors = tuple(examples[index] for index in example_indices)
         if note := dict_input_note(module):

@@ -133,7 +133,7 @@ def write_manifest(
     Args:
         stage_folder: temporary folder with the files of the build.
         folder: where they will be published.
-        names: of the files.
+        names: names of these files, relative to the folder.
         made_from: model, samples, options and versions, as plain JSON.
 
     Raises:
@@ -152,8 +152,9 @@ def write_manifest(
         "earlier": earlier,
     }
     text = json.dumps(document, indent=1, sort_keys=True) + "\n"
-    (stage_folder / RECORDS).mkdir(exist_ok=True)
-    return atomic.write_text(stage_folder / MANIFEST_NAME, text)
+    path = stage_folder / MANIFEST_NAME
+    path.parent.mkdir(exist_ok=True)  # the subfolder of records
+    return atomic.write_text(path, text)
 
 
 def is_build_name(name: str) -> bool:
@@ -171,7 +172,9 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_NAME
     if not path.exists():  # older versions wrote it into the folder itself
         path = folder / path.name
-    with suppress(CacheError):  # it cannot be read, or has other values: another program's file
+    # an error: it cannot be read, or has other values, so it is another program's file. It is
+    # `rewritable`, since a build reads the manifest of the one before and writes its own there
+    with suppress(CacheError):
         document = read_json(path, what="what a build is", error=CacheError, rewritable=True)
         if isinstance(document, dict) and document.get("schema") == SCHEMA:
             return _convert(document, Manifest)

@@ -84,6 +84,8 @@ def read_text(
 ) -> str:
     """Return the text of a regular file in UTF-8, with or without a byte order mark.
 
+    The arguments are those of `read_bytes`.
+
     Raises:
         error: see `read_bytes`; or the bytes are not UTF-8.
     """
@@ -139,7 +141,7 @@ def read_json(
     max_bytes: int = MAX_TEXT_BYTES,
     rewritable: bool = False,
 ) -> Any:
-    """Return the value of a JSON file.
+    """Return the value of a JSON file; the arguments are those of `read_bytes`.
 
     Raises:
         error: see `read_text`; or no JSON, or nested deeper than `MAX_NESTING`.
@@ -184,7 +186,7 @@ def from_json(
 
 
 def read_yaml(path: FilePath, *, what: str, error: type[Calib8Error]) -> Any:
-    """Return the value of a YAML file, see `from_yaml`.
+    """Return the value of a YAML file, see `from_yaml`; the arguments are those of `read_bytes`.
 
     Raises:
         error: see `read_text` and `from_yaml`.

@@ -124,8 +124,8 @@ def load_function(spec: str, *, what: str, form: str, error: type[Calib8Error]) 
         error: class of the error raised for an error in the file.
 
     Raises:
-        ConfigError: the spec has another form, or there is no such file or function; or
-            `refuse_foreign_code`.
+        ConfigError: the spec has another form, there is no such file or function, or
+            `refuse_foreign_code` refuses the file.
         error: importing the file failed; the message names the user's file and line.
     """
     path, _, name = spec.rpartition(":")
@@ -293,7 +293,7 @@ def _import_file(path: Path, error: type[Calib8Error]) -> ModuleType:
     """Import a user's Python file under a name that no other file has.
 
     Raises:
-        ConfigError: see `refuse_foreign_code`.
+        ConfigError: `refuse_foreign_code` refuses the file.
         error: the file failed.
     """
     refuse_foreign_code(path)
