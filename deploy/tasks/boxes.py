@@ -201,10 +201,10 @@ def _is_list(decoder: RowDecoder, samples: FirstSamples) -> bool:
 def _slice_list(decoder: RowDecoder, samples: FirstSamples) -> SlicesByOutput:
     """Return output -> its slices that are compared by value, for a list of boxes.
 
-    An output with () is not compared; one that is no key is compared as it is. The scores of the
-    boxes are compared if all samples have lists of equal length. Boxes and
-    classes are not compared: rows are sorted by score, so row 3 of two models may be two objects.
-    Nor are other outputs with a row for each box, such as masks, and the number of boxes.
+    An output with () is not compared; one that is left out is compared as it is. The scores of the
+    boxes are compared if all samples have lists of equal length. Boxes and classes are not: rows
+    are sorted by score, so row 3 of two models may be two objects. Nor are other outputs with a row
+    for each box, such as masks, and the number of boxes.
     """
     box_counts = [len(decoder.read_list(outputs)) for outputs in samples.outputs]
     slices: SlicesByOutput = dict.fromkeys(decoder.list_outputs, ())

@@ -159,7 +159,7 @@ def _propose_joined(tables: Sequence[_RowTable], samples: FirstSamples) -> Itera
     """
     # outputs that all are maps, each of another size, are the levels of one detector
     map_sizes = {table.row_count for table in tables if table.columns.layout == MAP}
-    has_levels = len(map_sizes) == len(samples.output_names) > 1
+    has_levels = len(map_sizes) > 1 and len(map_sizes) == len(samples.output_names)
     for table in tables:
         if has_levels and table.columns.layout == MAP:
             yield from _split_raw_columns(table)
@@ -266,8 +266,8 @@ def _has_objectness(scores: Array, layout: Layout) -> bool:
     first_mean = scores[:, 0].mean()
     best_other_mean = best_others.mean()
     if first_mean < best_other_mean and best_other_mean > MAX_EMPTY_SCORE:
-        # the other columns are high in most rows, with an object or without: these are the classes
-        # of a detector whose objectness is low where there is no object
+        # the other columns are high without an object too: they are classes beside an objectness
+        # only if that is low in most rows
         return _are_mostly_empty(scores[:, 0])
 
     # the other columns are low as well; then only YOLO v5 and v7 have an objectness, which is the
@@ -434,7 +434,7 @@ def _propose_anchor_maps(
             levels.append(
                 RowDecoder(scores=scores, gates=table.select_columns(_BOX_WIDTH, _BOX_WIDTH + 1))
             )
-    if len(levels) == len(samples.output_names) > 1:
+    if len(levels) > 1 and len(levels) == len(samples.output_names):
         yield from levels
 
 

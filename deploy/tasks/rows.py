@@ -135,8 +135,9 @@ def are_comparable(reference: Array, candidate: Array) -> bool:
 
 def are_in_unit_range(values: Array) -> bool:
     """Whether there are values, and all lie from 0 to 1 but for rounding."""
-    tolerance = UNIT_TOLERANCE
-    return bool(values.size and values.min() >= -tolerance and values.max() <= 1 + tolerance)
+    return bool(
+        values.size and values.min() >= -UNIT_TOLERANCE and values.max() <= 1 + UNIT_TOLERANCE
+    )
 
 
 def sums_to_one(values: Array, axis: int = -1) -> Flags:

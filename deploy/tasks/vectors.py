@@ -238,7 +238,8 @@ def find_classes(samples: FirstSamples) -> Classes | None:
 
     names = [name for name, rows in candidates.items() if are_probabilities_or_logs(rows)]
     allows_others = samples.has_pictures and len(vectors) == len(samples.names)
-    # else raw scores, unless the outputs are labels: `find_labels` comes later, and takes them
+    # without probabilities, raw scores may be classes, unless there are labels: `find_labels`, a
+    # later task, takes these
     if not names and find_labels(samples) is None:
         allows_others = False
         is_single = len(samples.names) == 1
