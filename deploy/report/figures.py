@@ -138,7 +138,7 @@ class EngineLayersPart:
         precisions: type -> number of computing layers.
         reformats: number of layers that only change type or layout.
         planned: number of nodes planned as quantized; None without a plan.
-        grid: type they were planned in, as text: "int8", or several as in "fp8 or int8".
+        grid: type they were planned in.
         unnamed: planned nodes that no layer names, because they were fused or removed.
         inside: planned nodes in blocks; the engine does not report their types.
         blocks: kinds of blocks as text, such as "2 DLA loadables".
@@ -204,7 +204,7 @@ def compare_with_plan(
             unnamed.append(decision.node)
 
     planned_types = sorted({decision.precision for decision in quantized_decisions})
-    planned_types_text = " or ".join(planned_types)  # usually one, such as "int8"
+    planned_types_text = " or ".join(planned_types)  # one type, or several as in "fp8 or int8"
     deviations = list(_find_deviations(decisions, type_by_node))
     return EngineLayersPart(
         layers=len(computing_layers) - len(blocks),
