@@ -151,8 +151,8 @@ def _watch_signals(
             continue
         ort = sys.modules.get(_ORT)
         if ort is not None and not ort.stop_runs(since=earliest_arrival):
-            # the command has allowed inferences again since the signal (`continue_runs`): it goes
-            # on, so that the next SIGINT is a first one
+            # nothing was stopped: the command has allowed inferences again since the signal
+            # (`continue_runs`) and goes on. Then the next SIGINT is a first one
             renew_interrupt()
 
 

@@ -172,8 +172,8 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_NAME
     if not path.exists():  # older versions wrote it into the folder itself
         path = folder / path.name
-    # an error: it cannot be read, or has other values, so it is another program's file. It is
-    # `rewritable`, since a build reads the manifest of the one before and writes its own there
+    # an error means that the file is another program's: it cannot be read, or has other values.
+    # It is `rewritable`, since a build writes its manifest over the one that it has read
     with suppress(CacheError):
         document = read_json(path, what="what a build is", error=CacheError, rewritable=True)
         if isinstance(document, dict) and document.get("schema") == SCHEMA:

@@ -378,7 +378,7 @@ def _open_engines(
         if result.engine is not None:
             path_by_engine[result.target] = result.engine
         # with `runs_here` the engine is run by ONNX Runtime, in a single thread for accuracy. If no
-        # latency is measured, that session is the only one
+        # latency is measured, no other session is needed
         is_single_thread = target.runs_here and not is_timed
         for name, path in path_by_engine.items():
             if is_single_thread:

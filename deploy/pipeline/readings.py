@@ -171,8 +171,8 @@ def find_better_reading(
         outputs = evaluation_set.reference_outputs.recompute(inputs)
         return sample_scores(task, inputs, outputs, label)
 
-    # the scores in the reading in use. The sentence says how many images are right, or how many
-    # boxes are found; of a classifier without labels, its mean probability: that has no template
+    # the scores in the reading in use, and what the sentence counts: images that are right, or
+    # boxes. A classifier without labels has no count: its sentence tells the mean probability
     is_detector = isinstance(task, BoxDetection)
     labelled_samples = [] if is_detector else read_labelled(evaluation)
     if labelled_samples:

@@ -309,7 +309,7 @@ def _find_counted(accuracy: Accuracy) -> tuple[str, int]:
         return "", 0
     if task.figure.endswith(_KEPT):
         return task.figure.removesuffix(_KEPT), task.counted
-    return "samples", task.counted  # a figure that is a mean or value has 0 here
+    return "samples", task.counted  # 0 if the figure is a mean or value
 
 
 def _is_mostly_right(accuracy: Accuracy | None) -> bool:
