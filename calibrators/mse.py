@@ -249,8 +249,8 @@ class _Bins:
     ) -> Float64Array:
         """Return the errors of the ranges, computed in float32; those of the last may be left out.
 
-        Each range lies within the one before, and so clips more. Once the values that a range clips
-        alone cost more than `tolerance` times the least error, no later range can be best.
+        Each range lies within the one before, and so clips more. Once the clipped values by
+        themselves cost more than `tolerance` times the least error, no later range can be best.
 
         Args:
             lows: [K] lower ends.

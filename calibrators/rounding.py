@@ -191,8 +191,8 @@ def _sweep(
     c_kernel = kernel()
     if c_kernel is not None:
         products = np.ascontiguousarray(products, np.float64)
-        mask = np.ascontiguousarray(fixed)
-        _sweep_in_c(c_kernel, (low, high, integers, slope, products, mask), damping)
+        fixed = np.ascontiguousarray(fixed)
+        _sweep_in_c(c_kernel, (low, high, integers, slope, products, fixed), damping)
         return
 
     for _ in range(_SWEEPS):
@@ -233,10 +233,10 @@ def _sweep_in_c(
     starts = [array.ctypes.data for array in arrays]
     group_bytes = [array.strides[0] for array in arrays]
     for g, group_damping in enumerate(damping.tolist()):
-        *addresses, mask_address = [
+        *addresses, fixed_address = [
             start + g * size for start, size in zip(starts, group_bytes, strict=True)
         ]
-        c_kernel.round_rows(rows, columns, _SWEEPS, *addresses, group_damping, mask_address)
+        c_kernel.round_rows(rows, columns, _SWEEPS, *addresses, group_damping, fixed_address)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

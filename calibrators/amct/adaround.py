@@ -151,8 +151,8 @@ class Tiles:
         groups, rows, row_width = weight.shape
         tile_count, tile_size = tile_layout(row_width)
         padding = tile_count * tile_size - row_width
-        # the positions of an iteration are cut into tiles too; these are not padded: the few
-        # positions that do not fill a tile are left out
+        # each iteration draws some positions, and `inputs_at` cuts them into tiles too; these are
+        # not padded: the few positions that do not fill a tile are not drawn
         position_count = min(len(inputs), _MAX_POSITIONS)
         position_layout = tile_layout(position_count, drop_remainder=True)
         padded = np.pad(weight, ((0, 0), (0, 0), (0, padding)))
