@@ -177,7 +177,9 @@ def make_job(
         if model_path:
             make_model = partial(_open_model, model_path, subject.loaded.digest)
         else:
-            make_model = partial(_return_model, variant.make(ObservedStatistics()))
+            # no statistics: `refuse_ordered` has refused variants that are built from some
+            model = variant.make(ObservedStatistics())
+            make_model = partial(_return_model, model)
         sendable_variant = Variant(variant.key, make_model)
         for observation in variant_observations:
             sendable_observations.append(replace(observation, variant=sendable_variant))

@@ -278,7 +278,8 @@ def _load_cache(policy: CachePolicy, stop_rule: StabilityRule | None) -> store.S
             " (--trust-cache uses it as it is)"
         )
     stored = store.load_calibration(path)
-    # without a rule, the caller's comparison of all images shows whether the cache is of fewer
+    # without a rule nothing is checked here: the caller compares the fingerprint of all images,
+    # which that of a cache of fewer images does not equal
     if stop_rule is not None and stored.stop_rule != stop_rule:
         rule = stored.stop_rule or "of samples that were chosen beforehand"
         raise CacheError(f"{path.name} was observed {rule}, not {stop_rule}")

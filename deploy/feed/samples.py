@@ -79,7 +79,7 @@ class Feed:
             notes: for the user.
             origin: where the preprocessing comes from: the model or the default; else empty.
             share: the shard (--shard i/n) that the samples are; None if there are no shards.
-            skipped: index -> why the sample there is known to be bad.
+            skipped: index in the source -> why the sample there is known to be bad.
         """
         self.specs = tuple(specs)
         self.kind = kind
@@ -392,7 +392,7 @@ class Feed:
 
     def open_share(self, share: Share) -> Feed:
         """Return a share of this feed as a feed."""
-        count = len(share.positions)
+        shard_size = len(share.positions)
         return Feed(
             self._source,
             self._chosen_samples.indices_of(share),
@@ -401,7 +401,7 @@ class Feed:
             batch=self.batch,
             preprocess=self.preprocess,
             skip_bad=self._sample_reader.skip_bad,
-            notes=(*self._notes, f"shard {share}: {count} of {share.count} samples"),
+            notes=(*self._notes, f"shard {share}: {shard_size} of {share.count} samples"),
             origin=self.origin,
             share=share,
         )
@@ -450,9 +450,9 @@ class Feed:
             sha256 (hex) of each image or row, skipped ones included; and position in the complete
             list -> why the sample there was skipped.
         """
-        good_count = sample_count * self.batch
-        entry_count = self.entry_count  # if all were used
-        # `good_count` exceeds `count` if the last batch repeats some samples to be full
+        good_count = sample_count * self.batch  # images or rows, without skipped ones
+        entry_count = self.entry_count  # with skipped ones, if all were used
+        # `good_count` exceeds `count` if the last batch repeats some images to be full
         if good_count < self.count:
             entry_count = self._chosen_samples.count_entries(good_count)
         digests = self._sample_reader.digests.hex(self._chosen_samples.indices[:entry_count])
