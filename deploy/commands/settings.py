@@ -85,16 +85,15 @@ class ConfiguredCommand(SectionedCommand):
             if isinstance(value, str | bool | list | tuple)
         }
         file_values: dict[str, Any] = {}
-        default_values = file_values
+        default_out: dict[str, Any] = {}
         if "config" in line_values:
             file = Path(str(line_values["config"]))
             file_values = self._read_config(ctx, file, line_values)
-            default_values = file_values
             if (file.parent / MANIFEST_NAME).exists():  # the file of a build: build there again
-                default_values = {"out": str(file.parent), **file_values}
+                default_out = {"out": str(file.parent)}
         ctx.meta[_META] = {**file_values, **line_values}
         # parse again: click takes the values of `default_map` for options that are not on the line
-        ctx.default_map = default_values
+        ctx.default_map = {**default_out, **file_values}
         return super().parse_args(ctx, args)
 
     def _read_config(

@@ -349,10 +349,9 @@ def _find_logits(graph: Graph) -> list[str]:
 
 
 def _is_score(graph: Graph, sigmoid: onnx.NodeProto) -> bool:
-    """Whether a Sigmoid's output is a score: no activation is multiplied by it.
+    """Whether a Sigmoid's output is a score: it is multiplied by constants and scores at most.
 
-    Nor may one be multiplied by what a Reshape, Concat or the like makes of it. Other scores and
-    constants may.
+    So is what a Reshape, Concat or the like makes of it.
     """
     scores = [sigmoid.output[0]]
     for score in scores:  # grows during the loop

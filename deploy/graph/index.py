@@ -278,8 +278,8 @@ class Graph:
             is_read_in_subgraph = not subgraph_reads.isdisjoint(node.output)
             if node.op_type in _MOVING and is_read_in_subgraph:
                 moved_tensors.add(node.input[0])
-            # ONNX Runtime may put the nodes of an If's branch in place of the If. Then they stand
-            # between what the If captures and other subgraphs that read it, and may move it.
+            # ONNX Runtime may put the nodes of an If's branch in place of the If. One of them may
+            # then move what the If captured, before another subgraph reads it.
             elif _may_move_captures(node, is_read_in_subgraph):
                 moved_tensors |= _captured_by(node)
             subgraph_reads |= moved_tensors

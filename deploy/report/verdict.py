@@ -237,7 +237,7 @@ def _find_causes_and_losses(
     """Return (causes, losses): what puts the float model in question, and what int8 loses.
 
     Each is a list of (level, reason); causes are doubts on the model's inputs, and on its outputs.
-    The arguments are those of `verdict`.
+    The arguments are those of `verdict`; `doubts` are sentences on the calibration data.
     """
     causes: list[_Finding] = []
     losses: list[_Finding] = []

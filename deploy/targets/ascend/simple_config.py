@@ -240,7 +240,9 @@ def _read_balancer(section: Any) -> float | None:
 
 
 def _read_layer_weight(section: Any, layer: Layer, *, is_common: bool) -> WeightParams:
-    """Return the weight settings of a layer; those of common_config only if its type can have them.
+    """Return the weight settings of a layer.
+
+    An AdaRound of common_config is left out if the layer cannot have it.
 
     Args:
         section: the section (protobuf message) that counts for the layer.
@@ -252,7 +254,8 @@ def _read_layer_weight(section: Any, layer: Layer, *, is_common: bool) -> Weight
     """
     weight = _read_weight(section)
     bits = weight.num_bits
-    # a layer that cannot have 4 bits is not refused: `resolve_config` gives it 8, with a note
+    # 4 bits, and any width of common_config, are not refused: if a layer cannot have them,
+    # `resolve_config` gives it 8, with a note
     if not is_common and bits != 4 and not allows_weight_bits(layer, bits):
         raise ConfigError(
             f"quant_bits {bits} is for {LAYERS_BY_WEIGHT_BITS[bits]}, got {layer.kind}; leave it"
