@@ -280,7 +280,7 @@ def test_sole_following_activation_enters_the_loss(following_nodes, kind, slope)
         "channel_maxima": (),
         "make_model": lambda observed, rounded, end: model,
     }
-    steps = AdaRoundSteps(index=Graph(model), config=config, **options)
+    steps = AdaRoundSteps(float_graph=Graph(model), config=config, **options)
     (step,) = steps.make(graph.layers).values()
     assert step.activation.kind == kind
     assert slope is None or step.activation.slope.tolist() == np.float32(slope).tolist()

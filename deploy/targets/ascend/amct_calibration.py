@@ -208,7 +208,7 @@ class RecordPlan:
         observations = {}
         for name, layer in self.layers.items():
             if self._settings_by_layer[name].dmq_balancer_param is not None:
-                axis = 1 if layer.rank else -1
+                axis = 1 if layer.spatial_rank else -1
                 statistic = ChannelMaxOf(axis=axis, samples=self._dmq_sample_count)
                 observations[name] = Observation(variant, layer.input, statistic, name)
         return observations
@@ -222,7 +222,7 @@ class RecordPlan:
     def adaround_steps(self) -> dict[str, AdaStep]:
         """Layer that AdaRound rounds -> its step, with its observations."""
         steps = AdaRoundSteps(
-            index=self._index,
+            float_graph=self._index,
             config=self.config,
             key=self._key(),
             samples=min(self.used_samples, MAX_SAMPLES),

@@ -177,7 +177,7 @@ def _describe_kind(layer: Layer) -> str:
         return "a MatMul of two activations"
     if layer.stacked:
         return "a MatMul with a 3-D weight"
-    return f"a {layer.rank}-D convolution" if layer.kind == "Conv" else layer.kind
+    return f"a {layer.spatial_rank}-D convolution" if layer.kind == "Conv" else layer.kind
 
 
 def _no_layers_message(graph: LayerGraph) -> str:
@@ -252,7 +252,7 @@ def write_config(config: QuantConfig) -> str:
         ]
     for name in sorted(config.layers):
         layer = config.layers[name]
-        # the parameters of AdaRound, for a layer that it rounds
+        # the keys of AdaRound's parameters, for a layer that it rounds
         ada_keys = ADA_RULES if layer.weight.wts_algo == "ada_quantize" else ()
         document[name] = {
             **_without_unset_fields(layer, "quant_enable", "dmq_balancer_param"),

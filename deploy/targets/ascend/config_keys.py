@@ -317,14 +317,16 @@ _SHOWN_NAMES = 3  # in a sentence
 
 def allows_activation_bits(layer: Layer, bits: int) -> bool:
     """Whether a layer supports activations of this bit width."""
-    return bits != 16 or (layer.kind in ("Conv", "ConvTranspose", "Gemm") and layer.rank < 3)
+    return bits != 16 or (
+        layer.kind in ("Conv", "ConvTranspose", "Gemm") and layer.spatial_rank < 3
+    )
 
 
 def allows_weight_bits(layer: Layer, bits: int) -> bool:
     """Whether a layer supports weights of this bit width; as in AMCT, a pool has 4 or 8."""
     if bits == 4:
         return layer.group == 1 and layer.channels_in % 2 == 0
-    return bits == 8 or (layer.kind == "Conv" and layer.rank == 2)
+    return bits == 8 or (layer.kind == "Conv" and layer.spatial_rank == 2)
 
 
 def weight_width_notes(

@@ -295,7 +295,7 @@ def rewrite_inputs(
         if node.op_type == "Constant" and node.output[0] in weights:
             continue  # the weight becomes an initializer
         if node.name in inverse_dmq_factors:
-            shape = (1, -1, *[1] * layers[node.name].rank)
+            shape = (1, -1, *[1] * layers[node.name].spatial_rank)
             nodes += multiply_input(node, inverse_dmq_factors[node.name].reshape(shape))
         nodes.append(node)
     update_tensors(rewritten.graph.initializer, weights)

@@ -114,10 +114,11 @@ class _FakeQuantWriter(LayerRewriter):
     def end_layer(self, node: onnx.NodeProto, quant_layer: QuantLayer) -> Nodes:
         """Let a layer make integers; return the nodes that multiply them by scale_w * scale_d."""
         integers, output = self.convert_output(node, quant_layer)
-        name = f"{quant_layer.layer.name}.fakedequant"
-        rank = quant_layer.layer.rank if quant_layer.layer.weight else 0  # a pool has one scale
+        layer = quant_layer.layer
+        name = f"{layer.name}.fakedequant"
+        spatial_rank = layer.spatial_rank if layer.weight else 0  # a pool has one scale
         scale = make_constant(
-            f"{name}.dqscale", quant_layer.dequant_scale.reshape(1, -1, *[1] * rank)
+            f"{name}.dqscale", quant_layer.dequant_scale.reshape(1, -1, *[1] * spatial_rank)
         )
         return [scale, make_node("Mul", [integers, scale.output[0]], output, f"{name}.mul")]
 

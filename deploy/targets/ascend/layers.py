@@ -66,7 +66,8 @@ class Layer:
         bias: initializer name, '' without bias.
         bias_add: name of the Add that holds a MatMul's bias, '' if there is none.
         group: groups of a convolution.
-        rank: spatial rank of a convolution's or pool's kernel, 0 elsewhere.
+        spatial_rank: of a convolution's or pool's kernel, 2 for a window of rows and columns; 0
+            elsewhere.
         trans_b: the Gemm's weight is stored [C_out, C_in].
         channels_in: input channels, over all groups; 0 without weight.
         other_inputs: further activations that the node reads: the second factor of a MatMul without
@@ -83,7 +84,7 @@ class Layer:
     bias: str = ""
     bias_add: str = ""
     group: int = 1
-    rank: int = 0
+    spatial_rank: int = 0
     trans_b: bool = False
     channels_in: int = 0
     other_inputs: tuple[str, ...] = ()
@@ -134,12 +135,12 @@ class Layer:
     def can_use_adaround(self) -> bool:
         """Whether AMCT's AdaRound supports it: 2-D convolutions and matrices."""
         matrix = self.kind in ("Gemm", "MatMul") and not self.stacked
-        return bool(self.weight) and (matrix or self.rank == 2)
+        return bool(self.weight) and (matrix or self.spatial_rank == 2)
 
     @property
     def symmetric_only(self) -> bool:
         """Whether it takes no activation offset: 3-D Conv, and MatMul of two activations."""
-        return (self.kind == "Conv" and self.rank == 3) or self.two_activations
+        return (self.kind == "Conv" and self.spatial_rank == 3) or self.two_activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +272,7 @@ def _layer_or_float_reason(node: onnx.NodeProto, index: Graph) -> Layer | str:
         rank = len(node_attributes.get("kernel_shape", ()))
         if rank != 2:
             return f"a pool must have a 2-D kernel, got {rank}-D"
-        return replace(layer, rank=rank)
+        return replace(layer, spatial_rank=rank)
 
     weight = index.constants.get(node.input[1]) if len(node.input) > 1 else None
     if weight is None:
@@ -296,7 +297,9 @@ def _layer_or_float_reason(node: onnx.NodeProto, index: Graph) -> Layer | str:
     else:  # a ConvTranspose or Gemm: the first axis, or the second of a Gemm's transposed weight
         channels_in = weight.dims[1 if trans_b else 0]
     spatial_rank = len(weight.dims) - 2  # 0 for a Gemm
-    return replace(layer, group=group, rank=spatial_rank, trans_b=trans_b, channels_in=channels_in)
+    return replace(
+        layer, group=group, spatial_rank=spatial_rank, trans_b=trans_b, channels_in=channels_in
+    )
 
 
 def _with_bias_add(

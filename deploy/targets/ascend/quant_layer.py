@@ -168,7 +168,7 @@ def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
     quant_factor = _invert_scale(record.scale_d, "scale_d", record.act_bits)
     inverse_dmq_factors = None
     if record.dmq_factors.size:  # DMQ divides the input by factors, and multiplies the weight
-        shape = (1, -1, *[1] * layer.rank)
+        shape = (1, -1, *[1] * layer.spatial_rank)
         inverse_dmq_factors = (np.float32(1) / record.dmq_factors).reshape(shape)
     # a pool, and an input of tensor_quantize, have no weight
     weight_scale = record.scale_w if record.scale_w.size else np.ones(1, np.float32)

@@ -97,7 +97,7 @@ def _read_layers(message: Any, graph: LayerGraph) -> tuple[dict[str, LayerConfig
     for name in sorted(names):
         layer = layer_by_name[name]
         # one section alone counts for a layer: its own, that of its type, or common_config
-        type_section = section_by_type.get((layer.kind, layer.rank), common_section)
+        type_section = section_by_type.get((layer.kind, layer.spatial_rank), common_section)
         section = section_by_name.get(name, type_section)
         with add_place_to_errors(f"in layer {name!r}"):
             # `asymmetric` alone comes from common_config where the section leaves it open
@@ -145,7 +145,9 @@ def _read_skipped(message: Any, graph: LayerGraph) -> set[str]:
     # (op type, spatial rank) of the layers of each type
     skipped_types = set(chain.from_iterable(map(_types_and_ranks, layer_types)))
     layers_of_skipped_types = {
-        name for name, layer in graph.layers.items() if (layer.kind, layer.rank) in skipped_types
+        name
+        for name, layer in graph.layers.items()
+        if (layer.kind, layer.spatial_rank) in skipped_types
     }
     has_layers = bool(graph.layers)  # a model without layers has an error of its own
     if has_layers and layers_of_skipped_types == set(graph.layers) and not message.tensor_quantize:

@@ -119,7 +119,7 @@ class AdaRoundSteps:
     """What the AdaRound steps of all layers share.
 
     Attributes:
-        index: the float model, in which each layer has a weight of its own.
+        float_graph: the float model, in which each layer has a weight of its own.
         config: the config, with every setting filled in.
         key: text that contains all that the observed models depend on.
         samples: number of samples in use, at most `MAX_SAMPLES`.
@@ -127,7 +127,7 @@ class AdaRoundSteps:
         make_model: makes the model that a step observes.
     """
 
-    index: Graph
+    float_graph: Graph
     config: QuantConfig
     key: str
     samples: int
@@ -136,7 +136,7 @@ class AdaRoundSteps:
 
     def make(self, layers: Mapping[str, Layer]) -> dict[str, AdaStep]:
         """Return layer name -> its step, for the AdaRound layers among `layers`, in their order."""
-        node_by_name = by_name(self.index.nodes)
+        node_by_name = by_name(self.float_graph.nodes)
         steps: dict[str, AdaStep] = {}
         for name, layer in layers.items():
             if uses_adaround(self.config, name):
@@ -157,7 +157,7 @@ class AdaRoundSteps:
             earlier_steps: name -> step of the layers before it in the model, which are rounded
                 first.
         """
-        weight_rows = read_weight_rows(self.index, layer)  # output channels first
+        weight_rows = read_weight_rows(self.float_graph, layer)  # output channels first
         channels = len(weight_rows)  # output channels
         group_channels = channels // layer.group
         patch_size = prod(weight_rows.shape[1:])  # input values that one output value is made of
@@ -189,7 +189,7 @@ class AdaRoundSteps:
             layer=layer,
             params=params,
             bias=self._read_bias(layer, channels).reshape(layer.group, group_channels),
-            activation=_find_activation(self.index, output, (layer.group, group_channels)),
+            activation=_find_activation(self.float_graph, output, (layer.group, group_channels)),
             targets=targets,
             inputs=inputs,
         )
@@ -250,21 +250,21 @@ class AdaRoundSteps:
     def _read_bias(self, layer: Layer, channels: int) -> Float32Array:
         """Return the bias in a layer's own output, [C_out]; a MatMul's is in an Add after it."""
         if layer.bias and not layer.bias_add:
-            return read_constant(self.index, layer.bias).reshape(-1)
+            return read_constant(self.float_graph, layer.bias).reshape(-1)
         return np.zeros(channels, np.float32)
 
 
-def _find_activation(index: Graph, tensor: str, channels: tuple[int, int]) -> AdaActivation:
+def _find_activation(float_graph: Graph, tensor: str, channels: tuple[int, int]) -> AdaActivation:
     """Return the activation that is the only reader of a layer's output, if AMCT's AdaRound has it.
 
     Else the result is the activation that changes nothing, `AdaActivation()`.
 
     Args:
-        index: the float model.
+        float_graph: the float model.
         tensor: the layer's output.
         channels: (groups, output channels of a group) of the layer.
     """
-    node = index.only_reader(tensor)
+    node = float_graph.only_reader(tensor)
     if node is None or node.input[0] != tensor:  # such as a PRelu's slope
         return AdaActivation()
     if node.op_type in _KIND_BY_OP:
@@ -272,14 +272,14 @@ def _find_activation(index: Graph, tensor: str, channels: tuple[int, int]) -> Ad
     if node.op_type == "LeakyRelu":
         alpha = attributes(node).get("alpha", 0.01)
         return AdaActivation(LEAKY, np.full((1, 1), alpha, np.float32))
-    if node.op_type == "PRelu" and node.input[1] in index.constants:
-        slope = read_constant(index, node.input[1])
+    if node.op_type == "PRelu" and node.input[1] in float_graph.constants:
+        slope = read_constant(float_graph, node.input[1])
         if slope.size == 1:
             return AdaActivation(LEAKY, slope.reshape(1, 1))
         if slope.size == prod(channels):
             return AdaActivation(LEAKY, slope.reshape(channels))
     if node.op_type == "Clip":
-        limits = [index.scalar(name) for name in node.input[1:]]
+        limits = [float_graph.scalar(name) for name in node.input[1:]]
         if limits == [0.0, 6.0]:
             return AdaActivation(RELU6)
     return AdaActivation()
