@@ -144,15 +144,13 @@ class _InputPath:
         """Return the statistics that training left in the layer at the end of the path.
 
         They are those of a BatchNormalization, which is the layer or follows it, else the bias of a
-        Conv. None if there is neither, or if other nodes read the path too. The path is not used
-        afterwards: a Conv or Gemm is appended to it.
+        Conv. None if there is neither, or if other nodes read the path too.
         """
         if len(self.nodes) > MAX_NODES_BEFORE_LAYER or not self._is_only_reader(layer):
             return None
         if layer.op_type == "BatchNormalization":
             return self._read_norm(layer.input[0], layer)
 
-        self.nodes.append(layer)
         norm = self.graph.only_reader(layer.output[0])
         if norm is not None and norm.op_type == "BatchNormalization" and is_standard(norm):
             return self._read_norm(layer.output[0], norm)
