@@ -225,7 +225,8 @@ class Histogram(HistogramState):
         else:
             self.counts[:] += _count_bins(chunk, self.full_range)
         if self.initial_range is not None:
-            # TensorRT counts |x| == full_range in the bin below the end, from the first batch on
+            # TensorRT's rule: `full_range` starts as the largest |x| of the first batch, which is
+            # counted in the bin below the end
             self.counts[:] = close_range(self.counts)
 
     def merge(self, histogram: Histogram) -> None:

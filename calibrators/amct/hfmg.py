@@ -186,7 +186,7 @@ def candidate_runs(counts: Int32Array) -> Int64Array:
         # the lower end these are `left` to the one before `next_left`
         min_count_below = counts_below[left] + values_per_cut
         next_left = min(bisect_left(counts_below, min_count_below), right)
-        # at the upper end, `first_cut_bin` to `right`
+        # at the upper end these are `first_cut_bin` to `right`; a run keeps its bin `next_left`
         max_count_below = counts_below[right + 1] - values_per_cut
         first_cut_bin = bisect_right(counts_below, max_count_below) - 1
         next_right = max(first_cut_bin - 1, next_left)

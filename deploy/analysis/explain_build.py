@@ -137,7 +137,12 @@ class _WorstImages:
     """
 
     def __init__(self, form: OutputForm, names: Sequence[str]) -> None:
-        """Start without images; `names`: of all images, in the order in which they are added."""
+        """Start without images.
+
+        Args:
+            form: slices and task of the outputs, by which images are measured.
+            names: of all images, in the order in which they are added.
+        """
         self._form = form
         self._names = names
         self._worst: list[tuple[float, ImageLoss]] = []  # (rank, loss), the lowest rank first
@@ -176,7 +181,7 @@ class _WorstImages:
             tally.add(inputs, reference, candidate)
             figure = tally.result()
             if figure is not None:
-                task_text = figure.count
+                task_text = figure.count  # such as "84 of 88"
                 if not worst_label and not math.isnan(figure.value):
                     rank = figure.value
         name = self._names[self.count]

@@ -514,8 +514,9 @@ def _observe_preliminary(
                 for observation in remaining
                 if not all_statistics.missing(observation.variant.needs)
             ]
-            # threads record parts of a statistic that needs no order, to be merged in the end. One
-            # that is wanted here, the largest |x|, has no merge: one thread records the whole
+            # an ordered statistic is recorded as a whole, in sample order. Several threads would
+            # record parts of any other, to be merged in the end, but the one that is wanted here,
+            # the largest |x|, cannot be merged
             are_all_ordered = all(observation.statistic.ordered for observation in ready)
             usable_threads = threads if are_all_ordered else 1
             new_statistics = observe(

@@ -292,7 +292,7 @@ def _speed_text(report: Findings) -> str:
                 text += ", too noisy"
         else:
             text = figures.ratio(report_model.speed_over(rival, engine))
-        if not rival.reference:
+        if not rival.reference:  # a text that names no engine is about the float model
             text += f" of {rival.label}"
         texts.append(text)
     return ", ".join(texts)

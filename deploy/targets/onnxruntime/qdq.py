@@ -212,9 +212,10 @@ class _QdqWriter:
     def quantization_params(self, tensor: str) -> ShiftedParams:
         """Return the scale and zero point with which a tensor is quantized.
 
-        A tensor may share them with another one, its owner in the plan. If a gate (Hard-Swish or
-        squeeze-excite) adds a shift to the tensor, or makes it by adding an offset, the result also
-        has the steps between the zero points before and after the addition; else 0.
+        A tensor may share them with another one, its owner in the plan. A gate (Hard-Swish or
+        squeeze-excite) may add a number to the tensor, or make the tensor by adding one. Then the
+        result's `steps` are those between the zero points before and after the addition, if it can
+        be expressed in steps; else they are 0.
 
         Raises:
             ExportError: the scale is not positive.

@@ -166,7 +166,7 @@ class OnnxRuntime(Target):
                 request.model,
                 placement,
                 float_nodes=request.float_nodes,
-                float_tensors=ranges.reasons,
+                float_tensors=ranges.reasons,  # tensor -> why it has no scale
                 analysis=request.model_analysis,
             ),
         )

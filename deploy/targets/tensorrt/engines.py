@@ -126,9 +126,9 @@ def builder_settings(options: TensorrtOptions, request: BuildRequest) -> Builder
             if has_batch and not isinstance(input_shapes[name][0], int):  # it is dynamic
                 calibration_shapes[name] = (options.max_batch, *array.shape[1:])
 
-    timing_cache = options.timing_cache  # the user's file
+    timing_cache = options.timing_cache  # the user's file, or None
     earlier_timing_cache = None
-    if timing_cache is None:  # else the build writes one, and reads that of the build before
+    if timing_cache is None:  # the build writes one of its own, and reads that of the build before
         timing_cache = request.folder / _TIMING_CACHE
         earlier_timing_cache = request.earlier_file(_TIMING_CACHE)
     # `options.rest`: type of the layers that are not quantized
