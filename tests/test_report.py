@@ -372,13 +372,13 @@ def test_float_model_ships_where_int8_is_not_worth_it(level):
     fp32, int8 = full_report("m.onnx").engines
     int8 = dataclasses.replace(int8, path="o/m.int8.onnx", verdict=Verdict(level, ()))
     text = to_screen(dataclasses.replace(full_report("m.onnx"), engines=(fp32, int8)))
-    assert "Ship          m.onnx  (the float model; int8 is in o/m.int8.onnx)" in text
+    assert "Ship          m.onnx  (the float model; the engine is o/m.int8.onnx)" in text
 
 
 @pytest.mark.parametrize(
     ("float_path", "shipped", "against"),
     [
-        ("net.onnx", "net.onnx  (the float model; int8 is in m.int8.onnx)", " --against net.onnx"),
+        ("net.onnx", "net.onnx  (the float model; the engine is m.int8.onnx)", " --against net.onnx"),
         ("m.onnx", "m.int8.onnx", ""),  # built without --float
     ],
 )

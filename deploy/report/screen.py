@@ -237,25 +237,25 @@ def _decision_lines(report: Findings) -> Iterator[str]:
 
 
 def _shipped_files(report: Findings) -> Iterator[str]:
-    """Yield for each int8 engine which files to ship, as text: its own, or the float model's.
+    """Yield for each engine which files to ship, as text: its own, or the float model's.
 
     An engine that was not built here has no file. Then the files are shipped from which the device
-    builds it. The text that recommends the float model names the int8 files too.
+    builds it. The text that recommends the float model names the files of the engine too.
     """
     for engine in report.engines:
         target = report.target_of(engine)
         paths: Iterable[str | None] = (engine.path,)
         if target and not engine.path:
             paths = target.shipped
-        int8_files = " with ".join(filter(None, paths))
-        if engine.is_float or not int8_files:
+        engine_files = " with ".join(filter(None, paths))
+        if engine.is_float or not engine_files:
             continue
         level = engine.verdict.level if engine.verdict else ""
         float_path = _float_path(report)
         if level in (FLOAT, UNUSABLE) and float_path:
-            yield f"{float_path}  (the float model; int8 is in {int8_files})"
+            yield f"{float_path}  (the float model; the engine is {engine_files})"
         else:
-            yield int8_files
+            yield engine_files
 
 
 def _int8_nodes(report: Findings) -> Iterator[str]:
