@@ -378,7 +378,7 @@ class RecordPlan:
             dmq_factors=dmq_factors.get(name, NO_DMQ_FACTORS),
             has_weight=bool(layer.weight),
             rounded_weight=roundings[name].integers if name in roundings else None,
-            is_node_input=layer.input_index is not None,
+            is_node_input=layer.input_index is not None,  # of an Add or MaxPool; else a layer
             act_bits=settings.activation.num_bits,
             weight_bits=settings.weight.num_bits if layer.weight else 8,
         )
