@@ -125,7 +125,7 @@ _FLOOR = _HEIGHT - _BOTTOM
 _CURVE_WIDTH, _CURVE_HEIGHT = 1000, _FLOOR - _TOP  # of the inner drawing, in its own units
 _CURVE_STEPS = 90  # steps of a curve
 _MIN_CURVE_ITERATIONS = 20  # iterations that a curve needs
-_MAX_P50S = 2.5  # times the p50, so that a long tail does not squeeze the rest
+_MAX_P50_RATIO = 2.5  # times the p50, so that a long tail does not squeeze the rest
 _COLOURS = 4  # classes c0..c3 of the page's style
 _MAX_NARROW_TICKS = 5  # number of tick labels that fit on a narrow screen
 _LETTER_ROWS = 2  # heights in turn, so that the letters of lines near each other stay apart
@@ -200,14 +200,15 @@ def _measured_engines(engines: Sequence[EngineRow], on_device: bool) -> Iterator
 def _latency_scale(engines: Sequence[_MeasuredEngine]) -> _Axis:
     """Return an axis from the fastest iteration to the highest 99th percentile of the engines.
 
-    At most `_MAX_P50S` times an engine's p50 counts as its percentile. Both ends have a margin.
+    An engine's percentile counts as at most `_MAX_P50_RATIO` times its p50. Both ends have a
+    margin.
     """
     lo = math.inf
     hi = 0.0
     for engine in engines:
         p99 = float(np.quantile(engine.samples_ms, 0.99))
         lo = min(lo, float(engine.samples_ms.min()))
-        hi = max(hi, min(p99, _MAX_P50S * engine.p50_ms))
+        hi = max(hi, min(p99, _MAX_P50_RATIO * engine.p50_ms))
     margin = 0.06 * (hi - lo)
     if not margin:  # all iterations took the same time, and an axis needs a length
         margin = 0.05 * hi or 1.0

@@ -119,8 +119,8 @@ _ON_SHAPES = frozenset(
 )
 _KIND_ORDER = {NOISE: 0, TIME: 1}  # all other kinds of reasons come after these
 # "token_ids is not float32": nodes of such a reason are one group, whatever the tensor
-_NO_FLOAT = " is not float32"
-_ANY_NO_FLOAT = f"a tensor of it{_NO_FLOAT}"
+_NOT_FLOAT32 = " is not float32"
+_ANY_NOT_FLOAT32 = f"a tensor of it{_NOT_FLOAT32}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +164,8 @@ def float_groups(targets: Sequence[TargetPart]) -> tuple[FloatGroup, ...]:
             if node.quantized:
                 continue
             reason = node.reason
-            if reason.endswith(_NO_FLOAT):  # one group for all tensors that the reasons name
-                reason = _ANY_NO_FLOAT
+            if reason.endswith(_NOT_FLOAT32):  # it names a tensor: one group for all of them
+                reason = _ANY_NOT_FLOAT32
             names_by_target = names_by_group.setdefault((node.op, node.precision, reason), {})
             names_by_target.setdefault(target.name, []).append(node.name)
 
@@ -179,5 +179,5 @@ def float_groups(targets: Sequence[TargetPart]) -> tuple[FloatGroup, ...]:
 def _float_rank(group: FloatGroup) -> tuple[int, float, bool, int]:
     """Return what groups are sorted by; see `float_groups`."""
     kind_order = _KIND_ORDER.get(reason_kind(group.reason), len(_KIND_ORDER))
-    is_trivial = group.op in _ON_SHAPES or group.reason == _ANY_NO_FLOAT
+    is_trivial = group.op in _ON_SHAPES or group.reason == _ANY_NOT_FLOAT32
     return kind_order, reason_sqnr_db(group.reason), is_trivial, -len(group.names)

@@ -484,7 +484,7 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
 def _data_steps(
     verdict: Verdict, request: RequestPart, command: str, *, takes_pictures: bool
 ) -> Iterator[str]:
-    """Yield builds with other data: more images, or the preprocessing of the training.
+    """Yield steps, builds with other data: more images, or the preprocessing of the training.
 
     Args:
         verdict: on the engine.
@@ -531,7 +531,7 @@ def _effort_steps(
 
 
 def _image_steps(missing_samples: str, request: RequestPart, command: str) -> Iterator[str]:
-    """Yield builds with more images to judge by, once, and then with other ones.
+    """Yield a step, a build with more images to judge by; if it was followed, with other ones.
 
     `missing_samples`: how many are needed, such as "20 more".
     """
