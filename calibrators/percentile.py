@@ -67,7 +67,7 @@ def percentile(histogram: Histogram, *, percent: float) -> Scale:
     if maximum > 0:
         hi = min(maximum, max(_signed_quantile(histogram, share), 0.0))
     return Scale(
-        # a quantile is exact to a bin: of values of one sign it may lie beyond their other end
+        # values of one sign: a quantile, exact to a bin, may lie outside the observed range
         lo=min(lo, maximum),
         hi=max(hi, minimum),
         amax=min(amax, histogram.amax),

@@ -14,7 +14,7 @@ from deploy.calibration import cluster_jobs
 
 FOLDER = Path(os.environ["CALIB8_TEST"])
 # dask loads this file twice: the second time, the function is already replaced
-_run_samples = getattr(cluster_jobs, "_unwatched", cluster_jobs._until_stopped)
+_run_samples = getattr(cluster_jobs, "_unwatched", cluster_jobs._until_cancelled)
 cluster_jobs._unwatched = _run_samples
 _worker_name = ""
 
@@ -46,4 +46,4 @@ def record_samples(samples, key):
         yield sample
 
 
-cluster_jobs._until_stopped = record_samples
+cluster_jobs._until_cancelled = record_samples

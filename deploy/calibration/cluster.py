@@ -184,7 +184,7 @@ class ShardMerger:
         self._identities = identities
         self._merged: dict[Key, Histogram] = {}
         self._peaks = Peaks()  # numbers samples by position, bad ones included
-        self._image_count = 0
+        self._total_image_count = 0
 
     def add(self, piece: Share, worker: str, data: bytes) -> None:
         """Merge a worker's result for a piece of the images into the statistics and the feed.
@@ -209,7 +209,7 @@ class ShardMerger:
                 f"the worker {worker} must observe what it was asked for, got another piece than"
                 f" {piece}: {'; '.join(changes.values())}; install the same calib8 there"
             )
-        self._image_count = piece.count  # images of all pieces together
+        self._total_image_count = piece.count  # the same for every piece
         try:
             self._feed.merge_remote_pass(piece, shard.digests, shard.skipped)
         except SampleChangedError as error:
@@ -232,7 +232,7 @@ class ShardMerger:
         sample_number_by_position = {
             position: number for number, position in enumerate(self._feed.positions, 1)
         }
-        peaks.add_rows(self._peaks.rows(range(self._image_count)), sample_number_by_position)
+        peaks.add_rows(self._peaks.rows(range(self._total_image_count)), sample_number_by_position)
         return ObservedStatistics(self._merged).select(self._observations)
 
 

@@ -56,7 +56,7 @@ RETRIES = 2
 Paths = str | RawFiles | tuple[str, ...]
 Versions = Mapping[str, str | int]
 _LOG = logging.getLogger("distributed.worker")
-_stopped: set[str] = set()  # keys of cancelled jobs
+_cancelled_keys: set[str] = set()  # keys of cancelled jobs
 _last_feed = threading.local()  # `job_key` and `feed` of the last job of this worker's thread
 
 
@@ -275,7 +275,7 @@ def return_job(job: ClusterJob) -> ClusterJob:
 
 def stop_job(key: str) -> None:
     """Stop the running pieces of a job on this worker, each at its next sample."""
-    _stopped.add(key)
+    _cancelled_keys.add(key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +336,7 @@ def _observe_share(job: ClusterJob, share: Share, samples: Sequence[RemoteSample
 
     def observe_samples() -> ObservedStatistics:
         with feed.samples() as stream:
-            remaining_samples = _until_stopped(stream, job.key)
+            remaining_samples = _until_cancelled(stream, job.key)
             return observe(job.observations, remaining_samples, threads=job.threads, peaks=peaks)
 
     observed = observe_unless_all_skipped(feed, observe_samples)
@@ -406,9 +406,9 @@ def _open_share(job: ClusterJob, share: Share) -> Feed:
     return complete_feed.open_share(share)
 
 
-def _until_stopped(samples: Iterator[Sample], key: str) -> Iterator[Sample]:
+def _until_cancelled(samples: Iterator[Sample], key: str) -> Iterator[Sample]:
     for sample in samples:
-        if key in _stopped:
+        if key in _cancelled_keys:
             raise JobCancelled
         yield sample
 

@@ -38,9 +38,9 @@ def mark_batch_axes(
         raise ConfigError(
             f"the batch axis must be {', '.join(CHOICES[:-1])} or {NONE}, got {choice!r}"
         )
-    row_count = _find_common_rows(inputs)
+    row_count = _find_common_rows(inputs)  # 1 if they fix none
     rows_are_samples = choice == FIRST
-    if choice == AUTO:  # they are, unless an output has another fixed number of rows
+    if choice == AUTO:  # not if an output has another fixed number of rows
         rows_are_samples = row_count == 1 or all(
             _may_hold_samples(output.shape, row_count) for output in outputs
         )
@@ -144,6 +144,6 @@ def describe_samples(inputs: Sequence[TensorSpec]) -> str:
     """Return what one sample is, for the report; "" if it is plain, a row of a batch."""
     if batch_inputs(inputs):
         return ""
-    row_count = _find_common_rows(inputs)
+    row_count = _find_common_rows(inputs)  # 1 if they fix none
     names = [spec.name for spec in inputs if _has_common_rows(spec, row_count)]
     return f"all rows of {', '.join(names)} are one sample" if names else ""

@@ -229,5 +229,5 @@ def prefetch(
                 yield oldest_item, future.result()
         for item, future in pending:
             yield item, future.result()
-    finally:  # perhaps of the garbage collector: see SampleStream
+    finally:  # no waiting: the garbage collector may run it in any thread, see `SampleStream`
         pool.shutdown(wait=False, cancel_futures=True)

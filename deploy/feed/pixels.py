@@ -156,19 +156,19 @@ def input_to_image(values: Array, preprocess: Preprocess | None) -> Array | None
         return None
     floats = channels_last.astype(np.float64)
     if preprocess is None:
-        return _to_rgb(_stretch_contrast(floats))
+        return _to_uint8_image(_stretch_contrast(floats))
 
     # the inverse of `preprocess_image`
     scaled_pixels = floats * np.asarray(preprocess.std) + np.asarray(preprocess.mean)
     pixels = np.nan_to_num(scaled_pixels / preprocess.scale)
-    if preprocess.deep:  # an image of 16 bits, if pixels exceed 255, is scaled down to 8
+    if preprocess.deep:  # the file may have had 16 bits; pixels beyond 255 are scaled down to 8
         pixels *= 255 / max(255, pixels.max())
-    rgb = _to_rgb(pixels)
-    return rgb[:, :, ::-1] if preprocess.color == "bgr" else rgb
+    image = _to_uint8_image(pixels)
+    return image[:, :, ::-1] if preprocess.color == "bgr" else image
 
 
-def _to_rgb(pixels: Array) -> Array:
-    """Round and clip floats [H, W, C] to uint8 [H, W, 3]."""
+def _to_uint8_image(pixels: Array) -> Array:
+    """Round and clip floats [H, W, C] to uint8 [H, W, 3]; the order of the colors is kept."""
     rounded: Array = np.clip(np.rint(np.nan_to_num(pixels)), 0, 255).astype(np.uint8)
     if rounded.shape[2] == 1:
         rounded = np.repeat(rounded, 3, axis=2)

@@ -29,16 +29,16 @@ class CudaOnCpu(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run one function with its devices replaced by the CPU."""
+        """Run one function on the CPU, not on its devices; register the address from `data_ptr`."""
         if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0].clone()
         cpu_args = [_on_cpu(value) for value in args]
         result = func(*cpu_args, **{k: _on_cpu(v) for k, v in (kwargs or {}).items()})
         if func is torch.Tensor.data_ptr:
-            self._lend(result, args[0])
+            self._register(result, args[0])
         return result
 
-    def _lend(self, address: int, tensor: torch.Tensor) -> None:
+    def _register(self, address: int, tensor: torch.Tensor) -> None:
         """Register a tensor whose address was read: its data, and the room up to the storage end.
 
         The data of a tensor that is not contiguous is unknown, since its bytes are not in order.
