@@ -136,14 +136,14 @@ class _WorstImages:
         count: number of images so far.
     """
 
-    def __init__(self, form: OutputForm, names: Sequence[str]) -> None:
+    def __init__(self, output_form: OutputForm, names: Sequence[str]) -> None:
         """Start without images.
 
         Args:
-            form: slices and task of the outputs, by which images are measured.
+            output_form: slices and task of the outputs, by which images are measured.
             names: of all images, in the order in which they are added.
         """
-        self._form = form
+        self._output_form = output_form
         self._names = names
         self._worst: list[tuple[float, ImageLoss]] = []  # (rank, loss), the lowest rank first
         self.count = 0
@@ -176,8 +176,8 @@ class _WorstImages:
         worst_label, worst_db = self._find_worst_slice(inputs, reference, candidate)
         rank = sqnr_sort_key(worst_db) if worst_label else math.inf
         task_text = ""
-        if self._form.task is not None:
-            tally = self._form.task.tally()
+        if self._output_form.task is not None:
+            tally = self._output_form.task.tally()
             tally.add(inputs, reference, candidate)
             figure = tally.result()
             if figure is not None:
@@ -199,12 +199,12 @@ class _WorstImages:
         """
         worst_label = ""
         worst_db = math.nan
-        for output_slice in self._form.parts:
+        for output_slice in self._output_form.parts:
             error = RunningError(output_slice.label)
             # the values of both models are weighted by the scores of the float model (`reference`)
             error.add(
-                self._form.slice_values(output_slice, reference, inputs, reference),
-                self._form.slice_values(output_slice, candidate, inputs, reference),
+                self._output_form.slice_values(output_slice, reference, inputs, reference),
+                self._output_form.slice_values(output_slice, candidate, inputs, reference),
             )
             slice_db = error.result().sqnr_db
             if not worst_label or sqnr_sort_key(slice_db) < sqnr_sort_key(worst_db):

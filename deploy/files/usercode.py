@@ -283,8 +283,9 @@ def find_user_line(error: BaseException, *, library_folders: tuple[str, ...] = (
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         is_internal = frame.filename.startswith(("<", *folders))  # such as <string>
         parts = Path(frame.filename).parts
-        is_installed = "importlib" in parts or "site-packages" in parts
-        if not (is_internal or is_installed):
+        # `importlib` runs the user's file; packages are installed in `site-packages`
+        is_library = "importlib" in parts or "site-packages" in parts
+        if not (is_internal or is_library):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
     return ""
 

@@ -218,7 +218,8 @@ def build_with(
         results = discard_failed(results, figures.failures, stage)
 
         saved_model = _save_model(build, stage)
-        if saved_model is not None and build.loaded.qdq is None:  # then it is the float model
+        # the saved file is the float engine, unless the user's model has Q/DQ pairs
+        if saved_model is not None and build.loaded.qdq is None:
             figures = _with_saved_size(figures, saved_model)
         calibration = _doubt_preprocessing(build, calibration, figures)
         report = write_report(
@@ -318,11 +319,10 @@ def _calibrate(build: PreparedBuild, stage: Stage) -> CalibrationResult:
             trt_version=options.calibration.cache.trt_version,
         )
     assert build.dataset is not None, "only a Q/DQ model is built without images"
-    # the float model's outputs of some calibration samples are stored: for the search, which
-    # chooses its samples from them, and without evaluation images for all engines
-    evaluation_count = CANDIDATE_COUNT
+    # calibration samples of which the float model's outputs are stored
+    evaluation_count = CANDIDATE_COUNT  # the search selects its samples from these
     if build.evaluation is None:
-        evaluation_count = CALIBRATION_SAMPLES
+        evaluation_count = CALIBRATION_SAMPLES  # all engines are evaluated on these too
     images = open_dataset(build.loaded, build.dataset, options.calibration)
     return calibrate_loaded(
         build.loaded,
@@ -364,8 +364,8 @@ def _refuse_broken_metric(build: PreparedBuild, calibration: CalibrationResult) 
     labels = None if build.evaluation is None else build.evaluation.labels
     if labels is not None:  # for the trial the first label serves for every row of the batch
         labels = labels[:1] * batch_length(sample, build.metric.declared.batch_inputs)
-    form = derive_form([outputs], inputs=[sample], metric=build.metric)
-    comparison = Comparison(form, labels=labels)
+    output_form = derive_form([outputs], inputs=[sample], metric=build.metric)
+    comparison = Comparison(output_form, labels=labels)
     comparison.add(sample, outputs, outputs)
     comparison.result()
 

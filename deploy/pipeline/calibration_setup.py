@@ -478,10 +478,10 @@ def _make_monitor(
     """
     compared_observations = []
     for observation in observations:
-        # halves are compared by the statistic that the method searches ranges in, unless it depends
-        # on the order of the samples
-        has_range = observation.statistic == subject.statistic
-        if has_range and not observation.is_order_dependent:
+        # the ranges that the method finds in the halves are compared; a statistic that depends on
+        # the order of the samples has no halves
+        is_searched = observation.statistic == subject.statistic
+        if is_searched and not observation.is_order_dependent:
             compared_observations.append(observation)
     if stop_rule is not None:
         refuse_until_stable(feed, observations, compared_observations, is_trusted=is_trusted)

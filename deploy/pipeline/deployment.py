@@ -136,7 +136,7 @@ def deploy(
         inputs,
         subject,
         recipe,
-        scales=scales_path,
+        scales_path=scales_path,
         model_source={"name": loaded.name, "sha256": loaded.digest},
         qdq_model=None,
         out=Path(out),
@@ -183,7 +183,7 @@ def convert(  # noqa: D417
         inputs,
         CalibrationSubject(loaded=loaded, sample_count=0, user_model=qdq_model),
         recipe,
-        scales=path,
+        scales_path=path,
         model_source={"name": path.stem, "sha256": model_digest(qdq_model)},
         qdq_model=qdq_model,
         out=Path(out),
@@ -198,7 +198,7 @@ def _write_files(
     subject: CalibrationSubject,
     recipe: Recipe,
     *,
-    scales: Path,
+    scales_path: Path,
     model_source: Mapping[str, str],
     qdq_model: onnx.ModelProto | None,
     out: Path,
@@ -212,7 +212,7 @@ def _write_files(
         inputs: what the deployed model is run on.
         subject: the float model, which is not calibrated.
         recipe: model, layers and scales that the files are made of.
-        scales: file that the scales were read from.
+        scales_path: file that the scales were read from.
         model_source: name and sha256 of the user's model, for the manifest.
         qdq_model: the user's Q/DQ model, to compare the accuracy with; None compares it with the
             float model.
@@ -234,7 +234,7 @@ def _write_files(
         )
         result = target.write_files(recipe, request)
         report = Report(
-            title=f"calib8: {loaded.name} in int8 for {result.target}, by {scales}",
+            title=f"calib8: {loaded.name} in int8 for {result.target}, by {scales_path}",
             model=model_part(loaded),
             targets=(_target_part(result, target, loaded, stage),),
             machine=this_machine(),
@@ -244,7 +244,7 @@ def _write_files(
             if qdq_model is None:
                 engines = _compare_with_float_model(loaded, target, result, feed, stage, threads)
             else:
-                engines = _compare_with_qdq_model(qdq_model, scales, result, feed, threads)
+                engines = _compare_with_qdq_model(qdq_model, scales_path, result, feed, threads)
             report = replace(
                 report,
                 feed=feed_part(feed, str(inputs.dataset.source)),
@@ -252,12 +252,12 @@ def _write_files(
                 notes=(*loaded.alerts, *feed.notes),
             )
         write_pages(report, stage)
-        scale_bytes = read_bytes(scales, what="a file of scales", error=ConfigError)
+        scale_bytes = read_bytes(scales_path, what="a file of scales", error=ConfigError)
         origin = {
             "versions": {"calib8": __version__},
             "model": model_source,
             "shapes": sample_shapes(feed),
-            "scales": {"name": scales.name, "sha256": sha256(scale_bytes)},
+            "scales": {"name": scales_path.name, "sha256": sha256(scale_bytes)},
             "targets": [target.name],
         }
         publish_build(origin, stage, replaceable=None if force else ())  # None: every file

@@ -193,7 +193,7 @@ def find_stored_outputs(
     candidates: Mapping[str, Session],
     engine_outputs: Mapping[str, EngineOutputs],
 ) -> dict[str, SampleCache]:
-    """Return target -> stored outputs of the model to evaluate, which its search has run already.
+    """Return target -> outputs that its search stored, if it ran the model that is evaluated now.
 
     They are stored by sample key. The session of a target to evaluate is called its candidate.
 
@@ -219,10 +219,10 @@ def compare_sessions(
 ) -> Accuracy:
     """Run two sessions over all samples, one after the other; return the candidate's accuracy."""
     with phase("accuracy", len(feed), "samples") as show_progress, feed.samples() as samples:
-        form, reference_pairs = derive_from_first(
+        output_form, reference_pairs = derive_from_first(
             ((sample, reference.run(sample)) for sample in samples), metric
         )
-        comparison = Comparison(form)
+        comparison = Comparison(output_form)
         for sample, reference_outputs in reference_pairs:
             outputs = candidate.run(sample)
             comparison.add(sample, reference_outputs, outputs, count=feed.unpadded_count)
@@ -430,13 +430,15 @@ class _EvaluationPass:
         waiting_outputs = self._waiting_outputs
         self._waiting_outputs = []
         if not self._comparisons:
-            form = derive_form(
+            output_form = derive_form(
                 [outputs.reference for outputs in waiting_outputs],
                 inputs=[outputs.sample for outputs in waiting_outputs],
                 metric=self._evaluation.metric,
             )
             labels = self._evaluation.labels
-            self._comparisons = {name: Comparison(form, labels=labels) for name in self._candidates}
+            self._comparisons = {
+                name: Comparison(output_form, labels=labels) for name in self._candidates
+            }
         for outputs in waiting_outputs:
             self._compare_sample(outputs)
 
