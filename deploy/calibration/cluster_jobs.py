@@ -56,7 +56,7 @@ RETRIES = 2
 Paths = str | RawFiles | tuple[str, ...]
 Versions = Mapping[str, str | int]
 _LOG = logging.getLogger("distributed.worker")
-_cancelled_keys: set[str] = set()  # keys of cancelled jobs
+_cancelled_keys: set[str] = set()  # of jobs whose pieces stop on this worker
 _last_feed = threading.local()  # `job_key` and `feed` of the last job of this worker's thread
 
 

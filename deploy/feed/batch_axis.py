@@ -40,7 +40,7 @@ def mark_batch_axes(
         )
     row_count = _find_common_rows(inputs)  # 1 if they fix none
     rows_are_samples = choice == FIRST
-    if choice == AUTO:  # not if an output has another fixed number of rows
+    if choice == AUTO:  # yes, unless an output has another fixed number of rows
         rows_are_samples = row_count == 1 or all(
             _may_hold_samples(output.shape, row_count) for output in outputs
         )

@@ -412,7 +412,7 @@ class _SourceOpener:
             chosen, choice_notes = self.choice.choose(len(source), default_every=default_every)
         else:
             refuse_batches(batch, "states are of one sequence at a time")
-            specs = self.recurrence.inputs  # the source of sequences adds the states to samples
+            specs = self.recurrence.inputs  # all: the new source adds states to the samples
             source = SequenceSource(source, self.recurrence)
             chosen, choice_notes = choose_steps(self.choice, source)
         notes += tuple(choice_notes)

@@ -189,7 +189,7 @@ def make_search_plan(default: RecordPlan, search: str) -> RecordPlan:
         return default
     plan = default
     search_by_layer = dict.fromkeys(default.layers, search)
-    if uses_dmq(search):  # a layer that DMQ cannot balance gets no factors, instead of an error
+    if uses_dmq(search):  # a layer that cannot be balanced gets factors of 1, no error
         plan = replace(default, dmq_samples=count_dmq_samples(default), allow_unbalanced=True)
         for name, layer in default.layers.items():
             if not layer.weight:  # DMQ moves factors from the input into the weight
