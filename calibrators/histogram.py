@@ -225,8 +225,8 @@ class Histogram(HistogramState):
         else:
             self.counts[:] += _count_bins(chunk, self.full_range)
         if self.initial_range is not None:
-            # TensorRT's rule: `full_range` starts as the largest |x| of the first batch, which is
-            # counted in the bin below the end
+            # TensorRT's rule, in all batches: |x| == full_range is counted in the bin below the end
+            # (the first batch always has such a value, since its largest |x| is the range)
             self.counts[:] = close_range(self.counts)
 
     def merge(self, histogram: Histogram) -> None:

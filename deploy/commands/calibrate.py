@@ -87,7 +87,8 @@ def calibrate(
         choice = to_choice(dataset.limit)  # which images all shards together observe
         dataset = replace(dataset, limit=replace(choice, shard=(number, count)))
         path = out or Path(f"{model.stem}.{number}-of-{count}.shard")
-        name_output(path, "shard", force=calibration.cache.force)  # another file there is refused
+        # refuses to replace a file that is no shard, unless the user forces it
+        name_output(path, "shard", force=calibration.cache.force)
     cache_path = path if shard is None else None  # `calib8 merge` writes the cache of all shards
     options = replace(
         calibration,
