@@ -378,7 +378,11 @@ def test_float_model_ships_where_int8_is_not_worth_it(level):
 @pytest.mark.parametrize(
     ("float_path", "shipped", "against"),
     [
-        ("net.onnx", "net.onnx  (the float model; the engine is m.int8.onnx)", " --against net.onnx"),
+        (
+            "net.onnx",
+            "net.onnx  (the float model; the engine is m.int8.onnx)",
+            " --against net.onnx",
+        ),
         ("m.onnx", "m.int8.onnx", ""),  # built without --float
     ],
 )
