@@ -143,7 +143,7 @@ class StabilityMonitor:
         self._scales_at_last_check = {} if self.stopped else self._search_scales(total_statistics)
         return self.stopped
 
-    def end(self, samples: int) -> HalvesAgreement | None:
+    def compare_finally(self, samples: int) -> HalvesAgreement | None:
         """Return the final agreement; None with too few samples or no suitable observations."""
         if self.halves is None:
             if self._last_agreement is None:

@@ -329,7 +329,7 @@ def deploy_scales(
     ascend_config: Path | None,
     **options: Any,
 ) -> Report:
-    """Write deploy and fake-quant models of MODEL with the scales of RECORD (AMCT's save_model).
+    """Write deploy and fake-quant models of MODEL with the scales of RECORD, as AMCT's save_model.
 
     RECORD may be AMCT's or calib8's, edited or not; layers without an entry stay float. Nothing is
     calibrated. With --images the result is compared with MODEL.

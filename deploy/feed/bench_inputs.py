@@ -38,12 +38,12 @@ def random_feeds(
         inputs: specs of the inputs.
         shapes: input name -> dimensions, for inputs with open dimensions.
         batch: first dimension of every input, which must be open; None leaves it as it is.
-        count: number of different inputs.
+        count: number of feeds.
         seed: seed of the values.
 
     Raises:
-        ConfigError: a shape that does not fit, or is missing; values that are no numbers, or do not
-            fit into the memory.
+        ConfigError: a shape that does not fit, or is missing; an input whose type has no numbers;
+            feeds that do not fit into the memory.
     """
     shapes = shapes or {}
     input_names = [spec.name for spec in inputs]

@@ -274,8 +274,9 @@ def observe_here(run: CalibrationRun, decision: CacheDecision) -> PassResult:
 
     Raises:
         CacheError: a checkpoint from which the run cannot go on.
-        CalibrationError: the tensors of one sample do not fit into the memory, or as the pass.
-        FeedError, BackendError: as the pass, `deploy.calibration.one_pass.observe`.
+        CalibrationError: the tensors of one sample do not fit into the memory.
+        CalibrationError, FeedError, BackendError: what the pass raises
+            (`deploy.calibration.one_pass.observe`).
     """
     # at most `run.threads`, as many as the memory suffices for
     threads = one_pass.count_workers(decision.missing, run.subject.model, run.threads)
@@ -293,7 +294,8 @@ def observe_here(run: CalibrationRun, decision: CacheDecision) -> PassResult:
             schedule.preliminary_sample_count,
             threads,
         )
-        # a shard may be without a single good sample, and then has no statistics
+        # a run may be one shard of several, whose samples may all be bad ones that are skipped; it
+        # then has no statistics
         new_statistics = observe_unless_all_skipped(run.feed, observe_missing)
         statistics = statistics.merged_with(new_statistics)
 
@@ -490,16 +492,18 @@ def _compare_halves(
     """
     if not decision.missing:
         return None, ()
-    agreement = run.stability_monitor.end(len(run.feed))
+    inference_count = len(run.feed)
+    agreement = run.stability_monitor.compare_finally(inference_count)
     if run.stop_rule is None:
         if agreement is not None:
-            # the monitor counts inferences, each of a batch of images; the report counts images
+            # the monitor counts inferences, each of a batch of images; the report counts images.
+            # With a stop rule each inference is one image: a larger fixed batch was refused
             agreement = replace(agreement, samples=run.feed.count)
         return agreement, ()
     if agreement is not None:
         return agreement, ()
     # with a rule, halves are compared at 16 samples for the first time
-    return None, (f"whether samples are enough is judged from 16 on: there were {len(run.feed)}",)
+    return None, (f"whether samples are enough is judged from 16 on: there were {inference_count}",)
 
 
 def _check_float_model(run: CalibrationRun, evaluation_set: EvaluationSet) -> tuple[str, bool]:

@@ -434,7 +434,8 @@ def _choose_checkpoint(options: CalibrationOptions) -> Path | None:
         ConfigError: --resume, but there can be no checkpoint.
     """
     policy = options.cache
-    conflicting_flag = policy.reuse_flag  # with a cache that is only read, no image is run
+    # the flag by which the user has the cache only read, so that no image is run; None without one
+    conflicting_flag = policy.reuse_flag
     if options.until_stable is not None:
         conflicting_flag = "--until-stable"
     if options.resume and conflicting_flag:

@@ -108,7 +108,8 @@ def deploy(
         record: AMCT's text file of the scales and offsets of each layer.
         out: output folder.
         cache: TensorRT's calibration cache, instead of a record.
-        config: configuration of the record; needed if it does not fold BatchNormalization.
+        config: AMCT's configuration by which the record was made; needed if the configuration turns
+            off the folding of BatchNormalization.
         target: target with options; those for calibrating have no effect. None for the defaults.
         inputs: samples to run the files on; None for random ones.
         threads: worker threads, None for up to 4 cores.

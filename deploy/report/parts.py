@@ -386,7 +386,7 @@ class TargetPart:
 def node_rows(decisions: Iterable[Decision], model: ModelProto) -> tuple[NodeRow, ...]:
     """Return a row for each node of a model.
 
-    `decisions`: of a target, on the precision of each node, with the reason.
+    `decisions`: a target's decisions: the precision of each node, and why it is float.
     """
     path_by_node = module_paths(model)
     return tuple(

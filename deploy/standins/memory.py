@@ -275,10 +275,10 @@ class Memory:
         if block is None:
             return None
         room = block.size - offset
-        copied_end = offset  # bytes from `offset` to this one were copied without a gap
+        copied_end = offset  # end of the bytes from `offset` on that were copied without a gap
         adjacent_copies = []
         for copy in sorted(block.copies, key=lambda copy: copy.offset):
-            if copy.offset <= copied_end < copy.offset + copy.size:  # the copy goes on from there
+            if copy.offset <= copied_end < copy.offset + copy.size:  # it covers the next byte
                 adjacent_copies.append(copy)
                 copied_end = copy.offset + copy.size
         if not adjacent_copies:

@@ -158,6 +158,7 @@ class _Float16Writer:
         """
         read_tensors = _read_tensors(nodes)
         restored_names = {}  # float16 form of a constant -> the name of the constant, which it gets
+        # keys are (tensor, type that it is converted to)
         for (name, _), converted in self.converted_tensors.items():
             is_constant = converted in self.new_constants and name in self.index.initializers
             if is_constant and name not in read_tensors:  # no node reads it in float32

@@ -166,8 +166,8 @@ def concat_groups(
 ) -> list[frozenset[str]]:
     """Return the groups of two or more `tensors` that meet in a Concat and so share a scale.
 
-    Concats with a common tensor form one group. If a tensor takes the scale of another one, its
-    owner in the plan, the group has the owner instead. For DLA the input and output of a pool form
+    Concats with a common tensor form one group. A tensor that takes the scale of another one is
+    replaced by that one (its owner, in the plan). For DLA the input and output of a pool form
     a group too.
     """
     joining_operators = {"Concat"}
