@@ -93,11 +93,7 @@ def make_schema() -> dict[str, Any]:
     for name, kind in sorted(find_classes(Report).items()):
         properties = _describe_class(name, kind, raw["$defs"][name]["properties"])
         # those without a default: the others may be missing in a report of an earlier version
-        required = [
-            key
-            for key in raw["$defs"][name].get("required", [])
-            if key in properties and _is_always_written(properties[key])
-        ]
+        required = [key for key in raw["$defs"][name].get("required", []) if key in properties]
         first_line = (kind.__doc__ or "").strip().partition("\n")[0].partition(";")[0].rstrip(".")
         definitions[name] = {
             "type": "object",
@@ -139,11 +135,6 @@ def _plain_type(raw: Any) -> dict[str, Any]:
     if "prefixItems" in raw:
         kept["prefixItems"] = [_plain_type(option) for option in raw["prefixItems"]]
     return kept
-
-
-def _is_always_written(value: Mapping[str, Any]) -> bool:
-    """Whether a key is in every object: only None, lists and maps may be left out."""
-    return not {"anyOf", "title"} & set(value) and value.get("type") not in ("array", "object")
 
 
 def type_text(value: Mapping[str, Any]) -> str:

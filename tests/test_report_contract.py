@@ -14,7 +14,7 @@ from deploy.calibration.sample_checks import HalvesAgreement
 from deploy.report import Report, to_json
 from deploy.report.documents import read_report
 from deploy.report.model import SCHEMA
-from deploy.report.parts import CalibrationPart, EngineRow
+from deploy.report.parts import CalibrationPart, EarlierPart, EngineRow
 from scripts.report_schema import FILE, NUMBER, make_schema, page, schema_text
 
 OLD_REPORT = Path(__file__).parent / "golden" / "formats" / "0.1.0" / "report.json"
@@ -111,3 +111,12 @@ def test_differences_of_halves_are_read_back(tmp_path):
     assert read.calibration.agreement == agreement
     assert to_json(read) == to_json(report)
     assert replace(read, title="b") != report
+
+
+def test_empty_fields_without_default_are_read_back(tmp_path):
+    """A build that is worse than the one before, whose split is not in the front any more."""
+    earlier = EarlierPart(target="onnxruntime", text="good", split=None)
+    report = Report(engines=(EngineRow(label="FP32"),), earlier=(earlier,))
+    (tmp_path / "report.json").write_text(json.dumps(to_json(report)))
+    assert read_report(tmp_path / "report.json").earlier == report.earlier
+    assert flaws(to_json(report), CONTRACT) == []

@@ -6,7 +6,7 @@ the time of a float model on the CPU says nothing about int8 on a GPU.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 
 from deploy.errors import ConfigError
@@ -212,7 +212,10 @@ def to_plain_object(value: object) -> dict[str, object]:
 
 
 def to_plain(value: object) -> object:
-    """Return a value as JSON types; empty fields of dataclasses are left out."""
+    """Return a value as JSON types.
+
+    Empty fields of dataclasses are left out if they have a default, with which they are read again.
+    """
     if value is None or isinstance(value, bool | int | str):
         return value
     write_json = getattr(value, "to_json", None)  # a class that writes itself in another way
@@ -222,7 +225,11 @@ def to_plain(value: object) -> object:
         plain: dict[str, object] = {}
         for stored_field in fields(value):
             item = getattr(value, stored_field.name)
-            if stored_field.metadata != PAGE_ONLY and item not in (None, (), {}):
+            is_required = (
+                stored_field.default is MISSING and stored_field.default_factory is MISSING
+            )
+            is_stored = is_required or item not in (None, (), {})
+            if is_stored and stored_field.metadata != PAGE_ONLY:
                 plain[stored_field.name] = to_plain(item)
         return plain
     if isinstance(value, Mapping):
