@@ -286,7 +286,7 @@ class EarlierPart:
 
     target: str
     text: str
-    split: int | None
+    split: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
