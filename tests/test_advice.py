@@ -8,6 +8,7 @@ import pytest
 from deploy.calibration.sample_checks import HalvesAgreement
 from deploy.metrics.accuracy import Accuracy
 from deploy.metrics.latency import SpeedUp
+from deploy.metrics.levels import MIN_OBJECTS
 from deploy.pipeline.results import compare_with_earlier
 from deploy.report import Report, to_screen
 from deploy.report.parts import (
@@ -22,7 +23,7 @@ from deploy.report.parts import (
     TargetPart,
 )
 from deploy.report.screen import find_alternative, next_steps
-from deploy.report.verdict import MIN_OBJECTS, Verdict
+from deploy.report.verdict import Verdict
 from deploy.tasks.evaluation_task import TaskFigure
 from deploy.tuning.plan_file import SplitRow
 

@@ -417,10 +417,11 @@ def test_float16_underflow_in_om_is_reported(flags, smallest, is_reported, comma
     np.save(tmp_path / "x.npy", DATA[:4, :, :5, :7])
     arguments = ("--images", tmp_path / "x.npy", "--effort", 0, "--duration", 0, "--accept")
     command("build", path, *arguments, "--target", "ascend", *flags, "--out", tmp_path / "o")
-    notes = (tmp_path / "o" / "report.md").read_text()
-    note = "in float16 what is not int8, which is too narrow for guard, log: least, 1e-09, which"
-    assert (note in notes) == is_reported
-    assert ("give --atc-flag=--keep_dtype=FILE" in notes) == is_reported
+    (target,) = json.loads((tmp_path / "o" / "report.json").read_text())["targets"]
+    alerts = " ".join(target.get("alerts", ()))
+    text = "in float16 what is not int8, which is too narrow for guard, log: least, 1e-09, which"
+    assert (text in alerts) == is_reported
+    assert ("give --atc-flag=--keep_dtype=FILE" in alerts) == is_reported
 
 
 def test_atc_gets_no_scalar_shape(done, tmp_path):

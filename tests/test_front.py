@@ -273,6 +273,15 @@ def test_halving_finds_the_first_good_split(good_index):
     assert len(tried) <= math.ceil(math.log2(8))
 
 
+def test_front_calls_a_split_of_few_boxes_doubtful():
+    """As the report does: else it would recommend a split whose build is doubtful as well."""
+    trial = make_trial(4, time=0.6, db=26.0)
+    few_boxes = TaskLoss(0.0, GOOD, "7 of 7 boxes", found=7)
+    chosen, chooser = choose(FakeSearch([trial]), lambda _: ExpectedVerdict(task_loss=few_boxes))
+    (split,) = chooser.front(chosen)
+    assert split.row.level == DOUBTFUL
+
+
 def test_size_counts_int8_weights_as_a_quarter():
     from deploy.targets import TARGETS
     from deploy.tuning.front import SplitSizes

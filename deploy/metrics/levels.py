@@ -32,6 +32,7 @@ _VARYING_LIMITS = -15.0, 10.0  # of what varies: numbers say as much without the
 _CHANGE_LIMITS = -LEFT_DB, 10.0  # of the change of an input
 _TASK_SLICE_LIMITS = 0.0, math.inf  # beside a task: more noise than signal is never good
 
+MIN_OBJECTS = 40  # fewer boxes, labels or points hide a loss of 0.025
 _MAX_NEW_SHARE = 0.1  # boxes that FP32 lacks, as a share of FP32's
 _ROUNDING = 1e-9  # in floating point 1 - 0.99 is more than 0.01
 _MIN_SAMPLES = 4  # samples that can be judged

@@ -20,6 +20,7 @@ from deploy.metrics.levels import (
     FLOAT_MODEL,
     GOOD,
     LEVELS,
+    MIN_OBJECTS,
     SHIFT_LABELS,
     UNUSABLE,
     finds_objects,
@@ -113,7 +114,6 @@ class Verdict:
 
 
 MIN_SHRINK = 4 / 3  # size of the float file over the engine's from which the size is a gain
-MIN_OBJECTS = 40  # fewer boxes, labels or points hide a loss of 0.025
 MIN_SAMPLES = 30  # fewer samples hide that of one class in 30
 # sentences of `_describe_too_few`, `question_reference` and `deploy.calibration.input_checks`
 _TOO_FEW = re.compile(r"\d+ (?P<things>.+) (?:is|are) too few; (?P<missing>.+) would do")

@@ -140,7 +140,7 @@ class SplitChooser:
                 size=round(self.sizes.of(trial.in_float), 4),
                 sqnr_db=round(trial.noise.db, 2),
                 figure=task_loss.words if task_loss else "",
-                level=verdict.level if verdict else "",
+                level=verdict.reported_level if verdict else "",
                 taken=trial is choice,
             )
             splits.append(PlannedSplit(row=row, choices=trial.choices))

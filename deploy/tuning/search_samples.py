@@ -45,9 +45,11 @@ from deploy.feed.states import OwnStates
 from deploy.frontends.base import model_digest
 from deploy.metrics.accuracy import Accuracy, Comparison
 from deploy.metrics.levels import (
+    DOUBTFUL,
     FLOAT_MODEL,
     GOOD,
     LEVELS,
+    MIN_OBJECTS,
     UNUSABLE,
     TaskLoss,
     judge_accuracy,
@@ -68,7 +70,6 @@ _MEAN_SAMPLES = 32  # samples that give the mean of what is measured about it
 _MAX_VALUES = 5_000_000  # input values of all samples: a large one shows as much as many small
 _FIRST_SAMPLES = 12, CANDIDATE_COUNT  # numbers that a verdict may rest on, before all are run
 MOST_OUTPUT_BYTES = MOST_BYTES // 8  # on disk, of one judged model; a search judges about eight
-_MIN_SHOWING = 40  # boxes of the float model whose count shows a loss of 0.025
 
 
 def max_sample_count(evaluation_set: EvaluationSet) -> int:
@@ -241,6 +242,14 @@ class ExpectedVerdict:
     task_loss: TaskLoss | None = None
     outputs: EngineOutputs | None = None
 
+    @property
+    def reported_level(self) -> str:
+        """The level that a report gives the engine: of few boxes, it is at best doubtful."""
+        found = None if self.task_loss is None else self.task_loss.found
+        if self.level == GOOD and found is not None and found < MIN_OBJECTS:
+            return DOUBTFUL
+        return self.level
+
 
 @dataclass(frozen=True, slots=True)
 class VerdictPredictor:
@@ -321,16 +330,16 @@ class VerdictPredictor:
 
 
 def _extrapolate_few_boxes(accuracy: Accuracy, noise: float) -> Accuracy:
-    """Return the accuracy that `_MIN_SHOWING` more boxes would show, if there are fewer boxes.
+    """Return the accuracy that `MIN_OBJECTS` more boxes would show, if there are fewer boxes.
 
     Of few boxes, a single one that is lost or new would decide. A share `noise` of those that are
     added counts as lost, and as many as new.
     """
     task = accuracy.task
-    if task is None or task.found is None or task.found >= _MIN_SHOWING:
+    if task is None or task.found is None or task.found >= MIN_OBJECTS:
         return accuracy
-    count = task.found + _MIN_SHOWING
-    changed = noise * _MIN_SHOWING
+    count = task.found + MIN_OBJECTS
+    changed = noise * MIN_OBJECTS
     lost_share = (task.lost * task.found + changed) / count
     expected = replace(
         task, value=task.reference - lost_share, new=int(task.new + changed), counted=count
@@ -350,7 +359,7 @@ def _is_certain(levels: Collection[str], accuracy: Accuracy, task_loss: TaskLoss
         return True
     if accuracy.samples < CANDIDATE_COUNT:
         task = accuracy.task
-        if task is None or 0 < task.counted < _MIN_SHOWING:
+        if task is None or 0 < task.counted < MIN_OBJECTS:
             return False
     is_extreme = UNUSABLE in levels or set(levels) <= {GOOD}
     return is_extreme and (task_loss is None or task_loss.sure)

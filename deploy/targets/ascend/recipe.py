@@ -360,16 +360,12 @@ def bit_width_notes(records: Records) -> Iterator[str]:
         yield f"FORCE_FP16_QUANT: {_FORCED_FLOAT16}."
 
 
-def precision_notes(
-    recipe: Recipe, float16_tensors: Collection[str], atc_flags: Collection[str]
-) -> Iterator[str]:
+def precision_notes(recipe: Recipe, float16_tensors: Collection[str]) -> Iterator[str]:
     """Yield notes on the types of layers, and the chips that accept them or gain from them.
 
     Args:
         recipe: the model and its int8 layers.
         float16_tensors: tensors that are float16 in the model's file.
-        atc_flags: flags of atc; with one that sets the precision there is no note on nodes that
-            overflow float16.
     """
     layers = [quant_layer.layer for quant_layer in recipe.layers.values()]
     product_count = sum(layer.two_activations for layer in layers)
@@ -385,12 +381,15 @@ def precision_notes(
             f"{summarize_layers(float16_layers)} read and give float16, as in the file; calibration"
             " and evaluation ran in float32."
         )
-    if not any(flag.partition("=")[0] in _PRECISION_FLAGS for flag in atc_flags):
-        yield from _float16_overflow_notes(recipe)
 
 
-def _float16_overflow_notes(recipe: Recipe) -> Iterator[str]:
-    """Yield a note on the float nodes whose values exceed float16, in which atc computes them."""
+def float16_overflow_alerts(recipe: Recipe, atc_flags: Collection[str]) -> Iterator[str]:
+    """Yield an alert on the float nodes whose values exceed float16, in which atc computes them.
+
+    `atc_flags`: flags of atc; with one that sets the precision there is no alert.
+    """
+    if any(flag.partition("=")[0] in _PRECISION_FLAGS for flag in atc_flags):
+        return
     magnitudes = {
         tensor: max(-scale.observed_min, scale.observed_max)
         for tensor, scale in recipe.ranges.items()

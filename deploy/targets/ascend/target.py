@@ -407,7 +407,7 @@ class Ascend(Target):
         )
         notes = [
             *recipe.notes,
-            *precision_notes(recipe, float16_tensors, self.atc_flags),
+            *precision_notes(recipe, float16_tensors),
             *shared_weight_notes(weight_sharers, request.name),
             deploy_model_note(recipe.model, recipe.layers, request),
         ]
@@ -461,7 +461,10 @@ class Ascend(Target):
 
     def _alerts(self, recipe: Recipe) -> tuple[str, ...]:
         """Return sentences on what the user must know before the files are used."""
+        from deploy.targets.ascend.recipe import float16_overflow_alerts
+
         alerts = [*recipe.alerts, *self._image_format().alerts]
+        alerts += float16_overflow_alerts(recipe, self.atc_flags)
         inputs = {value.name for value in recipe.model.graph.input}
         layers = [quant_layer.layer for quant_layer in recipe.layers.values()]
         int8_conv_inputs = [layer.input for layer in layers if layer.kind == "Conv"]
