@@ -136,7 +136,8 @@ def _find_earlier_plan(
     if earlier is None or not earlier.front:
         raise ConfigError(
             f"--split takes a split of an earlier build's plan, got none for {target.name};"
-            " build with a search first: without --split and --effort 0"
+            " build with a search first: without --split (also in the file of --config) and"
+            " --effort 0"
         )
     return earlier.with_split(options.split)
 
