@@ -219,8 +219,7 @@ def _are_logits(value: Array) -> bool:
     positive_share = np.mean(value[0].max(axis=0) > 0)
     best = value[0].argmax(axis=0)
     equal_share = min(np.mean(best[1:] == best[:-1]), np.mean(best[:, 1:] == best[:, :-1]))
-    is_smooth = equal_share >= MIN_EQUAL_NEIGHBOURS
-    return bool(is_smooth and positive_share >= MOST_SHARE)
+    return bool(equal_share >= MIN_EQUAL_NEIGHBOURS and positive_share >= MOST_SHARE)
 
 
 @dataclass(slots=True)
