@@ -134,6 +134,13 @@ def test_seven_raw_scores_are_more_than_a_pose_has_numbers():
         assert same_task(outputs) == task
 
 
+@pytest.mark.parametrize(("name", "task"), [("logits", "classes"), ("y", None)])
+def test_name_logits_says_that_scores_are_classes(name, task):
+    """Scores of a page's orientation, which move together as the angles of a pose do."""
+    rows = [[-1.05, -1.16, 3.31, -1.19], [0.57, 4.95, 0.48, 0.58], [0.62, 0.83, 0.84, 5.15]]
+    assert same_task([{name: np.float32([row])} for row in rows]) == task
+
+
 def task_of_rows(rows):
     return same_task([{"y": row[None].astype(np.float32)} for row in rows])
 

@@ -242,9 +242,9 @@ def find_classes(samples: FirstSamples) -> Classes | None:
     # later task, takes these
     if not names and find_labels(samples) is None:
         allows_others = False
-        is_single = len(samples.names) == 1
         for name, rows in candidates.items():
-            if are_raw_scores(rows, is_single=is_single):
+            # exporters call raw scores of classes "logits"
+            if name == "logits" or are_raw_scores(rows, is_single=len(samples.names) == 1):
                 names.append(name)
     has_others = len(names) < len(samples.names)
     if not names or (has_others and not allows_others):
