@@ -433,7 +433,7 @@ def test_modes_have_size_and_error(resnet, batches):
         assert 0 < results[mode].max_error < 0.01
     assert results["static"].sqnr_db < results["dynamic"].sqnr_db
     heading = format_modes(list(results.values())).splitlines()[0]
-    assert heading.split() == ["Mode", "Bytes", "Smaller", "Max", "error", "SQNR", "dB"]
+    assert heading.split() == ["Mode", "Weight", "bytes", "Smaller", "Max", "error", "SQNR", "dB"]
 
 
 @pytest.mark.slow
