@@ -48,11 +48,11 @@ def search_bins(histogram: Int64Array) -> int:
     candidates = np.flatnonzero(is_near_least) + LEVELS
     min_kl = np.inf
     best_bin_count = BINS
-    for bin_count in candidates:  # exact sums, so that equal divergences compare equal
-        kl = divergence(counts, int(bin_count))
+    for bin_count in candidates.tolist():  # exact sums, so that equal divergences compare equal
+        kl = divergence(counts, bin_count)
         if kl <= min_kl:  # the last one on ties
             min_kl = kl
-            best_bin_count = int(bin_count)
+            best_bin_count = bin_count
     return best_bin_count
 
 
@@ -76,7 +76,7 @@ def divergence(counts: Float64Array, kept_bins: int) -> float:
     level_means = level_sums / np.maximum(occupied_counts, 1)
     q = np.where(is_occupied, level_means[level_by_bin], 0.0)
     if q.sum() == 0 or np.any((p > 0) & (q == 0)):
-        return float(np.inf)
+        return np.inf
     p = p / p.sum()
     q = q / q.sum()
     is_positive = p > 0
@@ -97,32 +97,35 @@ def _divergences(counts: Float64Array) -> Float64Array:
 
     Sums over bins are differences of prefix sums: entry i is the sum of the bins before bin i.
     """
-    kept_bins = np.arange(LEVELS, BINS + 1)  # arrays below have a value for each of these numbers
+    # the numbers of kept bins to compare; arrays below without another shape have a value for each
+    bin_counts = np.arange(LEVELS, BINS + 1)
     counts_before = _prefix_sums(counts)
     occupied_before = _prefix_sums(counts > 0)
-    kept_sums = counts_before[kept_bins]
+    kept_sums = counts_before[bin_counts]
     total = counts.sum()
-    last_count = counts[kept_bins - 1]
+    last_count = counts[bin_counts - 1]  # of the last kept bin, without the outliers
     outliers = total - kept_sums
 
     # sum p ln p; the outliers change the term of the last bin
-    kept_bin_terms = _prefix_sums(_xlogx(counts))[kept_bins]
+    kept_bin_terms = _prefix_sums(_xlogx(counts))[bin_counts]
     p_terms = kept_bin_terms - _xlogx(last_count) + _xlogx(last_count + outliers)
 
     # sum p ln(s / n): a level is a run of bins. Many levels are the same run, so the term s ln(s /
     # n) is computed once for each run of 1 to 16 bins, and looked up for each level
     run_terms = _run_terms(counts_before, occupied_before)
     level_terms = np.take(run_terms, _run_indices()).sum(axis=1)  # [1921, 128] -> [1921]
+
+    # outliers * ln(mean of the last level)
     last_level_start = _level_starts()[:, LEVELS - 1]
-    last_level_bins = occupied_before[kept_bins] - occupied_before[last_level_start]
+    occupied_in_last = occupied_before[bin_counts] - occupied_before[last_level_start]
     last_level_sum = kept_sums - counts_before[last_level_start]
-    last_mean = last_level_sum / np.maximum(last_level_bins, 1)
+    last_mean = last_level_sum / np.maximum(occupied_in_last, 1)
     outlier_terms = outliers * np.log(np.where(last_mean > 0, last_mean, 1.0))
 
     with np.errstate(divide="ignore", invalid="ignore"):
         total_terms = total * np.log(kept_sums / total)  # A ln(S / A)
         kl = (p_terms - level_terms - outlier_terms + total_terms) / total
-    # where q is 0 and p is not: no kept count at all, or outliers in an empty last bin
+    # Q is 0 where P is not: all kept bins are empty, or the last one is and gets the outliers
     is_infinite = (kept_sums == 0) | ((last_count == 0) & (outliers > 0))
     return np.where(is_infinite, np.inf, kl)
 
@@ -144,8 +147,8 @@ def _run_terms(sums: Float64Array, occupied: Float64Array) -> Float64Array:
 def _level_starts() -> NDArray[np.intp]:
     """Return the first bin of each level, then i, for each i (kept bins): [1921, 129]."""
     # level l holds the bins j with floor(j * 128 / i) == l, which start at ceil(l * i / 128)
-    kept_bins = np.arange(LEVELS, BINS + 1)
-    return -(-np.arange(LEVELS + 1)[None, :] * kept_bins[:, None] // LEVELS)
+    bin_counts = np.arange(LEVELS, BINS + 1)
+    return -(-np.arange(LEVELS + 1)[None, :] * bin_counts[:, None] // LEVELS)
 
 
 @cache

@@ -62,6 +62,7 @@ Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 StoredArray = NDArray[np.number[Any]]
 Value = TypeVar("Value", bound=np.generic)
+Real = TypeVar("Real", bound=np.floating)
 
 # torch's name -> numpy type. All integers of the type are used.
 DTYPES: dict[str, type[np.integer]] = {"quint8": np.uint8, "qint8": np.int8, "qint32": np.int32}
@@ -216,8 +217,8 @@ def affine_params(lo: float, hi: float, grid: Grid = UINT8) -> tuple[np.float32,
 
 
 def round_to_grid(
-    x: RealArray, grid: Grid, round_numbers: Callable[[Any], Any] = np.rint
-) -> RealArray:
+    x: NDArray[Real], grid: Grid, round_numbers: Callable[[Any], Any] = np.rint
+) -> NDArray[Real]:
     """Round values to a grid: integers, or floats of fewer digits. Large values do not saturate.
 
     The result has the dtype of x, in which every step but the rounding is exact.
@@ -257,20 +258,17 @@ def quantize(
 
 def fp8_codes(q: StoredArray) -> NDArray[np.uint8]:
     """Return the bytes of values on the grid FP8: sign, exponent, mantissa; NaN is 0x7f."""
-    values = np.asarray(q, np.float32)
-    size = np.nan_to_num(np.abs(values))
-    _, exponent = np.frexp(size)
-    octave = np.where(size > 0, np.maximum(exponent - 1, FP8.least_exponent), FP8.least_exponent)
-    steps = np.ldexp(size, FP8.mantissa - octave)  # integers, since q is on the grid
-    code = (octave - FP8.least_exponent) * 2**FP8.mantissa + steps.astype(np.int32)
-    code = np.where(np.isnan(values), 0x7F, code) | np.where(np.signbit(values), 0x80, 0)
-    return np.asarray(code, np.uint8)
+    # a float16 has the same fields: sign, exponent, whose bias is 15 in place of 7, and mantissa
+    halves = (np.asarray(q, np.float32) / 2**8).astype(np.float16)
+    bits = halves.view(np.uint16)
+    magnitude = np.where(np.isnan(halves), 0x7F, bits >> 7 & 0x7F)
+    return np.asarray(bits >> 8 & 0x80 | magnitude, np.uint8)
 
 
 def dequantize(q: StoredArray, scale: Float32Array | np.float32, zero_point: int) -> Float32Array:
     """Return the real values (q - zero_point) * scale of any grid, float32."""
     # float32 is exact for every stored value and for differences of 16-bit values
-    return np.asarray((q.astype(np.float32) - np.float32(zero_point)) * scale, np.float32)
+    return (q.astype(np.float32) - np.float32(zero_point)) * scale
 
 
 def weight_scales(weight: RealArray, axis: int | None, *, grid: Grid = INT8) -> Float32Array:
@@ -353,13 +351,13 @@ class QuantizedTensor:
     def distance_from_zero_point(self) -> Int64Array:
         """Return q - zero_point, int64."""
         zero_point = broadcast_parameter(self.zero_point, self.stored.ndim, self.axis)
-        return np.asarray(self.stored.astype(np.int64) - zero_point, np.int64)
+        return self.stored.astype(np.int64) - zero_point
 
     def dequantize(self) -> Float32Array:
         """Return the real values (q - zero_point) * scale, float32 of the same shape."""
         steps = self.distance_from_zero_point().astype(np.float32)
         scales = broadcast_parameter(self.scale, self.stored.ndim, self.axis)
-        return np.asarray(steps * scales, np.float32)
+        return steps * scales
 
     def representable(self) -> tuple[Float32Array, Float32Array]:
         """Return the least and greatest representable real value: two float32 [1] or [C]."""

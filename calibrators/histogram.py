@@ -164,12 +164,13 @@ class Histogram(HistogramState):
         flat = as_kernel_array(x).reshape(-1)
         counting_kernel = kernel()  # the C library; None if it was not compiled
         if counting_kernel is None:
-            self.batch_amax = 0.0  # grows with the chunks
+            self.batch_amax = 0.0  # each chunk raises it to its own largest |x|
             for chunk in np.split(flat, range(_CHUNK_SIZE, flat.size, _CHUNK_SIZE)):
                 self._observe_chunk(chunk)
             return
 
-        # the kernel changes this structure, and the counts at their address
+        # the kernel changes this histogram, which is a ctypes structure (`HistogramState`), and the
+        # counts, at their addresses
         nan_count = counting_kernel.observe(
             counting_kernel.instruction_set,
             ctypes.byref(self),
@@ -306,27 +307,27 @@ class Histogram(HistogramState):
         """Return the histogram of all values clamped to [floor, ceiling], as exact as bins are.
 
         Values beyond these bounds make no difference to the nodes that read the tensor, so a clip
-        range should spend no integers on them. Bounds beyond the range of the bins are ignored: no
-        bin could hold the values.
+        range should spend no integers on them. The bounds are ignored if all of [floor, ceiling]
+        lies beyond the range of the bins, where no bin could hold the clamped values.
         """
         clamped = Histogram(initial_range=self.initial_range)
-        clamped.merge(self)  # a copy
-        are_beyond_bins = floor > self.full_range or ceiling < -self.full_range
+        clamped.merge(self)  # now it is a copy of this histogram
+        lies_beyond_bins = floor > self.full_range or ceiling < -self.full_range
         changes_nothing = floor <= self.minimum and self.maximum <= ceiling
-        if self.total == 0 or are_beyond_bins or changes_nothing:
+        if self.total == 0 or lies_beyond_bins or changes_nothing:
             return clamped
 
         # the values beyond the bounds join the outermost bins that remain
         clamped.minimum = min(max(self.minimum, floor), ceiling)
         clamped.maximum = max(min(self.maximum, ceiling), floor)
-        low = self._count_position(clamped.minimum)
-        high = self._count_position(clamped.maximum)
+        low = self._bin_index(clamped.minimum)
+        high = self._bin_index(clamped.maximum)
         clamped.counts[low] += clamped.counts[:low].sum()
         clamped.counts[high] += clamped.counts[high + 1 :].sum()
         clamped.counts[:low] = clamped.counts[high + 1 :] = 0
         return clamped
 
-    def _count_position(self, value: float) -> int:
+    def _bin_index(self, value: float) -> int:
         """Return the index into `counts` of a real value; that of the last bin beyond the range."""
         index = math.trunc(value * BINS / self.full_range)
         return min(max(index, -BINS), BINS) + BINS

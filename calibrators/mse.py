@@ -29,7 +29,7 @@ section 4.1; the search is that of `calibrators.mse`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -67,7 +67,8 @@ def _blocks(range_count: int, bin_count: int) -> Iterator[slice]:
 
 def mse(histogram: Histogram, *, symmetric: Grid = INT8, affine: Grid = UINT8) -> Scale:
     """Return the ranges of a tensor with the least squared quantization error."""
-    return lp(histogram, power=2.0, symmetric=symmetric, affine=affine, method="mse")
+    scale = lp(histogram, power=2.0, symmetric=symmetric, affine=affine)
+    return replace(scale, method="mse")
 
 
 def lp(
@@ -76,7 +77,6 @@ def lp(
     power: float,
     symmetric: Grid = INT8,
     affine: Grid = UINT8,
-    method: str = "",
 ) -> Scale:
     """Return the ranges of a tensor with the least sum of |error|^power.
 
@@ -85,7 +85,6 @@ def lp(
         power: 2 for the squared error; the greater, the more a clipped value weighs.
         symmetric: grid that `amax` is chosen for.
         affine: grid that `lo` and `hi` are chosen for.
-        method: name of the method, for the scale; "" for that of the power.
     """
     amax = _symmetric(histogram, symmetric, power)
     low, high = _affine(histogram, affine, power)
@@ -95,7 +94,7 @@ def lp(
         amax=amax,
         observed_min=histogram.minimum,
         observed_max=histogram.maximum,
-        method=method or f"lp-{power:g}",
+        method=f"lp-{power:g}",
     )
 
 
@@ -120,11 +119,11 @@ def range_errors(
         grid: values that are stored.
         power: 2 for the squared error.
     """
-    steps, lowest, highest = _levels(lows, highs, grid)
+    step_widths, lowest, highest = _levels(lows, highs, grid)
     errors = []
     for block in _blocks(lows.size, centres.size):
         block_errors = _block_errors(
-            centres, counts, steps[block], lowest[block], highest[block], grid, power
+            centres, counts, step_widths[block], lowest[block], highest[block], grid, power
         )
         errors.append(block_errors)
     return np.concatenate(errors)
@@ -133,7 +132,7 @@ def range_errors(
 def _block_errors(
     centres: RealArray,
     counts: NDArray[Any],
-    steps: RealArray,
+    step_widths: RealArray,
     lowest: RealArray,
     highest: RealArray,
     grid: Grid,
@@ -147,17 +146,17 @@ def _block_errors(
     Args:
         centres: [B] centres of the bins.
         counts: [B] number of values in each.
-        steps: [K] step width of each range, in the unit of the centres.
-        lowest: [K] lowest stored value of each range, in steps.
-        highest: [K] highest stored value, in steps.
+        step_widths: [K] width of a step of each range, in the unit of the centres.
+        lowest: [K] lowest stored value of each range, as a number of steps.
+        highest: [K] highest stored value, as a number of steps.
         grid: values that are stored.
         power: power of the errors.
     """
-    # one array, changed in place, holds the centres as stored in steps, then in real units, then
-    # their errors
-    errors = round_to_grid(centres[None, :] / steps[:, None], grid)
+    # one array, changed in place: the stored values of the centres, as numbers of steps; then these
+    # in the unit of the centres; then their differences from the centres
+    errors = round_to_grid(centres[None, :] / step_widths[:, None], grid)
     np.clip(errors, lowest[:, None], highest[:, None], out=errors)
-    errors *= steps[:, None]
+    errors *= step_widths[:, None]
     errors -= centres
     if power in (2, 3):  # products are much faster than powers
         costs = errors * errors
@@ -173,33 +172,27 @@ def _block_errors(
 def _levels(
     lows: Float64Array, highs: Float64Array, grid: Grid
 ) -> tuple[Float64Array, Float64Array, Float64Array]:
-    """Return (step width, lowest and highest stored value in steps) of each range, [K] each.
+    """Return (step widths, lowest stored values, highest stored values) of the ranges, [K] each.
 
-    An empty range has the step 1.
+    A stored value is a number of steps. An empty range has the step width 1.
     """
-    steps = (highs - lows) / grid.steps
-    steps = np.where(steps > 0, steps, 1.0)
-    lowest = np.asarray(round_to_grid(lows / steps, grid), np.float64)
-    highest = np.asarray(round_to_grid(highs / steps, grid), np.float64)
-    return steps, lowest, highest
+    step_widths = (highs - lows) / grid.steps
+    step_widths = np.where(step_widths > 0, step_widths, 1.0)
+    lowest = round_to_grid(lows / step_widths, grid)
+    highest = round_to_grid(highs / step_widths, grid)
+    return step_widths, lowest, highest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Bins:
     """Input of a range search: the occupied bins, the grid and the power of the error.
 
     Attributes:
-        centres, counts: [B] centres in real units and counts of the occupied bins.
+        centres, counts: [B] centres in real units and counts of the occupied bins, without the bin
+            around 0, which clipping does not affect.
     """
 
-    centres: Float64Array
-    counts: Int64Array
-    grid: Grid
-    power: float
-
-    @classmethod
-    def of(cls, centres: Float64Array, counts: Int64Array, grid: Grid, power: float) -> _Bins:
-        """Return the occupied bins, without the one around 0, which clipping does not affect.
+    def __init__(self, centres: Float64Array, counts: Int64Array, grid: Grid, power: float) -> None:
+        """Select the bins that count.
 
         Args:
             centres: centres of all bins, in real units.
@@ -208,15 +201,16 @@ class _Bins:
             power: power of the errors.
         """
         is_used = (counts > 0) & (np.abs(centres) > 0)
-        return cls(centres=centres[is_used], counts=counts[is_used], grid=grid, power=power)
+        self.centres = centres[is_used]
+        self.counts = counts[is_used]
+        self.grid = grid
+        self.power = power
 
     def index_of_best(self, lows: Float64Array, highs: Float64Array) -> int:
         """Return the index of the [K] range with the least error; the first on ties."""
         if (lows == lows[0]).all() and (highs == highs[0]).all():  # all ranges are the same
             return 0
         candidates = self._candidates(lows, highs)
-        if candidates.size == 1:
-            return int(candidates[0])
         lows = lows[candidates]
         highs = highs[candidates]
         errors = range_errors(self.centres, self.counts, lows, highs, self.grid, self.power)
@@ -257,19 +251,20 @@ class _Bins:
             highs: [K] upper ends.
             tolerance: a factor a little over 1.
         """
-        # all lengths in units of the longest end, so that their powers fit float32
+        # all lengths in units of the longest end, so that their powers fit float32; the lowest and
+        # highest values are numbers of steps, which have no unit
         unit = max(float(highs.max()), -float(lows.min())) or 1.0
         centres = (self.centres / unit).astype(np.float32)
         counts = (self.counts / self.counts.sum()).astype(np.float32)
 
-        steps, lowest, highest = _levels(lows, highs, self.grid)
-        steps32 = (steps / unit).astype(np.float32)
+        step_widths, lowest, highest = _levels(lows, highs, self.grid)
+        step_widths32 = (step_widths / unit).astype(np.float32)
         lowest32 = lowest.astype(np.float32)
         highest32 = highest.astype(np.float32)
         # values outside these bounds are clipped by more than half a step, the most that rounding
         # costs
-        lower_bounds = (lows - steps / 2) / unit
-        upper_bounds = (highs + steps / 2) / unit
+        lower_bounds = (lows - step_widths / 2) / unit
+        upper_bounds = (highs + step_widths / 2) / unit
 
         block_errors: list[Float64Array] = []
         min_error = np.inf
@@ -283,7 +278,7 @@ class _Bins:
             errors = _block_errors(
                 centres,
                 counts,
-                steps32[block],
+                step_widths32[block],
                 lowest32[block],
                 highest32[block],
                 self.grid,
@@ -314,7 +309,7 @@ def _symmetric(histogram: Histogram, grid: Grid, power: float) -> float:
     """Return the threshold of |x| with the least error; the largest |x| if all values are 0."""
     counts = histogram.magnitudes(BINS)
     centres = (np.arange(BINS) + 0.5) * histogram.full_range / BINS
-    bins = _Bins.of(centres, counts, grid, power)
+    bins = _Bins(centres, counts, grid, power)
     if not bins.counts.size:
         return histogram.amax
     highs = histogram.amax * _RATIOS
@@ -335,7 +330,7 @@ def _affine(histogram: Histogram, grid: Grid, power: float) -> tuple[float, floa
     edges = histogram.edges()
     centres = (edges[:-1] + edges[1:]) / 2
     counts = histogram.signed()  # of the bins between the edges, negative ones first
-    bins = _Bins.of(centres, counts, grid, power)
+    bins = _Bins(centres, counts, grid, power)
     low = min(histogram.minimum, 0.0)
     high = max(histogram.maximum, 0.0)
     if not bins.counts.size:
@@ -343,8 +338,7 @@ def _affine(histogram: Histogram, grid: Grid, power: float) -> tuple[float, floa
     lows = low * _RATIOS
     highs = high * _RATIOS
 
-    # cached, since the second search of an end often repeats the first
-    @cache
+    @cache  # since the second search of an end often repeats the first
     def best_low(fixed_high: float) -> float:
         return float(lows[bins.index_of_best(lows, np.full(_RATIOS.size, fixed_high))])
 

@@ -57,7 +57,8 @@ def percentile(histogram: Histogram, *, percent: float) -> Scale:
     """
     share = percent / 100
     bin_width = histogram.full_range / BINS
-    amax = quantile(histogram.magnitudes(BINS), share) * bin_width
+    position = quantile(histogram.magnitudes(BINS), share)  # of the threshold, in bins above 0
+    amax = position * bin_width
     minimum = histogram.minimum
     maximum = histogram.maximum
     lo = minimum
@@ -89,13 +90,10 @@ def quantile(counts: Int64Array, share: float) -> float:
 
 
 def _signed_quantile(histogram: Histogram, share: float) -> float:
-    """Return a quantile of the values with their signs."""
-    position = quantile(histogram.signed(), share)
+    """Return a quantile of the values with their signs, in real units."""
+    position = quantile(histogram.signed(), share)  # in bins
     edges = histogram.edges()
-    below = int(position)
-    if below == edges.size - 1:
-        return float(edges[below])
-    return float((edges[below + 1] - edges[below]) * (position - below) + edges[below])
+    return float(np.interp(position, np.arange(edges.size), edges))
 
 
 def minmax(histogram: Histogram) -> Scale:
@@ -127,5 +125,5 @@ def tail_length(histogram: Histogram) -> float:
     if rank < 2:
         return 0.0
     counts_above = np.cumsum(histogram.signed()[::-1])
-    tail_start = histogram.edges()[::-1][int(np.searchsorted(counts_above, rank))]
+    tail_start = histogram.edges()[::-1][np.searchsorted(counts_above, rank)]
     return max(histogram.maximum - float(tail_start), 0.0)

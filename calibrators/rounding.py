@@ -56,14 +56,14 @@ def gram(inputs: RealArray) -> Float64Array:
     The result does not depend on the number of threads.
     """
     x = np.asarray(inputs, np.float32)
-    total = block_products(x, x.swapaxes(1, 2).copy(), mirrored=True)
+    total = block_products(x, x.swapaxes(1, 2).copy(), symmetric=True)
     total /= max(inputs.shape[2], 1)
     return total
 
 
 @np.errstate(over="ignore", invalid="ignore")  # callers check for values that are not finite
 def block_products(
-    left: NDArray[Any], right: NDArray[Any], *, mirrored: bool = False
+    left: NDArray[Any], right: NDArray[Any], *, symmetric: bool = False
 ) -> Float64Array:
     """Multiply matrices so that the result does not depend on the number of threads.
 
@@ -72,8 +72,8 @@ def block_products(
     Args:
         left: G matrices, [G, M, K].
         right: G matrices, [G, K, N].
-        mirrored: whether the products are symmetric. Then only blocks on and above the diagonal are
-            computed, and copied to those below.
+        symmetric: whether the products will be symmetric, as those of X and X^T are. Then only the
+            blocks on and above the diagonal are computed, and copied to those below.
 
     Returns:
         The products, float64 [G, M, N].
@@ -86,12 +86,13 @@ def block_products(
     depth_step = max(_BLOCK_SIZE, _BLOCK_SIZE**3 // block_area)
     for start in range(0, rows, _BLOCK_SIZE):
         block_rows = slice(start, start + _BLOCK_SIZE)
-        strip_columns = slice(start if mirrored else 0, None)  # from the diagonal on, or all
-        strip = total[:, block_rows, strip_columns]  # a view; it stays in cache meanwhile
+        strip_columns = slice(start if symmetric else 0, None)  # from the diagonal on, or all
+        # a view of 64 rows of the result, which stay in the CPU's cache in the inner loop
+        strip = total[:, block_rows, strip_columns]
         for depth_start in range(0, inner, depth_step):
             depth = slice(depth_start, depth_start + depth_step)
             _add_blocks(strip, left[:, block_rows, depth], right[:, depth, strip_columns])
-    if mirrored:
+    if symmetric:
         for start in range(0, rows, _BLOCK_SIZE):
             end = start + _BLOCK_SIZE
             above = total[:, start:end, end:]
@@ -151,9 +152,9 @@ def round_by_output(
         raise CalibrationError("weights and products must be finite, got NaN or Inf")
     # added to the diagonal of `products`, so that few inputs do not decide everything
     damping = _DAMPING * np.einsum("gkk->gk", products).mean(axis=1)
-    integers = np.ascontiguousarray(round_to_grid(steps, grid), np.float64)
-    low = np.ascontiguousarray(round_to_grid(steps, grid, np.floor), np.float64)
-    high = np.ascontiguousarray(round_to_grid(steps, grid, np.ceil), np.float64)
+    integers = np.ascontiguousarray(round_to_grid(steps, grid))
+    low = np.ascontiguousarray(round_to_grid(steps, grid, np.floor))
+    high = np.ascontiguousarray(round_to_grid(steps, grid, np.ceil))
     error = integers - steps
     # half the derivative of the output error by each integer; `_sweep` keeps it up to date
     slope = np.ascontiguousarray(block_products(error, products) + damping[:, None, None] * error)
@@ -342,7 +343,7 @@ def _same_padding(size: int, span: int, stride: int, *, upper: bool) -> tuple[in
     """Return ONNX's SAME padding (start, end); `upper`: the end gets the odd value."""
     total = max((-(-size // stride) - 1) * stride + span - size, 0)
     small = total // 2
-    large = total - total // 2
+    large = total - small
     return (small, large) if upper else (large, small)
 
 

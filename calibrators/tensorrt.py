@@ -114,13 +114,12 @@ def from_device(bits: Array, dtype: str) -> Array:
 @cache
 def _float8() -> Array:
     """Return the float32 value of every E4M3 code: 4 exponent bits, 3 mantissa bits, bias 7."""
-    codes = np.arange(256)
-    exponent = codes >> 3 & 15
-    mantissa = codes & 7
-    normal = np.ldexp(1 + mantissa / 8, exponent - 7)
-    sizes = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal)
-    sizes[(exponent == 15) & (mantissa == 7)] = np.nan
-    return np.where(codes >> 7, -sizes, sizes).astype(np.float32)
+    codes = np.arange(256, dtype=np.uint16)
+    # a float16 has the same fields: sign, exponent, whose bias is 15 in place of 7, and mantissa
+    halves = ((codes & 0x80) << 8 | (codes & 0x7F) << 7).view(np.float16)
+    values = halves.astype(np.float32) * 2**8
+    values[[0x7F, 0xFF]] = np.nan, -np.nan  # the only codes that are no numbers
+    return values
 
 
 class DeviceMemory(Protocol):

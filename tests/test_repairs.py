@@ -414,7 +414,7 @@ def test_block_products_sum_to_the_matrix(shape):
     groups, rows, inner = shape
     rng = np.random.default_rng(3)
     matrix = rng.integers(-9, 9, shape).astype(np.float32)
-    gram_matrix = block_products(matrix, matrix.swapaxes(1, 2).copy(), mirrored=True)
+    gram_matrix = block_products(matrix, matrix.swapaxes(1, 2).copy(), symmetric=True)
     assert np.array_equal(gram_matrix, matrix.astype(np.float64) @ matrix.swapaxes(1, 2))
     left_matrix, right_matrix = rng.normal(size=shape), rng.normal(size=(groups, inner, 150))
     expected = np.zeros((groups, rows, 150))

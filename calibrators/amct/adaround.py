@@ -341,7 +341,7 @@ def initial_alpha(weight: Float32Array, scale: Float32Array) -> tuple[Float32Arr
     steps = weight / scale
     floor_codes = np.floor(steps)
     ratio = (_ZETA - _GAMMA) / (steps - floor_codes - _GAMMA)
-    return floor_codes, np.asarray(-np.log(ratio - _ONE), np.float32)
+    return floor_codes, -np.log(ratio - _ONE)
 
 
 def heights_of(alpha: Float32Array) -> tuple[Float32Array, Float32Array]:

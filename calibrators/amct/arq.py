@@ -54,6 +54,7 @@ from calibrators.grids import (
     checked_axis,
 )
 
+RealValues = RealArray | np.float32  # of many ranges, or of one
 FLT_EPSILON = np.float32(2.0**-23)
 _HISTOGRAM_BINS = 512
 _MAX_CUTS = 20  # cuts that the search of a KL scale tries, from 0 bins a side
@@ -66,18 +67,21 @@ def ascend_range(bits: int) -> tuple[int, int]:
     return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
 
 
-def ascend_denominator(hi: RealArray, lo: RealArray, bits: int) -> Int32Array:
+def ascend_denominator(hi: RealValues, lo: RealValues, bits: int) -> Int32Array:
     """Return the code of the symmetric grid's extreme: 128 if |lo| > |hi|, else 127 (8 bits)."""
     return np.asarray(2 ** (bits - 1) - 1 + (np.abs(hi) < np.abs(lo)), np.int32)
 
 
-def replace_tiny_scales(scale: Float32Array) -> Float32Array:
-    """Replace scales below FLT_EPSILON by 1, as in AMCT: the tensor is practically zero."""
+def replace_tiny_scales(scale: RealArray) -> Float32Array:
+    """Return float32 scales, 1 in place of those below FLT_EPSILON, as AMCT does.
+
+    Such a scale is that of a tensor that is practically zero.
+    """
     return np.where(scale < FLT_EPSILON, np.float32(1.0), scale).astype(np.float32)
 
 
 def ascend_scale_offset(
-    hi: RealArray, lo: RealArray, *, with_offset: bool, bits: int = 8
+    hi: RealValues, lo: RealValues, *, with_offset: bool, bits: int = 8
 ) -> tuple[Float32Array, Int32Array]:
     """Return (scale float32, offset int32) of clip ranges [lo, hi] in real units, elementwise.
 
@@ -106,7 +110,7 @@ def ascend_scale_offset(
             denominator = ascend_denominator(hi, lo, bits).astype(np.float32)
             raw_scale = np.maximum(np.abs(hi), np.abs(lo)) / denominator
             offset = np.zeros_like(raw_scale)
-        scale = replace_tiny_scales(np.asarray(raw_scale, np.float32))
+        scale = replace_tiny_scales(raw_scale)
         is_valid = np.isfinite(scale) & np.isfinite(np.float32(1) / scale) & np.isfinite(offset)
 
     if not is_valid.all():
@@ -276,7 +280,6 @@ def balance_factors(
         raising_activation = activation / (activation / factor).max()
     factor = np.where(has_no_activation & ~has_no_weight, raising_weight, factor)
     factor = np.where(has_no_weight & ~has_no_activation, raising_activation, factor)
-    factor = factor.astype(np.float32)
     if not ((factor > FLT_EPSILON) & (factor < np.float32(1) / FLT_EPSILON)).all():
         raise CalibrationError(
             "DMQ factors must be within float32's epsilon and its inverse, got"
@@ -311,10 +314,9 @@ def kl_scale(weight: RealArray, *, channel_wise: bool = True) -> Float32Array:
         )
     scales = np.ones(len(rows), np.float32)  # a channel of zeros has scale 1
     is_nonzero = amax > 0
-    if is_nonzero.any():
-        nonzero_amax = amax[is_nonzero]
-        histograms = _histograms(rows[is_nonzero], nonzero_amax)
-        scales[is_nonzero] = _best_scales(histograms, nonzero_amax)
+    nonzero_amax = amax[is_nonzero]
+    histograms = _histograms(rows[is_nonzero], nonzero_amax)
+    scales[is_nonzero] = _best_scales(histograms, nonzero_amax)
     return replace_tiny_scales(scales)  # 1 for a channel that is practically zero
 
 

@@ -226,9 +226,7 @@ def hfmg(histogram: HfmgHistogram, *, bits: int = 8, with_offset: bool = True) -
     left, right = runs[np.argmin(losses)].astype(np.float32)
     run_lo = lo + left * width
     run_hi = lo + (right + np.float32(1)) * width
-    scale, offset = ascend_scale_offset(
-        np.asarray(run_hi), np.asarray(run_lo), with_offset=with_offset, bits=bits
-    )
+    scale, offset = ascend_scale_offset(run_hi, run_lo, with_offset=with_offset, bits=bits)
     return AscendScale(scale=np.float32(scale), offset=int(offset), losses=losses)
 
 
@@ -290,8 +288,8 @@ def _float64_losses(counts: Int32Array, runs: Int64Array, bits: int) -> Float64A
     # moments of the histogram, each bin spread evenly over its width, with a variance of 1/12
     bin_centres = np.arange(counts.size) + 0.5
     total = counts_below[-1]
-    first_moment = float(np.dot(counts, bin_centres))
-    second_moment = float(np.dot(counts, bin_centres**2 + 1 / 12))
+    first_moment = np.dot(counts, bin_centres)
+    second_moment = np.dot(counts, bin_centres**2 + 1 / 12)
 
     code_count = 2**bits
     run_starts = runs[:, 0].astype(np.float64)

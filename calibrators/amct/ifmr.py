@@ -134,12 +134,11 @@ def ifmr(x: RealArray, params: IfmrParams | None = None) -> AscendScale:
     hi = initial_end(data, params.max_percentile, smallest=False)
     candidates = make_candidates(np.float32(hi), np.float32(lo), params)
 
-    # exact losses show which candidates may be AMCT's best, unless AMCT's float32 loss is mostly
-    # rounding error, overflows or underflows: with more bits, or beyond these extremes
+    # exact losses show which candidates may be AMCT's best, unless AMCT's loss in float32 is mostly
+    # rounding error (with more than 8 bits), or its squares underflow or overflow float32
     amax = max(abs(float(data[0])), abs(float(data[-1])))
-    is_in_range = amax > 1e-12 and amax * amax * data.size < 1e37
-    is_accurate_in_float32 = params.bits <= 8 and is_in_range
-    if data.size >= _MIN_SORTED_SIZE and is_accurate_in_float32:
+    fits_float32 = amax > 1e-12 and amax * amax * data.size < 1e37
+    if data.size >= _MIN_SORTED_SIZE and params.bits <= 8 and fits_float32:
         exact_losses = _sorted_losses(data, candidates)
         losses = _refine_losses(data, candidates, exact_losses)
     else:
@@ -205,7 +204,7 @@ def make_candidates(hi: np.float32, lo: np.float32, params: IfmrParams) -> Candi
         else:
             highs = ratios(params) * np.maximum(np.abs(hi), np.abs(lo))
             lows = -highs
-            largest_code = ascend_denominator(np.asarray(hi), np.asarray(lo), params.bits)
+            largest_code = ascend_denominator(hi, lo, params.bits)
             scales = highs / np.float32(largest_code)
     scales = replace_tiny_scales(scales)
     if not (np.isfinite(scales) & np.isfinite(np.float32(1) / scales)).all():
@@ -242,16 +241,16 @@ def _sorted_losses(data: Float32Array, candidates: Candidates) -> Float64Array:
         positions = np.searchsorted(data, boundaries.astype(np.float32))
         return positions.astype(np.float64), sums_below_cuts[np.searchsorted(cuts, positions)]
 
-    total = float(sums_below_cuts[-1])
-    squares = float(np.einsum("i,i->", data, data, dtype=np.float64))  # dot would use BLAS threads
-    return staircase_losses(count_and_sum_below, float(data.size), total, squares, candidates)
+    total = sums_below_cuts[-1]
+    sum_of_squares = np.einsum("i,i->", data, data, dtype=np.float64)  # dot would use BLAS threads
+    return staircase_losses(count_and_sum_below, data.size, total, sum_of_squares, candidates)
 
 
 def staircase_losses(
     count_and_sum_below: CountAndSumBelow,
-    count: float,
+    count: int,
     total: float,
-    squares: float,
+    sum_of_squares: float,
     candidates: Candidates,
 ) -> Float64Array:
     """Return the mean over x of (s q(x) - x)^2 for every candidate: s its scale, q(x) the code.
@@ -268,7 +267,7 @@ def staircase_losses(
         count_and_sum_below: boundaries -> (number, sum) of the data below each.
         count: number of the data.
         total: sum of the data.
-        squares: sum of the squares of the data.
+        sum_of_squares: sum of the squares of the data.
         candidates: clip ranges and scales.
     """
     losses = np.empty(candidates.scale.size)
@@ -278,7 +277,7 @@ def staircase_losses(
         highest_code = codes[-1] + 1
         sum_qx = highest_code * total - sums_below.sum()
         sum_qq = highest_code**2 * count - ((2 * codes + 1) * counts_below).sum()
-        losses[index] = (squares - 2 * scale * sum_qx + scale**2 * sum_qq) / count
+        losses[index] = (sum_of_squares - 2 * scale * sum_qx + scale**2 * sum_qq) / count
     return losses
 
 
@@ -448,11 +447,11 @@ def ifmr_streaming(histogram: IfmrHistogram, params: IfmrParams | None = None) -
 
     lo, hi = _initial_range(histogram, means, np.cumsum(counts), params)
     candidates = make_candidates(np.float32(hi), np.float32(lo), params)
-    squares = float((sums * means).sum())
+    sum_of_squares = (sums * means).sum()  # as if each value were the mean of its bin
     losses = staircase_losses(
-        count_and_sum_below, float(histogram.total), float(sums_below[-1]), squares, candidates
+        count_and_sum_below, histogram.total, sums_below[-1], sum_of_squares, candidates
     )
-    return best_scale(candidates, losses, float(np.float32(lo)), params)
+    return best_scale(candidates, losses, lo, params)
 
 
 def _initial_range(
