@@ -277,7 +277,7 @@ def test_sole_following_activation_enters_the_loss(following_nodes, kind, slope)
     options = {
         "key": "",
         "samples": 1,
-        "channel_maxima": (),
+        "channel_maxima": {},
         "make_model": lambda observed, rounded, end: model,
     }
     steps = AdaRoundSteps(float_graph=Graph(model), config=config, **options)

@@ -102,7 +102,7 @@ def test_tensors_may_have_names_of_amct(bits):
     layers = quantize_layers(model, find_layers(model), {"fc": record})
     comparison = compare_deploy_model(model, layers, [{"x": np.float32([[2, 3]])}])
     assert comparison.max_npu_difference == 0
-    assert list(comparison.sum_share_by_layer) == ["fc"] * (bits == 16)
+    assert list(comparison.int32_share_by_layer) == ["fc"] * (bits == 16)
     with pytest.raises(ModelError, match="start from the float model"):
         find_layers(fake_quant_model(model, layers))
 

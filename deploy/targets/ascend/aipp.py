@@ -74,24 +74,15 @@ def yuv_to_rgb_matrix(standard: str, color: str) -> tuple[Matrix, tuple[int, int
     if color == "bgr":
         rows.reverse()
 
-    # the values of Y (and of U and V) span this share of 0..255
-    y_span, uv_span, y_bias = _value_ranges(standard)
+    # the shares of 0..255 that the values of Y, and those of U and V, span; the lowest Y
+    y_span, uv_span, y_bias = 1.0, 1.0, 0
+    if standard.endswith("narrow"):
+        y_span, uv_span, y_bias = 219 / 255, 224 / 255, 16
     integers = tuple(
         (round(256 * y / y_span), round(256 * u / uv_span), round(256 * v / uv_span))
         for y, u, v in rows
     )
     return integers, (y_bias, 128, 128)
-
-
-def _value_ranges(standard: str) -> tuple[float, float, int]:
-    """Return the value ranges of a color standard.
-
-    Returns:
-        The shares of 255 that the values of Y, and that those of U and V, span; the lowest Y.
-    """
-    if standard.endswith("narrow"):
-        return 219 / 255, 224 / 255, 16
-    return 1.0, 1.0, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +180,8 @@ def _plan_frame(preprocess: Preprocess, source: AippSource) -> FramePlan | None:
     frame_size = source.size or input_size
     if frame_size == input_size:
         return None
-    preprocess = with_image_size(preprocess, frame_size, "a frame")  # refuses one below the crop
+    # a frame that is smaller than the crop is refused
+    preprocess = with_image_size(preprocess, frame_size, "a frame")
     # size of the resized frame, and its corner in the input, negative where it is cropped
     (height, width), (top, left) = resized_geometry(frame_size, preprocess)
     if preprocess.resize == "short-side" and (height, width) == frame_size:
@@ -202,15 +194,16 @@ def _plan_frame(preprocess: Preprocess, source: AippSource) -> FramePlan | None:
             corner=(top, left),
             picture_size=input_size,
         )
-    # a corner below 0: DVPP crops there, at even rows and columns. int() rounds towards 0, so that
-    # the crop stays inside the frame
+    # DVPP crops and pastes at even rows and columns. int() rounds towards 0, so that a crop, whose
+    # corner is negative, stays inside the frame.
+    dvpp_row = int(top / 2) * 2
     dvpp_column = int(left / 2) * 2
     if left > 0:  # DVPP pastes, at columns that are multiples of 16
         dvpp_column = left // 16 * 16
     return FramePlan(
         frame_size=frame_size,
         resized_size=(_round_up(height, 2), _round_up(width, 2)),
-        corner=(int(top / 2) * 2, dvpp_column),
+        corner=(dvpp_row, dvpp_column),
         picture_size=(_round_up(input_size[0], 2), _round_up(input_size[1], 16)),
     )
 
@@ -310,24 +303,25 @@ def _set_sizes(
     """
     input_size = preprocess.input_size  # (height, width) of the model's input
     frame_size = source.size or input_size
-    height, width = frame_size if plan is None else plan.picture_size  # of the picture
-    for name, side in (("width", width), ("height", height)):
+    picture_size = frame_size if plan is None else plan.picture_size
+    picture_height, picture_width = picture_size
+    for name, side in (("width", picture_width), ("height", picture_height)):
         if not _MIN_SIDE <= side <= _MAX_SIDE:
             raise ExportError(f"AIPP takes sides of {_MIN_SIDE} to {_MAX_SIDE}, got {name} {side}")
     # a frame must have even sides too, before it is resized
-    odd_sides = [side for side in (*frame_size, height, width) if side % 2]
+    odd_sides = [side for side in (*frame_size, *picture_size) if side % 2]
     if source.is_yuv and odd_sides:
         raise ExportError(f"YUV pictures have even sides, got one of {odd_sides[0]}")
-    parameters.src_image_size_w = width
-    parameters.src_image_size_h = height
+    parameters.src_image_size_w = picture_width
+    parameters.src_image_size_h = picture_height
 
-    if (height, width) == input_size:
+    if picture_size == input_size:
         return
     top = 0
     left = 0  # a planned picture has the model's input in its upper left corner
     if plan is None:  # a frame is cropped to its center, as by `resized_geometry`
-        top = round((height - input_size[0]) / 2)
-        left = round((width - input_size[1]) / 2)
+        top = round((picture_height - input_size[0]) / 2)
+        left = round((picture_width - input_size[1]) / 2)
     if source.is_yuv:  # U and V are shared by two rows and columns
         top = top // 2 * 2
         left = left // 2 * 2
@@ -388,9 +382,11 @@ def _set_normalization(parameters: Any, preprocess: Preprocess) -> float:
     """
     pixels = np.array([0.0, 255.0])  # the error is linear in the pixel, so its ends show the most
     max_error = 0.0
+    means = np.broadcast_to(preprocess.mean, 3) / preprocess.scale  # in pixel units
+    factors = preprocess.scale / np.broadcast_to(preprocess.std, 3)
     for channel in range(1 if preprocess.color == "grey" else 3):
-        mean = _channel_value(preprocess.mean, channel) / preprocess.scale  # in pixel units
-        factor = preprocess.scale / _channel_value(preprocess.std, channel)
+        mean = float(means[channel])
+        factor = float(factors[channel])
         if not 0 <= mean <= 255:
             raise ExportError(
                 f"AIPP takes means of 0 to 255 pixel units, got {mean:g} for channel {channel};"
@@ -414,11 +410,6 @@ def _set_normalization(parameters: Any, preprocess: Preprocess) -> float:
         full_scale = max(np.abs(exact).max(), 1e-9)
         max_error = max(max_error, float(error / full_scale))
     return max_error
-
-
-def _channel_value(values: tuple[float, ...], channel: int) -> float:
-    """Return a channel's value of a tuple with one value, or one per channel."""
-    return float(values[channel if len(values) > 1 else 0])
 
 
 def write_aipp_files(

@@ -49,7 +49,12 @@ from deploy.graph.index import Graph, names_of
 from deploy.targets.ascend.config_keys import LayerConfig, QuantConfig
 from deploy.targets.ascend.deploy_model import rewrite_inputs
 from deploy.targets.ascend.layers import Layer, LayerGraph
-from deploy.targets.ascend.quant_layer import from_rows, read_constant, read_weight_rows
+from deploy.targets.ascend.quant_layer import (
+    from_rows,
+    invert_dmq_factors,
+    read_constant,
+    read_weight_rows,
+)
 from deploy.targets.ascend.record import (
     NO_DMQ_FACTORS,
     InputRecorder,
@@ -61,13 +66,14 @@ from deploy.targets.ascend.weight_rounding import (
     MAX_SAMPLES,
     AdaRoundSteps,
     AdaStep,
+    observed_input,
     refuse_padless_deconvs,
     round_layer,
     uses_adaround,
     weight_algorithms,
 )
 
-DmqFactors = Mapping[str, Float32Array]
+DmqFactors = Mapping[str, Float32Array]  # layer that DMQ balances -> its factors, [C_in]
 WeightScales = dict[str, Float32Array]  # layer -> scale of its weight, [C_out] or [1]
 
 
@@ -110,10 +116,11 @@ def observation_model(
             rows = np.asarray(arq_fake_quantize(rows, weight_scales[name], bits=bits), np.float32)
         weight = from_rows(rows, layer)
         fake_quant_weights[layer.weight] = numpy_helper.from_array(weight, layer.weight)
-    inverse_dmq_factors = {
-        name: np.float32(1) / dmq_factors[name] for name in dmq_factors if name in layers
-    }
-    return rewrite_inputs(model, fake_quant_weights, layers, inverse_dmq_factors)
+    inverse_dmq_factors = {}
+    for name, factors in dmq_factors.items():
+        if name in layers:
+            inverse_dmq_factors[name] = invert_dmq_factors(factors, layers[name])
+    return rewrite_inputs(model, fake_quant_weights, inverse_dmq_factors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +233,7 @@ class RecordPlan:
             config=self.config,
             key=self._key(),
             samples=min(self.used_samples, MAX_SAMPLES),
-            channel_maxima=tuple(self.channel_maxima.values()),
+            channel_maxima=self.channel_maxima,
             make_model=self._make_model,
         )
         return steps.make(self.layers)
@@ -234,13 +241,10 @@ class RecordPlan:
     @cached_property
     def first_inputs(self) -> dict[str, Observation]:
         """Layer -> observation of its first input; equal tensor and statistic are observed once."""
-        observations = {}
-        for name, layer in self.layers.items():
-            tensor = layer.input
-            if name in self.channel_maxima:  # DMQ puts a Mul before the layer, see `multiply_input`
-                tensor = f"{name}.mul.output0"
-            observations[name] = self._observation(name, tensor)
-        return observations
+        return {
+            name: self._observation(name, observed_input(layer, self.channel_maxima))
+            for name, layer in self.layers.items()
+        }
 
     @cached_property
     def second_inputs(self) -> dict[str, Observation]:
@@ -284,19 +288,23 @@ class RecordPlan:
         roundings = self.round_weights(observed)  # AdaRound's integers and scales, by layer
         # the layers that DMQ balances come first, as in AMCT's searches and its record file
         names = sorted(self.first_inputs, key=lambda name: name not in dmq_factors)
-        first_inputs = {name: self.first_inputs[name] for name in names}
-        first_scales = self._search_scales(first_inputs, observed)
+        sorted_inputs = {name: self.first_inputs[name] for name in names}
+        first_scales = self._search_scales(sorted_inputs, observed)
         second_scales = self._search_scales(self.second_inputs, observed)
         weight_scales = self.compute_weight_scales(dmq_factors, roundings)
         records = {}
         searched_inputs = []  # (layer, observation of one of its inputs, scale of that input)
         for name, input_scale in first_scales.items():
             records[name] = self._make_layer_record(
-                name, input_scale, weight_scales[name], dmq_factors, roundings
+                name,
+                input_scale,
+                weight_scales[name],
+                dmq_factors.get(name, NO_DMQ_FACTORS),
+                roundings.get(name),
             )
-            searched_inputs.append((name, first_inputs[name], input_scale))
+            searched_inputs.append((name, sorted_inputs[name], input_scale))
         for name, second_scale in second_scales.items():  # layers: MatMuls of two activations
-            # they have no weight: AMCT stores the second input's scale in the weight's fields
+            # AMCT records the second input as the layer's weight
             scale_w = np.array([second_scale.scale])
             records[name] = replace(records[name], scale_w=scale_w, has_weight=True)
             searched_inputs.append((name, self.second_inputs[name], second_scale))
@@ -362,12 +370,19 @@ class RecordPlan:
         name: str,
         input_scale: AscendScale,
         weight_scale: Float32Array,
-        dmq_factors: DmqFactors,
-        roundings: Mapping[str, RoundedWeights],
+        dmq_factors: Float32Array,
+        rounding: RoundedWeights | None,
     ) -> LayerRecord:
         """Return the record of a layer: the scales and bit widths of its first input and weight.
 
         A layer without a weight has 8 bits there, as in AMCT.
+
+        Args:
+            name: name of the layer.
+            input_scale: scale and offset of its first input.
+            weight_scale: scale of its weight, [C_out] or [1].
+            dmq_factors: factors of its input channels; empty without DMQ.
+            rounding: the integers that AdaRound found for its weight; None without AdaRound.
         """
         layer = self.layers[name]
         settings = self._settings_by_layer[name]
@@ -375,10 +390,11 @@ class RecordPlan:
             scale_d=input_scale.scale,
             offset_d=input_scale.offset,
             scale_w=weight_scale,
-            dmq_factors=dmq_factors.get(name, NO_DMQ_FACTORS),
+            dmq_factors=dmq_factors,
             has_weight=bool(layer.weight),
-            rounded_weight=roundings[name].integers if name in roundings else None,
-            is_node_input=layer.input_index is not None,  # of an Add or MaxPool; else a layer
+            rounded_weight=None if rounding is None else rounding.integers,
+            # whether it is no layer, but an input of an Add or MaxPool
+            is_node_input=layer.input_index is not None,
             act_bits=settings.activation.num_bits,
             weight_bits=settings.weight.num_bits if layer.weight else 8,
         )

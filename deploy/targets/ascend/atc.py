@@ -231,20 +231,20 @@ def write_om(
     notes = _shape_notes(shapes)
     # the script names files of the build relative to its folder, which the user may move, and
     # files of the user absolutely
-    names = {role: Path(path.name) for role, path in files.items()}
+    relative_paths = {role: Path(path.name) for role, path in files.items()}
     extra_flags = tuple(map(_with_absolute_path, options.extra))
     command = atc_command(
-        names["deploy model"],
+        relative_paths["deploy model"],
         Path(request.name),
         dict(shapes.largest_sample),
         replace(options, extra=extra_flags),
-        aipp=names.get("AIPP configuration"),
-        compression=names.get("compression options"),
+        aipp=relative_paths.get("AIPP configuration"),
+        compression=relative_paths.get("compression options"),
     )
     command_text = shlex.join(command)
-    if options.soc is None:  # the script takes the chip as its argument
-        placeholder = shlex.quote(f"--soc_version={CHIP}")
-        script_text = command_text.replace(placeholder, _CHIP_ARGUMENT)
+    if options.soc is None:  # the command names `CHIP`; the script takes the chip as its argument
+        chip_flag = shlex.quote(f"--soc_version={CHIP}")
+        script_text = command_text.replace(chip_flag, _CHIP_ARGUMENT)
         script = request.write_script("_atc.sh", f"exec {script_text}")
         files[CHIP_SCRIPT_ROLE] = script
         reason = f"name the chip with --soc, or as the argument of {script.name}"

@@ -45,12 +45,11 @@ from deploy.graph.edit import (
 )
 from deploy.graph.index import Graph
 from deploy.runtimes.mapped_model import copy_without_initializers
-from deploy.targets.ascend.layers import Layer
 from deploy.targets.ascend.quant_layer import (
     QuantLayer,
     QuantLayers,
-    balanced_weight,
     from_rows,
+    multiply_input_channels,
     read_weight_rows,
 )
 
@@ -187,16 +186,16 @@ class LayerRewriter(ABC):
         The bias takes the place and name of the float bias, unless other nodes read that one too.
         """
         layer = quant_layer.layer
-        name = layer.bias
-        if len(self.index.readers[name]) > 1:
-            name = f"{layer.name}.quant_bias"
-        self.store(name, bias.astype(self.bias_type))
-        # the tensor that the layer reads: the stored bias, or what the new nodes make of it
-        nodes, name = self.convert_bias(quant_layer, name)
+        stored_bias = layer.bias  # name of the new initializer
+        if len(self.index.readers[stored_bias]) > 1:
+            stored_bias = f"{layer.name}.quant_bias"
+        self.store(stored_bias, bias.astype(self.bias_type))
+        # the layer reads the stored bias, or what the new nodes make of it
+        nodes, bias_tensor = self.convert_bias(quant_layer, stored_bias)
         if layer.bias_add:  # a MatMul's bias is read by an Add, which comes later
-            self.bias_by_add[layer.bias_add] = name
+            self.bias_by_add[layer.bias_add] = bias_tensor
         else:
-            node.input[2] = name
+            node.input[2] = bias_tensor
         return nodes
 
     def convert_output(self, node: onnx.NodeProto, quant_layer: QuantLayer) -> tuple[str, str]:
@@ -257,10 +256,10 @@ def clear_transposition(node: onnx.NodeProto) -> None:
             attribute.i = 0
 
 
-def multiply_input(node: onnx.NodeProto, dmq_factors: Float32Array) -> Nodes:
-    """Let a layer read its input times inverse DMQ factors; return the new nodes before it."""
+def multiply_input(node: onnx.NodeProto, inverse_dmq_factors: Float32Array) -> Nodes:
+    """Let a layer read its input times 1 / DMQ factors; return the new nodes before it."""
     name = node.name
-    constant = make_constant(f"{name}.tensor_balance_factor", dmq_factors)
+    constant = make_constant(f"{name}.tensor_balance_factor", inverse_dmq_factors)
     inputs = [node.input[0], constant.output[0]]
     product = f"{name}.mul.output0"
     node.input[0] = product
@@ -276,7 +275,6 @@ def make_constant(name: str, value: NDArray[Any] | np.generic) -> onnx.NodeProto
 def rewrite_inputs(
     model: onnx.ModelProto,
     weights: Mapping[str, onnx.TensorProto],
-    layers: Mapping[str, Layer] = MappingProxyType({}),
     inverse_dmq_factors: Mapping[str, Float32Array] = MappingProxyType({}),
 ) -> onnx.ModelProto:
     """Return a float copy with other weights, and with inputs multiplied by channel.
@@ -284,9 +282,8 @@ def rewrite_inputs(
     Args:
         model: the float model.
         weights: weight name -> tensor that replaces it.
-        layers: name -> layer, at least for those in `inverse_dmq_factors`.
-        inverse_dmq_factors: layer name -> 1 / DMQ factors, float32 [C_in]; a Mul before the layer
-            multiplies its input by them.
+        inverse_dmq_factors: layer name -> 1 / DMQ factors, shaped to broadcast over its input; a
+            Mul before the layer multiplies its input by them.
     """
     # placeholders keep the places of the weights that `update_tensors` fills in below
     rewritten = copy_without_initializers(model, weights, placeholders=True)
@@ -295,8 +292,7 @@ def rewrite_inputs(
         if node.op_type == "Constant" and node.output[0] in weights:
             continue  # the weight becomes an initializer
         if node.name in inverse_dmq_factors:
-            shape = (1, -1, *[1] * layers[node.name].spatial_rank)
-            nodes += multiply_input(node, inverse_dmq_factors[node.name].reshape(shape))
+            nodes += multiply_input(node, inverse_dmq_factors[node.name])
         nodes.append(node)
     update_tensors(rewritten.graph.initializer, weights)
     replace_nodes(rewritten.graph, nodes)
@@ -426,10 +422,11 @@ def _scaling_node(
 
 
 def modified_model(model: onnx.ModelProto, layers: QuantLayers) -> onnx.ModelProto:
-    """Return the float model with weights that AMCT rounds to AdaRound's integers.
+    """Return the float model whose weights AMCT rounds to AdaRound's integers.
 
-    AMCT's record has the scales, but not the integers, and AMCT rounds weights to the nearest. So a
-    weight becomes AdaRound's integers times their scale, divided by DMQ's factors.
+    AMCT reads a layer's scales and DMQ factors from its record. It multiplies the weight by the
+    factors, and rounds it to the nearest multiple of the scale. So the new weight is AdaRound's
+    integers times their scale, divided by the factors; other weights do not change.
     """
     index = Graph(model)
     new_weights = {}
@@ -442,6 +439,6 @@ def modified_model(model: onnx.ModelProto, layers: QuantLayers) -> onnx.ModelPro
         shape = read_weight_rows(index, layer).shape
         rows = record.rounded_weight.reshape(shape) * by_row(record.scale_w, len(shape))
         inverse_dmq_factors = np.asarray(1 / record.dmq_factors, np.float32)  # empty without DMQ
-        weight = balanced_weight(from_rows(rows, layer), layer, inverse_dmq_factors)
+        weight = multiply_input_channels(from_rows(rows, layer), layer, inverse_dmq_factors)
         new_weights[layer.weight] = numpy_helper.from_array(weight, layer.weight)
     return rewrite_inputs(model, new_weights)

@@ -40,10 +40,7 @@ from deploy.targets.ascend.deploy_model import (
 )
 from deploy.targets.ascend.fake_quant import fake_quant_model
 from deploy.targets.ascend.layers import LAYER_OPS
-from deploy.targets.ascend.quant_layer import (
-    QuantLayers,
-)
-from deploy.targets.base import BuildRequest
+from deploy.targets.ascend.quant_layer import QuantLayers
 from deploy.tensors import Session
 
 Runs = list[dict[str, NDArray[Any]]]  # for each sample: output name -> value
@@ -51,7 +48,7 @@ Runs = list[dict[str, NDArray[Any]]]  # for each sample: output name -> value
 _INT32_END = 2**31
 _BITS_BY_TYPE = {b"INT4": 4, b"INT8": 8, b"INT16": 16}  # dst_type of AscendQuant
 _MAX_DIFFERENCE = 1e-2  # relative; above it the note asks for a closer look
-_CHECKED_SAMPLES = 2  # a build runs the deploy model on them
+CHECKED_SAMPLES = 2  # a build runs the deploy model on them
 
 
 def to_standard_model(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -91,7 +88,7 @@ def open_deploy(
     Args:
         model: the deploy model.
         threads: threads of ONNX Runtime; None for its default.
-        extra_outputs: sums of layers with 16-bit activations, added to the outputs.
+        extra_outputs: inner tensors, added to the outputs.
 
     Raises:
         ModelError: the model cannot be rewritten.
@@ -108,8 +105,9 @@ class _StandardWriter:
 
     Attributes:
         nodes, constants: written so far.
-        offset_by_codes: output of an AscendQuant -> the offset that its codes have.
-        kernel_rank_by_sums: sums that a layer makes -> spatial rank of its kernel, 0 without one.
+        offset_by_quant_output: output of an AscendQuant -> the offset of its integers.
+        kernel_rank_by_layer_output: output of an int8 layer, sums of integer products -> spatial
+            rank of the layer's kernel, 0 without one.
         packed_outputs: outputs of layers with two 4-bit weights in a byte.
         has_float16: whether the model's activations are float16.
     """
@@ -118,8 +116,8 @@ class _StandardWriter:
         self.index = Graph(model)
         self.nodes: list[onnx.NodeProto] = []
         self.constants: list[onnx.TensorProto] = []
-        self.offset_by_codes: dict[str, int] = {}
-        self.kernel_rank_by_sums: dict[str, int] = {}
+        self.offset_by_quant_output: dict[str, int] = {}
+        self.kernel_rank_by_layer_output: dict[str, int] = {}
         self.packed_outputs = _find_packed_outputs(self.index)
         self.has_float16 = any(
             node.op_type in ("AscendDequant", "AscendAntiQuant") and _writes_float16(node)
@@ -158,13 +156,12 @@ class _StandardWriter:
         elif node.op_type == "AscendAntiQuant":
             self.write_anti_quant(node)
         else:
-            # a layer that reads the integers of an AscendQuant
-            if node.op_type in LAYER_OPS and node.input[0] in self.offset_by_codes:
+            if node.op_type in LAYER_OPS and node.input[0] in self.offset_by_quant_output:
                 self.convert_layer(node)
-            elif node.op_type == "Add" and self.kernel_rank_by_sums.keys() & node.input:
-                # an Add of a bias to the integer sums of a MatMul
+            elif node.op_type == "Add" and self.kernel_rank_by_layer_output.keys() & node.input:
+                # the Add of a bias to the output of an int8 MatMul
                 for index, tensor in enumerate(node.input):
-                    if tensor not in self.kernel_rank_by_sums:
+                    if tensor not in self.kernel_rank_by_layer_output:
                         node.input[index] = self.convert_bias(node, tensor)
             self.nodes.append(node)
 
@@ -189,19 +186,19 @@ class _StandardWriter:
         shifted = self.emit("Add", scaled, self.add_constant(offset))
         rounded = self.emit("Round", shifted)
         self.emit("Clip", rounded, lowest_code, highest_code, output=node.output[0])
-        self.offset_by_codes[node.output[0]] = offset
+        self.offset_by_quant_output[node.output[0]] = offset
 
     def write_dequant(self, node: onnx.NodeProto) -> None:
-        """Write an AscendDequant: the sums of a layer times the scales in its packed parameter."""
-        sums = node.input[0]
+        """Write an AscendDequant: a layer's output times the scales in its packed parameter."""
+        layer_output = node.input[0]
         scales = unpack_dequant_scales(self.read_constant(node.input[1]))
-        kernel_rank = self.kernel_rank_by_sums.get(sums, 0)
-        self.multiply_by_scale(node, sums, scales.reshape(1, -1, *[1] * kernel_rank))
+        kernel_rank = self.kernel_rank_by_layer_output.get(layer_output, 0)
+        self.multiply_by_scale(node, layer_output, scales.reshape(1, -1, *[1] * kernel_rank))
 
     def write_anti_quant(self, node: onnx.NodeProto) -> None:
         """Write an AscendAntiQuant, which restores an activation from its codes."""
         node_attributes = attributes(node)
-        if node.input[0] not in self.offset_by_codes or "scale" not in node_attributes:
+        if node.input[0] not in self.offset_by_quant_output or "scale" not in node_attributes:
             raise ModelError(f"{node.name!r} must have a scale and read an AscendQuant's output")
         offset = node_attributes.get("offset", 0.0)
         values = self.emit("Sub", node.input[0], self.add_constant(offset))
@@ -223,7 +220,7 @@ class _StandardWriter:
         """
         kernel_rank = 0  # stays 0 for a layer without a kernel
         # a pool has no second input, and that of a MatMul may be an activation
-        if len(node.input) > 1 and node.input[1] not in self.offset_by_codes:
+        if len(node.input) > 1 and node.input[1] not in self.offset_by_quant_output:
             weight = self.read_weight(node)
             if node.op_type in ("Conv", "ConvTranspose"):
                 kernel_rank = weight.ndim - 2
@@ -231,10 +228,10 @@ class _StandardWriter:
         if len(node.input) > 2 and node.input[2]:
             node.input[2] = self.convert_bias(node, node.input[2])
         for index, tensor in enumerate(node.input):  # a MatMul may have two activations
-            if tensor in self.offset_by_codes:  # codes of an AscendQuant
-                offset = self.add_constant(self.offset_by_codes[tensor])
+            if tensor in self.offset_by_quant_output:  # codes of an AscendQuant
+                offset = self.add_constant(self.offset_by_quant_output[tensor])
                 node.input[index] = self.emit("Sub", tensor, offset)
-        self.kernel_rank_by_sums[node.output[0]] = kernel_rank
+        self.kernel_rank_by_layer_output[node.output[0]] = kernel_rank
 
     def convert_bias(self, node: onnx.NodeProto, name: str) -> str:
         """Return the float32 form of a layer's int32 bias; with 4-bit activations a Cast makes it.
@@ -283,13 +280,14 @@ class DeployComparison:
         max_npu_difference: largest difference from the model that rounds as AscendQuant, relative
             to the largest value of that output.
         min_amct_cosine: lowest cosine of an output with that of AMCT's fake-quant model.
-        sum_share_by_layer: layer with 16-bit activations -> its largest sum, relative to 2^31.
+        int32_share_by_layer: layer with 16-bit activations -> its largest sum of integer products,
+            relative to 2^31.
     """
 
     samples: int
     max_npu_difference: float
     min_amct_cosine: float
-    sum_share_by_layer: Mapping[str, float]
+    int32_share_by_layer: Mapping[str, float]
 
     def sentence(self) -> str:
         """Return the note for the report."""
@@ -300,14 +298,14 @@ class DeployComparison:
         )
         if not self.max_npu_difference <= _MAX_DIFFERENCE:  # also for NaN
             text += "; look into this before deploying"
-        # layers with 16-bit activations: AMCT does not check whether their sums fit int32
-        if self.sum_share_by_layer:
-            layer = max(self.sum_share_by_layer, key=self.sum_share_by_layer.__getitem__)
-            sum_share = self.sum_share_by_layer[layer]
+        # AMCT does not check whether the sums of 16-bit layers fit int32
+        if self.int32_share_by_layer:
+            layer = max(self.int32_share_by_layer, key=self.int32_share_by_layer.__getitem__)
+            int32_share = self.int32_share_by_layer[layer]
             text += (
-                f". Sums of 16-bit activations reached {sum_share:.3g} of int32's end, in {layer}"
+                f". Sums of 16-bit activations reached {int32_share:.3g} of int32's end, in {layer}"
             )
-            if sum_share >= 1:
+            if int32_share >= 1:
                 text += ", and are wrong wherever they are stored in int32; give it 8 bits"
         return f"{text}."
 
@@ -334,8 +332,11 @@ def compare_deploy_model(
         BackendError: ONNX Runtime refuses a model or a sample.
     """
     deploy = deploy_model(model, layers)
-    layer_by_sums_tensor = _find_wide_sums(deploy, layers)
-    deploy_session = open_deploy(deploy, threads=threads, extra_outputs=tuple(layer_by_sums_tensor))
+    # the outputs of layers with 16-bit activations, before AscendDequant, may exceed int32
+    layer_by_integer_output = _find_16_bit_layers(deploy, layers)
+    deploy_session = open_deploy(
+        deploy, threads=threads, extra_outputs=tuple(layer_by_integer_output)
+    )
     deploy_runs = [deploy_session.run(sample) for sample in samples]
     del deploy_session  # each session has all weights, so one is open at a time
 
@@ -350,14 +351,14 @@ def compare_deploy_model(
     npu_runs = run_fake_quant(npu_rounding=True)
     amct_runs = run_fake_quant(npu_rounding=False)
 
-    # `deploy_runs` loses the sums, which are no outputs of the fake-quant models
-    sum_share_by_layer = _pop_sum_shares(deploy_runs, layer_by_sums_tensor)
+    # removes the integer outputs from `deploy_runs`, since the fake-quant models do not have them
+    int32_share_by_layer = _pop_int32_shares(deploy_runs, layer_by_integer_output)
     max_npu_difference, min_amct_cosine = _compare_runs(deploy_runs, npu_runs, amct_runs)
     return DeployComparison(
         samples=len(samples),
         max_npu_difference=max_npu_difference,
         min_amct_cosine=min_amct_cosine,
-        sum_share_by_layer=sum_share_by_layer,
+        int32_share_by_layer=int32_share_by_layer,
     )
 
 
@@ -388,39 +389,36 @@ def _compare_runs(deploy_runs: Runs, npu_runs: Runs, amct_runs: Runs) -> tuple[f
     return float(np.max(npu_differences)), float(np.min(amct_cosines))
 
 
-def _find_wide_sums(deploy: onnx.ModelProto, layers: QuantLayers) -> dict[str, str]:
-    """Return the tensor of a layer's integer sums -> the layer, for 16-bit activations.
-
-    Such sums may exceed int32, so a comparison measures them.
+def _find_16_bit_layers(deploy: onnx.ModelProto, layers: QuantLayers) -> dict[str, str]:
+    """Return integer output -> its layer, for the layers with 16-bit activations.
 
     Args:
-        deploy: the deploy model, in which an AscendDequant reads a layer's sums.
+        deploy: the deploy model, in which an AscendDequant reads a layer's integer output.
         layers: layer name -> its integers and scales.
     """
-    layer_by_sums_tensor = {}
+    layer_by_integer_output = {}
     for node in deploy.graph.node:
         if node.op_type == "AscendDequant":
             layer_name = node.name.removesuffix(".dequant")
             if layers[layer_name].record.act_bits == 16:
-                layer_by_sums_tensor[node.input[0]] = layer_name
-    return layer_by_sums_tensor
+                layer_by_integer_output[node.input[0]] = layer_name
+    return layer_by_integer_output
 
 
-def _pop_sum_shares(deploy_runs: Runs, layer_by_sums_tensor: Mapping[str, str]) -> dict[str, float]:
-    """Remove the integer sums from the outputs of all runs; return the share of int32 they reach.
+def _pop_int32_shares(
+    deploy_runs: Runs, layer_by_integer_output: Mapping[str, str]
+) -> dict[str, float]:
+    """Remove the integer outputs from all runs; return layer -> its largest |value| / 2^31.
 
     Args:
         deploy_runs: for each sample, output name -> value of the deploy model.
-        layer_by_sums_tensor: tensor of a layer's integer sums -> the layer.
-
-    Returns:
-        Layer -> its largest sum, relative to 2^31.
+        layer_by_integer_output: integer output -> its layer.
     """
-    sum_share_by_layer = {}
-    for sums_tensor, layer_name in layer_by_sums_tensor.items():
-        largest_sums = [float(np.abs(outputs.pop(sums_tensor)).max()) for outputs in deploy_runs]
-        sum_share_by_layer[layer_name] = max(largest_sums, default=0.0) / _INT32_END
-    return sum_share_by_layer
+    int32_share_by_layer = {}
+    for tensor, layer_name in layer_by_integer_output.items():
+        largest_sums = [float(np.abs(outputs.pop(tensor)).max()) for outputs in deploy_runs]
+        int32_share_by_layer[layer_name] = max(largest_sums, default=0.0) / _INT32_END
+    return int32_share_by_layer
 
 
 def _cosine_of_numbers(value: NDArray[Any], reference: NDArray[Any]) -> float:
@@ -439,9 +437,3 @@ def _relative_difference(value: NDArray[Any], reference: NDArray[Any]) -> float:
     with np.errstate(invalid="ignore"):  # both may overflow to the same infinity
         differences = np.where(is_equal, 0, np.abs(value - reference))
     return float(differences.max()) / largest
-
-
-def deploy_model_note(model: onnx.ModelProto, layers: QuantLayers, request: BuildRequest) -> str:
-    """Return a note on how a build's deploy model compares with its fake-quant model."""
-    samples = request.feed.first_samples(_CHECKED_SAMPLES)
-    return compare_deploy_model(model, layers, samples, threads=request.threads).sentence()

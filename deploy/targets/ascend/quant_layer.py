@@ -107,20 +107,30 @@ def quantize_fitting_layers(
     return quantized, refusals
 
 
-def balanced_weight(weight: Float32Array, layer: Layer, dmq_factors: Float32Array) -> Float32Array:
-    """Return a weight in ONNX layout times its DMQ factors [C_in]; empty factors do nothing."""
-    if not dmq_factors.size:
+def invert_dmq_factors(dmq_factors: Float32Array, layer: Layer) -> Float32Array:
+    """Return 1 / DMQ factors [C_in], shaped to broadcast over the layer's input."""
+    return (np.float32(1) / dmq_factors).reshape(1, -1, *[1] * layer.spatial_rank)
+
+
+def multiply_input_channels(
+    weight: Float32Array, layer: Layer, factors: Float32Array
+) -> Float32Array:
+    """Return a weight in ONNX layout times a factor for each input channel, [C_in].
+
+    Empty factors do nothing.
+    """
+    if not factors.size:
         return weight
     # the factors are given a shape that broadcasts over the weight
     if layer.kind == "Conv":  # [C_out, C_in / group, ...]
-        group_factors = dmq_factors.reshape(layer.group, 1, weight.shape[1])
+        group_factors = factors.reshape(layer.group, 1, weight.shape[1])
         rows = np.repeat(group_factors, weight.shape[0] // layer.group, axis=1)
-        dmq_factors = rows.reshape(*weight.shape[:2], *[1] * (weight.ndim - 2))
+        factors = rows.reshape(*weight.shape[:2], *[1] * (weight.ndim - 2))
     elif layer.kind == "MatMul":  # [..., C_in, C_out]
-        dmq_factors = dmq_factors[:, None]
+        factors = factors[:, None]
     elif not layer.trans_b:  # [C_in, ...]; a transposed Gemm has [C_out, C_in], which fits as it is
-        dmq_factors = dmq_factors.reshape(-1, *[1] * (weight.ndim - 1))
-    return np.asarray(weight * dmq_factors, np.float32)
+        factors = factors.reshape(-1, *[1] * (weight.ndim - 1))
+    return np.asarray(weight * factors, np.float32)
 
 
 def to_rows(weight: NDArray[Value], layer: Layer) -> NDArray[Value]:
@@ -150,7 +160,7 @@ def read_weight_rows(
     index: Graph, layer: Layer, dmq_factors: Float32Array = NO_DMQ_FACTORS
 ) -> Float32Array:
     """Return a layer's weight times its DMQ factors [C_in], output channels first."""
-    weight = balanced_weight(read_constant(index, layer.weight), layer, dmq_factors)
+    weight = multiply_input_channels(read_constant(index, layer.weight), layer, dmq_factors)
     return to_rows(weight, layer)
 
 
@@ -168,8 +178,7 @@ def _quantize(layer: Layer, record: LayerRecord, index: Graph) -> QuantLayer:
     quant_factor = _invert_scale(record.scale_d, "scale_d", record.act_bits)
     inverse_dmq_factors = None
     if record.dmq_factors.size:  # DMQ divides the input by factors, and multiplies the weight
-        shape = (1, -1, *[1] * layer.spatial_rank)
-        inverse_dmq_factors = (np.float32(1) / record.dmq_factors).reshape(shape)
+        inverse_dmq_factors = invert_dmq_factors(record.dmq_factors, layer)
     # a pool, and an input of tensor_quantize, have no weight
     weight_scale = record.scale_w if record.scale_w.size else np.ones(1, np.float32)
     dequant_scale = np.asarray(weight_scale * record.scale_d, np.float32)

@@ -390,7 +390,7 @@ class Ascend(Target):
         Raises:
             As in `build`.
         """
-        from deploy.targets.ascend.executor import deploy_model_note
+        from deploy.targets.ascend.executor import CHECKED_SAMPLES, compare_deploy_model
         from deploy.targets.ascend.float16 import find_float16_tensors
         from deploy.targets.ascend.models import write_models
         from deploy.targets.ascend.recipe import precision_notes, shared_weight_notes
@@ -405,11 +405,15 @@ class Ascend(Target):
             float16_tensors=float16_tensors,
             weight_sharers=weight_sharers,
         )
+        samples = request.feed.first_samples(CHECKED_SAMPLES)
+        comparison = compare_deploy_model(
+            recipe.model, recipe.layers, samples, threads=request.threads
+        )
         notes = [
             *recipe.notes,
             *precision_notes(recipe, float16_tensors),
             *shared_weight_notes(weight_sharers, request.name),
-            deploy_model_note(recipe.model, recipe.layers, request),
+            comparison.sentence(),
         ]
         host_notes, aipp_alerts = self._write_aipp(request, files)
         engine, atc_notes, atc_error = write_om(request, files, self._atc_options())

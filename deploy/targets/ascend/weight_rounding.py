@@ -81,6 +81,15 @@ class AdaStep:
     inputs: Observation
 
 
+def observed_input(layer: Layer, balanced_layers: Collection[str]) -> str:
+    """Return the tensor that a layer reads in the observed model.
+
+    `balanced_layers`: names of the layers that DMQ balances; a Mul by the inverse of its factors
+    precedes these, see `multiply_input`.
+    """
+    return f"{layer.name}.mul.output0" if layer.name in balanced_layers else layer.input
+
+
 def uses_adaround(config: QuantConfig, name: str) -> bool:
     """Whether a layer's weights are rounded by AdaRound."""
     return name in config.layers and config.layers[name].weight.wts_algo == "ada_quantize"
@@ -123,7 +132,7 @@ class AdaRoundSteps:
         config: the config, with every setting filled in.
         key: text that contains all that the observed models depend on.
         samples: number of samples in use, at most `MAX_SAMPLES`.
-        channel_maxima: observations of the input's channel maxima of the layers that DMQ balances.
+        channel_maxima: layer that DMQ balances -> observation of its input's channel maxima.
         make_model: makes the model that a step observes.
     """
 
@@ -131,7 +140,7 @@ class AdaRoundSteps:
     config: QuantConfig
     key: str
     samples: int
-    channel_maxima: tuple[Observation, ...]
+    channel_maxima: Mapping[str, Observation]
     make_model: MakeModel
 
     def make(self, layers: Mapping[str, Layer]) -> dict[str, AdaStep]:
@@ -204,12 +213,11 @@ class AdaRoundSteps:
     ) -> tuple[Observation, Observation]:
         """Return (observation of a layer's targets, observation of its inputs).
 
-        The targets are its outputs in the float model. The inputs are those of the model in which
-        the layers before it have AdaRound's weights.
+        The targets are the layer's outputs in the float model. Its inputs are those in the model in
+        which the layers before it have AdaRound's weights.
 
-        The targets are observed after the inputs of the layers before this one, and its inputs
-        after its targets: so only one layer's values are in memory at a time. The `needs` set this
-        order, and so name more observations than a model is made from.
+        A variant is run after the observations that it needs. Here it needs all earlier ones, also
+        those that its model does not depend on: so one layer's values are in memory at a time.
 
         Args:
             layer: the layer.
@@ -219,28 +227,23 @@ class AdaRoundSteps:
             earlier_steps: name -> step of the layers before it.
         """
         name = layer.name
-        # what is observed before: maxima for DMQ's factors, and the inputs of layers rounded before
-        earlier_inputs = (*self.channel_maxima, *(step.inputs for step in earlier_steps.values()))
-        # a variant is a model to observe: its key, how it is made, and what is observed before
+        inputs_of_earlier_layers = [step.inputs for step in earlier_steps.values()]
+        earlier_observations = (*self.channel_maxima.values(), *inputs_of_earlier_layers)
+        # a variant is a model to observe: its key, the function that makes it, and what it needs
         float_variant = Variant(
             f"{self.key}, float up to {name}",
-            lambda observed: self.make_model(observed, (), output),
-            needs=earlier_inputs,
+            lambda observed: self.make_model(observed, (), output),  # (): no layer is rounded
+            needs=earlier_observations,
         )
         targets = Observation(float_variant, output, target_statistic, name)
         rounded_names = tuple(earlier_steps)
         rounded_variant = Variant(
             f"{self.key}, rounded up to {name}",
             lambda observed: self.make_model(observed, rounded_names, output),
-            needs=(*earlier_inputs, targets),
+            needs=(*earlier_observations, targets),
         )
-        return targets, Observation(rounded_variant, self._input_of(layer), input_statistic, name)
-
-    def _input_of(self, layer: Layer) -> str:
-        """Return the tensor that a layer reads in the observed model."""
-        is_balanced = any(maxima.layer == layer.name for maxima in self.channel_maxima)
-        # a Mul by the inverse DMQ factors precedes a balanced layer
-        return f"{layer.name}.mul.output0" if is_balanced else layer.input
+        tensor = observed_input(layer, self.channel_maxima)
+        return targets, Observation(rounded_variant, tensor, input_statistic, name)
 
     def _count_positions(self, input_count: int) -> int:
         """Return the sampled positions of a sample, for a layer with so many inputs at each."""
