@@ -77,7 +77,7 @@ class Steps(PlaceTask):
 STEPS = Form(
     shape="[N, T, C] or [N, C, T], not after a Sigmoid",
     values="for each step, the probabilities of C classes or their logarithms",
-    figure="steps of the same class (of the first output, if several fit)",
+    figure="steps of the same class, in the first output that fits",
     source="voice activity, taggers",
 )
 
@@ -183,7 +183,7 @@ class Text(EvaluationTask):
 TEXT = Form(
     shape="[N, T, C] or [T, N, C]; for pictures also [N, C, T] or [N, C, 1, T]",
     values="at each step, scores of 11 or more symbols, the first or last of them a blank",
-    figure="equal texts; edit distance",
+    figure="share of equal texts; edit distance",
     source="CTC (Graves et al. 2006)",
 )
 
