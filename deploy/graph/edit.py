@@ -301,7 +301,8 @@ def _guard_slices() -> None:
 
     error = shape_inference.InferenceError  # raised to ONNX's inference, which refuses the model
 
-    def infer_if_positive(infer: Callable[[Any], None], context: Any) -> None:
+    def infer_unless_negative(infer: Callable[[Any], None], context: Any) -> None:
+        """Call ONNX's inference function of Slice, unless a size of the input is negative."""
         input_type = context.get_input_type(0)
         dims = () if input_type is None else input_type.tensor_type.shape.dim
         sizes = [dim.dim_value for dim in dims]
@@ -314,7 +315,7 @@ def _guard_slices() -> None:
         for version in (1, 10, 11, 13):
             schema = defs.get_schema("Slice", version)
             infer = schema.get_type_and_shape_inference_function()
-            schema.set_type_and_shape_inference_function(partial(infer_if_positive, infer))
+            schema.set_type_and_shape_inference_function(partial(infer_unless_negative, infer))
             defs.deregister_schema("Slice", version, "")
             defs.register_schema(schema)
 
@@ -455,15 +456,15 @@ _JOINING_WORDS = ("weight", "bias")  # also in names of models, so one of ADDED 
 def free_added_names(graph: onnx.GraphProto) -> list[str]:
     """Rename, in place, the tensors and nodes of a model that have names which calib8 gives itself.
 
-    Beside a tensor `T` calib8 adds tensors such as `T/scale`, with a suffix in `ADDED`. If the
-    model has a `T/scale` of its own, that becomes `T/scale_own`. If it is an input or output of the
-    model, whose name must stay, `T` is renamed instead.
+    Beside a tensor `T`, the base, calib8 adds tensors such as `T/scale`, with a suffix in `ADDED`.
+    If the model has a `T/scale` of its own, that becomes `T/scale_own`. If it is an input or output
+    of the model, whose name must stay, `T` is renamed instead.
 
     Returns:
         The names that were replaced.
 
     Raises:
-        ModelError: both are inputs or outputs.
+        ModelError: the base and the tensor beside it are inputs or outputs both.
     """
     graph_and_subgraphs = list(all_graphs(graph))
     names = tensor_names(*graph_and_subgraphs)
@@ -471,8 +472,9 @@ def free_added_names(graph: onnx.GraphProto) -> list[str]:
         names |= names_of(body.node)
     names.discard("")
     interface_names = names_of((*graph.input, *graph.output))
-    # every `T` beside which calib8 may add a `T/scale`; also the T of each `T/dequantized` and
-    # `T/float`, even if the model has no `T`: calib8 takes these two for its own
+    # every `T` beside which calib8 may add a `T/scale`: each name of the model. Also the T of each
+    # `T/dequantized` and `T/float`, even if the model has no `T`: code that reads Q/DQ models takes
+    # such a tensor for `T`, whatever the model has
     base_names = set(names)
     for name in names - interface_names:
         base_names |= {name.removesuffix("/dequantized"), name.removesuffix("/float")}
@@ -483,7 +485,7 @@ def free_added_names(graph: onnx.GraphProto) -> list[str]:
         if base_name is None:
             continue
         name_to_replace = base_name if name in interface_names else name
-        if name_to_replace in interface_names:
+        if name_to_replace in interface_names:  # the base is an input or output too
             raise ModelError(
                 f"an input or output must not have a name that calib8 adds for another one, got"
                 f" {name!r} beside {base_name!r}; export the model with other names"

@@ -145,8 +145,8 @@ def _match_hard_sigmoid(graph: Graph, node: onnx.NodeProto) -> Gate | None:
         factor = source
     else:
         attrs = attributes(node)
-        alpha = float(attrs.get("alpha", 0.2))
-        beta = float(attrs.get("beta", 0.5))
+        alpha = attrs.get("alpha", 0.2)
+        beta = attrs.get("beta", 0.5)
         factor = ""
     if alpha <= 0 or beta == 0:  # a falling or constant gate; a shift of 0, which has no int8 scale
         return None
@@ -186,8 +186,9 @@ def _match_add_clip(graph: Graph, add: onnx.NodeProto) -> Gate | None:
 def _append_product(graph: Graph, gate: Gate) -> Gate | None:
     """Return a gate that includes the Mul or Div that alone reads its output; None without one.
 
-    A gate is factor * gain * clip(source + shift, 0, top). The other operand of the Mul or Div
-    becomes part of the gain if it is a positive scalar, or the factor if it is a computed tensor.
+    A gate is factor * gain * clip(source + shift, 0, top). Of the Mul or Div, the other operand
+    becomes part of the gain if it is a positive scalar that multiplies or divides the gate, or the
+    factor if it is a computed tensor that multiplies the gate. A gate has one factor.
     """
     product = graph.only_reader(gate.output, "Mul", "Div")
     if product is None:
@@ -200,11 +201,11 @@ def _append_product(graph: Graph, gate: Gate) -> Gate | None:
         if product.input[0] == gate.output:
             return replace(extended_gate, gain=gate.gain / scalar)
 
-    # a Div by a tensor, or of a scalar by the gate, does not belong to it; nor does a second factor
-    if product.op_type != "Mul" or gate.factor:
+    # what remains of a Div has a tensor or the gate as its divisor
+    if product.op_type == "Div" or gate.factor:
         return None
     factors = other_inputs(product, gate.output)  # empty if the Mul squares the gate
-    if not factors or factors[0] in graph.initializers:
+    if not factors or factors[0] in graph.initializers:  # constants, and scalars of 0 or less
         return None
     return replace(extended_gate, factor=factors[0])
 

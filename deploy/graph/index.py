@@ -71,7 +71,7 @@ def attributes(node: onnx.NodeProto) -> dict[str, Any]:
 
 def optional_input(node: onnx.NodeProto, index: int) -> str:
     """Return the tensor at one input of a node; "" if the node leaves it out."""
-    return str(node.input[index]) if index < len(node.input) else ""
+    return node.input[index] if index < len(node.input) else ""
 
 
 def other_inputs(node: onnx.NodeProto, tensor: str) -> list[str]:
@@ -268,8 +268,6 @@ class Graph:
         If the branch of an If reads y = Reshape(x), this set has x. With x in int8, ONNX Runtime
         ends the process (`deploy.graph.refusal`).
         """
-        if not self.captured:
-            return frozenset()
         moved_tensors: set[str] = set()
         # tensors that a subgraph reads, as they are or moved; the loop goes upstream, so that it
         # meets all readers of a tensor before the node that makes it
@@ -310,8 +308,8 @@ class Graph:
     def is_float(self, tensor: str) -> bool:
         """Whether a tensor is float32; True if its type is unknown."""
         if tensor in self.initializers:
-            return bool(self.initializers[tensor].data_type == FLOAT)
-        return bool(self.dtypes.get(tensor, FLOAT) == FLOAT)
+            return self.initializers[tensor].data_type == FLOAT
+        return self.dtypes.get(tensor, FLOAT) == FLOAT
 
     def data_inputs(self, node: onnx.NodeProto) -> list[str]:
         """Activation inputs of a node, without initializers and shape arguments."""
@@ -369,7 +367,7 @@ class Graph:
 
     def fused_output(self, node: onnx.NodeProto) -> str:
         """Return the output of a node, or of the Relu, Clip or bias Add fused into it."""
-        output = str(node.output[0])
+        output: str = node.output[0]
         reader = self.only_reader(output)
         if reader is None or node.op_type == GATE:  # nothing is fused into a gate
             return output

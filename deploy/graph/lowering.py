@@ -75,7 +75,7 @@ class _NodeBuilder:
         self.node = node
         self.scope = scope
         self.attrs = attributes(node)
-        self.source = str(node.input[0])
+        self.source = node.input[0]
         self.nodes: Nodes = []
 
     def add(self, op_type: str, *inputs: str, **attrs: Any) -> str:
@@ -372,8 +372,11 @@ class _Lowering:
         """Return the nodes that compute a node in the older opset; the node itself if it may stay.
 
         A function of `_WRITERS` writes it with other operators in three cases: the older opset
-        lacks its operator, the operator computed something else there, or it is to be decomposed.
+        lacks its operator, it is to be decomposed, or the operator computed something else there.
         In all other cases the node keeps its operator and takes the form of the older opset.
+
+        Raises:
+            CannotRewrite: it has no older form that is known here.
         """
         op_type = node.op_type
         schema = find_schema(op_type, scope.source_opset)
@@ -389,12 +392,13 @@ class _Lowering:
             _WRITERS[op_type](builder)
             return builder.finish()
 
+        # an operator that the newer opset dropped, or one with the same form in both, stays
         if schema is None or schema.since_version == old_schema.since_version:
-            return [node]  # it has the same form in both opsets
-        if schema.since_version > NEWEST:  # its changes are not known here
+            return [node]
+        if schema.since_version > NEWEST:  # this module does not know how that opset changed it
             raise CannotRewrite(f"opset {schema.since_version} changed it")
-        changes = find_downgrades(node, scope.source_opset, scope.target_opset)
-        nodes = change_form(copy_message(node), changes, scope)
+        rules = find_downgrades(node, scope.source_opset, scope.target_opset)
+        nodes = change_form(copy_message(node), rules, scope)
         if nodes[-1].op_type == op_type:  # else `change_form` made an Identity of it
             _drop_new_attributes(nodes[-1], schema, old_schema)
         return nodes
@@ -422,12 +426,12 @@ def _is_default(attribute: onnx.AttributeProto, schema: defs.OpSchema) -> bool:
     if attribute.name == "dilations":
         return set(value) <= {1}
     default = schema.attributes[attribute.name].default_value
-    return bool(default.type == attribute.type and value == helper.get_attribute_value(default))
+    return default.type == attribute.type and value == helper.get_attribute_value(default)
 
 
 def is_standard(node: onnx.NodeProto) -> bool:
     """Whether ONNX has the operator in any opset."""
-    return node.domain in ONNX_DOMAINS and bool(defs.has(node.op_type))
+    return node.domain in ONNX_DOMAINS and defs.has(node.op_type)
 
 
 def find_schema(op_type: str, opset: int) -> defs.OpSchema | None:

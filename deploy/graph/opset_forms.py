@@ -96,7 +96,7 @@ class OpsetScope:
         """
         if name not in self.constants:
             raise CannotRewrite(f"its {plural} are not constant")
-        return np.asarray(numpy_helper.to_array(self.constants[name]))
+        return numpy_helper.to_array(self.constants[name])
 
     def dtype(self, name: str) -> int:
         """Return the element type of a tensor.
@@ -172,7 +172,7 @@ def change_form(node: onnx.NodeProto, changes: Sequence[OpsetChange], scope: Ops
 
 def make_constant_node(name: str, values: NDArray[Any]) -> onnx.NodeProto:
     """Return a Constant node whose output `name` holds `values`."""
-    tensor = numpy_helper.from_array(np.asarray(values), name)
+    tensor = numpy_helper.from_array(values, name)
     return make_node("Constant", [], name, f"{name}_Constant", value=tensor)
 
 
@@ -270,14 +270,14 @@ def _complete_crop(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
 
 
 def _complete_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
-    """Return the nodes of a Resize of all axes, in place of one whose `axes` are only some.
+    """Write a Resize without its attributes `axes` and `keep_aspect_ratio_policy`.
 
-    If the sizes are limits within which the ratio of the sides is kept (keep_aspect_ratio_policy),
-    scales replace them. A Resize of all axes without that policy stays as it is.
+    `axes` names the axes for which it has scales, sizes and a region; then these are extended to
+    all axes. With the policy, which keeps the ratio of the sides, the sizes are limits; then the
+    scales that follow from them replace them. A Resize without both stays as it is.
 
     Raises:
-        CannotRewrite: sizes that keep the ratio of the sides need known shapes; the rank is
-            unknown.
+        CannotRewrite: the rank is unknown; or a size of the input is, which the policy needs.
     """
     attrs = attributes(node)
     has_axes = "axes" in attrs
@@ -290,21 +290,22 @@ def _complete_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     rank = len(shape)
     axes = [axis % rank for axis in attrs.get("axes", range(rank))]
     nodes: Nodes = []
+    # the inputs of a Resize: 0 the data, 1 the region, and either 2 the scales or 3 the sizes
     if keeps_ratio:
-        name = scope.new_name(f"{node.output[0]}_ratio")
+        scales_name = scope.new_name(f"{node.output[0]}_ratio")
         scales = _ratio_scales(node, scope, [shape[axis] for axis in axes])
-        nodes.append(make_constant_node(name, scales))
+        nodes.append(make_constant_node(scales_name, scales))
         del node.input[2:]
-        node.input.append(name)  # the scales, in place of the sizes
+        node.input.append(scales_name)
 
-    # inputs 0 to 3 of a Resize: the data, the region, scales and sizes, of which it has one
-    if len(node.input) > 3:  # sizes: other axes keep theirs
+    # the axes that are not among `axes` keep their size, by a scale of 1 if scales are given
+    if len(node.input) > 3:
         nodes += _complete_input(node, 3, axes, scope)
-    else:  # scales: other axes get 1
+    else:
         nodes += _complete_input(node, 2, axes, scope, np.ones(rank, np.float32))
     if node.input[1]:
         scope.values(node.input[1], "region")  # raises CannotRewrite if the region is computed
-        # the starts of all axes, then their ends; 0 and 1 for other axes
+        # a region is the starts of all axes, then their ends; another axis goes from 0 to 1
         full_region = np.repeat([0, 1], rank).astype(np.float32)
         region_axes = axes + [rank + axis for axis in axes]
         nodes += _complete_input(node, 1, region_axes, scope, full_region)
@@ -357,16 +358,19 @@ def _complete_input(
     complete_name = scope.new_name(f"{node.output[0]}_axes")
     node.input[index] = complete_name
 
-    values = list(scope.shape(source)) if defaults is None else defaults.tolist()
-    rank = len(values)
+    # the default of each axis, then in its place the value that the input has for the axis
+    complete_values = list(scope.shape(source)) if defaults is None else defaults.tolist()
+    rank = len(complete_values)
     if partial_name in scope.constants:
         partial_values = scope.values(partial_name, "values")
         for axis, value in zip(axes, partial_values.tolist(), strict=True):
-            values[axis] = value
-        if all(isinstance(value, int | float) for value in values):  # no size is symbolic
-            return [make_constant_node(complete_name, np.array(values, partial_values.dtype))]
+            complete_values[axis] = value
+        if all(isinstance(value, int | float) for value in complete_values):  # no symbolic size
+            constant = np.array(complete_values, partial_values.dtype)
+            return [make_constant_node(complete_name, constant)]
 
-    # not all known: nodes join the defaults and the partial values, and gather one for each axis
+    # not all are known: nodes join the defaults and the partial values, and gather one for each
+    # axis
     defaults_name = scope.new_name(f"{complete_name}_whole")
     joined_name = scope.new_name(f"{complete_name}_both")
     order_name = scope.new_name(f"{complete_name}_order")
@@ -498,10 +502,12 @@ def _attributes_to_inputs(
 
 
 def _upsample_to_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
-    """Write an Upsample, or a Resize of opset 10, as a Resize that states how positions round.
+    """Write an Upsample, or a Resize of opset 10, as a Resize with an attribute for the rounding.
 
-    The older operators say nothing of it. ONNX's tests of opset 10 and ONNX Runtime round up along
-    an axis that shrinks, and down along an axis that grows.
+    The rounding decides which input position an output position is read from. The older operators
+    do not state it: ONNX's tests of opset 10 and ONNX Runtime round up along an axis that shrinks,
+    and down along an axis that grows. The newer one has one rounding for all axes, so a node that
+    needs both is refused (`_find_rounding`).
     """
     attrs = attributes(node)
     nodes: Nodes = []
@@ -510,7 +516,8 @@ def _upsample_to_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
         nodes.append(make_constant_node(node.input[1], np.array(attrs["scales"], np.float32)))
         drop_attribute(node, "scales")
 
-    rounding = "floor"  # an Upsample only enlarges; a Resize of computed scales usually does
+    # an Upsample only enlarges; a Resize whose scales are computed is taken to do so too
+    rounding = "floor"
     if node.op_type == "Resize" and node.input[1] in scope.constants:
         scales = scope.values(node.input[1], "scales").astype(np.float64)
         rounding = _find_rounding(scales, attrs.get("mode", b"nearest"))

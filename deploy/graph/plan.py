@@ -266,14 +266,16 @@ def _find_float_reasons(
 
     # on DLA, a part of NVIDIA's Jetson chips, every node that can run in int8 does: neighbours do
     # not matter
-    has_changed = not placement.pairs_everywhere
+    if placement.pairs_everywhere:
+        return reasons, unscaled_tensor_by_node
+    has_changed = True
     while has_changed:
         has_changed = False
         flow = _Int8Flow(graph, placement, reasons)
         for node in graph.nodes:
             if not reasons[node.name]:
                 reasons[node.name] = flow.find_stranded_reason(node)
-                has_changed = has_changed or reasons[node.name] != ""
+                has_changed |= reasons[node.name] != ""
     return reasons, unscaled_tensor_by_node
 
 
@@ -331,8 +333,10 @@ class _Int8Flow:
 
         With the placement's `float_after_concat`, a node that reads a Concat with a float input
         gains nothing. Else a heavy node (Conv, Gemm, MatMul) always gains. Any other node only
-        passes int8 on: its inputs must be int8 already, for TensorRT no float node may read them
-        too, and a node downstream must read its output in int8.
+        passes int8 on: its inputs must be int8 already, and a node downstream must read its output
+        in int8. TensorRT computes a residual Add inside the heavy node that makes one of its
+        inputs, so there only that input must be int8; but no float node may read the input of a
+        node that averages.
         """
         graph = self.graph
         placement = self.placement
@@ -343,11 +347,11 @@ class _Int8Flow:
             return ""
         if placement.runs_on_onnxruntime:
             has_int8_inputs = self.int8_tensors.issuperset(graph.data_inputs(node))
-        else:  # TensorRT, which fuses a residual Add into the layer that makes one of its inputs
+        else:  # TensorRT: of a residual Add, only the input that it is fused with counts
             has_int8_inputs = reads_int8(graph, node, self.int8_tensors, placement.heavy)
         if not has_int8_inputs:
             return f"an input of it is not {precision}"
-        # such as an average pool whose input a float Mul reads too
+        # an average, such as a pool, whose input a float Mul of squeeze-excite reads too
         if not placement.runs_on_onnxruntime and has_float_sibling(graph, node, self.float_reasons):
             return "its input is read in float too"
         if graph.fused_output(node) not in self.tensors_read_in_int8:
@@ -393,6 +397,8 @@ def _find_bias_adds(
 ) -> dict[str, onnx.NodeProto]:
     """Return name of a MatMul in int8 -> the Add node of its bias.
 
+    `requested_reasons`: node that the user keeps in float -> why.
+
     ONNX Runtime fuses both into a Gemm before it selects integer kernels, and has none for a Gemm
     whose bias is float: the layer would run in float and dequantize its weights for every input
     (a net of three such layers was 9.6 times slower than FP32). So both are planned as one layer.
@@ -404,9 +410,11 @@ def _find_bias_adds(
         if node.op_type != "MatMul":
             continue
         add = find_bias_add(graph, node)
-        if add is None or add.name in requested_reasons:  # the user keeps the Add in float
+        if add is None or add.name in requested_reasons:
             continue
-        if not is_scalar_glue(graph, placement, add):  # an Add of a scalar runs in int8 by itself
+        # glue is a node without weights that may run in int8, such as an Add of a scalar: that one
+        # is planned by itself
+        if not is_scalar_glue(graph, placement, add):
             add_by_matmul[node.name] = add
     return add_by_matmul
 

@@ -200,7 +200,7 @@ def find_unscaled_tensor(
 
 def _quantized_tensors(graph: Graph, node: onnx.NodeProto, placement: Placement) -> list[str]:
     """Return the tensors around a node that are quantized if it runs in int8."""
-    tensors = list(graph.data_inputs(node))
+    tensors = graph.data_inputs(node)
     if placement.runs_on_onnxruntime:
         tensors.append(graph.fused_output(node))
     if placement.pairs_everywhere:  # on DLA, also the tensor between the node and a fused Relu
@@ -262,7 +262,7 @@ def find_shape_refusal(graph: Graph, node: onnx.NodeProto, placement: Placement)
     weight = graph.initializers.get(node.input[1])
     if weight is None:
         return ""
-    weight_shape = list(weight.dims)
+    weight_shape = weight.dims
     precision = placement.precision_name
     if placement.runs_on_onnxruntime and node.op_type == "ConvTranspose":
         if any(name and name not in graph.initializers for name in node.input[2:]):
@@ -346,15 +346,17 @@ def _feeds_int8_through_pool(graph: Graph, placement: Placement, node: onnx.Node
     Convs run 0.62x as fast as FP32 with the first Conv in float, and 1.7x with it in int8. With a
     Conv in place of the pool it is 2.8x (float) and 2.6x.
     """
-    activations = [graph.fused_output(node)]  # and what Sigmoid, Mul, ... make of it
+    # the output of the node, then what a Sigmoid, a Mul or the like makes of it, after a fused Relu
+    activations = [graph.fused_output(node)]
     for tensor in activations:  # grows during the loop
         for reader in graph.readers.get(tensor, []):
             if reader.op_type == "MaxPool" and "MaxPool" in placement.glue:
                 pool_readers = graph.readers.get(reader.output[0], [])
                 pool_reader_types = {pool_reader.op_type for pool_reader in pool_readers}
                 return not placement.runnable_op_types.isdisjoint(pool_reader_types)
-            if reader.op_type in _ACTIVATIONS and reader.output[0] not in activations:
-                activations.append(graph.fused_output(reader))
+            activation = graph.fused_output(reader)
+            if reader.op_type in _ACTIVATIONS and activation not in activations:
+                activations.append(activation)
     return False
 
 
@@ -373,4 +375,4 @@ def _find_moved_input(graph: Graph, placement: Placement, tensor: str) -> str | 
     if not keeps_range(graph, node) or node.input[0] in graph.initializers:
         return None
     is_data_output = node.op_type == "Split" or tensor == node.output[0]
-    return str(node.input[0]) if is_data_output else None
+    return node.input[0] if is_data_output else None

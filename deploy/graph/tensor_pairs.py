@@ -47,12 +47,12 @@ def pair_tensors_by_name(first: ModelProto, second: ModelProto) -> dict[str, str
 
 
 def _named_tensors(model: ModelProto) -> Iterator[tuple[str, str]]:
-    """Yield (name to find a tensor by, name of the tensor that layers read in its place).
+    """Yield (name that a tensor has in the float model, name of the tensor that layers read).
 
-    If a Q/DQ pair follows a tensor, layers read the output of the pair. Both names find it, since
-    either may be the float model's: that of the output if all readers read the pair, else that of
-    the tensor (`deploy.targets.onnxruntime.qdq`). The suffix of a tensor that was padded with
-    channels is dropped. Constants are left out: they are weights.
+    The two differ if a Q/DQ pair follows the tensor: layers read the output of the pair. Then the
+    float model's name is that of the output if all readers read the pair, else that of the tensor
+    before it (`deploy.targets.onnxruntime.qdq`); so both are yielded. The suffix of a tensor that
+    was padded with channels is dropped. Constants are left out: they are weights.
     """
     dequantized_by_tensor = _find_dequantized(model)
     for node in model.graph.node:
