@@ -41,10 +41,7 @@ from deploy.targets.ascend.deploy_model import (
     copy_without_weights,
     make_constant,
 )
-from deploy.targets.ascend.quant_layer import (
-    QuantLayer,
-    QuantLayers,
-)
+from deploy.targets.ascend.quant_layer import QuantLayer, QuantLayers
 
 
 def fake_quant_model(
@@ -135,18 +132,15 @@ class _FakeQuantWriter(LayerRewriter):
         return weight.astype(np.float32)
 
 
-def amct_qdq_model(model: onnx.ModelProto, layers: QuantLayers) -> onnx.ModelProto:
+def amct_qdq_model(model: onnx.ModelProto, pair_layers: QuantLayers) -> onnx.ModelProto:
     """Return the model with a pair (QuantizeLinear, DequantizeLinear) on each layer's input.
 
-    Its weights are int8 with a DequantizeLinear. Layers that pairs cannot express stay float.
+    Its weights are int8 with a DequantizeLinear. Layers that are not given stay float.
 
     Args:
         model: float model, nodes named; opset 13 or later if weights are per channel.
-        layers: layer name -> its integers and scales.
+        pair_layers: layer name -> its integers and scales, for layers that `can_be_pairs`.
     """
-    pair_layers = {
-        name: quant_layer for name, quant_layer in layers.items() if can_be_pairs(quant_layer)
-    }
     return _AmctQdqWriter(copy_message(model), pair_layers).rewrite()
 
 

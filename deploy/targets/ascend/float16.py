@@ -29,7 +29,7 @@ from deploy.graph.edit import (
     rename_tensors,
     update_tensors,
 )
-from deploy.graph.index import Graph, attributes, iter_reads, names_of, opset_of, subgraphs
+from deploy.graph.index import Graph, attributes, has_subgraph, iter_reads, names_of, opset_of
 from deploy.graph.lowering import find_schema, is_standard
 
 _FLOAT32, _FLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
@@ -45,16 +45,14 @@ def find_float16_tensors(subject: CalibrationSubject) -> frozenset[str]:
     if not subject.loaded.was_float16 or subject.loaded.cut_off is not None:
         return frozenset()
     original = subject.original  # the model in the file
-    has_subgraphs = any(list(subgraphs(node)) for node in subject.model.graph.node)
-    if original is None or has_subgraphs:
+    if original is None or any(map(has_subgraph, subject.model.graph.node)):
         return frozenset()
     try:
         inferred = infer_types(original)
     except Exception:  # C++ errors of any type; then the written models stay float32
         return frozenset()
 
-    values = (*inferred.graph.input, *inferred.graph.output, *inferred.graph.value_info)
-    names = {value.name for value in values if value.type.tensor_type.elem_type == _FLOAT16}
+    names = {name for name, dtype in Graph(inferred).dtypes.items() if dtype == _FLOAT16}
     names |= {tensor.name for tensor in inferred.graph.initializer if tensor.data_type == _FLOAT16}
     for node in subject.model.graph.node:
         # `subject.model` makes a float16 output in float32 under another name, and casts it
@@ -82,6 +80,9 @@ class _Float16Writer:
     """Writer of a model's types.
 
     Attributes:
+        graph: graph of the model, which is rewritten in place.
+        index: its constants and the nodes that make its tensors, before it is rewritten.
+        opset: its version of the standard operators.
         tensors_to_be_float16: tensors that are float16 in the user's file.
         float32_nodes: nodes that compute in float32.
         tensors_now_float16: float16 inputs, and float16 tensors that the nodes so far make.
@@ -130,16 +131,15 @@ class _Float16Writer:
     def drop_casts(self, nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
         """Return the nodes without the Casts that are not needed.
 
-        A Cast is not needed if no node reads its output and the model does not return it, or if its
-        input is float16 already. In the second case the input takes the name of the output; of
-        several such Casts of one tensor, only the first is removed.
+        First those go that cast float16 to float16: a tensor takes the name of the Cast's output,
+        and so only the first Cast of a tensor goes. Then those go whose output no node reads.
         """
-        new_name_by_tensor: dict[str, str] = {}  # input -> output of a Cast to be removed
+        new_name_by_tensor: dict[str, str] = {}  # input of a Cast to be removed -> its output
         for node in nodes:
-            changes_nothing = _casts_to_float16(node) and node.input[0] in self.tensors_now_float16
+            tensor = node.input[0] if _casts_to_float16(node) else ""
             # an input of the model, which no node makes, keeps its name
-            if changes_nothing and node.input[0] in self.index.producer:
-                new_name_by_tensor.setdefault(node.input[0], node.output[0])
+            if tensor in self.tensors_now_float16 and tensor in self.index.producer:
+                new_name_by_tensor.setdefault(tensor, node.output[0])
         removed_outputs = set(new_name_by_tensor.values())
         remaining_nodes = [node for node in nodes if node.output[0] not in removed_outputs]
         rename_tensors(remaining_nodes, new_name_by_tensor)
@@ -158,10 +158,9 @@ class _Float16Writer:
         """
         read_tensors = _read_tensors(nodes)
         restored_names = {}  # float16 form of a constant -> the name of the constant, which it gets
-        # keys are (tensor, type that it is converted to)
+        # keys are (tensor, type that it is converted to), which is float16 for every constant
         for (name, _), converted in self.converted_tensors.items():
-            is_constant = converted in self.new_constants and name in self.index.initializers
-            if is_constant and name not in read_tensors:  # no node reads it in float32
+            if name in self.index.initializers and name not in read_tensors:
                 restored_names[converted] = name
         rename_reads(nodes, restored_names)
         for converted, name in restored_names.items():
@@ -245,23 +244,24 @@ class _Float16Writer:
     def find_float16_variables(
         self, inputs: Iterable[tuple[str, str]], outputs: Iterable[tuple[str, str]]
     ) -> set[str]:
-        """Return the type variables that are float16 in a node: those of outputs to be float16.
+        """Return the type variables that are float16 in a node.
 
         ONNX's schema of a node gives each input and output a type variable, such as "T". All that
-        have the same variable have the same type.
+        have the same variable have the same type. The outputs decide which variables are float16,
+        by the types that they have in the file; if they share no variable with the inputs, as in a
+        comparison, the inputs decide.
 
         `inputs` and `outputs`: (type variable, tensor) of each.
         """
         input_variables = {variable for variable, _ in inputs}
         output_variables = {variable for variable, _ in outputs}
         if not input_variables & output_variables:
-            # such as a comparison, whose outputs have another type: the inputs decide
             return {variable for variable, name in inputs if self.is_float16(name)}
         variables_of_float16_outputs = {
             variable for variable, name in outputs if name in self.tensors_to_be_float16
         }
-        # an output with a variable that no input has, such as a LayerNormalization's mean, has the
-        # type that an attribute names
+        # a variable that only an output has, such as that of a LayerNormalization's mean, is left
+        # out: its type is in an attribute
         return variables_of_float16_outputs & input_variables
 
     def is_float16(self, name: str) -> bool:

@@ -59,6 +59,8 @@ def fusion_mapping(deploy: onnx.ModelProto, original: onnx.ModelProto, *, name: 
 
     # finds the nodes of the original that make a tensor, back to tensors that both models have
     tracer = _OriginalNodes(original, port_by_tensor)
+    # tensors that both models have; an integer tensor is none of them, whatever its name
+    common_tensors = tracer.producer.keys() - float_by_integer_tensor.keys()
     mapping_nodes = [
         _make_mapping_node(
             tensor, "Data", input_ports=[], original_nodes=[tensor], original_outputs=[(tensor, 0)]
@@ -72,9 +74,9 @@ def fusion_mapping(deploy: onnx.ModelProto, original: onnx.ModelProto, *, name: 
         # the original has no integer tensors, but the float ones that AscendDequant makes of them
         float_outputs = [float_by_integer_tensor.get(tensor, tensor) for tensor in node.output]
         original_nodes = tracer.find_nodes(float_outputs)
-        # outputs that may be tensors of the original too
-        common_tensors = [name for name in node.output if name not in float_by_integer_tensor]
-        original_outputs = [tracer.find_output(tensor) for tensor in common_tensors]
+        original_outputs = [
+            tracer.find_output(tensor) for tensor in node.output if tensor in common_tensors
+        ]
         mapping_nodes.append(
             _make_mapping_node(
                 node.name, node.op_type, input_ports, original_nodes, original_outputs
@@ -128,10 +130,10 @@ class _OriginalNodes:
                 pending += [tensor for tensor in node.input if tensor in self.undeployed_tensors]
         return list(reversed(names))
 
-    def find_output(self, tensor: str) -> tuple[str, int] | None:
+    def find_output(self, tensor: str) -> tuple[str, int]:
         """Return (node, output index) of the original that makes a tensor of the same name."""
-        node = self.producer.get(tensor)
-        return None if node is None else (node.name, list(node.output).index(tensor))
+        node = self.producer[tensor]
+        return node.name, list(node.output).index(tensor)
 
 
 def _input_dependent(graph: onnx.GraphProto) -> set[str]:
@@ -148,7 +150,7 @@ def _make_mapping_node(
     kind: str,
     input_ports: list[str],
     original_nodes: list[str],
-    original_outputs: Iterable[tuple[str, int] | None],
+    original_outputs: Iterable[tuple[str, int]],
 ) -> dict[str, Any]:
     """Return one node of the deploy model as a JSON object of the fusion mapping.
 
@@ -159,8 +161,8 @@ def _make_mapping_node(
         kind: its type; "Data" for a graph input.
         input_ports: "<node>:<output index>" of each input.
         original_nodes: names of the original nodes.
-        original_outputs: (original node, output index) that makes each output; None for an output
-            that the original does not have.
+        original_outputs: (original node, output index) that makes each output that the original
+            has too.
     """
     names = {"s": original_nodes} if original_nodes else {}  # "s": a list of strings, as in CANN
     return {
@@ -168,7 +170,7 @@ def _make_mapping_node(
         "type": kind,
         "input": input_ports,
         "attr": [{"key": "_datadump_original_op_names", "value": {"list": names}}],
-        "output_desc": [_make_output(*origin) for origin in original_outputs if origin is not None],
+        "output_desc": [_make_output(*output) for output in original_outputs],
     }
 
 
@@ -261,29 +263,29 @@ def _make_models(
     layer_outputs = {quant_layer.layer.output for quant_layer in layers.values()}
     node_outputs = {node.output[0] for node in model.graph.node if node.name in layers}
     sums_before_bias = node_outputs - layer_outputs
-    float16_tensors = set(float16_tensors) - sums_before_bias
+    tensors_to_be_float16 = set(float16_tensors) - sums_before_bias
     trim_memory()  # give back the memory that the quantization of the weights has freed
-    fake_quant = _make_fake_quant(recipe, float16_tensors)
+    fake_quant = _make_fake_quant(recipe, tensors_to_be_float16)
     yield "fake-quant model", "fake_quant_model.onnx", _serialize_without_metadata(fake_quant)
     del fake_quant
     trim_memory()
 
     # both the deploy model and the Q/DQ model store integers of these layers, so that neither needs
     # a copy of their float weights
-    integer_layers = {
+    pair_layers = {
         name: quant_layer for name, quant_layer in layers.items() if can_be_pairs(quant_layer)
     }
-    lowered = lower_for_cann(copy_without_weights(model, integer_layers), cann)
+    lowered = lower_for_cann(copy_without_weights(model, pair_layers), cann)
     deploy = deploy_model(lowered, layers)
-    if float16_tensors:
-        deploy = to_float16(deploy, float16_tensors)
+    if tensors_to_be_float16:
+        deploy = to_float16(deploy, tensors_to_be_float16)
     deploy = loaded.with_cut_off(deploy)
     yield "deploy model", "deploy_model.onnx", _serialize_without_metadata(deploy)
-    original = subject.original or subject.model
+    original = subject.original or subject.model  # the model in the file, if there is one
     mapping = fusion_mapping(deploy, original, name=loaded.name)
     del deploy
 
-    qdq = loaded.with_cut_off(amct_qdq_model(lowered, layers))
+    qdq = loaded.with_cut_off(amct_qdq_model(lowered, pair_layers))
     yield "Q/DQ model", "amct_qdq.onnx", _serialize_without_metadata(qdq)
     del qdq
 

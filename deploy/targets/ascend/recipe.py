@@ -49,10 +49,7 @@ from deploy.targets.ascend.quant_layer import (
     read_constant,
     read_weight_rows,
 )
-from deploy.targets.ascend.record import (
-    LayerRecord,
-    Records,
-)
+from deploy.targets.ascend.record import LayerRecord, Records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,19 +116,19 @@ def recipe_from_qdq(
     # Only the float model shows which layers fit the hardware. A layer that does not fit becomes a
     # float operator, whose input may keep its rounding. So the pairs are removed again, without the
     # record of that layer, until all layers with a record fit.
-    has_refused_layers = True
-    while has_refused_layers:
+    while True:
         unpaired = remove_pairs(model, qdq_records, keep_rounding=keep_rounding)
         loaded = load(unpaired.model, fold_batchnorm=False)
         float_model, graph = prepare_model(loaded.model)
         quantized_layers = _quantize_layers(float_model, graph, qdq_records)
         layers = quantized_layers.layers
         float_reasons |= quantized_layers.refusal_by_layer
-        has_refused_layers = bool(layers) and len(layers) < len(qdq_records)
+        if not layers:
+            raise _no_layers_error(path, float_reasons | graph.float_reasons)
+        if len(layers) == len(qdq_records):
+            break
         qdq_records = {name: qdq_records[name] for name in layers}
 
-    if not layers:
-        raise _no_layers_error(path, float_reasons | graph.float_reasons)
     recipe = Recipe(
         model=float_model,
         graph=graph,
@@ -143,7 +140,7 @@ def recipe_from_qdq(
             name: float_reasons.get(name, "its pairs are gone") for name in graph.layers
         },
         notes=(
-            *_conversion_notes(path, graph, quantized_layers.rounding_reason_by_layer),
+            *_conversion_notes(path, graph, quantized_layers),
             *_float_pair_notes(unpaired.float_read_pairs, keep_rounding=keep_rounding),
         ),
     )
@@ -212,8 +209,9 @@ class _QuantizedLayers(NamedTuple):
 
     Attributes:
         layers: layer name -> its integers and scales.
-        rounding_reason_by_layer: the same name -> why its weight was rounded again, a constant such
-            as `_ONE_MATRIX_SCALE`; "" if its integers are the model's own.
+        rounding_reason_by_layer: layer name, also of a refused layer -> why its weight was rounded
+            again, `_ONE_MATRIX_SCALE` or `_NO_ROOM_FOR_SUMS`; "" if its integers are the model's
+            own.
         refusal_by_layer: name of a refused layer -> why it does not fit the hardware.
     """
 
@@ -246,8 +244,6 @@ def _quantize_layers(
         weight_scales, rounding_reason_by_layer[name] = _fit_weight_scales(layer, record, index)
         records[name] = replace(record, scale_w=weight_scales, has_weight=bool(layer.weight))
     quant_layers, hardware_refusals = quantize_fitting_layers(model, graph, records)
-    for name in hardware_refusals:
-        del rounding_reason_by_layer[name]
     refusal_by_layer |= hardware_refusals
     return _QuantizedLayers(quant_layers, rounding_reason_by_layer, refusal_by_layer)
 
@@ -288,21 +284,18 @@ def _fit_weight_scales(layer: Layer, record: LayerRecord, index: Graph) -> tuple
 
 
 def _conversion_notes(
-    path: Path, graph: LayerGraph, rounding_reason_by_layer: Mapping[str, str]
+    path: Path, graph: LayerGraph, quantized_layers: _QuantizedLayers
 ) -> list[str]:
-    """Return notes on the converted layers.
-
-    `rounding_reason_by_layer`: name of each int8 layer -> why its weight was rounded again,
-    `_ONE_MATRIX_SCALE` or `_NO_ROOM_FOR_SUMS`; "" if its integers are the model's own.
-    """
-    converted = len(rounding_reason_by_layer)
+    """Return notes on the layers of a Q/DQ model that are int8 in the recipe."""
+    layers = quantized_layers.layers
     total = len(graph.layers) + len(graph.float_reasons)
     notes = [
-        f"Scales: those of {path}, for {converted} of {total} layers that Ascend could run in int8;"
-        " nothing was calibrated."
+        f"Scales: those of {path}, for {len(layers)} of {total} layers that Ascend could run in"
+        " int8; nothing was calibrated."
     ]
     for reason in (_ONE_MATRIX_SCALE, _NO_ROOM_FOR_SUMS):
-        names = [name for name, text in rounding_reason_by_layer.items() if text == reason]
+        rounding_reasons = quantized_layers.rounding_reason_by_layer
+        names = [name for name in layers if rounding_reasons[name] == reason]
         if names:
             # the reason ends in "layers ... rounded again:", so that their number follows
             notes.append(f"{reason} {len(names)}: {', '.join(names[:_SHOWN_NAMES])}.")
