@@ -158,11 +158,69 @@ def test_picture_without_label_file_is_empty(tmp_path, scenes, wording):
     wording.check(refusal.value)
 
 
-def test_label_files_of_one_name_are_ambiguous(tmp_path, scenes):
+def test_label_files_of_one_name_are_ambiguous(tmp_path, scenes, wording):
     labels = write_yolo(tmp_path, scenes)
     shutil.copytree(labels, tmp_path / "labels" / "train")
-    with pytest.raises(FeedError, match=r"'0\.a' is several"):
+    with pytest.raises(FeedError, match=r"train/0\.a, val/0\.a for 0\.a") as refusal:
         read_truth(tmp_path / "labels", tmp_path / "images" / "val")
+    wording.check(refusal.value)
+    read_truth(tmp_path / "labels", tmp_path / "images")  # val/0.a.png has the labels val/0.a.txt
+
+
+def object_counts(labels, image_names, folder, limit=None):
+    """Return image -> number of objects, of annotations whose n-th image has n + 1 objects.
+
+    `labels`: paths of the annotated images in a COCO json; a path without suffix is a label file.
+    """
+    for name in image_names:
+        (folder / "images" / name).parent.mkdir(parents=True, exist_ok=True)
+        cv2.imwrite(str(folder / "images" / name), np.zeros((9, 9, 3), np.uint8))
+    path = write_coco(
+        folder,
+        {
+            name.removesuffix(".png"): ((9, 9), np.zeros((count, 4)), [0] * count, [0] * count)
+            for count, name in enumerate(labels, 1)
+        },
+    )
+    if not labels[0].endswith(".png"):
+        path = folder / "labels"
+        for count, name in enumerate(labels, 1):
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / f"{name}.txt").write_text("0 0.5 0.5 0.1 0.1\n" * count)
+    feed = open_feed(folder / "images", [X], preprocess=LETTERBOX, limit=limit)
+    truth = apply_labels(read_labels(path), feed)
+    return {name: len(truth.objects(n).boxes) for n, name in enumerate(feed.names)}
+
+
+@pytest.mark.parametrize(
+    ("labels", "counts"),
+    [
+        (("a/0.png", "b/0.png"), {"a/0.png": 1, "b/0.png": 2}),
+        (("x\\b\\0.png", "x\\a\\0.png"), {"a/0.png": 2, "b/0.png": 1}),
+        (("/x/a/0.png", "/x/b/0.png", "/x/b/1.png"), {"b/0.png": 2, "1.png": 3}),
+        (("0.png", "a/0.png"), {"0.png": 1, "a/0.png": 2}),
+        (("b/0", "a/0"), {"a/0.png": 2, "b/0.png": 1}),
+        (("val/b/0", "train/0"), {"a/0.png": 0, "b/0.png": 1, "train/0.png": 2}),
+    ],
+)
+def test_folders_distinguish_images_of_one_name(labels, counts, tmp_path):
+    assert object_counts(labels, counts, tmp_path) == counts
+
+
+@pytest.mark.parametrize(
+    ("labels", "limit"),
+    [
+        (("0.png",), None),
+        (("0.png",), 1),  # the image that is not chosen may be the annotated one
+        (("0",), None),
+        (("x/0.png", "y/0.png"), None),
+        (("b/0.png", "x/0.png"), None),
+    ],
+)
+def test_annotations_that_fit_several_images_are_refused(labels, limit, tmp_path):
+    """Both images would have the same objects, or each those of another image."""
+    with pytest.raises(FeedError, match=r"for a/0\.png, b/0\.png; name"):
+        object_counts(labels, ("a/0.png", "b/0.png"), tmp_path, limit)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +367,8 @@ def test_labels_unlike_their_yaml_are_refused(change, got, tmp_path, scenes):
 def test_picture_named_twice_has_its_labels(tmp_path, scenes):
     path = write_yaml(tmp_path, scenes)
     path.write_text(path.read_text().replace("val: images/val", "val: [images/val, images/val]"))
-    assert read_labels(path).ambiguous_names == frozenset()
+    assert len(read_labels(path).pictures) == len(list((tmp_path / "labels").rglob("?.a.txt")))
+    read_truth(path, tmp_path / "images")
 
 
 def test_yaml_without_label_files_is_refused(tmp_path, scenes, wording):

@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 
 from deploy.errors import FeedError, counted
-from deploy.feed.images import printable_name, suffix_of, walk_files
+from deploy.feed.images import printable_name, suffix_of, summarize_names, walk_files
 from deploy.feed.paths import is_data_yaml, read_data_yaml, resolve_files
 from deploy.files.reading import convert, read_json, read_text
 from deploy.metrics.precision import Objects
@@ -35,6 +35,7 @@ _MAX_COCO_BYTES = 2 << 30  # the annotations of COCO's training images take 450 
 _MAX_LABEL_BYTES = 16 << 20  # of one picture
 _BOX_VALUES = 4
 _MAX_CLASSES = 1 << 31
+_MAX_FOLDERS = 32  # by which the images of a file name are told apart
 _MAX_SHARE_BEYOND = 0.01  # of a side, by which rounding moves a corner out of the picture
 
 
@@ -43,11 +44,11 @@ class Annotations:
     """Annotated objects of many pictures.
 
     Attributes:
-        pictures: image's file name -> its objects. The name is without folders; also without suffix
-            if `are_label_files`.
+        pictures: path -> objects of an image. The path is that in the COCO json or of the label
+            file, after `match_images` that of the image; without suffix if `are_label_files`.
         categories: category ids, ascending; None if these are the model's class numbers.
         category_names: category id -> name; empty without names.
-        ambiguous_names: file names that occur in several folders.
+        repeated_paths: paths that several images or label files have.
         are_label_files: whether each picture has a file of its own.
         unlabelled: an empty set of objects, which a picture without annotations has; None if every
             picture must have annotations.
@@ -56,7 +57,7 @@ class Annotations:
     pictures: Mapping[str, Objects]
     categories: tuple[int, ...] | None
     category_names: Mapping[int, str] = field(default_factory=dict)
-    ambiguous_names: frozenset[str] = frozenset()
+    repeated_paths: frozenset[str] = frozenset()
     are_label_files: bool = False
     unlabelled: Objects | None = None
 
@@ -79,25 +80,51 @@ class Annotations:
             pictures[name] = replace(objects, categories=np.array(classes, np.int64))
         return replace(self, pictures=pictures, categories=None)  # None: class numbers
 
+    def match_images(self, names: Iterable[str], source_names: Iterable[str]) -> Annotations:
+        """Return the annotations of images, by the images' paths.
+
+        Annotations belong to the image of the same file name. If several images or annotations have
+        this name, the end of an image's path must tell them apart, such as cam1/0.jpg.
+
+        Args:
+            names: paths of the images.
+            source_names: paths of all images of the folder or list, from which `names` are chosen.
+
+        Raises:
+            FeedError: the paths do not show to which image annotations belong.
+        """
+        chosen_images = set(map(self._key, names))
+        name_of_image = {self._key(name): name for name in source_names}
+        images_by_file = _group_by_file(name_of_image)
+        paths_by_file = _group_by_file([*self.pictures, *self.repeated_paths])
+        pictures = {}
+        for file_name, images in images_by_file.items():
+            matches = _match_paths(images, paths_by_file.get(file_name, []))
+            for image in chosen_images.intersection(matches):
+                similar_images, paths = matches[image]
+                if len(similar_images) > 1 or len(paths) > 1:
+                    images_text = summarize_names([name_of_image[i] for i in similar_images], 2)
+                    raise FeedError(
+                        "images and annotations of one file name must differ by their folders, got"
+                        f" annotations of {summarize_names(paths, 2)} for {images_text}; name the"
+                        " folders in both, or give each image a file name of its own"
+                    )
+                pictures[image] = self.pictures[paths[0]]
+        return replace(self, pictures=pictures)
+
     def has_picture(self, name: str) -> bool:
-        """Return whether there are annotations for a picture, by its file name."""
+        """Return whether there are annotations for a picture, by its path."""
         return self._key(name) in self.pictures
 
     def find_objects(self, name: str) -> Objects:
-        """Return the objects of a picture, by its file name.
+        """Return the objects of a picture, by its path.
 
         A picture without annotations has none, if the attribute `unlabelled` is set.
 
         Raises:
-            FeedError: the picture must have annotations and has none, or its name is ambiguous.
+            FeedError: the picture must have annotations and has none.
         """
-        key = self._key(name)
-        if key in self.ambiguous_names:
-            raise FeedError(
-                f"images are matched with annotations by file name, {key[:200]!r} is several"
-                " images there; give them names of their own"
-            )
-        objects = self.pictures.get(key, self.unlabelled)
+        objects = self.pictures.get(self._key(name), self.unlabelled)
         if objects is None:
             raise FeedError(
                 f"every evaluation image must be in the annotations, {name[:200]!r} is not;"
@@ -106,8 +133,69 @@ class Annotations:
         return objects
 
     def _key(self, name: str) -> str:
-        path = PurePosixPath(name.replace("\\", "/"))
-        return path.stem if self.are_label_files else path.name
+        path = _normalize(name)
+        return os.path.splitext(path)[0] if self.are_label_files else path
+
+
+def _normalize(path: str) -> str:
+    """Return a path with / between folders, as programs on Windows do not write it."""
+    return str(PurePosixPath(path.replace("\\", "/")))
+
+
+def _group_by_file(paths: Iterable[str]) -> dict[str, list[str]]:
+    """Return file name -> paths."""
+    groups: dict[str, list[str]] = {}
+    for path in paths:
+        groups.setdefault(PurePosixPath(path).name, []).append(path)
+    return groups
+
+
+def _match_paths(
+    images: Sequence[str], paths: Sequence[str]
+) -> dict[str, tuple[Sequence[str], Sequence[str]]]:
+    """Return which paths of annotations fit an image, all of the same file name.
+
+    A path fits the image with which it shares the longest end, if no other path shares a longer
+    end with the image::
+
+        images     a/0.jpg    b/0.jpg    c/0.jpg, which has no annotations
+        paths    x/a/0.jpg  x/b/0.jpg
+
+    Returns:
+        image -> (images and paths with this end), one of each if the match is certain.
+    """
+    images_by_end = _group_by_end(images)
+    paths_by_end = _group_by_end(paths)
+    ends_of_paths = {_longest_end(path, images_by_end) for path in paths}
+    matches: dict[str, tuple[Sequence[str], Sequence[str]]] = {}
+    for image in images:
+        end = _longest_end(image, paths_by_end)
+        if end not in ends_of_paths:  # these paths are those of other images
+            continue
+        matches[image] = images_by_end[end], paths_by_end[end]
+        if paths_by_end[end].count(image) == 1:
+            matches[image] = [image], [image]
+    return matches
+
+
+def _group_by_end(paths: Iterable[str]) -> dict[str, list[str]]:
+    """Return end -> paths with this end, for each end of each path."""
+    groups: dict[str, list[str]] = {}
+    for path in paths:
+        for end in _ends(path):
+            groups.setdefault(end, []).append(path)
+    return groups
+
+
+def _longest_end(path: str, ends: Container[str]) -> str:
+    """Return the longest end of a path that is one of `ends`; "" if none is."""
+    return next((end for end in _ends(path) if end in ends), "")
+
+
+def _ends(path: str) -> Sequence[str]:
+    """Return the ends of a path, the longest first: a/b/c, b/c and c for a/b/c."""
+    parts = path.split("/")[-_MAX_FOLDERS:]
+    return ["/".join(parts[start:]) for start in range(len(parts))]
 
 
 def read_annotations(path: Path) -> Annotations:
@@ -168,7 +256,7 @@ def read_coco(path: Path) -> Annotations:
 
 
 def _group_by_image(data: _CocoFile) -> Annotations:
-    """Return the annotated objects in a COCO file for each of its images, by file name.
+    """Return the annotated objects in a COCO file for each of its images, by path.
 
     Raises:
         ValueError: ids that do not go together; the message ends the sentence "..., got".
@@ -186,15 +274,15 @@ def _group_by_image(data: _CocoFile) -> Annotations:
             raise ValueError(f"a category_id that no category has, {annotation.category_id!r}")
         annotations_by_image[annotation.image_id].append(annotation)
 
-    objects_by_name: dict[str, Objects] = {}
-    ambiguous_names = set()
+    objects_by_path: dict[str, Objects] = {}
+    repeated_paths = set()
     for image in data.images:
-        name = PurePosixPath(image.file_name).name
-        if name in objects_by_name:
-            ambiguous_names.add(name)  # of images in several folders
-        objects_by_name[name] = _coco_objects(image, annotations_by_image[image.id])
+        path = _normalize(image.file_name)
+        if path in objects_by_path:
+            repeated_paths.add(path)
+        objects_by_path[path] = _coco_objects(image, annotations_by_image[image.id])
     return Annotations(
-        objects_by_name, tuple(sorted(categories)), categories, frozenset(ambiguous_names)
+        objects_by_path, tuple(sorted(categories)), categories, frozenset(repeated_paths)
     )
 
 
@@ -230,16 +318,19 @@ def _read_yaml_labels(path: Path) -> Annotations:
             " (kpt_shape); leave the labels out"
         )
     files = resolve_files(path, split="val").file_list
-    image_paths = (os.path.abspath(file.path) for file in files)
-    label_paths = list(dict.fromkeys(map(_label_path, image_paths)))  # a picture may be named twice
-    existing_paths = list(filter(os.path.exists, label_paths))
-    if not existing_paths:
+    image_paths = [os.path.abspath(file.path) for file in files]
+    label_paths = list(map(_label_path, image_paths))
+    image_of_label = dict(zip(label_paths, image_paths, strict=True))  # an image may come twice
+    labelled_images = {
+        path: image_of_label[path] for path in filter(os.path.exists, image_of_label)
+    }
+    if not labelled_images:
         raise FeedError(
             f"the pictures of `val` in {printable_name(path)} must have label files, such as"
             f" {printable_name(label_paths[0])}, got none; put them into a folder `labels` beside"
             " `images`"
         )
-    return _read_yolo(existing_paths, data.class_count)
+    return _read_yolo(labelled_images, data.class_count)
 
 
 def _label_path(image_path: str) -> str:
@@ -264,33 +355,40 @@ def _read_label_folder(folder: Path) -> Annotations:
             f" {' and '.join(sorted(suffixes)) or 'neither'} in {printable_name(folder)};"
             " give the folder of one of them"
         )
-    paths = [str(folder / name) for name in label_names]
+    name_of_path = {str(folder / name): name for name in label_names}
     if suffixes == {".txt"}:
-        return _read_yolo(paths, class_count=None)
+        return _read_yolo(name_of_path, class_count=None)
     number_by_class = {name: number for number, name in enumerate(_read_classes(folder))}
-    return _read_label_files(paths, lambda path: _read_voc_file(path, number_by_class))
+    return _read_label_files(name_of_path, lambda path: _read_voc_file(path, number_by_class))
 
 
-def _read_yolo(paths: Sequence[str], class_count: int | None) -> Annotations:
-    annotations = _read_label_files(paths, lambda path: _read_yolo_file(path, class_count))
+def _read_yolo(name_of_path: Mapping[str, str], class_count: int | None) -> Annotations:
+    annotations = _read_label_files(name_of_path, lambda path: _read_yolo_file(path, class_count))
     return replace(annotations, unlabelled=_make_objects(size=None, boxes=[], classes=[]))
 
 
-def _read_label_files(paths: Sequence[str], read_file: Callable[[str], Objects]) -> Annotations:
-    """Return the objects of label files, one file a picture, by their names without suffix."""
+def _read_label_files(
+    name_of_path: Mapping[str, str], read_file: Callable[[str], Objects]
+) -> Annotations:
+    """Return the objects of label files, one file a picture, by names without suffix.
+
+    Args:
+        name_of_path: path of a label file -> its path in the folder of labels, or its image's path.
+        read_file: from the path of a label file to the objects.
+    """
     pictures: dict[str, Objects] = {}
-    ambiguous_names = set()
-    with phase("label files", len(paths), "files") as step:
-        for path in paths:
-            name = PurePath(path).stem
+    repeated_paths = set()
+    with phase("label files", len(name_of_path), "files") as step:
+        for path, file_name in name_of_path.items():
+            name = os.path.splitext(_normalize(file_name))[0]
             if name in pictures:
-                ambiguous_names.add(name)
+                repeated_paths.add(name)
             pictures[name] = read_file(path)
             step()
     return Annotations(
         pictures,
         categories=None,  # the files have class numbers
-        ambiguous_names=frozenset(ambiguous_names),
+        repeated_paths=frozenset(repeated_paths),
         are_label_files=True,
     )
 

@@ -222,14 +222,15 @@ def apply_labels(
     if isinstance(labels, str):  # `BY_FOLDER`
         return None
     if isinstance(labels, FileList):
-        labels = _order_labels(labels, evaluation.entry_names)
+        labels = _order_labels(labels, evaluation.entry_names, evaluation.source_names)
     if not isinstance(labels, Annotations):
         evaluation.set_labels(labels)
         return None
 
-    annotations = labels.numbered_by_name(class_names or {})
     if evaluation.preprocess is None:
         raise ConfigError("annotations of boxes are for pictures, got arrays; give image files")
+    annotations = labels.match_images(evaluation.names, evaluation.source_names)
+    annotations = annotations.numbered_by_name(class_names or {})
     for name in evaluation.names:
         annotations.find_objects(name)  # raises if the image is not annotated
     sizes = _find_image_sizes(annotations, evaluation)
@@ -238,7 +239,9 @@ def apply_labels(
     return GroundTruth(objects_of_image, annotations.categories, (note,) if note else ())
 
 
-def _order_labels(lines: FileList, image_names: Iterable[str]) -> Sequence[int]:
+def _order_labels(
+    lines: FileList, image_names: Iterable[str], source_names: Iterable[str]
+) -> Sequence[int]:
     """Return the class numbers of lines in the order of the images.
 
     A line belongs to the image that it names: by its file name, with the suffix in all lines or in
@@ -251,17 +254,18 @@ def _order_labels(lines: FileList, image_names: Iterable[str]) -> Sequence[int]:
     Args:
         lines: name (may be "") and class number of each line.
         image_names: paths of the images.
+        source_names: paths of all images of the folder or list, from which the images are chosen.
 
     Raises:
         FeedError: lines name images, but an image is named by no line or by several.
     """
-    image_parts = [PurePath(name).parts for name in image_names]
+    source_parts = {PurePath(name).parts for name in source_names}
     # an image's key is the end of its path: as many parts as make the keys of all images differ,
     # 1 if the file names do
     part_count = 1
-    while len({parts[-part_count:] for parts in image_parts}) < len(set(image_parts)):
+    while len({parts[-part_count:] for parts in source_parts}) < len(source_parts):
         part_count += 1
-    image_keys = [parts[-part_count:] for parts in image_parts]
+    image_keys = [PurePath(name).parts[-part_count:] for name in image_names]
     line_keys = [PurePath(name).parts[-part_count:] for name in lines.names]  # () without a name
     class_numbers = lines.labels or ()
     label_by_key = dict(zip(line_keys, class_numbers, strict=True))

@@ -228,6 +228,11 @@ class Feed:
         """Name of every image or row, skipped ones too."""
         return map(self._source.sample_name, self._chosen_samples.indices)
 
+    @property
+    def source_names(self) -> Iterable[str]:
+        """Name of every image or row of the source, also of those that were not chosen."""
+        return map(self._source.sample_name, range(len(self._source)))
+
     def name_by_digest(self) -> dict[str, str]:
         """Return sha256 (hex) -> name of every image or row; call after a pass or `manifest`."""
         names = map(printable_name, self.entry_names)
