@@ -123,8 +123,9 @@ class JoinedLayers:
         Raises:
             CannotRewrite: the axis of a part is unknown, or the Concat is along another axis.
         """
-        parts_and_ranks = zip(self.parts, ranks, strict=True)
-        layouts = {part.channel_layout(rank, constants) for part, rank in parts_and_ranks}
+        layouts = set()
+        for part, layer_rank in zip(self.parts, ranks, strict=True):
+            layouts.add(part.channel_layout(layer_rank, constants))
         axis, rank = next(iter(layouts))  # of one of the parts: all must be equal
         concat_axis = axis if self.concat is None else attributes(self.concat).get("axis", axis)
         is_along_channels = concat_axis in (axis, axis - rank)  # it may count from the end
@@ -337,7 +338,7 @@ class _AffineFold:
     ) -> None:
         """Set an input of a layer to `array`; a tensor with other readers keeps its values."""
         if self.read_counts[name] != 1 or name not in self.initializers:
-            name = unique_name(name, {*self.initializers, *self.read_counts})
+            name = claim_name(name, self.names)
             self.initializers[name] = self.graph.initializer.add()
         self.initializers[name].CopyFrom(numpy_helper.from_array(array, name))
         self.read_counts[name] = 1

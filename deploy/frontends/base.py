@@ -261,11 +261,12 @@ def read_uncleaned_model(
     A file is parsed without its external data, so only the graph may be used.
 
     Args:
-        model: the model from the user: a path, or a model in memory.
+        model: the model from the user: a path, or a model in memory; None if only the cleaned model
+            is available.
         loaded: the same model, cleaned.
 
     Returns:
-        The model; None for a path of another kind of file, such as a PyTorch model.
+        The model; None without one, or for a path of another kind of file, such as a PyTorch model.
 
     Raises:
         ModelError: the file changed since it was loaded.

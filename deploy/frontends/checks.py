@@ -104,7 +104,7 @@ def is_quantized_node(node: onnx.NodeProto) -> bool:
     )
 
 
-def find_optimized_nodes(model: onnx.ModelProto) -> str:
+def list_optimized_nodes(model: onnx.ModelProto) -> str:
     """Return the nodes that only ONNX Runtime's optimizer makes, as text; "" if there are none."""
     counts: Counter[str] = Counter()
     for node in all_nodes(model.graph):
@@ -125,7 +125,7 @@ def check_optimized(model: onnx.ModelProto) -> str:
     Returns:
         A note for the user if some are; else "".
     """
-    optimized = find_optimized_nodes(model)
+    optimized = list_optimized_nodes(model)  # as text
     if not optimized:
         return ""
     nodes = all_nodes(model.graph)
@@ -144,7 +144,7 @@ def refuse_optimized(model: onnx.ModelProto, target: str) -> None:
     Raises:
         ExportError: it has nodes that ONNX Runtime's optimizer made.
     """
-    if optimized := find_optimized_nodes(model):
+    if optimized := list_optimized_nodes(model):
         raise ExportError(
             f"{target} must know every operator, got a model that ONNX Runtime optimized"
             f" ({optimized}); give the model as exported"
@@ -172,7 +172,7 @@ def check_ends(model: onnx.ModelProto) -> None:
             if attribute.HasField("sparse_tensor"):
                 raise _sparse_error(attribute.sparse_tensor.values.name)
     for body in all_graphs(graph):
-        for sparse in body.sparse_initializer:
+        for sparse in body.sparse_initializer:  # the first one is refused
             raise _sparse_error(sparse.values.name)
     for noun, items in (("input", graph.input), ("output", graph.output), ("node", graph.node)):
         if not items:

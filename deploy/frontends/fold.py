@@ -181,7 +181,8 @@ def _evaluate(
         outputs = [helper.make_empty_tensor_value_info(name) for name in names]
         single_node_model.graph.output.extend(outputs)
         arrays = OrtSession.open(single_node_model, threads=1, optimize=False).run({})
-    # ONNX and ONNX Runtime raise many kinds of errors; the node stays whatever the error is.
+    # `CannotRewrite` of above, or any other class, of which ONNX and ONNX Runtime raise many: the
+    # node stays whatever the error is
     except Exception as error:
         raise CannotRewrite(first_line(error)) from error
     return [numpy_helper.from_array(arrays[name], name) for name in names]
@@ -218,7 +219,8 @@ def unfold_large(graph: onnx.GraphProto, folded_by_output: Mapping[str, onnx.Nod
         name for name in folded_by_output if name in read_counts and sizes[name] > _MAX_GROWTH
     ]
 
-    free_tensors = set(read_counts)  # the file has these anyway: a recipe reads them at no cost
+    # tensors that the file has anyway, stored or computed: a recipe reads them at no cost
+    available_tensors = set(read_counts)
     restored_outputs: set[str] = set()  # outputs of the nodes that are put back
     for name in large_results:
         if weight_read_counts[name] == read_counts[name]:  # only layers read it, as their weight
@@ -226,14 +228,15 @@ def unfold_large(graph: onnx.GraphProto, folded_by_output: Mapping[str, onnx.Nod
             recipe = _find_recipe(name, folded_by_output, free_tensors=())
         else:
             result_size = sizes[name]
-            recipe = _find_recipe(name, folded_by_output, free_tensors=free_tensors - {name})
+            other_tensors = available_tensors - {name}  # the recipe is to replace this result
+            recipe = _find_recipe(name, folded_by_output, free_tensors=other_tensors)
         recipe_outputs, recipe_constants = recipe
         recipe_size = sum(folded_by_output[output].ByteSize() for output in recipe_outputs)
         recipe_size += sum(sizes[constant] for constant in recipe_constants)
         if recipe_outputs and result_size > recipe_size + _MAX_GROWTH:
             restored_outputs |= recipe_outputs
-            free_tensors |= recipe_outputs | recipe_constants
-            free_tensors.remove(name)  # not stored any more, so no longer free for other recipes
+            available_tensors |= recipe_outputs | recipe_constants
+            available_tensors.remove(name)  # other recipes would need its own recipe now
 
     if restored_outputs:
         nodes = [node for name, node in folded_by_output.items() if name in restored_outputs]

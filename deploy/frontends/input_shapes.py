@@ -139,7 +139,7 @@ def open_with_shapes(path: Path, inputs: Sequence[InputRequest]) -> LoadedModel:
     _path, file_model, _digests = read_source(path)
     resized_model = copy_message(file_model)
     shape_texts = _set_shapes(resized_model, inputs)
-    if list(resized_model.graph.input) == list(file_model.graph.input):
+    if list(resized_model.graph.input) == list(file_model.graph.input):  # the file's own shapes
         return load_onnx(path, fold_batchnorm=True)
     shapes_text = " and ".join(shape_texts)
     try:
@@ -228,8 +228,8 @@ def _refuse_fixed_sizes(file_model: onnx.ModelProto, resized_model: onnx.ModelPr
         ModelError: a node's input has another shape than in the file while its output has the same,
             or a Reshape makes several samples of one.
     """
-    file_shapes = _shapes_of_a_sample(file_model)
-    new_shapes = _shapes_of_a_sample(resized_model)
+    file_shapes = _shapes_at_batch_1(file_model)
+    new_shapes = _shapes_at_batch_1(resized_model)
     known_tensors = file_shapes.keys() & new_shapes.keys()
     for node in resized_model.graph.node:
         if node.op_type not in _SIZED or not node.input or not node.output:
@@ -265,7 +265,7 @@ def _refuse_failing_run(loaded: LoadedModel) -> None:
         raise ModelError(f"the model must run, got: {first_line(error)}") from error
 
 
-def _shapes_of_a_sample(model: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
+def _shapes_at_batch_1(model: onnx.ModelProto) -> dict[str, tuple[int, ...]]:
     """Return the shapes of tensors, with a batch of 1 where it is open.
 
     Raises:

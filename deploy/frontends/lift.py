@@ -38,6 +38,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import onnx
@@ -133,7 +134,8 @@ def _lift(parts: Sequence[onnx.ModelProto], opset: int) -> None:
     for part in parts:
         graphs += all_graphs(part.graph)
     names = tensor_names(*graphs)
-    read_tensors = set[str]().union(*map(count_reads, graphs))
+    # tensors that a node reads or a graph returns: those that `count_reads` counts
+    read_tensors = set(chain.from_iterable(map(count_reads, graphs)))
     for part in parts:
         scope = OpsetScope(opset_of(part), opset, names)
         rewrite_nodes(part.graph, scope, partial(_lift_node, read_tensors=read_tensors))
@@ -148,7 +150,7 @@ def _lift_node(node: onnx.NodeProto, scope: OpsetScope, *, read_tensors: set[str
     Args:
         node: of the source opset.
         scope: both opsets, and what is known of the graph.
-        read_tensors: all tensors that any node reads.
+        read_tensors: all tensors that any node reads, and the outputs.
 
     Raises:
         ModelError: the node has no form in the target opset.
@@ -181,8 +183,6 @@ def complete_axes(model: onnx.ModelProto) -> Counter[str]:
         Operator -> number of the nodes that were written over all axes.
     """
     counts: Counter[str] = Counter()
-    if COMPLETIONS.keys().isdisjoint(node.op_type for node in all_nodes(model.graph)):
-        return counts
     opset = opset_of(model)
     names = tensor_names(*all_graphs(model.graph))
     same_opset = OpsetScope(source_opset=opset, target_opset=opset, tensor_names=names)
@@ -197,11 +197,11 @@ def _complete_node(node: onnx.NodeProto, scope: OpsetScope, *, counts: Counter[s
     """
     if node.op_type not in COMPLETIONS or node.domain:
         return [node]
-    try:
+    try:  # on a copy, since an error may come after a part of the changes
         nodes = COMPLETIONS[node.op_type](copy_message(node), scope)
     except _FORM_ERRORS:  # an invalid node stays: ONNX Runtime reports what is wrong with it
         return [node]
-    if len(nodes) == 1:
+    if len(nodes) == 1:  # no node makes new inputs for it: it names all axes already
         return [node]
     counts[node.op_type] += 1
     return nodes
@@ -239,10 +239,9 @@ def end_training_mode(model: onnx.ModelProto) -> Counter[str]:
     """
     node_counts: Counter[str] = Counter()
     opset = opset_of(model)
-    if not any(_is_training(node, opset) for node in all_nodes(model.graph)):
-        return node_counts
-    # a norm whose updated statistics are read cannot leave training mode
-    read_tensors = set[str]().union(*map(count_reads, all_graphs(model.graph)))
+    # a norm whose updated statistics are among these cannot leave training mode: tensors that a
+    # node reads or a graph returns, which `count_reads` counts
+    read_tensors = set(chain.from_iterable(map(count_reads, all_graphs(model.graph))))
     same_opset = OpsetScope(source_opset=opset, target_opset=opset)
     write_node = partial(_write_for_inference, read_tensors=read_tensors, node_counts=node_counts)
     rewrite_nodes(model.graph, same_opset, write_node)
@@ -257,7 +256,7 @@ def _write_for_inference(
     Args:
         node: any node of the model.
         scope: the opset, and what is known of the graph.
-        read_tensors: all tensors that any node reads.
+        read_tensors: all tensors that any node reads, and the outputs.
         node_counts: outcome, a key of `TRAINING_NOTES` -> number of norms; the norm is added.
     """
     if not _is_training(node, scope.source_opset):
@@ -314,7 +313,8 @@ def _is_single_sample(shape: Shape | None) -> bool:
 
 _HALF = 10  # onnx.TensorProto.FLOAT16
 _TYPE_ATTRIBUTES = {"to", "dtype"}  # they hold an element type
-_END = "float16 end"  # doc_string of the casts to float16 outputs, for readers of the written files
+# doc_string of the casts to float16 outputs, for readers of the written files
+_OUTPUT_CAST_MARK = "float16 end"
 
 
 def widen_to_float32(model: onnx.ModelProto) -> str:
@@ -375,17 +375,16 @@ def _half_type_attributes(graph: onnx.GraphProto) -> Iterator[onnx.AttributeProt
                 yield attribute
 
 
-def drop_casts(graph: onnx.GraphProto, dtypes: dict[str, int]) -> int:
+def drop_casts(model: onnx.ModelProto) -> int:
     """Remove casts to the type that a tensor already has, in place; return their number.
 
     Exporters of mixed precision leave such casts behind. ONNX Runtime drops them too, but only when
     it runs the model: before that they would separate a Conv from its bias. A cast that produces a
     graph output stays.
 
-    Args:
-        graph: with sorted nodes.
-        dtypes: tensor -> its element type.
+    `model`: with sorted nodes and inferred types.
     """
+    dtypes = Graph(model).dtypes  # tensor -> its element type
 
     def keeps_type(node: onnx.NodeProto) -> bool:
         if node.op_type != "Cast":
@@ -393,7 +392,7 @@ def drop_casts(graph: onnx.GraphProto, dtypes: dict[str, int]) -> int:
         dtype = dtypes.get(node.input[0])  # None or 0 (UNDEFINED) if it is unknown
         return bool(dtype) and bool(attributes(node).get("to") == dtype)
 
-    return bypass(graph, keeps_type)
+    return bypass(model.graph, keeps_type)
 
 
 def _insert_casts(graph: onnx.GraphProto) -> None:
@@ -415,8 +414,16 @@ def _insert_casts(graph: onnx.GraphProto) -> None:
             continue
         float32_name = claim_name(f"{value.name}_float32", names)
         float32_names[value.name] = float32_name
-        cast = make_node("Cast", [float32_name], value.name, value.name, doc_string=_END, to=_HALF)
-        output_casts.append(cast)
+        output_casts.append(
+            make_node(
+                "Cast",
+                [float32_name],
+                value.name,
+                value.name,
+                doc_string=_OUTPUT_CAST_MARK,
+                to=_HALF,
+            )
+        )
     nodes = list(graph.node)
     rename_tensors(nodes, float32_names)
     replace_nodes(graph, [*input_casts, *nodes, *output_casts])
@@ -465,8 +472,12 @@ def dequantize_constants(model: onnx.ModelProto, dtype: int | None = None) -> No
     dequantizer_inputs = set(all_reads(dequantizers))
 
     def is_chosen(node: onnx.NodeProto) -> bool:
-        """Whether a node is one of the dequantizers, or a Constant node that one of them reads."""
-        if node.op_type == "Constant" and not dequantizer_inputs.isdisjoint(node.output):
+        """Whether a node is one of the dequantizers, or a Constant node that one of them reads.
+
+        A node is folded only if it reads initializers, so these Constant nodes must become some.
+        """
+        is_read_constant = not dequantizer_inputs.isdisjoint(node.output)
+        if node.op_type == "Constant" and is_read_constant:
             return True
         return not float_constants.isdisjoint(node.output)
 

@@ -63,7 +63,6 @@ from deploy.graph.edit import (
 )
 from deploy.graph.index import (
     ONNX_DOMAINS,
-    Graph,
     all_nodes,
     has_subgraph,
     names_of,
@@ -104,7 +103,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         checks.check_opset(model)
         checks.check_float(model)
         shared_name_count = _count_shared_names(model.graph)
-        fed_weight_count = _count_fed_weights(model)
+        fed_weight_count = _count_fed_weights(model)  # before `_clean` takes them from the inputs
         cleaned = _clean(model, fold_batchnorm)
         # the names of tensors that calib8 adds later must be free
         renamed_tensors = free_added_names(cleaned.model.graph)
@@ -143,8 +142,9 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         declaration=read_declaration(model, path),
         had_integer_weights=integer_weights_note != "",
         was_training=cleaned.was_training,
-        training_notes=cleaned.training_notes,
-        was_newer=cleaned.was_newer or kernel_note != "",  # operators without a kernel are new
+        training_notes=tuple(filter(None, cleaned.training_notes)),
+        # newer than ONNX Runtime: it lacks the pairs of this opset, or a kernel of an operator
+        was_newer=cleaned.was_newer or kernel_note != "",
     )
     return loaded.with_inputs(_mark_inputs(model, inputs, outputs))
 
@@ -284,26 +284,26 @@ def read_source(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CleanedModel:
-    """A cleaned model, and what was found in it; see `LoadedModel`."""
+    """A cleaned model, and what was found in it; see `LoadedModel`.
+
+    A note in `notes` or `training_notes` is "" if there is nothing to say.
+    """
 
     model: onnx.ModelProto
     notes: list[str]
     was_float16: bool
     was_training: bool
-    training_notes: tuple[str, ...]
+    training_notes: list[str]
     was_newer: bool
     cut_off: CutOffNodes | None
 
 
 def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
-    """Return the model in float32, opset 13 or newer, for inference; `model` may change.
-
-    Each step adds a note for the user to `notes`, "" if it changed nothing.
-    """
+    """Return the model in float32, opset 13 or newer, for inference; `model` may change."""
     model.ir_version = max(model.ir_version, _OLDEST_IR)
-    freed_count = drop_initializer_inputs(model.graph)  # IR 3 lists weights as inputs
-    freed_sentence = "Removed {} from the list of inputs; they are constants now."
-    notes = [checks.check_optimized(model), _note(freed_sentence, freed_count, "weight")]
+    removed_count = drop_initializer_inputs(model.graph)  # IR 3 lists weights as inputs
+    input_sentence = "Removed {} from the list of inputs; they are constants now."
+    notes = [checks.check_optimized(model), _note(input_sentence, removed_count, "weight")]
     clear_negative_sizes(model.graph)
 
     # one operator set, no functions
@@ -328,7 +328,7 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
     model = infer_outputs(model)
     checks.check_valid(model)
     if float16_note:  # casts between float16 and float32 are casts to the same type now
-        drop_casts(model.graph, Graph(model).dtypes)
+        drop_casts(model)
     opset_note = lift_opset(model, cut_off)
     model, lowering_note = lower_to_runtime(model)
     notes += [opset_note, lowering_note]
@@ -351,7 +351,7 @@ def _clean(model: onnx.ModelProto, fold_batchnorm: bool) -> _CleanedModel:
         notes=notes,
         was_float16=float16_note != "",
         was_training=training_norms["inference"] > 0,
-        training_notes=tuple(filter(None, training_notes)),
+        training_notes=training_notes,
         was_newer=lowering_note != "",
         cut_off=cut_off,
     )
@@ -395,9 +395,9 @@ def _decompose_without_kernel(model: onnx.ModelProto) -> tuple[onnx.ModelProto, 
     rewritten: Counter[str] = Counter()
     while (load_error := _find_load_error(model)) is not None:
         missing_kernel = _MISSING_KERNEL.search(str(load_error.__cause__))
-        if missing_kernel is None or missing_kernel[1] in rewritten:
+        op_type = missing_kernel[1] if missing_kernel else ""  # "" for another error
+        if not op_type or op_type in rewritten:
             raise _refusal_of(load_error) from load_error
-        op_type = missing_kernel[1]
         try:  # `lower_opset` decomposes operators, here without a change of the opset
             lowering = lower_opset(model, opset=opset_of(model), to_decompose={op_type})
         except ExportError:
@@ -502,14 +502,15 @@ def _fold(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
     """
     identity_count = folded_count = cast_count = 0
     completed_counts: Counter[str] = Counter()  # operator -> nodes rewritten by `complete_axes`
-    folded_by_output: dict[str, onnx.NodeProto] = {}
+    folded_by_output: dict[str, onnx.NodeProto] = {}  # `fold_constants` adds each node it folds
     for _ in range(_ROUNDS):
+        # without the counts of `complete_axes`: it adds constants, which count as folded
         old_counts = (identity_count, folded_count, cast_count)
         completed_counts += complete_axes(model)
         model = infer_shapes(model)
         identity_count += remove_identity(model.graph)
         folded_count += fold_constants(model, folded_by_output)
-        cast_count += drop_casts(model.graph, Graph(model).dtypes)
+        cast_count += drop_casts(model)
         if (identity_count, folded_count, cast_count) == old_counts:
             break
     unfolded_count = unfold_large(model.graph, folded_by_output)

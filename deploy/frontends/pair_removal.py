@@ -27,6 +27,7 @@ from deploy.frontends.pairs import DQ, VALUE_KEEPING, PairGrid, PairGrids, Q, fi
 from deploy.frontends.plugins import check_part_valid
 from deploy.frontends.shapes import infer_shapes
 from deploy.graph.edit import (
+    adopt_runtime_nodes,
     bypass,
     claim_name,
     copy_message,
@@ -46,7 +47,6 @@ from deploy.graph.index import (
     all_nodes,
     all_reads,
     attributes,
-    iter_reads,
     names_of,
     opset_of,
     optional_input,
@@ -67,20 +67,20 @@ class StrippedModel:
 
     Attributes:
         model: the float model.
-        float_read_pairs: number of pairs read by float operators.
+        float_read_count: number of pairs read by float operators.
         grids: tensor of the float model -> the grids of its pairs.
     """
 
     model: onnx.ModelProto
-    float_read_pairs: int
+    float_read_count: int
     grids: PairGrids
 
 
 def prepare_qdq_model(quantized: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy of a Q/DQ model in the form that `remove_pairs` reads.
 
-    It has no functions and a name for each node, and each DequantizeLinear of an activation stands
-    directly behind its QuantizeLinear.
+    It has no functions and a name for each node. Its pairs are of ONNX's own domain, not of ONNX
+    Runtime's, and each DequantizeLinear of an activation stands directly behind its QuantizeLinear.
 
     Raises:
         ModelError: not a valid model, an opset before 11, or no pairs.
@@ -96,6 +96,7 @@ def prepare_qdq_model(quantized: onnx.ModelProto) -> onnx.ModelProto:
     model = copy_message(quantized)
     if model.functions:
         model, _ = inline_functions(model)
+    adopt_runtime_nodes(model.graph, (Q, DQ))
     drop_unused_domains(model)
     model, _ = lower_to_runtime(model)
     drop_initializer_inputs(model.graph)
@@ -191,8 +192,9 @@ def _move_quantizers(model: onnx.ModelProto) -> None:
         grid = find_pair_grid(quantizer, index)
         if grid is None or not grid.is_per_tensor:
             continue
-        if node.op_type == "Pad" and not _make_pad_float(node, grid, index):
-            continue  # it stays: it pads with another value than 0
+        # a Pad with another value than 0 stays
+        if node.op_type == "Pad" and not _try_to_pad_floats(node, grid, index):
+            continue
         replaced_codes.add(quantizer.output[0])
         moved_quantizer = _move_behind(node, quantizer, names)
         # the next node may move it again
@@ -233,10 +235,11 @@ def _move_behind(
     return moved_quantizer
 
 
-def _make_pad_float(pad: onnx.NodeProto, grid: PairGrid, index: Graph) -> bool:
-    """Let a Pad of codes pad floats with 0, in place; return False if it pads with another value.
+def _try_to_pad_floats(pad: onnx.NodeProto, grid: PairGrid, index: Graph) -> bool:
+    """Let a Pad of codes pad floats with 0, in place; return whether that is possible.
 
-    The code that stands for 0 is the zero point. A Pad in a mode that repeats values is unchanged.
+    It is not if the Pad pads with another code than the zero point, which stands for 0. A Pad in a
+    mode that repeats values is unchanged.
     """
     if attributes(pad).get("mode", b"constant") != b"constant":
         return True
@@ -280,7 +283,7 @@ def remove_pairs(
     for tensor, tensor_grids in stripper.grids.items():
         final_name = stripper.new_names.get(tensor, tensor)  # `run` renamed some tensors
         grids[final_name] = tuple(tensor_grids)
-    return StrippedModel(float_model, stripper.float_read_pairs, grids)
+    return StrippedModel(float_model, stripper.float_read_count, grids)
 
 
 class _Stripper:
@@ -293,9 +296,8 @@ class _Stripper:
         self.index = Graph(model)
         self.keep_rounding = keep_rounding
         self.int8_names = self._find_int8_names(int8_layers)
-        self.float_read_pairs = 0
+        self.float_read_count = 0
         self.grids: dict[str, list[PairGrid]] = {}  # float tensor -> grids of its pairs
-        self.constants = set(self.index.constants)  # tensors that do not depend on the inputs
         self.non_negative: set[str] = set()  # tensors
         self.float_by_pair_output: dict[str, str] = {}  # -> tensor that its readers read instead
         self.new_names: dict[str, str] = {}  # tensor -> its new name
@@ -313,7 +315,7 @@ class _Stripper:
             # also left out: what the user or a subgraph reads
             if not readers or output in index.outputs or output in index.captured:
                 continue
-            if all(reader.name in names and reader.input[0] == output for reader in readers):
+            if all(_is_data_reader(reader, output, names) for reader in readers):
                 names.add(node.name)
         return names
 
@@ -325,9 +327,9 @@ class _Stripper:
         """
         nodes: Nodes = []
         removed_codes: set[str] = set()  # outputs of the QuantizeLinear nodes that are left out
+        constant_outputs = self.index.computed_constants
         for node in self.graph.node:
-            if self.constants.issuperset(iter_reads(node)):  # it may be part of a weight's pair
-                self.constants.update(node.output)
+            if constant_outputs.issuperset(node.output):  # it may be part of a weight's pair
                 nodes.append(node)
             elif node.op_type == Q:
                 removed_codes.add(node.output[0])
@@ -347,7 +349,7 @@ class _Stripper:
 
     def _name_weights_by_layer(self) -> None:
         """Name dequantized weights and biases after their layer, not after their Q/DQ pair."""
-        computed = self.constants.difference(self.index.constants)
+        computed = self.index.computed_constants.difference(self.index.constants)
         for node in self.index.nodes:
             if node.op_type not in WEIGHTED:
                 continue
@@ -371,13 +373,11 @@ class _Stripper:
         source = self.float_by_pair_output.get(source, source)
         readers = index.readers.get(output, [])
         int8_readers = [
-            reader
-            for reader in readers
-            if reader.name in self.int8_names and reader.input[0] == output
+            reader for reader in readers if _is_data_reader(reader, output, self.int8_names)
         ]
         is_read_by_user_or_subgraph = output in index.outputs or output in index.captured
         if is_read_by_user_or_subgraph or len(int8_readers) < len(readers):
-            self.float_read_pairs += 1
+            self.float_read_count += 1
             chain = self._find_chain(dequantizer, source)
             if chain:
                 # here int8 layers get the source; later `run` lets the other readers of the pair
@@ -390,9 +390,9 @@ class _Stripper:
     def _bypass_pair(self, dequantizer: onnx.NodeProto, source: str) -> Nodes:
         """Let all readers of a pair read its source, the float tensor that it quantized.
 
-        The source takes the name of the pair's output if that is an output of the model. It also
-        does if calib8 wrote the pair: calib8 renamed a tensor NAME to NAME/float, and let the pair
-        make NAME.
+        In two cases the source takes the name of the pair's output, if it can be renamed: if that
+        is an output of the model; and if calib8 wrote the pair, and for this renamed a tensor NAME
+        to NAME/float and let the pair make NAME.
 
         Returns:
             []; or, if the pair makes an output of the model and the source cannot take its name,
@@ -401,9 +401,9 @@ class _Stripper:
         output = dequantizer.output[0]
         self._add_grid(source, dequantizer)
         is_model_output = output in self.index.outputs
+        is_pair_of_calib8 = source == f"{output}/float"
         if not is_model_output:  # `run` redirects the readers first, then it renames tensors
             self.float_by_pair_output[output] = source
-        is_pair_of_calib8 = source == f"{output}/float"
         if (is_model_output or is_pair_of_calib8) and self._can_be_renamed(source):
             self.new_names[source] = output
         elif is_model_output:
@@ -512,3 +512,11 @@ class _Stripper:
                 "a Q/DQ model computes in float between QuantizeLinear and DequantizeLinear, but"
                 f" {output!r} is read by {readers[0]}; export the model in the Q/DQ form"
             )
+
+
+def _is_data_reader(reader: onnx.NodeProto, tensor: str, names: Collection[str]) -> bool:
+    """Whether a reader of a tensor is one of the named nodes, and the tensor is its data input.
+
+    An int8 layer rounds its data, the first input, but not its weight or bias.
+    """
+    return reader.name in names and reader.input[0] == tensor

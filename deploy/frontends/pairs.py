@@ -132,13 +132,18 @@ def read_pair_grid(node: onnx.NodeProto, index: Graph) -> PairGrid:
     return PairGrid(scale, zero.astype(np.int64), str(zero.dtype), *_code_limits(zero.dtype))
 
 
-def input_grid(node: onnx.NodeProto, index: Graph, input_index: int = 0) -> PairGrid:
+def input_grid(node: onnx.NodeProto, index: Graph, position: int = 0) -> PairGrid:
     """Return scale and zero point of the Q/DQ pair on one input of a layer.
+
+    Args:
+        node: the layer.
+        index: of the model.
+        position: of the input.
 
     Raises:
         UnfitError: the input has no pair with a single scale.
     """
-    dequantizer, _ = _find_dequantizer(node.input[input_index], index, VALUE_KEEPING)
+    dequantizer, _ = _find_dequantizer(node.input[position], index, VALUE_KEEPING)
     if dequantizer is None:
         raise UnfitError("no QuantizeLinear and DequantizeLinear stand on its input")
     quantizer = index.find_producer(dequantizer.input[0], Q)
@@ -252,9 +257,10 @@ def _zero_points(node: onnx.NodeProto, index: Graph, scale: NDArray[np.float32])
         codes = index.constants.get(node.input[0])
         if codes is not None:
             return np.zeros(scale.shape, to_array(codes).dtype)
-        quantizer = index.producer.get(node.input[0])
+        quantizer = index.find_producer(node.input[0], Q)
         if quantizer is not None:
             return _zero_points(quantizer, index, scale)
+        # it reads another tensor: the callers refuse it, so that its type does not matter
     elem_type = attributes(node).get("output_dtype", 0) or onnx.TensorProto.UINT8  # ONNX's default
     if elem_type not in helper.get_all_tensor_dtypes():
         raise UnfitError(f"ONNX has no type {elem_type}, its output_dtype")
@@ -265,18 +271,22 @@ def _zero_points(node: onnx.NodeProto, index: Graph, scale: NDArray[np.float32])
 _RANGE_KEEPING = MOVES | CUTS | {"MaxPool", "Resize", "Cast"}
 
 
-def spread_ranges(graph: Graph, scales: Mapping[str, Scale]) -> dict[str, Scale]:
-    """Return the ranges, extended to tensors that are connected by value-keeping nodes."""
-    extended = dict(scales)
+def spread_ranges(graph: Graph, ranges: Mapping[str, Scale]) -> dict[str, Scale]:
+    """Return the ranges, also those of tensors that are connected by value-keeping nodes.
+
+    `ranges`: tensor -> the `Scale` that holds its range.
+    """
+    all_ranges = dict(ranges)
     moves = [
         (node.input[0], node.output[0])
         for node in graph.nodes
         if node.op_type in _RANGE_KEEPING and keeps_range(graph, node)
     ]
     for source, output in reversed(moves):
-        if output in extended and graph.only_reader(source) is not None:
-            extended.setdefault(source, extended[output])
+        # other readers of the source read values that no pair limits to the output's range
+        if output in all_ranges and graph.only_reader(source) is not None:
+            all_ranges.setdefault(source, all_ranges[output])
     for source, output in moves:
-        if source in extended:
-            extended.setdefault(output, extended[source])
-    return extended
+        if source in all_ranges:
+            all_ranges.setdefault(output, all_ranges[source])
+    return all_ranges

@@ -48,8 +48,6 @@ from deploy.graph.lowering import is_standard, lower_opset
 from deploy.graph.opset_forms import find_upgrades
 from deploy.graph.plan import FLOAT32, Decision
 
-_KNOWN_DOMAINS = (*ONNX_DOMAINS, "ai.onnx.ml", "com.microsoft")
-
 
 @dataclass(frozen=True, slots=True)
 class CutOffNodes:
@@ -114,7 +112,7 @@ class CutOffNodes:
         self._refuse_newer_forms(opset)
         complete = copy_message(model)
         graph = complete.graph
-        file_graph = self.model.graph
+        file_graph = self.model.graph  # has the inputs and outputs of the file
         nodes = list(map(copy_message, self.nodes))
         self._add_constants(graph, nodes)
         replace_nodes(graph, [*graph.node, *nodes])
@@ -184,7 +182,7 @@ def cut_unknown_nodes(model: onnx.ModelProto) -> CutOffNodes | None:
     sort_nodes(model.graph)
     complete_graph = Graph(infer_shapes(model))
     cut_indices = _find_unknown_and_downstream(model.graph.node)
-    _add_constant_nodes(complete_graph, cut_indices)
+    _add_constant_nodes_to(cut_indices, complete_graph)
     cut_nodes: Nodes = []
     remaining_nodes: Nodes = []
     for index, node in enumerate(model.graph.node):
@@ -227,7 +225,7 @@ def _extract_cut_model(model: onnx.ModelProto, graph: Graph, cut_nodes: Nodes) -
 
 def _import_domains(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> None:
     """Import the domains of nodes that the file forgot, which shape inference needs."""
-    domains = {entry.domain for entry in model.opset_import}.union(_KNOWN_DOMAINS)
+    domains = {entry.domain for entry in model.opset_import}.union(ONNX_DOMAINS)
     for node in nodes:
         if node.domain not in domains:
             model.opset_import.append(helper.make_opsetid(node.domain, 1))
@@ -245,15 +243,15 @@ def _find_unknown_and_downstream(nodes: Iterable[onnx.NodeProto]) -> set[int]:
     return indices
 
 
-def _add_constant_nodes(graph: Graph, cut_indices: set[int]) -> None:
+def _add_constant_nodes_to(cut_indices: set[int], graph: Graph) -> None:
     """Add to `cut_indices` the nodes that compute constants for cut-off nodes alone.
 
     If such a node remained, its constant would become an output of the model. Stored constants
     (initializers and Constant nodes) need not be cut off: `_extract_cut_model` copies them.
 
     Args:
+        cut_indices: indices of the nodes to cut off; it grows.
         graph: of the model; its nodes are sorted.
-        cut_indices: indices of the nodes to cut off.
     """
     constant_tensors = set(graph.constants)  # the stored ones, then also those computed from them
     for node in graph.nodes:

@@ -36,7 +36,7 @@ from deploy.frontends.pairs import (
     spread_ranges,
     weight_grid,
 )
-from deploy.graph.edit import adopt_runtime_nodes, copy_message, tensor_names
+from deploy.graph.edit import tensor_names
 from deploy.graph.index import TAILS, Graph, by_name
 from deploy.graph.placement import WEIGHTED
 from deploy.graph.plan import never_negative
@@ -54,10 +54,8 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
     path, original, file_digests = read_source(source)
     name = path.stem if path else original.graph.name or "model"
     refuse_integer_operators(original)
-    with_standard_pairs = copy_message(original)
-    adopt_runtime_nodes(with_standard_pairs.graph, (Q, DQ))  # those of ONNX Runtime's domain
-    model = prepare_qdq_model(with_standard_pairs)
-    constant_grids = check_pairs(model, Graph(model))
+    model = prepare_qdq_model(original)
+    constant_grids = check_pairs(model)
     stripped = remove_pairs(model, int8_layers=(), keep_rounding=False)
     # folding norms would change the weights, and the scales of the pairs would not fit them
     loaded = load_onnx(stripped.model, fold_batchnorm=False)
@@ -69,9 +67,8 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
         )
     grids = _find_cleaned_grids(stripped, loaded.model)
     calibration = _read_calibration(model, str(path or name), loaded.model, grids, constant_grids)
-    pair_notes = _make_notes(calibration, _count_ambiguous(grids))
     # file, digest, metadata and classes are those of the original, not of the copy without pairs
-    loaded_original = replace(
+    loaded_qdq = replace(
         loaded,
         source=path,
         name=name,
@@ -80,11 +77,11 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
         metadata_preprocess=read_metadata_preprocess(original, path),
         classes=read_class_names(original),
         declaration=read_declaration(original, path),
-        notes=(*pair_notes, *loaded.notes),
+        notes=(*_make_notes(calibration), *loaded.notes),
         qdq=calibration,
     )
     # `with_inputs` also writes the inputs into the original's declaration
-    return loaded_original.with_inputs(loaded.inputs)
+    return loaded_qdq.with_inputs(loaded.inputs)
 
 
 def _find_cleaned_grids(stripped: StrippedModel, cleaned: onnx.ModelProto) -> PairGrids:
@@ -116,30 +113,25 @@ def _count_ambiguous(grids: PairGrids) -> int:
     return count
 
 
-def check_pairs(model: onnx.ModelProto, index: Graph) -> tuple[PairGrid, ...]:
+def check_pairs(model: onnx.ModelProto) -> tuple[PairGrid, ...]:
     """Check every Q/DQ pair, and return the grids of the nodes on constants, such as weights.
 
     A grid is the scale, zero point and integer type of a QuantizeLinear or DequantizeLinear.
 
-    Args:
-        model: with sorted nodes.
-        index: of the model.
+    `model`: with sorted nodes.
 
     Raises:
         ModelError: names a node that does not fit, and why.
     """
-    # also grows by the outputs of nodes that read constants alone
-    constant_tensors = set(index.constants)
+    index = Graph(model)
+    constant_tensors = index.computed_constants.union(index.initializers)
     constant_grids = []
-    for node in model.graph.node:
+    for node in index.nodes:
         if node.op_type not in (Q, DQ):
-            if node.input and constant_tensors.issuperset(filter(None, node.input)):
-                constant_tensors.update(node.output)
             continue
         try:
             grid = read_pair_grid(node, index)
             if node.input[0] in constant_tensors:
-                constant_tensors.update(node.output)
                 if grid.dtype not in ("int8", "uint8", "int32"):  # int32 is for biases
                     raise UnfitError(f"it is quantized to {grid.dtype}")
                 constant_grids.append(grid)
@@ -202,11 +194,12 @@ def _read_calibration(
         node.name for node in qdq_graph.nodes if _has_output_pair(node, qdq_graph)
     )
     weight_scales, float_reasons = _read_layers(qdq_graph, float_graph, nodes_with_output_pair)
-    widest_ranges = _find_widest_ranges(grids, float_model)
+    ranges = _find_widest_ranges(grids, float_model)
     return QdqCalibration(
         model=qdq_model,
         name=name,
-        scales=spread_ranges(float_graph, widest_ranges),  # also over a Transpose, MaxPool, ...
+        # a `Scale` holds a tensor's range; also those of tensors behind a Transpose, MaxPool, ...
+        scales=spread_ranges(float_graph, ranges),
         weight_scales=weight_scales,
         float_reasons=float_reasons,
         nodes_with_output_pair=nodes_with_output_pair,
@@ -287,7 +280,9 @@ def _is_tail(node: onnx.NodeProto, index: Graph) -> bool:
 
 
 def _read_weight_scales(node: onnx.NodeProto, index: Graph) -> NDArray[np.float32] | None:
-    """Return the scales of a layer's symmetric weight; None without one, or with a zero point.
+    """Return the scales of a layer's weight, if that has 8 bits and is symmetric; else None.
+
+    None also for a MatMul without a weight: of two activations.
 
     Raises:
         UnfitError: the layer does not run in int8: its input or weight has no pair.
@@ -298,7 +293,7 @@ def _read_weight_scales(node: onnx.NodeProto, index: Graph) -> NDArray[np.float3
     except UnfitError:
         if node.op_type != "MatMul":
             raise
-        input_grid(node, index, 1)  # of two activations: raises if the second one has no pair
+        input_grid(node, index, 1)  # raises if no pair stands on the second activation
         return None
     return scales if grid.is_8_bit and not grid.int8_zero.any() else None
 
@@ -326,12 +321,14 @@ def _has_output_pair(node: onnx.NodeProto, index: Graph) -> bool:
     return any(reader.op_type == Q for reader in readers)
 
 
-def _make_notes(qdq: QdqCalibration, ambiguous_count: int) -> Iterator[str]:
+def _make_notes(qdq: QdqCalibration) -> Iterator[str]:
+    """Yield the notes for the user on the pairs of a Q/DQ model."""
     yield (
         f"Quantized already: took the ranges of {len(qdq.grids)} activations"
         f" ({qdq.grid_text or 'none'}) and the scales of {len(qdq.weight_scales)} weights"
         " from its pairs, and removed the pairs from the float model."
     )
+    ambiguous_count = _count_ambiguous(qdq.grids)
     if ambiguous_count:
         yield (
             f"{ambiguous_count} tensors have pairs with several scales; for a target with one scale"

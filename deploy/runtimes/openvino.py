@@ -64,7 +64,7 @@ class OpenvinoSession(CpuSession):
         try:
             core = openvino.Core()
             compiled = core.compile_model(core.read_model(source), "CPU", settings)
-        except Exception as error:  # OpenVINO's exceptions share no base but RuntimeError
+        except Exception as error:  # OpenVINO documents no class of its errors
             open_error = cls._open_error(model, openvino.__version__, error)
             raise BackendError(f"{open_error}; run it in ONNX Runtime only") from error
         return cls(compiled, threads=threads)

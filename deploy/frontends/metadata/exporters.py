@@ -51,6 +51,7 @@ def read_ultralytics(metadata: ModelMetadata) -> StoredPreprocess | None:
         keys = {key for key in metadata.properties if not key.startswith("onnx.")}
         if keys != _YOLOV5_KEYS:
             return None
+        # messages append the detail to the writer's name: "Ultralytics YOLOv5"
         return StoredPreprocess(_yolov5_preprocess(metadata), detail=" YOLOv5")
 
     size = _parse_size(metadata.text("imgsz"))
@@ -59,7 +60,7 @@ def read_ultralytics(metadata: ModelMetadata) -> StoredPreprocess | None:
     color = _parse_color(metadata.text("channels"))
     version = plain_word(metadata.text("version"))
     size_text = f"{height}" if width == height else f"{height}x{width}"
-    # messages append it to the writer's name, as in "Ultralytics 8.3, imgsz 640"
+    # as in "Ultralytics 8.3, imgsz 640"
     detail = f" {version}" if version else ""
     detail += f", imgsz {size_text}"
     return StoredPreprocess(replace(preprocess, default_size=size, color=color), detail)
@@ -133,7 +134,7 @@ def read_openvino(metadata: ModelMetadata) -> StoredPreprocess | None:
         return None
     resize_type = values["resize_type"] or "standard"
     pixel_units = metadata.text(f"{_PATH}intensity_mode") or ""
-    # for pixels of more than 8 bits
+    # for pixels of more than 8 bits, which are refused
     has_max_value = bool(metadata.text(f"{_PATH}intensity_max_value"))
     if _is_true(metadata, "embedded_processing"):
         raise ConfigError("its model preprocesses its input itself")

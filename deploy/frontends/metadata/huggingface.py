@@ -206,7 +206,7 @@ def _read_resize_and_crop(data: Mapping[str, Any], kind: str) -> Preprocess:
     preprocess = Preprocess(interpolation=_INTERPOLATION_BY_RESAMPLE[int(resample)])
 
     size = data.get("size")
-    sides = _as_sides(size)
+    sides = _as_sides(size)  # "height", "width" or "shortest_edge" -> its length
     if kind.startswith("ConvNext"):
         # `_as_sides` gives a single number as the height, but here it is a short side; no flag says
         # that the processor crops
@@ -246,7 +246,7 @@ def _parse_height_width(value: object, name: str) -> Size:
 
 
 def _as_sides(value: object) -> dict[str, object]:
-    """Return a mapping of sides as it is, or a single number as height and width."""
+    """Return lengths by the names of their sides; a single number is both height and width."""
     return value if isinstance(value, dict) else {"height": value, "width": value}
 
 

@@ -35,9 +35,8 @@ from deploy.errors import ExportError
 from deploy.frontends import LoadedModel, load
 from deploy.frontends.metadata import read_metadata_preprocess
 from deploy.frontends.pair_removal import prepare_qdq_model, remove_pairs
-from deploy.frontends.pairs import DQ, PairGrid, Q, UnfitError, input_grid, weight_grid
+from deploy.frontends.pairs import PairGrid, UnfitError, input_grid, weight_grid
 from deploy.graph.bounds import find_float16_overflows
-from deploy.graph.edit import adopt_runtime_nodes
 from deploy.graph.index import Graph
 from deploy.targets.ascend.config_keys import QuantConfig, summarize_layers
 from deploy.targets.ascend.layers import LAYER_OPS, Layer, LayerGraph
@@ -110,7 +109,6 @@ def recipe_from_qdq(
     """
     preprocess = read_metadata_preprocess(quantized, path)
     model = prepare_qdq_model(quantized)
-    adopt_runtime_nodes(model.graph, (Q, DQ))
     # layer -> scales of its pairs; other layer -> why Ascend cannot use its pairs
     qdq_records, float_reasons = _read_qdq_layers(Graph(model))
     # Only the float model shows which layers fit the hardware. A layer that does not fit becomes a
@@ -141,7 +139,7 @@ def recipe_from_qdq(
         },
         notes=(
             *_conversion_notes(path, graph, quantized_layers),
-            *_float_pair_notes(unpaired.float_read_pairs, keep_rounding=keep_rounding),
+            *_float_pair_notes(unpaired.float_read_count, keep_rounding=keep_rounding),
         ),
     )
     loaded = replace(loaded, model=float_model, name=path.stem, metadata_preprocess=preprocess)

@@ -41,7 +41,7 @@ from deploy.errors import ExportError
 from deploy.frontends.pair_removal import prepare_qdq_model, remove_pairs
 from deploy.frontends.pairs import DQ, PairGrid, Q, refuse_integer_operators
 from deploy.frontends.qdq_model import check_pairs
-from deploy.graph.edit import adopt_runtime_nodes, bypass, drop_unread
+from deploy.graph.edit import bypass, drop_unread
 from deploy.graph.index import Graph
 from deploy.graph.plan import Plan
 from deploy.targets.onnxruntime.qdq import Memoize, compute_each_time, write_qdq
@@ -270,8 +270,7 @@ def from_qdq(quantized: onnx.ModelProto) -> PlainModel:
     """
     model = prepare_qdq_model(quantized)
     refuse_integer_operators(model)
-    adopt_runtime_nodes(model.graph, (Q, DQ))  # pairs of ONNX Runtime's domain become standard ones
-    check_pairs(model, Graph(model))
+    check_pairs(model)
     _unpair_float_weights(model)
     unpaired = remove_pairs(model, (), keep_rounding=False)
     drop_unread(unpaired.model.graph)  # integers, scales and zero points of the pairs
