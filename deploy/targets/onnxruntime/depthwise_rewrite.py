@@ -102,7 +102,7 @@ def widen_depthwise(model: onnx.ModelProto, context: RewriteContext) -> None:
         weight = find_unshared_integers(graph, node)
         if weight is None or node.name in visited_convs:
             continue
-        is_depthwise = list(weight.dims[:2]) == [group_count(node), 1]
+        is_depthwise = weight.dims[:2] == [group_count(node), 1]
         if not is_depthwise:  # it has groups of several channels
             continue
         region = _find_region(graph, node)
@@ -163,7 +163,7 @@ def _find_region(graph: Graph, depthwise: onnx.NodeProto) -> _Region | None:
 def _add_conv(
     graph: Graph, region: _Region, node: onnx.NodeProto, region_tensor: str
 ) -> list[str] | None:
-    """Add one more Conv to a region: tensors and Convs that get more channels together.
+    """Add a Conv to a region, whose tensors and Convs all get more channels or none does.
 
     `region_tensor` is the tensor of the region that the Conv reads or makes.
 
@@ -176,8 +176,7 @@ def _add_conv(
         _find_constant(graph, node, position) for position in weight_and_bias_positions(node)
     ]
     weight = constants[0]
-    # None: a constant that is computed or shared
-    if weight is None or None in constants:
+    if weight is None or None in constants:  # None stands for one that is computed or shared
         return None
     # a Conv that is refused below stays in the region, which the caller then drops
     conv = region.convs.setdefault(node.name, _RegionConv(node))

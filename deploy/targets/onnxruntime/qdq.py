@@ -15,7 +15,7 @@ Source: ONNX operators QuantizeLinear and DequantizeLinear, 13 and 19.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -201,34 +201,35 @@ class _QdqWriter:
         self.weight_quantizers: Nodes = []
         self.nodes_after: dict[str, Nodes] = {}  # tensor -> the pair that reads it
         self.replacements: dict[str, Nodes] = {}  # name of a node -> the nodes in its place
-        # a partial, not a method of this writer: the gate writer would refer back to it, and such a
-        # cycle holds both models in memory until Python's garbage collector runs
+        # a partial, not a method, which would refer to this writer: the gate writer below gets it,
+        # and is a part of this writer; such a cycle of references holds both models in memory until
+        # Python's garbage collector runs
         self.add_constant = partial(_add_constant, self.graph, self.initializers)
         self.gate_writer = GateWriter(self.add_constant, self.constant_nodes)
         self.gate_offsets = {gate.output: gate.offset for gate in plan.gates if gate.offset}
-        self.clip_shifts = _clip_shifts(plan)
+        self.clip_shifts = _clip_shifts(plan)  # source of a gate -> the shift that it may get
         self.dequantized_weights: dict[_WeightKey, str] = {}
 
     def quantization_params(self, tensor: str) -> ShiftedParams:
         """Return the scale and zero point with which a tensor is quantized.
 
-        A tensor may share them with another one, its owner in the plan. A gate (Hard-Swish or
-        squeeze-excite) may add a number to the tensor, or make the tensor by adding one. Then the
-        result's `steps` are those between the zero points before and after the addition, if it can
-        be expressed in steps; else they are 0.
+        A tensor may share them with another one, its owner in the plan, whose clip range and gate
+        then decide. A gate (Hard-Swish or squeeze-excite) may add a number to the owner, or make
+        the owner by adding one. Then the result's `steps` are those between the zero points before
+        and after the addition, if it can be expressed in steps; else they are 0.
 
         Raises:
             ExportError: the scale is not positive.
         """
         owner = self.plan.scale_owners.get(tensor, tensor)
-        owner_range = self.scales[owner]
-        exact_scale, zero = owner_range.on(self.plan.placement.grid)  # on the grid of integers
+        clip_range = self.scales[owner]
+        exact_scale, zero_point = clip_range.on(self.plan.placement.grid)
         scale = self.round_scales(np.array([exact_scale], np.float32))[0]
         if not (np.isfinite(scale) and scale > 0):
             raise ExportError(f"a scale must be positive, got {scale} for {tensor}")
-        if owner in self.gate_offsets:
-            return fit_output_offset(scale, zero, self.gate_offsets[owner])
-        return fit_input_shift(scale, zero, self.clip_shifts.get(owner, 0.0))
+        if owner in self.gate_offsets:  # the gate makes the owner by adding the offset
+            return fit_output_offset(scale, zero_point, self.gate_offsets[owner])
+        return fit_input_shift(scale, zero_point, self.clip_shifts.get(owner, 0.0))
 
     def write_pair(self, pair: QdqPair) -> None:
         """Insert one Q/DQ pair, for all readers of its tensor or only for those that it names.
@@ -259,11 +260,7 @@ class _QdqWriter:
             ),
         ]
         self.nodes_after[float_name] = make_pair(
-            float_name,
-            dequantized_name,
-            tensor,
-            quantize_params=params,
-            dequantize_params=params,
+            float_name, dequantized_name, tensor, params, params
         )
 
     def fuse_gemm(self, target: WeightTarget) -> None:
@@ -291,7 +288,8 @@ class _QdqWriter:
         gate = self.plan.bias_shift_gates.get(target.node)
         if gate is None:
             return target
-        bias = np.zeros(self.initializers[target.name].dims[0], np.float32)
+        weight = self.initializers[target.name]
+        bias = np.zeros(weight.dims[0], np.float32)  # one number for each output channel
         if target.bias is not None:
             bias = numpy_helper.to_array(self.initializers[target.bias])
         name = self.add_constant(f"{gate.name}/shifted", bias + np.float32(gate.shift))
@@ -303,12 +301,15 @@ class _QdqWriter:
         node = self.node_by_name[target.node]
         scales = self._weight_scales(node, target)
         node.input[1] = self._store_weight(node, target, scales)
-        if self._has_integer_bias(target):
-            node.input[2] = self._store_bias(node, str(target.bias), scales)
+        bias = self._integer_bias(target)
+        if bias:
+            node.input[2] = self._store_bias(node, bias, scales)
 
-    def _has_integer_bias(self, target: WeightTarget) -> bool:
-        """Whether a layer's bias is stored as int32."""
-        return self.plan.placement.runs_on_onnxruntime and target.bias in self.initializers
+    def _integer_bias(self, target: WeightTarget) -> str:
+        """Return the bias of a layer if it is stored as int32, else ""."""
+        bias = target.bias or ""
+        is_stored = self.plan.placement.runs_on_onnxruntime and bias in self.initializers
+        return bias if is_stored else ""
 
     def _weight_scales(self, node: onnx.NodeProto, target: WeightTarget) -> Scales32:
         """Return the scales of a weight, [C_out], or [1] for one scale of all channels.
@@ -319,7 +320,7 @@ class _QdqWriter:
         tensor = self.initializers[target.name]
         grid = self.weight_grid
         trained = self.trained_scales.get(target.node)
-        scales = matching_scales(trained, tuple(tensor.dims), target.axis)  # None if of other shape
+        scales = matching_scales(trained, tensor.dims, target.axis)  # None if of other shape
         # whether the sum of two products must fit 16 bits, in which older CPUs add them
         fits_pairs = self.plan.placement.fits_pairs
         if scales is not None and fits_pairs:
@@ -332,15 +333,17 @@ class _QdqWriter:
                 ),
             )
         scales = self.round_scales(scales)
-        if self._has_integer_bias(target):  # a bias in too small steps exceeds int32
-            bias = numpy_helper.to_array(self.initializers[str(target.bias)])
-            scales = _widen_for_bias(scales, bias, self._input_scale(node))
+        bias = self._integer_bias(target)
+        if bias:  # in too small steps it exceeds int32
+            bias_values = numpy_helper.to_array(self.initializers[bias])
+            scales = _widen_for_bias(scales, bias_values, self._input_scale(node))
         return scales
 
     def _store_weight(self, node: onnx.NodeProto, target: WeightTarget, scales: Scales32) -> str:
         """Add a weight as integers with a DequantizeLinear; return the name of its output.
 
-        Nodes that read the same weight with equal scales share them.
+        Nodes that read the same weight with equal scales share them. A weight of a Q/DQ model that
+        the user has trained for int8 may use the lowest integer, -128, which is left out of others.
         """
         tensor = self.initializers[target.name]
         grid = self.weight_grid
@@ -349,12 +352,13 @@ class _QdqWriter:
         if key in self.dequantized_weights:
             return self.dequantized_weights[key]
 
-        if is_trained:  # it may use the lowest integer, -128, which `quantize_weight` leaves out
-            array = numpy_helper.to_array(tensor)
-            steps = broadcast_parameter(scales, array.ndim, target.axis)
-            integers = quantize(array, steps, 0, grid)
+        if is_trained:
+            weight = numpy_helper.to_array(tensor)
+            scale_by_value = broadcast_parameter(scales, weight.ndim, target.axis)
+            integers = quantize(weight, scale_by_value, 0, grid)
         else:
-            # computed once for a search, which builds the model many times with the same integers
+            # a search writes many models with the same integers, and gives all writers a `memoize`
+            # that computes them once; `dequantized_weights` are those of this model alone
             integers = self.memoize(
                 (target.name, target.axis, grid, scales.tobytes()),
                 lambda: quantize_weight(
@@ -402,12 +406,12 @@ class _QdqWriter:
 
         Args:
             name: start of the names of the new tensors and nodes.
-            integers: the quantized constant.
+            integers: the quantized constant, or any array of its type if `float_weight` is given.
             scales: its scales, one a channel of `axis`, or one in all.
             axis: axis of the channels; None for one scale.
             grid: grid of the integers, if numpy has no type for it, such as int4.
-            float_weight: name of a float constant. A QuantizeLinear then computes the integers from
-                it, and `integers` shows their type alone. "" to store the integers.
+            float_weight: name of the float constant from which a QuantizeLinear is to compute the
+                integers when the model runs; "" to store the integers.
         """
         integers_name = f"{name}/quantized"
         if not float_weight:
@@ -418,14 +422,19 @@ class _QdqWriter:
             self.add_constant(f"{name}/zero_point", np.zeros(shape, integers.dtype), grid),
         ]
         if float_weight:
-            inputs = [float_weight, *params]
-            node_name = f"{integers_name}/Q"
-            quantizer = make_node("QuantizeLinear", inputs, integers_name, node_name, axis=axis)
-            self.weight_quantizers.append(quantizer)
+            quantize_node = make_node(
+                "QuantizeLinear",
+                [float_weight, *params],
+                integers_name,
+                f"{integers_name}/Q",
+                axis=axis,
+            )
+            self.weight_quantizers.append(quantize_node)
         output = f"{name}/dequantized"
-        inputs = [integers_name, *params]
-        node = make_node("DequantizeLinear", inputs, output, f"{name}/DQ", axis=axis)
-        self.constant_nodes.append(node)
+        dequantize_node = make_node(
+            "DequantizeLinear", [integers_name, *params], output, f"{name}/DQ", axis=axis
+        )
+        self.constant_nodes.append(dequantize_node)
         return output
 
     def write_gate(self, gate: Gate) -> None:
@@ -537,11 +546,11 @@ def _widen_for_bias(
     min_scales = np.abs(bias.astype(np.float64).reshape(-1)) / max_bias
     if scales.size == 1:
         min_scales = min_scales.max(keepdims=True)
-    return np.maximum(scales, min_scales.astype(np.float32)).astype(np.float32)
+    return np.maximum(scales, min_scales.astype(np.float32))
 
 
 def matching_scales(
-    trained: Scales32 | None, shape: tuple[int, ...], axis: int | None
+    trained: Scales32 | None, shape: Sequence[int], axis: int | None
 ) -> Scales32 | None:
     """Return the scales a weight was trained with, [C] along `axis`; None if they do not fit.
 

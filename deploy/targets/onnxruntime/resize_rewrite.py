@@ -128,7 +128,8 @@ class _PixelCopies(ReplacementNodes):
         shape, shape_nodes = self._write_shape(source)
         axes = self.add_constant("axes", [2, 4])
         repeats = self.add_constant("often", [1, 1, self.row_factor, 1, self.column_factor, 1])
-        # `make_named_node` names a node and its output NAME/suffix, by its third argument
+        # `make_named_node` gives a node and its output the same name, NAME/suffix, whose suffix is
+        # the third argument; so the name of a node is that of the tensor that the next one reads
         channels_last = self.make_named_node("Transpose", [source], "turned", perm=[0, 2, 3, 1])
         spread = self.make_named_node("Unsqueeze", [channels_last.name, axes], "apart")
         repeated = self.make_named_node("Tile", [spread.name, repeats], "repeated")

@@ -125,13 +125,7 @@ def _write_pool(mean: onnx.NodeProto, scope: RewriteScope) -> Nodes:
     if quantize is not None:  # the output is quantized
         scale_and_zero = quantize.input[1:]
         reshape_source = f"{pooled}/read"
-        nodes += make_pair(
-            pooled,
-            reshape_source,
-            name=pooled,
-            quantize_params=scale_and_zero,
-            dequantize_params=scale_and_zero,
-        )
+        nodes += make_pair(pooled, reshape_source, pooled, scale_and_zero, scale_and_zero)
     flatten = make_node("Reshape", [reshape_source, _FLAT_SHAPE_NAME], output, f"{name}/flat")
     return [*nodes, flatten]
 

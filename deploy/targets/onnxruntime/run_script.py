@@ -197,11 +197,11 @@ def _task_text(task: EvaluationTask | None, outputs: Outputs) -> str:
     Outputs of a task without such functions, and of an unknown one (None), are listed by their
     shapes and ranges ("values").
     """
-    if isinstance(task, Classes) and task.are_numbers:  # class numbers without scores
-        return _template_part("ranked", output=ascii(task.outputs[0]))
     if isinstance(task, Classes):
+        if task.are_numbers:  # class numbers without scores
+            return _template_part("ranked", output=ascii(task.outputs[0]))
         return _template_part("classes", outputs=ascii(task.outputs))
-    # a single probability has no class name
+    # labels are listed by name; a single probability has no name, and is listed as a value
     if isinstance(task, Labels) and outputs[task.output].size > 1:
         activation_lines = _ACTIVATIONS[task.activation]
         return _template_part("labels", output=ascii(task.output), activation=activation_lines)
@@ -220,8 +220,10 @@ def _task_text(task: EvaluationTask | None, outputs: Outputs) -> str:
         return resize_function + _template_part("masks", outputs=ascii(task.outputs))
     if isinstance(task, Points | HeatMaps):
         scale = ""
-        if isinstance(task, Points) and _are_relative(outputs[next(iter(task.outputs))]):
-            scale = " * [WIDTH, HEIGHT]"  # shares of the input's sides become pixels
+        if isinstance(task, Points):
+            first_output = next(iter(task.outputs))
+            if _are_relative(outputs[first_output]):
+                scale = " * [WIDTH, HEIGHT]"  # shares of the input's sides become pixels
         return _template_part("points", points=_point_lines(task, outputs), scale=scale)
     if isinstance(task, BoxDetection):
         return _box_text(task, outputs) or _template_part("values")
@@ -261,7 +263,8 @@ def _point_lines(task: Points | HeatMaps, outputs: Outputs) -> str:
     """Return the lines of Python that find key points, in pixels of the model's input.
 
     SimCC has the scores of each column and row, a heat map those of each cell; other models have
-    the coordinates themselves.
+    the coordinates themselves. Of heat maps the lines leave out points with scores up to `conf`, a
+    variable of the program.
     """
     if isinstance(task, SimccPoints):
         columns, rows = map(ascii, task.outputs)
@@ -272,11 +275,11 @@ def _point_lines(task: Points | HeatMaps, outputs: Outputs) -> str:
             "    return np.stack(places, axis=1) * [WIDTH, HEIGHT] / sizes\n"
         )
     if isinstance(task, HeatMaps):
-        maps = f"outputs[{task.outputs[0]!a}][0]"
-        if task.axis == -1:  # a map for each point is the last axis
-            maps += ".transpose(2, 0, 1)"
+        maps_expression = f"outputs[{task.outputs[0]!a}][0]"
+        if task.axis == -1:  # [rows, columns, points], and the lines below read [points, ...]
+            maps_expression += ".transpose(2, 0, 1)"
         return (
-            f"    maps = {maps}\n"
+            f"    maps = {maps_expression}\n"
             "    maps = maps[maps.max(axis=(1, 2)) > conf]\n"
             "    cells = maps.reshape(len(maps), -1).argmax(axis=1)\n"
             "    rows, columns = np.divmod(cells, maps.shape[2])\n"
@@ -402,16 +405,17 @@ def _score_lines(decoder: RowDecoder) -> str:
     """Return the lines of Python that compute the classes' scores from the raw ones.
 
     Both are `scores` [boxes, classes] in these lines. They apply the activation, drop the
-    background's column, and multiply by the objectness, which is called "gate".
+    background's column, and multiply by the objectness, if the detector has one: the columns that
+    hold it are called "gate".
     """
     lines = _ACTIVATIONS[decoder.activation]
     if decoder.background is not None:
         lines += f"    scores = np.delete(scores, {decoder.background}, axis=1)\n"
-    if decoder.gates:  # the detector has an objectness
-        gate = 'columns(outputs, "gate")'
+    if decoder.gates:  # columns of the objectness; empty without one
+        gate_expression = 'columns(outputs, "gate")'
         if decoder.gate_activation == "sigmoid":
-            gate = f"1 / (1 + np.exp(-{gate}))"
-        lines += f"    scores = scores * {gate}\n"
+            gate_expression = f"1 / (1 + np.exp(-{gate_expression}))"
+        lines += f"    scores = scores * {gate_expression}\n"
     return lines
 
 
@@ -465,8 +469,12 @@ def _columns_by_name(decoder: RowDecoder) -> dict[str, tuple[Columns, ...]]:
     What a detector lacks has no entry. "gate" is the objectness; "extra" are key points, mask
     coefficients or angles.
     """
-    columns = {"scores": decoder.scores, "boxes": decoder.box_columns, "gate": decoder.gates}
-    columns["extra"] = decoder.shape_columns
+    columns = {
+        "scores": decoder.scores,
+        "boxes": decoder.box_columns,
+        "gate": decoder.gates,
+        "extra": decoder.shape_columns,
+    }
     return {name: levels for name, levels in columns.items() if levels}
 
 

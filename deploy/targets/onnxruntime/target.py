@@ -130,14 +130,14 @@ class OnnxRuntime(Target):
         from deploy.targets.prequantized import qdq_decisions
 
         ranges = request.ranges_of(self)
-        kept_model = self._kept_model(request)
-        if kept_model is not None:
-            decisions = qdq_decisions(kept_model, request.model, self.placement)
+        trained = request.trained  # the user's Q/DQ model; None if the model has no pairs
+        was_float16 = request.subject.loaded.was_float16
+        if trained is not None and trained.all_pairs_are("uint8") and not was_float16:
+            decisions = qdq_decisions(trained, request.model, self.placement)
             user_ranges = dict(ranges.scales)  # those of the user's pairs
-            model = copy_message(kept_model.model)  # `_PairedModel.rewrite_for` changes it
+            model = copy_message(trained.model)  # `_PairedModel.rewrite_for` changes it
             return _PairedModel(model, decisions, user_ranges, request.model_analysis)
 
-        trained = request.trained  # the user's Q/DQ model; None if the model has no pairs
         plan = self._plan_pairs(request, ranges)
         model = write_qdq(
             request.model,
@@ -184,7 +184,7 @@ class OnnxRuntime(Target):
         decisions = paired.decisions
         # these two read the planned pairs, which `rewrite_for` changes in place
         saturating_nodes = find_saturating_layers(paired.model)
-        pair_notes = self._pair_notes(request, paired.model, decisions)
+        pair_notes = self._pair_notes(request, paired)
         model = paired.rewrite_for(request.cpu)
         if request.subject.loaded.was_float16:
             store_halves(model.graph)
@@ -206,24 +206,18 @@ class OnnxRuntime(Target):
             notes=(*self._engine_notes(decisions, len(saturating_nodes)), *pair_notes),
         )
 
-    def _kept_model(self, request: BuildRequest) -> QdqCalibration | None:
-        """Return the user's Q/DQ model if it suits ONNX Runtime's kernels unchanged, else None."""
-        trained = request.trained
-        if trained is None or request.subject.loaded.was_float16:
-            return None
-        return trained if trained.all_pairs_are("uint8") else None
-
-    def _pair_notes(
-        self, request: BuildRequest, written: onnx.ModelProto, decisions: tuple[Decision, ...]
-    ) -> tuple[str, ...]:
-        """Return the notes on the pairs of a Q/DQ model."""
+    def _pair_notes(self, request: BuildRequest, paired: _PairedModel) -> tuple[str, ...]:
+        """Return the notes on the pairs of a Q/DQ model of the user."""
         from deploy.targets.prequantized import rewritten_notes, unchanged_note
 
-        if request.trained is None:
+        trained = request.trained
+        if trained is None:
             return ()
-        if self._kept_model(request) is not None:
-            return (unchanged_note(request.trained),)
-        return tuple(rewritten_notes(request.trained, written, decisions, self.name, _REQUANTIZED))
+        if paired.plan is None:  # it is kept
+            return (unchanged_note(trained),)
+        return tuple(
+            rewritten_notes(trained, paired.model, paired.decisions, self.name, _REQUANTIZED)
+        )
 
     def _engine_notes(self, decisions: tuple[Decision, ...], saturating_count: int) -> list[str]:
         """Return notes on a model that stays float, and on the layers that may saturate."""
@@ -294,7 +288,7 @@ def _recognise_task(request: BuildRequest) -> tuple[EvaluationTask | None, Outpu
         return None, {}
     pairs = request.evaluation_set.samples_with_outputs(MAX_FORM_SAMPLES)
     subject = request.subject
-    # None, no metric of the user's: the figure of the outputs' task
+    # without a metric of the user's own, `metric` measures what the task of the outputs asks for
     metric = make_metric(
         metric=None, task=subject.task or None, declared=subject.loaded.declaration
     )

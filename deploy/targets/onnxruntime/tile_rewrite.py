@@ -55,7 +55,7 @@ def write_tiles(model: onnx.ModelProto, context: RewriteContext) -> None:
         tile = tile_shape(node, weight.dims)  # (rows, columns); None if windows overlap or the like
         if tile is None:
             continue
-        channels = int(weight.dims[1])
+        channels = weight.dims[1]
         tiled_layer = _TiledLayer(graph, node, tile, channels)
         replacements[node.name] = tiled_layer.write_layer(quantize)
         float_output = node.output[0].removesuffix("/float")  # its name in the float model
@@ -168,7 +168,8 @@ class _TiledLayer(ReplacementNodes):
             factors = [1, rows, columns]
             row_shape, shape_nodes = self.scaled_shape(tiles, [0, 2, 3], factors, self.channels)
 
-        # `make_named_node` gives a node and its output one name, which ends in its third argument
+        # `make_named_node` gives a node and its output the same name, NAME/suffix, whose suffix is
+        # the third argument; so the name of a node is that of the tensor that the next one reads
         channels_last = self.make_named_node("Transpose", [tiles], "turned", perm=[0, 2, 3, 1])
         cut_tiles = self.make_named_node("Reshape", [channels_last.name, cut_shape], "cut")
         tile_rows = self.make_named_node(

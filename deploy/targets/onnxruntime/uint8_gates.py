@@ -160,12 +160,12 @@ class GateWriter:
 
         Args:
             gate: the gate, whose tensors have their names in the float model.
-            nodes: its float nodes, whose inputs are the outputs of the pairs upstream.
+            nodes: its float nodes, which read the outputs of the pairs upstream.
             quantize: the QuantizeLinear of its output, whose zero point may be replaced.
-            output_range: range of its output.
+            output_range: clip range of its output.
             shifted_source: float tensor source + shift, if the layer upstream computes it; else "".
-            clip_params: parameters of the source, if its integers are clipped directly; else None,
-                and a pair of a narrower range clips.
+            clip_params: scale, zero point and shift of the source, if a Clip of its integers is to
+                clip it. None if a Q/DQ pair is to clip it, whose range is 0 to top.
         """
         read_name = map_read_names(nodes)  # name in the float model -> name in this one
         if clip_params is not None:
@@ -189,21 +189,15 @@ class GateWriter:
         """
         name = f"{gate.name}/gate"
         step = gate.top / 255  # a uint8 of zero point 0 then spans 0 to `top`
-        clip_params = self._add_scale_and_zero(f"{name}/written", step, 0)
-        gain_params = self._add_scale_and_zero(f"{name}/read", step * gate.gain, 0)
+        quantize_params = self._add_scale_and_zero(f"{name}/written", step, 0)
+        dequantize_params = self._add_scale_and_zero(f"{name}/read", step * gate.gain, 0)
         add_nodes: Nodes = []
         if not shifted_source:
             shifted_source = f"{name}/shifted"
             operands = [source, self.add_number(gate.shift)]
             add_nodes.append(make_node("Add", operands, shifted_source, f"{name}/Add"))
-        clipped = name  # the output of the pair, which has the same name
-        pair = make_pair(
-            shifted_source,
-            clipped,
-            name,
-            quantize_params=clip_params,
-            dequantize_params=gain_params,
-        )
+        # the pair and its output, the clipped tensor, have the same name
+        pair = make_pair(shifted_source, name, name, quantize_params, dequantize_params)
         return [*add_nodes, *pair]
 
     def _clip_integers(self, gate: Gate, source: ShiftedParams) -> Nodes:
@@ -267,11 +261,9 @@ class GateWriter:
         product_scale, product_zero = affine_params(product_lo, product_hi)
         params = self._add_scale_and_zero(name, float(product_scale), product_zero)
         float_product = f"{name}/float"
-        quantized_product = name  # the output of the pair, which has the same name
-        pair = make_pair(
-            float_product, quantized_product, name, quantize_params=params, dequantize_params=params
-        )
-        operands = [quantized_product, self.add_number(gate.offset)]
+        # the pair and its output have the same name
+        pair = make_pair(float_product, name, name, params, params)
+        operands = [name, self.add_number(gate.offset)]
         add = make_node("Add", operands, output, f"{name}/Add")
         return float_product, [*pair, add]
 
