@@ -372,6 +372,14 @@ def test_build_writes_every_file(small_cnn, data, tmp_path):
     assert any("run on 2 samples" in note for note in notes)
 
 
+def test_unknown_chip_is_said_before_calibrating(small_cnn, data, tmp_path, run):
+    options = ("--target", "ascend", "--soc", "310p", "--effort", 0, "--duration", 0)
+    code, out, err = run("build", small_cnn, "--images", data, *options, "--out", tmp_path / "o")
+    assert code == 0
+    assert err.startswith("calib8: ascend: --soc Ascend310P is no chip")
+    assert "--soc Ascend310P is no chip" in " ".join(out.split())
+
+
 @pytest.mark.parametrize(
     ("script", "error"),
     [

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from calibrators.amct.ifmr import IfmrParams, ratios
 from deploy.errors import ConfigError, ModelError
-from deploy.targets.ascend.atc import normalize_chip
+from deploy.targets import Ascend
+from deploy.targets.ascend.atc import AtcOptions, normalize_chip
 from deploy.targets.ascend.config import default_config, read_config, resolve_config, write_config
 from deploy.targets.ascend.config_keys import (
     ActivationParams,
@@ -435,11 +436,23 @@ def test_wrong_configuration_entries_are_refused(text, message, tmp_path, run):
         ("ASCEND910B2C", "Ascend910B2C"),
         ("910proa", "Ascend910ProA"),
         ("Ascend910_9391", "Ascend910_9391"),
-        ("Ascend999X", "Ascend999X"),
+        ("310p3vir01", "Ascend310P3Vir01"),
+        ("950pr_957C", "Ascend950PR_957c"),
     ],
 )
 def test_chips_are_spelt_as_atc_does(text, spelt):
-    assert normalize_chip(text) == spelt
+    assert AtcOptions(soc=text).soc == spelt
+    assert AtcOptions(soc=text).alerts == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "chips"),
+    [("310p", "Ascend310P1"), ("910_93", "Ascend910_9391"), ("310P8", "Ascend310P"), ("999x", "")],
+)
+def test_chip_unknown_to_atc_is_alerted(text, chips, wording):
+    (alert,) = Ascend(soc=text).option_alerts
+    assert chips in alert
+    wording.check(alert)
 
 
 @pytest.mark.parametrize("text", ["AscendXYZ", "Ascend", "", "310P3; rm -rf", "31", "３１０"])

@@ -56,6 +56,7 @@ from deploy.targets import Target
 from deploy.targets.tensorrt.cache_tools import method_of_calibrator
 from deploy.tasks import Metric, make_metric
 from deploy.tasks.metric import Function
+from deploy.terminal import say_progress
 from deploy.tuning import PREFERENCES, REPAIRS, ROUNDING, THIS_CPU
 from deploy.tuning.search_options import Tuning
 from deploy.tuning.tune import refuse_wrong_plan
@@ -347,6 +348,9 @@ def prepare_build(
     if annotated_objects is not None:
         notes = (*notes, *annotated_objects.notes)
     one_pass.refuse_full_disk(options.out, loaded.model, len(options.targets))
+    for target in options.targets:
+        for alert in target.option_alerts:
+            say_progress(f"{target.name}: {alert}")
     return PreparedBuild(
         options=options,
         loaded=loaded,

@@ -267,6 +267,11 @@ class Target(Protocol):
         """Whether the user gave a configuration of the vendor, which is followed as it is."""
         return False
 
+    @property
+    def option_alerts(self) -> tuple[str, ...]:
+        """Sentences on options that may be wrong, said before the calibration and in the report."""
+        return ()
+
     def scaled_tensors(
         self, model: onnx.ModelProto, float_nodes: tuple[str, ...]
     ) -> tuple[str, ...]:

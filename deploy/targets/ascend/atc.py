@@ -11,12 +11,13 @@ import shlex
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING
 
-from deploy.errors import BackendError, ConfigError, ExportError
+from deploy.errors import BackendError, ConfigError, ExportError, list_first
 from deploy.files.usercode import refuse_foreign_code
 from deploy.graph.edit import copy_message
 from deploy.graph.index import ONNX_DOMAINS, nested_nodes
@@ -32,7 +33,17 @@ if TYPE_CHECKING:
     from deploy.targets.base import BuildRequest
 
 CHIP = "<chip>"  # placeholder in the command if the chip is not known
+_NEW_CHIP = re.compile(r"Ascend950(PR|DT)_\w{4}", re.ASCII)
 _CHIP_ARGUMENT = '--soc_version="${1:?the chip is the argument of this script, e.g. Ascend310P3}"'
+# Sources: hicann/ge, docs of atc and its tests; cannmirror/asc-devkit, the lists of each series
+_CHIPS = (
+    "Ascend310", "Ascend310P1", "Ascend310P3", "Ascend310P5", "Ascend310P7", "Ascend310P2",
+    "Ascend310P4", "Ascend310P3Vir01", "Ascend310P3Vir02", "Ascend310P3Vir04", "Ascend310P3Vir08",
+    "Ascend310B1", "Ascend310B2", "Ascend310B3", "Ascend310B4", "Ascend910A", "Ascend910B",
+    "Ascend910ProA", "Ascend910ProB", "Ascend910PremiumA", "Ascend910B1", "Ascend910B2",
+    "Ascend910B2C", "Ascend910B3", "Ascend910B4", "Ascend910B4-1", "Ascend910_9391",
+    "Ascend910_9392", "Ascend910_9381", "Ascend910_9382", "Ascend910_9372", "Ascend910_9362",
+)  # fmt: skip
 SCRIPT_ROLE = "atc command"
 CHIP_SCRIPT_ROLE = "atc command, with the chip as argument"
 
@@ -67,20 +78,34 @@ class AtcOptions:
             check_flag(flag)
             refuse_foreign_code(flag)
 
+    @property
+    def alerts(self) -> tuple[str, ...]:
+        """A sentence on a chip that atc may not know, such as Ascend310P; () without one."""
+        if self.soc is None or self.soc in _CHIPS or _NEW_CHIP.fullmatch(self.soc):
+            return ()
+        similar_chips = [chip for chip in _CHIPS if chip.startswith(self.soc)]
+        similar_chips = similar_chips or get_close_matches(self.soc, _CHIPS)
+        examples = f", such as {list_first(similar_chips, 4)}" if similar_chips else ""
+        return (
+            f"--soc {self.soc} is no chip that calib8 knows, and atc may refuse it: give the name"
+            f" that `npu-smi info` shows on the device{examples}",
+        )
+
 
 def normalize_chip(text: str) -> str:
     """Return a chip's name as atc spells it; 'Ascend' and capitals are optional in `text`.
 
-    All names in hicann/ge, docs of atc and its tests, are capitals but for "Pro" and "Premium", as
-    Ascend310P3, Ascend910B4-1 and Ascend910ProA.
+    A name that is not in `_CHIPS` is written in capitals, but its end after "_" in small letters:
+    Ascend950PR_957c.
     """
     match = re.fullmatch(r"(?:ascend)?(\d{3}[\w-]{0,20})", text, re.IGNORECASE | re.ASCII)
     if not match:
         raise ConfigError(
             f"a chip is named like Ascend310P3 (Ascend + the name npu-smi shows), got {text!r}"
         )
-    model = match[1].upper().replace("PRO", "Pro").replace("PREMIUM", "Premium")
-    return f"Ascend{model}"
+    series, underscore, ending = match[1].partition("_")
+    spelt = f"Ascend{series.upper()}{underscore}{ending.lower()}"
+    return next((chip for chip in _CHIPS if chip.upper() == spelt.upper()), spelt)
 
 
 def check_flag(flag: str) -> None:

@@ -162,6 +162,11 @@ class Ascend(Target):
         self._image_format()  # options for AIPP without AIPP are refused
         self._atc_options()  # a wrong chip or flag is refused before the calibration
 
+    @property
+    def option_alerts(self) -> tuple[str, ...]:
+        """Sentences on a size of frames and a chip that may be wrong."""
+        return (*self._image_format().alerts, *self._atc_options().alerts)
+
     def _atc_options(self) -> AtcOptions:
         """Return the options of atc; refuse a wrong chip or flag."""
         return AtcOptions(soc=self.soc, extra=self.atc_flags)
@@ -467,7 +472,7 @@ class Ascend(Target):
         """Return sentences on what the user must know before the files are used."""
         from deploy.targets.ascend.recipe import float16_overflow_alerts
 
-        alerts = [*recipe.alerts, *self._image_format().alerts]
+        alerts = [*recipe.alerts, *self.option_alerts]
         alerts += float16_overflow_alerts(recipe, self.atc_flags)
         inputs = {value.name for value in recipe.model.graph.input}
         layers = [quant_layer.layer for quant_layer in recipe.layers.values()]
