@@ -193,6 +193,16 @@ class RecordPlan:
         """Number of samples in the batches that are used."""
         return min(self.samples, self.config.batch_num * self.samples_per_batch)
 
+    @property
+    def images(self) -> int:
+        """Number of calibration images."""
+        return self.samples * self.images_per_sample
+
+    @property
+    def used_images(self) -> int:
+        """Number of images in the batches that are used."""
+        return self.used_samples * self.images_per_sample
+
     @cached_property
     def layers(self) -> dict[str, Layer]:
         """Enabled layers and tensor_quantize inputs, in the model's order."""

@@ -71,7 +71,8 @@ def resolve_config(config: QuantConfig, graph: LayerGraph) -> QuantConfig:
         name: _resolve_layer(name, entry, config, graph) for name, entry in config.layers.items()
     }
     tensors = {
-        key: resolve_tensor(key, search, config, graph) for key, search in config.tensors.items()
+        name: resolve_tensor(name, activation, config, graph)
+        for name, activation in config.tensors.items()
     }
     settings_with_weight = {
         name: config.layers[name] for name in layers if graph.layer_by_name[name].weight
@@ -236,7 +237,7 @@ def read_config(text: str, file_name: str = "the quant config") -> QuantConfig:
     refuse_repeats(settings.get("skip_fusion_layers", ()), "skip_fusion_layers")
     if settings.get("fakequant_precision_mode") == "DEFAULT":
         del settings["fakequant_precision_mode"]  # as if it were unset
-    # inputs of nodes that are quantized by themselves: '<node>:<index>' -> scale search
+    # inputs of nodes that are quantized by themselves: '<node>:<index>' -> activation settings
     tensors = collect_tensors(map(_read_tensor, settings.get("tensor_quantize", ())))
     # weight_offset and joint_quant are left out: they have only one allowed value, checked above
     fields = {key: settings[key] for key in _CONFIG_KEYS if key in settings}
@@ -248,7 +249,7 @@ def write_config(config: QuantConfig) -> str:
     document = _without_unset_fields(config, *_CONFIG_KEYS)
     if config.tensors:
         document["tensor_quantize"] = [
-            _tensor_json(key, search) for key, search in config.tensors.items()
+            _tensor_json(name, activation) for name, activation in config.tensors.items()
         ]
     for name in sorted(config.layers):
         layer = config.layers[name]
@@ -270,13 +271,13 @@ def _without_unset_fields(values: object, *keys: str) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if value is not None}
 
 
-def _tensor_json(key: str, search: ActivationParams) -> dict[str, Any]:
-    """Return an entry of tensor_quantize; its key is '<node>:<index>'."""
-    node, _, index = key.rpartition(":")
+def _tensor_json(name: str, activation: ActivationParams) -> dict[str, Any]:
+    """Return the entry of an input, '<node>:<index>', in the list tensor_quantize."""
+    node, _, index = name.rpartition(":")
     return {
         "layer_name": node,
         "input_index": int(index),
-        _ACTIVATION_KEY: _activation_json(search),
+        _ACTIVATION_KEY: _activation_json(activation),
     }
 
 
@@ -288,7 +289,7 @@ def _activation_json(activation: ActivationParams) -> dict[str, Any]:
 
 
 def _read_tensor(value: dict[str, Any]) -> tuple[str, int, ActivationParams]:
-    """Return (node, index of its input, scale search) of an entry of the list tensor_quantize."""
+    """Return (node, index of its input, settings) of an entry of the list tensor_quantize."""
     fields = check_values(value, TENSOR_RULES, "tensor_quantize")
     for key in ("layer_name", "input_index"):
         if key not in fields:

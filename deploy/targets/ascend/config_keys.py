@@ -84,7 +84,7 @@ class QuantConfig:
         do_fusion: fold BatchNormalizations.
         skip_fusion_layers: Convs whose BatchNormalization is not folded.
         fakequant_precision_mode: "FORCE_FP16_QUANT" or None.
-        tensors: '<node>:<index>' of an input of tensor_quantize -> its scale search.
+        tensors: '<node>:<index>' of an input of tensor_quantize -> its activation settings.
         layers: layer -> its entry.
         notes: sentences on settings that a layer does not support; never written to the file.
     """
@@ -105,7 +105,9 @@ class QuantConfig:
 
     def enabled_entries(self) -> dict[str, LayerConfig]:
         """Return the enabled layers and the tensor_quantize inputs, by their name in a record."""
-        inputs = {key: LayerConfig(activation=search) for key, search in self.tensors.items()}
+        inputs = {
+            name: LayerConfig(activation=activation) for name, activation in self.tensors.items()
+        }
         return {**self.enabled_layers(), **inputs}
 
 
@@ -372,14 +374,14 @@ def summarize_layers(names: Collection[str]) -> str:
 def collect_tensors(
     entries: Iterable[tuple[str, int, ActivationParams]],
 ) -> dict[str, ActivationParams]:
-    """Return '<node>:<index>' -> scale search of the entries (node, index, search).
+    """Return '<node>:<index>' -> activation settings of the entries (node, index, settings).
 
     Raises:
         ConfigError: two entries are of one input.
     """
-    searches = [(f"{node}:{index}", search) for node, index, search in entries]
-    refuse_repeats((key for key, _ in searches), "tensor_quantize")
-    return dict(searches)
+    inputs = [(f"{node}:{index}", activation) for node, index, activation in entries]
+    refuse_repeats((name for name, _ in inputs), "tensor_quantize")
+    return dict(inputs)
 
 
 def resolve_tensor(

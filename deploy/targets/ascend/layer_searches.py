@@ -54,11 +54,11 @@ from deploy.targets.ascend.record import (
 from deploy.tensors import Array
 from deploy.terminal import phase
 
-DEFAULT_SEARCH, _UNCLIPPED, _HFMG = "as configured", "nothing clipped", "hfmg"
+DEFAULT_SEARCH, _UNCLIPPED_SEARCH, _HFMG = "as configured", "nothing clipped", "hfmg"
 UNCLIPPED_METHOD = "minmax"  # name of the method without clipping in a plan
 _IFMR_CHANGES: dict[str, dict[str, Any]] = {
     DEFAULT_SEARCH: {},
-    _UNCLIPPED: {"search_range": (1.0, 1.3)},
+    _UNCLIPPED_SEARCH: {"search_range": (1.0, 1.3)},
     "percentile 0.9999": {"max_percentile": 0.9999, "min_percentile": 0.9999},
 }
 _DMQ_STRENGTHS = {f"dmq {strength}": strength for strength in (0.2, 0.5, 0.8)}
@@ -92,7 +92,7 @@ def chosen_searches(plan: RecordPlan, choices: Choices) -> dict[str, str]:
         has_method = choices.method is not None or layer.input in choices.methods
         uses_ifmr = settings_by_layer[name].activation.act_algo == "ifmr"  # HFMG always clips
         if has_method and uses_ifmr:
-            search_by_layer[name] = _UNCLIPPED
+            search_by_layer[name] = _UNCLIPPED_SEARCH
     for name, search in choices.searches.items():
         if search != DEFAULT_SEARCH:
             search_by_layer[name] = search
@@ -101,24 +101,26 @@ def chosen_searches(plan: RecordPlan, choices: Choices) -> dict[str, str]:
 
 def merge_records(
     plan: RecordPlan,
-    default_record: CalibrationRecord,
-    record_by_search: Mapping[str, CalibrationRecord],
+    default_calibration: CalibrationRecord,
+    calibration_by_search: Mapping[str, CalibrationRecord],
     search_by_layer: Mapping[str, str],
 ) -> CalibrationRecord:
     """Return the scales of all layers, by the default search or the one chosen for a layer.
 
+    Whether a layer's input is zero is taken from the default search.
+
     Args:
         plan: the calibration, with all layers and the observations of their inputs.
-        default_record: result of the default search for all layers.
-        record_by_search: search -> its result for all layers.
+        default_calibration: result of the default search for all layers.
+        calibration_by_search: search -> its result for all layers.
         search_by_layer: name of a layer -> the search chosen for it.
     """
-    records = dict(default_record.records)
-    ranges = dict(default_record.ranges)
+    records = dict(default_calibration.records)
+    ranges = dict(default_calibration.ranges)
     for name, observation in (*plan.first_inputs.items(), *plan.second_inputs.items()):
         if name not in search_by_layer:
             continue
-        chosen = record_by_search[search_by_layer[name]]
+        chosen = calibration_by_search[search_by_layer[name]]
         records[name] = chosen.records[name]
         # a search with DMQ has no range of this tensor, since it observes the balanced one
         tensor = observation.tensor
@@ -126,7 +128,7 @@ def merge_records(
     # as in AMCT's record file, the layers that DMQ balances come first
     names = sorted(records, key=lambda name: not records[name].dmq_factors.size)
     records = {name: records[name] for name in names}
-    return replace(default_record, records=records, ranges=ranges)
+    return replace(default_calibration, records=records, ranges=ranges)
 
 
 def uses_dmq(search: str) -> bool:
@@ -226,8 +228,8 @@ def find_best_searches(
 ) -> dict[str, str]:
     """Return layer name -> the search with the smallest error of the layer's output.
 
-    A search is a way to a layer's scales, one of `SEARCHES`, such as "hfmg". No error of other
-    layers counts: a layer reads the float model's own values.
+    A search is a way to a layer's scales, one of `SEARCHES`, such as "hfmg". Each int8 layer runs
+    on the inputs that it has in the float model, so that errors of other layers do not count.
 
     Args:
         model: the float model.

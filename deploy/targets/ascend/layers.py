@@ -19,13 +19,13 @@ its name, and an input of an Add or MaxPool (tensor_quantize), by '<node>:<index
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx
 
 from deploy.errors import ModelError
-from deploy.graph.index import ONNX_DOMAINS, Graph, attributes
+from deploy.graph.index import ONNX_DOMAINS, Graph, attributes, optional_input
 from deploy.graph.placement import ASCEND
 from deploy.graph.plan import WeightTarget
 
@@ -157,11 +157,11 @@ class LayerGraph:
     """
 
     layers: dict[str, Layer]
-    float_reasons: dict[str, str] = field(default_factory=dict)
-    ops: dict[str, str] = field(default_factory=dict)
-    optional_layers: dict[str, Layer] = field(default_factory=dict)
-    unfit_inputs: dict[str, str] = field(default_factory=dict)
-    shared_weights: dict[str, str] = field(default_factory=dict)
+    float_reasons: dict[str, str]
+    ops: dict[str, str]
+    optional_layers: dict[str, Layer]
+    unfit_inputs: dict[str, str]
+    shared_weights: dict[str, str]
 
     @property
     def layer_by_name(self) -> dict[str, Layer]:
@@ -189,7 +189,14 @@ def find_layers(model: onnx.ModelProto) -> LayerGraph:
     ops = {node.name: node.op_type for node in model.graph.node}
     _refuse_quantized(ops)
     index = Graph(model)
-    layer_graph = LayerGraph({}, ops=ops)
+    layer_graph = LayerGraph(
+        layers={},
+        float_reasons={},
+        ops=ops,
+        optional_layers={},
+        unfit_inputs={},
+        shared_weights={},  # of `prepare_model`, which copies such weights
+    )
     for node in model.graph.node:
         if node.op_type in TENSOR_QUANTIZE_OPS:
             _add_optional_inputs(node, index, layer_graph)
@@ -274,7 +281,7 @@ def _layer_or_float_reason(node: onnx.NodeProto, index: Graph) -> Layer | str:
             return f"a pool must have a 2-D kernel, got {rank}-D"
         return replace(layer, spatial_rank=rank)
 
-    weight = index.constants.get(node.input[1]) if len(node.input) > 1 else None
+    weight = index.constants.get(optional_input(node, 1))
     if weight is None:
         if _multiplies_activations(node, index):
             return _TWO_ACTIVATIONS
@@ -282,7 +289,7 @@ def _layer_or_float_reason(node: onnx.NodeProto, index: Graph) -> Layer | str:
     float_reason = _float_reason_of_weight(node, weight, node_attributes, index)
     if float_reason:
         return float_reason
-    bias = node.input[2] if len(node.input) > 2 else ""
+    bias = optional_input(node, 2)
     float_reason = _float_reason_of_bias(bias, weight, node_attributes, node, index)
     if float_reason:
         return float_reason

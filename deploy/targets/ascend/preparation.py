@@ -54,15 +54,16 @@ def prepare_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
     """
     from deploy.targets.ascend.layers import SHARED_WEIGHT, find_layers
 
-    graph = find_layers(model)
-    if SHARED_WEIGHT not in graph.float_reasons.values():
-        return model, graph
+    layer_graph = find_layers(model)
+    if SHARED_WEIGHT not in layer_graph.float_reasons.values():
+        return model, layer_graph
 
     model = copy_message(model)
-    sharing_nodes = [  # layers, but for their shared weight
-        node for node in model.graph.node if graph.float_reasons.get(node.name) == SHARED_WEIGHT
-    ]
-    index = Graph(model)
+    index = Graph(model)  # constants, and the nodes that make tensors
+    sharing_nodes = []  # would be layers if they did not share their weight
+    for node in model.graph.node:
+        if layer_graph.float_reasons.get(node.name) == SHARED_WEIGHT:
+            sharing_nodes.append(node)
     read_counts = count_reads(model.graph)  # tensor -> how often nodes read it
     copy_count_by_weight = Counter(node.input[1] for node in sharing_nodes)
     weights_to_copy = _choose_weights_to_copy(copy_count_by_weight, index.constants)
@@ -114,7 +115,7 @@ def unfuse_batchnorms(
     which the config, or `unfolded_layers`, allows no folding.
 
     Args:
-        subject: the user's model, as it was loaded.
+        subject: the user's model, as it was loaded; `subject.unfolded` is without any folding.
         config: its do_fusion and skip_fusion_layers are used.
         unfolded_layers: layers into which no node downstream is folded, not even a Mul.
 
@@ -128,18 +129,18 @@ def unfuse_batchnorms(
         return model, graph
 
     model = copy_message(model)
-    unfolded_outputs: set[str] = set()  # of layers into which nothing is folded
+    closed_outputs: set[str] = set()  # of layers into which nothing is folded
     skip_fusion_outputs: set[str] = set()  # of layers into which no BatchNormalization is folded
     nodes_to_keep = set()
     for node in model.graph.node:
-        reads_unfolded = bool(unfolded_outputs.intersection(node.input))
+        reads_closed = bool(closed_outputs.intersection(node.input))
         reads_skip_fusion = bool(skip_fusion_outputs.intersection(node.input))
-        if reads_unfolded or (reads_skip_fusion and node.op_type == NORM):
+        if reads_closed or (reads_skip_fusion and node.op_type == NORM):
             nodes_to_keep.add(node.name)
         # folding goes past a node that only moves values: its output counts as the layer's
         is_move = node.op_type in MOVES or node.op_type == "Concat"
-        if node.name in unfolded_layers or (is_move and reads_unfolded):
-            unfolded_outputs.add(node.output[0])
+        if node.name in unfolded_layers or (is_move and reads_closed):
+            closed_outputs.add(node.output[0])
         elif node.name in config.skip_fusion_layers or (is_move and reads_skip_fusion):
             skip_fusion_outputs.add(node.output[0])
     fold_affine(model.graph, excluded=nodes_to_keep)
@@ -163,9 +164,9 @@ def disable_layers(config: QuantConfig, float_nodes: Collection[str]) -> QuantCo
         if name in float_nodes:
             layers[name] = replace(layer, quant_enable=False)
     tensors = {}
-    for key, search in config.tensors.items():  # key: '<node>:<index>'
-        if key not in float_nodes and key.rpartition(":")[0] not in float_nodes:
-            tensors[key] = search
+    for name, activation in config.tensors.items():  # name: '<node>:<index>'
+        if name not in float_nodes and name.rpartition(":")[0] not in float_nodes:
+            tensors[name] = activation
     return replace(config, layers=layers, tensors=tensors)
 
 
@@ -254,6 +255,9 @@ def describe_algorithms(config: QuantConfig) -> str:
 def calibration_notes(calibrated: CalibrationRecord, plan: RecordPlan) -> Iterator[str]:
     """Yield notes on searches, rounding, the configuration, tiny inputs, and unused samples.
 
+    What the notes call a sample is one image. A sample of the plan has several, if the model fixes
+    its batch.
+
     Args:
         calibrated: the records, and the layers whose input rounds to zero.
         plan: the calibration that made them.
@@ -270,10 +274,9 @@ def calibration_notes(calibrated: CalibrationRecord, plan: RecordPlan) -> Iterat
         )
     # `calibration_alerts` tells of a batch_num of 1
     if plan.used_samples < plan.samples and plan.config.batch_num > 1:
-        image_count = plan.samples * plan.images_per_sample
         yield (
             f"batch_num {plan.config.batch_num} of the configuration:"
-            f" {plan.used_samples * plan.images_per_sample} of {image_count} samples were used."
+            f" {plan.used_images} of {plan.images} samples were used."
         )
 
 
@@ -284,18 +287,15 @@ def calibration_alerts(plan: RecordPlan) -> tuple[str, ...]:
     """
     if plan.config.batch_num > 1 or plan.used_samples == plan.samples:
         return ()
-    used = plan.used_samples
-    total = plan.samples
-    images = plan.images_per_sample
     return (
         "batch_num of the configuration is 1, AMCT's default, so the scales come from"
-        f" {used * images} of {total * images} samples; set it to use more",
+        f" {plan.used_images} of {plan.images} samples; set it to use more",
     )
 
 
 def _describe_batches(plan: RecordPlan) -> str:
     """Describe the number of images, and their batches."""
-    images = plan.used_samples * plan.images_per_sample
+    images = plan.used_images
     batch_size = plan.images_per_sample * plan.samples_per_batch
     if batch_size == 1:
         return counted(images, "sample")

@@ -227,11 +227,11 @@ def _read_layer(message: Any) -> LayerRecord:
     _check_scales_and_offsets(message)
     # Bits of a type, 0 if it is unset. All three are read, so that each is checked. dst_type is for
     # both activations and weights, and counts before the other two.
-    bits_of_both = _read_bits(message, "dst_type")
-    activation_bits = _read_bits(message, "act_type")
-    weight_bits = _read_bits(message, "wts_type")
-    activation_bits = bits_of_both or activation_bits or 8
-    weight_bits = bits_of_both or weight_bits or 8
+    dst_bits = _read_bits(message, "dst_type")
+    act_bits = _read_bits(message, "act_type")
+    wts_bits = _read_bits(message, "wts_type")
+    activation_bits = dst_bits or act_bits or 8
+    weight_bits = dst_bits or wts_bits or 8
     low, high = ascend_range(activation_bits)
     if not low <= message.offset_d <= high:
         raise ConfigError(

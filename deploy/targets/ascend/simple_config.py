@@ -244,7 +244,10 @@ def _read_balancer(section: Any) -> float | None:
 def _read_layer_weight(section: Any, layer: Layer, *, is_common: bool) -> WeightParams:
     """Return the weight settings of a layer.
 
-    An AdaRound of common_config is left out if the layer cannot have it.
+    common_config is for layers of all types: an AdaRound that this layer cannot have is left out.
+    Another section names the layer or its type, so that 6 or 7 bits are refused if this layer
+    cannot have them. All other widths that it cannot have become 8 in `resolve_config`, with a
+    note.
 
     Args:
         section: the section (protobuf message) that counts for the layer.
@@ -256,21 +259,19 @@ def _read_layer_weight(section: Any, layer: Layer, *, is_common: bool) -> Weight
     """
     weight = _read_weight(section)
     bits = weight.num_bits
-    # 4 bits, and any width of common_config, are not refused: if a layer cannot have them,
-    # `resolve_config` gives it 8, with a note
-    if not is_common and bits != 4 and not allows_weight_bits(layer, bits):
+    if is_common:
+        if weight.wts_algo == "ada_quantize" and not layer.can_use_adaround:
+            return WeightParams()
+    elif bits != 4 and not allows_weight_bits(layer, bits):
         raise ConfigError(
             f"quant_bits {bits} is for {LAYERS_BY_WEIGHT_BITS[bits]}, got {layer.kind}; leave it"
             " out"
         )
-    is_adaround = weight.wts_algo == "ada_quantize"
-    if is_common and is_adaround and not layer.can_use_adaround:
-        return WeightParams()
     return weight
 
 
 def _read_tensor(entry: Any, common_section: Any) -> tuple[str, int, ActivationParams]:
-    """Return (node, index of its input, scale search) of a tensor_quantize entry.
+    """Return (node, index of its input, settings) of a tensor_quantize entry.
 
     Its default algorithm is IFMR, as in AMCT.
     """

@@ -299,19 +299,21 @@ class Ascend(Target):
         """
         from deploy.targets.ascend import layer_searches as searches
 
-        plan, default_record = self.search_all_layers(request, searches.DEFAULT_SEARCH)
+        plan, default_calibration = self.search_all_layers(request, searches.DEFAULT_SEARCH)
         # layers with another search than the default one
         search_by_layer = searches.chosen_searches(plan, request.choices)
         if not search_by_layer:
-            return plan, default_record, plan.config
-        record_by_search = {}
+            return plan, default_calibration, plan.config
+        calibration_by_search = {}
         for search in set(search_by_layer.values()):
-            _, record_by_search[search] = self.search_all_layers(request, search)
-        records = searches.merge_records(plan, default_record, record_by_search, search_by_layer)
+            _, calibration_by_search[search] = self.search_all_layers(request, search)
+        calibrated = searches.merge_records(
+            plan, default_calibration, calibration_by_search, search_by_layer
+        )
         all_searches = {
             name: search_by_layer.get(name, searches.DEFAULT_SEARCH) for name in plan.layers
         }
-        return plan, records, searches.apply_searches(plan.config, all_searches)
+        return plan, calibrated, searches.apply_searches(plan.config, all_searches)
 
     def quantize(
         self, request: BuildRequest
@@ -357,6 +359,7 @@ class Ascend(Target):
             return self._build_from_qdq(request.trained, request)
         from deploy.targets.ascend.recipe import Recipe
 
+        # `plan.config` has the default search of each layer, `config` the chosen one
         plan, calibrated, layers, config = self.quantize(request)
         recipe = Recipe(
             model=plan.model,
@@ -506,8 +509,8 @@ class Ascend(Target):
         """Return the plan of the calibration: which layers are quantized, what is observed.
 
         The configuration and --keep-float choose the layers. In `subject.model` every
-        BatchNormalization is folded into its layer; the plan's model keeps those that AMCT would
-        not fold.
+        BatchNormalization is folded into its layer, in `subject.unfolded` none; the plan's model
+        keeps those that AMCT would not fold.
         """
         from deploy.calibration.observation import FOLDED
         from deploy.targets.ascend.amct_calibration import RecordPlan
