@@ -342,7 +342,7 @@ FEW = {
 def test_few_things_are_doubtful_and_say_how_many_more(text, max_loss):
     outcome = judge(FEW[text], max_loss=max_loss)
     assert outcome.level == DOUBTFUL and outcome.reasons[1] == text
-    assert outcome.has_few and outcome.missing_samples in text
+    assert outcome.has_few_samples and outcome.missing_samples in text
 
 
 @pytest.mark.parametrize(
@@ -365,7 +365,7 @@ def test_interval_of_few_stands_in_the_verdict():
 
 def test_few_do_not_excuse_a_loss():
     outcome = judge(counted("boxes kept", "boxes", 2, 11, 30))
-    assert outcome.level == UNUSABLE and not outcome.has_few
+    assert outcome.level == UNUSABLE and not outcome.has_few_samples
 
 
 @pytest.mark.parametrize("figures", [accuracy(part(40)), accuracy(part(6), task=task(0.8))])
@@ -758,4 +758,4 @@ def test_few_do_not_hide_a_cause_that_drops_the_figure():
     outcome = judge(FEW["20 samples are too few; 10 more would do"], doubts=(doubt,))
     assert outcome.level == DOUBTFUL
     assert outcome.reasons[0].endswith(doubt)
-    assert not outcome.has_few
+    assert not outcome.has_few_samples

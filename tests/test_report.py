@@ -33,7 +33,7 @@ from deploy.report import (
     to_text,
 )
 from deploy.report.charts import latency_figure, range_bar
-from deploy.report.model import Findings, with_speed
+from deploy.report.model import Findings, find_rivals, with_speed
 from deploy.report.page import POLICY, SCRIPT, STYLE
 from deploy.report.report_rows import float_groups, worst_first, worst_rows
 from deploy.report.screen import next_steps
@@ -89,6 +89,19 @@ def float_node(name, op, reason, precision="float32"):
     return parts.NodeRow(name=name, op=op, precision=precision, reason=reason)
 
 
+def tensor_row(name, scale, **figures):
+    return parts.TensorRow(
+        name=name,
+        observed_min=scale.observed_min,
+        observed_max=scale.observed_max,
+        lo=scale.lo,
+        hi=scale.hi,
+        amax=scale.amax,
+        method=scale.method,
+        **figures,
+    )
+
+
 def full_report(name="logits"):
     output = errors(name, math.inf, 0.9991, 0.98, 0.25)
     accuracy = Accuracy(
@@ -99,7 +112,7 @@ def full_report(name="logits"):
         top1_agreement=0.99,
     )
     scale = Scale(lo=-1, hi=2, amax=2, observed_min=-1.5, observed_max=4, method="entropy")
-    (row,) = parts.tensor_rows({name: scale}, clipped={name: 0.01}, layers=(output,))
+    row = tensor_row(name, scale, clipped=0.01, sqnr_db=output.sqnr_db)
     split = parts.SplitRow(
         number=1,
         float_layers=2,
@@ -171,13 +184,13 @@ def three_target_report():
             name="onnxruntime",
             method="mse",
             nodes=(*(parts.NodeRow(name=f"n{op}", op=op) for op in "VWXYZ"), relu),
-            tensors=parts.tensor_rows({"t": ranges["t"]}, clipped={}, layers=()),
+            tensors=(tensor_row("t", ranges["t"]),),
             files=(parts.FileRow(role="int8 engine", path="m.int8.onnx"),),
         ),
         parts.TargetPart(
             name="ascend",
             method="ARQ and IFMR",
-            tensors=parts.tensor_rows({"u": ranges["u"]}, clipped={}, layers=()),
+            tensors=(tensor_row("u", ranges["u"]),),
             nodes=(parts.NodeRow(name="c", op="Conv"), add, relu),
             files=(parts.FileRow(role="record", path="m_record.txt"),),
             notes=("set --soc",),
@@ -356,7 +369,8 @@ def test_text_has_everything_without_escapes():
 
 def test_screen_shows_speed_size_and_accuracy():
     fp32, int8 = full_report().engines
-    engines = fp32, dataclasses.replace(with_speed((fp32, int8), int8), verdict=Verdict("good", ()))
+    timed_int8 = with_speed(int8, find_rivals((fp32, int8), int8))
+    engines = fp32, dataclasses.replace(timed_int8, verdict=Verdict("good", ()))
     text = to_screen(dataclasses.replace(full_report(), engines=engines))
     assert "2.00x (2.00 to 2.00)" in text
     assert "4.00x smaller" in text

@@ -10,7 +10,7 @@ import pytest
 from deploy.pipeline.evaluate import CandidateImages
 from deploy.report import Report, to_html, to_json, to_markdown
 from deploy.report.parts import EngineRow
-from deploy.report.previews import BoxPicture, box_rows
+from deploy.report.previews import BoxPicture, example_rows
 from deploy.tasks.boxes import BoxDetection
 from deploy.tasks.detections import Detections, scale_to_pixels
 from deploy.tasks.evaluation_task import MAX_SHOWN, ClassExample
@@ -143,7 +143,8 @@ def test_only_watched_pictures_are_kept():
 def boxes(name="a.png", number=0, names=None):
     full = scene(*(row(10 * n) for n in range(8)))
     (example,) = tally_pairs([(full, scene(*(row(10 * n) for n in range(1, 8)), row(200)))]).shown()
-    return box_rows([example], {number: (name, np.zeros((32, 320, 3), np.uint8))}, names or {})
+    pictures = {number: (name, np.zeros((32, 320, 3), np.uint8))}
+    return example_rows([example], pictures, names or {})[0]
 
 
 def test_page_draws_kept_lost_new_boxes():

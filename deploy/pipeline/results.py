@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from onnx import ModelProto
 
@@ -43,8 +43,8 @@ from deploy.report.parts import (
     WorkPart,
     node_rows,
 )
-from deploy.report.previews import box_rows, class_rows, pictures_part
-from deploy.report.report_rows import clip_rows
+from deploy.report.previews import example_rows, pictures_part
+from deploy.report.report_rows import tensor_rows
 from deploy.report.screen import EFFORT, IMAGES, rank_of, split_name
 from deploy.report.tables import OPTIONS, PLAN, REPORT
 from deploy.report.verdict import Gates, verdict
@@ -241,34 +241,30 @@ def _number_in_front(target: TargetPart, earlier_split: SplitRow | None) -> int 
 
 def _is_worse(engine: EngineRow, earlier_engine: EngineRow) -> bool:
     """Whether an engine is worse than an earlier one that was judged on equal samples."""
-    judgement = _judgement(engine)
-    earlier = _judgement(earlier_engine)
-    if (judgement.samples, judgement.objects) != (earlier.samples, earlier.objects):
+    counts, rank, loss = _judgement(engine)
+    earlier_counts, earlier_rank, earlier_loss = _judgement(earlier_engine)
+    if counts != earlier_counts:
         return False
-    if judgement.rank != earlier.rank:
-        return judgement.rank > earlier.rank
-    return judgement.loss > earlier.loss + _CLEAR_LOSS
+    if rank != earlier_rank:
+        return rank > earlier_rank
+    return loss > earlier_loss + _CLEAR_LOSS
 
 
-class _Judgement(NamedTuple):
-    """What engines of two builds are compared by; all 0 for an engine that was not judged."""
+def _judgement(engine: EngineRow) -> tuple[tuple[int, int], int, float]:
+    """Return what engines of two builds are compared by; all 0 for an engine that was not judged.
 
-    samples: int = 0
-    objects: int = 0  # in the samples
-    rank: int = 0  # of the verdict, 0 for the best
-    loss: float = 0.0  # as a share of the task
-
-
-def _judgement(engine: EngineRow) -> _Judgement:
-    """Return what an engine is compared by."""
+    Returns:
+        ((number of samples, number of objects in them), rank of the verdict with 0 for the best,
+        loss as a share of the task).
+    """
     if engine.verdict is None or engine.accuracy is None:
-        return _Judgement()
+        return (0, 0), 0, 0.0
     samples = engine.accuracy.samples
     rank = rank_of(engine.verdict.level)
     loss = measure_loss(engine.accuracy, None)
     if loss is None:
-        return _Judgement(samples=samples, rank=rank)
-    return _Judgement(samples=samples, objects=loss.found or 0, rank=rank, loss=loss.share)
+        return (samples, 0), rank, 0.0
+    return (samples, loss.found or 0), rank, loss.share
 
 
 def write_pages(report: Report, stage: Stage) -> None:
@@ -398,12 +394,13 @@ def engine_rows(
             continue
 
         examples = evaluation.examples.get(row.target, ())
-        boxes = box_rows(examples, evaluation.pictures, classes)
-        row = replace(row, boxes=boxes, changed=class_rows(examples, evaluation.pictures))
+        box_rows, class_rows = example_rows(examples, evaluation.pictures, classes)
+        row = replace(row, boxes=box_rows, changed=class_rows)
         result = result_by_target.get(row.target)
         if result is not None and row.target not in figures.failures:
-            row = report_model.with_speed(figures.engines, row)
-            rival, size_ratio = _find_rival(row, figures.engines)
+            rivals = report_model.find_rivals(figures.engines, row)
+            row = report_model.with_speed(row, rivals)
+            rival, size_ratio = _describe_rival(row, rivals)
             row_verdict = verdict(
                 accuracy=row.accuracy,
                 speed=row.speed,
@@ -421,13 +418,14 @@ def engine_rows(
     return tuple(rows)
 
 
-def _find_rival(row: EngineRow, engines: Sequence[EngineRow]) -> tuple[str, float | None]:
+def _describe_rival(row: EngineRow, rivals: Sequence[EngineRow]) -> tuple[str, float | None]:
     """Return (name of the float engine that an engine is compared with, ratio of their sizes).
 
     The ratio is the float engine's size over the other's. It is None if a size is unknown, or if no
     such float engine was measured; the name then says which one is missing.
+
+    `rivals`: the measured float engines to compare `row` with, the main one first.
     """
-    rivals = report_model.find_rivals(engines, row)
     if not rivals:
         return "a float engine on its device" if row.on_device else "FP32", None
     rival = rivals[0]
@@ -490,27 +488,32 @@ def _target_part(
     layers = figures.layers.get(result.target, ())
     observations = calibration.observations_by_target.get(result.target, ())
     # nothing that this target needs was observed in this run: the cache had all of it
-    has_reused_statistics = set(calibration.observed_now).isdisjoint(observations)
+    is_reused = not error and set(calibration.observed_now).isdisjoint(observations)
     nodes = node_rows(result.decisions, calibration.loaded.model)
-    search_notes = () if planned_target is None or result.error else _search_notes(planned_target)
+    notes = list(result.notes)
+    search = None
+    if planned_target is not None:
+        search = _search_part(planned_target, nodes)
+        if not result.error:
+            notes = [*_search_notes(planned_target), *notes]
     return TargetPart(
         name=result.target,
         method=result.method,
         options=result.options,
-        reused=has_reused_statistics and not error,
+        reused=is_reused,
         nodes=nodes,
-        tensors=clip_rows(calibration, result, layers),
+        tensors=tensor_rows(calibration, result, layers),
         layers=layers,
         modules=_modules_by_tensor(calibration.loaded.model),
         files=file_rows(result.files, stage),
         runnable=_final_path(result.runnable, stage),
         shipped=tuple(str(stage.published_path(path)) for path in result.shipped),
-        search=None if planned_target is None else _search_part(planned_target, nodes),
+        search=search,
         alerts=(
             *result.alerts,
             *_earlier_file_alerts(calibration.loaded.name, result.target, stage),
         ),
-        notes=(*search_notes, *result.notes),
+        notes=tuple(notes),
         error=error,
     )
 

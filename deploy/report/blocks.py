@@ -74,13 +74,13 @@ class Table:
         heads: name of each column.
         rows: one cell per column.
         kind: class of the table in the page.
-        drawings: a second column on the page, next to the names; None without.
+        drawing_column: a second column on the page, next to the names; None without.
     """
 
     heads: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     kind: str = "figures"
-    drawings: DrawingColumn | None = None
+    drawing_column: DrawingColumn | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +202,12 @@ def _table_html(table: Table) -> str:
     heads = list(table.heads)
     legend = ""
     rows = [list(map(_cell_content, row)) for row in table.rows]
-    if table.drawings is not None:
-        heads.insert(1, table.drawings.head)
-        for row, drawing in zip(rows, table.drawings.drawings, strict=True):
+    column = table.drawing_column
+    if column is not None:  # it follows the names, which are the first column
+        heads.insert(1, column.head)
+        for row, drawing in zip(rows, column.drawings, strict=True):
             row.insert(1, drawing)
-        legend = block_html(Paragraph(table.drawings.legend, note=True))
+        legend = block_html(Paragraph(column.legend, note=True))
 
     head_row = "".join(f'<th scope="col">{breakable(head)}</th>' for head in heads)
     row_elements = []

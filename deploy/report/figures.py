@@ -188,20 +188,22 @@ def compare_with_plan(
     blocks = [layer for layer in computing_layers if layer.block]
     decisions = list(plan)
     type_by_node = _type_by_node(computing_layers)
-    # a block may hold the nodes that no other layer has
+    # a block may not list its nodes: they are then among those that no other layer has
     untyped_nodes = [decision.node for decision in decisions if decision.node not in type_by_node]
     nodes_in_blocks: set[str] = set()
     for block in blocks:
         nodes_in_blocks.update(_block_nodes(block, untyped_nodes))
 
     quantized_decisions = [decision for decision in decisions if decision.quantized]
+    # the planned nodes whose type is unknown: those in blocks, and those that no layer names
+    # because they were fused into another node's layer, or removed
     quantized_in_blocks = []
-    unnamed = []
+    unnamed_nodes = []
     for decision in quantized_decisions:
         if decision.node in nodes_in_blocks:
             quantized_in_blocks.append(decision.node)
-        elif decision.node not in type_by_node:  # fused into another node's layer, or removed
-            unnamed.append(decision.node)
+        elif decision.node not in type_by_node:
+            unnamed_nodes.append(decision.node)
 
     planned_types = sorted({decision.precision for decision in quantized_decisions})
     planned_types_text = " or ".join(planned_types)  # one type, or several as in "fp8 or int8"
@@ -212,7 +214,7 @@ def compare_with_plan(
         reformats=len(layers) - len(computing_layers),
         planned=len(quantized_decisions) if decisions else None,
         grid=planned_types_text or None,
-        unnamed=tuple(unnamed),
+        unnamed=tuple(unnamed_nodes),
         inside=tuple(quantized_in_blocks),
         blocks=_count_blocks(blocks),
         lost=tuple(deviation for deviation in deviations if deviation.ran not in _QUANTIZED_TYPES),
@@ -306,6 +308,7 @@ def engine_layers_text(part: EngineLayersPart) -> str:
         texts.append(f"{part.as_planned} of {nodes} in {part.grid}")
     if inside_count:
         nodes = counted(inside_count, "planned node")
+        # `blocks` is a text, such as "2 DLA loadables"
         texts.append(f"{nodes} inside {part.blocks}, whose types the engine does not tell")
     if part.unnamed:
         texts.append(f"{len(part.unnamed)} that no layer names")

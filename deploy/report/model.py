@@ -5,7 +5,7 @@ the time of a float model on the CPU says nothing about int8 on a GPU.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 
@@ -50,9 +50,8 @@ def find_rivals(engines: Iterable[EngineRow], engine: EngineRow) -> tuple[Engine
     return tuple(reversed(baselines)) or tuple(references)
 
 
-def with_speed(engines: Iterable[EngineRow], engine: EngineRow) -> EngineRow:
-    """Return an engine's row with its speed beside the first of its rivals, if it has one."""
-    rivals = find_rivals(engines, engine)
+def with_speed(engine: EngineRow, rivals: Sequence[EngineRow]) -> EngineRow:
+    """Return an engine's row with its speed beside the first of its `find_rivals`, if any."""
     if not rivals:
         return engine
     rival_latency = rivals[0].latency

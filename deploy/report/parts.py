@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from calibrators.scales import Scale
 from deploy.calibration.sample_checks import HalvesAgreement
 from deploy.graph.index import module_paths
 from deploy.graph.plan import FLOATS, Decision
@@ -398,34 +397,4 @@ def node_rows(decisions: Iterable[Decision], model: ModelProto) -> tuple[NodeRow
             module=path_by_node.get(decision.node, ""),
         )
         for decision in decisions
-    )
-
-
-def tensor_rows(
-    ranges: Mapping[str, Scale],
-    *,
-    clipped: Mapping[str, float],
-    layers: Sequence[OutputAccuracy],
-) -> tuple[TensorRow, ...]:
-    """Return a row for each of a target's ranges.
-
-    Args:
-        ranges: tensor -> its scale.
-        clipped: tensor -> share of clipped values, for those where it is known.
-        layers: inner tensors that were measured.
-    """
-    sqnr_by_tensor = {layer.name: layer.sqnr_db for layer in layers}
-    return tuple(
-        TensorRow(
-            name=name,
-            observed_min=scale.observed_min,
-            observed_max=scale.observed_max,
-            lo=scale.lo,
-            hi=scale.hi,
-            amax=scale.amax,
-            method=scale.method,
-            clipped=clipped.get(name),
-            sqnr_db=sqnr_by_tensor.get(name),
-        )
-        for name, scale in ranges.items()
     )

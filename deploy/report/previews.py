@@ -13,7 +13,7 @@ from deploy.feed.decoding import opencv
 from deploy.feed.images import printable_name
 from deploy.feed.pixels import Preview, describe_display
 from deploy.feed.preprocess import Preprocess
-from deploy.tasks.evaluation_task import BoxExample, ClassExample, Example
+from deploy.tasks.evaluation_task import BoxExample, Example
 from deploy.tasks.thresholds import BOX_SCORE
 from deploy.tensors import Array
 
@@ -177,58 +177,48 @@ def pictures_part(
     return PicturesPart(how=describe_display(preprocess), samples=names, views=tuple(rows))
 
 
-def box_rows(
+def example_rows(
     examples: Sequence[Example],
     pictures: Mapping[int, tuple[str, Array]],
     class_names: Mapping[int, str],
-) -> tuple[BoxRow, ...]:
-    """Return rows of the box examples whose picture is available.
-
-    Args:
-        examples: samples where the models differ.
-        pictures: index of a sample -> its name and picture, uint8 [h, w, 3].
-        class_names: class -> name.
-    """
-    rows = []
-    for example in examples:
-        if isinstance(example, BoxExample) and example.number in pictures:
-            sample, picture = pictures[example.number]
-            row = BoxRow(
-                sample=printable_name(sample),
-                threshold=BOX_SCORE,
-                kept=len(example.kept.scores),
-                lost=len(example.lost.scores),
-                new=len(example.new.scores),
-                boxes=BoxPicture(raster(picture), example, class_names),
-            )
-            rows.append(row)
-    return tuple(rows)
-
-
-def class_rows(
-    examples: Sequence[Example], pictures: Mapping[int, tuple[str, Array]]
-) -> tuple[ClassRow, ...]:
-    """Return rows of the samples to which the two models assign different classes.
+) -> tuple[tuple[BoxRow, ...], tuple[ClassRow, ...]]:
+    """Return (rows of samples with other boxes, rows of samples with another class).
 
     Args:
         examples: samples where the models differ.
         pictures: index of a sample -> its name and picture, uint8 [h, w, 3]; samples without one
             are left out.
+        class_names: class -> name, for the boxes.
     """
-    rows = []
+    box_rows: list[BoxRow] = []
+    class_rows: list[ClassRow] = []
     for example in examples:
-        if isinstance(example, ClassExample) and example.number in pictures:
-            sample, picture = pictures[example.number]
+        if example.number not in pictures:
+            continue
+        name, image = pictures[example.number]
+        sample = printable_name(name)
+        picture = raster(image)
+        if isinstance(example, BoxExample):
+            box_row = BoxRow(
+                sample=sample,
+                threshold=BOX_SCORE,
+                kept=len(example.kept.scores),
+                lost=len(example.lost.scores),
+                new=len(example.new.scores),
+                boxes=BoxPicture(picture, example, class_names),
+            )
+            box_rows.append(box_row)
+        else:
             float_class, float_score = example.reference
             engine_class, engine_score = example.candidate
-            row = ClassRow(
-                sample=printable_name(sample),
+            class_row = ClassRow(
+                sample=sample,
                 output=example.output,
                 fp32=float_class,
                 fp32_value=float_score,
                 engine=engine_class,
                 engine_value=engine_score,
-                picture=raster(picture),
+                picture=picture,
             )
-            rows.append(row)
-    return tuple(rows)
+            class_rows.append(class_row)
+    return tuple(box_rows), tuple(class_rows)

@@ -15,11 +15,7 @@ from calibrators.scales import Scale
 from deploy.calibration.calibration_result import CalibrationResult
 from deploy.graph.bounds import UNLIMITED, RangeLimits
 from deploy.metrics.output_errors import OutputAccuracy, sqnr_sort_key
-from deploy.report.parts import (
-    TargetPart,
-    TensorRow,
-    tensor_rows,
-)
+from deploy.report.parts import TargetPart, TensorRow
 from deploy.targets.base import BuildResult
 from deploy.tuning.reasons import NOISE, TIME, reason_kind, reason_sqnr_db
 
@@ -43,7 +39,7 @@ def _sqnr_order(sqnr_db: float | None) -> tuple[bool, float]:
     return False, sqnr_sort_key(sqnr_db)
 
 
-def clip_rows(
+def tensor_rows(
     calibration: CalibrationResult, result: BuildResult, layers: Sequence[OutputAccuracy]
 ) -> tuple[TensorRow, ...]:
     """Return a row for each range of a target, with the share of values that it clips.
@@ -60,7 +56,21 @@ def clip_rows(
     for tensor, histogram in _range_sources(calibration, result):
         limits = calibration.subject.range_limits.get(tensor, UNLIMITED)
         clipped_by_tensor[tensor] = clipped_share(histogram, result.ranges[tensor], limits)
-    return tensor_rows(result.ranges, clipped=clipped_by_tensor, layers=layers)
+    sqnr_by_tensor = {layer.name: layer.sqnr_db for layer in layers}
+    return tuple(
+        TensorRow(
+            name=name,
+            observed_min=scale.observed_min,
+            observed_max=scale.observed_max,
+            lo=scale.lo,
+            hi=scale.hi,
+            amax=scale.amax,
+            method=scale.method,
+            clipped=clipped_by_tensor.get(name),
+            sqnr_db=sqnr_by_tensor.get(name),
+        )
+        for name, scale in result.ranges.items()
+    )
 
 
 def clipped_share(histogram: Histogram, scale: Scale, read_range: RangeLimits) -> float:

@@ -202,10 +202,10 @@ def main_lines(report: Findings) -> list[ComparisonLine]:
 
 def _decision_lines(report: Findings) -> Iterator[str]:
     """Yield the lines below the short table, down to the files to ship and what to do next."""
-    accuracies = [engine.accuracy for engine in report.engines if engine.accuracy]
-    # `why` says how the task was recognised. A task that the model's file or the user names is
-    # certain; by values alone, scores of classes may have been taken for embeddings
-    if any(accuracy.why == f"embeddings, {BY_VALUES}" for accuracy in accuracies):
+    # `why` is a text on how the task was recognised. A task that the model's file or the user names
+    # is certain; by values alone, scores of classes may have been taken for embeddings
+    guess_text = f"embeddings, {BY_VALUES}"
+    if any(engine.accuracy and engine.accuracy.why == guess_text for engine in report.engines):
         yield from entry("Task", _EMBEDDINGS_NOTE)
     yield from entries("Speed", speed_texts(report))
     yield from entries("Device", report.device_texts)
@@ -216,9 +216,10 @@ def _decision_lines(report: Findings) -> Iterator[str]:
         yield from entry("Images", text)
     if report.calibration:
         yield from entry("Calibration", calibration_text(report))
-        agreement = report.calibration.agreement
+        agreement = report.calibration.agreement  # of the ranges of two halves of the images
         if agreement is not None and not (agreement.is_enough or agreement.stopped):
-            yield from entry("Ranges", agreement.sentence)  # more images would change them
+            # more images would change the ranges, and no rule of the user's ended the calibration
+            yield from entry("Ranges", agreement.sentence)
     yield from _int8_nodes(report)
     yield from _failures(report)
 
@@ -334,33 +335,30 @@ def _rank_and_time(split: SplitRow) -> tuple[int, float]:
 def speed_texts(report: Findings) -> Iterator[str]:
     """Yield a line for each target with a speed that the table of engines does not show.
 
-    That is the estimated speed of an engine that was not timed, and the speed and accuracy of
-    another split (which layers are int8, which float) that may be the better choice.
+    That is the expected speed of an engine that was not timed, or the speed of any engine beside
+    the speed and accuracy of another split that may be the better choice. A split says which layers
+    are int8 and which float.
     """
     for target in report.targets:
         built_split = target.built_split
         if built_split is None or target.search is None:
             continue
-        speed_and_text = _measured_speed(report, target)
-        is_measured = speed_and_text is not None
-        if speed_and_text is None:
-            speed_and_text = _expected_speed(target, built_split)
-        speed, text = speed_and_text
-        # a measured speed is in the table of engines. A target with a device script is not timed
-        # here: how fast its int8 layers are is assumed, and if all layers are int8, the speed says
-        # no more than that assumption
+        measured_speed = _measured_speed(report, target)
+        speed, text = measured_speed or _expected_speed(target, built_split)
+        # a target with a device script is not timed here: the time of its int8 layers is assumed.
+        # If all layers are int8, the expected speed is that assumption and nothing else
         is_mere_assumption = _has_device_script(target) and built_split.float_layers == 0
-        is_informative = not is_measured and not is_mere_assumption
         alternative = find_alternative(target.search.front, built_split)
         if alternative is not None:
             # `time` of both splits comes from the search, `speed` may be measured
             alternative_speed = figures.ratio(speed * built_split.time / alternative.time)
             accuracy = _accuracy_text(alternative, built_split)
             text += f"; {alternative_speed} with {accuracy}: --split {alternative.number}"
+        elif measured_speed or is_mere_assumption:
+            continue  # the speed alone tells nothing new: the table of engines shows a measured one
         if len(report.targets) > 1:
             text = f"{target.name}: {text}"
-        if is_informative or alternative is not None:
-            yield text
+        yield text
 
 
 def _measured_speed(report: Findings, target: TargetPart) -> tuple[float, str] | None:
@@ -421,9 +419,8 @@ def next_steps(report: Findings) -> Iterator[str]:
         if verdict.level == UNUSABLE:
             unusable_targets.add(target.name)
         steps = list(_rebuild_steps(report, target, verdict))
-        # an engine is not used while the float model or the number of samples is in question
-        is_in_question = verdict.blames_float or verdict.has_few
-        if not steps and not is_in_question:
+        # an engine is not used while its verdict may be wrong
+        if not steps and not verdict.is_in_question:
             steps += _use_steps(report, engine, target)
         yield from steps[:1]  # the most promising
     for target in report.targets:
@@ -461,19 +458,19 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
     if options_file:
         takes_pictures = bool(report.feed and report.feed.preprocess)
         yield from _data_steps(verdict, request, command, takes_pictures=takes_pictures)
-    if verdict.blames_float or verdict.has_few:
-        # the fault is in the float model or its inputs, or there are too few samples to tell:
-        # another build of the same data would be no better
-        return
+    if verdict.is_in_question:
+        return  # another build with the same data would be no better
     split = _better_split(target, verdict, request)
     if options_file and split is not None:
-        speed = figures.ratio(1 / split.time)
+        speed = figures.ratio(1 / split.time)  # times are multiples of the float model's
+        # the task's figure, such as "27 of 28 boxes"; "" if the search did not judge the split
         accuracy = split.figure or figures.decibels(split.sqnr_db)
         yield f"for {accuracy} at about {speed}: {target_command} --split {split.number}"
     if request.is_quantized:
         yield "the float model that it was made from: calib8 build FLOAT.onnx --images FOLDER"
-    elif options_file and not verdict.gated:  # no limit that the user set is missed
-        yield from _effort_steps(request, request.effort.get(target.name, 0), options_file, command)
+    elif options_file and not verdict.gated:  # gated: the engine misses a limit of the user's
+        effort = request.effort.get(target.name, 0)  # of the target's search, 0 for none
+        yield from _effort_steps(request, effort, options_file, command)
         if report.model:
             yield f"use the float model: {report.model.path}"
     page = path_of(report.files, REPORT)

@@ -460,20 +460,20 @@ def _boxes(box_picture: BoxPicture, detections: Detections, line_style: str) -> 
         line_style: class of the lines in the page's style: "kept", "lost" or "new".
     """
     width, height = _drawing_size(box_picture)  # in px, as all numbers here
-    input_height, input_width = box_picture.example.size
+    input_height, input_width = box_picture.example.size  # in pixels
     # corners as shares of the input's sides
     shares = detections.boxes / (input_width, input_height, input_width, input_height)
-    columns = (shares.tolist(), detections.classes.tolist(), detections.scores.tolist())
+    boxes = zip(
+        shares.tolist(), detections.classes.tolist(), detections.scores.tolist(), strict=True
+    )
     body = ""
-    for corners, class_number, score in islice(zip(*columns, strict=True), _MAX_BOXES):
-        left, top, right, bottom = corners
+    for (left, top, right, bottom), class_number, score in islice(boxes, _MAX_BOXES):
         x1 = _clamp(left * width, width)
         x2 = _clamp(right * width, width)
         y1 = _clamp(top * height, height)
         y2 = _clamp(bottom * height, height)
-        label_start = f'<text x="{x1 + 2:.1f}"'
-        # a long name would be cut off at the right; there it ends at the right edge of the box
-        if x1 > width / 2:
+        label_start = f'<text x="{x1 + 2:.1f}"'  # it begins at the left edge of its box
+        if x1 > width / 2:  # the drawing would cut a long name off: it ends at the right edge
             label_start = f'<text class="end" x="{x2 - 2:.1f}"'
         text_y = y1 - 3
         if y1 <= _LABEL_HEIGHT:  # no room above the box

@@ -53,9 +53,10 @@ def worst_figure(accuracy: Accuracy, name: str) -> float | None:
     """Return a figure of the worst slice, else of the worst output.
 
     A slice, in `accuracy.parts`, is the part of an output that is compared by itself: the boxes or
-    the scores, for instance.
+    the scores, for instance. Outputs without a task have no slices.
 
-    None if the task's outputs are lists, whose rows cannot be compared one by one.
+    None if the task's outputs are lists, whose rows cannot be compared one by one: then it has no
+    slices either.
 
     Args:
         accuracy: of one engine.
@@ -63,7 +64,7 @@ def worst_figure(accuracy: Accuracy, name: str) -> float | None:
     """
     if accuracy.task and not accuracy.parts:
         return None
-    if accuracy.worst is not None:
+    if accuracy.worst is not None:  # the worst slice
         return float(getattr(accuracy.worst, name))
     values = [getattr(output, name) for output in accuracy.outputs]
     return float(np.min(values, initial=math.inf))  # unlike Python's min, NaN if any value is NaN
@@ -235,6 +236,7 @@ def _latency(report: Findings) -> Iterator[ComparisonLine]:
     line with its size comes first.
     """
     name = time_name(report.engines)
+    # of each engine; a `Latency` has several times, each of one clock: `latency` is the main one
     latencies = [engine.latency for engine in report.engines]
     if any(engine.sweep for engine in report.engines):
         smallest_batches = []
@@ -249,7 +251,7 @@ def _latency(report: Findings) -> Iterator[ComparisonLine]:
                 f"{name} {figure}", latencies, partial(_clock_text, "latency", figure), change
             )
     yield _comparison_line(
-        "Spread (std / mean)", latencies, lambda timings: f"{timings.latency.cv_percent:.3g} %"
+        "Spread (std / mean)", latencies, lambda latency: f"{latency.latency.cv_percent:.3g} %"
     )
     for label, clock in _DEVICE_CLOCKS.items():
         yield _comparison_line(label, latencies, partial(_clock_text, clock, "p50"))
@@ -552,22 +554,23 @@ def kind_table(engines: Sequence[EngineRow]) -> tuple[list[str], list[list[str]]
 
     A kind is an operator, such as "Conv". Rows are sorted by the kind's longest time in any engine.
     There are no rows if the runtimes do not tell kinds.
+
+    `engines`: those whose kernels were timed.
     """
-    profiled_engines = timed_engines(engines)
     kinds: set[str] = set()
-    for engine in profiled_engines:
+    for engine in engines:
         kinds.update(kernel.kind for kernel in engine.kernels if kernel.kind)
     timed_rows = []  # (longest time in any engine, row)
     for kind in sorted(kinds):
         cells = []
         max_ms = 0.0
-        for engine in profiled_engines:
+        for engine in engines:
             kernels = [kernel for kernel in engine.kernels if kernel.kind == kind]
             cells.append(_kind_cell(kernels))
             max_ms = max(max_ms, _total_ms(kernels))
         timed_rows.append((max_ms, [kind, *cells]))
     timed_rows.sort(key=lambda timed_row: -timed_row[0])
-    heads = ["kind", *(engine.label for engine in profiled_engines)]
+    heads = ["kind", *(engine.label for engine in engines)]
     return heads, [row for _, row in timed_rows]
 
 

@@ -81,9 +81,14 @@ class Verdict:
         return any(reason.endswith(SHIFT_LABELS) for reason in self.reasons)
 
     @property
-    def has_few(self) -> bool:
+    def has_few_samples(self) -> bool:
         """Whether it is doubtful, and there are too few samples to tell."""
         return self.level == DOUBTFUL and bool(self.missing_calibration or self.missing_samples)
+
+    @property
+    def is_in_question(self) -> bool:
+        """Whether it may be wrong: the float model, its inputs or too few samples are at fault."""
+        return self.blames_float or self.has_few_samples
 
     @property
     def missing_calibration(self) -> str:
@@ -118,7 +123,7 @@ MIN_SAMPLES = 30  # fewer samples hide that of one class in 30
 # sentences of `_describe_too_few`, `question_reference` and `deploy.calibration.input_checks`
 _TOO_FEW = re.compile(r"\d+ (?P<things>.+) (?:is|are) too few; (?P<missing>.+) would do")
 _TOO_NOISY = ", too noisy to be sure of"
-_KEPT = " kept"  # ending of a figure that counts things, such as "boxes kept"
+_KEPT = " kept"  # ending of the name of a figure that counts things, such as "boxes kept"
 _Finding = tuple[str, str]  # level, and the reason as a sentence
 
 
@@ -295,13 +300,15 @@ def _describe_too_few(accuracy: Accuracy) -> Iterator[str]:
 
 
 def _find_counted(accuracy: Accuracy) -> tuple[str, int]:
-    """Return (things that the accuracy is a share of, their number); 0 if it is a mean or value.
+    """Return (things, number): the accuracy is the share of so many things that are right.
 
-    Things are "samples", "objects", or what the task counts, such as "boxes" or "labels".
+    Things are "samples", "objects", or what the task counts, such as "boxes" or "labels". The
+    number is 0 if the accuracy is a mean or a value.
     """
     task = accuracy.task
     if accuracy.top1_reference is not None:
         return "samples", accuracy.samples
+    # a user's metric is judged in place of the precision on annotated objects
     has_user_metric = task is not None and task.task == "metric"
     if accuracy.precision is not None and not has_user_metric:
         return "objects", accuracy.precision.objects
