@@ -163,8 +163,9 @@ def auto_calibrate(
             threads=threads,
         )
         # the layers that can be in int8: those that are quantized with their default searches. The
-        # plan has an entry for each; a record is what a search finds for a layer: scale and offset
-        record_plan, _record, quantized_layers, _config = target.quantize(request)
+        # plan has an entry for each
+        record_plan, _, quantized_layers, _ = target.quantize(request)
+        # search -> layer -> what the search finds for it, a record: scale and offset
         records_by_search = target.find_records(request)
 
         # (layer, similarity of its int8 and float outputs); only AMCT's strategy needs it
@@ -190,6 +191,7 @@ def auto_calibrate(
             node_inputs=node_inputs,
             searches=records_by_search,
             general_searches=general_searches,
+            # called without arguments when the budget search needs it
             find_nearest=partial(
                 _find_nearest_searches, record_plan, records_by_search, feed, threads
             ),
@@ -270,7 +272,7 @@ def _write_files(
 def _change_notes(
     budget_search: BudgetSearch, final_request: BuildRequest, record_plan: RecordPlan
 ) -> Iterator[str]:
-    """Yield sentences on what was changed in the layers in int8 beside searching their ranges.
+    """Yield sentences on changes of the int8 layers other than their ranges.
 
     DMQ scales the channels of a layer's input and, the other way, those of its weight, so that both
     fit int8 better. Adaptive rounding changes the float model's weights.
@@ -292,7 +294,7 @@ def _change_notes(
             f"DMQ balances {len(dmq_layers)} layers, with a multiplication more in front of each,"
             f" by the largest values of {image_count} images."
         )
-    if budget_search.repair_note:
+    if budget_search.repair_note:  # "" if no weights were rounded
         yield f"{budget_search.repair_note}."
         yield (
             f"{final_request.name}_modified_model.onnx is the float model with these weights, and"

@@ -217,8 +217,9 @@ def build_with(
         figures = _measure(build, calibration, results, stage)
         results = discard_failed(results, figures.failures, stage)
 
-        saved_model = _save_model(build, stage)
-        # the saved file is the float engine, unless the user's model has Q/DQ pairs
+        saved_model = _save_model(build, stage)  # None if the user's file holds the model
+        # it was measured in memory, so only its file has the size of the float model. A Q/DQ model
+        # is saved with its pairs: its file is not the float model
         if saved_model is not None and build.loaded.qdq is None:
             figures = _with_saved_size(figures, saved_model)
         calibration = _doubt_preprocessing(build, calibration, figures)
@@ -239,7 +240,7 @@ def build_with(
         replaceable_names = None  # with --force, every file in the folder may be replaced
         if not options.calibration.cache.force:
             replaceable_names = build.cache_and_plan_names
-        origin = build_origin(calibration, options.targets, build.outside_cache)
+        origin = build_origin(calibration, options.targets, build.external_cache)
         publish_build(origin, stage, replaceable=replaceable_names)
     return report
 
@@ -319,10 +320,9 @@ def _calibrate(build: PreparedBuild, stage: Stage) -> CalibrationResult:
             trt_version=options.calibration.cache.trt_version,
         )
     assert build.dataset is not None, "only a Q/DQ model is built without images"
-    # calibration samples of which the float model's outputs are stored
-    evaluation_count = CANDIDATE_COUNT  # the search selects its samples from these
-    if build.evaluation is None:
-        evaluation_count = CALIBRATION_SAMPLES  # all engines are evaluated on these too
+    # number of samples whose float outputs are stored: the search takes its samples from them, and
+    # without evaluation images all engines are evaluated on them
+    evaluation_count = CALIBRATION_SAMPLES if build.evaluation is None else CANDIDATE_COUNT
     images = open_dataset(build.loaded, build.dataset, options.calibration)
     return calibrate_loaded(
         build.loaded,

@@ -237,7 +237,8 @@ class PreparedBuild:
         dataset: the calibration images, or those a Q/DQ model is measured on; None without images.
         evaluation: the evaluation images; None if some of the calibration images are used.
         annotated_objects: objects on the evaluation images; class numbers are the feed's own.
-        metric: what outputs are judged by.
+        metric: the user's metric or task. What the model's file declares of its outputs is added
+            by `build_with`, when the calibration has shown which of them are states.
         duration_s: seconds of latency runs a model; 0 leaves them out.
     """
 
@@ -270,8 +271,8 @@ class PreparedBuild:
         return self.metric.without_function if self.has_labels else self.metric
 
     @property
-    def outside_cache(self) -> Path | None:
-        """The calibration cache, where it is used and lies outside the build's folder."""
+    def external_cache(self) -> Path | None:
+        """The calibration cache, if it is used and lies outside the build's folder."""
         path = self.options.calibration.cache.path
         if path is None or self.loaded.qdq is not None:
             return None
@@ -314,8 +315,6 @@ def prepare_build(
     """
     metric = make_metric(options.metric, options.task)  # refuses a wrong one before loading
     loaded = load_float_or_qdq(model)
-    # what the model's file says of its outputs and their task
-    metric = replace(metric, declared=loaded.declaration)
     image_source = None if dataset is None else dataset.source
     reference, notes = find_reference_model(loaded, options.float_model, image_source)
     if dataset is None:
@@ -388,11 +387,12 @@ def with_calibrator_method(
     if dataset is None or not isinstance(dataset.source, CalibratorScript):
         return options
     script = dataset.source
-    script.notes = ()  # those of an earlier run
+    script.notes = ()  # an earlier run with this script may have left some
     method_and_reason = method_of_calibrator(script)
     if options.method is not None or method_and_reason is None:
         return options
-    # a trusted cache has the ranges already, and a target with a method of its own takes no other
+    # the method would have no effect: a trusted cache has the ranges already, and a target with
+    # searches of its own (`own_method`) takes no other
     if options.cache.trust or all(target.own_method for target in targets):
         return options
 
@@ -403,7 +403,7 @@ def with_calibrator_method(
             f" {method.label}, that of its base class",
         )
         return options
-    if to_choice(dataset.limit).shard is not None:
+    if to_choice(dataset.limit).shard is not None:  # the images are one shard of a calibration
         reason += "; give that --method to merge, too"
     script.notes = (reason,)
     return replace(options, method=method)

@@ -129,7 +129,7 @@ class CalibrationRun:
         threads: worker threads.
         checkpoint_path: path of the checkpoint; None keeps none.
         resume: whether the run continues from its checkpoint.
-        peaks: the largest samples of every tensor that is observed.
+        tensor_peaks: the largest values of each tensor, to find the samples that are outliers.
         inference_counts: variant of the model -> number of inferences.
         started: `time.perf_counter()` at its start.
     """
@@ -146,7 +146,7 @@ class CalibrationRun:
     threads: int
     checkpoint_path: Path | None
     resume: bool
-    peaks: Peaks = field(default_factory=Peaks)
+    tensor_peaks: Peaks = field(default_factory=Peaks)
     inference_counts: Counter[str] = field(default_factory=Counter)
     started: float = field(default_factory=time.perf_counter)
 
@@ -229,7 +229,7 @@ def merge_shards(shards: ShardSet, run: CalibrationRun, decision: CacheDecision)
     Raises:
         CacheError: a shard lacks an observation.
     """
-    merged_statistics = shards.observed(decision.missing, run.peaks)
+    merged_statistics = shards.observed(decision.missing, run.tensor_peaks)
     return PassResult(observed=decision.observed.merged_with(merged_statistics))
 
 
@@ -259,7 +259,7 @@ def observe_on_workers(
         subject=run.subject,
         images=dataset.source,
         limit=dataset.limit,
-        peaks=run.peaks,
+        peaks=run.tensor_peaks,
         inference_counts=run.inference_counts,
     )
     return PassResult(observed=decision.observed.merged_with(new_statistics), notes=notes)
@@ -311,7 +311,8 @@ def observe_here(run: CalibrationRun, decision: CacheDecision) -> PassResult:
 def _open_checkpoint(run: CalibrationRun, observations: Sequence[Observation]) -> Checkpoint | None:
     """Return the checkpoint of these observations; None if none is kept, or nothing is observed.
 
-    A checkpoint is the state of the pass on disk, from which an interrupted run goes on.
+    A checkpoint is the state of the pass on disk, from which an interrupted run goes on: the
+    statistics of the samples so far, and the peaks of each tensor.
     """
     if run.checkpoint_path is None:
         return None
@@ -324,7 +325,7 @@ def _open_checkpoint(run: CalibrationRun, observations: Sequence[Observation]) -
         run.subject,
         run.feed,
         observations,
-        run.peaks,
+        run.tensor_peaks,
         resume=run.resume,
         force=run.policy.force,
     )
@@ -354,7 +355,8 @@ def _observe_missing(
     """
     feed = run.feed
     monitor = run.stability_monitor
-    counted_samples = 0 if checkpoint is None else checkpoint.counted
+    counted_samples = 0 if checkpoint is None else checkpoint.counted  # the first so many
+    # of these, all but the preliminary ones; the range is empty if there are no others
     skipped_samples = range(preliminary_sample_count, counted_samples)
     halves = monitor.halves  # `observe` fills it; None if it is not needed
     if counted_samples:  # a checkpoint does not hold the statistics of each half
@@ -377,7 +379,7 @@ def _observe_missing(
             threads=threads,
             progress=show_progress,
             inference_counts=run.inference_counts,
-            peaks=run.peaks,
+            peaks=run.tensor_peaks,
             checkpoint=checkpoint,
             on_outputs=store_outputs,
             halves=halves,
@@ -388,8 +390,8 @@ def _observe_missing(
 def use_trusted_cache(run: CalibrationRun) -> CalibrationResult:
     """Return a calibration with the ranges of a cache that another program wrote, unchecked.
 
-    Such a cache holds one symmetric range for each tensor. It has no fingerprint, which would tell
-    its model and images.
+    Such a cache holds one symmetric range for each tensor of the folded model: BatchNormalization
+    is folded there. It has no fingerprint, which would tell its model and images.
 
     Raises:
         ConfigError: no path, or a target that cannot use symmetric ranges.
@@ -400,7 +402,7 @@ def use_trusted_cache(run: CalibrationRun) -> CalibrationResult:
     if path is None:
         raise ConfigError("a cache to be trusted must be named, got none; give --cache")
     for target, observations in run.observations_by_target.items():
-        # the cache has ranges of the folded model's tensors, and nothing of its other forms
+        # a target that observes another variant than the folded model needs ranges of that, too
         if any(observation.variant.key != FOLDED for observation in observations):
             raise ConfigError(
                 f"a trusted cache holds one symmetric range a tensor, of which the target {target}"
@@ -559,7 +561,7 @@ def _make_calibration(
     return Calibration(
         observed=pass_result.observed,
         fingerprint=decision.combined_fingerprint(run_fingerprint),
-        outliers=(*decision.outliers, *run.peaks.outliers(run.feed.sample_digests)),
+        outliers=(*decision.outliers, *run.tensor_peaks.outliers(run.feed.sample_digests)),
         stop_rule=stop_rule,
     )
 
@@ -569,13 +571,13 @@ def _make_target_cache(
 ) -> CacheText | None:
     """Return the cache as text in the format of a target that has one of its own (TensorRT).
 
-    None without such a target. None also for a shard, the part of the images that one of several
-    machines observes: ranges are found when all shards are merged.
+    None without such a target. None also for a shard (`share`), the part of the images that one of
+    several machines observes: ranges are found when all shards are merged.
     """
     if run.feed.share is not None:
         return None
     for target in targets:
-        if target.name in run.observations_by_target:
+        if target.name in run.observations_by_target:  # else it cannot be built
             cache = target.cache_text(run.subject, ranges)
             if cache is not None:
                 return cache
@@ -648,7 +650,7 @@ def _make_result(
         warnings=(*subject.loaded.alerts, *warnings),
         has_random_outputs=has_random_outputs,
         cache=cache,
-        peaks=run.peaks,
+        peaks=run.tensor_peaks,
         checkpoint=remaining_checkpoint,
         resumed=_resume_notes(checkpoint, run.stability_monitor),
         evaluation_set=evaluation_set or run.evaluation_set,

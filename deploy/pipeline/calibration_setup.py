@@ -359,9 +359,9 @@ def use_qdq_calibration(
     """
     if dataset is None:  # then no accuracy is measured
         dataset = Dataset(source=random_feeds(loaded.inputs, count=_RANDOM_SAMPLES))
-        name = "random numbers"
+        source_text = "random numbers"
     else:
-        name = describe_source(dataset.source)
+        source_text = describe_source(dataset.source)
     feed = loaded.open_samples(dataset)
     feed.cache_samples(CANDIDATE_COUNT, PREVIEW_COUNT)
     loaded = loaded.with_inputs(feed.specs)
@@ -373,11 +373,11 @@ def use_qdq_calibration(
         method=Method.of(),  # the default one; nothing is searched
         trt_version=trt_version or _find_trt_version(targets),
     )
-    # nothing is observed, but a target that cannot be built raises when it is asked what to observe
+    # nothing is observed: the targets are only asked, since one that cannot be built raises then
     _, failures = _collect_observations(targets, subject)
     return CalibrationResult(
         subject=subject,
-        images=name,
+        images=source_text,
         feed=feed,
         ranges=QdqModelRanges(qdq, subject),
         evaluation_set=make_evaluation_set(feed, subject.model, CANDIDATE_COUNT),
@@ -472,17 +472,18 @@ def _make_monitor(
         observations: everything that the targets need.
         feed: the calibration data.
         stop_rule: ends the run when the halves agree well enough; None uses all images.
-        is_trusted: whether the ranges of a foreign cache are used, so that nothing is observed.
+        is_trusted: whether the ranges of another program's cache are used, so that nothing is
+            observed, and no halves can be compared.
 
     Raises:
         ConfigError: a rule with which halves of these observations or samples cannot be compared.
     """
     compared_observations = []
     for observation in observations:
-        # the ranges that the method finds in the halves are compared; a statistic that depends on
-        # the order of the samples has no halves
-        is_searched = observation.statistic == subject.statistic
-        if is_searched and not observation.is_order_dependent:
+        # of the halves, those ranges are compared that the method finds: in the statistic that it
+        # reads (`subject.statistic`). One that depends on the order of the samples has no halves
+        is_read_by_method = observation.statistic == subject.statistic
+        if is_read_by_method and not observation.is_order_dependent:
             compared_observations.append(observation)
     if stop_rule is not None:
         refuse_until_stable(feed, observations, compared_observations, is_trusted=is_trusted)

@@ -339,7 +339,7 @@ def _compare_with_float_model(
     Args:
         loaded: the float model.
         target: the target that the files are for.
-        result: the files.
+        result: the files that were written of it.
         feed: the samples to compare on.
         stage: folder of the files until they are published.
         threads: worker threads.
@@ -349,7 +349,7 @@ def _compare_with_float_model(
         loaded,
         [target],
         [result],
-        calibration_samples=all_samples,  # not used: latency is not measured
+        calibration_samples=all_samples,  # would be the samples of latency runs, if there were some
         evaluation_feed=feed,
         objects=None,
         duration_s=0,

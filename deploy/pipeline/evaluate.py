@@ -50,7 +50,8 @@ from deploy.tensors import Array, Session
 from deploy.terminal import phase
 
 EvaluationFeed = Feed | EvaluationSubset
-# engine that was opened here -> its session; None if its file has to be opened again in one thread
+# engine that can be opened here -> its session. None stands for a session in several threads: the
+# evaluation, which runs samples in parallel, opens the file again, in a single one
 EngineSessions = Mapping[str, Session | None]
 Pictures = Mapping[int, tuple[str, Array]]  # sample number -> name, image uint8 [h, w, 3] RGB
 
@@ -152,15 +153,15 @@ def find_candidates(
 ) -> tuple[dict[str, Session], dict[str, str]]:
     """Return (name -> session to evaluate, target -> the error of a file that cannot be opened).
 
-    A target is evaluated by its engine, in the session that is open, or opened again in one thread.
-    If the engine cannot be opened here, its runnable file stands in, a model for ONNX Runtime that
-    computes the same numbers; targets without one are left out. Baselines, float engines that were
-    built for a target, are evaluated if they have a session.
+    A target is evaluated by its engine. If the engine cannot be opened here, its runnable file
+    stands in, a model for ONNX Runtime that computes the same numbers; targets without one are left
+    out. Baselines, float engines that were built for a target, are evaluated if they have a
+    session.
 
     Args:
         results: files of each target.
-        engine_sessions: engine -> its session, for every engine that can be opened here; None if
-            that session has several threads: the evaluation opens another, with a single one.
+        engine_sessions: the engines that can be opened here. One without a session is opened again,
+            in one thread.
     """
     candidates: dict[str, Session] = {}
     failures: dict[str, str] = {}
@@ -169,6 +170,8 @@ def find_candidates(
         if session is not None:
             candidates[result.target] = session
             continue
+
+        # a file is opened: the runnable one, which is also the engine's if ONNX Runtime runs it
         can_open_engine = result.target in engine_sessions
         path = result.runnable
         if path is None and can_open_engine:
@@ -385,6 +388,7 @@ class _EvaluationPass:
         # sequence follows the other, so states of one that has ended are dropped
         states = evaluation.feed.states
         self._own_states = {name: OwnStates(states, drops_ended=True) for name in candidates}
+        # inputs whose rows are samples: each row may be an image that the report shows
         batch_inputs = evaluation.metric.declared.batch_inputs
         self._images = CandidateImages(evaluation.feed, batch_inputs)
         # the first samples wait until they are enough to show the form of the outputs, which every
@@ -444,13 +448,15 @@ class _EvaluationPass:
 
     def _compare_sample(self, outputs: _SampleOutputs) -> None:
         """Add a sample to every comparison, and store its image if a report may show it."""
+        # number of all images; rows beyond it fill the last batch up, and are not compared
+        image_count = self._evaluation.feed.unpadded_count
         for name, comparison in self._comparisons.items():
             if name in outputs.candidates:  # else it failed
                 comparison.add(
                     outputs.sample,
                     outputs.reference,
                     outputs.candidates[name],
-                    count=self._evaluation.feed.unpadded_count,
+                    count=image_count,
                 )
 
         # numbers of the samples so far that a report may show: where an engine differs most

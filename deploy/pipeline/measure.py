@@ -252,13 +252,14 @@ def _measure_accuracy(
         target_engines: the engines that were opened.
         reference: outputs that those of the engines are compared with.
         evaluation: the evaluation samples.
-        engine_outputs: target -> outputs of its int8 model on these samples, as far as known.
+        engine_outputs: target -> outputs of its int8 model on these samples that its search stored.
         threads: samples that run in parallel.
     """
     engine_sessions = _find_engine_sessions(target_engines)
     if loaded.cut_off is not None:
-        # the float model ends before the operators that ONNX Runtime does not know, and engines do
-        # not. Without engines the targets' runnable files are compared, which end there too
+        # the float model was cut off before operators that ONNX Runtime does not know, so that it
+        # has other outputs than the engines. The targets' runnable files were cut off as well: they
+        # are compared with it in place of the engines
         engine_sessions = {}
     with phase("layers"):
         layer_samples = evaluation.feed.spread_samples(LAYER_SAMPLES)
@@ -375,10 +376,10 @@ def _open_engines(
     missing_runtimes: dict[str, str] = {}
     for target, result in zip(targets, results, strict=True):
         path_by_engine = dict(result.baselines)
-        if result.engine is not None:
+        if result.engine is not None:  # the engine has the name of its target
             path_by_engine[result.target] = result.engine
-        # with `runs_here` the engine is run by ONNX Runtime, in a single thread for accuracy. If no
-        # latency is measured, no other session is needed
+        # latency is that of the session that a user would open. Accuracy needs a single thread, if
+        # ONNX Runtime runs the engine (`runs_here`)
         is_single_thread = target.runs_here and not is_timed
         for name, path in path_by_engine.items():
             if is_single_thread:

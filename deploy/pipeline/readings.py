@@ -108,25 +108,26 @@ def list_readings(
             preprocess=replace(current_preprocess, color=other_color),
         )
 
-    # other scales, if the first layer of the model as it was given shows nothing against them
+    # other scales. The first layer of the model may contradict one: it is read in the model before
+    # cleaning, if the user's file can be read
     if not with_scales or not spec.dtype.startswith("float"):
         return
     model = calibration.subject.read_original() or calibration.subject.model
     (sample,) = calibration.feed.first_samples(1)
-    for preset_name, value_text in _TEXT_BY_PRESET.items():
+    for preset_name, scale_text in _TEXT_BY_PRESET.items():
         preset = PRESETS[preset_name]
         if preset.color is not None and preset.channels != current_preprocess.channels:
-            continue  # the user could not set this preset for the model's input
+            continue  # it is of color pictures, and the model takes grey ones, or the reverse
         scaled_preprocess = replace(
             current_preprocess, scale=preset.scale, mean=preset.mean, std=preset.std
         )
         scaled_sample = {
             spec.name: renormalize(sample[spec.name], current_preprocess, scaled_preprocess)
         }
-        input_warnings = check_input_samples([scaled_sample], scaled_preprocess, model)
-        if not input_warnings:
+        contradictions = check_input_samples([scaled_sample], scaled_preprocess, model)
+        if not contradictions:
             yield Reading(
-                text=f"with {value_text}",
+                text=f"with {scale_text}",
                 current_text=_AS_FED,
                 remedy=f"check --preprocess {preset_name}",
                 preprocess=scaled_preprocess,
@@ -186,7 +187,7 @@ def find_better_reading(
 
     # a wrong scale can saturate scores, which looks sure, so other scales are tried only if the
     # float model misses most labels or finds next to no boxes
-    finds_few_boxes = is_detector and count_clear(current_scores) <= MAX_SILENT_BOXES
+    finds_few_boxes = is_detector and count_clear_scores(current_scores) <= MAX_SILENT_BOXES
     tries_scales = finds_few_boxes or bool(labelled_samples)
     for reading in list_readings(calibration, current_preprocess, with_scales=tries_scales):
         # the same samples as above; without labels they are read anew, one at a time
@@ -199,7 +200,7 @@ def find_better_reading(
         if scores is None or not is_better(scores, current_scores):
             continue
         # a detector may be surer of its boxes and find no more: the sentence has only their number
-        finds_more = count_clear(scores) > count_clear(current_scores)
+        finds_more = count_clear_scores(scores) > count_clear_scores(current_scores)
         if finds_more or not is_detector:
             return describe_reading(reading, scores, current_scores, count_template)
     return describe_crop(calibration.feed, current_preprocess) if labelled_samples else ""
@@ -282,8 +283,8 @@ def confidence_of(scores: Floats) -> float:
     return float(np.square(scores).sum())
 
 
-def count_clear(scores: Sequence[Floats]) -> int:
-    """Return the number of clear scores in all samples: of boxes, or of images that are right."""
+def count_clear_scores(scores: Sequence[Floats]) -> int:
+    """Return the number of scores above `BOX_SCORE`: of boxes, or of images that are right."""
     return int((np.concatenate(scores) > BOX_SCORE).sum())
 
 
@@ -302,7 +303,7 @@ def is_better(scores: Sequence[Floats], current_scores: Sequence[Floats]) -> boo
     gains = np.sign(confidences - current_confidences)  # 1: surer; -1: less sure; 0: equally
     # by chance their sum is about 0; its deviation is the root of the number of unequal samples
     is_beyond_chance = gains.sum() >= MIN_DEVIATIONS * sqrt(np.abs(gains).sum())
-    is_noise = count_clear(scores) > MAX_BOXES * len(scores)  # too many boxes to be objects
+    is_noise = count_clear_scores(scores) > MAX_BOXES * len(scores)  # too many boxes to be objects
     is_much_surer = confidences.sum() > MIN_GAIN * current_confidences.sum()
     return bool(is_beyond_chance and is_much_surer and not is_noise)
 
@@ -334,13 +335,14 @@ def describe_reading(
 
     Args:
         reading: the better reading.
-        scores: scores of each sample in it.
+        scores: scores of each sample in it, see `sample_scores`.
         current_scores: scores of each sample in the reading in use.
-        count_template: what is counted, such as "finds {} boxes"; "" for the mean probability.
+        count_template: what the clear scores count, such as "finds {} boxes"; "" for scores that
+            are probabilities, of which the mean is told.
     """
     if count_template:
-        count_text = count_template.format(count_clear(scores))
-        current_text = str(count_clear(current_scores))
+        count_text = count_template.format(count_clear_scores(scores))
+        current_text = str(count_clear_scores(current_scores))
     else:
         count_text = f"is {100 * np.mean(scores):.0f} % sure"
         current_text = f"{100 * np.mean(current_scores):.0f} %"

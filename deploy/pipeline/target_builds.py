@@ -86,7 +86,8 @@ def search_targets(
                 note=f"nothing was searched for {target.name}: {logged_error}",
             )
 
-    # the plan file has the plans of targets that were searched, and others from the earlier file
+    # the plan file has the plans that were searched now, and those of other targets: from the file
+    # of the build before, or from the user's. Nothing is written if there is neither
     is_searched = any(planned_target.searched for planned_target in plans.values())
     if not is_searched and tuning.plan is None and not earlier_plan.targets:
         return plans, None
