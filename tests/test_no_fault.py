@@ -16,7 +16,7 @@ import pytest
 
 from calibrators.errors import CalibrationError
 from calibrators.grids import affine_params
-from deploy.analysis.experiment import SHOWN, quantize, read_values
+from deploy.analysis.experiment import MAX_ROWS, quantize, read_values
 from deploy.calibration import store
 from deploy.errors import BackendError, ConfigError, FeedError
 from deploy.files.manifest import sha256
@@ -335,7 +335,7 @@ def test_channels_have_separate_scales(run):
     )
     assert by_column["scale"] == pytest.approx([1 / 127, 2 / 127])
     assert by_column["zero_point"] == [0, 0]
-    shown = run("quantize", str([[0.5]] * (SHOWN + 2)), "--axis", "0")[1]
+    shown = run("quantize", str([[0.5]] * (MAX_ROWS + 2)), "--axis", "0")[1]
     assert "and 2 channels more" in shown
     assert "and 2 values more" in shown
 

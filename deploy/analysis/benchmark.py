@@ -214,7 +214,7 @@ def _make_row(
         sweep=_make_batch_rows(label, latencies_by_batch),
         kernels=kernels,
         accuracy=accuracy,
-        ran=compare_with_plan(engine_layers, plan=()),  # without a plan: only what ran
+        ran=compare_with_plan(engine_layers),  # without a plan: only what ran
         notes=tuple(_output_notes(accuracy)),
     )
 
@@ -262,14 +262,6 @@ class _EngineSource:
 
     path: Path
     runtime: Target | type[OpenvinoSession]
-
-    def open(self, *, threads: int | None) -> Session:
-        """Open a session.
-
-        Raises:
-            BackendError: the runtime cannot load the file.
-        """
-        return self.runtime.open(self.path, threads=threads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,7 +377,7 @@ def _load_engine(source: _EngineSource, *, threads: int | None) -> _LoadedEngine
     times_ms: list[float] = []
     while len(times_ms) < _MAX_LOADS and sum(times_ms) < _LOAD_BUDGET_MS:
         start = time.perf_counter()
-        session = source.open(threads=threads)
+        session = source.runtime.open(source.path, threads=threads)
         times_ms.append((time.perf_counter() - start) * 1e3)
     return _LoadedEngine(source.path, source.runtime, session, min(times_ms))
 
@@ -536,7 +528,7 @@ def _time_kernels(
             engine.path,
             engine.session,
             inputs,
-            open_session=partial(engine.open, threads=threads),
+            open_session=partial(engine.runtime.open, engine.path, threads=threads),
             duration_ms=1e3 * duration_s,
             p50_ms=latency_by_label[label].run_time.p50,
         )

@@ -54,7 +54,7 @@ from deploy.graph.index import all_nodes
 from deploy.graph.plan import Decision
 from deploy.machine import this_machine, worker_threads
 from deploy.metrics import DURATION_S
-from deploy.pipeline.build_options import check_arguments, open_torch_module
+from deploy.pipeline.build_options import ModelSource, check_arguments, open_torch_module
 from deploy.pipeline.calibration_run import describe_source
 from deploy.pipeline.measure import ALL_CALIBRATED, Figures, measure_engines
 from deploy.pipeline.results import engine_rows, feed_part, model_part
@@ -202,7 +202,7 @@ class _ShippedFiles:
 def _read_build(
     folder: Path | str,
     dataset: Dataset,
-    against: Path | str | onnx.ModelProto | LoadedModel | None,
+    against: ModelSource | None,
     targets: Sequence[Target],
 ) -> tuple[_ShippedFiles, Dataset]:
     """Read what a build left: its files to check, and how its images were prepared.
@@ -273,7 +273,7 @@ def _read_task_and_metric(report: Report) -> tuple[str, str]:
 
 def _load_reference(
     build: StoredBuild,
-    against: Path | str | onnx.ModelProto | LoadedModel | None,
+    against: ModelSource | None,
     *,
     is_quantized: bool,
 ) -> tuple[LoadedModel, tuple[str, ...]]:
@@ -395,7 +395,7 @@ def _change_alerts(verification: Verification, results: Sequence[BuildResult]) -
 
 def _read_engine(
     path: Path,
-    against: Path | str | onnx.ModelProto | LoadedModel | None,
+    against: ModelSource | None,
     targets: Sequence[Target],
 ) -> _ShippedFiles:
     """Return a single engine, which belongs to no build, and its float model as files to check.

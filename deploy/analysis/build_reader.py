@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import onnx
-
 from deploy.analysis.explanation import (
     ClippedRange,
     Explanation,
@@ -29,6 +27,7 @@ from deploy.frontends import LoadedModel, load_float_or_qdq
 from deploy.frontends.input_shapes import open_with_shapes, parse_input
 from deploy.metrics.output_errors import OutputAccuracy, sqnr_sort_key
 from deploy.metrics.output_form import SliceAccuracy
+from deploy.pipeline.build_options import ModelSource
 from deploy.pipeline.results import split_rows
 from deploy.report.documents import Report, read_report
 from deploy.report.parts import EngineRow, NodeRow, TargetPart, TensorRow
@@ -92,11 +91,12 @@ class Verification(PrintedResult):
         files = self.manifest.files
         lines = []
         for name in files:
+            # `changed` has the second half of the line, such as "is missing"
             lines.append(f"{name} {self.changed.get(name, 'is as it was written')}")
         for name in self.manifest.earlier:
             lines.append(f"{name} is of an earlier build")
         if self.manifest.cache is not None:
-            cache_path, _ = self.manifest.cache
+            cache_path, _digest = self.manifest.cache
             # the cache may lie outside of the build's folder, and so be missing on this machine
             state = "is not here: it was kept elsewhere"
             if self.cache_changed:
@@ -241,7 +241,7 @@ def path_near_report(reported_path: str, report: Path) -> Path:
 def load_float_model(
     reported_path: str,
     report: Path,
-    model: Path | str | onnx.ModelProto | LoadedModel | None,
+    model: ModelSource | None,
     *,
     shapes: Sequence[str],
     flag: str,
@@ -338,15 +338,16 @@ def _explain_target(
         plan: the plan file of the build.
         notes: notes of the report on all targets; those on repairs are shown.
     """
-    # a split says which nodes run in int8. `settled` is the one that was built; the front has those
-    # that no other one beats in both time and accuracy. Without a search, such as for a plan of the
-    # user's, both are those of the plan
+    # a split says which nodes run in int8; the front has those that no other split beats in both
+    # time and accuracy. They are those of the search, or without one, as for a plan of the user's,
+    # those of the plan
     target_plan = plan.targets.get(target.name, TargetPlan())
-    built_split = target_plan.settled
-    front = tuple(split_rows(target_plan))
     if target.search is not None:
-        built_split = target.search.settled
+        built_text = target.search.settled  # describes the split that was built
         front = target.search.front
+    else:
+        built_text = target_plan.settled
+        front = tuple(split_rows(target_plan))
     explanation = TargetExplanation(
         name=target.name,
         error=target.error,
@@ -355,7 +356,7 @@ def _explain_target(
         layers=_sort_by_sqnr(target.layers),
         modules=target.modules,
         repairs=tuple(filter(_is_repair_note, (*notes, *target.notes))),
-        settled=built_split,
+        settled=built_text,
         front=front,
         methods={tensor: method.label for tensor, method in target_plan.choices.methods.items()},
         clipped=_clipped_ranges(target.tensors),
@@ -366,14 +367,14 @@ def _explain_target(
 
 def _add_engine(explanation: TargetExplanation, engine: EngineRow) -> TargetExplanation:
     """Return the explanation of a target with the verdict and accuracy of its engine added."""
-    # `runnable` is the file that ONNX Runtime runs with the target's numerics. If it is the engine
-    # itself, ONNX Runtime is the target, whose int8 kernels make the errors to explain
+    # `runnable` is a file for ONNX Runtime that computes what the engine does. If it is the engine
+    # itself, the target is ONNX Runtime: images are then run with its own int8 kernels
     is_native = explanation.runnable is not None and engine.path == explanation.runnable
     explanation = replace(explanation, native=is_native)
     if engine.verdict is not None:
-        level = engine.verdict.level
-        reasons = engine.verdict.reasons
-        explanation = replace(explanation, level=level, reasons=reasons)
+        explanation = replace(
+            explanation, level=engine.verdict.level, reasons=engine.verdict.reasons
+        )
     accuracy = engine.accuracy
     if accuracy is None:
         return explanation

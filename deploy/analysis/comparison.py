@@ -26,7 +26,12 @@ from deploy.graph.index import Graph, module_scopes, runtime_inputs
 from deploy.graph.tensor_pairs import pair_tensors_by_name
 from deploy.metrics.accuracy import TensorComparison
 from deploy.metrics.output_errors import OutputAccuracy
-from deploy.pipeline.build_options import check_arguments, find_user_model, open_torch_module
+from deploy.pipeline.build_options import (
+    ModelSource,
+    check_arguments,
+    find_user_model,
+    open_torch_module,
+)
 from deploy.report.model import to_plain_object
 from deploy.runtimes.ort import OrtSession
 from deploy.tensors import Array
@@ -36,7 +41,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 MIN_SQNR_DB = 20.0
-AccuracyByTensor = dict[str, OutputAccuracy]
 Tensors = Mapping[str, Array]  # name -> array
 
 
@@ -225,7 +229,7 @@ def compare(
             " it"
         )
 
-    feed = _open_feed(dataset, first_model, threads, metadata_beside=first)
+    feed = _open_feed(dataset, first_model, threads, user_model=first)
     accuracy_by_tensor = _compare_tensors(first_model, second_model, pairs, feed, threads)
     node_by_output = Graph(first_model).producer
     layers: list[TensorDifference] = []
@@ -247,9 +251,7 @@ def compare(
     )
 
 
-def _read_model(
-    model: Path | str | ModelProto | nn.Module, dataset: Dataset
-) -> tuple[ModelProto, Dataset]:
+def _read_model(model: ModelSource | nn.Module, dataset: Dataset) -> tuple[ModelProto, Dataset]:
     """Return the model, and the dataset; a PyTorch module is exported by its first item."""
     opened_model, source = open_torch_module(model, dataset.source)
     user_model = find_user_model(opened_model)
@@ -258,7 +260,7 @@ def _read_model(
 
 
 def _open_feed(
-    dataset: Dataset, model: ModelProto, threads: int | None, *, metadata_beside: object
+    dataset: Dataset, model: ModelProto, threads: int | None, *, user_model: object
 ) -> Feed:
     """Open the images or arrays as inputs of the first model, which both models are run on.
 
@@ -266,15 +268,16 @@ def _open_feed(
         dataset: the images or arrays.
         model: the first model.
         threads: threads of one inference; None uses every core.
-        metadata_beside: the model as the user gave it: if it is a file, a file with its metadata
-            may lie beside it.
+        user_model: this model as the user gave it. If it is a file, another one with the metadata
+            of its preprocessing may lie beside it.
     """
     session = OrtSession.open(model, threads=threads)
-    path = Path(metadata_beside) if isinstance(metadata_beside, str | Path) else None
+    path = Path(user_model) if isinstance(user_model, str | Path) else None
     return dataset.open(
         mark_batch_axes(session.inputs, session.outputs),
         metadata_preprocess=read_metadata_preprocess(model, path),
-        # both models get the states of the first one, so that a tensor's error is of one step
+        # a recurrent model takes states that its previous step made. Both models take those of the
+        # first one, so that the errors of earlier steps do not add up
         recurrence=Recurrence(
             inputs=tuple(session.inputs),
             outputs=tuple(_output_names(model)),
@@ -333,7 +336,7 @@ def _compare_tensors(
     pairs: Mapping[str, str],
     feed: Feed,
     threads: int | None,
-) -> AccuracyByTensor:
+) -> dict[str, OutputAccuracy]:
     """Compare pairs of tensors in one pass, with the tensors of one sample in memory at a time.
 
     Return the first model's tensor -> accuracy of the second one's. Left out are tensors that hold

@@ -38,7 +38,7 @@ from deploy.terminal import PrintedResult, join_visible
 
 SCHEMA = "calib8-quantize/1"
 GRIDS: dict[str, Grid] = {"quint8": UINT8, "qint8": INT8}
-SHOWN = 32  # rows of the table
+MAX_ROWS = 32  # values in the table, and channels above it, on one screen
 _MAX_BYTES = 1 << 30
 _RULE = "values are a JSON array of numbers, such as [[-1, 0], [1, 2]], or an .npy file"
 _BARE_NUMBERS = re.compile(r"[-+]?[.\d][-+.,\deE\s]*")
@@ -123,8 +123,8 @@ class Experiment(PrintedResult):
         low, high = self.quantized.representable()
         rows = zip(self.quantized.scale, self.quantized.zero_point, low, high, strict=True)
         for channel, (scale, zero_point, lowest, highest) in enumerate(rows):
-            if channel == SHOWN:
-                yield f"and {counted(len(low) - SHOWN, 'channel')} more"
+            if channel == MAX_ROWS:
+                yield f"and {counted(len(low) - MAX_ROWS, 'channel')} more"
                 return
             text = (
                 f"scale {scale:.9g}, zero point {zero_point}, {self.dtype}"
@@ -137,13 +137,13 @@ class Experiment(PrintedResult):
     def _table(self) -> Iterator[str]:
         """Yield a line for each of the first values: value, integer, dequantized value, error."""
         arrays = (self.values, self.quantized.stored, self.quantized.dequantize(), self.error)
-        columns = [array.reshape(-1)[:SHOWN] for array in arrays]
+        columns = [array.reshape(-1)[:MAX_ROWS] for array in arrays]
         rows = [_HEADS]
         for value, integer, dequantized, error in zip(*columns, strict=True):
             rows.append((f"{value:.6g}", str(integer), f"{dequantized:.6g}", f"{error:.3g}"))
         yield from align_columns(rows, ())
-        if self.values.size > SHOWN:
-            yield f"and {counted(self.values.size - SHOWN, 'value')} more"
+        if self.values.size > MAX_ROWS:
+            yield f"and {counted(self.values.size - MAX_ROWS, 'value')} more"
 
 
 def quantize(
@@ -251,8 +251,8 @@ def read_values(text: str) -> Real:
         ConfigError: not a JSON array of finite numbers.
         FeedError: the file is missing or damaged, or holds other than finite real numbers.
     """
-    if not text.lstrip().startswith("["):
-        refuse_unbracketed(text)
+    if not text.lstrip().startswith("["):  # the name of a file
+        _refuse_bare_numbers(text)
         return _read_file(Path(text))
     numbers = from_json(text, rule=_RULE, error=ConfigError)
     try:
@@ -261,8 +261,8 @@ def read_values(text: str) -> Real:
         raise ConfigError(f"{_RULE}, got {text[:60]!r}: {error}") from error
 
 
-def refuse_unbracketed(text: str) -> None:
-    """Raise `ConfigError` for numbers without brackets, which would be read as a file name."""
+def _refuse_bare_numbers(text: str) -> None:
+    """Raise `ConfigError` for numbers without brackets, unless a file has this name."""
     if _BARE_NUMBERS.fullmatch(text.strip()) and not Path(text).exists():
         raise ConfigError(f"{_RULE}, got {text!r}; write it as '[{text}]'")
 

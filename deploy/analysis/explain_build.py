@@ -98,11 +98,13 @@ def _run_images(
 
     with phase("running images", len(feed), "samples") as show_progress, feed.samples() as samples:
 
-        def add_sample(_number: int, arrays: tuple[Outputs, Outputs, Outputs]) -> None:
-            """Add what `run_models` returned for a sample, which has one image or more."""
-            inputs, _, _ = arrays
-            image_count = batch_length(inputs, loaded.declaration.batch_inputs)
-            for image, float_outputs, int8_outputs in split_batches(image_count, *arrays):
+        def add_sample(_number: int, run_arrays: tuple[Outputs, Outputs, Outputs]) -> None:
+            """Add the images of a sample, a batch of one or more.
+
+            `run_arrays`: (inputs, float outputs, int8 outputs), as `run_models` returns them.
+            """
+            image_count = batch_length(run_arrays[0], loaded.declaration.batch_inputs)
+            for image, float_outputs, int8_outputs in split_batches(image_count, *run_arrays):
                 if worst_images.count >= feed.count:
                     break  # the last batch is filled up with images that were added before
                 worst_images.add(image, float_outputs, int8_outputs)
