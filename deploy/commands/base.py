@@ -394,9 +394,9 @@ def quietable(*file_flags: str) -> Decorator:
             """Run the command: without text if it is quiet, else with progress."""
             if quiet and arguments.get("verbose"):
                 raise click.UsageError("--quiet and --verbose exclude each other")
-            # without text and without a file, the command would have no result
-            writes_no_file = bool(file_flags) and set(file_flags).isdisjoint(given_flags())
-            if quiet and writes_no_file:
+            # a command with `file_flags` writes no other file: if it is quiet and none of them is
+            # given, it would have no result
+            if quiet and file_flags and set(file_flags).isdisjoint(given_flags()):
                 refuse_flags(["--quiet"], without=" or ".join(file_flags))
             prints_json = arguments.get("json_path") == _SCREEN
             with without_text(quiet or prints_json), show_progress(not quiet):
@@ -407,8 +407,12 @@ def quietable(*file_flags: str) -> Decorator:
     return add_quiet
 
 
-def put_json(path: Path | None, make: Callable[[], object]) -> None:
+def put_json(path: Path | None, make_document: Callable[[], object]) -> None:
     """Write the JSON that `--json` asks for; do nothing without the option.
+
+    Args:
+        path: value of `--json`: a file, or `-` for the screen; None without the option.
+        make_document: returns plain JSON types; not called without the option.
 
     Raises:
         ExportError: the file cannot be written, or is an input.
@@ -418,7 +422,7 @@ def put_json(path: Path | None, make: Callable[[], object]) -> None:
 
     from deploy.files.atomic import write_text
 
-    text = json.dumps(make(), indent=1, allow_nan=False) + "\n"
+    text = json.dumps(make_document(), indent=1, allow_nan=False) + "\n"
     if path == _SCREEN:
         say_data(text)
     else:

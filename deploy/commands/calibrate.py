@@ -84,8 +84,9 @@ def calibrate(
         path = out or Path(f"{model.stem}.cache")
     else:
         number, count = _parse_shard(shard)
-        choice = to_choice(dataset.limit)  # which images all shards together observe
-        dataset = replace(dataset, limit=replace(choice, shard=(number, count)))
+        # --limit and --stride choose the images of all shards together; a `Choice` can have a shard
+        all_shards = to_choice(dataset.limit)
+        dataset = replace(dataset, limit=replace(all_shards, shard=(number, count)))
         path = out or Path(f"{model.stem}.{number}-of-{count}.shard")
         # refuses to replace a file that is no shard, unless the user forces it
         name_output(path, "shard", force=calibration.cache.force)

@@ -37,7 +37,9 @@ def method_options(command: CommandFunction) -> CommandFunction:
         """Check the method and its parameters, then run the command with them as one value."""
         values = {name: arguments.pop(name) for name in parameter_by_name}
         checked_method = Method.of(method, values)
-        command(method=checked_method if given_method_flags() else None, **arguments)
+        # a method by click's default value is none that the user chose
+        is_chosen = bool(given_method_flags())
+        command(method=checked_method if is_chosen else None, **arguments)
 
     help_texts = (f"{name} {search.help}" for name, search in SEARCHES.items())
     method_option = base.calibration_option(
@@ -53,7 +55,7 @@ def method_options(command: CommandFunction) -> CommandFunction:
 
 
 def given_method_flags() -> list[str]:
-    """Return the given flags of `method_options`."""
+    """Return the flags of `method_options` that the user gave to the command that runs."""
     return base.given_flags("method", *parameters())
 
 

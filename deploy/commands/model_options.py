@@ -168,9 +168,10 @@ class TorchArguments:
                 [spec.dtype for spec in specs],
                 floating=floating_dtype(module),
             )
-            # for each input, in the order in which the module now takes them, its place in `specs`
-            example_indices = accept_named_inputs(module, [spec.name for spec in specs])
-            tensors = tuple(examples[index] for index in example_indices)
+            # named inputs are typed in any order: `indices` are those of `examples` in the order in
+            # which the module takes them
+            indices = accept_named_inputs(module, [spec.name for spec in specs])
+            tensors = tuple(examples[index] for index in indices)
         if note := dict_input_note(module):
             say(note)
         moved_tensors: tuple[torch.Tensor, ...] = move_tensors(tensors, device_of(module))
