@@ -60,7 +60,8 @@ POOLING_OPS = frozenset({"MaxPool", "AveragePool"})  # by the ONNX parser
 _CAFFE_POOLING_OPS = POOLING_OPS | {"GlobalAveragePool", "GlobalMaxPool"}
 _COPY_OPS = frozenset({"Identity", "Dropout"})
 _FIRST_NAMED_AFTER_NODES = 100000  # from 10.0 on the parser names inner tensors after their node
-_END_OF_UNNAMED_GEMM = 8400  # before 8.4 a Gemm is three layers, named by their index
+# before 8.4 a Gemm is three layers, and the tensors between them are named by the layers' indices
+_FIRST_WITHOUT_GEMM_INDICES = 8400
 # ONNX operator -> TensorRT's name for the single layer that it becomes.
 _LAYER_KIND_BY_OP = {
     "Conv": "Convolution",
@@ -82,7 +83,9 @@ _LAYER_KIND_BY_OP = {
 }
 
 
-_Entry = tuple[str, str]  # name in the cache, ONNX tensor with the same values
+# (name in the cache, ONNX tensor with the same values); the product of a Gemm, before its bias is
+# added, is no tensor in ONNX: both are its name in the cache then
+_Entry = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +217,8 @@ def _inner_entries(
 
     Args:
         node: the Gemm or Softmax.
-        layer_index: index of its first layer in TensorRT's network; None if not known.
+        layer_index: index of its first layer in TensorRT's network; None if it is not known, or if
+            this version does not name tensors by it.
         version_number: TensorRT's version as in the first line of its cache, such as 100300.
         node_name: its name in the file, "" without one.
     """
@@ -223,11 +227,10 @@ def _inner_entries(
         inner_name = f"{node_name}_output"
         if node.op_type == "Softmax":  # its result before it is reshaped
             return [(inner_name, node.output[0])]
-        if optional_input(node, 2):  # a Gemm's product before the bias is added: no tensor in ONNX
+        if optional_input(node, 2):  # a Gemm's product before the bias is added
             return [(inner_name, inner_name)]
         return []
-    is_unnamed_gemm = node.op_type == "Gemm" and version_number < _END_OF_UNNAMED_GEMM
-    if not is_unnamed_gemm or layer_index is None:
+    if node.op_type != "Gemm" or layer_index is None:
         return []
     return [
         (unnamed_layer_output(layer_index, "Shuffle"), node.input[0]),
@@ -243,7 +246,7 @@ def _layer_indices(model: onnx.ModelProto, version_number: int) -> dict[str, int
     it are not known.
     """
     indices: dict[str, int] = {}
-    if version_number >= _END_OF_UNNAMED_GEMM:
+    if version_number >= _FIRST_WITHOUT_GEMM_INDICES:
         return indices
     layer_count = 0
     for node in model.graph.node:
@@ -273,28 +276,25 @@ def _caffe_entries(model: onnx.ModelProto) -> list[_Entry]:
     graph = Graph(model)
     float_tensors = trt_tensors(model)
     entries = _input_entries(graph, float_tensors)
-    # index of the node's layer in TensorRT's network; None once a node may be several layers, as
-    # the indices after it are unknown
-    layer_index: int | None = 0
+    layer_index = 0  # of the node's layer in TensorRT's network
+    is_index_known = True  # False once a node may be several layers
     for node in graph.nodes:
         output = node.output[0]
         reader_types = [reader.op_type for reader in graph.readers.get(output, [])]
         if node.op_type in {"Flatten", "Reshape"} and set(reader_types) == {"Gemm"}:
             continue
-        # TensorRT's name for this type of layer; None if the node may become several layers
-        kind = "Fully Connected" if node.op_type == "Gemm" else _LAYER_KIND_BY_OP.get(node.op_type)
-        if kind is None:
-            layer_index = None
+        # TensorRT's name for this type of layer; "" if the node may become several layers
+        kind = _LAYER_KIND_BY_OP.get(node.op_type, "")
+        if node.op_type == "Gemm":
+            kind = "Fully Connected"
+        is_index_known = is_index_known and bool(kind)
 
-        entry_name: str | None = output
-        if reader_types == ["Relu"]:  # the Relu takes the name of this output
-            entry_name = None
-            if layer_index is not None and kind is not None:
-                entry_name = unnamed_layer_output(layer_index, kind)
-        if entry_name is not None and output in float_tensors:
-            entries.append((entry_name, output))
-        if layer_index is not None:
-            layer_index += 1
+        if output in float_tensors:
+            if reader_types != ["Relu"]:
+                entries.append((output, output))
+            elif is_index_known:  # the Relu takes the name of this output
+                entries.append((unnamed_layer_output(layer_index, kind), output))
+        layer_index += 1
     return entries
 
 
@@ -430,7 +430,8 @@ def cache_bytes(subject: CalibrationSubject, ranges: RangeSet) -> bytes:
 def cache_notes(subject: CalibrationSubject, ranges: RangeSet) -> tuple[str, ...]:
     """Return notes on the cache for the user."""
     notes = []
-    if has_caffe_names(subject.original or subject.model, reading_version(subject)):
+    model_in_file = subject.original or subject.model  # without a file, the model that was given
+    if has_caffe_names(model_in_file, reading_version(subject)):
         notes.append("Tensors are named as TensorRT's Caffe parser names them.")
     # A method may read full batches only, and so leave out the last samples. This is the number of
     # samples in a batch; 0 for other methods.

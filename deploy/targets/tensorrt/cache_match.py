@@ -150,20 +150,20 @@ def match_cache(
     scales = {tensor: scale_by_tensor[owner_by_tensor[tensor]] for tensor in plan.activations}
     used_tensors = {owner_by_tensor[tensor] for tensor in scales}
 
-    # the entries that are used, and why the others are not
-    unread_reason = f"no pair of its own: no {placement.precision_name} node reads it directly"
+    # how each entry is used, or why it is not
     entries = []
     for name in scale_by_entry:
-        tensor = tensor_by_name.get(name)  # None if the entry is of no tensor of the model
-        is_used = tensor in used_tensors and name not in flaw_by_entry
-        if tensor is None:
+        tensor = tensor_by_name.get(name)
+        is_used = False
+        if tensor is None:  # the model has no tensor for this entry
             reason = _why_unmatched(name, model, original)
         elif name in flaw_by_entry:
             reason = f"its scale is {flaw_by_entry[name]}"
-        elif is_used:
-            reason = "by name" if name == tensor else "as TensorRT's parser names it"
+        elif tensor not in used_tensors:
+            reason = f"no pair of its own: no {placement.precision_name} node reads it directly"
         else:
-            reason = unread_reason
+            is_used = True
+            reason = "by name" if name == tensor else "as TensorRT's parser names it"
         entries.append(EntryUse(name, tensor, is_used=is_used, reason=reason))
     coverages = [
         _describe_coverage(tensor, owner, tensor in scales, flaw_by_tensor)

@@ -329,15 +329,15 @@ def lower_models(
     installed_version = sdk.cache_reading_version()  # None without TensorRT, or with 11 or newer
     oldest_version = version
     if installed_version is not None:
+        # `version_label`: "X.Y.Z" as a number
         oldest_version = min(version, installed_version, key=version_label)
     lowered: dict[str, onnx.ModelProto] = {}
     notes: list[str] = []
     for role, model in models.items():
-        reading_version = oldest_version
-        is_typed = role == TYPED_MODEL or options.precision == FP8
-        if is_typed:
-            reading_version = typed_version(options, oldest_version)
-        lowered[role], note = lower_for_tensorrt(model, reading_version)
+        oldest_reader = oldest_version
+        if role == TYPED_MODEL or options.precision == FP8:  # a typed model
+            oldest_reader = typed_version(options, oldest_version)
+        lowered[role], note = lower_for_tensorrt(model, oldest_reader)
         if note and note not in notes:
             notes.append(note)
     return lowered, tuple(notes)
@@ -380,15 +380,15 @@ def build_quantized_engine(
         is_typed=source_role == TYPED_MODEL or options.precision == FP8,
     )
 
-    # an engine of an earlier build is reused if all that it depends on is equal
+    # all that the engine depends on; an engine of an earlier build is reused if that is equal
     cache_bytes = trt_cache.dump(trt_cache.relabel(cache, version=installed.release))
-    key = builder.engine_key(
+    made_from = builder.engine_key(
         installed,
         settings,
         model_sha256=sha256(source.read_bytes()),
         cache_sha256=sha256(cache_bytes) if uses_cache else None,
     )
-    key["calibrator"] = options.calibrator  # TensorRT makes its own cache with it, see below
+    made_from["calibrator"] = options.calibrator
 
     notes = [f"the engine belongs to TensorRT {installed.version} on {installed.gpu}"]
     if options.calibrator is not None:  # TensorRT's calibration leaves out a partial batch
@@ -399,19 +399,22 @@ def build_quantized_engine(
         )
 
     path = request.file(".engine")
-    reused_bytes = manifest.read_if_made_from(request.earlier_file(path.name), key)
+    reused_bytes = manifest.read_if_made_from(request.earlier_file(path.name), made_from)
     if reused_bytes is not None:
         note = "the engine was built before from the same files, on the same GPU"
-        return manifest.write_made_from(path, reused_bytes, key), (note, *notes)
+        return manifest.write_made_from(path, reused_bytes, made_from), (note, *notes)
 
     cuda = open_gpu(options.device)
-    if options.calibrator is not None:  # TensorRT's cache in place of calib8's
-        cache_bytes = calibrate_on_gpu(options, request, source, settings, installed.version, cuda)
-    # a calibrator of TensorRT that has no data and returns the cache
-    callbacks = calibrator_from_cache(options, cache_bytes) if uses_cache else None
+    callbacks = None  # of a calibrator of TensorRT that has no data and returns a cache
+    if uses_cache:
+        if options.calibrator is not None:  # a cache of TensorRT itself in place of calib8's
+            cache_bytes = calibrate_on_gpu(
+                options, request, source, settings, installed.version, cuda
+            )
+        callbacks = calibrator_from_cache(options, cache_bytes)
     engine = builder.build_engine(source, settings, calibrator=callbacks, cuda=cuda)
     notes += (*engine.notes, *_log_notes(engine.log, request.model))
-    return manifest.write_made_from(path, engine.plan, key), tuple(notes)
+    return manifest.write_made_from(path, engine.plan, made_from), tuple(notes)
 
 
 def _quantized_settings(
@@ -435,13 +438,15 @@ def _quantized_settings(
         uses_cache: whether the engine is built from the float model and the cache.
         is_typed: whether each node has the type that the model gives it.
     """
-    settings = replace(builder_settings(options, request), typed=is_typed, dla=options.dla)
-    if uses_cache:  # a Q/DQ model has no pair at a float node, so that it needs no binding
-        settings = replace(settings, float_layers=float_layers(request))
     chooses_types = installed.calibrators and not is_typed  # TensorRT 11 never does
-    if chooses_types:
-        settings = replace(settings, float32_layers=float32_nodes)
-    return settings
+    return replace(
+        builder_settings(options, request),
+        typed=is_typed,
+        dla=options.dla,
+        # a Q/DQ model has no pair at a float node, so that it needs no binding
+        float_layers=float_layers(request) if uses_cache else {},
+        float32_layers=float32_nodes if chooses_types else {},
+    )
 
 
 def _check_versions(options: TensorrtOptions, installed: Sdk, request: BuildRequest) -> None:
@@ -457,15 +462,15 @@ def _check_versions(options: TensorrtOptions, installed: Sdk, request: BuildRequ
         raise SdkMissingError(
             f"a typed engine for DLA needs TensorRT 11.4.1 or newer, got {installed.version}"
         )
-    needs_cache = options.form == "cache" or options.calibrator
-    if needs_cache and not _uses_cache(options, installed, request):
+    is_cache_requested = options.form == "cache" or options.calibrator
+    if is_cache_requested and not _builds_from_cache(options, installed, request):
         raise ConfigError(
             f"an engine from a cache needs a TensorRT with calibrators, got {installed.version} and"
             f" form {options.form}; build from the Q/DQ model (form qdq)"
         )
 
 
-def _uses_cache(options: TensorrtOptions, installed: Sdk, request: BuildRequest) -> bool:
+def _builds_from_cache(options: TensorrtOptions, installed: Sdk, request: BuildRequest) -> bool:
     """Return whether the engine is built from the float model and the cache.
 
     By default it is, with TensorRT 8 and 9, and with a calibrator of TensorRT. TensorRT 10 reads
@@ -485,7 +490,7 @@ def _source_role(
     options: TensorrtOptions, installed: Sdk, files: Mapping[str, Path], request: BuildRequest
 ) -> str:
     """Return the role, in `files`, of the model that the quantized engine is built from."""
-    if _uses_cache(options, installed, request):
+    if _builds_from_cache(options, installed, request):
         return FLOAT_MODEL
     if TYPED_MODEL in files and reads_typed(options, installed.release):
         return TYPED_MODEL

@@ -170,17 +170,16 @@ def range_from_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
         `range_from_inputs`; None if no rule gives a range.
     """
     needed_range = _range_for_readers(tensor_ranges, name)
-    if name not in tensor_ranges.saturated:
+    saturation = tensor_ranges.saturated.get(name)  # the |x| beyond which all readers saturate
+    if saturation is None:
         return needed_range
-    saturation = tensor_ranges.saturated[name]  # the |x| beyond which all readers saturate
-    if needed_range is None:
-        return saturation, BOUND
-    amax, level = needed_range
-    if level == EQUAL:
-        return amax, level
-    if level == GUESS:  # the saturation is more certain
-        return saturation, BOUND
-    return min(saturation, amax), BOUND
+    if needed_range is not None:
+        amax, level = needed_range
+        if level == EQUAL:
+            return needed_range
+        if level == BOUND:  # of two bounds the smaller one; a guess is less certain than a bound
+            saturation = min(saturation, amax)
+    return saturation, BOUND
 
 
 def _range_for_readers(tensor_ranges: TensorRanges, name: str) -> Range | None:
@@ -373,7 +372,7 @@ def infer_missing_scales(
     )
     _apply_rules(tensor_ranges, (EQUAL, BOUND, GUESS) if guesses else (EQUAL, BOUND))
 
-    inferred: dict[str, np.float32] = {}
+    scale_by_tensor: dict[str, np.float32] = {}
     levels = {}
     missing = []
     for name in trt_tensors(shaped_model):
@@ -383,10 +382,11 @@ def infer_missing_scales(
             missing.append(name)
             continue
         amax, level = tensor_ranges.range_by_tensor[name]
-        inferred[name] = np.float32(amax / _QMAX)
+        scale_by_tensor[name] = np.float32(amax / _QMAX)
         if name not in scales:
             levels[name] = LEVEL_NAMES[level]
-    return InferredScales({**inferred, **scales}, levels, tuple(missing))
+    # the tensors stay in the model's order, and those of pairs get exactly the scale of their pair
+    return InferredScales({**scale_by_tensor, **scales}, levels, tuple(missing))
 
 
 def _apply_rules(tensor_ranges: TensorRanges, levels: Iterable[int]) -> None:
@@ -396,36 +396,34 @@ def _apply_rules(tensor_ranges: TensorRanges, levels: Iterable[int]) -> None:
     """
     node_outputs = [name for node in tensor_ranges.graph.nodes for name in node.output if name]
     tensors_from_the_end = [*tensor_ranges.graph.inputs, *node_outputs][::-1]
+    known_ranges = tensor_ranges.range_by_tensor
     for level in levels:  # a range derived from a bound is a bound: no level has to be revisited
-        has_changed = True
-        while has_changed:
-            has_changed = _apply_rule_once(tensor_ranges, node_outputs, range_from_inputs, level)
-            # at the level GUESS a round adds one range, by the one rule or the other: once it is
-            # known, a tensor may get a range that is more certain than if it were guessed now
-            if level < GUESS or not has_changed:
-                has_added = _apply_rule_once(
-                    tensor_ranges, tensors_from_the_end, range_from_readers, level
-                )
-                has_changed = has_changed or has_added
+        known_count = -1
+        while known_count < len(known_ranges):  # until a round adds no range
+            known_count = len(known_ranges)
+            _apply_rule(tensor_ranges, node_outputs, range_from_inputs, level)
+            # A round makes one guess only, since a range that follows from it is more certain than
+            # a second guess: the second rule is for a round in which the first one made none.
+            if level < GUESS or len(known_ranges) == known_count:
+                _apply_rule(tensor_ranges, tensors_from_the_end, range_from_readers, level)
 
 
-def _apply_rule_once(
+def _apply_rule(
     tensor_ranges: TensorRanges,
     names: Iterable[str],
     rule: Callable[[TensorRanges, str], Range | None],
     max_level: int,
-) -> bool:
-    """Add the ranges that a rule gives, if they are certain enough; return whether any was added.
+) -> None:
+    """Add the ranges that a rule gives to tensors, if they are certain enough.
 
-    Only one guess is added at a time: others may then follow from it with more certainty.
+    Only one guess is added: others may then follow from it with more certainty.
 
     Args:
         tensor_ranges: the ranges that are known so far; extended.
         names: tensors, in the order in which the rule is tried.
         rule: `range_from_inputs` or `range_from_readers`.
-        max_level: EQUAL, BOUND or GUESS: least certain ranges to add.
+        max_level: EQUAL, BOUND or GUESS: level of the least certain ranges to add.
     """
-    was_added = False
     for name in names:
         if name in tensor_ranges.range_by_tensor or not tensor_ranges.graph.is_float(name):
             continue
@@ -435,7 +433,5 @@ def _apply_rule_once(
         amax, level = new_range
         if level <= max_level and 0 < amax < math.inf:  # a scale must be positive and finite
             tensor_ranges.range_by_tensor[name] = new_range
-            was_added = True
-            if max_level == GUESS:  # one guess at a time
-                break
-    return was_added
+            if max_level == GUESS:
+                return

@@ -519,9 +519,9 @@ class TensorRT(TensorrtOptions, Target):
             request: the build request.
             match: the planned pairs with their scales.
             largest_values: tensor of the float model -> largest |x| observed.
-            qdq_model: the Q/DQ model. If it is the user's own, with pairs where TensorRT reads
-                them, it is converted itself; else the float model is quantized again, with scales
-                rounded to values of the narrow type.
+            qdq_model: the Q/DQ model. It is converted itself if it is the user's own, with pairs
+                that TensorRT reads; else the float model is quantized once more. In both cases the
+                scales are rounded to values of the narrow type.
         """
         from deploy.targets.tensorrt import trained_pairs
         from deploy.targets.tensorrt.cache_qdq import to_typed
