@@ -45,17 +45,12 @@ def large_blocks_returned() -> Iterator[None]:
     the process would take twice what is in use. Small blocks are returned at the end. Elsewhere
     blocks are better reused, since the system clears each page that it hands out.
     """
-    _set_mmap_threshold(_LARGE_BLOCK_BYTES)
+    _call_glibc("mallopt", _M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
     try:
         yield
     finally:
-        _set_mmap_threshold(_MAX_MMAP_THRESHOLD)
+        _call_glibc("mallopt", _M_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD)
         trim_memory()
-
-
-def _set_mmap_threshold(size: int) -> None:
-    """Let the C library map blocks of `size` bytes or more one by one (glibc only)."""
-    _call_glibc("mallopt", _M_MMAP_THRESHOLD, size)
 
 
 def _call_glibc(function: str, *arguments: int) -> None:

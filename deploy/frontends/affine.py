@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import onnx
@@ -182,8 +182,7 @@ def _read_axes(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) 
     return axes
 
 
-if TYPE_CHECKING:
-    Affine = tuple[NDArray[np.float64], NDArray[np.float64]]  # [C] scale, [C] shift
+Affine = tuple[NDArray[np.float64], NDArray[np.float64]]  # [C] scale, [C] shift
 
 _LAYERS = ("Conv", "ConvTranspose", "Gemm")
 _ARITHMETIC = ("Mul", "Div", "Add", "Sub")
@@ -412,10 +411,10 @@ def _broadcast_to_channels(
     """Return [C] of a constant that broadcasts along `axis` only."""
     channel_shape = [1] * rank
     channel_shape[axis] = channels
-    shape = [1] * (rank - values.ndim) + list(values.shape)
-    if values.ndim > rank or (values.size != 1 and shape != channel_shape):
-        raise CannotRewrite("its constant has not one value per channel")
-    return np.broadcast_to(values.reshape(-1), (channels,))
+    try:
+        return np.broadcast_to(values, channel_shape).reshape(-1)
+    except ValueError as error:
+        raise CannotRewrite("a constant has not one value per channel") from error
 
 
 def _read_norm(norm: onnx.NodeProto, weights: dict[str, onnx.TensorProto], channels: int) -> Affine:
@@ -433,13 +432,13 @@ def _read_norm(norm: onnx.NodeProto, weights: dict[str, onnx.TensorProto], chann
 
 def _count_channels(layer: onnx.NodeProto, weight: NDArray[Any]) -> int:
     """Return a layer's number of output channels."""
-    group = _weight_groups(layer)
+    group = weight_groups(layer)
     if weight.ndim < 2 or group < 1 or len(weight) % group:
         raise CannotRewrite("its weight has an impossible shape")
     return int(weight.shape[channel_axis(layer, weight.ndim)]) * group
 
 
-def _weight_groups(layer: onnx.NodeProto) -> int:
+def weight_groups(layer: onnx.NodeProto) -> int:
     """Return the groups in a ConvTranspose's weight, [I, O/group, ...]; 1 for any other layer."""
     return group_count(layer) if layer.op_type == "ConvTranspose" else 1
 
@@ -460,7 +459,7 @@ def _scale_weight(
     """Return a layer's weight with each output channel multiplied by its value of `scale`, [C]."""
     # Weight and scale get an axis of groups in front: each group of a ConvTranspose has channels of
     # its own. The other axes of the scale, except that of the output channels, are 1.
-    group = _weight_groups(layer)
+    group = weight_groups(layer)
     grouped_weight = weight.reshape(group, len(weight) // group, *weight.shape[1:])
     scale_shape = [group, *[1] * weight.ndim]
     scale_shape[1 + channel_axis(layer, weight.ndim)] = -1
@@ -488,10 +487,7 @@ def _scale_bias(
         return shift
     if layer.op_type == "Gemm":  # a Gemm multiplies its bias by beta, and broadcasts it
         bias = bias.astype(np.float64) * attributes(layer).get("beta", 1.0)
-        if bias.size == 1:
-            bias = np.broadcast_to(bias.reshape(-1), shift.shape)
-        elif bias.ndim == 2 and bias.shape[0] == 1:
-            bias = bias.reshape(-1)
+        bias = _broadcast_to_channels(bias, len(shift), axis=1, rank=2)
     if bias.shape != shift.shape:
         raise CannotRewrite("the bias has not one value per channel")
     return bias * scale + shift

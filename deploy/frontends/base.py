@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -48,7 +49,7 @@ from deploy.frontends.plugins import CutOffNodes
 from deploy.graph.index import PROTOBUF, runtime_inputs
 from deploy.runtimes.ort import OrtSession
 from deploy.tasks.declarations import Declaration
-from deploy.tensors import Array, Session, TensorSpec
+from deploy.tensors import TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -181,7 +182,7 @@ class LoadedModel:
         """Open samples in the form of this model's inputs.
 
         Some inputs of a recurrent model, its states, are outputs of its previous step. So the model
-        is run while samples are read.
+        is run while samples are read; its session is opened at the first step.
 
         Args:
             dataset: the user's images or arrays.
@@ -191,6 +192,12 @@ class LoadedModel:
         Raises:
             FeedError, ConfigError: as `Dataset.open`.
         """
+
+        @cache
+        def open_session() -> OrtSession:
+            with PROTOBUF:
+                return OrtSession.open(self.model, threads=1, spin=False)
+
         return dataset.open(
             self.inputs,
             metadata_preprocess=self.metadata_preprocess,
@@ -199,7 +206,7 @@ class LoadedModel:
                 inputs=self.inputs,
                 outputs=tuple(spec.name for spec in self.outputs),
                 states=find_states(self.inputs, self.outputs),
-                run=_StepRunner(self.model),
+                run=lambda sample: open_session().run(sample),
             ),
         )
 
@@ -216,20 +223,6 @@ class LoadedModel:
             ExportError: they mean something else in the opset of `model`.
         """
         return model if self.cut_off is None else self.cut_off.append_to(model)
-
-
-@dataclass(slots=True)
-class _StepRunner:
-    """Runs a model; its session is opened at the first step."""
-
-    model: onnx.ModelProto
-    session: Session | None = None
-
-    def __call__(self, sample: Mapping[str, Array]) -> Mapping[str, Array]:
-        if self.session is None:
-            with PROTOBUF:
-                self.session = OrtSession.open(self.model, threads=1, spin=False)
-        return self.session.run(sample)
 
 
 # (path, or "path.py:factory", or a model in memory; fold_batchnorm) -> LoadedModel

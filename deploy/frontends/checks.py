@@ -22,8 +22,15 @@ if TYPE_CHECKING:
 
 OLDEST_OPSET = 7
 _ASCEND_OPERATORS = ("AscendQuant", "AscendDequant", "AscendAntiQuant", "AscendWeightQuant")
-_QUANTIZED = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear")
-_QUANTIZED_STARTS = ("QLinear", "QGemm", "QAttention", "DynamicQuantize", "MatMulNBits")
+_QUANTIZED_STARTS = (
+    "QuantizeLinear",
+    "DequantizeLinear",
+    "DynamicQuantize",
+    "QLinear",
+    "QGemm",
+    "QAttention",
+    "MatMulNBits",
+)
 _QUANTIZED_DOMAINS = ("onnx.brevitas", "qonnx.custom_op.general", "finn.custom_op.general")
 _OPTIMIZED_DOMAINS = ("com.microsoft.nchwc", "com.ms.internal.nhwc")
 _OPTIMIZED = frozenset(("FusedConv", "FusedGemm", "FusedMatMul", "FusedMatMulActivation"))
@@ -98,7 +105,6 @@ def is_quantized_node(node: onnx.NodeProto) -> bool:
     op_type = node.op_type
     return (
         node.domain in _QUANTIZED_DOMAINS
-        or op_type in _QUANTIZED
         or op_type.startswith(_QUANTIZED_STARTS)
         or op_type.endswith(_QUANTIZED_ENDS)
     )
@@ -202,21 +208,6 @@ def _may_be_numbers(value: onnx.ValueInfoProto) -> bool:
     return kind in (None, "tensor_type") and not is_text
 
 
-def check_precision(model: onnx.ModelProto) -> None:
-    """Refuse bfloat16 inputs and weights, which ONNX Runtime does not run on the CPU."""
-    for value in model.graph.input:
-        _refuse_bfloat16(f"input '{value.name}'", value.type.tensor_type.elem_type)
-    weights = _weight_names(model)
-    for tensor in model.graph.initializer:
-        if tensor.name in weights:
-            _refuse_bfloat16(f"weight '{tensor.name}'", tensor.data_type)
-
-
-def _weight_names(model: onnx.ModelProto) -> set[str]:
-    """Return the names of all tensors that a layer reads, its weights and biases among them."""
-    return set(all_reads(node for node in model.graph.node if node.op_type in WEIGHTED))
-
-
 def _refuse_bfloat16(tensor: str, elem_type: int) -> None:
     if elem_type == TensorProto.BFLOAT16:
         raise ModelError(
@@ -235,15 +226,24 @@ def type_name(elem_type: int) -> str:
         return "unknown"
 
 
-def check_weights(model: onnx.ModelProto) -> None:
-    """Refuse NaN in any constant, and infinity in the weights of a Conv, Gemm or MatMul."""
-    weights = _weight_names(model)
+def check_values(model: onnx.ModelProto) -> None:
+    """Refuse bfloat16 inputs and weights, which ONNX Runtime does not run on the CPU, NaN and Inf.
+
+    NaN is refused in any constant, infinity in the weights of a Conv, Gemm or MatMul.
+    """
+    for value in model.graph.input:
+        _refuse_bfloat16(f"input '{value.name}'", value.type.tensor_type.elem_type)
+    layers = [node for node in model.graph.node if node.op_type in WEIGHTED]
+    layer_inputs = set(all_reads(layers))  # weights and biases are among them
+    for tensor in model.graph.initializer:
+        if tensor.name in layer_inputs:
+            _refuse_bfloat16(f"weight '{tensor.name}'", tensor.data_type)
     for tensor in model.graph.initializer:
         array = to_array(tensor)
         if array.dtype.kind != "f":
             continue
         _refuse_invalid(tensor.name, "NaN", np.isnan(array))
-        if tensor.name in weights:
+        if tensor.name in layer_inputs:
             _refuse_invalid(tensor.name, "infinity", np.isinf(array))
 
 

@@ -68,21 +68,19 @@ class _FoldingScope:
 
 
 def fold_constants(
-    model: onnx.ModelProto,
-    folded_by_output: dict[str, onnx.NodeProto] | None = None,
-    *,
-    is_chosen: Callable[[onnx.NodeProto], bool] = lambda node: True,
-) -> int:
-    """Turn constant nodes of the main graph into initializers, in place; return their number.
+    model: onnx.ModelProto, *, is_chosen: Callable[[onnx.NodeProto], bool] = lambda node: True
+) -> dict[str, onnx.NodeProto]:
+    """Turn constant nodes of the main graph into initializers, in place.
 
     Nodes stay if they are random, have subgraphs, are of a custom domain, produce a graph output,
     or produce more than 2**20 elements (and more than they read).
 
     Args:
         model: changed in place.
-        folded_by_output: filled here: tensor -> the folded node that made it. None if the caller
-            does not need it.
         is_chosen: node -> whether it may become an initializer.
+
+    Returns:
+        Tensor -> the folded node that made it, which is the same object for all of its outputs.
     """
     graph = model.graph
     scope = _FoldingScope(
@@ -90,14 +88,15 @@ def fold_constants(
         constants=by_name(graph.initializer),
         shapes=static_shapes(graph),
         outputs=names_of(graph.output),
-        folded_by_output={} if folded_by_output is None else folded_by_output,
+        folded_by_output={},
     )
     rule = RewriteRule(
         pattern=lambda node: is_chosen(node) and _can_be_constant(node),
         check=_check_constant,
         rewrite=_fold_node,
     )
-    return apply_rule(graph, rule, scope)
+    apply_rule(graph, rule, scope)
+    return scope.folded_by_output
 
 
 def _can_be_constant(node: onnx.NodeProto) -> bool:

@@ -236,7 +236,7 @@ def _refuse_fixed_sizes(file_model: onnx.ModelProto, resized_model: onnx.ModelPr
             continue
         source = node.input[0]
         output = node.output[0]
-        if source not in known_tensors or output not in known_tensors:
+        if not known_tensors >= {source, output}:
             continue
         input_shape = new_shapes[source]
         output_shape = new_shapes[output]

@@ -130,9 +130,7 @@ def raise_opset(model: onnx.ModelProto, opset: int) -> None:
 
 def _lift(parts: Sequence[onnx.ModelProto], opset: int) -> None:
     """Bring the parts of one model to `opset`; no new tensor has a name that one of them holds."""
-    graphs: list[onnx.GraphProto] = []
-    for part in parts:
-        graphs += all_graphs(part.graph)
+    graphs = list(chain.from_iterable(all_graphs(part.graph) for part in parts))
     names = tensor_names(*graphs)
     # tensors that a node reads or a graph returns: those that `count_reads` counts
     read_tensors = set(chain.from_iterable(map(count_reads, graphs)))
@@ -400,30 +398,22 @@ def _insert_casts(graph: onnx.GraphProto) -> None:
 
     The casts to outputs are marked in their doc_string, for readers of the written files.
     """
-    produced = all_outputs(graph.node)
     names = tensor_names(graph)
-    float32_names: dict[str, str] = {}  # input or output -> the tensor that the nodes use instead
+    inputs = [value.name for value in filter(_is_half, graph.input)]
+    produced = all_outputs(graph.node)  # an output of the graph may be an input, which has no cast
+    outputs = [value.name for value in filter(_is_half, graph.output) if value.name in produced]
+    # input or output -> the tensor that the nodes use instead
+    float32_names = {name: claim_name(f"{name}_float32", names) for name in (*inputs, *outputs)}
     input_casts = []
+    for name in inputs:
+        float32_name = float32_names[name]
+        input_casts.append(make_node("Cast", [name], float32_name, float32_name, to=FLOAT))
     output_casts = []
-    for value in filter(_is_half, graph.input):
-        float32_name = claim_name(f"{value.name}_float32", names)
-        float32_names[value.name] = float32_name
-        input_casts.append(make_node("Cast", [value.name], float32_name, float32_name, to=FLOAT))
-    for value in filter(_is_half, graph.output):
-        if value.name not in produced:  # an input of the graph that is an output, too
-            continue
-        float32_name = claim_name(f"{value.name}_float32", names)
-        float32_names[value.name] = float32_name
-        output_casts.append(
-            make_node(
-                "Cast",
-                [float32_name],
-                value.name,
-                value.name,
-                doc_string=_OUTPUT_CAST_MARK,
-                to=_HALF,
-            )
+    for name in outputs:
+        cast = make_node(
+            "Cast", [float32_names[name]], name, name, doc_string=_OUTPUT_CAST_MARK, to=_HALF
         )
+        output_casts.append(cast)
     nodes = list(graph.node)
     rename_tensors(nodes, float32_names)
     replace_nodes(graph, [*input_casts, *nodes, *output_casts])

@@ -108,8 +108,7 @@ def load_onnx(source: str | Path | onnx.ModelProto, fold_batchnorm: bool) -> Loa
         # the names of tensors that calib8 adds later must be free
         renamed_tensors = free_added_names(cleaned.model.graph)
         checks.check_valid(cleaned.model)
-        checks.check_precision(cleaned.model)
-        checks.check_weights(cleaned.model)
+        checks.check_values(cleaned.model)
         model, kernel_note = _decompose_without_kernel(cleaned.model)
     except ModelError as error:  # escape control characters, which names in a broken model may hold
         raise type(error)(visible(str(error))) from error.__cause__
@@ -266,20 +265,21 @@ def read_source(
         (path, model, digests of the bytes that were read); path and digests are None for a model
         in memory.
     """
+    path = file_digests = None
     if isinstance(source, str | Path):
-        model, file_digests = read_model_and_digests(Path(source))
-        empty_default_domain(model)
-        return Path(source), model, file_digests
-    if not isinstance(source, onnx.ModelProto):
+        path = Path(source)
+        model, file_digests = read_model_and_digests(path)
+    elif isinstance(source, onnx.ModelProto):
+        refuse_external(source)
+        model = copy_message(source)
+    else:
         raise ModelError(
             "a model must be a path or an onnx.ModelProto, got an object of class"
             f" {type(source).__name__}; calib8.torch.export(module, [example_input]) makes one of a"
             " PyTorch module, and calib8.build(module, loader) exports it by itself"
         )
-    model = copy_message(source)
-    refuse_external(model)
     empty_default_domain(model)
-    return None, model, None
+    return path, model, file_digests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -500,19 +500,20 @@ def _fold(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
     It takes several rounds, since each change makes others possible: without a Cast, the node
     behind it reads a constant, and `complete_axes` rewrites a Pad once its axes are constant.
     """
-    identity_count = folded_count = cast_count = 0
+    identity_count = cast_count = 0
     completed_counts: Counter[str] = Counter()  # operator -> nodes rewritten by `complete_axes`
-    folded_by_output: dict[str, onnx.NodeProto] = {}  # `fold_constants` adds each node it folds
+    folded_by_output: dict[str, onnx.NodeProto] = {}  # tensor -> the folded node that made it
     for _ in range(_ROUNDS):
         # without the counts of `complete_axes`: it adds constants, which count as folded
-        old_counts = (identity_count, folded_count, cast_count)
+        old_counts = (identity_count, len(folded_by_output), cast_count)
         completed_counts += complete_axes(model)
         model = infer_shapes(model)
         identity_count += remove_identity(model.graph)
-        folded_count += fold_constants(model, folded_by_output)
+        folded_by_output |= fold_constants(model)
         cast_count += drop_casts(model)
-        if (identity_count, folded_count, cast_count) == old_counts:
+        if (identity_count, len(folded_by_output), cast_count) == old_counts:
             break
+    folded_count = len(set(map(id, folded_by_output.values())))  # a node may have several outputs
     unfolded_count = unfold_large(model.graph, folded_by_output)
     dead_count = drop_dead(model.graph)
     completed_note = f"Wrote {checks.list_counts(completed_counts)} of some axes over all axes."
@@ -545,12 +546,11 @@ def _fold_norms(graph: onnx.GraphProto) -> list[str]:
 def _float_notes(model: onnx.ModelProto) -> list[str]:
     """Return notes on nodes that stay float because of their kind, whatever surrounds them."""
     nodes = model.graph.node
-    custom_nodes = [node for node in nodes if node.domain not in ONNX_DOMAINS]
     types_by_reason = {
         "with all nodes inside": [node.op_type for node in nodes if has_subgraph(node)],
         "recurrent": [node.op_type for node in nodes if node.op_type in _RECURRENT],
         "not of the standard operator set": [
-            f"{node.domain}.{node.op_type}" for node in custom_nodes
+            f"{node.domain}.{node.op_type}" for node in nodes if node.domain not in ONNX_DOMAINS
         ],
     }
     return [

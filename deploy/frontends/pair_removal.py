@@ -503,14 +503,14 @@ class _Stripper:
     def _refuse_readers_of_codes(self, quantizer: onnx.NodeProto) -> None:
         """Refuse a QuantizeLinear whose integers anything but a DequantizeLinear reads."""
         output = quantizer.output[0]
-        readers = [reader.op_type for reader in self.index.readers.get(output, [])]
+        readers = self.index.readers.get(output, [])
+        other_readers = [reader.op_type for reader in readers if reader.op_type != DQ]
         if output in self.index.outputs:
-            readers.append("the user, as an output")
-        readers = [reader for reader in readers if reader != DQ]
-        if readers:
+            other_readers.append("the user, as an output")
+        if other_readers:
             raise ModelError(
                 "a Q/DQ model computes in float between QuantizeLinear and DequantizeLinear, but"
-                f" {output!r} is read by {readers[0]}; export the model in the Q/DQ form"
+                f" {output!r} is read by {other_readers[0]}; export the model in the Q/DQ form"
             )
 
 

@@ -27,13 +27,13 @@ from onnx import helper
 
 from calibrators.scales import Scale
 from deploy.errors import ModelError
+from deploy.frontends.affine import weight_groups
 from deploy.frontends.checks import to_array
 from deploy.graph.index import (
     Graph,
     all_nodes,
     attributes,
     channel_axis,
-    group_count,
     optional_input,
 )
 from deploy.graph.placement import CUTS, MOVES, keeps_range
@@ -196,10 +196,8 @@ def weight_grid(node: onnx.NodeProto, index: Graph) -> tuple[PairGrid, NDArray[n
         raise UnfitError("its weight is turned in a way that does not fit it")
     if stored_axes.index(scale_axis % rank) != channel_axis(node, rank):
         raise UnfitError("its weight has no scale by output channel")
-    if node.op_type != "ConvTranspose":
-        return grid, grid.scale.copy()
-    # its weight is [C_in, C_out / groups, ...]; `group_count` reads an attribute that may be wrong
-    groups = group_count(node)
+    # a ConvTranspose has a weight [C_in, C_out / groups, ...]; its attribute may be wrong
+    groups = weight_groups(node)
     if not 1 <= groups <= stored_shape[stored_axes[0]]:
         raise UnfitError("its weight does not fit its number of groups")
     return grid, np.tile(grid.scale, groups)

@@ -306,11 +306,10 @@ def _reduce_to(
 def is_unknown_node(node: onnx.NodeProto) -> bool:
     """Return whether ONNX Runtime does not know a node, or a node in its subgraphs."""
     for inner in nested_nodes(node):
-        if inner.domain in ONNX_DOMAINS:
-            is_known = is_standard(inner)
-        else:
-            is_known = inner.domain == "ai.onnx.ml" or inner.domain.startswith("com.microsoft")
-        if not is_known:
+        has_runtime_domain = inner.domain == "ai.onnx.ml" or inner.domain.startswith(
+            "com.microsoft"
+        )
+        if not has_runtime_domain and not is_standard(inner):
             return True
     return False
 

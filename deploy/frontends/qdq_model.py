@@ -52,7 +52,6 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
         ModelError: it cannot be read, or its pairs cannot serve as a calibration.
     """
     path, original, file_digests = read_source(source)
-    name = path.stem if path else original.graph.name or "model"
     refuse_integer_operators(original)
     model = prepare_qdq_model(original)
     constant_grids = check_pairs(model)
@@ -65,6 +64,7 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
             f" {loaded.cut_off.first_unknown_text};"
             " build the float model, whose other operators the files for TensorRT and Ascend keep"
         )
+    name = path.stem if path else loaded.name  # in memory, that of the graph
     grids = _find_cleaned_grids(stripped, loaded.model)
     calibration = _read_calibration(model, str(path or name), loaded.model, grids, constant_grids)
     # file, digest, metadata and classes are those of the original, not of the copy without pairs

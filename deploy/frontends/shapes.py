@@ -93,13 +93,12 @@ def _sizes_agree(shape: onnx.TensorShapeProto, inferred: onnx.TypeProto.Tensor) 
     """Whether a shape of the file contradicts no inferred size; 0 is an unknown size."""
     if not inferred.HasField("shape"):
         return True
-    if len(shape.dim) != len(inferred.shape.dim):
+    sizes = [dim.dim_value for dim in shape.dim]
+    inferred_sizes = [dim.dim_value for dim in inferred.shape.dim]
+    if len(sizes) != len(inferred_sizes):
         return False
-    for file_dim, inferred_dim in zip(shape.dim, inferred.shape.dim, strict=True):
-        sizes = {file_dim.dim_value, inferred_dim.dim_value}
-        if len(sizes - {0}) > 1:
-            return False
-    return True
+    pairs = zip(sizes, inferred_sizes, strict=True)
+    return all(size == inferred_size or 0 in (size, inferred_size) for size, inferred_size in pairs)
 
 
 def _largest_joined(graph: onnx.GraphProto) -> int:
@@ -125,10 +124,7 @@ def without_values(model: onnx.ModelProto) -> onnx.ModelProto | None:
     large_tensors = list(filter(_is_large_weight, graph.initializer))
     if not large_tensors or any(map(has_subgraph, graph.node)):
         return None
-    light = copy_without_initializers(model, names_of(large_tensors))
-    for tensor in large_tensors:
-        light.graph.initializer.add(name=tensor.name, dims=tensor.dims, data_type=FLOAT)
-    return light
+    return copy_without_initializers(model, names_of(large_tensors), placeholders=True)
 
 
 def _is_large_weight(tensor: onnx.TensorProto) -> bool:

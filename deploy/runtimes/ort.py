@@ -349,10 +349,6 @@ class OrtSession(CpuSession):
         """Whether `run` computes in the thread that calls it: with one thread there is no pool."""
         return self.threads == 1
 
-    def end_trace(self) -> str:
-        """Stop profiling and return the path of the trace."""
-        return str(self._session.end_profiling())
-
     @staticmethod
     def _clean_message(error: Exception) -> str:
         """Return the message on one line, without its "[ONNXRuntimeError] : 7 : ..." prefix."""
@@ -459,7 +455,8 @@ def profile_kernels(
         session = OrtSession.open(model, threads=threads, trace=Path(folder) / "trace")
         for number in range(runs):
             session.run(feeds[number % len(feeds)])
-        events = json.loads(Path(session.end_trace()).read_text(encoding="utf-8"))
+        profile = Path(session._session.end_profiling())
+        events = json.loads(profile.read_text(encoding="utf-8"))
     # a profile has events of other kinds too, such as the loading of the model
     return [
         (event["name"].removesuffix(_KERNEL_SUFFIX), event["args"]["op_name"], float(event["dur"]))
@@ -523,10 +520,8 @@ def breaks_int8_kernels(model: Model) -> bool:
         return False
     from onnx import TensorProto
 
-    scale_names = set()
-    for node in model.graph.node:
-        if node.op_type == "DequantizeLinear":
-            scale_names.add(node.input[1])
+    dequantizers = [node for node in model.graph.node if node.op_type == "DequantizeLinear"]
+    scale_names = {dequantizer.input[1] for dequantizer in dequantizers}
     for tensor in model.graph.initializer:
         if tensor.data_type == TensorProto.FLOAT8E4M3FN:
             return True

@@ -23,9 +23,10 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from deploy.standins.memory import Memory, make_absent_class, make_module
+from deploy.tensors import Array
 
 
 class cudaError_t(enum.IntEnum):
@@ -260,9 +261,6 @@ class _CudartLibrary:
 def _pointee(result: Any) -> Any:
     """Return the ctypes object that `byref` or `pointer` points to."""
     return result._obj if hasattr(result, "_obj") else result.contents
-
-
-Array = NDArray[Any]
 
 
 def pycuda_modules(memory: Memory) -> dict[str, ModuleType]:

@@ -100,11 +100,6 @@ def _calibrator_class(name: str, algorithm: CalibrationAlgoType) -> type[IInt8Ca
     return type(name, (IInt8Calibrator,), {"get_algorithm": lambda self: algorithm})
 
 
-def volume(shape: Any) -> int:
-    """Return the number of values of a shape."""
-    return prod(shape)
-
-
 def nptype(kind: DataType) -> type:
     """Return the numpy type."""
     return np.dtype(kind.value).type
@@ -123,9 +118,10 @@ def tensorrt_modules() -> dict[str, ModuleType]:
         _calibrator_class("IInt8EntropyCalibrator", CalibrationAlgoType.ENTROPY_CALIBRATION),
         _calibrator_class("IInt8EntropyCalibrator2", CalibrationAlgoType.ENTROPY_CALIBRATION_2),
         _calibrator_class("IInt8MinMaxCalibrator", CalibrationAlgoType.MINMAX_CALIBRATION),
-        volume, nptype, init_libnvinfer_plugins,
+        nptype, init_libnvinfer_plugins,
     )  # fmt: skip
     names: dict[str, Any] = {definition.__name__: definition for definition in definitions}
+    names["volume"] = prod  # number of values of a shape
     for dtype in (DataType.FLOAT, DataType.HALF, DataType.INT8, DataType.INT32, DataType.BOOL):
         names[dtype.value] = dtype
     module = make_module("tensorrt", {**names, "__version__": VERSION})

@@ -300,14 +300,13 @@ class Memory:
             ValueError: they are not mapped, or exceed their allocation.
         """
         block, offset = self._find_block(address)
-        if block is None:
-            return read_process_memory(address, size)
-        if size > block.size - offset:
+        if block is not None and size > block.size - offset:
             raise ValueError(
                 f"a copy must not read beyond its allocation, got {size} bytes of"
                 f" {block.size - offset}"
             )
-        if block.data is None:  # lent by another owner, such as a tensor of torch
+        # no allocation, or lent by another owner, such as a tensor of torch
+        if block is None or block.data is None:
             return read_process_memory(address, size)
         return block.data[offset : offset + size].copy()
 

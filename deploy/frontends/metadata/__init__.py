@@ -44,11 +44,14 @@ READERS: tuple[tuple[str, str, Callable[[ModelMetadata], StoredPreprocess | None
 def read_metadata_preprocess(
     model: onnx.ModelProto, path: Path | None
 ) -> MetadataPreprocess | None:
-    """Return the preprocessing stored in the model or in files in the folder of `path`; or None."""
+    """Return the preprocessing stored in the model or in files in the folder of `path`; or None.
+
+    `path`: of the model; None for a model in memory.
+    """
     metadata = ModelMetadata(
         # one character more than allowed, so that a reader finds that the value is too long
         properties={entry.key: entry.value[: LONGEST + 1] for entry in model.metadata_props},
-        folder=_find_folder(path),
+        folder=path and path.parent,
         shape=_first_shape(model.graph.input),
         is_classifier=_is_classifier(model),
     )
@@ -91,8 +94,10 @@ def read_declaration(model: onnx.ModelProto, path: Path | None) -> Declaration:
 
     States of a recurrent model are declared by the names of its inputs and outputs. A file that
     cannot be read declares nothing: the outputs are then recognised by their form.
+
+    `path`: of the model; None for a model in memory.
     """
-    metadata = ModelMetadata(properties={}, folder=_find_folder(path))
+    metadata = ModelMetadata(properties={}, folder=path and path.parent)
     config = {}
     with suppress(ConfigError):
         text = metadata.read_exported(huggingface.TIMM_FILE)
@@ -102,11 +107,6 @@ def read_declaration(model: onnx.ModelProto, path: Path | None) -> Declaration:
     inputs = [*map(make_spec, model.graph.input)]
     outputs = [*map(make_spec, model.graph.output)]
     return replace(declaration, states=find_states(inputs, outputs))
-
-
-def _find_folder(path: Path | None) -> Path | None:
-    """Return the folder of a model's file; None for a model in memory."""
-    return None if path is None else path.parent
 
 
 def _is_classifier(model: onnx.ModelProto) -> bool:
