@@ -284,8 +284,8 @@ class Histogram(HistogramState):
         # an extreme that may have been removed is replaced by the edge of the last occupied bin:
         # bin b is from b to b + 1 widths above 0, from b - 1 to b below 0, from -1 to 1 around 0
         width = remaining.full_range / BINS
-        low_bin = int(occupied_bins[0])
-        high_bin = int(occupied_bins[-1])
+        low_bin = occupied_bins[0]
+        high_bin = occupied_bins[-1]
         if subset.minimum <= self.minimum:
             lower_edge = low_bin if low_bin > 0 else low_bin - 1
             remaining.minimum = max(self.minimum, lower_edge * width)

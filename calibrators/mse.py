@@ -228,7 +228,8 @@ class _Bins:
             highs: [K] upper ends.
         """
         all_indices = np.arange(lows.size)
-        if not _fits_float32(self.grid):
+        fits_float32 = self.grid.kind == "integer" and self.grid.bits <= _MAX_FLOAT32_BITS
+        if not fits_float32:
             return all_indices
         tolerance = 1 + _FLOAT32_TOLERANCE * self.power
         # the last ranges may be left out, if they clip too much to be within the tolerance
@@ -253,7 +254,7 @@ class _Bins:
         """
         # all lengths in units of the longest end, so that their powers fit float32; the lowest and
         # highest values are numbers of steps, which have no unit
-        unit = max(float(highs.max()), -float(lows.min())) or 1.0
+        unit = max(highs.max(), -lows.min()) or 1.0
         centres = (self.centres / unit).astype(np.float32)
         counts = (self.counts / self.counts.sum()).astype(np.float32)
 
@@ -266,7 +267,7 @@ class _Bins:
         lower_bounds = (lows - step_widths / 2) / unit
         upper_bounds = (highs + step_widths / 2) / unit
 
-        block_errors: list[Float64Array] = []
+        block_errors = []
         min_error = np.inf
         for block in _blocks(lows.size, centres.size):
             # the block's first range contains the others, so that it clips the least
@@ -285,13 +286,8 @@ class _Bins:
                 self.power,
             )
             block_errors.append(errors)
-            min_error = min(min_error, float(errors.min()))
+            min_error = min(min_error, errors.min())
         return np.concatenate(block_errors)
-
-
-def _fits_float32(grid: Grid) -> bool:
-    """Whether errors on a grid can be computed in float32: on an integer grid of few bits."""
-    return grid.kind == "integer" and grid.bits <= _MAX_FLOAT32_BITS
 
 
 def _clipping_error(

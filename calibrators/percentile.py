@@ -82,7 +82,7 @@ def quantile(counts: Int64Array, share: float) -> float:
     """Return the position of a quantile in [B] counts, 0..B in bins, linear within a bin."""
     cumulative = np.concatenate([[0], np.cumsum(counts)])
     rank = share * cumulative[-1]
-    above = int(np.searchsorted(cumulative, rank, side="left"))
+    above = int(np.searchsorted(cumulative, rank))
     if above == 0:
         return 0.0
     bin_count = cumulative[above] - cumulative[above - 1]

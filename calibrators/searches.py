@@ -247,7 +247,7 @@ SEARCHES: dict[str, RangeSearch] = {
 
 def parameters() -> dict[str, Field[Any]]:
     """Return parameter name -> field, over all searches."""
-    field_by_name: dict[str, Field[Any]] = {}
+    field_by_name = {}
     for search in reversed(SEARCHES.values()):
         for parameter in fields(search.params):
             field_by_name[parameter.name] = parameter

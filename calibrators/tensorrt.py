@@ -22,7 +22,7 @@ device. Source of E4M3 (float8 of TensorRT and ONNX): Micikevicius et al., FP8 f
 learning, arXiv 2209.05433, section 3; it has no infinity, and one NaN per sign.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -138,7 +138,7 @@ class HostMemory:
     def put(self, name: str, array: Array) -> int:
         """Copy `array`; return the address of the copy."""
         self._buffers[name] = np.array(array, order="C", copy=True)
-        return int(self._buffers[name].ctypes.data)
+        return self._buffers[name].ctypes.data
 
 
 class Callbacks:
@@ -174,7 +174,7 @@ class Callbacks:
             store: called with a new cache as soon as TensorRT writes it, long before the engine is
                 done; None to keep it only in `written`.
         """
-        self._feed: Iterator[Mapping[str, Array]] = iter(feed)
+        self._feed = iter(feed)
         self._memory = memory
         self._cache = cache
         self._store = store

@@ -116,7 +116,7 @@ def test_iteration_positions_are_all_or_drawn():
             (1, 2),
             (position_count, 1, 3),
         )  # weight, scale, bias, inputs
-        got = amct.Tiles.cut(*(np.ones(shape, np.float32) for shape in shapes)).draw_positions(rng)
+        got = amct.Tiles(*(np.ones(shape, np.float32) for shape in shapes)).draw_positions(rng)
         assert got.size == np.unique(got).size <= position_count
         assert 0 <= got.min() <= got.max() < position_count
         assert (
@@ -134,8 +134,8 @@ def test_slope_is_the_derivative_of_loss(kind):
     values["scale"] = rng.uniform(0.01, 0.03, (groups, rows, 1))
     activation = amct.AdaActivation(kind, np.float32(rng.uniform(size=(groups, rows))))
     problem = amct.AdaProblem(**as_float32(values), activation=activation, error_factor=0.5)
-    tiles = amct.Tiles.cut(problem.weight, problem.scale, problem.bias, problem.inputs)
-    expected = tiles.activate_targets(problem.targets, problem.activation)
+    tiles = amct.Tiles(problem.weight, problem.scale, problem.bias, problem.inputs)
+    expected = problem.activated_targets()
     low, alpha = amct.initial_alpha(tiles.weight, tiles.scale)
     positions = tiles.draw_positions(np.random.default_rng(0))
     up, rise = amct.heights_of(alpha)

@@ -110,7 +110,6 @@ def sigmoid(x: Float32Array) -> Float32Array:
         return np.reciprocal(_ONE + np.exp(-x))
 
 
-@dataclass(frozen=True, slots=True)
 class Tiles:
     """At most 64 output channels of a layer, in AMCT's tiles, over which it sums in float32.
 
@@ -127,17 +126,9 @@ class Tiles:
         position_layout: (B, S): tiles and positions per tile of an iteration.
     """
 
-    weight: Float32Array
-    scale: Float32Array
-    bias: Float32Array
-    inputs: Float32Array
-    row_width: int
-    position_layout: tuple[int, int]
-
-    @classmethod
-    def cut(
-        cls, weight: Float32Array, scale: Float32Array, bias: Float32Array, inputs: Float32Array
-    ) -> Tiles:
+    def __init__(
+        self, weight: Float32Array, scale: Float32Array, bias: Float32Array, inputs: Float32Array
+    ) -> None:
         """Cut a layer with G groups of M output channels into tiles, over which AMCT sums in turn.
 
         The K weights of a channel become A tiles of T weights, the last one padded with 0.
@@ -148,27 +139,19 @@ class Tiles:
             bias: float32 [G, M].
             inputs: inputs of the layer at P positions, float32 [P, G, K].
         """
-        groups, rows, row_width = weight.shape
-        tile_count, tile_size = tile_layout(row_width)
-        padding = tile_count * tile_size - row_width
+        groups, rows, self.row_width = weight.shape
+        tile_count, tile_size = tile_layout(self.row_width)
+        padding = tile_count * tile_size - self.row_width
         # each iteration draws some positions, and `inputs_at` cuts them into tiles too; these are
         # not padded: the few positions that do not fill a tile are not drawn
         position_count = min(len(inputs), _MAX_POSITIONS)
-        position_layout = tile_layout(position_count, drop_remainder=True)
+        self.position_layout = tile_layout(position_count, drop_remainder=True)
         padded = np.pad(weight, ((0, 0), (0, 0), (0, padding)))
         tiled = padded.reshape(groups, rows, tile_count, tile_size).transpose(0, 2, 1, 3)
-        return cls(
-            weight=np.ascontiguousarray(tiled, np.float32),
-            scale=np.ascontiguousarray(scale[:, None], np.float32),
-            bias=np.ascontiguousarray(bias[:, None, :, None], np.float32),
-            inputs=np.pad(inputs, ((0, 0), (0, 0), (0, padding))),
-            row_width=row_width,
-            position_layout=position_layout,
-        )
-
-    def activate_targets(self, targets: Float32Array, activation: AdaActivation) -> Float32Array:
-        """Return the activation of targets [P, G, M], as [G, M, P]."""
-        return np.ascontiguousarray(activation.value(targets.transpose(1, 2, 0)[:, None])[:, 0])
+        self.weight = np.ascontiguousarray(tiled, np.float32)
+        self.scale = np.ascontiguousarray(scale[:, None], np.float32)
+        self.bias = np.ascontiguousarray(bias[:, None, :, None], np.float32)
+        self.inputs = np.pad(inputs, ((0, 0), (0, 0), (0, padding)))
 
     def draw_positions(self, source: np.random.Generator) -> Int64Array:
         """Draw the positions of one iteration without repetition; all if they are few."""
@@ -258,6 +241,11 @@ class AdaProblem:
     activation: AdaActivation = field(default_factory=AdaActivation)
     error_factor: float = 1.0
 
+    def activated_targets(self) -> Float32Array:
+        """Return the targets after the activation, [G, M, P]."""
+        values = self.targets.transpose(1, 2, 0)[:, None]  # [G, 1, M, P]
+        return np.ascontiguousarray(self.activation.value(values)[:, 0])
+
     def blocks(self) -> list[AdaProblem]:
         """Split into independent problems of at most 64 output channels."""
         groups, rows, _ = self.weight.shape
@@ -308,8 +296,8 @@ def round_block(
     Raises:
         CalibrationError: squares of the outputs are not finite.
     """
-    tiles = Tiles.cut(problem.weight, problem.scale, problem.bias, problem.inputs)
-    targets = tiles.activate_targets(problem.targets, problem.activation)
+    tiles = Tiles(problem.weight, problem.scale, problem.bias, problem.inputs)
+    targets = problem.activated_targets()
     floor_codes, alpha = initial_alpha(tiles.weight, tiles.scale)
     adam = Adam(alpha)
     generator = np.random.default_rng(0)

@@ -148,7 +148,7 @@ def ascend_half(scale: np.float32) -> np.float32:
     if 2.0**-14 <= value <= 65504.0:
         return np.float32(np.float16(value))
     root = np.float32(np.float16(np.sqrt(value)))
-    return np.float32(root * root)
+    return root * root
 
 
 def ascend_s19(scales: Float32Array) -> Float32Array:
@@ -260,24 +260,22 @@ def balance_factors(
     maximum of its tensor after balancing.
 
     Args:
-        act_max: largest |activation|, [C] from `channel_max`.
-        weight_max: largest |weight|, [C] from `weight_channel_max`.
+        act_max: largest |activation| of each channel, from `channel_max`.
+        weight_max: largest |weight| of each channel, from `weight_channel_max`.
         strength: share of the range that moves to the weights, 0.2 to 0.8: the factor is
             act_max^strength / weight_max^(1 - strength).
 
     Raises:
         CalibrationError: a factor outside (FLT_EPSILON, 1 / FLT_EPSILON).
     """
-    activation = np.asarray(act_max, np.float32)
-    weight = np.asarray(weight_max, np.float32)
-    has_no_activation = activation < FLT_EPSILON
-    has_no_weight = weight < FLT_EPSILON
+    has_no_activation = act_max < FLT_EPSILON
+    has_no_weight = weight_max < FLT_EPSILON
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # replaced or refused below
-        factor = activation ** np.float32(strength) / weight ** np.float32(1 - strength)
+        factor = act_max ** np.float32(strength) / weight_max ** np.float32(1 - strength)
         factor = np.where(has_no_activation | has_no_weight, np.float32(1), factor)
         # factors that raise a channel to the maximum of the balanced weights, or activations
-        raising_weight = (weight * factor).max() / weight
-        raising_activation = activation / (activation / factor).max()
+        raising_weight = (weight_max * factor).max() / weight_max
+        raising_activation = act_max / (act_max / factor).max()
     factor = np.where(has_no_activation & ~has_no_weight, raising_weight, factor)
     factor = np.where(has_no_weight & ~has_no_activation, raising_activation, factor)
     if not ((factor > FLT_EPSILON) & (factor < np.float32(1) / FLT_EPSILON)).all():

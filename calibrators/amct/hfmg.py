@@ -84,8 +84,8 @@ class HfmgHistogram:
 
         If that is wider, the counts of earlier batches are redistributed first.
         """
-        lo = np.float32(data.min())
-        hi = np.float32(data.max())
+        lo = data.min()
+        hi = data.max()
         earlier_counts = self.counts
         if earlier_counts is None:
             self.counts = histc(data, self.nbins, lo, hi)
@@ -113,9 +113,9 @@ def histc(data: Float32Array, nbins: int, lo: np.float32, hi: np.float32) -> Int
     """Count as torch.histc in float32: bin trunc((x - lo) / (hi - lo) * nbins), hi in the last."""
     with np.errstate(over="ignore", invalid="ignore"):
         if lo == hi:
-            lo = np.float32(lo - np.float32(1))
-            hi = np.float32(hi + np.float32(1))
-        position = (data - lo) / np.float32(hi - lo) * np.float32(nbins)
+            lo = lo - np.float32(1)
+            hi = hi + np.float32(1)
+        position = (data - lo) / (hi - lo) * np.float32(nbins)
     if not np.isfinite(position).all():
         raise CalibrationError(
             f"the range of an activation must fit float32, got [{lo}, {hi}];"
@@ -218,7 +218,7 @@ def hfmg(histogram: HfmgHistogram, *, bits: int = 8, with_offset: bool = True) -
     counts = histogram.counts
     lo = histogram.lo
     hi = histogram.hi
-    width = np.float32(np.float32(hi - lo) / np.float32(counts.size))
+    width = (hi - lo) / np.float32(counts.size)
     runs = candidate_runs(counts)
     losses = _run_losses(counts, runs, width, bits)
 
@@ -253,7 +253,7 @@ def _run_losses(counts: Int32Array, runs: Int64Array, width: np.float32, bits: i
         return np.array([_amct_loss(counts, left, right, width, bits) for left, right in runs])
 
     losses_in_squared_bins = _float64_losses(counts, runs, bits)
-    losses: Float64Array = losses_in_squared_bins * float(width) ** 2
+    losses = losses_in_squared_bins * float(width) ** 2
     steps = width * (runs[:, 1] - runs[:, 0] + 1).astype(np.float32) / np.float32(2**bits)
     losses[steps < FLT_EPSILON] = 0.0  # AMCT's loss of a run whose scale is practically 0
     for index in np.flatnonzero(losses <= losses.min() * (1 + _MARGIN)):
@@ -327,7 +327,7 @@ def _amct_loss(
         width: width of a bin, in real units.
         bits: width of the grid.
     """
-    step = np.float32(width * np.float32(right - left + 1) / np.float32(2**bits))
+    step = width * np.float32(right - left + 1) / np.float32(2**bits)
     if step < FLT_EPSILON:
         return np.float32(0)
     with np.errstate(over="ignore", invalid="ignore"):

@@ -302,7 +302,7 @@ def best_scale(
     `lo`: the lower end, the same for all candidates with offset.
     """
     best = int(np.argmin(losses))
-    scale = np.float32(candidates.scale[best])
+    scale = candidates.scale[best]
     qmin, _ = ascend_range(params.bits)
     offset = 0
     if params.with_offset:

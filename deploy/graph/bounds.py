@@ -336,7 +336,7 @@ def _find_logits(graph: Graph) -> list[str]:
         if node.op_type in WEIGHTED or not upstream_of_layers.isdisjoint(node.output):
             upstream_of_layers.update(node.input)
 
-    logits: list[str] = []
+    logits = []
     for node in graph.nodes:
         if node.op_type != "Sigmoid" or node.output[0] in upstream_of_layers:
             continue

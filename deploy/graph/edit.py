@@ -142,7 +142,7 @@ def replace_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> No
     new_nodes = list(nodes)
     graph_nodes = list(graph.node)
     graph_node_ids = {id(node) for node in graph_nodes}
-    position_by_id: dict[int, int] = {}  # id of a node -> its position in the new order
+    position_by_id = {}  # id of a node -> its position in the new order
     for position, node in enumerate(new_nodes):
         if id(node) not in graph_node_ids:
             graph.node.append(node)  # copies it
@@ -479,7 +479,7 @@ def free_added_names(graph: onnx.GraphProto) -> list[str]:
     for name in names - interface_names:
         base_names |= {name.removesuffix("/dequantized"), name.removesuffix("/float")}
 
-    new_names: dict[str, str] = {}  # name -> its new name
+    new_names = {}  # name -> its new name
     for name in sorted(names):
         base_name = _find_base_name(name, base_names)
         if base_name is None:

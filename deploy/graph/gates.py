@@ -167,7 +167,7 @@ def _match_add_clip(graph: Graph, add: onnx.NodeProto) -> Gate | None:
     The tensor that it multiplies, its factor, is found later. None if the Add adds 0 or has another
     reader too, or if the Clip's lower bound is not 0 or its upper bound not a positive constant.
     """
-    source = next((name for name in add.input if name not in graph.initializers), "")
+    source = next(iter(graph.data_inputs(add)), "")  # "" if both inputs are constant
     shift = graph.scalar_operand(source, add)
     clip = graph.only_reader(add.output[0], "Clip")
     if shift is None or shift == 0 or clip is None:

@@ -405,7 +405,7 @@ def _find_bias_adds(
     """
     if not placement.runs_on_onnxruntime:
         return {}
-    add_by_matmul: dict[str, onnx.NodeProto] = {}
+    add_by_matmul = {}
     for node in int8_nodes:
         if node.op_type != "MatMul":
             continue

@@ -58,11 +58,13 @@ class _RegionConv:
 
     Attributes:
         node: the Conv.
+        weight: its weight, float or integers.
         is_depthwise: whether it has the region's channels as groups.
         widened_weight_axes: axes of its weight that get longer: 0 for its output, 1 for its input.
     """
 
     node: onnx.NodeProto
+    weight: onnx.TensorProto
     is_depthwise: bool = False
     widened_weight_axes: set[int] = field(default_factory=set)
 
@@ -179,7 +181,7 @@ def _add_conv(
     if weight is None or None in constants:  # None stands for one that is computed or shared
         return None
     # a Conv that is refused below stays in the region, which the caller then drops
-    conv = region.convs.setdefault(node.name, _RegionConv(node))
+    conv = region.convs.setdefault(node.name, _RegionConv(node, weight))
     out_channels, in_channels = weight.dims[:2]
     if group_count(node) == out_channels == region.channels and in_channels == 1:
         conv.is_depthwise = True
@@ -247,11 +249,9 @@ def _is_worthwhile(graph: Graph, context: RewriteContext, region: _Region) -> bo
     output_by_name = {node.name: node.output[0] for node in float_graph.nodes}
     gain = cost = 0.0
     for name, conv in region.convs.items():
-        weight = _find_constant(graph, conv.node, WEIGHT)
-        assert weight is not None  # `_add_conv` has checked it
         is_int8 = find_unshared_integers(graph, conv.node) is not None
         output_shape = float_graph.shapes.get(output_by_name.get(name, ""))
-        products = math.prod(weight.dims) * _pixel_count(output_shape)
+        products = math.prod(conv.weight.dims) * _pixel_count(output_shape)
         added_products = products / region.channels * region.added_channels
         if conv.is_depthwise:
             cost += added_products  # times 1, the unit, which a float32 product takes roughly too

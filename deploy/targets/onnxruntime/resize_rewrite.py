@@ -38,7 +38,7 @@ def write_upsampling(model: onnx.ModelProto, context: RewriteContext) -> None:
     pairs differ, since the integers would change.
     """
     graph = Graph(model)
-    replacements: dict[str, Nodes] = {}  # name of a node -> the nodes in its place
+    replacements = {}  # name of a node -> the nodes in its place
     for node in graph.nodes:
         if node.op_type != "Resize":
             continue
@@ -70,7 +70,7 @@ def _repeat_factors(graph: Graph, node: onnx.NodeProto) -> tuple[int, int] | Non
     if scales is None or scales.dims != [4]:  # the output's size is given or computed instead
         return None
     # factors of batch, channels, rows and columns
-    factors: list[float] = numpy_helper.to_array(scales).tolist()
+    factors = numpy_helper.to_array(scales).tolist()
     are_integers = all(factor == int(factor) >= 1 for factor in factors)
     if not are_integers or factors[:2] != [1, 1] or not _repeats_pixels(attrs, factors):
         return None

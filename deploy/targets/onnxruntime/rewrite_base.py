@@ -230,7 +230,7 @@ def append_zero_channels(
 
     def pad(name: str, padded_axes: Collection[int], mode: Literal["constant", "edge"]) -> str:
         """Add a copy of a constant with `count` more zeros or last values; return its name."""
-        values: NDArray[Any] = numpy_helper.to_array(graph.initializers[name])
+        values = numpy_helper.to_array(graph.initializers[name])
         widths = np.zeros((values.ndim, 2), np.int64)  # added [before, after] on each axis
         widths[list(padded_axes), 1] = count
         tensor = numpy_helper.from_array(np.pad(values, widths, mode), padded_name(name, node.name))

@@ -163,7 +163,7 @@ def _softmax_axis(node: onnx.NodeProto, scope: RewriteScope) -> tuple[int, int]:
     rank = 0
     if float_softmax is not None:
         rank = scope.context.float_graph.rank(float_softmax.output[0])
-    axis = int(attributes(node).get("axis", -1))
+    axis = attributes(node).get("axis", -1)
     if axis < 0:
         axis += rank
     return axis, rank

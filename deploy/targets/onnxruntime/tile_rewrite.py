@@ -46,7 +46,7 @@ def write_tiles(model: onnx.ModelProto, context: RewriteContext) -> None:
     float.
     """
     graph = Graph(model)
-    replacements: dict[str, Nodes] = {}  # name of a node -> the nodes in its place
+    replacements = {}  # name of a node -> the nodes in its place
     for node in graph.nodes:
         quantize = _find_output_quantize(graph, node)  # None for other nodes, or if it stays float
         weight = find_stored_integers(graph, node, WEIGHT)

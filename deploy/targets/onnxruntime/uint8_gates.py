@@ -62,12 +62,13 @@ def fit_output_offset(scale: np.float32, zero: int, offset: float) -> ShiftedPar
         The parameters of y + offset, and the steps from its zero point to that of y.
     """
     unshifted = ShiftedParams(scale, zero)
-    step_count = int(abs(offset) / float(scale))
+    step = float(scale)
+    step_count = int(abs(offset) / step)
     if step_count < _MIN_SHIFT_STEPS:
         return unshifted
     # with this scale, the offset is an integer number of steps
     widened_scale = np.float32(abs(offset) / step_count)
-    new_zero = int(np.rint(zero * float(scale) / float(widened_scale)))  # of y + offset
+    new_zero = int(np.rint(zero * step / float(widened_scale)))  # of y + offset
     steps = step_count if offset > 0 else -step_count
     zero_without_offset = new_zero + steps  # of y
     if not 0 <= zero_without_offset <= 255:
@@ -97,15 +98,16 @@ def fit_input_shift(scale: np.float32, zero: int, shift: float) -> ShiftedParams
         The parameters of x, and the steps from the zero point of x + shift to that of x.
     """
     unshifted = ShiftedParams(scale, zero)
+    step = float(scale)
     # lengths of the range of x on both sides of 0
-    below_zero = zero * float(scale)
-    above_zero = (255 - zero) * float(scale)
+    below_zero = zero * step
+    above_zero = (255 - zero) * step
     # scale of a range that reaches down to -shift
     min_scale = (above_zero + max(below_zero, shift)) / 255
     steps = int(shift / min_scale)
     if zero == 0 or steps < _MIN_SHIFT_STEPS:
         return unshifted
-    if shift / steps > float(scale) * _MAX_WIDENING:  # coarser steps would lose too much
+    if shift / steps > step * _MAX_WIDENING:  # coarser steps would lose too much
         return unshifted
     # with this scale, the shift is an integer number of steps
     widened_scale = np.float32(shift / steps)
