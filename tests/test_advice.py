@@ -254,6 +254,17 @@ def test_wrong_inputs_are_to_be_prepared_as_in_training(preprocess, options):
     assert step.endswith(f"{BUILD} {options}")
 
 
+def test_assumed_preprocessing_is_named_before_the_use():
+    report = detector("good")
+    verdict = replace(report.engines[1].verdict, assumes_inputs=True)
+    engines = (report.engines[0], replace(report.engines[1], verdict=verdict))
+    steps = list(next_steps(replace(report, engines=engines)))
+    assert steps == [
+        f"unless the model was trained with pixels / 255: {BUILD} --preprocess NAME",
+        *next_steps(report),
+    ]
+
+
 def test_quantized_model_is_not_searched_next():
     report = detector("doubtful", boxes=60, samples=60, is_quantized=True)
     assert "calib8 build FLOAT.onnx" in first_step(report)

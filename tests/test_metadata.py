@@ -321,6 +321,22 @@ def test_options_override_metadata(wording):
 
 
 @pytest.mark.parametrize(
+    ("requested", "dtype", "is_assumed"),
+    [
+        (None, "float32", True),
+        ({"size": (8, 8)}, "float32", True),
+        (None, "uint8", False),
+        ("unit", "float32", False),
+        ({"mean": (0.5,)}, "float32", False),
+    ],
+)
+def test_scale_is_assumed_unless_given(requested, dtype, is_assumed):
+    spec = TensorSpec("x", dtype, (1, 3, 8, 8))
+    resolved = resolve_preprocess(requested, None, spec)
+    assert resolved.has_assumed_scale == is_assumed
+
+
+@pytest.mark.parametrize(
     "difference",
     [{"pad": (7,)}, {"resize": "stretch"}, {"resize": "letterbox", "anchor": "top-left"}],
 )

@@ -363,6 +363,27 @@ def test_interval_of_few_stands_in_the_verdict():
     assert outcome.reasons[0] == "10 of 11 boxes kept (62 to 98 %), 0 new"
 
 
+@pytest.mark.parametrize(
+    ("figures", "doubts", "level", "is_said"),
+    [
+        (accuracy(part(40)), (), GOOD, True),
+        (accuracy(part(6)), (), DOUBTFUL, True),
+        (accuracy(part(40)), ("odd",), DOUBTFUL, False),
+        (
+            accuracy(top1_reference=0.9, top1_candidate=0.9, classes=9, favourite=0.2),
+            (),
+            GOOD,
+            False,
+        ),
+    ],
+)
+def test_assumed_preprocessing_stands_in_the_verdict(figures, doubts, level, is_said, wording):
+    outcome = judge(figures, doubts=doubts, has_assumed_inputs=True)
+    assert outcome.level == level == judge(figures, doubts=doubts).level
+    assert outcome.assumes_inputs == is_said
+    wording.check(outcome.text)
+
+
 def test_few_do_not_excuse_a_loss():
     outcome = judge(counted("boxes kept", "boxes", 2, 11, 30))
     assert outcome.level == UNUSABLE and not outcome.has_few_samples

@@ -22,6 +22,7 @@ from deploy.errors import CacheError, ConfigError
 from deploy.feed.preprocess import Preprocess
 from deploy.method import Method
 from deploy.metrics.output_form import derive_from_first
+from deploy.report.documents import read_report
 from deploy.tuning.search_options import Tuning
 from deploy.tuning.search_samples import GrowingComparison
 from tests.models import build_net, make_model, save_fixed_batch, save_net
@@ -195,6 +196,15 @@ def test_damaged_cache_is_rebuilt(observe_small, calibrated, which, damage):
     assert load_calibration(cache).fingerprint.method == "minmax"
     observe_small(cache=cache)
     assert cache_bytes(cache) == good
+
+
+@pytest.mark.parametrize(
+    ("preprocess", "is_assumed"), [(None, True), ({"size": (16, 16)}, True), ("unit", False)]
+)
+def test_assumed_preprocessing_is_in_the_verdict(build_small, tmp_path, preprocess, is_assumed):
+    report = build_small(preprocess=preprocess, tuning=Tuning(effort=0))
+    assert report.engines[1].verdict.assumes_inputs == is_assumed
+    assert read_report(tmp_path / "report.json").engines[1].verdict == report.engines[1].verdict
 
 
 @pytest.mark.slow

@@ -427,6 +427,7 @@ class _SourceOpener:
             skip_bad=self.dataset.skip_bad,
             notes=notes,
             origin="" if preprocessing is None else preprocessing.origin,
+            has_assumed_scale=preprocessing is not None and preprocessing.has_assumed_scale,
         )
         if self.choice.shard is None:
             return feed

@@ -23,6 +23,8 @@ from deploy.feed.preprocess import (
 )
 from deploy.tensors import TensorSpec
 
+_SCALING = frozenset(("scale", "mean", "std"))
+
 
 @dataclass(frozen=True, slots=True)
 class MetadataPreprocess:
@@ -47,10 +49,13 @@ class ResolvedPreprocess:
     Attributes:
         origin: for messages: the model's metadata, with the user's changes to it, or the default as
             it is; "" if all of it is the user's.
+        has_assumed_scale: whether neither the user nor the model says how pixels are scaled: then
+            they are divided by 255.
     """
 
     preprocess: Preprocess
     origin: str = ""
+    has_assumed_scale: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -91,7 +96,10 @@ def resolve_preprocess(
             changed_default = apply_user_options(default_preprocess(spec), options)
             origin = ""  # the options count as the user's own preprocessing
         preprocess, notes = complete_preprocess(changed_default, spec)
-        return ResolvedPreprocess(preprocess, origin=origin, notes=(*metadata_notes, *notes))
+        has_assumed_scale = preprocess.scale != 1 and _SCALING.isdisjoint(options)
+        return ResolvedPreprocess(
+            preprocess, origin, has_assumed_scale, notes=(*metadata_notes, *notes)
+        )
 
     if "size" in options:  # the model's short side belongs to another size
         model_preprocess = dataclasses.replace(model_preprocess, short_side=None)

@@ -63,6 +63,7 @@ class Feed:
         preprocess: Preprocess | None = None,
         notes: Sequence[str] = (),
         origin: str = "",
+        has_assumed_scale: bool = False,
         share: Share | None = None,
         skipped: Mapping[int, str] | None = None,
     ) -> None:
@@ -78,6 +79,7 @@ class Feed:
             preprocess: complete preprocessing of images.
             notes: for the user.
             origin: where the preprocessing comes from: the model or the default; else empty.
+            has_assumed_scale: see `ResolvedPreprocess`.
             share: the shard (--shard i/n) that the samples are; None if there are no shards.
             skipped: index in the source -> why the sample there is known to be bad.
         """
@@ -86,6 +88,7 @@ class Feed:
         self.batch = batch
         self.preprocess = preprocess
         self.origin = origin
+        self.has_assumed_scale = has_assumed_scale
         self._source = source
         self._notes = tuple(notes)
         self._chosen_samples = ChosenSamples(chosen, share, skipped or {})
@@ -408,6 +411,7 @@ class Feed:
             skip_bad=self._sample_reader.skip_bad,
             notes=(*self._notes, f"shard {share}: {shard_size} of {share.count} samples"),
             origin=self.origin,
+            has_assumed_scale=self.has_assumed_scale,
             share=share,
         )
 

@@ -116,6 +116,7 @@ def write_report(
             gates,
             stage,
             doubts=calibration.doubts,
+            has_assumed_inputs=feed.has_assumed_scale,
             has_random_outputs=calibration.has_random_outputs,
             classes=loaded.classes,
         ),
@@ -370,6 +371,7 @@ def engine_rows(
     *,
     classes: Mapping[int, str],
     doubts: Sequence[str] = (),
+    has_assumed_inputs: bool = False,
     has_random_outputs: bool = False,
 ) -> tuple[EngineRow, ...]:
     """Return the report's rows of all engines; each int8 engine that did not fail has its verdict.
@@ -381,6 +383,7 @@ def engine_rows(
         stage: folder of the build.
         classes: class -> name, for the boxes that are drawn.
         doubts: signs that the images differ from the model's training data.
+        has_assumed_inputs: whether the preprocessing is calib8's default.
         has_random_outputs: whether the float model itself gives other outputs at each run.
     """
     result_by_target = {result.target: result for result in results if not result.error}
@@ -410,6 +413,7 @@ def engine_rows(
                 rival=rival,
                 device_kind="device" if row.on_device else "CPU",
                 doubts=doubts,
+                has_assumed_inputs=has_assumed_inputs,
                 has_random_outputs=has_random_outputs,
                 calibrated=figures.calibrated,
             )

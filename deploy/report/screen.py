@@ -418,6 +418,10 @@ def next_steps(report: Findings) -> Iterator[str]:
             continue
         if verdict.level == UNUSABLE:
             unusable_targets.add(target.name)
+        options_file = path_of(report.files, OPTIONS)
+        if verdict.assumes_inputs and options_file:
+            command = f"calib8 build --config {shlex.quote(options_file)} --preprocess NAME"
+            yield f"unless the model was trained with pixels / 255: {command}"
         steps = list(_rebuild_steps(report, target, verdict))
         # an engine is not used while its verdict may be wrong
         if not steps and not verdict.is_in_question:

@@ -64,11 +64,13 @@ class Verdict:
         level: "good", "doubtful", "unusable" or "keep FP32".
         reasons: sentences, the most serious first.
         gated: whether a limit that the user set is missed.
+        assumes_inputs: whether nothing but calib8's default says how images become inputs.
     """
 
     level: str
     reasons: tuple[str, ...]
     gated: bool = False
+    assumes_inputs: bool = False
 
     @property
     def blames_float(self) -> bool:
@@ -123,6 +125,10 @@ MIN_SAMPLES = 30  # fewer samples hide that of one class in 30
 # sentences of `_describe_too_few`, `question_reference` and `deploy.calibration.input_checks`
 _TOO_FEW = re.compile(r"\d+ (?P<things>.+) (?:is|are) too few; (?P<missing>.+) would do")
 _TOO_NOISY = ", too noisy to be sure of"
+_ASSUMED_INPUTS = (
+    "pixels / 255 are calib8's default: if the model was trained with others, FP32 and int8 are"
+    " wrong alike"
+)
 _KEPT = " kept"  # ending of the name of a figure that counts things, such as "boxes kept"
 _Finding = tuple[str, str]  # level, and the reason as a sentence
 
@@ -137,6 +143,7 @@ def verdict(
     rival: str = "FP32",
     device_kind: str = "CPU",
     doubts: Sequence[str] = (),
+    has_assumed_inputs: bool = False,
     has_random_outputs: bool = False,
     calibrated: str = "",
 ) -> Verdict:
@@ -154,6 +161,8 @@ def verdict(
         device_kind: "CPU" or "device".
         doubts: sentences on calibration data that is bad, or unlike the model's training data;
             ignored if labels show that the float model is mostly right.
+        has_assumed_inputs: whether the preprocessing is calib8's default. Without another cause, or
+            labels that show the float model right, the reasons end with a sentence on that.
         has_random_outputs: whether the float model itself gives other outputs at each run. Only
             figures by labels can then show what int8 loses.
         calibrated: how many of the evaluation images calibrated, as text; "" for none.
@@ -186,8 +195,12 @@ def verdict(
         reasons.insert(place, too_few_sentence)
         if level == GOOD:
             level = DOUBTFUL
+    assumes_inputs = has_assumed_inputs and not causes and not _is_mostly_right(accuracy)
+    if assumes_inputs:
+        reasons.append(_ASSUMED_INPUTS)
     has_limits = gates.min_speedup is not None or gates.max_loss is not None
-    return Verdict(level, tuple(reasons), gated=has_limits and level == UNUSABLE)
+    is_gated = has_limits and level == UNUSABLE
+    return Verdict(level, tuple(reasons), gated=is_gated, assumes_inputs=assumes_inputs)
 
 
 def _choose_too_few(sentences: Sequence[str], accuracy: Accuracy | None) -> str:
