@@ -202,7 +202,7 @@ def test_damaged_cache_is_rebuilt(observe_small, calibrated, which, damage):
     ("preprocess", "is_assumed"), [(None, True), ({"size": (16, 16)}, True), ("unit", False)]
 )
 def test_assumed_preprocessing_is_in_the_verdict(build_small, tmp_path, preprocess, is_assumed):
-    report = build_small(preprocess=preprocess, tuning=Tuning(effort=0))
+    report = build_small(preprocess=preprocess, task="none", tuning=Tuning(effort=0))
     assert report.engines[1].verdict.assumes_inputs == is_assumed
     assert read_report(tmp_path / "report.json").engines[1].verdict == report.engines[1].verdict
 
