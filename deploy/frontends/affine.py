@@ -322,11 +322,11 @@ class _AffineFold:
         return list(map(_fold_layer, layers, weights, biases, scales, shifts))
 
     def _store(
-        self, layer: onnx.NodeProto, weight: NDArray[Any], bias: NDArray[Any], new_bias: str
+        self, layer: onnx.NodeProto, weight: NDArray[Any], bias: NDArray[Any], new_bias_name: str
     ) -> None:
-        """Give a layer its weight and bias; `new_bias` is the bias's name if it had none."""
+        """Give a layer its weight and bias; `new_bias_name` is for a layer that had no bias."""
         self._set_constant(layer, 1, weight, layer.input[1])
-        bias_name = optional_input(layer, 2) or unique_name(new_bias, self.initializers)
+        bias_name = optional_input(layer, 2) or unique_name(new_bias_name, self.initializers)
         self._set_constant(layer, 2, bias, bias_name)
         for attribute in layer.attribute:
             if attribute.name == "beta":  # of a Gemm: the new bias includes it
@@ -336,6 +336,7 @@ class _AffineFold:
         self, layer: onnx.NodeProto, index: int, array: NDArray[Any], name: str
     ) -> None:
         """Set an input of a layer to `array`; a tensor with other readers keeps its values."""
+        # an initializer is added for a new bias, or if another node reads the old one too
         if self.read_counts[name] != 1 or name not in self.initializers:
             name = claim_name(name, self.names)
             self.initializers[name] = self.graph.initializer.add()

@@ -58,6 +58,7 @@ class QdqCalibration:
 
     Attributes:
         model: the Q/DQ model, functions inlined, weights inside, nodes named.
+        name: path of its file; of a model in memory, the name of its graph.
         scales: tensor of the float model -> its range, also for tensors that only pass values on.
         weight_scales: node -> float32 scales of its symmetric weight, [C_out] or [1].
         float_reasons: node of the float model -> why it computes in float; all others run in int8.
@@ -94,6 +95,7 @@ class QdqCalibration:
 
 
 def _describe_grid(grid: PairGrid) -> str:
+    """Return the integer type of a grid, with the zero point of symmetric int8."""
     if grid.dtype == "int8" and not grid.zero.any():
         return "int8 with zero point 0"
     return grid.dtype
@@ -112,6 +114,8 @@ class LoadedModel:
             file stores them (external data, raw or typed fields, order of initializers, names of
             nodes, documentation, metadata).
         notes: one sentence per change, or per part left as it was.
+        inputs: specs of the inputs of `model`, each with what its first dimension is.
+        outputs: specs of its outputs.
         was_float16: whether the original computes in float16 what `model` computes in float32.
         has_shared_names: whether nodes of the original share names, which ONNX Runtime does not
             load.
@@ -370,9 +374,9 @@ def _attribute_tree(attribute: onnx.AttributeProto) -> object:
         return _graph_tree(attribute.g)
     if attribute.graphs:
         return list(map(_graph_tree, attribute.graphs))
-    undocumented = type(attribute).FromString(attribute.SerializeToString())
-    undocumented.doc_string = ""
-    return undocumented.SerializeToString(deterministic=True)
+    copy = type(attribute).FromString(attribute.SerializeToString())
+    copy.doc_string = ""  # documentation does not count
+    return copy.SerializeToString(deterministic=True)
 
 
 def _tensor_tree(tensor: onnx.TensorProto) -> list[object]:

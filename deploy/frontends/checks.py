@@ -208,11 +208,12 @@ def _may_be_numbers(value: onnx.ValueInfoProto) -> bool:
     return kind in (None, "tensor_type") and not is_text
 
 
-def _refuse_bfloat16(tensor: str, elem_type: int) -> None:
+def _refuse_bfloat16(tensor_text: str, elem_type: int) -> None:
+    """Refuse a type that is bfloat16; `tensor_text` is such as "input 'x'"."""
     if elem_type == TensorProto.BFLOAT16:
         raise ModelError(
-            f"the model must be a float32 or float16 one, got bfloat16 for {tensor}; export it in "
-            "float32"
+            f"the model must be a float32 or float16 one, got bfloat16 for {tensor_text};"
+            " export it in float32"
         )
 
 
@@ -248,6 +249,7 @@ def check_values(model: onnx.ModelProto) -> None:
 
 
 def _refuse_invalid(name: str, kind: str, is_invalid: NDArray[np.bool_]) -> None:
+    """Refuse a tensor of which some values are invalid; `kind` says what they are."""
     if is_invalid.any():
         raise ModelError(
             f"weights must be finite, got {kind} in '{name}' ({is_invalid.sum()} of"

@@ -112,8 +112,9 @@ def _check_constant(node: onnx.NodeProto, scope: _FoldingScope) -> str:
     if node.op_type == "Constant":
         return ""
     if node.op_type == "Shape":
+        shape = scope.shapes.get(node.input[0])
         # some exporters write 0 for an unknown size
-        return "" if all(scope.shapes.get(node.input[0], (0,))) else "a size is not known"
+        return "a size is not known" if shape is None or 0 in shape else ""
     if not node.input or any(name not in scope.constants for name in iter_reads(node)):
         return "its inputs are not all constant"
     return ""

@@ -305,7 +305,7 @@ def _has_statistics(norm: onnx.NodeProto, scope: OpsetScope) -> bool:
 
 
 def _is_single_sample(shape: Shape | None) -> bool:
-    """Whether a tensor is of one sample, or of any number of them, and has more than channels."""
+    """Whether a tensor [N, C, ...] has further dimensions, and N is 1 or open."""
     return shape is not None and len(shape) > 2 and (shape[0] == 1 or not isinstance(shape[0], int))
 
 

@@ -76,7 +76,7 @@ from deploy.terminal import visible
 _ROUNDS = 8  # folding a Shape creates new constants; real models need two rounds
 _MAX_NODES = 50_000  # after inlining; a kilobyte of functions can stand for billions
 _OLDEST_IR = 7  # the IR of opset 13; IR 3 still lists weights as inputs
-_FEEDS_WEIGHTS = 4  # since this IR a weight that is also an input is only its default value
+_FIRST_IR_OF_DEFAULTS = 4  # since this IR a weight that is an input too is only its default value
 _ANY_SIZE = 64  # of open dimensions whose size does not matter
 _MAX_ROUNDING = 1e-4  # difference between two runs of one row in batches, relative to the largest
 _MISSING_KERNEL = re.compile(r"implementation for (\w+)\(")  # as ONNX Runtime says it
@@ -245,7 +245,7 @@ def clean_model(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _count_fed_weights(model: onnx.ModelProto) -> int:
     """Count the weights that are also inputs and may be fed; none in IR 3, although all are."""
-    if model.ir_version < _FEEDS_WEIGHTS:
+    if model.ir_version < _FIRST_IR_OF_DEFAULTS:
         return 0
     return len(names_of(model.graph.initializer) & names_of(model.graph.input))
 
@@ -529,11 +529,11 @@ def _fold(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
 
 def _fold_norms(graph: onnx.GraphProto) -> list[str]:
     """Fold norms and other affine nodes into the layers before them, in place; return notes."""
-    folded = fold_affine(graph)
+    fold_counts = fold_affine(graph)
     drop_dead(graph)
     notes = [
-        _note("Folded {} into the layer before.", number, f"{op_type} node")
-        for op_type, number in sorted(folded.items())
+        _note("Folded {} into the layer before.", count, f"{op_type} node")
+        for op_type, count in sorted(fold_counts.items())
     ]
     norm_count = sum(node.op_type == NORM for node in graph.node)
     unfolded_note = (

@@ -71,8 +71,7 @@ def parse_model(data: bytes, title: str) -> onnx.ModelProto:
 
     _refuse_other_formats(data, title)
     try:
-        model = onnx.ModelProto()
-        model.ParseFromString(data)
+        model: onnx.ModelProto = onnx.ModelProto.FromString(data)
     except DecodeError as error:
         raise ModelError(
             f"{title} must be an ONNX model, got bytes that do not parse (not ONNX, or truncated);"
@@ -167,6 +166,7 @@ def _combine_digests(digest_by_slice: Mapping[tuple[bytes, int, int], bytes]) ->
 
 
 def _open_external(file: Path, name: str) -> AbstractContextManager[IO[bytes]]:
+    """Open a file of external data; `name` is that of its tensor, for messages."""
     what = f"the external data of '{name}', beside the model"
     return open_regular_file(file, what=what, error=ModelError)
 
@@ -177,7 +177,13 @@ def _external_entries(tensor: onnx.TensorProto) -> dict[str, str]:
 
 
 def _find_external_file(path: Path, name: str, location: str) -> Path:
-    """Return the file of a tensor's external data, which must lie in the model's folder."""
+    """Return the file of a tensor's external data, which must lie in the model's folder.
+
+    Args:
+        path: of the model.
+        name: of the tensor, for messages.
+        location: the path that the tensor has of its data, relative to the folder.
+    """
     folder = Path(os.path.realpath(path.parent))
     file = folder  # for a zero byte, which no path can hold: refused below
     if "\0" not in location:

@@ -164,6 +164,7 @@ def _is_redundant(clip: onnx.NodeProto, index: Graph) -> bool:
     if grid is None or len(clip.input) != 3:
         return False
     low, high = map(index.scalar, clip.input[1:])
+    # a symmetric quantizer of int8 never makes -128
     lowest_codes = (-128, -127) if grid.dtype == "int8" else (grid.min_code,)
     return low in lowest_codes and high == grid.max_code
 
@@ -279,10 +280,10 @@ def remove_pairs(
                 f" tensors of the main graph, got {node.op_type} {node.name!r}; export the"
                 " model in that form, with float inputs and outputs"
             )
-    grids = {}
-    for tensor, tensor_grids in stripper.grids.items():
-        final_name = stripper.new_names.get(tensor, tensor)  # `run` renamed some tensors
-        grids[final_name] = tuple(tensor_grids)
+    grids = {  # by the final names: `run` renamed some tensors
+        stripper.new_names.get(tensor, tensor): tuple(tensor_grids)
+        for tensor, tensor_grids in stripper.grids.items()
+    }
     return StrippedModel(float_model, stripper.float_read_count, grids)
 
 
@@ -298,10 +299,10 @@ class _Stripper:
         self.int8_names = self._find_int8_names(int8_layers)
         self.float_read_count = 0
         self.grids: dict[str, list[PairGrid]] = {}  # float tensor -> grids of its pairs
-        self.non_negative: set[str] = set()  # tensors
+        self.non_negative: set[str] = set()  # tensors without negative values
         self.float_by_pair_output: dict[str, str] = {}  # -> tensor that its readers read instead
         self.new_names: dict[str, str] = {}  # tensor -> its new name
-        self.names = tensor_names(model.graph)
+        self.names = tensor_names(model.graph)  # of all tensors; it grows by those of new ones
 
     def _find_int8_names(self, int8_layers: Collection[str]) -> set[str]:
         """Return the int8 layers, and the nodes that pass values on to these only."""
@@ -349,12 +350,12 @@ class _Stripper:
 
     def _name_weights_by_layer(self) -> None:
         """Name dequantized weights and biases after their layer, not after their Q/DQ pair."""
-        computed = self.index.computed_constants.difference(self.index.constants)
+        computed_names = self.index.computed_constants.difference(self.index.constants)
         for node in self.index.nodes:
             if node.op_type not in WEIGHTED:
                 continue
             for name, role in zip(node.input[1:], ("weight", "bias"), strict=False):
-                if name in computed and self.index.only_reader(name) is not None:
+                if name in computed_names and self.index.only_reader(name) is not None:
                     self.new_names[name] = claim_name(f"{node.name}.{role}", self.names)
 
     def _replace_pair(self, dequantizer: onnx.NodeProto) -> Nodes:

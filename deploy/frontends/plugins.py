@@ -183,14 +183,9 @@ def cut_unknown_nodes(model: onnx.ModelProto) -> CutOffNodes | None:
     complete_graph = Graph(infer_shapes(model))
     cut_indices = _find_unknown_and_downstream(model.graph.node)
     _add_constant_nodes_to(cut_indices, complete_graph)
-    cut_nodes: Nodes = []
-    remaining_nodes: Nodes = []
-    for index, node in enumerate(model.graph.node):
-        if index in cut_indices:
-            cut_nodes.append(node)
-        else:
-            remaining_nodes.append(node)
-
+    nodes = list(model.graph.node)
+    cut_nodes = [nodes[index] for index in sorted(cut_indices)]
+    remaining_nodes = [node for index, node in enumerate(nodes) if index not in cut_indices]
     cut_off = CutOffNodes(_extract_cut_model(model, complete_graph, cut_nodes))
     _reduce_to(model, remaining_nodes, cut_nodes, complete_graph)
     if not model.graph.output:
@@ -322,7 +317,7 @@ def check_part_valid(model: onnx.ModelProto) -> None:
     """
     checked = copy_message(model)
     unknown_nodes = list(filter(is_unknown_node, checked.graph.node))
-    for node in unknown_nodes:
+    for node in unknown_nodes:  # of a node in a foreign domain, only the names are checked
         node.domain = "strange"
     if unknown_nodes:
         checked.opset_import.append(helper.make_opsetid("strange", 1))

@@ -76,7 +76,10 @@ def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def infer_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Infer shapes and types, those of outputs too, whose shapes in the file may be wrong."""
+    """Return `infer_shapes`, with inferred outputs too, whose shapes in the file may be wrong.
+
+    The file's shape of an output stays if it contradicts no inferred size.
+    """
     file_types = [copy_message(value.type.tensor_type) for value in model.graph.output]
     for value in model.graph.output:
         if value.type.HasField("tensor_type"):

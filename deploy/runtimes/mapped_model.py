@@ -53,8 +53,8 @@ def write_mapped(model: ModelProto, names: Collection[str], folder: Path) -> Pat
         for tensor in model.graph.initializer:
             if tensor.name not in names:
                 continue
-            file.seek(-(-file.tell() // _ALIGNMENT) * _ALIGNMENT)  # round up to the next page
-            offset = file.tell()
+            offset = -(-file.tell() // _ALIGNMENT) * _ALIGNMENT  # rounded up to the next page
+            file.seek(offset)
             data = tensor.raw_data
             file.write(data)
             placeholder = placeholder_by_name[tensor.name]

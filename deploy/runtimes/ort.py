@@ -53,7 +53,7 @@ ArrayForm = tuple[tuple[int, ...], np.dtype[Any]]  # shape and dtype
 
 _LOG_FATAL = 4  # errors arrive as exceptions; everything else would clutter the user's screen
 
-# one for every run, so that all can be stopped
+# under "", once there are any: the options that all runs share, so that all can be stopped
 _RUN_OPTIONS: dict[str, onnxruntime.RunOptions] = {}
 _LOADING_OPTIONS: set[onnxruntime.SessionOptions] = set()
 _last_continue = -math.inf
@@ -85,12 +85,12 @@ def abandon_runs() -> None:
         _end_runs(options)
 
 
-def _end_runs(shared: onnxruntime.RunOptions) -> None:
+def _end_runs(run_options: onnxruntime.RunOptions) -> None:
     """Stop the runs with these options, and the sessions that load."""
-    shared.terminate = True
-    for options in list(_LOADING_OPTIONS):
-        if hasattr(options, "set_load_cancellation_flag"):  # not in older versions
-            options.set_load_cancellation_flag(True)
+    run_options.terminate = True
+    for session_options in list(_LOADING_OPTIONS):
+        if hasattr(session_options, "set_load_cancellation_flag"):  # not in older versions
+            session_options.set_load_cancellation_flag(True)
 
 
 def continue_runs() -> None:
@@ -548,7 +548,7 @@ def _is_tensor(node: onnxruntime.NodeArg) -> bool:
 
 def _spec(node: onnxruntime.NodeArg) -> TensorSpec:
     """Convert a node argument: "tensor(float)" becomes "float32"; other types stay unchanged."""
-    element = str(node.type)
+    type_name = str(node.type)
     if _is_tensor(node):
-        element = element[len("tensor(") : -1]
-    return TensorSpec(node.name, _NUMPY_NAMES.get(element, element), tuple(node.shape))
+        type_name = type_name[len("tensor(") : -1]
+    return TensorSpec(node.name, _NUMPY_NAMES.get(type_name, type_name), tuple(node.shape))

@@ -199,9 +199,9 @@ class Memory:
 
     def __init__(self) -> None:
         self.fault: ValueError | None = None
-        self._blocks: dict[int, _Block] = {}
-        self._starts: list[int] = []
-        self._freed: list[int] = []
+        self._blocks: dict[int, _Block] = {}  # address -> allocation
+        self._starts: list[int] = []  # the keys of `_blocks`, sorted
+        self._freed: list[int] = []  # addresses of blocks to drop once the batch was read
         self._owners: dict[int, Any] = {}  # address -> a tensor that must outlive its batch
 
     def alloc(self, size: object) -> int:
@@ -363,6 +363,7 @@ class Memory:
         start = self._starts[index]
         block = self._blocks[start]
         offset = address - start
+        # an empty allocation has one byte, its address
         return (block if offset < max(block.size, 1) else None), offset
 
 

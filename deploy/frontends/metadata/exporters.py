@@ -82,16 +82,17 @@ def _yolov5_preprocess(metadata: ModelMetadata) -> Preprocess:
 def _task_preprocess(metadata: ModelMetadata, size: Size) -> Preprocess:
     """Return the preprocessing of a model's task, without size and color; refuse other tasks."""
     task = metadata.text("task")
+    height, width = size
     if task in _BOXES:
         letterbox = find_preset("yolo")
         if "rtdetr" in (metadata.text("description") or "").lower():
             return replace(letterbox, resize="stretch", pad=(0.0,))
         return letterbox
-    if task == "classify" and size[0] == size[1]:
-        return Preprocess(resize="short-side", short_side=size[0], interpolation="area")
+    if task == "classify" and height == width:
+        return Preprocess(resize="short-side", short_side=height, interpolation="area")
     raise ConfigError(
         f"its task must be one of {', '.join(_BOXES)}, or classify with a square imgsz, got"
-        f" {short_text(task)} with {size[0]}x{size[1]}"
+        f" {short_text(task)} with {height}x{width}"
     )
 
 
@@ -113,14 +114,14 @@ def _parse_color(text: str | None) -> str:
     return "rgb" if channels == 3 else "grey"
 
 
-_PATH = "model_info "
-_VALUE_KEYS = ("mean_values", "scale_values", "resize_type")
-_RESIZES = {
+_PATH = "model_info "  # start of the name of every value
+_VALUE_KEYS = ("mean_values", "scale_values", "resize_type")  # without any there is no model_info
+_RESIZES = {  # by resize_type
     "standard": Preprocess(),
     "fit_to_window": Preprocess(resize="letterbox", anchor="top-left"),
     "fit_to_window_letterbox": Preprocess(resize="letterbox"),
 }
-_UNITS = {"": 1.0, "none": 1.0, "scale_to_unit": 1 / 255}
+_UNITS = {"": 1.0, "none": 1.0, "scale_to_unit": 1 / 255}  # intensity_mode -> factor of pixels
 
 
 def read_openvino(metadata: ModelMetadata) -> StoredPreprocess | None:
@@ -165,12 +166,12 @@ _SECTION = "Preprocess"
 _HEIGHTS = (32, 48)  # pixels of a text line, in PaddleOCR's recognizers
 _DEFAULT_WIDTH = 320  # pixels, of PaddleOCR
 _MIN_CHARACTERS = 10  # characters of an alphabet: at least the digits
-_KEYS = {
+_KEYS = {  # step -> the keys that it may have
     "Resize": {"target_size", "keep_ratio", "interp"},
     "NormalizeImage": {"mean", "std", "is_scale", "norm_type"},
     "Permute": set[str](),
 }
-_OPENCV = dict(enumerate(INTERPOLATIONS))  # by OpenCV's numbers
+_OPENCV = dict(enumerate(INTERPOLATIONS))  # OpenCV's number -> interpolation
 
 
 def read_characters(metadata: ModelMetadata) -> StoredPreprocess | None:

@@ -234,9 +234,12 @@ def _convnext_resize(preprocess: Preprocess, size: object, crop_pct: object) -> 
     share = parse_number(crop_pct, "crop_pct", default=224 / 256)
     if not 0 < share <= 1:
         raise ConfigError(f"its crop_pct must be a share up to 1, got {share:g}")
-    short_side = int(side / share)
-    size = (side, side)
-    return replace(preprocess, resize="short-side", short_side=short_side, default_size=size)
+    return replace(
+        preprocess,
+        resize="short-side",
+        short_side=int(side / share),
+        default_size=(side, side),
+    )
 
 
 def _parse_height_width(value: object, name: str) -> Size:
