@@ -80,13 +80,14 @@ def percentile(histogram: Histogram, *, percent: float) -> Scale:
 
 def quantile(counts: Int64Array, share: float) -> float:
     """Return the position of a quantile in [B] counts, 0..B in bins, linear within a bin."""
-    cumulative = np.concatenate([[0], np.cumsum(counts)])
-    rank = share * cumulative[-1]
-    above = int(np.searchsorted(cumulative, rank))
-    if above == 0:
+    counts_below = np.concatenate([[0], np.cumsum(counts)])  # number of values below each edge
+    rank = share * counts_below[-1]
+    upper_edge = int(np.searchsorted(counts_below, rank))  # of the bin that has the quantile
+    if upper_edge == 0:
         return 0.0
-    bin_count = cumulative[above] - cumulative[above - 1]
-    return above - 1 + float(rank - cumulative[above - 1]) / float(bin_count)
+    lower_edge = upper_edge - 1
+    bin_count = counts_below[upper_edge] - counts_below[lower_edge]
+    return lower_edge + float(rank - counts_below[lower_edge]) / float(bin_count)
 
 
 def _signed_quantile(histogram: Histogram, share: float) -> float:

@@ -176,13 +176,13 @@ class Tiles:
 
     def outputs(self, weight: Float32Array, inputs: Float32Array) -> Float32Array:
         """Return weight [G, A, M, T] times inputs from `inputs_at`, plus bias: [G, B, M, S]."""
-        right = inputs.transpose(2, 0, 3, 4, 1)  # [G, B, A, T, S]
-        return np.asarray((weight[:, None] @ right).sum(axis=2) + self.bias)
+        input_tiles = inputs.transpose(2, 0, 3, 4, 1)  # [G, B, A, T, S]
+        return np.asarray((weight[:, None] @ input_tiles).sum(axis=2) + self.bias)
 
     def weight_gradient(self, output_gradient: Float32Array, inputs: Float32Array) -> Float32Array:
         """Return the gradient by the weight [G, A, M, T] from that by the outputs [G, B, M, S]."""
-        right = inputs.transpose(2, 0, 3, 1, 4)  # [G, B, A, S, T]
-        return np.asarray((output_gradient[:, :, None] @ right).sum(axis=1))
+        input_tiles = inputs.transpose(2, 0, 3, 1, 4)  # [G, B, A, S, T]
+        return np.asarray((output_gradient[:, :, None] @ input_tiles).sum(axis=1))
 
     def untile(self, tiled: Float32Array) -> Float32Array:
         """Return values in tiles, [G, A, M, T], as rows of K values, [G, M, K]."""
@@ -328,17 +328,19 @@ def initial_alpha(weight: Float32Array, scale: Float32Array) -> tuple[Float32Arr
     """Return (floor of weight / scale, alpha whose height is the fraction)."""
     steps = weight / scale
     floor_codes = np.floor(steps)
-    ratio = (_ZETA - _GAMMA) / (steps - floor_codes - _GAMMA)
-    return floor_codes, -np.log(ratio - _ONE)
+    fraction = steps - floor_codes
+    # solves fraction = (zeta - gamma) * sigmoid(alpha) + gamma for alpha
+    inverse_sigmoid = (_ZETA - _GAMMA) / (fraction - _GAMMA)
+    return floor_codes, -np.log(inverse_sigmoid - _ONE)
 
 
 def heights_of(alpha: Float32Array) -> tuple[Float32Array, Float32Array]:
     """Return (h, its derivative by alpha, which is 0 where h is clipped)."""
-    value = sigmoid(alpha)
-    unclipped = value * (_ZETA - _GAMMA) + _GAMMA
-    heights = np.clip(unclipped, np.float32(0), _ONE)
-    derivative = value * ((_ONE - value) * (_ZETA - _GAMMA))
-    derivative *= heights == unclipped
+    sigmoids = sigmoid(alpha)
+    unclipped_heights = sigmoids * (_ZETA - _GAMMA) + _GAMMA
+    heights = np.clip(unclipped_heights, np.float32(0), _ONE)
+    derivative = sigmoids * ((_ONE - sigmoids) * (_ZETA - _GAMMA))
+    derivative *= heights == unclipped_heights
     return heights, derivative
 
 

@@ -225,14 +225,14 @@ def amct_loss(data: Float32Array, candidates: Candidates, i: int) -> np.float32:
 
 def _sorted_losses(data: Float32Array, candidates: Candidates) -> Float64Array:
     """Return the mean squared error of every candidate from sorted data, float64."""
-    # cumulative sums of the data only at the boundaries between codes: sums at every value would
-    # take twice the memory of the data
-    boundaries = []
+    # cumulative sums of the data at the boundaries between codes, the cuts; sums at all values
+    # would take twice the memory of the data
+    all_boundaries = []
     for index in range(candidates.scale.size):
-        _, boundaries_of_candidate = candidates.codes_and_boundaries(index)
-        boundaries.append(boundaries_of_candidate)
-    positions = np.searchsorted(data, np.concatenate(boundaries).astype(np.float32))
-    cuts = np.unique(np.append(positions, [0, data.size]))
+        _, candidate_boundaries = candidates.codes_and_boundaries(index)
+        all_boundaries.append(candidate_boundaries)
+    boundary_positions = np.searchsorted(data, np.concatenate(all_boundaries).astype(np.float32))
+    cuts = np.unique(np.append(boundary_positions, [0, data.size]))
     sums_between_cuts = np.add.reduceat(data, cuts[:-1], dtype=np.float64)
     sums_below_cuts = np.concatenate(([0.0], np.cumsum(sums_between_cuts)))
 

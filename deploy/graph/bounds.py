@@ -179,7 +179,7 @@ class _BoundsPropagation:
             return low - scalar, high - scalar
         if op_type == "Sub":
             return low + scalar, high + scalar
-        ends = (low * scalar, high * scalar)  # undoes a Div
+        ends = (low * scalar, high * scalar)  # of x in x / 2; those of x * 2 replace them
         if op_type == "Mul":
             ends = (low / scalar, high / scalar)
         return min(ends), max(ends)  # a negative scalar exchanges them
@@ -474,12 +474,13 @@ def _describe_vanishing(graph: Graph, node: onnx.NodeProto) -> str:
 
 def _max_magnitude(graph: Graph, name: str) -> float:
     """Return the largest |x| of a float constant, or of what a Q/DQ pair holds; 0 without these."""
-    multiple = 1.0  # of the constant: a pair holds up to 127 times its scale
+    constant_name = name
+    multiple = 1.0
+    # the nodes of pairs that make or read the tensor; None if no pair makes it
     pair_nodes = [graph.find_producer(name, "DequantizeLinear")]
     pair_nodes += [node for node in graph.readers.get(name, ()) if node.op_type == "QuantizeLinear"]
-    constant_name = name
     for node in filter(None, pair_nodes):
-        constant_name = node.input[1]  # the scale of the pair
+        constant_name = node.input[1]  # the scale of the pair, which holds up to 127 times as much
         multiple = INT8.qmax
     constant = graph.initializers.get(constant_name)
     if constant is None or constant.data_type != FLOAT:

@@ -187,17 +187,19 @@ def drop_attribute(node: onnx.NodeProto, name: str) -> None:
             node.attribute.remove(attribute)
 
 
-def update_tensors(tensors: Any, new: Mapping[str, onnx.TensorProto]) -> None:
-    """Overwrite tensors of a repeated field by name; append those of `new` that it lacks.
+def update_tensors(tensors: Any, new_tensors: Mapping[str, onnx.TensorProto]) -> None:
+    """Overwrite tensors of a repeated field by those of the same name; append the others.
 
-    The others stay in place: copying them all would copy all weights.
+    Tensors of the field that have no new one stay in place: copying them would copy all weights.
+
+    `new_tensors`: name -> tensor.
     """
-    missing = dict(new)
+    appended = dict(new_tensors)
     for tensor in tensors:
-        if tensor.name in new:
-            tensor.CopyFrom(new[tensor.name])
-            missing.pop(tensor.name, None)
-    tensors.extend(missing.values())
+        if tensor.name in new_tensors:
+            tensor.CopyFrom(new_tensors[tensor.name])
+            appended.pop(tensor.name, None)
+    tensors.extend(appended.values())
 
 
 def drop_initializer_inputs(graph: onnx.GraphProto) -> int:

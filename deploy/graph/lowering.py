@@ -404,18 +404,20 @@ class _Lowering:
         return nodes
 
 
-def _drop_new_attributes(node: onnx.NodeProto, new: defs.OpSchema, old: defs.OpSchema) -> None:
+def _drop_new_attributes(
+    node: onnx.NodeProto, schema: defs.OpSchema, old_schema: defs.OpSchema
+) -> None:
     """Remove the attributes of a node that an older opset does not have.
 
     Raises:
         CannotRewrite: one of them is not the default, or the node has more inputs or outputs.
     """
-    if len(node.input) > old.max_input or len(node.output) > old.max_output:
+    if len(node.input) > old_schema.max_input or len(node.output) > old_schema.max_output:
         raise CannotRewrite("it has more inputs or outputs than its older form")
     for attribute in list(node.attribute):
-        if attribute.name in old.attributes:
+        if attribute.name in old_schema.attributes:
             continue
-        if not _is_default(attribute, new):
+        if not _is_default(attribute, schema):
             raise CannotRewrite(f"it has the attribute {attribute.name}")
         node.attribute.remove(attribute)
 
@@ -423,7 +425,7 @@ def _drop_new_attributes(node: onnx.NodeProto, new: defs.OpSchema, old: defs.OpS
 def _is_default(attribute: onnx.AttributeProto, schema: defs.OpSchema) -> bool:
     """Whether an attribute has the value that it has if a node leaves it out."""
     value = helper.get_attribute_value(attribute)
-    if attribute.name == "dilations":
+    if attribute.name == "dilations":  # ones, as many as there are axes; no schema states them
         return set(value) <= {1}
     default = schema.attributes[attribute.name].default_value
     return default.type == attribute.type and value == helper.get_attribute_value(default)

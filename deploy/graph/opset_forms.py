@@ -238,8 +238,9 @@ def _add_split_sizes(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     drop_attribute(node, "num_outputs")
     if size % slice_count == 0:
         return [node]
-    step = -(-size // slice_count)  # all slices but the last have the size rounded up
-    sizes = [step] * (slice_count - 1) + [size - step * (slice_count - 1)]
+    slice_size = -(-size // slice_count)  # rounded up; the last slice has what remains
+    last_size = size - slice_size * (slice_count - 1)
+    sizes = [slice_size] * (slice_count - 1) + [last_size]
     sizes_name = f"{node.output[0]}/split"
     node.input.append(sizes_name)
     return [make_constant_node(sizes_name, np.array(sizes, np.int64)), node]
@@ -325,6 +326,7 @@ def _ratio_scales(
     scales = requested_sizes.astype(np.float32) / sides
     covers_sizes = attributes(node)["keep_aspect_ratio_policy"] == b"not_smaller"
     scale = scales.max() if covers_sizes else scales.min()
+    # the sizes of the output are rounded if sizes are given, and cut off if scales are
     if (np.floor(sides * scale) != np.round(sides * scale)).any():
         raise CannotRewrite("no scale gives the sizes that keep the ratio of its sides")
     return np.full(len(shape), scale)
@@ -564,17 +566,18 @@ def _softmax_over_axis(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
         _set_attribute(node, "axis", axis)
         return [node]
 
-    _set_attribute(node, "axis", -1)  # of the matrix that Flatten makes
-    rows = scope.new_name(f"{output}_rows")
-    sizes = scope.new_name(f"{output}_dims")
-    softmax = scope.new_name(f"{output}_softmax")
-    node.input[0] = rows
-    node.output[0] = softmax
+    # names of the matrix that Flatten makes, of the shape of the input, and of the result
+    matrix = scope.new_name(f"{output}_rows")
+    original_shape = scope.new_name(f"{output}_dims")
+    matrix_softmax = scope.new_name(f"{output}_softmax")
+    _set_attribute(node, "axis", -1)  # along the rows of the matrix
+    node.input[0] = matrix
+    node.output[0] = matrix_softmax
     return [
-        make_node("Shape", [source], sizes, f"{node.name}_Shape"),
-        make_node("Flatten", [source], rows, f"{node.name}_Flatten", axis=axis),
+        make_node("Shape", [source], original_shape, f"{node.name}_Shape"),
+        make_node("Flatten", [source], matrix, f"{node.name}_Flatten", axis=axis),
         node,
-        make_node("Reshape", [softmax, sizes], output, f"{node.name}_Reshape"),
+        make_node("Reshape", [matrix_softmax, original_shape], output, f"{node.name}_Reshape"),
     ]
 
 

@@ -319,8 +319,8 @@ class _QdqWriter:
         """
         tensor = self.initializers[target.name]
         grid = self.weight_grid
-        trained = self.trained_scales.get(target.node)
-        scales = matching_scales(trained, tensor.dims, target.axis)  # None if of other shape
+        trained_scales = self.trained_scales.get(target.node)
+        scales = matching_scales(trained_scales, tensor.dims, target.axis)  # None if none fit
         # whether the sum of two products must fit 16 bits, in which older CPUs add them
         fits_pairs = self.plan.placement.fits_pairs
         if scales is not None and fits_pairs:
@@ -550,19 +550,22 @@ def _widen_for_bias(
 
 
 def matching_scales(
-    trained: Scales32 | None, shape: Sequence[int], axis: int | None
+    trained_scales: Scales32 | None, shape: Sequence[int], axis: int | None
 ) -> Scales32 | None:
     """Return the scales a weight was trained with, [C] along `axis`; None if they do not fit.
 
-    `shape`: shape of the weight. `axis`: axis of its channels; None for one scale.
+    Args:
+        trained_scales: one for each channel, or one; None if the weight was not trained for int8.
+        shape: shape of the weight.
+        axis: axis of its channels; None for one scale.
     """
-    if trained is None:
+    if trained_scales is None:
         return None
     if axis is None:
-        return trained if trained.size == 1 else None
-    if trained.size not in (1, shape[axis]):
+        return trained_scales if trained_scales.size == 1 else None
+    if trained_scales.size not in (1, shape[axis]):
         return None
-    return np.broadcast_to(trained, (shape[axis],)).copy()
+    return np.broadcast_to(trained_scales, (shape[axis],)).copy()
 
 
 def _make_float8(name: str, array: NDArray[Any]) -> onnx.TensorProto:

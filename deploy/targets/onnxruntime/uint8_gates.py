@@ -202,19 +202,20 @@ class GateWriter:
         pair = make_pair(shifted_source, name, name, quantize_params, dequantize_params)
         return [*add_nodes, *pair]
 
-    def _clip_integers(self, gate: Gate, source: ShiftedParams) -> Nodes:
+    def _clip_integers(self, gate: Gate, clip_params: ShiftedParams) -> Nodes:
         """Return the nodes that compute gain * clip(source + shift, 0, top) from uint8 integers.
 
         They are a Clip of the source's integers, left out if no uint8 is outside its limits, and a
         DequantizeLinear whose zero point adds the shift and whose scale multiplies by the gain.
 
-        `source`: scale and zero point of the source, and the shift as a number of steps, from
+        `clip_params`: scale and zero point of the source, and the shift as a number of steps, from
         `fit_input_shift`.
         """
         name = f"{gate.name}/gate"
         # the integer for which source + shift is 0; never negative, see `fit_input_shift`
-        zero_level = source.zero - source.steps
-        top_level = zero_level + round(gate.top / float(source.scale))
+        step = float(clip_params.scale)
+        zero_level = clip_params.zero - clip_params.steps
+        top_level = zero_level + round(gate.top / step)
         integers = f"{gate.source}/quantized"
         clip_nodes: Nodes = []
         if zero_level > 0 or top_level < 255:
@@ -225,9 +226,7 @@ class GateWriter:
             clipped = f"{name}/quantized"
             clip_nodes.append(make_node("Clip", [integers, *limits], clipped, f"{name}/Clip"))
             integers = clipped
-        params = self._add_scale_and_zero(
-            f"{name}/read", float(source.scale) * gate.gain, zero_level
-        )
+        params = self._add_scale_and_zero(f"{name}/read", step * gate.gain, zero_level)
         dequantize = make_node("DequantizeLinear", [integers, *params], name, f"{name}/DQ")
         return [*clip_nodes, dequantize]
 
