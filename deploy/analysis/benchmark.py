@@ -141,7 +141,8 @@ def bench(
         feed = _open_images(dataset, engines, input_specs)
         make_inputs = partial(_take_images, feed)
         notes = preprocessing_notes(feed)
-        accuracies = _compare_outputs(engines, feed, metric)
+        if compares_outputs:
+            accuracies = _compare_outputs(engines, feed, metric)
 
     # the latency of all engines at each batch size
     batch_sizes: list[int | None] = [*sorted(set(batches))]  # the smallest first
@@ -236,15 +237,13 @@ def _compare_outputs(
     """Compare the outputs of two engines on images.
 
     Args:
-        engines: label -> engine; the first of two is the reference.
+        engines: label -> engine, the reference first.
         feed: the images.
         metric: the user's task. What the model files declare of their outputs is added here.
 
     Returns:
-        label of the second engine -> its accuracy; {} for a single engine.
+        label of the second engine -> its accuracy.
     """
-    if len(engines) < 2:
-        return {}
     from deploy.pipeline.evaluate import compare_sessions  # imports much else
 
     reference, candidate = engines.values()

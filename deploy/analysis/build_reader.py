@@ -31,7 +31,7 @@ from deploy.pipeline.build_options import ModelSource
 from deploy.pipeline.results import split_rows
 from deploy.report.documents import Report, read_report
 from deploy.report.parts import EngineRow, NodeRow, TargetPart, TensorRow
-from deploy.report.tables import PLAN
+from deploy.report.tables import PLAN, path_of
 from deploy.terminal import PrintedResult, join_visible
 from deploy.tuning.plan_file import PlanFile, TargetPlan, read_plan
 from deploy.tuning.reasons import (
@@ -204,12 +204,10 @@ def read_explanation(folder: Path) -> Explanation:
 
 def _read_plan(build: StoredBuild) -> tuple[PlanFile, str | None]:
     """Return a build's plan and its path; an empty plan and None without one."""
-    for file in build.report.files:
-        if file.role == PLAN:
-            path = path_in_build(file.path, build.path)
-            if os.path.isfile(path):
-                return read_plan(path), str(path)
-            break
+    reported_path = path_of(build.report.files, PLAN)
+    path = path_in_build(reported_path, build.path)
+    if reported_path and os.path.isfile(path):
+        return read_plan(path), str(path)
     return PlanFile(), None
 
 

@@ -5,7 +5,7 @@ What `calib8 ascend deploy` and `calib8 ascend convert` share: where files go, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from shlex import quote
@@ -17,7 +17,6 @@ from deploy.commands import base
 from deploy.commands.base import (
     FILE,
     CommandFunction,
-    Decorator,
     Real,
     json_option,
     put_json,
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
     from deploy.feed.feed import Dataset
     from deploy.pipeline.ascend_auto import AutoCalibration
     from deploy.report import Report
-    from deploy.targets.ascend.layers import LayerGraph
 
 _FILE_FLAGS = frozenset(
     option.flag for option in declared_options(Ascend) if not option.changes_observations
@@ -83,18 +81,18 @@ def deployment_options(command: Callable[..., Report]) -> CommandFunction:
         put_json(json_path, lambda: to_json(report))
         say_screen(to_screen(report))
 
-    return base.add_options(run, _DEPLOYMENT_OPTIONS)
-
-
-_DEPLOYMENT_OPTIONS: Sequence[Decorator] = (
-    base.general_option("-o", "--out", type=FILE, required=True, help="Output folder."),
-    shape_option(),
-    input_options("Compare the outputs with the model's on these"),
-    target_field_options(lambda option: option.flag in _FILE_FLAGS),
-    base.threads_option(section=base.GENERAL),
-    base.general_option("--force", is_flag=True, help="Overwrite files that calib8 did not write."),
-    json_option,
-)
+    options = (
+        base.general_option("-o", "--out", type=FILE, required=True, help="Output folder."),
+        shape_option(),
+        input_options("Compare the outputs with the model's on these"),
+        target_field_options(lambda option: option.flag in _FILE_FLAGS),
+        base.threads_option(section=base.GENERAL),
+        base.general_option(
+            "--force", is_flag=True, help="Overwrite files that calib8 did not write."
+        ),
+        json_option,
+    )
+    return base.add_options(run, options)
 
 
 @click.group()
@@ -128,6 +126,7 @@ def ascend() -> None:
 )
 def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path | None) -> None:
     """Write the quant config of MODEL, which is JSON."""
+    from deploy.frontends import load
     from deploy.targets.ascend.config import default_config, write_config
     from deploy.targets.ascend.existing_files import read_any_config
 
@@ -135,7 +134,7 @@ def config(model: Path, out: Path, batch_num: int, symmetric: bool, source: Path
         raise ConfigError(f"a quant config is JSON, got {out}; name it quant.json")
     if source is not None:
         base.refuse_given("batch_num", "symmetric", without="the default configuration")
-    graph = _layer_graph(model)
+    _, graph = prepare_model(load(model).model)  # the layers as Ascend quantizes them
     if source is None:
         quant_config = default_config(graph, batch_num=batch_num, activation_offset=not symmetric)
     else:
@@ -370,10 +369,3 @@ def convert_pairs(model: Path, keep_rounding: bool, **options: Any) -> Report:
     from deploy.pipeline.deployment import convert
 
     return convert(model, keep_rounding=keep_rounding, **options)
-
-
-def _layer_graph(path: Path) -> LayerGraph:
-    """Return the layers of the model in a file, as Ascend quantizes them."""
-    from deploy.frontends import load
-
-    return prepare_model(load(path).model)[1]

@@ -368,12 +368,6 @@ threads_option = partial(
     type=THREADS,
     help="Worker threads; results do not depend on them.  [default: up to 4 cores]",
 )
-_quiet_option = general_option(
-    "-q",
-    "--quiet",
-    is_flag=True,
-    help="Print errors and warnings only; files are still written.",
-)
 
 
 def quietable(*file_flags: str) -> Decorator:
@@ -402,7 +396,13 @@ def quietable(*file_flags: str) -> Decorator:
             with without_text(quiet or prints_json), show_progress(not quiet):
                 command(**arguments)
 
-        return _quiet_option(run)
+        quiet_option = general_option(
+            "-q",
+            "--quiet",
+            is_flag=True,
+            help="Print errors and warnings only; files are still written.",
+        )
+        return quiet_option(run)
 
     return add_quiet
 

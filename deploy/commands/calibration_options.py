@@ -147,35 +147,6 @@ SECTION = "Many machines"
 # of `deploy.calibration.cluster_jobs`, repeated so that --help does not import it
 SENDS = ("nothing", "model", "images", "all")
 
-_CLUSTER_OPTIONS = (
-    base.option(
-        "--scheduler",
-        section=SECTION,
-        metavar="ADDRESS",
-        help="Observe on the workers of this dask scheduler, such as tcp://host:8786, which must be"
-        " trusted; the result is the same. Needs the extra [dask].",
-    ),
-    base.option(
-        "--send",
-        section=SECTION,
-        type=click.Choice(SENDS),
-        help="What is sent to the workers; they read the rest from the same path as here."
-        "  [default: nothing]",
-    ),
-    base.option(
-        "--pieces",
-        section=SECTION,
-        type=click.IntRange(min=1),
-        help="Split the images into N pieces.  [default: 8 for each worker thread, or more]",
-    ),
-    base.option(
-        "--retries",
-        section=SECTION,
-        type=click.IntRange(min=0),
-        help="Retries of a piece whose worker failed.  [default: 2]",
-    ),
-)
-
 
 def cluster_options(command: CommandFunction) -> CommandFunction:
     """Add the dask cluster; the command gets it as `scheduler`, None for this machine."""
@@ -191,7 +162,35 @@ def cluster_options(command: CommandFunction) -> CommandFunction:
             cluster = _cluster(scheduler, values)
         command(scheduler=cluster, **arguments)
 
-    return base.add_options(run, _CLUSTER_OPTIONS)
+    options = (
+        base.option(
+            "--scheduler",
+            section=SECTION,
+            metavar="ADDRESS",
+            help="Observe on the workers of this dask scheduler, such as tcp://host:8786, which"
+            " must be trusted; the result is the same. Needs the extra [dask].",
+        ),
+        base.option(
+            "--send",
+            section=SECTION,
+            type=click.Choice(SENDS),
+            help="What is sent to the workers; they read the rest from the same path as here."
+            "  [default: nothing]",
+        ),
+        base.option(
+            "--pieces",
+            section=SECTION,
+            type=click.IntRange(min=1),
+            help="Split the images into N pieces.  [default: 8 for each worker thread, or more]",
+        ),
+        base.option(
+            "--retries",
+            section=SECTION,
+            type=click.IntRange(min=0),
+            help="Retries of a piece whose worker failed.  [default: 2]",
+        ),
+    )
+    return base.add_options(run, options)
 
 
 def _cluster(address: str, cluster_values: Mapping[str, Any]) -> Cluster:

@@ -129,25 +129,24 @@ def _parse_number(flag: str, text: str) -> float:
         raise ConfigError(f"{flag} takes numbers such as 0.5 or 1/255, got {text!r}") from error
 
 
-_RAW_OPTIONS = (
-    base.image_option(
-        "--raw-shape",
-        metavar="DIMS",
-        help="Shape of a sample in .bin and .raw files, such as 1x3x224x224."
-        "  [default: the input's]",
-    ),
-    base.image_option(
-        "--raw-dtype",
-        metavar="NAME",
-        help="Dtype of .bin and .raw files, little-endian, such as float16."
-        "  [default: the input's]",
+# shape and dtype of files without a header, which `take_source` takes out
+raw_options = partial(
+    base.add_options,
+    options=(
+        base.image_option(
+            "--raw-shape",
+            metavar="DIMS",
+            help="Shape of a sample in .bin and .raw files, such as 1x3x224x224."
+            "  [default: the input's]",
+        ),
+        base.image_option(
+            "--raw-dtype",
+            metavar="NAME",
+            help="Dtype of .bin and .raw files, little-endian, such as float16."
+            "  [default: the input's]",
+        ),
     ),
 )
-
-
-def raw_options(command: Command) -> Command:
-    """Add shape and dtype of files without a header; `take_source` takes them out."""
-    return base.add_options(command, _RAW_OPTIONS)
 
 
 def take_source(arguments: dict[str, Any], source: str) -> str | RawFiles:
@@ -180,20 +179,8 @@ def take_source(arguments: dict[str, Any], source: str) -> str | RawFiles:
     return RawFiles(source, shape=shape, dtype=dtype)
 
 
-_LIMIT_OPTIONS = (
-    base.image_option(
-        "--limit", type=click.IntRange(min=1), help="Use at most N images, spread evenly over all."
-    ),
-    base.image_option(
-        "--stride",
-        type=click.IntRange(min=1),
-        help="Use every N-th image or video frame only.  [default: 1; one a second of a video]",
-    ),
-)
-
-
 def take_limit(arguments: dict[str, Any]) -> Limit:
-    """Take the options of `_LIMIT_OPTIONS` out of `arguments`; return them, None without any."""
+    """Take --limit and --stride out of `arguments`; return them, None without any."""
     from deploy.feed.sampling import Choice
 
     limit = arguments.pop("limit")
@@ -201,26 +188,10 @@ def take_limit(arguments: dict[str, Any]) -> Limit:
     return None if limit is None and stride is None else Choice(limit=limit, every=stride)
 
 
-_STABILITY_OPTIONS = (
-    base.image_option(
-        "--until-stable",
-        is_flag=True,
-        help="Use 16, 32, 64 ... images, spread evenly over all, until both halves of them give the"
-        " same ranges.",
-    ),
-    base.image_option(
-        "--stable-within",
-        type=Real(),
-        help="For --until-stable: largest difference of the halves, as a share of a range."
-        "  [default: 0.2]",
-    ),
-)
-
-
 def take_stable_share(arguments: dict[str, Any]) -> float | None:
     """Return the share by which halves of the images may differ; None to use all images.
 
-    The values of `_STABILITY_OPTIONS` are taken out of `arguments`.
+    --until-stable and --stable-within are taken out of `arguments`.
 
     Raises:
         ConfigError: --stable-within without --until-stable.
@@ -280,42 +251,6 @@ class ImageArguments:
         return replace(self.dataset, source=source, limit=None, split="val")
 
 
-batch_axis_option = base.image_option(
-    "--batch-axis",
-    type=click.Choice(("auto", "0", "none")),
-    default="auto",
-    show_default=True,
-    help="Meaning of the first dimension of the inputs: 0, the batch; none, a part of each sample,"
-    " such as the points of a cloud. With auto the shapes of model and samples decide.",
-)
-
-state_option = base.image_option(
-    "--state",
-    "states",
-    multiple=True,
-    metavar="IN=OUT",
-    help="Input IN reads the output OUT of the previous step, and zeros at the start of a sequence;"
-    " may be repeated. Pairs with similar names and equal shapes need no option.",
-)
-
-skip_bad_option = base.image_option("--skip-bad", is_flag=True, help="Skip unreadable images.")
-
-max_pixels_option = base.image_option(
-    "--max-pixels",
-    type=click.IntRange(1, 1 << 28),
-    default=50_000_000,
-    metavar="N",
-    help="Pixels that an image may have; decoding takes three bytes each.",
-)
-
-calibrator_script_option = base.image_option(
-    "--calibrator-script",
-    metavar="FILE.py:FUNCTION",
-    help="In place of --images: a function that returns your TensorRT calibrator (IInt8...); its"
-    " batches are read without TensorRT and a GPU.",
-)
-
-
 def _image_options(
     command: CommandFunction, *, takes_script: bool, is_required: bool = True
 ) -> CommandFunction:
@@ -349,7 +284,26 @@ def _image_options(
 
     options = [*_feed_options(help_text=f"{SOURCES}.", required=not takes_script)]
     if takes_script:
-        options += [calibrator_script_option, *_STABILITY_OPTIONS]
+        options += [
+            base.image_option(
+                "--calibrator-script",
+                metavar="FILE.py:FUNCTION",
+                help="In place of --images: a function that returns your TensorRT calibrator"
+                " (IInt8...); its batches are read without TensorRT and a GPU.",
+            ),
+            base.image_option(
+                "--until-stable",
+                is_flag=True,
+                help="Use 16, 32, 64 ... images, spread evenly over all, until both halves of them"
+                " give the same ranges.",
+            ),
+            base.image_option(
+                "--stable-within",
+                type=Real(),
+                help="For --until-stable: largest difference of the halves, as a share of a range."
+                "  [default: 0.2]",
+            ),
+        ]
     return base.add_options(run, [*options, base.threads_option(section=base.GENERAL)])
 
 
@@ -455,9 +409,38 @@ def _feed_options(*, help_text: str, required: bool = False) -> Sequence[Callabl
         ),
         preprocess_options,
         raw_options,
-        *_LIMIT_OPTIONS,
-        batch_axis_option,
-        state_option,
-        skip_bad_option,
-        max_pixels_option,
+        base.image_option(
+            "--limit",
+            type=click.IntRange(min=1),
+            help="Use at most N images, spread evenly over all.",
+        ),
+        base.image_option(
+            "--stride",
+            type=click.IntRange(min=1),
+            help="Use every N-th image or video frame only.  [default: 1; one a second of a video]",
+        ),
+        base.image_option(
+            "--batch-axis",
+            type=click.Choice(("auto", "0", "none")),
+            default="auto",
+            help="Meaning of the first dimension of the inputs: 0, the batch; none, a part of each"
+            " sample, such as the points of a cloud. With auto the shapes of model and samples"
+            " decide.",
+        ),
+        base.image_option(
+            "--state",
+            "states",
+            multiple=True,
+            metavar="IN=OUT",
+            help="Input IN reads the output OUT of the previous step, and zeros at the start of a"
+            " sequence; may be repeated. Pairs with similar names and equal shapes need no option.",
+        ),
+        base.image_option("--skip-bad", is_flag=True, help="Skip unreadable images."),
+        base.image_option(
+            "--max-pixels",
+            type=click.IntRange(1, 1 << 28),
+            default=50_000_000,
+            metavar="N",
+            help="Pixels that an image may have; decoding takes three bytes each.",
+        ),
     )

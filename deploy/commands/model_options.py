@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from deploy.commands import base
-from deploy.commands.base import Command, CommandFunction, Decorator, Real
+from deploy.commands.base import CommandFunction, Decorator, Real
 from deploy.errors import ConfigError
 from deploy.targets import TARGETS, Target, find_target
 from deploy.targets.options import Option, declared_options
@@ -28,11 +28,16 @@ if TYPE_CHECKING:
     from deploy.frontends.base import LoadedModel
 
 
-def model_options(command: Command) -> Command:
-    """Add the options of a PyTorch model; the command gets them as `input_texts` and `weights`."""
-    options = (
+# needs help=
+_input_option = partial(
+    base.model_option, "--input", "input_texts", multiple=True, metavar="[NAME=]SHAPE[:DTYPE]"
+)
+# options of a PyTorch model, which a command gets as `input_texts` and `weights`
+model_options = partial(
+    base.add_options,
+    options=(
         _input_option(
-            "Input of a model given as file.py:factory or timm:NAME, such as 1x3x224x224 or"
+            help="Input of a model given as file.py:factory or timm:NAME, such as 1x3x224x224 or"
             " ids=1x128:int64; the name is an argument of its forward or a key of its dict. For an"
             " ONNX file, a shape in place of the file's."
         ),
@@ -41,15 +46,8 @@ def model_options(command: Command) -> Command:
             type=base.INPUT,
             help="State dict for a model given as file.py:factory or timm:NAME.",
         ),
-    )
-    return base.add_options(command, options)
-
-
-def _input_option(text: str) -> Callable[[Command], Command]:
-    """Return --input, which may be repeated, with this help text."""
-    return base.model_option(
-        "--input", "input_texts", multiple=True, metavar="[NAME=]SHAPE[:DTYPE]", help=text
-    )
+    ),
+)
 
 
 def resolve_model(
@@ -79,16 +77,13 @@ def resolve_model(
     return open_with_shapes(model, inputs) if inputs else model
 
 
-def leaf_option(command: Command) -> Command:
-    """Add `leaves`: modules of a PyTorch model that are not traced into."""
-    option = base.model_option(
-        "--leaf",
-        "leaves",
-        multiple=True,
-        metavar="NAME|CLASS",
-        help="Module not to trace into, by its name or class.",
-    )
-    return option(command)
+leaf_option = base.model_option(
+    "--leaf",
+    "leaves",
+    multiple=True,
+    metavar="NAME|CLASS",
+    help="Module not to trace into, by its name or class.",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,8 +188,8 @@ def torch_options(command: CommandFunction) -> CommandFunction:
     options = (
         click.argument("model"),
         _input_option(
-            "Input, batch first, such as 1x3x224x224. Repeat for several, each with its argument"
-            " of forward, or key of the dict that forward takes: ids=1x128:int64."
+            help="Input, batch first, such as 1x3x224x224. Repeat for several, each with its"
+            " argument of forward, or key of the dict that forward takes: ids=1x128:int64."
         ),
         base.model_option(
             "--sample",

@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 from deploy.commands import base
-from deploy.commands.base import GENERAL, CommandFunction, Decorator, Real, SectionedCommand, option
+from deploy.commands.base import GENERAL, CommandFunction, Real, SectionedCommand, option
 from deploy.errors import ConfigError, did_you_mean
 from deploy.files.manifest import MANIFEST_NAME, SETTINGS
 from deploy.tuning import CPU_NAMES, PREFERENCES
@@ -45,24 +45,26 @@ _OVERRIDDEN_OPTIONS = {
 _UNDECODED_BYTE = re.compile("[\ud800-\udfff]")  # in a file name, which UTF-8 cannot encode
 _META = "calib8.options"  # key in a click context: parameter -> value on the line or in the file
 
-_CONFIG = (
-    option(
-        "--config",
-        section=GENERAL,
-        type=base.FILE,
-        expose_value=False,
-        help="Read options from a TOML file; options on the command line override it. With the"
-        f" {SETTINGS} of a build, --out is its folder.",
-    ),
-    option(
-        "--trust-config",
-        section=GENERAL,
-        is_flag=True,
-        expose_value=False,
-        help="Run the code that --config names although another user can write the file.",
+config_options = partial(
+    base.add_options,
+    options=(
+        option(
+            "--config",
+            section=GENERAL,
+            type=base.FILE,
+            expose_value=False,
+            help="Read options from a TOML file; options on the command line override it. With the"
+            f" {SETTINGS} of a build, --out is its folder.",
+        ),
+        option(
+            "--trust-config",
+            section=GENERAL,
+            is_flag=True,
+            expose_value=False,
+            help="Run the code that --config names although another user can write the file.",
+        ),
     ),
 )
-config_options = partial(base.add_options, options=_CONFIG)
 
 
 class ConfiguredCommand(SectionedCommand):
@@ -231,6 +233,20 @@ def _is_text_or_number(value: object) -> bool:
     return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 
+max_loss_option = base.search_option(
+    "--max-loss",
+    type=Real(0, 1),
+    help="Largest loss of accuracy, or of agreement with FP32 (0.01 is one in a hundred);"
+    " an engine that loses more is unusable (exit code 3).",
+)
+min_speedup_option = base.search_option(
+    "--min-speedup",
+    type=Real(min=0),
+    help="Least speed-up over FP32, on a GPU over its runtime's FP16; a slower engine is"
+    " unusable (exit code 3), one that was not timed is doubtful.",
+)
+
+
 def tuning_options(command: CommandFunction) -> CommandFunction:
     """Add the options of the search and of acceptance; the command gets `tuning` and `gates`."""
 
@@ -256,26 +272,7 @@ def tuning_options(command: CommandFunction) -> CommandFunction:
         gates = Gates(max_loss=max_loss, min_speedup=min_speedup, accept=accept)
         command(tuning=tuning, gates=gates, **arguments)
 
-    return base.add_options(run, _search_options())
-
-
-max_loss_option = base.search_option(
-    "--max-loss",
-    type=Real(0, 1),
-    help="Largest loss of accuracy, or of agreement with FP32 (0.01 is one in a hundred);"
-    " an engine that loses more is unusable (exit code 3).",
-)
-min_speedup_option = base.search_option(
-    "--min-speedup",
-    type=Real(min=0),
-    help="Least speed-up over FP32, on a GPU over its runtime's FP16; a slower engine is"
-    " unusable (exit code 3), one that was not timed is doubtful.",
-)
-
-
-def _search_options() -> list[Decorator]:
-    """Return the options of `tuning_options`."""
-    return [
+    options = (
         base.search_option(
             "--effort",
             type=click.IntRange(0, 3),
@@ -316,4 +313,5 @@ def _search_options() -> list[Decorator]:
         base.search_option(
             "--accept", is_flag=True, help="Exit with code 0 even if an engine is unusable."
         ),
-    ]
+    )
+    return base.add_options(run, options)

@@ -365,14 +365,9 @@ def use_qdq_calibration(
     feed = loaded.open_samples(dataset)
     feed.cache_samples(CANDIDATE_COUNT, PREVIEW_COUNT)
     loaded = loaded.with_inputs(feed.specs)
-    subject = CalibrationSubject(
-        loaded=loaded,
-        sample_count=len(feed),
-        batch=feed.batch,
-        padded_sample_count=feed.padded_sample_count,
-        method=Method.of(),  # the default one; nothing is searched
-        trt_version=trt_version or _find_trt_version(targets),
-    )
+    # options of a calibration without a cache; nothing is searched by their method, the default one
+    options = CalibrationOptions(cache=CachePolicy(trt_version=trt_version))
+    subject = _make_subject(loaded, None, feed, options, targets, task="")
     # nothing is observed: the targets are only asked, since one that cannot be built raises then
     _, failures = _collect_observations(targets, subject)
     return CalibrationResult(

@@ -38,14 +38,14 @@ from deploy.pipeline.measure import measure_engines
 from deploy.pipeline.results import (
     engine_rows,
     feed_part,
-    file_rows,
+    files_part,
     model_part,
     publish_build,
     sample_shapes,
     write_pages,
 )
 from deploy.report import Report
-from deploy.report.parts import EngineRow, TargetPart, node_rows
+from deploy.report.parts import EngineRow
 from deploy.report.verdict import Gates
 from deploy.runtimes.ort import OrtSession
 from deploy.targets.ascend.executor import open_deploy
@@ -234,10 +234,17 @@ def _write_files(
             threads=threads,
         )
         result = target.write_files(recipe, request)
+        # also if atc failed, the fake-quant model can be run
+        fake_quant_path = str(stage.published_path(result.files["fake-quant model"]))
+        target_part = replace(
+            files_part(result, loaded.model, stage),
+            options=changed_options(target),
+            runnable=fake_quant_path,
+        )
         report = Report(
             title=f"calib8: {loaded.name} in int8 for {result.target}, by {scales_path}",
             model=model_part(loaded),
-            targets=(_target_part(result, target, loaded, stage),),
+            targets=(target_part,),
             machine=this_machine(),
             notes=(*loaded.alerts, _NO_IMAGES),
         )
@@ -263,23 +270,6 @@ def _write_files(
         }
         publish_build(origin, stage, replaceable=None if force else ())  # None: every file
     return report
-
-
-def _target_part(
-    result: BuildResult, target: Ascend, loaded: LoadedModel, stage: Stage
-) -> TargetPart:
-    """Return the report's part on the files of the target; `loaded`: the float model."""
-    return TargetPart(
-        name=result.target,
-        method=result.method,
-        options=changed_options(target),
-        nodes=node_rows(result.decisions, loaded.model),
-        files=file_rows(result.files, stage),
-        runnable=str(stage.published_path(result.files["fake-quant model"])),
-        shipped=tuple(str(stage.published_path(path)) for path in result.shipped),
-        alerts=result.alerts,
-        notes=result.notes,
-    )
 
 
 def _choose_scales(

@@ -230,9 +230,9 @@ def _better_engines(report: Report, earlier: Report) -> Iterator[EarlierPart]:
 
 def _number_in_front(target: TargetPart, earlier_split: SplitRow | None) -> int | None:
     """Return the number in this build's front of a split that an earlier build took, if there."""
-    if earlier_split is None or target.search is None:
+    if earlier_split is None:
         return None
-    for split in target.search.front:
+    for split in target.front:
         # a split may have another number in each search, and be built (taken) in one alone
         comparable_split = replace(split, number=earlier_split.number, taken=True)
         if comparable_split == earlier_split and not split.taken:
@@ -493,32 +493,47 @@ def _target_part(
     observations = calibration.observations_by_target.get(result.target, ())
     # nothing that this target needs was observed in this run: the cache had all of it
     is_reused = not error and set(calibration.observed_now).isdisjoint(observations)
-    nodes = node_rows(result.decisions, calibration.loaded.model)
-    notes = list(result.notes)
+    part = files_part(result, calibration.loaded.model, stage)
+    notes = result.notes
     search = None
     if planned_target is not None:
-        search = _search_part(planned_target, nodes)
+        search = _search_part(planned_target, part.nodes)
         if not result.error:
-            notes = [*_search_notes(planned_target), *notes]
-    return TargetPart(
-        name=result.target,
-        method=result.method,
-        options=result.options,
+            notes = (*_search_notes(planned_target), *notes)
+    return replace(
+        part,
         reused=is_reused,
-        nodes=nodes,
         tensors=tensor_rows(calibration, result, layers),
         layers=layers,
         modules=_modules_by_tensor(calibration.loaded.model),
-        files=file_rows(result.files, stage),
-        runnable=_final_path(result.runnable, stage),
-        shipped=tuple(str(stage.published_path(path)) for path in result.shipped),
         search=search,
         alerts=(
             *result.alerts,
             *_earlier_file_alerts(calibration.loaded.name, result.target, stage),
         ),
-        notes=tuple(notes),
+        notes=notes,
         error=error,
+    )
+
+
+def files_part(result: BuildResult, model: ModelProto, stage: Stage) -> TargetPart:
+    """Return what a report says of the files of one target.
+
+    Args:
+        result: the files.
+        model: the float model.
+        stage: folder of the files until the build is complete.
+    """
+    return TargetPart(
+        name=result.target,
+        method=result.method,
+        options=result.options,
+        nodes=node_rows(result.decisions, model),
+        files=file_rows(result.files, stage),
+        runnable=_final_path(result.runnable, stage),
+        shipped=tuple(str(stage.published_path(path)) for path in result.shipped),
+        alerts=result.alerts,
+        notes=result.notes,
     )
 
 

@@ -13,7 +13,6 @@ import base64
 import hashlib
 from collections.abc import Iterable
 from html import escape
-from itertools import starmap
 
 from deploy.files.reading import read_package_text
 from deploy.metrics.levels import DOUBTFUL, FLOAT, GOOD, UNUSABLE
@@ -51,16 +50,13 @@ _LEVEL_CLASSES = {GOOD: "good", FLOAT: "float", DOUBTFUL: "doubtful", UNUSABLE: 
 
 def verdicts(labelled_verdicts: Iterable[tuple[str, Verdict]]) -> str:
     """Return one line per engine: the level as a mark, its label, the reasons; "" without any."""
-    lines = "".join(starmap(_verdict_line, labelled_verdicts))
+    lines = ""
+    for label, verdict in labelled_verdicts:
+        lines += (
+            f'<p class="verdict {_LEVEL_CLASSES[verdict.level]}"><b>{escape(verdict.level)}</b>'
+            f" {escape(label)}: {escape('; '.join(verdict.reasons))}</p>"
+        )
     return f'<div class="verdicts">{lines}</div>' if lines else ""
-
-
-def _verdict_line(label: str, verdict: Verdict) -> str:
-    """Return one engine's verdict as HTML; `label`: name of the engine."""
-    return (
-        f'<p class="verdict {_LEVEL_CLASSES[verdict.level]}"><b>{escape(verdict.level)}</b>'
-        f" {escape(label)}: {escape('; '.join(verdict.reasons))}</p>"
-    )
 
 
 def tiles(main_figures: Iterable[tuple[str, str]]) -> str:

@@ -371,10 +371,14 @@ class TargetPart:
     error: str = ""
 
     @property
+    def front(self) -> tuple[SplitRow, ...]:
+        """Splits that can be built with `--split`, the fastest first; empty without a search."""
+        return self.search.front if self.search else ()
+
+    @property
     def built_split(self) -> SplitRow | None:
         """The split of its front that was built; None without a front."""
-        front = self.search.front if self.search else ()
-        return next((split for split in front if split.taken and split.time > 0), None)
+        return next((split for split in self.front if split.taken and split.time > 0), None)
 
     @property
     def options_text(self) -> str:

@@ -341,14 +341,14 @@ def speed_texts(report: Findings) -> Iterator[str]:
     """
     for target in report.targets:
         built_split = target.built_split
-        if built_split is None or target.search is None:
+        if built_split is None:
             continue
         measured_speed = _measured_speed(report, target)
         speed, text = measured_speed or _expected_speed(target, built_split)
         # a target with a device script is not timed here: the time of its int8 layers is assumed.
         # If all layers are int8, the expected speed is that assumption and nothing else
         is_mere_assumption = _has_device_script(target) and built_split.float_layers == 0
-        alternative = find_alternative(target.search.front, built_split)
+        alternative = find_alternative(target.front, built_split)
         if alternative is not None:
             # `time` of both splits comes from the search, `speed` may be measured
             alternative_speed = figures.ratio(speed * built_split.time / alternative.time)
@@ -555,11 +555,11 @@ def _better_split(target: TargetPart, verdict: Verdict, request: RequestPart) ->
         request: what the user asked for, with the steps that earlier builds followed.
     """
     built_split = target.built_split
-    if built_split is None or target.search is None:
+    if built_split is None:
         return None
 
     better = []
-    for split in target.search.front:
+    for split in target.front:
         # times are multiples of the float model's, which the split must still beat
         is_slower = built_split.time < split.time <= 1 / MIN_GAIN
         was_tried = split_name(target, split) in request.followed

@@ -309,11 +309,10 @@ def _layers(report: Findings) -> Iterator[ComparisonLine]:
 
 def _accuracy(report: Findings) -> Iterator[ComparisonLine]:
     """Yield top-1, mean average precision, the task's figures, and the errors of the outputs."""
-    yield _share_line(report, "Top-1", _top1_shares)
+    for label in ("Top-1", "mAP .50:.95", "mAP .50"):
+        yield _share_line(report, label)
     accuracies = [engine.accuracy for engine in report.engines]
     measured_accuracies = [accuracy for accuracy in accuracies if accuracy]
-    yield _share_line(report, "mAP .50:.95", _precision_shares)
-    yield _share_line(report, "mAP .50", _precision_shares_50)
     for label in _distinct(map(task_label, measured_accuracies)):
         yield _task_line(report, label)
     yield _comparison_line(
@@ -346,27 +345,21 @@ def _distinct(texts: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(filter(None, texts)))
 
 
-def _share_line(
-    report: Findings, label: str, find_shares: Callable[[Accuracy], tuple[float, float] | None]
-) -> ComparisonLine:
+def _share_line(report: Findings, label: str) -> ComparisonLine:
     """Return the line of a figure by labels, such as top-1, with the engines' largest loss.
 
-    The figure is a share, 0 to 1. The float model's is part of the accuracy of every other engine.
+    The float model's share is part of the accuracy of every other engine.
 
-    Args:
-        report: the results.
-        label: name of the line.
-        find_shares: accuracy of an engine -> (share of the float model, share of the engine), 0 to
-            1; None if not measured.
+    `label`: name of the line, and of the figure in `_shares_by_labels`.
     """
     float_share: float | None = None
     shares: list[float | None] = []
     changes = []
     for engine in report.engines:
         share = None
-        both_shares = find_shares(engine.accuracy) if engine.accuracy else None
-        if both_shares is not None:
-            float_share, share = both_shares
+        measured_shares = _shares_by_labels(engine.accuracy) if engine.accuracy else {}
+        if label in measured_shares:
+            float_share, share = measured_shares[label]
             changes.append(share - float_share)
         shares.append(share)
     for index, engine in enumerate(report.engines):
@@ -375,23 +368,19 @@ def _share_line(
     return ComparisonLine(label, tuple(map(figures.percent, shares)), _worst_change(changes))
 
 
-def _top1_shares(accuracy: Accuracy) -> tuple[float, float] | None:
-    """Return top-1 of the float model and of an engine; None without labels of classes."""
-    if accuracy.top1_reference is None or accuracy.top1_candidate is None:
-        return None
-    return accuracy.top1_reference, accuracy.top1_candidate
+def _shares_by_labels(accuracy: Accuracy) -> dict[str, tuple[float, float]]:
+    """Return figure -> (share of the float model, share of an engine), 0 to 1, of those measured.
 
-
-def _precision_shares(accuracy: Accuracy) -> tuple[float, float] | None:
-    """Return mean average precision of both models, over all IoUs; None without objects."""
+    Top-1 needs labels of classes, mean average precision (over all IoUs, and at IoU .50) objects.
+    """
+    shares = {}
+    if accuracy.top1_reference is not None and accuracy.top1_candidate is not None:
+        shares["Top-1"] = (accuracy.top1_reference, accuracy.top1_candidate)
     precision = accuracy.precision
-    return None if precision is None else (precision.reference, precision.candidate)
-
-
-def _precision_shares_50(accuracy: Accuracy) -> tuple[float, float] | None:
-    """Return mean average precision of both models, at IoU .50; None without objects."""
-    precision = accuracy.precision
-    return None if precision is None else (precision.reference_50, precision.candidate_50)
+    if precision is not None:
+        shares["mAP .50:.95"] = (precision.reference, precision.candidate)
+        shares["mAP .50"] = (precision.reference_50, precision.candidate_50)
+    return shares
 
 
 def _worst_change(changes: Sequence[float]) -> str:
