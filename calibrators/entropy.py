@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.grids import Float64Array, Int64Array
-from calibrators.histogram import Histogram
+from calibrators.histogram import Histogram, prefix_sums
 from calibrators.scales import Scale
 
 BINS = 2048
@@ -99,15 +99,15 @@ def _divergences(counts: Float64Array) -> Float64Array:
     """
     # the numbers of kept bins to compare; arrays below without another shape have a value for each
     bin_counts = np.arange(LEVELS, BINS + 1)
-    counts_before = _prefix_sums(counts)
-    occupied_before = _prefix_sums(counts > 0)
+    counts_before = prefix_sums(counts)
+    occupied_before = prefix_sums(counts > 0)
     kept_sums = counts_before[bin_counts]
     total = counts.sum()
     last_count = counts[bin_counts - 1]  # of the last kept bin, without the outliers
     outliers = total - kept_sums
 
     # sum p ln p; the outliers change the term of the last bin
-    kept_bin_terms = _prefix_sums(_xlogx(counts))[bin_counts]
+    kept_bin_terms = prefix_sums(_xlogx(counts))[bin_counts]
     p_terms = kept_bin_terms - _xlogx(last_count) + _xlogx(last_count + outliers)
 
     # sum p ln(s / n): a level is a run of bins. Many levels are the same run, so the term s ln(s /
@@ -155,11 +155,6 @@ def _level_starts() -> NDArray[np.intp]:
 def _run_indices() -> NDArray[np.intp]:
     """Return the index in `_run_terms` of each level, for each i (kept bins): [1921, 128]."""
     return (np.diff(_level_starts(), axis=1) - 1) * (BINS + 1) + _level_starts()[:, :-1]
-
-
-def _prefix_sums(x: NDArray[np.generic]) -> Float64Array:
-    """Return the sums of the elements before each index and of all elements."""
-    return np.concatenate([[0.0], np.cumsum(x, dtype=np.float64)])
 
 
 def _xlogx(x: Float64Array) -> Float64Array:

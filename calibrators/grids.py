@@ -430,8 +430,9 @@ def _quantize(
             f"a zero_point of {dtype} must be an integer in {limits.min}..{limits.max},"
             f" got {list(zero_points)}"
         )
-    if np.isnan(real).any():
-        raise CalibrationError(f"NaN has no integer, got {int(np.isnan(real).sum())} of them")
+    nan_count = np.isnan(real).sum()
+    if nan_count:
+        raise CalibrationError(f"NaN has no integer, got {nan_count} of them")
 
     # float64 is exact for every int32, float32 is not
     with np.errstate(over="ignore"):  # an overflow is inf, which saturates

@@ -104,6 +104,11 @@ def close_range(counts: Int64Array) -> Int64Array:
     return closed
 
 
+def prefix_sums(values: NDArray[np.generic]) -> Float64Array:
+    """Return the sums of the values before each index and of all values, float64."""
+    return np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+
+
 def halve_resolution(values: NDArray[Value]) -> NDArray[Value]:
     """Merge bins pairwise, outwards from bin 0, to the histogram of the doubled range.
 

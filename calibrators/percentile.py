@@ -36,7 +36,7 @@ from dataclasses import replace
 import numpy as np
 
 from calibrators.grids import Int64Array
-from calibrators.histogram import BINS, Histogram
+from calibrators.histogram import BINS, Histogram, prefix_sums
 from calibrators.scales import Scale
 
 QUANTILE = 0.999999
@@ -80,7 +80,7 @@ def percentile(histogram: Histogram, *, percent: float) -> Scale:
 
 def quantile(counts: Int64Array, share: float) -> float:
     """Return the position of a quantile in [B] counts, 0..B in bins, linear within a bin."""
-    counts_below = np.concatenate([[0], np.cumsum(counts)])  # number of values below each edge
+    counts_below = prefix_sums(counts)  # number of values below each edge of a bin
     rank = share * counts_below[-1]
     upper_edge = int(np.searchsorted(counts_below, rank))  # of the bin that has the quantile
     if upper_edge == 0:

@@ -103,7 +103,7 @@ def ascend_scale_offset(
             hi = np.maximum(hi, np.float32(0))
             lo = np.minimum(lo, np.float32(0))
             raw_scale = (hi - lo) / np.float32(2**bits - 1)
-            offset = np.where(hi == lo, np.float32(qmin), np.float32(qmin) - lo / raw_scale)
+            offset = np.float32(qmin) - lo / raw_scale
             # a tensor that is practically zero, whose scale becomes 1
             offset = np.where(raw_scale < FLT_EPSILON, np.float32(qmin), offset)
         else:

@@ -31,6 +31,7 @@ from calibrators.grids import (
     Int64Array,
     RealArray,
 )
+from calibrators.histogram import prefix_sums
 from calibrators.statistics import Arrays
 
 NBINS = (1024, 2048, 4096, 8192)
@@ -280,10 +281,10 @@ def _float64_losses(counts: Int32Array, runs: Int64Array, bits: int) -> Float64A
         runs: first and last bin of each run, [K, 2].
         bits: width of the grid.
     """
-    counts_below = np.concatenate(([0.0], np.cumsum(counts, dtype=np.float64)))
+    counts_below = prefix_sums(counts)
     half_counts = counts / 2.0
     # G of each edge: over a bin, G grows by the count below the bin's middle
-    g_at_edges = np.concatenate(([0.0], np.cumsum(counts_below[:-1] + half_counts)))
+    g_at_edges = prefix_sums(counts_below[:-1] + half_counts)
 
     # moments of the histogram, each bin spread evenly over its width, with a variance of 1/12
     bin_centres = np.arange(counts.size) + 0.5

@@ -39,7 +39,7 @@ from calibrators.amct.arq import (
 )
 from calibrators.errors import CalibrationError
 from calibrators.grids import Float32Array, Float64Array, Int64Array, RealArray
-from calibrators.histogram import halve_resolution, range_for
+from calibrators.histogram import halve_resolution, prefix_sums, range_for
 from calibrators.statistics import Arrays
 
 # boundaries -> the number and the sum of the data below each
@@ -234,7 +234,7 @@ def _sorted_losses(data: Float32Array, candidates: Candidates) -> Float64Array:
     boundary_positions = np.searchsorted(data, np.concatenate(all_boundaries).astype(np.float32))
     cuts = np.unique(np.append(boundary_positions, [0, data.size]))
     sums_between_cuts = np.add.reduceat(data, cuts[:-1], dtype=np.float64)
-    sums_below_cuts = np.concatenate(([0.0], np.cumsum(sums_between_cuts)))
+    sums_below_cuts = prefix_sums(sums_between_cuts)
 
     def count_and_sum_below(boundaries: Float64Array) -> tuple[Float64Array, Float64Array]:
         """Return the number and the sum of the values below each boundary."""
@@ -437,15 +437,15 @@ def ifmr_streaming(histogram: IfmrHistogram, params: IfmrParams | None = None) -
     counts = histogram.counts[occupied_bins]
     sums = histogram.sums[occupied_bins]
     means = sums / counts  # ascending
-    counts_below = np.concatenate(([0], np.cumsum(counts)))
-    sums_below = np.concatenate(([0.0], np.cumsum(sums)))
+    counts_below = prefix_sums(counts)  # number of values in the bins before each
+    sums_below = prefix_sums(sums)
 
     def count_and_sum_below(boundaries: Float64Array) -> tuple[Float64Array, Float64Array]:
         """Return the number and the sum of the values below each boundary."""
         positions = np.searchsorted(means, boundaries)
-        return counts_below[positions].astype(np.float64), sums_below[positions]
+        return counts_below[positions], sums_below[positions]
 
-    lo, hi = _initial_range(histogram, means, np.cumsum(counts), params)
+    lo, hi = _initial_range(histogram, means, counts_below[1:], params)
     candidates = make_candidates(np.float32(hi), np.float32(lo), params)
     sum_of_squares = (sums * means).sum()  # as if each value were the mean of its bin
     losses = staircase_losses(
@@ -457,7 +457,7 @@ def ifmr_streaming(histogram: IfmrHistogram, params: IfmrParams | None = None) -
 def _initial_range(
     histogram: IfmrHistogram,
     means: Float64Array,
-    cumulative_counts: Int64Array,
+    cumulative_counts: Float64Array,
     params: IfmrParams,
 ) -> tuple[float, float]:
     """Return (lower end, upper end) of the range that holds the percentiles of the values, and 0.
