@@ -1,6 +1,7 @@
 """`calib8 build` of a Q/DQ model: its own scales, in every spelling, for every target."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -353,12 +354,21 @@ def test_float_option_needs_same_model_ends(refusal, qdq_models, small_cnn, dete
     )
 
 
-@pytest.mark.parametrize("flag", ["--eval-images", "--labels", "--metric"])
-def test_measurement_options_need_images(flag, refusal, qdq_models, images_file, tmp_path):
+@pytest.mark.parametrize("options", [{}, {"labels": [0, 1, 2, 3, 4, 5]}])
+def test_evaluation_images_alone_measure(qdq_models, small_cnn, images_file, tmp_path, options):
+    options |= {"float_model": small_cnn, "duration_s": 0}
+    build = partial(calib8.build, qdq_models["onnxruntime"], **options)
+    report = build(out=tmp_path / "a", eval_images=images_file)
+    both = build(images_file, out=tmp_path / "b", eval_images=images_file)
+    assert report.engines[1].accuracy == both.engines[1].accuracy is not None
+
+
+@pytest.mark.parametrize("flag", ["--labels", "--metric"])
+def test_measurement_options_need_images(flag, refusal, qdq_models, tmp_path):
     (tmp_path / "labels.txt").write_text("1\n" * 6)
     (tmp_path / "own.py").write_text("def score(fp32, int8, label):\n    return 1.0\n")
     metric = f"{tmp_path / 'own.py'}:score"
-    values = {"--eval-images": images_file, "--labels": tmp_path / "labels.txt", "--metric": metric}
+    values = {"--labels": tmp_path / "labels.txt", "--metric": metric}
     message = refusal(qdq_models["onnxruntime"], flag, values[flag], images=False)
     assert f"{flag} is for what is measured on images" in message
     assert "give --images too" in message

@@ -114,7 +114,7 @@ def build(  # noqa: D417
 
     Args:
         images: images to calibrate with, as for `calibrate`; for a Q/DQ model images to measure
-            with, or None.
+            with (as `eval_images`), or None.
         float_model: float model that a Q/DQ model's engines are compared with. None compares
             accuracy with the Q/DQ model, and speed and size with that model without its pairs.
         out: output folder, also of the cache if `cache` names none.

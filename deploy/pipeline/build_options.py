@@ -307,7 +307,7 @@ def prepare_build(
 
     Args:
         model: the float model, or a Q/DQ model.
-        dataset: the calibration images; None for a Q/DQ model that is built without measuring.
+        dataset: the calibration images; None for a Q/DQ model.
         options: the user's options.
 
     Raises:
@@ -315,14 +315,15 @@ def prepare_build(
     """
     metric = make_metric(options.metric, options.task)  # refuses a wrong one before loading
     loaded = load_float_or_qdq(model)
+    if loaded.qdq is not None:  # nothing is calibrated, so either images are those to measure on
+        dataset = dataset or options.evaluation
     image_source = None if dataset is None else dataset.source
     reference, notes = find_reference_model(loaded, options.float_model, image_source)
     if dataset is None:
         _refuse_evaluation_options(options)
     evaluation = options.evaluation
     if loaded.qdq is not None:
-        # its Q/DQ pairs are the calibration: nothing is searched, and the images given to
-        # calibrate with are evaluated on
+        # its Q/DQ pairs are the calibration: nothing is searched
         refuse_calibration_options(loaded.qdq, _calibration_flags(image_source, options))
         options = replace(options, tuning=replace(options.tuning, effort=0))
         evaluation = evaluation or dataset
@@ -577,7 +578,6 @@ def _refuse_less_effort_than_before(options: BuildOptions, loaded: LoadedModel) 
 def _refuse_evaluation_options(options: BuildOptions) -> None:
     """Refuse options on how a Q/DQ model is measured, since there are no images to measure on."""
     value_by_flag = {
-        "--eval-images": options.evaluation,
         "--labels": options.labels,
         "--metric": options.metric,
         "--task": options.task,
