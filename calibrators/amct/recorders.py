@@ -152,7 +152,7 @@ class ChannelMax:
 class _SampledPositions(_Ordered):
     """Base of the statistics at sampled positions."""
 
-    samples: int  # whose number decides the positions
+    samples: int  # number of samples to record; the number of each decides its positions
     max_positions: int  # largest number of positions per sample
 
     @property

@@ -466,7 +466,7 @@ def free_added_names(graph: onnx.GraphProto) -> list[str]:
         The names that were replaced.
 
     Raises:
-        ModelError: the base and the tensor beside it are inputs or outputs both.
+        ModelError: both the base and the tensor beside it are inputs or outputs.
     """
     graph_and_subgraphs = list(all_graphs(graph))
     names = tensor_names(*graph_and_subgraphs)

@@ -201,7 +201,7 @@ def _append_product(graph: Graph, gate: Gate) -> Gate | None:
         if product.input[0] == gate.output:
             return replace(extended_gate, gain=gate.gain / scalar)
 
-    # what remains of a Div has a tensor or the gate as its divisor
+    # any other Div is no part of the gate; nor is a Mul by a second factor
     if product.op_type == "Div" or gate.factor:
         return None
     factors = other_inputs(product, gate.output)  # empty if the Mul squares the gate

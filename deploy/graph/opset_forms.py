@@ -278,7 +278,8 @@ def _complete_resize(node: onnx.NodeProto, scope: OpsetScope) -> Nodes:
     scales that follow from them replace them. A Resize without both stays as it is.
 
     Raises:
-        CannotRewrite: the rank is unknown; or a size of the input is, which the policy needs.
+        CannotRewrite: the rank is unknown; a region is computed; or the policy needs a size of the
+            input that is unknown, or sizes that no scale gives.
     """
     attrs = attributes(node)
     has_axes = "axes" in attrs

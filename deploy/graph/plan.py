@@ -571,17 +571,17 @@ def _find_scale_owners(
 def never_negative(model: onnx.ModelProto) -> frozenset[str]:
     """Return the tensors that cannot be negative for any input, such as outputs of a Relu."""
     graph = Graph(model)
-    names: set[str] = set()
+    non_negative: set[str] = set()
     for node in graph.nodes:
-        if cannot_be_negative(graph, node, names):
-            names.update(node.output)
-    return frozenset(names)
+        if cannot_be_negative(graph, node, non_negative):
+            non_negative.update(node.output)
+    return frozenset(non_negative)
 
 
-def cannot_be_negative(graph: Graph, node: onnx.NodeProto, positive: Collection[str]) -> bool:
-    """Whether a node's output cannot be negative, given that the `positive` tensors cannot."""
+def cannot_be_negative(graph: Graph, node: onnx.NodeProto, non_negative: Collection[str]) -> bool:
+    """Whether a node's output cannot be negative, given that the `non_negative` tensors cannot."""
     if node.op_type in MOVES | POOLS:
-        return node.input[0] in positive
+        return node.input[0] in non_negative
     if node.op_type == "Clip":
         return graph.clips_at_zero(node)
     return node.op_type in {"Relu", "Sigmoid", "Softmax", "HardSigmoid"}

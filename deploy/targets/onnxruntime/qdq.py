@@ -201,8 +201,8 @@ class _QdqWriter:
         self.weight_quantizers: Nodes = []
         self.nodes_after: dict[str, Nodes] = {}  # tensor -> the pair that reads it
         self.replacements: dict[str, Nodes] = {}  # name of a node -> the nodes in its place
-        # a partial, not a method, which would refer to this writer: the gate writer below gets it,
-        # and is a part of this writer; such a cycle of references holds both models in memory until
+        # a partial, not a method: the method would refer to this writer, and the gate writer, which
+        # this writer refers to, to the method; such a cycle holds both models in memory until
         # Python's garbage collector runs
         self.add_constant = partial(_add_constant, self.graph, self.initializers)
         self.gate_writer = GateWriter(self.add_constant, self.constant_nodes)
@@ -229,7 +229,8 @@ class _QdqWriter:
             raise ExportError(f"a scale must be positive, got {scale} for {tensor}")
         if owner in self.gate_offsets:  # the gate makes the owner by adding the offset
             return fit_output_offset(scale, zero_point, self.gate_offsets[owner])
-        return fit_input_shift(scale, zero_point, self.clip_shifts.get(owner, 0.0))
+        shift = self.clip_shifts.get(owner, 0.0)  # with 0 the parameters stay as they are
+        return fit_input_shift(scale, zero_point, shift)
 
     def write_pair(self, pair: QdqPair) -> None:
         """Insert one Q/DQ pair, for all readers of its tensor or only for those that it names.

@@ -288,7 +288,7 @@ def _recognise_task(request: BuildRequest) -> tuple[EvaluationTask | None, Outpu
         return None, {}
     pairs = request.evaluation_set.samples_with_outputs(MAX_FORM_SAMPLES)
     subject = request.subject
-    # without a metric of the user's own, `metric` measures what the task of the outputs asks for
+    # a metric of the user's own would say nothing of the task, so it is left out
     metric = make_metric(
         metric=None, task=subject.task or None, declared=subject.loaded.declaration
     )

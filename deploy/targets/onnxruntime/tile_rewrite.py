@@ -84,11 +84,13 @@ def _find_output_quantize(graph: Graph, node: onnx.NodeProto) -> onnx.NodeProto 
 
 
 def tiled(array: NDArray[Any], tile: Tile) -> NDArray[Any]:
-    """Repeat what a ConvTranspose has for each channel for the channels of its Conv.
+    """Return a constant of a ConvTranspose in the form that the Conv in its place needs.
+
+    The Conv has an output channel for each pixel of a tile and each channel m: [k l m, c, 1, 1].
 
     Args:
-        array: a weight [c, m, k, l], values [m], or one value for all.
-        tile: rows and columns.
+        array: a weight [c, m, k, l], values [m] of the channels, or one value for all.
+        tile: rows k and columns l of a tile.
     """
     if array.ndim == 4:
         return array.transpose(2, 3, 1, 0).reshape(-1, len(array), 1, 1)

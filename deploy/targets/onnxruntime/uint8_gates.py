@@ -167,7 +167,8 @@ class GateWriter:
             output_range: clip range of its output.
             shifted_source: float tensor source + shift, if the layer upstream computes it; else "".
             clip_params: scale, zero point and shift of the source, if a Clip of its integers is to
-                clip it. None if a Q/DQ pair is to clip it, whose range is 0 to top.
+                clip it. None if a Q/DQ pair is to clip it, whose range is 0 to top, as always with
+                a `shifted_source`.
         """
         read_name = map_read_names(nodes)  # name in the float model -> name in this one
         if clip_params is not None:
