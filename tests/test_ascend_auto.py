@@ -168,8 +168,12 @@ def test_uneven_depthwise_layer_is_balanced(parts):
     assert list(chosen) == list(graph.layers)
     assert chosen["dw"] == "dmq 0.5"  # each channel keeps its weights' steps, and wins input's
     balanced, plain = (
-        searches.measure_layer_errors(
-            model, quantize_layers(model, graph, records[search]), samples[:4], threads=1
+        searches.compare_outputs(
+            searches.mean_square_error,
+            model,
+            quantize_layers(model, graph, records[search]),
+            samples[:4],
+            threads=1,
         )
         for search in ("dmq 0.5", "as configured")
     )

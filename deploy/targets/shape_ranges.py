@@ -33,10 +33,10 @@ class ShapeRange:
     max_sizes: Shapes
     largest_sample: Shapes
 
-    @property
-    def varies(self) -> bool:
-        """Whether the samples differ in shape."""
-        return self.min_sizes != self.max_sizes
+
+def is_static(size: int | str | None) -> bool:
+    """Whether a dimension of an input has a fixed size."""
+    return isinstance(size, int) and size > 0
 
 
 def sample_shape_range(request: BuildRequest) -> ShapeRange:
@@ -53,10 +53,8 @@ def _sample_shapes(request: BuildRequest) -> Iterator[SampleShapes]:
     for value in runtime_inputs(request.model.graph):
         shape = dims(value) or ()
         input_sizes += shape[1:] if value.name in request.batch_inputs else shape
-    # a size that may differ between samples is a name, None or not positive
-    has_fixed_inputs = all(isinstance(size, int) and size > 0 for size in input_sizes)
     feed = request.feed
-    have_equal_shapes = has_fixed_inputs or feed.has_fixed_size
+    have_equal_shapes = feed.has_fixed_size or all(map(is_static, input_sizes))
     samples = feed.first_samples(1) if have_equal_shapes else feed.samples()
     with phase("sizes of the samples", len(feed), "samples") as count_sample:
         for sample in samples:

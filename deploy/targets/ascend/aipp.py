@@ -32,7 +32,7 @@ import numpy as np
 from deploy.errors import ExportError
 from deploy.feed.pixels import resized_geometry
 from deploy.feed.preprocess import Preprocess, Size, format_size, with_image_size
-from deploy.targets.ascend.atc import AippSource, compression_options
+from deploy.targets.ascend.atc import AippSource
 from deploy.targets.ascend.proto import message_class, print_text
 from deploy.targets.base import BuildRequest
 
@@ -435,7 +435,8 @@ def write_aipp_files(
     text, host_notes = write_aipp(preprocess, source, inputs.index(image_input))
     files["AIPP configuration"] = request.write("_aipp.cfg", text)
     if first_layer_int8:
-        options_text = compression_options()
-        files["compression options"] = request.write("_compression.cfg", options_text)
+        options = message_class("CompressionOptions")()  # atc's --compression_optimize_conf
+        options.enable_first_layer_quantization = True
+        files["compression options"] = request.write("_compression.cfg", print_text(options))
 
     return host_notes

@@ -109,9 +109,8 @@ def observation_model(
         if name in integers_by_layer:
             integers = integers_by_layer[name].reshape(rows.shape)
             rows = integers * by_row(weight_scales[name], rows.ndim)
-        elif layer.kind == "ConvTranspose" or uses_adaround(config, name):
-            pass  # as in AMCT, these are not rounded, only multiplied by the factors
-        else:
+        # as in AMCT, other weights of AdaRound's layers and of ConvTransposes are not rounded
+        elif layer.kind != "ConvTranspose" and not uses_adaround(config, name):
             bits = config.layers[name].weight.num_bits
             rows = np.asarray(arq_fake_quantize(rows, weight_scales[name], bits=bits), np.float32)
         weight = from_rows(rows, layer)
@@ -278,9 +277,16 @@ class RecordPlan:
 
     def _observation(self, name: str, tensor: str) -> Observation:
         """Return the observation of a layer's input, for the search that its settings name."""
-        return Observation(
-            self._variant, tensor, self._statistic(self._settings_by_layer[name]), name
-        )
+        activation = self._settings_by_layer[name].activation
+        sample_limit = self.used_samples if self.used_samples < self.samples else None
+        statistic: Statistic = IfmrOf(samples=sample_limit, exact=self.exact)
+        if activation.act_algo == "hfmg":
+            statistic = HfmgOf(
+                nbins=activation.num_of_bins,
+                samples=sample_limit,
+                samples_per_batch=self.samples_per_batch,
+            )
+        return Observation(self._variant, tensor, statistic, name)
 
     @property
     def observations(self) -> tuple[Observation, ...]:
@@ -534,17 +540,6 @@ class RecordPlan:
             dependencies.append(self._dmq_sample_count)
         digest = hashlib.sha256(json.dumps(dependencies, sort_keys=True).encode()).hexdigest()
         return f"weights fake-quantized by AMCT's {algorithms}, {digest[:12]}"
-
-    def _statistic(self, entry: LayerConfig) -> Statistic:
-        """Return what to record of a layer's input: the histogram of HFMG or IFMR."""
-        sample_limit = self.used_samples if self.used_samples < self.samples else None
-        if entry.activation.act_algo == "hfmg":
-            return HfmgOf(
-                nbins=entry.activation.num_of_bins,
-                samples=sample_limit,
-                samples_per_batch=self.samples_per_batch,
-            )
-        return IfmrOf(samples=sample_limit, exact=self.exact)
 
 
 @contextmanager

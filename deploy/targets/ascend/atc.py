@@ -21,7 +21,6 @@ from deploy.errors import BackendError, ConfigError, ExportError, list_first
 from deploy.files.usercode import refuse_foreign_code
 from deploy.graph.edit import copy_message
 from deploy.graph.index import ONNX_DOMAINS, nested_nodes
-from deploy.targets.ascend.proto import message_class, print_text
 from deploy.targets.shape_ranges import ShapeRange, sample_shape_range
 from deploy.terminal import phase
 
@@ -189,13 +188,6 @@ def _find_file(flag: str) -> Path | None:
     return path if path.is_file() else None
 
 
-def compression_options() -> str:
-    """Return the text of atc's --compression_optimize_conf file: int8 in the first layer."""
-    message = message_class("CompressionOptions")()
-    message.enable_first_layer_quantization = True
-    return print_text(message)
-
-
 def _readme_text(
     name: str, files: Mapping[str, Path], options: AtcOptions, *, cann: str, notes: Sequence[str]
 ) -> str:
@@ -261,7 +253,7 @@ def write_om(
     command = atc_command(
         relative_paths["deploy model"],
         Path(request.name),
-        dict(shapes.largest_sample),
+        shapes.largest_sample,
         replace(options, extra=extra_flags),
         aipp=relative_paths.get("AIPP configuration"),
         compression=relative_paths.get("compression options"),
@@ -273,11 +265,11 @@ def write_om(
         script = request.write_script("_atc.sh", f"exec {script_text}")
         files[CHIP_SCRIPT_ROLE] = script
         reason = f"name the chip with --soc, or as the argument of {script.name}"
+    else:
+        files[SCRIPT_ROLE] = request.write_script("_atc.sh", f"exec {command_text}")
+        reason = "" if which("atc") else NO_ATC
+    if reason:  # why atc is not run here
         return None, [*notes, f"No .om: {reason}. The command: {command_text}"], ""
-
-    files[SCRIPT_ROLE] = request.write_script("_atc.sh", f"exec {command_text}")
-    if which("atc") is None:
-        return None, [*notes, f"No .om: {NO_ATC}. The command: {command_text}"], ""
     try:
         engine = _run_atc(command, request.file(".om"))
     except BackendError as error:
@@ -346,13 +338,13 @@ def _shape_notes(shapes: ShapeRange) -> list[str]:
     """Return a note that the .om takes one shape, if the samples' shapes differ."""
     from deploy.feed.preprocess import format_size
 
-    if not shapes.varies:
-        return []
     ranges = []
     for name, min_shape in shapes.min_sizes.items():
         max_shape = shapes.max_sizes[name]
         if min_shape != max_shape:
             ranges.append(f"{name} of {format_size(min_shape)} to {format_size(max_shape)}")
+    if not ranges:
+        return []
     return [
         f"samples had {', '.join(ranges)}, and an int8 .om takes one shape: the command has the"
         " largest sample's; pad smaller samples as in training, or build one .om per shape with"

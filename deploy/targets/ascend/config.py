@@ -159,13 +159,15 @@ def _refuse_combination(entry: LayerConfig, layer: Layer) -> None:
             f"dmq_balancer_param does not apply to {_describe_kind(layer)}, got it in layer"
             f" {layer.name!r}; leave it out"
         )
-    if weight.wts_algo == "ada_quantize" and not layer.can_use_adaround:
+    if weight.wts_algo != "ada_quantize":
+        return
+    if not layer.can_use_adaround:
         raise ConfigError(
             "ada_quantize is for 2-D convolutions, transposed ones, Gemms, and MatMuls with a 2-D"
             f" weight, got it in layer {layer.name!r}, {_describe_kind(layer)}; give that layer"
             " arq_quantize"
         )
-    if weight.wts_algo == "ada_quantize" and weight.num_bits != 8:
+    if weight.num_bits != 8:
         raise ConfigError(
             f"ada_quantize rounds weights to 8 bits, got num_bits {weight.num_bits} in layer"
             f" {layer.name!r}; take num_bits out, or give it arq_quantize"

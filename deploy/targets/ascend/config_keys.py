@@ -35,7 +35,7 @@ from typing import Any
 from calibrators.amct.adaround import AdaParams
 from calibrators.amct.hfmg import NBINS
 from calibrators.amct.ifmr import count_steps
-from deploy.errors import ConfigError
+from deploy.errors import ConfigError, counted
 from deploy.targets.ascend.layers import TENSOR_QUANTIZE_OPS, Layer, LayerGraph
 from deploy.targets.ascend.proto import suggest_name
 
@@ -367,8 +367,7 @@ def summarize_layers(names: Collection[str]) -> str:
     shown = list(names)[:_SHOWN_NAMES]
     if len(names) > _SHOWN_NAMES:
         shown.append("...")
-    noun = "layer" if len(names) == 1 else "layers"
-    return f"{len(names)} {noun} ({', '.join(shown)})"
+    return f"{counted(len(names), 'layer')} ({', '.join(shown)})"
 
 
 def collect_tensors(

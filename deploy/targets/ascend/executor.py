@@ -94,10 +94,11 @@ def open_deploy(
         ModelError: the model cannot be rewritten.
         BackendError: ONNX Runtime refuses it.
     """
-    model = to_standard_model(model)
+    standard_model = to_standard_model(model)
     for name in extra_outputs:
-        model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
-    return OrtSession.open(model, threads=threads, optimize=False)
+        output = helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
+        standard_model.graph.output.append(output)
+    return OrtSession.open(standard_model, threads=threads, optimize=False)
 
 
 class _StandardWriter:
@@ -265,9 +266,9 @@ def _find_packed_outputs(index: Graph) -> set[str]:
     for node in index.nodes:
         if node.op_type == "AscendDequant" and attributes(node).get(PACKED) == b"INT4":
             outputs.add(node.input[0])
-            producer = index.producer.get(node.input[0])
-            if producer is not None and producer.op_type == "Add":  # the bias of a MatMul
-                outputs.update(producer.input)
+            bias_add = index.find_producer(node.input[0], "Add")  # of a MatMul
+            if bias_add is not None:
+                outputs.update(bias_add.input)
     return outputs
 
 

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -223,10 +222,7 @@ def recipe_from_record(
             f" in {path}; give the record of a calibration"
         )
     # with the same BatchNormalizations folded as when the record was made
-    recorded = _model_as_recorded(subject, records, config)
-    model = recorded.model
-    graph = recorded.graph
-    quant_config = recorded.config
+    model, graph, quant_config, unfolded = _model_as_recorded(subject, records, config)
     layers = quantize_layers(model, graph, records)
     if quant_config is not None:
         enabled_names = quant_config.enabled_entries()
@@ -246,7 +242,7 @@ def recipe_from_record(
         config=quant_config,
         method="a record",
         float_reasons=dict.fromkeys(unrecorded_layers, "the record has no scales for it"),
-        notes=tuple(_record_notes(path, recorded.unfolded, ignored)),
+        notes=tuple(_record_notes(path, unfolded, ignored)),
         alerts=_other_weights_alert(layers_with_other_weights),
     )
 
@@ -383,25 +379,9 @@ def recipe_from_cache(subject: CalibrationSubject, path: Path) -> Recipe:
     )
 
 
-class _RecordedModel(NamedTuple):
-    """The model in the form that a record was made with.
-
-    Attributes:
-        model: the float model, in which each layer has a weight of its own.
-        graph: its layers.
-        config: the configuration of the calibration; None without one.
-        unfolded: layers into which, by the record's scales, nothing was folded.
-    """
-
-    model: onnx.ModelProto
-    graph: LayerGraph
-    config: QuantConfig | None
-    unfolded: list[str]
-
-
 def _model_as_recorded(
     subject: CalibrationSubject, records: Records, config_path: Path | None
-) -> _RecordedModel:
+) -> tuple[onnx.ModelProto, LayerGraph, QuantConfig | None, list[str]]:
     """Return the model with the same BatchNormalizations folded as when its record was made.
 
     These are all of them, unless the configuration, the record's entries or its scales show that
@@ -411,6 +391,10 @@ def _model_as_recorded(
         subject: the user's model, as it was loaded.
         records: layer name -> its entry in the record.
         config_path: the configuration of the calibration, or None.
+
+    Returns:
+        The float model, in which each layer has a weight of its own; its layers; the configuration,
+        None without one; the layers into which, by the record's scales, nothing was folded.
     """
     model, graph = prepare_model(subject.model)
     config = None if config_path is None else read_any_config(config_path, graph)
@@ -425,7 +409,7 @@ def _model_as_recorded(
         model, graph = unfuse_batchnorms(subject, fusion_config, unfolded_layers=unfolded)
         if config_path is not None:  # its checks depend on the form of the model
             config = read_any_config(config_path, graph)
-    return _RecordedModel(model, graph, config, unfolded)
+    return model, graph, config, unfolded
 
 
 def _find_unfolded_layers(subject: CalibrationSubject, records: Records) -> list[str]:

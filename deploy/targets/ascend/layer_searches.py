@@ -207,7 +207,7 @@ def rank_layers(
     Raises:
         BackendError: ONNX Runtime refused a model.
     """
-    similarities = _compare_outputs(similarity, model, layers, samples, threads=threads)
+    similarities = compare_outputs(similarity, model, layers, samples, threads=threads)
     return sorted(similarities.items(), key=lambda entry: entry[1])
 
 
@@ -247,7 +247,9 @@ def find_best_searches(
     with phase("errors of layers by themselves", search_count, "searches") as count_search:
         for search, search_records in records_by_search.items():
             layers = quantize_layers(model, graph, search_records)
-            layer_errors = measure_layer_errors(model, layers, samples, threads=threads)
+            layer_errors = compare_outputs(
+                mean_square_error, model, layers, samples, threads=threads
+            )
             for name, error in layer_errors.items():
                 errors_by_layer.setdefault(name, {})[search] = error
             count_search()
@@ -270,28 +272,13 @@ def choose_search(error_by_search: Mapping[str, float]) -> str:
     return best_unbalanced
 
 
-def measure_layer_errors(
-    model: onnx.ModelProto,
-    layers: QuantLayers,
-    samples: Sequence[Sample],
-    *,
-    threads: int,
-) -> dict[str, float]:
-    """Return layer name -> mean square of the difference between its int8 and float outputs.
-
-    Raises:
-        BackendError: ONNX Runtime refused a model.
-    """
-    return _compare_outputs(_mean_square_error, model, layers, samples, threads=threads)
-
-
-def _mean_square_error(float_output: Array, int8_output: Array) -> float:
+def mean_square_error(float_output: Array, int8_output: Array) -> float:
     """Return the mean square of the difference of two outputs."""
     difference = (int8_output - float_output).astype(np.float64)
     return float(np.mean(difference**2))
 
 
-def _compare_outputs(
+def compare_outputs(
     compare: Callable[[Array, Array], float],
     model: onnx.ModelProto,
     layers: QuantLayers,
@@ -310,6 +297,9 @@ def _compare_outputs(
         layers: layer name -> its integers and scales.
         samples: input name -> array, for each sample.
         threads: number of samples that run at a time.
+
+    Raises:
+        BackendError: ONNX Runtime refused a model.
     """
     index = Graph(model)
     session_by_layer = {
@@ -362,7 +352,7 @@ def _open_int8_layer(model: onnx.ModelProto, index: Graph, quant_layer: QuantLay
     outputs = [ValueInfoProto(name=layer.output)]
     float_layer = extract_nodes(model, nodes, (), inputs=inputs, outputs=outputs)
     read_tensors = {name for node in nodes for name in node.input}
-    for name in sorted(read_tensors & set(index.constants)):
+    for name in sorted(read_tensors & index.constants.keys()):
         float_layer.graph.initializer.append(copy_tensor(index.constants[name], name))
     int8_layer = fake_quant_model(float_layer, {layer.name: quant_layer})
     return OrtSession.open(int8_layer, threads=1, spin=False)

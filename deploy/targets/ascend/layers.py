@@ -233,8 +233,7 @@ def _multiplies_activations(node: onnx.NodeProto, index: Graph) -> bool:
     """Whether a node is a MatMul of float tensors, none of which is known to be a vector."""
     if node.op_type != "MatMul" or not all(map(index.is_float, node.input)):
         return False
-    shapes = [index.shapes.get(tensor) for tensor in node.input]
-    return all(shape is None or len(shape) > 1 for shape in shapes)
+    return all(index.rank(tensor) != 1 for tensor in node.input)
 
 
 def _add_optional_inputs(node: onnx.NodeProto, index: Graph, layer_graph: LayerGraph) -> None:
@@ -346,10 +345,8 @@ def _float_reason_of_weight(
     supported_ranks, ranks_text = _WEIGHT_RANKS[op]
     if rank not in supported_ranks:
         return f"a {op} weight must be {ranks_text}, got {rank}-D"
-    if op == "MatMul":
-        input_shape = index.shapes.get(node.input[0])  # None if unknown, then taken as a matrix
-        if input_shape is not None and len(input_shape) == 1:
-            return "a MatMul's input must be 2-D or more, got 1-D"
+    if op == "MatMul" and index.rank(node.input[0]) == 1:  # an unknown input counts as a matrix
+        return "a MatMul's input must be 2-D or more, got 1-D"
     if op == "Gemm":
         factors = (
             node_attributes.get("transA", 0),

@@ -21,7 +21,7 @@ from typing import Any
 import onnx
 
 from deploy.graph.edit import name_nodes_by_index
-from deploy.graph.index import iter_reads, names_of, runtime_inputs
+from deploy.graph.index import iter_reads, map_producers, names_of, runtime_inputs
 from deploy.machine import trim_memory
 from deploy.runtimes.mapped_model import copy_without_initializers
 from deploy.targets.ascend.atc import (
@@ -112,7 +112,7 @@ class _OriginalNodes:
         weights = names_of(original.graph.initializer)
         graph = copy_without_initializers(original, weights, placeholders=True).graph
         name_nodes_by_index(graph)
-        self.producer = {tensor: n for n in graph.node for tensor in n.output if tensor}
+        self.producer = map_producers(graph.node)
         undeployed_tensors = set(self.producer) - set(deployed_tensors)
         self.undeployed_tensors = undeployed_tensors & _input_dependent(graph)
 

@@ -151,10 +151,14 @@ def find_amct_unfolded_layers(model: onnx.ModelProto) -> list[str]:
     """Return the layers whose BatchNormalization AMCT leaves unfolded: all but Convs."""
     from deploy.frontends.affine import NORM
 
-    nodes = model.graph.node
-    name_by_output = {n.output[0]: n.name for n in nodes if n.op_type in ("ConvTranspose", "Gemm")}
-    norm_inputs = [node.input[0] for node in nodes if node.op_type == NORM]
-    return [name_by_output[tensor] for tensor in norm_inputs if tensor in name_by_output]
+    graph = Graph(model)
+    layer_names = []
+    for node in graph.nodes:
+        if node.op_type == NORM:
+            layer = graph.find_producer(node.input[0], "ConvTranspose", "Gemm")
+            if layer is not None:
+                layer_names.append(layer.name)
+    return layer_names
 
 
 def disable_layers(config: QuantConfig, float_nodes: Collection[str]) -> QuantConfig:

@@ -23,7 +23,6 @@ The last functions write notes on layers that are not entirely int8, and the chi
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -118,9 +117,8 @@ def recipe_from_qdq(
         unpaired = remove_pairs(model, qdq_records, keep_rounding=keep_rounding)
         loaded = load(unpaired.model, fold_batchnorm=False)
         float_model, graph = prepare_model(loaded.model)
-        quantized_layers = _quantize_layers(float_model, graph, qdq_records)
-        layers = quantized_layers.layers
-        float_reasons |= quantized_layers.refusal_by_layer
+        layers, rounding_reasons, refusals = _quantize_layers(float_model, graph, qdq_records)
+        float_reasons |= refusals
         if not layers:
             raise _no_layers_error(path, float_reasons | graph.float_reasons)
         if len(layers) == len(qdq_records):
@@ -138,7 +136,7 @@ def recipe_from_qdq(
             name: float_reasons.get(name, "its pairs are gone") for name in graph.layers
         },
         notes=(
-            *_conversion_notes(path, graph, quantized_layers),
+            *_conversion_notes(path, graph, layers, rounding_reasons),
             *_float_pair_notes(unpaired.float_read_count, keep_rounding=keep_rounding),
         ),
     )
@@ -202,48 +200,35 @@ def _refuse_unless_8_bit(grid: PairGrid) -> None:
         raise UnfitError(f"it is quantized to {grid.dtype}, and Ascend's layers to int8")
 
 
-class _QuantizedLayers(NamedTuple):
-    """Layers of a Q/DQ model in integers.
-
-    Attributes:
-        layers: layer name -> its integers and scales.
-        rounding_reason_by_layer: layer name, also of a refused layer -> why its weight was rounded
-            again, `_ONE_MATRIX_SCALE` or `_NO_ROOM_FOR_SUMS`; "" if its integers are the model's
-            own.
-        refusal_by_layer: name of a refused layer -> why it does not fit the hardware.
-    """
-
-    layers: dict[str, QuantLayer]
-    rounding_reason_by_layer: dict[str, str]
-    refusal_by_layer: dict[str, str]
-
-
 def _quantize_layers(
     model: onnx.ModelProto, graph: LayerGraph, qdq_records: Records
-) -> _QuantizedLayers:
+) -> tuple[dict[str, QuantLayer], dict[str, str], dict[str, str]]:
     """Quantize the layers that have a record, as far as they fit the hardware.
 
     Args:
         model: the float model of the Q/DQ model.
         graph: its layers.
         qdq_records: layer -> scales and offset of its pairs.
+
+    Returns:
+        Layer name -> its integers and scales; layer name -> why its weight was rounded again,
+        `_ONE_MATRIX_SCALE` or `_NO_ROOM_FOR_SUMS`, "" if its integers are the model's own; name of
+        each refused layer -> why it does not fit the hardware.
     """
     index = Graph(model)
     records = {}
-    rounding_reason_by_layer = {}
-    refusal_by_layer = {}
+    rounding_reasons = {}
+    refusals = {}
     for name, layer in graph.select(qdq_records).items():
         record = qdq_records[name]
         if layer.symmetric_only and record.offset_d:
             reason = f"a 3-D convolution takes no activation offset, got {record.offset_d}"
-            refusal_by_layer[name] = reason
+            refusals[name] = reason
             continue
-        # "" if the weight keeps the model's own integers, else why it is rounded again
-        weight_scales, rounding_reason_by_layer[name] = _fit_weight_scales(layer, record, index)
+        weight_scales, rounding_reasons[name] = _fit_weight_scales(layer, record, index)
         records[name] = replace(record, scale_w=weight_scales, has_weight=bool(layer.weight))
     quant_layers, hardware_refusals = quantize_fitting_layers(model, graph, records)
-    refusal_by_layer |= hardware_refusals
-    return _QuantizedLayers(quant_layers, rounding_reason_by_layer, refusal_by_layer)
+    return quant_layers, rounding_reasons, refusals | hardware_refusals
 
 
 def _fit_weight_scales(layer: Layer, record: LayerRecord, index: Graph) -> tuple[Float32Array, str]:
@@ -282,17 +267,23 @@ def _fit_weight_scales(layer: Layer, record: LayerRecord, index: Graph) -> tuple
 
 
 def _conversion_notes(
-    path: Path, graph: LayerGraph, quantized_layers: _QuantizedLayers
+    path: Path, graph: LayerGraph, layers: Collection[str], rounding_reasons: Mapping[str, str]
 ) -> list[str]:
-    """Return notes on the layers of a Q/DQ model that are int8 in the recipe."""
-    layers = quantized_layers.layers
+    """Return notes on the conversion of a Q/DQ model.
+
+    Args:
+        path: its file.
+        graph: the layers that could be int8.
+        layers: names of those that are.
+        rounding_reasons: layer name -> why its weight was rounded again, `_ONE_MATRIX_SCALE` or
+            `_NO_ROOM_FOR_SUMS`; "" if its integers are the model's own.
+    """
     total = len(graph.layers) + len(graph.float_reasons)
     notes = [
         f"Scales: those of {path}, for {len(layers)} of {total} layers that Ascend could run in"
         " int8; nothing was calibrated."
     ]
     for reason in (_ONE_MATRIX_SCALE, _NO_ROOM_FOR_SUMS):
-        rounding_reasons = quantized_layers.rounding_reason_by_layer
         names = [name for name in layers if rounding_reasons[name] == reason]
         if names:
             # the reason ends in "layers ... rounded again:", so that their number follows
@@ -344,7 +335,9 @@ def bit_width_notes(records: Records) -> Iterator[str]:
             yield f"Activations of {summarize_layers(names)} are of {bits} bits, {chips}."
     if any(record.act_bits != 8 for record in records.values()):
         yield "The Q/DQ model has those layers in float: AMCT's convert takes only int8."
-    names = [name for name, r in records.items() if r.has_weight and r.weight_bits == 4]
+    names = [
+        name for name, record in records.items() if record.has_weight and record.weight_bits == 4
+    ]
     if names:
         yield f"Weights of {summarize_layers(names)} are of 4 bits, {_PACKED_INT4}."
     if any(record.force_fp16 for record in records.values()):

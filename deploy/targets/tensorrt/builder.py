@@ -279,11 +279,8 @@ def _create_config(
         config.DLA_core = 0
         config.set_flag(trt.BuilderFlag.GPU_FALLBACK)
 
-    if settings.float_layers:  # nodes that must not run in int8
+    if settings.float_layers or settings.float32_layers:
         _bind_to_float(config, network, settings)
-    # Nodes that must run in float32. A node of both kinds keeps the precision that is set last.
-    if settings.float32_layers:
-        _bind_to_float32(config, network, settings.float32_layers)
 
     profile = _create_profile(builder, network, settings)  # None if all inputs have fixed shapes
     if profile is not None:
@@ -388,7 +385,9 @@ def _set_flag(config: trt.IBuilderConfig, flag: str) -> None:
 def _bind_to_float(
     config: trt.IBuilderConfig, network: trt.INetworkDefinition, settings: BuilderSettings
 ) -> None:
-    """Let the layers of `float_layers` compute in the float type of the settings, not in int8.
+    """Bind layers to float types: those of `float_layers` and of `float32_layers` in the settings.
+
+    The former compute in the float type of the settings, the latter compute and output float32.
 
     Raises:
         BackendError: a node of `float_layers` is no layer of the network.
@@ -412,16 +411,8 @@ def _bind_to_float(
             f"a node to keep in float must be a layer of TensorRT's network, {missing[0]!r} is"
             " none; build from the Q/DQ model (--engine-from qdq), or leave it out"
         )
-
-
-def _bind_to_float32(
-    config: trt.IBuilderConfig, network: trt.INetworkDefinition, nodes: Mapping[str, str]
-) -> None:
-    """Let the layers of these nodes compute and output float32."""
-    import tensorrt as trt
-
-    config.set_flag(trt.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
-    for layer, _ in _find_layers(network, nodes):
+    # a node of both kinds keeps the precision that is set last
+    for layer, _ in _find_layers(network, settings.float32_layers):
         layer.precision = trt.float32
         for index in range(layer.num_outputs):
             layer.set_output_type(index, trt.float32)

@@ -200,7 +200,7 @@ def _onnx_entries(
     # the output of an Identity or Dropout, which cleaning removed, follows the last entry of the
     # tensor that it copies
     for copy_name, source in _removed_copies(parsed, float_names).items():
-        last_index = max(i for i, (_, tensor) in enumerate(entries) if tensor == source)
+        last_index = max(index for index, (_, name) in enumerate(entries) if name == source)
         entries.insert(last_index + 1, (copy_name, source))
     return entries
 

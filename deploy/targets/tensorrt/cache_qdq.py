@@ -146,8 +146,13 @@ def _symmetric_ranges(
     model: onnx.ModelProto, plan: Plan, scales: Mapping[str, np.float32]
 ) -> dict[str, Scale]:
     """Return tensor -> the symmetric range of its scale, which tensors of a Concat share."""
-    shared_scales = concat_scales(model, plan, scales)
-    return {name: _symmetric_range(scale) for name, scale in shared_scales.items()}
+    ranges = {}
+    for name, scale in concat_scales(model, plan, scales).items():
+        amax = float(scale) * INT8.qmax  # in float64, so that amax / 127 is exactly the scale
+        ranges[name] = Scale(
+            lo=-amax, hi=amax, amax=amax, observed_min=-amax, observed_max=amax, method="cache"
+        )
+    return ranges
 
 
 def concat_scales(
@@ -238,14 +243,6 @@ def _input_of_pools(graph: Graph, tensor: str) -> str:
         tensor = str(node.input[0])
         node = graph.producer.get(tensor)
     return tensor
-
-
-def _symmetric_range(scale: np.float32) -> Scale:
-    """Return a range whose symmetric scale is exactly `scale`: (s * 127) / 127 in float64."""
-    amax = float(scale) * INT8.qmax
-    return Scale(
-        lo=-amax, hi=amax, amax=amax, observed_min=-amax, observed_max=amax, method="cache"
-    )
 
 
 @dataclass(frozen=True, slots=True)

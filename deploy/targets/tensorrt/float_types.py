@@ -79,12 +79,13 @@ def narrow_float_part(
     """Return the Q/DQ model with its float part in a narrow type; `quantized` is not changed.
 
     Args:
-        quantized: float32 Q/DQ model whose scales are values of that type (see `round_scales`).
+        quantized: float32 Q/DQ model whose scales are values of the narrow type already (see
+            `round_scales`).
         float_type: the narrow type, "fp16" or "bf16".
         largest_values: tensor of the float model -> largest |x| observed.
 
     Returns:
-        The model, and node -> why it stays in float32, for nodes whose operator could be narrow.
+        The model, and node -> why it stays in float32, for nodes with an operator of `_NARROW_OPS`.
 
     Raises:
         ExportError: the model cannot be converted to the opset, or a tensor's type is unknown.
@@ -145,7 +146,7 @@ class _TypeConverter:
         model: model to convert; its initializers are extended.
         float_type: name of the narrow type.
         largest_values: tensor of the float model -> largest |x| observed.
-        float32_reasons: node -> why it stays in float32, though its operator could be narrow.
+        float32_reasons: node with an operator of `_NARROW_OPS` -> why it stays in float32.
     """
 
     model: onnx.ModelProto
@@ -213,7 +214,7 @@ class _TypeConverter:
         self.nodes.append(node)
         if stays_float32:
             return
-        for index in _typed_outputs(node):
+        for index in _indices_of_compute_type(node, node.output, _schema(node).outputs):
             if self.type_by_tensor[node.output[index]] == FLOAT:
                 self._narrow_output(node, index)
 
@@ -306,11 +307,6 @@ def _typed_inputs(node: onnx.NodeProto) -> list[int]:
     if not _can_be_narrow(node):
         return [index for index, name in enumerate(node.input) if name]
     return _indices_of_compute_type(node, node.input, _schema(node).inputs)
-
-
-def _typed_outputs(node: onnx.NodeProto) -> list[int]:
-    """Return the indices of the outputs that have the type in which the node computes."""
-    return _indices_of_compute_type(node, node.output, _schema(node).outputs)
 
 
 def _indices_of_compute_type(

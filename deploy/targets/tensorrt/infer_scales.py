@@ -52,7 +52,7 @@ from deploy.frontends import checks
 from deploy.frontends.shapes import infer_shapes
 from deploy.graph.bounds import find_bounds
 from deploy.graph.edit import copy_message
-from deploy.graph.index import ONNX_DOMAINS, Graph, attributes
+from deploy.graph.index import ONNX_DOMAINS, Graph, attributes, optional_input
 from deploy.graph.placement import MOVES, pads_nonzero, resize_mode
 from deploy.targets.tensorrt.cache_contents import POOLING_OPS, trt_tensors
 
@@ -84,36 +84,27 @@ class TensorRanges:
     """Ranges of a model's tensors, as far as they are known.
 
     Attributes:
-        range_by_tensor: tensor -> its range.
-        constants: constant -> its largest |x|.
+        graph: the nodes of the model, and its constants.
+        range_by_tensor: tensor or constant -> its range.
         saturated: tensor -> the |x| beyond which all of its readers saturate.
-        read_tensors: tensors that a node reads, and model outputs.
     """
 
     def __init__(self, model: onnx.ModelProto, amaxes: Mapping[str, float]) -> None:
-        """Start with the tensors of Q/DQ pairs.
+        """Start with the constants and the tensors of Q/DQ pairs.
 
         `amaxes`: tensor -> largest |x| within the scale of its pair.
         """
         self.graph = Graph(model)
-        self.range_by_tensor: dict[str, Range] = {
-            name: (amax, EQUAL) for name, amax in amaxes.items()
-        }
-        self.constants = {
-            name: _largest_magnitude(tensor) for name, tensor in self.graph.constants.items()
-        }
+        self.range_by_tensor: dict[str, Range] = {}
+        for name, amax in amaxes.items():
+            self.range_by_tensor[name] = amax, EQUAL
+        for name, constant in self.graph.constants.items():
+            self.range_by_tensor[name] = _largest_magnitude(constant), EQUAL
         # `find_bounds` gives the values beyond which all readers of a tensor saturate
         self.saturated = {}
         for name, (low, high) in find_bounds(model).items():
             if math.isfinite(low) and math.isfinite(high):
                 self.saturated[name] = max(abs(low), abs(high))
-        self.read_tensors = frozenset(self.graph.readers) | self.graph.outputs
-
-    def range_of(self, name: str) -> Range | None:
-        """Return the range of a tensor or constant, or None."""
-        if name in self.constants:
-            return self.constants[name], EQUAL
-        return self.range_by_tensor.get(name)
 
 
 def range_from_inputs(tensor_ranges: TensorRanges, name: str) -> Range | None:
@@ -135,7 +126,7 @@ def range_from_inputs(tensor_ranges: TensorRanges, name: str) -> Range | None:
     operands = list(node.input[:1])  # other inputs are shapes, limits or weights
     if operator in _OPS_OF_SEVERAL_OPERANDS:
         operands = [operand for operand in node.input if operand]
-    ranges = [tensor_ranges.range_of(operand) for operand in operands]
+    ranges = [tensor_ranges.range_by_tensor.get(operand) for operand in operands]
     known_ranges = [operand_range for operand_range in ranges if operand_range is not None]
     if not known_ranges or len(known_ranges) < len(ranges):  # an operand has no range yet
         return _clip_limit(tensor_ranges, node), BOUND  # infinite, but for a Clip
@@ -218,12 +209,13 @@ def _range_for_reader(tensor_ranges: TensorRanges, name: str, node: onnx.NodePro
         name: the tensor.
         node: the reader.
     """
-    operator = _operator_name(tensor_ranges.graph, node)
+    graph = tensor_ranges.graph
+    operator = _operator_name(graph, node)
     output_ranges = []
     for output in node.output:
         if output in tensor_ranges.range_by_tensor:
             output_ranges.append(tensor_ranges.range_by_tensor[output])
-        elif output in tensor_ranges.read_tensors:  # its range is not known yet
+        elif output in graph.readers or output in graph.outputs:  # its range is not known yet
             return None
     if not output_ranges:
         return None
@@ -279,7 +271,7 @@ def _operand_range(
     if other_operand == name:  # x + x
         return None
     if node.op_type in _SUM_OPS:  # |x| is at most |sum| + |other operand|
-        other_range = tensor_ranges.range_of(other_operand)
+        other_range = tensor_ranges.range_by_tensor.get(other_operand)
         if other_range is None:
             return None
         other_amax, other_level = other_range
@@ -323,8 +315,8 @@ def _clip_limit(tensor_ranges: TensorRanges, node: onnx.NodeProto) -> float:
     """Return the largest |x| that a Clip passes; inf for any other node."""
     if node.op_type != "Clip":
         return math.inf
-    # inputs 1 and 2 are the limits, "" if they are left out
-    low, high = (tensor_ranges.graph.scalar(name) for name in [*node.input, "", ""][1:3])
+    low = tensor_ranges.graph.scalar(optional_input(node, 1))
+    high = tensor_ranges.graph.scalar(optional_input(node, 2))
     if low is None or high is None:
         return math.inf
     return max(abs(low), abs(high))
@@ -376,7 +368,7 @@ def infer_missing_scales(
     levels = {}
     missing = []
     for name in trt_tensors(shaped_model):
-        if name in tensor_ranges.constants:  # TensorRT reads its range from its values
+        if name in tensor_ranges.graph.constants:  # TensorRT reads its range from its values
             continue
         if name not in tensor_ranges.range_by_tensor:
             missing.append(name)

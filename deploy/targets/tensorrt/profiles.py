@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from deploy.graph.index import dims, runtime_inputs
 from deploy.targets.base import BuildRequest
-from deploy.targets.shape_ranges import Shape, ShapeRange, sample_shape_range
+from deploy.targets.shape_ranges import Shape, ShapeRange, is_static, sample_shape_range
 
 InputShapes = Mapping[str, Sequence[int | str | None]]
 
@@ -71,7 +71,7 @@ def profiles_for(
     profiles = {}
     for name, input_shape in input_shapes.items():
         opt_shape = opt_shapes[name]
-        if all(_is_static(size) for size in input_shape):  # such an input has no profile
+        if all(map(is_static, input_shape)):  # such an input has no profile
             continue
 
         min_shape = max_shape = opt_shape
@@ -80,14 +80,9 @@ def profiles_for(
                 min_shape = sample_range.min_sizes[name]
                 max_shape = sample_range.max_sizes[name]
             has_batch = batch_inputs is None or name in batch_inputs
-            if has_batch and not _is_static(input_shape[0]):  # a dynamic batch
+            if has_batch and not is_static(input_shape[0]):  # a dynamic batch
                 largest_batch = max(max_batch, opt_shape[0], max_shape[0])
                 min_shape = (1, *min_shape[1:])
                 max_shape = (largest_batch, *max_shape[1:])
         profiles[name] = InputShapeRange(min_shape, opt_shape, max_shape)
     return profiles
-
-
-def _is_static(size: int | str | None) -> bool:
-    """Whether a dimension of an input has a fixed size."""
-    return isinstance(size, int) and size > 0

@@ -152,14 +152,12 @@ class TensorRTForRTX(Target):
 
         typed_target = self._typed_target  # TensorRT's target with these options
         calibrated = typed_target.calibrate_scales(request)
-        model_set = typed_target.make_models(request, calibrated)
+        models, _, model_notes = typed_target.make_models(request, calibrated)
         # plugin nodes, which ONNX Runtime does not know, have decisions of their own
         decisions = (*calibrated.matched_cache.plan.decisions, *request.plugin_decisions)
-        if TYPED_MODEL not in model_set.models:  # the notes say why there is none
-            return BuildResult(
-                target=self.name, decisions=decisions, error="; ".join(model_set.notes)
-            )
-        complete_model = request.with_plugin_nodes(model_set.models[TYPED_MODEL])
+        if TYPED_MODEL not in models:  # the notes say why there is none
+            return BuildResult(target=self.name, decisions=decisions, error="; ".join(model_notes))
+        complete_model = request.with_plugin_nodes(models[TYPED_MODEL])
         typed_model, lowering_note = engines.lower_for_tensorrt(complete_model, _PARSER)
         typed_bytes = typed_model.SerializeToString(deterministic=True)
         typed_path = request.write(_TYPED_ENDING, typed_bytes)
@@ -167,7 +165,7 @@ class TensorRTForRTX(Target):
         files = {"typed model for TensorRT for RTX": typed_path}
         engine: Path | None = None
         error = ""
-        notes = [*model_set.notes, lowering_note]
+        notes = [*model_notes, lowering_note]
         try:
             engine = self._compile(request, typed_path, sha256(typed_bytes))
             files["TensorRT for RTX engine"] = engine

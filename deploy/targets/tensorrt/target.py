@@ -82,38 +82,6 @@ class _CalibratedModel:
     version: str
 
 
-@dataclass(frozen=True, slots=True)
-class _TensorrtModels:
-    """The models of a build.
-
-    Attributes:
-        models: role -> model, without the nodes that ONNX Runtime does not know.
-        float32_nodes: node that TensorRT must run in float32 -> its output tensor.
-        notes: sentences for the user.
-    """
-
-    models: dict[str, onnx.ModelProto]
-    float32_nodes: Mapping[str, str]
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _BuiltEngines:
-    """The engines that this machine could build.
-
-    Attributes:
-        engine: the quantized engine; None without TensorRT or after a failure.
-        baselines: the float engines to compare with.
-        notes: sentences for the user.
-        failure: why TensorRT failed; "" if it did not, or is missing.
-    """
-
-    engine: Path | None
-    baselines: Baselines
-    notes: tuple[str, ...]
-    failure: str = ""
-
-
 @dataclass(frozen=True, kw_only=True)
 class TensorRT(TensorrtOptions, Target):
     """The TensorRT target, with its options.
@@ -180,9 +148,8 @@ class TensorRT(TensorrtOptions, Target):
         from deploy.frontends.checks import refuse_optimized
         from deploy.targets.prequantized import refuse_options
         from deploy.targets.tensorrt import cache_contents, sdk
-        from deploy.targets.tensorrt.sdk import plugin_digests
 
-        plugin_digests(self.plugins)  # refuses a library that cannot be read
+        sdk.plugin_digests(self.plugins)  # refuses a library that cannot be read
         if self.device:
             with suppress(SdkMissingError):  # without TensorRT the engine is built elsewhere
                 sdk.find_sdk(self.device)  # refuses an index of a GPU that is not there
@@ -241,7 +208,7 @@ class TensorRT(TensorrtOptions, Target):
     def evaluated(self, request: BuildRequest) -> onnx.ModelProto:
         """Return the typed model if TensorRT runs that one and a CPU can, else the Q/DQ model."""
         calibrated = self.calibrate_scales(request)
-        models = self.make_models(request, calibrated).models
+        models, _, _ = self.make_models(request, calibrated)
         return models[self._evaluated_role(models, calibrated.version)]
 
     def calibrate_scales(self, request: BuildRequest) -> _CalibratedModel:
@@ -293,20 +260,17 @@ class TensorRT(TensorrtOptions, Target):
 
         calibrated = self.calibrate_scales(request)  # the cache, and the plan of the pairs
         version = calibrated.version
-        model_set = self.make_models(request, calibrated)
-        float32_nodes = model_set.float32_nodes
+        models, float32_nodes, model_notes = self.make_models(request, calibrated)
 
         # TensorRT reads the models with the plugin nodes, which ONNX Runtime does not know
-        complete_models = {
-            role: request.with_plugin_nodes(model) for role, model in model_set.models.items()
-        }
+        complete_models = {role: request.with_plugin_nodes(model) for role, model in models.items()}
         written_models, lowering_notes = engines.lower_models(self, complete_models, version)
         files = self._write_models(request, calibrated, written_models, float32_nodes)
 
         # the file that is run on the CPU to measure the accuracy
-        evaluated_role = self._evaluated_role(model_set.models, version)
+        evaluated_role = self._evaluated_role(models, version)
         if request.plugin_decisions:  # only the part without plugin nodes can run there
-            runnable_part = model_set.models[evaluated_role]
+            runnable_part = models[evaluated_role]
             files[RUNNABLE_PART] = request.write(".tensorrt.part.onnx", runnable_part)
             evaluated_role = RUNNABLE_PART
         evaluated_file = files[evaluated_role]
@@ -319,31 +283,37 @@ class TensorRT(TensorrtOptions, Target):
         )
         # the files that the script's default command reads
         shipped_files = _write_script(request, files, commands, default_command)
-        built = self._build_engines(request, calibrated, files, float32_nodes, commands)
-        if built.engine is not None:
-            files["TensorRT engine"] = built.engine
-        notes = [*model_set.notes, *lowering_notes]
-        if self.dla:
-            notes.append(_DLA_NOTE)
+        engine, baselines, engine_notes, failure = self._build_engines(
+            request, calibrated, files, float32_nodes, commands
+        )
+        if engine is not None:
+            files["TensorRT engine"] = engine
+        dla_notes = [_DLA_NOTE] if self.dla else []
         return BuildResult(
             target=self.name,
-            engine=built.engine,
+            engine=engine,
             # if TensorRT fails, the target has failed: no model is evaluated in place of the engine
-            runnable=None if built.failure else evaluated_file,
+            runnable=None if failure else evaluated_file,
             shipped=shipped_files,
-            baselines=built.baselines.engines,
-            files={**files, **built.baselines.files},
+            baselines=baselines.engines,
+            files={**files, **baselines.files},
             decisions=(*calibrated.matched_cache.plan.decisions, *request.plugin_decisions),
             method=request.chosen_ranges.chosen_by,
             ranges=cache_contents.cache_ranges(request.model, calibrated.ranges, version),
-            notes=(*notes, *built.notes),
-            error=built.failure,
+            notes=(*model_notes, *lowering_notes, *dla_notes, *engine_notes),
+            error=failure,
         )
 
-    def make_models(self, request: BuildRequest, calibrated: _CalibratedModel) -> _TensorrtModels:
-        """Return the float model (not with fp8), the Q/DQ model, and the typed one if there is one.
+    def make_models(
+        self, request: BuildRequest, calibrated: _CalibratedModel
+    ) -> tuple[dict[str, onnx.ModelProto], Mapping[str, str], tuple[str, ...]]:
+        """Make the float model (not with fp8), the Q/DQ model, and the typed one if there is one.
 
         The typed model is the Q/DQ model with its float part in float16 or bfloat16.
+
+        Returns:
+            Role -> model, without the nodes that ONNX Runtime does not know; node that TensorRT
+            must run in float32 -> its output tensor; notes for the user.
         """
         from deploy.targets.tensorrt.cache_contents import largest_magnitudes
         from deploy.targets.tensorrt.float_types import find_float32_layers
@@ -367,7 +337,7 @@ class TensorRT(TensorrtOptions, Target):
             notes = (*notes, *_float32_notes(reason_by_float32_node))
         else:
             models[TYPED_MODEL] = typed_model
-        return _TensorrtModels(models, float32_nodes, notes)
+        return models, float32_nodes, notes
 
     def _write_models(
         self,
@@ -410,7 +380,7 @@ class TensorRT(TensorrtOptions, Target):
         files: Mapping[str, Path],
         float32_nodes: Mapping[str, str],
         commands: Sequence[TrtexecCommand],
-    ) -> _BuiltEngines:
+    ) -> tuple[Path | None, Baselines, tuple[str, ...], str]:
         """Build the quantized engine and the float ones, if TensorRT and a GPU are available.
 
         Args:
@@ -419,6 +389,10 @@ class TensorRT(TensorrtOptions, Target):
             files: role (what a file is for) -> file of the target.
             float32_nodes: node that must run in float32 if TensorRT chooses types -> its output.
             commands: commands of trtexec, which become notes if an engine cannot be built here.
+
+        Returns:
+            The quantized engine, None without TensorRT or after a failure; the float engines; notes
+            for the user; why TensorRT failed, "" if it did not or is missing.
         """
         from deploy.targets.tensorrt import engines
 
@@ -440,13 +414,11 @@ class TensorRT(TensorrtOptions, Target):
                     " calib8's own ranges"
                 )
                 notes = (calibrator_note, *notes)
-            return _BuiltEngines(engine, engines.Baselines(), notes)
+            return engine, engines.Baselines(), notes, ""
         except BackendError as error:
-            return _BuiltEngines(
-                engine, engines.Baselines(), tuple(command_notes), failure=str(error)
-            )
+            return engine, engines.Baselines(), tuple(command_notes), str(error)
         notes = tuple(dict.fromkeys((*engine_notes, *baselines.notes)))  # each once
-        return _BuiltEngines(engine, baselines, notes)
+        return engine, baselines, notes, ""
 
     def describe_sdk(self) -> str:
         """Name the installed TensorRT and its GPU."""

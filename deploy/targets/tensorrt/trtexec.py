@@ -459,8 +459,8 @@ def _shape_flags(request: BuildRequest, max_batch: int, *, dla: bool) -> list[st
         return []
     profiles = sample_profiles(request, max_batch=max_batch, fixed=dla, tuned_shapes={})
     # each input has three shapes: for each of the three, a text with that shape of all inputs
-    texts = [_join_shapes(profiles, shapes) for shapes in zip(*profiles.values(), strict=True)]
-    min_text, opt_text, max_text = texts
+    shapes_of_inputs = zip(*profiles.values(), strict=True)
+    min_text, opt_text, max_text = (_join_shapes(profiles, shapes) for shapes in shapes_of_inputs)
     if min_text == max_text:
         return [f"--shapes={opt_text}"]
     return [f"--minShapes={min_text}", f"--optShapes={opt_text}", f"--maxShapes={max_text}"]
