@@ -11,8 +11,7 @@ import threading
 from math import prod
 from typing import IO, TYPE_CHECKING, Any
 
-from deploy.errors import Calib8Error
-from deploy.files.reading import FilePath, format_bytes
+from deploy.files.reading import ErrorClass, FilePath, format_bytes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +31,7 @@ def check_archive(
     path: FilePath,
     *,
     what: str,
-    error: type[Calib8Error],
+    error: ErrorClass,
     max_entries: int = _MAX_ENTRIES,
     max_bytes: int = _MAX_UNPACKED_BYTES,
 ) -> None:

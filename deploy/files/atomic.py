@@ -142,16 +142,17 @@ def write_with(path: Path, fill: Callable[[Path], object]) -> Path:
     Raises:
         ExportError: the file cannot be written, or must stay (`deploy.files.guard`).
     """
-    path = Path(path)
+    path = Path(path)  # a caller in Python may give text
     refuse_output(path, is_named=True)  # an output that the user named may be written, too
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary_path = create_claimed_file(path.parent, prefix=PREFIX)
         try:
-            # the permissions of the file that is replaced, else those of any new file
+            # the permissions at the end: those of the file that is replaced, else those of any new
+            # file, which `temporary_path` has until it is closed to others, next
             mode_source = path if path.exists() else temporary_path
             mode = stat.S_IMODE(os.stat(mode_source).st_mode)
-            os.fchmod(handle, 0o600)  # until it is complete
+            os.fchmod(handle, 0o600)  # while it is incomplete, nobody else reads it
             fill(temporary_path)
             _flush(temporary_path)
             temporary_path.chmod(mode)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -26,31 +26,22 @@ from pathlib import Path
 from deploy.errors import ExportError
 
 _Inode = tuple[int, int]  # (device, number)
-
-
-class _FileInodes:
-    """The files of a dataset, possibly very many: one number per file."""
-
-    def __init__(self, count: int, path_of: Callable[[int], Path]) -> None:
-        self._numbers = array("Q")
-        self._path_of = path_of
-        for index in range(count):
-            _, number = _find_inode(path_of(index)) or (0, 0)
-            self._numbers.append(number)
-
-    def paths(self, inode: _Inode) -> Iterator[Path]:
-        """Yield the files that had the number of an inode, on any device."""
-        for index, number in enumerate(self._numbers):
-            if number == inode[1]:
-                yield self._path_of(index)
+PathOf = Callable[[int], Path]
 
 
 @dataclass(frozen=True, slots=True)
 class _RunFiles:
-    """The inputs of a run, and the outputs that the user named."""
+    """The inputs of a run, and the outputs that the user named.
+
+    Attributes:
+        input_path_by_inode: inode of a file -> its path.
+        input_lists: for the files of a data set, possibly very many: (number of the inode of each,
+            function that returns the path of the file at an index).
+        check_by_output: real location of an output -> its check, see `add_output`.
+    """
 
     input_path_by_inode: dict[_Inode, str] = field(default_factory=dict)
-    input_lists: list[_FileInodes] = field(default_factory=list)
+    input_lists: list[tuple[Sequence[int], PathOf]] = field(default_factory=list)
     check_by_output: dict[str, Callable[[], None]] = field(default_factory=dict)
 
     def is_input(self, inode: _Inode) -> bool:
@@ -58,9 +49,11 @@ class _RunFiles:
         path = self.input_path_by_inode.get(inode)
         if path is not None and _find_inode(path) == inode:
             return True
-        for files in self.input_lists:
-            if any(_find_inode(path) == inode for path in files.paths(inode)):
-                return True
+        _, inode_number = inode
+        for numbers, path_of in self.input_lists:
+            for index, number in enumerate(numbers):  # an equal one may be on another device
+                if number == inode_number and _find_inode(path_of(index)) == inode:
+                    return True
         return False
 
 
@@ -90,7 +83,7 @@ def add_input_file(path: Path | str) -> None:
         run.input_path_by_inode[inode] = os.fspath(path)
 
 
-def add_input_files(count: int, path_of: Callable[[int], Path]) -> None:
+def add_input_files(count: int, path_of: PathOf) -> None:
     """Remember many files as inputs of this run.
 
     Args:
@@ -98,8 +91,13 @@ def add_input_files(count: int, path_of: Callable[[int], Path]) -> None:
         path_of: number of a file, from 0 -> its path; called again when something is written.
     """
     run = _RUN.get()
-    if run is not None:
-        run.input_lists.append(_FileInodes(count, path_of))
+    if run is None:
+        return
+    numbers = array("Q")  # 8 bytes a file
+    for index in range(count):
+        _, number = _find_inode(path_of(index)) or (0, 0)
+        numbers.append(number)
+    run.input_lists.append((numbers, path_of))
 
 
 def add_output(path: Path | str, check: Callable[[], None]) -> None:

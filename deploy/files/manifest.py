@@ -84,7 +84,6 @@ SETTINGS = "calib8.toml"  # the options of a build
 REPORT_JSON = "report.json"
 PAGES = (REPORT_JSON, "report.md", "report.html")  # reports of a build
 SCHEMA = "calib8-manifest/1"
-_IS_MISSING, _WAS_CHANGED = "is missing", "was changed after it was written"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,9 +190,9 @@ def find_changed_files(folder: Path, manifest: Manifest) -> dict[str, str]:
     for name, digest in manifest.files.items():
         path = folder / name
         if not is_build_name(name) or not path.is_file():
-            problems[name] = _IS_MISSING
+            problems[name] = "is missing"
         elif _digest_file(path) != digest:
-            problems[name] = _WAS_CHANGED
+            problems[name] = "was changed after it was written"
     return problems
 
 
@@ -274,16 +273,21 @@ def is_marked(path: Path, kind: str) -> bool:
 
     `kind`: what calib8 would have written there, a key of `MARKS`.
     """
-    opening = reading.open_regular_file(path, what="an output", error=ExportError, rewritable=True)
-    with suppress(ExportError), opening as file:
+    with (
+        suppress(ExportError),  # it cannot be read
+        reading.open_regular_file(
+            path, what="an output", error=ExportError, rewritable=True
+        ) as file,
+    ):
         first_bytes = file.read(_MARK_BYTES)
         if not first_bytes:
             return True
-        end_offset = os.fstat(file.fileno()).st_size - _MARK_BYTES
-        file.seek(max(len(first_bytes), end_offset))  # a short file has been read already
+        # go to the last bytes; in a short file, only to those that were not read yet
+        last_offset = os.fstat(file.fileno()).st_size - _MARK_BYTES
+        file.seek(max(last_offset, len(first_bytes)))
         both_ends = first_bytes + file.read(_MARK_BYTES)
         return re.match(MARKS[kind], both_ends, re.DOTALL) is not None
-    return False  # it cannot be read
+    return False
 
 
 def _refuse_unmarked(path: Path, kind: str, force: bool | None) -> None:

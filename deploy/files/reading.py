@@ -29,12 +29,14 @@ from deploy.errors import Calib8Error, ConfigError
 from deploy.files.guard import add_input_file
 
 FilePath = str | os.PathLike[str]
+ErrorClass = type[Calib8Error]
 T = TypeVar("T")
 
 MAX_BYTES = 16 << 30  # of a file that is read at once
 MAX_TEXT_BYTES = 64 << 20  # of a text file
 MAX_NESTING = 64  # depth of brackets in JSON
-_MAX_YAML_BYTES = 1 << 18  # a thousand class names take 30 KB; 256 KB take seconds
+# of a YAML text, also its characters: a thousand class names take 30 KB, and 256 KB take seconds
+_MAX_YAML_BYTES = 1 << 18
 _CHUNK_BYTES = 1 << 20  # per read: Python allocates the size requested
 
 _TO_SQUARE_BRACKETS = bytes.maketrans(b"{}", b"[]")
@@ -45,7 +47,7 @@ def read_bytes(
     path: FilePath,
     *,
     what: str,
-    error: type[Calib8Error],
+    error: ErrorClass,
     max_bytes: int = MAX_BYTES,
     rewritable: bool = False,
 ) -> bytes:
@@ -65,8 +67,8 @@ def read_bytes(
         path, what=what, error=error, max_bytes=max_bytes, rewritable=rewritable
     ) as file:
         size = os.fstat(file.fileno()).st_size
-        data = file.read(min(size, max_bytes) + 1)
-        while len(data) <= max_bytes:  # it may have grown, or reports no size
+        data = file.read(size + 1)  # all of it, if it is still as large, and the system tells how
+        while len(data) <= max_bytes:
             chunk = file.read(_CHUNK_BYTES)
             if not chunk:
                 return data
@@ -78,7 +80,7 @@ def read_text(
     path: FilePath,
     *,
     what: str,
-    error: type[Calib8Error],
+    error: ErrorClass,
     max_bytes: int = MAX_TEXT_BYTES,
     rewritable: bool = False,
 ) -> str:
@@ -98,7 +100,7 @@ def open_regular_file(
     path: FilePath,
     *,
     what: str,
-    error: type[Calib8Error],
+    error: ErrorClass,
     max_bytes: int | None = None,
     rewritable: bool = False,
 ) -> Iterator[IO[bytes]]:
@@ -137,7 +139,7 @@ def read_json(
     path: FilePath,
     *,
     what: str,
-    error: type[Calib8Error],
+    error: ErrorClass,
     max_bytes: int = MAX_TEXT_BYTES,
     rewritable: bool = False,
 ) -> Any:
@@ -154,7 +156,7 @@ def from_json(
     text: str | bytes,
     *,
     rule: str,
-    error: type[Calib8Error],
+    error: ErrorClass,
     pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
     constant: Callable[[str], Any] | None = None,
 ) -> Any:
@@ -164,8 +166,9 @@ def from_json(
         text: JSON; bytes are UTF-8.
         rule: beginning of the error message: what the text must be.
         error: class of the error to raise.
-        pairs: makes an object of its keys and values; None makes a dict.
-        constant: makes a value of NaN, Infinity or -Infinity; None makes a float.
+        pairs: function that makes an object of its [(key, value), ...]; None for a dict.
+        constant: function that makes a value of the text "NaN", "Infinity" or "-Infinity"; None for
+            a float.
 
     Raises:
         error: no JSON, or nested deeper than `MAX_NESTING`.
@@ -185,7 +188,7 @@ def from_json(
     raise error(f"{rule}, got invalid JSON: {reason}; write it again")
 
 
-def read_yaml(path: FilePath, *, what: str, error: type[Calib8Error]) -> Any:
+def read_yaml(path: FilePath, *, what: str, error: ErrorClass) -> Any:
     """Return the value of a YAML file, see `from_yaml`; the arguments are those of `read_bytes`.
 
     Raises:
@@ -195,7 +198,7 @@ def read_yaml(path: FilePath, *, what: str, error: type[Calib8Error]) -> Any:
     return from_yaml(text, rule=f"{os.fspath(path)} must be {what}", error=error)
 
 
-def from_yaml(text: str, *, rule: str, error: type[Calib8Error]) -> Any:
+def from_yaml(text: str, *, rule: str, error: ErrorClass) -> Any:
     """Return the value of a YAML text: mappings, lists and texts, whatever its tags say.
 
     Numbers and booleans stay texts, since "no" and 010 are names too. No tag makes an object.
@@ -210,7 +213,7 @@ def from_yaml(text: str, *, rule: str, error: type[Calib8Error]) -> Any:
     """
     import yaml
 
-    if len(text) > _MAX_YAML_BYTES:
+    if len(text) > _MAX_YAML_BYTES:  # of its characters, each of one byte or more
         raise error(f"{rule} of at most {format_bytes(_MAX_YAML_BYTES)}, got more; shorten it")
     try:
         return yaml.load(text, Loader=yaml.BaseLoader)
@@ -231,7 +234,7 @@ def convert(
     kind: type[T],
     *,
     rule: str,
-    error: type[Calib8Error],
+    error: ErrorClass,
     way_out: str = "write it again",
     strict: bool = True,
 ) -> T:
@@ -267,14 +270,14 @@ def is_too_nested(text: str) -> bool:
     return b"[]" in brackets or brackets.count(b"[") > MAX_NESTING
 
 
-def _decode_utf8(data: bytes, rule: str, error: type[Calib8Error]) -> str:
+def _decode_utf8(data: bytes, rule: str, error: ErrorClass) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as cause:
         raise error(f"{rule} in UTF-8, got other bytes; save it as UTF-8") from cause
 
 
-def refuse_irregular(path: FilePath, *, what: str, error: type[Calib8Error]) -> None:
+def refuse_irregular(path: FilePath, *, what: str, error: ErrorClass) -> None:
     """Raise unless `path` is a regular file; remember it as an input.
 
     Raises:
@@ -307,7 +310,7 @@ def is_utf8_path(path: FilePath) -> bool:
         return False
 
 
-def _open_descriptor(path: FilePath, what: str, error: type[Calib8Error]) -> int:
+def _open_descriptor(path: FilePath, what: str, error: ErrorClass) -> int:
     """Return the descriptor of a regular file, opened for reading.
 
     Raises:
@@ -317,18 +320,12 @@ def _open_descriptor(path: FilePath, what: str, error: type[Calib8Error]) -> int
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would block
     except (OSError, ValueError) as cause:
         raise error(_unreadable(path, what, cause)) from cause
-    irregular_kind = _irregular_kind(os.fstat(descriptor))
-    if irregular_kind:
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise error(f"{os.fspath(path)} must be {what}, got {irregular_kind}; name a regular file")
+        kind = "a folder" if stat.S_ISDIR(mode) else "a device or pipe"
+        raise error(f"{os.fspath(path)} must be {what}, got {kind}; name a regular file")
     return descriptor
-
-
-def _irregular_kind(state: os.stat_result) -> str:
-    """Return what a path is instead of a regular file; empty for a regular file."""
-    if stat.S_ISREG(state.st_mode):
-        return ""
-    return "a folder" if stat.S_ISDIR(state.st_mode) else "a device or pipe"
 
 
 def _unreadable(path: FilePath, what: str, cause: OSError | ValueError) -> str:

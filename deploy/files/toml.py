@@ -54,7 +54,8 @@ def read_toml(path: Path, *, what: str, way_out: str) -> dict[str, Any]:
     """
     text = read_text(path, what=what, error=ConfigError, rewritable=True)
     # Python's TOML parser takes minutes for a key of very many dots. Dots in strings and comments
-    # do not count; a string of several lines, which calib8 never writes, could hide such a key
+    # are not of keys, so these are replaced by a letter before dots are counted. The pattern does
+    # not fit strings of several lines: they are refused, and calib8 never writes them
     without_strings = _STRING_OR_COMMENT.sub("k", text)
     has_long_string = '"""' in text or "'''" in text
     has_deep_key = any(line.count(".") > _MAX_DOTS for line in without_strings.split("\n"))

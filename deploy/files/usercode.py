@@ -19,28 +19,20 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from deploy.errors import Calib8Error, ConfigError, Terminated
-from deploy.files.reading import refuse_irregular
+from deploy.files.reading import ErrorClass, refuse_irregular
 
 # Libraries whose models are given as `package:name`: import name -> name for pip.
 MODEL_LIBRARIES = {"timm": "timm", "torchvision": "torchvision", "ultralytics": "ultralytics"}
 
-
-@dataclass(frozen=True, slots=True)
-class _ForeignConfig:
-    """A file of `--config` that another user can write, and the code that the user typed."""
-
-    file: Path
-    typed_code: frozenset[str]
-
-
 _SCRIPT_FOLDERS: list[str] = []  # of the imported files, the last one first
-_FOREIGN_CONFIGS: list[_ForeignConfig] = []  # of the command that runs, for all its threads
+# of the command that runs, for all its threads: (file of `--config` that another user can write,
+# code that the user typed)
+_FOREIGN_CONFIGS: list[tuple[Path, set[str]]] = []
 
 
 @contextmanager
@@ -57,10 +49,11 @@ def distrust_config(file: Path, typed_texts: Iterable[str]) -> Iterator[None]:
     if not _is_foreign(file):
         yield
         return
-    typed_code = set()
-    for text in typed_texts:  # `file.py:function` allows file.py
-        typed_code |= {_normalized(text), _normalized(text.rpartition(":")[0])}
-    config = _ForeignConfig(file, frozenset(typed_code))
+    typed_code: set[str] = set()
+    for text in typed_texts:
+        file_name, _, _ = text.rpartition(":")  # `file.py:function` allows file.py; else it is ""
+        typed_code |= {_normalized(text), _normalized(file_name)}
+    config = (file, typed_code)
     _FOREIGN_CONFIGS.append(config)
     try:
         yield
@@ -77,10 +70,10 @@ def refuse_foreign_code(code: object) -> None:
     Raises:
         ConfigError: another user can write the file of `--config`, and may have named the code.
     """
-    for config in _FOREIGN_CONFIGS:
-        if _normalized(code) not in config.typed_code:
+    for file, typed_code in _FOREIGN_CONFIGS:
+        if _normalized(code) not in typed_code:
             raise ConfigError(
-                f"code runs only with --trust-config where another user can write {config.file},"
+                f"code runs only with --trust-config where another user can write {file},"
                 f" got {str(code)!r}; read that code first"
             )
 
@@ -114,7 +107,7 @@ def is_library_model(spec: object) -> bool:
     return package in MODEL_LIBRARIES and bool(colon and name)
 
 
-def load_function(spec: str, *, what: str, form: str, error: type[Calib8Error]) -> Any:
+def load_function(spec: str, *, what: str, form: str, error: ErrorClass) -> Any:
     """Return the function of `path/to/file.py:name`.
 
     Args:
@@ -146,9 +139,28 @@ def load_function(spec: str, *, what: str, form: str, error: type[Calib8Error]) 
     return function
 
 
+def find_user_line(error: BaseException, *, library_folders: tuple[str, ...] = ()) -> str:
+    """Return `file:line: code` of the deepest frame in the user's code, or ''.
+
+    Args:
+        error: the exception.
+        library_folders: folders whose frames are not the user's, like this package and libraries.
+    """
+    internal_folders = (Path(__file__).parents[1], sysconfig.get_path("stdlib"))
+    folders = [f"{folder}{os.sep}" for folder in (*internal_folders, *library_folders)]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        is_internal = frame.filename.startswith(("<", *folders))  # such as <string>
+        parts = Path(frame.filename).parts
+        # `importlib` runs the user's file; packages are installed in `site-packages`
+        is_library = "importlib" in parts or "site-packages" in parts
+        if not (is_internal or is_library):
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return ""
+
+
 @contextmanager
 def wrap_user_errors(
-    what: str, *, error: type[Calib8Error], find_line: Callable[[BaseException], str] | None = None
+    what: str, *, error: ErrorClass, find_line: Callable[[BaseException], str] = find_user_line
 ) -> Iterator[None]:
     """Raise any exception of the user's code as one `error` with its file and line.
 
@@ -158,8 +170,7 @@ def wrap_user_errors(
     Args:
         what: the code, as in "the metric must run without error".
         error: class of the error to raise.
-        find_line: returns file and line of an exception in the user's code; None for
-            `find_user_line`.
+        find_line: returns file and line of an exception in the user's code.
     """
     import numpy as np  # not at the top, for a quick --help
 
@@ -174,8 +185,6 @@ def wrap_user_errors(
     except (Calib8Error, KeyboardInterrupt, Terminated):
         raise
     except BaseException as raised:  # also SystemExit and GeneratorExit
-        if find_line is None:
-            find_line = find_user_line
         line = find_line(raised)
         try:
             message = str(raised).strip().partition("\n")[0][:300]
@@ -271,26 +280,7 @@ def _working_folder() -> str | None:
         return None
 
 
-def find_user_line(error: BaseException, *, library_folders: tuple[str, ...] = ()) -> str:
-    """Return `file:line: code` of the deepest frame in the user's code, or ''.
-
-    Args:
-        error: the exception.
-        library_folders: folders whose frames are not the user's, like this package and libraries.
-    """
-    internal_folders = (Path(__file__).parents[1], sysconfig.get_path("stdlib"))
-    folders = [f"{folder}{os.sep}" for folder in (*internal_folders, *library_folders)]
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        is_internal = frame.filename.startswith(("<", *folders))  # such as <string>
-        parts = Path(frame.filename).parts
-        # `importlib` runs the user's file; packages are installed in `site-packages`
-        is_library = "importlib" in parts or "site-packages" in parts
-        if not (is_internal or is_library):
-            return f"{frame.filename}:{frame.lineno}: {frame.line}"
-    return ""
-
-
-def _import_file(path: Path, error: type[Calib8Error]) -> ModuleType:
+def _import_file(path: Path, error: ErrorClass) -> ModuleType:
     """Import a user's Python file under a name that no other file has.
 
     Raises:
