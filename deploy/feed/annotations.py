@@ -26,6 +26,7 @@ import numpy as np
 from deploy.errors import FeedError, counted
 from deploy.feed.images import printable_name, suffix_of, summarize_names, walk_files
 from deploy.feed.paths import is_data_yaml, read_data_yaml, resolve_files
+from deploy.feed.preprocess import Size
 from deploy.files.reading import convert, read_json, read_text
 from deploy.metrics.precision import Objects
 from deploy.terminal import phase
@@ -452,7 +453,7 @@ def _parse_yolo_line(line: str, line_title: str) -> tuple[int, Sequence[float]]:
 
 
 def _make_objects(
-    size: tuple[int, int] | None,
+    size: Size | None,
     boxes: Sequence[Sequence[float]],
     classes: Sequence[int],
     crowds: Sequence[bool] = (),

@@ -17,7 +17,7 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -34,21 +34,20 @@ from deploy.feed.arrays import (
     arrays_by_input,
     count_samples,
 )
-from deploy.feed.file_list import FileList, ImageFile
+from deploy.feed.batch_axis import Specs
+from deploy.feed.file_list import FileList, ImageFile, Labels
 from deploy.feed.images import printable_name, suffix_of
 from deploy.feed.preprocess import describe
 from deploy.feed.temporary_arrays import Item
 from deploy.files.archives import check_archive, read_array_header
 from deploy.files.guard import add_input_file
 from deploy.files.reading import open_regular_file, refuse_irregular
-from deploy.tensors import Array, TensorSpec
+from deploy.tensors import Array
 
 SUFFIXES = frozenset((".bin", ".npy", ".npz", ".raw"))
 _MAX_ENTRIES = 1 << 12  # arrays in an .npz file: one per input
 _COPY_CHUNK_BYTES = 1 << 20
 _LOCAL_HEADER_BYTES = 30  # of a zip entry, before its names
-
-Specs = tuple[TensorSpec, ...]
 
 
 def is_array_file(path: Path | str) -> bool:
@@ -59,19 +58,6 @@ def is_array_file(path: Path | str) -> bool:
 def is_raw_file(path: Path | str) -> bool:
     """Return whether the suffix, in any case, is that of values without a header."""
     return suffix_of(path) in (".bin", ".raw")
-
-
-@dataclass(slots=True)
-class ArrayFileContents:
-    """Contents of a file of arrays.
-
-    Attributes:
-        item: arrays by input.
-        labels: one class number per sample; None without labels.
-    """
-
-    item: Item
-    labels: tuple[int, ...] | None = None
 
 
 def open_array_files(files: FileList, specs: Specs, title: str, *, skip_bad: bool) -> ArraySource:
@@ -174,7 +160,8 @@ class FileItems:
         return self._read_last(index)
 
     def _read(self, index: int) -> Item:
-        return _read_item(self._paths[index], self._specs).item
+        item, _ = _read_item(self._paths[index], self._specs)
+        return item
 
 
 def _open_items(
@@ -202,14 +189,14 @@ def _open_items(
     for item_paths in paths:
         file_names = " and ".join(printable_name(path.name) for path in item_paths.values())
         try:
-            contents = _read_item(item_paths, specs)  # its arrays are mapped, not read
-            counter.add(contents.item, file_names)
+            item, item_labels = _read_item(item_paths, specs)  # its arrays are mapped, not read
+            counter.add(item, file_names)
         except FeedError:
             if not skip_bad:
                 raise
             counter.add_unread()
         else:
-            labels += contents.labels or ()
+            labels += item_labels or ()
 
     total = counter.total
     if not total:
@@ -225,20 +212,24 @@ def _open_items(
     )
 
 
-def _read_item(paths: Mapping[str, Path], specs: Specs) -> ArrayFileContents:
-    """Read the file of all inputs, or one file per input, see `FileItems`."""
+def _read_item(paths: Mapping[str, Path], specs: Specs) -> tuple[Item, Labels]:
+    """Read the file of all inputs, or one file per input; return (arrays by input, labels).
+
+    `paths`: input name -> its file, or "" -> the file of all inputs, which alone may have labels.
+    """
     for path in paths.values():
         add_input_file(path)
     if "" in paths:
         return read_arrays(paths[""], specs)
     item: Item = {}
     for spec in specs:  # a file for each input
-        item |= read_arrays(paths[spec.name], (spec,)).item
-    return ArrayFileContents(item)
+        arrays, _ = read_arrays(paths[spec.name], (spec,))
+        item |= arrays
+    return item, None
 
 
-def read_arrays(path: Path, specs: Specs) -> ArrayFileContents:
-    """Return the arrays of one file by input name, and the labels in it.
+def read_arrays(path: Path, specs: Specs) -> tuple[Item, Labels]:
+    """Return (the arrays of one file by input name, one class number per sample or None).
 
     Args:
         path: of an .npy or .npz file, or one of raw values.
@@ -277,10 +268,10 @@ def read_arrays(path: Path, specs: Specs) -> ArrayFileContents:
         count = count_samples(input_arrays, specs, name)
         if len(labels) != count:
             raise FeedError(f"{name} must have one label per sample, got {len(labels)} for {count}")
-    return ArrayFileContents(input_arrays, labels)
+    return input_arrays, labels
 
 
-def _take_labels(arrays: dict[str, Array], specs: Specs) -> tuple[int, ...] | None:
+def _take_labels(arrays: dict[str, Array], specs: Specs) -> Labels:
     """Remove the class numbers from the arrays of a file and return them; None without any.
 
     They are a vector, or a number for a single sample, called "labels", "y" or the like.

@@ -11,20 +11,19 @@ What a first dimension is, `deploy.feed.batch_axis` says.
 """
 
 import bisect
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
-from deploy.errors import FeedError
-from deploy.feed.batch_axis import has_open_first, samples_per_run, without_batch
-from deploy.feed.file_list import RawSample, SampleChangedError, sample_digest
+from deploy.errors import Calib8Error, FeedError
+from deploy.feed.batch_axis import Specs, has_open_first, samples_per_run, without_batch
+from deploy.feed.file_list import Labels, RawSample, SampleChangedError, sample_digest
 from deploy.feed.preprocess import describe
-from deploy.feed.temporary_arrays import Item
+from deploy.feed.temporary_arrays import Item, Shape
 from deploy.tensors import Array, TensorSpec, fits
 
-Specs = Sequence[TensorSpec]
 LABEL_KEYS = ("labels", "label", "targets", "target", "y")  # names of class numbers beside inputs
 
 
@@ -96,12 +95,12 @@ class ArraySource:
         item_names: names of the items; empty if they have none.
     """
 
-    specs: tuple[TensorSpec, ...]
+    specs: Specs
     items: ItemSequence
     item_ends: tuple[int, ...]
     batch: int
     name: str
-    labels: tuple[int, ...] | None = None
+    labels: Labels = None
     notes: tuple[str, ...] = ()
     item_names: tuple[str, ...] = ()
 
@@ -207,22 +206,23 @@ class SampleCounter:
         Raises:
             FeedError: a dtype, rank or dimension does not fit the input, or the counts differ.
         """
-        rows_by_input: dict[str, int] = {}
+        row_counts: dict[str, int] = {}  # input -> its number of rows; not of inputs without rows
         is_stacked = False  # whether an array has one dimension more than its input
         for spec in self.inputs:
             array = item[spec.name]
             _check_array(array, spec, item_name)
-            is_stacked |= array.ndim > len(spec.shape)
-            if array.ndim > len(spec.shape) or spec.has_batch:
-                rows_by_input[spec.name] = array.shape[0]
+            has_extra_dimension = array.ndim > len(spec.shape)
+            is_stacked |= has_extra_dimension
+            if has_extra_dimension or spec.has_batch:
+                row_counts[spec.name] = array.shape[0]
 
-        if len(set(rows_by_input.values())) > 1:
-            # each input must have as many samples as the others if they are stacked, or if the
-            # first dimensions of the inputs have one name, such as "batch"
-            must_be_equal = is_stacked or self._have_one_name(rows_by_input)
-            fits_as_sample = all(fits(item[spec.name].shape, spec.shape) for spec in self.inputs)
-            if must_be_equal or not fits_as_sample:
-                counts_text = ", ".join(f"{name}: {count}" for name, count in rows_by_input.items())
+        if len(set(row_counts.values())) > 1:  # the item is one sample, or an error
+            # rows are samples if they are stacked, or if the first dimensions of the inputs have
+            # one name, such as "batch"
+            rows_are_samples = is_stacked or self._have_one_name(row_counts)
+            has_input_shapes = all(fits(item[spec.name].shape, spec.shape) for spec in self.inputs)
+            if rows_are_samples or not has_input_shapes:
+                counts_text = ", ".join(f"{name}: {count}" for name, count in row_counts.items())
                 raise FeedError(
                     f"all inputs of {item_name} must have equally many samples, got {counts_text}"
                 )
@@ -230,7 +230,7 @@ class SampleCounter:
 
         if self._is_stacked is None:  # the first item stands for all
             self._is_stacked = is_stacked
-        row_count = max(rows_by_input.values(), default=1)
+        row_count = max(row_counts.values(), default=1)
         self.row_ends.append(self.row_ends[-1] + row_count)
         return 1 if self.items_are_samples else row_count
 
@@ -244,9 +244,9 @@ class SampleCounter:
         return len(first_dimensions) == 1 and None not in first_dimensions
 
     @property
-    def specs(self) -> tuple[TensorSpec, ...]:
+    def specs(self) -> Specs:
         """The inputs, as model and items show them."""
-        return without_batch(self.inputs) if self.items_are_samples else tuple(self.inputs)
+        return without_batch(self.inputs) if self.items_are_samples else self.inputs
 
     @property
     def batch(self) -> int:
@@ -287,15 +287,16 @@ def _check_array(array: Array, spec: TensorSpec, item_name: str) -> None:
             message += "; pixels of 0..255 must be preprocessed first"
         raise FeedError(message)
 
-    # for an input [1, 3, 8, 8]: stacked samples [N, 1, 3, 8, 8], or samples [N, 3, 8, 8]
+    # an input [1, 3, 8, 8] takes stacked samples [N, 1, 3, 8, 8], or, if its first dimension is a
+    # batch, samples [N, 3, 8, 8]; else only an array of its own shape
+    shape = array.shape
     expected_shape = list(spec.shape)
-    sizes = array.shape
     if array.ndim == len(spec.shape) + 1:
-        sizes = sizes[1:]
+        shape = shape[1:]  # of one of the stacked samples
     elif spec.has_batch:
         expected_shape[0] = None  # any number N
-    if not fits(sizes, expected_shape):
-        remedy = _find_remedy(sizes, spec)
+    if not fits(shape, expected_shape):
+        remedy = _find_remedy(shape, spec)
         raise FeedError(f"{item_name} must fit the input {describe(spec)}, got {got}; {remedy}")
 
 
@@ -319,6 +320,25 @@ def _take_sample(array: Array, spec: TensorSpec, row: int) -> Array:
     return fit_array(values, spec)
 
 
+def concatenate_samples(
+    samples: Sequence[Mapping[str, Array]],
+    explain: Callable[[str, Sequence[Shape]], Calib8Error],
+) -> Item:
+    """Return samples joined along axis 0; an input without axes, a scalar, is that of the first.
+
+    `explain`: (name of an input, its shapes in the samples, which differ) -> the error to raise.
+    """
+    batch = {}
+    for name, first_array in samples[0].items():
+        arrays = [sample[name] for sample in samples]
+        shapes = sorted({array.shape for array in arrays})
+        if len(shapes) > 1:
+            raise explain(name, shapes)
+        is_alone = len(arrays) == 1 or first_array.ndim == 0
+        batch[name] = first_array if is_alone else np.concatenate(arrays)
+    return batch
+
+
 def fit_array(array: Array, spec: TensorSpec) -> Array:
     """Convert a sample that `count_samples` accepted to the input's dtype.
 
@@ -335,10 +355,10 @@ def fit_array(array: Array, spec: TensorSpec) -> Array:
 _AXIS_ORDERS = ((0, 3, 1, 2), (0, 2, 3, 1))  # move the channels to the front, and to the end
 
 
-def _find_remedy(sizes: Sequence[int], spec: TensorSpec) -> str:
-    """Return what to do with an array of these sizes, which does not fit the input."""
+def _find_remedy(shape: Sequence[int], spec: TensorSpec) -> str:
+    """Return what to do with an array of this shape, which does not fit the input."""
     for axis_order in _AXIS_ORDERS:
-        if len(sizes) == 4 and fits([sizes[axis] for axis in axis_order[1:]], spec.shape[1:]):
+        if len(shape) == 4 and fits([shape[axis] for axis in axis_order[1:]], spec.shape[1:]):
             return f"turn it with .transpose{axis_order}"
     return "give one array of this shape per sample, or a batch of them"
 

@@ -17,13 +17,16 @@ from dataclasses import replace
 from deploy.errors import ConfigError
 from deploy.tensors import TensorSpec
 
+Specs = tuple[TensorSpec, ...]  # of the inputs of a model
+Dimension = int | str | None  # a fixed size; or open, with a name or without one
+
 AUTO, FIRST, NONE = "auto", "0", "none"
 CHOICES = (AUTO, FIRST, NONE)
 
 
 def mark_batch_axes(
     inputs: Sequence[TensorSpec], outputs: Iterable[TensorSpec] = (), choice: str = AUTO
-) -> tuple[TensorSpec, ...]:
+) -> Specs:
     """Return the inputs with their `has_batch` set: whether their first dimension is a batch.
 
     Args:
@@ -51,7 +54,7 @@ def mark_batch_axes(
     )
 
 
-def without_batch(inputs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
+def without_batch(inputs: Iterable[TensorSpec]) -> Specs:
     """Return the inputs with a first dimension like any other: each item is a complete sample."""
     return tuple(replace(spec, has_batch=False) for spec in inputs)
 
@@ -67,7 +70,7 @@ def _find_common_rows(inputs: Iterable[TensorSpec]) -> int:
     Inputs of one dimension do not count. An input [3, H, W] is an image without a batch dimension:
     it has no 3 rows.
     """
-    first_sizes: set[int | str | None] = set()
+    first_sizes: set[Dimension] = set()
     for spec in inputs:
         if _is_image_shape(spec.shape):
             first_sizes.add(1)
@@ -76,7 +79,7 @@ def _find_common_rows(inputs: Iterable[TensorSpec]) -> int:
     return _single_size(first_sizes)
 
 
-def _single_size(sizes: set[int | str | None]) -> int:
+def _single_size(sizes: set[Dimension]) -> int:
     """Return the only one of these sizes if it is fixed; 1 for several, or for an open one."""
     if len(sizes) != 1:
         return 1
@@ -84,14 +87,14 @@ def _single_size(sizes: set[int | str | None]) -> int:
     return size if isinstance(size, int) and size > 0 else 1
 
 
-def _is_image_shape(shape: tuple[int | str | None, ...]) -> bool:
+def _is_image_shape(shape: tuple[Dimension, ...]) -> bool:
     """Whether a shape is [3, H, W] with both sides fixed."""
     if len(shape) != 3 or shape[0] != 3:
         return False
     return all(isinstance(side, int) and side > 3 for side in shape[1:])
 
 
-def _may_hold_samples(shape: tuple[int | str | None, ...], sample_count: int) -> bool:
+def _may_hold_samples(shape: tuple[Dimension, ...], sample_count: int) -> bool:
     """Whether an output of this shape may hold `sample_count` samples.
 
     They are rows of its first dimension, or of the second of a sequence [T, N, C].
@@ -124,7 +127,7 @@ def may_lack_batch(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) 
     return all(_may_be_points(spec.shape) for spec in open_inputs)
 
 
-def _may_be_points(shape: tuple[int | str | None, ...]) -> bool:
+def _may_be_points(shape: tuple[Dimension, ...]) -> bool:
     """Whether a shape with an open first dimension is [N, C] or [N, M, C] and fixed otherwise."""
     return len(shape) in (2, 3) and all(isinstance(size, int) for size in shape[1:])
 

@@ -9,6 +9,8 @@ from shlex import quote
 import numpy as np
 
 from deploy.errors import CacheError, ConfigError
+from deploy.feed.arrays import concatenate_samples
+from deploy.feed.temporary_arrays import Shape
 from deploy.files import manifest
 from deploy.files.reading import format_bytes
 from deploy.machine import memory_bytes
@@ -84,17 +86,15 @@ def stack_samples(samples: Sequence[Outputs], batch: int) -> list[dict[str, Arra
     endless_samples = cycle(samples)
     for _ in range(FEED_COUNT):
         rows = list(islice(endless_samples, batch))
-        feed = {}
-        for name in rows[0]:
-            arrays = [row[name] for row in rows]
-            if len({array.shape for array in arrays}) > 1:
-                raise ConfigError(
-                    f"images of a batch must have one size, got several for {name!r}; give --size,"
-                    " or leave --batch out"
-                )
-            feed[name] = np.concatenate(arrays)
-        feeds.append(feed)
+        feeds.append(concatenate_samples(rows, _explain_shapes))
     return feeds
+
+
+def _explain_shapes(name: str, _: Sequence[Shape]) -> ConfigError:
+    return ConfigError(
+        f"images of a batch must have one size, got several for {name!r}; give --size,"
+        " or leave --batch out"
+    )
 
 
 def refuse_fixed_batch(inputs: Iterable[TensorSpec]) -> None:
@@ -110,11 +110,12 @@ def refuse_fixed_batch(inputs: Iterable[TensorSpec]) -> None:
 
 def read_calibration_shapes(
     paths: Iterable[Path], inputs: Iterable[TensorSpec]
-) -> dict[str, tuple[int, ...]]:
+) -> dict[str, Shape]:
     """Return input -> the shape it was calibrated with, for inputs with open dimensions.
 
-    Engines are timed on inputs of that shape if the user gives none. It stands in the manifest of
-    the build that wrote an engine's file, which lies next to that file; empty without a manifest.
+    Engines are timed on inputs of that shape if the user gives none. The shape stands in the
+    manifest of the build that wrote an engine, next to the engine's file. If no engine has a
+    manifest, the result is empty.
 
     Args:
         paths: files of the engines; the first with a manifest counts.
@@ -123,7 +124,7 @@ def read_calibration_shapes(
     for path in paths:
         try:
             build = manifest.read_manifest(path.parent)
-        except CacheError:
+        except CacheError:  # no build wrote it
             continue
         if path.name not in build.files:
             continue
@@ -141,22 +142,23 @@ def _has_open_dimension(spec: TensorSpec) -> bool:
     return not all(isinstance(dimension, int) for dimension in spec.shape[1:])
 
 
-def _choose_shape(
-    spec: TensorSpec, user_shape: Sequence[int] | None, batch: int | None
-) -> tuple[int, ...]:
-    """Return the user's shape of an input, else the input's own with an open batch of 1.
+def _choose_shape(spec: TensorSpec, user_shape: Sequence[int] | None, batch: int | None) -> Shape:
+    """Return the user's shape of an input, else the input's own, whose open batch becomes 1.
 
-    `batch`: the first dimension instead of 1; None leaves it as it is.
+    Args:
+        spec: the input.
+        user_shape: the shape that the user gives; None for none.
+        batch: replaces the first dimension, which must be 1; None leaves it as it is.
 
     Raises:
         ConfigError: the user's shape does not fit, or is missing for an open dimension.
     """
+    # the input's own shape; if dimensions beside the batch are open, it is only an example of one
     shape = []
     for axis, dimension in enumerate(spec.shape):
-        if isinstance(dimension, int):
-            shape.append(dimension)
-        else:
-            shape.append(1 if axis == 0 else _EXAMPLE_SIZE)
+        if not isinstance(dimension, int):
+            dimension = 1 if axis == 0 else _EXAMPLE_SIZE
+        shape.append(dimension)
     if user_shape is not None:
         if not fits(user_shape, spec.shape) or min(user_shape, default=1) < 1:
             raise ConfigError(
@@ -192,7 +194,7 @@ def _shape_text(spec: TensorSpec) -> str:
     return f"[{dimensions.replace('None', '?')}]"
 
 
-def _draw_values(spec: TensorSpec, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+def _draw_values(spec: TensorSpec, shape: Shape, rng: np.random.Generator) -> Array:
     """Return random values: normal floats, 0 or 1 for integers and bools.
 
     Args:

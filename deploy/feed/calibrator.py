@@ -22,10 +22,10 @@ import numpy as np
 
 from deploy.errors import FeedError
 from deploy.feed.arrays import ArraySource
-from deploy.feed.batch_axis import samples_per_run
+from deploy.feed.batch_axis import Specs, samples_per_run
 from deploy.feed.loaders import open_iterable
 from deploy.feed.preprocess import describe
-from deploy.feed.temporary_arrays import Item
+from deploy.feed.temporary_arrays import Item, Shape
 from deploy.files import usercode
 from deploy.standins.install import CalibrationAlgoType, shared_stand_ins
 from deploy.standins.memory import AddressWindow, Memory, address_of
@@ -41,9 +41,7 @@ _NUMBER_DTYPES = frozenset(np.dtype(code).name for code in "?bhiqBHIQefd")
 class CalibratorBatches:
     """Converts the batches of a script from addresses to arrays."""
 
-    def __init__(
-        self, script_title: str, memory: Memory, specs: tuple[TensorSpec, ...], batch_size: int
-    ) -> None:
+    def __init__(self, script_title: str, memory: Memory, specs: Specs, batch_size: int) -> None:
         """Start before the first batch.
 
         Args:
@@ -146,7 +144,7 @@ class CalibratorBatches:
             f" {spec.name!r} in {self.batch_title}"
         )
 
-    def _find_sample_shape(self, spec: TensorSpec, window: AddressWindow) -> tuple[int, ...]:
+    def _find_sample_shape(self, spec: TensorSpec, window: AddressWindow) -> Shape:
         """Return the shape of one sample, without batch; `window.shape` fills in open sizes.
 
         `window`: the memory that the calibrator copied its batch to.
@@ -257,7 +255,7 @@ class CalibratorBatches:
         if is_larger:
             return has_known_dtype and self._declared_batch_size == 1
         if not has_known_dtype:
-            if self._batch_count == 0:
+            if self._batch_count == 0:  # no complete batch came before
                 return False
             self._must_be_last = True
         self._size_by_short_batch[self._batch_count] = count
@@ -325,7 +323,7 @@ class CalibratorScript:
     def __str__(self) -> str:
         return f"the calibrator {self.spec}"
 
-    def source(self, specs: tuple[TensorSpec, ...], limit: int | None) -> ArraySource:
+    def source(self, specs: Specs, limit: int | None) -> ArraySource:
         """Read at most `limit` samples, None for all; a second call creates the calibrator again.
 
         Raises:
@@ -387,7 +385,7 @@ class CalibratorScript:
             )
         return float(value)
 
-    def _next_item(self, batches: CalibratorBatches, specs: tuple[TensorSpec, ...]) -> Item | None:
+    def _next_item(self, batches: CalibratorBatches, specs: Specs) -> Item | None:
         """Return the next batch of the script as arrays by input; None at its end.
 
         The script copies its batch to the memory of stand-ins for CUDA, from which it is read.

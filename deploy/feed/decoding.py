@@ -30,7 +30,7 @@ import tempfile
 import threading
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -191,18 +191,15 @@ def _import_quiet_opencv() -> Any:
     return cv2
 
 
-@contextmanager
-def capture_decoder_output(*, exclusive: bool = True) -> Iterator[list[str]]:
+def capture_decoder_output(*, exclusive: bool = True) -> AbstractContextManager[list[str]]:
     """Capture the lines that decoders print in the body; the list is filled at the end.
 
     `exclusive`: other threads that decode wait until the body ends; else the lines may be theirs.
     """
     capture = _stderr_capture()
     if capture is None:
-        yield []
-        return
-    with capture.capture(exclusive=exclusive) as lines:
-        yield lines
+        return nullcontext([])
+    return capture.capture(exclusive=exclusive)
 
 
 class _StderrCapture:

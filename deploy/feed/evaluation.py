@@ -79,11 +79,6 @@ class EvaluationSubset:
         return tuple(map(self._feed.name_of_key, self._passed_keys or self.keys))
 
     @property
-    def decodes(self) -> int:
-        """Number of images of the entire feed read so far."""
-        return self._feed.decodes
-
-    @property
     def states(self) -> Mapping[str, str]:
         """See `Feed.states`."""
         return self._feed.states

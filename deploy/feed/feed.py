@@ -23,7 +23,7 @@ import numpy as np
 from deploy.errors import ConfigError, FeedError
 from deploy.feed.array_files import open_array_files
 from deploy.feed.arrays import ArraySource, count_samples
-from deploy.feed.batch_axis import AUTO, mark_batch_axes, samples_per_run
+from deploy.feed.batch_axis import AUTO, Specs, mark_batch_axes, samples_per_run
 from deploy.feed.calibrator import CalibratorScript
 from deploy.feed.images import printable_name, summarize_names
 from deploy.feed.loaders import (
@@ -134,7 +134,7 @@ class Dataset:
             metadata_preprocess: preprocessing from the model's metadata, of a `LoadedModel`.
             labels_by_folder: number the subfolders and use the numbers as class labels.
             recurrence: how the model may feed itself states, inputs that take an output of the step
-                before; None if the model is not to be run.
+                before, by their names and shapes; None if the model is not to be run.
 
         Raises:
             FeedError: no samples, or samples that do not fit the inputs.
@@ -145,7 +145,7 @@ class Dataset:
         if self.batch_axis != AUTO or any(spec.has_batch is None for spec in specs):
             specs = mark_batch_axes(specs, choice=self.batch_axis)  # sets their `has_batch`
         source = self.source
-        if isinstance(source, str | os.PathLike) and is_loader_spec(str(source)):
+        if is_loader_spec(source):
             source = cast("FeedSource", call_loader(str(source)))
         files = _resolve_source_files(source, self.split)  # None for Python objects
         if labels_by_folder:
@@ -158,21 +158,26 @@ class Dataset:
             choice=to_choice(self.limit),
             specs=tuple(specs),
             metadata_preprocess=metadata_preprocess,
-            recurrence=None,
         )
-        recurrence = self._find_recurrence(specs, recurrence)
-        if recurrence is not None:  # the model has states, which the samples may hold or lack
+        resolved = self._resolve_recurrence(specs, recurrence)
+        if resolved is not None:  # the model has states, which the samples may hold or lack
             holds_states, source = opener.probe_first_sample(source, files)
             if not holds_states:  # all states are computed: the samples hold the other inputs
-                opener = replace(opener, specs=recurrence.data_inputs, recurrence=recurrence)
-            elif recurrence.is_set_by_user:  # computed, but for the first step of each sequence
-                opener = replace(opener, recurrence=recurrence)
+                opener = replace(opener, specs=resolved.data_inputs, recurrence=resolved)
+            elif resolved.is_set_by_user:  # computed, but for the first step of each sequence
+                opener = replace(opener, recurrence=resolved)
         return opener.open(source, files)
 
-    def _find_recurrence(
+    def _resolve_recurrence(
         self, specs: Sequence[TensorSpec], recurrence: Recurrence | None
     ) -> Recurrence | None:
-        """Return how the model feeds itself states, those of the user if any; None without states.
+        """Return how the model feeds itself states; None if it has none.
+
+        If the user names states, they replace those that names and shapes show.
+
+        Args:
+            specs: the model's inputs, with what their first dimension is.
+            recurrence: see `open`; None if the model is not to be run, which computes no states.
 
         Raises:
             ConfigError: the states are no dict, or not those of a float model that can be run.
@@ -208,9 +213,9 @@ class _SourceOpener:
 
     dataset: Dataset
     choice: Choice
-    specs: tuple[TensorSpec, ...]
+    specs: Specs
     metadata_preprocess: MetadataPreprocess | None
-    recurrence: Recurrence | None
+    recurrence: Recurrence | None = None
 
     def probe_first_sample(
         self, source: FeedSource, files: SourceFiles | None
@@ -281,18 +286,19 @@ class _SourceOpener:
         file_shape = (None, *sample_shape) if spec.has_batch else sample_shape
         file_spec = replace(spec, dtype=raw.dtype or spec.dtype, shape=file_shape)
         arrays = self._open_arrays(files, (file_spec,), skip_bad=self.dataset.skip_bad)
-        # raises if a sample does not fit the input; zeros stand for each, since all have one shape
-        # and dtype
-        sample = {spec.name: np.zeros((1, *sample_shape), file_spec.dtype)}
-        count_samples(sample, self.specs, f"each sample of {arrays.name}")
+        # raises if the samples do not fit the model's input: all have one shape and dtype, so a
+        # sample of zeros stands for them
+        zeros = {spec.name: np.zeros((1, *sample_shape), file_spec.dtype)}
+        count_samples(zeros, self.specs, f"each sample of {arrays.name}")
+        # `file_spec` was for reading the files; the samples are fed as the model's input
         batch = samples_per_run(self.specs)
         return self._create_feed(replace(arrays, specs=self.specs, batch=batch))
 
     def _open_images(self, files: SourceFiles) -> Feed:
-        """Return the feed of images, or of a video: by default of one frame a second."""
+        """Return the feed of images, or of a video."""
         # registered, so that no output file overwrites an image
         add_input_files(len(files.file_list), path_of=files.file_list.path)
-        preprocessing = self._resolve_preprocess()
+        preprocessing = self._resolve_preprocess()  # for the only input: it refuses several
         spec = self.specs[0]
         preprocess = preprocessing.preprocess
         video = _open_video(files, spec, preprocess)
@@ -302,7 +308,7 @@ class _SourceOpener:
                 preprocessing,
                 kind="images",
                 notes=files.notes,
-                default_every=video.frames_per_second,
+                default_every=video.frames_per_second,  # one frame a second
             )
 
         if not self.dataset.skip_bad:  # a missing file is found now, not in the middle of the run
@@ -327,21 +333,16 @@ class _SourceOpener:
 
         They are images if there is preprocessing.
         """
-        preprocessing = None
-        kind = "arrays"
         items, has_end = iterate_items(source)
-        if self.dataset.preprocess is not None:
-            preprocessing = self._resolve_preprocess()
-            kind = "pictures in memory"
-            items = preprocess_items(items, preprocessing.preprocess, self.specs[0].dtype)
-        opened = open_iterable(
-            items, self.specs, has_end=has_end, limit=self.choice.required_samples
-        )
-        return self._create_feed(opened, preprocessing, kind=kind)
+        limit = self.choice.required_samples
+        if self.dataset.preprocess is None:
+            return self._create_feed(open_iterable(items, self.specs, has_end=has_end, limit=limit))
+        preprocessing = self._resolve_preprocess()
+        inputs = preprocess_items(items, preprocessing.preprocess, self.specs[0].dtype)
+        arrays = open_iterable(inputs, self.specs, has_end=has_end, limit=limit)
+        return self._create_feed(arrays, preprocessing, kind="pictures in memory")
 
-    def _open_arrays(
-        self, files: SourceFiles, specs: tuple[TensorSpec, ...], *, skip_bad: bool
-    ) -> ArraySource:
+    def _open_arrays(self, files: SourceFiles, specs: Specs, *, skip_bad: bool) -> ArraySource:
         """Return the arrays in files.
 
         Args:
@@ -495,7 +496,7 @@ def is_array_dataset(dataset: Dataset) -> bool:
         FeedError: there are no files, or both images and arrays.
     """
     source = dataset.source
-    if isinstance(source, str | os.PathLike) and is_loader_spec(str(source)):
+    if is_loader_spec(source):
         return False  # the loader may return images
     files = _resolve_source_files(source, dataset.split)
     return isinstance(source, CalibratorScript) or (files is not None and files.are_arrays)

@@ -20,6 +20,9 @@ import numpy as np
 from deploy.errors import FeedError
 from deploy.tensors import Array
 
+Labels = tuple[int, ...] | None
+"""One class number per sample; None without labels."""
+
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
@@ -66,7 +69,7 @@ class FileList:
         return self._folder / self.names[index]
 
     @property
-    def labels(self) -> tuple[int, ...] | None:
+    def labels(self) -> Labels:
         """One class number per file; None if a file has none."""
         labels = tuple(label for label in self._labels if label is not None)
         return labels if len(labels) == len(self) else None
@@ -126,11 +129,6 @@ class SampleDigests:
     def digest(self, index: int) -> bytes:
         """Return the digest of a sample that was read."""
         return bytes(self._digests[index * _DIGEST_BYTES : (index + 1) * _DIGEST_BYTES])
-
-    def count_duplicates(self, indices: Iterable[int]) -> int:
-        """Count the samples read so far that are byte-for-byte copies of another one."""
-        digests = self.known(indices)
-        return len(digests) - len(set(digests))
 
     def known(self, indices: Iterable[int]) -> list[bytes]:
         """Return the digests of those of these samples that were read so far."""

@@ -69,7 +69,7 @@ def _has_zero_hole(data: bytes) -> bool:
     """
     # number of a Huffman table for AC coefficients -> symbol whose code has zero bits only
     zero_symbol_by_table: dict[int, int] = {}
-    is_sequential = False  # whether its frame is of the Huffman-coded kind, not progressive
+    is_sequential = False  # whether the image is Huffman-coded and not progressive
     for marker, marker_offset, body in jpeg_segments(data):
         if marker in _SEQUENTIAL_FRAMES:
             is_sequential = True
@@ -81,8 +81,10 @@ def _has_zero_hole(data: bytes) -> bool:
             has_other_scans = b"\xff\xda" in coded_data
             if not is_sequential or has_other_scans or _HOLE not in coded_data:
                 return False
-            # the number of components, then for each its id, and its DC and AC table in 4 bits each
-            table_pairs = body[2 : 2 + 2 * body[0] : 2]
+            # the number of components; for each its id in a byte, its DC and AC table in 4 bits
+            component_count = body[0]
+            table_pairs = body[2 : 2 + 2 * component_count : 2]
+            # a table that is missing shows nothing, like one that begins with "end of block"
             symbols = [zero_symbol_by_table.get(pair & 15, _END_OF_BLOCK) for pair in table_pairs]
             return any(symbol != _END_OF_BLOCK for symbol in symbols)
     return False
@@ -255,32 +257,32 @@ def _tiff_values(data: bytes) -> Iterator[tuple[int, int, int]]:
     Raises:
         struct.error: the data ends before.
     """
-    read_integer = partial(_read_tiff_integer, data)
-    # a format is a letter of `struct`
-    offset_format = "I"  # of a number of values too
-    offset_bytes = 4
+    read_integer = partial(_read_tiff_integer, data)  # by a format, a letter of `struct`
+    # the third and fourth field of an entry, and all offsets, have one format
+    field_format = "I"
+    field_bytes = 4
     entry_count_format = "H"
     if read_integer("H", 2) == _BIG_TIFF:
-        offset_format = "Q"
-        offset_bytes = 8
+        field_format = "Q"
+        field_bytes = 8
         entry_count_format = "Q"
-    directory_offset = read_integer(offset_format, offset_bytes)  # it follows the magic number
+    directory_offset = read_integer(field_format, field_bytes)  # it follows the magic number
     entry_count = min(read_integer(entry_count_format, directory_offset), _MAX_TIFF_TAGS)
     first_entry_offset = directory_offset + struct.calcsize(entry_count_format)
 
     for number in range(entry_count):
         # the fields of the entry: tag, type, number of values, value
-        tag_offset = first_entry_offset + number * (4 + 2 * offset_bytes)
+        tag_offset = first_entry_offset + number * (4 + 2 * field_bytes)
         type_offset = tag_offset + 2
         count_offset = tag_offset + 4
-        value_offset = tag_offset + 4 + offset_bytes
+        value_offset = tag_offset + 4 + field_bytes
         tag = read_integer("H", tag_offset)
         if tag not in _READ_TAGS:
             continue
-        value_count = read_integer(offset_format, count_offset)
-        if tag in (_BITS_TAG, _EXTRA_TAG) and 2 * value_count > offset_bytes:
-            # values of 2 bytes, one a channel, that are too many for the entry are elsewhere
-            value_offset = read_integer(offset_format, value_offset)
+        value_count = read_integer(field_format, count_offset)
+        if tag in (_BITS_TAG, _EXTRA_TAG) and 2 * value_count > field_bytes:
+            # values of 2 bytes, one a channel, too many for the entry, which has their offset
+            value_offset = read_integer(field_format, value_offset)
         value_format = _FORMAT_BY_TIFF_TYPE.get(read_integer("H", type_offset), "I")
         if tag == _ORIENTATION_TAG:  # decoders take it for 2 bytes, whatever its type
             value_format = "H"
@@ -317,16 +319,15 @@ def _read_box_size(data: bytes) -> WidthHeight | None:
     return _unpack_size(">II", box + 8, data)
 
 
-_SIZE_READERS: tuple[tuple[bytes, Callable[[bytes], WidthHeight | None]], ...] = (
+# first bytes, one or several forms -> function that reads the size
+_SIZE_READERS: tuple[tuple[bytes | tuple[bytes, ...], Callable[[bytes], WidthHeight | None]], ...]
+_SIZE_READERS = (
     (b"\x89PNG\r\n\x1a\n", partial(_unpack_size, ">II", 16)),
     (b"\xff\xd8", _read_jpeg_size),
     (b"RIFF", _read_webp_size),
     (b"BM", _read_bmp_size),
     (b"GIF8", partial(_unpack_size, "<HH", 6)),
-    (b"II*\0", _read_tiff_size),
-    (b"MM\0*", _read_tiff_size),
-    (b"II+\0", _read_tiff_size),
-    (b"MM\0+", _read_tiff_size),
+    ((b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"), _read_tiff_size),
     (b"\0\0\0\x0cjP  ", _read_box_size),
-    *((b"P%d" % kind, _read_pnm_size) for kind in range(1, 7)),
+    ((b"P1", b"P2", b"P3", b"P4", b"P5", b"P6"), _read_pnm_size),
 )

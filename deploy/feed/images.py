@@ -4,7 +4,7 @@ import io
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from deploy.errors import FeedError, list_first
@@ -48,11 +48,6 @@ def is_image(path: Path | str) -> bool:
 def is_unsupported_image(path: Path | str) -> bool:
     """Return whether the suffix, in any case, is that of an unsupported image format."""
     return suffix_of(path) in _UNSUPPORTED_SUFFIXES
-
-
-def join_suffixes(names: Iterable[str]) -> str:
-    """Return the suffixes of some files, sorted and comma-separated."""
-    return ", ".join(sorted(set(map(suffix_of, names))))
 
 
 def walk_files(folder: Path, is_selected: Callable[[str], bool]) -> list[str]:

@@ -10,7 +10,7 @@ mapping. Whatever numpy converts to an array is one, also a torch tensor that re
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -23,16 +23,17 @@ from deploy.feed.arrays import (
     LABEL_KEYS,
     ArraySource,
     SampleCounter,
-    Specs,
     add_missing_batch,
     as_array,
     count_samples,
 )
+from deploy.feed.batch_axis import Specs
+from deploy.feed.file_list import Labels
 from deploy.feed.pixels import preprocess_image
 from deploy.feed.preprocess import Preprocess
 from deploy.feed.temporary_arrays import Item, ItemStore
 from deploy.files.usercode import load_function, wrap_user_errors
-from deploy.tensors import Array, TensorSpec
+from deploy.tensors import Array
 
 _MAX_IGNORED_NAMES = 5  # values of an item that a note names
 
@@ -40,19 +41,17 @@ _MAX_IGNORED_NAMES = 5  # values of an item that a note names
 def first_item_fits(source: Any, specs: Specs) -> tuple[bool, Any]:
     """Return (whether the first item of a source holds all inputs, an iterable of all items)."""
     items, _ = iterate_items(source)
-    first_items = list(islice(items, 1))
+    first_items = list(islice(items, 1))  # none, or one
     if not isinstance(items, list | tuple):  # it is read once: put the first item back
         items = chain(first_items, items)
     if not first_items:
         return False, items
-    (first_item,) = first_items
     try:
-        arrays = match_inputs(first_item, specs, "the first item").arrays
-        inputs = first_item[0] if isinstance(first_item, tuple | list) else first_item
-        # a mapping names the inputs that it holds; its shapes are checked when all items are read
-        if not isinstance(inputs, Mapping):
-            item = {spec.name: add_missing_batch(arrays[spec.name], spec) for spec in specs}
-            count_samples(item, specs, "the first item")  # raises if the item does not fit
+        matched = match_inputs(first_items[0], specs, "the first item")
+        # a mapping that names all inputs holds them: if their shapes do not fit, that is an error,
+        # which reading all items reports. Arrays without names are these inputs only if they fit
+        if not matched.is_named:
+            count_samples(matched.arrays, specs, "the first item")
     except FeedError:
         return False, items
     return True, items
@@ -126,8 +125,11 @@ def _iterate(source: Iterable[Any]) -> Iterator[Any]:
         yield item
 
 
-def is_loader_spec(path: str) -> bool:
-    """Return whether a path is a Python file, which is given as `loader.py:function`."""
+def is_loader_spec(source: object) -> bool:
+    """Return whether a source is a Python file, which is given as `loader.py:function`."""
+    if not isinstance(source, str | os.PathLike):
+        return False
+    path = str(source)
     file, _, name = path.rpartition(":")
     is_function = file.endswith(".py") and name.isidentifier() and not Path(path).exists()
     return is_function or (path.endswith(".py") and os.path.isfile(path))
@@ -151,7 +153,7 @@ MAX_SAMPLES = 100_000  # of an iterable without a length, unless the user sets a
 
 def open_iterable(
     source: Iterable[object],
-    specs: tuple[TensorSpec, ...],
+    specs: Specs,
     *,
     name: str = "the iterable",
     has_end: bool,
@@ -182,10 +184,9 @@ def open_iterable(
     for index, value in enumerate(source):
         item_name = f"item {index} of {name}"
         matched = match_inputs(value, specs, item_name)
-        item = {spec.name: add_missing_batch(matched.arrays[spec.name], spec) for spec in specs}
-        sample_count = counter.add(item, item_name)
+        sample_count = counter.add(matched.arrays, item_name)
         unused_values.add(matched, sample_count)  # which may be labels
-        items.append(item)
+        items.append(matched.arrays)
         # a source that ends is read completely: the samples are chosen among all of them
         if not has_end and _is_enough(counter.total, limit, name):
             break
@@ -195,8 +196,7 @@ def open_iterable(
         total = min(total, limit)  # the last item may hold more samples
     if not total:
         raise FeedError(f"{name} must give samples, got none")
-    labels = unused_values.labels(counter.total)  # of all samples that were read
-    notes = list(unused_values.notes())
+    labels, notes = unused_values.find_labels(counter.total)  # of all samples that were read
     if not is_in_memory:
         first_text = "the first " if total == limit and not has_end else ""
         notes.append(f"{name} was read once into a temporary file ({first_text}{total} samples)")
@@ -234,13 +234,15 @@ class MatchedItem:
     """An item of an iterable.
 
     Attributes:
-        arrays: the inputs.
+        arrays: the inputs, with their batch dimension.
+        is_named: whether a mapping names the inputs.
         unused_values: name -> value that belongs to no input, such as "value 2"; the names of a
             mapping are quoted.
         label_name: which of these values may be labels; empty if none of them.
     """
 
     arrays: Item
+    is_named: bool
     unused_values: Mapping[str, object]
     label_name: str
 
@@ -268,7 +270,8 @@ def match_inputs(value: object, specs: Specs, item_name: str) -> MatchedItem:
         elements = value
     unused_values: dict[str, object] = {}
     label_name = ""
-    if elements and isinstance(elements[0], Mapping):
+    is_named = bool(elements) and isinstance(elements[0], Mapping)
+    if is_named:
         mapping = elements[0]
         arrays = _take_by_name(mapping, specs, item_name)
         for name, unused_value in mapping.items():
@@ -285,7 +288,8 @@ def match_inputs(value: object, specs: Specs, item_name: str) -> MatchedItem:
         unused_values[f"value {position + 1}"] = elements[position]
     if len(elements) == input_count + 1:
         label_name = f"value {len(elements)}"
-    return MatchedItem(arrays, unused_values, label_name)
+    item = {spec.name: add_missing_batch(arrays[spec.name], spec) for spec in specs}
+    return MatchedItem(item, is_named, unused_values, label_name)
 
 
 def _take_by_name(mapping: Mapping[Any, Any], specs: Specs, item_name: str) -> Item:
@@ -349,8 +353,8 @@ class _UnusedValues:
     """The values of items that belong to no input: labels if all items have some, or ignored."""
 
     def __init__(self) -> None:
-        self._names: dict[str, None] = {}
-        self._label_names: dict[str, None] = {}
+        self._names: dict[str, None] = {}  # of all values, in order of first use
+        self._label_names: dict[str, None] = {}  # of those that were labels
         self._labels: list[int] = []
         self._is_labelled = True  # until an item has no labels
 
@@ -365,23 +369,26 @@ class _UnusedValues:
             self._labels += labels
             self._label_names[matched.label_name] = None
 
-    def labels(self, sample_count: int) -> tuple[int, ...] | None:
-        """Return the labels of all samples; None if they are not one for each."""
-        self._is_labelled &= len(self._labels) == sample_count
-        return tuple(self._labels) if self._is_labelled else None
+    def find_labels(self, sample_count: int) -> tuple[Labels, list[str]]:
+        """Return (the labels of all samples, None if they are not one for each; notes).
 
-    def notes(self) -> Iterator[str]:
-        """Yield which values are labels and which are ignored; call `labels` first."""
-        label_names = self._label_names if self._is_labelled else {}
-        if label_names:
-            yield f"labels: {' or '.join(label_names)} of each item"
+        The notes tell which values are labels and which are ignored.
+        """
+        labels: Labels = None
+        label_names: Collection[str] = ()
+        notes = []
+        if self._is_labelled and len(self._labels) == sample_count:
+            labels = tuple(self._labels)
+            label_names = self._label_names
+            notes.append(f"labels: {' or '.join(label_names)} of each item")
         ignored_names = [name for name in self._names if name not in label_names]
         if ignored_names:
             shown_names = ", ".join(ignored_names[:_MAX_IGNORED_NAMES])
-            yield (
+            notes.append(
                 f"ignored: {shown_names} of each item, which no input takes; labels"
                 " are whole numbers, one a sample, or go into labels= (--labels)"
             )
+        return labels, notes
 
 
 def _is_nested_numbers(value: Sequence[Any]) -> bool:

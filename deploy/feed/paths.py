@@ -19,7 +19,6 @@ from deploy.feed.file_list import FileList
 from deploy.feed.images import (
     is_image,
     is_unsupported_image,
-    join_suffixes,
     printable_name,
     read_list,
     suffix_of,
@@ -28,6 +27,7 @@ from deploy.feed.images import (
 )
 from deploy.feed.preprocess import describe
 from deploy.feed.sources import is_video
+from deploy.feed.temporary_arrays import Shape
 from deploy.files.reading import convert, read_json, read_yaml
 from deploy.tensors import TensorSpec
 
@@ -275,17 +275,12 @@ def _resolve_folder(folder: Path) -> SourceFiles:
         )
 
     notes = []
-    folder_name = printable_name(folder.name)
+    folder_name = printable_name(folder.name or folder)  # "/" and "." have no name
     if images and arrays:
         notes.append(f"{len(arrays)} files of arrays among the images of {folder_name} are not fed")
     if unsupported_images:
         notes.append(f"in {folder_name} are {_describe_unsupported(unsupported_images)}")
-    return SourceFiles(
-        FileList(folder, images or arrays),
-        printable_name(folder.name or folder),
-        folder,
-        tuple(notes),
-    )
+    return SourceFiles(FileList(folder, images or arrays), folder_name, folder, tuple(notes))
 
 
 def _is_image_or_arrays(name: str) -> bool:
@@ -300,9 +295,10 @@ def _is_statistics_of_cache(path: Path) -> bool:
 
 def _describe_unsupported(names: Sequence[str]) -> str:
     """Describe images in unsupported formats, and how to feed them."""
+    suffixes = ", ".join(sorted(set(map(suffix_of, names))))
     return (
-        f"{counted(len(names), 'picture')} in unsupported formats ({join_suffixes(names)}); save"
-        " them as .jpg or .png"
+        f"{counted(len(names), 'picture')} in unsupported formats ({suffixes}); save them as .jpg"
+        " or .png"
     )
 
 
@@ -338,7 +334,8 @@ def label_by_folder(files: SourceFiles) -> SourceFiles:
             " none; give a list file with labels, or --labels FILE"
         )
     label_by_class = {name: label for label, name in enumerate(classes)}
-    labels = map(label_by_class.__getitem__, subfolders)
+    # each subfolder is a class: hidden ones are left out of the files too
+    labels = [label_by_class[subfolder] for subfolder in subfolders]
     labelled_files = FileList(files.folder, files.file_list.names, labels)
     note = f"labels by folder: {len(classes)} classes, 0 is {printable_name(classes[0])}"
     return replace(files, file_list=labelled_files, notes=(*files.notes, note))
@@ -367,7 +364,7 @@ class RawFiles:
     """
 
     path: str | os.PathLike[str]
-    shape: tuple[int, ...] | None = None
+    shape: Shape | None = None
     dtype: str | None = None
 
     def __post_init__(self) -> None:
@@ -382,7 +379,7 @@ class RawFiles:
     def __str__(self) -> str:
         return os.fspath(self.path)
 
-    def sample_shape(self, spec: TensorSpec) -> tuple[int, ...]:
+    def sample_shape(self, spec: TensorSpec) -> Shape:
         """Return the shape of one sample in the files, for an input; without its batch dimension.
 
         Raises:

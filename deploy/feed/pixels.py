@@ -293,7 +293,7 @@ def decoder_digests() -> dict[str, str]:
     return digest_by_format
 
 
-def _resized_pattern(case: tuple[str, tuple[int, int]]) -> Array:
+def _resized_pattern(case: tuple[str, Size]) -> Array:
     interpolation, size = case
     y, x, c = np.indices((23, 29, 3))
     pattern = ((y * 37 + x * 91 + c * 53 + y * x * 7) % 256).astype(np.uint8)
@@ -326,8 +326,8 @@ class Preview:
     name: str
     input_image: Array
     source_image: Array | None
-    input_size: tuple[int, int]
-    source_size: tuple[int, int] | None = None
+    input_size: Size
+    source_size: Size | None = None
 
 
 class Previews:

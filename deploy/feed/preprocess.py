@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from deploy.errors import ConfigError, FeedError, counted, did_you_mean
+from deploy.feed.batch_axis import Dimension
 from deploy.tensors import TensorSpec
 
 RESIZES = ("stretch", "letterbox", "short-side", "fit-height")
@@ -331,7 +332,7 @@ def format_size(size: Sequence[int | None]) -> str:
     return "x".join(_format_side(side, "*") for side in size)
 
 
-def _format_side(side: int | str | None, if_open: str) -> str:
+def _format_side(side: Dimension, if_open: str) -> str:
     """Return a side of a size or shape as text, `if_open` for None."""
     return if_open if side is None else str(side)
 
@@ -397,7 +398,7 @@ def _refuse_mean_of_raw_pixels(preprocess: Preprocess) -> None:
         )
 
 
-def _resolve_color(color: str | None, channels: int | str | None, spec: TensorSpec) -> str:
+def _resolve_color(color: str | None, channels: Dimension, spec: TensorSpec) -> str:
     """Return the color of the images that an input with these channels takes.
 
     Args:
@@ -419,7 +420,7 @@ def _resolve_color(color: str | None, channels: int | str | None, spec: TensorSp
 
 
 def _resolve_size(
-    preprocess: Preprocess, model_sides: tuple[int | str | None, int | str | None], spec: TensorSpec
+    preprocess: Preprocess, model_sides: tuple[Dimension, Dimension], spec: TensorSpec
 ) -> Sides:
     """Return the (height, width) of the input in pixels; None for a side that each image decides.
 
@@ -459,10 +460,9 @@ def _resolve_size(
     return size
 
 
-def _check_side(name: str, value: object) -> int:
+def _check_side(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_SIDE:
         raise ConfigError(f"{name} must be whole pixels, 1 to {MAX_SIDE}, got {value!r}")
-    return value
 
 
 def _check_size(name: str, value: Any, *, may_be_open: bool = False) -> Any:

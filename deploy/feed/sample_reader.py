@@ -13,20 +13,19 @@ If the model fixes its batch, the last batch is filled up with the first samples
 import math
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle, islice
 
 import numpy as np
 
 from deploy.errors import ConfigError, FeedError
+from deploy.feed.arrays import concatenate_samples
 from deploy.feed.file_list import UNREADABLE, RawSample, SampleChangedError, SampleDigests
 from deploy.feed.images import printable_name
 from deploy.feed.parallel import prefetch
 from deploy.feed.pixels import Previews
-from deploy.feed.preprocess import Preprocess
 from deploy.feed.sampling import ChosenSamples
 from deploy.feed.sources import ImageSource, Sample, SampleSource
-from deploy.feed.temporary_arrays import ItemStore
+from deploy.feed.temporary_arrays import ItemStore, Shape
 from deploy.machine import worker_threads
 from deploy.tensors import Array
 from deploy.terminal import phase
@@ -77,19 +76,8 @@ class SampleCache:
         return store[position]
 
 
-@dataclass(frozen=True, slots=True)
-class _ReadResult:
-    """A sample that a thread read, or the error it met.
-
-    Attributes:
-        raw: the file's bytes or the like, and their digest; None if they could not be read.
-        sample: the decoded sample; None if it could not be decoded.
-        error: why one of both is None.
-    """
-
-    raw: RawSample | None = None
-    sample: Sample | None = None
-    error: FeedError | None = None
+_ReadResult = tuple[RawSample | None, Sample | FeedError]
+"""(The undecoded sample, None if it cannot be read; the decoded one, or why there is none)."""
 
 
 class SampleReader:
@@ -107,7 +95,6 @@ class SampleReader:
         *,
         skip_bad: bool,
         max_in_memory: int,
-        preprocess: Preprocess | None,
     ) -> None:
         """Read nothing yet.
 
@@ -115,11 +102,10 @@ class SampleReader:
             source: all samples.
             skip_bad: skip samples that cannot be read, instead of raising.
             max_in_memory: number of samples that stay in memory, the first that are read.
-            preprocess: of images, for previews; None for arrays.
         """
         self.skip_bad = skip_bad
         self.digests = SampleDigests(len(source))
-        self.previews = Previews(preprocess)
+        self.previews = Previews(None)  # of no samples, until `cache_samples`
         self.decode_count = 0
         self._source = source
         self._max_in_memory = max_in_memory
@@ -131,8 +117,8 @@ class SampleReader:
         self._disk_cache = SampleCache(frozenset(indices))
         self.previews = previews
 
-    def hash(self, index: int) -> None:
-        """Read a sample only to store its digest.
+    def store_digest(self, index: int) -> None:
+        """Read a sample only to store its digest; `UNREADABLE` if it cannot be read.
 
         Raises:
             SampleChangedError: the digest differs from the first read.
@@ -149,11 +135,11 @@ class SampleReader:
             self.digests.store_or_compare(index, raw.digest, name)
 
     def hash_unread(self, indices: Sequence[int]) -> None:
-        """Call `hash` for the samples that were not read yet."""
+        """Call `store_digest` for the samples that were not read yet."""
         unread = [index for index in indices if index not in self.digests]
         with phase("hashing", len(unread), "samples") as step:
             for index in unread:
-                self.hash(index)
+                self.store_digest(index)
                 step()
 
     def walk(
@@ -213,29 +199,29 @@ class SampleReader:
         if cached is not None:
             return cached
 
-        result = result or _read_sample(self._source, index)
+        raw, sample = result or _read_sample(self._source, index)
         name = self._source.sample_name(index)
-        digest = UNREADABLE if result.raw is None else result.raw.digest
+        digest = UNREADABLE if raw is None else raw.digest
         self.digests.store_or_compare(index, digest, printable_name(name))
-        if result.error is not None:
-            raise result.error
-        assert result.raw is not None and result.sample is not None
+        if isinstance(sample, FeedError):
+            raise sample
+        assert raw is not None  # it was decoded
 
         self.decode_count += 1
-        self._disk_cache.add(index, result.sample)
-        self.previews.add(index, name, result.raw, result.sample)
+        self._disk_cache.add(index, sample)
+        self.previews.add(index, name, raw, sample)
         if len(self._memory_cache) < self._max_in_memory:
-            self._memory_cache[index] = result.sample
-        return dict(result.sample)
+            self._memory_cache[index] = sample
+        return dict(sample)
 
 
 def _read_sample(source: SampleSource, index: int) -> _ReadResult:
     raw = None
     try:
         raw = source.load(index)
-        return _ReadResult(raw, raw.decode())
+        return raw, raw.decode()
     except FeedError as error:
-        return _ReadResult(raw, error=error)
+        return raw, error
 
 
 def iterate_batches(
@@ -257,17 +243,14 @@ def iterate_batches(
 
     group: list[Sample] = []
     for _, sample in reader.walk(chosen_samples, selected_indices=selected_indices):
-        if batch == 1:
-            yield sample
-            continue
         group.append(sample)
         if len(group) == batch:
-            yield _concatenate(group)
+            yield concatenate_samples(group, _explain_shapes)
             group = []
 
     if group:  # fill up the last batch with the first samples, again and again if there are few
         fillers = islice(cycle(chosen_samples.good_indices()), batch - len(group))
-        yield _concatenate([*group, *map(reader.read, fillers)])
+        yield concatenate_samples([*group, *map(reader.read, fillers)], _explain_shapes)
 
 
 def last_batch_note(count: int, batch: int) -> str:
@@ -299,18 +282,8 @@ def refuse_batches(batch: int, what: str = "shards are of single samples") -> No
         )
 
 
-def _concatenate(samples: list[Sample]) -> Sample:
-    """Return the samples as one batch; a scalar input is that of the first sample."""
-    batch: Sample = {}
-    for name, first_array in samples[0].items():
-        arrays = [sample[name] for sample in samples]
-        shapes = {array.shape for array in arrays}
-        if len(shapes) > 1:
-            raise FeedError(
-                f"samples of one batch must have one shape, got {sorted(shapes)} for {name!r};"
-                " export the model with an open batch, or give all one size"
-            )
-        batch[name] = first_array
-        if first_array.shape:
-            batch[name] = np.concatenate(arrays)
-    return batch
+def _explain_shapes(name: str, shapes: Sequence[Shape]) -> FeedError:
+    return FeedError(
+        f"samples of one batch must have one shape, got {shapes} for {name!r};"
+        " export the model with an open batch, or give all one size"
+    )

@@ -15,6 +15,7 @@ from typing import Any
 from deploy.errors import FeedError
 from deploy.feed.arrays import ArraySource
 from deploy.feed.batch_axis import describe_samples
+from deploy.feed.file_list import Labels
 from deploy.feed.images import printable_name
 from deploy.feed.parallel import SampleStream
 from deploy.feed.pixels import Preview, Previews, find_image
@@ -96,12 +97,11 @@ class Feed:
             source,
             skip_bad=skip_bad,
             max_in_memory=SAMPLES_IN_MEMORY * batch,
-            preprocess=preprocess,
         )
         self._cached_names_digest = ""
         self._user_labels: Mapping[int, int] | None = None  # index -> label not from the source
-        # cached labels of the good samples, and the number of bad ones known when they were cached
-        self._good_labels: tuple[int, ...] = ()
+        # cached `labels`, and the number of bad samples that were known when they were cached
+        self._good_labels: Labels = None
         self._bad_count_when_cached: int | None = None
 
     def __len__(self) -> int:
@@ -173,17 +173,15 @@ class Feed:
         return spread_evenly(keys, max_samples)
 
     @property
-    def labels(self) -> tuple[int, ...] | None:
+    def labels(self) -> Labels:
         """One class number per image or row, without the skipped ones; None without labels."""
-        labels = self._user_labels or self._source.labels
-        if labels is None:
-            return None
-        skipped_count = len(self._chosen_samples.skip_reasons)
-        if self._bad_count_when_cached != skipped_count:
-            self._good_labels = tuple(
-                labels[index] for index in self._chosen_samples.good_indices()
-            )
-            self._bad_count_when_cached = skipped_count
+        bad_count = len(self._chosen_samples.skip_reasons)
+        if self._bad_count_when_cached != bad_count:
+            labels = self._user_labels or self._source.labels
+            if labels is not None:
+                good_indices = self._chosen_samples.good_indices()
+                self._good_labels = tuple(labels[index] for index in good_indices)
+            self._bad_count_when_cached = bad_count
         return self._good_labels
 
     def set_labels(self, labels: Sequence[int]) -> None:
@@ -293,7 +291,8 @@ class Feed:
     @property
     def duplicate_count(self) -> int:
         """Number of images or rows that equal another one; complete after a pass."""
-        return self._sample_reader.digests.count_duplicates(self._chosen_samples.good_indices())
+        digests = self._sample_reader.digests.known(self._chosen_samples.good_indices())
+        return len(digests) - len(set(digests))
 
     def count_shared(self, other: Feed) -> int:
         """Count the images or rows read here whose bytes were also read by another feed."""
@@ -358,7 +357,8 @@ class Feed:
         return {
             **self.settings,
             "count": len(indices),
-            # single samples are fed independently, so their order does not matter
+            # single samples are fed independently, so their order does not matter; that of images
+            # in batches does
             "sha256": digests.combined(indices, in_digest_order=self.batch == 1),
             "ordered_sha256": digests.combined(indices),
         }
@@ -373,9 +373,7 @@ class Feed:
     @property
     def share_or_all(self) -> Share:
         """The feed's share; all of it, 1/1, if there are no shards."""
-        if self.share is not None:
-            return self.share
-        return create_share((1, 1), self.entry_count, self._names_digest())
+        return self.share or create_share((1, 1), self.entry_count, self._names_digest())
 
     def get_share(self, shard: tuple[int, int]) -> Share:
         """Return a shard's (its number from 1, number of shards) share of this feed.
@@ -394,8 +392,7 @@ class Feed:
     def _names_digest(self) -> str:
         """Digest of all names, cached: every piece of a calibration needs it."""
         if not self._cached_names_digest:
-            names = map(self._source.sample_name, self._chosen_samples.indices)
-            self._cached_names_digest = digest_names(names)
+            self._cached_names_digest = digest_names(self.entry_names)
         return self._cached_names_digest
 
     def open_share(self, share: Share) -> Feed:
@@ -425,7 +422,7 @@ class Feed:
         Raises:
             FeedError: it cannot be read, unless `skip_bad`.
         """
-        self._sample_reader.hash(self._chosen_samples.indices[position])
+        self._sample_reader.store_digest(self._chosen_samples.indices[position])
 
     def merge_remote_pass(
         self, share: Share, digests: Iterable[str], skipped: Mapping[int, str]
@@ -459,11 +456,11 @@ class Feed:
             sha256 (hex) of each image or row, skipped ones included; and position in the complete
             list -> why the sample there was skipped.
         """
-        good_count = sample_count * self.batch  # images or rows, without skipped ones
-        entry_count = self.entry_count  # with skipped ones, if all were used
-        # `good_count` exceeds `count` if the last batch repeats some images to be full
+        good_count = sample_count * self.batch  # images or rows of these samples, without bad ones
         if good_count < self.count:
             entry_count = self._chosen_samples.count_entries(good_count)
+        else:  # all were used, also bad ones at the end; the last batch may repeat some to be full
+            entry_count = self.entry_count
         digests = self._sample_reader.digests.hex(self._chosen_samples.indices[:entry_count])
         return digests, self._chosen_samples.skipped_by_position(entry_count)
 
@@ -482,7 +479,8 @@ class Feed:
             # that run may have read only the first ones
             for index, expected_digest in zip(self._chosen_samples.indices, digests, strict=False):
                 if index not in known_digests:
-                    self._sample_reader.hash(index)  # stores `UNREADABLE` if it cannot be read
+                    # `UNREADABLE` if it cannot be read
+                    self._sample_reader.store_digest(index)
                 if known_digests.digest(index).hex() != expected_digest:
                     raise FeedError(
                         "--resume needs the samples that the interrupted run read, got another"
@@ -560,8 +558,9 @@ class Feed:
     def samples_by_key(self, keys: Collection[int]) -> Iterator[tuple[int, Sample]]:
         """Yield (key, sample) for these keys, in feed order, without bad ones.
 
-        A key identifies a sample of this feed, whichever others turn out to be bad. If the model
-        fixes its batch, a sample is a batch, and its key is the number of the batch, from 0.
+        A key is the index of an image or row in the source, so it does not depend on which others
+        turn out to be bad. If the model fixes its batch, a sample is a batch, and its key is the
+        number of the batch, from 0.
 
         Raises:
             FeedError: see `samples`.
@@ -590,7 +589,7 @@ class Feed:
                 two small images.
         """
         indices = self._chosen_samples.indices
-        if self.batch > 1:  # a sample joins images that follow each other; the first are yielded
+        if self.batch > 1:  # `spread_samples` yields the first batches, of images in a row
             cached_indices = list(indices[: count * self.batch])
         else:
             cached_indices = self.spread(indices, count)

@@ -92,12 +92,8 @@ def create_share(shard: tuple[int, int], count: int, names_digest: str) -> Share
 
 def digest_names(names: Iterable[str]) -> str:
     """Return the digest of the samples' names, see `Share`."""
-    digest = hashlib.sha256()
-    separator = ""
-    for name in names:
-        digest.update(f"{separator}{PurePath(name).name}".encode(errors="surrogateescape"))
-        separator = "\n"
-    return digest.hexdigest()
+    lines = "\n".join(PurePath(name).name for name in names)
+    return hashlib.sha256(lines.encode(errors="surrogateescape")).hexdigest()
 
 
 _SEED = 0x9E3779B9
@@ -313,12 +309,12 @@ class ChosenSamples:
         return self.indices[share.number - 1 : share.count : share.of]
 
     def count_entries(self, number: int) -> int:
-        """Return the number of chosen samples, good and bad, up to and including the n-th good one.
+        """Return the number of chosen samples, good and bad, up to and including a good one.
 
-        A pass asks for one n after another, so a count goes on where the last one ended; if n is
-        not above the last one, it starts again.
+        A pass asks for one good sample after another, so a count goes on where the last one ended;
+        for an earlier sample it starts again.
 
-        `number`: n, from 1.
+        `number`: of the good sample among the good ones, from 1.
         """
         if not self.skip_reasons:
             return number
@@ -327,7 +323,8 @@ class ChosenSamples:
             good_count = 0
             entry_count = 0
         while good_count < number:
-            good_count += self.indices[entry_count] not in self.skip_reasons
+            if self.indices[entry_count] not in self.skip_reasons:
+                good_count += 1
             entry_count += 1
         self._counts_so_far = good_count, entry_count
         return entry_count

@@ -28,6 +28,7 @@ from deploy.feed.file_list import (
     UNREADABLE,
     FileList,
     ImageFile,
+    Labels,
     RawSample,
     sample_digest,
 )
@@ -47,7 +48,7 @@ class SampleSource(Protocol):
     """Random access to samples of batch 1 and to their names."""
 
     @property
-    def labels(self) -> tuple[int, ...] | None:
+    def labels(self) -> Labels:
         """One class number per sample; None without labels."""
 
     def __len__(self) -> int: ...
@@ -77,7 +78,7 @@ class VideoSource:
         FeedError: OpenCV cannot read the file, or it has no frame.
     """
 
-    labels: tuple[int, ...] | None = None
+    labels: Labels = None
 
     def __init__(self, path: Path, spec: TensorSpec, preprocess: Preprocess) -> None:
         self._path = path
@@ -177,14 +178,14 @@ def decoded_size(file: ImageFile) -> Size | None:
     try:
         with file.path.open("rb") as stream:
             header = stream.read(_HEADER_BYTES)
-        size = headers.read_image_size(header)
+        stored_size = headers.read_image_size(header)  # (width, height)
         is_rotated = headers.is_rotated(header)
-        if size is None or is_rotated is None:
+        if stored_size is None or is_rotated is None:  # the header does not tell
             pixels = decode_image(images.read_image_file(file), file.name, grey=True)
             return pixels.shape[0], pixels.shape[1]
     except (OSError, ValueError, FeedError):
         return None  # reading the sample will report the error
-    width, height = size
+    width, height = stored_size
     if is_rotated:
         return width, height
     return height, width
@@ -226,7 +227,7 @@ class ImageSource:
         )
 
     @property
-    def labels(self) -> tuple[int, ...] | None:
+    def labels(self) -> Labels:
         """One label per image, or None."""
         return self.files.labels
 
@@ -385,7 +386,7 @@ class RemoteSource:
     `preprocess`: how image files become inputs; None if the samples are arrays.
     """
 
-    labels: tuple[int, ...] | None = None
+    labels: Labels = None
 
     def __init__(
         self,
@@ -411,19 +412,20 @@ class RemoteSource:
         """Return the sample as sent: bytes of an image file, arrays, or the reason for an error.
 
         Raises:
-            FeedError: the sending machine could not read it; (when decoding) could not decode it.
+            FeedError: the sending machine could not read it. Decoding raises it if the sending
+                machine read the arrays and refused them.
         """
         sample = self._samples[index]
         content = sample.content
         if isinstance(content, bytes):
-            assert self._images is not None
+            assert self._images is not None  # image files are sent only with their preprocessing
             return self._images.raw(index, content)
         if isinstance(content, dict):
             return RawSample(sample.digest, lambda: dict(content))
+
+        def refuse() -> NoReturn:
+            raise FeedError(content)  # the reason why there is no content
+
         if sample.digest == UNREADABLE:
-            raise FeedError(content)
-
-        def refuse_decoding() -> NoReturn:
-            raise FeedError(content)
-
-        return RawSample(sample.digest, refuse_decoding)  # it was read there, but not decoded
+            refuse()
+        return RawSample(sample.digest, refuse)

@@ -26,7 +26,8 @@ import numpy as np
 
 from deploy.errors import ConfigError, FeedError, counted
 from deploy.feed.arrays import ArraySource
-from deploy.feed.file_list import RawSample
+from deploy.feed.batch_axis import Specs
+from deploy.feed.file_list import Labels, RawSample
 from deploy.feed.preprocess import describe
 from deploy.feed.sampling import Choice, spread_evenly
 from deploy.feed.sources import Sample, SampleSource
@@ -56,7 +57,7 @@ class Recurrence:
             them.
     """
 
-    inputs: tuple[TensorSpec, ...]
+    inputs: Specs
     outputs: tuple[str, ...]
     states: States
     run: StepFunction
@@ -85,7 +86,7 @@ class Recurrence:
         return replace(self, states=dict(states), is_set_by_user=True)
 
     @property
-    def data_inputs(self) -> tuple[TensorSpec, ...]:
+    def data_inputs(self) -> Specs:
         """The inputs that are no states."""
         return tuple(spec for spec in self.inputs if spec.name not in self.states)
 
@@ -164,7 +165,7 @@ class SequenceSource:
             self._sequence_ends = source.item_ends
 
     @property
-    def labels(self) -> tuple[int, ...] | None:
+    def labels(self) -> Labels:
         """One class number per step; None without labels."""
         return self._source.labels
 
@@ -256,13 +257,14 @@ class OwnStates:
         """Start before the first step.
 
         Args:
-            states: of the model; none for a model without, which is run as it is.
+            states: of the model; empty for a model without, which is run as it is.
             drops_ended: whether the states of earlier sequences are dropped when one begins, since
                 each has ended then.
         """
-        self._states = states
+        self._output_by_state = states
         self._drops_ended = drops_ended
-        self._states_by_sequence: dict[int, dict[str, Array]] = {}  # for the next step of each
+        # number of a sequence -> state input of its next step -> array
+        self._states_by_sequence: dict[int, dict[str, Array]] = {}
 
     def run(
         self, session: Session, sample: Mapping[str, Array], sequence: int
@@ -278,13 +280,12 @@ class OwnStates:
         Raises:
             BackendError: the runtime refused the step.
         """
-        own_states = self._states_by_sequence.get(sequence, {})
+        own_states = self._states_by_sequence.get(sequence, {})  # none at its start
         outputs = session.run({**sample, **own_states})
-        if self._states:
-            is_start = sequence not in self._states_by_sequence
-            if self._drops_ended and is_start:
+        if self._output_by_state:
+            if self._drops_ended and not own_states:
                 self._states_by_sequence.clear()
-            self._states_by_sequence[sequence] = next_states(self._states, outputs)
+            self._states_by_sequence[sequence] = next_states(self._output_by_state, outputs)
         return outputs
 
 
@@ -303,7 +304,7 @@ def spread_steps(
     steps_by_sequence: dict[int, list[int]] = {}
     for step in steps:
         steps_by_sequence.setdefault(sequence_of(step), []).append(step)
-    # number of sequences of the mean length that have `max_steps` steps together
+    # how many sequences have `max_steps` steps, if each has the mean length; rounded up
     sequence_count = math.ceil(max_steps * len(steps_by_sequence) / len(steps))
     chosen_steps: list[int] = []
     for sequence in spread_evenly(list(steps_by_sequence), sequence_count):

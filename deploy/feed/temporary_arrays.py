@@ -19,6 +19,7 @@ from deploy.errors import FeedError
 from deploy.tensors import Array
 
 Item = dict[str, Array]
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class _ArrayLocation:
 
     start: int
     dtype: np.dtype[Any]
-    shape: tuple[int, ...]
+    shape: Shape
 
 
 class ItemStore:
@@ -80,6 +81,7 @@ class ItemStore:
             raise ValueError("it holds Python objects")
         unwritten = memoryview(values.reshape(-1).view(np.uint8).data)
         with self._lock:
+            # the shape of `array`: for a scalar, `values` has one dimension
             location = _ArrayLocation(self._file.seek(0, 2), values.dtype, np.shape(array))
             while unwritten:
                 unwritten = unwritten[self._file.write(unwritten) :]
