@@ -105,7 +105,10 @@ def test_halves_agree_with_one_twentieth_off():
     for count, allowed_count in ((9, 0), (10, 1), (29, 1), (30, 2), (100, 5)):
         for changed_count in (allowed_count, allowed_count + 1):
             agreement = compare_halves(
-                make_scales(count, 0), make_scales(count, changed_count), samples=32, within=0.2
+                make_scales(count, 0),
+                make_scales(count, changed_count),
+                sample_count=32,
+                within=0.2,
             )
             assert agreement.is_enough is (changed_count <= allowed_count)
             assert len(agreement.differences) == changed_count

@@ -219,9 +219,7 @@ class QdqModelRanges(Ranges):
 
     def __init__(self, trained: QdqCalibration, subject: CalibrationSubject) -> None:
         ranges = RangeSet(scales=trained.scales, unusable={})
-        super().__init__(
-            ObservedStatistics({}), subject.method, subject.range_limits, trusted=ranges
-        )
+        super().__init__(ObservedStatistics(), subject.method, subject.range_limits, trusted=ranges)
         self.trained = trained
 
     def with_choices(self, choices: Choices) -> Ranges:

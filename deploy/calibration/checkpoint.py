@@ -96,15 +96,16 @@ class Checkpoint:
         self._observations = observations
         self._peaks = peaks
         self._saved_sample_count = 0  # samples in the file that this run wrote or resumed from
-        self._save_start = time.monotonic()  # time of the last `is_due`, at which a save starts
-        self._next_save = self._save_start + MIN_INTERVAL_S  # time from which one is due
+        # workers pause when `is_due` is called, so the cost of a save counts from the last call
+        self._pause_start = time.monotonic()
+        self._next_save = self._pause_start + MIN_INTERVAL_S  # time from which one is due
         self._unsavable_statistic = _find_unsavable(observations)  # if not None, nothing is saved
         self._resumed_checkpoint: Shard | None = None  # of the earlier run, if this one resumes
         self._existing_sample_count = 0  # samples in the earlier run's file
 
         existing = self._load_existing(force=force)
-        if existing is not None:
-            self._existing_sample_count = existing.counted or 0  # a checkpoint always has a number
+        if existing is not None and existing.counted is not None:  # a checkpoint has a number
+            self._existing_sample_count = existing.counted
         if resume and existing is not None:
             self._resume(existing)
         elif resume:
@@ -127,8 +128,8 @@ class Checkpoint:
 
     def is_due(self) -> bool:
         """Whether it is time for a checkpoint; starts the clock of its cost, as workers pause."""
-        self._save_start = time.monotonic()
-        return self._unsavable_statistic is None and self._save_start >= self._next_save
+        self._pause_start = time.monotonic()
+        return self._unsavable_statistic is None and self._pause_start >= self._next_save
 
     def save(self, sample_count: int, observed: ObservedStatistics) -> None:
         """Write the statistics of the first samples; a full disk does not end the run."""
@@ -138,7 +139,7 @@ class Checkpoint:
         if self._unsavable_statistic is None and has_new_samples:
             self._write(sample_count, observed)
         now = time.monotonic()
-        self._next_save = now + max(MIN_INTERVAL_S, INTERVAL_RATIO * (now - self._save_start))
+        self._next_save = now + max(MIN_INTERVAL_S, INTERVAL_RATIO * (now - self._pause_start))
 
     def _write(self, sample_count: int, observed: ObservedStatistics) -> None:
         """Replace the checkpoint's file by the statistics of the first samples, or note why not.
@@ -251,14 +252,11 @@ class Checkpoint:
         has_all_images = good_image_count == min(counted * feed.batch, feed.count)
         # and its largest values must be of these samples; one has the position of its first image
         positions = feed.positions[: counted * feed.batch : feed.batch]
-        sample_number_by_position = {
-            position: number for number, position in enumerate(positions, 1)
-        }
-        are_peaks_counted = existing.peak_positions <= sample_number_by_position.keys()
+        are_peaks_counted = existing.peak_positions <= set(positions)
         if not has_all_images or not are_peaks_counted:
             raise CacheError(f"{self.path} must hold the samples that it names; remove it")
 
-        self._peaks.add_rows(existing.peaks, sample_number_by_position)
+        self._peaks.add_rows(existing.peaks, positions)
         self._resumed_checkpoint = existing
         self._saved_sample_count = self.counted = counted
         self.notes.append(
@@ -269,13 +267,15 @@ class Checkpoint:
         """Return how the run of a checkpoint differs from this one, as clauses; [] if nowhere."""
         differences = list(self._fingerprint.changes_since(existing.made_from).values())
         share = self._feed.share_or_all
+        # as text, "2/4": their samples are compared by the fingerprint
         if str(existing.share) != str(share):
             differences.append(f"the shard changed ({existing.share} -> {share})")
 
         # each observation, such as the histogram of a tensor, must be in both
         own_keys = {observation.key for observation in self._observations}
-        if differing_keys := own_keys.symmetric_difference(existing.keys):
-            _, tensor, statistic = min(differing_keys)
+        unshared_keys = own_keys.symmetric_difference(existing.keys)
+        if unshared_keys:
+            _, tensor, statistic = min(unshared_keys)  # (variant, tensor, statistic)
             differences.append(
                 f"the targets or the method changed (not both have {statistic} of {tensor!r})"
             )

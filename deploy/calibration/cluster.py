@@ -217,10 +217,8 @@ class ShardMerger:
                 f"the worker {worker} must see the same images as this machine, got another file"
                 f" ({error}); give a path that all machines share, or send them (--send images)"
             ) from error
-        # samples are numbered from 1, bad ones that were skipped included; `end` renumbers them
-        # once it is known which of all samples were skipped
-        sample_number_by_position = {position: position + 1 for position in piece.positions}
-        self._peaks.add_rows(shard.peaks, sample_number_by_position)
+        # bad samples are numbered too; `end` numbers the good ones alone, once these are known
+        self._peaks.add_rows(shard.peaks, range(piece.count))
         shards.merge_histograms(self._merged, shard.observed(self._observations))
 
     def end(self, peaks: Peaks) -> ObservedStatistics:
@@ -229,10 +227,8 @@ class ShardMerger:
         `peaks`: receives the largest |x| of every tensor, by the numbers of the good samples.
         """
         self._feed.refuse_all_bad()
-        sample_number_by_position = {
-            position: number for number, position in enumerate(self._feed.positions, 1)
-        }
-        peaks.add_rows(self._peaks.rows(range(self._total_image_count)), sample_number_by_position)
+        rows = self._peaks.rows(range(self._total_image_count))
+        peaks.add_rows(rows, self._feed.positions)
         return ObservedStatistics(self._merged).select(self._observations)
 
 
@@ -267,7 +263,8 @@ def observe_on(
         BackendError: no scheduler, no worker, other versions there, or all workers were lost.
         Calib8Error: an error on a worker, which is named.
     """
-    all_images = feed.get_share((1, 1))  # share 1 of 1; refuses images that cannot be split
+    # share 1 of 1, to split into pieces; refuses images that cannot be split
+    all_images = feed.get_share((1, 1))
     job = make_job(cluster, observations, feed, subject=subject, images=images, limit=limit)
     merger = ShardMerger(observations, feed, job.identities)
     with connect_client(cluster.address) as client:
@@ -380,8 +377,8 @@ class ClusterRun:
         remaining = deque(pieces)
         while remaining or self._piece_by_future:
             self._poll_workers()
-            threads = max(1, sum(self._threads_by_worker.values()))
-            while remaining and len(self._piece_by_future) < _PIECES_AHEAD * threads:
+            thread_count = max(1, sum(self._threads_by_worker.values()))
+            while remaining and len(self._piece_by_future) < _PIECES_AHEAD * thread_count:
                 self._submit(remaining.popleft())
             yield from self._finished_pieces()
         self._poll_workers(force=True)

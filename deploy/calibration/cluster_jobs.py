@@ -243,7 +243,7 @@ def shared_paths(images: FeedSource) -> Paths:
     """Return the absolute paths of the images."""
     if isinstance(images, RawFiles):
         return replace(images, path=os.path.abspath(images.path))
-    if isinstance(images, str | os.PathLike) and not is_loader_spec(os.fspath(images)):
+    if isinstance(images, str | os.PathLike) and not is_loader_spec(images):
         return os.path.abspath(images)
     if isinstance(images, list | tuple):
         paths = tuple(os.path.abspath(p) for p in images if isinstance(p, str | os.PathLike))

@@ -102,7 +102,7 @@ def find_first_layer(model: onnx.ModelProto, input_name: str) -> FirstLayer | No
     nodes that scale, shift or move values. Weights in external data are not read.
     """
     # the path holds the nodes from the input on; `path.tensors` are the input and their outputs
-    path = _InputPath(Graph(model), model, input_name)
+    path = _InputPath(model, input_name)
     for node in path.graph.nodes:
         path_inputs = [tensor for tensor in dict.fromkeys(node.input) if tensor in path.tensors]
         if not path_inputs:
@@ -133,8 +133,8 @@ def _keeps_content(graph: Graph, node: onnx.NodeProto, path_inputs: list[str]) -
 class _InputPath:
     """The nodes from an input to its first layer, and the tensors that they compute."""
 
-    def __init__(self, graph: Graph, model: onnx.ModelProto, input_name: str) -> None:
-        self.graph = graph
+    def __init__(self, model: onnx.ModelProto, input_name: str) -> None:
+        self.graph = Graph(model)
         self.model = model
         self.input_name = input_name
         self.nodes: list[onnx.NodeProto] = []
@@ -240,23 +240,22 @@ def check_input_samples(
     Constant inputs, images of one colour, and values far from those in training are odd.
 
     Args:
-        samples: input name -> array, of a few samples.
+        samples: a few samples; each is input name -> array.
         preprocess: how the images were prepared; None for arrays.
         model: the model before cleaning, with its BatchNormalizations.
     """
     inputs = _inputs_with_values(samples)
-    images = [name for name in inputs if layout_of(samples[0][name]) is not None]
-    constant_inputs = [name for name in inputs if _is_constant_input(samples, name)]
+    images = [name for name, values in inputs.items() if layout_of(values[0]) is not None]
+    constant_inputs = [name for name, values in inputs.items() if all(map(_is_constant, values))]
     # an input may be constant, such as the initial state of a recurrent model, which is 0 in every
     # sample; all images may not, nor all inputs of a model without images
-    required_inputs = images or inputs
+    required_inputs = images or list(inputs)
     if required_inputs and set(required_inputs) <= set(constant_inputs):
-        return [_constant_warning(len(samples), samples[0][required_inputs[0]])]
+        return [_constant_warning(inputs[required_inputs[0]])]
 
-    for name in inputs:
+    for name, values in inputs.items():
         if name in constant_inputs:
             continue
-        values = [sample[name] for sample in samples]
         warning = ""
         if name in images and preprocess is not None:
             warning = _check_spread(values, preprocess)
@@ -267,18 +266,17 @@ def check_input_samples(
     return []
 
 
-def _inputs_with_values(samples: Samples) -> list[str]:
-    """Return the inputs to check; scalars, and inputs that are empty in a sample, show nothing."""
-    inputs = []
-    for name, value in samples[0].items() if samples else ():
-        if value.size > 1 and all(sample[name].size for sample in samples):
-            inputs.append(name)
+def _inputs_with_values(samples: Samples) -> dict[str, list[Array]]:
+    """Return the inputs to check: name -> arrays, one a sample.
+
+    Scalars, and inputs that are empty in a sample, show nothing.
+    """
+    inputs = {}
+    for name in samples[0] if samples else ():
+        values = [sample[name] for sample in samples]
+        if values[0].size > 1 and all(array.size for array in values):
+            inputs[name] = values
     return inputs
-
-
-def _is_constant_input(samples: Samples, name: str) -> bool:
-    """Whether an input is constant in each sample."""
-    return all(_is_constant(sample[name]) for sample in samples)
 
 
 def _is_constant(values: Array) -> bool:
@@ -303,11 +301,12 @@ def _check_spread(values: Sequence[Array], preprocess: Preprocess) -> str:
     )
 
 
-def _constant_warning(count: int, values: Array) -> str:
+def _constant_warning(values: Sequence[Array]) -> str:
+    count = len(values)
     subject = f"each of {count} samples that were looked at" if count > 1 else "the sample"
     return (
         f"{subject} holds one value alone, such as"
-        f" {float(np.ravel(values)[0]):g}; check the images and how they were made"
+        f" {float(np.ravel(values[0])[0]):g}; check the images and how they were made"
     )
 
 
@@ -422,20 +421,20 @@ def _compare_with_bias(bias: Floats, outputs: Moments, values: Sequence[Array]) 
         outputs: moments of that Conv's outputs for the samples.
         values: arrays of the model's input, one for each sample.
     """
-    is_image = values[0].ndim == 4
     bias_size = float(np.sqrt(np.mean(np.square(bias))))
     output_deviation = float(np.sqrt(np.mean(outputs.variance)))
     if bias_size == 0 or not np.isfinite(output_deviation):
         return ""
     ratio = output_deviation / bias_size
+    is_image = values[0].ndim == 4
     if ratio < MIN_BIAS_RATIO and is_image:  # inputs that are no images may well be near zero
         return (
             "the calibration data is too small: the outputs of the model's first Conv"
             f" vary by {_format_ratio(ratio)} times the Conv's own bias"
         )
 
-    # "too large" is said only of inputs that look unscaled, such as pixels of 0 to 255, and that
-    # most models get scaled
+    # values are called too large only if they look unscaled, such as pixels of 0 to 255, and if
+    # most models get such values scaled
     low, high = _extremes(values)
     has_small_values = max(-low, high) < MIN_PIXEL_MAXIMUM
     if ratio <= MAX_BIAS_RATIO or has_small_values or not _are_usually_scaled(values):
@@ -465,6 +464,8 @@ def _normalize_by_presets(
 ) -> Iterator[tuple[str, Iterator[Array]]]:
     """Yield (mean and std as text, the images normalized by them) for each common normalization.
 
+    The images are an iterator, to be read before the next normalization is asked for.
+
     Args:
         values: images, which are normalized already.
         source: how they are normalized; None if that is unknown: then nothing is yielded.
@@ -472,8 +473,9 @@ def _normalize_by_presets(
     if source is None or not all(array.dtype.kind == "f" for array in values):
         return
     for preset in _PRESETS:
-        # a preset fits that has one mean for all channels, or as many as the images have
-        if {len(preset.mean), len(preset.std)} <= {1, source.channels}:
+        # a preset fits if it has one mean and std for all channels, or one for each of the images'
+        value_counts = {len(preset.mean), len(preset.std)}
+        if value_counts <= {1, source.channels}:
             mean_text = _format_as_option(preset.mean, preset.scale)
             std_text = _format_as_option(preset.std, preset.scale)
             description = f"pixels / 255 with mean {mean_text} and std {std_text}"

@@ -17,17 +17,18 @@ rule is the same on GPU, CPU and in C++: samples that do not fill a batch are le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
 import onnx
 
 from calibrators.statistics import HistogramOf, Recorder, Statistic
 from deploy.errors import ConfigError
+from deploy.feed.arrays import concatenate_samples
+from deploy.feed.temporary_arrays import Shape
 from deploy.frontends import LoadedModel, load
 from deploy.frontends.base import read_uncleaned_model, refuse_changed_model
 from deploy.frontends.shapes import without_values
@@ -179,22 +180,15 @@ def full_batches(
     for sample in samples:
         group.append(sample)
         if len(group) == samples_a_batch:
-            yield {name: _concatenate(group, name) for name in group[0]}
+            yield concatenate_samples(group, _explain_shapes)
             group = []
 
 
-def _concatenate(samples: list[Mapping[str, Array]], name: str) -> Array:
-    """Join an input of samples along axis 0; a scalar, which has no axis, is that of the first."""
-    arrays = [sample[name] for sample in samples]
-    shapes = sorted({array.shape for array in arrays})
-    if len(shapes) > 1:
-        raise ConfigError(
-            f"TensorRT calibrates on batches of one shape, got samples of {shapes[0]} and"
-            f" {shapes[1]}; give all images one size, or a batch of 1"
-        )
-    if len(arrays) == 1 or arrays[0].ndim == 0:
-        return arrays[0]
-    return np.concatenate(arrays)
+def _explain_shapes(_: str, shapes: Sequence[Shape]) -> ConfigError:
+    return ConfigError(
+        f"TensorRT calibrates on batches of one shape, got samples of {shapes[0]} and"
+        f" {shapes[1]}; give all images one size, or a batch of 1"
+    )
 
 
 def count_in_full_batches(
@@ -205,27 +199,27 @@ def count_in_full_batches(
     `padded_sample_count`: number of samples at the end with repeated images, which fill the model's
     fixed batch.
     """
-    distinct = sample_count - padded_sample_count
-    if distinct < samples_a_batch:
+    unpadded_count = sample_count - padded_sample_count
+    if unpadded_count < samples_a_batch:
         raise ConfigError(
-            f"TensorRT calibrates in whole batches, got {distinct} samples for batches of"
+            f"TensorRT calibrates in whole batches, got {unpadded_count} samples for batches of"
             f" {samples_a_batch}; give more images or a smaller batch"
         )
-    return distinct - distinct % samples_a_batch
+    return unpadded_count - unpadded_count % samples_a_batch
 
 
 def note_left_out(
     sample_count: int, samples_a_batch: int, *, padded_sample_count: int = 0
 ) -> tuple[str, ...]:
     """Return a note on how many samples are left out; empty if none are."""
-    used = count_in_full_batches(
+    used_count = count_in_full_batches(
         sample_count, samples_a_batch, padded_sample_count=padded_sample_count
     )
-    if used == sample_count:
+    if used_count == sample_count:
         return ()
     return (
         f"TensorRT calibrates in whole batches, of {samples_a_batch} samples here: the last"
-        f" {sample_count - used} of {sample_count} samples fill none and were left out",
+        f" {sample_count - used_count} of {sample_count} samples fill none and were left out",
     )
 
 
@@ -310,15 +304,15 @@ class CalibrationSubject:
         Raises:
             ConfigError: the samples fill no batch.
         """
-        statistic = self.method.statistic  # its batches are counted in images
+        statistic = self.method.statistic  # its `first_batch` is a number of images
         if not statistic.first_batch:
             return statistic
-        first_samples = -(-statistic.first_batch // self.batch)
-        used = count_in_full_batches(
-            self.sample_count, first_samples, padded_sample_count=self.padded_sample_count
+        samples_a_batch = -(-statistic.first_batch // self.batch)  # a sample is `batch` images
+        used_count = count_in_full_batches(
+            self.sample_count, samples_a_batch, padded_sample_count=self.padded_sample_count
         )
-        limit = used if used < self.sample_count else None
-        return replace(statistic, first_batch=first_samples, samples=limit)
+        limit = used_count if used_count < self.sample_count else None  # None: all samples
+        return replace(statistic, first_batch=samples_a_batch, samples=limit)
 
     @cached_property
     def range_limits(self) -> dict[str, RangeLimits]:

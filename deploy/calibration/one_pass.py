@@ -44,8 +44,8 @@ from deploy.calibration.checkpoint import Checkpoint
 from deploy.calibration.observation import Observation, ObservedStatistics, with_needs
 from deploy.calibration.sample_checks import Peaks
 from deploy.calibration.taps import (
+    BufferedSession,
     OutputCallback,
-    TapReader,
     VariantRecorders,
     Waiting,
     explain_error,
@@ -73,10 +73,10 @@ _HISTOGRAM_BYTES = 8 * (2 * BINS + 1)
 class _PassState:
     """The recorders of a pass over the samples.
 
-    Statistics that do not depend on the order of the samples are recorded in slices. A slice is a
-    set of recorders; samples use the slices in turn, and in the end all slices are merged. A sample
-    starts once the one that lies `threads` before it is done. So with as many slices as threads,
-    two workers never use one slice at the same time.
+    Statistics that do not depend on the order of the samples (order-free) are recorded in slices. A
+    slice is a set of recorders, one for each observation; samples use the slices in turn, and in
+    the end all slices are merged. A sample starts once the one that lies `threads` before it is
+    done. So with as many slices as threads, two workers never use one slice at the same time.
     """
 
     def __init__(
@@ -88,7 +88,6 @@ class _PassState:
         on_outputs: OutputCallback | None,
         *,
         has_halves: bool,
-        has_snapshots: bool,
     ) -> None:
         """Open the forms of the model (variants), and make the recorders of their tensors.
 
@@ -98,8 +97,8 @@ class _PassState:
             threads: number of workers.
             peaks: receives the largest |x| of every tensor.
             on_outputs: called with (sample number, outputs of the cleaned model for it).
-            has_halves: whether `halves` will be called.
-            has_snapshots: whether `take_snapshot` will be called.
+            has_halves: whether `halves` will be called, so that the slices must keep the two halves
+                of the samples apart.
         """
         self.runners = make_runners(observations, observed)  # one for each variant
         self._observations = observations
@@ -113,26 +112,22 @@ class _PassState:
         self._peaks = peaks
         self._on_outputs = on_outputs
         trim_memory()  # gives back what ONNX Runtime took to optimize the models
-        self._readers = [self._make_readers() for _ in range(threads)]
+        self._sessions = [self._make_sessions() for _ in range(threads)]
         self._worker_peaks = [Peaks() for _ in range(threads)]
 
-        # slices: the sets of recorders of order-free statistics, which samples use in turn
         self._has_halves = has_halves
         self._slice_count = threads
         if has_halves:
-            # every other slice belongs to one half, so their number is even; it is larger than the
-            # number of threads, since `alternate_halves` moves a sample to its neighbor's slice
-            self._slice_count += 1 if threads % 2 else 2
-        # slices that `halves` or `take_snapshot` returned must not change any more: their sum is
-        # continued here; None if neither is called
-        self._total: _Recorders | None = None
-        if has_halves or has_snapshots:
-            self._total = self._make_recorders(self._order_free)
+            # the odd slices are one half of the samples, the even ones the other, so their number
+            # is even; it is larger than the number of threads, since `alternate_halves` moves a
+            # sample to its neighbor's slice
+            self._slice_count = threads + (1 if threads % 2 else 2)
+        self._snapshot_total: _Recorders | None = None  # of all samples up to the last snapshot
         self._make_slices()
 
-    def _make_readers(self) -> list[TapReader]:
-        """Return the readers of a worker thread, one for each variant."""
-        return [TapReader(runner.tap) for runner in self.runners]
+    def _make_sessions(self) -> list[BufferedSession]:
+        """Return the sessions of a worker thread, one for each variant."""
+        return [BufferedSession(runner.tap.session) for runner in self.runners]
 
     def _make_recorders(self, observations: Iterable[Observation]) -> _Recorders:
         recorders = {}
@@ -173,17 +168,15 @@ class _PassState:
         Returns:
             Values of order-dependent statistics, which wait until earlier samples are recorded.
         """
-        # samples use the slices, which are sets of recorders, in turn. For halves, the odd slices
-        # are one half of the samples
         turn = alternate_halves(number) if self._has_halves else number
         slice_recorders = self._variant_recorders[turn % self._slice_count]
         peaks = self._worker_peaks[worker]
         waiting = []
-        for runner, reader, recorders in zip(
-            self.runners, self._readers[worker], slice_recorders, strict=True
+        for runner, session, recorders in zip(
+            self.runners, self._sessions[worker], slice_recorders, strict=True
         ):
             if is_within_limit(runner.limit, number):
-                waiting += runner.run(reader, recorders, peaks, number, sample, self._on_outputs)
+                waiting += runner.run(session, recorders, peaks, number, sample, self._on_outputs)
         return waiting
 
     def record_waiting(
@@ -213,11 +206,12 @@ class _PassState:
 
     def take_snapshot(self) -> tuple[ObservedStatistics, ObservedStatistics]:
         """Return the order-free statistics (since the last snapshot, of all samples so far)."""
-        assert self._total is not None
-        new = _merge_all(self._slices)
-        _merge(self._total, new)
+        since_last_snapshot = _merge_all(self._slices)
+        if self._snapshot_total is None:
+            self._snapshot_total = self._make_recorders(self._order_free)
+        _merge(self._snapshot_total, since_last_snapshot)
         self._make_slices()
-        return _by_key(new), _by_key(self._total)
+        return _by_key(since_last_snapshot), _by_key(self._snapshot_total)
 
     def finish(self) -> None:
         """Finish after the last sample."""
@@ -232,20 +226,22 @@ class _PassState:
 
     def halves(self) -> list[ObservedStatistics]:
         """Return the order-free statistics of each half of the samples."""
-        self._slices = [_merge_all(self._slices[1::2]), _merge_all(self._slices[::2])]
-        return [_by_key(recorders) for recorders in self._slices]
+        halves = []
+        for slices in (self._slices[1::2], self._slices[::2]):
+            half = self._make_recorders(self._order_free)  # the slices stay, for `statistics`
+            halves.append(_by_key(_merge_all([half, *slices])))
+        return halves
 
     def statistics(self) -> ObservedStatistics:
         """Return all statistics; nothing may be recorded afterwards."""
-        if self._total is None:
+        if self._snapshot_total is None:
             return self._all_statistics(self._slices)
-        return self._all_statistics([self._total, *self._slices])
+        return self._all_statistics([self._snapshot_total, *self._slices])
 
     def _all_statistics(self, slices: Sequence[_Recorders]) -> ObservedStatistics:
+        """Return the statistics of all observations; the slices are merged into the first one."""
         recorders = _merge_all(slices) | self._ordered_recorders
-        return ObservedStatistics(
-            {observation.key: recorders[observation] for observation in self._observations}
-        )
+        return _by_key(recorders).select(self._observations)
 
     def _merge_peaks(self) -> None:
         for worker, peaks in enumerate(self._worker_peaks):
@@ -260,19 +256,6 @@ def alternate_halves(number: int) -> int:
     classes of a feed alternate, both halves get both classes.
     """
     return number ^ ((number >> 1).bit_count() & 1)
-
-
-def _resume(
-    checkpoint: Checkpoint, state: _PassState, observations: Sequence[Observation]
-) -> tuple[Pause, int]:
-    """Give a pass what a checkpoint has stored of an earlier one.
-
-    Returns:
-        (pause that stores the state from now on, number of samples that the earlier pass counted).
-    """
-    if checkpoint.counted:
-        state.resume(checkpoint.load_observed(observations))
-    return _checkpoint_pause(checkpoint, state), checkpoint.counted
 
 
 def _checkpoint_pause(checkpoint: Checkpoint, state: _PassState) -> Pause:
@@ -331,7 +314,8 @@ def observe(
     Args:
         observations: what to record.
         samples: {input: array} of one inference each, in feed order; iterated once. If the run
-            resumes, samples counted before are left out, unless preliminary observations need them.
+            resumes, they are those that preliminary observations need, from the first one on, and
+            then those that were not counted before.
         observed: statistics from a cache, which are not recorded again.
         threads: worker threads, each running one sample at a time.
         progress: called after each sample.
@@ -353,7 +337,7 @@ def observe(
         CalibrationError: a tensor held NaN (names it and the sample), or a variant cannot be made.
         BackendError: ONNX Runtime refused a model or a sample.
     """
-    observed = observed or ObservedStatistics({})
+    observed = observed or ObservedStatistics()
     threads = max(1, threads)
     inference_counts = Counter() if inference_counts is None else inference_counts
 
@@ -375,20 +359,23 @@ def observe(
         peaks or Peaks(),
         on_outputs,
         has_halves=halves is not None,
-        has_snapshots=should_stop is not None,
     )
-    checkpoint_pause = NO_PAUSE  # when all workers wait, and what is stored meanwhile
-    resumed_count = 0
+    pause = NO_PAUSE  # of all workers, to store a checkpoint
+    resumed_count = 0  # samples that the run counted which this one resumes
     if checkpoint is not None:
-        checkpoint_pause, resumed_count = _resume(checkpoint, state, schedule.main)
+        pause = _checkpoint_pause(checkpoint, state)
+        resumed_count = checkpoint.counted
+        if resumed_count:
+            state.resume(checkpoint.load_observed(schedule.main))
 
-    # the pass runs the first samples too, but none that a checkpoint has counted
+    # the pass runs the first samples too, but none that were counted before. `sample_stream` has
+    # given the first samples already, and lacks all others that were counted
     remaining_samples: Iterator[Sample] = chain(first_samples[resumed_count:], sample_stream)
     limit = sample_limit(schedule.main)  # some statistics record the first samples only
     if limit is not None:
         remaining_samples = islice(remaining_samples, max(limit - resumed_count, 0))
 
-    def end_sample(number: int, waiting: list[Waiting]) -> None:
+    def end_sample(number: int, waiting: list[Waiting]) -> None:  # `waiting`: of `run_sample`
         state.record_waiting(number, waiting, inference_counts)
         progress()
 
@@ -398,7 +385,7 @@ def observe(
         work=state.run_sample,
         consume=end_sample,
         threads=threads,
-        pause=checkpoint_pause,
+        pause=pause,
     )
     sample_count = _run_until(should_stop, state, run_samples, remaining_samples, resumed_count)
     if sample_count == 0:
@@ -568,13 +555,13 @@ def count_workers(observations: Iterable[Observation], model: onnx.ModelProto, t
     return max(1, min(threads, memory_size // required_bytes))
 
 
-def refuse_full_disk(folder: Path, model: onnx.ModelProto, targets: int) -> None:
+def refuse_full_disk(folder: Path, model: onnx.ModelProto, target_count: int) -> None:
     """Refuse a folder that is not writable, or too full for the int8 weights of all targets.
 
     Args:
         folder: the folder to write to, which need not exist yet.
         model: the float model.
-        targets: number of targets, each with its own int8 model.
+        target_count: number of targets, each with its own int8 model.
 
     Raises:
         ExportError: it is not writable, or its disk has too little space.
@@ -583,11 +570,11 @@ def refuse_full_disk(folder: Path, model: onnx.ModelProto, targets: int) -> None
     nearest_folders = (folder, *folder.absolute().parents)  # from the inside out
     existing_folder = next(path for path in nearest_folders if path.is_dir())
     float_bytes = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
-    required_bytes = targets * float_bytes // _FLOAT_BYTES  # one byte for each float weight
+    required_bytes = target_count * float_bytes // _FLOAT_BYTES  # one byte for each float weight
     free_bytes = shutil.disk_usage(existing_folder).free
     if required_bytes > free_bytes:
         raise ExportError(
-            f"{folder} must have room for {counted(targets, 'int8 model')} of at least"
+            f"{folder} must have room for {counted(target_count, 'int8 model')} of at least"
             f" {format_bytes(required_bytes)}, got"
             f" {format_bytes(free_bytes)} that are free; give another --out"
         )

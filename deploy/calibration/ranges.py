@@ -109,7 +109,7 @@ def read_foreign_ranges(
     for name in tensors:
         if name not in scales:
             unusable[name] = NoScaleReason(f"has no entry in {path.name}")
-    for name, flaw in flaws.items():
+    for name, flaw in flaws.items():  # these have an entry: their reason is replaced
         text = f"has a {flaw} scale in {path.name}"
         unusable[name] = NoScaleReason(text, is_infinite=flaw == "inf")
     return RangeSet(scales=scales, unusable=unusable)

@@ -256,7 +256,7 @@ def _check_one_cache(
         return _match_cache(stored, fingerprint, observations, stop_rule)
     except CacheError as error:  # says why the cache cannot be used
         missing = with_needs(observations)
-        return CacheDecision(reason=str(error), observed=ObservedStatistics({}), missing=missing)
+        return CacheDecision(reason=str(error), observed=ObservedStatistics(), missing=missing)
 
 
 def _load_cache(policy: CachePolicy, stop_rule: StabilityRule | None) -> store.StoredCalibration:
@@ -404,7 +404,8 @@ def update_cache(
     path = policy.path
     if path is None:
         return
-    staged_path = None if stage is None else stage.staged_path(path)  # if the build publishes it
+    # where a build stages the cache; None if the build does not publish it, or outside a build
+    staged_path = None if stage is None else stage.staged_path(path)
     stored = decision.stored
     if stored is not None and _is_up_to_date(
         decision, stored, calibration, subject.trt_version, cache_text
@@ -418,6 +419,7 @@ def update_cache(
     retained: dict[Key, Arrays] = {}  # stored observations that are copied as they are
     if stored is not None:
         calibration, retained = _add_stored(subject, stored, calibration)
+        # the text has the ranges of stored histograms too
         ranges = Ranges(calibration.observed, ranges.method, ranges.range_limits)
     if cache_text is None:
         cache_text = _make_cache_text(subject, ranges)

@@ -16,6 +16,7 @@ them.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import math
 from collections import Counter
@@ -67,7 +68,8 @@ class Peaks:
     """The largest samples of every tensor, in one pass or a slice of it."""
 
     def __init__(self) -> None:
-        self._largest: dict[TensorKey, list[tuple[float, int]]] = {}  # heaps of (|x|, -number)
+        # tensor -> heap of (|x|, -number of the sample); of equal |x|, the first samples stay
+        self._largest: dict[TensorKey, list[tuple[float, int]]] = {}
         self._sample_counts: Counter[TensorKey] = Counter()
 
     def add(self, key: TensorKey, number: int, amax: float) -> None:
@@ -97,18 +99,20 @@ class Peaks:
             rows.append((*key, self._sample_counts[key], tuple(largest)))
         return rows
 
-    def add_rows(
-        self, rows: Iterable[PeakRow], sample_number_by_position: Mapping[int, int]
-    ) -> None:
+    def add_rows(self, rows: Iterable[PeakRow], positions: Sequence[int]) -> None:
         """Add the `rows` of other peaks.
 
-        `sample_number_by_position`: position in the feed -> number of the sample here.
+        Args:
+            rows: of samples that have one of the positions each.
+            positions: position of each sample in the feed, ascending, by its number here, which
+                begins with 1.
         """
         for variant, tensor, sample_count, largest in rows:
             key = (variant, tensor)
             self._sample_counts[key] += sample_count
             for amax, position in largest:
-                self._push(key, (amax, -sample_number_by_position[position]))
+                sample_number = bisect.bisect_right(positions, position)
+                self._push(key, (amax, -sample_number))
 
     def _push(self, key: TensorKey, peak: tuple[float, int]) -> None:
         peaks = self._largest.setdefault(key, [])
@@ -117,13 +121,13 @@ class Peaks:
         else:
             heapq.heappushpop(peaks, peak)
 
-    def outliers(self, digests: Callable[[int], tuple[str, ...]]) -> Iterator[Outlier]:
+    def outliers(self, digests_of_sample: Callable[[int], tuple[str, ...]]) -> Iterator[Outlier]:
         """Yield the samples that stand out, tensor by tensor.
 
         Sorted by the largest |x| of the tensor in each, the first few samples stand out if the next
         one is less than an eighth of them.
 
-        `digests`: number of a sample -> sha256 (hex) of each of its images or rows.
+        `digests_of_sample`: number of a sample -> sha256 (hex) of each of its images or rows.
         """
         for key in sorted(self._largest):
             sample_count = self._sample_counts[key]
@@ -131,15 +135,16 @@ class Peaks:
                 continue
             variant, tensor = key
             peaks = sorted(self._largest[key], reverse=True)  # (|x|, -number of the sample)
-            # a twentieth of all samples, or one; and of these, the next smaller one must be stored
+            # at most a twentieth of all samples, or one; and at least one of the stored peaks must
+            # be left, with which the outliers are compared
             max_outliers = min(max(1, sample_count // _SAMPLES_PER_OUTLIER), len(peaks) - 1)
             for outlier_count in range(max_outliers, 0, -1):  # as many as possible
                 smallest_outlier_amax, _ = peaks[outlier_count - 1]
                 next_amax, _ = peaks[outlier_count]
                 if 0 < OUTLIER_RATIO * next_amax < smallest_outlier_amax:
                     for amax, negative_number in peaks[:outlier_count]:
-                        sample_digests = digests(-negative_number)
-                        yield Outlier(variant, tensor, sample_digests, amax / next_amax)
+                        digests = digests_of_sample(-negative_number)
+                        yield Outlier(variant, tensor, digests, amax / next_amax)
                     break
 
 
@@ -221,21 +226,21 @@ class HalvesAgreement:
     @property
     def is_enough(self) -> bool:
         """Whether all but a twentieth of the tensors, rounded, agree."""
-        exceptions = (self.tensors + _TENSORS_PER_EXCEPTION // 2) // _TENSORS_PER_EXCEPTION
-        return len(self.differences) <= exceptions
+        max_differing = (self.tensors + _TENSORS_PER_EXCEPTION // 2) // _TENSORS_PER_EXCEPTION
+        return len(self.differences) <= max_differing
 
     @property
     def sentence(self) -> str:
         """The agreement in one sentence, with advice if more samples would help.
 
         Such as "2 of 60 ranges differ by 20 % or more between the halves of 64 samples: ...", where
-        20 % is `within`.
+        20 % is `within`, 60 is `tensors`, and 64 is `samples`.
         """
-        count = len(self.differences)
-        verb = "differs" if count == 1 else "differ"
+        difference_count = len(self.differences)
+        verb = "differs" if difference_count == 1 else "differ"
         sentence = (
-            f"{count or 'none'} of {self.tensors} ranges {verb} by {_percent(self.within)} or more"
-            f" between the halves of {self.samples} samples"
+            f"{difference_count or 'none'} of {self.tensors} ranges {verb} by"
+            f" {_percent(self.within)} or more between the halves of {self.samples} samples"
         )
         if self.differences:
             clauses = [f"{name} by {_percent(share)}" for name, share in self.differences.items()]

@@ -213,15 +213,16 @@ def _check_positions(shard: Shard) -> None:
     may lack the last images. A complete shard has None there.
     """
     positions = shard.share.positions
-    read_count = len(shard.digests)
+    read_count = len(shard.digests)  # each image that was read has a digest
     is_incomplete = read_count < len(positions)
     if read_count > len(positions) or (is_incomplete and shard.counted is None):
         raise ValueError(f"{read_count} digests of {len(positions)} samples")
 
     read_positions = set(positions[:read_count])
-    good_positions = read_positions - set(shard.skipped)
+    skipped_positions = set(shard.skipped)
+    good_positions = read_positions - skipped_positions
     has_valid_count = shard.counted is None or 0 < shard.counted <= len(good_positions)
-    if not set(shard.skipped) <= read_positions or not has_valid_count:
+    if not skipped_positions <= read_positions or not has_valid_count:
         raise ValueError(f"{shard.counted} samples of {len(good_positions)} good ones")
     if not shard.peak_positions <= good_positions:
         raise ValueError("peaks of samples that are not its own")
@@ -296,7 +297,7 @@ def observe_unless_all_skipped(
     except FeedError:
         if feed.share is None or feed.count:
             raise
-        return ObservedStatistics({})
+        return ObservedStatistics()
 
 
 def merge_histograms(merged: dict[Key, Histogram], observed: ObservedStatistics) -> None:
@@ -357,13 +358,10 @@ class ShardSet:
                     f" such as {missing[0].statistic.key} of {missing[0].tensor!r}; merge for the"
                     " targets and options that the shards were made for"
                 )
-        # a sample is one image: models with a fixed batch have no shards
-        sample_number_by_position = {
-            position: number for number, position in enumerate(self.feed.positions, 1)
-        }
+        positions = self.feed.positions  # of its samples in the list of images, bad ones left out
         merged: dict[Key, Histogram] = {}
         for shard in self._shards:
-            peaks.add_rows(shard.peaks, sample_number_by_position)
+            peaks.add_rows(shard.peaks, positions)
             merge_histograms(merged, shard.observed(observations))
         return ObservedStatistics(merged)
 
@@ -389,7 +387,8 @@ def _common_fingerprint(
         program=CALIB8,
         rule="",
         method="",
-        # versions of all that computes numbers: ONNX Runtime's and OpenCV's must match too
+        # for a cache these are the versions of calib8's arithmetic; shards must also have the same
+        # versions of ONNX Runtime and OpenCV, so that their numbers may be added
         numbers=feed_versions(str(images["kind"])),
         versions={},
     )

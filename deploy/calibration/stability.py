@@ -49,14 +49,14 @@ def range_difference(first_scale: Scale | None, second_scale: Scale | None) -> f
 
 
 def compare_halves(
-    first_half: ScaleByKey, second_half: ScaleByKey, *, samples: int, within: float
+    first_half: ScaleByKey, second_half: ScaleByKey, *, sample_count: int, within: float
 ) -> HalvesAgreement:
     """Return the agreement of the ranges of two halves of the samples.
 
     Args:
         first_half: (model variant, tensor, statistic) -> range in the first half.
         second_half: the same of the second half.
-        samples: number of samples in both halves.
+        sample_count: number of samples in both halves.
         within: share of a range by which the two may differ.
     """
     # all keys are of the one statistic that the method searches ranges in, so names differ
@@ -70,7 +70,10 @@ def compare_halves(
         if difference_by_name[name] >= within:
             differences[name] = difference_by_name[name]
     return HalvesAgreement(
-        samples=samples, within=within, tensors=len(difference_by_name), differences=differences
+        samples=sample_count,
+        within=within,
+        tensors=len(difference_by_name),
+        differences=differences,
     )
 
 
@@ -116,7 +119,7 @@ class StabilityMonitor:
 
     def is_enough(
         self,
-        samples: int,
+        sample_count: int,
         second_half_statistics: ObservedStatistics,
         total_statistics: ObservedStatistics,
     ) -> bool:
@@ -125,34 +128,34 @@ class StabilityMonitor:
         The first half are the samples up to the last check, the second half those since then.
 
         Args:
-            samples: number of samples so far, twice that of the last check.
+            sample_count: number of samples so far, twice that of the last check.
             second_half_statistics: statistics of the samples since the last check.
             total_statistics: statistics of all samples so far.
         """
         if self._scales_at_last_check:  # there was a check before
             second_half_scales = self._search_scales(second_half_statistics)
             self._last_agreement = self._compare(
-                self._scales_at_last_check, second_half_scales, samples
+                self._scales_at_last_check, second_half_scales, sample_count
             )
             self._agreements_in_row += 1
             if not self._last_agreement.is_enough:
                 self._agreements_in_row = 0
             self.stopped = self._agreements_in_row >= _AGREEMENTS_TO_STOP
-        self.sample_count = samples
+        self.sample_count = sample_count
         # all samples so far are the first half at the next check
         self._scales_at_last_check = {} if self.stopped else self._search_scales(total_statistics)
         return self.stopped
 
-    def compare_finally(self, samples: int) -> HalvesAgreement | None:
+    def compare_finally(self, sample_count: int) -> HalvesAgreement | None:
         """Return the final agreement; None with too few samples or no suitable observations."""
         if self.halves is None:
             if self._last_agreement is None:
                 return None
             return replace(self._last_agreement, stopped=self.stopped)
-        if not self.halves or samples < 2:
+        if not self.halves or sample_count < 2:
             return None
         first_half, second_half = map(self._search_scales, self.halves)
-        return self._compare(first_half, second_half, samples)
+        return self._compare(first_half, second_half, sample_count)
 
     def _search_scales(self, observed: ObservedStatistics) -> ScaleByKey:
         ranges = self._make_ranges(observed)
@@ -166,9 +169,11 @@ class StabilityMonitor:
         return scale_by_key
 
     def _compare(
-        self, first_half: ScaleByKey, second_half: ScaleByKey, samples: int
+        self, first_half: ScaleByKey, second_half: ScaleByKey, sample_count: int
     ) -> HalvesAgreement:
-        return compare_halves(first_half, second_half, samples=samples, within=self._max_difference)
+        return compare_halves(
+            first_half, second_half, sample_count=sample_count, within=self._max_difference
+        )
 
 
 def refuse_until_stable(

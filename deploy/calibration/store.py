@@ -13,15 +13,16 @@ which include its own, no longer match.
 import json
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
 from calibrators.errors import CalibrationError
-from calibrators.statistics import Arrays, Recorder
+from calibrators.statistics import Arrays
 from deploy.calibration.fingerprint import Fingerprint, open_archive, pack_arrays, unpack_arrays
 from deploy.calibration.observation import Key, Observation, ObservedStatistics
 from deploy.calibration.sample_checks import Outlier, StabilityRule
@@ -34,7 +35,6 @@ from deploy.files.reading import from_json, read_bytes
 SCHEMA = 5  # of the JSON, which C++ writes and reads too
 _WHAT = "a file of a calibration"
 _MARK = "the fingerprint of a calibration"
-T = TypeVar("T")
 # what damaged archives and arrays raise; RuntimeError: encrypted, or an unknown compression
 BROKEN = (
     ValueError, TypeError, LookupError, OSError, EOFError, MemoryError, RuntimeError,
@@ -79,31 +79,37 @@ class StoredStatistics:
         Raises:
             CacheError: the arrays of one are broken.
         """
-        stored_keys = set(self.keys)
-        statistic_by_key = {}
-        for observation in observations:
-            if observation.key in stored_keys:
-                statistic_by_key[observation.key] = observation.statistic
-
-        def restore(key: Key, arrays: Arrays) -> Recorder:
-            return statistic_by_key[key].restore(arrays)
-
-        return ObservedStatistics(self._read(statistic_by_key.keys(), restore))
+        index_by_key = self._index_by_key()
+        observed = ObservedStatistics()
+        with self._open() as archive:
+            for observation in observations:
+                key = observation.key
+                if key in index_by_key and key not in observed:
+                    arrays = unpack_arrays(archive, index_by_key[key])
+                    observed[key] = observation.statistic.restore(arrays)
+        return observed
 
     def read_arrays(self, keys: Iterable[Key]) -> dict[Key, Arrays]:
-        """Return the arrays of some observations, to be written to another cache."""
-        return self._read(keys, lambda _, arrays: arrays)
+        """Return the arrays of some observations, to be written to another cache.
 
-    def _read(self, keys: Iterable[Key], make: Callable[[Key, Arrays], T]) -> dict[Key, T]:
-        values = {}
-        indices = {key: index for index, key in enumerate(self.keys)}
+        Raises:
+            CacheError: the arrays of one are broken.
+        """
+        index_by_key = self._index_by_key()
+        with self._open() as archive:
+            return {key: unpack_arrays(archive, index_by_key[key]) for key in keys}
+
+    def _index_by_key(self) -> dict[Key, int]:
+        return {key: index for index, key in enumerate(self.keys)}
+
+    @contextmanager
+    def _open(self) -> Iterator[zipfile.ZipFile]:
+        """Open the archive of the arrays; an error of damaged ones in the body is a CacheError."""
         try:
             with open_archive(self.packed, self.archive) as archive:
-                for key in keys:
-                    values[key] = make(key, unpack_arrays(archive, indices[key]))
+                yield archive
         except BROKEN as error:
             raise CacheError(f"{self.archive} does not hold statistics: {error}") from error
-        return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,13 +270,13 @@ def refuse_foreign_cache(path: Path, *, force: bool) -> None:
         ExportError: it is an input of this run, a folder or a device.
         CacheError: calib8 did not write it.
     """
-    refuse_output(path)
-    json_path, npz_path = sidecars(path)
-    refuse_output(json_path)
-    refuse_output(npz_path)
+    refuse_output(path)  # a folder such as "/" has no files beside it
+    for sidecar in sidecars(path):
+        refuse_output(sidecar)
     existing = [file for file in cache_files(path) if file.exists() and file.stat().st_size]
     if force or not existing:
         return
+    json_path, npz_path = sidecars(path)
     # calib8 marks both files; one mark is enough, since a crash may leave only one file
     is_own_cache = is_marked(json_path, "fingerprint") or is_marked(npz_path, "statistics")
     if not is_own_cache:

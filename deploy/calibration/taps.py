@@ -21,13 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 
 from calibrators.errors import CalibrationError
+from calibrators.grids import Float32Array
 from calibrators.histogram import ArrayRefused, Histogram, HistogramGroup
 from calibrators.statistics import HistogramOf, Recorder
 from deploy.calibration.observation import (
@@ -39,15 +38,16 @@ from deploy.calibration.observation import (
 from deploy.calibration.sample_checks import Peaks, largest_magnitude
 from deploy.errors import BackendError
 from deploy.feed.parallel import Sample
+from deploy.feed.temporary_arrays import Shape
 from deploy.graph.edit import copy_with_outputs
 from deploy.machine import trim_memory
 from deploy.runtimes.ort import BoundSession, OrtSession
 from deploy.tensors import Array
 
 MOST_BYTES = 1 << 26  # larger outputs are freed after each sample
-ArrayForms = dict[str, tuple[tuple[int, ...], np.dtype]]
+ArrayForms = dict[str, tuple[Shape, np.dtype]]
 OutputCallback = Callable[[int, Sample], None]
-Waiting = tuple[Observation, NDArray[np.float32]]
+Waiting = tuple[Observation, Float32Array]
 """An order-dependent observation, and the value that it records in its turn."""
 
 
@@ -112,13 +112,11 @@ class Tap:
         computed = [name for name in tensors if name not in self.inputs]
         self.session = OrtSession.open(copy_with_outputs(model, computed), threads=1, spin=False)
 
-    def run(self, sample: Sample) -> dict[str, NDArray[np.float32]]:
+    def run(self, sample: Sample) -> dict[str, Float32Array]:
         """Run one sample; return tensor -> its values."""
         return self.select(sample, self.session.run(sample))
 
-    def select(
-        self, sample: Sample, outputs: Mapping[str, Array]
-    ) -> dict[str, NDArray[np.float32]]:
+    def select(self, sample: Sample, outputs: Mapping[str, Array]) -> dict[str, Float32Array]:
         """Return tensor -> its values, from a sample and the session's outputs for it."""
         values = {}
         for name in self._tensors:
@@ -127,29 +125,6 @@ class Tap:
             else:
                 values[name] = outputs[name]
         return values
-
-
-class TapReader:
-    """Runs a tap in one thread, with reused buffers if possible."""
-
-    def __init__(self, tap: Tap) -> None:
-        self._tap = tap
-        self._session = BufferedSession(tap.session)
-
-    def run(
-        self, sample: Sample, on_outputs: Callable[[Sample], None] | None
-    ) -> dict[str, NDArray[np.float32]]:
-        """Run one sample; return tensor -> its values, valid until the next run.
-
-        `on_outputs` is called with the model's outputs, and possibly more.
-        """
-        try:
-            outputs = self._session.run(sample)
-        except BackendError as error:
-            raise BackendError(f"could not run a sample: {error}") from error
-        if on_outputs is not None:
-            on_outputs(outputs)
-        return self._tap.select(sample, outputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +147,7 @@ class VariantRunner:
 
     def run(
         self,
-        reader: TapReader,
+        session: BufferedSession,
         recorders: VariantRecorders,
         peaks: Peaks,
         sample_number: int,
@@ -182,22 +157,25 @@ class VariantRunner:
         """Run one sample and record what does not depend on the order of samples.
 
         Args:
-            reader: runs the model in this thread, and returns the observed tensors.
+            session: that of the tap, in this thread.
             recorders: where statistics that do not depend on the order are recorded.
             peaks: receives the largest |x| of each tensor.
             sample_number: counted from 1.
             sample: input -> array.
-            on_outputs: called with (sample number, outputs) if this is the cleaned model itself
-                and not another form of it.
+            on_outputs: called with (sample number, outputs, and possibly more) if this is the
+                cleaned model itself and not another form of it.
 
         Returns:
             The values that wait until the samples before them are recorded.
         """
-        report_outputs = None
+        try:
+            outputs = session.run(sample)
+        except BackendError as error:
+            raise BackendError(f"could not run a sample: {error}") from error
         if on_outputs is not None and self.key == FOLDED:  # the cleaned model itself
-            report_outputs = partial(on_outputs, sample_number)
+            on_outputs(sample_number, outputs)
 
-        values = reader.run(sample, report_outputs)
+        values = self.tap.select(sample, outputs)  # valid until the next run
         histogram_values = [
             values[observation.tensor] for observation in self.histogram_observations
         ]
@@ -243,7 +221,7 @@ class VariantRecorders:
             histograms.append(histogram)
         self.group = HistogramGroup(histograms)
 
-    def count_in_histograms(self, number: int, values: Sequence[NDArray[np.float32]]) -> None:
+    def count_in_histograms(self, number: int, values: Sequence[Float32Array]) -> None:
         """Record the values of the tensors whose histograms count all samples."""
         try:
             self.group.observe(values)
@@ -315,9 +293,7 @@ def is_within_limit(limit: int | None, number: int) -> bool:
     return limit is None or number <= limit
 
 
-def record(
-    recorder: Recorder, observation: Observation, number: int, value: NDArray[np.float32]
-) -> None:
+def record(recorder: Recorder, observation: Observation, number: int, value: Float32Array) -> None:
     """Record a tensor's values of one sample, if it has any.
 
     Raises:
