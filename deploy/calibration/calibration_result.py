@@ -135,12 +135,13 @@ class CalibrationResult(PrintedResult):
     def to_json(self) -> dict[str, object]:
         """Return plain JSON types; a range is [lowest, highest] in real units."""
         range_set = self.range_set
-        observation_counts = {}
-        for target, observations in self.observations_by_target.items():
-            observation_counts[target] = len(observations)
-        ranges = {}
-        for tensor, scale in range_set.scales.items():
-            ranges[tensor] = [float(scale.lo), float(scale.hi)]
+        observation_counts = {
+            target: len(observations)
+            for target, observations in self.observations_by_target.items()
+        }
+        ranges = {
+            tensor: [float(scale.lo), float(scale.hi)] for tensor, scale in range_set.scales.items()
+        }
         return {
             "schema": "calib8-calibration/1",
             "cache": None if self.cache is None else str(self.cache),

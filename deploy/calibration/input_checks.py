@@ -347,7 +347,7 @@ def _compare_with_layer(
 
     if layer.training is not None:
         return _compare_with_training(layer.training, measure, values, preprocess)
-    assert layer.bias is not None
+    assert layer.bias is not None  # a layer has the one or the other
     return _compare_with_bias(layer.bias, measure(values), values)
 
 

@@ -280,7 +280,7 @@ def _merge_all(slices: Sequence[_Recorders]) -> _Recorders:
 
 def _merge(total: _Recorders, recorders: Mapping[Observation, Recorder]) -> None:
     for observation, recorder in recorders.items():
-        merged = total[observation]
+        merged = total[observation]  # slices are merged only if all of their recorders can be
         assert isinstance(merged, Histogram) and isinstance(recorder, Histogram), observation
         merged.merge(recorder)
 

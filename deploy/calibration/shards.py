@@ -303,7 +303,7 @@ def observe_unless_all_skipped(
 def merge_histograms(merged: dict[Key, Histogram], observed: ObservedStatistics) -> None:
     """Add the histograms of a shard to those of others."""
     for key, histogram in observed.items():
-        assert isinstance(histogram, Histogram)
+        assert isinstance(histogram, Histogram)  # `refuse_ordered` lets no other statistic pass
         if key in merged:
             merged[key].merge(histogram)
         else:

@@ -360,7 +360,7 @@ def _objects_in_input(
     """
     name = feed.good_name(number)
     preprocess = feed.preprocess
-    assert preprocess is not None
+    assert preprocess is not None  # `apply_labels` refuses annotations of arrays
     annotation = annotations.find_objects(name)
     # where annotations have no size, their boxes are shares of the sides
     annotated_height, annotated_width = annotation.size or (1, 1)

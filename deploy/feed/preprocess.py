@@ -386,9 +386,10 @@ def _refuse_mean_of_raw_pixels(preprocess: Preprocess) -> None:
     """Refuse a mean of raw pixels if scaled pixels are fed: all inputs would be nearly equal."""
     scale = preprocess.scale
     max_value = 255 * scale
-    if preprocess.deep and (scale == 1 or scale < 0.5 / 255):  # pixels of 16 bits
+    # pixels of 16 bits are probably meant: they stay as they are, or are divided by more than 255
+    if preprocess.deep and (scale == 1 or scale < 0.5 / 255):
         max_value = 65535 * scale
-    if max(preprocess.mean) > max_value * (1 + 1e-6):
+    if max(preprocess.mean) > max_value * (1 + 1e-6):  # rounding may exceed it by less
         mean = ",".join(f"{value:.6g}" for value in preprocess.mean)
         scaled_mean = ",".join(f"{value * scale:.4g}" for value in preprocess.mean)
         raise ConfigError(

@@ -291,7 +291,7 @@ def _import_file(path: Path, error: ErrorClass) -> ModuleType:
     real_path = path.resolve()
     name = f"calib8_user_{hashlib.sha256(str(real_path).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, real_path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None and spec.loader is not None  # it is a Python file
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     folder = str(real_path.parent)
