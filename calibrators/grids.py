@@ -265,6 +265,15 @@ def fp8_codes(q: StoredArray) -> NDArray[np.uint8]:
     return np.asarray(bits >> 8 & 0x80 | magnitude, np.uint8)
 
 
+def fp8_values(codes: NDArray[np.uint8]) -> Float32Array:
+    """Return the values of bytes on the grid FP8, float32: the inverse of `fp8_codes`."""
+    bits = codes.astype(np.uint16)
+    magnitude = bits & 0x7F
+    halves = ((bits & 0x80) << 8 | magnitude << 7).astype(np.uint16).view(np.float16)
+    values = halves.astype(np.float32) * np.float32(2**8)
+    return np.where(magnitude == 0x7F, np.copysign(np.float32(np.nan), values), values)
+
+
 def dequantize(q: StoredArray, scale: Float32Array | np.float32, zero_point: int) -> Float32Array:
     """Return the real values (q - zero_point) * scale of any grid, float32."""
     # float32 is exact for every stored value and for differences of 16-bit values

@@ -23,14 +23,13 @@ learning, arXiv 2209.05433, section 3; it has no infinity, and one NaN per sign.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from calibrators.errors import CalibrationError
-from calibrators.grids import BFLOAT16, FP8, fp8_codes, round_to_grid
+from calibrators.grids import BFLOAT16, FP8, fp8_codes, fp8_values, round_to_grid
 from calibrators.percentile import QUANTILE
 
 Array = NDArray[Any]
@@ -107,19 +106,8 @@ def from_device(bits: Array, dtype: str) -> Array:
     if dtype == "bfloat16":
         return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
     if dtype == "float8":
-        return _float8()[bits]
+        return fp8_values(bits)
     return bits.copy()
-
-
-@cache
-def _float8() -> Array:
-    """Return the float32 value of every E4M3 code: 4 exponent bits, 3 mantissa bits, bias 7."""
-    codes = np.arange(256, dtype=np.uint16)
-    # a float16 has the same fields: sign, exponent, whose bias is 15 in place of 7, and mantissa
-    halves = ((codes & 0x80) << 8 | (codes & 0x7F) << 7).view(np.float16)
-    values = halves.astype(np.float32) * 2**8
-    values[[0x7F, 0xFF]] = np.nan, -np.nan  # the only codes that are no numbers
-    return values
 
 
 class DeviceMemory(Protocol):
