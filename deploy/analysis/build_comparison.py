@@ -268,10 +268,7 @@ def _engine_table(builds: BuildComparison) -> Iterator[str]:
     rows = [["build", *_HEADS]]
     for engine in builds.engines:
         rows.append([engine.build, *_cells(engine)])
-    columns = []
-    for head, *cells in zip(*rows, strict=True):
-        if any(cells):
-            columns.append([head, *cells])
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
     yield from align_columns(list(zip(*columns, strict=True)), _LEFT_COLUMNS)
 
 

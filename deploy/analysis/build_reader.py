@@ -346,6 +346,8 @@ def _explain_target(
     else:
         built_text = target_plan.settled
         front = tuple(split_rows(target_plan))
+    # a note on a repair begins with its title, maybe after the target's name
+    repair_notes = tuple(note for note in (*notes, *target.notes) if f"{TITLE}: " in note)
     explanation = TargetExplanation(
         name=target.name,
         error=target.error,
@@ -353,7 +355,7 @@ def _explain_target(
         kept=tuple(_float_groups(target.nodes)),
         layers=_sort_by_sqnr(target.layers),
         modules=target.modules,
-        repairs=tuple(filter(_is_repair_note, (*notes, *target.notes))),
+        repairs=repair_notes,
         settled=built_text,
         front=front,
         methods={tensor: method.label for tensor, method in target_plan.choices.methods.items()},
@@ -397,11 +399,6 @@ def _clipped_ranges(tensors: Iterable[TensorRow]) -> tuple[ClippedRange, ...]:
             )
             clipped.append(clipped_range)
     return tuple(sorted(clipped, key=lambda entry: -entry.share))
-
-
-def _is_repair_note(note: str) -> bool:
-    """Whether a note of a report begins with the title of a repair, maybe after a target's name."""
-    return f"{TITLE}: " in note
 
 
 def _sort_by_sqnr(

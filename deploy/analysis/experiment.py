@@ -234,12 +234,8 @@ def _quantize_by_search(
     channels = [values]  # one, unless each channel has its own scale
     if axis is not None:
         channels = list(np.moveaxis(values, checked_axis(axis, values.ndim), 0))
-    scales = []
-    zero_points = []
-    for channel in channels:
-        scale, zero_point = _search_scale(channel, method, GRIDS[dtype])
-        scales.append(scale)
-        zero_points.append(zero_point)
+    found_scales = [_search_scale(channel, method, GRIDS[dtype]) for channel in channels]
+    scales, zero_points = zip(*found_scales, strict=True)
     quantized = _quantize_by_scales(values, scales, zero_points, axis=axis, dtype=dtype)
     return Experiment(values, quantized, dtype, method.label)
 

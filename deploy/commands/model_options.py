@@ -320,8 +320,8 @@ def target_field_options(
 
 def target_flags(target: str, fields: Mapping[str, Any]) -> str:
     """Return the flags of a target's fields, as a user types them."""
-    options = {option.name: option for option in declared_options(find_target(target))}
-    return " and ".join(options[name].flag.partition("/")[0] for name in fields)
+    options = [option for option in declared_options(find_target(target)) if option.name in fields]
+    return " and ".join(option.flag.partition("/")[0] for option in options)
 
 
 def make_target(target: str, fields: Mapping[str, Any]) -> Target:

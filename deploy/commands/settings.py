@@ -158,11 +158,12 @@ def _toml_value(param: click.Parameter, value: Any) -> str:
     from deploy.files import toml
 
     if isinstance(value, list | tuple):
-        return toml.toml_value(_value_texts(value))
-    if isinstance(value, str) and isinstance(param.type, click.types.IntParamType):
-        return toml.toml_value(int(value))
-    if isinstance(value, str) and isinstance(param.type, click.types.FloatParamType):
-        return toml.toml_value(float(value))
+        value = _value_texts(value)
+    elif isinstance(value, str):
+        if isinstance(param.type, click.types.IntParamType):
+            value = int(value)
+        elif isinstance(param.type, click.types.FloatParamType):
+            value = float(value)
     return toml.toml_value(value)
 
 

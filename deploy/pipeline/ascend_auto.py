@@ -9,9 +9,8 @@ layout (hicann/amct, common/auto_calibration).
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from deploy.calibration.calibration_result import CalibrationResult
@@ -182,6 +181,14 @@ def auto_calibrate(
         # searches that every layer can have. DMQ is none: it balances the channels of a layer's
         # input, and costs a multiplication more in front of the layer
         general_searches = [name for name in records_by_search if not uses_dmq(name)]
+
+        def find_nearest_searches() -> dict[str, str]:
+            """Return layer -> the search with the outputs nearest to float, on a few samples."""
+            samples = list(feed.spread_samples(_SEARCH_SAMPLES))
+            return find_best_searches(
+                record_plan.model, record_plan.graph, records_by_search, samples, threads=threads
+            )
+
         budget_search = BudgetSearch(
             target=target,
             request=request,
@@ -191,10 +198,7 @@ def auto_calibrate(
             node_inputs=node_inputs,
             searches=records_by_search,
             general_searches=general_searches,
-            # called without arguments when the budget search needs it
-            find_nearest=partial(
-                _find_nearest_searches, record_plan, records_by_search, feed, threads
-            ),
+            find_nearest=find_nearest_searches,
             say=say,
             ranking=ranking,
         )
@@ -202,19 +206,6 @@ def auto_calibrate(
         result = _write_files(target, budget_search, final_request, record_plan)
         publish_build(build_origin(calibration, [target], None), stage, replaceable=())
     return replace(result, paths=tuple(map(stage.published_path, result.paths)))
-
-
-def _find_nearest_searches(
-    record_plan: RecordPlan,
-    records_by_search: Mapping[str, Mapping[str, LayerRecord]],
-    feed: Feed,
-    threads: int,
-) -> dict[str, str]:
-    """Return the search of each layer whose outputs are nearest to float on a few samples."""
-    samples = list(feed.spread_samples(_SEARCH_SAMPLES))
-    return find_best_searches(
-        record_plan.model, record_plan.graph, records_by_search, samples, threads=threads
-    )
 
 
 def _write_files(

@@ -282,11 +282,8 @@ class PreparedBuild:
     @property
     def unsaved_model(self) -> onnx.ModelProto | None:
         """The model that is built, if no file holds it: given in memory, or made from PyTorch."""
-        if not _is_unsaved(self.loaded):
-            return None
-        if self.loaded.exported is not None:
-            return self.loaded.exported
-        return self.user_model if isinstance(self.user_model, onnx.ModelProto) else None
+        model = self.user_model  # of PyTorch, the exported model
+        return model if isinstance(model, onnx.ModelProto) and _is_unsaved(self.loaded) else None
 
     @property
     def cache_and_plan_names(self) -> tuple[str, ...]:
@@ -482,8 +479,8 @@ def find_user_model(
 
 def list_output_names(targets: Iterable[Target], name: str) -> list[str]:
     """Return the names of the files that a build may write, without its cache and plan."""
-    endings = [ending for target in targets for ending in target.writes]
-    return [manifest.MANIFEST_NAME, *manifest.PAGES, *(f"{name}{ending}" for ending in endings)]
+    target_files = [f"{name}{ending}" for target in targets for ending in target.writes]
+    return [manifest.MANIFEST_NAME, *manifest.PAGES, *target_files]
 
 
 def _drop_preprocess_of_arrays(

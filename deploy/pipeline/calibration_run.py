@@ -496,16 +496,14 @@ def _compare_halves(
         return None, ()
     inference_count = len(run.feed)
     agreement = run.stability_monitor.compare_finally(inference_count)
-    if run.stop_rule is None:
-        if agreement is not None:
-            # the monitor counts inferences, each of a batch of images; the report counts images.
-            # With a stop rule each inference is one image: a larger fixed batch was refused
-            agreement = replace(agreement, samples=run.feed.count)
-        return agreement, ()
-    if agreement is not None:
-        return agreement, ()
-    # with a rule, halves are compared at 16 samples for the first time
-    return None, (f"whether samples are enough is judged from 16 on: there were {inference_count}",)
+    notes: tuple[str, ...] = ()
+    if agreement is None and run.stop_rule is not None:  # the rule compares from 16 samples on
+        notes = (f"whether samples are enough is judged from 16 on: there were {inference_count}",)
+    if agreement is not None and run.stop_rule is None:
+        # the monitor counts inferences, each of a batch of images; the report counts images. With a
+        # stop rule each inference is one image: a larger fixed batch was refused
+        agreement = replace(agreement, samples=run.feed.count)
+    return agreement, notes
 
 
 def _check_float_model(run: CalibrationRun, evaluation_set: EvaluationSet) -> tuple[str, bool]:
@@ -660,7 +658,9 @@ def _make_result(
 
 def _resume_notes(checkpoint: Checkpoint | None, monitor: StabilityMonitor) -> tuple[str, ...]:
     """Return where a run went on from its checkpoint, and what is unknown then."""
-    notes = [] if checkpoint is None else list(checkpoint.notes)
-    if checkpoint is not None and checkpoint.counted and monitor.halves is not None:
+    if checkpoint is None:
+        return ()
+    notes = list(checkpoint.notes)
+    if checkpoint.counted and monitor.halves is not None:
         notes.append("how far two halves of the samples agree is not known of a run that went on")
     return tuple(notes)

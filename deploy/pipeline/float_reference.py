@@ -90,10 +90,9 @@ def check_cleaned_model(subject: CalibrationSubject, evaluation_set: EvaluationS
     if _is_changed_on_purpose(loaded):
         return ""
     try:
-        if isinstance(user_model, ModelProto):  # given in memory
-            session = OrtSession.open(user_model, threads=1, spin=False)
-        else:
-            session = OrtSession.open(_read_user_file(loaded), threads=1, spin=False)
+        # a model that was given in memory, or a file
+        model = user_model if isinstance(user_model, ModelProto) else _read_user_file(loaded)
+        session = OrtSession.open(model, threads=1, spin=False)
         similarities = list(_compare_outputs(session, evaluation_set, Graph(loaded.model)))
     except BackendError:  # ONNX Runtime runs only the cleaned model
         return ""

@@ -24,7 +24,7 @@ Row = TypeVar("Row", TensorRow, OutputAccuracy)
 
 def worst_first(rows: Iterable[Row]) -> list[Row]:
     """Sort by ascending SQNR, NaN first, None last; equal ones keep their order."""
-    return sorted(rows, key=lambda row: _sqnr_order(row.sqnr_db))
+    return sorted(rows, key=_sqnr_order)
 
 
 def worst_rows(rows: Sequence[Row], limit: int) -> list[Row]:
@@ -32,11 +32,11 @@ def worst_rows(rows: Sequence[Row], limit: int) -> list[Row]:
     return [row for row in worst_first(rows)[:limit] if row.sqnr_db not in (None, math.inf)]
 
 
-def _sqnr_order(sqnr_db: float | None) -> tuple[bool, float]:
+def _sqnr_order(row: TensorRow | OutputAccuracy) -> tuple[bool, float]:
     """Return what rows are sorted by: those whose SQNR was not measured come last."""
-    if sqnr_db is None:
+    if row.sqnr_db is None:
         return True, 0.0
-    return False, sqnr_sort_key(sqnr_db)
+    return False, sqnr_sort_key(row.sqnr_db)
 
 
 def tensor_rows(

@@ -116,13 +116,8 @@ def labelled_table(
         return
 
     name_column, *value_columns = zip(heads, *rows, strict=False)  # each with its head first
-    shown_columns = []
-    for column in (*value_columns, name_column):
-        if any(column[1:]):  # a cell has a text
-            shown_columns.append(column)
-    lines = align_columns(
-        list(zip(*shown_columns, strict=True)), left_columns=(len(shown_columns) - 1,)
-    )
+    columns = [column for column in (*value_columns, name_column) if any(column[1:])]
+    lines = align_columns(list(zip(*columns, strict=True)), left_columns=(len(columns) - 1,))
     yield from _with_label(label, lines)
 
 
