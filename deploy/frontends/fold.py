@@ -236,7 +236,7 @@ def unfold_large(graph: onnx.GraphProto, folded_by_output: Mapping[str, onnx.Nod
         if recipe_outputs and result_size > recipe_size + _MAX_GROWTH:
             restored_outputs |= recipe_outputs
             available_tensors |= recipe_outputs | recipe_constants
-            available_tensors.remove(name)  # other recipes would need its own recipe now
+            available_tensors.remove(name)  # not stored any more: other recipes count its node
 
     if restored_outputs:
         nodes = [node for name, node in folded_by_output.items() if name in restored_outputs]
@@ -290,16 +290,16 @@ def static_shapes(graph: onnx.GraphProto) -> dict[str, tuple[int, ...]]:
 
 def remove_identity(graph: onnx.GraphProto) -> int:
     """Remove Identity and inference-mode Dropout nodes, in place; return their number."""
-    counts = count_reads(graph)
-    return bypass(graph, lambda node: _is_identity(node, counts))
+    read_counts = count_reads(graph)
+    return bypass(graph, lambda node: _is_identity(node, read_counts))
 
 
-def _is_identity(node: onnx.NodeProto, counts: Mapping[str, int]) -> bool:
+def _is_identity(node: onnx.NodeProto, read_counts: Mapping[str, int]) -> bool:
     """Whether a node is an Identity, or a Dropout in inference mode whose mask is not read."""
     if node.domain not in ONNX_DOMAINS or not node.input or not node.output[0]:
         return False
     if node.op_type != "Dropout":
         return node.op_type == "Identity"
     # with its third input, training_mode, it may be in training mode
-    masks_are_read = any(counts[mask] for mask in node.output[1:])
+    masks_are_read = any(read_counts[mask] for mask in node.output[1:])
     return not masks_are_read and not optional_input(node, 2)

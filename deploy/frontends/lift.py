@@ -237,8 +237,8 @@ def end_training_mode(model: onnx.ModelProto) -> Counter[str]:
     """
     node_counts: Counter[str] = Counter()
     opset = opset_of(model)
-    # a norm whose updated statistics are among these cannot leave training mode: tensors that a
-    # node reads or a graph returns, which `count_reads` counts
+    # tensors that a node reads or a graph returns, which `count_reads` counts; a norm whose updated
+    # statistics are among them cannot leave training mode
     read_tensors = set(chain.from_iterable(map(count_reads, all_graphs(model.graph))))
     same_opset = OpsetScope(source_opset=opset, target_opset=opset)
     write_node = partial(_write_for_inference, read_tensors=read_tensors, node_counts=node_counts)
@@ -399,21 +399,20 @@ def _insert_casts(graph: onnx.GraphProto) -> None:
     The casts to outputs are marked in their doc_string, for readers of the written files.
     """
     names = tensor_names(graph)
+    produced = all_outputs(graph.node)
     inputs = [value.name for value in filter(_is_half, graph.input)]
-    produced = all_outputs(graph.node)  # an output of the graph may be an input, which has no cast
+    # an output that no node makes is an input too, which needs no second cast
     outputs = [value.name for value in filter(_is_half, graph.output) if value.name in produced]
     # input or output -> the tensor that the nodes use instead
     float32_names = {name: claim_name(f"{name}_float32", names) for name in (*inputs, *outputs)}
-    input_casts = []
-    for name in inputs:
-        float32_name = float32_names[name]
-        input_casts.append(make_node("Cast", [name], float32_name, float32_name, to=FLOAT))
-    output_casts = []
-    for name in outputs:
-        cast = make_node(
-            "Cast", [float32_names[name]], name, name, doc_string=_OUTPUT_CAST_MARK, to=_HALF
-        )
-        output_casts.append(cast)
+    input_casts = [
+        make_node("Cast", [name], float32_names[name], float32_names[name], to=FLOAT)
+        for name in inputs
+    ]
+    output_casts = [
+        make_node("Cast", [float32_names[name]], name, name, doc_string=_OUTPUT_CAST_MARK, to=_HALF)
+        for name in outputs
+    ]
     nodes = list(graph.node)
     rename_tensors(nodes, float32_names)
     replace_nodes(graph, [*input_casts, *nodes, *output_casts])
@@ -436,15 +435,15 @@ def restore_float_weights(model: onnx.ModelProto) -> str:
     Returns:
         A note for the user; "" for any other model.
     """
-    quantized = list(filter(is_quantized_node, all_nodes(model.graph)))
-    if not quantized or any(node.op_type != _DEQUANTIZE for node in quantized):
+    quantized_nodes = list(filter(is_quantized_node, all_nodes(model.graph)))
+    if not quantized_nodes or any(node.op_type != _DEQUANTIZE for node in quantized_nodes):
         return ""
     drop_initializer_inputs(model.graph)
     dequantize_constants(model)
     if any(map(is_quantized_node, all_nodes(model.graph))):
         return ""
     retain_named(model.graph.input, count_reads(model.graph))  # a weight may be among them
-    return f"Converted {counted(len(quantized), 'weight')} from stored integers to float."
+    return f"Converted {counted(len(quantized_nodes), 'weight')} from stored integers to float."
 
 
 def dequantize_constants(model: onnx.ModelProto, dtype: int | None = None) -> None:

@@ -258,7 +258,7 @@ def _zero_points(node: onnx.NodeProto, index: Graph, scale: NDArray[np.float32])
         quantizer = index.find_producer(node.input[0], Q)
         if quantizer is not None:
             return _zero_points(quantizer, index, scale)
-        # it reads another tensor: the callers refuse it, so that its type does not matter
+        return np.zeros(scale.shape, np.uint8)  # other integers, whose type is not looked up
     elem_type = attributes(node).get("output_dtype", 0) or onnx.TensorProto.UINT8  # ONNX's default
     if elem_type not in helper.get_all_tensor_dtypes():
         raise UnfitError(f"ONNX has no type {elem_type}, its output_dtype")

@@ -64,7 +64,7 @@ def read_qdq_model(source: str | Path | onnx.ModelProto) -> LoadedModel:
             f" {loaded.cut_off.first_unknown_text};"
             " build the float model, whose other operators the files for TensorRT and Ascend keep"
         )
-    name = path.stem if path else loaded.name  # in memory, that of the graph
+    name = path.stem if path else loaded.name  # that of the graph, for a model in memory
     grids = _find_cleaned_grids(stripped, loaded.model)
     calibration = _read_calibration(model, str(path or name), loaded.model, grids, constant_grids)
     # file, digest, metadata and classes are those of the original, not of the copy without pairs
