@@ -181,9 +181,9 @@ def _plan_frame(preprocess: Preprocess, source: AippSource) -> FramePlan | None:
     if frame_size == input_size:
         return None
     # a frame that is smaller than the crop is refused
-    preprocess = with_image_size(preprocess, frame_size, "a frame")
+    frame_preprocess = with_image_size(preprocess, frame_size, "a frame")
     # size of the resized frame, and its corner in the input, negative where it is cropped
-    (height, width), (top, left) = resized_geometry(frame_size, preprocess)
+    (height, width), (top, left) = resized_geometry(frame_size, frame_preprocess)
     if preprocess.resize == "short-side" and (height, width) == frame_size:
         return None  # it is only cropped
 

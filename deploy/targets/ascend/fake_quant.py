@@ -101,12 +101,13 @@ class _FakeQuantWriter(LayerRewriter):
             round_and_shift.reverse()
         clip = ("Clip", [minimum, maximum])
         operators = [("Mul", [scale]), *round_and_shift, clip, ("Sub", [offset])]
+        values = tensor  # the input of the next operator
         for op, constants in operators:
             node_name = f"{name}.{op.lower()}"
             output = f"{node_name}.output0"
-            nodes.append(make_node(op, [tensor, *constants], output, node_name))
-            tensor = output  # the input of the next operator
-        return nodes, tensor
+            nodes.append(make_node(op, [values, *constants], output, node_name))
+            values = output
+        return nodes, values
 
     def end_layer(self, node: onnx.NodeProto, quant_layer: QuantLayer) -> Nodes:
         """Let a layer make integers; return the nodes that multiply them by scale_w * scale_d."""

@@ -311,7 +311,7 @@ def compare_outputs(
     for quant_layer in layers.values():
         tapped_tensors.update((quant_layer.layer.output, *quant_layer.layer.activations))
     tap = Tap(model, sorted(tapped_tensors - names_of(model.graph.input)))
-    results_by_layer: dict[str, list[float]] = {name: [] for name in layers}
+    results_of_samples: list[dict[str, float]] = []
 
     def run_sample(_worker: int, _number: int, sample: Sample) -> dict[str, float]:
         """Return layer name -> the result of `compare` on one sample."""
@@ -325,12 +325,14 @@ def compare_outputs(
         return sample_results
 
     def collect(_number: int, sample_results: dict[str, float]) -> None:
-        """Add the results of a sample to `results_by_layer`."""
-        for name, result in sample_results.items():
-            results_by_layer[name].append(result)
+        """Add the results of a sample to those of all samples."""
+        results_of_samples.append(sample_results)
 
     run_in_order(samples, run_sample, collect, threads=threads)
-    return {name: float(np.mean(results)) for name, results in results_by_layer.items()}
+    mean_results = {}
+    for name in layers:
+        mean_results[name] = float(np.mean([results[name] for results in results_of_samples]))
+    return mean_results
 
 
 def _open_int8_layer(model: onnx.ModelProto, index: Graph, quant_layer: QuantLayer) -> OrtSession:

@@ -285,11 +285,11 @@ def _layer_or_float_reason(node: onnx.NodeProto, index: Graph) -> Layer | str:
         if _multiplies_activations(node, index):
             return _TWO_ACTIVATIONS
         return "its weight must be a constant"
-    float_reason = _float_reason_of_weight(node, weight, node_attributes, index)
-    if float_reason:
-        return float_reason
     bias = optional_input(node, 2)
-    float_reason = _float_reason_of_bias(bias, weight, node_attributes, node, index)
+    weight_reason = _float_reason_of_weight(node, weight, node_attributes, index)
+    float_reason = weight_reason or _float_reason_of_bias(
+        bias, weight, node_attributes, node, index
+    )
     if float_reason:
         return float_reason
 

@@ -58,13 +58,13 @@ def prepare_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
     if SHARED_WEIGHT not in layer_graph.float_reasons.values():
         return model, layer_graph
 
-    model = copy_message(model)
-    index = Graph(model)  # constants, and the nodes that make tensors
+    unshared = copy_message(model)
+    index = Graph(unshared)  # constants, and the nodes that make tensors
     sharing_nodes = []  # would be layers if they did not share their weight
-    for node in model.graph.node:
+    for node in unshared.graph.node:
         if layer_graph.float_reasons.get(node.name) == SHARED_WEIGHT:
             sharing_nodes.append(node)
-    read_counts = count_reads(model.graph)  # tensor -> how often nodes read it
+    read_counts = count_reads(unshared.graph)  # tensor -> how often nodes read it
     copy_count_by_weight = Counter(node.input[1] for node in sharing_nodes)
     weights_to_copy = _choose_weights_to_copy(copy_count_by_weight, index.constants)
     used_names = {*read_counts, *index.constants, *index.producer}
@@ -75,11 +75,11 @@ def prepare_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, LayerGraph]:
         if weight not in weights_to_copy or read_counts[weight] < 2:
             continue
         copy_name = claim_name(f"{node.name}.weight", used_names)
-        model.graph.initializer.append(copy_tensor(index.constants[weight], copy_name))
+        unshared.graph.initializer.append(copy_tensor(index.constants[weight], copy_name))
         read_counts[weight] -= 1
         node.input[1] = copy_name
         weight_by_copy[copy_name] = weight
-    return model, replace(find_layers(model), shared_weights=weight_by_copy)
+    return unshared, replace(find_layers(unshared), shared_weights=weight_by_copy)
 
 
 def _choose_weights_to_copy(

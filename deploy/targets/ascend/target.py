@@ -379,13 +379,15 @@ class Ascend(Target):
         """Write the files of a Q/DQ model with the scales of its own pairs."""
         from deploy.targets.ascend.recipe import recipe_from_qdq
 
-        # the float model of the Q/DQ model, which stands for the user's in the request
-        loaded, recipe = recipe_from_qdq(qdq.model, Path(qdq.name))
-        original = request.subject.loaded
-        loaded = replace(
-            loaded, name=original.name, metadata_preprocess=original.metadata_preprocess
+        # in the request, the float model of the Q/DQ model takes the place of the user's own
+        float_loaded, recipe = recipe_from_qdq(qdq.model, Path(qdq.name))
+        user_loaded = request.subject.loaded
+        float_loaded = replace(
+            float_loaded,
+            name=user_loaded.name,
+            metadata_preprocess=user_loaded.metadata_preprocess,
         )
-        subject = replace(request.subject, loaded=loaded, user_model=qdq.model)
+        subject = replace(request.subject, loaded=float_loaded, user_model=qdq.model)
         return self.write_files(recipe, replace(request, subject=subject))
 
     def write_files(self, recipe: Recipe, request: BuildRequest) -> BuildResult:

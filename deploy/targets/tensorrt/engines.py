@@ -393,9 +393,10 @@ def build_quantized_engine(
     notes = [f"the engine belongs to TensorRT {installed.version} on {installed.gpu}"]
     if options.calibrator is not None:  # TensorRT's calibration leaves out a partial batch
         _, batch_size = _calibration_batch(request, settings)
-        padded_sample_count = request.subject.padded_sample_count
         notes += note_left_out(
-            len(request.feed), batch_size, padded_sample_count=padded_sample_count
+            len(request.feed),
+            batch_size,
+            padded_sample_count=request.subject.padded_sample_count,
         )
 
     path = request.file(".engine")
