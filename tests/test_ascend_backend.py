@@ -15,7 +15,7 @@ from onnx import numpy_helper
 
 from calib8 import build
 from deploy.calibration.observation import CalibrationSubject
-from deploy.errors import Calib8Error, ConfigError, ModelError, SdkMissingError
+from deploy.errors import Calib8Error, ConfigError, ExportError, ModelError, SdkMissingError
 from deploy.feed.preprocess import Preprocess
 from deploy.frontends import load
 from deploy.pipeline.ascend_auto import FINAL, HISTORY, RANKING
@@ -370,6 +370,30 @@ def test_build_writes_every_file(small_cnn, data, tmp_path):
     notes = report.targets[0].notes
     assert any("atc" in note for note in notes)
     assert any("run on 2 samples" in note for note in notes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("effort", [0, 1])
+def test_layer_beyond_the_hardware_stays_float(tmp_path, effort):
+    """Sums of squares, as in a mel spectrogram, are far beyond the scales that AscendQuant has."""
+    nodes = [("Conv", "x w", "c", "conv"), ("Mul", "c b", "m"), ("Conv", "m w", "y", "huge")]
+    weights = {"w": np.eye(3).reshape(3, 3, 1, 1), "b": np.float32(1e9)}
+    ends = {"x": [1, 3, 16, 16]}, {"y": [1, 3, 16, 16]}
+    onnx.save(build_net(nodes, *ends, weights), tmp_path / "net.onnx")
+    options = {"targets": [Ascend()], "duration_s": 0, "effort": effort, "out": tmp_path / "o"}
+    report = build(tmp_path / "net.onnx", DATA, **options)
+    reasons = {node.name: node.reason for node in report.targets[0].nodes if not node.quantized}
+    assert "1 / scale_d must be in" in reasons["huge"] and "conv" not in reasons
+    assert any("huge: 1 / scale_d" in note for note in report.targets[0].notes)
+    assert list(next_steps(report))
+    # a configuration of the user is followed, or refused
+    text = (tmp_path / "o" / "net_config.json").read_text()
+    config = tmp_path / "all.json"
+    config.write_text(text.replace("false", "true"))
+    with pytest.raises(ExportError, match=r"huge: .*--keep-float"):
+        build(tmp_path / "net.onnx", DATA, **options | {"targets": [Ascend(config=config)]})
+    with pytest.raises(ExportError, match="float model with atc"):
+        build(tmp_path / "net.onnx", DATA, **options, float_nodes=["conv"])
 
 
 def test_unknown_chip_is_said_before_calibrating(small_cnn, data, tmp_path, run):

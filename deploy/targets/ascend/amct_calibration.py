@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 
@@ -131,11 +131,13 @@ class CalibrationRecord:
         ranges: tensor -> clip range of its scale.
         zero_layers: layers whose input is zero, or so small that AMCT's scale, 1, rounds all of it
             to zero.
+        refusals: layer without a record -> why it does not fit the hardware.
     """
 
     records: dict[str, LayerRecord]
     ranges: dict[str, Scale]
     zero_layers: tuple[str, ...]
+    refusals: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -276,6 +276,9 @@ def calibration_notes(calibrated: CalibrationRecord, plan: RecordPlan) -> Iterat
             " that AMCT's searches give it scale 1, which rounds all of it to zero:"
             f" {list_first(zero_layers, 3)}; --keep-float keeps them in float."
         )
+    refusals = [f"{name}: {reason}" for name, reason in calibrated.refusals.items()]
+    if refusals:
+        yield f"Layers in float that do not fit Ascend's int8 path: {list_first(refusals, 3)}."
     # `calibration_alerts` tells of a batch_num of 1
     if plan.used_samples < plan.samples and plan.config.batch_num > 1:
         yield (

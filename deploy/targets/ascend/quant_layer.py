@@ -25,6 +25,7 @@ from deploy.targets.ascend.record import (
 # GE stores the quantize scale in float16, or its square root if it is larger (sqrt_mode), which
 # happens with 16 bits; quant_host_cpu_op_common, MIN/MAX_SCALE_VALUE and DealQauntNotRequant
 _MIN_FACTOR, _MAX_FACTOR = 2.0**-14, 65504.0
+_LEAVE_OUT = "leave them in float by --keep-float or skip_layers, or take them out of the record"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +72,17 @@ def quantize_layers(
     """
     quantized, refusals = quantize_fitting_layers(model, graph, records)
     if refusals:
-        reasons = [f"{name}: {reason}" for name, reason in refusals.items()]
-        raise ExportError(
-            f"{len(reasons)} layer(s) do not fit Ascend's int8 path, got {'; '.join(reasons[:5])};"
-            " leave them in float by --keep-float or skip_layers, or take them out of the record"
-        )
+        raise refused_layers_error(refusals)
     return quantized
+
+
+def refused_layers_error(refusals: Mapping[str, str], remedy: str = _LEAVE_OUT) -> ExportError:
+    """Return the error for layers that do not fit the hardware, each with its reason."""
+    reasons = [f"{name}: {reason}" for name, reason in refusals.items()]
+    return ExportError(
+        f"{len(reasons)} layer(s) do not fit Ascend's int8 path, got {'; '.join(reasons[:5])};"
+        f" {remedy}"
+    )
 
 
 def quantize_fitting_layers(

@@ -318,7 +318,9 @@ class Ascend(Target):
     def quantize(
         self, request: BuildRequest
     ) -> tuple[RecordPlan, CalibrationRecord, dict[str, QuantLayer], QuantConfig]:
-        """Quantize the layers that the request's choices leave in int8.
+        """Quantize the layers that the request's choices leave in int8, and that fit the hardware.
+
+        Layers that do not fit stay in float; those of a user's configuration are refused.
 
         The scales of all layers are searched, as in AMCT's automatic calibration. So the scales of
         a layer do not depend on which other layers are kept in float.
@@ -327,7 +329,7 @@ class Ascend(Target):
             The plan of all layers; the records of the int8 layers; layer -> its integers; the
             config, in which the float layers are disabled.
         """
-        from deploy.targets.ascend.quant_layer import quantize_layers
+        from deploy.targets.ascend.quant_layer import quantize_fitting_layers, refused_layers_error
 
         plan, calibrated, config = self._search_layers(request)
         float_nodes = request.choices.float_nodes
@@ -339,9 +341,15 @@ class Ascend(Target):
                 "an Ascend build must leave a layer in int8, got all of them kept in float; build"
                 " the float model with atc"
             )
-        layers = quantize_layers(plan.model, plan.graph, records)
-        config = disable_layers(config, float_nodes)
-        return plan, replace(calibrated, records=records), layers, config
+        layers, refusals = quantize_fitting_layers(plan.model, plan.graph, records)
+        if not layers:
+            remedy = "no other layer is int8: build the float model with atc"
+            raise refused_layers_error(refusals, remedy)
+        if refusals and self.configured:
+            raise refused_layers_error(refusals)
+        records = {name: records[name] for name in layers}
+        config = disable_layers(config, {**float_nodes, **refusals})
+        return plan, replace(calibrated, records=records, refusals=refusals), layers, config
 
     def build(self, request: BuildRequest) -> BuildResult:
         """Quantize the model and write all files; compile them to an .om if `atc` is installed.
@@ -369,7 +377,7 @@ class Ascend(Target):
             config=config,
             method=describe_algorithms(plan.config),
             ranges=calibrated.ranges,
-            float_reasons=request.float_nodes,  # node -> reason
+            float_reasons={**request.float_nodes, **calibrated.refusals},  # node -> reason
             notes=tuple(calibration_notes(calibrated, plan)),
             alerts=calibration_alerts(plan),
         )
