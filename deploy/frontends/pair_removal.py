@@ -151,19 +151,19 @@ def _remove_clips_of_codes(model: onnx.ModelProto) -> None:
     drop_unread(model.graph)  # the limits of the removed Clips
 
 
-def _clips_codes(clip: onnx.NodeProto, index: Graph) -> bool:
+def _clips_codes(clip: onnx.NodeProto, graph: Graph) -> bool:
     """Whether a Clip stands between the halves of a pair, or between weights and their DQ."""
-    readers = index.readers.get(clip.output[0], [])
+    readers = graph.readers.get(clip.output[0], [])
     return any(reader.op_type == DQ and reader.input[0] == clip.output[0] for reader in readers)
 
 
-def _is_redundant(clip: onnx.NodeProto, index: Graph) -> bool:
+def _is_redundant(clip: onnx.NodeProto, graph: Graph) -> bool:
     """Whether a Clip lets all codes of its pair pass, or all but -128."""
-    quantizer = index.find_producer(clip.input[0], Q)
-    grid = None if quantizer is None else find_pair_grid(quantizer, index)
+    quantizer = graph.find_producer(clip.input[0], Q)
+    grid = None if quantizer is None else find_pair_grid(quantizer, graph)
     if grid is None or len(clip.input) != 3:
         return False
-    low, high = map(index.scalar, clip.input[1:])
+    low, high = map(graph.scalar, clip.input[1:])
     # a symmetric quantizer of int8 never makes -128
     lowest_codes = (-128, -127) if grid.dtype == "int8" else (grid.min_code,)
     return low in lowest_codes and high == grid.max_code
@@ -180,21 +180,21 @@ def _move_quantizers(model: onnx.ModelProto) -> None:
     are the integers that a QuantizeLinear makes. A QuantizeLinear with a scale per channel stays,
     since its channels might be cut or reordered.
     """
-    index = Graph(model)
+    graph = Graph(model)
     names = tensor_names(model.graph)
-    quantizer_by_codes = {node.output[0]: node for node in index.nodes if node.op_type == Q}
+    quantizer_by_codes = {node.output[0]: node for node in graph.nodes if node.op_type == Q}
     nodes: Nodes = []
     replaced_codes: set[str] = set()  # outputs of the quantizers that have a moved copy
-    for node in index.nodes:
+    for node in graph.nodes:
         nodes.append(node)
         if node.op_type not in _MOVES_AND_CUTS or node.input[0] not in quantizer_by_codes:
             continue
         quantizer = quantizer_by_codes[node.input[0]]
-        grid = find_pair_grid(quantizer, index)
+        grid = find_pair_grid(quantizer, graph)
         if grid is None or not grid.is_per_tensor:
             continue
         # a Pad with another value than 0 stays
-        if node.op_type == "Pad" and not _try_to_pad_floats(node, grid, index):
+        if node.op_type == "Pad" and not _try_to_pad_floats(node, grid, graph):
             continue
         replaced_codes.add(quantizer.output[0])
         moved_quantizer = _move_behind(node, quantizer, names)
@@ -205,7 +205,7 @@ def _move_quantizers(model: onnx.ModelProto) -> None:
     if not replaced_codes:
         return
     # remove the original quantizers; one stays if its codes have other readers or are an output
-    unread_codes = replaced_codes.difference(index.outputs, all_reads(nodes))
+    unread_codes = replaced_codes.difference(graph.outputs, all_reads(nodes))
     rebuild(model.graph, [node for node in nodes if unread_codes.isdisjoint(node.output)])
 
 
@@ -236,7 +236,7 @@ def _move_behind(
     return moved_quantizer
 
 
-def _try_to_pad_floats(pad: onnx.NodeProto, grid: PairGrid, index: Graph) -> bool:
+def _try_to_pad_floats(pad: onnx.NodeProto, grid: PairGrid, graph: Graph) -> bool:
     """Let a Pad of codes pad floats with 0, in place; return whether that is possible.
 
     It is not if the Pad pads with another code than the zero point, which stands for 0. A Pad in a
@@ -245,7 +245,7 @@ def _try_to_pad_floats(pad: onnx.NodeProto, grid: PairGrid, index: Graph) -> boo
     if attributes(pad).get("mode", b"constant") != b"constant":
         return True
     value = optional_input(pad, 2)
-    code = index.scalar(value) if value else 0
+    code = graph.scalar(value) if value else 0
     if code != grid.zero.item():
         return False
     if value:

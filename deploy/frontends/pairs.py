@@ -108,56 +108,56 @@ class PairGrid:
 PairGrids = Mapping[str, tuple[PairGrid, ...]]  # tensor of the float model -> grids of its pairs
 
 
-def find_pair_grid(node: onnx.NodeProto, index: Graph) -> PairGrid | None:
+def find_pair_grid(node: onnx.NodeProto, graph: Graph) -> PairGrid | None:
     """Return scale and zero point of a QuantizeLinear or DequantizeLinear; None if not constant."""
     try:
-        return read_pair_grid(node, index)
+        return read_pair_grid(node, graph)
     except UnfitError:
         return None
 
 
-def read_pair_grid(node: onnx.NodeProto, index: Graph) -> PairGrid:
+def read_pair_grid(node: onnx.NodeProto, graph: Graph) -> PairGrid:
     """Return scale and zero point of a QuantizeLinear or DequantizeLinear.
 
     Raises:
         UnfitError: it is computed, not above 0 and finite, or not of an integer type.
     """
-    constant = index.constants.get(optional_input(node, 1))
+    constant = graph.constants.get(optional_input(node, 1))
     if constant is None:
         raise UnfitError("its scale is computed")
     scale = to_array(constant).astype(np.float32)
     if not (np.isfinite(scale) & (scale > 0)).all() or not scale.size:
         raise UnfitError("a scale is not above 0 and finite")
-    zero = _zero_points(node, index, scale)
+    zero = _zero_points(node, graph, scale)
     return PairGrid(scale, zero.astype(np.int64), str(zero.dtype), *_code_limits(zero.dtype))
 
 
-def input_grid(node: onnx.NodeProto, index: Graph, position: int = 0) -> PairGrid:
+def input_grid(node: onnx.NodeProto, graph: Graph, position: int = 0) -> PairGrid:
     """Return scale and zero point of the Q/DQ pair on one input of a layer.
 
     Args:
         node: the layer.
-        index: of the model.
+        graph: index of the model.
         position: of the input.
 
     Raises:
         UnfitError: the input has no pair with a single scale.
     """
-    dequantizer, _ = _find_dequantizer(node.input[position], index, VALUE_KEEPING)
+    dequantizer, _ = _find_dequantizer(node.input[position], graph, VALUE_KEEPING)
     if dequantizer is None:
         raise UnfitError("no QuantizeLinear and DequantizeLinear stand on its input")
-    quantizer = index.find_producer(dequantizer.input[0], Q)
+    quantizer = graph.find_producer(dequantizer.input[0], Q)
     if quantizer is None:  # the DequantizeLinear reads stored integers
         raise UnfitError("its input is no activation")
-    grid = read_pair_grid(dequantizer, index)
+    grid = read_pair_grid(dequantizer, graph)
     if not grid.is_per_tensor:
         raise UnfitError("its input has a scale a channel")
-    if not read_pair_grid(quantizer, index).equals(grid):
+    if not read_pair_grid(quantizer, graph).equals(grid):
         raise UnfitError("the two scales on its input differ")
     return grid
 
 
-def weight_grid(node: onnx.NodeProto, index: Graph) -> tuple[PairGrid, NDArray[np.float32]]:
+def weight_grid(node: onnx.NodeProto, graph: Graph) -> tuple[PairGrid, NDArray[np.float32]]:
     """Return the grid of a layer's weight, and the scales of the layer's output channels.
 
     The grid holds scales, zero points and integer type as the DequantizeLinear has them.
@@ -169,22 +169,22 @@ def weight_grid(node: onnx.NodeProto, index: Graph) -> tuple[PairGrid, NDArray[n
     Raises:
         UnfitError: the weight is not quantized, or not in a supported form.
     """
-    dequantizer, permutation = _find_dequantizer(node.input[1], index, {"Cast", "Transpose"})
+    dequantizer, permutation = _find_dequantizer(node.input[1], graph, {"Cast", "Transpose"})
     if dequantizer is None:
         raise UnfitError("its weight is not quantized")
     # the model stores the integers, or floats from which a QuantizeLinear computes them
     stored_name = dequantizer.input[0]
-    quantizer = index.find_producer(stored_name, Q)
+    quantizer = graph.find_producer(stored_name, Q)
     if quantizer is not None:
         stored_name = quantizer.input[0]
-    if stored_name not in index.constants:
+    if stored_name not in graph.constants:
         raise UnfitError("its weight is computed")
-    grid = read_pair_grid(dequantizer, index)
+    grid = read_pair_grid(dequantizer, graph)
     if grid.scale.size == 1:
         return grid, grid.scale.reshape(1)
 
     # several scales: their axis must be that of the layer's output channels
-    stored_shape = tuple(index.constants[stored_name].dims)
+    stored_shape = tuple(graph.constants[stored_name].dims)
     rank = len(stored_shape)
     scale_axis = int(attributes(dequantizer).get("axis", 1))  # of the stored weight
     if not -rank <= scale_axis < rank or grid.scale.shape != (stored_shape[scale_axis],):
@@ -204,13 +204,13 @@ def weight_grid(node: onnx.NodeProto, index: Graph) -> tuple[PairGrid, NDArray[n
 
 
 def _find_dequantizer(
-    tensor: str, index: Graph, skipped_types: Collection[str]
+    tensor: str, graph: Graph, skipped_types: Collection[str]
 ) -> tuple[onnx.NodeProto | None, list[int]]:
     """Return the DequantizeLinear from which a tensor comes, and how its output was transposed.
 
     Args:
         tensor: name of the tensor.
-        index: of the model.
+        graph: index of the model.
         skipped_types: types of the nodes that may stand between the DequantizeLinear and `tensor`.
 
     Returns:
@@ -218,13 +218,13 @@ def _find_dequantizer(
         permutation is empty if no node transposes.
     """
     permutation: list[int] = []
-    node = index.producer.get(tensor)
+    node = graph.producer.get(tensor)
     while node is not None and node.op_type in skipped_types:
         if node.op_type == "Transpose":
             if permutation:
                 return None, []
             permutation = attributes(node).get("perm", [1, 0])  # the default of a matrix
-        node = index.producer.get(node.input[0])
+        node = graph.producer.get(node.input[0])
     if node is None or node.op_type != DQ:
         return None, []
     return node, permutation
@@ -241,23 +241,23 @@ def _code_limits(dtype: np.dtype[Any]) -> tuple[int, int]:
     return -count // 2, count // 2 - 1
 
 
-def _zero_points(node: onnx.NodeProto, index: Graph, scale: NDArray[np.float32]) -> NDArray[Any]:
+def _zero_points(node: onnx.NodeProto, graph: Graph, scale: NDArray[np.float32]) -> NDArray[Any]:
     """Return the zero points of a Q or DQ node, in the type of its codes; zeros if it has none."""
     name = optional_input(node, 2)
     if name:
-        if name not in index.constants:
+        if name not in graph.constants:
             raise UnfitError("its zero point is computed")
-        return to_array(index.constants[name])
+        return to_array(graph.constants[name])
 
     # without a zero point, the type is that of the codes which a DequantizeLinear reads: stored
     # integers, or the output of a QuantizeLinear, which may name its type in an attribute
     if node.op_type == DQ:
-        codes = index.constants.get(node.input[0])
+        codes = graph.constants.get(node.input[0])
         if codes is not None:
             return np.zeros(scale.shape, to_array(codes).dtype)
-        quantizer = index.find_producer(node.input[0], Q)
+        quantizer = graph.find_producer(node.input[0], Q)
         if quantizer is not None:
-            return _zero_points(quantizer, index, scale)
+            return _zero_points(quantizer, graph, scale)
         return np.zeros(scale.shape, np.uint8)  # other integers, whose type is not looked up
     elem_type = attributes(node).get("output_dtype", 0) or onnx.TensorProto.UINT8  # ONNX's default
     if elem_type not in helper.get_all_tensor_dtypes():

@@ -123,20 +123,20 @@ def check_pairs(model: onnx.ModelProto) -> tuple[PairGrid, ...]:
     Raises:
         ModelError: names a node that does not fit, and why.
     """
-    index = Graph(model)
-    constant_tensors = index.computed_constants.union(index.initializers)
+    graph = Graph(model)
+    constant_tensors = graph.computed_constants.union(graph.initializers)
     constant_grids = []
-    for node in index.nodes:
+    for node in graph.nodes:
         if node.op_type not in (Q, DQ):
             continue
         try:
-            grid = read_pair_grid(node, index)
+            grid = read_pair_grid(node, graph)
             if node.input[0] in constant_tensors:
                 if grid.dtype not in ("int8", "uint8", "int32"):  # int32 is for biases
                     raise UnfitError(f"it is quantized to {grid.dtype}")
                 constant_grids.append(grid)
             else:
-                _check_activation_pair(node, grid, index)
+                _check_activation_pair(node, grid, graph)
         except UnfitError as error:
             raise ModelError(
                 "activations of a Q/DQ model must form pairs of one constant scale in int8 or"
@@ -147,7 +147,7 @@ def check_pairs(model: onnx.ModelProto) -> tuple[PairGrid, ...]:
     return tuple(constant_grids)
 
 
-def _check_activation_pair(node: onnx.NodeProto, grid: PairGrid, index: Graph) -> None:
+def _check_activation_pair(node: onnx.NodeProto, grid: PairGrid, graph: Graph) -> None:
     """Refuse a Q or DQ of an activation unless it has one 8-bit scale and a partner.
 
     A DequantizeLinear must read a QuantizeLinear with an equal scale and zero point. A Q only needs
@@ -158,17 +158,17 @@ def _check_activation_pair(node: onnx.NodeProto, grid: PairGrid, index: Graph) -
     if not grid.is_8_bit:
         raise UnfitError(f"it is quantized to {grid.dtype}")
     if node.op_type == Q:
-        reader_types = [reader.op_type for reader in index.readers.get(node.output[0], [])]
+        reader_types = [reader.op_type for reader in graph.readers.get(node.output[0], [])]
         # `prepare_qdq_model` has removed the Clips that let all integers pass
         if "Clip" in reader_types:
             raise UnfitError("a Clip leaves fewer than 8 bits of it")
         if DQ not in reader_types:
             raise UnfitError("no DequantizeLinear reads it")
         return
-    quantizer = index.find_producer(node.input[0], Q)
+    quantizer = graph.find_producer(node.input[0], Q)
     if quantizer is None:
         raise UnfitError("no QuantizeLinear stands before it")
-    if not read_pair_grid(quantizer, index).equals(grid):
+    if not read_pair_grid(quantizer, graph).equals(grid):
         raise UnfitError("the QuantizeLinear before it has another scale or zero point")
 
 
@@ -271,15 +271,15 @@ def _read_layers(
     return weight_scales, float_reasons
 
 
-def _is_tail(node: onnx.NodeProto, index: Graph) -> bool:
+def _is_tail(node: onnx.NodeProto, graph: Graph) -> bool:
     """Whether a node is the Relu or Clip that runs as part of the node before it."""
     if node.op_type not in TAILS:
         return False
-    head = index.producer.get(node.input[0])
-    return head is not None and index.fused_output(head) == node.output[0]
+    head = graph.producer.get(node.input[0])
+    return head is not None and graph.fused_output(head) == node.output[0]
 
 
-def _read_weight_scales(node: onnx.NodeProto, index: Graph) -> NDArray[np.float32] | None:
+def _read_weight_scales(node: onnx.NodeProto, graph: Graph) -> NDArray[np.float32] | None:
     """Return the scales of a layer's weight, if that has 8 bits and is symmetric; else None.
 
     None also for a MatMul without a weight: of two activations.
@@ -287,37 +287,37 @@ def _read_weight_scales(node: onnx.NodeProto, index: Graph) -> NDArray[np.float3
     Raises:
         UnfitError: the layer does not run in int8: its input or weight has no pair.
     """
-    input_grid(node, index)  # raises if no pair stands on its input
+    input_grid(node, graph)  # raises if no pair stands on its input
     try:
-        grid, scales = weight_grid(node, index)
+        grid, scales = weight_grid(node, graph)
     except UnfitError:
         if node.op_type != "MatMul":
             raise
-        input_grid(node, index, 1)  # raises if no pair stands on the second activation
+        input_grid(node, graph, 1)  # raises if no pair stands on the second activation
         return None
     return scales if grid.is_8_bit and not grid.int8_zero.any() else None
 
 
 def _check_pairs_around(
-    node: onnx.NodeProto, index: Graph, nodes_with_output_pair: frozenset[str]
+    node: onnx.NodeProto, graph: Graph, nodes_with_output_pair: frozenset[str]
 ) -> None:
     """Refuse a node without Q/DQ pairs on its inputs and its output."""
-    data_inputs = index.data_inputs(node)
+    data_inputs = graph.data_inputs(node)
     if not data_inputs:
         raise UnfitError("all its inputs are constant")
     for tensor in data_inputs:
-        if index.find_producer(tensor, DQ) is None:
+        if graph.find_producer(tensor, DQ) is None:
             raise UnfitError("no pair stands on what it reads")
     if node.name not in nodes_with_output_pair:
         raise UnfitError("no pair stands on what it makes")
 
 
-def _has_output_pair(node: onnx.NodeProto, index: Graph) -> bool:
+def _has_output_pair(node: onnx.NodeProto, graph: Graph) -> bool:
     """Return whether a QuantizeLinear reads a node, or the Relu or Clip that follows it."""
     if not node.output or node.op_type in (Q, DQ):
         return False
-    outputs = (node.output[0], index.fused_output(node))
-    readers = [reader for output in outputs for reader in index.readers.get(output, [])]
+    outputs = (node.output[0], graph.fused_output(node))
+    readers = [reader for output in outputs for reader in graph.readers.get(output, [])]
     return any(reader.op_type == Q for reader in readers)
 
 
