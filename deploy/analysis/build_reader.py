@@ -187,10 +187,6 @@ def read_explanation(folder: Path) -> Explanation:
     build = read_stored_build(folder)
     report = build.report
     plan, plan_path = _read_plan(build)
-    targets = []
-    for target in report.targets:
-        engine = report.engine_by_target.get(target.name)
-        targets.append(_explain_target(target, engine, plan, report.notes))
     return Explanation(
         title=report.title,
         report=str(build.path),
@@ -198,7 +194,7 @@ def read_explanation(folder: Path) -> Explanation:
         model=report.model.path if report.model else "",
         shapes=report.model.shapes if report.model else (),
         preprocess=report.feed.preprocess if report.feed else {},
-        targets=tuple(targets),
+        targets=tuple(_explain_target(target, report, plan) for target in report.targets),
     )
 
 
@@ -325,16 +321,13 @@ def _has_arrays(dataset: Dataset) -> bool:
     return True
 
 
-def _explain_target(
-    target: TargetPart, engine: EngineRow | None, plan: PlanFile, notes: tuple[str, ...]
-) -> TargetExplanation:
+def _explain_target(target: TargetPart, report: Report, plan: PlanFile) -> TargetExplanation:
     """Return the explanation of one target, without the user's images.
 
     Args:
         target: what the report says of the target.
-        engine: what it says of the target's engine; None if no engine was measured.
+        report: the report of the build.
         plan: the plan file of the build.
-        notes: notes of the report on all targets; those on repairs are shown.
     """
     # a split says which nodes run in int8; the front has those that no other split beats in both
     # time and accuracy. They are those of the search, or without one, as for a plan of the user's,
@@ -347,7 +340,7 @@ def _explain_target(
         built_text = target_plan.settled
         front = tuple(split_rows(target_plan))
     # a note on a repair begins with its title, maybe after the target's name
-    repair_notes = tuple(note for note in (*notes, *target.notes) if f"{TITLE}: " in note)
+    repair_notes = tuple(note for note in (*report.notes, *target.notes) if f"{TITLE}: " in note)
     explanation = TargetExplanation(
         name=target.name,
         error=target.error,
@@ -362,6 +355,7 @@ def _explain_target(
         clipped=_clipped_ranges(target.tensors),
         runnable=target.runnable or None,
     )
+    engine = report.engine_by_target.get(target.name)  # None if no engine was measured
     return explanation if engine is None else _add_engine(explanation, engine)
 
 

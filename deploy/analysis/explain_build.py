@@ -6,8 +6,10 @@ With images, the float model and a model with the target's numerics each run eve
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -157,8 +159,8 @@ class _WorstImages:
 
     def add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         """Add one image."""
-        self._worst.append(self._measure(inputs, reference, candidate))
-        self._worst.sort(key=lambda entry: entry[0])  # equal ones stay in the order of images
+        rank_and_loss = self._measure(inputs, reference, candidate)
+        insort(self._worst, rank_and_loss, key=itemgetter(0))  # equal ones in the order of images
         del self._worst[_MAX_IMAGES:]
         self.count += 1
 

@@ -136,11 +136,13 @@ def build(
       calib8 build model.onnx --images photos/ --quiet --json - | jq .engines
     """  # noqa: D301 (click reads the backspace)
     from deploy.feed.evaluation import read_labels
+    from deploy.frontends import is_quantized
     from deploy.pipeline.build import build_with
     from deploy.pipeline.build_options import BuildOptions
     from deploy.report import to_screen, to_text
 
-    _refuse_float_without_images(model, images)
+    if not images.dataset.source and not images.script and not is_quantized(model):
+        refuse_no_images()  # only a Q/DQ model needs none
     dataset = images.calibration()
     options = BuildOptions(
         calibration=replace(
@@ -190,11 +192,3 @@ def end_with_verdicts(report: Report, json_path: Path | None, *, accept: bool = 
         click.get_current_context().exit(1)
     if report.unusable and not accept:
         click.get_current_context().exit(3)
-
-
-def _refuse_float_without_images(model: Path, images: ImageArguments) -> None:
-    """Refuse a float model without images; a Q/DQ model needs none."""
-    from deploy.frontends import is_quantized
-
-    if not images.dataset.source and not images.script and not is_quantized(model):
-        refuse_no_images()

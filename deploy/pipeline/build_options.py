@@ -330,9 +330,18 @@ def prepare_build(
     )
     options = replace(options, calibration=calibration)
 
-    # the files of an earlier build are refused before the evaluation images are opened
+    # files in the output folder that this build must not replace, or cannot use, are refused before
+    # the evaluation images are opened
     options = _with_cache_path(options, loaded.name)
-    _refuse_files_in_output_folder(options, loaded)
+    _refuse_files_of_others(options, loaded)
+    _refuse_less_effort_than_before(options, loaded)
+    refuse_wrong_plan(
+        options.out / plan_name(loaded),
+        replace(options.tuning, fresh=options.calibration.cache.refresh),
+        loaded,
+        options.targets,
+        options.calibration.method,
+    )
 
     dataset, evaluation = _drop_preprocess_of_arrays(dataset, evaluation)
     evaluation_feed = None
@@ -518,19 +527,6 @@ def saved_model_name(loaded: LoadedModel) -> str:
 def plan_name(loaded: LoadedModel) -> str:
     """Return the path of a model's plan in the output folder."""
     return f"{manifest.RECORDS}/{loaded.name}.plan.toml"
-
-
-def _refuse_files_in_output_folder(options: BuildOptions, loaded: LoadedModel) -> None:
-    """Refuse to build into a folder with files that this build must not replace or cannot use."""
-    _refuse_files_of_others(options, loaded)
-    _refuse_less_effort_than_before(options, loaded)
-    refuse_wrong_plan(
-        options.out / plan_name(loaded),
-        replace(options.tuning, fresh=options.calibration.cache.refresh),
-        loaded,
-        options.targets,
-        options.calibration.method,
-    )
 
 
 def _refuse_files_of_others(options: BuildOptions, loaded: LoadedModel) -> None:

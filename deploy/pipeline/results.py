@@ -540,11 +540,10 @@ def files_part(result: BuildResult, model: ModelProto, stage: Stage) -> TargetPa
 def _modules_by_tensor(model: ModelProto) -> dict[str, str]:
     """Return tensor -> path of the PyTorch module that computes it."""
     path_by_node = module_paths(model)
-    modules = {}
+    modules: dict[str, str] = {}
     for node in model.graph.node:
-        for tensor in node.output:
-            if node.name in path_by_node:
-                modules[tensor] = path_by_node[node.name]
+        if node.name in path_by_node:
+            modules |= dict.fromkeys(node.output, path_by_node[node.name])
     return modules
 
 

@@ -157,7 +157,7 @@ def _row_markdown(row: Sequence[Cell]) -> str:
     return f"| {' | '.join(escape_markdown(cell_text(cell)) for cell in row)} |"
 
 
-def sections_html(sections: Sequence[Section]) -> Iterator[str]:
+def sections_html(sections: Iterable[Section]) -> Iterator[str]:
     """Yield every section as HTML."""
     for number, section in enumerate(sections, 1):
         head = f'<h2 id="section-{number}">{escape(section.heading)}</h2>'

@@ -212,7 +212,7 @@ def _latency_scale(engines: Sequence[_MeasuredEngine]) -> _Axis:
     margin = 0.06 * (hi - lo)
     if not margin:  # all iterations took the same time, and an axis needs a length
         margin = 0.05 * hi or 1.0
-    return _Axis(max(0.0, lo - margin), float(hi + margin))
+    return _Axis(max(0.0, lo - margin), hi + margin)
 
 
 def _latency_axis(axis: _Axis) -> str:

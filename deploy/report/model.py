@@ -103,9 +103,8 @@ class Findings:
         Raises:
             ConfigError: there is none.
         """
-        engine_by_name = self.engine_by_target
-        for engine in self.engines:
-            engine_by_name[engine.label] = engine
+        engine_by_label = {engine.label: engine for engine in self.engines}
+        engine_by_name = self.engine_by_target | engine_by_label
         if name not in engine_by_name:
             names = ", ".join(engine_by_name) or "none"
             raise ConfigError(f"an engine must be one of {names}, got {name!r}")

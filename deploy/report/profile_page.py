@@ -210,7 +210,7 @@ def profile_page(profile: GraphProfile, *, name: str, notes: Sequence[str]) -> s
         f"<h1>{escape(title)}</h1>",
         tiles(_main_figures(profile)),
         block_html(Bullets(notes)),
-        *sections_html(list(_sections(profile))),
+        *sections_html(_sections(profile)),
     )
     return page(title, "\n".join(body))
 
