@@ -209,9 +209,9 @@ class CalibrationResult(PrintedResult):
     @property
     def cost(self) -> str:
         """Work as text: "decoded 8 images, ran 8 inferences of the model folded"."""
-        runs = []
-        for variant, count in self.runs.items():
-            runs.append(f"{count} inferences of the model {variant}")
+        runs = [
+            f"{count} inferences of the model {variant}" for variant, count in self.runs.items()
+        ]
         return f"decoded {self.feed.decodes} images, ran {', '.join(runs) or 'no inference'}"
 
 

@@ -184,7 +184,6 @@ class ShardMerger:
         self._identities = identities
         self._merged: dict[Key, Histogram] = {}
         self._peaks = Peaks()  # numbers samples by position, bad ones included
-        self._total_image_count = 0
 
     def add(self, piece: Share, worker: str, data: bytes) -> None:
         """Merge a worker's result for a piece of the images into the statistics and the feed.
@@ -209,7 +208,6 @@ class ShardMerger:
                 f"the worker {worker} must observe what it was asked for, got another piece than"
                 f" {piece}: {'; '.join(changes.values())}; install the same calib8 there"
             )
-        self._total_image_count = piece.count  # the same for every piece
         try:
             self._feed.merge_remote_pass(piece, shard.digests, shard.skipped)
         except SampleChangedError as error:
@@ -227,7 +225,7 @@ class ShardMerger:
         `peaks`: receives the largest |x| of every tensor, by the numbers of the good samples.
         """
         self._feed.refuse_all_bad()
-        rows = self._peaks.rows(range(self._total_image_count))
+        rows = self._peaks.rows(range(self._feed.entry_count))
         peaks.add_rows(rows, self._feed.positions)
         return ObservedStatistics(self._merged).select(self._observations)
 

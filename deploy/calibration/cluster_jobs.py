@@ -190,15 +190,14 @@ def make_job(
         limit=replace(to_choice(limit), shard=None),  # each task names its own share
         max_pixels=feed.max_pixels,
     )
-    kind = str(feed.settings["kind"])
     return ClusterJob(
         key=f"calib8-{uuid.uuid4().hex}",
-        versions=collect_versions(kind),
+        versions=collect_versions(feed.kind),
         identities=subject.loaded.identities,
         observations=tuple(sendable_observations),
         inputs=subject.loaded.inputs,
         dataset=dataset,
-        kind=kind,
+        kind=feed.kind,
         threads=cluster.threads,
     )
 

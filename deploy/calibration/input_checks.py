@@ -119,7 +119,7 @@ def find_first_layer(model: onnx.ModelProto, input_name: str) -> FirstLayer | No
 
 
 def _keeps_content(graph: Graph, node: onnx.NodeProto, path_inputs: list[str]) -> bool:
-    """Whether a node only scales, shifts or moves values: `path_inputs`, made from the image."""
+    """Whether a node only scales, shifts or moves the values of its inputs on the path."""
     parameters = set(filter(None, node.input)).difference(path_inputs)
     if node.op_type == "Concat":
         return not parameters
@@ -199,6 +199,7 @@ class _InputPath:
         if any(tensor.data_location == _EXTERNAL for tensor in graph.initializer):
             return None
         replace_field(graph.input, [v for v in graph.input if v.name == self.input_name])
+        # its constants are no inputs any more; the first versions of ONNX wanted them to be
         model.ir_version = max(model.ir_version, 7)
         name_nodes(graph)  # ONNX Runtime refuses duplicate names
         return model
@@ -340,6 +341,7 @@ def _check_layer(
 def _compare_with_layer(
     layer: FirstLayer, name: str, values: Sequence[Array], preprocess: Preprocess | None
 ) -> str:
+    """Return a warning if an input is unlike that in training, by what the layer holds; or ""."""
     session = OrtSession.open(layer.model, threads=1, spin=False)
 
     def measure(arrays: Iterable[Array]) -> Moments:
@@ -539,7 +541,7 @@ def renormalize(array: Array, source: Preprocess, preset: Preprocess) -> Array:
 def _moments(arrays: Iterable[Array]) -> Moments:
     """Return the mean and variance of each channel over all [1, C, ...] arrays together."""
     count = 0
-    total = np.zeros(1)
+    total = np.zeros(1)  # becomes an array [C], as `squares` does
     squares = np.zeros(1)
     for array in arrays:
         rows = np.moveaxis(array.astype(np.float64), 1, 0).reshape(array.shape[1], -1)

@@ -115,6 +115,7 @@ class _PassState:
         self._sessions = [self._make_sessions() for _ in range(threads)]
         self._worker_peaks = [Peaks() for _ in range(threads)]
 
+        # slices are sets of recorders of order-free statistics, which samples use in turn
         self._has_halves = has_halves
         self._slice_count = threads
         if has_halves:
@@ -361,7 +362,7 @@ def observe(
         has_halves=halves is not None,
     )
     pause = NO_PAUSE  # of all workers, to store a checkpoint
-    resumed_count = 0  # samples that the run counted which this one resumes
+    resumed_count = 0  # samples counted by the run that this one resumes
     if checkpoint is not None:
         pause = _checkpoint_pause(checkpoint, state)
         resumed_count = checkpoint.counted
@@ -581,7 +582,10 @@ def refuse_full_disk(folder: Path, model: onnx.ModelProto, target_count: int) ->
 
 
 def _count_values(observations: Iterable[Observation], model: onnx.ModelProto) -> dict[str, int]:
-    """Return tensor -> minimum number of values per sample, of tensors whose shape is known."""
+    """Return tensor -> minimum number of values per sample.
+
+    It is 1 for a tensor of unknown shape. Tensors with an open size beside the batch are left out.
+    """
     shapes = Graph(model).shapes
     value_counts = {}
     for observation in observations:

@@ -147,12 +147,12 @@ class Ranges:
         """Name of the methods that chose the ranges, for the report."""
         if self.trusted is not None:
             return "the trusted cache"
-        labels = [method.label for method in self._method_by_tensor.values()]
-        exceptions = [label for label in labels if label != self.method.label]
-        if not exceptions:
+        labels = [method.label for method in self._method_by_tensor.values()]  # one a tensor
+        other_labels = [label for label in labels if label != self.method.label]
+        if not other_labels:
             return self.method.label
-        names = " or ".join(sorted(set(exceptions)))
-        return f"{self.method.label} ({names} for {counted(len(exceptions), 'tensor')})"
+        names = " or ".join(sorted(set(other_labels)))
+        return f"{self.method.label} ({names} for {counted(len(other_labels), 'tensor')})"
 
     def compute_once(
         self, key: Hashable, compute: Callable[[], Result], *, of: object = None
@@ -210,6 +210,7 @@ class Ranges:
     def _scale(
         self, observation: Observation, histogram: Histogram, symmetric_grid: Grid | None
     ) -> Scale:
+        """Return the range of a tensor, searched unless it is cached."""
         cached = self.cached_scale(observation, symmetric_grid=symmetric_grid)
         if cached is not None:
             return cached

@@ -146,10 +146,11 @@ def _with_float32_quantizers(model: Path | onnx.ModelProto) -> Path | onnx.Model
     if (major, minor) >= (1, 30):
         return model
     copy = read_model(model) if isinstance(model, Path) else copy_message(model)
-    float16_constants = set()
-    for tensor in copy.graph.initializer:
-        if tensor.data_type == onnx.TensorProto.FLOAT16:
-            float16_constants.add(tensor.name)
+    float16_constants = {
+        tensor.name
+        for tensor in copy.graph.initializer
+        if tensor.data_type == onnx.TensorProto.FLOAT16
+    }
 
     nodes: list[onnx.NodeProto] = []
     for node in copy.graph.node:
@@ -224,10 +225,11 @@ def find_random_outputs(model: onnx.ModelProto, evaluation_set: EvaluationSet) -
         # run may repeat the stored outputs: only the second one counts
         reference_outputs.recompute(sample)
         new_outputs = reference_outputs.recompute(sample)
-        random_names = []
-        for name in stored_outputs:
-            if not _is_equal_output(name, stored_outputs, new_outputs):
-                random_names.append(name)
+        random_names = [
+            name
+            for name in stored_outputs
+            if not _is_equal_output(name, stored_outputs, new_outputs)
+        ]
         if random_names:
             return (
                 f"the float model itself gives another {', '.join(random_names)} at each run: it"

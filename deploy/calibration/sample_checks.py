@@ -93,6 +93,7 @@ class Peaks:
         """
         rows = []
         for key, peaks in sorted(self._largest.items()):
+            # a sample is stored by its number, times -1
             largest = sorted(
                 (amax, positions[-negative_number - 1]) for amax, negative_number in peaks
             )

@@ -428,10 +428,9 @@ def _sort_by_number(shards: Sequence[Shard]) -> list[Shard]:
                 f" {first_of_number.archive} and {shard.archive}"
             )
     count = shards[0].share.of
-    missing = []
-    for number in range(1, count + 1):
-        if number not in shard_by_number:
-            missing.append(f"{number}/{count}")
+    missing = [
+        f"{number}/{count}" for number in range(1, count + 1) if number not in shard_by_number
+    ]
     if missing:
         raise CacheError(
             f"all shards are needed, got {len(shard_by_number)} of {count}; missing:"
@@ -483,6 +482,7 @@ class _MergedFeed(Feed):
 
 
 def _merge_feeds(shards: Sequence[Shard]) -> Feed:
+    """Return the entire feed of all shards, which are sorted by their number."""
     digests = [""] * shards[0].share.count
     skipped: dict[int, str] = {}
     for shard in shards:

@@ -96,8 +96,8 @@ class StabilityMonitor:
         """Prepare to compare the ranges of two halves of the samples.
 
         With a stop rule, the pass calls `is_enough` after 8, 16, 32 ... samples, and ends early if
-        it returns True. Without one, the pass observes all samples and fills `halves`, and `end`
-        compares the ranges of the two.
+        it returns True. Without one, the pass observes all samples and fills `halves`, and
+        `compare_finally` compares the ranges of the two.
 
         Args:
             observations: those whose ranges are compared.
@@ -110,7 +110,7 @@ class StabilityMonitor:
         self.can_end_pass = stop_rule is not None
         self.halves: list[ObservedStatistics] | None = None
         if self._observations and not self.can_end_pass:
-            self.halves = []  # the pass fills it, `end` compares the two
+            self.halves = []  # the pass fills it, `compare_finally` compares the two
         self.sample_count = 0
         self.stopped = False
         self._scales_at_last_check: ScaleByKey = {}  # of all samples until then

@@ -179,11 +179,12 @@ class CalibrationCache:
         Raises:
             CacheError: a name has two different scales.
         """
-        bits: dict[str, int] = {}
+        bits_by_name: dict[str, int] = {}
         for entry in self.entries:
-            if bits.setdefault(entry.name, entry.bits) != entry.bits:
+            first_bits = bits_by_name.setdefault(entry.name, entry.bits)
+            if first_bits != entry.bits:
                 raise CacheError(
-                    f"one tensor has one scale, got {entry.name!r} with {bits[entry.name]:x} and"
+                    f"one tensor has one scale, got {entry.name!r} with {first_bits:x} and"
                     f" {entry.bits:x}; remove the wrong line"
                 )
         return {entry.name: entry.scale for entry in self.entries}

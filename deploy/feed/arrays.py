@@ -121,8 +121,8 @@ class ArraySource:
             return f"sample {index} of {self.name}"
         item_index, row = self._locate(index)
         item_name = self.item_names[item_index]
-        sample_count = self.item_ends[item_index] - index + row
-        if sample_count == 1:
+        item_start = index - row
+        if self.item_ends[item_index] - item_start == 1:  # its only sample
             return item_name
         return f"sample {row} of {item_name}"
 
@@ -334,8 +334,9 @@ def concatenate_samples(
         shapes = sorted({array.shape for array in arrays})
         if len(shapes) > 1:
             raise explain(name, shapes)
-        is_alone = len(arrays) == 1 or first_array.ndim == 0
-        batch[name] = first_array if is_alone else np.concatenate(arrays)
+        batch[name] = first_array
+        if len(arrays) > 1 and first_array.ndim > 0:
+            batch[name] = np.concatenate(arrays)
     return batch
 
 

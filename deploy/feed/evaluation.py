@@ -40,8 +40,6 @@ class EvaluationSubset:
     They are chosen anew when an image turns out to be bad, so that their number stays the same.
     """
 
-    labels: Sequence[int] | None = None
-
     def __init__(self, feed: Feed, max_images: int) -> None:
         """Args: feed: all samples; max_images: at most so many images."""
         self._feed = feed

@@ -193,10 +193,10 @@ class Dataset:
                     f" {', '.join(self.states)}; leave --state out, and put them into the samples"
                 )
             return None
-        recurrence = replace(recurrence, inputs=tuple(specs))
+        resolved = replace(recurrence, inputs=tuple(specs))
         if self.states:
-            recurrence = recurrence.with_states(self.states)
-        return recurrence if recurrence.states else None
+            resolved = resolved.with_states(self.states)
+        return resolved if resolved.states else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -203,7 +203,7 @@ def open_iterable(
     return ArraySource(
         specs=counter.specs,
         items=items,
-        item_ends=(*counter.item_ends[:-1], total),
+        item_ends=(*counter.item_ends[:-1], total),  # of the last item some samples may be used
         batch=counter.batch,
         name=name,
         labels=None if labels is None else labels[:total],

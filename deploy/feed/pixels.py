@@ -294,6 +294,7 @@ def decoder_digests() -> dict[str, str]:
 
 
 def _resized_pattern(case: tuple[str, Size]) -> Array:
+    """Return a fixed pattern as a model's input; `case`: (interpolation, size of the input)."""
     interpolation, size = case
     y, x, c = np.indices((23, 29, 3))
     pattern = ((y * 37 + x * 91 + c * 53 + y * x * 7) % 256).astype(np.uint8)

@@ -265,10 +265,11 @@ class Feed:
         """Notes for the user on how the samples were read; complete after one pass."""
         notes = [*self._notes, self._skip_note()]
         if isinstance(self._source, ImageSource):  # rows and frames are often equal
-            copies = self.duplicate_count
-            if copies:
+            copy_count = self.duplicate_count
+            if copy_count:
                 notes.append(
-                    f"{copies} of the {self.count} images are copies of others and count once more"
+                    f"{copy_count} of the {self.count} images are copies of others and count once"
+                    " more"
                 )
             notes.append(self._source.note)
         notes.append(last_batch_note(self.count, self.batch))

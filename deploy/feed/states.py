@@ -64,7 +64,7 @@ class Recurrence:
     is_set_by_user: bool = False
 
     def with_states(self, states: States) -> "Recurrence":
-        """Return the model's recurrence with the states that the user named, not those found.
+        """Return the recurrence with the states that the user named, in place of its own.
 
         Args:
             states: state input -> the output that the next step gets there.
@@ -159,7 +159,8 @@ class SequenceSource:
         self._lock = threading.Lock()
         self._next_step = 0  # the step that `_states` are for
         self._states: dict[str, Array] = {}  # empty at the start of a sequence
-        # the steps of the file of several rows that each sequence is; empty for one sequence
+        # if each file of several rows is one sequence: number of steps up to the end of each; () if
+        # all steps are one sequence
         self._sequence_ends: tuple[int, ...] = ()
         if isinstance(source, ArraySource) and len(source) > len(source.item_ends):
             self._sequence_ends = source.item_ends

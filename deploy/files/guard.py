@@ -158,6 +158,7 @@ def refuse_unwritable(path: Path | str) -> None:
     parents = Path(os.path.abspath(path)).parents
     folder = next(parent for parent in parents if os.path.lexists(parent))
     is_virtual = not os.statvfs(folder).f_blocks  # such as /proc, which takes no files
+    # "/.": a file in place of the folder is refused too
     if is_virtual or not os.access(f"{folder}/.", os.W_OK | os.X_OK):
         raise ExportError(
             f"{path} must be in a folder that can be written to, got {folder}; give another path"
