@@ -243,7 +243,8 @@ def _run_losses(counts: Int32Array, runs: Int64Array, width: np.float32, bits: i
         width: width of a bin, in real units.
         bits: width of the grid.
     """
-    has_more_codes_than_bins = bits > 8  # 16 bits: then the float64 loss is no faster
+    # with 16 bits there are more codes than bins, so that the float64 loss is no faster
+    has_more_codes_than_bins = bits > 8
     # a term of AMCT's loss is a cubed distance times a density, count / width; `largest_term` is an
     # upper bound. If terms overflow float32, AMCT's losses are infinite, and so all equal, which
     # float64 losses would not be

@@ -385,7 +385,7 @@ def _moved_inputs(node: onnx.NodeProto | None) -> list[str]:
 
 
 def find_float16_overflows(
-    graph: Graph, largest: Mapping[str, float], *, int8_nodes: Collection[str]
+    graph: Graph, largest_by_tensor: Mapping[str, float], *, int8_nodes: Collection[str]
 ) -> dict[str, str]:
     """Return node -> why it must not compute in float16, for nodes that must not.
 
@@ -395,14 +395,14 @@ def find_float16_overflows(
 
     Args:
         graph: the float model's.
-        largest: tensor -> largest |x| observed, of the tensors for which it is known.
+        largest_by_tensor: tensor -> largest |x| observed, of the tensors for which it is known.
         int8_nodes: names of the nodes that run in int8.
     """
     reasons = {node.name: "" for node in graph.nodes}  # in graph order
     for node in graph.nodes:
         if node.op_type == "Constant":
             continue
-        reason = _describe_misfit(graph, node, largest)
+        reason = _describe_misfit(graph, node, largest_by_tensor)
         affected_nodes = [node]
         if not reason:
             reason = _describe_vanishing(graph, node)
@@ -419,24 +419,28 @@ def scales_fit_float16(scales: NDArray[np.float32]) -> bool:
     return bool(_MIN_FLOAT16 <= INT8.qmax * scales.max(initial=0.0) <= _MAX_FLOAT16)
 
 
-def float16_overflow(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, float]) -> str:
+def float16_overflow(
+    graph: Graph, node: onnx.NodeProto, largest_by_tensor: Mapping[str, float]
+) -> str:
     """Return which input or output of a node float16 cannot hold, as text; "" if it holds all.
 
     Args:
         graph: the float model's, or that of a model with Q/DQ pairs.
         node: one of its nodes.
-        largest: tensor of the float model -> largest |x| observed.
+        largest_by_tensor: tensor of the float model -> largest |x| observed.
     """
-    return _describe_misfit(graph, node, largest) or _describe_vanishing(graph, node)
+    return _describe_misfit(graph, node, largest_by_tensor) or _describe_vanishing(graph, node)
 
 
-def _describe_misfit(graph: Graph, node: onnx.NodeProto, largest: Mapping[str, float]) -> str:
+def _describe_misfit(
+    graph: Graph, node: onnx.NodeProto, largest_by_tensor: Mapping[str, float]
+) -> str:
     """Return which input or output of a node is too large or small for float16, as text, or ""."""
     weights = node.input[1:2] if node.op_type in WEIGHTED else ()
     for name in (*node.input, *node.output):
         float_name = _float_name(name)
         # largest |x|: of a constant or Q/DQ pair, else as observed; 0 if unknown
-        magnitude = _max_magnitude(graph, name) or largest.get(float_name, 0.0)
+        magnitude = _max_magnitude(graph, name) or largest_by_tensor.get(float_name, 0.0)
         if not magnitude <= _MAX_FLOAT16:  # NaN too
             return f"|{float_name}| reaches {magnitude:.3g}, which is too near float16's 65504"
         # a constant that is no weight may be small: a norm's epsilon is added to larger values

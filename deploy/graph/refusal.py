@@ -130,13 +130,13 @@ def _find_first_conv_refusal(graph: Graph, node: onnx.NodeProto, placement: Plac
     """
     if not placement.min_products:  # the target runs every such Conv in int8
         return ""
-    output_channels, input_channels, *window = graph.initializers[node.input[1]].dims
-    products = math.prod(window) * input_channels  # for each output value
+    output_channels, input_channels, *window_sizes = graph.initializers[node.input[1]].dims
+    products = math.prod(window_sizes) * input_channels  # for each output value
     # a Conv that makes many values is faster in int8 even with few products for each of them
     saves_little = products < placement.min_products and not _makes_many_values(graph, node)
     # over one channel, the int8 kernel gathers every window, which costs more than it saves unless
     # there are many products or output channels
-    reads_grey_picture = input_channels == 1 and len(window) > 1
+    reads_grey_picture = input_channels == 1 and len(window_sizes) > 1
     is_slow_on_grey = reads_grey_picture and max(products, output_channels) < _MIN_OF_GREY
     # before a MaxPool that int8 nodes read, a float Conv would make the pool slower
     is_slower = saves_little or is_slow_on_grey

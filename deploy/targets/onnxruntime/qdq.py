@@ -508,19 +508,19 @@ class _QdqWriter:
         The pairs of `nodes_after` follow the tensor that they read; `replacements` take the place
         of their node.
         """
-        ordered = [*self.weight_quantizers, *self.constant_nodes]
+        ordered_nodes = [*self.weight_quantizers, *self.constant_nodes]
         # `graph` was copied without the float weights; the QuantizeLinears of some read them
         copied_constants = names_of(self.graph.initializer)
         for name in dict.fromkeys(node.input[0] for node in self.weight_quantizers):
             if name not in copied_constants:
                 self.graph.initializer.append(self.initializers[name])
         for value in self.graph.input:
-            ordered += self.nodes_after.pop(value.name, [])
+            ordered_nodes += self.nodes_after.pop(value.name, [])
         for node in self.graph.node:
-            ordered += self.replacements.get(node.name, [node])
+            ordered_nodes += self.replacements.get(node.name, [node])
             for name in node.output:
-                ordered += self.nodes_after.pop(name, [])
-        rebuild(self.graph, ordered)
+                ordered_nodes += self.nodes_after.pop(name, [])
+        rebuild(self.graph, ordered_nodes)
         if self.plan.int8_pads:  # the DequantizeLinear that only a Pad read has no reader now
             drop_dead(self.graph)
 
