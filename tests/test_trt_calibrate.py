@@ -234,7 +234,7 @@ def test_vgg16_and_lenet_names_equal_tensorrts():
     assert [t.name for t in tensors] == [entry.name for entry in real.entries]
     scales = real.scales()
     for tensor in tensors:  # a pool's entry is its input's, in TensorRT's file as in ours
-        if tensor.owner != tensor.source:
+        if tensor.owner != tensor.tensor:
             assert scales[tensor.name] == scales[tensor.owner]
     path = SHARED / "lenet" / "lenet.onnx"
     real = parse((SHARED / "lenet" / "table.cache").read_bytes(), origin="table.cache")
@@ -254,7 +254,7 @@ def test_gemm_products_are_listed_from_10():
     original = model_of(nodes, [1, 4], LINEAR)
     tensors = tensors_of(original, "10.3.0")
     assert [t.name for t in tensors] == ["x", "same", "/cls/y.0/gemm_output", "y", "z"]
-    assert tensors[1].source == "x"
+    assert tensors[1].tensor == "x"
     assert [t.name for t in tensors_of(original, "8.5.3")] == ["x", "same", "y", "z"]
     original = model_of(parse_nodes(f"Softplus x -> same | {gemm}"), [1, 4], LINEAR)
     tensors = cache_tensors(original, version="7.2.1")
@@ -264,7 +264,7 @@ def test_gemm_products_are_listed_from_10():
 def test_casts_share_the_input_scale():
     nodes = parse_nodes("Cast x -> same | Relu same -> z", same={"to": 1})
     tensors = tensors_of(model_of(nodes, [1, 4], {}), "10.3.0")
-    assert [(t.name, t.source) for t in tensors] == [("x", "x"), ("same", "x"), ("z", "z")]
+    assert [(t.name, t.tensor) for t in tensors] == [("x", "x"), ("same", "x"), ("z", "z")]
 
 
 def test_indices_are_not_listed():
@@ -295,7 +295,7 @@ def test_yolov8n_names_equal_tensorrt_10(stem):
     assert body(list(scales)) == body([t.name for t in tensors])
     assert len(body(list(scales))) > 150
     assert "/model.22/dfl/Softmax_output" in {t.name for t in tensors} & set(scales)
-    pools = [t for t in tensors if t.owner != t.source and {t.owner, t.name} <= scales.keys()]
+    pools = [t for t in tensors if t.owner != t.tensor and {t.owner, t.name} <= scales.keys()]
     assert pools
     assert all(scales[t.name] == scales[t.owner] for t in pools)
 

@@ -290,15 +290,16 @@ def _activation_json(activation: ActivationParams) -> dict[str, Any]:
     return _without_unset_fields(activation, "num_bits", "act_algo", "asymmetric", *HFMG_RULES)
 
 
-def _read_tensor(value: dict[str, Any]) -> tuple[str, int, ActivationParams]:
-    """Return (node, index of its input, settings) of an entry of the list tensor_quantize."""
+def _read_tensor(value: dict[str, Any]) -> tuple[str, ActivationParams]:
+    """Return ('<node>:<index>' of an input, its settings) of an entry of tensor_quantize."""
     fields = check_values(value, TENSOR_RULES, "tensor_quantize")
     for key in ("layer_name", "input_index"):
         if key not in fields:
             raise ConfigError(f"each tensor_quantize must hold {key}, got one without")
     node = fields["layer_name"]
     with add_place_to_errors(f"in tensor_quantize of {node!r}"):
-        return node, fields["input_index"], _read_activation(fields.get(_ACTIVATION_KEY, {}))
+        activation = _read_activation(fields.get(_ACTIVATION_KEY, {}))
+    return f"{node}:{fields['input_index']}", activation
 
 
 def _read_layer(name: str, value: dict[str, Any]) -> LayerConfig:

@@ -371,14 +371,14 @@ def summarize_layers(names: Collection[str]) -> str:
 
 
 def collect_tensors(
-    entries: Iterable[tuple[str, int, ActivationParams]],
+    entries: Iterable[tuple[str, ActivationParams]],
 ) -> dict[str, ActivationParams]:
-    """Return '<node>:<index>' -> activation settings of the entries (node, index, settings).
+    """Return the entries of tensor_quantize, ('<node>:<index>', activation settings), as a dict.
 
     Raises:
         ConfigError: two entries are of one input.
     """
-    inputs = [(f"{node}:{index}", activation) for node, index, activation in entries]
+    inputs = list(entries)
     refuse_repeats((name for name, _ in inputs), "tensor_quantize")
     return dict(inputs)
 

@@ -270,15 +270,15 @@ def _read_layer_weight(section: Any, layer: Layer, *, is_common: bool) -> Weight
     return weight
 
 
-def _read_tensor(entry: Any, common_section: Any) -> tuple[str, int, ActivationParams]:
-    """Return (node, index of its input, settings) of a tensor_quantize entry.
+def _read_tensor(entry: Any, common_section: Any) -> tuple[str, ActivationParams]:
+    """Return ('<node>:<index>' of an input, its settings) of an entry of tensor_quantize.
 
     Its default algorithm is IFMR, as in AMCT.
     """
     _require_fields(entry, "tensor_quantize", "layer_name", "input_index")
     with add_place_to_errors(f"in tensor_quantize of {entry.layer_name!r}"):
         activation = _inherit_asymmetric(_read_activation(entry), common_section)
-    return entry.layer_name, entry.input_index, activation
+    return f"{entry.layer_name}:{entry.input_index}", activation
 
 
 def _inherit_asymmetric(activation: ActivationParams, common_section: Any) -> ActivationParams:

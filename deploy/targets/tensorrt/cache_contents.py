@@ -94,12 +94,12 @@ class CacheTensor:
 
     Attributes:
         name: name in the cache.
-        source: ONNX tensor with the same values.
-        owner: ONNX tensor whose scale it has: `source`, or the input of the pools that make that.
+        tensor: ONNX tensor with the same values.
+        owner: ONNX tensor whose scale it has: `tensor`, or the input of the pools that make that.
     """
 
     name: str
-    source: str
+    tensor: str
     owner: str
 
 
@@ -464,8 +464,8 @@ def gemm_products(entries: Iterable[CacheTensor], model: onnx.ModelProto) -> dic
     model_tensors = {*graph.inputs, *graph.producer}
     products = {}
     for entry, next_entry in pairwise(entries):
-        if entry.source not in model_tensors:  # a product, which is no tensor in ONNX
-            products[next_entry.source] = entry.source
+        if entry.tensor not in model_tensors:  # a product, which is no tensor in ONNX
+            products[next_entry.tensor] = entry.tensor
     return products
 
 

@@ -118,9 +118,9 @@ def match_cache(
     version = cache.header.version or _LEGACY_VERSION
     # the entries that TensorRT would write, each with the tensor of the model that it is for
     expected_entries = cache_tensors(model, version=version, original=original)
-    tensor_by_name = {entry.name: entry.source for entry in expected_entries}
+    tensor_by_name = {entry.name: entry.tensor for entry in expected_entries}
     # a tensor's own name comes first, even if the parser gives it to another tensor
-    tensor_by_name |= {entry.source: entry.source for entry in expected_entries}
+    tensor_by_name |= {entry.tensor: entry.tensor for entry in expected_entries}
 
     scale_by_entry = cache.scales()
     flaw_by_entry = cache.flaws()  # name -> "zero", "inf", "NaN" or "negative", of its scale
@@ -199,7 +199,7 @@ def _plan_with_scales(
         scales. The owner of a tensor without a scale is the tensor itself.
     """
     # the output of a pool -> the pool's input; any other tensor -> itself
-    cache_owner_by_tensor = {entry.source: entry.owner for entry in expected_entries}
+    cache_owner_by_tensor = {entry.tensor: entry.owner for entry in expected_entries}
     plan_pairs = partial(analyse, model, placement, float_nodes=float_nodes, analysis=analysis)
     complete_plan = plan_pairs()
     owner_by_tensor = {}
