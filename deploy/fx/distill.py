@@ -49,6 +49,10 @@ class Distiller:
             convolution and the teacher's layer of that name.
         inputs: example inputs to capture the teacher with; None to trace it symbolically.
 
+    Attributes:
+        teacher: the folded teacher, which is not trained.
+        layer_pairs: modules whose outputs are compared: (student's, teacher's).
+
     Raises:
         ConfigError: one of the models has no such layer.
         ModelError: the teacher cannot be captured.
@@ -64,15 +68,15 @@ class Distiller:
     ):
         folded_teacher, _ = fold_batch_norms(teacher, inputs)
         self.teacher = folded_teacher.requires_grad_(False)
-        # layers whose outputs are compared: (student's, teacher's)
-        self.pairs: list[tuple[nn.Module, nn.Module]] = []
-        self._maps: dict[nn.Module, torch.Tensor] = {}  # layer -> its output in the last forward
+        self.layer_pairs: list[tuple[nn.Module, nn.Module]] = []
+        # module of student or teacher -> its output in the last forward of that model
+        self._output_by_layer: dict[nn.Module, torch.Tensor] = {}
         self._hooks: list[Any] = []
         layers = layers or _last_convolution(student, self.teacher)
         for student_name, teacher_name in layers:
             pair = (submodule(student, student_name), submodule(self.teacher, teacher_name))
             self._hooks += [layer.register_forward_hook(self._store_output) for layer in pair]
-            self.pairs.append(pair)
+            self.layer_pairs.append(pair)
 
     def loss(self, inputs: tuple[Any, ...], output: Any) -> torch.Tensor:
         """Return the loss of the student's last forward against the teacher's, as a scalar.
@@ -88,11 +92,14 @@ class Distiller:
         """
         with torch.no_grad():
             teacher_output = self.teacher(*inputs)
-        student_values = [self._maps[layer] for layer, _ in self.pairs] + tensors_of(output)
-        teacher_values = [self._maps[layer] for _, layer in self.pairs] + tensors_of(teacher_output)
+        # tensors to compare: first the outputs of the layers, then those of the models
+        student_tensors = [self._output_by_layer[layer] for layer, _ in self.layer_pairs]
+        student_tensors += tensors_of(output)
+        teacher_tensors = [self._output_by_layer[layer] for _, layer in self.layer_pairs]
+        teacher_tensors += tensors_of(teacher_output)
 
         total = torch.zeros(())
-        for student, teacher in zip(student_values, teacher_values, strict=True):
+        for student, teacher in zip(student_tensors, teacher_tensors, strict=True):
             if student.shape != teacher.shape:
                 raise ModelError(
                     f"student and teacher must give equal shapes, got {tuple(student.shape)} and"
@@ -109,7 +116,7 @@ class Distiller:
             hook.remove()
 
     def _store_output(self, layer: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
-        self._maps[layer] = output
+        self._output_by_layer[layer] = output
 
 
 def _last_convolution(student: nn.Module, teacher: nn.Module) -> list[tuple[str, str]]:

@@ -223,28 +223,30 @@ class _PlanMapper:
 
         Args:
             tensor: tensor of the ONNX model.
-            reader: graph node whose ONNX node reads it.
+            reader: graph node that may read the tensor, itself or, as the conv, through nodes that
+                its ONNX node includes or leaves out.
         """
         tensor_by_node = self.exported.tensors
         for source in reader.all_input_nodes:
             # integers, such as a size, have no scale; a node of several outputs has no single type
             if not is_float(source) and not _has_several_outputs(source):
                 continue
-            has_other_readers = len(source.users) > 1
-            if source not in tensor_by_node:  # such as the pad
-                upstream_edges = list(self._find_edges(tensor, source))
-                if upstream_edges and is_float(source) and has_other_readers:
-                    yield source, reader
-                else:
-                    yield from upstream_edges
-            elif tensor_by_node[source] == tensor:
-                # a node that returns its input, such as a dropout, has the same tensor as its input
+            if source not in tensor_by_node:  # the pad: does it read the tensor?
+                edges_before_source = list(self._find_edges(tensor, source))
+                is_tensor_read = bool(edges_before_source)
+            else:  # x, or the dropout, which has the same tensor as its input
                 inputs = source.all_input_nodes
                 equal_inputs = [node for node in inputs if tensor_by_node.get(node) == tensor]
-                if equal_inputs and not has_other_readers:
-                    yield equal_inputs[0], source
-                else:
-                    yield source, reader
+                edges_before_source = [(node, source) for node in equal_inputs]
+                is_tensor_read = tensor_by_node[source] == tensor
+            if not is_tensor_read:
+                continue
+            # a node of several outputs cannot be quantized itself
+            has_float_readers = is_float(source) and len(source.users) > 1
+            if edges_before_source and not has_float_readers:
+                yield from edges_before_source
+            else:
+                yield source, reader
 
 
 def _has_several_outputs(node: fx.Node) -> bool:
