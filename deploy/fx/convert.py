@@ -41,6 +41,7 @@ from deploy.fx.operations import (
     arguments_by_name,
     called_module,
     called_once,
+    delete_unused_modules,
     module_calls,
 )
 from deploy.fx.plain_copy import replace_submodule, unwrap
@@ -157,9 +158,10 @@ def convert(prepared: nn.Module, custom: CustomClasses | None = None) -> nn.Modu
     check_quantized_classes(custom, prepared)
     converted = copy.deepcopy(prepared).eval()
     replacements: dict[nn.Module, nn.Module] = {}  # a shared module is converted once
-    for name, module in list(converted.named_modules(remove_duplicate=False)):
+    _model_itself, *submodules = converted.named_modules(remove_duplicate=False)
+    for name, module in submodules:
         replacement = replacements.get(module) or _convert_module(module, name, custom)
-        if replacement is None or not name:  # "" is the model itself
+        if replacement is None:
             continue
         replacements[module] = replacement
         if _still_has(converted, name, module):  # else its parent was replaced
@@ -178,9 +180,9 @@ def _convert_module(module: nn.Module, name: str, custom: CustomClasses) -> nn.M
     """Return the quantized form of a module; None if it stays."""
     quantized_class: Any = custom.get(type(module))
     if quantized_class is not None:
-        has_observers = hasattr(quantized_class, "from_observed")
-        build = quantized_class.from_observed if has_observers else quantized_class.from_float
-        return build(module).eval()
+        takes_observed = hasattr(quantized_class, "from_observed")
+        make = quantized_class.from_observed if takes_observed else quantized_class.from_float
+        return make(module).eval()
     if isinstance(module, FakeQuant):
         scale, zero_point = module.scale_and_zero()
         return FixedQuant(module.grid, module.name, scale, zero_point)
@@ -195,8 +197,7 @@ def _remove_monitors(graph_module: fx.GraphModule) -> None:
     for node, module in module_calls(graph_module):
         if isinstance(module, RangeMonitor):
             graph_module.graph.erase_node(node)
-    graph_module.delete_all_unused_submodules()
-    graph_module.recompile()
+    delete_unused_modules(graph_module)
 
 
 def _round_biases(graph_module: fx.GraphModule) -> None:
@@ -213,6 +214,7 @@ def _round_biases(graph_module: fx.GraphModule) -> None:
 
 
 def _is_zero_pad(graph_module: fx.GraphModule, node: fx.Node) -> bool:
+    """Return whether a node pads with zeros, as function or module."""
     if node.target is functional.pad:
         options = arguments_by_name(node, ("input", "pad", "mode", "value"))
         return options.get("mode", "constant") == "constant" and not options.get("value")
@@ -297,12 +299,12 @@ def _record_pass(
     batch_count = len(batches) if isinstance(batches, Sized) else None
     items, _ = iterate_items(batches)
     try:
-        with phase("calibration", batch_count, "batches") as step:
+        with phase("calibration", batch_count, "batches") as show_progress:
             for batch in items:
                 inputs = move_tensors(select_arguments(batch, model), device)
                 run_model(model, inputs)
                 run_count += 1
-                step()
+                show_progress()
     finally:
         for handle in handles:
             handle.remove()
@@ -414,17 +416,17 @@ def calibrate(
     quantizers = [module for module in prepared.modules() if isinstance(module, FakeQuant)]
     for quantizer in quantizers:
         search.check(quantizer.grid)
-    # values are recorded in float; weights are rounded if the tool of the search does so
+    # values are recorded in float, but with rounded weights if the search wants them so
     set_phase(prepared, observe=False, quantize=False, weights=search.rounded_weights)
     with eval_mode(prepared):
         recorders, run_count = record_statistics(prepared, batches, search.statistic)
     if not run_count:
         raise FeedError("calibration needs at least one batch, got none")
-    with phase("ranges", len(quantizers), "tensors") as step:
+    with phase("ranges", len(quantizers), "tensors") as show_progress:
         for quantizer in quantizers:
             scale, zero_point = _find_scale(quantizer, recorders, search)
             quantizer.set_range(scale, zero_point)
-            step()
+            show_progress()
     set_phase(prepared, observe=False, quantize=True)
     return run_count
 

@@ -16,11 +16,9 @@ from torch.nn import functional
 from deploy.fx.norms import (
     STATISTICS,
     ChannelNorm,
-    as_parameter,
     batch_norm_arguments,
-    create_channel_norm,
 )
-from deploy.fx.operations import arguments_by_name, refresh, replace_node
+from deploy.fx.operations import arguments_by_name, is_attribute, refresh, replace_node
 from deploy.fx.plain_copy import tensor_of
 
 # function -> (module, suffix of its name)
@@ -30,8 +28,9 @@ _LAYERS: dict[Any, tuple[type[nn.Module], str]] = {
     torch.conv3d: (nn.Conv3d, "conv"),
     functional.linear: (nn.Linear, "linear"),
 }
-_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-_ARGUMENTS = ("input", "weight", *_DEFAULTS)  # linear has only the first three of them
+# option of a convolution -> its default
+_CONV_DEFAULTS = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+_ARGUMENTS = ("input", "weight", "bias", *_CONV_DEFAULTS)  # linear has only the first three
 _NORM_TENSORS = ("weight", "bias", *STATISTICS)
 
 
@@ -45,8 +44,8 @@ def functions_to_modules(graph_module: fx.GraphModule) -> None:
     for node in list(graph_module.graph.nodes):
         if node.op == "call_function" and node.target in _LAYERS:
             rewriter.replace_layer(node)
-        elif batch_norm_arguments(node) is not None:
-            rewriter.replace_norm(node)
+        elif (norm_options := batch_norm_arguments(node)) is not None:
+            rewriter.replace_norm(node, norm_options)
     graph_module.graph.eliminate_dead_code()
     rewriter.delete_moved_tensors()
     refresh(graph_module)
@@ -68,20 +67,19 @@ class _Rewriter:
 
     def replace_layer(self, node: fx.Node) -> None:
         """Replace a functional convolution or linear, if its weight is no computed one."""
-        options = _DEFAULTS | arguments_by_name(node, _ARGUMENTS)
+        options = {"bias": None, **_CONV_DEFAULTS, **arguments_by_name(node, _ARGUMENTS)}
         input_node = options.pop("input")
         weight = options["weight"]
-        if not _is_parameter(weight) or not _is_parameter_or_none(options["bias"]):
+        if not is_attribute(weight) or not _is_parameter_or_none(options["bias"]):
             return
         kind, suffix = _LAYERS[node.target]
-        self._replace(
-            node, input_node, kind, self._module_name(weight, suffix), _name_tensors(options)
-        )
+        self._replace(node, input_node, kind, self._module_name(weight, suffix), options)
 
-    def replace_norm(self, node: fx.Node) -> None:
-        """Replace a functional BatchNorm, unless it always uses the statistics of the batch."""
-        options = batch_norm_arguments(node)
-        assert options is not None
+    def replace_norm(self, node: fx.Node, options: dict[str, Any]) -> None:
+        """Replace a functional BatchNorm, unless it always uses the statistics of the batch.
+
+        `options`: its arguments by name.
+        """
         input_node = options.pop("input")
         mean = options["running_mean"]
         # In train mode every norm uses these statistics, and so will the module. In eval mode the
@@ -95,7 +93,7 @@ class _Rewriter:
         if not isinstance(options["momentum"], float):
             return
         name = self._module_name(mean, "norm")
-        self._replace(node, input_node, ChannelNorm, name, _name_tensors(options))
+        self._replace(node, input_node, ChannelNorm, name, options)
 
     def _replace(
         self,
@@ -103,7 +101,7 @@ class _Rewriter:
         input_node: fx.Node,
         kind: type[nn.Module],
         name: str,
-        options: dict[str, Any],
+        arguments: dict[str, Any],
     ) -> None:
         """Replace a call of a function by a call of a module, which is added at its first call.
 
@@ -115,9 +113,10 @@ class _Rewriter:
             input_node: its input tensor.
             kind: class of the module.
             name: of the module.
-            options: arguments of the call: name -> value, or for a tensor its name in the model,
-                such as "fc.weight".
+            arguments: those of the call by name, without the input.
         """
+        # name -> value, or for a tensor its name in the model, such as "fc.weight"
+        options: Any = fx.node.map_arg(arguments, lambda tensor: str(tensor.target))
         if kind is nn.Linear and self._is_name_taken(name, options):
             # one module may have several weights: name the layer after its own
             layer_suffix = name.rpartition(".")[2]
@@ -155,32 +154,37 @@ class _Rewriter:
     def _create_module(self, kind: Any, options: dict[str, Any]) -> nn.Module:
         """Return a module of class `kind` that computes what a call of a function does.
 
-        It gets the weight and bias of the call as its parameters.
+        It gets the tensors of the call as its parameters and statistics.
 
         `options`: arguments of the call: name -> value, or for a tensor its name in the model, such
         as "fc.weight".
         """
-        is_training = self.graph_module.training
+        tensors = {key: self._tensor(options[key]) for key in _NORM_TENSORS if key in options}
+        weight = tensors["weight"]
         if kind is ChannelNorm:
-            tensors = {key: self._tensor(options[key]) for key in _NORM_TENSORS}
-            return create_channel_norm(tensors, options).train(is_training)
+            channels = tensors["running_mean"].numel()
+            module = kind(channels, options["eps"], options["momentum"], weight is not None)
+        else:
+            output_channels, input_channels, *kernel_size = weight.shape
+            conv_options = {}
+            if kind is not nn.Linear:
+                input_channels *= options["groups"]
+                conv_options = {key: options[key] for key in _CONV_DEFAULTS}
+                conv_options["kernel_size"] = kernel_size
+            has_bias = tensors["bias"] is not None
+            # on the device "meta": these parameters take no memory, and are replaced below
+            module = kind(
+                input_channels, output_channels, bias=has_bias, device="meta", **conv_options
+            )
 
-        weight = self._tensor(options["weight"])
-        bias = self._tensor(options["bias"])
-        output_channels, input_channels, *kernel_size = weight.shape
-        conv_options = {}
-        if kind is not nn.Linear:
-            input_channels *= options["groups"]
-            conv_options = {key: options[key] for key in _DEFAULTS if key != "bias"}
-            conv_options["kernel_size"] = kernel_size
-        # on the device "meta": these parameters take no memory, and are replaced right away
-        module = kind(
-            input_channels, output_channels, bias=bias is not None, device="meta", **conv_options
-        )
-        module.register_parameter("weight", as_parameter(weight))
-        if bias is not None:
-            module.register_parameter("bias", as_parameter(bias))
-        return module.train(is_training)
+        for name, tensor in tensors.items():
+            if name in STATISTICS:
+                setattr(module, name, tensor)
+            elif tensor is not None:
+                is_parameter = isinstance(tensor, nn.Parameter)
+                parameter = tensor if is_parameter else nn.Parameter(tensor)
+                module.register_parameter(name, parameter)
+        return module.train(self.graph_module.training)
 
     def delete_moved_tensors(self) -> None:
         """Delete parameters that only the new modules use, which would be stored twice."""
@@ -196,18 +200,5 @@ class _Rewriter:
                 delattr(self.graph_module.get_submodule(owner), attribute)
 
 
-def _name_tensors(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with the qualified names of tensors in place of their nodes."""
-    named = dict(options)
-    for key, value in options.items():
-        if isinstance(value, fx.Node):
-            named[key] = value.target
-    return named
-
-
 def _is_parameter_or_none(value: object) -> bool:
-    return value is None or _is_parameter(value)
-
-
-def _is_parameter(value: object) -> bool:
-    return isinstance(value, fx.Node) and value.op == "get_attr"
+    return value is None or is_attribute(value)

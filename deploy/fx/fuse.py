@@ -42,14 +42,15 @@ from deploy.fx.operations import (
     bias_of,
     called_module,
     calls_of_module,
+    delete_unused_modules,
     is_op,
     module_calls,
-    refresh,
     replace_layer,
     replace_node,
     with_parameters,
 )
 from deploy.fx.plain_copy import in_eval_mode
+from deploy.fx.trace import Leaves
 from deploy.terminal import PrintedResult, join_visible
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -114,24 +115,28 @@ def fuse(
     for node in list(graph_module.graph.nodes):
         if node not in fused_relus and is_relu(graph_module, node):
             fused_relus |= _fuse_relu(graph_module, node, report)
-    _delete_unused_modules(graph_module)
+    delete_unused_modules(graph_module)
     return graph_module, report
 
 
 def fold_batch_norms(
-    model: nn.Module, inputs: Sequence[Any] | None = None
+    model: nn.Module, inputs: Sequence[Any] | None = None, *, leaves: Leaves = ()
 ) -> tuple[fx.GraphModule, FuseReport]:
     """Return a graph of a copy of `model` with BatchNorms folded into layers, and a report.
 
     The copy is in eval mode: running statistics are folded. Why a norm was not folded is also
     stored in the graph's `meta`, for later reports.
 
-    `inputs`: example inputs to capture the model with; None to trace it symbolically.
+    Args:
+        model: any mode, not changed.
+        inputs: example inputs to capture the model with; None to trace it symbolically.
+        leaves: modules to keep as one node, as for `graph_of`.
 
     Raises:
+        ConfigError: a leaf matches nothing.
         ModelError: the model cannot be captured.
     """
-    graph_module = graph_of(in_eval_mode(model), inputs)
+    graph_module = graph_of(in_eval_mode(model), inputs, leaves=leaves)
     functions_to_modules(graph_module)
     report = FuseReport()
     fold_into_previous(graph_module, _norm_calls(graph_module), report)
@@ -140,10 +145,11 @@ def fold_batch_norms(
     report.fused += [("Branches", names) for names in merged_names]
     # a norm after the sum of branches is right after a layer now
     fold_into_previous(graph_module, _norm_calls(graph_module), report)
-    _delete_unused_modules(graph_module)
+    delete_unused_modules(graph_module)
 
     reason_by_norm: dict[str, str] = {}
     for norm_call in _norm_calls(graph_module):
+        # never None: each norm that can fold was folded above
         reason_by_norm[str(norm_call.target)] = str(reason_not_foldable(graph_module, norm_call))
     report.norms_left = len(reason_by_norm)
     report.skipped += reason_by_norm.items()
@@ -152,13 +158,16 @@ def fold_batch_norms(
 
 
 def fold_into_previous(
-    graph_module: fx.GraphModule, norms: list[fx.Node], report: FuseReport
+    graph_module: fx.GraphModule, norm_calls: list[fx.Node], report: FuseReport
 ) -> None:
-    """Fold norms into the layers before them where possible; in place."""
-    removed: set[fx.Node] = set()
-    for node in norms:
-        if node not in removed and reason_not_foldable(graph_module, node) is None:
-            removed |= _fold_into_layer(graph_module, node, report)
+    """Fold the norms at these calls into the layers before them where possible; in place."""
+    folded_calls: set[fx.Node] = set()
+    for norm_call in norm_calls:
+        if norm_call not in folded_calls and _reason_at_call(graph_module, norm_call) is None:
+            foldable_calls = _foldable_calls(graph_module, norm_call)
+            if foldable_calls:
+                _fold_into_layer(graph_module, foldable_calls, report)
+                folded_calls.update(foldable_calls)
 
 
 def fold_frozen(graph_module: fx.GraphModule) -> None:
@@ -179,6 +188,7 @@ def norms_in_float(model: nn.Module) -> str:
 
 
 def _norms_with_reasons(model: nn.Module) -> Iterator[str]:
+    """Yield "name (why it was not folded)" of each norm in the graphs of a model."""
     for module in model.modules():
         if isinstance(module, fx.GraphModule):
             reasons = module.meta.get(UNFOLDED_NORMS, {})  # from before quantizers were inserted
@@ -221,7 +231,8 @@ def _reason_at_call(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
 
     `reason_not_foldable` also looks at the other calls of the layer.
     """
-    path = path_to_layer(graph_module, norm)  # from the norm upstream, through views and dropout
+    # what the norm reads, upstream through views and dropout to the layer, which is the last node
+    path = path_to_layer(graph_module, norm)
     layer_call = path[-1]
     layer = called_module(graph_module, layer_call)
     if not isinstance(layer, FOLDABLE):
@@ -246,19 +257,19 @@ def _reason_at_call(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
 
 
 def _foldable_calls(graph_module: fx.GraphModule, norm_call: fx.Node) -> list[fx.Node]:
-    """Return all calls of a norm if it can fold into the layer before it, else [].
+    """Return the calls of a norm after the layer before it, if it can fold into it, else [].
 
     All calls of a layer have the same weight. So a norm folds into the layer only if it follows
     every call of it, and each time in a way that can fold.
 
-    `norm_call`: one of the calls; it can fold by itself.
+    `norm_call`: one of the norm's calls, with no `_reason_at_call`.
     """
     layer_call = path_to_layer(graph_module, norm_call)[-1]
     layer_calls = calls_of_module(graph_module, layer_call)
-    if len(layer_calls) == 1:
+    if len(layer_calls) == 1:  # its output has one reader, the path to this call
         return [norm_call]
 
-    norm_calls = []  # all that follow the layer, of this norm or of others
+    norm_calls = []  # those of any norm that follow a call of the layer
     for call in _norm_calls(graph_module):
         if path_to_layer(graph_module, call)[-1] in layer_calls:
             if _reason_at_call(graph_module, call) is not None:
@@ -288,19 +299,17 @@ def _outputs_matrix(linear_call: fx.Node, norm: nn.Module | None) -> bool:
 
 
 def _fold_into_layer(
-    graph_module: fx.GraphModule, norm: fx.Node, report: FuseReport
-) -> set[fx.Node]:
-    """Fold a norm and its other calls after the same layer; return the removed nodes."""
-    layer_call = path_to_layer(graph_module, norm)[-1]
-    norm_calls = _foldable_calls(graph_module, norm)
-    layer = called_module(graph_module, layer_call)
-    module = called_module(graph_module, norm)
-    assert layer is not None and module is not None
-    replace_layer(graph_module, str(layer_call.target), _with_norm_after(layer, module))
-    report.fused.append((f"{_kind(layer)}+BN", (str(layer_call.target), str(norm.target))))
+    graph_module: fx.GraphModule, norm_calls: list[fx.Node], report: FuseReport
+) -> None:
+    """Fold a norm into the layer before it, and remove these calls of the norm."""
+    norm_name = str(norm_calls[0].target)
+    layer_name = str(path_to_layer(graph_module, norm_calls[0])[-1].target)
+    layer = graph_module.get_submodule(layer_name)
+    norm = graph_module.get_submodule(norm_name)
+    replace_layer(graph_module, layer_name, _with_norm_after(layer, norm))
+    report.fused.append((f"{_kind(layer)}+BN", (layer_name, norm_name)))
     for norm_call in norm_calls:
         _bypass(norm_call)
-    return set(norm_calls)
 
 
 def _bypass(node: Any) -> None:
@@ -372,8 +381,3 @@ def _kind(module: nn.Module) -> str:
     if isinstance(module, TRANSPOSED):
         return "ConvTranspose"
     return "Linear" if isinstance(module, nn.Linear) else "Conv"
-
-
-def _delete_unused_modules(graph_module: fx.GraphModule) -> None:
-    graph_module.delete_all_unused_submodules()
-    refresh(graph_module)

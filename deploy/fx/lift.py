@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 from torch.fx.proxy import GraphAppendingTracer
 from torch.nn import functional
 from torch.utils import _pytree as pytree
@@ -28,25 +29,26 @@ from torch.utils import _pytree as pytree
 from deploy.errors import ModelError
 from deploy.fx.model_inputs import argument_names
 from deploy.fx.norms import is_frozen_norm
+from deploy.fx.operations import delete_unused_modules, is_attribute
 from deploy.fx.plain_copy import tensor_of
 from deploy.fx.trace import ClassKeepingTracer
 
 # ATen operators that become the torch function of the same name
-_ARITHMETIC = ("add", "sub", "mul", "div", "neg", "clamp", "matmul", "bmm", "mean", "softmax")
-_SHAPES = ("flatten", "reshape", "squeeze", "unsqueeze", "transpose", "permute", "select")
-_PARTS = ("cat", "stack", "chunk", "split")
-_CONVS = ("conv1d", "conv2d", "conv3d")
-_TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-_OTHERS = ("relu", "sigmoid", "tanh", "batch_norm")
-_TORCH = (*_ARITHMETIC, *_SHAPES, *_PARTS, *_CONVS, *_TRANSPOSED, *_OTHERS)
+_TORCH = (
+    "add", "sub", "mul", "div", "neg", "clamp", "matmul", "bmm", "mean", "softmax",
+    "flatten", "reshape", "squeeze", "unsqueeze", "transpose", "permute", "select",
+    "cat", "stack", "chunk", "split",
+    "conv1d", "conv2d", "conv3d",
+    "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    "relu", "sigmoid", "tanh", "batch_norm",
+)  # fmt: skip
 
 # those that become the function of torch.nn.functional
-_ACTIVATIONS = (
+_FUNCTIONAL = (
     "silu", "gelu", "hardswish", "hardsigmoid", "hardtanh", "relu6", "leaky_relu", "elu",
+    "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d",
+    "linear", "pad", "dropout", "scaled_dot_product_attention",
 )  # fmt: skip
-_POOLS = ("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d")
-_CALLS = ("linear", "pad", "dropout", "scaled_dot_product_attention")
-_FUNCTIONAL = (*_ACTIVATIONS, *_POOLS, *_CALLS)
 
 _METHODS = ("view", "expand", "contiguous")
 _IN_PLACE: dict[str, Callable[..., Any]] = {
@@ -65,7 +67,8 @@ _CHECKS = ("_assert_scalar", "_assert_tensor_metadata", "sym_constrain_range_for
 
 def add_call(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
     """Add to `graph` a node that computes what `node` of an exported program does."""
-    name = _aten_name(node.target)
+    target: Any = node.target
+    name = _aten_name(target)
     if name == "sym_size":
         return graph.call_method("size", args)
     if name in _METHODS:
@@ -74,7 +77,6 @@ def add_call(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
         return graph.call_function(FUNCTIONS[name], args, kwargs)
     if name in _IN_PLACE and node.users and not kwargs:  # torch.fx would drop an unused one
         return graph.call_function(_IN_PLACE[name], args)
-    target: Any = node.target
     return graph.call_function(target, args, kwargs)
 
 
@@ -85,10 +87,12 @@ def _aten_name(target: Any) -> str:
     return target.overloadpacket.__name__
 
 
-_LAYERS = ("activation", "conv", "dropout", "flatten", "linear", "padding", "pooling", "upsampling")
-_NORMS = ("batchnorm", "instancenorm", "normalization")
-_SHUFFLES = ("channelshuffle", "pixelshuffle")
-_LAYER_MODULES = {f"torch.nn.modules.{name}" for name in (*_LAYERS, *_NORMS, *_SHUFFLES)}
+_LAYER_FILES = (
+    "activation", "conv", "dropout", "flatten", "linear", "padding", "pooling", "upsampling",
+    "batchnorm", "instancenorm", "normalization",
+    "channelshuffle", "pixelshuffle",
+)  # fmt: skip
+_LAYER_MODULES = {f"torch.nn.modules.{name}" for name in _LAYER_FILES}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
@@ -115,23 +119,20 @@ def lift_program(
     lifter.add_outputs()
     lifted = fx.GraphModule(lifter.modules_and_tensors, lifter.graph, type(model).__name__)
     lifted.graph.eliminate_dead_code()
-    lifted.delete_all_unused_submodules()
-    lifted.graph.lint()
-    lifted.recompile()
+    delete_unused_modules(lifted)
     lifted.training = model.training
     return lifted
 
 
 def input_placeholders(program: ExportedProgram) -> list[fx.Node]:
     """Return the placeholders of the inputs, without those of parameters, buffers and constants."""
-    signature = program.graph_signature
-    state = {
-        *signature.inputs_to_parameters,
-        *signature.inputs_to_buffers,
-        *signature.inputs_to_lifted_tensor_constants,
-    }
     placeholders = program.graph.find_nodes(op="placeholder")
-    return [node for node in placeholders if node.name not in state]
+    specs = program.graph_signature.input_specs  # one for each placeholder
+    return [
+        node
+        for node, spec in zip(placeholders, specs, strict=True)
+        if spec.kind is InputKind.USER_INPUT
+    ]
 
 
 class _OutputTracer(ClassKeepingTracer, GraphAppendingTracer):
@@ -139,11 +140,12 @@ class _OutputTracer(ClassKeepingTracer, GraphAppendingTracer):
 
 
 class _Lifter:
-    """Writes the lifted graph.
+    """Writes the new graph, which calls the layers of the model.
 
     Attributes:
         modules_and_tensors: those that the graph uses, by qualified name.
-        lifted: node of the program -> its node or value in the lifted graph.
+        new_values: node of the program -> its node in the new graph, or its value if that is known:
+            a number, or the tuple of a region's outputs.
     """
 
     def __init__(self, program: ExportedProgram, model: nn.Module):
@@ -152,7 +154,7 @@ class _Lifter:
         self.graph = fx.Graph()
         self.tracer = _OutputTracer(self.graph)
         self.modules_and_tensors: dict[str, Any] = {}
-        self.lifted: dict[fx.Node, Any] = {}
+        self.new_values: dict[fx.Node, Any] = {}
         signature = program.graph_signature
         self._name_by_placeholder = {
             **signature.inputs_to_parameters,
@@ -168,7 +170,7 @@ class _Lifter:
         leaves, _ = pytree.tree_flatten_with_path(tuple(inputs))
         for node, (path, _) in zip(input_placeholders(self.program), leaves, strict=True):
             # the path leads from the tuple of arguments through containers to the tensor
-            self.lifted[node] = pytree.key_get(arguments, path).node
+            self.new_values[node] = pytree.key_get(arguments, path).node
 
     def add_nodes(self, nodes: Iterable[fx.Node]) -> None:
         """Add the calls; those of one layer become one `call_module`."""
@@ -188,9 +190,10 @@ class _Lifter:
         Raises:
             ModelError: an output is of a class that torch.fx cannot make.
         """
-        values = fx.node.map_arg(self.program.graph.output_node().args[0], self._lifted_value)
+        values = fx.node.map_arg(self.program.graph.output_node().args[0], self._new_value)
         spec = self.program.call_spec.out_spec
         assert spec is not None
+        # `create_arg` takes proxies of nodes, as symbolic tracing has them
         proxies = fx.node.map_arg(values, partial(fx.Proxy, tracer=self.tracer))
         returned = pytree.tree_unflatten(proxies, spec)
         try:  # a dataclass becomes a call of its class, as in symbolic tracing
@@ -201,18 +204,19 @@ class _Lifter:
                 f" {type(returned).__name__}"
             ) from error
 
-    def _lifted_value(self, node: fx.Node) -> Any:
-        """Return a node's node or value in the new graph; a parameter is added at its first use."""
-        if node not in self.lifted:
-            self.lifted[node] = self._add_tensor(node)
-        return self.lifted[node]
+    def _new_value(self, node: fx.Node) -> Any:
+        """Return `new_values` of a node; a parameter or constant is added at its first use."""
+        if node not in self.new_values:
+            self.new_values[node] = self._add_tensor(node)
+        return self.new_values[node]
 
     def _add_tensor(self, node: fx.Node) -> fx.Node:
+        """Add a parameter, buffer or constant, which is named "_tensor_constant0" and so on."""
         name = self._name_by_placeholder.get(node.name)
         if name is not None:
             self.modules_and_tensors[name] = tensor_of(self.model, name)
         else:
-            tensor_names = [n for n in self.modules_and_tensors if n.startswith("_tensor")]
+            tensor_names = [key for key in self.modules_and_tensors if key.startswith("_tensor")]
             name = f"_tensor_constant{len(tensor_names)}"
             constant = self.program.constants[self._constant_by_placeholder[node.name]]
             self.modules_and_tensors[name] = constant.detach().clone()
@@ -257,8 +261,8 @@ class _Lifter:
             return False
 
         self.modules_and_tensors[name] = layer
-        lifted_input = self._lifted_value(input_nodes.pop())
-        self._set_lifted(output_nodes[0], self.graph.call_module(name, (lifted_input,)))
+        layer_input = self._new_value(input_nodes.pop())
+        self._set_new_call(output_nodes[0], self.graph.call_module(name, (layer_input,)))
         return True
 
     def _parameter_of(self, node: fx.Node) -> Any:
@@ -270,30 +274,31 @@ class _Lifter:
     def _add_node(self, node: fx.Node) -> None:
         """Add an operation of the exported program that belongs to no layer to the new graph.
 
-        If it stands for a value that is already known, that value is put into `lifted` instead. A
-        region is a part of the model under `torch.no_grad()` or autocast.
+        A node whose value is known gets it in `new_values`, and adds no node: a number, or an
+        output of a region, which is a part of the model under `torch.no_grad()` or autocast.
         """
         if getattr(node.target, "__name__", "") in _REGIONS:
             self._add_region(node)
             return
         if node.target is operator.getitem:
             source: Any = node.args[0]
-            values = self._lifted_value(source)
-            if isinstance(values, tuple):  # the outputs of a region, which was inlined
-                self.lifted[node] = values[node.args[1]]
+            values = self._new_value(source)
+            if isinstance(values, tuple):  # the outputs of a region
+                self.new_values[node] = values[node.args[1]]
                 return
         if node.target is torch.ops.aten.item.default:
             number = self._constant_value(node)
             if number is not None:  # x.item() of a constant x is a plain number
-                self.lifted[node] = number
+                self.new_values[node] = number
                 return
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._lifted_value)
-        self._set_lifted(node, add_call(self.graph, node, args, kwargs))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._new_value)
+        self._set_new_call(node, add_call(self.graph, node, args, kwargs))
 
     def _constant_value(self, node: fx.Node) -> Any:
         """Return the value of a node computed only from the model's constants, or None."""
         if node.op == "placeholder" and node.name in self._constant_by_placeholder:
             return self.program.constants[self._constant_by_placeholder[node.name]]
+        # a call without inputs may create random numbers
         if node.op != "call_function" or not node.all_input_nodes:
             return None
         value_by_source = {}
@@ -306,9 +311,9 @@ class _Lifter:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), value_by_source.__getitem__)
         return target(*args, **kwargs)
 
-    def _set_lifted(self, node: fx.Node, call: fx.Node) -> None:
-        """Record the call that stands for a node in the new graph; give it the node's rank."""
-        self.lifted[node] = call
+    def _set_new_call(self, node: fx.Node, call: fx.Node) -> None:
+        """Set the call that stands for a node in the new graph; give it the node's rank."""
+        self.new_values[node] = call
         call.meta["nn_module_stack"] = node.meta.get("nn_module_stack", {})
         if _is_tensor(node):
             call.meta["rank"] = node.meta["val"].dim()
@@ -316,22 +321,22 @@ class _Lifter:
     def _add_region(self, node: fx.Node) -> None:
         """Inline a region under `torch.no_grad()` or autocast, which is a separate graph.
 
-        In `lifted` (node of the program -> its value in the new graph), the region's placeholders
-        get its inputs, and the node gets the tuple of its outputs.
+        In `new_values` (node of the program -> its value in the new graph), the region's
+        placeholders get its inputs, and the node gets the tuple of its outputs.
 
         `node`: its arguments are (*options of the region, its graph, *inputs of the graph).
         """
         args: list[Any] = list(node.args)
-        while not _is_attribute(args[0]):  # drop the options: only the graph is an attribute
+        while not is_attribute(args[0]):  # drop the options: only the graph is an attribute
             args.pop(0)
         subgraph_node, *region_inputs = args
         region = getattr(self.program.graph_module, str(subgraph_node.target))
         placeholders = region.graph.find_nodes(op="placeholder")
         for placeholder, region_input in zip(placeholders, region_inputs, strict=True):
-            is_node = isinstance(region_input, fx.Node)  # else a number
-            self.lifted[placeholder] = self._lifted_value(region_input) if is_node else region_input
+            # an input that is no node is a number, which stays
+            self.new_values[placeholder] = fx.node.map_arg(region_input, self._new_value)
         self.add_nodes(region.graph.nodes)
-        self.lifted[node] = tuple(map(self._lifted_value, region.graph.output_node().args[0]))
+        self.new_values[node] = tuple(map(self._new_value, region.graph.output_node().args[0]))
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -355,7 +360,3 @@ def _is_computation(node: fx.Node) -> bool:
 
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def _is_attribute(value: object) -> bool:
-    return isinstance(value, fx.Node) and value.op == "get_attr"

@@ -36,7 +36,11 @@ _IDENTITIES = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d
 
 
 def path_to_layer(graph_module: fx.GraphModule, norm: fx.Node) -> list[Any]:
-    """Return the nodes upstream of a norm, through views and dropout to the first other node."""
+    """Return what a norm reads, upstream through views and dropout to the first other node.
+
+    The norm itself is not on the path. The last value is the call of a layer if the norm follows
+    one, or it may be no node at all.
+    """
     path: list[Any] = [norm.args[0]]
     while isinstance(path[-1], fx.Node) and _is_transparent(graph_module, path[-1]):
         path.append(path[-1].args[0])
@@ -49,6 +53,7 @@ def readers_of(node: fx.Node) -> list[fx.Node]:
 
 
 def _reads_size(user: fx.Node, node: fx.Node) -> bool:
+    """Return whether a user of a node reads only the size of its tensor."""
     if is_call(user) and user.target in (*_LIKE_METHODS, *_VIEWS_LIKE):
         return user.args[0] is not node
     if user.op == "call_method":
@@ -153,24 +158,3 @@ def batch_norm_arguments(node: fx.Node) -> dict[str, Any] | None:
     if node.op != "call_function" or node.target not in _ARGUMENTS:
         return None
     return _DEFAULTS | arguments_by_name(node, _ARGUMENTS[node.target])
-
-
-def create_channel_norm(
-    tensors: dict[str, torch.Tensor | None], options: dict[str, Any]
-) -> ChannelNorm:
-    """Return the module for a call of F.batch_norm with these tensors."""
-    mean = tensors["running_mean"]
-    weight = tensors["weight"]
-    assert mean is not None
-    norm = ChannelNorm(mean.numel(), options["eps"], options["momentum"], weight is not None)
-    for name, tensor in tensors.items():
-        if name in STATISTICS:
-            setattr(norm, name, tensor)
-        elif tensor is not None:
-            norm.register_parameter(name, as_parameter(tensor))
-    return norm
-
-
-def as_parameter(tensor: torch.Tensor) -> nn.Parameter:
-    """Return a tensor as a parameter; one that is a parameter stays the same."""
-    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)

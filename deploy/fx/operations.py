@@ -41,6 +41,11 @@ def is_call(node: fx.Node) -> bool:
     return node.op in ("call_function", "call_method")
 
 
+def is_attribute(value: object) -> bool:
+    """Return whether a value is a node that reads a parameter, buffer or submodule."""
+    return isinstance(value, fx.Node) and value.op == "get_attr"
+
+
 def called_module(graph_module: fx.GraphModule, node: object) -> nn.Module | None:
     """Return the module that `node` calls, or None."""
     if not isinstance(node, fx.Node) or node.op != "call_module":
@@ -163,6 +168,7 @@ def propagate_shapes(
 
 
 def _check_replaceable(node: fx.Node, name: str) -> None:
+    """Raise `ModelError` for a call of the operation `name` that `replace_op` must not replace."""
     options = sorted(set(node.kwargs) - {"input", "other"})
     if options:
         raise ModelError(f"{name} at {node.name} has options that differ: {', '.join(options)}")
@@ -170,6 +176,12 @@ def _check_replaceable(node: fx.Node, name: str) -> None:
     _, in_place = SPELLINGS[name]
     if node.target in in_place and isinstance(source, fx.Node) and len(source.users) > 1:
         raise ModelError(f"in-place {name} at {node.name} changes {source.name}, used elsewhere")
+
+
+def delete_unused_modules(graph_module: fx.GraphModule) -> None:
+    """Delete the modules that no node of an edited graph reads any more, and `refresh` it."""
+    graph_module.delete_all_unused_submodules()
+    refresh(graph_module)
 
 
 def refresh(graph_module: fx.GraphModule) -> None:

@@ -67,19 +67,20 @@ from deploy.fx.operations import (
     called_module,
     called_once,
     calls_of_module,
+    delete_unused_modules,
     module_calls,
     propagate_shapes,
     refresh,
     replace_layer,
     replace_node,
 )
-from deploy.fx.plain_copy import in_eval_mode, plain_copy, replace_submodule, unwrap
+from deploy.fx.plain_copy import plain_copy, replace_submodule, unwrap
 from deploy.fx.range_search import resolve_target
 from deploy.fx.target_placement import GraphPlacement, QuantizationSite, place_quantizers
 from deploy.fx.trace import Leaves, check_names, names_module, submodule
 from deploy.targets import Target
 
-BITS = (2, 3, 4, 5, 6, 7, 8)
+BITS = range(2, 9)
 
 
 def grid_with_bits(grid: Grid, bits: int) -> Grid:
@@ -142,9 +143,8 @@ def _separate_padding(graph_module: fx.GraphModule, node: fx.Node) -> None:
 def _replace_call(node: fx.Node, function: Callable[..., Any]) -> None:
     """Replace a call by the operations of `function`, which takes the same arguments."""
     to_proxy = partial(fx.Proxy, tracer=GraphAppendingTracer(node.graph))
-    options = {key: value for key, value in node.kwargs.items() if key != "inplace"}
     with node.graph.inserting_before(node):
-        args, kwargs = fx.node.map_arg((node.args, options), to_proxy)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), to_proxy)
         result = function(*args, **kwargs)
     if "rank" in node.meta:
         result.node.meta["rank"] = node.meta["rank"]
@@ -292,7 +292,7 @@ def prepare(
         _set_sources(graph_module, placement, observers)
         _replace_custom(graph_module, custom, grid, bits, observers)
     elif mode == "dynamic":
-        _insert_dynamic(graph_module, quantized_layers=placement.is_per_channel)
+        _insert_dynamic(graph_module, quantized_layers=placement.per_channel_by_layer)
     else:  # weight-only: products are computed in float, which cannot saturate
         placement = replace(placement, fits_pairs=False)
     _wrap_weights(graph_module, placement, bits, linear_only=mode == "dynamic")
@@ -301,8 +301,7 @@ def prepare(
     has_quantizer = any(isinstance(m, FakeQuant | WeightQuant) for m in graph_module.modules())
     if not has_quantizer and not opaque:  # `convert` may put int8 classes of the user's there
         refuse_unquantized(measure_coverage(graph_module, model))
-    graph_module.delete_all_unused_submodules()
-    refresh(graph_module)
+    delete_unused_modules(graph_module)
     return graph_module.to(device_of(graph_module))  # new quantizers are on the CPU
 
 
@@ -316,8 +315,7 @@ def _graph_without_norms(
     stay one node.
     """
     if norms == "fold":
-        graph_module = graph_of(in_eval_mode(model), inputs, leaves=opaque)
-        graph_module, _ = fold_batch_norms(graph_module)
+        graph_module, _ = fold_batch_norms(model, inputs, leaves=opaque)
         _refuse_unknown_layers(graph_module, skip)
         return graph_module
     graph_module = graph_of(model, inputs, leaves=opaque)
@@ -402,18 +400,18 @@ def _insert_observers(
 
     Tensors of a group, which share a scale, share the quantizer.
     """
-    name_by_group: dict[str, str] = {}
+    name_and_quantizer_by_group: dict[str, tuple[str, FakeQuant]] = {}
     quantizers: dict[fx.Node, FakeQuant] = {}
     for site in sites:
-        if site.group in name_by_group:
-            quantizer = getattr(graph_module, name_by_group[site.group])
+        if site.group in name_and_quantizer_by_group:
+            name, quantizer = name_and_quantizer_by_group[site.group]
             quantizer.calls_per_batch += 1
         else:
             quantizer = FakeQuant(grid, site.tensor.name)
             name = add_module(graph_module, f"quant_{site.tensor.name}", quantizer)
-            name_by_group[site.group] = name
+            name_and_quantizer_by_group[site.group] = (name, quantizer)
         quantizers[site.tensor] = quantizer
-        _insert_between(graph_module, site.tensor, site.readers, name_by_group[site.group])
+        _insert_between(graph_module, site.tensor, site.readers, name)
     return quantizers
 
 
@@ -432,7 +430,8 @@ def _set_sources(
         quantizer = observers[tensors[0]]
         sources = placement.sources[group]
         quantizer.reach = widest_reach(reach for _, reach in sources)
-        # without monitors, the range comes from the quantizer's own tensors
+        # without monitors, the range comes from the quantizer's own tensors; so it does if all
+        # sources are inside of calls, which leaves none
         if sources and [node for node, _ in sources] != tensors:
             insert_monitors(graph_module, quantizer, sources)
 
@@ -487,7 +486,7 @@ def _replace_custom(
         observed = observed_class.from_float(module)
         if not hasattr(observed, "activation_post_process"):  # torch's name for an observer
             if node not in observers:  # the plan leaves the tensor in float
-                # for all its readers (None), with a scale of its own
+                # for all its readers (None), with a scale of its own: no other site is inserted
                 site = QuantizationSite(tensor=node, readers=None, group="")
                 new_observers = _insert_observers(graph_module, [site], grid)
                 observers.update(new_observers)
@@ -509,11 +508,11 @@ def _wrap_weights(
         # `_merge_norms` has made a QatLayer of a layer and its BatchNorm, without a quantizer
         has_merged_norm = isinstance(module, QatLayer)
         is_quantizable = has_merged_norm or isinstance(module, kinds)
-        if name not in placement.is_per_channel or not is_quantizable:
+        if name not in placement.per_channel_by_layer or not is_quantizable:
             continue
 
         layer = module.layer if has_merged_norm else module
-        axis = channel_axis(layer, placement.is_per_channel[name])
+        axis = channel_axis(layer, placement.per_channel_by_layer[name])
         quantizer = weight_quantizer(layer, axis, bits, fits_pairs=placement.fits_pairs)
         if has_merged_norm:
             module.weight_quant = quantizer

@@ -11,7 +11,7 @@ readers; sites of one *group* share a scale::
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -53,8 +53,8 @@ class GraphPlacement:
         grid: grid of the activations.
         sites: quantized tensors, in the graph's order.
         sources: group -> the tensors whose ranges determine its scale, each with its reach.
-        is_per_channel: qualified name of a quantized layer -> whether its weight has a scale per
-            channel, not one.
+        per_channel_by_layer: qualified name of each layer in int8 -> whether its weight has a scale
+            per channel, not one.
         reasons: qualified name of a layer in float -> why.
         fits_pairs: whether weight scales are limited so that no CPU saturates.
     """
@@ -62,9 +62,9 @@ class GraphPlacement:
     grid: Grid
     sites: tuple[QuantizationSite, ...]
     sources: Mapping[str, Sources]
-    is_per_channel: Mapping[str, bool]
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    fits_pairs: bool = False
+    per_channel_by_layer: Mapping[str, bool]
+    reasons: Mapping[str, str]
+    fits_pairs: bool
 
 
 def place_quantizers(
@@ -113,7 +113,7 @@ def place_quantizers(
         grid=plan.placement.grid,
         sites=mapper.map_sites(plan),
         sources=_find_sources(exported, plan),
-        is_per_channel=mapper.map_weights(plan),
+        per_channel_by_layer=mapper.map_weights(plan),
         reasons=mapper.map_reasons(plan),
         fits_pairs=plan.placement.fits_pairs,
     )
@@ -169,12 +169,12 @@ class _PlanMapper:
                 yield weight.node, NO_LAYER
 
     def map_weights(self, plan: Plan) -> dict[str, bool]:
-        """Return name of a quantized layer -> whether its weight has a scale per channel."""
-        is_per_channel: dict[str, bool] = {}
+        """Return name of each layer in int8 -> whether its weight has a scale per channel."""
+        per_channel_by_layer: dict[str, bool] = {}
         for weight in plan.weights:
             layers = self.find_layers(weight.node)
-            is_per_channel |= dict.fromkeys(layers, weight.axis is not None)
-        return is_per_channel
+            per_channel_by_layer |= dict.fromkeys(layers, weight.axis is not None)
+        return per_channel_by_layer
 
     def map_reasons(self, plan: Plan) -> dict[str, str]:
         """Return name of a layer in float -> why."""
@@ -241,9 +241,9 @@ class _PlanMapper:
                 is_tensor_read = tensor_by_node[source] == tensor
             if not is_tensor_read:
                 continue
-            # a node of several outputs cannot be quantized itself
-            has_float_readers = is_float(source) and len(source.users) > 1
-            if edges_before_source and not has_float_readers:
+            # for the other readers; a node of several outputs cannot be quantized itself
+            must_stay_float = is_float(source) and len(source.users) > 1
+            if edges_before_source and not must_stay_float:
                 yield from edges_before_source
             else:
                 yield source, reader
@@ -267,11 +267,10 @@ def _find_sources(exported: ExportedGraph, plan: Plan) -> Mapping[str, Sources]:
     """
     reach_by_tensor = find_range_limits(exported.model)
     sources: dict[str, list[tuple[fx.Node, RangeLimits | None]]] = {}
-    for pair in plan.pairs:
-        group = _group_of(pair.tensor, plan)
+    for group in dict.fromkeys(_group_of(pair.tensor, plan) for pair in plan.pairs):
         sources[group] = []
         for source_tensor in plan.range_sources.get(group, (group,)):
             nodes = exported.nodes_of(source_tensor)  # none for a tensor inside a call
-            if nodes:
+            if nodes:  # several have equal values: the first one will do
                 sources[group].append((nodes[0], reach_by_tensor.get(source_tensor)))
     return sources
