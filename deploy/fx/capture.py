@@ -52,16 +52,15 @@ def as_inputs(batch: Any, model: nn.Module | None = None) -> tuple[Any, ...]:
         FeedError: the loader's first item does not hold the inputs of the model's forward.
     """
     if isinstance(batch, tuple | list):
-        return tuple(map(_copied, batch))
+        return tuple(map(_copy_as_tensors, batch))
     if model is None or isinstance(batch, torch.Tensor | Mapping):
-        return (_copied(batch),)
+        return (_copy_as_tensors(batch),)
 
     model = unwrap(model)
     item, _ = first_item(batch)
-    tensors, names = split_item(model, _copied(item))
+    tensors, names = split_item(model, _copy_as_tensors(item))
     if not names:  # the item is no dict, so its tensors are in order
         return tuple(tensors)
-    tensor_by_name = dict(zip(names, tensors, strict=True))
     ordered_names, dict_argument = match_arguments(model, names)
     # passed by position, the tensors must be the first arguments, without one left out
     if dict_argument is not None or ordered_names != argument_names(model, len(names)):
@@ -69,7 +68,7 @@ def as_inputs(batch: Any, model: nn.Module | None = None) -> tuple[Any, ...]:
             f"example inputs are the first arguments of {type(model).__name__}'s forward, in order,"
             f" got a loader of {', '.join(names)}; give them as a list of tensors"
         )
-    return tuple(tensor_by_name[name] for name in ordered_names)
+    return tuple(tensors[names.index(name)] for name in ordered_names)
 
 
 def example_tensors(inputs: Any, model: nn.Module) -> tuple[torch.Tensor, ...]:
@@ -88,7 +87,7 @@ def example_tensors(inputs: Any, model: nn.Module) -> tuple[torch.Tensor, ...]:
     return cast_floats(inputs, torch.float32)
 
 
-def _copied(value: Any) -> Any:
+def _copy_as_tensors(value: Any) -> Any:
     """Return an array as a tensor, tensors as copies, and any other value as it is."""
     if isinstance(value, np.ndarray):
         return array_to_tensor(value)
@@ -107,6 +106,8 @@ def graph_of(
     model: nn.Module, inputs: Sequence[Any] | None, *, leaves: Leaves = ()
 ) -> fx.GraphModule:
     """Return a graph of a copy of `model`: captured with torch.export, or else traced symbolically.
+
+    In the copy (`plain_copy`) all weights are parameters, and no wrappers are left.
 
     Args:
         model: a float model, not changed; an `fx.GraphModule` is only copied.
@@ -131,9 +132,9 @@ def graph_of(
             traced = trace(plain_copy(model))
             # tracing does not run the model, and assumes that every optional argument is given, so
             # its graph may compute something else
-            if device_of(model).type != "meta":
-                check_capture(copy.deepcopy(traced).eval(), plain_copy(model).eval(), inputs)
-        except ModelError:  # the reason of the capture says more
+            check_capture(copy.deepcopy(traced).eval(), model, inputs)
+        except ModelError:
+            # the error of the capture says more, and with its own cause not this one is shown
             raise capture_error from capture_error.__cause__
     return traced
 
@@ -157,9 +158,7 @@ def capture(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
     # dataclasses of the user's can be outputs of a graph only if torch.export knows them
     copied.register_forward_hook(lambda _module, _inputs, returned: _register_dataclasses(returned))
     captured = _export_and_lift(copied, inputs)
-    if device_of(copied).type != "meta":  # meta tensors have no values to compare
-        # another copy, as the export may have changed this one
-        check_capture(captured, plain_copy(model).eval(), inputs)
+    check_capture(captured, model, inputs)
 
     # Modules of the copy get their mode back. The graph also has modules that were functions in the
     # user's code: they get the mode of the entire model.
@@ -169,8 +168,10 @@ def capture(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
 
 
 def check_capture(captured: nn.Module, model: nn.Module, inputs: Sequence[Any]) -> None:
-    """Raise `ModelError` if `captured` gives other outputs than `model`."""
-    references = tensors_of(run_model(model, inputs))
+    """Raise `ModelError` if `captured` gives other outputs than a copy of `model` in eval mode."""
+    if device_of(model).type == "meta":  # there are no values to compare
+        return
+    references = tensors_of(run_model(plain_copy(model).eval(), inputs))
     outputs = tensors_of(run_model(captured, inputs))
     if len(outputs) != len(references) or not all(map(_is_near, outputs, references)):
         raise ModelError(
@@ -224,6 +225,9 @@ def _batch_hint(model: nn.Module, inputs: Sequence[Any]) -> str:
 def _export_and_lift(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
     """Capture a model with a dynamic batch, or with a fixed one if it allows no dynamic one.
 
+    torch.export makes a program of single operations; it is lifted to a graph that calls the
+    layers of the model.
+
     Raises:
         ModelError: neither works; the message is that of the dynamic batch, which says more.
     """
@@ -232,6 +236,7 @@ def _export_and_lift(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
     repeated = pytree.tree_map(repeat_single_sample, tuple(inputs))
     try:
         program = _export(model, repeated, is_batch_dynamic=True)
+        # else the model fixed the batch to the size of `repeated`: export it for that of `inputs`
         if _has_dynamic_batch(program, inputs, repeated):
             return lift_program(program, model, inputs)
     except Exception as error:  # anything from torch.export or the user's model
@@ -256,6 +261,7 @@ def _register_dataclasses(returned: Any) -> None:
 def _export(
     model: nn.Module, inputs: tuple[Any, ...], *, is_batch_dynamic: bool
 ) -> torch.export.ExportedProgram:
+    """Export a model; with a dynamic batch, torch.export may still fix it to that of the inputs."""
     shapes = dynamic_shapes(model, inputs) if is_batch_dynamic else None
     # copies, because the same tensor twice would become one input
     copies = pytree.tree_map_only(torch.Tensor, torch.clone, inputs)

@@ -50,28 +50,31 @@ def compare_speed(original: nn.Module, rewritten: nn.Module, inputs: Sequence[to
     )
 
 
-def tensors_of(output: Any) -> list[torch.Tensor]:
+def tensors_of(value: Any) -> list[torch.Tensor]:
     """Return the tensors of a model's inputs or output, in order, also in nested containers.
+
+    Other values in it, such as numbers, are left out.
 
     Raises:
         ModelError: there is an object of another class that holds tensors.
     """
-    if isinstance(output, torch.Tensor):
-        return [output]
-    if isinstance(output, dict):  # also a dataclass of transformers that is a dict
-        output = list(output.values())
-    elif is_dataclass(output):
-        output = [getattr(output, field.name) for field in fields(output)]
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items = value
+    if isinstance(value, dict):  # also a dataclass of transformers that is a dict
+        items = list(value.values())
+    elif is_dataclass(value):
+        items = [getattr(value, field.name) for field in fields(value)]
     tensors = []
-    if isinstance(output, list | tuple):
-        for item in output:
+    if isinstance(items, list | tuple):
+        for item in items:
             tensors += tensors_of(item)
         return tensors
-    attributes = getattr(output, "__dict__", {})
+    attributes = getattr(value, "__dict__", {})
     if any(isinstance(value, torch.Tensor) for value in attributes.values()):
         raise ModelError(
             "a model takes and returns tensors, numbers, or tuples, lists, dicts and dataclasses of"
-            f" them, got {type(output).__name__}; return its tensors"
+            f" them, got {type(value).__name__}; return its tensors"
         )
     return tensors
 

@@ -1,7 +1,7 @@
 """Report which layers of a converted model have int8 weights."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx, nn
 
@@ -33,7 +33,7 @@ class LayerCoverage:
     quantized: tuple[str, ...]
     float_layers: tuple[tuple[str, str], ...]
     activations: int
-    reasons: Mapping[str, str] = field(default_factory=dict)
+    reasons: Mapping[str, str]
 
     def __str__(self) -> str:
         total = len(self.quantized) + len(self.float_layers)
@@ -119,6 +119,8 @@ def _find_float_weights(
     name: str, layer_class: type[nn.Module], module: nn.Module, is_weight_by_id: Mapping[int, bool]
 ) -> list[tuple[str, str]]:
     """List a layer with float weights; or its parameters, if the graph reads them directly.
+
+    Returns (qualified name, class of the layer or "Parameter") of each; nothing without weights.
 
     Args:
         name: qualified name of the module.

@@ -136,6 +136,7 @@ def _tensor_paths(program: ExportedProgram) -> list[Sequence[Any]]:
 
 
 def _key_name(key: Any) -> str:
+    """Return the text of a key of pytree: of a dict, a dataclass, or a list or tuple."""
     if isinstance(key, pytree.MappingKey):
         return str(key.key)
     if isinstance(key, pytree.GetAttrKey):
@@ -202,8 +203,8 @@ def to_onnx(
         program = run_exporter(exportable, tuple(copies), shapes, opset)
     except Exception as error:  # torch.export and the exporter share no error class
         run_model(model, inputs)  # raises, with the reason, if the model itself does not run
-        fixed_batch = FIXED_BATCH if dynamic_batch else ""
-        message = explain_export_failure(error, exportable, fixed_batch=fixed_batch)
+        fixed_batch_remedy = FIXED_BATCH if dynamic_batch else ""
+        message = explain_export_failure(error, exportable, fixed_batch=fixed_batch_remedy)
         raise ModelError(message) from error
 
     exported = program.model_proto
@@ -242,7 +243,7 @@ def run_exporter(
     place: it returns None for these, and a dict for a dataclass. Errors are the exporter's own.
 
     Args:
-        model: a copy, which changes.
+        model: the model, which this changes.
         inputs: example inputs.
         shapes: their dynamic dimensions, as for torch.export; None if all are fixed.
         opset: of the default domain.
@@ -250,8 +251,10 @@ def run_exporter(
     """
     if isinstance(model, fx.GraphModule):  # torch.export interprets its graph, without its hooks
         output_node = model.graph.output_node()
+        (returned,) = output_node.args
         with model.graph.inserting_before(output_node):
-            output_node.args = (model.graph.call_function(_tensors_only, output_node.args),)
+            tensors = model.graph.call_function(_tensors_only, (returned,))
+        output_node.args = (tensors,)
     else:
         model.register_forward_hook(lambda _module, _inputs, returned: _tensors_only(returned))
     with quiet():
@@ -290,9 +293,9 @@ class ExportAgreement(PrintedResult):
     max_output: float
     argmax: float
     codes: float | None
-    batches: tuple[int, ...] = ()
-    depends_on_input: bool = True
-    argmax_rows: int = 0
+    batches: tuple[int, ...]
+    depends_on_input: bool
+    argmax_rows: int
 
     @property
     def warning(self) -> str | None:
@@ -300,7 +303,7 @@ class ExportAgreement(PrintedResult):
         return None if self.depends_on_input else CONSTANT_OUTPUT
 
     def to_screen(self) -> str:
-        """Return one line: the batches, the same arg-max, the largest difference."""
+        """Return one line: batch sizes, share of equal arg-max, largest difference in two units."""
         text = f"onnxruntime against torch on {self.samples} samples"
         if self.batches:
             text += f" in batches of {' and '.join(map(str, self.batches))}"
@@ -344,8 +347,8 @@ def compare_with_torch(
     differences = []
     magnitudes = []
     same_argmax: list[NDArray[np.bool_]] = []  # for each row of the last output
-    # for each batch, whether an output varies between samples; for one sample, between its values
-    has_varying_output: list[bool] = []
+    varies_between_samples: list[bool] = []  # an output, for each batch of several samples
+    varies_within_sample: list[bool] = []  # an output, for each batch of one sample
     output_count = 0
     for batch in batches:
         torch_outputs, onnx_outputs = _run_both(model, session, batch)
@@ -356,7 +359,11 @@ def compare_with_torch(
         last_output = torch_outputs[-1].cpu().numpy()
         same_argmax.append(_same_argmax(last_output, onnx_outputs[-1].numpy()))
         output_count = len(torch_outputs)
-        has_varying_output.append(any(map(_varies, torch_outputs)))
+        varies = any(map(_varies, torch_outputs))
+        if sample_count > 1:
+            varies_between_samples.append(varies)
+        else:
+            varies_within_sample.append(varies)
 
     max_difference = float(np.max(differences))  # NaN if one is, which `max` may lose
     difference_in_steps = None
@@ -365,8 +372,6 @@ def compare_with_torch(
     if quantizers and output_count == 1:
         last_quantizer = quantizers[-1]
         difference_in_steps = max_difference / float(last_quantizer.scale)
-    varying_and_counts = zip(has_varying_output, sample_counts, strict=True)
-    varies_between_samples = [is_varying for is_varying, count in varying_and_counts if count > 1]
     has_same_argmax = np.concatenate(same_argmax)
     row_count = len(has_same_argmax)
     return ExportAgreement(
@@ -376,8 +381,8 @@ def compare_with_torch(
         argmax=int(has_same_argmax.sum()) / row_count if row_count else 1.0,
         codes=difference_in_steps,
         batches=tuple(sorted({*sample_counts})),
-        # batches of one sample count only if no batch has several
-        depends_on_input=any(varies_between_samples or has_varying_output),
+        # batches of one sample count only if no batch has several samples
+        depends_on_input=any(varies_between_samples or varies_within_sample),
         argmax_rows=row_count,
     )
 

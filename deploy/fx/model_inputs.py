@@ -86,7 +86,10 @@ def _complete_names(model: nn.Module, names: Sequence[str | None]) -> list[str]:
 
 
 def match_arguments(model: nn.Module, names: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return how forward takes inputs of these names: (names in its order, dict argument).
+    """Return how forward takes inputs of these names: (ordered names, dict argument).
+
+    The names, which differ from each other, are put in the order of forward's arguments; those that
+    are none come last.
 
     The dict argument is the name of its argument that takes all inputs as a dict; None if they are
     passed by name.
@@ -95,11 +98,11 @@ def match_arguments(model: nn.Module, names: Sequence[str]) -> tuple[list[str], 
         ConfigError: the forward does not take a name, or one is missing.
     """
     arguments = _keyword_names(model)
-    position = {name: index for index, name in enumerate(arguments)}
-    # names that are no arguments come last
-    ordered = sorted(names, key=lambda name: position.get(name, len(arguments)))
+    ordered = [name for name in arguments if name in names]
+    ordered += [name for name in names if name not in arguments]  # such as keys of a dict
     if ordered == arguments:  # each argument has an input
         return ordered, None
+    # inputs of optional arguments may be missing; other names must be keywords, or keys of a dict
     return ordered, _find_dict_argument(model, ordered)
 
 
@@ -139,7 +142,7 @@ def _find_dict_argument(model: nn.Module, names: Sequence[str]) -> str | None:
     dict_candidates = required or arguments
     if len(dict_candidates) == 1 and len(unknown_names) == len(names):
         (candidate,) = dict_candidates
-        if not _is_annotated_as_tensor(candidate):
+        if candidate.annotation not in (torch.Tensor, "torch.Tensor", "Tensor"):
             return candidate.name
 
     signature = ", ".join(str(parameter).partition(":")[0] for parameter in _parameters(model))
@@ -223,10 +226,6 @@ def _parameters(model: nn.Module, kinds: Container[Any] = _ALL_KINDS) -> list[Pa
     return [parameter for parameter in parameters if parameter.kind in kinds]
 
 
-def _is_annotated_as_tensor(parameter: Parameter) -> bool:
-    return parameter.annotation in (torch.Tensor, "torch.Tensor", "Tensor")
-
-
 def _without_default(parameters: Iterable[Parameter]) -> list[Parameter]:
     return [parameter for parameter in parameters if parameter.default is _NO_DEFAULT]
 
@@ -292,16 +291,16 @@ def split_item(model: nn.Module, item: Any) -> tuple[list[torch.Tensor], list[st
         }
         names = _names_of_inputs(model, array_by_name)
         inputs = [array_by_name[name] for name in names]
-        min_count = 1
+        needed_count = 1  # at least: `match_arguments` checks for the others
     else:
         names = []
         inputs = list(item) if _is_series(item) else [item]
-        min_count = len(required_names) or 1  # if all arguments have defaults, the first one
+        needed_count = len(required_names) or 1  # if all arguments have defaults, the first one
         if not takes_variadic_inputs(model):
-            inputs = inputs[:min_count]  # labels follow them
+            inputs = inputs[:needed_count]  # labels follow the needed ones
 
     item_name = "the first item of the calibration data"
-    if len(inputs) < min_count:
+    if len(inputs) < needed_count:
         arguments = required_names or _names(_parameters(model))
         raise FeedError(
             f"{item_name} must hold the inputs of forward, {', '.join(arguments)}, got"

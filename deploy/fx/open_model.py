@@ -150,7 +150,9 @@ def _export_batched(
     item_inputs: tuple[torch.Tensor, ...],
     batch_inputs: tuple[torch.Tensor, ...],
 ) -> tuple[onnx.ModelProto, list[str | None]]:
-    """Return the export with a dynamic batch, or a fixed one if the model fixes it, and notes.
+    """Return (ONNX model, notes); its batch is dynamic, or fixed if the model fixes it.
+
+    A note of the list is a sentence for the user, or None.
 
     Args:
         model: as for `_export_checked`.
@@ -261,7 +263,7 @@ def open_torch(
 
 
 def _load_model(exported: onnx.ModelProto, source: str, notes: Sequence[str | None]) -> LoadedModel:
-    """Load an exported model; its first note says that torch exported it from `source`."""
+    """Load an exported model with notes, None for no note; a new first one names `source`."""
     loaded = load_onnx(exported, fold_batchnorm=True)
     origin = f"Exported by torch from {source} and checked against it."
     sentences = [f"{note[0].upper()}{note[1:]}." for note in notes if note]

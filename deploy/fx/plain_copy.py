@@ -45,10 +45,8 @@ def plain_copy(model: nn.Module) -> nn.Module:
     copied = deep_copy(model, copied_weights)
 
     for name, module in list(copied.named_modules()):
-        if not name:  # the model itself
-            continue
         unwrapped = unwrap(module, name)
-        if unwrapped is not module:
+        if unwrapped is not module:  # not the model itself, which is unwrapped already
             replace_submodule(copied, name, unwrapped)
     for module in copied.modules():
         module._compiled_call_impl = None  # undo module.compile(), a wrapper without its own class
@@ -96,7 +94,7 @@ def unwrap(model: nn.Module, name: str = "the model") -> nn.Module:
     while (wrapped := _wrapped_model(model)) is not None:
         model = wrapped
     if not isinstance(model, nn.Module):
-        raise ModelError(f"{name} must be a torch.nn.Module, got {_kind_and_hint(model)}")
+        raise ModelError(f"{name} must be a torch.nn.Module, got {kind_and_remedy(model)}")
     if isinstance(model, torch.jit.ScriptModule):
         raise ModelError(
             f"a model must be Python code that can be followed, and {name} is TorchScript; give"
@@ -183,7 +181,7 @@ def tensor_of(model: nn.Module, name: object) -> Any:
     return getattr(model.get_submodule(owner), attribute)
 
 
-_EXPORTED = "give the module that the program was exported from"
+GIVE_EXPORTED_MODULE = "give the module that the program was exported from"
 
 
 def refuse_reserved_names(model: nn.Module) -> None:
@@ -211,8 +209,9 @@ def refuse_nan(model: nn.Module) -> None:
             )
 
 
-def _kind_and_hint(model: object) -> str:
+def kind_and_remedy(model: object) -> str:
+    """Return the class of what should be a module, with a remedy for an exported program."""
     kind = type(model).__name__
     if kind == "ExportedProgram":
-        kind += f"; {_EXPORTED}"
+        kind += f"; {GIVE_EXPORTED_MODULE}"
     return kind

@@ -169,20 +169,20 @@ def profile(
     check_whole_number("warm_up", warm_up, 0)
     inputs = as_inputs(inputs, model)
     graph_module = graph_of(in_eval_mode(model), inputs, leaves=leaves)
-    timing = NodeMeter(graph_module, _read_clock)  # node name -> seconds, in `timing.amounts`
+    timed_graph = NodeMeter(graph_module, _read_clock)  # its `amounts` are seconds
     with torch.no_grad():
         for _ in range(warm_up):
-            timing.run(*inputs)
-        timing.amounts.clear()
+            timed_graph.run(*inputs)
+        timed_graph.amounts.clear()
         for _ in range(runs):
-            timing.run(*inputs)
-    computing = [node for node in graph_module.graph.nodes if node.op not in _NOT_COMPUTING]
-    total_seconds = sum(timing.amounts[node.name] for node in computing) / runs
-    flops = count_flops(graph_module, inputs)
-    parameters = _count_parameters(graph_module)
-    nodes = []
-    for node in computing:
-        seconds = timing.amounts[node.name] / runs
+            timed_graph.run(*inputs)
+    computing_nodes = [node for node in graph_module.graph.nodes if node.op not in _NOT_COMPUTING]
+    total_seconds = sum(timed_graph.amounts[node.name] for node in computing_nodes) / runs
+    flops_by_name = count_flops(graph_module, inputs)
+    parameters_by_name = _count_parameters(graph_module)
+    costs = []
+    for node in computing_nodes:
+        seconds = timed_graph.amounts[node.name] / runs
         cost = NodeCost(
             opcode=node.op,
             name=node.name,
@@ -190,11 +190,11 @@ def profile(
             module=owner_of(node),
             seconds=seconds,
             percent=100 * seconds / total_seconds,
-            flops=flops[node.name],
-            parameters=parameters[node],
+            flops=flops_by_name[node.name],
+            parameters=parameters_by_name[node.name],
         )
-        nodes.append(cost)
-    return GraphProfile(tuple(nodes), total_seconds)
+        costs.append(cost)
+    return GraphProfile(tuple(costs), total_seconds)
 
 
 def count_flops(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> dict[str, int]:
@@ -227,10 +227,10 @@ def _run_on_meta(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -
     return meter.amounts
 
 
-def _count_parameters(graph_module: fx.GraphModule) -> dict[fx.Node, int]:
-    """Return node -> number of parameters that it uses and no node before it does."""
-    counted: set[int] = set()
-    counts: dict[fx.Node, int] = {}
+def _count_parameters(graph_module: fx.GraphModule) -> dict[str, int]:
+    """Return node name -> number of parameters that it uses and no node before it does."""
+    counted_ids: set[int] = set()
+    counts: dict[str, int] = {}
     for node in graph_module.graph.nodes:
         parameters: list[nn.Parameter] = []
         module = called_module(graph_module, node)
@@ -240,11 +240,11 @@ def _count_parameters(graph_module: fx.GraphModule) -> dict[fx.Node, int]:
             value = tensor_of(graph_module, node.target)
             if isinstance(value, nn.Parameter):
                 parameters.append(value)
-        counts[node] = 0
+        counts[node.name] = 0
         for parameter in parameters:
-            if id(parameter) not in counted:
-                counts[node] += parameter.numel()
-                counted.add(id(parameter))
+            if id(parameter) not in counted_ids:
+                counts[node.name] += parameter.numel()
+                counted_ids.add(id(parameter))
     return counts
 
 

@@ -22,7 +22,7 @@ from deploy.errors import ConfigError, ModelError, SdkMissingError, first_line
 from deploy.files import usercode
 from deploy.files.usercode import is_library_model, refuse_foreign_code
 from deploy.fx.device import fixed_seed
-from deploy.fx.plain_copy import _EXPORTED, _kind_and_hint, refuse_nan, unwrap
+from deploy.fx.plain_copy import GIVE_EXPORTED_MODULE, kind_and_remedy, refuse_nan, unwrap
 from deploy.fx.weights import load_weights
 
 
@@ -145,15 +145,17 @@ def load_module(spec: str, weights: Path | None = None) -> nn.Module:
     """
     model = create_named_model(spec) if is_library_model(spec) else call_factory(spec)
     if not isinstance(model, nn.Module):
-        raise ModelError(f"{spec} must return a torch.nn.Module, got {_kind_and_hint(model)}")
+        raise ModelError(f"{spec} must return a torch.nn.Module, got {kind_and_remedy(model)}")
     model = unwrap(model)
     if weights is not None:
         load_weights(model, weights)
     refuse_nan(model)
     try:
         return model.eval()
-    except NotImplementedError as error:
-        raise ModelError(f"{spec} must return a module with an eval mode; {_EXPORTED}") from error
+    except NotImplementedError as error:  # of ExportedProgram.module()
+        raise ModelError(
+            f"{spec} must return a module with an eval mode; {GIVE_EXPORTED_MODULE}"
+        ) from error
 
 
 def user_code_line(error: BaseException) -> str:

@@ -96,6 +96,7 @@ class Task:
         Raises:
             FeedError: a batch is no pair of inputs and label, or the user's code failed.
         """
+        # `iterate_items` calls it, which turns the user's errors into a FeedError
         batches = partial(self.batches, epoch) if callable(self.batches) else self.batches
         items, _ = iterate_items(batches)
         for batch in items:

@@ -16,8 +16,7 @@ import os
 import sys
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
@@ -52,22 +51,12 @@ def find_function(name: str) -> Function:
     return function  # type: ignore[no-any-return]
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")  # attributes of a module
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a forward hook or pre-hook is registered on the module itself."""
     return any(getattr(module, name) for name in _HOOKS)
-
-
-@contextmanager
-def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the module's forward inside the `with` block; its hooks still run."""
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
 
 
 def refuse_hooks(module: nn.Module, what: str) -> None:
@@ -109,18 +98,16 @@ class LeafTracer(ClassKeepingTracer, fx.Tracer):
             modules = [module for module in sys.modules.values() if _has_code_to_wrap(module)]
             self._autowrap_search = modules
         self.leaves = leaves
-        self.unhooked: set[str] = set()  # layers whose hooks are traced as separate nodes
+        self.unhooked_layers: set[str] = set()  # names; their hooks are traced as separate nodes
 
-    def create_args_for_root(
-        self, root_fn: Any, is_module: bool, concrete_args: Any = None
-    ) -> tuple[Any, list[Any]]:
-        """Create a placeholder for each input, also of a forward that takes them by name."""
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        """Create a placeholder for each input, also of a forward that takes them by name.
+
+        Return (function to trace, its arguments).
+        """
         names = input_names(self.root)
         if names is None:
-            default: tuple[Any, list[Any]] = super().create_args_for_root(
-                root_fn, is_module, concrete_args
-            )
-            return default
+            return super().create_args_for_root(root_fn, is_module, concrete_args)
         inputs = [self.create_proxy("placeholder", name, (), {}) for name in names]
         return root_fn, [self.root, *inputs]
 
@@ -137,14 +124,18 @@ class LeafTracer(ClassKeepingTracer, fx.Tracer):
         name = self.path_of_module(m)
         is_layer = self.is_leaf_module(m, name) and not self._is_chosen(m, name)
         if is_layer and has_hooks(m):
-            self.unhooked.add(name)
+            self.unhooked_layers.add(name)
             record_call = super().call_module
 
             def record_forward(*args: Any, **kwargs: Any) -> Any:
                 return record_call(m, forward, args, kwargs)
 
-            with replace_forward(m, record_forward):
+            # this runs the hooks, which are traced, and the replaced forward between them
+            m.forward = record_forward
+            try:
                 return forward(*args, **kwargs)
+            finally:
+                del m.forward
         return super().call_module(m, forward, args, kwargs)
 
 
@@ -180,17 +171,20 @@ def trace(
     graph_module = fx.GraphModule(model, graph, type(model).__name__)
     # the hooks of these layers are nodes of the graph now: replace each layer by a copy without
     # hooks, which shares its parameters
-    for name in sorted(tracer.unhooked):
+    for name in sorted(tracer.unhooked_layers):
         unhooked_layer = copy.copy(graph_module.get_submodule(name))
-        for hooks in _HOOKS:
-            setattr(unhooked_layer, hooks, OrderedDict())
+        for attribute in _HOOKS:
+            setattr(unhooked_layer, attribute, OrderedDict())
         replace_submodule(graph_module, name, unhooked_layer)
     graph_module.graph.lint()
     return graph_module
 
 
 def check_names(**arguments: object) -> None:
-    """Raise `ConfigError` if an argument is no list of names, classes or pairs."""
+    """Raise `ConfigError` if an argument is no list of names, classes or pairs of names.
+
+    `arguments`: name of an argument, for the message -> its value.
+    """
     for argument, names in arguments.items():
         is_list = isinstance(names, Iterable) and not isinstance(names, str)
         entries: Any = names if is_list else [None]
@@ -325,6 +319,7 @@ def failing_line(error: BaseException) -> str:
 
 
 def _remedy(error: BaseException, name: str) -> str:
+    """Return the remedy for an error of torch.export in a submodule, "" for the model itself."""
     if "DataDependent" in type(error).__name__ or "data-dependent" in str(error).lower():
         remedy = (
             "replace `if`, `while` and .item() on the values of tensors by torch.where or"

@@ -87,8 +87,8 @@ def _find_states(
     if not depth:
         return
     parts = {key: value for key, value in checkpoint.items() if isinstance(value, dict)}
-    first_usual_key = [key for key in usual_keys if key in parts][:1]
-    for key in first_usual_key or parts:
+    present_usual_keys = [key for key in usual_keys if key in parts]
+    for key in present_usual_keys[:1] or parts:
         if isinstance(key, str):  # the keys of optimizer states are integers
             part_path = f"{path}.{key}" if path else key
             yield from _find_states(parts[key], usual_keys, part_path, depth - 1)
