@@ -187,9 +187,7 @@ class FakeQuant(nn.Module):
             raise no_range_error(self.name)
         return self.scale, self.zero_point
 
-    def calculate_qparams(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `scale_and_zero`, under the name that torch's custom modules expect."""
-        return self.scale_and_zero()
+    calculate_qparams = scale_and_zero  # the name that torch's custom modules expect
 
     def update(self, x: torch.Tensor) -> None:
         """Update the moving averages of minimum and maximum (`lo`, `hi`) with one tensor.
@@ -299,7 +297,7 @@ class DynamicQuant(ExportedModule):
 def _dequantize(
     quantized: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, x: torch.Tensor
 ) -> torch.Tensor:
-    """Emit DequantizeLinear; its output is like x."""
+    """Emit DequantizeLinear, with the dtype and shape of x, the tensor that was quantized."""
     return torch.onnx.ops.symbolic(
         "DequantizeLinear",
         (quantized, scale, zero_point),

@@ -22,9 +22,7 @@ from deploy.fx.norms import trained_factors
 from deploy.fx.trace import refuse_hooks
 
 
-def minimum_scales(
-    weight: torch.Tensor, *, transposed: bool = False, groups: int = 1
-) -> torch.Tensor | None:
+def minimum_scales(weight: torch.Tensor, *, transposed: bool, groups: int) -> torch.Tensor | None:
     """Return the lower limits of a weight's scales, float32 [C_out]; None if there are none.
 
     x86 CPUs without VNNI add the products of two neighboring weights and their inputs in 16 bits,
@@ -80,9 +78,15 @@ def apply_layer(
         return functional.linear(x, weight, bias)
     if isinstance(layer, TRANSPOSED):
         conv_transpose = getattr(functional, f"conv_transpose{len(layer.kernel_size)}d")
-        paddings = (layer.padding, layer.output_padding)
         return conv_transpose(
-            x, weight, bias, layer.stride, *paddings, layer.groups, layer.dilation
+            x,
+            weight,
+            bias,
+            layer.stride,
+            layer.padding,
+            layer.output_padding,
+            layer.groups,
+            layer.dilation,
         )
     return layer._conv_forward(x, weight, bias)  # handles padding_mode and string padding
 
@@ -138,6 +142,7 @@ class WeightQuant(nn.Module):
         return self._apply_limits(torch.where(steps > 0, steps, 1.0).float(), weight)
 
     def _apply_limits(self, scales: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return the scales, each at least the `minimum_scales` of the weight, if there are any."""
         if self.minimum_scales is None:
             return scales
         minimum = self.minimum_scales(weight)
@@ -149,10 +154,19 @@ class WeightQuant(nn.Module):
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the weight, or if enabled the rounded weight."""
-        if not self.enabled:
-            return weight
+        return self.rounded(weight) if self.enabled else weight
+
+    def rounded(self, weight: torch.Tensor) -> torch.Tensor:
+        """Round the weight to the grid of its scales."""
         if self.scale is not None:  # trained; else it follows the weight's values
-            return self._round_learned(weight, self._apply_limits(self.scale, weight))
+            scale = self._apply_limits(self.scale, weight)
+            return lsq_round(
+                weight,
+                _align(scale, self.axis, weight.dim()),
+                torch.zeros((), dtype=torch.int32, device=weight.device),
+                (-self.limit, self.limit),
+                shared=weight.numel() // scale.numel(),
+            )
         scales = self.scales(weight)
         zeros = torch.zeros_like(scales, dtype=torch.int32)
         if self.axis is None:
@@ -161,15 +175,6 @@ class WeightQuant(nn.Module):
             )
         return torch.fake_quantize_per_channel_affine(
             weight, scales, zeros, self.axis, -self.limit, self.limit
-        )
-
-    def _round_learned(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return lsq_round(
-            weight,
-            _align(scale, self.axis, weight.dim()),
-            torch.zeros((), dtype=torch.int32, device=weight.device),
-            (-self.limit, self.limit),
-            shared=weight.numel() // scale.numel(),
         )
 
 
@@ -304,15 +309,9 @@ class IntLayer(ExportedModule):
         self.layer._parameters = dict.fromkeys(trained.layer._parameters)  # None for each
         self.register_buffer("weight_scale", quant.scales(weight))
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
-        self.register_buffer("weight_int", self._integers(quant, weight))
-
-    def _integers(self, quant: WeightQuant, weight: torch.Tensor) -> torch.Tensor:
-        """Return the integers with which the fake-quantized layer computed."""
-        was_enabled = quant.enabled
-        quant.enabled = True
-        rounded = quant(weight)
-        quant.enabled = was_enabled
-        return torch.round(rounded / self._along_axis(self.weight_scale)).to(torch.int8)
+        # the integers with which the fake-quantized layer computed
+        integers = torch.round(quant.rounded(weight) / self._along_axis(self.weight_scale))
+        self.register_buffer("weight_int", integers.to(torch.int8))
 
     def round_bias(self, input_scale: torch.Tensor) -> None:
         """Round the bias to multiples of input scale times weight scale, in place.

@@ -82,7 +82,8 @@ def export_named(
     marked = _float_copy(graph_module)
     _replace_opaque_calls(marked, is_opaque)
     _insert_markers(marked)
-    program = _run_exporter(marked, pytree.tree_map(_to_float_on_cpu, tuple(inputs)))
+    inputs_on_cpu = pytree.tree_map_only(torch.Tensor, _to_float_on_cpu, tuple(inputs))
+    program = _run_exporter(marked, inputs_on_cpu)
 
     namesake_by_node = _remove_markers(program.model)
     with quiet():
@@ -104,7 +105,7 @@ def _float_copy(graph_module: fx.GraphModule) -> fx.GraphModule:
     if any(tensor.is_meta for tensor in (*copied.parameters(), *copied.buffers())):
         copied = copied.to_empty(device="cpu")
         for tensor in (*copied.parameters(), *copied.buffers()):
-            tensor.data.copy_(torch.ones_like(tensor))
+            tensor.data.fill_(1)
 
     copied = copied.cpu().float()
     for name, module in list(copied.named_modules()):
@@ -136,10 +137,8 @@ def _insert_markers(marked: fx.GraphModule) -> None:
     marked.recompile()
 
 
-def _to_float_on_cpu(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    tensor = torch.zeros_like(leaf, device="cpu") if leaf.is_meta else leaf.cpu()
+def _to_float_on_cpu(tensor: torch.Tensor) -> Any:
+    tensor = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.cpu()
     if tensor.is_floating_point():
         tensor = tensor.float()
     return repeat_single_sample(tensor)
@@ -148,7 +147,9 @@ def _to_float_on_cpu(leaf: Any) -> Any:
 class OpaqueStandIn(nn.Module):
     """Replaces an opaque module for the export: outputs of the same shapes, nothing to quantize.
 
-    `batch_size`: first dimension of its first input; outputs with this first dimension follow it.
+    Args:
+        outputs: `TensorMetadata` of its output, or containers of them as it returns.
+        batch_size: first dimension of its first input; outputs with this first dimension follow it.
     """
 
     def __init__(self, outputs: Any, batch_size: int | None):
@@ -166,6 +167,7 @@ class OpaqueStandIn(nn.Module):
         total = torch.stack(sums).sum()
 
         def expand_total(meta: Any) -> Any:
+            # a scalar; or an output that is no tensor, which no node reads as one
             if not isinstance(meta, TensorMetadata) or not meta.shape:
                 return total
             size, *sizes = meta.shape

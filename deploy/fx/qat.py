@@ -179,9 +179,11 @@ def train(
         report(f"before training (PTQ, {bits} bits): {score_before:.4f}")
 
     trainer = _Trainer(task, prepared)
+    # a checkpoint with other settings is refused
     settings = _training_settings(task, target, bits, search.label)
     losses = _train_epochs(trainer, settings, checkpoint, report)
-    trainer.close()
+    if trainer.distiller is not None:
+        trainer.distiller.close()  # its hooks must not be converted
 
     set_phase(prepared.eval(), observe=False, quantize=True)
     converted = convert(prepared, task.convert)
@@ -219,13 +221,13 @@ def _train_epochs(
             report(f"going on after epoch {len(losses)} of {checkpoint}")
 
     remaining_epochs = range(len(losses), task.epochs)
-    with phase("training", len(remaining_epochs), "epochs") as step:
+    with phase("training", len(remaining_epochs), "epochs") as show_progress:
         for epoch in remaining_epochs:
             losses.append(trainer.run_epoch(epoch))
             report(f"epoch {epoch + 1}/{task.epochs}: loss {losses[-1]:.4f}")
             if checkpoint is not None:
                 save_checkpoint(checkpoint, fingerprints, prepared, optimizer, losses)
-            step()
+            show_progress()
     return losses
 
 
@@ -306,7 +308,7 @@ def _check_options(task: Task) -> None:
             raise ConfigError(f"{name} must be a number, 0 or more, got {value!r}")
     if not isinstance(task.amp, bool):
         raise ConfigError(f"amp must be True or False, got {task.amp!r}")
-    check_names(distil=task.distil)
+    check_names(distil=task.distil)  # that it is a list
     for pair in task.distil:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise ConfigError(f"distil takes pairs (student's, teacher's), got {pair!r}")
@@ -360,11 +362,6 @@ class _Trainer:
         self.distiller: Distiller | None = None
         if task.teacher is not None:
             self.distiller = Distiller(prepared, task.teacher, task.distil, inputs=task.inputs)
-
-    def close(self) -> None:
-        """Remove the hooks of the distillation, so that the model can be converted."""
-        if self.distiller is not None:
-            self.distiller.close()
 
     def run_epoch(self, epoch: int) -> float:
         """Train one epoch; return the mean loss of its batches.

@@ -11,9 +11,10 @@ from torch import nn
 
 from deploy.errors import CacheError, ModelError
 from deploy.files.atomic import write_bytes
-from deploy.fx import device
+from deploy.fx.device import random_state, restore_random_state
 from deploy.fx.weights import read_tensors
 
+# "marks" are the fingerprints of the training, "rng" is the random state
 _CHECKPOINT_KEYS = {"format", "marks", "epoch", "model", "optimizer", "rng", "losses"}
 
 
@@ -73,7 +74,7 @@ def save_checkpoint(
         "epoch": len(losses),
         "model": dict(prepared.state_dict()),
         "optimizer": optimizer.state_dict(),
-        "rng": device.random_state(),
+        "rng": random_state(),
         "losses": losses,
     }
     data = io.BytesIO()
@@ -84,7 +85,9 @@ def save_checkpoint(
 def load_checkpoint(
     path: Path, fingerprints: Fingerprints, prepared: nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[float]:
-    """Load a checkpoint into model and optimizer; return the mean loss of each trained epoch.
+    """Load a checkpoint of `save_checkpoint`; return the mean loss of each trained epoch.
+
+    Model, optimizer and random state are as they were when it was saved.
 
     Raises:
         CacheError: the file is broken, or from another model or other settings.
@@ -101,13 +104,14 @@ def load_checkpoint(
     try:
         prepared.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        device.restore_random_state(state["rng"])
+        restore_random_state(state["rng"])
         return [float(loss) for loss in state["losses"]]
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CacheError(f"{path} is damaged; remove it to start again") from error
 
 
 def _refuse_other_training(path: Path, fingerprints: Fingerprints, stored: Any) -> None:
+    """Raise `CacheError` unless the fingerprints `stored` in a checkpoint are equal."""
     if stored == fingerprints:
         return
     if not isinstance(stored, dict):
