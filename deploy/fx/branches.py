@@ -33,15 +33,15 @@ def merge_branches(graph_module: fx.GraphModule) -> list[tuple[str, str]]:
 
     Return (name of the remaining layer, name of the one merged into it) for each.
     """
-    merged = []
+    merged_names = []
     for node in list(graph_module.graph.nodes):
         if _drop_zero(node):
             continue
         names = _merge(graph_module, node)
         if names is not None:
-            merged.append(names)
+            merged_names.append(names)
     graph_module.graph.eliminate_dead_code()
-    return merged
+    return merged_names
 
 
 def _drop_zero(node: fx.Node) -> bool:

@@ -129,14 +129,14 @@ def graph_of(
         return capture(model, inputs)
     except ModelError as capture_error:
         try:
-            traced = trace(plain_copy(model))
+            traced_graph = trace(plain_copy(model))
             # tracing does not run the model, and assumes that every optional argument is given, so
             # its graph may compute something else
-            check_capture(copy.deepcopy(traced).eval(), model, inputs)
+            check_capture(copy.deepcopy(traced_graph).eval(), model, inputs)
         except ModelError:
             # the error of the capture says more, and with its own cause not this one is shown
             raise capture_error from capture_error.__cause__
-    return traced
+    return traced_graph
 
 
 @phase("capturing the model")
@@ -152,19 +152,21 @@ def capture(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
     Raises:
         ModelError: torch.export cannot follow the model, or its graph gives other values.
     """
-    copied = plain_copy(model)
-    training_by_module = {module: module.training for module in copied.modules()}
-    copied.eval()
+    model_copy = plain_copy(model)
+    training_by_module = {module: module.training for module in model_copy.modules()}
+    model_copy.eval()
     # dataclasses of the user's can be outputs of a graph only if torch.export knows them
-    copied.register_forward_hook(lambda _module, _inputs, returned: _register_dataclasses(returned))
-    captured = _export_and_lift(copied, inputs)
-    check_capture(captured, model, inputs)
+    model_copy.register_forward_hook(
+        lambda _module, _inputs, returned: _register_dataclasses(returned)
+    )
+    captured_graph = _export_and_lift(model_copy, inputs)
+    check_capture(captured_graph, model, inputs)
 
     # Modules of the copy get their mode back. The graph also has modules that were functions in the
     # user's code: they get the mode of the entire model.
-    for module in captured.modules():
+    for module in captured_graph.modules():
         module.training = training_by_module.get(module, model.training)
-    return captured
+    return captured_graph
 
 
 def check_capture(captured: nn.Module, model: nn.Module, inputs: Sequence[Any]) -> None:
@@ -183,8 +185,8 @@ def check_capture(captured: nn.Module, model: nn.Module, inputs: Sequence[Any]) 
 def _is_near(output: torch.Tensor, reference: torch.Tensor) -> bool:
     if output.shape != reference.shape:
         return False
-    allowed = CAPTURE_TOLERANCE * largest_magnitude(reference)
-    return largest_difference(output, reference) <= allowed
+    allowed_difference = CAPTURE_TOLERANCE * largest_magnitude(reference)
+    return largest_difference(output, reference) <= allowed_difference
 
 
 def run_model(model: nn.Module, inputs: Sequence[Any]) -> Any:
@@ -233,11 +235,11 @@ def _export_and_lift(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
     """
     dynamic_error: Exception | None = None
     # torch.export takes a batch of 1 for a constant, so it gets the sample twice
-    repeated = pytree.tree_map(repeat_single_sample, tuple(inputs))
+    repeated_inputs = pytree.tree_map(repeat_single_sample, tuple(inputs))
     try:
-        program = _export(model, repeated, is_batch_dynamic=True)
+        program = _export(model, repeated_inputs, is_batch_dynamic=True)
         # else the model fixed the batch to the size of `repeated`: export it for that of `inputs`
-        if _has_dynamic_batch(program, inputs, repeated):
+        if _has_dynamic_batch(program, inputs, repeated_inputs):
             return lift_program(program, model, inputs)
     except Exception as error:  # anything from torch.export or the user's model
         dynamic_error = error

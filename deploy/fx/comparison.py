@@ -113,10 +113,10 @@ def largest_difference(first: Any, second: Any) -> float:
     """
     differences = [torch.zeros(1, dtype=torch.float64)]
     for first_tensor, second_tensor in zip(tensors_of(first), tensors_of(second), strict=True):
-        a = first_tensor.detach().cpu().double()
-        b = second_tensor.detach().cpu().double()
-        is_equal = (a == b) | (a.isnan() & b.isnan())
-        differences.append((a - b).abs()[~is_equal])
+        first_values = first_tensor.detach().cpu().double()
+        second_values = second_tensor.detach().cpu().double()
+        is_equal = (first_values == second_values) | (first_values.isnan() & second_values.isnan())
+        differences.append((first_values - second_values).abs()[~is_equal])
     return float(torch.cat(differences).max())
 
 
@@ -135,9 +135,9 @@ def _compare_outputs(
 ) -> tuple[float, float]:
     """Run both; return (largest difference, largest output)."""
     with eval_mode(original), eval_mode(rewritten), torch.no_grad():
-        expected = _run(original, inputs)
-        output = _run(rewritten, inputs)
-    return largest_difference(expected, output), largest_magnitude(expected)
+        original_output = _run(original, inputs)
+        rewritten_output = _run(rewritten, inputs)
+    return largest_difference(original_output, rewritten_output), largest_magnitude(original_output)
 
 
 def _run(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:

@@ -109,9 +109,9 @@ def check_classes(classes: CustomClasses | None, *makers: str) -> None:
     if classes is None:
         return
     pairs = classes.items() if isinstance(classes, Mapping) else [(None, classes)]
-    for replaced, replacement in pairs:
-        has_maker = any(map(partial(hasattr, replacement), makers))
-        if not (isinstance(replaced, type) and has_maker):
+    for replaced_class, new_class in pairs:
+        has_maker = any(map(partial(hasattr, new_class), makers))
+        if not (isinstance(replaced_class, type) and has_maker):
             raise ConfigError(
                 f"custom modules are a dict of class -> class with {' or '.join(makers)}, got"
                 f" {classes!r}"
@@ -122,11 +122,12 @@ def check_quantized_classes(classes: CustomClasses | None, prepared: nn.Module) 
     """Raise `ConfigError` unless `classes` maps classes in `prepared` to quantized classes."""
     check_classes(classes, *QUANTIZED_MAKERS)
     present_classes = {type(module) for module in prepared.modules()}
-    missing = set(classes or ()) - present_classes
-    if missing:
+    missing_classes = set(classes or ()) - present_classes
+    if missing_classes:
+        missing_names = sorted(kind.__name__ for kind in missing_classes)
         raise ConfigError(
             "custom modules to convert are of classes in the prepared model, got"
-            f" {', '.join(sorted(kind.__name__ for kind in missing))}; a subclass is named itself"
+            f" {', '.join(missing_names)}; a subclass is named itself"
         )
 
 
@@ -344,8 +345,8 @@ def _record(
 def _split_into_samples(batch: Any) -> Iterator[tuple[Any, ...]]:
     """Split a batch into batches of 1."""
     inputs = as_inputs(batch)
-    batched = list(filter(has_batch, tensors_of(inputs)))
-    sample_count = len(batched[0]) if batched else 1
+    batched_tensors = list(filter(has_batch, tensors_of(inputs)))
+    sample_count = len(batched_tensors[0]) if batched_tensors else 1
     for index in range(sample_count):
         yield map_tensors(inputs, partial(_sample, index))
 
@@ -449,9 +450,9 @@ def _find_scale(
 
 def float_form(prepared: nn.Module) -> nn.Module:
     """Return a copy of a prepared model that computes in float with its present weights."""
-    copied = copy.deepcopy(prepared).eval()
-    set_phase(copied, observe=False, quantize=False)
-    return copied
+    float_model = copy.deepcopy(prepared).eval()
+    set_phase(float_model, observe=False, quantize=False)
+    return float_model
 
 
 def freeze_norms(prepared: nn.Module) -> None:

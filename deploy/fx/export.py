@@ -124,8 +124,8 @@ def _unrounded_name(producers: Mapping[str, onnx.NodeProto], output: str) -> str
 def _tensor_paths(program: ExportedProgram) -> list[Sequence[Any]]:
     """Return the path of keys to each tensor in what forward returns."""
     spec: Any = program.call_spec.out_spec
-    numbered = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
-    leaf_paths = iter(pytree.tree_flatten_with_path(numbered)[0])
+    leaf_numbers = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    leaf_paths = iter(pytree.tree_flatten_with_path(leaf_numbers)[0])
     paths = []
     for output in program.graph_signature.output_specs:
         if output.kind is OutputKind.USER_OUTPUT:  # others are buffers that forward changes
@@ -442,12 +442,12 @@ def check_float_export(
         ) from error
 
     # "not <=", since a difference may be NaN
-    allowed = FLOAT_TOLERANCE * agreement.max_output
-    if not agreement.max_difference <= allowed:
-        _refuse_random(model, inputs, allowed)
+    allowed_difference = FLOAT_TOLERANCE * agreement.max_output
+    if not agreement.max_difference <= allowed_difference:
+        _refuse_random(model, inputs, allowed_difference)
         rounding = max(_float32_error(model, batch) for batch in batches)
-        allowed = max(allowed, ROUNDING_FACTOR * rounding)
-    if not agreement.max_difference <= allowed:
+        allowed_difference = max(allowed_difference, ROUNDING_FACTOR * rounding)
+    if not agreement.max_difference <= allowed_difference:
         raise ExportError(
             f"an exported model must compute what torch computes, got: {agreement}; report it with"
             " the model, or rewrite what computes otherwise there"

@@ -334,22 +334,21 @@ class FixedQuant(ExportedModule):
         self.register_buffer("zero_point", zero_point.detach().to(dtype).clone())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Round x to the grid, in real units; same shape and dtype."""
+        """Round x to the grid, in real units; same shape and dtype.
+
+        In an export, emit the ONNX operators that do so.
+        """
         if self.exporting:
-            return self.symbolic(x)
+            if self.grid.bits < 8:  # the 8-bit operator does not clip at fewer bits: Clip first
+                x = torch.clamp(x, *self.clip_limits)
+            quantized = torch.onnx.ops.symbolic(
+                "QuantizeLinear",
+                (x, self.scale, self.zero_point),
+                dtype=self.zero_point.dtype,
+                shape=x.shape,
+                version=18,
+            )
+            return _dequantize(quantized, self.scale, self.zero_point, x)
         zero_point = self.zero_point.to(x.dtype)
         integers = torch.round(x / self.scale) + zero_point
         return (integers.clamp(self.grid.qmin, self.grid.qmax) - zero_point) * self.scale
-
-    def symbolic(self, x: torch.Tensor) -> torch.Tensor:
-        """Emit the ONNX form; only inside an export, where nothing is computed."""
-        if self.grid.bits < 8:  # the 8-bit operator does not clip at fewer bits: Clip first
-            x = torch.clamp(x, *self.clip_limits)
-        quantized = torch.onnx.ops.symbolic(
-            "QuantizeLinear",
-            (x, self.scale, self.zero_point),
-            dtype=self.zero_point.dtype,
-            shape=x.shape,
-            version=18,
-        )
-        return _dequantize(quantized, self.scale, self.zero_point, x)

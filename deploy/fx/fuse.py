@@ -204,12 +204,12 @@ def fuse_for_export(model: nn.Module, inputs: Sequence[Any]) -> nn.Module:
     a norm after a Linear, possibly with a view between.
     """
     try:
-        folded, report = fold_batch_norms(model, inputs)
+        folded_model, report = fold_batch_norms(model, inputs)
     except ModelError:  # the export reports why the model cannot be followed
         return model
     if report.counts().keys() <= {"Conv+BN", "ConvTranspose+BN"}:
         return model
-    return folded
+    return folded_model
 
 
 def is_relu(graph_module: fx.GraphModule, node: fx.Node) -> bool:
@@ -329,9 +329,9 @@ def scale_outputs(layer: Any, weight: torch.Tensor, factor: torch.Tensor) -> tor
     if not isinstance(layer, TRANSPOSED):
         return weight * factor.reshape(-1, *[1] * (weight.dim() - 1))
     # [C_in, C_out / groups, ...]: the rows of each group have their own slice of the outputs
-    grouped = weight.reshape(layer.groups, -1, *weight.shape[1:])
-    by_group = factor.reshape(layer.groups, 1, -1, *[1] * (weight.dim() - 2))
-    return (grouped * by_group).reshape(weight.shape)
+    weight_by_group = weight.reshape(layer.groups, -1, *weight.shape[1:])
+    factor_by_group = factor.reshape(layer.groups, 1, -1, *[1] * (weight.dim() - 2))
+    return (weight_by_group * factor_by_group).reshape(weight.shape)
 
 
 def _fuse_relu(graph_module: fx.GraphModule, relu: fx.Node, report: FuseReport) -> set[fx.Node]:

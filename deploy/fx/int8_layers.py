@@ -40,16 +40,16 @@ def minimum_scales(weight: torch.Tensor, *, transposed: bool, groups: int) -> to
     rows = weight.transpose(0, 1) if transposed else weight  # [C_out, C_in, ...]
     # [C_out, n]: the weights of an output channel, input channels last, in the kernels' order
     weights_by_output = rows.detach().float().movedim(1, -1).flatten(1)
-    padded = functional.pad(weights_by_output, (0, 1))  # a neighbor for the last weight
+    padded_weights = functional.pad(weights_by_output, (0, 1))  # a neighbor for the last weight
     step = pair_stride(rows.shape)  # 2, or 1 where a weight may pair with either neighbor
-    first = padded[:, :-1:step]
-    second = padded[:, 1::step]
+    left_weights = padded_weights[:, :-1:step]
+    right_weights = padded_weights[:, 1::step]
 
     # If the signs of a pair differ, its sum is no larger than the larger product. Sums of huge
     # weights must not become Inf.
-    have_same_sign = (first > 0) == (second > 0)
-    sums = (first.abs() + second.abs()).clamp(max=torch.finfo(torch.float32).max)
-    larger = torch.maximum(first.abs(), second.abs())
+    have_same_sign = (left_weights > 0) == (right_weights > 0)
+    sums = (left_weights.abs() + right_weights.abs()).clamp(max=torch.finfo(torch.float32).max)
+    larger = torch.maximum(left_weights.abs(), right_weights.abs())
     pair_sizes = torch.where(have_same_sign, sums, larger)
     # in integers, a pair may be as large as the limit, less what rounding adds
     return pair_sizes.amax(1) / (PAIR_LIMIT - PAIR_ROUNDING)

@@ -117,11 +117,11 @@ def lift_program(
     lifter.add_inputs(inputs)
     lifter.add_nodes(program.graph.nodes)
     lifter.add_outputs()
-    lifted = fx.GraphModule(lifter.modules_and_tensors, lifter.graph, type(model).__name__)
-    lifted.graph.eliminate_dead_code()
-    delete_unused_modules(lifted)
-    lifted.training = model.training
-    return lifted
+    lifted_graph = fx.GraphModule(lifter.modules_and_tensors, lifter.graph, type(model).__name__)
+    lifted_graph.graph.eliminate_dead_code()
+    delete_unused_modules(lifted_graph)
+    lifted_graph.training = model.training
+    return lifted_graph
 
 
 def input_placeholders(program: ExportedProgram) -> list[fx.Node]:

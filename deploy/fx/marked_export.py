@@ -79,21 +79,21 @@ def export_named(
     Raises:
         ModelError: torch.export cannot follow the graph.
     """
-    marked = _float_copy(graph_module)
-    _replace_opaque_calls(marked, is_opaque)
-    _insert_markers(marked)
+    marked_graph = _float_copy(graph_module)
+    _replace_opaque_calls(marked_graph, is_opaque)
+    _insert_markers(marked_graph)
     inputs_on_cpu = pytree.tree_map_only(torch.Tensor, _to_float_on_cpu, tuple(inputs))
-    program = _run_exporter(marked, inputs_on_cpu)
+    program = _run_exporter(marked_graph, inputs_on_cpu)
 
     namesake_by_node = _remove_markers(program.model)
     with quiet():
         program.optimize()
     model: onnx.ModelProto = program.model_proto
     _name_split_outputs(model, graph_module)
-    cleaned = clean_model(clean_exported(model))
-    onnx_graph = Graph(cleaned)
+    cleaned_model = clean_model(clean_exported(model))
+    onnx_graph = Graph(cleaned_model)
     return ExportedGraph(
-        model=cleaned,
+        model=cleaned_model,
         tensors=_find_tensors(onnx_graph, graph_module, namesake_by_node),
         graph_nodes=_find_implemented_nodes(onnx_graph, graph_module),
     )
@@ -175,11 +175,10 @@ class OpaqueStandIn(nn.Module):
                 size = tensors[0].shape[0]
             return torch.cumsum(total.expand(size, *sizes), -1).to(meta.dtype)
 
-        return pytree.tree_map(expand_total, self.outputs, is_leaf=_is_tensor_metadata)
-
-
-def _is_tensor_metadata(value: object) -> bool:
-    return isinstance(value, TensorMetadata)
+        # without is_leaf, pytree would enter the metadata, which is a tuple
+        return pytree.tree_map(
+            expand_total, self.outputs, is_leaf=lambda leaf: isinstance(leaf, TensorMetadata)
+        )
 
 
 def _batch_size(node: fx.Node) -> int | None:

@@ -11,7 +11,7 @@ forward takes keywords or a dict accept that: the model gets a new class with su
 import inspect
 import re
 import zipfile
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from inspect import Parameter
 from itertools import chain, zip_longest
 from keyword import iskeyword
@@ -32,7 +32,6 @@ from deploy.tensors import Array
 
 _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-_ALL_KINDS = (*_POSITIONAL, Parameter.VAR_POSITIONAL, Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
 _NO_DEFAULT = Parameter.empty
 
 
@@ -98,12 +97,12 @@ def match_arguments(model: nn.Module, names: Sequence[str]) -> tuple[list[str], 
         ConfigError: the forward does not take a name, or one is missing.
     """
     arguments = _keyword_names(model)
-    ordered = [name for name in arguments if name in names]
-    ordered += [name for name in names if name not in arguments]  # such as keys of a dict
-    if ordered == arguments:  # each argument has an input
-        return ordered, None
+    ordered_names = [name for name in arguments if name in names]
+    ordered_names += [name for name in names if name not in arguments]  # such as keys of a dict
+    if ordered_names == arguments:  # each argument has an input
+        return ordered_names, None
     # inputs of optional arguments may be missing; other names must be keywords, or keys of a dict
-    return ordered, _find_dict_argument(model, ordered)
+    return ordered_names, _find_dict_argument(model, ordered_names)
 
 
 def input_names(model: nn.Module) -> tuple[str, ...] | None:
@@ -127,19 +126,19 @@ def _find_dict_argument(model: nn.Module, names: Sequence[str]) -> str | None:
         ConfigError: forward takes inputs of these names neither as keywords nor as a dict.
     """
     # all but *args and **kwargs; `keyword_names` is without those that are positional only
-    arguments = _parameters(model, (*_POSITIONAL, Parameter.KEYWORD_ONLY))
-    required = _without_default(arguments)
+    arguments = _parameters(model, *_POSITIONAL, Parameter.KEYWORD_ONLY)
+    required_parameters = _without_default(arguments)
     keyword_names = _keyword_names(model)
     unknown_names = [name for name in names if name not in keyword_names]
 
-    takes_any_keyword = bool(_parameters(model, (Parameter.VAR_KEYWORD,)))
-    has_all_required = set(names).issuperset(_names(required))
+    takes_any_keyword = bool(_parameters(model, Parameter.VAR_KEYWORD))
+    has_all_required = set(names).issuperset(_names(required_parameters))
     if has_all_required and (takes_any_keyword or not unknown_names):
         return None
 
     # The dict is the only argument without a default, or the only one at all. The names are its
     # keys, so none of them is an argument of forward.
-    dict_candidates = required or arguments
+    dict_candidates = required_parameters or arguments
     if len(dict_candidates) == 1 and len(unknown_names) == len(names):
         (candidate,) = dict_candidates
         if candidate.annotation not in (torch.Tensor, "torch.Tensor", "Tensor"):
@@ -191,15 +190,15 @@ def make_named_class(
 
 def _to_identifier(name: str) -> str:
     """Turn a dict key into a valid argument name."""
-    plain = re.sub(r"\W", "_", name)
-    is_valid = plain.isidentifier() and not iskeyword(plain) and plain != "self"
-    return plain if is_valid else f"input_{plain}"
+    plain_name = re.sub(r"\W", "_", name)
+    is_valid = plain_name.isidentifier() and not iskeyword(plain_name) and plain_name != "self"
+    return plain_name if is_valid else f"input_{plain_name}"
 
 
 def argument_names(model: nn.Module, count: int) -> list[str]:
     """Return names of the first `count` arguments of forward, `args_0`... for `*args`."""
     names = _names(positional_parameters(model))
-    variadic = _parameters(model, (Parameter.VAR_POSITIONAL,))
+    variadic = _parameters(model, Parameter.VAR_POSITIONAL)
     prefix = variadic[0].name if variadic else "args"
     names += [f"{prefix}_{index}" for index in range(count)]
     return names[:count]
@@ -207,23 +206,23 @@ def argument_names(model: nn.Module, count: int) -> list[str]:
 
 def positional_parameters(model: nn.Module) -> list[Parameter]:
     """Return the parameters of forward that can be passed by position, without `*args`."""
-    return _parameters(model, _POSITIONAL)
+    return _parameters(model, *_POSITIONAL)
 
 
 def takes_variadic_inputs(model: nn.Module) -> bool:
     """Return whether forward has `*args`."""
-    return bool(_parameters(model, (Parameter.VAR_POSITIONAL,)))
+    return bool(_parameters(model, Parameter.VAR_POSITIONAL))
 
 
 def _keyword_names(model: nn.Module) -> list[str]:
     """Return the arguments of forward that can be passed by name."""
-    return _names(_parameters(model, _NAMED))
+    return _names(_parameters(model, *_NAMED))
 
 
-def _parameters(model: nn.Module, kinds: Container[Any] = _ALL_KINDS) -> list[Parameter]:
-    """Return the parameters of forward that are of one of `kinds`."""
+def _parameters(model: nn.Module, *kinds: Any) -> list[Parameter]:
+    """Return the parameters of forward that are of one of `kinds`; all without any."""
     parameters = inspect.signature(model.forward).parameters.values()
-    return [parameter for parameter in parameters if parameter.kind in kinds]
+    return [parameter for parameter in parameters if not kinds or parameter.kind in kinds]
 
 
 def _without_default(parameters: Iterable[Parameter]) -> list[Parameter]:
@@ -283,8 +282,8 @@ def split_item(model: nn.Module, item: Any) -> tuple[list[torch.Tensor], list[st
     """
     if _is_series(item) and item and isinstance(item[0], Mapping):
         item = item[0]  # labels follow the dict
-    required = _without_default(positional_parameters(model))
-    required_names = _names(required)
+    required_parameters = _without_default(positional_parameters(model))
+    required_names = _names(required_parameters)
     if isinstance(item, Mapping):
         array_by_name = {
             str(key): value for key, value in item.items() if hasattr(value, "__array__")

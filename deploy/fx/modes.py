@@ -176,12 +176,12 @@ def used_bytes(model: nn.Module, batch: Sequence[torch.Tensor]) -> int:
     """
     with _TensorRecorder() as recorder:
         run_model(model, batch)
-    used: list[torch.Tensor] = []
+    used_tensors: list[torch.Tensor] = []
     for module in model.modules():
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if any(id(tensor) in recorder.tensor_ids for tensor in tensors):
-            used += tensors
-    return _count_bytes(used)
+            used_tensors += tensors
+    return _count_bytes(used_tensors)
 
 
 def stored_bytes(model: nn.Module) -> int:

@@ -62,10 +62,10 @@ def export(
             outputs differ from torch's.
         FeedError: inputs that are no tensors.
     """
-    copied = plain_copy(model).eval()
-    convert_to_float32(copied)
-    tensors = example_tensors(inputs, copied)
-    exported, _ = _export_checked(copied, tensors, opset=opset, dynamic_batch=dynamic_batch)
+    model_copy = plain_copy(model).eval()
+    convert_to_float32(model_copy)
+    tensors = example_tensors(inputs, model_copy)
+    exported, _ = _export_checked(model_copy, tensors, opset=opset, dynamic_batch=dynamic_batch)
     return exported
 
 
@@ -86,8 +86,8 @@ def _export_checked(
     if _is_converted(model):
         exported = to_onnx(model, inputs, opset=opset, dynamic_batch=dynamic_batch)
     else:
-        fused = fuse_for_export(model, inputs)
-        exported = to_onnx(fused, inputs, opset=opset, dynamic_batch=dynamic_batch)
+        fused_model = fuse_for_export(model, inputs)
+        exported = to_onnx(fused_model, inputs, opset=opset, dynamic_batch=dynamic_batch)
         warning = check_float_export(exported, model, inputs).warning
     snake_case_name = _WORD_START.sub("_", type(model).__name__)
     exported.graph.name = snake_case_name.lower().strip("_") or "model"
@@ -128,21 +128,21 @@ def open_module(
             f" {'none' if images is None else 'files'}; give one after the module, or the model"
             " that calib8.torch.export(module, [example_input]) makes"
         )
-    copied = move_model(plain_copy(model).eval(), CPU)
+    model_copy = move_model(plain_copy(model).eval(), CPU)
     item, samples = first_item(images)
-    tensors, names = split_item(copied, item)
+    tensors, names = split_item(model_copy, item)
 
     # change the copy so that torch.export can follow it: inputs by position, float32
-    order = accept_named_inputs(copied, names or [None] * len(tensors))
-    dtype_note = convert_to_float32(copied)
+    order = accept_named_inputs(model_copy, names or [None] * len(tensors))
+    dtype_note = convert_to_float32(model_copy)
     item_inputs = cast_floats((tensors[index] for index in order), torch.float32)
-    batch_inputs = _find_batch_inputs(copied, item_inputs)
+    batch_inputs = _find_batch_inputs(model_copy, item_inputs)
 
-    exported, export_notes = _export_batched(copied, item_inputs, batch_inputs)
-    if _is_converted(copied):
+    exported, export_notes = _export_batched(model_copy, item_inputs, batch_inputs)
+    if _is_converted(model_copy):
         return exported, samples
-    notes = [dtype_note, dict_input_note(copied), *export_notes]
-    return _load_model(exported, type(copied).__name__, notes), samples
+    notes = [dtype_note, dict_input_note(model_copy), *export_notes]
+    return _load_model(exported, type(model_copy).__name__, notes), samples
 
 
 def _export_batched(
@@ -257,14 +257,14 @@ def open_torch(
 
     file, _, factory = spec.rpartition(":")
     shown_spec = f"{Path(file).name}:{factory}"  # without folders
-    loaded = _load_model(exported, shown_spec, [*notes, warning])
+    loaded_model = _load_model(exported, shown_spec, [*notes, warning])
     factory_name = Path(factory).stem  # a named model may be a file, such as yolov8n.yaml
-    return replace(loaded, name=f"{Path(file).stem}-{factory_name}")
+    return replace(loaded_model, name=f"{Path(file).stem}-{factory_name}")
 
 
 def _load_model(exported: onnx.ModelProto, source: str, notes: Sequence[str | None]) -> LoadedModel:
     """Load an exported model with notes, None for no note; a new first one names `source`."""
-    loaded = load_onnx(exported, fold_batchnorm=True)
+    loaded_model = load_onnx(exported, fold_batchnorm=True)
     origin = f"Exported by torch from {source} and checked against it."
     sentences = [f"{note[0].upper()}{note[1:]}." for note in notes if note]
-    return replace(loaded, exported=exported, notes=(origin, *sentences, *loaded.notes))
+    return replace(loaded_model, exported=exported, notes=(origin, *sentences, *loaded_model.notes))

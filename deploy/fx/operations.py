@@ -61,8 +61,8 @@ def module_calls(graph_module: fx.GraphModule) -> Iterator[tuple[fx.Node, Any]]:
 
 def calls_of_module(graph_module: fx.GraphModule, call: fx.Node) -> list[fx.Node]:
     """Return all calls of the module that a node calls, also under other names of the module."""
-    called = called_module(graph_module, call)
-    return [node for node, module in module_calls(graph_module) if module is called]
+    callee = called_module(graph_module, call)
+    return [node for node, module in module_calls(graph_module) if module is callee]
 
 
 def called_once(graph_module: fx.GraphModule, call: fx.Node) -> bool:
@@ -104,10 +104,10 @@ def bias_of(layer: Any, template: torch.Tensor) -> Any:
 
 def with_parameters(layer: Any, weight: torch.Tensor, bias: torch.Tensor) -> Any:
     """Return a copy of `layer` with another weight and bias, trained if its weight is."""
-    copied = copy.deepcopy(layer)
-    copied.weight = nn.Parameter(weight, layer.weight.requires_grad)
-    copied.bias = nn.Parameter(bias, layer.weight.requires_grad)
-    return copied
+    layer_copy = copy.deepcopy(layer)
+    layer_copy.weight = nn.Parameter(weight, layer.weight.requires_grad)
+    layer_copy.bias = nn.Parameter(bias, layer.weight.requires_grad)
+    return layer_copy
 
 
 def arguments_by_name(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
@@ -154,9 +154,9 @@ def propagate_shapes(
         with torch.no_grad(), quiet():  # torch prints a traceback before it raises
             ShapeProp(graph_module).propagate(*inputs)
     except Exception as error:  # whatever a user's model raises
-        described = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in inputs)
+        shown_inputs = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in inputs)
         cause = error.__cause__ or error  # torch.fx wraps what the model raised
-        message = f"the model must run for inputs {described}, got: {first_line(cause)}"
+        message = f"the model must run for inputs {shown_inputs}, got: {first_line(cause)}"
         raise ModelError(message) from cause
 
     shapes = {}

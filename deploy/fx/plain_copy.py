@@ -42,16 +42,16 @@ def plain_copy(model: nn.Module) -> nn.Module:
         for name in map(_computed_name, _weight_hooks(module)):
             weight = getattr(module, name)
             copied_weights[id(weight)] = weight.detach().clone()
-    copied = deep_copy(model, copied_weights)
+    model_copy = deep_copy(model, copied_weights)
 
-    for name, module in list(copied.named_modules()):
-        unwrapped = unwrap(module, name)
-        if unwrapped is not module:  # not the model itself, which is unwrapped already
-            replace_submodule(copied, name, unwrapped)
-    for module in copied.modules():
+    for name, module in list(model_copy.named_modules()):
+        inner_module = unwrap(module, name)
+        if inner_module is not module:  # not the model itself, which is unwrapped already
+            replace_submodule(model_copy, name, inner_module)
+    for module in model_copy.modules():
         module._compiled_call_impl = None  # undo module.compile(), a wrapper without its own class
         _fix_computed_weights(module)
-    return copied
+    return model_copy
 
 
 def deep_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
@@ -91,8 +91,8 @@ def unwrap(model: nn.Module, name: str = "the model") -> nn.Module:
     Raises:
         ModelError: the model is TorchScript, or no module.
     """
-    while (wrapped := _wrapped_model(model)) is not None:
-        model = wrapped
+    while (inner_model := _wrapped_model(model)) is not None:
+        model = inner_model
     if not isinstance(model, nn.Module):
         raise ModelError(f"{name} must be a torch.nn.Module, got {kind_and_remedy(model)}")
     if isinstance(model, torch.jit.ScriptModule):

@@ -123,21 +123,21 @@ def _separate_padding(graph_module: fx.GraphModule, node: fx.Node) -> None:
         return
     for call in calls_of_module(graph_module, node):
         with graph_module.graph.inserting_before(call):
-            padded = graph_module.graph.call_function(
+            padded_input = graph_module.graph.call_function(
                 functional.pad,
                 # the padding in the form that `pad` takes
                 (call.args[0], layer._reversed_padding_repeated_twice),
                 {"mode": str(layer.padding_mode)},
             )
-        call.replace_input_with(call.args[0], padded)
+        call.replace_input_with(call.args[0], padded_input)
 
-    unpadded = copy.copy(layer)
-    unpadded.padding = (0,) * len(layer.kernel_size)
-    unpadded.padding_mode = "zeros"
+    unpadded_layer = copy.copy(layer)
+    unpadded_layer.padding = (0,) * len(layer.kernel_size)
+    unpadded_layer.padding_mode = "zeros"
     if isinstance(module, QatLayer):
-        module.layer = unpadded
+        module.layer = unpadded_layer
     else:
-        replace_submodule(graph_module, str(node.target), unpadded)
+        replace_submodule(graph_module, str(node.target), unpadded_layer)
 
 
 def _replace_call(node: fx.Node, function: Callable[..., Any]) -> None:
@@ -298,7 +298,9 @@ def prepare(
     _wrap_weights(graph_module, placement, bits, linear_only=mode == "dynamic")
 
     graph_module.meta[FLOAT_REASONS] = dict(placement.reasons)
-    has_quantizer = any(isinstance(m, FakeQuant | WeightQuant) for m in graph_module.modules())
+    has_quantizer = any(
+        isinstance(module, FakeQuant | WeightQuant) for module in graph_module.modules()
+    )
     if not has_quantizer and not opaque:  # `convert` may put int8 classes of the user's there
         refuse_unquantized(measure_coverage(graph_module, model))
     delete_unused_modules(graph_module)
@@ -379,11 +381,11 @@ def _check_options(mode: str, norms: str, bits: int) -> None:
 
 def _refuse_unknown_layers(graph_module: fx.GraphModule, skip: Sequence[str]) -> None:
     layers = dict(find_weighted_layers(graph_module))
-    missing = sorted(set(skip) - layers.keys())
-    if missing:
+    unknown_names = sorted(set(skip) - layers.keys())
+    if unknown_names:
         raise ConfigError(
             f"a layer to leave in float must be a Conv or Linear of the model, got"
-            f" {', '.join(missing)}; it has {', '.join(layers)}"
+            f" {', '.join(unknown_names)}; it has {', '.join(layers)}"
         )
 
 
@@ -483,15 +485,15 @@ def _replace_custom(
             continue
         name = str(node.target)
         module.qconfig = CustomConfig(grid, name, bits)  # where torch's `from_float` reads it
-        observed = observed_class.from_float(module)
-        if not hasattr(observed, "activation_post_process"):  # torch's name for an observer
+        observed_module = observed_class.from_float(module)
+        if not hasattr(observed_module, "activation_post_process"):  # torch's name for an observer
             if node not in observers:  # the plan leaves the tensor in float
                 # for all its readers (None), with a scale of its own: no other site is inserted
                 site = QuantizationSite(tensor=node, readers=None, group="")
                 new_observers = _insert_observers(graph_module, [site], grid)
                 observers.update(new_observers)
-            observed.activation_post_process = observers[node]
-        replace_submodule(graph_module, name, observed)
+            observed_module.activation_post_process = observers[node]
+        replace_submodule(graph_module, name, observed_module)
 
 
 def _wrap_weights(
@@ -544,9 +546,9 @@ def _merge_norms(graph_module: fx.GraphModule, skip: Sequence[str]) -> None:
         if layer_name in skip:
             continue
         no_quantizer = nn.Identity()  # `_wrap_weights` replaces it if the plan quantizes the weight
-        merged = QatConvBn(layer, norm, no_quantizer)
-        merged.train(layer.training)
-        replace_layer(graph_module, layer_name, merged)
+        merged_layer = QatConvBn(layer, norm, no_quantizer)
+        merged_layer.train(layer.training)
+        replace_layer(graph_module, layer_name, merged_layer)
         replace_node(norm_call, layer_call)
     graph_module.meta[UNFOLDED_NORMS] = reason_by_norm
     graph_module.recompile()

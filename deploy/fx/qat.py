@@ -425,11 +425,11 @@ class _Trainer:
 def _check_loss(loss: Any) -> None:
     """Raise `ConfigError` unless a loss is one number with a gradient."""
     if not isinstance(loss, torch.Tensor):
-        shown = type(loss).__name__
+        description = type(loss).__name__
     elif loss.numel() != 1:
-        shown = f"shape {list(loss.shape)}"
+        description = f"shape {list(loss.shape)}"
     elif not loss.requires_grad:
-        shown = "a tensor without gradient"
+        description = "a tensor without gradient"
     else:
         return
-    raise ConfigError(f"a loss is one number computed from the model's output, got {shown}")
+    raise ConfigError(f"a loss is one number computed from the model's output, got {description}")

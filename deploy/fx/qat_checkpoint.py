@@ -116,9 +116,9 @@ def _refuse_other_training(path: Path, fingerprints: Fingerprints, stored: Any) 
         return
     if not isinstance(stored, dict):
         stored = {}
-    changed = [name for name, value in fingerprints.items() if stored.get(name) != value]
+    changed_parts = [name for name, value in fingerprints.items() if stored.get(name) != value]
     raise CacheError(
-        f"{path} must be of this training, and is of another {', '.join(changed) or 'one'};"
+        f"{path} must be of this training, and is of another {', '.join(changed_parts) or 'one'};"
         " give another --checkpoint, or remove it to start again"
     )
 

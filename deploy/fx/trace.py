@@ -196,13 +196,14 @@ def _check_leaves(model: nn.Module, leaves: Leaves) -> None:
     """Raise `ConfigError` if a leaf matches nothing in the model."""
     check_names(leaves=leaves)
     modules = dict(model.named_modules())
-    missing: set[str] = set()
+    unknown_leaves: set[str] = set()
     for leaf in leaves:
         if not any(names_module(leaf, name, module) for name, module in modules.items()):
-            missing.add(leaf if isinstance(leaf, str) else leaf.__name__)
-    if missing:
+            unknown_leaves.add(leaf if isinstance(leaf, str) else leaf.__name__)
+    if unknown_leaves:
         raise ConfigError(
-            f"a leaf must name a module or a class of the model, got {', '.join(sorted(missing))};"
+            "a leaf must name a module or a class of the model, got"
+            f" {', '.join(sorted(unknown_leaves))};"
             f" its modules: {', '.join(sorted(filter(None, modules)))}"
         )
 
