@@ -33,7 +33,7 @@ _QUANTIZED_STARTS = (
 )
 _QUANTIZED_DOMAINS = ("onnx.brevitas", "qonnx.custom_op.general", "finn.custom_op.general")
 _OPTIMIZED_DOMAINS = ("com.microsoft.nchwc", "com.ms.internal.nhwc")
-_OPTIMIZED = frozenset(("FusedConv", "FusedGemm", "FusedMatMul", "FusedMatMulActivation"))
+_OPTIMIZER_OPS = frozenset(("FusedConv", "FusedGemm", "FusedMatMul", "FusedMatMulActivation"))
 _QUANTIZED_ENDS = ("Integer", "IntegerToFloat", "FloatBias")
 
 
@@ -114,7 +114,7 @@ def list_optimized_nodes(model: onnx.ModelProto) -> str:
     """Return the nodes that only ONNX Runtime's optimizer makes, as text; "" if there are none."""
     counts: Counter[str] = Counter()
     for node in all_nodes(model.graph):
-        is_fused = node.domain == "com.microsoft" and node.op_type in _OPTIMIZED
+        is_fused = node.domain == "com.microsoft" and node.op_type in _OPTIMIZER_OPS
         if is_fused or node.domain.startswith(_OPTIMIZED_DOMAINS):
             counts[node.op_type] += 1
     return list_counts(counts)

@@ -454,8 +454,9 @@ def dequantize_constants(model: onnx.ModelProto, dtype: int | None = None) -> No
     constants = Graph(model).constants
     dequantizers: Nodes = []
     for node in model.graph.node:
-        stored = constants.get(node.input[0]) if node.op_type == _DEQUANTIZE else None
-        if stored is not None and dtype in (None, stored.data_type):
+        if node.op_type != _DEQUANTIZE or node.input[0] not in constants:
+            continue
+        if dtype in (None, constants[node.input[0]].data_type):
             dequantizers.append(node)
     float_constants = all_outputs(dequantizers)
     dequantizer_inputs = set(all_reads(dequantizers))

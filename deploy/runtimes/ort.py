@@ -146,9 +146,9 @@ def runs_pairs(opset: int) -> bool:
 
 _LARGE_MODEL_BYTES = 64 << 20
 _LARGE_MODEL_VALUES = 4 << 20  # in large tensors: 16 MiB in float32
-_TEMPORARY = "calib8-"  # start of the name of the folder with a large model
+_FOLDER_PREFIX = "calib8-"  # of the temporary folder with a large model
 # messages do not name this file: it is another one every time, and not the user's
-_TEMPORARY_FILE = re.compile(rf"Load model from \S*{_TEMPORARY}\w+\W\w+\.onnx failed: ?")
+_TEMPORARY_FILE = re.compile(rf"Load model from \S*{_FOLDER_PREFIX}\w+\W\w+\.onnx failed: ?")
 
 
 def _make_options(
@@ -505,7 +505,7 @@ def _write_if_large(model: ModelProto, stack: ExitStack) -> str:
     sizes = mapped_tensors(model)
     if sum(sizes.values()) < _LARGE_MODEL_VALUES:
         return ""
-    temporary = tempfile.TemporaryDirectory(prefix=_TEMPORARY, ignore_cleanup_errors=True)
+    temporary = tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX, ignore_cleanup_errors=True)
     return str(write_mapped(model, sizes, Path(stack.enter_context(temporary))))
 
 

@@ -25,16 +25,16 @@ from deploy.frontends.metadata.values import (
 from deploy.frontends.shapes import make_spec
 from deploy.tasks.declarations import Declaration, declare
 
-_OWN = "the model's metadata"
+_MODEL_METADATA = "the model's metadata"
 _NAMES_KEY = "names"  # of Ultralytics and YOLOv5: the text of a Python dict or list
 _LONGEST_NAMES = 1 << 16  # characters; Python parses longer texts slowly, with much memory
 
 # (location, writer, reader); the first reader that finds its own data is used.
 READERS: tuple[tuple[str, str, Callable[[ModelMetadata], StoredPreprocess | None]], ...] = (
-    (_OWN, "Ultralytics", exporters.read_ultralytics),
-    (_OWN, "OpenVINO's model_info", exporters.read_openvino),
-    (_OWN, "timm", huggingface.read_timm),
-    (_OWN, "PaddleOCR's characters", exporters.read_characters),
+    (_MODEL_METADATA, "Ultralytics", exporters.read_ultralytics),
+    (_MODEL_METADATA, "OpenVINO's model_info", exporters.read_openvino),
+    (_MODEL_METADATA, "timm", huggingface.read_timm),
+    (_MODEL_METADATA, "PaddleOCR's characters", exporters.read_characters),
     (f"the {huggingface.FILE} beside the model", "Hugging Face", huggingface.read_huggingface),
     (f"the {huggingface.TIMM_FILE} beside the model", "timm", huggingface.read_timm_config),
     (f"the {exporters.FILE} beside the model", "PaddleDetection", exporters.read_paddle),

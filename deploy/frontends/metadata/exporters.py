@@ -35,7 +35,7 @@ from deploy.frontends.metadata.values import (
     short_text,
 )
 
-_BOXES = ("detect", "segment", "pose", "obb")
+_BOX_TASKS = ("detect", "segment", "pose", "obb")
 _YOLOV5_KEYS = frozenset(("stride", "names"))  # YOLOv5's export.py writes no others
 _YOLOV5_CLASSIFIER_SIDE = 224  # pixels, its default
 
@@ -83,7 +83,7 @@ def _task_preprocess(metadata: ModelMetadata, size: Size) -> Preprocess:
     """Return the preprocessing of a model's task, without size and color; refuse other tasks."""
     task = metadata.text("task")
     height, width = size
-    if task in _BOXES:
+    if task in _BOX_TASKS:
         letterbox = find_preset("yolo")
         if "rtdetr" in (metadata.text("description") or "").lower():
             return replace(letterbox, resize="stretch", pad=(0.0,))
@@ -91,7 +91,7 @@ def _task_preprocess(metadata: ModelMetadata, size: Size) -> Preprocess:
     if task == "classify" and height == width:
         return Preprocess(resize="short-side", short_side=height, interpolation="area")
     raise ConfigError(
-        f"its task must be one of {', '.join(_BOXES)}, or classify with a square imgsz, got"
+        f"its task must be one of {', '.join(_BOX_TASKS)}, or classify with a square imgsz, got"
         f" {short_text(task)} with {height}x{width}"
     )
 

@@ -38,7 +38,7 @@ TIMM_FILE = "config.json"
 INTERPOLATIONS = {"bilinear": "area", "bicubic": "area", "lanczos": "lanczos", "nearest": "nearest"}
 _CFG = "pretrained_cfg"
 _DEFAULT_CROP_SHARE = 0.875  # of the short side that timm crops
-_NAMES = ("mean", "std", "input_size", "crop_pct", "crop_mode", "interpolation")
+_VALUE_NAMES = ("mean", "std", "input_size", "crop_pct", "crop_mode", "interpolation")
 
 
 def read_timm(metadata: ModelMetadata) -> StoredPreprocess | None:
@@ -49,7 +49,7 @@ def read_timm(metadata: ModelMetadata) -> StoredPreprocess | None:
     """
     if (text := metadata.text(_CFG)) is not None:
         return StoredPreprocess(timm_preprocess(parse_object(text, _CFG)))
-    values = {name: metadata.text(name) for name in _NAMES}
+    values = {name: metadata.text(name) for name in _VALUE_NAMES}
     if not values["mean"] or not values["std"]:
         return None
     return StoredPreprocess(timm_preprocess(values))
