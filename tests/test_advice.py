@@ -161,14 +161,17 @@ def detector(level, kept=26, *, front=(), split_number=None, boxes=60, samples=4
         samples=samples,
         found=boxes,
     )
-    reasons = (task.words,)
-    if boxes < MIN_OBJECTS:
-        reasons += (f"{boxes} boxes are too few; 7 more photos with objects would do",)
+    missing_samples = "7 more photos with objects" if boxes < MIN_OBJECTS else ""
     engine = EngineRow(
         label="int8",
         target="tensorrt",
         accuracy=Accuracy(outputs=(), samples=samples, task=task),
-        verdict=Verdict(level, reasons, gated=changed.pop("gated", False)),
+        verdict=Verdict(
+            level,
+            (task.words,),
+            gated=changed.pop("gated", False),
+            missing_samples=missing_samples,
+        ),
     )
     search = SearchPart(reused=False, probes=9, settled="16 of 64", front=front)
     script = FileRow(role="script of trtexec", path="o/run.sh")
@@ -247,7 +250,7 @@ def test_steps_for_a_doubtful_engine_never_repeat():
 def test_wrong_inputs_are_to_be_prepared_as_in_training(preprocess, options):
     """Options of preprocessing are refused beside arrays."""
     report = detector("good")
-    verdict = Verdict("doubtful", ("the float model finds nothing",))
+    verdict = Verdict("doubtful", (), blames_float=True)
     engines = (report.engines[0], replace(report.engines[1], verdict=verdict))
     feed = replace(report.feed, preprocess=preprocess)
     step = first_step(replace(report, engines=engines, feed=feed))

@@ -441,13 +441,13 @@ def test_qdq_model_is_no_float_model(float_path, shipped, against):
         ),
         (Verdict("unusable", (), gated=True), (2, 2, 2), 1, "calib8 explain o"),
         (
-            Verdict("unusable", ("the float model is wrong",)),
+            Verdict("unusable", (), blames_float=True),
             (2, 2, 2),
             1,
             "calib8.toml --preprocess NAME, or --mean",
         ),
         (
-            Verdict("doubtful", ("1 calibration sample is too few; 100 or more would do",)),
+            Verdict("doubtful", (), missing_calibration="100 or more"),
             (2, 2, 2),
             1,
             "with 100 or more images: calib8 build --config o/calib8.toml --images FOLDER",

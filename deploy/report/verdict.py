@@ -64,23 +64,23 @@ class Verdict:
         level: "good", "doubtful", "unusable" or "keep FP32".
         reasons: sentences, the most serious first.
         gated: whether a limit that the user set is missed.
+        blames_float: whether the float model or its inputs are at fault, and not int8.
+        blames_labels: whether the labels of the evaluation images are at fault.
+        missing_calibration: number of samples to calibrate with, such as "32 or more"; "" if there
+            are enough.
+        missing_samples: how many more samples to judge by, such as "20 more"; "" if there are
+            enough.
         assumes_inputs: whether nothing but calib8's default says how images become inputs.
     """
 
     level: str
     reasons: tuple[str, ...]
     gated: bool = False
+    blames_float: bool = False
+    blames_labels: bool = False
+    missing_calibration: str = ""
+    missing_samples: str = ""
     assumes_inputs: bool = False
-
-    @property
-    def blames_float(self) -> bool:
-        """Whether the float model or its inputs are at fault, and not int8."""
-        return any(reason.startswith(FLOAT_MODEL) for reason in self.reasons)
-
-    @property
-    def blames_labels(self) -> bool:
-        """Whether the labels of the evaluation images are at fault."""
-        return any(reason.endswith(SHIFT_LABELS) for reason in self.reasons)
 
     @property
     def has_few_samples(self) -> bool:
@@ -91,28 +91,6 @@ class Verdict:
     def is_in_question(self) -> bool:
         """Whether it may be wrong: the float model, its inputs or too few samples are at fault."""
         return self.blames_float or self.has_few_samples
-
-    @property
-    def missing_calibration(self) -> str:
-        """Number of samples to calibrate with, such as "32 or more"; "" if there are enough."""
-        return self._missing(calibration=True)
-
-    @property
-    def missing_samples(self) -> str:
-        """How many more samples to judge by, such as "20 more"; "" if there are enough."""
-        return self._missing(calibration=False)
-
-    def _missing(self, *, calibration: bool) -> str:
-        """Return what a reason says is missing: samples to calibrate with, or to judge by.
-
-        It is read from the sentence, since a verdict may come from a report.json, which has no more
-        than that.
-        """
-        for reason in self.reasons:
-            too_few = _TOO_FEW.fullmatch(reason)
-            if too_few and ("calibration" in too_few["things"]) == calibration:
-                return too_few["missing"]
-        return ""
 
     @property
     def text(self) -> str:
@@ -161,8 +139,8 @@ def verdict(
         device_kind: "CPU" or "device".
         doubts: sentences on calibration data that is bad, or unlike the model's training data;
             ignored if labels show that the float model is mostly right.
-        has_assumed_inputs: whether the preprocessing is calib8's default. Without another cause, or
-            labels that show the float model right, the reasons end with a sentence on that.
+        has_assumed_inputs: whether the preprocessing is calib8's default. The reasons end with a
+            sentence on that, unless the float model is at fault, or labels show it mostly right.
         has_random_outputs: whether the float model itself gives other outputs at each run. Only
             figures by labels can then show what int8 loses.
         calibrated: how many of the evaluation images calibrated, as text; "" for none.
@@ -195,12 +173,28 @@ def verdict(
         reasons.insert(place, too_few_sentence)
         if level == GOOD:
             level = DOUBTFUL
-    assumes_inputs = has_assumed_inputs and not causes and not _is_mostly_right(accuracy)
+    blames_float = any(reason.startswith(FLOAT_MODEL) for reason in reasons)
+    blames_labels = any(reason.endswith(SHIFT_LABELS) for reason in reasons)
+    assumes_inputs = has_assumed_inputs and not blames_float and not _is_mostly_right(accuracy)
     if assumes_inputs:
         reasons.append(_ASSUMED_INPUTS)
+    missing_calibration = missing_samples = ""
+    if few_match := _TOO_FEW.fullmatch(too_few_sentence):
+        if "calibration" in few_match["things"]:
+            missing_calibration = few_match["missing"]
+        else:
+            missing_samples = few_match["missing"]
     has_limits = gates.min_speedup is not None or gates.max_loss is not None
-    is_gated = has_limits and level == UNUSABLE
-    return Verdict(level, tuple(reasons), gated=is_gated, assumes_inputs=assumes_inputs)
+    return Verdict(
+        level,
+        tuple(reasons),
+        gated=has_limits and level == UNUSABLE,
+        blames_float=blames_float,
+        blames_labels=blames_labels,
+        missing_calibration=missing_calibration,
+        missing_samples=missing_samples,
+        assumes_inputs=assumes_inputs,
+    )
 
 
 def _choose_too_few(sentences: Sequence[str], accuracy: Accuracy | None) -> str:
