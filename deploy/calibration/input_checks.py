@@ -167,6 +167,10 @@ class _InputPath:
         return True
 
     def _read_norm(self, tensor: str, norm: onnx.NodeProto) -> FirstLayer | None:
+        """Return a layer with the statistics of a BatchNormalization; None without their values.
+
+        `tensor`: the input of the BatchNormalization.
+        """
         mean = self._read_constant(norm.input[3])
         variance = self._read_constant(norm.input[4])
         if mean is None or variance is None or mean.shape != variance.shape:
@@ -178,6 +182,7 @@ class _InputPath:
         return FirstLayer(model=model, tensor=tensor, node=norm.name, training=training)
 
     def _read_bias(self, conv: onnx.NodeProto) -> FirstLayer | None:
+        """Return a layer with the bias of a Conv; None without its values, and for other layers."""
         if conv.op_type != "Conv" or len(conv.input) < 3:
             return None
         bias = self._read_constant(conv.input[2])

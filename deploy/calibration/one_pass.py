@@ -131,6 +131,7 @@ class _PassState:
         return [BufferedSession(runner.tap.session) for runner in self.runners]
 
     def _make_recorders(self, observations: Iterable[Observation]) -> _Recorders:
+        """Return new recorders, those with a lead (see `Observation`) made from its statistics."""
         recorders = {}
         for observation in observations:
             lead_recorder = None

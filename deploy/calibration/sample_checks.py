@@ -116,6 +116,7 @@ class Peaks:
                 self._push(key, (amax, -sample_number))
 
     def _push(self, key: TensorKey, peak: tuple[float, int]) -> None:
+        """Store a peak if it is among the largest of its tensor; `peak`: (|x|, -number)."""
         peaks = self._largest.setdefault(key, [])
         if len(peaks) < _STORED_PEAKS:
             heapq.heappush(peaks, peak)

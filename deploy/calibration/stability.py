@@ -158,6 +158,7 @@ class StabilityMonitor:
         return self._compare(first_half, second_half, sample_count)
 
     def _search_scales(self, observed: ObservedStatistics) -> ScaleByKey:
+        """Return the ranges of the observations that are compared, without those that have none."""
         ranges = self._make_ranges(observed)
         usable = [observation for observation in self._observations if observation.key in observed]
         scale_by_key = {}

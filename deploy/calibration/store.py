@@ -342,6 +342,7 @@ def read_cache_text(path: Path) -> tuple[bytes, Fingerprint]:
 
 
 def _read_text(path: Path, document: _Document) -> tuple[bytes, Fingerprint]:
+    """Return the text of a cache and its fingerprint, if the text is that of the document."""
     text = read_cache_file(path)
     if sha256(text) != document.sha256.cache:
         raise CacheError(f"{path} was changed after {sidecars(path)[0].name} was written")
@@ -349,6 +350,7 @@ def _read_text(path: Path, document: _Document) -> tuple[bytes, Fingerprint]:
 
 
 def _parse_document(data: bytes, path: Path) -> _Document:
+    """Return the JSON of a cache, if it is unchanged; `path` names it in errors."""
     json_values = from_json(data, rule=f"{path} must be {_MARK}", error=CacheError)
     try:
         document = msgspec.convert(json_values, _Document)

@@ -84,6 +84,7 @@ class BufferedSession:
         return self._bound.outputs
 
     def _run_unbound(self, sample: Sample) -> Mapping[str, Array]:
+        """Run a sample without buffers; remember the shapes if its outputs may be buffered next."""
         self._bound = None
         self._input_forms = None
         values = self._session.run(sample)

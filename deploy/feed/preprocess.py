@@ -479,6 +479,7 @@ def _check_size(name: str, value: Any, *, may_be_open: bool = False) -> Any:
 
 
 def _check_numbers(name: str, values: Any) -> tuple[float, ...]:
+    """Return one number or several as floats; refuse anything else, whatever its type."""
     if isinstance(values, np.ndarray):
         values = values.tolist()
     items = values if isinstance(values, list | tuple) else [values]
