@@ -221,6 +221,7 @@ def _check_positions(shard: Shard) -> None:
     read_positions = set(positions[:read_count])
     skipped_positions = set(shard.skipped)
     good_positions = read_positions - skipped_positions
+    # each sample that was counted is a good one; the last one may be filled up with earlier images
     has_valid_count = shard.counted is None or 0 < shard.counted <= len(good_positions)
     if not skipped_positions <= read_positions or not has_valid_count:
         raise ValueError(f"{shard.counted} samples of {len(good_positions)} good ones")

@@ -81,7 +81,7 @@ def _text_origin(data: bytes) -> str:
             " bears the same file name but is another format; calibrate again with"
             " --target tensorrt"
         )
-    is_cut_off_header = b"TRT-".startswith(first_line)  # "TR", for example
+    is_cut_off_header = b"TRT-".startswith(first_line)  # "TR", for example, or an empty line
     if first_line.startswith(b"TRT-") or is_cut_off_header:
         return f"has the damaged first line {beginning}; write it again"
     return f"begins with {beginning}, which no known calibration tool writes"
