@@ -59,8 +59,6 @@ from deploy.terminal import phase, with_progress
 _MAX_LOADS = 3  # the load time is the least of so many
 _LOAD_BUDGET_MS = 200  # an engine is not loaded again after this much time
 
-MakeInputs = Callable[[int | None], Feeds]  # batch, None for the model's own -> inputs
-
 
 @with_progress
 def bench(
@@ -434,8 +432,10 @@ def _refuse_unsupported(
 
 def _choose_random_inputs(
     engines: Iterable[_LoadedEngine], specs: Sequence[TensorSpec], shapes: Shapes, seed: int
-) -> tuple[MakeInputs, tuple[str, ...]]:
-    """Return a function that makes random inputs (batch size -> inputs), and notes on their shapes.
+) -> tuple[Callable[[int | None], Feeds], tuple[str, ...]]:
+    """Return a function that makes random inputs, and notes on their shapes.
+
+    The function takes a batch size, None for the model's own.
 
     Args:
         engines: the engines. If the folder of one holds its build, open dimensions are those that
@@ -521,9 +521,8 @@ def _time_kernels(
         threads: threads of one inference on the CPU; None uses every core.
         duration_s: seconds of runs for each engine.
     """
-    kernels = {}
-    for label, engine in engines.items():
-        kernels[label] = time_kernels(
+    return {
+        label: time_kernels(
             engine.path,
             engine.session,
             inputs,
@@ -531,7 +530,8 @@ def _time_kernels(
             duration_ms=1e3 * duration_s,
             p50_ms=latency_by_label[label].run_time.p50,
         )
-    return kernels
+        for label, engine in engines.items()
+    }
 
 
 def model_size(path: Path) -> int:
@@ -548,9 +548,11 @@ def model_size(path: Path) -> int:
         model = onnx.load_model_from_string(data)
     except Exception:  # DecodeError of protobuf: the file is no ONNX file
         return total
-    external_files = set()  # several weights may lie in one file
-    for tensor in filter(uses_external_data, model.graph.initializer):
-        external_files.add(path.parent / ExternalDataInfo(tensor).location)
+    external_tensors = filter(uses_external_data, model.graph.initializer)
+    # a set, since several weights may lie in one file
+    external_files = {
+        path.parent / ExternalDataInfo(tensor).location for tensor in external_tensors
+    }
     for file in external_files:
         if file.is_file():  # else it was removed after the model was loaded
             total += file.stat().st_size

@@ -115,12 +115,7 @@ def report(*folders: Path | str) -> Report | BuildComparison:
     builds = [read_stored_build(folder) for folder in folders]
     if len(builds) == 1:
         return builds[0].report
-    return compare_builds(builds)
-
-
-def compare_builds(builds: Sequence[StoredBuild]) -> BuildComparison:
-    """Compare two builds or more."""
-    if len(builds) < 2:
+    if not builds:
         raise ConfigError(f"two builds at least can be compared, got {len(builds)}; name another")
     return BuildComparison(
         names=tuple(build.name for build in builds),

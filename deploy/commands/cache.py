@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from deploy.targets.tensorrt.cache_match import CacheMatch
     from deploy.targets.tensorrt.infer_scales import InferredScales
 
-_ALGORITHMS = ("EntropyCalibration2", "MinMaxCalibration", "EntropyCalibration")
 _ALGORITHM = click.option(
-    "--algorithm", type=click.Choice(_ALGORITHMS), help="Calibrator named in the first line."
+    "--algorithm",
+    type=click.Choice(("EntropyCalibration2", "MinMaxCalibration", "EntropyCalibration")),
+    help="Calibrator named in the first line.",
 )
 _VERBOSE = click.option(
     "--verbose", is_flag=True, help="Print every entry and every tensor, with the reason."

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import Field
 from functools import wraps
 from pathlib import Path
@@ -22,7 +21,6 @@ from deploy.terminal import is_text_suppressed, say, say_lines
 
 if TYPE_CHECKING:
     from deploy.calibration.calibration_result import CalibrationResult
-    from deploy.calibration.cluster_jobs import Cluster
 
 
 def method_options(command: CommandFunction) -> CommandFunction:
@@ -159,7 +157,14 @@ def cluster_options(command: CommandFunction) -> CommandFunction:
         if scheduler is None:
             base.refuse_given(*values, without="--scheduler")
         else:
-            cluster = _cluster(scheduler, values)
+            from deploy.calibration.cluster_jobs import Cluster
+
+            # with these, nothing is observed on the workers
+            base.refuse_beside("--scheduler", "require_cache", "trust_cache", "shard")
+            given_values = {name: value for name, value in values.items() if value is not None}
+            # `--threads` is the number for each piece of the images
+            threads = click.get_current_context().params.get("threads")
+            cluster = Cluster(address=scheduler, threads=threads or 1, **given_values)
         command(scheduler=cluster, **arguments)
 
     options = (
@@ -191,20 +196,6 @@ def cluster_options(command: CommandFunction) -> CommandFunction:
         ),
     )
     return base.add_options(run, options)
-
-
-def _cluster(address: str, cluster_values: Mapping[str, Any]) -> Cluster:
-    """Return the cluster of --scheduler; `--threads` is the number for each piece of the images.
-
-    Raises:
-        ConfigError: an option with which nothing is observed on the workers.
-    """
-    from deploy.calibration.cluster_jobs import Cluster
-
-    base.refuse_beside("--scheduler", "require_cache", "trust_cache", "shard")
-    threads = click.get_current_context().params.get("threads")
-    given_values = {name: value for name, value in cluster_values.items() if value is not None}
-    return Cluster(address=address, threads=threads or 1, **given_values)
 
 
 def print_calibration(

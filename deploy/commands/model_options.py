@@ -212,8 +212,6 @@ def torch_options(command: CommandFunction) -> CommandFunction:
     return base.add_options(run, options)
 
 
-# options without effect on PyTorch models, which get fixed scales and integers
-_NOT_OF_TORCH = ("precision",)
 TargetValues = Mapping[str, Mapping[str, Any]]  # target -> field -> value on the command line
 
 
@@ -275,14 +273,13 @@ def one_target(section: str) -> Decorator:
             (target,) = _make_targets((name,), target_values)
             command(target=target, **arguments)
 
-        return base.add_options(run, (target_option, target_field_options(_places_torch_pairs)))
+        # a precision has no effect on PyTorch models, which get fixed scales and integers
+        field_options = target_field_options(
+            lambda option: option.changes_placement and option.name != "precision"
+        )
+        return base.add_options(run, (target_option, field_options))
 
     return add
-
-
-def _places_torch_pairs(option: Option) -> bool:
-    """Whether a target's option decides where a PyTorch model gets pairs."""
-    return option.changes_placement and option.name not in _NOT_OF_TORCH
 
 
 def target_field_options(

@@ -115,11 +115,6 @@ class Section:
     rows: int = 0
     folded: bool = True
 
-    @property
-    def heading(self) -> str:
-        """The title with the number of rows."""
-        return f"{self.title} ({self.rows})" if self.rows else self.title
-
 
 def block_html(block: Block) -> str:
     """Return a block as HTML; all texts are escaped, drawings are HTML already."""
@@ -160,7 +155,8 @@ def _row_markdown(row: Sequence[Cell]) -> str:
 def sections_html(sections: Iterable[Section]) -> Iterator[str]:
     """Yield every section as HTML."""
     for number, section in enumerate(sections, 1):
-        head = f'<h2 id="section-{number}">{escape(section.heading)}</h2>'
+        heading = f"{section.title} ({section.rows})" if section.rows else section.title
+        head = f'<h2 id="section-{number}">{escape(heading)}</h2>'
         body = "\n".join(map(block_html, section.blocks))
         if section.folded:
             yield f"<details>\n<summary>{head}</summary>\n{body}\n</details>"

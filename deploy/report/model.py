@@ -171,26 +171,24 @@ class Findings:
         return next((target for target in self.targets if target.name == engine.target), None)
 
 
-_STAND_IN_NOTE = (
-    "not run on its device; its accuracy is that of a model which computes the same in ONNX Runtime"
-)
-_CPU_TIME_NOTE = (
-    "its time is CPU time of the one thread that runs it, which other programs do not prolong"
-)
-
-
 def _engine_notes(engine: EngineRow, target: TargetPart | None) -> Iterator[str]:
     """Yield the sentences on an engine, its target and its latency."""
     if engine.accuracy:
         yield from engine.accuracy.problems
         if engine.path is None and not engine.reference:
-            yield _STAND_IN_NOTE
+            yield (
+                "not run on its device; its accuracy is that of a model which computes the same in"
+                " ONNX Runtime"
+            )
     yield from engine.notes
     if target:
         yield from target.notes
     if engine.latency:
         if engine.latency.is_cpu_time:
-            yield _CPU_TIME_NOTE
+            yield (
+                "its time is CPU time of the one thread that runs it, which other programs do not"
+                " prolong"
+            )
         yield from engine.latency.warnings
 
 

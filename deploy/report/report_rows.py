@@ -148,11 +148,6 @@ class FloatGroup:
     nodes: Mapping[str, tuple[str, ...]]
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Distinct nodes of all targets."""
-        return tuple(dict.fromkeys(chain.from_iterable(self.nodes.values())))
-
-    @property
     def nodes_and_targets(self) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
         """(nodes, targets): targets with the same float nodes share an entry."""
         targets_by_nodes: dict[tuple[str, ...], list[str]] = {}
@@ -190,4 +185,5 @@ def _float_rank(group: FloatGroup) -> tuple[int, float, bool, int]:
     """Return what groups are sorted by; see `float_groups`."""
     kind_order = _KIND_ORDER.get(reason_kind(group.reason), len(_KIND_ORDER))
     is_trivial = group.op in _ON_SHAPES or group.reason == _ANY_NOT_FLOAT32
-    return kind_order, reason_sqnr_db(group.reason), is_trivial, -len(group.names)
+    names = set(chain.from_iterable(group.nodes.values()))  # of the nodes on any target
+    return kind_order, reason_sqnr_db(group.reason), is_trivial, -len(names)

@@ -175,9 +175,6 @@ def _verdicts(report: Findings) -> Iterator[str]:
 
 # labels of the lines that one screen shows
 _ALWAYS_SHOWN = ("Size", "Latency p50", "CPU time p50")
-_EMBEDDINGS_NOTE = (
-    "taken for embeddings by the values; --task classes if they are scores of classes"
-)
 _TASKS_WITH_LABELS = ("Top-1", "mAP .50:.95")
 _SHOWN_WITHOUT_TASK = ("Top-1 agreement", "SQNR", "SQNR, worst part")
 
@@ -201,7 +198,8 @@ def _decision_lines(report: Findings) -> Iterator[str]:
     # is certain; by values alone, scores of classes may have been taken for embeddings
     guess_text = f"embeddings, {BY_VALUES}"
     if any(engine.accuracy and engine.accuracy.why == guess_text for engine in report.engines):
-        yield from entry("Task", _EMBEDDINGS_NOTE)
+        text = "taken for embeddings by the values; --task classes if they are scores of classes"
+        yield from entry("Task", text)
     yield from entries("Speed", speed_texts(report))
     yield from entries("Device", report.device_texts)
     if report.feed:

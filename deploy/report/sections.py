@@ -149,7 +149,8 @@ def _worst_layers(report: Findings) -> Sections:
             if tensor_range is not None:
                 clipped = tensor_range.clipped
                 bar = charts.range_bar(tensor_range)
-            cells = [*tables.layer_row(layer), figures.percent(clipped)]
+            accuracy_cells = tables.accuracy_row(layer.name, layer)[: len(tables.LAYER_HEADS)]
+            cells = [*accuracy_cells, figures.percent(clipped)]
             if has_several_targets:
                 cells.append(target.name)
             rows.append(cells)

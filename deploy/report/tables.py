@@ -38,7 +38,7 @@ from deploy.tuning.plan_file import SplitRow
 Figure = TypeVar("Figure")
 
 ACCURACY_HEADS = ("SQNR", "cosine", "worst cosine", "max abs error")
-LAYER_HEADS = ("tensor", "SQNR", "cosine")
+LAYER_HEADS = ("tensor", "SQNR", "cosine")  # of the first cells of an `accuracy_row`
 # figure of the runs -> fewest runs that show it: with fewer, it is the slowest run
 _MIN_RUNS_BY_FIGURE = {"p50": 0, "p90": 0, "p95": MIN_RUNS_FOR_P95, "p99": 100, "mean": 0}
 _DEVICE_CLOCKS = {"Enqueue": "enqueue", "H2D": "h2d", "GPU compute": "gpu_compute", "D2H": "d2h"}
@@ -104,11 +104,6 @@ def accuracy_row(name: str, errors: OutputAccuracy | SliceAccuracy) -> list[str]
         figures.cosine(errors.cosine_min),
         figures.real(errors.max_abs_error),
     ]
-
-
-def layer_row(layer: OutputAccuracy) -> list[str]:
-    """Return an inner tensor under `LAYER_HEADS`."""
-    return accuracy_row(layer.name, layer)[: len(LAYER_HEADS)]
 
 
 def accuracy_notes(accuracy: Accuracy) -> tuple[str, ...]:

@@ -156,11 +156,11 @@ def verdict(
         findings.append((FLOAT, "no layer could be int8, the report says why"))
     if not findings:
         return Verdict(DOUBTFUL, ("nothing was measured of it",))
-    level = max((finding_level for finding_level, _ in findings), key=LEVELS.index)
 
+    findings.sort(key=lambda finding: -LEVELS.index(finding[0]))
+    level, _ = findings[0]  # the worst
     # first come the causes, which put the float model in question, then the worst other finding.
     # The findings hold the causes too: `_order_reasons` leaves out what comes a second time
-    findings.sort(key=lambda finding: -LEVELS.index(finding[0]))
     reasons, too_few_sentences = _order_reasons([*causes, *findings], level)
     loss_index = _find_loss_reason(reasons, losses)
     if loss_index is not None and calibrated:
