@@ -127,16 +127,17 @@ def multiply_input_channels(
     """
     if not factors.size:
         return weight
-    # the factors are given a shape that broadcasts over the weight
+    # the factors in a shape that broadcasts over the weight
+    shaped_factors = factors  # for the weight of a transposed Gemm, [C_out, C_in]
     if layer.kind == "Conv":  # [C_out, C_in / group, ...]
         group_factors = factors.reshape(layer.group, 1, weight.shape[1])
-        rows = np.repeat(group_factors, weight.shape[0] // layer.group, axis=1)
-        factors = rows.reshape(*weight.shape[:2], *[1] * (weight.ndim - 2))
+        output_factors = np.repeat(group_factors, weight.shape[0] // layer.group, axis=1)
+        shaped_factors = output_factors.reshape(*weight.shape[:2], *[1] * (weight.ndim - 2))
     elif layer.kind == "MatMul":  # [..., C_in, C_out]
-        factors = factors[:, None]
-    elif not layer.trans_b:  # [C_in, ...]; a transposed Gemm has [C_out, C_in], which fits as it is
-        factors = factors.reshape(-1, *[1] * (weight.ndim - 1))
-    return np.asarray(weight * factors, np.float32)
+        shaped_factors = factors[:, None]
+    elif not layer.trans_b:  # [C_in, ...]
+        shaped_factors = factors.reshape(-1, *[1] * (weight.ndim - 1))
+    return np.asarray(weight * shaped_factors, np.float32)
 
 
 def to_rows(weight: NDArray[Value], layer: Layer) -> NDArray[Value]:
