@@ -271,19 +271,17 @@ def _tiff_values(data: bytes) -> Iterator[tuple[int, int, int]]:
     first_entry_offset = directory_offset + struct.calcsize(entry_count_format)
 
     for number in range(entry_count):
-        # the fields of the entry: tag, type, number of values, value
-        tag_offset = first_entry_offset + number * (4 + 2 * field_bytes)
-        type_offset = tag_offset + 2
-        count_offset = tag_offset + 4
-        value_offset = tag_offset + 4 + field_bytes
-        tag = read_integer("H", tag_offset)
+        entry_offset = first_entry_offset + number * (4 + 2 * field_bytes)
+        tag = read_integer("H", entry_offset)
         if tag not in _READ_TAGS:
             continue
-        value_count = read_integer(field_format, count_offset)
+        value_type = read_integer("H", entry_offset + 2)
+        value_count = read_integer(field_format, entry_offset + 4)
+        value_offset = entry_offset + 4 + field_bytes
         if tag in (_BITS_TAG, _EXTRA_TAG) and 2 * value_count > field_bytes:
             # values of 2 bytes, one a channel, too many for the entry, which has their offset
             value_offset = read_integer(field_format, value_offset)
-        value_format = _FORMAT_BY_TIFF_TYPE.get(read_integer("H", type_offset), "I")
+        value_format = _FORMAT_BY_TIFF_TYPE.get(value_type, "I")
         if tag == _ORIENTATION_TAG:  # decoders take it for 2 bytes, whatever its type
             value_format = "H"
         yield tag, read_integer(value_format, value_offset), value_offset

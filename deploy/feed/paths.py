@@ -263,7 +263,7 @@ def _resolve_folder(folder: Path) -> SourceFiles:
             images.append(name)
         elif is_unsupported_image(name):
             unsupported_images.append(name)
-        elif is_array_file(name) and not _is_statistics_of_cache(folder / name):
+        elif not _is_statistics_of_cache(folder / name):  # a file of arrays to be fed
             arrays.append(name)
     if not images and not arrays:
         got = "none; give another folder or a list file"
