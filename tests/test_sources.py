@@ -310,6 +310,14 @@ def test_arrays_among_images_are_not_fed(tmp_path, pictures, wording):
     wording.check(raised.value)
 
 
+def test_notes_name_the_current_folder(tmp_path, pictures, monkeypatch):
+    folder = make_array_folder(tmp_path, "npy")
+    shutil.copy(pictures / "00.png", folder)
+    monkeypatch.chdir(folder)
+    feed, _ = collect_feed(Path("."))
+    assert "6 files of arrays among the images of . are not fed" in feed.notes
+
+
 def test_image_pattern_equals_folder(pictures, make_cache, tmp_path, run, small_cnn, wording):
     assert make_cache(pictures) == make_cache(pictures / "*.png")
     arguments = "calibrate", small_cnn, "--out", tmp_path / "c.cache"
