@@ -89,6 +89,7 @@ class OutputFile(NamedPath):
 
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         is_screen = self.kind == "JSON file" and path == _SCREEN
+        # click's `resilient_parsing`: a shell completes the line, and nothing is run
         if not is_screen and not (ctx and ctx.resilient_parsing):
             name_output(path, self.kind)
         return path
@@ -201,7 +202,7 @@ class SectionedCommand(click.Command):
             name = param.name or ""
             value = ctx.params.get(name)
             if not isinstance(param.type, InputPath) or not value or ctx.resilient_parsing:
-                continue
+                continue  # with `resilient_parsing` a shell completes the line
             advice = "check the path"
             if ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP:
                 advice += " in the file of --config; a relative path starts at the current folder"

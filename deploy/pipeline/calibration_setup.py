@@ -429,7 +429,8 @@ def _choose_checkpoint(options: CalibrationOptions) -> Path | None:
         ConfigError: --resume, but there can be no checkpoint.
     """
     policy = options.cache
-    # the flag by which the user has the cache only read, so that no image is run; None without one
+    # with --resume all images are run. `reuse_flag` is the flag, if any, by which the cache is only
+    # read and no image is run
     conflicting_flag = policy.reuse_flag
     if options.until_stable is not None:
         conflicting_flag = "--until-stable"
@@ -475,8 +476,8 @@ def _make_monitor(
     """
     compared_observations = []
     for observation in observations:
-        # of the halves, those ranges are compared that the method finds: in the statistic that it
-        # reads (`subject.statistic`). One that depends on the order of the samples has no halves
+        # a statistic is compared if the method finds ranges in it. One that depends on the order of
+        # the samples has no halves
         is_read_by_method = observation.statistic == subject.statistic
         if is_read_by_method and not observation.is_order_dependent:
             compared_observations.append(observation)

@@ -378,8 +378,8 @@ def _open_engines(
         path_by_engine = dict(result.baselines)
         if result.engine is not None:  # the engine has the name of its target
             path_by_engine[result.target] = result.engine
-        # latency is that of the session that a user would open. Accuracy needs a single thread, if
-        # ONNX Runtime runs the engine (`runs_here`)
+        # to measure latency, an engine is opened as a user would open it. For accuracy alone, ONNX
+        # Runtime (`runs_here`) opens it in a single thread
         is_single_thread = target.runs_here and not is_timed
         for name, path in path_by_engine.items():
             if is_single_thread:

@@ -376,11 +376,13 @@ def _expected_speed(target: TargetPart, built_split: SplitRow) -> tuple[float, s
 
 def _accuracy_text(split: SplitRow, built_split: SplitRow) -> str:
     """Return the accuracy of a split, as far as it differs from that of the built split."""
+    # figure and level are "" for a split that was not judged: then only SQNR can be compared
+    has_figures = split.figure and built_split.figure
+    has_levels = split.level and built_split.level
     text = split.figure
-    # a split without a figure was not judged: then only SQNR can be compared
-    if "" in (text, built_split.figure) or text == built_split.figure:
+    if not has_figures or split.figure == built_split.figure:
         text = figures.decibels(split.sqnr_db)
-    if split.level != built_split.level and "" not in (split.level, built_split.level):
+    if has_levels and split.level != built_split.level:
         text += f" ({split.level})"
     return text
 
