@@ -57,7 +57,7 @@ def as_inputs(batch: Any, model: nn.Module | None = None) -> tuple[Any, ...]:
         return (_copy_as_tensors(batch),)
 
     model = unwrap(model)
-    item, _ = first_item(batch)
+    item, _all_items = first_item(batch)
     tensors, names = split_item(model, _copy_as_tensors(item))
     if not names:  # the item is no dict, so its tensors are in order
         return tuple(tensors)
@@ -238,7 +238,7 @@ def _export_and_lift(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule:
     repeated_inputs = pytree.tree_map(repeat_single_sample, tuple(inputs))
     try:
         program = _export(model, repeated_inputs, is_batch_dynamic=True)
-        # else the model fixed the batch to the size of `repeated`: export it for that of `inputs`
+        # else the model fixed the batch to that of `repeated_inputs`: below, to that of `inputs`
         if _has_dynamic_batch(program, inputs, repeated_inputs):
             return lift_program(program, model, inputs)
     except Exception as error:  # anything from torch.export or the user's model

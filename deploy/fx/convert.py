@@ -263,12 +263,12 @@ def record_statistics(
     # The lead reads the samples of TensorRT's first batch. TensorRT reads whole batches only, so no
     # sample of a partial last batch is recorded, here or after the lead.
     lead_size = lead.samples or 1
-    items, _ = iterate_items(batches)
+    items, _surely_end = iterate_items(batches)
     all_samples = chain.from_iterable(map(_split_into_samples, items))
     samples = _drop_partial_batch(all_samples, lead_size)
     lead_samples = list(islice(samples, lead_size))
     try:
-        lead_recorders, _ = _record_pass(model, lead_samples, lead, {})
+        lead_recorders, _run_count = _record_pass(model, lead_samples, lead, {})
     except ModelError as error:
         raise ModelError(
             "a method that sees samples one by one needs a model that runs for a batch of 1,"
@@ -298,7 +298,7 @@ def _record_pass(
     run_count = 0
     device = device_of(model)
     batch_count = len(batches) if isinstance(batches, Sized) else None
-    items, _ = iterate_items(batches)
+    items, _surely_end = iterate_items(batches)
     try:
         with phase("calibration", batch_count, "batches") as show_progress:
             for batch in items:

@@ -66,7 +66,7 @@ class Distiller:
         *,
         inputs: Sequence[Any] | None = None,
     ):
-        folded_teacher, _ = fold_batch_norms(teacher, inputs)
+        folded_teacher, _report = fold_batch_norms(teacher, inputs)
         self.teacher = folded_teacher.requires_grad_(False)
         self.layer_pairs: list[tuple[nn.Module, nn.Module]] = []
         # module of student or teacher -> its output in the last forward of that model

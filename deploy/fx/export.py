@@ -243,7 +243,7 @@ def run_exporter(
     place: it returns None for these, and a dict for a dataclass. Errors are the exporter's own.
 
     Args:
-        model: the model, which this changes.
+        model: what to export; changed as said above.
         inputs: example inputs.
         shapes: their dynamic dimensions, as for torch.export; None if all are fixed.
         opset: of the default domain.

@@ -247,7 +247,7 @@ def _reason_at_call(graph_module: fx.GraphModule, norm: fx.Node) -> str | None:
     if not has_factors(norm_module):
         return "it keeps no running statistics"
     if has_view(graph_module, path):
-        factor, _ = norm_factors(norm_module)
+        factor, _shift = norm_factors(norm_module)
         if keeps_channels(layer, path, factor.numel()):
             return None
         return f"a view after {layer_call.target} moves its channels"

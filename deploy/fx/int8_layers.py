@@ -262,7 +262,7 @@ class QatConvBn(QatLayer):
         if self.frozen or not self.training:
             return super().forward(x)
         layer: Any = self.layer
-        factor, _ = trained_factors(self.norm)
+        factor, _shift = trained_factors(self.norm)
         factor = torch.where(factor.abs() > 1e-12, factor, 1e-12).detach()  # it is divided by
         weight = self.weight_quant(scale_outputs(layer, layer.weight, factor))
         channels = (1, -1, *[1] * (weight.dim() - 2))

@@ -247,13 +247,13 @@ class _Lifter:
             nodes: nodes of the exported program: the operations of one call of the layer.
         """
         layer = self.model.get_submodule(name)
-        layer_tensors = {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
+        layer_tensor_ids = {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
         call_nodes = set(nodes)
         input_nodes: set[fx.Node] = set()
         output_nodes = []
         for node in nodes:
             for source in set(node.all_input_nodes) - call_nodes:
-                if _is_tensor(source) and id(self._parameter_of(source)) not in layer_tensors:
+                if _is_tensor(source) and id(self._parameter_of(source)) not in layer_tensor_ids:
                     input_nodes.add(source)
             if not node.users.keys() <= call_nodes:
                 output_nodes.append(node)

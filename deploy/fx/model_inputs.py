@@ -246,7 +246,7 @@ def first_item(source: Any) -> tuple[Any, Any]:
     """
     if isinstance(source, torch.Tensor):
         return source, source
-    items, _ = iterate_items(source)
+    items, _surely_end = iterate_items(source)
     iterator = iter(items)
     try:
         item = next(iterator)

@@ -67,7 +67,13 @@ def has_view(graph_module: fx.GraphModule, path: list[Any]) -> bool:
 
 
 def keeps_channels(layer: Any, path: list[Any], channels: int) -> bool:
-    """Return whether dimension 1 of a view [M, C] of a layer's output is a Linear's outputs."""
+    """Return whether a view of a layer's output is [M, C], with C the outputs of a Linear.
+
+    Args:
+        layer: the layer.
+        path: `path_to_layer` of the norm.
+        channels: C of the norm.
+    """
     is_linear_of_channels = isinstance(layer, nn.Linear) and layer.out_features == channels
     return is_linear_of_channels and path[0].meta.get("rank") == 2
 

@@ -65,7 +65,9 @@ def export(
     model_copy = plain_copy(model).eval()
     convert_to_float32(model_copy)
     tensors = example_tensors(inputs, model_copy)
-    exported, _ = _export_checked(model_copy, tensors, opset=opset, dynamic_batch=dynamic_batch)
+    exported, _warning = _export_checked(
+        model_copy, tensors, opset=opset, dynamic_batch=dynamic_batch
+    )
     return exported
 
 

@@ -317,7 +317,7 @@ def _graph_without_norms(
     stay one node.
     """
     if norms == "fold":
-        graph_module, _ = fold_batch_norms(model, inputs, leaves=opaque)
+        graph_module, _report = fold_batch_norms(model, inputs, leaves=opaque)
         _refuse_unknown_layers(graph_module, skip)
         return graph_module
     graph_module = graph_of(model, inputs, leaves=opaque)

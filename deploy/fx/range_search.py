@@ -66,7 +66,8 @@ class MethodSearch:
         assert isinstance(recorder, Histogram)
         if recorder.amax == 0:
             return scale_on_grid(0.0, 0.0, grid)
-        search = self.method.search(symmetric=grid, affine=grid)  # one of the two results is read
+        # a search finds a symmetric range, +-amax, and one with a zero point, lo to hi
+        search = self.method.search(symmetric=grid, affine=grid)
         clip = search_scale(recorder, search, reach if self.bounded else None)
         ends = (-clip.amax, clip.amax) if grid.symmetric else (clip.lo, clip.hi)
         return scale_on_grid(*ends, grid)
