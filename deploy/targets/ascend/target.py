@@ -347,7 +347,8 @@ class Ascend(Target):
             raise refused_layers_error(refusals, remedy)
         if refusals and self.configured:
             raise refused_layers_error(refusals)
-        records = {name: records[name] for name in layers}
+        # in AMCT's order, in which the layers that DMQ balances come first
+        records = {name: record for name, record in records.items() if name in layers}
         config = disable_layers(config, {**float_nodes, **refusals})
         return plan, replace(calibrated, records=records, refusals=refusals), layers, config
 
