@@ -374,7 +374,7 @@ def test_build_writes_every_file(small_cnn, data, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("effort", [0, 1])
-def test_layer_beyond_the_hardware_stays_float(tmp_path, effort):
+def test_layer_beyond_the_hardware_stays_float(tmp_path, data, run, effort):
     """Sums of squares, as in a mel spectrogram, are far beyond the scales that AscendQuant has."""
     nodes = [("Conv", "x w", "c", "conv"), ("Mul", "c b", "m"), ("Conv", "m w", "y", "huge")]
     weights = {"w": np.eye(3).reshape(3, 3, 1, 1), "b": np.float32(1e9)}
@@ -386,6 +386,9 @@ def test_layer_beyond_the_hardware_stays_float(tmp_path, effort):
     assert "1 / scale_d must be in" in reasons["huge"] and "conv" not in reasons
     assert any("huge: 1 / scale_d" in note for note in report.targets[0].notes)
     assert list(next_steps(report))
+    auto = ("ascend", "auto", tmp_path / "net.onnx", "--images", data, "-o", tmp_path / "a")
+    shown = run.ok(*auto, "--strategy", ("gain", "binary-search")[effort])
+    assert shown.startswith("1 layers in int8: ")
     # a configuration of the user is followed, or refused
     text = (tmp_path / "o" / "net_config.json").read_text()
     config = tmp_path / "all.json"

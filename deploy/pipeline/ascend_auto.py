@@ -162,7 +162,7 @@ def auto_calibrate(
             threads=threads,
         )
         # the layers that can be in int8: those that are quantized with their default searches. The
-        # plan has an entry for each
+        # plan has an entry for each, and for layers that do not fit the hardware
         record_plan, _, quantized_layers, _ = target.quantize(request)
         # search -> layer -> what the search finds for it, a record: scale and offset
         records_by_search = target.find_records(request)
@@ -194,7 +194,7 @@ def auto_calibrate(
             request=request,
             evaluation=evaluation,
             max_loss=max_loss,
-            layers=tuple(record_plan.layers),
+            layers=tuple(name for name in record_plan.layers if name in quantized_layers),
             node_inputs=node_inputs,
             searches=records_by_search,
             general_searches=general_searches,

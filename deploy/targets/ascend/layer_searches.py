@@ -46,7 +46,7 @@ from deploy.targets.ascend.layers import LayerGraph
 from deploy.targets.ascend.quant_layer import (
     QuantLayer,
     QuantLayers,
-    quantize_layers,
+    quantize_fitting_layers,
 )
 from deploy.targets.ascend.record import (
     Records,
@@ -239,14 +239,13 @@ def find_best_searches(
         threads: number of samples that run at a time.
 
     Raises:
-        ExportError: a layer exceeds the limits of the hardware.
         BackendError: ONNX Runtime refused the model.
     """
     errors_by_layer: dict[str, dict[str, float]] = {}
     search_count = len(records_by_search)
     with phase("errors of layers by themselves", search_count, "searches") as count_search:
         for search, search_records in records_by_search.items():
-            layers = quantize_layers(model, graph, search_records)
+            layers, _ = quantize_fitting_layers(model, graph, search_records)
             layer_errors = compare_outputs(
                 mean_square_error, model, layers, samples, threads=threads
             )
