@@ -302,8 +302,6 @@ class Ascend(Target):
         plan, default_calibration = self.search_all_layers(request, searches.DEFAULT_SEARCH)
         # layers with another search than the default one
         search_by_layer = searches.chosen_searches(plan, request.choices)
-        if not search_by_layer:
-            return plan, default_calibration, plan.config
         calibration_by_search = {}
         for search in set(search_by_layer.values()):
             _, calibration_by_search[search] = self.search_all_layers(request, search)
