@@ -268,6 +268,15 @@ def test_pictures_after_arrays_need_their_preprocessing(small_cnn, pictures, tmp
         assert "fed arrays" not in f"{report.alerts} {report.engine('int8').verdict}"
 
 
+def test_check_names_assumed_preprocessing(small_cnn, pictures, tmp_path):
+    options = {**QUICK, "preprocess": None, "task": "none"}
+    calib8.build(small_cnn, pictures, out=tmp_path, **options)
+    assert check(tmp_path, pictures).engine("int8").verdict.assumes_inputs
+    engine_alone = check(tmp_path / "small_cnn.int8.onnx", pictures, against=small_cnn, task="none")
+    assert engine_alone.engine("int8").verdict.assumes_inputs
+    assert not check(tmp_path, pictures, preprocess="unit").engine("int8").verdict.assumes_inputs
+
+
 def test_speed_limit_without_timing_is_doubtful(shipped, pictures):
     report = check(shipped, pictures, gates=calib8.Gates(min_speedup=1.2))
     assert report.engine("onnxruntime").verdict.level == "doubtful"

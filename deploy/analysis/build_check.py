@@ -184,6 +184,7 @@ class _ShippedFiles:
         calibration_digest: of the build's calibration images; "" if unknown.
         alerts: sentences on files that are not as the build wrote them.
         image_doubts: sentences on the preprocessing, for evaluation samples that are images.
+        assumes_inputs: whether the preprocessing is calib8's default, which the build had.
     """
 
     title: str
@@ -197,6 +198,7 @@ class _ShippedFiles:
     calibration_digest: str = ""
     alerts: tuple[str, ...] = ()
     image_doubts: tuple[str, ...] = ()
+    assumes_inputs: bool = False
 
 
 def _read_build(
@@ -242,6 +244,8 @@ def _read_build(
         or dataset.preprocess
         or loaded.metadata_preprocess
     )
+    verdicts = [engine.verdict for engine in report.engines if engine.verdict]
+    had_assumed_inputs = any(verdict.assumes_inputs for verdict in verdicts)
     shipped = _ShippedFiles(
         title=f"calib8: the files of {build.name}, checked against {loaded.source or loaded.name}",
         loaded=loaded,
@@ -254,6 +258,7 @@ def _read_build(
         calibration_digest=calibration_digest,
         alerts=(*_change_alerts(verification, results), *reference_alerts),
         image_doubts=() if is_preprocess_known else (_FED_ARRAYS,),
+        assumes_inputs=had_assumed_inputs and dataset.preprocess is None,
     )
     return shipped, with_stored_preprocess(dataset, stored_preprocess, build.path)
 
@@ -484,8 +489,10 @@ def _make_report(
     # samples spread over the feed; with a fixed batch, each has several images
     spread_samples = list(feed.spread_samples(max(1, _INPUT_SAMPLES // feed.batch)))
     input_doubts = check_input_samples(spread_samples, feed.preprocess, loaded.model)
+    has_assumed_inputs = feed.has_assumed_scale
     if feed.preprocess is not None:  # images, and not arrays, which are fed as they are
         input_doubts += shipped.image_doubts
+        has_assumed_inputs |= shipped.assumes_inputs
     rows = engine_rows(
         figures,
         shipped.results,
@@ -493,6 +500,7 @@ def _make_report(
         Stage(shipped.folder),  # nothing is staged: the files are where they are published
         classes=loaded.classes,
         doubts=input_doubts,
+        has_assumed_inputs=has_assumed_inputs,
     )
     alerts = (*shipped.alerts, *_absent_alerts(shipped.results, figures.absent), *input_doubts)
     return Report(
