@@ -64,6 +64,8 @@ LAYERS = tuple(f"/c{index}" for index in range(64))
 class LayerProber:
     """A prober of a grid on which some layers have a noise of 20 dB, the last ones nearly none."""
 
+    isolated_indices = None
+
     def __init__(self, noisy_layers):
         self._noisy_layers = noisy_layers
         self.trial_count = 0
@@ -123,6 +125,8 @@ class OutlierProber:
     In int8 that layer loses nearly all without clipping. Every other layer has `clipped_power` of
     noise with clipping, `power` without.
     """
+
+    isolated_indices = None
 
     def __init__(self, *, power, clipped_power):
         self._power = power

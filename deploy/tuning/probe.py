@@ -174,6 +174,7 @@ class Prober:
         form: slices and task of the outputs, and the user's metric.
         runs_here: whether ONNX Runtime's int8 kernels run the trials.
         isolated_sample_count: number of samples for trials of a few layers; None for all.
+        isolated_indices: indices of these samples; None until they are selected.
         measures_accuracy: whether to measure the accuracy of trials too.
         progress: called after each trial.
         count_samples: called with the number of samples that are run.
@@ -187,6 +188,7 @@ class Prober:
     form: OutputForm
     runs_here: bool
     isolated_sample_count: int | None = None
+    isolated_indices: Sequence[int] | None = None
     measures_accuracy: bool = False
     progress: Callable[[], None] = lambda: None
     count_samples: Callable[[int], None] = lambda _: None
@@ -245,7 +247,9 @@ class Prober:
         Raises:
             BackendError: the float model cannot run with these tensors as outputs.
         """
-        indices = self._select_isolated_samples()
+        if self.isolated_indices is None:
+            self.isolated_indices = self._select_isolated_samples()
+        indices = self.isolated_indices
         self.count_samples(len(indices))
         samples = [self._samples.samples[index] for index in indices]
         float_slices = [self._samples.float_slices[index] for index in indices]

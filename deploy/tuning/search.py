@@ -38,7 +38,7 @@ from deploy.tuning.sensitivity import (
     QUIET_LOSS,
     Group,
     Sensitivity,
-    first_groups,
+    adapt_sensitivity,
     measure_sensitivity,
     split_into_groups,
 )
@@ -60,11 +60,13 @@ class SharedFindings:
 
     Attributes:
         sensitivity: noise of the layers; None until it is measured.
+        isolated_indices: the samples that it is measured on.
         is_clipping: whether the best method clips; None until methods are compared.
         best_methods: the best methods of that kind, the best first.
     """
 
     sensitivity: Sensitivity | None = None
+    isolated_indices: Sequence[int] | None = None
     is_clipping: bool | None = None
     best_methods: tuple[Method, ...] = ()
 
@@ -298,20 +300,37 @@ class Search:
     def layer_losses(self, base: Trial) -> dict[str, float]:
         """Return layer -> the loss that it adds in int8, with the range method of a trial.
 
-        The noise of each layer alone in int8 (`sensitivity`) is measured once, then stored. The
-        noisy layers are much the same for all targets, so the measurement begins with the groups
-        that another target's search found noisy.
+        The noise of each layer alone in int8 (`sensitivity`) is measured once, then stored.
         """
         if self.sensitivity is None:
-            layers = [layer for layer in self.units.layers if layer not in self.refused]
-            measured = measure_sensitivity(
-                first_groups(layers, self.effort.first_groups, self.shared.sensitivity),
-                partial(self._measure_isolated, base.choices),
-                max_trials=self.effort.isolated_trials,
-            )
+            measured = self._measure_sensitivity(base)
             self.sensitivity = measured.scaled_to(base.in_float, base.noise)
-            self.shared.sensitivity = self.shared.sensitivity or self.sensitivity
         return self.sensitivity.loss_by_layer()
+
+    def _measure_sensitivity(self, base: Trial) -> Sensitivity:
+        """Return the noise of the layers with the range method of a trial.
+
+        Once it is measured for another target or method, that measurement is adapted.
+        """
+        layers = [layer for layer in self.units.layers if layer not in self.refused]
+        measure = partial(self._measure_isolated, base.choices)
+        if self.shared.sensitivity is not None:
+            return adapt_sensitivity(
+                self.shared.sensitivity,
+                layers,
+                measure,
+                first_count=self.effort.first_groups,
+                max_trials=self.effort.isolated_trials // 2,
+                int8_noise=base.noise,
+            )
+        sensitivity = measure_sensitivity(
+            split_into_groups(layers, self.effort.first_groups),
+            measure,
+            max_trials=self.effort.isolated_trials,
+        )
+        self.shared.sensitivity = sensitivity
+        self.shared.isolated_indices = self.prober.isolated_indices
+        return sensitivity
 
     def _measure_isolated(self, choices: Choices, groups: Sequence[Group]) -> list[Noise | None]:
         """Return the noise of each group in int8 with all else in float; None if it cannot run."""

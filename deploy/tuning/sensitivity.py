@@ -9,6 +9,9 @@ Each group runs alone in int8, with all else in float, and the noisy ones are sp
 Noise of groups adds up, so the sum predicts the loss of a split. Groups are measured on few samples
 and interact, so the sum is scaled to the loss of one split that was measured. A group that cannot
 run alone is left out; its loss shows in the trials of splits.
+
+The noisy layers are much the same for all targets and range methods. So for another target or
+method only the noisiest groups are measured again.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from statistics import median
 
 from deploy.tuning.probe import Noise
 
@@ -24,6 +28,8 @@ QUIET_LOSS = 0.03  # about 30 dB: a model that loses less needs no layer in floa
 _QUIET_GROUP_LOSS = QUIET_LOSS / 2  # a group that loses less is not halved: four add up to 0.03
 _SATURATED_LOSS = 0.3  # about 10 dB: from here on noise no longer adds up
 _MAX_SCALE = 16.0  # limit of the factor between measured and summed power
+# measured over summed power: above it, layers are noisy that were quiet for another target
+_MAX_UNEXPLAINED_RATIO = 2.0
 
 Group = tuple[str, ...]
 NoiseMeter = Callable[[Sequence[Group]], list[Noise | None]]
@@ -63,12 +69,10 @@ class Sensitivity:
 
         Where the loss is large, noise does not add up, so the scale stays as it is.
         """
-        predicted_loss = self.predict(in_float).worst
-        measured_loss = measured.worst
-        if not (0 < predicted_loss < _SATURATED_LOSS and 0 < measured_loss < _SATURATED_LOSS):
+        predicted = self.predict(in_float)
+        if not (0 < predicted.worst < _SATURATED_LOSS and 0 < measured.worst < _SATURATED_LOSS):
             return self
-        power_ratio = (math.log1p(-measured_loss) / math.log1p(-predicted_loss)) ** 2
-        factor = min(max(power_ratio, 1 / _MAX_SCALE), _MAX_SCALE)
+        factor = min(max(_power_ratio(measured, predicted), 1 / _MAX_SCALE), _MAX_SCALE)
         return replace(self, scale=self.scale * factor)
 
 
@@ -86,8 +90,15 @@ def measure_sensitivity(
         max_trials: groups to measure at most.
     """
     noise_by_group = _measure_runnable(groups, measure)
-    trial_count = len(groups)
-    while trial_count + 2 <= max_trials:
+    _halve_noisiest(noise_by_group, measure, max_trials - len(groups))
+    return Sensitivity(noise_by_group)
+
+
+def _halve_noisiest(
+    noise_by_group: dict[Group, Noise], measure: NoiseMeter, max_trials: int
+) -> None:
+    """Replace the noisiest group by its halves, again and again, as long as trials are left."""
+    for _ in range(max_trials // 2):
         group = _noisiest(noise_by_group)
         if group is None:
             break
@@ -95,23 +106,72 @@ def measure_sensitivity(
         halves = [group[:middle], group[middle:]]
         del noise_by_group[group]
         noise_by_group |= _measure_runnable(halves, measure)
-        trial_count += 2
+
+
+def adapt_sensitivity(
+    prior: Sensitivity,
+    layers: Sequence[str],
+    measure: NoiseMeter,
+    *,
+    first_count: int,
+    max_trials: int,
+    int8_noise: Noise,
+) -> Sensitivity:
+    """Return the noise of groups of layers for another target or range method than before.
+
+    The groups that were noisiest before are measured. The noise of each other group is expected to
+    be that of before, times the median change of the measured ones. Then the noisiest are halved.
+
+    If the sum is less than half of `int8_noise`, layers are noisy now that were quiet before, so
+    all groups are measured.
+
+    Args:
+        prior: of another target or method, on the same samples.
+        layers: of this target, in the model's order.
+        measure: groups -> noise of each with all else in float; None where it cannot run.
+        first_count: groups of `prior` to measure.
+        max_trials: groups to measure at most, if their noise explains `int8_noise`.
+        int8_noise: noise with all layers in int8.
+    """
+    new_groups, noise_before = _regroup(prior, layers)
+    noisiest_first = sorted(noise_before, key=lambda group: -noise_before[group].worst)
+    first_groups = [*new_groups, *noisiest_first[:first_count]]
+    other_groups = noisiest_first[first_count:]
+    noise_by_group = _measure_runnable(first_groups, measure)
+
+    changes = []
+    for group, noise in noise_by_group.items():
+        if group in noise_before:
+            changes.append(_power_ratio(noise, noise_before[group]))
+    change = median(changes) if changes else 1.0
+    for group in other_groups:
+        noise_by_group[group] = noise_before[group].scaled(change)
+    total = Sensitivity(noise_by_group).predict(frozenset())
+    if _power_ratio(int8_noise, total) > _MAX_UNEXPLAINED_RATIO:
+        for group in other_groups:
+            del noise_by_group[group]
+        noise_by_group |= _measure_runnable(other_groups, measure)
+
+    _halve_noisiest(noise_by_group, measure, max_trials - len(first_groups))
     return Sensitivity(noise_by_group)
 
 
-def first_groups(layers: Sequence[str], max_groups: int, prior: Sensitivity | None) -> list[Group]:
-    """Return the groups of layers to begin with.
+def _regroup(prior: Sensitivity, layers: Sequence[str]) -> tuple[list[Group], dict[Group, Noise]]:
+    """Return (groups of layers that were not measured before, other groups -> their noise before).
 
-    Without a prior they have equal size. If another target's search measured the model (`prior`),
-    they are the groups that were noisy there, and all quiet layers between two of them.
+    `layers`: of another target than `prior`, which may have other layers in int8.
     """
-    if prior is None:
-        return split_into_groups(layers, max_groups)
-    noisy_group_by_layer: dict[str, Group] = {}
-    for group, noise in prior.groups.items():
-        if noise.worst > _QUIET_GROUP_LOSS:
-            noisy_group_by_layer.update(dict.fromkeys(group, group))
-    return [tuple(group) for _, group in groupby(layers, key=noisy_group_by_layer.get)]
+    prior_group_by_layer = {layer: group for group in prior.groups for layer in group}
+    new_groups = []
+    noise_before: dict[Group, Noise] = {}
+    for prior_group, members in groupby(layers, key=prior_group_by_layer.get):
+        group = tuple(members)
+        if prior_group is None:
+            new_groups.append(group)
+        else:
+            share = len(group) / len(prior_group)
+            noise_before[group] = prior.groups[prior_group].scaled(share)
+    return new_groups, noise_before
 
 
 def split_into_groups(layers: Sequence[str], max_groups: int) -> list[Group]:
@@ -127,6 +187,12 @@ def _measure_runnable(groups: Sequence[Group], measure: NoiseMeter) -> dict[Grou
         if noise is not None:
             noise_by_group[group] = noise
     return noise_by_group
+
+
+def _power_ratio(noise: Noise, reference: Noise) -> float:
+    """Return the ratio of two noise powers in their worst slices."""
+    ratio: float = 10 ** ((reference.db - noise.db) / 10)
+    return ratio
 
 
 def _noisiest(noise_by_group: Mapping[Group, Noise]) -> Group | None:

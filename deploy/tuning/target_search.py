@@ -132,6 +132,7 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
     build_trial = trial_builder(setup.target, setup.request, rounds_weights=setup.rounds_weights)
     trial_setup = _with_held_out_ranges(setup, samples, budget)
     prober = make_prober(trial_setup, build_trial, samples, form, step, budget)
+    prober.isolated_indices = setup.shared_findings.isolated_indices
     sizes = SplitSizes(model, units)
     search = Search(
         prices=prices,

@@ -36,7 +36,7 @@ _NO_TARGET = "the plan {} has no [{}], so nothing was chosen for it, and nothing
 _INTERRUPTED = (
     "the search was interrupted: the best so far is built, and the next build searches again"
 )
-_VERSION = 33  # raised when a search of the same input would give another plan
+_VERSION = 34  # raised when a search of the same input would give another plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
