@@ -13,8 +13,8 @@ from setuptools.command.build_ext import build_ext
 
 KERNEL = Extension(
     "calibrators._count",
-    ["cpp/src/kernel/count.c", "cpp/src/kernel/round.c"],
-    depends=["cpp/src/kernel/count.h", "cpp/src/kernel/round.h"],
+    ["cpp/src/kernel/count.c", "cpp/src/kernel/round.c", "cpp/src/kernel/sums.c"],
+    depends=["cpp/src/kernel/count.h", "cpp/src/kernel/round.h", "cpp/src/kernel/sums.h"],
     extra_compile_args=["-std=c11", "-O3", "-g0", "-ffp-contract=off"],
     optional=True,
 )

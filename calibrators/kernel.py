@@ -1,8 +1,9 @@
 """C kernel for histogram counting and weight rounding, loaded with ctypes if it is built.
 
-`cpp/src/kernel/count.c` counts values into bins, else OpenCV does; `round.c` rounds weights, else
-numpy does. Both give the same numbers. Installation compiles the kernel if there is a C compiler,
-and wheels contain it. It is used if available, unless `CALIB8_COUNTING` is "opencv"::
+`cpp/src/kernel/count.c` counts values into bins, else OpenCV does. `round.c` rounds weights and
+`sums.c` adds up the values of bins, else numpy does. All give the same numbers. Installation
+compiles the kernel if there is a C compiler, and wheels contain it. It is used if available, unless
+`CALIB8_COUNTING` is "opencv"::
 
     installed with a compiler, or from a wheel of this platform    _count.so next to this file
     otherwise, or CALIB8_COUNTING=opencv                           None
@@ -20,7 +21,7 @@ from calibrators.errors import CalibrationError
 KERNEL_VARIABLE = "CALIB8_COUNTING"
 LIBRARY = Path(__file__).with_name("_count.so")
 SCRATCH = 66048  # bytes, as in count.h
-_INTERFACE_VERSION = 3  # interface version of count.h; a library with another version is not used
+_INTERFACE_VERSION = 4  # interface version of count.h; a library with another version is not used
 
 
 class HistogramState(ctypes.Structure):
@@ -53,6 +54,7 @@ class CountingKernel:
         observe: `calib8_observe`; releases the GIL.
         observe_each: `calib8_observe_each`; releases the GIL.
         round_rows: `calib8_round`.
+        count_and_sum: `calib8_count_and_sum`; releases the GIL.
         instruction_set: number of the instruction set, an argument of the counting functions.
         name: name of the instruction set.
     """
@@ -60,6 +62,7 @@ class CountingKernel:
     observe: Callable[..., int]
     observe_each: Callable[..., int]
     round_rows: Callable[..., int]
+    count_and_sum: Callable[..., None]
     instruction_set: int
     name: str
 
@@ -77,6 +80,7 @@ def load_kernels(library: Path) -> tuple[CountingKernel, ...]:
         observe = functions.calib8_observe
         observe_each = functions.calib8_observe_each
         round_rows = functions.calib8_round
+        count_and_sum = functions.calib8_count_and_sum
         instruction_set_count = functions.calib8_kernel_ways()
     except AttributeError as error:
         raise OSError(f"{library.name} is not the counting kernel") from error
@@ -86,7 +90,7 @@ def load_kernels(library: Path) -> tuple[CountingKernel, ...]:
             " install calib8 again"
         )
 
-    # the signatures in count.h
+    # the signatures in count.h, round.h and sums.h
     integer = ctypes.c_int
     size = ctypes.c_size_t
     real = ctypes.c_double
@@ -94,13 +98,17 @@ def load_kernels(library: Path) -> tuple[CountingKernel, ...]:
     observe.argtypes = (integer, pointer, pointer, pointer, size, pointer)
     observe_each.argtypes = (integer, size, *[pointer] * 6)
     round_rows.argtypes = (size, size, integer, *[pointer] * 5, real, pointer)
+    count_and_sum.argtypes = (size, pointer, ctypes.c_float, size, pointer, pointer)
+    count_and_sum.restype = None
     observe.restype = observe_each.restype = round_rows.restype = ctypes.c_int64
     name_instruction_set.restype = ctypes.c_char_p
 
     kernels = []
     for index in range(instruction_set_count):
         name = name_instruction_set(index).decode()
-        kernels.append(CountingKernel(observe, observe_each, round_rows, index, name))
+        kernels.append(
+            CountingKernel(observe, observe_each, round_rows, count_and_sum, index, name)
+        )
     return tuple(kernels)
 
 

@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from calibrators import histogram, kernel, rounding
+from calibrators.amct import ifmr
 from calibrators.errors import CalibrationError
 from calibrators.histogram import BINS, ArrayRefused, Histogram, HistogramGroup
 from deploy.cli import cli
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "cpp" / "src" / "kernel" / "count.c"
-SOURCES = (SOURCE, SOURCE.with_name("round.c"))
+SOURCES = (SOURCE, SOURCE.with_name("round.c"), SOURCE.with_name("sums.c"))
 CHUNK, BLOCK = 1 << 17, 1 << 12
 
 
@@ -260,6 +261,23 @@ def test_kernel_rounds_weights_like_numpy(
             )
             rounded_weights.append(rounding.round_by_output(steps, products, fixed=fixed))
     assert (rounded_weights[0] == rounded_weights[1]).all()
+
+
+def test_kernel_sums_bins_like_numpy(counting_kernels, monkeypatch):
+    rng = np.random.default_rng(5)
+    signed = rng.normal(0, 1, 300_000).astype(np.float32)
+    batches = [signed, np.maximum(signed, 0), 3 * signed[::2], np.float32([0.0, 1e-30, -8.0])]
+    histograms = []
+    for counting_kernel in (None, counting_kernels[-1]):
+        monkeypatch.setattr(ifmr, "kernel", lambda counting_kernel=counting_kernel: counting_kernel)
+        fine_histogram = ifmr.IfmrHistogram()
+        for batch in batches:
+            fine_histogram.observe(batch)
+        histograms.append(fine_histogram)
+    by_numpy, by_kernel = histograms
+    assert by_kernel.counts.sum() == sum(batch.size for batch in batches)
+    np.testing.assert_array_equal(by_kernel.counts, by_numpy.counts)
+    np.testing.assert_array_equal(by_kernel.sums, by_numpy.sums)
 
 
 COUNTING_KERNELS = (None, *(kernel.load_kernels(kernel.LIBRARY) if kernel.LIBRARY.exists() else ()))

@@ -39,7 +39,14 @@ from calibrators.amct.arq import (
 )
 from calibrators.errors import CalibrationError
 from calibrators.grids import Float32Array, Float64Array, Int64Array, RealArray
-from calibrators.histogram import halve_resolution, prefix_sums, range_for
+from calibrators.histogram import (
+    array_address,
+    as_kernel_array,
+    halve_resolution,
+    prefix_sums,
+    range_for,
+)
+from calibrators.kernel import kernel
 from calibrators.statistics import Arrays
 
 # boundaries -> the number and the sum of the data below each
@@ -406,6 +413,14 @@ class IfmrHistogram:
     def _count(self, data: Float32Array) -> None:
         """Add flat values, which lie within the range, to counts and sums of their bins."""
         bins_per_unit = np.float32(FINE_BINS / self.full_range)
+        c_kernel = kernel()
+        if c_kernel is not None:
+            values = as_kernel_array(data)
+            bin_addresses = array_address(self.counts), array_address(self.sums)
+            c_kernel.count_and_sum(
+                values.size, array_address(values), bins_per_unit, FINE_BINS, *bin_addresses
+            )
+            return
         for chunk in np.split(data, range(_COUNT_CHUNK, data.size, _COUNT_CHUNK)):
             index = (chunk * bins_per_unit).astype(np.intp)  # bincount copies any other type
             index += FINE_BINS

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define CALIB8_KERNEL_FORM 3 /* raised when a function or a struct of this file changes */
+#define CALIB8_KERNEL_FORM 4 /* raised when a function or a struct of this file changes */
 
 #define CALIB8_BINS 4096                   /* a side */
 #define CALIB8_CELLS (2 * CALIB8_BINS + 1) /* counts of a histogram; CALIB8_BINS is bin 0 */
