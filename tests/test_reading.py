@@ -671,6 +671,16 @@ def test_digests_combine_in_order_or_sorted():
     assert digest_names(iter(names)) == hashlib.sha256(text).hexdigest()
 
 
+def test_names_are_hashed_in_little_memory():
+    tracemalloc.start()
+    try:
+        digest_names(f"{number}.png" for number in range(2000))
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 50_000
+
+
 def test_many_inputs_are_protected(tmp_path, wording):
     paths = [tmp_path / f"{number}.png" for number in range(5)]
     for path in paths[:4]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -168,13 +169,14 @@ def _match_paths(
     images_by_end = _group_by_end(images)
     paths_by_end = _group_by_end(paths)
     ends_of_paths = {_longest_end(path, images_by_end) for path in paths}
+    path_counts = Counter(paths)
     matches: dict[str, tuple[Sequence[str], Sequence[str]]] = {}
     for image in images:
         end = _longest_end(image, paths_by_end)
         if end not in ends_of_paths:  # these paths are those of other images
             continue
         matches[image] = images_by_end[end], paths_by_end[end]
-        if paths_by_end[end].count(image) == 1:
+        if path_counts[image] == 1:
             matches[image] = [image], [image]
     return matches
 

@@ -92,8 +92,12 @@ def create_share(shard: tuple[int, int], count: int, names_digest: str) -> Share
 
 def digest_names(names: Iterable[str]) -> str:
     """Return the digest of the samples' names, see `Share`."""
-    lines = "\n".join(PurePath(name).name for name in names)
-    return hashlib.sha256(lines.encode(errors="surrogateescape")).hexdigest()
+    digest = hashlib.sha256()
+    separator = ""
+    for name in names:  # not joined: their text takes more memory than the digests of all samples
+        digest.update(f"{separator}{PurePath(name).name}".encode(errors="surrogateescape"))
+        separator = "\n"
+    return digest.hexdigest()
 
 
 _SEED = 0x9E3779B9
