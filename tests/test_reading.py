@@ -90,6 +90,18 @@ def test_sizeless_file_keeps_the_budget():
         reading.read_bytes("/proc/self/status", **PLAN, max_bytes=3)
 
 
+def test_growing_file_keeps_the_budget(tmp_path, monkeypatch):
+    path = tmp_path / "x"
+    path.write_bytes(b"12345")
+
+    def grow(_):
+        os.truncate(path, 1 << 20)
+
+    monkeypatch.setattr(reading, "add_input_file", grow)  # called once the size was checked
+    with pytest.raises(ConfigError, match="most 5 B, got 6 B"):
+        reading.read_bytes(path, **PLAN, max_bytes=5)
+
+
 def test_read_files_are_protected_inputs(tmp_path, wording):
     path, cache = tmp_path / "x", tmp_path / "cache"
     path.write_text("{}")

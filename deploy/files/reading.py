@@ -67,7 +67,8 @@ def read_bytes(
         path, what=what, error=error, max_bytes=max_bytes, rewritable=rewritable
     ) as file:
         size = os.fstat(file.fileno()).st_size
-        data = file.read(size + 1)  # all of it, if it is still as large, and the system tells how
+        # all of it, if the system tells its size; it may grow, even beyond the budget, meanwhile
+        data = file.read(min(size, max_bytes) + 1)
         while len(data) <= max_bytes:
             chunk = file.read(_CHUNK_BYTES)
             if not chunk:
