@@ -124,7 +124,7 @@ class BudgetSearch:
         if self.ranking:  # the user gave it: then AMCT's rule holds, which tries nothing else
             return self._with_fewest_float_layers(search, base)
 
-        # one search for all layers is the user's configuration, which keeps the user's weights
+        # a single search means that the user configured it for all layers: the weights stay too
         repaired = self._try_rounding(base, step) if len(self.searches) > 1 else None
         if repaired is not None:
             search, base = repaired
@@ -175,8 +175,10 @@ class BudgetSearch:
 
     def _try_searches_everywhere(self, search: Search) -> Trial:
         """Return the trial of least loss with one search in all layers."""
-        searches = [dict.fromkeys(self.layers, name) for name in self.general_searches]
-        trials = search.try_choices([Choices(searches=by_layer) for by_layer in searches])
+        choices = []
+        for name in self.general_searches:
+            choices.append(Choices(searches=dict.fromkeys(self.layers, name)))
+        trials = search.try_choices(choices)
         if not trials:
             raise BackendError(
                 f"a search must be able to run the int8 model, got: {search.prober.errors[0]}"

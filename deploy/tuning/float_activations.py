@@ -128,18 +128,18 @@ class FloatActivations:
 def find_border_tensors(model: onnx.ModelProto, nodes: Collection[str]) -> list[str]:
     """Return the tensors that pass from upstream nodes into `nodes` or their downstream.
 
-    Constants and the model's own inputs are left out.
+    Constants and the model's own inputs are left out. Nodes are in topological order.
     """
-    changed: set[str] = set()
-    upstream: set[str] = set()
+    recomputed_tensors: set[str] = set()  # of `nodes` and all downstream
+    upstream_tensors: set[str] = set()
     tensors: dict[str, None] = {}
     for node in model.graph.node:
         reads = list(iter_reads(node))
-        if node.name in nodes or changed.intersection(reads):
-            changed.update(node.output)
-            tensors |= dict.fromkeys(name for name in reads if name in upstream)
+        if node.name in nodes or recomputed_tensors.intersection(reads):
+            recomputed_tensors.update(node.output)
+            tensors |= dict.fromkeys(name for name in reads if name in upstream_tensors)
         else:
-            upstream.update(node.output)
+            upstream_tensors.update(node.output)
     return list(tensors)
 
 

@@ -1,8 +1,9 @@
 """The front of splits, which shows what accuracy costs, and the rule that chooses what is built.
 
-::
+A split says which layers are in float; a trial is a split that ran on a few samples. The front
+holds the trials that no other trial beats in both time and loss::
 
-    loss | o                    o  the front: no other trial is faster and loses less
+    loss | o                    o  the front
          |   o   .              .  other trials
          |     X     .          X  built
          |           o   o
@@ -10,9 +11,9 @@
 
 The rule: the trial of least cost, log(time) + weight * loss, among those with the best expected
 verdict. Trials are judged in the order of their cost, on the evaluation samples and as their engine
-will be, until one is good. One that loses hardly less than another that was not good would hardly
-have a better verdict, so it is not judged. Where the cheapest is not good, the fastest good
-split of the predicted front is looked for by halving::
+will be, until one is good. A trial that loses about as much as one with a bad verdict is expected
+to have a bad one too, so it is not judged. Where the cheapest is not good, the fastest good split
+of the predicted front is looked for by halving::
 
     fastest   bad  .  .  bad  .  GOOD  .  .  .  .   nearly float
                              look here
@@ -91,15 +92,15 @@ class SplitChooser:
 
     def choose(self) -> Trial:
         """Return the trial to build."""
-        choice = self._choose_tried()
+        choice = self._choose_best_trial()
         cheapest = min(self._candidates(), key=self.search.cost)
-        if self._rank(cheapest) == _RANKS.index(GOOD):
+        if self._judged_rank(cheapest) == _RANKS.index(GOOD):
             return choice
 
         for rank in range(len(_RANKS) - 1):
             self._try_splits_for(rank)
-            choice = self._choose_tried()
-            if self._rank(choice) <= rank:
+            choice = self._choose_best_trial()
+            if self._judged_rank(choice) <= rank:
                 break
         return choice
 
@@ -125,7 +126,7 @@ class SplitChooser:
     def front(self, choice: Trial) -> tuple[PlannedSplit, ...]:
         """Return the rows of the report's table of splits, with the choices that build each.
 
-        They are the `front_trials`. `choice`: what is built.
+        They are the `front_trials`. `choice`: the trial that is built.
         """
         splits = []
         for number, trial in enumerate(self.front_trials(choice), start=1):
@@ -146,26 +147,27 @@ class SplitChooser:
             splits.append(PlannedSplit(row=row, choices=trial.choices))
         return tuple(splits)
 
-    def _choose_tried(self) -> Trial:
+    def _choose_best_trial(self) -> Trial:
         """Return the cheapest of the trials with the best expected verdict.
 
         A trial is a model with some layers in float that was run on a few samples; its cost weighs
         its time and its loss. Its verdict is expected from a run on the evaluation samples (it is
         judged), which takes long. So only trials that can win are judged, the cheapest first.
         """
+        good_rank = _RANKS.index(GOOD)
         judged_trials: list[Trial] = []
         for trial in sorted(self._candidates(), key=self.search.cost):
-            if trial.verdict is None:  # not judged yet: may it win at all?
-                if _loses_like_a_worse_one(trial, judged_trials, _RANKS.index(GOOD)):
-                    continue
-                if judged_trials and not self.can_judge():  # the budget is spent
-                    break
+            is_judged = trial.verdict is not None
+            if not is_judged and _loses_like_a_worse_trial(trial, judged_trials, good_rank):
+                continue  # it cannot win
+            if not is_judged and judged_trials and not self.can_judge():
+                break  # the budget is spent
             judged_trials.append(trial)
-            if self._rank(trial) == 0:  # this call judges the trial, and it is good
+            if self._judged_rank(trial) == good_rank:  # this call judges the trial
                 break
 
         # of equal verdicts `min` returns the first trial, which is the cheapest
-        return min(judged_trials, key=self._rank)
+        return min(judged_trials, key=self._judged_rank)
 
     def _candidates(self) -> list[Trial]:
         """Return the trials to choose among, with their times.
@@ -221,38 +223,39 @@ class SplitChooser:
             splits = self._predicted_splits(rank)
 
         def is_good_enough(trial: Trial) -> bool:
-            if _loses_like_a_worse_one(trial, self.search.eligible, rank):
+            if _loses_like_a_worse_trial(trial, self.search.eligible, rank):
                 return False
-            return self._rank(trial) <= rank
+            return self._judged_rank(trial) <= rank
 
         find_fastest(self.search, base, splits, is_good_enough, self.can_judge)
 
     def _predicted_splits(self, rank: int) -> list[frozenset[str]]:
         """Return the splits of the predicted front that may be the fastest of a rank or better.
 
-        The judged trials bound the time of that split: a slower one has more layers in float, so it
-        is assumed to have a verdict at least as good.
+        A slower split has more layers in float, so its verdict is assumed to be at least as good.
+        So the fastest split is slower than every judged trial of a worse rank, and it is faster
+        than every judged trial that has the rank already.
         """
         time_share = self.search.prices.time_share
-        slowest_worse = 0.0
-        fastest_good = math.inf
+        slowest_bad_time = 0.0
+        fastest_good_time = math.inf
         for trial in self.search.eligible:
             if trial.verdict is not None:
                 time = time_share(trial.in_float)
                 if _RANKS.index(trial.verdict.level) <= rank:
-                    fastest_good = min(fastest_good, time)
+                    fastest_good_time = min(fastest_good_time, time)
                 else:
-                    slowest_worse = max(slowest_worse, time)
+                    slowest_bad_time = max(slowest_bad_time, time)
 
         splits = []
         for split in self.search.predicted_front():
             time = time_share(split)
-            if slowest_worse < time < fastest_good and self._is_worthwhile(split, time):
+            if slowest_bad_time < time < fastest_good_time and self._is_worthwhile(split, time):
                 splits.append(split)
         return splits
 
-    def _rank(self, trial: Trial) -> int:
-        """Return the rank of a trial's expected verdict in `_RANKS`; judge it if need be."""
+    def _judged_rank(self, trial: Trial) -> int:
+        """Return the rank of a trial's expected verdict in `_RANKS`; judge the trial if need be."""
         if trial.verdict is None:
             trial.verdict = self.judge(trial)
         level = trial.verdict.level
@@ -265,10 +268,10 @@ class SplitChooser:
         return time * MIN_GAIN <= 1 or self.sizes.of(in_float) <= WORTHWHILE_SIZE
 
 
-def _loses_like_a_worse_one(trial: Trial, other_trials: Iterable[Trial], rank: int) -> bool:
-    """Whether a trial loses nearly as much as one whose verdict is worse than a rank, or more.
+def _loses_like_a_worse_trial(trial: Trial, other_trials: Iterable[Trial], rank: int) -> bool:
+    """Whether a trial loses nearly as much as another whose verdict is worse than a rank, or more.
 
-    Then its own verdict would hardly be better.
+    Then its own verdict would not be better either. `rank`: index in `_RANKS`.
     """
     for other in other_trials:
         if other.verdict is None or _RANKS.index(other.verdict.level) <= rank:
@@ -300,7 +303,7 @@ def find_fastest(
 
     Args:
         search: tries the splits.
-        base: its methods are used.
+        base: trial whose range methods are used.
         splits: the fastest first.
         is_good_enough: judges a trial.
         can_go_on: whether the budget allows another trial.

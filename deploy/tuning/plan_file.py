@@ -15,14 +15,16 @@
     float = { "/model.1/conv/Conv" = "alone in int8 it leaves 4.4 dB of output0[4:22]" }
     methods = { "tensor" = "mse" }
 
-    [[onnxruntime.front]]            what else could be built: --split 2
+    [[onnxruntime.front]]            a split that can be built in its place: --split 2
     number = 2
     float_layers = 3
     time = 0.44                      share of the float model's
     sqnr_db = 27.0
     float = ["/model.1/conv/Conv"]
 
-A choice by time would differ on a busier day; with the file, the same bytes are built again.
+A split says which layers are in float. The front holds the splits that no other split of the search
+beats in both time and accuracy. A choice by time would differ on a busier day; with the file, the
+same bytes are built again.
 """
 
 from collections.abc import Iterator, Mapping
@@ -45,7 +47,7 @@ _TEXTS = ("made_from", "precision", "timed_on", "settled", "failed")  # keys of 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitRow:
-    """One split of the front: no other split that was tried is as fast and as near to FP32.
+    """Figures of one split of the front: no other that was tried is as fast and as near to FP32.
 
     Attributes:
         number: what `--split` takes, from 1, the fastest split first.
@@ -128,15 +130,15 @@ class TargetPlan:
         choices = split_by_number[number].choices
         # a node that this plan has in float too keeps its reason, which says more
         reason = f"split {number} of the plan keeps it in float"
-        float_nodes = dict.fromkeys(choices.float_nodes, reason)
-        for name in float_nodes.keys() & self.choices.float_nodes.keys():
-            float_nodes[name] = self.choices.float_nodes[name]
+        own_reasons = self.choices.float_nodes
+        float_nodes = {name: own_reasons.get(name, reason) for name in choices.float_nodes}
         return replace(self, choices=replace(choices, float_nodes=float_nodes)).marked(number)
 
     def marked(self, number: int | None) -> "TargetPlan":
-        """Return the plan with a split of its front marked as the one that is built.
+        """Return the plan that says which split of its front is built.
 
-        `number`: of the split; None if another split than those of the front is built.
+        The row of that split has `taken` set, and `settled` describes it. `number`: of the split;
+        None if that split is not in the front; then `taken` is set in no row.
         """
         settled = _UNTRIED
         front = []
@@ -179,7 +181,10 @@ def _plan_lines(plan: PlanFile) -> Iterator[str]:
 
 
 def _target_lines(table: str, target: TargetPlan) -> Iterator[str]:
-    """Yield the TOML lines of a target's plan; `table` is the name of its table, quoted."""
+    """Yield the TOML lines of a target's plan: its choices, then each split of its front.
+
+    `table`: name of the target's table, quoted.
+    """
     choices = target.choices
     yield from ("", f"[{table}]")
     yield from _key_lines(_without_empty({key: getattr(target, key) for key in _TEXTS}))
@@ -209,11 +214,7 @@ def _inline_table(values: Mapping[str, str]) -> str:
 
 def _without_empty(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values without empty texts and marks that are not set; a number 0 stays."""
-    filled = dict(values)
-    for key, value in values.items():
-        if value == "" or value is False:
-            del filled[key]
-    return filled
+    return {key: value for key, value in values.items() if value != "" and value is not False}
 
 
 def _method_values(choices: Choices) -> dict[str, str | bool]:

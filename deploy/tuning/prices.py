@@ -54,11 +54,6 @@ class Units:
     layers: tuple[str, ...]
 
     @property
-    def all_units(self) -> frozenset[str]:
-        """Every unit."""
-        return frozenset(self.members)
-
-    @property
     def tensors(self) -> tuple[str, ...]:
         """Every tensor between units, or between units and float nodes."""
         return tuple(dict.fromkeys(tensor for _, _, tensor in self.borders))
@@ -265,7 +260,7 @@ class Prices:
     @property
     def float_total(self) -> float:
         """Price of the float model."""
-        return self.total(self.units.all_units)
+        return self.total(frozenset(self.units.members))
 
     def total(self, in_float: frozenset[str]) -> float:
         """Return the price of the model with these units in float."""

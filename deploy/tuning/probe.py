@@ -150,14 +150,15 @@ class _TrialSamples:
 
     Attributes:
         samples: inputs, with stored inner tensors if there are any, and float outputs.
-        float_slices: values of the float model's slices in every sample.
-        powers: power of every slice in every sample, [samples, slices].
-        activations: of the float model, from which isolated trials start; None for other trials.
+        float_slices: for each sample the values of every slice of the float model's outputs.
+        float_powers: sum of squares of every one of these slices, [samples, slices].
+        activations: stored tensors of the float model, from which isolated trials start; None where
+            the entire trial model runs.
     """
 
     samples: Sequence[ReferenceSample]
     float_slices: Sequence[SliceValues]
-    powers: Floats
+    float_powers: Floats
     activations: FloatActivations | None = None
 
 
@@ -211,9 +212,9 @@ class Prober:
         float_slices = [
             self._slice_values(outputs, inputs, outputs) for inputs, outputs in self.samples
         ]
-        powers = slice_powers(float_slices)
-        self._mean_powers = mean_powers(powers)
-        self._samples = _TrialSamples(self.samples, float_slices, powers)
+        float_powers = slice_powers(float_slices)
+        self._mean_powers = mean_powers(float_powers)
+        self._samples = _TrialSamples(self.samples, float_slices, float_powers)
 
     def noises(self, trials: Sequence[Choices]) -> list[Noise | None]:
         """Return the noise of several trials, run in parallel; None for one that could not run."""
@@ -253,16 +254,16 @@ class Prober:
         self.count_samples(len(indices))
         samples = [self._samples.samples[index] for index in indices]
         float_slices = [self._samples.float_slices[index] for index in indices]
-        powers = self._samples.powers[indices]
+        float_powers = self._samples.float_powers[indices]
         inputs = [sample for sample, _ in samples]
         activations = FloatActivations(self.request.model, int8_nodes, inputs)
         extended_samples = []
         for (sample, outputs), values in zip(samples, activations.values_by_sample, strict=True):
             extended_samples.append(({**sample, **values}, outputs))
-        return _TrialSamples(extended_samples, float_slices, powers, activations)
+        return _TrialSamples(extended_samples, float_slices, float_powers, activations)
 
     def _select_isolated_samples(self) -> list[int]:
-        """Return the indices of the samples for trials with a few layers in int8, in order.
+        """Return the indices of the samples for isolated trials (a few layers in int8), in order.
 
         Half are those with the strongest outputs of the float model. The other half are those with
         the most noise in the worst slice of the first trial: noise may be in samples of one class,
@@ -284,7 +285,7 @@ class Prober:
 
     def _run(self, trials: Sequence[Choices], samples: _TrialSamples) -> list[Noise | None]:
         """Return the noise of trials, None for those that failed; equal trials run once."""
-        # isolated trials run on other samples, on which the noise of the same choices differs
+        # isolated trials have other samples, so the noise of equal choices is another there
         is_isolated = samples.activations is not None
         keys = [(is_isolated, choices_key(choices)) for choices in trials]
         new_trials = dict(zip(keys, trials, strict=True))
@@ -352,8 +353,8 @@ class Prober:
             comparison = Comparison(self.form)
         input_names = [spec.name for spec in session.inputs]
         # in a sample with less signal than average, noise is relative to the average
-        signal_powers = np.maximum(trial_samples.powers, self._mean_powers)
-        powers_by_sample = []  # of the noise, [samples, slices]
+        signal_powers = np.maximum(trial_samples.float_powers, self._mean_powers)
+        relative_powers = []  # of the noise: a list for each sample, one number for each slice
         for index, (inputs, float_outputs) in enumerate(trial_samples.samples):
             if self._is_stopped:  # by Ctrl-C
                 raise BackendError("the search was interrupted")
@@ -365,16 +366,16 @@ class Prober:
                 except ConfigError:  # the user's metric fails: the trial counts as a loss of all
                     comparison = None
             slices = self._slice_values(outputs, inputs, float_outputs)
-            powers = noise_powers(trial_samples.float_slices[index], slices, signal_powers[index])
-            powers_by_sample.append(powers)
+            float_slices = trial_samples.float_slices[index]
+            relative_powers.append(noise_powers(float_slices, slices, signal_powers[index]))
 
         accuracy = None if comparison is None else comparison.result()
         if is_detection_list:
             return Noise({DETECTION_LIST: _task_power(accuracy)}, accuracy=accuracy)
         labels = [part.label for part in self.form.parts]
-        shares = signal_shares(trial_samples.powers, self._mean_powers).tolist()
+        shares = signal_shares(trial_samples.float_powers, self._mean_powers).tolist()
         return Noise(
-            powers_by_slice=dict(zip(labels, np.array(powers_by_sample).T, strict=True)),
+            powers_by_slice=dict(zip(labels, np.array(relative_powers).T, strict=True)),
             signal_shares=dict(zip(labels, shares, strict=True)),
             accuracy=accuracy,
         )
@@ -415,17 +416,18 @@ def choices_key(choices: Choices) -> object:
 def find_pick_sources(model: onnx.ModelProto) -> dict[tuple[str, int], str]:
     """Return (node, index of its input) -> the tensor there, which the outputs are picked from.
 
-    ::
+    The node is one that picks, such as a TopK. In this model the tensors are `scores`, at input 0
+    of the TopK, and `boxes`, at input 0 of the GatherElements::
 
-        boxes  ----------------> GatherElements ---> Concat -> output     compared: boxes, scores
-        scores -> TopK -> places ----^      values ----^
+        scores -> TopK -> values ---------------------------> Concat -> output
+                       -> places -> GatherElements(boxes) ----^
 
     Picked outputs hardly show noise: it swaps rows of a TopK, and leaves a class number as it is
     until another class wins. Each value that they are picked from shows its own noise.
 
     Empty if an output is not picked, or only in part.
     """
-    # `constants` do not depend on inputs' values; `picked` are picked values, or their places
+    # tensors: `constants` do not depend on inputs' values; `picked` are picked values, or places
     constants = {tensor.name for tensor in model.graph.initializer} | {""}
     picked: set[str] = set()
     sources: dict[tuple[str, int], str] = {}
@@ -469,19 +471,19 @@ def add_source_outputs(
 
     Args:
         model: the trial model.
-        sources: of the float model (see `find_pick_sources`).
+        sources: (node, index of its input) -> tensor of the float model (`find_pick_sources`).
     """
     # the new outputs have the float model's names, whatever the trial calls the tensors
     extended = copy_with_outputs(model, sources.values())
     graph = extended.graph
-    tensors = {name for node in graph.node for name in node.output}  # with a node that makes them
+    made_tensors = {name for node in graph.node for name in node.output}
     for node in list(graph.node):
         for index, trial_name in enumerate(node.input):
             float_name = sources.get((node.name, index))
-            if float_name is not None and float_name not in tensors:
+            if float_name is not None and float_name not in made_tensors:
                 rename = helper.make_node(
                     "Identity", [trial_name], [float_name], name=f"{float_name}/compared"
                 )
                 graph.node.append(rename)
-                tensors.add(float_name)
+                made_tensors.add(float_name)
     return extended

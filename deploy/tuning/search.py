@@ -281,9 +281,10 @@ class Search:
     def _with_float_adds(self, base: Trial) -> Trial:
         """Return a trial with all Adds in float if that alone saves much, else `base`.
 
-        If so, the Adds are in float in all later trials. The noise is then in the residual stream
-        that they add up, where a few tokens or channels are many times larger than all others.
-        Layer by layer, the measurement would blame each layer that writes into that stream.
+        If so, the Adds are in float in all later trials too (`float_adds`). The noise is then in
+        the residual stream that they add up, where a few tokens or channels are many times larger
+        than all others. Measured one by one, each layer that writes into that stream would be
+        blamed for that noise.
         """
         if not self.add_units:
             return base

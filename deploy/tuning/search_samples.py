@@ -20,7 +20,7 @@ not depend on the order of samples is subtracted: only the few samples run again
 statistic is observed again on the other samples.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -155,14 +155,6 @@ def _select_indices(signals: Floats, max_count: int) -> frozenset[int]:
 class GrowingComparison:
     """Comparison of a model with the float one on a growing number of evaluation samples.
 
-    Args:
-        model: the model.
-        evaluation_set: samples with the float model's outputs.
-        form: slices and task of the outputs, and the user's metric.
-        int8_kernels: whether ONNX Runtime's int8 kernels run the model.
-        labels: class of each image, for top-1 accuracy on all samples.
-        stores_outputs: whether to store the model's outputs on disk.
-
     Attributes:
         keys: keys of the samples that were run.
         outputs: of the model, by sample key, as far as they are stored; none of a model with
@@ -179,7 +171,16 @@ class GrowingComparison:
         labels: Sequence[int] | None = None,
         stores_outputs: bool = False,
     ) -> None:
-        """Open the model; no sample has run. The arguments are described at the class."""
+        """Open the model; no sample has run.
+
+        Args:
+            model: the model.
+            evaluation_set: samples with the float model's outputs.
+            form: slices and task of the outputs, and the user's metric.
+            int8_kernels: whether ONNX Runtime's int8 kernels run the model.
+            labels: class of each image, for top-1 accuracy; None without labels.
+            stores_outputs: whether to store the model's outputs on disk, in `outputs`.
+        """
         self._session = open_single_thread(model, stand_in=not int8_kernels)
         self._evaluation_set = evaluation_set
         self._comparison = Comparison(form, labels=labels)
@@ -288,8 +289,7 @@ class VerdictPredictor:
                 stores_outputs=True,
             )
             for accuracy in self._accuracies(comparison):
-                reference_not_finite = [output.not_finite[0] for output in accuracy.outputs]
-                if any(reference_not_finite):
+                if any(output.not_finite[0] for output in accuracy.outputs):
                     return ExpectedVerdict()  # FP32 itself is not finite: no split helps
                 task_loss = measure_loss(accuracy, self.max_loss)
                 levels = self._find_levels(accuracy, noise)
@@ -311,11 +311,10 @@ class VerdictPredictor:
         """
         if self.max_loss is None:  # else the user's limit is for the boxes that there are
             accuracy = _extrapolate_few_boxes(accuracy, noise)
-        levels = set()
-        for level, reason in judge_accuracy(accuracy, self.max_loss):
-            if not reason.startswith(FLOAT_MODEL):
-                levels.add(level)
-        return frozenset(levels)
+        level_reasons = judge_accuracy(accuracy, self.max_loss)
+        return frozenset(
+            level for level, reason in level_reasons if not reason.startswith(FLOAT_MODEL)
+        )
 
     def _accuracies(self, comparison: GrowingComparison) -> Iterator[Accuracy]:
         """Yield the accuracy on a few samples, then on more and on all; each sample runs once."""
@@ -332,26 +331,27 @@ class VerdictPredictor:
 def _extrapolate_few_boxes(accuracy: Accuracy, noise: float) -> Accuracy:
     """Return the accuracy that `MIN_OBJECTS` more boxes would show, if there are fewer boxes.
 
-    Of few boxes, a single one that is lost or new would decide. A share `noise` of those that are
-    added counts as lost, and as many as new.
+    Of few boxes, a single one that is lost or new would decide. A share `noise` of the boxes that
+    are added counts as lost, and as many count as new. `task.lost` is a share of the float model's
+    boxes, `task.new` is a number of boxes.
     """
     task = accuracy.task
     if task is None or task.found is None or task.found >= MIN_OBJECTS:
         return accuracy
     count = task.found + MIN_OBJECTS
-    changed = noise * MIN_OBJECTS
-    lost_share = (task.lost * task.found + changed) / count
+    added_loss = noise * MIN_OBJECTS  # boxes
+    lost_share = (task.lost * task.found + added_loss) / count
     expected = replace(
-        task, value=task.reference - lost_share, new=int(task.new + changed), counted=count
+        task, value=task.reference - lost_share, new=int(task.new + added_loss), counted=count
     )
     return replace(accuracy, task=expected)
 
 
-def _is_certain(levels: Collection[str], accuracy: Accuracy, task_loss: TaskLoss | None) -> bool:
+def _is_certain(levels: frozenset[str], accuracy: Accuracy, task_loss: TaskLoss | None) -> bool:
     """Whether more samples would hardly change the verdict.
 
-    A few samples show a share of pixels or of many boxes, but neither a rare class nor the loss of
-    a model without a task.
+    A few samples are not enough if the model has no task, or if the task counts single things, such
+    as boxes, and the samples hold few of them.
 
     `levels`: of the reasons for a verdict so far.
     """
@@ -361,7 +361,7 @@ def _is_certain(levels: Collection[str], accuracy: Accuracy, task_loss: TaskLoss
         task = accuracy.task
         if task is None or 0 < task.counted < MIN_OBJECTS:
             return False
-    is_extreme = UNUSABLE in levels or set(levels) <= {GOOD}
+    is_extreme = UNUSABLE in levels or levels <= {GOOD}
     return is_extreme and (task_loss is None or task_loss.sure)
 
 
@@ -375,9 +375,9 @@ def with_held_out_ranges(
 ) -> BuildRequest:
     """Return the request with the ranges of all samples but these; unchanged if that fails.
 
-    Ranges come of statistics of tensors, such as histograms. The histograms of these samples are
-    subtracted from those of all; other statistics are observed again on the other samples. The
-    request is unchanged too where the samples are so many that a few make no difference.
+    Ranges are found from statistics of tensors, such as histograms. The histograms of these samples
+    are subtracted from those of all; other statistics are observed again on the other samples. The
+    request is unchanged too if the feed is so large that a few samples make no difference.
 
     Args:
         target: the statistics that it needs are computed.
@@ -396,11 +396,12 @@ def with_held_out_ranges(
     # the searches of all targets share it, and add to it what their targets need
     statistics = ranges.compute_once("held out", ObservedStatistics)
     try:
-        missing = statistics.missing(target.demand(subject))
-        if not observes_again and not all(_is_subtractable(ranges, item) for item in missing):
+        statistics_to_add = statistics.missing(target.demand(subject))
+        are_subtractable = all(_is_subtractable(ranges, item) for item in statistics_to_add)
+        if not observes_again and not are_subtractable:
             return request
-        _add_statistics_without(statistics, missing, request, samples, count_samples)
-    except SampleChangedError:  # a file of the user changed while it was read
+        _add_statistics_without(samples, statistics, statistics_to_add, request, count_samples)
+    except SampleChangedError:  # a file of the user changed while it was read: reported
         raise
     except Calib8Error:  # a target that needs all samples, a tensor that only these have
         return request
@@ -409,37 +410,37 @@ def with_held_out_ranges(
 
 
 def _add_statistics_without(
+    held_out_samples: Sequence[Sample],
     statistics: ObservedStatistics,
-    missing: Sequence[Observation],
+    statistics_to_add: Sequence[Observation],
     request: BuildRequest,
-    samples: Sequence[Sample],
     count_samples: Callable[[int], None],
 ) -> None:
-    """Add the missing statistics of all samples but these to `statistics`, in place.
+    """Add statistics of all samples but the held-out ones to `statistics`, in place.
 
-    Histograms of these samples are subtracted from those of all samples; other statistics, which
-    cannot be subtracted, are observed on all other samples.
+    Histograms of the held-out samples are subtracted from those of all samples; other statistics,
+    which cannot be subtracted, are observed on all other samples.
 
     Args:
-        statistics: changed.
-        missing: the statistics to add.
+        held_out_samples: to leave out.
+        statistics: of the other samples, as far as they are known; changed.
+        statistics_to_add: which tensors' statistics to add.
         request: has the statistics of all samples.
-        samples: to leave out.
         count_samples: called with the number of samples that are run for it.
     """
     ranges = request.ranges
-    subtractable = [item for item in missing if _is_subtractable(ranges, item)]
+    subtractable = [item for item in statistics_to_add if _is_subtractable(ranges, item)]
     if subtractable:
-        count_samples(len(samples))
-        held_out = observe(subtractable, samples, threads=request.threads)
-        statistics |= _subtract(ranges, subtractable, held_out)
-    if len(subtractable) < len(missing):
-        other_count = len(request.feed) - len(samples)
+        count_samples(len(held_out_samples))
+        held_out_statistics = observe(subtractable, held_out_samples, threads=request.threads)
+        statistics |= _subtract(ranges, subtractable, held_out_statistics)
+    if len(subtractable) < len(statistics_to_add):
+        other_count = len(request.feed) - len(held_out_samples)
         count_samples(other_count)
         with phase("observing the other samples", other_count, "samples") as step:
             statistics |= observe(
-                missing,
-                _other_samples(request, samples),
+                statistics_to_add,
+                _other_samples(request, held_out_samples),
                 observed=statistics,  # those that were subtracted are not observed again
                 threads=request.threads,
                 progress=step,
@@ -453,14 +454,14 @@ def _is_subtractable(ranges: Ranges, observation: Observation) -> bool:
 
 
 def _subtract(
-    ranges: Ranges, observations: Iterable[Observation], part: ObservedStatistics
+    ranges: Ranges, observations: Iterable[Observation], held_out_statistics: ObservedStatistics
 ) -> ObservedStatistics:
-    """Return the histograms of all samples minus those of some."""
-    part_ranges = Ranges(part, ranges.method, ranges.range_limits)
+    """Return the histograms of all samples, which `ranges` has, minus those of held-out samples."""
+    held_out_ranges = Ranges(held_out_statistics, ranges.method, ranges.range_limits)
     remaining = ObservedStatistics()
     for observation in observations:
         histogram = ranges.histogram(observation)
-        remaining[observation.key] = histogram.without(part_ranges.histogram(observation))
+        remaining[observation.key] = histogram.without(held_out_ranges.histogram(observation))
     return remaining
 
 

@@ -159,6 +159,9 @@ def adapt_sensitivity(
 def _regroup(prior: Sensitivity, layers: Sequence[str]) -> tuple[list[Group], dict[Group, Noise]]:
     """Return (groups of layers that were not measured before, other groups -> their noise before).
 
+    A group is neighbours that all were in one group of `prior`, or in none. Of a group of `prior`
+    that has lost layers, each remaining layer takes an equal part of the noise.
+
     `layers`: of another target than `prior`, which may have other layers in int8.
     """
     prior_group_by_layer = {layer: group for group in prior.groups for layer in group}
@@ -169,8 +172,8 @@ def _regroup(prior: Sensitivity, layers: Sequence[str]) -> tuple[list[Group], di
         if prior_group is None:
             new_groups.append(group)
         else:
-            share = len(group) / len(prior_group)
-            noise_before[group] = prior.groups[prior_group].scaled(share)
+            layer_share = len(group) / len(prior_group)
+            noise_before[group] = prior.groups[prior_group].scaled(layer_share)
     return new_groups, noise_before
 
 

@@ -103,10 +103,17 @@ def sum_of_squares(values: Array) -> float:
 def find_temperatures(
     form: OutputForm, outputs: Sequence[Outputs]
 ) -> dict[OutputSlice, tuple[float, int]]:
-    """Return {output of a Softmax that is certain: (temperature, axis of the classes)}."""
+    """Return output of a Softmax that is certain -> (temperature, axis of the classes).
+
+    A Softmax is certain if one class has nearly all of the probability in most rows: the mean of
+    1 - sum p^2 over all rows of all samples is below `_UNCERTAIN`.
+
+    `outputs`: of the float model, for each sample.
+    """
     temperatures = {}
     for part in form.parts:
-        if part != OutputSlice(part.output):  # a part of an output is no Softmax
+        is_whole_output = part == OutputSlice(part.output)
+        if not is_whole_output:  # a part of an output is no Softmax
             continue
         arrays = [sample_outputs[part.output] for sample_outputs in outputs]
         for axis in (1, -1):

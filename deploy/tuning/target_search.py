@@ -203,7 +203,7 @@ def _search_samples(setup: SearchSetup) -> tuple[Sequence[ReferenceSample], Outp
 def _with_held_out_ranges(
     setup: SearchSetup, samples: Sequence[ReferenceSample], budget: SearchBudget
 ) -> SearchSetup:
-    """Return the setup of trials, whose ranges come of other samples than those that they run.
+    """Return the setup with ranges that are made without the samples that the trials run.
 
     On samples that gave its ranges, a trial's clipping would seem to cost nothing.
     """
@@ -212,7 +212,7 @@ def _with_held_out_ranges(
         setup.request,
         [sample for sample, _ in samples],
         budget.spend,
-        # only until a search has decided whether to clip
+        # that takes long, so only until a search of the build has decided whether to clip
         observes_again=setup.shared_findings.is_clipping is None,
     )
     return replace(setup, request=request)
@@ -280,10 +280,12 @@ def _trial_with_sources(
 
 
 def _methods(setup: SearchSetup) -> list[Method | None]:
-    """Return the range methods to choose among: those that another target's search found best.
+    """Return the range methods to choose among, the calibration's first.
 
-    The first search compares all. None stands for ranges that no method can change: the target's
-    own, or those of a trusted cache.
+    The others are all comparable ones in the first search of a build, and in the searches of
+    further targets those that the first one found best. There are no others if the user chose the
+    method. None stands for ranges that no method can change: the target's own, or those of a
+    trusted cache.
     """
     if setup.request.ranges.trusted is not None:
         return [None]
@@ -329,8 +331,9 @@ def _split_chooser(
     )
     target = setup.target
     measure: Callable[[Sequence[Trial]], Sequence[float]] | None = None
-    is_large = not target.runs_here or search.prices.float_total >= _MIN_TIMED_PRICE
-    if setup.options.is_timed and is_large and has_device(target):
+    # on a CPU here only a large model is; a connected device times models of any size
+    is_worth_timing = not target.runs_here or search.prices.float_total >= _MIN_TIMED_PRICE
+    if setup.options.is_timed and is_worth_timing and has_device(target):
         all_nodes = search.units.node_names(search.units.members)
         float_choices = Choices(float_nodes=dict.fromkeys(all_nodes, "timed in float"))
         measure = SplitTimer(target, setup.request, float_choices, samples).measure

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class PlannedTarget:
         reused: whether an existing plan was used without a search.
         searched: whether the plan comes from a search, this one or an earlier one.
         probes: number of trials.
-        note: note on an existing plan that was not used; "" for none.
+        note: sentence on the search, or on an existing plan that was not used; "" for none.
     """
 
     plan: TargetPlan
@@ -91,39 +91,55 @@ def plan_target(
         rounds_weights=rounds_weights,
     )
     # node that the plan file has in float for every target -> the reason
-    pinned_nodes = match_nodes(request.model, earlier_plans.float_nodes)
-    pinned = dict.fromkeys(pinned_nodes, "the plan keeps it in float")
+    pinned_nodes = dict.fromkeys(
+        match_nodes(request.model, earlier_plans.float_nodes), "the plan keeps it in float"
+    )
     digest = _digest_of_input(setup, has_method)
     earlier = _find_earlier_plan(target, options, earlier_plans)
     # the user asked for that plan, or it was made from the same input
     if earlier is not None and _is_followed(options, earlier, digest):
         _check_names(request.model, earlier)
-        float_nodes = {**request.float_nodes, **pinned}
+        float_nodes = {**request.float_nodes, **pinned_nodes}
         decisions = target.plan(request.model, tuple(float_nodes)).decisions
         _check_precision(target, decisions, earlier)
-        plan = _with_chosen_split(earlier, pinned)
-        return PlannedTarget(plan=_with_pinned(plan, pinned), reused=True)
+        plan = _with_chosen_split(earlier, pinned_nodes)
+        return PlannedTarget(plan=_with_pinned(plan, pinned_nodes), reused=True)
 
     # no search without effort, nor where the user's plan has nothing for this target
     if options.level == 0 or options.plan is not None:
         note = "" if options.plan is None else _NO_TARGET.format(options.plan, target.name)
-        plan = TargetPlan(choices=Choices(float_nodes=pinned))
+        plan = TargetPlan(choices=Choices(float_nodes=pinned_nodes))
         return PlannedTarget(plan=plan, searched=False, note=note)
 
-    setup = replace(setup, request=request.with_choices(Choices(float_nodes=pinned)))
+    setup = replace(setup, request=request.with_choices(Choices(float_nodes=pinned_nodes)))
     with phase("trials", setup.effort.trials) as step:
         plan, probes = run_search(setup, step)
-    note = ""
+    note = _describe_search(target, plan, earlier, pinned_nodes)
     if plan.interrupted:
-        note = _INTERRUPTED
         digest = ""  # so that the next build searches again
-    elif earlier is not None and earlier.made_from:  # "" after an interrupted search
-        note = _REPLANNED.format(target.name)  # its input has changed
-    elif target.configured:  # the user gave the target a configuration of its own
-        float_count = len(set(plan.choices.float_nodes).difference(pinned))
-        note = _OVERRULED.format(target.name, float_count)
-    plan = _with_pinned(replace(plan, made_from=digest), pinned)
+    plan = _with_pinned(replace(plan, made_from=digest), pinned_nodes)
     return PlannedTarget(plan=plan, probes=probes, note=note)
+
+
+def _describe_search(
+    target: Target, plan: TargetPlan, earlier: TargetPlan | None, pinned_nodes: Collection[str]
+) -> str:
+    """Return the note on a search: that it was interrupted, or what it was run in place of, or "".
+
+    Args:
+        target: the target.
+        plan: found by the search.
+        earlier: the target's plan in the plan file; None without one.
+        pinned_nodes: nodes that the plan file has in float for every target.
+    """
+    if plan.interrupted:
+        return _INTERRUPTED
+    if earlier is not None and earlier.made_from:  # "" after an interrupted search
+        return _REPLANNED.format(target.name)  # its input has changed
+    if target.configured:  # the user gave the target a configuration of its own
+        float_count = len(plan.choices.float_nodes.keys() - pinned_nodes)
+        return _OVERRULED.format(target.name, float_count)
+    return ""
 
 
 def _find_earlier_plan(
@@ -275,37 +291,37 @@ def _check_precision(target: Target, decisions: Iterable[Decision], plan: Target
         )
 
 
-def _with_chosen_split(plan: TargetPlan, pinned: Mapping[str, str]) -> TargetPlan:
-    """Return the plan with the mark and text of the split that its choices are.
+def _with_chosen_split(plan: TargetPlan, pinned_nodes: Mapping[str, str]) -> TargetPlan:
+    """Return the plan that says which split of its front its choices build (`marked`).
 
-    They may be those of none of its splits, since the user may have edited them.
+    It may be none of them, since the user may have edited the choices.
 
     Args:
         plan: to be followed.
-        pinned: nodes that the plan file has in float for every target.
+        pinned_nodes: nodes that the plan file has in float for every target.
     """
     if not plan.settled:  # written by hand, without a search
         return plan
-    chosen_key = _without_nodes(plan.choices, pinned)
+    chosen_key = _without_nodes(plan.choices, pinned_nodes)
     for split in plan.front:
-        if _without_nodes(split.choices, pinned) == chosen_key:
+        if _without_nodes(split.choices, pinned_nodes) == chosen_key:
             return plan if split.row.taken else plan.marked(split.row.number)
     return plan.marked(None)
 
 
-def _without_nodes(choices: Choices, nodes: Mapping[str, str]) -> object:
+def _without_nodes(choices: Choices, nodes: Collection[str]) -> object:
     """Return what is equal for choices that are equal but for these nodes in float."""
-    other_nodes = dict.fromkeys(set(choices.float_nodes).difference(nodes), "")
+    other_nodes = dict.fromkeys(choices.float_nodes.keys() - nodes, "")
     return choices_key(replace(choices, float_nodes=other_nodes))
 
 
-def _with_pinned(plan: TargetPlan, pinned: Mapping[str, str]) -> TargetPlan:
+def _with_pinned(plan: TargetPlan, pinned_nodes: Mapping[str, str]) -> TargetPlan:
     """Return the plan with the nodes in float that the plan file has so for every target."""
     float_nodes = {}
     for name, reason in plan.choices.float_nodes.items():
-        if name not in pinned:
+        if name not in pinned_nodes:
             float_nodes[name] = reason
-    choices = replace(plan.choices, float_nodes={**float_nodes, **pinned})
+    choices = replace(plan.choices, float_nodes={**float_nodes, **pinned_nodes})
     return replace(plan, choices=choices)
 
 
@@ -320,7 +336,8 @@ def _digest_of_input(setup: SearchSetup, has_method: bool) -> str:
     target = setup.target
     request = setup.request
     options = setup.options
-    cpu = [options.is_timed, options.cpu_kind] if target.runs_here else None  # else unused
+    # a target that does not run here uses neither
+    timing_options = [options.is_timed, options.cpu_kind] if target.runs_here else None
     parts: dict[str, Any] = {
         "version": _VERSION,
         "model": request.subject.loaded.digest,
@@ -329,7 +346,7 @@ def _digest_of_input(setup: SearchSetup, has_method: bool) -> str:
         "method": [request.ranges.chosen_by, has_method],
         "float": sorted(request.subject.float_nodes),
         "rounded": bool(setup.rounded),
-        "wish": [options.level, options.prefer, options.max_loss, cpu],
+        "wish": [options.level, options.prefer, options.max_loss, timing_options],
     }
     metric = options.metric
     if metric is not None and metric.is_set:

@@ -56,8 +56,8 @@ class RoundedWeight:
 
     Attributes:
         weight: float32 in ONNX layout; changed values lie on their integers.
-        error_ratio: squared output error on held-out samples, relative to rounding to nearest; 1
-            where nothing changed, NaN without held-out samples.
+        error_ratio: squared output error of the layer on held-out samples, as a ratio to that of
+            rounding all its weights to nearest; 1 if nothing changed, NaN without held-out samples.
     """
 
     weight: FloatArray
@@ -80,8 +80,8 @@ def round_weights(
     arrays = {}
     error_ratios = []
     int8_model = repair_input.target.trial(request)
-    quantized = read_all_quantizations(int8_model, find_exclusive_layers(request.model))
-    for layer, quantization in quantized.values():
+    int8_layers = read_all_quantizations(int8_model, find_exclusive_layers(request.model))
+    for layer, quantization in int8_layers.values():
         rounded = rounded_by_weight.get(layer.weight)
         if rounded is None or rounded.error_ratio == 1:  # 1: every weight is at its nearest integer
             continue
@@ -144,12 +144,13 @@ def _round_all_weights(request: BuildRequest, repair_input: RepairInput) -> Roun
 
 
 @dataclass(frozen=True, slots=True)
-class _TargetGrids:
-    """Grids of a target's weights.
+class _TargetQuantization:
+    """How a target quantizes the weights of layers.
 
     Attributes:
         quantization_by_layer: of the layers whose weights the target rounds to nearest.
-        fits_pairs: whether sums of two products must fit 16 bits (see `calibrators.weights`).
+        fits_pairs: whether the target's weights must stay so small that a CPU can add the products
+            of two neighbouring weights in 16 bits (see `calibrators.weights`).
     """
 
     quantization_by_layer: dict[str, LayerQuantization]
@@ -168,22 +169,23 @@ def _round_for_targets(
     """
     target = repair_input.target
     layers = find_exclusive_layers(request.model)
-    grids_by_target = {target.name: _read_grids(request, layers, target)}
-    for companion in companions:
+    quantization_by_target = {target.name: _read_target_quantization(request, layers, target)}
+    for other in companions:
         with suppress(Calib8Error):  # its own search reports it
-            grids_by_target[companion.name] = _read_grids(request, layers, companion)
+            quantization_by_target[other.name] = _read_target_quantization(request, layers, other)
 
     rounded_layers: set[str] = set()
-    for grids in grids_by_target.values():
-        rounded_layers |= grids.quantization_by_layer.keys()
+    for target_quantization in quantization_by_target.values():
+        rounded_layers |= target_quantization.quantization_by_layer.keys()
     rounding_count = len(repair_input.samples)
     samples = [*repair_input.samples, *repair_input.held_out]
-    weights_by_target: dict[str, RoundedWeights] = {name: {} for name in grids_by_target}
+    weights_by_target: dict[str, RoundedWeights] = {name: {} for name in quantization_by_target}
     for layer, patches_by_sample in layer_patches(
         request.model,
         [layer for layer in layers if layer.name in rounded_layers],
         samples,
-        max_patches=_PATCHES * len(samples) // rounding_count,  # `_PATCHES` in those that round
+        # of all samples together, so that those that round give `_PATCHES`
+        max_patches=_PATCHES * len(samples) // rounding_count,
         threads=request.threads,
     ):
         held_out = None
@@ -191,31 +193,33 @@ def _round_for_targets(
             held_out = np.concatenate(patches_by_sample[rounding_count:], axis=2)
         rounding_patches = np.concatenate(patches_by_sample[:rounding_count], axis=2)
         inputs = LayerInputs(rounding_patches, held_out)
-        for name, rounded in _round_for_grids(layer, inputs, grids_by_target).items():
+        for name, rounded in _round_layer(layer, inputs, quantization_by_target).items():
             weights_by_target[name][layer.weight] = rounded
         repair_input.progress()
     return weights_by_target
 
 
-def _round_for_grids(
-    layer: WeightedLayer, inputs: "LayerInputs", grids_by_target: Mapping[str, _TargetGrids]
+def _round_layer(
+    layer: WeightedLayer,
+    inputs: "LayerInputs",
+    quantization_by_target: Mapping[str, _TargetQuantization],
 ) -> dict[str, RoundedWeight]:
     """Return target -> the weight of one layer, rounded for the target's grid.
 
-    Targets whose grids are equal share the result. A target that runs the layer in float, or that
-    does not round its weight to nearest, is left out.
+    Targets whose grids and scales are equal share the result. A target that runs the layer in
+    float, or that does not round its weight to nearest, is left out.
     """
     groups, out_channels, in_channels, _ = layer.channel_shape
     is_depthwise_layer = is_depthwise(groups, groups * out_channels, in_channels)
     rounded_by_grid: dict[object, RoundedWeight] = {}
     rounded_by_target = {}
-    for target_name, grids in grids_by_target.items():
-        quantization = grids.quantization_by_layer.get(layer.name)
+    for target_name, target_quantization in quantization_by_target.items():
+        quantization = target_quantization.quantization_by_layer.get(layer.name)
         if quantization is None:
             continue
         scale = quantization.weight_scale
         # kernels of a depthwise layer add in 32 bits, others a pair of products in 16
-        fits_pairs = grids.fits_pairs and not is_depthwise_layer
+        fits_pairs = target_quantization.fits_pairs and not is_depthwise_layer
         channel_scales = layer.to_rows(np.broadcast_to(scale, layer.array.shape))[..., 0]
         # the largest weight of each scale stays as it is: of the tensor, or of each channel; so
         # equal scales of channels do not give the result of a single scale
@@ -229,10 +233,10 @@ def _round_for_grids(
     return rounded_by_target
 
 
-def _read_grids(
+def _read_target_quantization(
     request: BuildRequest, layers: Sequence[WeightedLayer], target: Target
-) -> _TargetGrids:
-    """Return the grids of a target's weights, without layers that AMCT rounds in its own way.
+) -> _TargetQuantization:
+    """Return how a target quantizes weights, without layers that AMCT rounds in its own way.
 
     These have weights of AdaRound, or weights that DMQ multiplies by factors first.
     """
@@ -240,7 +244,8 @@ def _read_grids(
     for layer, quantization in read_all_quantizations(target.trial(request), layers).values():
         if quantization.is_nearest:
             quantization_by_layer[layer.name] = quantization
-    return _TargetGrids(quantization_by_layer, target.plan(request.model).placement.fits_pairs)
+    placement = target.plan(request.model).placement
+    return _TargetQuantization(quantization_by_layer, placement.fits_pairs)
 
 
 def find_exclusive_layers(model: onnx.ModelProto) -> list[WeightedLayer]:
@@ -319,7 +324,11 @@ def _find_fixed(
 ) -> NDArray[np.bool_]:
     """Return a mask of the weights to round to nearest, so that the target's scales stay.
 
-    `steps` and the mask: [groups, C_out per group, K]. `is_per_tensor`: one scale for all channels.
+    Args:
+        layer: the layer.
+        steps: weight / scale, [groups, C_out per group, K], as the mask.
+        is_per_tensor: whether all channels have one scale.
+        fits_pairs: as for `round_weight`.
     """
     magnitudes = np.abs(steps)
     channel_axis = None if is_per_tensor else 2

@@ -131,7 +131,7 @@ def _read_layer(
     """Return a node of an operator in `WEIGHTED` as a layer that repairs can change, or None.
 
     None for a weight that is no float32 initializer, a Gemm that scales its terms or transposes its
-    input, and a matrix product with a weight of more dimensions.
+    input, and a matrix product with a weight of other than two dimensions.
     """
     weight = graph.initializers.get(node.input[1])
     if weight is None or weight.data_type != TensorProto.FLOAT:
@@ -140,8 +140,9 @@ def _read_layer(
     is_scaled = any(node_attributes.get(name, 1.0) != 1.0 for name in ("alpha", "beta"))
     if is_scaled or node_attributes.get("transA", 0):
         return None
+    is_matrix_product = node.op_type in _MATRIX_PRODUCTS
     has_matrix = len(weight.dims) == 2
-    if has_matrix != (node.op_type in _MATRIX_PRODUCTS):  # a batch of matrices, or a broken Conv
+    if is_matrix_product != has_matrix:  # the weight is a batch of matrices, or the Conv is broken
         return None
 
     return WeightedLayer(
@@ -267,8 +268,8 @@ def _read_pairs(
         axis = int(attributes(weight_dq).get("axis", 1))
         if layer.is_transposed_conv and node.op_type == "Conv":  # a ConvTranspose written as a Conv
             axis = 1  # where the ConvTranspose has its output channels
-        # scales after those of the layer's channels belong to padding channels; or they repeat the
-        # first ones, in a ConvTranspose that is written as a Conv with channels for several pixels
+        # further scales belong to padding channels. In a ConvTranspose that is written as a Conv
+        # with channels for several pixels, the further scales repeat the first ones
         weight_scales = weight_scales[: layer.out_channels]
 
     is_fp8 = graph.constants[input_dq.input[2]].data_type == TensorProto.FLOAT8E4M3FN

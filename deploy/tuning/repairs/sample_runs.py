@@ -89,7 +89,10 @@ def _run_with_patches(
 
 
 def _patch_share(layer: WeightedLayer) -> float:
-    """Return the share of `max_patches` that a layer needs: all only if a patch is large."""
+    """Return the share of the allowed patches (`max_patches`) that a layer needs.
+
+    It is 1 for a layer with large patches, which has many weights a row, and less for others.
+    """
     return min(max(layer.patch_size / _LARGE_PATCH, _MIN_PATCH_SHARE), 1.0)
 
 
@@ -102,7 +105,10 @@ def _has_derived_pads(layer: WeightedLayer) -> bool:
 def _split_by_memory(
     layers: Sequence[WeightedLayer], max_patches: int
 ) -> Iterator[list[WeightedLayer]]:
-    """Split the layers, in order, so that the patches of each portion fit into memory."""
+    """Split the layers, in order, so that the patches of each portion fit into memory.
+
+    `max_patches`: of a layer, over all samples.
+    """
     portion: list[WeightedLayer] = []
     portion_values = 0.0
     for layer in layers:
