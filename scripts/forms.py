@@ -31,7 +31,7 @@ def write_forms() -> str:
             form_rows.append((f"`{name}`", form.shape, form.values, form.figure, form.source))
     coding_rows = [(name, coding.numbers, coding.source) for name, coding in CODINGS.items()]
 
-    heads = ("`--task`", "outputs", "values", "metric, against FP32", "models")
+    heads = ("`--task`", "outputs", "values", "agreement with FP32", "models")
     forms = write_table(heads, form_rows)
     codings = write_table(("coding", "numbers", "models"), coding_rows)
     return f"{START}\n\n{forms}\nThe numbers of a box are one of these:\n\n{codings}\n{END}"
