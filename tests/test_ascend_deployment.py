@@ -20,6 +20,7 @@ from deploy.targets.ascend.executor import open_deploy
 from deploy.targets.ascend.recipe import recipe_from_qdq
 from deploy.targets.ascend.record import read_record, write_record
 from tests.models import make_value, read_markdown, save_net
+from tests.test_ascend_backend import path_with_atc
 from tests.test_ascend_models import CASES, NAMES, float_model, ulps
 from tests.vendor_models import build_net
 
@@ -458,6 +459,27 @@ def test_json_output_is_complete_and_alone(small_cnn, built, run, tmp_path):
     assert run("ascend", *arguments, "--quiet", "--json", tmp_path / "c.json")[:2] == (0, "")
     assert json.loads((tmp_path / "c.json").read_text())["targets"][0]["name"] == "ascend"
     assert (tmp_path / "c" / f"{small_cnn.stem}.int8_deploy_model.onnx").is_file()
+
+
+@pytest.mark.parametrize("images", [(), ("--images",)])
+@pytest.mark.parametrize("source", ["record", "Q/DQ model"])
+def test_failed_atc_fails_the_command(
+    source, images, small_cnn, built, data, run, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("PATH", path_with_atc(tmp_path, "echo E40000 no such chip; exit 7"))
+    out = tmp_path / "o"
+    arguments = ["-o", out, "--soc", "Ascend310P3", *images, *[data] * len(images)]
+    if source == "record":
+        arguments = ["deploy", small_cnn, built / f"{small_cnn.stem}_record.txt", *arguments]
+    else:
+        arguments = ["convert", built / f"{small_cnn.stem}.int8.onnx", *arguments]
+    code, printed, _ = run("ascend", *arguments)
+    assert code == 1
+    assert "Failed        ascend: " in printed and "E40000 no such chip" in printed
+    assert "E40000" in json.loads((out / "report.json").read_text())["targets"][0]["error"]
+    assert [*out.glob("*_deploy_model.onnx")]
+    code, printed, error = run("ascend", *arguments, "--quiet")
+    assert (code, printed) == (1, "") and "E40000 no such chip" in error
 
 
 def test_names_that_are_no_utf_8(small_cnn, built, done, tmp_path):

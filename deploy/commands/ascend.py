@@ -19,11 +19,10 @@ from deploy.commands.base import (
     CommandFunction,
     Real,
     json_option,
-    put_json,
     quietable,
     shows_progress,
 )
-from deploy.commands.build import labels_option
+from deploy.commands.build import end_with_verdicts, labels_option
 from deploy.commands.calibration_options import (
     keep_float_option,
     refresh_option,
@@ -71,15 +70,15 @@ def deployment_options(command: Callable[..., Report]) -> CommandFunction:
     ) -> None:
         """Gather target and inputs from their options, run the command, and print its report."""
         from deploy.pipeline.deployment import TrialInputs
-        from deploy.report import to_json, to_screen
+        from deploy.report import to_screen
 
         if dataset is not None:
             base.refuse_beside("--images", "shapes")
         target = Ascend(**target_values.get("ascend", {}))
         inputs = TrialInputs(dataset=dataset, shapes=dict(map(parse_shape, shapes)))
         report = command(target=target, inputs=inputs, **arguments)
-        put_json(json_path, lambda: to_json(report))
         say_screen(to_screen(report))
+        end_with_verdicts(report, json_path, accept=True)  # code 3 is that of a build or check
 
     options = (
         base.general_option("-o", "--out", type=FILE, required=True, help="Output folder."),

@@ -534,6 +534,7 @@ def files_part(result: BuildResult, model: ModelProto, stage: Stage) -> TargetPa
         shipped=tuple(str(stage.published_path(path)) for path in result.shipped),
         alerts=result.alerts,
         notes=result.notes,
+        error=result.error,
     )
 
 
