@@ -111,7 +111,6 @@ def export(
         onnx_model, agreement = export_float(
             module, inputs, opset=opset, dynamic_batch=dynamic_batch
         )
-        write_model(out, onnx_model)
         say(str(agreement))
     else:
         # takes --raw-shape and --raw-dtype out, so that the options of preprocessing remain
@@ -132,8 +131,9 @@ def export(
             dynamic_batch=dynamic_batch,
             all_modes=all_modes,
         )
-        write_model(out, result.model)
         _say_quantized(result, scales)
+        onnx_model = result.model
+    write_model(out, onnx_model)
     say(f"{out}: opset {opset}, {out.stat().st_size} bytes")
 
 
@@ -243,8 +243,8 @@ def qat(
             device=torch_device if base.given_flags("device") else None,
             report=say,
         )
-    write_model(out, result.model)  # sets the producer, so the size printed next is the file's
     _say_quantized(result, scales)
+    write_model(out, result.model)
     say(f"{out}: {out.stat().st_size} bytes")
 
 

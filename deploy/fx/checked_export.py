@@ -8,7 +8,7 @@
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
@@ -74,10 +74,7 @@ class QuantizedExport(PrintedResult):
     training: TrainingResult | None = None
 
     def to_screen(self) -> str:
-        """Return the layers in int8, how the ranges were found, the agreement, and the modes.
-
-        A single mode has the size of `model` as a file, several have those of their weights.
-        """
+        """Return the layers in int8, how the ranges were found, the agreement, and the modes."""
         range_line = ""
         if self.training is not None:
             range_line = self.training.score_text  # "" if the task has no `evaluate`
@@ -85,12 +82,7 @@ class QuantizedExport(PrintedResult):
             range_line = f"ranges by {self.search_label}"
 
         lines = [str(self.coverage), range_line, str(self.agreement), norms_in_float(self.module)]
-        modes, size_heading = self.modes, "Weight bytes"  # of several modes, one has a file
-        if len(modes) == 1:
-            file_size, float_size = self.model.ByteSize(), modes[0].size * modes[0].ratio
-            modes = [replace(modes[0], size=file_size, ratio=float_size / file_size)]
-            size_heading = "File bytes"
-        lines += format_modes(modes, size_heading).splitlines()
+        lines += format_modes(self.modes).splitlines()
         if self.training is not None:
             lines.append(
                 "error and SQNR are of the trained model: its int8 form against its own weights in"

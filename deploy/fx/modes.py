@@ -139,9 +139,9 @@ def compare_modes(
     return results
 
 
-def format_modes(results: Sequence[ModeResult], size_heading: str = "Weight bytes") -> str:
+def format_modes(results: Sequence[ModeResult]) -> str:
     """Format the results as a table."""
-    rows = [("Mode", size_heading, "Smaller", "Max error", "SQNR dB")]
+    rows = [("Mode", "Weight bytes", "Smaller", "Max error", "SQNR dB")]
     for result in results:
         quality = f"{result.sqnr_db:.1f}"
         if math.isnan(result.sqnr_db) and result.max_error == 0:
