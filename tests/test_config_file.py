@@ -172,6 +172,14 @@ def load_any_function(spec):
     load_function(spec, what="a model", form="file.py:function", error=ModelError)
 
 
+def test_link_to_code_of_any_name_is_loaded(tmp_path, monkeypatch):
+    (tmp_path / "code").write_text("make = lambda: 7\n")
+    (tmp_path / "link.py").symlink_to("code")
+    monkeypatch.chdir(tmp_path)
+    function = load_function("link.py:make", what="a model", form="f.py:f", error=ModelError)
+    assert function() == 7
+
+
 def connect(address):
     with connect_client(address):
         pass

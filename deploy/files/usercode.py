@@ -19,6 +19,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -290,15 +291,16 @@ def _import_file(path: Path, error: ErrorClass) -> ModuleType:
     refuse_foreign_code(path)
     real_path = path.resolve()
     name = f"calib8_user_{hashlib.sha256(str(real_path).encode()).hexdigest()[:12]}"
-    spec = importlib.util.spec_from_file_location(name, real_path)
-    assert spec is not None and spec.loader is not None  # it is a Python file
+    loader = SourceFileLoader(name, str(real_path))  # the target of a link may lack the suffix .py
+    spec = importlib.util.spec_from_loader(name, loader)
+    assert spec is not None  # the loader is one of files
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     folder = str(real_path.parent)
     _SCRIPT_FOLDERS[:] = dict.fromkeys((folder, *_SCRIPT_FOLDERS))  # this one first, each once
     try:
         with wrap_user_errors(str(path), error=error):
-            spec.loader.exec_module(module)
+            loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
