@@ -24,7 +24,7 @@ from deploy.frontends.fold import fold_constants, remove_identity
 from deploy.frontends.lift import complete_axes
 from deploy.frontends.onnx_file import inline_functions, lower_to_runtime
 from deploy.frontends.pairs import DQ, VALUE_KEEPING, PairGrid, PairGrids, Q, find_pair_grid
-from deploy.frontends.plugins import check_part_valid
+from deploy.frontends.plugins import check_part_valid, import_domains
 from deploy.frontends.shapes import infer_shapes
 from deploy.graph.edit import (
     adopt_runtime_nodes,
@@ -92,8 +92,10 @@ def prepare_qdq_model(quantized: onnx.ModelProto) -> onnx.ModelProto:
             f"a Q/DQ model must use ONNX opset {_OLDEST_OPSET} or newer, got {opset}; export it"
             " again"
         )
-    check_part_valid(quantized)
     model = copy_message(quantized)
+    runtime_nodes = [node for node in all_nodes(model.graph) if node.domain == "com.microsoft"]
+    import_domains(model, runtime_nodes)  # ONNX Runtime itself needs no import of its domain
+    check_part_valid(model)
     if model.functions:
         model, _ = inline_functions(model)
     adopt_runtime_nodes(model.graph, (Q, DQ))

@@ -178,7 +178,7 @@ def cut_unknown_nodes(model: onnx.ModelProto) -> CutOffNodes | None:
     unknown_nodes = list(filter(is_unknown_node, model.graph.node))
     if not unknown_nodes:
         return None
-    _import_domains(model, unknown_nodes)  # without it, `infer_shapes` refuses the model
+    import_domains(model, unknown_nodes)  # without it, `infer_shapes` refuses the model
     sort_nodes(model.graph)
     complete_graph = Graph(infer_shapes(model))
     cut_indices = _find_unknown_and_downstream(model.graph.node)
@@ -218,8 +218,8 @@ def _extract_cut_model(model: onnx.ModelProto, graph: Graph, cut_nodes: Nodes) -
     return cut_model
 
 
-def _import_domains(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> None:
-    """Import the domains of nodes that the file forgot, which shape inference needs."""
+def import_domains(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> None:
+    """Import the domains of nodes that the file forgot, which ONNX's checks need."""
     domains = {entry.domain for entry in model.opset_import}.union(ONNX_DOMAINS)
     for node in nodes:
         if node.domain not in domains:
