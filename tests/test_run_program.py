@@ -177,7 +177,7 @@ ROWS_OF_LIST = np.array([[4, 5, 20, 25, 0.9, 1], [1, 1, 8, 8, 0.2, 0]], np.float
             RowDecoder(
                 scores=(Columns("y", LIST, 4, 5),),
                 box_columns=(Columns("y", LIST, 0, 4),),
-                numbers=(Columns("y", LIST, 5, 6),),
+                class_columns=(Columns("y", LIST, 5, 6),),
                 coding="corners",
                 is_list=True,
             ),
@@ -187,7 +187,7 @@ ROWS_OF_LIST = np.array([[4, 5, 20, 25, 0.9, 1], [1, 1, 8, 8, 0.2, 0]], np.float
             RowDecoder(
                 scores=(Columns("s", LIST_NUMBERS),),
                 box_columns=(Columns("y", LIST, 0, 4),),
-                numbers=(Columns("k", LIST_NUMBERS),),
+                class_columns=(Columns("k", LIST_NUMBERS),),
                 coding="corners",
                 is_list=True,
             ),

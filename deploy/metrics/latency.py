@@ -304,10 +304,10 @@ def measure(
             rounds=min_iterations,
             earliest_end_s=earliest_end_s,
         )
-    latencies = {}
-    for label, timed_session in measured_runs.items():
-        latencies[label] = timed_session.summarize(len(warmup_runs[label].host_ms))
-    return latencies
+    return {
+        label: timed_session.summarize(len(warmup_runs[label].host_ms))
+        for label, timed_session in measured_runs.items()
+    }
 
 
 def _run_in_calling_thread(sessions: Iterable[Session]) -> bool:
@@ -423,9 +423,9 @@ def _run_rounds(
         label -> the session with its times.
     """
     uses_cpu_time = _run_in_calling_thread(sessions.values())
-    timed_sessions = {}
-    for label, session in sessions.items():
-        timed_sessions[label] = _TimedSession(session, uses_cpu_time)
+    timed_sessions = {
+        label: _TimedSession(session, uses_cpu_time) for label, session in sessions.items()
+    }
     running_order = [*timed_sessions.values()]
     start = time.perf_counter()
     round_count = 0

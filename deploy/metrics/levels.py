@@ -185,8 +185,8 @@ def _rate_slice(worst: SliceAccuracy, *, has_task: bool, has_limit: bool) -> tup
     Args:
         worst: figures of the slice.
         has_task: whether a task or labels judge the engine too.
-        has_limit: whether the user set a limit. The change of an input and the deviation from a
-            mean are measured by it, so that their SQNR only has to exceed 0 dB.
+        has_limit: whether the user set a limit. A slice from which an input or a mean is subtracted
+            is judged by that limit already, so its SQNR only has to exceed 0 dB.
     """
     subtracted = worst.less
     if has_task or (subtracted and has_limit):

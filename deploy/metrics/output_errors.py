@@ -147,11 +147,11 @@ class RunningError:
             not_finite=(self.not_finite[0], self.not_finite[1]),
             other_shape=self.other_shape,
         )
-        has_samples = self.samples or self.empty
+        has_samples = self.samples or self.empty  # a sample without values is only in `empty`
         if any(self.not_finite) or self.other_shape or not has_samples:
             return figures
 
-        signal, _, _, noise = self.sums.tolist()  # sums of r^2 and of (r - c)^2
+        signal, _, _, noise = self.sums.tolist()  # of `_pair_sums`: of r^2 and of (r - c)^2
         is_zero = signal == noise == 0
         if self.reference_sum is not None:
             # sum r^2 - (sum r)^2 / n: only the deviation from the mean; n is 0 if all were empty
@@ -268,8 +268,9 @@ def find_change(output: str, samples: Arrays, inputs: Sequence[Outputs]) -> Outp
             if db > best_db:
                 best_db = db
                 change = OutputSlice(output, subtracted=name, resize=resize)
+    # the input is another signal than the output, or differs from it by rounding alone
     if best_db < GIVEN_BACK_DB or best_db > ROUNDING_DB:
-        return None  # the output is another one than the input, or differs by rounding alone
+        return None
     return change
 
 

@@ -190,12 +190,12 @@ def _choose_slices(
 
     Args:
         task: of the outputs; None without one.
-        uncovered: outputs that say something which the task does not count.
+        uncovered: outputs whose error the figure of the task does not show.
         first_samples: those that show the slices.
         samples: all samples, whose means are taken.
     """
     slices_by_output = {}
-    value_slices = []  # all but changes of an input, which count in every cell
+    value_slices = []  # without changes of an input, which no scores weight
     for name in first_samples.output_names:
         slices_by_output[name] = _slice_output(name, task, first_samples)
         value_slices += [part for part in slices_by_output[name] if not part.subtracted]
@@ -208,23 +208,23 @@ def _choose_slices(
             mean_by_slice |= dict.fromkeys(output_slices)  # as the task slices and weights them
         else:
             is_uncovered = task is None or name in uncovered
-            mean_by_slice |= _choose_measures(output_slices, is_uncovered, samples, scores)
+            mean_by_slice |= _choose_means(output_slices, is_uncovered, samples, scores)
     return mean_by_slice
 
 
-def _choose_measures(
+def _choose_means(
     slices: Sequence[OutputSlice],
     is_uncovered: bool,
     samples: FirstSamples,
     scores: Mapping[OutputSlice, OutputSlice],
 ) -> dict[OutputSlice, Array | None]:
-    """Return how the slices of an output are measured: slice -> mean to subtract first, or None.
+    """Return the slices of an output, as they are measured -> mean to subtract first, or None.
 
     Slices that have scores of the same cells are weighted by these (`OutputSlice.cell_scores`).
 
     Args:
         slices: of an output that no task reads.
-        is_uncovered: whether no task says anything of the output.
+        is_uncovered: whether there is no task, or its figure does not show the output's error.
         samples: all samples, not only the first: a search puts similar ones first.
         scores: slice -> the slice of its scores, which say in which cells it counts.
     """

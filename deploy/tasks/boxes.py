@@ -150,12 +150,12 @@ def _propose_one_output(name: str, width: int) -> Iterator[RowDecoder]:
         yield decoder
 
 
-def _list_decoder(corners: Columns, scores: Columns, numbers: Columns | None) -> RowDecoder:
-    """Return the decoder of a list by its columns; `numbers`: those of the classes, if any."""
+def _list_decoder(corners: Columns, scores: Columns, classes: Columns | None) -> RowDecoder:
+    """Return the decoder of a list by its columns; `classes`: of the class numbers, if any."""
     return RowDecoder(
         scores=(scores,),
         box_columns=(corners,),
-        numbers=() if numbers is None else (numbers,),
+        class_columns=() if classes is None else (classes,),
         coding="corners",
         is_list=True,
     )
@@ -171,7 +171,7 @@ def _is_list(decoder: RowDecoder, samples: FirstSamples) -> bool:
     except OtherShapeError:
         return False
     rows = np.concatenate(tables)  # columns: four of the corners, score, class number
-    if not decoder.numbers:
+    if not decoder.class_columns:
         has_falling_scores = all((np.diff(table[:, 4]) <= 0).all() for table in tables)
         # one row a sample cannot show that scores fall
         if not has_falling_scores or len(rows) <= len(tables):
@@ -192,9 +192,8 @@ def _is_list(decoder: RowDecoder, samples: FirstSamples) -> bool:
     has_scores = rows[:, 4].max() <= 1 + UNIT_TOLERANCE and not is_whole[4]
     has_classes = rows[:, 5].min() >= 0 and is_whole[5]
     corners = CODINGS[decoder.coding].decode(rows[:, :4], rows)
-    are_ordered = holds_in_most_rows(
-        corners[:, 2:] >= corners[:, :2]
-    )  # second corner after the first
+    # the second corner is right of the first and below it
+    are_ordered = holds_in_most_rows(corners[:, 2:] >= corners[:, :2])
     return bool(has_scores and has_classes and are_ordered)
 
 
@@ -238,7 +237,7 @@ def _is_number_of_boxes(value: Array, count: int) -> bool:
     return value.size == 1 and value.item() in range(count + 1)
 
 
-_PICTURE = 4  # dimensions of pictures and feature maps
+_PICTURE_DIMENSIONS = 4  # as of feature maps
 
 
 @dataclass(slots=True)
@@ -339,7 +338,7 @@ def find_boxes(samples: FirstSamples) -> BoxDetection | None:
     Inputs of text or sound are excluded: the scores of a token or frame may be four numbers, too.
     """
     ranks = [value.ndim for inputs in samples.inputs for value in inputs.values()]
-    if ranks and max(ranks) < _PICTURE:
+    if ranks and max(ranks) < _PICTURE_DIMENSIONS:
         return None
     decoder = find_box_list(samples)
     if decoder is not None:

@@ -94,8 +94,9 @@ def to_table(value: Array | None, layout: Layout) -> Array:
         raise OtherShapeError
     # [1, A, 1, R] are rows, other arrays of four dimensions are maps
     is_map = layout == ROWS and value.ndim == 4 and value.shape[2] > 1
-    has_samples = layout != ROWS or value.ndim != 2  # whether the first dimension is the samples
-    if is_map or (has_samples and len(value) != 1):
+    # [A, R] has no dimension of samples; in the others, that is the first one
+    has_sample_axis = layout != ROWS or value.ndim != 2
+    if is_map or (has_sample_axis and len(value) != 1):
         raise OtherShapeError
     if layout in (COLUMNS, MAP):
         columns = np.atleast_2d(value[0])
@@ -209,7 +210,7 @@ class RowDecoder:
         box_columns: columns of the boxes, of each level; empty if they are not decoded.
         gates: columns that multiply the scores, such as an objectness; empty without.
         shape_columns: columns of key points, mask weights or an angle; empty without.
-        numbers: column of the class numbers of a list; empty without.
+        class_columns: column of the class numbers of a list; empty without.
         is_list: whether the model has suppressed the boxes itself.
         has_rows_first: whether a list's corners are y1 x1 y2 x2.
         strides: pixels from cell to cell, per level; empty if rows are not one cell each.
@@ -228,7 +229,7 @@ class RowDecoder:
     box_columns: tuple[Columns, ...] = ()
     gates: tuple[Columns, ...] = ()
     shape_columns: tuple[Columns, ...] = ()
-    numbers: tuple[Columns, ...] = ()
+    class_columns: tuple[Columns, ...] = ()
     is_list: bool = False
     has_rows_first: bool = False
     strides: tuple[int, ...] = ()
@@ -244,8 +245,8 @@ class RowDecoder:
     @property
     def outputs(self) -> tuple[str, ...]:
         """All outputs that it reads."""
-        columns = (*self.box_columns, *self.scores, *self.numbers, *self.gates, *self.shape_columns)
-        names = [part.output for part in columns]
+        all_columns = self.box_columns + self.scores + self.class_columns + self.gates
+        names = [columns.output for columns in all_columns + self.shape_columns]
         if self.mask_maps:
             names.append(self.mask_maps)
         return tuple(dict.fromkeys(names))
@@ -319,12 +320,12 @@ class RowDecoder:
         boxes = self._read_boxes(outputs)
         scores = read_columns(self.scores, outputs, len(boxes))
         classes = np.zeros((len(boxes), 1))
-        if self.numbers:
-            classes = read_columns(self.numbers, outputs, len(boxes))
+        if self.class_columns:
+            classes = read_columns(self.class_columns, outputs, len(boxes))
         return np.concatenate([boxes, scores, classes], axis=1)
 
     def _read_boxes(self, outputs: Outputs, row_count: int | None = None) -> Floats:
-        """Return the numbers of the boxes of all rows; the corners of a list in the usual order."""
+        """Return the numbers of the boxes of all rows; the corners of a list as x1 y1 x2 y2."""
         boxes = read_columns(self.box_columns, outputs, row_count)
         return boxes[:, ROWS_FIRST] if self.has_rows_first else boxes
 
@@ -338,6 +339,7 @@ class RowDecoder:
         """
         scores = read_columns(self.scores, outputs)
         has_background = self.background is not None
+        # a list has no `class_count`, and `read_list` reads its scores
         if scores.shape[1] != (self.class_count or 0) + int(has_background):
             raise OtherShapeError
         scores = activate(scores, self.activation)

@@ -157,7 +157,7 @@ def _propose_joined(tables: Sequence[_RowTable], samples: FirstSamples) -> Itera
 
     `tables`: each output as rows (anchors, cells or queries) and columns, in every layout.
     """
-    # outputs that all are maps, each of another size, are the levels of one detector
+    # if all outputs are maps, each of another size, they are the raw levels of one detector
     map_sizes = {table.row_count for table in tables if table.columns.layout == MAP}
     has_levels = len(map_sizes) > 1 and len(map_sizes) == len(samples.output_names)
     for table in tables:
@@ -200,7 +200,7 @@ def _split_columns(table: _RowTable, samples: FirstSamples) -> Iterator[RowDecod
             strides=table.strides,
         )
 
-    # YOLO's order; the scores are the objectness, if any, and the classes
+    # YOLO's order; `score_count` columns are the objectness, if any, and the classes
     score_count = _count_probabilities(table, _BOX_WIDTH)
     if not score_count and samples.are_known_boxes:
         score_count = table.width - _BOX_WIDTH
@@ -209,7 +209,8 @@ def _split_columns(table: _RowTable, samples: FirstSamples) -> Iterator[RowDecod
     scores_end = _BOX_WIDTH + score_count
     class_count = samples.declared.classes
     if class_count and score_count >= class_count:
-        # only outputs [1, anchors, columns] have an objectness; what remains are further columns
+        # the file tells the number of classes; what remains are further columns. Only outputs
+        # [1, anchors, columns] have an objectness
         has_objectness = table.columns.layout == ROWS and score_count > class_count
         scores_end = _BOX_WIDTH + int(has_objectness) + class_count
     else:

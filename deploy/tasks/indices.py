@@ -100,10 +100,10 @@ class PlaceTally(TaskTally[P]):
 
     def result(self) -> TaskFigure | None:
         """Return the share of equal places; None if FP32 gives all of them to one class."""
-        counted = self.place_counts.count_agreement()
-        if counted is None:
+        agreement = self.place_counts.count_agreement()
+        if agreement is None:
             return None
-        self.kept, self.total, exception = counted
+        self.kept, self.total, exception = agreement
         return self.share(self.task.figure_name, f"{self.task.agreement}{exception}")
 
 
@@ -143,7 +143,13 @@ def best_classes(scores: Array) -> Integers:
 
 @dataclass(slots=True)
 class _IndexTally(TaskTally["Indices"]):
-    """Counts integers at their places, and rows of lists in any order."""
+    """Counts integers at their places, and rows of lists in any order.
+
+    Attributes:
+        place_counts: of the outputs that are compared place by place.
+        rows: number of FP32's rows, of all lists.
+        common_rows: number of those rows that the candidate has too.
+    """
 
     place_counts: PlaceCounts = field(default_factory=PlaceCounts)
     rows: int = 0
@@ -201,10 +207,10 @@ def find_integers(samples: FirstSamples) -> Indices | None:
     The rows of lists of varying length, and of NonMaxSuppression's selections, are compared in any
     order; all other outputs place by place.
     """
-    names = []  # outputs whose integers may be class numbers or indices
-    for name in samples.output_names:
-        if all(map(_are_class_numbers, samples.arrays(name))):
-            names.append(name)
+    # outputs whose integers may be class numbers or indices
+    names = [
+        name for name in samples.output_names if all(map(_are_class_numbers, samples.arrays(name)))
+    ]
 
     is_list_by_name = {}  # output -> whether its rows are in any order
     for name in names:

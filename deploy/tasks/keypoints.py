@@ -173,8 +173,9 @@ def find_keypoints(samples: FirstSamples) -> Points | None:
 
 def _slice_points(name: str, values: Arrays, scores: OutputSlice | None) -> SlicesByOutput:
     """Return the slices of points that scores weight: the third of their numbers, or `scores`."""
-    third = np.concatenate([value[..., 2:3].reshape(-1) for value in values])
-    if not is_vector(values[0]) and are_in_unit_range(third) and third.max() > 0:
+    third_numbers = np.concatenate([value[..., 2:3].reshape(-1) for value in values])
+    are_scores = are_in_unit_range(third_numbers) and third_numbers.max() > 0
+    if are_scores and not is_vector(values[0]):
         own_scores = OutputSlice(name, axis=-1, start=2, stop=3)
         return {name: (OutputSlice(name, axis=-1, stop=2, cell_scores=own_scores), own_scores)}
     if scores is None:

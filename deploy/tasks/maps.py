@@ -234,14 +234,14 @@ class _MaskTally(TaskTally["MaskMaps"]):
 
     def _add(self, inputs: Outputs, reference: Outputs, candidate: Outputs) -> None:
         for name in self.task.outputs:
-            is_above = reference[name] > 0.5
-            is_above_too = candidate[name] > 0.5
-            if is_above_too.shape != is_above.shape:
-                is_above_too = np.zeros_like(is_above)
-            self.pixels += is_above.size
-            self.total += int(is_above.sum())
-            self.kept += int((is_above & is_above_too).sum())
-            self.new += int((is_above_too & ~is_above).sum())
+            reference_mask = reference[name] > 0.5
+            candidate_mask = candidate[name] > 0.5
+            if candidate_mask.shape != reference_mask.shape:
+                candidate_mask = np.zeros_like(reference_mask)
+            self.pixels += reference_mask.size
+            self.total += int(reference_mask.sum())
+            self.kept += int((reference_mask & candidate_mask).sum())
+            self.new += int((candidate_mask & ~reference_mask).sum())
 
     def result(self) -> TaskFigure | None:
         """Return the IoU of the pixels above 0.5; None if FP32 has hardly any."""

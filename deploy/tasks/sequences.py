@@ -174,10 +174,11 @@ class Text(EvaluationTask):
         steps = _read_steps(value, self.axis)
         if steps is None or steps.shape[1] != self.symbols:
             return None
-        best = steps.argmax(axis=1)
+        best_symbols = steps.argmax(axis=1)
         if self.merged:
-            best = best[np.insert(best[1:] != best[:-1], 0, True)]
-        return [int(symbol) for symbol in best if symbol != self.blank]
+            differs_from_last = np.insert(best_symbols[1:] != best_symbols[:-1], 0, True)
+            best_symbols = best_symbols[differs_from_last]
+        return [int(symbol) for symbol in best_symbols if symbol != self.blank]
 
 
 TEXT = Form(
@@ -267,11 +268,11 @@ def _are_symbol_scores(steps: Array) -> bool:
 
 
 def _has_input_per_step(tables: Arrays, samples: FirstSamples) -> bool:
-    """Whether an input is tokens, or has as many steps, or values a step, as the scores.
+    """Whether an input is tokens, or has T steps or C values a step, as the scores have.
 
-    CTC has fewer steps than its input, which is a picture or sound.
+    Then the scores are not CTC's: it has fewer steps than its input, which is a picture or sound.
 
-    `tables`: scores of the symbols at each step, [T, C], of each sample.
+    `tables`: scores of the C symbols at each of T steps, [T, C], of each sample.
     """
     step_count, symbol_count = tables[0].shape
     for value in samples.inputs[0].values():

@@ -42,7 +42,8 @@ class Top1:
         """
         self.labels = labels
         self.samples = self.equal = self.reference_hits = self.candidate_hits = 0
-        self.shifts = Counter[int]()  # 1, -1 -> labels above and below the reference's class
+        # 1 and -1 -> number of labels that are the class above and below the reference's
+        self.shifts = Counter[int]()
         self.output_name = output_name
         self.score_count: int | None = None  # scores of a sample; None for class numbers
         self.class_counts = Counter[int]()  # class -> samples that the reference gives to it
@@ -115,8 +116,8 @@ class Top1:
                 f"there must be one label a sample, got {len(self.labels)} labels"
                 f" for {self.samples} samples"
             )
-        # share of labels that are one above the float model's class, or below it if that is more
-        # frequent: then it is negative
+        # if most shifted labels are above the float model's class, their share is positive, and
+        # negative if most are below it
         shift = 1 if self.shifts[1] >= self.shifts[-1] else -1
         # class numbers do not show how many classes there are: two at least, and none above the
         # highest number
@@ -135,10 +136,10 @@ def _choose_output(outputs: Outputs) -> str:
     Raises:
         FeedError: no output holds classes.
     """
-    class_outputs = []  # of scores of classes, or of class numbers
-    for name, value in outputs.items():
-        if value.shape[:1] == (1,) and _holds_classes(value):
-            class_outputs.append(name)
+    # they hold scores of classes, or class numbers
+    class_outputs = [
+        name for name, value in outputs.items() if value.shape[:1] == (1,) and _holds_classes(value)
+    ]
     number_outputs = [name for name in class_outputs if _holds_numbers(outputs[name])]
     if len(number_outputs) == 1:
         return number_outputs[0]

@@ -187,9 +187,9 @@ RANKED = Form(
 
 
 def find_ranked(samples: FirstSamples) -> Classes | None:
-    """Return the class numbers of a TopK at the end of the graph, or a single one; else None.
+    """Return the class numbers of a TopK at the end of the graph, or a single class; else None.
 
-    They may be alone, or beside one output of the same shape, their scores.
+    They are the only output, or beside one output of the same shape, their scores.
     """
     names = samples.names
     first_outputs = samples.outputs[0]
@@ -237,17 +237,17 @@ def find_classes(samples: FirstSamples) -> Classes | None:
         candidates[name] = rows
 
     names = [name for name, rows in candidates.items() if are_probabilities_or_logs(rows)]
-    allows_others = samples.has_pictures and len(vectors) == len(samples.names)
+    has_only_vectors = len(vectors) == len(samples.names)
+    may_have_others = bool(names) and samples.has_pictures and has_only_vectors
     # without probabilities, raw scores may be classes, unless there are labels: `find_labels`, a
     # later task, takes these
     if not names and find_labels(samples) is None:
-        allows_others = False
         for name, rows in candidates.items():
             # exporters call raw scores of classes "logits"
             if name == "logits" or are_raw_scores(rows, is_single=len(samples.names) == 1):
                 names.append(name)
     has_others = len(names) < len(samples.names)
-    if not names or (has_others and not allows_others):
+    if not names or (has_others and not may_have_others):
         return None
     return Classes(tuple(names), tuple(candidates[name].shape[1] for name in names))
 
@@ -374,7 +374,12 @@ def _is_input_shape(value: Array, samples: FirstSamples) -> bool:
 
 @dataclass(slots=True)
 class _EmbeddingTally(TaskTally["Embeddings"]):
-    """Mean cosine of all samples, and the first vectors of both models, which have neighbours."""
+    """Compares the vectors of both models, and which samples have the nearest vectors.
+
+    Attributes:
+        cosines: sum of the samples' cosines between FP32's vector and the candidate's.
+        vectors: both vectors of each of the first samples, of length 1.
+    """
 
     cosines: float = 0.0
     vectors: list[tuple[Floats, Floats]] = field(default_factory=list)

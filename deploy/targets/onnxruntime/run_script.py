@@ -497,7 +497,7 @@ def _list_lines(decoder: RowDecoder, outputs: Outputs) -> str:
     """Return the lines that read corners, scores and classes of an end-to-end list."""
     lines = []
     # scores and class numbers are 0 if the list lacks them; else each has one output
-    for variable, columns in (("scores", decoder.scores), ("best", decoder.numbers)):
+    for variable, columns in (("scores", decoder.scores), ("best", decoder.class_columns)):
         expression = "np.zeros(len(boxes))"
         if columns:
             expression = f"{_list_table(columns[0], outputs)}[:, {columns[0].start}]"
