@@ -152,9 +152,10 @@ def round_by_output(
         raise CalibrationError("weights and products must be finite, got NaN or Inf")
     # added to the diagonal of `products`, so that few inputs do not decide everything
     damping = _DAMPING * np.einsum("gkk->gk", products).mean(axis=1)
-    integers = np.ascontiguousarray(round_to_grid(steps, grid))
-    low = np.ascontiguousarray(round_to_grid(steps, grid, np.floor))
-    high = np.ascontiguousarray(round_to_grid(steps, grid, np.ceil))
+    # float64 whatever the steps are: the kernel reads the memory of these arrays as float64
+    integers = np.ascontiguousarray(round_to_grid(steps, grid), np.float64)
+    low = np.ascontiguousarray(round_to_grid(steps, grid, np.floor), np.float64)
+    high = np.ascontiguousarray(round_to_grid(steps, grid, np.ceil), np.float64)
     error = integers - steps
     # half the derivative of the output error by each integer; `_sweep` keeps it up to date
     slope = np.ascontiguousarray(block_products(error, products) + damping[:, None, None] * error)

@@ -242,14 +242,19 @@ def test_constants_equal_the_header():
 
 
 @given(
-    st.integers(0, 10_000), st.integers(1, 3), st.integers(1, 9), st.integers(1, 70), st.booleans()
+    st.integers(0, 10_000),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.integers(1, 70),
+    st.booleans(),
+    st.sampled_from((np.float64, np.float32)),
 )
 @settings(max_examples=40)
 def test_kernel_rounds_weights_like_numpy(
-    counting_kernels, seed, groups, rows, columns, is_column_major
+    counting_kernels, seed, groups, rows, columns, is_column_major, dtype
 ):
     rng = np.random.default_rng(seed)
-    steps = rng.normal(0, 20, (groups, rows, columns))
+    steps = rng.normal(0, 20, (groups, rows, columns)).astype(dtype)
     steps = np.asfortranarray(steps) if is_column_major else steps
     products = rounding.gram(rng.uniform(0, 1, (groups, columns, 200)))
     fixed = rng.random(steps.shape) < 0.2

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from calibrators.amct.recorders import ChannelMaxOf, HfmgOf, IfmrOf
+from calibrators.errors import CalibrationError
 from calibrators.statistics import AmaxOf, HistogramOf
 from deploy.calibration import store
 from deploy.calibration.fingerprint import Fingerprint
@@ -74,6 +75,17 @@ def test_many_values_are_restored_as_counts():
     recorder = recorded(IfmrOf(), [rng.standard_normal((1, 70_000)).astype(np.float32)])
     assert recorder.stored_values is None
     assert are_equal(IfmrOf().restore(recorder.to_arrays()), recorder)
+
+
+@pytest.mark.parametrize("count", [9, 70_000])
+@pytest.mark.parametrize(("place", "value"), [(0, np.nan), (0, 5.0), (1, np.inf), (2, -1.0)])
+def test_values_beyond_their_range_are_refused(count, place, value):
+    """The kernel counts them without a check, and would write beyond its bins."""
+    data = np.linspace(-1, 1, count, dtype=np.float32)[None]
+    arrays = recorded(IfmrOf(), [data]).to_arrays()
+    arrays["reals"][place] = value
+    with pytest.raises(CalibrationError, match="must lie within"):
+        IfmrOf().restore(arrays)
 
 
 def observation(statistic, tensor="x", variant=FOLDED):

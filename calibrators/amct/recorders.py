@@ -63,16 +63,23 @@ class IfmrOf(_Ordered):
         recorder.total = integers[0]
         stored_values = arrays["kept"]
         bins = arrays["bins"]
+        are_in_range = True  # the values, in the range whose bins count them; the kernel needs it
         if stored_values.size:
-            recorder.set_values(np.array(stored_values, np.float32))
+            values = np.array(stored_values, np.float32)
+            recorder.set_values(values)
+            are_in_range = recorder.minimum <= values.min() <= values.max() <= recorder.maximum
         elif bins.size:
             recorder.start_counting()
             if bins.min() < 0 or bins.max() > 2 * FINE_BINS:  # the bin around 0 and both sides
                 raise CalibrationError("stored bins must lie within the histogram and do not")
             recorder.counts[bins] = arrays["counts"]
             recorder.sums[bins] = arrays["sums"]
+            full_range = recorder.full_range
+            are_in_range = -full_range <= recorder.minimum <= recorder.maximum <= full_range
         if stored_values.size + int(recorder.counts.sum()) != recorder.total:
             raise CalibrationError("stored counts must add up to their total and do not")
+        if recorder.total and not (are_in_range and np.isfinite(reals).all() and reals[2] >= 0):
+            raise CalibrationError("stored values must lie within their stored range and do not")
         return recorder
 
 
