@@ -23,7 +23,8 @@ from deploy.report.parts import (
     TargetPart,
 )
 from deploy.report.screen import find_alternative, next_steps
-from deploy.report.verdict import Verdict
+from deploy.report.verdict import Gates, Verdict
+from deploy.report.verdict import verdict as judge
 from deploy.tasks.evaluation_task import TaskFigure
 from deploy.tuning.plan_file import SplitRow
 
@@ -255,6 +256,16 @@ def test_wrong_inputs_are_to_be_prepared_as_in_training(preprocess, options):
     feed = replace(report.feed, preprocess=preprocess)
     step = first_step(replace(report, engines=engines, feed=feed))
     assert step.endswith(f"{BUILD} {options}")
+
+
+def test_random_model_is_exported_again_or_labelled():
+    report = detector("good")
+    accuracy = report.engines[1].accuracy
+    drawn = judge(accuracy=accuracy, speed=None, int8=True, gates=Gates(), has_random_outputs=True)
+    engines = (report.engines[0], replace(report.engines[1], verdict=drawn))
+    step = first_step(replace(report, engines=engines))
+    assert "evaluation mode" in step and "--preprocess" not in step
+    assert step.endswith(f"{BUILD} --eval-images FOLDER --labels FILE")
 
 
 def test_assumed_preprocessing_is_named_before_the_use():

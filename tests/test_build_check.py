@@ -19,6 +19,7 @@ from deploy.errors import BackendError, CacheError, ConfigError, ExportError
 from deploy.files.manifest import sha256
 from deploy.targets import TARGETS
 from deploy.targets.base import BuildResult
+from tests.models import make_model, save_net
 
 PREPROCESS = {"mean": 0.5, "std": 0.25}
 QUICK = {"duration_s": 0, "preprocess": PREPROCESS, "tuning": calib8.Tuning(effort=0)}
@@ -275,6 +276,22 @@ def test_check_names_assumed_preprocessing(small_cnn, pictures, tmp_path):
     engine_alone = check(tmp_path / "small_cnn.int8.onnx", pictures, against=small_cnn, task="none")
     assert engine_alone.engine("int8").verdict.assumes_inputs
     assert not check(tmp_path, pictures, preprocess="unit").engine("int8").verdict.assumes_inputs
+
+
+def test_random_model_is_in_question_again(tmp_path, run):
+    rng = np.random.default_rng(2)
+    nodes = "h = MatMul(x, w) r = RandomNormalLike(h) y = Add(h, r)"
+    weights = {"w": rng.normal(size=(8, 4)).astype(np.float32)}
+    save_net(make_model(nodes, {"x": [1, 8]}, {"y": [1, 4]}, weights), tmp_path / "net.onnx")
+    arrays = tmp_path / "x.npy"
+    np.save(arrays, rng.normal(size=(40, 8)).astype(np.float32))
+    options = ("--images", arrays, "--duration", 0)
+    out = tmp_path / "o"
+    text = run.ok("build", tmp_path / "net.onnx", *options, "--out", out, "--effort", 0)
+    checked = run.ok("check", out, *options)
+    assert "evaluation mode" in text and "--labels FILE" in text
+    assert text.split("\n")[1:3] == checked.split("\n")[1:3]  # the verdict
+    assert "draws random numbers, which" in " ".join(checked.split())
 
 
 def test_speed_limit_without_timing_is_doubtful(shipped, pictures):

@@ -34,6 +34,7 @@ from deploy.analysis.build_reader import (
 )
 from deploy.calibration.calibration_result import find_reference_model
 from deploy.calibration.input_checks import check_input_samples
+from deploy.calibration.reference_outputs import find_random_outputs, make_evaluation_set
 from deploy.errors import BackendError, ConfigError, list_first
 from deploy.feed.evaluation import (
     BY_FOLDER,
@@ -493,6 +494,8 @@ def _make_report(
     if feed.preprocess is not None:  # images, and not arrays, which are fed as they are
         input_doubts += shipped.image_doubts
         has_assumed_inputs |= shipped.assumes_inputs
+    evaluation_set = make_evaluation_set(feed, loaded.model, _INPUT_SAMPLES)
+    randomness_warning = find_random_outputs(loaded.model, evaluation_set)
     rows = engine_rows(
         figures,
         shipped.results,
@@ -501,8 +504,10 @@ def _make_report(
         classes=loaded.classes,
         doubts=input_doubts,
         has_assumed_inputs=has_assumed_inputs,
+        has_random_outputs=bool(randomness_warning),
     )
-    alerts = (*shipped.alerts, *_absent_alerts(shipped.results, figures.absent), *input_doubts)
+    absent_alerts = _absent_alerts(shipped.results, figures.absent)
+    alerts = [*shipped.alerts, *absent_alerts, *input_doubts, randomness_warning]
     return Report(
         title=shipped.title,
         model=model_part(loaded),
@@ -513,7 +518,7 @@ def _make_report(
         request=RequestPart(
             max_loss=limits.max_loss, min_speedup=limits.min_speedup, has_evaluation=True
         ),
-        alerts=alerts,
+        alerts=tuple(filter(None, alerts)),
         notes=(*feed.notes, *figures.notes),
     )
 

@@ -18,6 +18,7 @@ import onnx
 
 from deploy.calibration.observation import CalibrationSubject, ObservedStatistics
 from deploy.calibration.ranges import Ranges
+from deploy.calibration.reference_outputs import find_random_outputs, make_evaluation_set
 from deploy.errors import ConfigError
 from deploy.feed.bench_inputs import Shapes, random_feeds
 from deploy.feed.evaluation import EvaluationSubset
@@ -57,6 +58,7 @@ from deploy.targets.options import changed_options
 from deploy.version import __version__
 
 _RANDOM_SAMPLES = 2  # samples to run the models on, without images
+_REPEATED_SAMPLES = 2  # samples that show whether the float model draws random numbers
 _NO_IMAGES = (
     "No images were given: the deploy model was run on random samples, and its accuracy was not"
     " measured; --images measures it."
@@ -345,7 +347,15 @@ def _compare_with_float_model(
         duration_s=0,
         threads=threads,
     )
-    return engine_rows(figures, [result], Gates(), stage, classes=loaded.classes)
+    evaluation_set = make_evaluation_set(feed, loaded.model, _REPEATED_SAMPLES)
+    return engine_rows(
+        figures,
+        [result],
+        Gates(),
+        stage,
+        classes=loaded.classes,
+        has_random_outputs=bool(find_random_outputs(loaded.model, evaluation_set)),
+    )
 
 
 def _compare_with_qdq_model(

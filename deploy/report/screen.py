@@ -480,7 +480,7 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
 def _data_steps(
     verdict: Verdict, request: RequestPart, command: str, *, takes_pictures: bool
 ) -> Iterator[str]:
-    """Yield steps, builds with other data: more images, or the preprocessing of the training.
+    """Yield steps, builds with other data: more images, labels, or the training's preprocessing.
 
     Args:
         verdict: on the engine.
@@ -494,6 +494,11 @@ def _data_steps(
         yield from _image_steps(verdict.missing_samples, request, command)
     if verdict.blames_labels:
         yield f"with shifted labels: {command} --labels FILE"
+    elif verdict.blames_randomness:
+        yield (
+            "export the model in evaluation mode, or with its random numbers as an input; or judge"
+            f" by labels: {command} --eval-images FOLDER --labels FILE"
+        )
     elif verdict.blames_float:
         preprocessing = "--images PATH"
         if takes_pictures:

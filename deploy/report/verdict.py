@@ -66,6 +66,7 @@ class Verdict:
         gated: whether a limit that the user set is missed.
         blames_float: whether the float model or its inputs are at fault, and not int8.
         blames_labels: whether the labels of the evaluation images are at fault.
+        blames_randomness: whether the float model's random numbers hide what int8 loses.
         missing_calibration: number of samples to calibrate with, such as "32 or more"; "" if there
             are enough.
         missing_samples: how many more samples to judge by, such as "20 more"; "" if there are
@@ -78,6 +79,7 @@ class Verdict:
     gated: bool = False
     blames_float: bool = False
     blames_labels: bool = False
+    blames_randomness: bool = False
     missing_calibration: str = ""
     missing_samples: str = ""
     assumes_inputs: bool = False
@@ -107,6 +109,7 @@ _ASSUMED_INPUTS = (
     "pixels / 255 are calib8's default: if the model was trained with others, FP32 and int8 are"
     " wrong alike"
 )
+_RANDOM = f"{FLOAT_MODEL} itself draws random numbers, so what int8 loses cannot be told"
 _KEPT = " kept"  # ending of the name of a figure that counts things, such as "boxes kept"
 _Finding = tuple[str, str]  # level, and the reason as a sentence
 
@@ -191,6 +194,7 @@ def verdict(
         gated=has_limits and level == UNUSABLE,
         blames_float=blames_float,
         blames_labels=blames_labels,
+        blames_randomness=_RANDOM in reasons,
         missing_calibration=missing_calibration,
         missing_samples=missing_samples,
         assumes_inputs=assumes_inputs,
@@ -266,8 +270,7 @@ def _find_causes_and_losses(
         is_good = bool(losses) and all(level == GOOD for level, _ in losses)
         has_labels = accuracy is not None and accuracy.top1_reference is not None
         if not is_good and not has_labels:
-            reason = f"{FLOAT_MODEL} itself draws random numbers, so what int8 loses cannot be told"
-            losses = [(DOUBTFUL, reason)]
+            losses = [(DOUBTFUL, _RANDOM)]
 
     if not _is_mostly_right(accuracy):  # a model that is right has the right inputs
         causes = [*map(_judge_doubt, doubts), *causes]
