@@ -354,6 +354,11 @@ def test_plugin_inputs_are_not_fed(build):
     assert [s.name for s in load(model).inputs] == ["x"]
 
 
+@pytest.mark.parametrize("op", ["QuantizeLinearPlugin", "DequantizeLinear_TRT"])
+def test_plugin_named_like_pair_is_kept(op):
+    assert [n.op_type for n in load(detector(op=op)).cut_off.nodes] == [op, "Cast"]
+
+
 def test_plugin_as_first_node_is_refused(wording):
     model = detector()
     model.graph.node.insert(0, node("Decode", "x", "image", domain="mine"))

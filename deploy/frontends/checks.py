@@ -22,15 +22,8 @@ if TYPE_CHECKING:
 
 OLDEST_OPSET = 7
 _ASCEND_OPERATORS = ("AscendQuant", "AscendDequant", "AscendAntiQuant", "AscendWeightQuant")
-_QUANTIZED_STARTS = (
-    "QuantizeLinear",
-    "DequantizeLinear",
-    "DynamicQuantize",
-    "QLinear",
-    "QGemm",
-    "QAttention",
-    "MatMulNBits",
-)
+_PAIR = ("QuantizeLinear", "DequantizeLinear")  # complete names: a plugin's may begin with these
+_QUANTIZED_STARTS = ("QLinear", "QGemm", "QAttention", "DynamicQuantize", "MatMulNBits")
 _QUANTIZED_DOMAINS = ("onnx.brevitas", "qonnx.custom_op.general", "finn.custom_op.general")
 _OPTIMIZED_DOMAINS = ("com.microsoft.nchwc", "com.ms.internal.nhwc")
 _OPTIMIZER_OPS = frozenset(("FusedConv", "FusedGemm", "FusedMatMul", "FusedMatMulActivation"))
@@ -105,6 +98,7 @@ def is_quantized_node(node: onnx.NodeProto) -> bool:
     op_type = node.op_type
     return (
         node.domain in _QUANTIZED_DOMAINS
+        or op_type in _PAIR
         or op_type.startswith(_QUANTIZED_STARTS)
         or op_type.endswith(_QUANTIZED_ENDS)
     )
