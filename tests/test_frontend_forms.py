@@ -572,6 +572,20 @@ def test_every_opset_reaches_every_parser(opset):
         np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("node", "opset", "cann", "step"),
+    [
+        ("y = DFT <axis = 1> (x)", 17, "5.0", "--cann 7.0 or newer"),
+        ("a = Constant <value_int = 1> () y = DFT(x, , a)", 20, "8.0", "with other operators"),
+    ],
+)
+def test_newer_cann_is_named_if_it_reads_the_model(node, opset, cann, step):
+    model = make_model(node, {"x": [1, 8, 1]}, {"y": [1, 8, 2]}, opset=opset)
+    with pytest.raises(ExportError) as error:
+        lower_for_cann(model, cann)
+    assert str(error.value).endswith(step)
+
+
 def test_every_opset_builds_equal_files(tmp_path):
     x = np.random.default_rng(1).normal(size=(4, 3, 8, 8)).astype(F)
     outputs = {}

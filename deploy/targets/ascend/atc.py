@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from deploy.errors import BackendError, ConfigError, ExportError, list_first
 from deploy.files.usercode import refuse_foreign_code
 from deploy.graph.edit import copy_message
-from deploy.graph.index import ONNX_DOMAINS, nested_nodes
+from deploy.graph.index import ONNX_DOMAINS, nested_nodes, opset_of
 from deploy.targets.shape_ranges import ShapeRange, sample_shape_range
 from deploy.terminal import phase
 
@@ -425,12 +425,23 @@ def lower_for_cann(model: onnx.ModelProto, cann: str) -> onnx.ModelProto:
         cann: key of `PARSERS`.
 
     Raises:
-        ExportError: a node cannot be expressed in that opset.
+        ExportError: a node cannot be expressed in that opset; the message names a newer CANN that
+            reads the model as it is, if there is one.
     """
     from deploy.graph.lowering import lower_opset
 
     newest_opset, newest_ir_version = PARSERS[cann]
-    lowered = copy_message(lower_opset(model, opset=newest_opset).model)
+    try:
+        lowered = copy_message(lower_opset(model, opset=newest_opset).model)
+    except ExportError as error:
+        model_opset = opset_of(model)
+        for other_cann, (opset, _) in PARSERS.items():
+            if opset >= model_opset:  # there nothing needs to be converted
+                raise ExportError(
+                    f"{error}, or take a CANN that reads opset {model_opset}, with --cann"
+                    f" {other_cann} or newer"
+                ) from error
+        raise
     lowered.ir_version = min(lowered.ir_version, newest_ir_version)
     return lowered
 
