@@ -159,16 +159,18 @@ def judge_accuracy(accuracy: Accuracy, max_loss: float | None) -> LevelReasons:
 
     # an output that the task does not cover is judged as without a task
     uncovered_outputs = () if accuracy.task is None else accuracy.task.beside
-    uncovered = (figures for figures in accuracy.parts if figures.output in uncovered_outputs)
-    worst_uncovered = next(uncovered, None)  # slices come in ascending order of SQNR
-    if worst_uncovered is not None:
-        yield _rate_slice(worst_uncovered, has_task=False, has_limit=False)
+    uncovered_figures = (
+        figures for figures in accuracy.parts if figures.output in uncovered_outputs
+    )
+    worst_uncovered_slice = next(uncovered_figures, None)  # slices come in ascending order of SQNR
+    if worst_uncovered_slice is not None:
+        yield _rate_slice(worst_uncovered_slice, has_task=False, has_limit=False)
 
-    worst = accuracy.worst
-    if worst is None or worst == worst_uncovered:  # rated above
+    worst_slice = accuracy.worst
+    if worst_slice is None or worst_slice == worst_uncovered_slice:  # rated above
         return
     has_task = accuracy.task is not None or accuracy.top1_reference is not None
-    yield _rate_slice(worst, has_task=has_task, has_limit=max_loss is not None)
+    yield _rate_slice(worst_slice, has_task=has_task, has_limit=max_loss is not None)
 
 
 def _limit_text(loss: TaskLoss, max_loss: float) -> str:

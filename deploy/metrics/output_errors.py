@@ -299,10 +299,10 @@ def _unchanged_input_db(outputs: Arrays, inputs: Arrays, resize: str) -> float:
 
 def subtract_input(value: Array, source: Array, resize: str) -> Array:
     """Subtract the input from an output; an output of another shape is returned unchanged."""
-    enlarged = enlarge_input(source, value.shape, resize)
-    if enlarged is None:
+    enlarged_input = enlarge_input(source, value.shape, resize)
+    if enlarged_input is None:
         return value
-    return np.subtract(value, enlarged, dtype=np.float32)
+    return np.subtract(value, enlarged_input, dtype=np.float32)
 
 
 def enlarge_input(source: Array, shape: tuple[int, ...], resize: str) -> Array | None:
@@ -333,8 +333,9 @@ def enlarge_input(source: Array, shape: tuple[int, ...], resize: str) -> Array |
         return None
 
     picture = np.moveaxis(source.astype(np.float64), channel_axis, 3)[0]
-    enlarged = cv2.resize(picture, None, fx=scale, fy=scale, interpolation=_RESIZES[resize])
-    planes = enlarged.reshape(1, *enlarged.shape[:2], channels)  # cv2 drops a single channel
+    enlarged_picture = cv2.resize(picture, None, fx=scale, fy=scale, interpolation=_RESIZES[resize])
+    # cv2 drops a single channel
+    planes = enlarged_picture.reshape(1, *enlarged_picture.shape[:2], channels)
     return np.asarray(np.moveaxis(planes, 3, channel_axis))
 
 

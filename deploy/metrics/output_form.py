@@ -286,8 +286,8 @@ def _find_uncovered(task: EvaluationTask, samples: FirstSamples) -> tuple[str, .
     """
     states = samples.declared.states.values()  # inputs of the next call
     raw_scores = samples.declared.probabilities  # keys: outputs whose probabilities are one, too
-    covered = {*task.covered, *task.lists, *states, *raw_scores}
-    return tuple(name for name in samples.float_outputs if name not in covered)
+    covered_outputs = {*task.covered, *task.lists, *states, *raw_scores}
+    return tuple(name for name in samples.float_outputs if name not in covered_outputs)
 
 
 def _describe_task(task: EvaluationTask | None, declared_by: str) -> str:

@@ -323,8 +323,8 @@ class BoxDetection(EvaluationTask):
     @property
     def lists(self) -> frozenset[str]:
         """The outputs of lists of boxes, and those with a row for each box."""
-        unsliced = (name for name, slices in self.parts.items() if not slices)
-        return frozenset((*self.decoder.list_outputs, *unsliced))
+        unsliced_outputs = (name for name, slices in self.parts.items() if not slices)
+        return frozenset((*self.decoder.list_outputs, *unsliced_outputs))
 
 
 def fit_boxes(samples: FirstSamples) -> BoxDetection | None:

@@ -141,9 +141,9 @@ class Detections:
         shapes: BoxShapes | None = None,
     ) -> Detections:
         """Return the best by score, above `MIN_BOX_SCORE`; boxes with NaN or Inf are left out."""
-        valid = np.flatnonzero((scores > MIN_BOX_SCORE) & np.isfinite(boxes).all(axis=1))
-        best = valid[np.argsort(-scores[valid], kind="stable")][:_MAX_BOXES]
-        return cls(boxes, scores, classes, shapes).at(best)
+        valid_indices = np.flatnonzero((scores > MIN_BOX_SCORE) & np.isfinite(boxes).all(axis=1))
+        best_indices = valid_indices[np.argsort(-scores[valid_indices], kind="stable")][:_MAX_BOXES]
+        return cls(boxes, scores, classes, shapes).at(best_indices)
 
     def above(self, threshold: float) -> Detections:
         """Return the boxes with a score above the threshold."""
@@ -176,9 +176,9 @@ def box_intersections(boxes: Floats, candidates: Floats) -> Floats:
 
 def box_ious(boxes: Floats, candidates: Floats) -> Floats:
     """Return the IoU of boxes [n, 4] and [m, 4] as [n, m]; 0 for boxes without area."""
-    shared = box_intersections(boxes, candidates)
-    union = box_areas(boxes)[:, None] + box_areas(candidates) - shared
-    return np.divide(shared, union, out=np.zeros_like(shared), where=union > 0)
+    shared_areas = box_intersections(boxes, candidates)
+    union = box_areas(boxes)[:, None] + box_areas(candidates) - shared_areas
+    return np.divide(shared_areas, union, out=np.zeros_like(shared_areas), where=union > 0)
 
 
 def box_areas(boxes: Floats) -> Floats:
@@ -197,14 +197,15 @@ def suppress_overlaps(detections: Detections, iou: float = IOU) -> Detections:
         iou: intersection over union.
     """
     kept_indices: list[int] = []
-    remaining = np.arange(len(detections.scores))  # indices of boxes, the best first
-    while remaining.size:
-        best = int(remaining[0])
-        remaining = remaining[1:]
-        kept_indices.append(best)
-        ious = box_ious(detections.boxes[best : best + 1], detections.boxes[remaining])[0]
-        is_same_class = detections.classes[remaining] == detections.classes[best]
-        remaining = remaining[~((ious > iou) & is_same_class)]
+    remaining_indices = np.arange(len(detections.scores))  # indices of boxes, the best first
+    while remaining_indices.size:
+        best_index = int(remaining_indices[0])
+        remaining_indices = remaining_indices[1:]
+        kept_indices.append(best_index)
+        best_box = detections.boxes[best_index : best_index + 1]
+        ious = box_ious(best_box, detections.boxes[remaining_indices])[0]
+        is_same_class = detections.classes[remaining_indices] == detections.classes[best_index]
+        remaining_indices = remaining_indices[~((ious > iou) & is_same_class)]
     return detections.at(np.array(kept_indices, np.int64))
 
 

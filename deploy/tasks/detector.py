@@ -146,12 +146,12 @@ def find_strides(count: int, size: ImageSize | None) -> tuple[int, ...]:
     """
     if size is None:
         return ()
-    fitting: list[tuple[int, ...]] = [()]
+    fitting_strides: list[tuple[int, ...]] = [()]
     for start, stop in itertools.combinations(range(len(STRIDES) + 1), 2):
         strides = STRIDES[start:stop]
         if sum(math.prod(count_cells(size, stride)) for stride in strides) == count:
-            fitting.append(strides)
-    return max(fitting, key=len)
+            fitting_strides.append(strides)
+    return max(fitting_strides, key=len)
 
 
 def fits_stride(sides: tuple[int, ...], size: ImageSize | None) -> bool:

@@ -102,16 +102,16 @@ def find_detector(samples: FirstSamples) -> RowDecoder | None:
     tables = [*_read_tables(samples)]
     for propose in PROPOSALS:
         decoders: dict[str, RowDecoder] = {}  # output of the scores -> its decoder
-        for proposed in propose(tables, samples):
-            decoder = _confirm(proposed, samples)
+        for proposed_decoder in propose(tables, samples):
+            decoder = _confirm(proposed_decoder, samples)
             if decoder is not None:
                 decoders.setdefault(decoder.scores[0].output, decoder)
         if len(decoders) == 1:
             return decoders.popitem()[1]
         if len(decoders) == len(samples.output_names):
-            joined = _join_levels([*decoders.values()])
-            if joined is not None:
-                return _confirm(joined, samples)
+            joined_decoder = _join_levels([*decoders.values()])
+            if joined_decoder is not None:
+                return _confirm(joined_decoder, samples)
     return None
 
 
@@ -309,9 +309,9 @@ def _propose_separate(tables: Sequence[_RowTable], samples: FirstSamples) -> Ite
             paired_outputs |= {*table_by_output}
     # in the order of the outputs
     levels.sort(key=lambda level: samples.names.index(level.scores[0].output))
-    joined = _join_levels(levels)
-    if joined is not None:
-        yield joined
+    joined_decoder = _join_levels(levels)
+    if joined_decoder is not None:
+        yield joined_decoder
 
 
 def _join_levels(levels: Sequence[RowDecoder]) -> RowDecoder | None:
@@ -319,16 +319,16 @@ def _join_levels(levels: Sequence[RowDecoder]) -> RowDecoder | None:
 
     Each of `levels` is the decoder of one level alone.
     """
-    joined: dict[str, Any] = {}
+    joined_fields: dict[str, Any] = {}
     for name in ("scores", "box_columns", "gates", "shape_columns", "strides"):
         columns = [getattr(level, name) for level in levels]
-        joined[name] = (*itertools.chain.from_iterable(columns),)
+        joined_fields[name] = (*itertools.chain.from_iterable(columns),)
         # columns or strides of only some levels say nothing
         if name in ("shape_columns", "strides") and not all(columns):
-            joined[name] = ()
-    if not levels or len(joined["gates"]) not in (0, len(levels)):
+            joined_fields[name] = ()
+    if not levels or len(joined_fields["gates"]) not in (0, len(levels)):
         return None
-    return RowDecoder(**joined)
+    return RowDecoder(**joined_fields)
 
 
 def _pair_tables(tables: Sequence[_RowTable], *, are_known_boxes: bool) -> RowDecoder | None:
@@ -637,19 +637,19 @@ def read_extra(decoder: RowDecoder, samples: FirstSamples) -> RowDecoder:
     """
     if not decoder.shape_columns:
         return decoder
-    extra = _read_rows(decoder.shape_columns, samples)
+    extra_columns = _read_rows(decoder.shape_columns, samples)
     boxes = _read_rows(decoder.box_columns, samples)
-    width = extra.shape[1]
+    width = extra_columns.shape[1]
     map_outputs = [name for name in samples.names if _are_prototypes(name, width, samples)]
     if len(map_outputs) == 1:
         return replace(decoder, mask_maps=map_outputs[0])
     if width == 1:
-        has_angle = decoder.coding == "centre" and are_angles(extra)
+        has_angle = decoder.coding == "centre" and are_angles(extra_columns)
         return replace(decoder, has_angle=has_angle)
     if not decoder.coding:  # which columns are x and y of a box is not known
         return decoder
     for point_width in (3, 2):  # a key point is x, y and perhaps a visibility
-        if width % point_width == 0 and _are_points(extra, boxes, point_width):
+        if width % point_width == 0 and _are_points(extra_columns, boxes, point_width):
             return replace(decoder, point_width=point_width)
     return decoder
 

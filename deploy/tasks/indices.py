@@ -71,9 +71,9 @@ class PlaceCounts:
         usual_class = max(sorted(self.reference), key=self.reference.__getitem__)
         if self.reference[usual_class] < MOST_SHARE * total:
             return equal, total, ""
-        uncounted = self.equal[usual_class]
+        uncounted_places = self.equal[usual_class]
         exception = f", without {usual_class}, the usual one, where both have it"
-        return equal - uncounted, total - uncounted, exception
+        return equal - uncounted_places, total - uncounted_places, exception
 
 
 def _count_values(values: Array) -> Counter[int]:

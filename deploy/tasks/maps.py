@@ -217,8 +217,10 @@ def _are_logits(value: Array) -> bool:
     if not may_be_logits(value[0], 0):
         return False
     positive_share = np.mean(value[0].max(axis=0) > 0)
-    best = value[0].argmax(axis=0)
-    equal_share = min(np.mean(best[1:] == best[:-1]), np.mean(best[:, 1:] == best[:, :-1]))
+    best_class = value[0].argmax(axis=0)
+    equal_share = min(
+        np.mean(best_class[1:] == best_class[:-1]), np.mean(best_class[:, 1:] == best_class[:, :-1])
+    )
     return bool(equal_share >= MIN_EQUAL_NEIGHBOURS and positive_share >= MOST_SHARE)
 
 

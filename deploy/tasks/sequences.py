@@ -202,8 +202,8 @@ def fit_text(name: str, samples: FirstSamples, axes: Sequence[int] = (-1, 1)) ->
         if not tables or tables[0].shape[1] < MIN_SYMBOLS:
             continue
         symbol_count = tables[0].shape[1]
-        best = np.concatenate([steps.argmax(axis=1) for steps in tables])
-        is_blank_last = np.mean(best == symbol_count - 1) > np.mean(best == 0)
+        best_symbols = np.concatenate([steps.argmax(axis=1) for steps in tables])
+        is_blank_last = np.mean(best_symbols == symbol_count - 1) > np.mean(best_symbols == 0)
         blank = symbol_count - 1 if is_blank_last else 0
         # only CTC's text has blanks between symbols; there equal steps in a row are one symbol
         is_ctc = any(_has_symbol_after_blank(steps, blank) for steps in tables)
@@ -247,11 +247,11 @@ def _is_blank(blank: int, tables: Arrays) -> bool:
     best_symbols = [steps.argmax(axis=1) for steps in tables]
     # the steps of all samples one after the other, with a blank before each sample
     symbols = np.concatenate([np.insert(sample, 0, blank) for sample in best_symbols])
-    previous = symbols[:-1]
-    current = symbols[1:]
-    is_symbol = current != blank
-    run_count = int((is_symbol & (current != previous)).sum())  # runs of one symbol
-    word_count = int((is_symbol & (previous == blank)).sum())  # runs between blanks
+    previous_symbols = symbols[:-1]
+    current_symbols = symbols[1:]
+    is_symbol = current_symbols != blank
+    run_count = int((is_symbol & (current_symbols != previous_symbols)).sum())  # runs of one symbol
+    word_count = int((is_symbol & (previous_symbols == blank)).sum())  # runs between blanks
     max_step_count = min(MAX_SYMBOL_STEPS * run_count, MAX_WORD_STEPS * word_count)
     blank_share = np.mean(np.concatenate(best_symbols) == blank)
     is_frequent = MIN_BLANK_SHARE <= blank_share < 1
@@ -290,9 +290,9 @@ def edit_distance(text: Sequence[int], other_text: Sequence[int]) -> int:
     lengths = np.arange(len(other_text) + 1)
     distances = lengths  # from the symbols of `text` so far to the first 0, 1, ... of the other's
     for symbol in text:
-        replaced = distances[:-1] + (other_symbols != symbol)
+        replaced_distances = distances[:-1] + (other_symbols != symbol)
         distances = distances + 1  # the symbol is deleted
-        distances[1:] = np.minimum(distances[1:], replaced)
+        distances[1:] = np.minimum(distances[1:], replaced_distances)
         # or it stands before any number of symbols that are inserted
         distances = np.minimum.accumulate(distances - lengths) + lengths
     return int(distances[-1])

@@ -125,19 +125,19 @@ class BudgetSearch:
             return self._with_fewest_float_layers(search, base)
 
         # a single search means that the user configured it for all layers: the weights stay too
-        repaired = self._try_rounding(base, step) if len(self.searches) > 1 else None
-        if repaired is not None:
-            search, base = repaired
+        repaired_search = self._try_rounding(base, step) if len(self.searches) > 1 else None
+        if repaired_search is not None:
+            search, base = repaired_search
             if self._check_budget(base):
                 return base
         losses = search.layer_losses(base)
         # a layer that cannot run alone in int8 has no measured loss
         loss_by_layer = {name: losses.get(name, 0.0) for name in self.layers}
         self.ranking = sorted(loss_by_layer.items(), key=lambda entry: -entry[1])
-        swapped = self._with_swapped_searches(search, base)
-        if swapped is not base and self._check_budget(swapped):
-            return swapped
-        return self._with_fewest_float_layers(search, swapped)
+        swapped_trial = self._with_swapped_searches(search, base)
+        if swapped_trial is not base and self._check_budget(swapped_trial):
+            return swapped_trial
+        return self._with_fewest_float_layers(search, swapped_trial)
 
     def _make_search(self, builder: RepairedBuilder, step: Step) -> Search:
         """Return a search on the evaluation samples whose units are the layers.
@@ -175,9 +175,9 @@ class BudgetSearch:
 
     def _try_searches_everywhere(self, search: Search) -> Trial:
         """Return the trial of least loss with one search in all layers."""
-        choices = []
-        for name in self.general_searches:
-            choices.append(Choices(searches=dict.fromkeys(self.layers, name)))
+        choices = [
+            Choices(searches=dict.fromkeys(self.layers, name)) for name in self.general_searches
+        ]
         trials = search.try_choices(choices)
         if not trials:
             raise BackendError(
@@ -217,17 +217,19 @@ class BudgetSearch:
 
     def _with_swapped_searches(self, search: Search, base: Trial) -> Trial:
         """Return a trial in which the layers that lose most have another search that loses less."""
-        best = base
+        best_trial = base
         for layer, _ in self.ranking[:_SWAPPED]:
             choices = []
             for name, layers in self.searches.items():
                 if layer in layers:
-                    searches = {**best.choices.searches, layer: name}
-                    choices.append(replace(best.choices, searches=searches))
-            trial = min(search.try_choices(choices, best.in_float), key=_loss, default=best)
-            if _loss(trial) < _WORTH * _loss(best):
-                best = trial
-        return best
+                    searches = {**best_trial.choices.searches, layer: name}
+                    choices.append(replace(best_trial.choices, searches=searches))
+            trial = min(
+                search.try_choices(choices, best_trial.in_float), key=_loss, default=best_trial
+            )
+            if _loss(trial) < _WORTH * _loss(best_trial):
+                best_trial = trial
+        return best_trial
 
     def _check_budget(self, trial: Trial) -> bool:
         """Run a trial on all evaluation samples; return whether its loss is within the budget.

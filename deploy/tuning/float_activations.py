@@ -76,20 +76,20 @@ class FloatActivations:
         """
         constants = {tensor.name: tensor for tensor in model.graph.initializer}
         is_equal_by_constant: dict[str, bool] = {}
-        unchanged = {value.name for value in model.graph.input}
+        unchanged_names = {value.name for value in model.graph.input}
         for node in model.graph.node:
             if any(self._node_by_output.get(name) != node for name in node.output):
                 continue
             reads = set(iter_reads(node))
             read_constants = reads & constants.keys()
-            if not unchanged.issuperset(reads - read_constants):
+            if not unchanged_names.issuperset(reads - read_constants):
                 continue
             # a comparison reads all values of a constant, so only now, and once
             for name in read_constants - is_equal_by_constant.keys():
                 is_equal_by_constant[name] = constants[name] == self._constants.get(name)
             if all(is_equal_by_constant[name] for name in read_constants):
-                unchanged.update(node.output)
-        return unchanged
+                unchanged_names.update(node.output)
+        return unchanged_names
 
     def shorten(self, model: onnx.ModelProto) -> onnx.ModelProto:
         """Return a trial model that has stored tensors as inputs, without the nodes upstream.
@@ -99,21 +99,25 @@ class FloatActivations:
         open.
         """
         graph = model.graph
-        needed = {value.name for value in graph.output}
-        stored = self.unchanged_tensors(model).intersection(self.values_by_sample[0]) - needed
+        needed_tensors = {value.name for value in graph.output}
+        stored_tensors = (
+            self.unchanged_tensors(model).intersection(self.values_by_sample[0]) - needed_tensors
+        )
         nodes = []
         new_inputs = []
         # from the outputs upstream: a node without an output that is needed is left out
         for node in reversed(graph.node):
-            needed_outputs = [name for name in node.output if name in needed]
-            if needed_outputs and stored.issuperset(needed_outputs):
+            needed_outputs = [name for name in node.output if name in needed_tensors]
+            if needed_outputs and stored_tensors.issuperset(needed_outputs):
                 new_inputs += needed_outputs
             elif needed_outputs:
-                needed.update(iter_reads(node))
+                needed_tensors.update(iter_reads(node))
                 nodes.append(node)
-        inputs = [value for value in graph.input if value.name in needed]
+        inputs = [value for value in graph.input if value.name in needed_tensors]
         inputs += map(self._make_input, new_inputs)
-        return extract_nodes(model, reversed(nodes), needed, inputs=inputs, outputs=graph.output)
+        return extract_nodes(
+            model, reversed(nodes), needed_tensors, inputs=inputs, outputs=graph.output
+        )
 
     def _make_input(self, name: str) -> onnx.ValueInfoProto:
         """Return a graph input that takes a stored tensor of each sample."""
@@ -145,11 +149,11 @@ def find_border_tensors(model: onnx.ModelProto, nodes: Collection[str]) -> list[
 
 def _limit_memory(tensors: Iterable[str], values: Values, sample_count: int) -> dict[str, None]:
     """Return the first tensors that fit into the memory limit, in order."""
-    fitting: dict[str, None] = {}
+    fitting_tensors: dict[str, None] = {}
     total = 0
     for name in tensors:
         total += values[name].nbytes * sample_count
         if total > _MAX_BYTES:
             break
-        fitting[name] = None
-    return fitting
+        fitting_tensors[name] = None
+    return fitting_tensors

@@ -189,16 +189,16 @@ class SplitChooser:
         if self.measure is None:
             return
         trials = sorted(self.search.eligible, key=self.search.cost)
-        untimed = []
+        untimed_trials = []
         for index, trial in enumerate(trials):
             is_plain = trial.in_float == self.search.refused
             is_likely = index < _TIMED_SPLITS or is_plain or trial.verdict is not None
             if is_likely and trial.measured_time is None:
-                untimed.append(trial)
-        if not untimed:
+                untimed_trials.append(trial)
+        if not untimed_trials:
             return
         try:
-            for trial, time in zip(untimed, self.measure(untimed), strict=True):
+            for trial, time in zip(untimed_trials, self.measure(untimed_trials), strict=True):
                 trial.measured_time = time
         except BackendError:
             self.measure = None
@@ -308,15 +308,15 @@ def find_fastest(
         is_good_enough: judges a trial.
         can_go_on: whether the budget allows another trial.
     """
-    first = 0
+    start = 0
     end = len(splits)
     fastest = None
-    while first < end and can_go_on():
-        middle = (first + end) // 2
+    while start < end and can_go_on():
+        middle = (start + end) // 2
         trial = search.try_split(base, splits[middle])
         if trial is not None and is_good_enough(trial):
             end = middle
             fastest = trial
         else:
-            first = middle + 1
+            start = middle + 1
     return fastest

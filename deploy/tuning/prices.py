@@ -114,8 +114,8 @@ def find_add_units(model: onnx.ModelProto, units: Units) -> frozenset[str]:
 
 def _join(groups: Groups, nodes: Iterable[str]) -> None:
     """Merge the groups of some nodes, in place."""
-    merged = frozenset[str]().union(*(groups[node] for node in nodes))
-    groups |= dict.fromkeys(merged, merged)
+    merged_nodes = frozenset[str]().union(*(groups[node] for node in nodes))
+    groups |= dict.fromkeys(merged_nodes, merged_nodes)
 
 
 def _find_tail(graph: Graph, node: onnx.NodeProto, groups: Groups) -> list[str]:
@@ -150,15 +150,16 @@ def _find_activation_nodes(graph: Graph, node: onnx.NodeProto, groups: Groups) -
     """
     if node.op_type != "Mul" or len(node.input) != 2:
         return []
-    for gated, tensor in itertools.permutations(node.input):  # either input may be x, the gated one
+    # either input may be x, which is gated
+    for gated_tensor, tensor in itertools.permutations(node.input):
         names: list[str] = []  # from the gate's output back to x
-        while tensor != gated and len(names) < _MAX_ACTIVATION_NODES:
+        while tensor != gated_tensor and len(names) < _MAX_ACTIVATION_NODES:
             maker = graph.producer.get(tensor)
             if maker is None or maker.name not in groups or maker.op_type in WEIGHTED:
                 break
             names.append(maker.name)
             tensor = str(maker.input[0])
-        if tensor == gated:
+        if tensor == gated_tensor:
             return names
     return []
 
@@ -269,11 +270,11 @@ class Prices:
             price += float32 if unit in in_float else int8
         # a tensor with several readers is converted once
         float_units = in_float.union([FLOAT_SIDE])
-        converted: dict[str, None] = {}
+        converted_tensors: dict[str, None] = {}
         for maker, reader, tensor in self.units.borders:
             if (maker in float_units) != (reader in float_units):
-                converted[tensor] = None
-        return price + sum(self.conversions[tensor] for tensor in converted)
+                converted_tensors[tensor] = None
+        return price + sum(self.conversions[tensor] for tensor in converted_tensors)
 
     def time_share(self, in_float: frozenset[str]) -> float:
         """Return the price with these units in float, as a share of the float model's."""
@@ -313,14 +314,20 @@ class Prices:
 
 
 def count_prices(
-    model: onnx.ModelProto, units: Units, sample: Mapping[str, Array], cpu: CpuKernels | None = None
+    model: onnx.ModelProto,
+    units: Units,
+    sample: Mapping[str, Array],
+    cpu_kernels: CpuKernels | None = None,
 ) -> Prices:
     """Return prices from counts of operations; the unit is the duration of one multiplication.
 
-    `sample`: one inference on it gives the size of each tensor. `cpu`: the CPU that is to run the
-    model, one of `CPUS`; None where it is not known.
+    Args:
+        model: the float model.
+        units: of the model.
+        sample: one inference on it gives the size of each tensor.
+        cpu_kernels: of the CPU that is to run the model, one of `CPUS`; None where it is not known.
     """
-    kernels = cpu or _OTHER_DEVICE
+    kernels = cpu_kernels or _OTHER_DEVICE
     graph = Graph(model)
     nodes = {node.name: node for node in graph.nodes}
     outputs = [str(nodes[name].output[0]) for name in units.node_names(units.members)]

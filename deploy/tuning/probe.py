@@ -278,10 +278,10 @@ class Prober:
         )
         if noise_by_sample.size != len(float_slices):  # no trial ran, or there are no slices
             return strongest_samples(self.form, float_slices, count)
-        strongest = strongest_samples(self.form, float_slices, count // 2)
+        strongest_indices = strongest_samples(self.form, float_slices, count // 2)
         noisiest_first = map(int, np.argsort(-noise_by_sample, kind="stable"))
-        noisiest = [index for index in noisiest_first if index not in strongest]
-        return sorted([*strongest, *noisiest[: count - len(strongest)]])
+        noisiest_indices = [index for index in noisiest_first if index not in strongest_indices]
+        return sorted([*strongest_indices, *noisiest_indices[: count - len(strongest_indices)]])
 
     def _run(self, trials: Sequence[Choices], samples: _TrialSamples) -> list[Noise | None]:
         """Return the noise of trials, None for those that failed; equal trials run once."""
@@ -427,22 +427,23 @@ def find_pick_sources(model: onnx.ModelProto) -> dict[tuple[str, int], str]:
 
     Empty if an output is not picked, or only in part.
     """
-    # tensors: `constants` do not depend on inputs' values; `picked` are picked values, or places
-    constants = {tensor.name for tensor in model.graph.initializer} | {""}
-    picked: set[str] = set()
+    # constant tensors do not depend on inputs' values; picked ones are picked values, or places
+    constant_tensors = {tensor.name for tensor in model.graph.initializer} | {""}
+    picked_tensors: set[str] = set()
     sources: dict[tuple[str, int], str] = {}
     for node in model.graph.node:
-        gathers_picks = node.op_type in _GATHERING and node.input[1] in picked
+        gathers_picks = node.op_type in _GATHERING and node.input[1] in picked_tensors
         if node.op_type in _PICKED_INPUTS or gathers_picks:
             for index in _PICKED_INPUTS.get(node.op_type, (0,)):
-                if node.input[index] not in picked | constants:
+                if node.input[index] not in picked_tensors | constant_tensors:
                     sources[node.name, index] = node.input[index]
-            picked.update(node.output)
-        elif node.op_type in ("Shape", "Size") or constants.issuperset(node.input):
-            constants.update(node.output)
-        elif not set(node.input).difference(picked, constants):
-            picked.update(node.output)
-    return sources if picked.issuperset(output.name for output in model.graph.output) else {}
+            picked_tensors.update(node.output)
+        elif node.op_type in ("Shape", "Size") or constant_tensors.issuperset(node.input):
+            constant_tensors.update(node.output)
+        elif not set(node.input).difference(picked_tensors, constant_tensors):
+            picked_tensors.update(node.output)
+    are_all_picked = picked_tensors.issuperset(output.name for output in model.graph.output)
+    return sources if are_all_picked else {}
 
 
 def replace_by_sources(
@@ -454,12 +455,12 @@ def replace_by_sources(
     """
     names = list(dict.fromkeys(find_pick_sources(model).values()))
     session = OrtSession.open(copy_with_outputs(model, names), threads=threads, spin=False)
-    replaced: list[ReferenceSample] = []
+    replaced_samples: list[ReferenceSample] = []
     for inputs, outputs in samples:
         values = session.run(inputs)
         sources = {name: values[name] for name in names}
-        replaced.append((inputs, {**outputs, **sources} if keep_outputs else sources))
-    return replaced
+        replaced_samples.append((inputs, {**outputs, **sources} if keep_outputs else sources))
+    return replaced_samples
 
 
 def add_source_outputs(
@@ -474,16 +475,16 @@ def add_source_outputs(
         sources: (node, index of its input) -> tensor of the float model (`find_pick_sources`).
     """
     # the new outputs have the float model's names, whatever the trial calls the tensors
-    extended = copy_with_outputs(model, sources.values())
-    graph = extended.graph
+    extended_model = copy_with_outputs(model, sources.values())
+    graph = extended_model.graph
     made_tensors = {name for node in graph.node for name in node.output}
     for node in list(graph.node):
         for index, trial_name in enumerate(node.input):
             float_name = sources.get((node.name, index))
             if float_name is not None and float_name not in made_tensors:
-                rename = helper.make_node(
+                rename_node = helper.make_node(
                     "Identity", [trial_name], [float_name], name=f"{float_name}/compared"
                 )
-                graph.node.append(rename)
+                graph.node.append(rename_node)
                 made_tensors.add(float_name)
-    return extended
+    return extended_model

@@ -47,8 +47,8 @@ def _noise_reason(unit: str, sensitivity: Sensitivity | None, precision: str) ->
         if unit in group and is_noisy:
             subject = "it" if len(group) == 1 else f"its group of {len(group)} layers"
             sqnr_db = round(noise.db, 1) + 0.0  # never -0.0
-            worst = noise.worst_slice_label
-            return f"{_NOISY}{precision} {subject} leaves {sqnr_db:.1f} dB of {worst}"
+            worst_slice = noise.worst_slice_label
+            return f"{_NOISY}{precision} {subject} leaves {sqnr_db:.1f} dB of {worst_slice}"
     return ""
 
 

@@ -75,8 +75,13 @@ class SharedFindings:
         if self.is_clipping is None:
             self.is_clipping = clips(ranked_methods[0])
         if not self.best_methods:
-            likely = [m for m in ranked_methods if m is not None and clips(m) == self.is_clipping]
-            self.best_methods = tuple(dict.fromkeys(likely))[:_SHARED_METHODS]
+            # the target's own method (None) means nothing to another target
+            likely_methods = [
+                method
+                for method in ranked_methods
+                if method is not None and clips(method) == self.is_clipping
+            ]
+            self.best_methods = tuple(dict.fromkeys(likely_methods))[:_SHARED_METHODS]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -304,8 +309,8 @@ class Search:
         The noise of each layer alone in int8 (`sensitivity`) is measured once, then stored.
         """
         if self.sensitivity is None:
-            measured = self._measure_sensitivity(base)
-            self.sensitivity = measured.scaled_to(base.in_float, base.noise)
+            sensitivity = self._measure_sensitivity(base)
+            self.sensitivity = sensitivity.scaled_to(base.in_float, base.noise)
         return self.sensitivity.loss_by_layer()
 
     def _measure_sensitivity(self, base: Trial) -> Sensitivity:

@@ -95,11 +95,11 @@ def select_samples(
         evaluation_set.samples_with_outputs(CANDIDATE_COUNT), metric
     )
     selected_indices = _select_indices(signals, max_count)
-    selected = []
+    selected_samples = []
     for index, candidate in enumerate(evaluation_set.samples_with_outputs(CANDIDATE_COUNT)):
         if index in selected_indices:
-            selected.append(candidate)
-    return selected, form
+            selected_samples.append(candidate)
+    return selected_samples, form
 
 
 def same_shape_samples(samples: Sequence[Sample]) -> list[Sample]:
@@ -127,12 +127,12 @@ def _measure_candidates(
     The signal, [samples, slices], shows where the float model found something. The form says which
     slices the outputs have, and what their task is.
     """
-    remaining = iter(candidates)
-    first_candidate = next(remaining)
+    remaining_candidates = iter(candidates)
+    first_candidate = next(remaining_candidates)
     # the form holds means of values that vary little: they take more samples, as memory allows
     mean_count = min(_MEAN_SAMPLES, _MAX_VALUES // max(_count_values(first_candidate[0]), 1))
     form, all_candidates = derive_from_first(
-        chain([first_candidate], remaining), metric, min_count=mean_count
+        chain([first_candidate], remaining_candidates), metric, min_count=mean_count
     )
 
     def slice_values() -> Iterator[list[Array]]:
@@ -147,9 +147,11 @@ def _select_indices(signals: Floats, max_count: int) -> frozenset[int]:
     count = len(signals)
     if count <= max_count:
         return frozenset(range(count))
-    strongest = rank_by_signal(signals)[: _STRONGEST_STEP * (max_count // 2) : _STRONGEST_STEP]
-    spread = [index for index in sampling_order(count) if index not in strongest]
-    return frozenset(map(int, [*strongest, *spread][:max_count]))
+    strongest_indices = rank_by_signal(signals)[
+        : _STRONGEST_STEP * (max_count // 2) : _STRONGEST_STEP
+    ]
+    spread_indices = [index for index in sampling_order(count) if index not in strongest_indices]
+    return frozenset(map(int, [*strongest_indices, *spread_indices][:max_count]))
 
 
 class GrowingComparison:
@@ -246,8 +248,8 @@ class ExpectedVerdict:
     @property
     def reported_level(self) -> str:
         """The level that a report gives the engine: of few boxes, it is at best doubtful."""
-        found = None if self.task_loss is None else self.task_loss.found
-        if self.level == GOOD and found is not None and found < MIN_OBJECTS:
+        box_count = None if self.task_loss is None else self.task_loss.found
+        if self.level == GOOD and box_count is not None and box_count < MIN_OBJECTS:
             return DOUBTFUL
         return self.level
 
@@ -341,10 +343,10 @@ def _extrapolate_few_boxes(accuracy: Accuracy, noise: float) -> Accuracy:
     count = task.found + MIN_OBJECTS
     added_loss = noise * MIN_OBJECTS  # boxes
     lost_share = (task.lost * task.found + added_loss) / count
-    expected = replace(
+    expected_task = replace(
         task, value=task.reference - lost_share, new=int(task.new + added_loss), counted=count
     )
-    return replace(accuracy, task=expected)
+    return replace(accuracy, task=expected_task)
 
 
 def _is_certain(levels: frozenset[str], accuracy: Accuracy, task_loss: TaskLoss | None) -> bool:
@@ -458,11 +460,13 @@ def _subtract(
 ) -> ObservedStatistics:
     """Return the histograms of all samples, which `ranges` has, minus those of held-out samples."""
     held_out_ranges = Ranges(held_out_statistics, ranges.method, ranges.range_limits)
-    remaining = ObservedStatistics()
+    remaining_statistics = ObservedStatistics()
     for observation in observations:
         histogram = ranges.histogram(observation)
-        remaining[observation.key] = histogram.without(held_out_ranges.histogram(observation))
-    return remaining
+        remaining_statistics[observation.key] = histogram.without(
+            held_out_ranges.histogram(observation)
+        )
+    return remaining_statistics
 
 
 def _other_samples(request: BuildRequest, samples: Sequence[Sample]) -> Iterator[Sample]:

@@ -69,10 +69,12 @@ class Sensitivity:
 
         Where the loss is large, noise does not add up, so the scale stays as it is.
         """
-        predicted = self.predict(in_float)
-        if not (0 < predicted.worst < _SATURATED_LOSS and 0 < measured.worst < _SATURATED_LOSS):
+        predicted_noise = self.predict(in_float)
+        if not (
+            0 < predicted_noise.worst < _SATURATED_LOSS and 0 < measured.worst < _SATURATED_LOSS
+        ):
             return self
-        factor = min(max(_power_ratio(measured, predicted), 1 / _MAX_SCALE), _MAX_SCALE)
+        factor = min(max(_power_ratio(measured, predicted_noise), 1 / _MAX_SCALE), _MAX_SCALE)
         return replace(self, scale=self.scale * factor)
 
 
@@ -139,15 +141,15 @@ def adapt_sensitivity(
     other_groups = noisiest_first[first_count:]
     noise_by_group = _measure_runnable(first_groups, measure)
 
-    changes = []
+    power_ratios = []
     for group, noise in noise_by_group.items():
         if group in noise_before:
-            changes.append(_power_ratio(noise, noise_before[group]))
-    change = median(changes) if changes else 1.0
+            power_ratios.append(_power_ratio(noise, noise_before[group]))
+    median_ratio = median(power_ratios) if power_ratios else 1.0
     for group in other_groups:
-        noise_by_group[group] = noise_before[group].scaled(change)
-    total = Sensitivity(noise_by_group).predict(frozenset())
-    if _power_ratio(int8_noise, total) > _MAX_UNEXPLAINED_RATIO:
+        noise_by_group[group] = noise_before[group].scaled(median_ratio)
+    expected_noise = Sensitivity(noise_by_group).predict(frozenset())
+    if _power_ratio(int8_noise, expected_noise) > _MAX_UNEXPLAINED_RATIO:
         for group in other_groups:
             del noise_by_group[group]
         noise_by_group |= _measure_runnable(other_groups, measure)

@@ -50,9 +50,9 @@ def slice_signals(form: OutputForm, samples: Iterable[SliceValues]) -> Floats:
     rows = []
     for slices in samples:
         rows.append([_measure_signal(values, min_probabilities) for values in slices])
-    measured = np.array(rows).reshape(len(rows), len(form.parts), 2)
-    squares = measured[..., 0]
-    uncertainties = measured[..., 1]
+    measures = np.array(rows).reshape(len(rows), len(form.parts), 2)
+    squares = measures[..., 0]
+    uncertainties = measures[..., 1]
     signals = np.where(np.isfinite(uncertainties).all(axis=0), uncertainties, squares)
     is_number = [part.subtracted == SAMPLE_MEAN and part.cell_scores is None for part in form.parts]
     return np.asarray(np.where(is_number, signals > 0, signals))
@@ -85,8 +85,8 @@ def rank_by_signal(signals: Floats) -> Array:
     """
     order = sampling_order(len(signals))
     largest = signals.max(axis=0)
-    normalized = (signals / np.where(largest > 0, largest, 1.0)).sum(axis=1)
-    return order[np.argsort(-normalized[order], kind="stable")]
+    normalized_signals = (signals / np.where(largest > 0, largest, 1.0)).sum(axis=1)
+    return order[np.argsort(-normalized_signals[order], kind="stable")]
 
 
 def strongest_samples(form: OutputForm, samples: Sequence[SliceValues], count: int) -> list[int]:

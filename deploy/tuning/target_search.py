@@ -124,8 +124,8 @@ def run_search(setup: SearchSetup, step: Step) -> tuple[TargetPlan, int]:
 
     samples, form = _search_samples(setup)
     timed_samples = same_shape_samples([sample for sample, _ in samples])
-    cpu = CPUS.get(setup.options.cpu_kind) if setup.target.runs_here else None
-    prices = count_prices(model, units, timed_samples[0], cpu)
+    cpu_kernels = CPUS.get(setup.options.cpu_kind) if setup.target.runs_here else None
+    prices = count_prices(model, units, timed_samples[0], cpu_kernels)
     budget = SearchBudget.for_feed(
         setup.effort.calibrations, len(setup.request.feed), prices.float_total
     )

@@ -95,14 +95,14 @@ def plan_target(
         match_nodes(request.model, earlier_plans.float_nodes), "the plan keeps it in float"
     )
     digest = _digest_of_input(setup, has_method)
-    earlier = _find_earlier_plan(target, options, earlier_plans)
+    earlier_plan = _find_earlier_plan(target, options, earlier_plans)
     # the user asked for that plan, or it was made from the same input
-    if earlier is not None and _is_followed(options, earlier, digest):
-        _check_names(request.model, earlier)
+    if earlier_plan is not None and _is_followed(options, earlier_plan, digest):
+        _check_names(request.model, earlier_plan)
         float_nodes = {**request.float_nodes, **pinned_nodes}
         decisions = target.plan(request.model, tuple(float_nodes)).decisions
-        _check_precision(target, decisions, earlier)
-        plan = _with_chosen_split(earlier, pinned_nodes)
+        _check_precision(target, decisions, earlier_plan)
+        plan = _with_chosen_split(earlier_plan, pinned_nodes)
         return PlannedTarget(plan=_with_pinned(plan, pinned_nodes), reused=True)
 
     # no search without effort, nor where the user's plan has nothing for this target
@@ -114,7 +114,7 @@ def plan_target(
     setup = replace(setup, request=request.with_choices(Choices(float_nodes=pinned_nodes)))
     with phase("trials", setup.effort.trials) as step:
         plan, probes = run_search(setup, step)
-    note = _describe_search(target, plan, earlier, pinned_nodes)
+    note = _describe_search(target, plan, earlier_plan, pinned_nodes)
     if plan.interrupted:
         digest = ""  # so that the next build searches again
     plan = _with_pinned(replace(plan, made_from=digest), pinned_nodes)
@@ -122,19 +122,19 @@ def plan_target(
 
 
 def _describe_search(
-    target: Target, plan: TargetPlan, earlier: TargetPlan | None, pinned_nodes: Collection[str]
+    target: Target, plan: TargetPlan, earlier_plan: TargetPlan | None, pinned_nodes: Collection[str]
 ) -> str:
     """Return the note on a search: that it was interrupted, or what it was run in place of, or "".
 
     Args:
         target: the target.
         plan: found by the search.
-        earlier: the target's plan in the plan file; None without one.
+        earlier_plan: of the target in the plan file; None without one.
         pinned_nodes: nodes that the plan file has in float for every target.
     """
     if plan.interrupted:
         return _INTERRUPTED
-    if earlier is not None and earlier.made_from:  # "" after an interrupted search
+    if earlier_plan is not None and earlier_plan.made_from:  # "" after an interrupted search
         return _REPLANNED.format(target.name)  # its input has changed
     if target.configured:  # the user gave the target a configuration of its own
         float_count = len(plan.choices.float_nodes.keys() - pinned_nodes)
@@ -146,16 +146,16 @@ def _find_earlier_plan(
     target: Target, options: Tuning, earlier_plans: PlanFile
 ) -> TargetPlan | None:
     """Return the target's plan in the plan file, with the split that the user chose, if any."""
-    earlier = earlier_plans.targets.get(target.name)
+    earlier_plan = earlier_plans.targets.get(target.name)
     if options.split is None:
-        return earlier
-    if earlier is None or not earlier.front:
+        return earlier_plan
+    if earlier_plan is None or not earlier_plan.front:
         raise ConfigError(
             f"--split takes a split of an earlier build's plan, got none for {target.name};"
             " build with a search first: without --split (also in the file of --config) and"
             " --effort 0"
         )
-    return earlier.with_split(options.split)
+    return earlier_plan.with_split(options.split)
 
 
 def _is_followed(options: Tuning, plan: TargetPlan, digest: str) -> bool:
@@ -249,17 +249,21 @@ def _check_method(target: str, choices: Choices, method: Method | None) -> None:
     `target`: its name. `method`: the method that the user chose; None for the default, with which
     the statistics of all comparable methods are observed.
     """
-    planned = choices.method
-    if method is not None and method != planned and (planned or choices.methods):
+    planned_method = choices.method
+    if method is not None and method != planned_method and (planned_method or choices.methods):
         raise ConfigError(
             f"ranges are found by the plan's methods or by the user's, got both for {target};"
             " leave --method out, or the methods in the plan"
         )
     comparable_names = [name for name, _ in COMPARABLE]
-    if method is None and planned is not None and planned.name not in comparable_names:
+    if (
+        method is None
+        and planned_method is not None
+        and planned_method.name not in comparable_names
+    ):
         raise ConfigError(
             f"the plan of {target} has ranges of another calibration; build with --method"
-            f" {planned.name}"
+            f" {planned_method.name}"
         )
 
 

@@ -136,8 +136,8 @@ def _round_all_weights(request: BuildRequest, repair_input: RepairInput) -> Roun
     weights_by_target: dict[str, RoundedWeights] = request.compute_once("rounded weights", dict)
     target = repair_input.target
     if target.name not in weights_by_target:
-        finished = {target.name, *weights_by_target}
-        companions = [other for other in request.companions if other.name not in finished]
+        finished_targets = {target.name, *weights_by_target}
+        companions = [other for other in request.companions if other.name not in finished_targets]
         unsearched_request = request.with_choices(NO_CHOICES)
         weights_by_target |= _round_for_targets(unsearched_request, repair_input, companions)
     return weights_by_target[target.name]
@@ -372,9 +372,9 @@ def _undo_worse_rows(
     rounded_errors = row_errors(integers)
     is_worse = rounded_errors >= nearest_errors
     integers[is_worse] = nearest[is_worse]
-    total = float(nearest_errors.sum())
-    remaining = float(np.where(is_worse, nearest_errors, rounded_errors).sum())
-    return remaining / total if total > 0 else 1.0
+    nearest_error = float(nearest_errors.sum())
+    remaining_error = float(np.where(is_worse, nearest_errors, rounded_errors).sum())
+    return remaining_error / nearest_error if nearest_error > 0 else 1.0
 
 
 def _weight_limits(weight: Float64Array) -> tuple[Float64Array, Float64Array]:

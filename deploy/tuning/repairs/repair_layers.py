@@ -158,13 +158,13 @@ def _read_layer(
 
 def with_constants(model: onnx.ModelProto, arrays: Mapping[str, NDArray[Any]]) -> onnx.ModelProto:
     """Return a copy in which the named initializers hold these arrays, as float32."""
-    changed = copy_message(model)
+    changed_model = copy_message(model)
     tensors = {}
     for name, array in arrays.items():
         values = np.asarray(array, np.float32, order="C")
         tensors[name] = numpy_helper.from_array(values, name)
-    update_tensors(changed.graph.initializer, tensors)
-    return changed
+    update_tensors(changed_model.graph.initializer, tensors)
+    return changed_model
 
 
 def original_weights(
@@ -190,16 +190,16 @@ def restore_weights(
         layers: the layers to restore.
     """
     dims_by_constant = {tensor.name: tensor.dims for tensor in model.graph.initializer}
-    restored: dict[str, onnx.TensorProto] = {}
+    restored_tensors: dict[str, onnx.TensorProto] = {}
     for layer in originals.keys() & set(layers):
         weight = originals[layer]
         padded_copy = padded_name(weight.name, layer)
         if weight.name in dims_by_constant:
-            restored[weight.name] = weight
+            restored_tensors[weight.name] = weight
         elif padded_copy in dims_by_constant:
             values = pad_with_zeros(numpy_helper.to_array(weight), dims_by_constant[padded_copy])
-            restored[padded_copy] = numpy_helper.from_array(values, padded_copy)
-    update_tensors(model.graph.initializer, restored)
+            restored_tensors[padded_copy] = numpy_helper.from_array(values, padded_copy)
+    update_tensors(model.graph.initializer, restored_tensors)
 
 
 _MAX_STEP_ERROR = 0.5001  # half a step, plus the error of float32 scales
