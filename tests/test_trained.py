@@ -363,6 +363,18 @@ def test_evaluation_images_alone_measure(qdq_models, small_cnn, images_file, tmp
     assert report.engines[1].accuracy == both.engines[1].accuracy is not None
 
 
+def test_limit_without_calibration_is_of_evaluation(
+    qdq_models, images_file, refusal, command, tmp_path
+):
+    model = qdq_models["onnxruntime"]
+    report = calib8.build(model, out=tmp_path / "a", eval_images=images_file, limit=2, duration_s=0)
+    assert report.engines[1].accuracy.samples == 2
+    options = ("--limit", 2, "--duration", 0, "--out", tmp_path / "b")
+    text = command("build", model, "--eval-images", images_file, *options)
+    assert "2 samples from" in text
+    assert "--limit goes with --images" in refusal(model, *options, images=False)
+
+
 @pytest.mark.parametrize("flag", ["--labels", "--metric"])
 def test_measurement_options_need_images(flag, refusal, qdq_models, tmp_path):
     (tmp_path / "labels.txt").write_text("1\n" * 6)

@@ -141,8 +141,11 @@ def build(
     from deploy.pipeline.build_options import BuildOptions
     from deploy.report import to_screen, to_text
 
-    if not images.dataset.source and not images.script and not is_quantized(model):
-        refuse_no_images()  # only a Q/DQ model needs none
+    if not images.dataset.source and not images.script:
+        if not is_quantized(model):
+            refuse_no_images()  # only a Q/DQ model needs none
+        if eval_images is None:
+            base.refuse_flags(base.given_flags_in(base.IMAGES), without="--images")
     dataset = images.calibration()
     options = BuildOptions(
         calibration=replace(

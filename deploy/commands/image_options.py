@@ -240,7 +240,10 @@ class ImageArguments:
         return replace(self.dataset, source=CalibratorScript(self.script))
 
     def evaluation(self, path: str | None) -> Dataset | None:
-        """Return the evaluation images, read as the calibration images; None without a path."""
+        """Return the evaluation images, read as the calibration images; None without a path.
+
+        --limit and --stride choose calibration images. Without these, they choose evaluation images.
+        """
         from deploy.feed.paths import RawFiles, with_same_format
 
         if path is None:
@@ -248,7 +251,9 @@ class ImageArguments:
         source: str | RawFiles = path
         if isinstance(self.dataset.source, RawFiles):
             source = with_same_format(self.dataset.source, path)
-        return replace(self.dataset, source=source, limit=None, split="val")
+        has_calibration = self.dataset.source or self.script
+        limit = None if has_calibration else self.dataset.limit
+        return replace(self.dataset, source=source, limit=limit, split="val")
 
 
 def _image_options(

@@ -150,7 +150,8 @@ def build(  # noqa: D417
     if images is not None:
         dataset = open_images(images, limit=limit)
     if eval_images is not None:
-        evaluation = open_images(eval_images, split="val")
+        eval_limit = limit if images is None else None
+        evaluation = open_images(eval_images, limit=eval_limit, split="val")
     options = BuildOptions(
         calibration=CalibrationOptions(
             method=method,
