@@ -242,7 +242,7 @@ class ImageArguments:
     def evaluation(self, path: str | None) -> Dataset | None:
         """Return the evaluation images, read as the calibration images; None without a path.
 
-        --limit and --stride choose calibration images. Without these, they choose evaluation images.
+        --limit and --stride are of calibration images, or of these if there are none.
         """
         from deploy.feed.paths import RawFiles, with_same_format
 
