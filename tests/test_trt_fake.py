@@ -72,6 +72,18 @@ def test_engine_is_built_reused_and_measured(tensorrt, build, command, tmp_path,
     assert trt.STORY.runs
 
 
+def test_engine_of_trtexec_runs_pictures(tensorrt, build, command, small_cnn, pictures, tmp_path):
+    """As in the tutorials: `check` of an engine outside of a build, without the file beside it."""
+    trt = tensorrt(TEN)
+    build()
+    (built_engine,) = tmp_path.glob("out/*.engine")
+    engine = built_engine.rename(tmp_path / "made.engine")
+    options = ("--images", pictures, "--preprocess", "unit", "--duration", 0)
+    text = command("check", engine, "--against", small_cnn, *options)
+    assert "top-1 class" in text or "SQNR" in text
+    assert trt.STORY.runs
+
+
 @pytest.fixture
 def library(tmp_path):
     """A library with a plugin, for the fake's parser."""
