@@ -138,7 +138,7 @@ class TargetPlan:
         """Return the plan that says which split of its front is built.
 
         The row of that split has `taken` set, and `settled` describes it. `number`: of the split;
-        None if that split is not in the front; then `taken` is set in no row.
+        None if the plan builds no split of its front, so that `taken` is set in no row.
         """
         settled = _UNTRIED
         front = []

@@ -386,15 +386,17 @@ class Search:
         step = max(1, len(splits) // _FIRST_STEP_SHARE)
         cost_by_index: dict[int, float] = {}
         while step:
-            nearby = [center, center - step, center + step]
-            nearby = [index for index in nearby if 0 <= index < len(splits)]
-            for index in nearby:
+            nearby_indices = [center, center - step, center + step]
+            nearby_indices = [index for index in nearby_indices if 0 <= index < len(splits)]
+            for index in nearby_indices:
                 if index not in cost_by_index and len(cost_by_index) < self.effort.split_trials:
                     cost_by_index[index] = self._cost_of_split(base, splits[index])
-            cheapest = min(nearby, key=lambda index: cost_by_index.get(index, math.inf))
-            if cheapest == center:
+            cheapest_index = min(
+                nearby_indices, key=lambda index: cost_by_index.get(index, math.inf)
+            )
+            if cheapest_index == center:
                 step //= 2
-            center = cheapest
+            center = cheapest_index
 
     def _cost_of_split(self, base: Trial, in_float: frozenset[str]) -> float:
         """Try a split with a trial's methods; return its cost, infinite where it cannot win.

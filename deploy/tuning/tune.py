@@ -124,7 +124,9 @@ def plan_target(
 def _describe_search(
     target: Target, plan: TargetPlan, earlier_plan: TargetPlan | None, pinned_nodes: Collection[str]
 ) -> str:
-    """Return the note on a search: that it was interrupted, or what it was run in place of, or "".
+    """Return a sentence on a search; "" for none.
+
+    It says that the search was interrupted, or which plan or configuration it replaced, and why.
 
     Args:
         target: the target.

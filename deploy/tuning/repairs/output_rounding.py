@@ -170,9 +170,11 @@ def _round_for_targets(
     target = repair_input.target
     layers = find_exclusive_layers(request.model)
     quantization_by_target = {target.name: _read_target_quantization(request, layers, target)}
-    for other in companions:
+    for companion in companions:
         with suppress(Calib8Error):  # its own search reports it
-            quantization_by_target[other.name] = _read_target_quantization(request, layers, other)
+            quantization_by_target[companion.name] = _read_target_quantization(
+                request, layers, companion
+            )
 
     rounded_layers: set[str] = set()
     for target_quantization in quantization_by_target.values():
@@ -188,13 +190,13 @@ def _round_for_targets(
         max_patches=_PATCHES * len(samples) // rounding_count,
         threads=request.threads,
     ):
-        held_out = None
+        held_out_patches = None
         if repair_input.held_out:
-            held_out = np.concatenate(patches_by_sample[rounding_count:], axis=2)
+            held_out_patches = np.concatenate(patches_by_sample[rounding_count:], axis=2)
         rounding_patches = np.concatenate(patches_by_sample[:rounding_count], axis=2)
-        inputs = LayerInputs(rounding_patches, held_out)
-        for name, rounded in _round_layer(layer, inputs, quantization_by_target).items():
-            weights_by_target[name][layer.weight] = rounded
+        inputs = LayerInputs(rounding_patches, held_out_patches)
+        for name, rounded_weight in _round_layer(layer, inputs, quantization_by_target).items():
+            weights_by_target[name][layer.weight] = rounded_weight
         repair_input.progress()
     return weights_by_target
 
