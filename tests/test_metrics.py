@@ -775,6 +775,12 @@ def test_such_a_model_is_searched_and_built(outputs, tmp_path, capfd):
     assert "EP Error" not in "".join(capfd.readouterr())
 
 
+def test_fewest_samples_ask_for_enough_at_once():
+    """4 samples can be judged, but they are too few for a verdict."""
+    outcome = judge(counted("top-1 agreement", "classes", 1, 1, 1))
+    assert outcome.reasons == ("1 sample is too few; about 30 more would do",)
+
+
 def test_few_do_not_hide_a_cause_that_drops_the_figure():
     doubt = "the calibration data is of another unit; give --scale"
     outcome = judge(FEW["20 samples are too few; 10 more would do"], doubts=(doubt,))

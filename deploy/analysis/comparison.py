@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from onnx import ModelProto, NodeProto
 
-from deploy.errors import ConfigError
+from deploy.errors import ConfigError, counted
 from deploy.feed.batch_axis import batch_inputs, mark_batch_axes
 from deploy.feed.feed import Dataset, FeedSource, preprocessing_notes, to_dataset
 from deploy.feed.preprocess import PreprocessRequest
@@ -99,7 +99,7 @@ class ModelComparison(PrintedResult):
 
     def _lines(self) -> Iterator[str]:
         """Yield a head, a line for each inner tensor and output, the summary and the notes."""
-        yield f"{self.first} against {self.second}, {self.samples} samples"
+        yield f"{self.first} against {self.second}, {counted(self.samples, 'sample')}"
         yield ""
         yield f"{'SQNR dB':>8}  {'cosine':>8}  tensor"
         yield from map(_screen_line, self.layers)

@@ -285,7 +285,7 @@ def _say_result(result: AutoCalibration, model: Path) -> None:
         say(sentence, err=is_text_suppressed())
     else:
         float_count = sum(not layer.quant_enable for layer in result.config.layers.values())
-        say(f"{result.int8_layers} layers in int8, {float_count} in float.")
+        say(f"{counted(result.int8_layers, 'layer')} in int8, {float_count} in float.")
         for note in result.notes:
             say(note)
     path_by_name = {path.name: path for path in result.paths}

@@ -103,7 +103,8 @@ def diff(context: click.Context, first: Path, second: Path, limit: int) -> None:
     shared_names = first_cache.scales().keys() & second_cache.scales().keys()
     # other differences are of tensors that only one of the caches has
     changed_count = sum(difference.name in shared_names for difference in differences)
-    say(f"{len(shared_names) - changed_count} scales are equal, {len(differences)} tensors differ")
+    equal_text = counted(len(shared_names) - changed_count, "scale")
+    say(f"equal: {equal_text}; different: {counted(len(differences), 'tensor')}")
     for difference in differences[: limit or None]:  # all for a limit of 0
         ratio = f"{difference.ratio:9.4f}x" if difference.ratio else f"{'':10}"
         scales = f"{_scale_text(difference.first)}  {_scale_text(difference.second)}"

@@ -168,7 +168,7 @@ def verdict(
     loss_index = _find_loss_reason(reasons, losses)
     if loss_index is not None and calibrated:
         reasons[loss_index] += f" ({calibrated})"
-    judged_accuracy = None if loss_index is None else accuracy
+    judged_accuracy = accuracy if too_few_sentences or loss_index is not None else None
     too_few_sentence = _choose_too_few(too_few_sentences, judged_accuracy)
     if too_few_sentence:
         # it follows the figure of the loss, which it puts in question
@@ -208,7 +208,7 @@ def _choose_too_few(sentences: Sequence[str], accuracy: Accuracy | None) -> str:
 
     Args:
         sentences: those of the findings.
-        accuracy: the accuracy, if it is among the reasons; else None.
+        accuracy: the accuracy, if it or its number of samples is among the reasons; else None.
     """
     has_few_calibration_samples = any("calibration" in sentence for sentence in sentences)
     if accuracy is not None and not has_few_calibration_samples:
