@@ -50,6 +50,7 @@ def slice_signals(form: OutputForm, samples: Iterable[SliceValues]) -> Floats:
     rows = []
     for slices in samples:
         rows.append([_measure_signal(values, min_probabilities) for values in slices])
+    # [samples, slices, 2]: sum of squares, sum p (1 - p)
     measures = np.array(rows).reshape(len(rows), len(form.parts), 2)
     squares = measures[..., 0]
     uncertainties = measures[..., 1]
@@ -59,7 +60,10 @@ def slice_signals(form: OutputForm, samples: Iterable[SliceValues]) -> Floats:
 
 
 def _measure_signal(values: Array, min_probabilities: int) -> tuple[float, float]:
-    """Return the sum of squares, and sum p (1 - p) of so many probabilities or more, else NaN."""
+    """Return the sum of squares, and sum p (1 - p) of a row of probabilities; NaN for other values.
+
+    `min_probabilities`: numbers that a row must have.
+    """
     squares = sum_of_squares(values)
     if not math.isfinite(squares):
         squares = 0.0

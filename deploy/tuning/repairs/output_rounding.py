@@ -296,8 +296,8 @@ def round_weight(
     steps = layer.to_rows(weight / scales)
     is_fixed = _find_fixed(layer, steps, is_per_tensor=scales.size == 1, fits_pairs=fits_pairs)
 
-    nearest = round_to_grid(steps, grid)
-    integers = nearest.copy()
+    nearest_integers = round_to_grid(steps, grid)
+    integers = nearest_integers.copy()
     for index, gram_matrix in enumerate(inputs.grams):  # X X^T of the patches, block by block
         columns = slice(index * _MAX_GRAM_SIZE, (index + 1) * _MAX_GRAM_SIZE)
         # where squares overflowed float32 the weights stay rounded to nearest
@@ -310,14 +310,16 @@ def round_weight(
             )
 
     if inputs.held_out is not None:
-        error_ratio = _undo_worse_rows(steps, nearest, integers, scale_rows, inputs.held_out)
-    elif (integers != nearest).any():
+        error_ratio = _undo_worse_rows(
+            steps, nearest_integers, integers, scale_rows, inputs.held_out
+        )
+    elif (integers != nearest_integers).any():
         error_ratio = math.nan  # unknown
     else:
         error_ratio = 1.0
     changed_rows = np.clip(integers * scale_rows, *_weight_limits(weight_rows))
     # a weight that the target rounds to its integer anyway keeps its float value
-    rounded_rows = np.where(integers != nearest, changed_rows, weight_rows)
+    rounded_rows = np.where(integers != nearest_integers, changed_rows, weight_rows)
     return RoundedWeight(layer.from_rows(rounded_rows), error_ratio)
 
 
@@ -344,7 +346,7 @@ def _find_fixed(
 
 def _undo_worse_rows(
     steps: Float64Array,
-    nearest: NDArray[np.floating],
+    nearest_integers: NDArray[np.floating],
     integers: NDArray[np.floating],
     scales: Float64Array,
     held_out: FloatArray,
@@ -355,7 +357,7 @@ def _undo_worse_rows(
 
     Args:
         steps: weight / scale, [groups, C_out per group, K].
-        nearest: `steps` rounded to nearest.
+        nearest_integers: `steps` rounded to nearest.
         integers: `steps` rounded by output error; changed in place.
         scales: of the weight, of the shape of `steps`.
         held_out: patches, [groups, K, P].
@@ -370,10 +372,10 @@ def _undo_worse_rows(
         output_errors = block_products(weight_errors, held_out)
         return np.asarray(np.square(output_errors).sum(axis=2), np.float64)
 
-    nearest_errors = row_errors(nearest)
+    nearest_errors = row_errors(nearest_integers)
     rounded_errors = row_errors(integers)
     is_worse = rounded_errors >= nearest_errors
-    integers[is_worse] = nearest[is_worse]
+    integers[is_worse] = nearest_integers[is_worse]
     nearest_error = float(nearest_errors.sum())
     remaining_error = float(np.where(is_worse, nearest_errors, rounded_errors).sum())
     return remaining_error / nearest_error if nearest_error > 0 else 1.0
