@@ -94,7 +94,12 @@ def _signed_quantile(histogram: Histogram, share: float) -> float:
     """Return a quantile of the values with their signs, in real units."""
     position = quantile(histogram.signed(), share)  # in bins
     edges = histogram.edges()
-    return float(np.interp(position, np.arange(edges.size), edges))
+    lower_edge = int(position)
+    if lower_edge == edges.size - 1:
+        return float(edges[lower_edge])
+    # not by np.interp, which rounds once in place of twice where its compiler fuses both operations
+    bin_width = edges[lower_edge + 1] - edges[lower_edge]
+    return float(bin_width * (position - lower_edge) + edges[lower_edge])
 
 
 def minmax(histogram: Histogram) -> Scale:
