@@ -1,6 +1,7 @@
 """`calib8 ascend auto`: each layer's own search, repairs, the fewest layers in float."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -178,6 +179,16 @@ def test_uneven_depthwise_layer_is_balanced(parts):
         for search in ("dmq 0.5", "as configured")
     )
     assert balanced["dw"] < 0.1 * plain["dw"]
+
+
+def test_layer_unfit_by_default_stays_float(parts):
+    """DMQ alone would make it fit."""
+    model, graph, records, samples = parts
+    default = records["as configured"]
+    unfit = {**default, "dw": replace(default["dw"], scale_d=np.float32(1e9))}
+    records = {"as configured": unfit, "dmq 0.5": records["dmq 0.5"]}
+    chosen = searches.find_best_searches(model, graph, records, samples[:1], threads=1)
+    assert chosen.keys() == graph.layers.keys() - {"dw"}
 
 
 def test_repairs_leave_balanced_layers_out(parts):

@@ -230,6 +230,7 @@ def find_best_searches(
 
     A search is a way to a layer's scales, one of `SEARCHES`, such as "hfmg". Each int8 layer runs
     on the inputs that it has in the float model, so that errors of other layers do not count.
+    Layers that do not fit the hardware with the default search are left out.
 
     Args:
         model: the float model.
@@ -253,7 +254,9 @@ def find_best_searches(
                 errors_by_layer.setdefault(name, {})[search] = error
             count_search()
     return {
-        name: choose_search(error_by_search) for name, error_by_search in errors_by_layer.items()
+        name: choose_search(error_by_search)
+        for name, error_by_search in errors_by_layer.items()
+        if DEFAULT_SEARCH in error_by_search  # else it may fit with DMQ alone, and stays in float
     }
 
 
