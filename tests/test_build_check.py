@@ -257,6 +257,13 @@ def test_images_of_a_qdq_build_did_not_calibrate(shipped, small_cnn, pictures, r
     assert not check(tmp_path / "qdq", pictures, against=moved).alerts
 
 
+def test_qdq_build_without_images_asks_for_some(shipped, pictures, run, tmp_path):
+    qdq = shipped / "small_cnn.tensorrt.qdq.onnx"
+    text = run.ok("build", qdq, "--out", tmp_path / "q", "--duration", 0)
+    assert f"--config {tmp_path}/q/calib8.toml --images PATH" in " ".join(text.split())
+    assert "was fed arrays" not in str(check(tmp_path / "q", pictures).alerts)
+
+
 def test_pictures_after_arrays_need_their_preprocessing(small_cnn, pictures, tmp_path):
     arrays = list(np.random.default_rng(1).random((8, 1, 3, 16, 16), np.float32))
     options = {key: value for key, value in QUICK.items() if key != "preprocess"}
@@ -287,11 +294,16 @@ def test_random_model_is_in_question_again(tmp_path, run):
     np.save(arrays, rng.normal(size=(40, 8)).astype(np.float32))
     options = ("--images", arrays, "--duration", 0)
     out = tmp_path / "o"
-    text = run.ok("build", tmp_path / "net.onnx", *options, "--out", out, "--effort", 0)
+    build = ("build", tmp_path / "net.onnx", *options, "--effort", 0)
+    text = run.ok(*build, "--target", "onnxruntime,tensorrt", "--out", out)
     checked = run.ok("check", out, *options)
     assert "evaluation mode" in text and "--labels FILE" in text
     assert text.split("\n")[1:3] == checked.split("\n")[1:3]  # the verdict
     assert "draws random numbers, which" in " ".join(checked.split())
+    trusted = ("--cache", out / "net.tensorrt.cache", "--trust-cache", "--out", tmp_path / "p")
+    of_pairs = ("build", out / "net.int8.onnx", "--float", tmp_path / "net.onnx", *options)
+    for arguments in ((*build, *trusted), (*of_pairs, "--out", tmp_path / "q")):
+        assert "itself draws random numbers" in " ".join(run.ok(*arguments).split())
 
 
 def test_speed_limit_without_timing_is_doubtful(shipped, pictures):

@@ -238,9 +238,10 @@ def _read_build(
     if report.feed is not None and not request.is_quantized:  # a Q/DQ model is not calibrated
         calibration_digest = report.feed.digest or ""
     stored_preprocess = report.feed.preprocess if report.feed else {}
-    # a build from arrays does not know how images are prepared for the model
+    # a build from arrays does not know how images are prepared for the model. Without an accuracy,
+    # the build used neither: a Q/DQ model was then run on random numbers
     is_preprocess_known = bool(
-        report.feed is None  # the build used no images, and no arrays either
+        not any(engine.accuracy for engine in report.engines)
         or stored_preprocess
         or dataset.preprocess
         or loaded.metadata_preprocess

@@ -414,7 +414,16 @@ def use_trusted_cache(run: CalibrationRun) -> CalibrationResult:
     ranges = Ranges(no_statistics, subject.method, subject.range_limits, trusted=cached_ranges)
     reason = f"{path} is trusted as it is, without a fingerprint"
     decision = CacheDecision(reason=reason, observed=no_statistics, missing=())
-    return _make_result(run, decision, ranges)
+    warning = ""
+    if run.evaluation_count:  # else it is a calibration without a build
+        warning = find_random_outputs(subject.model, run.evaluation_set)
+    return _make_result(
+        run,
+        decision,
+        ranges,
+        warnings=(warning,) if warning else (),
+        has_random_outputs=bool(warning),
+    )
 
 
 def calibrate_run(
@@ -597,8 +606,8 @@ def _make_result(
 ) -> CalibrationResult:
     """Return the result of a run, with warnings of outliers and of doubtful inputs.
 
-    The arguments after `ranges` are left out if another program's cache is used unchecked: then no
-    sample was run.
+    Most arguments after `ranges` are left out if another program's cache is used unchecked: then
+    nothing was observed.
 
     Args:
         run: the calibration: which model, images and observations, and its state.

@@ -24,7 +24,7 @@ from deploy.calibration.observation import (
     unique_observations,
 )
 from deploy.calibration.ranges import Ranges
-from deploy.calibration.reference_outputs import make_evaluation_set
+from deploy.calibration.reference_outputs import find_random_outputs, make_evaluation_set
 from deploy.calibration.reuse import CachePolicy, as_policy, cached_trt_version
 from deploy.calibration.sample_checks import StabilityRule
 from deploy.calibration.shards import ShardSet, refuse_ordered
@@ -370,12 +370,14 @@ def use_qdq_calibration(
     subject = _make_subject(loaded, None, feed, options, targets, task="")
     # nothing is observed: the targets are only asked, since one that cannot be built raises then
     _, failures = _collect_observations(targets, subject)
+    evaluation_set = make_evaluation_set(feed, subject.model, CANDIDATE_COUNT)
+    warning = find_random_outputs(subject.model, evaluation_set)
     return CalibrationResult(
         subject=subject,
         images=source_text,
         feed=feed,
         ranges=QdqModelRanges(qdq, subject),
-        evaluation_set=make_evaluation_set(feed, subject.model, CANDIDATE_COUNT),
+        evaluation_set=evaluation_set,
         observations_by_target={},
         failures=failures,
         observed_now=(),
@@ -383,6 +385,8 @@ def use_qdq_calibration(
         reason="the model is quantized already, and its Q/DQ pairs give every range",
         seconds=0.0,
         runs={},
+        warnings=(warning,) if warning else (),
+        has_random_outputs=bool(warning),
     )
 
 

@@ -465,6 +465,9 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
         # the task's figure, such as "27 of 28 boxes"; "" if the search did not judge the split
         accuracy = split.figure or figures.decibels(split.sqnr_db)
         yield f"for {accuracy} at about {speed}: {target_command} --split {split.number}"
+    engine = report.engine_by_target.get(target.name)
+    if options_file and request.is_quantized and engine is not None and engine.accuracy is None:
+        yield f"measure it: {command} --images PATH"
     if request.is_quantized:
         yield "the float model that it was made from: calib8 build FLOAT.onnx --images FOLDER"
     elif options_file and not verdict.gated:  # gated: the engine misses a limit of the user's
