@@ -259,18 +259,19 @@ def _group_of(tensor: str, plan: Plan) -> str:
 
 
 def _find_sources(exported: ExportedGraph, plan: Plan) -> Mapping[str, Sources]:
-    """Return group -> (node, reach) of the tensors that determine its range, as in `build`.
+    """Return group -> (node, reach) of the tensors whose ranges determine its scale.
 
-    The quantized tensors of a group share a scale; the group is named after the owner of the scale,
-    from which the range comes if the plan names no others. A reach is the range beyond which all
-    readers of a tensor saturate; None if they do not.
+    A group is named after one of its tensors, the owner of the scale. The plan may name other
+    tensors whose ranges the scale covers; if it names none, the scale covers the owner's range. A
+    reach is the range beyond which all readers of a tensor saturate; None if they do not.
     """
     reach_by_tensor = find_range_limits(exported.model)
     sources: dict[str, list[tuple[fx.Node, RangeLimits | None]]] = {}
     for group in dict.fromkeys(_group_of(pair.tensor, plan) for pair in plan.pairs):
         sources[group] = []
         for source_tensor in plan.range_sources.get(group, (group,)):
-            nodes = exported.nodes_of(source_tensor)  # none for a tensor inside a call
+            # a tensor inside a single call in PyTorch has no node: its range is not observed
+            nodes = exported.nodes_of(source_tensor)
             if nodes:  # several have equal values: the first one will do
                 sources[group].append((nodes[0], reach_by_tensor.get(source_tensor)))
     return sources
