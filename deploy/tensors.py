@@ -41,6 +41,31 @@ def fits(sizes: Sequence[int], expected_shape: Sequence[int | str | None]) -> bo
     return all(size == expected for size, expected in pairs if isinstance(expected, int))
 
 
+def describe_inputs(specs: Sequence[TensorSpec], others: Sequence[TensorSpec]) -> str:
+    """Return names and types of the inputs, in alphabetical order, to compare them as text.
+
+    An input also has its shape if the other model's input of that name has another fixed dimension.
+    """
+    other_by_name = {other.name: other for other in others}
+    texts = []
+    for spec in specs:
+        other = other_by_name.get(spec.name, spec)
+        text = f"{spec.name} ({spec.dtype})"
+        # ONNX Runtime gives an unknown shape as one without dimensions
+        if spec.shape and other.shape and not _overlap(spec.shape, other.shape):
+            text = f"{spec.name} ({spec.dtype} {list(spec.shape)})"
+        texts.append(text)
+    return ", ".join(sorted(texts))
+
+
+def _overlap(shape: Sequence[int | str | None], other: Sequence[int | str | None]) -> bool:
+    """Return whether some array fits both shapes."""
+    return len(shape) == len(other) and all(
+        size == other_size or not (isinstance(size, int) and isinstance(other_size, int))
+        for size, other_size in zip(shape, other, strict=True)
+    )
+
+
 class Session(Protocol):
     """A loaded engine, ready to run."""
 

@@ -17,7 +17,7 @@ from deploy.metrics.latency import MIN_RUNS_FOR_P95, measure
 from deploy.report import Report, to_html, to_markdown, to_screen
 from deploy.report.parts import BatchRow, EngineRow
 from deploy.tensors import TensorSpec
-from tests.models import as_float32, build_net, make_model, save_net
+from tests.models import as_float32, build_net, make_model, save_fixed_batch, save_net
 
 QUICK_OPTIONS = ("--duration", 0, "--warm-up", 0, "--threads", 1)
 
@@ -284,6 +284,9 @@ def test_models_of_equal_name_show_paths(model_a, tmp_path):
     assert [engine.label for engine in report.engines] == [str(model_a), str(model_b)]
     with pytest.raises(ConfigError, match="another model"):
         bench(model_a, against=model_a)
+    wide = save_fixed_batch(model_a, tmp_path / "wide.onnx", batch=2)
+    with pytest.raises(ConfigError, match=r"same inputs, got x \(float32 \[1.*\[2"):
+        bench(wide, against=save_fixed_batch(model_a, tmp_path / "c.onnx", batch=1), threads=1)
     with pytest.raises(ConfigError, match="same inputs"):
         bench(model_a, against=save_model(tmp_path / "b.onnx", "y = Relu (z)", x="z"), threads=1)
 

@@ -12,7 +12,7 @@ from deploy.analysis.comparison import compare
 from deploy.cli import cli
 from deploy.errors import Calib8Error
 from deploy.graph.edit import extract_output
-from tests.models import make_model, parse_nodes, run_command, save_net
+from tests.models import make_model, parse_nodes, run_command, save_fixed_batch, save_net
 
 
 def refusal_of(*arguments, command="explain"):
@@ -184,6 +184,7 @@ def test_incomparable_models_are_refused(tmp_path, model_a, refusal):
     other_output = save(tmp_path / "o.onnx", "z = Relu (x)", out="z")
     other_input = save(tmp_path / "f.onnx", "y = Relu (w)", x="w")
     (tmp_path / "no.onnx").write_text("text")
+    narrow, wide = (save_fixed_batch(model_a, tmp_path / f"{n}.onnx", batch=n) for n in (1, 2))
     doubled = onnx.load(save(tmp_path / "d.onnx", "y = Relu (x)"))
     for value in (doubled.graph.input[0], doubled.graph.output[0]):
         value.type.tensor_type.elem_type = TensorProto.DOUBLE
@@ -192,6 +193,7 @@ def test_incomparable_models_are_refused(tmp_path, model_a, refusal):
         ((model_a, other_output), "tensors of the same names"),
         ((model_a, other_input), "got x (float32) and w (float32)"),
         ((model_a, tmp_path / "d.onnx"), "got x (float32) and x (float64)"),
+        ((narrow, wide), "got x (float32 [1, 4]) and x (float32 [2, 4])"),
         ((model_a, tmp_path / "no.onnx"), "must be an ONNX"),
         ((tmp_path / "gone.onnx", model_a), "must be an ONNX"),
     ]

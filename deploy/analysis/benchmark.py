@@ -53,7 +53,7 @@ from deploy.runtimes.openvino import OpenvinoSession
 from deploy.targets import TARGETS, OnnxRuntime, Target
 from deploy.tasks import Metric, make_metric
 from deploy.tasks.declarations import Declaration
-from deploy.tensors import Session, TensorSpec
+from deploy.tensors import Session, TensorSpec, describe_inputs
 from deploy.terminal import phase, with_progress
 
 _MAX_LOADS = 3  # the load time is the least of so many
@@ -562,21 +562,17 @@ def model_size(path: Path) -> int:
 def _shared_inputs(sessions: Mapping[str, Session]) -> Sequence[TensorSpec]:
     """Return the inputs of the sessions, which must be the same."""
     reference_label = next(iter(sessions))
-    reference_inputs = _describe_inputs(sessions[reference_label])
+    reference_specs = sessions[reference_label].inputs
     for label, session in sessions.items():
-        inputs = _describe_inputs(session)
+        reference_inputs = describe_inputs(reference_specs, session.inputs)
+        inputs = describe_inputs(session.inputs, reference_specs)
         if inputs != reference_inputs:
             raise ConfigError(
                 f"models measured side by side must have the same inputs, got {reference_inputs} of"
                 f" {reference_label} and {inputs} of {label}; measure each by itself, without"
                 " --against"
             )
-    return sessions[reference_label].inputs
-
-
-def _describe_inputs(session: Session) -> str:
-    """Return the names and types of the inputs as text, in alphabetical order."""
-    return ", ".join(sorted(f"{spec.name} ({spec.dtype})" for spec in session.inputs))
+    return reference_specs
 
 
 def _output_notes(accuracy: Accuracy | None) -> Iterator[str]:

@@ -17,10 +17,10 @@ from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.samples import Feed
 from deploy.feed.sampling import Limit
 from deploy.feed.states import Recurrence, find_states
-from deploy.frontends.checks import type_name
 from deploy.frontends.metadata import read_metadata_preprocess
 from deploy.frontends.onnx_file import read_source
 from deploy.frontends.pairs import DQ, Q
+from deploy.frontends.shapes import make_spec
 from deploy.graph.edit import copy_with_outputs
 from deploy.graph.index import Graph, module_scopes, runtime_inputs
 from deploy.graph.tensor_pairs import pair_tensors_by_name
@@ -34,7 +34,7 @@ from deploy.pipeline.build_options import (
 )
 from deploy.report.model import to_plain_object
 from deploy.runtimes.ort import OrtSession
-from deploy.tensors import Array
+from deploy.tensors import Array, describe_inputs
 from deploy.terminal import PrintedResult, join_visible, phase, with_progress
 
 if TYPE_CHECKING:
@@ -400,19 +400,13 @@ def _make_difference(
 
 
 def _refuse_other_inputs(first_model: ModelProto, second_model: ModelProto) -> None:
-    """Refuse models whose inputs differ in name or type."""
-    first_inputs = _describe_inputs(first_model)
-    second_inputs = _describe_inputs(second_model)
+    """Refuse models whose inputs differ in name, type or a fixed dimension."""
+    first_specs = list(map(make_spec, runtime_inputs(first_model.graph)))
+    second_specs = list(map(make_spec, runtime_inputs(second_model.graph)))
+    first_inputs = describe_inputs(first_specs, second_specs)
+    second_inputs = describe_inputs(second_specs, first_specs)
     if first_inputs != second_inputs:
         raise ConfigError(
             f"models that are compared must have the same inputs, got {first_inputs} and"
             f" {second_inputs}; compare a model with what was built from it"
         )
-
-
-def _describe_inputs(model: ModelProto) -> str:
-    """Return name and type of each input, sorted, without the weights among them (old models)."""
-    descriptions = []
-    for value in runtime_inputs(model.graph):
-        descriptions.append(f"{value.name} ({type_name(value.type.tensor_type.elem_type)})")
-    return ", ".join(sorted(descriptions))
