@@ -104,6 +104,16 @@ def test_engines_share_the_timing_cache(tensorrt, build, tmp_path, monkeypatch):
     assert (tmp_path / "out/tensorrt.timing").read_bytes() == b"timing\0+++"
 
 
+def test_refused_timing_cache_stays_when_float_engines_follow(tensorrt, build, tmp_path):
+    tensorrt(TEN)
+    path = tmp_path / "all.timing"
+    path.write_bytes(b"another version's\0")
+    result = build("--timing-cache", path)
+    assert len(result.rows) > 2  # the float engines were built too
+    assert path.read_bytes() == b"another version's\0"
+    assert notes(result).count(f"{path} is not a timing cache") == 1
+
+
 @pytest.mark.parametrize("version", [TEN, ELEVEN])
 def test_float16_engine_is_typed_like_int8(tensorrt, build, tmp_path, version):
     trt = tensorrt(version)

@@ -604,9 +604,11 @@ def _build_baseline(
     if reused_bytes is not None:
         return manifest.write_made_from(path, reused_bytes, key), ()
 
-    # read the timings that the quantized engine of this build has added
+    # A user's timing cache is read and written in place. One of the build's own is new, and the
+    # quantized engine has written its timings to it: read these, not those of the build before.
     timing_cache = settings.timing_cache
-    if timing_cache is not None and timing_cache.exists():
+    is_users_file = settings.earlier_timing_cache is None
+    if timing_cache is not None and timing_cache.exists() and not is_users_file:
         settings = replace(settings, earlier_timing_cache=timing_cache)
     engine = builder.build_engine(source, settings, cuda=cuda)
     return manifest.write_made_from(path, engine.plan, key), engine.notes
