@@ -707,6 +707,16 @@ def test_functional_convolutions_fold_too():
     assert torch.allclose(folded(x), model(x), atol=1e-5)
 
 
+def test_functional_layer_with_computed_padding_stays():
+    def pad_by_size(self, x):
+        return F.conv2d(x, self.weight, padding=x.shape[-1] // 8)
+
+    model = module(pad_by_size, weight=nn.Parameter(torch.randn(4, 3, 3, 3)))
+    folded, _ = fold_batch_norms(model)
+    x = torch.randn(2, 3, 16, 16)
+    assert torch.equal(folded(x), model(x))
+
+
 def test_profile_takes_numbers_of_numpy():
     cost = profile(nn.ReLU(), [torch.zeros(1)], runs=np.int64(2), warm_up=np.uint8(0))
     assert cost.seconds > 0

@@ -93,8 +93,9 @@ def prepare_qdq_model(quantized: onnx.ModelProto) -> onnx.ModelProto:
             " again"
         )
     model = copy_message(quantized)
-    runtime_nodes = [node for node in all_nodes(model.graph) if node.domain == "com.microsoft"]
-    import_domains(model, runtime_nodes)  # ONNX Runtime itself needs no import of its domain
+    # ONNX Runtime needs no import of its own domain
+    pair_nodes = [node for node in all_nodes(model.graph) if node.op_type in (Q, DQ)]
+    import_domains(model, [node for node in pair_nodes if node.domain == "com.microsoft"])
     check_part_valid(model)
     if model.functions:
         model, _ = inline_functions(model)

@@ -37,8 +37,8 @@ _NORM_TENSORS = ("weight", "bias", *STATISTICS)
 def functions_to_modules(graph_module: fx.GraphModule) -> None:
     """Turn functional convolutions, linears and norms into modules, in place.
 
-    Not changed: calls with a computed weight, with a weight that is used elsewhere with other
-    options, and norms that use the statistics of the batch.
+    Not changed: calls with a computed weight or option, with a weight that is used elsewhere with
+    other options, and norms that use the statistics of the batch.
     """
     rewriter = _Rewriter(graph_module)
     for node in list(graph_module.graph.nodes):
@@ -105,8 +105,9 @@ class _Rewriter:
     ) -> None:
         """Replace a call of a function by a call of a module, which is added at its first call.
 
-        The node stays if the module's name is taken: by a module of the user, or by a module that
-        was added for a call with the same weight and other options.
+        The node stays if an option is computed, such as a padding from a size; or if the module's
+        name is taken: by a module of the user, or by a module that was added for a call with the
+        same weight and other options.
 
         Args:
             node: calls the function.
@@ -115,6 +116,8 @@ class _Rewriter:
             name: of the module.
             arguments: those of the call by name, without the input.
         """
+        if not all(map(is_attribute, set(node.all_input_nodes) - {input_node})):
+            return
         # name -> value, or for a tensor its name in the model, such as "fc.weight"
         options: Any = fx.node.map_arg(arguments, lambda tensor: str(tensor.target))
         if kind is nn.Linear and self._is_name_taken(name, options):
