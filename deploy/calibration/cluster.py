@@ -379,6 +379,7 @@ class ClusterRun:
             while remaining and len(self._piece_by_future) < _PIECES_AHEAD * thread_count:
                 self._submit(remaining.popleft())
             yield from self._finished_pieces()
+        # at once, however recent the last answer: `notes` tells of workers lost since then too
         self._poll_workers(force=True)
 
     def end(self) -> None:

@@ -79,8 +79,10 @@ def resolve_preprocess(
     metadata_title = "" if metadata_preprocess is None else metadata_preprocess.source
     if isinstance(requested, str):
         requested = find_preset(requested)
+    # `complete_preprocess` has a note only where nothing is requested, on the default
     if isinstance(requested, Preprocess):  # complete: the model's is only compared with it
-        preprocess, notes = complete_preprocess(requested, spec)
+        preprocess, _ = complete_preprocess(requested, spec)
+        notes: tuple[str, ...] = ()
         if model_preprocess and not _makes_equal_inputs(preprocess, model_preprocess):
             notes = (
                 f"{metadata_title} says {describe_preprocess(model_preprocess)}, although other"
@@ -95,10 +97,10 @@ def resolve_preprocess(
         if options:
             changed_default = apply_user_options(default_preprocess(spec), options)
             origin = ""  # the options count as the user's own preprocessing
-        preprocess, notes = complete_preprocess(changed_default, spec)
+        preprocess, default_notes = complete_preprocess(changed_default, spec)
         has_assumed_scale = preprocess.scale != 1 and _SCALING.isdisjoint(options)
         return ResolvedPreprocess(
-            preprocess, origin, has_assumed_scale, notes=(*metadata_notes, *notes)
+            preprocess, origin, has_assumed_scale, notes=(*metadata_notes, *default_notes)
         )
 
     if "size" in options:  # the model's short side belongs to another size

@@ -115,8 +115,9 @@ def build(  # noqa: D417
     Args:
         images: images to calibrate with, as for `calibrate`; for a Q/DQ model images to measure
             with (as `eval_images`), or None.
-        float_model: float model that a Q/DQ model's engines are compared with. None compares
-            accuracy with the Q/DQ model, and speed and size with that model without its pairs.
+        float_model: float model that a Q/DQ model's engines are compared with. With None, their
+            accuracy is compared with that of the Q/DQ model; their speed and size are compared
+            with those of the float model that is left if its pairs are taken out.
         out: output folder, also of the cache if `cache` names none.
         eval_images: images for the accuracy figures; None uses the calibration images.
         labels: class of each evaluation image, if the list or loader does not give it; a path of
@@ -150,6 +151,7 @@ def build(  # noqa: D417
     if images is not None:
         dataset = open_images(images, limit=limit)
     if eval_images is not None:
+        # the limit is of calibration images; of evaluation images only where nothing calibrates
         eval_limit = limit if images is None else None
         evaluation = open_images(eval_images, limit=eval_limit, split="val")
     options = BuildOptions(

@@ -152,7 +152,8 @@ class Findings:
         for engine in self.engines:
             for text in _engine_notes(engine, self.target_of(engine)):
                 labels_by_text.setdefault(text, []).append(engine.label)
-        # notes of a target are among those of its engine; a target without one has notes too
+        # Notes of a target are among those of its engine; a target without one has notes too. The
+        # reference was built for no target, though its row has one.
         targets_with_engine = {engine.target for engine in self.engines if not engine.reference}
         for target in self.targets:
             if target.name not in targets_with_engine:

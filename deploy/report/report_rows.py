@@ -44,8 +44,9 @@ def tensor_rows(
 ) -> tuple[TensorRow, ...]:
     """Return a row for each range of a target, with the share of values that it clips.
 
-    The share is unknown for a range that comes from another tensor, such as that of a pool's
-    output, and for a tensor whose histogram is not stored.
+    Clipping loses nothing of values that no reader tells apart, such as those below 0 before a
+    Relu: these do not count. The share is unknown for a range that comes from another tensor, such
+    as that of a pool's output, and for a tensor whose histogram is not stored.
 
     Args:
         calibration: the calibration.
@@ -54,8 +55,8 @@ def tensor_rows(
     """
     clipped_by_tensor = {}
     for tensor, histogram in _range_sources(calibration, result):
-        limits = calibration.subject.range_limits.get(tensor, UNLIMITED)
-        clipped_by_tensor[tensor] = clipped_share(histogram, result.ranges[tensor], limits)
+        read_range = calibration.subject.range_limits.get(tensor, UNLIMITED)
+        clipped_by_tensor[tensor] = clipped_share(histogram, result.ranges[tensor], read_range)
     sqnr_by_tensor = {layer.name: layer.sqnr_db for layer in layers}
     return tuple(
         TensorRow(

@@ -209,15 +209,17 @@ def _have_several_classes(maps: Arrays) -> bool:
 def _are_logits(value: Array) -> bool:
     """Whether [1, C, H, W] are logits of classes that neighbouring pixels share.
 
-    Most pixels have a logit above 0, since training raises that of their class.
+    Most pixels have a logit above 0, since training raises that of their class. The logits of a
+    pixel differ more among themselves than their mean does from pixel to pixel.
     """
     negative_share = np.mean(value < 0)
     if negative_share < MIN_NEGATIVE_SHARE:  # a picture or probabilities
         return False
-    if not may_be_logits(value[0], 0):
+    class_maps = value[0]  # [C, H, W]
+    if not may_be_logits(class_maps, axis=0):
         return False
-    positive_share = np.mean(value[0].max(axis=0) > 0)
-    best_class = value[0].argmax(axis=0)
+    positive_share = np.mean(class_maps.max(axis=0) > 0)
+    best_class = class_maps.argmax(axis=0)
     equal_share = min(
         np.mean(best_class[1:] == best_class[:-1]), np.mean(best_class[:, 1:] == best_class[:, :-1])
     )

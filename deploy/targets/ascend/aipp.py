@@ -143,6 +143,9 @@ def write_aipp(
 def _set_color(parameters: Any, preprocess: Preprocess, source: AippSource) -> None:
     """Set input format, channel swap and color conversion in `parameters`.
 
+    For a model of grey pictures, the source's color "rgb", the default, stands for grey pictures:
+    AIPP does not turn RGB into grey.
+
     `parameters`: the protobuf message of the AIPP configuration.
 
     Raises:

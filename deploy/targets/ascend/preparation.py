@@ -259,8 +259,8 @@ def describe_algorithms(config: QuantConfig) -> str:
 def calibration_notes(calibrated: CalibrationRecord, plan: RecordPlan) -> Iterator[str]:
     """Yield notes on searches, rounding, the configuration, tiny inputs, and unused samples.
 
-    What the notes call a sample is one image. A sample of the plan has several, if the model fixes
-    its batch.
+    A sample of the plan is one run of the model, of several images if the model fixes its batch.
+    The notes count images, and call them samples, as users do.
 
     Args:
         calibrated: the records, and the layers whose input rounds to zero.
@@ -279,8 +279,9 @@ def calibration_notes(calibrated: CalibrationRecord, plan: RecordPlan) -> Iterat
     refusals = [f"{name}: {reason}" for name, reason in calibrated.refusals.items()]
     if refusals:
         yield f"Layers in float that do not fit Ascend's int8 path: {list_first(refusals, 3)}."
-    # `calibration_alerts` tells of a batch_num of 1
-    if plan.used_samples < plan.samples and plan.config.batch_num > 1:
+    has_unused_images = plan.used_images < plan.images
+    is_alerted = plan.config.batch_num == 1  # `calibration_alerts` tells of it
+    if has_unused_images and not is_alerted:
         yield (
             f"batch_num {plan.config.batch_num} of the configuration:"
             f" {plan.used_images} of {plan.images} samples were used."
@@ -292,7 +293,8 @@ def calibration_alerts(plan: RecordPlan) -> tuple[str, ...]:
 
     A configuration that does not set batch_num does so: AMCT's default is 1.
     """
-    if plan.config.batch_num > 1 or plan.used_samples == plan.samples:
+    has_unused_images = plan.used_images < plan.images
+    if plan.config.batch_num > 1 or not has_unused_images:
         return ()
     return (
         "batch_num of the configuration is 1, AMCT's default, so the scales come from"

@@ -184,8 +184,8 @@ def _check_bit_widths(name: str, record: LayerRecord, layer: Layer) -> None:
             f"wts_type INT{bits} is for {LAYERS_BY_WEIGHT_BITS[bits]}, got {layer.kind} with"
             f" {layer.channels_in} input channels and {layer.group} groups in layer {name!r}"
         )
-    # an input of tensor_quantize, or a MatMul of two activations
-    is_int8_only = layer.input_index is not None or layer.two_activations
+    is_node_input = layer.input_index is not None  # of tensor_quantize
+    is_int8_only = is_node_input or layer.two_activations
     if is_int8_only and (record.act_bits, record.weight_bits) != (8, 8):
         raise ConfigError(
             "inputs of tensor_quantize and MatMuls of two activations are INT8, got another type"
@@ -194,9 +194,14 @@ def _check_bit_widths(name: str, record: LayerRecord, layer: Layer) -> None:
 
 
 def _check_weight_scales(name: str, record: LayerRecord, layer: Layer) -> None:
-    """Refuse weight scales, or an input's offset, that a layer of this type cannot have."""
+    """Refuse weight scales, or an input's offset, that a layer of this type cannot have.
+
+    A `Layer` may also be a single input of a node that computes in float, which tensor_quantize
+    rounds to int8. It has no weight, and so no weight scales.
+    """
     scale_count = record.scale_w.size
-    if layer.input_index is not None:  # an input of tensor_quantize
+    is_node_input = layer.input_index is not None
+    if is_node_input:
         if scale_count or not record.is_node_input:
             raise ConfigError(
                 "the record of an input must hold is_tensor_quantize: true and no scale_w, got"

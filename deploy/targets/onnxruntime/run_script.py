@@ -224,7 +224,7 @@ def _task_text(task: EvaluationTask | None, outputs: Outputs) -> str:
             first_output = next(iter(task.outputs))
             if _are_relative(outputs[first_output]):
                 scale = " * [WIDTH, HEIGHT]"  # shares of the input's sides become pixels
-        return _template_part("points", points=_point_lines(task, outputs), scale=scale)
+        return _template_part("points", points=_point_lines(task), scale=scale)
     if isinstance(task, BoxDetection):
         return _box_text(task, outputs) or _template_part("values")
     return _template_part("values")
@@ -259,12 +259,12 @@ def _pixel_classes(task: Pixels, outputs: Outputs) -> str:
     return f"values.argmax(axis={axis})"
 
 
-def _point_lines(task: Points | HeatMaps, outputs: Outputs) -> str:
+def _point_lines(task: Points | HeatMaps) -> str:
     """Return the lines of Python that find key points, in pixels of the model's input.
 
     SimCC has the scores of each column and row, a heat map those of each cell; other models have
-    the coordinates themselves. Of heat maps the lines leave out points with scores up to `conf`, a
-    variable of the program.
+    the coordinates themselves. The lines use variables of the written program: `outputs` are the
+    model's by name, and points of heat maps with scores up to `conf` are left out.
     """
     if isinstance(task, SimccPoints):
         columns, rows = map(ascii, task.outputs)

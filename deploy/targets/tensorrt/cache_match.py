@@ -136,7 +136,7 @@ def match_cache(
             scale_by_tensor[tensor] = scale
 
     # the tensors that get a pair: those that have a usable scale, and an int8 or fp8 reader
-    plan, owner_by_tensor = _plan_with_scales(
+    plan, scale_source_by_tensor = _plan_with_scales(
         model,
         placement,
         scale_by_tensor,
@@ -146,9 +146,13 @@ def match_cache(
         analysis or ModelAnalysis(model),
     )
 
-    # a tensor may take the scale of another one, its owner: a pool's output that of its input
-    scales = {tensor: scale_by_tensor[owner_by_tensor[tensor]] for tensor in plan.activations}
-    used_tensors = {owner_by_tensor[tensor] for tensor in scales}
+    # a tensor may take the scale of another one: a pool's output that of its input
+    scales = {}
+    used_tensors = set()  # those whose scale in the cache is taken
+    for tensor in plan.activations:
+        scale_source = scale_source_by_tensor[tensor]
+        scales[tensor] = scale_by_tensor[scale_source]
+        used_tensors.add(scale_source)
 
     # how each entry is used, or why it is not
     entries = []
@@ -166,8 +170,8 @@ def match_cache(
             reason = "by name" if name == tensor else "as TensorRT's parser names it"
         entries.append(EntryUse(name, tensor, is_used=is_used, reason=reason))
     coverages = [
-        _describe_coverage(tensor, owner, tensor in scales, flaw_by_tensor)
-        for tensor, owner in owner_by_tensor.items()
+        _describe_coverage(tensor, scale_source, tensor in scales, flaw_by_tensor)
+        for tensor, scale_source in scale_source_by_tensor.items()
     ]
     return CacheMatch(tuple(entries), tuple(coverages), plan, scales)
 
@@ -183,7 +187,8 @@ def _plan_with_scales(
 ) -> tuple[Plan, dict[str, str]]:
     """Return the plan of the Q/DQ pairs for which the cache has a scale.
 
-    Tensors without a scale stay in float. A tensor may take the scale of another one, its owner.
+    Tensors without a scale stay in float. The output of a pool, or of an operator that only moves
+    values, may take the scale of the operator's input.
 
     Args:
         model: the cleaned float model.
@@ -195,34 +200,40 @@ def _plan_with_scales(
         analysis: analysis of the model.
 
     Returns:
-        The plan, and tensor -> owner, for each tensor that would be quantized if the cache had all
-        scales. The owner of a tensor without a scale is the tensor itself.
+        The plan, without `scale_owners`, and the source of each scale: tensor -> the tensor whose
+        scale in the cache it takes. It has each tensor that would be quantized if the cache had all
+        scales; one that gets no scale is its own source.
     """
     # the output of a pool -> the pool's input; any other tensor -> itself
-    cache_owner_by_tensor = {entry.tensor: entry.owner for entry in expected_entries}
+    pool_input_by_tensor = {entry.tensor: entry.owner for entry in expected_entries}
     plan_pairs = partial(analyse, model, placement, float_nodes=float_nodes, analysis=analysis)
     complete_plan = plan_pairs()
-    owner_by_tensor = {}
-    reason_by_float_tensor = {}
+    scale_source_by_tensor = {}
+    float_reasons = {}  # tensor that stays in float -> why
     for pair in complete_plan.pairs:
         tensor = pair.tensor
+        pool_input = pool_input_by_tensor.get(tensor, tensor)
         # where an operator only moves values, the tensor that it moves: a Flatten's input
         moved_tensor = complete_plan.scale_owners.get(tensor, tensor)
-        # The tensors whose scale it may take. TensorRT's own cache has a scale for the first of
-        # them; the cache of another tool may have one only for another of them.
-        possible_owners = (cache_owner_by_tensor.get(tensor, tensor), tensor, moved_tensor)
-        owner = next((name for name in possible_owners if name in scale_by_tensor), None)
-        owner_by_tensor[tensor] = owner or tensor
-        if owner is None:
-            reason = flaw_by_tensor.get(tensor, "has no entry in the cache")
-            reason_by_float_tensor[tensor] = reason
-            # for a node that reads `tensor`, `analyse` asks whether `moved_tensor` has a scale
-            reason_by_float_tensor[moved_tensor] = reason
+        # TensorRT's own cache has a scale for the first of these; the cache of another tool may
+        # have one only for another of them
+        candidates = (pool_input, tensor, moved_tensor)
+        scale_source = next((name for name in candidates if name in scale_by_tensor), None)
+        if scale_source is not None:
+            scale_source_by_tensor[tensor] = scale_source
+            continue
+        scale_source_by_tensor[tensor] = tensor
+        reason = flaw_by_tensor.get(tensor, "has no entry in the cache")
+        float_reasons[tensor] = reason
+        # a node that reads `tensor` is float too: `analyse` looks up `moved_tensor` for it
+        float_reasons[moved_tensor] = reason
+
     plan = complete_plan
-    if reason_by_float_tensor:
-        plan = plan_pairs(float_tensors=reason_by_float_tensor)
-    # the caller uses `owner_by_tensor` in place of the plan's owners
-    return replace(plan, scale_owners={}), owner_by_tensor
+    if float_reasons:
+        plan = plan_pairs(float_tensors=float_reasons)
+    # by `scale_owners` a tensor would have the scale of the tensor that is moved, whatever the
+    # cache has for itself: the caller takes the scales that are chosen here
+    return replace(plan, scale_owners={}), scale_source_by_tensor
 
 
 def _why_unmatched(name: str, model: onnx.ModelProto, original: onnx.ModelProto | None) -> str:
@@ -244,10 +255,11 @@ def _why_unmatched(name: str, model: onnx.ModelProto, original: onnx.ModelProto 
 
 
 def _describe_coverage(
-    tensor: str, owner: str, has_scale: bool, flaw_by_tensor: Mapping[str, str]
+    tensor: str, scale_source: str, has_scale: bool, flaw_by_tensor: Mapping[str, str]
 ) -> TensorCoverage:
-    """Return whether the cache has a scale for a tensor, that of its owner, or why not."""
+    """Return whether a tensor has a scale, that of `scale_source` in the cache, or why not."""
     if has_scale:
-        return TensorCoverage(tensor, True, "" if owner == tensor else f"with the scale of {owner}")
+        origin = "" if scale_source == tensor else f"with the scale of {scale_source}"
+        return TensorCoverage(tensor, True, origin)
     reason = flaw_by_tensor.get(tensor, "has no entry in the cache, or its node stays float")
     return TensorCoverage(tensor, False, reason)
