@@ -375,6 +375,18 @@ def test_check_prints_a_command_that_works(run, small_cnn, cache, tmp_path, monk
 
 
 @pytest.mark.slow
+def test_calibration_replaces_no_file_of_a_build(run, small_cnn, tmp_path):
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(4, 3, 16, 16)).astype("f4"))
+    options = ("--images", tmp_path / "x.npy", "--target", "tensorrt")
+    out = tmp_path / "o"
+    run.ok("build", small_cnn, *options, "--out", out, "--effort", 0, "--duration", 0)
+    shipped = out / f"{small_cnn.stem}.tensorrt.cache"
+    assert "a file of a build" in run.fails("calibrate", small_cnn, *options, "-o", shipped)
+    run.ok("verify", out)
+    run.ok("calibrate", small_cnn, *options, "-o", shipped, "--force")
+    run.ok("calibrate", small_cnn, *options, "-o", out / "calib8" / f"{small_cnn.stem}.cache")
+
+
 def test_check_of_builds_cache_advises_a_build(run, small_cnn, tmp_path):
     samples = np.random.default_rng(0).normal(size=(4, 3, 16, 16))
     out = build_net(onnx.load(small_cnn), samples, tmp_path, "--target", "tensorrt", "--effort", 0)

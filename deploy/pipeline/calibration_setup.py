@@ -29,7 +29,7 @@ from deploy.calibration.reuse import CachePolicy, as_policy, cached_trt_version
 from deploy.calibration.sample_checks import StabilityRule
 from deploy.calibration.shards import ShardSet, refuse_ordered
 from deploy.calibration.stability import StabilityMonitor, refuse_until_stable
-from deploy.errors import Calib8Error, ConfigError, ModelError
+from deploy.errors import CacheError, Calib8Error, ConfigError, ModelError
 from deploy.feed.bench_inputs import random_feeds
 from deploy.feed.feed import Dataset, FeedSource, to_dataset
 from deploy.feed.pixels import PREVIEW_COUNT
@@ -37,7 +37,7 @@ from deploy.feed.preprocess import PreprocessRequest
 from deploy.feed.samples import Feed
 from deploy.feed.sampling import Limit
 from deploy.files.guard import guard_inputs
-from deploy.files.manifest import RECORDS
+from deploy.files.manifest import RECORDS, is_of_build
 from deploy.files.staging import Stage, recover
 from deploy.frontends import LoadedModel, load
 from deploy.frontends.base import QdqCalibration
@@ -258,7 +258,7 @@ def calibrate_loaded(
     # the samples to evaluate and those that a report shows: stored on disk when they are read
     feed.cache_samples(evaluation_count, PREVIEW_COUNT)
     checkpoint = _choose_checkpoint(options)
-    _refuse_foreign_cache(policy)
+    _refuse_foreign_cache(policy, is_build=evaluation_count > 0)
     subject = _make_subject(loaded, user_model, feed, options, targets, task)
 
     observations_by_target, target_failures = _collect_observations(targets, subject)
@@ -410,8 +410,8 @@ def _collect_observations(
     return observations, {name: str(error) for name, error in failures.items()}
 
 
-def _refuse_foreign_cache(policy: CachePolicy) -> None:
-    """Refuse to overwrite a file that is no cache.
+def _refuse_foreign_cache(policy: CachePolicy, *, is_build: bool) -> None:
+    """Refuse to overwrite a file that is no cache, or one that a build ships.
 
     Files that an interrupted build was putting there are completed or removed first.
     """
@@ -422,6 +422,12 @@ def _refuse_foreign_cache(policy: CachePolicy) -> None:
         build_folder = folder.parent if folder.name == RECORDS else folder
         recover(build_folder)
         store.refuse_foreign_cache(policy.path, force=policy.force)
+        is_shipped = folder.name != RECORDS and is_of_build(policy.path)
+        if is_shipped and not is_build and not policy.force:
+            raise CacheError(
+                f"a calibration must not replace a file of a build, got {policy.path}; name another"
+                " file, or replace it with --force"
+            )
 
 
 def _choose_checkpoint(options: CalibrationOptions) -> Path | None:
