@@ -221,8 +221,8 @@ def build_with(
         results = discard_failed(results, figures.failures, stage)
 
         saved_model = _save_model(build, stage)  # None if the user's file holds the model
-        # it was measured in memory, so only its file has the size of the float model. A Q/DQ model
-        # is saved with its pairs: its file is not the float model
+        # The float model was measured in memory, so its size is that of the file saved now. A Q/DQ
+        # model is saved with its pairs: its file does not have the size of its float model.
         if saved_model is not None and build.loaded.qdq is None:
             figures = _with_saved_size(figures, saved_model)
         calibration = _doubt_preprocessing(build, calibration, figures)

@@ -283,7 +283,10 @@ def _describe_difference(plan: FramePlan, calibrated_size: Size, calibrated_corn
 
 
 def _describe_border(preprocess: Preprocess, source: AippSource) -> str:
-    """Return the border's color in the format of the .om's input, from which AIPP restores it."""
+    """Return the border's color as text: Y, U, V for a YUV source, else the model's own channels.
+
+    Y, U and V are those of which AIPP computes the border that calibration used.
+    """
     border = np.asarray(np.rint(preprocess.pad), np.uint8)
     if not source.is_yuv:
         return f"{preprocess.color} {', '.join(map(str, border))}"

@@ -251,7 +251,9 @@ _MERGED_STEPS = (
 def _pixel_classes(task: Pixels, outputs: Outputs) -> str:
     """Return the expression for the class of each pixel [h, w] of `values`, without the batch."""
     shape = outputs[task.output].shape
-    if task.output in task.parts and not task.parts[task.output]:  # class numbers
+    # class numbers are not compared value by value: `parts` has the output without any slices
+    has_class_numbers = task.output in task.parts and not task.parts[task.output]
+    if has_class_numbers:
         return f"values.reshape({shape[-2]}, {shape[-1]})"
     axis = -1 if task.axis == -1 else 0
     if task.classes == 1:
