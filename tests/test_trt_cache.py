@@ -387,6 +387,18 @@ def test_calibration_replaces_no_file_of_a_build(run, small_cnn, tmp_path):
     run.ok("calibrate", small_cnn, *options, "-o", out / "calib8" / f"{small_cnn.stem}.cache")
 
 
+@pytest.mark.slow
+def test_calibration_reuses_the_builds_cache(run, small_cnn, tmp_path):
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(4, 3, 16, 16)).astype("f4"))
+    out = tmp_path / "o"
+    options = ("--images", tmp_path / "x.npy")
+    for _ in range(2):  # as a script does that is run again
+        run.ok("calibrate", small_cnn, *options, "-o", out / "c.cache")
+        cache_options = ("--cache", out / "c.cache", "--out", out, "--effort", 0, "--duration", 0)
+        run.ok("build", small_cnn, *options, *cache_options)
+
+
+@pytest.mark.slow
 def test_check_of_builds_cache_advises_a_build(run, small_cnn, tmp_path):
     samples = np.random.default_rng(0).normal(size=(4, 3, 16, 16))
     out = build_net(onnx.load(small_cnn), samples, tmp_path, "--target", "tensorrt", "--effort", 0)

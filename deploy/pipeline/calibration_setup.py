@@ -422,7 +422,9 @@ def _refuse_foreign_cache(policy: CachePolicy, *, is_build: bool) -> None:
         build_folder = folder.parent if folder.name == RECORDS else folder
         recover(build_folder)
         store.refuse_foreign_cache(policy.path, force=policy.force)
-        is_shipped = folder.name != RECORDS and is_of_build(policy.path)
+        # the build's own cache, in its records or where the user wants it, has statistics beside it
+        _, npz_path = store.sidecars(policy.path)
+        is_shipped = is_of_build(policy.path) and not is_of_build(npz_path)
         if is_shipped and not is_build and not policy.force:
             raise CacheError(
                 f"a calibration must not replace a file of a build, got {policy.path}; name another"
