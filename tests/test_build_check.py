@@ -306,6 +306,23 @@ def test_random_model_is_in_question_again(tmp_path, run):
         assert "itself draws random numbers" in " ".join(run.ok(*arguments).split())
 
 
+def test_dropout_of_training_is_in_question_again(tmp_path, run):
+    """ONNX Runtime leaves it out, except where calibration observes its output."""
+    rng = np.random.default_rng(2)
+    nodes = "h = MatMul(x, w) d = Dropout(h, ratio, mode) m = MatMul(d, v) y = Add(m, b)"
+    weights = {name: rng.normal(size=(8, 8)).astype(np.float32) for name in "wv"}
+    weights |= {"ratio": np.float32(0.5), "mode": np.array(True)}
+    weights["b"] = np.float32([50, *[0] * 7])  # one class for all, which would be in question else
+    save_net(make_model(nodes, {"x": [1, 8]}, {"y": [1, 8]}, weights), tmp_path / "net.onnx")
+    np.save(tmp_path / "x.npy", rng.normal(size=(40, 8)).astype(np.float32))
+    options = ("--images", tmp_path / "x.npy", "--duration", 0)
+    run.ok("build", tmp_path / "net.onnx", *options, "--out", tmp_path / "o", "--effort", 0)
+    built = calib8.report(tmp_path / "o").engine("onnxruntime").verdict
+    checked = check(tmp_path / "o", tmp_path / "x.npy").engine("onnxruntime").verdict
+    assert built.blames_randomness and checked.blames_randomness
+    assert built.level == checked.level
+
+
 def test_speed_limit_without_timing_is_doubtful(shipped, pictures):
     report = check(shipped, pictures, gates=calib8.Gates(min_speedup=1.2))
     assert report.engine("onnxruntime").verdict.level == "doubtful"

@@ -186,6 +186,8 @@ class _ShippedFiles:
         alerts: sentences on files that are not as the build wrote them.
         image_doubts: sentences on the preprocessing, for evaluation samples that are images.
         assumes_inputs: whether the preprocessing is calib8's default, which the build had.
+        is_random: whether random numbers hid what int8 loses in the build. ONNX Runtime may leave
+            out the Dropout of a model that calibration ran.
     """
 
     title: str
@@ -200,6 +202,7 @@ class _ShippedFiles:
     alerts: tuple[str, ...] = ()
     image_doubts: tuple[str, ...] = ()
     assumes_inputs: bool = False
+    is_random: bool = False
 
 
 def _read_build(
@@ -261,6 +264,7 @@ def _read_build(
         alerts=(*_change_alerts(verification, results), *reference_alerts),
         image_doubts=() if is_preprocess_known else (_FED_ARRAYS,),
         assumes_inputs=had_assumed_inputs and dataset.preprocess is None,
+        is_random=against is None and any(verdict.blames_randomness for verdict in verdicts),
     )
     return shipped, with_stored_preprocess(dataset, stored_preprocess, build.path)
 
@@ -505,7 +509,7 @@ def _make_report(
         classes=loaded.classes,
         doubts=input_doubts,
         has_assumed_inputs=has_assumed_inputs,
-        has_random_outputs=bool(randomness_warning),
+        has_random_outputs=shipped.is_random or bool(randomness_warning),
     )
     absent_alerts = _absent_alerts(shipped.results, figures.absent)
     alerts = [*shipped.alerts, *absent_alerts, *input_doubts, randomness_warning]
