@@ -196,7 +196,8 @@ def refuse_until_stable(
         ConfigError: --until-stable is not possible here (names the conflict).
     """
     ordered_statistics = order_dependent_keys(observations)
-    # the message below ends in the conflict: "... compares the ranges ..., got {conflict}"
+    # The message below ends in the conflict: "... compares the ranges ..., got {conflict}".
+    # "Leave it out" is said of --until-stable.
     if is_trusted:
         conflict = "--trust-cache, with which none is observed; leave one of them out"
     elif feed.share is not None:  # this machine observes one shard only
@@ -205,7 +206,7 @@ def refuse_until_stable(
         conflict = (
             f"a model with a fixed batch of {feed.batch}; export it with a batch that is open"
         )
-    elif feed.states:
+    elif feed.states:  # inputs that are outputs of the sample before, as in a recurrent model
         conflict = f"steps that need {', '.join(feed.states)} of the steps before; leave it out"
     elif ordered_statistics:
         conflict = (

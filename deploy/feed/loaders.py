@@ -180,33 +180,37 @@ def open_iterable(
     is_in_memory = isinstance(source, list | tuple)
     items: list[Item] | ItemStore = [] if is_in_memory else ItemStore()
     counter = SampleCounter(specs)
-    unused_values = _UnusedValues()
+    further_values = _FurtherValues()
     for index, value in enumerate(source):
         item_name = f"item {index} of {name}"
         matched = match_inputs(value, specs, item_name)
         sample_count = counter.add(matched.arrays, item_name)
-        unused_values.add(matched, sample_count)  # which may be labels
+        further_values.add(matched, sample_count)  # they may be labels
         items.append(matched.arrays)
         # a source that ends is read completely: the samples are chosen among all of them
         if not has_end and _is_enough(counter.total, limit, name):
             break
 
-    total = counter.total
+    # the last item may hold more samples than the limit allows: only its first ones are used
+    used_count = counter.total
     if limit is not None and not has_end:
-        total = min(total, limit)  # the last item may hold more samples
-    if not total:
+        used_count = min(used_count, limit)
+    if not used_count:
         raise FeedError(f"{name} must give samples, got none")
-    labels, notes = unused_values.find_labels(counter.total)  # of all samples that were read
+    item_ends = (*counter.item_ends[:-1], used_count)
+    labels, notes = further_values.find_labels(counter.total)  # of all samples that were read
     if not is_in_memory:
-        first_text = "the first " if total == limit and not has_end else ""
-        notes.append(f"{name} was read once into a temporary file ({first_text}{total} samples)")
+        first_text = "the first " if used_count == limit and not has_end else ""
+        notes.append(
+            f"{name} was read once into a temporary file ({first_text}{used_count} samples)"
+        )
     return ArraySource(
         specs=counter.specs,
         items=items,
-        item_ends=(*counter.item_ends[:-1], total),  # of the last item some samples may be used
+        item_ends=item_ends,
         batch=counter.batch,
         name=name,
-        labels=None if labels is None else labels[:total],
+        labels=None if labels is None else labels[:used_count],
         notes=tuple(notes),
     )
 
@@ -236,14 +240,14 @@ class MatchedItem:
     Attributes:
         arrays: the inputs, with their batch dimension.
         is_named: whether a mapping names the inputs.
-        unused_values: name -> value that belongs to no input, such as "value 2"; the names of a
+        further_values: name -> value that belongs to no input, such as "value 2"; the names of a
             mapping are quoted.
         label_name: which of these values may be labels; empty if none of them.
     """
 
     arrays: Item
     is_named: bool
-    unused_values: Mapping[str, object]
+    further_values: Mapping[str, object]
     label_name: str
 
 
@@ -268,16 +272,16 @@ def match_inputs(value: object, specs: Specs, item_name: str) -> MatchedItem:
     elements: Sequence[Any] = [value]
     if isinstance(value, tuple | list) and not _is_nested_numbers(value):
         elements = value
-    unused_values: dict[str, object] = {}
+    further_values: dict[str, object] = {}
     label_name = ""
     is_named = bool(elements) and isinstance(elements[0], Mapping)
     if is_named:
         mapping = elements[0]
         arrays = _take_by_name(mapping, specs, item_name)
-        for name, unused_value in mapping.items():
+        for name, further_value in mapping.items():
             if name not in arrays:
-                unused_values[repr(str(name))] = unused_value
-        label_names = (repr(key) for key in LABEL_KEYS if repr(key) in unused_values)
+                further_values[repr(str(name))] = further_value
+        label_names = (repr(key) for key in LABEL_KEYS if repr(key) in further_values)
         label_name = next(label_names, "")
         input_count = 1  # elements that hold inputs
     else:
@@ -285,11 +289,11 @@ def match_inputs(value: object, specs: Specs, item_name: str) -> MatchedItem:
         input_count = len(specs)
 
     for position in range(input_count, len(elements)):
-        unused_values[f"value {position + 1}"] = elements[position]
+        further_values[f"value {position + 1}"] = elements[position]
     if len(elements) == input_count + 1:
         label_name = f"value {len(elements)}"
     item = {spec.name: add_missing_batch(arrays[spec.name], spec) for spec in specs}
-    return MatchedItem(item, is_named, unused_values, label_name)
+    return MatchedItem(item, is_named, further_values, label_name)
 
 
 def _take_by_name(mapping: Mapping[Any, Any], specs: Specs, item_name: str) -> Item:
@@ -349,7 +353,7 @@ def read_item_labels(value: object, count: int) -> list[int] | None:
     return [int(label) for label in array.flat]
 
 
-class _UnusedValues:
+class _FurtherValues:
     """The values of items that belong to no input: labels if all items have some, or ignored."""
 
     def __init__(self) -> None:
@@ -360,8 +364,8 @@ class _UnusedValues:
 
     def add(self, matched: MatchedItem, sample_count: int) -> None:
         """Add the values of an item."""
-        self._names |= dict.fromkeys(matched.unused_values)
-        label_value = matched.unused_values.get(matched.label_name)
+        self._names |= dict.fromkeys(matched.further_values)
+        label_value = matched.further_values.get(matched.label_name)
         labels = read_item_labels(label_value, sample_count)
         if labels is None:
             self._is_labelled = False

@@ -85,11 +85,11 @@ class VideoSource:
         self._spec = spec
         self._preprocess = preprocess
         self._lock = threading.Lock()
-        self._capture = _open_capture(path)
-        self._next_frame = 0  # index of the frame that the capture reads next
+        self._video = _open_video(path)
+        self._next_frame = 0  # index of the frame that is read next
         cv2 = opencv()
-        self._count = int(self._capture.get(cv2.CAP_PROP_FRAME_COUNT))
-        self.frames_per_second = max(round(self._capture.get(cv2.CAP_PROP_FPS) or 1), 1)
+        self._count = int(self._video.get(cv2.CAP_PROP_FRAME_COUNT))
+        self.frames_per_second = max(round(self._video.get(cv2.CAP_PROP_FPS) or 1), 1)
         if self._count < 1:
             raise FeedError(
                 f"video {images.printable_name(path)} must say how many frames it has, got"
@@ -132,13 +132,14 @@ class VideoSource:
         pixels: Array | None = None
         with self._lock:
             if index < self._next_frame:
-                self._capture = _open_capture(self._path)  # captures the decoder's output itself
+                # not in the `with` below: that of `_open_video` would wait until it ends
+                self._video = _open_video(self._path)
                 self._next_frame = 0
-            with capture_decoder_output() as lines:
-                while self._next_frame < index and self._capture.grab():  # skips a frame
+            with capture_decoder_output() as decoder_lines:
+                while self._next_frame < index and self._video.grab():  # skips a frame
                     self._next_frame += 1
                 if self._next_frame == index:
-                    was_read, pixels = self._capture.read()
+                    was_read, pixels = self._video.read()
                     if was_read:
                         self._next_frame += 1
         if pixels is None or pixels.dtype != np.uint8:
@@ -146,13 +147,13 @@ class VideoSource:
                 f"frame {images.printable_name(self.sample_name(index))} cannot be decoded, though"
                 f" the file claims {self._count} frames"
             )
-            if lines:
-                message += f", its decoder says: {lines[-1]}"
+            if decoder_lines:
+                message += f", its decoder says: {decoder_lines[-1]}"
             raise FeedError(message)
         return pixels
 
 
-def _open_capture(path: Path) -> Any:
+def _open_video(path: Path) -> Any:
     """Return OpenCV's capture of a video file.
 
     Raises:
@@ -161,13 +162,13 @@ def _open_capture(path: Path) -> Any:
     cv2 = opencv()
     with open_regular_file(path, what="a video", error=FeedError) as file, capture_decoder_output():
         # not by its name: OpenCV crashes on bytes that are not UTF-8, and takes %d for a pattern
-        capture = cv2.VideoCapture(f"/dev/fd/{file.fileno()}")
-    if not capture.isOpened():
+        video = cv2.VideoCapture(f"/dev/fd/{file.fileno()}")
+    if not video.isOpened():
         raise FeedError(
             f"video {images.printable_name(path)} cannot be read by this OpenCV; encode it"
             " again, or give its frames as images"
         )
-    return capture
+    return video
 
 
 _HEADER_BYTES = 1 << 18  # enough for an EXIF with a thumbnail and the header after it

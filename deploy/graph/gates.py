@@ -109,17 +109,17 @@ def collapse_gates(nodes: Iterable[onnx.NodeProto], gates: Iterable[Gate]) -> No
     last node of both; then only the second gate is replaced.
     """
     gate_by_last_node: dict[str, Gate] = by_name(gates)  # a gate has the name of its last node
-    dropped_nodes: set[str] = set()
+    dropped_names: set[str] = set()
     for gate in gate_by_last_node.values():
-        dropped_nodes.update(gate.nodes[:-1])
+        dropped_names.update(gate.nodes[:-1])  # names of all nodes but the last
     collapsed = []
     for node in nodes:
         if node.name in gate_by_last_node:
             gate = gate_by_last_node[node.name]
-            # in a Hard-Swish both are the same tensor, which is read once
-            inputs = list(dict.fromkeys([gate.source, gate.factor]))
-            collapsed.append(make_node(GATE, inputs, gate.output, gate.name))
-        elif node.name not in dropped_nodes:
+            # the source of a Hard-Swish is its factor too, but the new node reads it once
+            input_names = list(dict.fromkeys([gate.source, gate.factor]))
+            collapsed.append(make_node(GATE, input_names, gate.output, gate.name))
+        elif node.name not in dropped_names:
             collapsed.append(node)
     return collapsed
 

@@ -425,21 +425,23 @@ def _measure_on_images(
     An unexpected exception is a fault of calib8. Each target is then measured alone, and counts as
     failed if that raises too. The others are measured together, without the failed ones.
     """
+    evaluation_set = calibration.evaluation_set
     if build.loaded.qdq is None:
         float_model = calibration.loaded
-        observed_outputs = calibration.evaluation_set.reference_outputs
+        observed_outputs = evaluation_set.reference_outputs
     else:
         float_model = build.reference
         observed_outputs = None
     measure = partial(
         measure_engines,
         float_model,
-        calibration_samples=calibration.evaluation_set.subset,
+        calibration_samples=evaluation_set.subset,
         evaluation_feed=build.evaluation,
         objects=build.annotated_objects,
         metric=build.metric,
         observed_outputs=observed_outputs,
-        engine_outputs=calibration.evaluation_set.engine_outputs,
+        # each search stored the outputs of the int8 model that it chose, on calibration samples
+        engine_outputs=evaluation_set.engine_outputs,
         threads=build.options.calibration.workers,
     )
     targets = build.options.targets
@@ -451,7 +453,7 @@ def _measure_on_images(
         failures: dict[str, str] = {}  # target -> its error when it is measured alone
         for target, result in zip(targets, results, strict=True):
             try:
-                measure([target], [result], duration_s=0)
+                measure([target], [result], duration_s=0)  # without latency runs
             except Exception as error:
                 failures[target.name] = str(with_log(error, build.loaded.name, stage))
         # if no target fails alone, or each does, none of them is the cause

@@ -317,7 +317,9 @@ def _open_checkpoint(run: CalibrationRun, observations: Sequence[Observation]) -
     if run.checkpoint_path is None:
         return None
     if not observations:
-        if run.resume:  # the interrupted run had ended its pass, so its checkpoint is of no use
+        # the cache has all statistics; if an interrupted run wrote it, it left a checkpoint of a
+        # finished pass, from which nothing can go on
+        if run.resume:
             remove_finished_checkpoint(run.checkpoint_path)
         return None
     return Checkpoint(

@@ -81,28 +81,28 @@ def compare_inner_tensors(
 ) -> InnerTensors:
     """Compare the inner tensors of each target's runnable file with the float model's.
 
-    The runnable file is a model for ONNX Runtime that computes what the engine computes. One sample
-    is in memory at a time.
+    The runnable file is a model for ONNX Runtime that computes what the engine computes. It is run
+    in place of the engine, whose inner tensors cannot be read. One sample is in memory at a time.
 
     Args:
         loaded: the float model.
         results: results whose runnable file is compared.
-        engine_sessions: engines that can be opened here. A target without one gets a session that
-            computes what its engine would, see `open_single_thread`.
+        engine_sessions: engines that can be opened here; they are not run. The runnable file of any
+            other target stands in for its engine, see `open_single_thread`.
         samples: the samples to compare on.
     """
     opened_targets: dict[str, tuple[Session, TensorComparison]] = {}
     for result in results:
         is_quantized = any(decision.quantized for decision in result.decisions)
         if result.runnable is not None and is_quantized:
-            has_no_engine = result.target not in engine_sessions
+            is_stand_in = result.target not in engine_sessions
             try:
                 session_and_comparison = _open_with_inner_tensors(
-                    loaded, result, stand_in=has_no_engine
+                    loaded, result, stand_in=is_stand_in
                 )
             except (BackendError, ModelError):  # `find_candidates` reports it
                 continue
-            if session_and_comparison is not None:
+            if session_and_comparison is not None:  # else the models share no inner tensor
                 opened_targets[result.target] = session_and_comparison
     if not opened_targets:
         return InnerTensors()
@@ -135,7 +135,7 @@ def _open_with_inner_tensors(
     Args:
         loaded: the float model.
         result: files of the target.
-        stand_in: whether the file stands for an engine of another runtime.
+        stand_in: whether the file stands in for an engine that cannot be opened here.
     """
     assert result.runnable is not None
     model = read_model(result.runnable)

@@ -113,10 +113,12 @@ def build_targets(
         One result a target, in the order of the targets.
 
     Raises:
-        Calib8Error: every target failed, at least one of them here, and none left a file.
+        Calib8Error: no target is usable: each failed and left no file for another machine. It is
+            the first error of a build here; if all failed in the calibration, nothing is raised.
     """
     request = _make_request(build, calibration, stage)
-    # if latency is measured, float engines are built too, as rivals of int8: from this model
+    # If latency is measured, float engines are built too, as rivals of int8. They get the model
+    # without the repairs, which change its weights or biases for the sake of int8.
     if build.duration_s > 0:
         request = replace(request, unrepaired_model=build.loaded.model)
     results: list[BuildResult] = []

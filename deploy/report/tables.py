@@ -230,8 +230,7 @@ def _latency(report: Findings) -> Iterator[ComparisonLine]:
     After a sweep, which measures several batch sizes, all lines are of the smallest batch, and a
     line with its size comes first.
     """
-    name = time_name(report.engines)
-    # of each engine; a `Latency` has several times, each of one clock: `latency` is the main one
+    time_label = time_name(report.engines)  # "Latency" or "CPU time"
     latencies = [engine.latency for engine in report.engines]
     if any(engine.sweep for engine in report.engines):
         smallest_batches = []
@@ -243,8 +242,12 @@ def _latency(report: Findings) -> Iterator[ComparisonLine]:
         if run_count >= min_runs:
             change = _speed_text(report) if figure == "p50" else ""  # speeds are compared by p50
             yield _comparison_line(
-                f"{name} {figure}", latencies, partial(_clock_text, "latency", figure), change
+                f"{time_label} {figure}",
+                latencies,
+                partial(_clock_text, "latency", figure),
+                change,
             )
+    # an engine is timed by several clocks: `latency.latency` is the `Timing` of the main one
     yield _comparison_line(
         "Spread (std / mean)", latencies, lambda latency: f"{latency.latency.cv_percent:.3g} %"
     )

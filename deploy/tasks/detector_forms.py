@@ -317,7 +317,10 @@ def _propose_separate(tables: Sequence[_RowTable], samples: FirstSamples) -> Ite
 def _join_levels(levels: Sequence[RowDecoder]) -> RowDecoder | None:
     """Return one decoder of the columns of all levels; None if only some levels have a gate.
 
-    Each of `levels` is the decoder of one level alone.
+    A level is a resolution of the detector's rows, such as 80 x 80 cells. A gate is a column that
+    multiplies the scores, such as an objectness; a level has one at most.
+
+    `levels`: the decoder of each level alone.
     """
     joined_fields: dict[str, Any] = {}
     for name in ("scores", "box_columns", "gates", "shape_columns", "strides"):
@@ -326,7 +329,8 @@ def _join_levels(levels: Sequence[RowDecoder]) -> RowDecoder | None:
         # columns or strides of only some levels say nothing
         if name in ("shape_columns", "strides") and not all(columns):
             joined_fields[name] = ()
-    if not levels or len(joined_fields["gates"]) not in (0, len(levels)):
+    gate_count = len(joined_fields["gates"])
+    if not levels or gate_count not in (0, len(levels)):
         return None
     return RowDecoder(**joined_fields)
 

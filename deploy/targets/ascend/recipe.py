@@ -374,18 +374,20 @@ def float16_overflow_alerts(recipe: Recipe, atc_flags: Collection[str]) -> Itera
     """
     if any(flag.partition("=")[0] in _PRECISION_FLAGS for flag in atc_flags):
         return
-    magnitudes = {
+    largest_by_tensor = {
         tensor: max(-scale.observed_min, scale.observed_max)
         for tensor, scale in recipe.ranges.items()
     }
-    overflows = find_float16_overflows(
-        Graph(recipe.model), magnitudes, int8_nodes=recipe.layers.keys()
+    # node -> why it must not compute in float16
+    reason_by_node = find_float16_overflows(
+        Graph(recipe.model), largest_by_tensor, int8_nodes=recipe.layers.keys()
     )
-    if overflows:
+    if reason_by_node:
+        first_reason = next(iter(reason_by_node.values()))  # one example suffices
         yield (
             "atc computes in float16 what is not int8, which is too narrow for"
-            f" {', '.join(overflows)}: {next(iter(overflows.values()))}; write these names to a"
-            " file, one per line, and give --atc-flag=--keep_dtype=FILE"
+            f" {', '.join(reason_by_node)}: {first_reason}; write these names to a file, one per"
+            " line, and give --atc-flag=--keep_dtype=FILE"
         )
 
 

@@ -232,16 +232,15 @@ def _read_layer(message: Any) -> LayerRecord:
     _check_scales_and_offsets(message)
     # Bits of a type, 0 if it is unset. All three are read, so that each is checked. dst_type is for
     # both activations and weights, and counts before the other two.
-    dst_bits = _read_bits(message, "dst_type")
-    act_bits = _read_bits(message, "act_type")
-    wts_bits = _read_bits(message, "wts_type")
-    activation_bits = dst_bits or act_bits or 8
-    weight_bits = dst_bits or wts_bits or 8
-    low, high = ascend_range(activation_bits)
+    dst_type_bits = _read_bits(message, "dst_type")
+    act_type_bits = _read_bits(message, "act_type")
+    wts_type_bits = _read_bits(message, "wts_type")
+    act_bits = dst_type_bits or act_type_bits or 8
+    weight_bits = dst_type_bits or wts_type_bits or 8
+    low, high = ascend_range(act_bits)
     if not low <= message.offset_d <= high:
         raise ConfigError(
-            f"offset_d must be in [{low}, {high}] with {activation_bits} bits, got"
-            f" {message.offset_d}"
+            f"offset_d must be in [{low}, {high}] with {act_bits} bits, got {message.offset_d}"
         )
     mode = message.fakequant_precision_mode
     if mode not in ("", "DEFAULT", "UNSET", _FORCE_FP16):  # the first three mean the default
@@ -261,7 +260,7 @@ def _read_layer(message: Any) -> LayerRecord:
         has_weight=not is_pool,
         skip_fusion=message.skip_fusion,
         is_node_input=message.is_tensor_quantize,
-        act_bits=activation_bits,
+        act_bits=act_bits,
         weight_bits=weight_bits,
         force_fp16=mode == _FORCE_FP16,
     )

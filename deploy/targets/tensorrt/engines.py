@@ -643,6 +643,10 @@ def _reasons_of_lost_int8(tensors: Iterable[str], model: onnx.ModelProto) -> dic
     Most tensors need no scale: TensorRT reads the range of a constant from its values, outputs of
     the model stay float, shapes and indices are integers, and no int8 value exists inside a fused
     layer, or inside a node of which TensorRT's parser made several layers.
+
+    Args:
+        tensors: those without a scale, by TensorRT's log.
+        model: the cleaned float model that was built.
     """
     graph = Graph(model)
     plan = analyse(model, PLACEMENT)
@@ -655,7 +659,9 @@ def _reasons_of_lost_int8(tensors: Iterable[str], model: onnx.ModelProto) -> dic
             continue
         node = graph.producer.get(tensor)
         if node is None or node.name not in int8_nodes or tensor in graph.outputs:
-            continue  # no int8 layer makes it, or it stays float as an output of the model
+            # no node makes it, as a tensor inside a node that the parser made several layers of; no
+            # int8 layer makes it; or it stays float as an output of the model
+            continue
         # of a fused layer, such as Conv and Relu, TensorRT writes the last tensor only
         if graph.fused_output(node) == tensor:
             reasons[tensor] = f"{node.op_type} {node.name} cannot write int8"
