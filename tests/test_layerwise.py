@@ -4,10 +4,12 @@ import numpy as np
 import onnx
 import pytest
 
+from deploy.calibration.reference_outputs import open_single_thread
 from deploy.feed.feed import open_feed
 from deploy.frontends import load
 from deploy.graph.plan import Decision
 from deploy.graph.tensor_pairs import pair_quantized_tensors, pair_tensors_by_name
+from deploy.pipeline import evaluate
 from deploy.pipeline.evaluate import LAYER_SAMPLES, compare_inner_tensors
 from deploy.targets.base import BuildResult
 from tests.models import make_model
@@ -78,6 +80,26 @@ def test_built_file_is_not_changed_by_the_comparison(built, compare_on):
     loaded, _ = compare_on(np.ones((2, 3), np.float32))
     assert [output.name for output in onnx.load(built.runnable).graph.output] == ["y"]
     assert [output.name for output in loaded.model.graph.output] == ["y"]
+
+
+@pytest.mark.parametrize(
+    ("engine_sessions", "is_stand_in"),
+    [({}, True), ({"int8": None}, False), ({"int8": object()}, True)],
+    ids=["not here", "ONNX Runtime", "on a device"],
+)
+def test_file_of_another_runtime_stands_in(built, monkeypatch, engine_sessions, is_stand_in):
+    """Only ONNX Runtime's own engine has its int8 kernels."""
+    opened = []
+
+    def open_session(model, *, stand_in=False):
+        opened.append(stand_in)
+        return open_single_thread(model, stand_in=stand_in)
+
+    monkeypatch.setattr(evaluate, "open_single_thread", open_session)
+    loaded = load(float_model())
+    samples = open_feed([np.ones((1, 3), np.float32)], loaded.inputs).spread_samples(1)
+    compare_inner_tensors(loaded, [built], engine_sessions, samples)
+    assert opened == [is_stand_in, False]  # of the target's file, and of the float model
 
 
 @pytest.mark.parametrize(("sample_count", "compared_count"), [(1, 1), (3, 3), (9, 4)])

@@ -87,15 +87,19 @@ def compare_inner_tensors(
     Args:
         loaded: the float model.
         results: results whose runnable file is compared.
-        engine_sessions: engines that can be opened here; they are not run. The runnable file of any
-            other target stands in for its engine, see `open_single_thread`.
+        engine_sessions: engines that can be opened here; they are not run. The runnable file of a
+            target that ONNX Runtime does not run stands in for its engine, see
+            `open_single_thread`.
         samples: the samples to compare on.
     """
     opened_targets: dict[str, tuple[Session, TensorComparison]] = {}
     for result in results:
         is_quantized = any(decision.quantized for decision in result.decisions)
         if result.runnable is not None and is_quantized:
-            is_stand_in = result.target not in engine_sessions
+            # ONNX Runtime's engine has its session, or None; a device's engine has another session
+            engine = engine_sessions.get(result.target)
+            is_on_device = engine is not None and not isinstance(engine, OrtSession)
+            is_stand_in = is_on_device or result.target not in engine_sessions
             try:
                 session_and_comparison = _open_with_inner_tensors(
                     loaded, result, stand_in=is_stand_in
@@ -135,7 +139,7 @@ def _open_with_inner_tensors(
     Args:
         loaded: the float model.
         result: files of the target.
-        stand_in: whether the file stands in for an engine that cannot be opened here.
+        stand_in: whether the file stands in for an engine of another runtime.
     """
     assert result.runnable is not None
     model = read_model(result.runnable)
