@@ -503,6 +503,26 @@ def test_unsupported_versions_get_no_command(build_newest):
     assert opset(out / "net.tensorrt.onnx") == 20
 
 
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [("8.6.1", "it reads opset 17 at most, got 20"), ("10.3.0", "it does not read Unique")],
+)
+def test_unread_model_is_a_warning(command, pictures, tmp_path, version, reason):
+    """A script for a TensorRT that cannot read the model would fail on the GPU machine."""
+    model = newest_model()
+    model.graph.node.extend(parse_nodes("Unique m -> u"))
+    model.graph.output.extend(values({"u": ["k"]}))
+    onnx.save(model, tmp_path / "net.onnx")
+    out = tmp_path / "out"
+    feed = ("--images", pictures, "--size", "16x16", "--target", "tensorrt")
+    quick = ("--effort", 0, "--duration", 0, "--out", out, "--trt-version", version)
+    screen = command("build", tmp_path / "net.onnx", *feed, *quick)
+    assert f"Warning tensorrt: TensorRT {version} cannot read the model: {reason};" in screen
+    assert "TensorRT 10.15.0 or newer does" in screen
+    assert f"calib8 build --config {out}/calib8.toml --trt-version 10.15.0" in screen
+    assert "net_trtexec.sh" not in screen
+
+
 @pytest.mark.slow
 def test_older_installed_tensorrt_limits_the_files(build_newest, monkeypatch):
     model = newest_model()

@@ -395,6 +395,8 @@ _DEVICE_SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "atc command": ("where atc is", ()),
     "atc command, with the chip as argument": ("where atc is, for its chip", ("Ascend310P3",)),
 }
+# role of trtexec's script if the TensorRT of the build cannot read the model; a version follows
+_NEWER_SCRIPT = "script of trtexec, from TensorRT "
 _PROGRAM = "program that runs it"  # role of a file of ONNX Runtime's target
 IMAGES, EFFORT = "images", "effort"  # names of steps that are offered once
 
@@ -423,10 +425,23 @@ def next_steps(report: Findings) -> Iterator[str]:
             steps += _use_steps(report, engine, target)
         yield from steps[:1]  # the most promising
     for target in report.targets:
-        for file in target.files:
-            if file.role in _DEVICE_SCRIPTS and target.name not in unusable_targets:
-                machine, arguments = _DEVICE_SCRIPTS[file.role]
-                yield f"{machine}: {shlex.join(('sh', file.path, *arguments))}"
+        if target.name not in unusable_targets:
+            yield from _script_steps(report, target)
+
+
+def _script_steps(report: Findings, target: TargetPart) -> Iterator[str]:
+    """Yield how to run a target's scripts; for a model that its TensorRT cannot read, a build."""
+    options_file = path_of(report.files, OPTIONS)
+    for file in target.files:
+        if file.role in _DEVICE_SCRIPTS:
+            machine, arguments = _DEVICE_SCRIPTS[file.role]
+            yield f"{machine}: {shlex.join(('sh', file.path, *arguments))}"
+        elif file.role.startswith(_NEWER_SCRIPT):
+            version = file.role.removeprefix(_NEWER_SCRIPT)
+            step = f"for TensorRT {version} or newer, which reads the model"
+            if options_file:
+                step += f": {_repeat_command(report, target)} --trt-version {version}"
+            yield step
 
 
 def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> Iterator[str]:
@@ -444,9 +459,7 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
     request = report.request or RequestPart()
     options_file = path_of(report.files, OPTIONS)  # "" without one
     command = f"calib8 build --config {shlex.quote(options_file)}"  # repeats the build
-    target_command = command
-    if len(report.targets) > 1:
-        target_command += f" --target {target.name}"
+    target_command = _repeat_command(report, target)
     if options_file:
         for earlier in report.earlier:
             if earlier.target == target.name and earlier.split is not None:
@@ -478,6 +491,14 @@ def _rebuild_steps(report: Findings, target: TargetPart, verdict: Verdict) -> It
     page = path_of(report.files, REPORT)
     if page:
         yield f"calib8 explain {shlex.quote(str(PurePath(page).parent))}"
+
+
+def _repeat_command(report: Findings, target: TargetPart) -> str:
+    """Return the command that repeats the build of one target, for a build with options' file."""
+    command = f"calib8 build --config {shlex.quote(path_of(report.files, OPTIONS))}"
+    if len(report.targets) > 1:
+        command += f" --target {target.name}"
+    return command
 
 
 def _data_steps(
@@ -589,7 +610,10 @@ def _use_steps(report: Findings, engine: EngineRow, target: TargetPart) -> Itera
 
 def _has_device_script(target: TargetPart) -> bool:
     """Whether a target's files include a script to be run on its device."""
-    return any(file.role in _DEVICE_SCRIPTS for file in target.files)
+    return any(
+        file.role in _DEVICE_SCRIPTS or file.role.startswith("script of trtexec")
+        for file in target.files
+    )
 
 
 def _bench_command(report: Findings, engine: EngineRow) -> str:

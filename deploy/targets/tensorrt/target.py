@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from deploy.method import Method
     from deploy.targets.tensorrt.cache_match import CacheMatch
     from deploy.targets.tensorrt.engines import Baselines
-    from deploy.targets.tensorrt.trtexec import TrtexecCommand
+    from deploy.targets.tensorrt.trtexec import TrtexecCommand, UnreadModel
     from deploy.tensors import Session
 
 
@@ -281,14 +281,17 @@ class TensorRT(TensorrtOptions, Target):
         default_command = trtexec.shipping_command(
             commands, version, reads_typed=engines.reads_typed(self, version)
         )
+        unread_model = trtexec.find_unread_model(self, written_models, version)
         # the files that the script's default command reads
-        shipped_files = _write_script(request, files, commands, default_command)
+        shipped_files = _write_script(request, files, commands, default_command, unread_model)
         engine, baselines, engine_notes, failure = self._build_engines(
             request, calibrated, files, float32_nodes, commands
         )
         if engine is not None:
             files["TensorRT engine"] = engine
         dla_notes = [_DLA_NOTE] if self.dla else []
+        # if the user names no version, an engine that was built here shows that a TensorRT reads it
+        is_alerted = engine is None or self.version is not None
         return BuildResult(
             target=self.name,
             engine=engine,
@@ -301,6 +304,7 @@ class TensorRT(TensorrtOptions, Target):
             method=request.chosen_ranges.chosen_by,
             ranges=cache_contents.cache_ranges(request.model, calibrated.ranges, version),
             notes=(*model_notes, *lowering_notes, *dla_notes, *engine_notes),
+            alerts=(unread_model.alert,) if is_alerted and unread_model is not None else (),
             error=failure,
         )
 
@@ -530,12 +534,13 @@ def _write_script(
     files: dict[str, Path],
     commands: Sequence[TrtexecCommand],
     default: TrtexecCommand | None,
+    unread_model: UnreadModel | None,
 ) -> tuple[Path, ...]:
     """Write the script of the trtexec commands and add it to `files`, which are role -> path.
 
     The script's argument is the name of the command to run; without one it runs `default`, the
     command for the TensorRT that is built for. If that is not the first command, the script's role
-    names it too.
+    names it too. If that TensorRT cannot read the model (`unread_model`), the role says which can.
 
     Returns:
         The files that the default command reads, which are to be shipped; none without one.
@@ -550,6 +555,8 @@ def _write_script(
         shipped_files = [path for path in files.values() if path.name in argument_values]
         if default != commands[0]:
             role += f", with {default.name} as argument"
+    if unread_model is not None:
+        role = unread_model.script_role
     files[role] = request.write_script("_trtexec.sh", trtexec_script(commands, default))
     return tuple(shipped_files)
 

@@ -35,6 +35,8 @@ from deploy.targets.tensorrt.trt_options import (
     TensorrtOptions,
 )
 
+NEWER_SCRIPT_ROLE = "script of trtexec, from TensorRT "  # the version follows
+
 
 @dataclass(frozen=True, slots=True)
 class TensorrtFeatures:
@@ -231,6 +233,63 @@ def trtexec_commands(
         if command.arguments:  # else it only says why no TensorRT can build the engine
             commands[index] = replace(command, arguments=(*command.arguments, *common_flags))
     return tuple(commands)
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadModel:
+    """A model that the TensorRT of its files cannot read in any form.
+
+    Attributes:
+        version: that TensorRT, "X.Y.Z".
+        reason: why it cannot, such as "it does not read DFT".
+        first_version: first TensorRT that reads it, None if none does.
+    """
+
+    version: str
+    reason: str
+    first_version: str | None
+
+    @property
+    def alert(self) -> str:
+        """One sentence for the user: why the files are of no use there, and what helps."""
+        reader = "no TensorRT does"
+        if self.first_version is not None:
+            reader = f"TensorRT {self.first_version} or newer does (--trt-version)"
+        remedy = "export it with an older opset and no newer operators"
+        if "opset" not in self.reason:
+            remedy = "end it before such nodes and run them outside of TensorRT"
+        return (
+            f"TensorRT {self.version} cannot read the model: {self.reason}; {reader}. Otherwise"
+            f" {remedy}"
+        )
+
+    @property
+    def script_role(self) -> str:
+        """Role of the script, whose commands are all for other versions, if there are any."""
+        if self.first_version is None:
+            return "script of trtexec, without commands"
+        return f"{NEWER_SCRIPT_ROLE}{self.first_version}"
+
+
+def find_unread_model(
+    options: TensorrtOptions, models: Mapping[str, onnx.ModelProto], version: str
+) -> UnreadModel | None:
+    """Return why TensorRT `version` can read none of the models; None if it can read one.
+
+    `models`: role -> model, as written; the first one gives the reason.
+    """
+    requirements = {role: ParserRequirements.of(model) for role, model in models.items()}
+    reasons = [requirement.unmet_reason(version) for requirement in requirements.values()]
+    if not all(reasons):
+        return None
+
+    typed_role = TYPED_MODEL if TYPED_MODEL in models else QDQ_MODEL
+    readers = [requirements[typed_role].first_version(*options.features)]
+    if options.precision != FP8 and not options.dla:  # these have commands for the typed model only
+        readers.append(requirements[QDQ_MODEL].first_version())
+    known_readers = [reader for reader in readers if reader is not None]
+    first_version = min(known_readers, key=version_label, default=None)
+    return UnreadModel(version, reasons[0], first_version)
 
 
 def _common_flags(options: TensorrtOptions, request: BuildRequest) -> list[str]:
