@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import asdict
 
 import numpy as np
+import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,6 +46,21 @@ def test_files_are_amcts_byte_for_byte(case):
     records = read_record(text)
     assert write_record(records) == text
     check_record(records, GRAPH)
+
+
+def test_a_fusion_mapping_is_refused_with_the_name_of_the_config(refusal, tmp_path):
+    onnx.save(float_model("small_default"), tmp_path / "net.onnx")
+    mapping = tmp_path / "scenes_quant.json"
+    mapping.write_text('{"name": "scenes", "graph": [{"name": "scenes", "op": []}]}')
+    arguments = ("ascend", "config", tmp_path / "net.onnx", "--from", mapping)
+    message = refusal(*arguments, "-o", tmp_path / "new.json")
+    assert "a fusion mapping" in message
+    assert "scenes_config.json" in message
+    other = mapping.rename(tmp_path / "map.json")
+    message = refusal(*arguments[:-1], other, "-o", tmp_path / "new.json")
+    assert "a fusion mapping" in message
+    assert "X_config.json of the same build" in message
+    assert not (tmp_path / "new.json").exists()
 
 
 def test_incomplete_records_fail():

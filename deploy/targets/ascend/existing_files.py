@@ -61,8 +61,21 @@ def read_any_config(path: Path, graph: LayerGraph) -> QuantConfig:
     """
     text = read_text(path, what=_FILE_KIND, error=ConfigError)
     if _is_json(path, text):
+        if is_fusion_mapping(text):
+            raise ConfigError(_mapping_message(path))
         return resolve_config(read_config(text, str(path)), graph)
     return read_simple_config(text, graph, str(path))
+
+
+def _mapping_message(path: Path) -> str:
+    """Return the error for a fusion mapping in place of a config; a build writes both files."""
+    name = path.name.removesuffix("_quant.json")
+    config = "the X_config.json of the same build"
+    if name != path.name:
+        config = f"{path.with_name(f'{name}_config.json')}, which the same build writes"
+    return (
+        f"a configuration must hold settings of layers, got a fusion mapping, {path}; give {config}"
+    )
 
 
 def _is_json(path: Path, text: str) -> bool:
