@@ -1,6 +1,8 @@
 """`calib8 ascend auto`: each layer's own search, repairs, the fewest layers in float."""
 
 import json
+import math
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -22,7 +24,7 @@ from deploy.targets.ascend.quant_layer import quantize_layers
 from deploy.targets.ascend.record import read_record
 from deploy.targets.ascend.target import Ascend
 from deploy.targets.base import BuildRequest
-from deploy.tuning.budget import BudgetSearch, RepairedBuilder
+from deploy.tuning.budget import BudgetSearch, RepairedBuilder, format_loss
 from deploy.tuning.repairs.repair_layers import find_weighted_layers, read_all_quantizations
 from tests.models import make_model, run_net
 from tests.vendor_models import calibrate_amct, save_net
@@ -369,7 +371,7 @@ def test_user_configuration_keeps_user_weights(auto_coarse, tmp_path):
 
 
 @pytest.mark.parametrize("needed", range(5))
-def test_shortest_ranking_prefix_is_float(needed, auto_small, tmp_path, monkeypatch):
+def test_shortest_ranking_prefix_is_float(needed, run, small_cnn, data, tmp_path, monkeypatch):
     float_sets = []
 
     def holds(search, trial):
@@ -377,7 +379,8 @@ def test_shortest_ranking_prefix_is_float(needed, auto_small, tmp_path, monkeypa
         return {name for name, _ in search.ranking[:needed]} <= trial.in_float
 
     monkeypatch.setattr(BudgetSearch, "_check_budget", holds)
-    auto_small(tmp_path, "--strategy", "binary-search")
+    arguments = ("ascend", "auto", small_cnn, "--images", data, "-o", tmp_path)
+    assert run(*arguments, "--strategy", "binary-search")[0] == (needed == 4)
     order = [name for name, _ in json.loads((tmp_path / RANKING).read_text())]
     int8_layers = set(settled(tmp_path).enabled_layers())
     assert int8_layers == set(order[needed:])
@@ -400,6 +403,38 @@ def test_labels_define_the_allowed_loss(auto_small, small_cnn, data, tmp_path):
     (tmp_path / "labels.txt").write_text("".join(f"{label}\n" for label in classes))
     arguments = ("--eval-images", data, "--labels", tmp_path / "labels.txt", "--max-loss", 0)
     assert output.partition("within")[0] in auto_small(tmp_path / "p", *arguments)
+
+
+def test_auto_fails_without_a_model_that_holds_the_limit(run, small_cnn, data, tmp_path):
+    arguments = ("ascend", "auto", small_cnn, "--images", data, "--strategy", "binary-search")
+    code, out, err = run(*arguments, "--max-loss", 0, "-o", tmp_path / "none")
+    assert code == 1
+    assert not (tmp_path / "none" / "small_cnn_deploy_model.onnx").exists()
+    lines = re.findall("loss (.*) of cosine, above the limit", out)
+    assert lines
+    assert all(float(loss) > 0 for loss in lines)
+    assert "calib8: ascend failed: a split must lose at most 0 of cosine, got " in err
+    assert "no model was written" in err
+    assert "calib8 qat" in err
+    assert f"the float model {small_cnn}" in err
+    # the limit that it suggests holds
+    limit = err.split("--max-loss ")[1].split()[0]
+    assert run(*arguments, "--max-loss", limit, "-o", tmp_path / "some")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("loss", "limit", "text"),
+    [
+        (0.00213, 0.01, "0.00213"),
+        (0.0, 0.0, "0.00000"),
+        (2.38e-7, 0.0, "2.38e-07"),
+        (0.010000001, 0.01, "0.010000001"),
+        (0.009999999, 0.0099999995, "0.009999999"),
+        (math.nan, 0.01, "nan"),
+    ],
+)
+def test_the_loss_that_is_said_compares_as_the_loss(loss, limit, text):
+    assert format_loss(loss, limit) == text
 
 
 def test_auto_takes_no_labels_of_objects(refusal, small_cnn, data, tmp_path):

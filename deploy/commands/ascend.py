@@ -41,7 +41,7 @@ from deploy.files import atomic
 from deploy.targets import Ascend
 from deploy.targets.ascend.preparation import prepare_model
 from deploy.targets.options import declared_options
-from deploy.terminal import is_text_suppressed, say, say_screen
+from deploy.terminal import say, say_screen
 
 if TYPE_CHECKING:
     from deploy.feed.feed import Dataset
@@ -220,7 +220,10 @@ def auto(
     refresh: bool,
     verbose: bool,
 ) -> None:
-    """Leave as few layers of MODEL in float as --max-loss allows, and write the files."""
+    """Leave as few layers of MODEL in float as --max-loss allows, and write the files.
+
+    If no split holds it, no model is written, and the exit code is 1.
+    """
     from deploy.calibration.reuse import CachePolicy
     from deploy.feed.annotations import Annotations
     from deploy.feed.evaluation import BY_FOLDER, apply_labels, read_labels
@@ -280,10 +283,7 @@ def _say_result(result: AutoCalibration, model: Path) -> None:
 
     for note in result.config.notes:
         say(note)
-    if result.int8_layers is None:
-        sentence = "No layer can stay in int8 within this budget; no model was written."
-        say(sentence, err=is_text_suppressed())
-    else:
+    if result.int8_layers is not None:
         float_count = sum(not layer.quant_enable for layer in result.config.layers.values())
         say(f"{counted(result.int8_layers, 'layer')} in int8, {float_count} in float.")
         for note in result.notes:
@@ -300,6 +300,9 @@ def _say_result(result: AutoCalibration, model: Path) -> None:
             f" --ascend-config {quote(str(config_path))}, with the same options of the images"
             " (--images, --preprocess, --limit ...)."
         )
+    else:  # as a build whose target failed
+        say(f"calib8: ascend failed: {result.failure} {quote(str(model))}", err=True)
+        click.get_current_context().exit(1)
 
 
 @ascend.command("deploy", cls=base.SectionedCommand, short_help="Files by a record's scales.")

@@ -9,6 +9,7 @@ layout (hicann/amct, common/auto_calibration).
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +42,7 @@ from deploy.targets.ascend.record import LayerRecord
 from deploy.targets.ascend.target import Ascend
 from deploy.targets.base import BuildRequest
 from deploy.terminal import phase
-from deploy.tuning.budget import BudgetSearch
+from deploy.tuning.budget import BudgetSearch, format_loss
 
 RANKING = "accuracy_based_auto_calibration_ranking_information.json"
 HISTORY = "accuracy_based_auto_calibration_record.json"
@@ -106,12 +107,14 @@ class AutoCalibration:
         int8_layers: number of layers in int8, tensors not counted; None if no model was written.
         notes: sentences on what was done to these layers beside searching their ranges.
         paths: paths of all files.
+        failure: why no model was written, and what to do; "" if one was.
     """
 
     config: QuantConfig
     int8_layers: int | None
     notes: tuple[str, ...]
     paths: tuple[Path, ...]
+    failure: str = ""
 
 
 def refuse_foreign_files(target: Ascend, folder: Path, name: str) -> None:
@@ -233,7 +236,13 @@ def _write_files(
     if final_request is None:
         config = apply_searches(record_plan.config, {})  # without a search, all are float
         paths.append(atomic.write_text(folder / FINAL, write_config(config)))
-        return AutoCalibration(config=config, int8_layers=None, notes=(), paths=tuple(paths))
+        return AutoCalibration(
+            config=config,
+            int8_layers=None,
+            notes=(),
+            paths=tuple(paths),
+            failure=_describe_failure(budget_search),
+        )
 
     final_plan, calibration_record, quantized_layers, config = target.quantize(final_request)
     paths.append(atomic.write_text(folder / FINAL, write_config(config)))
@@ -258,6 +267,30 @@ def _write_files(
         notes=tuple(_change_notes(budget_search, final_request, record_plan)),
         paths=(*paths, *model_paths.values()),
     )
+
+
+def _describe_failure(budget_search: BudgetSearch) -> str:
+    """Return why no model was written, and what to do; the name of the float model follows."""
+    max_loss = budget_search.max_loss
+    losses = [entry["metric_eval"][1] for entry in budget_search.history]
+    least_loss = min(filter(math.isfinite, losses), default=math.inf)
+    got = "none that does"
+    steps = "train it with int8 (calib8 qat), or deploy the float model"
+    if math.isfinite(least_loss):
+        got = f"{format_loss(least_loss, max_loss)} at best"
+    if least_loss <= 1:  # the largest limit that the command takes
+        steps = f"give --max-loss {_round_up(least_loss)} or more, {steps}"
+    unit = budget_search.loss_unit
+    return (
+        f"a split must lose at most {max_loss:g} of {unit}, got {got}, so no model was written;"
+        f" {steps}"
+    )
+
+
+def _round_up(loss: float) -> str:
+    """Return a loss above 0 and at most 1 as text, rounded up to two digits."""
+    step = 10.0 ** (math.floor(math.log10(loss)) - 1)
+    return f"{math.ceil(loss / step) * step:.2g}"
 
 
 def _change_notes(

@@ -70,6 +70,7 @@ class BudgetSearch:
             is measured.
         history: for each evaluation the layers in float, whether the budget held, and the loss.
         repair_note: sentence on the rounded weights; "" where they were not kept.
+        loss_unit: what is lost: cosine, or with labels top-1.
     """
 
     target: Target
@@ -85,6 +86,7 @@ class BudgetSearch:
     ranking: Sequence[tuple[str, float]] = ()
     history: list[dict[str, Any]] = field(default_factory=list)
     repair_note: str = ""
+    loss_unit: str = "cosine"
     _evaluation_set: EvaluationSet = field(init=False)
     _samples: Sequence[ReferenceSample] = field(init=False)
     _form: OutputForm = field(init=False)
@@ -256,9 +258,10 @@ class BudgetSearch:
                 " out, or give labels (--labels)"
             )
         is_held = bool(loss <= self.max_loss)
-        unit = "cosine" if accuracy.top1_reference is None else "top-1"
+        self.loss_unit = "cosine" if accuracy.top1_reference is None else "top-1"
         self.say(
-            f"{trial_text}: loss {loss:.5f} of {unit}, {'within' if is_held else 'above'} the limit"
+            f"{trial_text}: loss {format_loss(loss, self.max_loss)} of {self.loss_unit},"
+            f" {'within' if is_held else 'above'} the limit"
         )
         # the keys are those of AMCT's file on the layers that it rolled back to float
         float_by_layer = {name: name in trial.in_float for name in self.layers}
@@ -295,6 +298,14 @@ def loss_of(accuracy: Accuracy) -> float:
     if accuracy.top1_reference is not None and accuracy.top1_candidate is not None:
         return accuracy.top1_reference - accuracy.top1_candidate
     return 1.0 - min(output.cosine_mean for output in accuracy.outputs)
+
+
+def format_loss(loss: float, limit: float) -> str:
+    """Return a loss with so many digits that it is above the limit only if the loss is."""
+    for text in (f"{loss:.5f}", f"{loss:.3g}"):
+        if (float(text) <= limit) == (loss <= limit):
+            return text
+    return repr(float(loss))
 
 
 def _loss(trial: Trial) -> float:
