@@ -364,10 +364,15 @@ def test_float_layer_leaves_shared_weight_to_int8_layer(data, tmp_path):
         assert trial == Ascend().trial(choice_request)
 
 
-def test_user_configuration_keeps_user_weights(auto_coarse, tmp_path):
+def test_user_configuration_keeps_user_weights(coarse, run, tmp_path):
     (tmp_path / "my.cfg").write_text("batch_num: 8\n")
-    output, _ = auto_coarse("o", 4e-5, "--ascend-config", tmp_path / "my.cfg")
-    assert "weight rounding" not in output
+    arguments = ("--images", coarse.with_suffix(".npy"), "--ascend-config", tmp_path / "my.cfg")
+    # nothing but other weights could hold the limit
+    code, output, _ = run(
+        "ascend", "auto", coarse, *arguments, "--max-loss", 4e-5, "-o", tmp_path / "o"
+    )
+    assert code == 1
+    assert "rounding" not in output
 
 
 @pytest.mark.parametrize("needed", range(5))
