@@ -52,6 +52,16 @@ from deploy.report.tables import (
     timed_engines,
 )
 from deploy.report.verdict import Verdict
+from deploy.targets.base import (
+    ATC_SCRIPT,
+    CHIP_ATC_SCRIPT,
+    DEVICE_SCRIPTS,
+    NEWER_TRTEXEC_SCRIPT,
+    PROGRAM,
+    RTX_SCRIPT,
+    TRTEXEC_SCRIPT,
+    TRTEXEC_SCRIPT_WITH,
+)
 from deploy.terminal import join_visible
 from deploy.tuning.plan_file import SplitRow
 from deploy.tuning.prices import ASSUMED_INT8_TIME
@@ -388,16 +398,13 @@ def _accuracy_text(split: SplitRow, built_split: SplitRow) -> str:
 
 
 # role of a script -> where it is to be run, and with which arguments
-_DEVICE_SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "script of trtexec": ("on the GPU machine", ()),
-    "script of trtexec, with typed as argument": ("on the GPU machine", ("typed",)),
-    "script of TensorRT for RTX": ("on the GPU machine", ()),
-    "atc command": ("where atc is", ()),
-    "atc command, with the chip as argument": ("where atc is, for its chip", ("Ascend310P3",)),
+_SCRIPT_STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
+    TRTEXEC_SCRIPT: ("on the GPU machine", ()),
+    TRTEXEC_SCRIPT_WITH.format("typed"): ("on the GPU machine", ("typed",)),
+    RTX_SCRIPT: ("on the GPU machine", ()),
+    ATC_SCRIPT: ("where atc is", ()),
+    CHIP_ATC_SCRIPT: ("where atc is, for its chip", ("Ascend310P3",)),
 }
-# role of trtexec's script if the TensorRT of the build cannot read the model; a version follows
-_NEWER_SCRIPT = "script of trtexec, from TensorRT "
-_PROGRAM = "program that runs it"  # role of a file of ONNX Runtime's target
 IMAGES, EFFORT = "images", "effort"  # names of steps that are offered once
 
 
@@ -433,11 +440,11 @@ def _script_steps(report: Findings, target: TargetPart) -> Iterator[str]:
     """Yield how to run a target's scripts; for a model that its TensorRT cannot read, a build."""
     options_file = path_of(report.files, OPTIONS)
     for file in target.files:
-        if file.role in _DEVICE_SCRIPTS:
-            machine, arguments = _DEVICE_SCRIPTS[file.role]
+        if file.role in _SCRIPT_STEPS:
+            machine, arguments = _SCRIPT_STEPS[file.role]
             yield f"{machine}: {shlex.join(('sh', file.path, *arguments))}"
-        elif file.role.startswith(_NEWER_SCRIPT):
-            version = file.role.removeprefix(_NEWER_SCRIPT)
+        elif file.role.startswith(NEWER_TRTEXEC_SCRIPT):
+            version = file.role.removeprefix(NEWER_TRTEXEC_SCRIPT)
             step = f"for TensorRT {version} or newer, which reads the model"
             if options_file:
                 step += f": {_repeat_command(report, target)} --trt-version {version}"
@@ -602,7 +609,7 @@ def _use_steps(report: Findings, engine: EngineRow, target: TargetPart) -> Itera
         yield f"on the CPU that will run it: {bench}"
     if bench and engine.speed and engine.speed.is_noisy:
         yield f"on a quiet machine: {bench} --duration 30"
-    if program := path_of(target.files, _PROGRAM):
+    if program := path_of(target.files, PROGRAM):
         yield f"python {shlex.quote(program)} PICTURE"
     if bench:
         yield bench
@@ -610,10 +617,7 @@ def _use_steps(report: Findings, engine: EngineRow, target: TargetPart) -> Itera
 
 def _has_device_script(target: TargetPart) -> bool:
     """Whether a target's files include a script to be run on its device."""
-    return any(
-        file.role in _DEVICE_SCRIPTS or file.role.startswith("script of trtexec")
-        for file in target.files
-    )
+    return any(file.role.startswith(DEVICE_SCRIPTS) for file in target.files)
 
 
 def _bench_command(report: Findings, engine: EngineRow) -> str:

@@ -23,6 +23,16 @@ if TYPE_CHECKING:
     from deploy.graph.plan import Decision, FloatNodes, ModelAnalysis, Plan
     from deploy.tensors import Session
 
+# roles of the files that the report's next steps name: scripts for the device, and a program
+TRTEXEC_SCRIPT = "script of trtexec"
+TRTEXEC_SCRIPT_WITH = "script of trtexec, with {} as argument"  # the name of a command
+NEWER_TRTEXEC_SCRIPT = "script of trtexec, from TensorRT "  # the version that reads the model
+RTX_SCRIPT = "script of TensorRT for RTX"
+ATC_SCRIPT = "atc command"
+CHIP_ATC_SCRIPT = "atc command, with the chip as argument"
+DEVICE_SCRIPTS = (TRTEXEC_SCRIPT, RTX_SCRIPT, ATC_SCRIPT)  # how the role of a script begins
+PROGRAM = "program that runs it"  # of ONNX Runtime's target
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildRequest:

@@ -21,6 +21,7 @@ from deploy.errors import BackendError, ConfigError, ExportError, list_first
 from deploy.files.usercode import refuse_foreign_code
 from deploy.graph.edit import copy_message
 from deploy.graph.index import ONNX_DOMAINS, nested_nodes, opset_of
+from deploy.targets.base import ATC_SCRIPT, CHIP_ATC_SCRIPT, BuildRequest
 from deploy.targets.shape_ranges import ShapeRange, sample_shape_range
 from deploy.terminal import phase
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from deploy.frontends import LoadedModel
-    from deploy.targets.base import BuildRequest
 
 CHIP = "<chip>"  # placeholder in the command if the chip is not known
 _NEW_CHIP = re.compile(r"Ascend950(PR|DT)_\w{4}", re.ASCII)
@@ -43,8 +43,6 @@ _CHIPS = (
     "Ascend910B2C", "Ascend910B3", "Ascend910B4", "Ascend910B4-1", "Ascend910_9391",
     "Ascend910_9392", "Ascend910_9381", "Ascend910_9382", "Ascend910_9372", "Ascend910_9362",
 )  # fmt: skip
-SCRIPT_ROLE = "atc command"
-CHIP_SCRIPT_ROLE = "atc command, with the chip as argument"
 
 _DYNAMIC_FLAGS = ("dynamic_batch_size", "dynamic_image_size", "dynamic_dims", "dynamic_shape")
 _REFUSED_VALUES = {
@@ -263,10 +261,10 @@ def write_om(
         chip_flag = shlex.quote(f"--soc_version={CHIP}")
         script_text = command_text.replace(chip_flag, _CHIP_ARGUMENT)
         script = request.write_script("_atc.sh", f"exec {script_text}")
-        files[CHIP_SCRIPT_ROLE] = script
+        files[CHIP_ATC_SCRIPT] = script
         reason = f"name the chip with --soc, or as the argument of {script.name}"
     else:
-        files[SCRIPT_ROLE] = request.write_script("_atc.sh", f"exec {command_text}")
+        files[ATC_SCRIPT] = request.write_script("_atc.sh", f"exec {command_text}")
         reason = "" if which("atc") else NO_ATC
     if reason:  # why atc is not run here
         return None, [*notes, f"No .om: {reason}. The command: {command_text}"], ""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from deploy.errors import ExportError, counted
-from deploy.targets.base import BuildRequest, BuildResult, Target
+from deploy.targets.base import PROGRAM, BuildRequest, BuildResult, Target
 from deploy.targets.options import check_options, option
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class OnnxRuntime(Target):
         files = {f"{kind} engine": engine}
         program = _write_program(request, engine)
         if program is not None:
-            files["program that runs it"] = program
+            files[PROGRAM] = program
         return BuildResult(
             target=self.name,
             engine=engine,

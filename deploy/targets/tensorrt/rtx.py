@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from deploy.errors import BackendError, ConfigError, SdkMissingError, extra_hint
 from deploy.files import manifest
 from deploy.files.manifest import sha256
-from deploy.targets.base import BuildRequest, BuildResult, Target
+from deploy.targets.base import RTX_SCRIPT, BuildRequest, BuildResult, Target
 from deploy.targets.options import check_options, option
 from deploy.targets.tensorrt.log import process_logger, record_log
 from deploy.targets.tensorrt.target import TensorRT
@@ -171,7 +171,7 @@ class TensorRTForRTX(Target):
             files["TensorRT for RTX engine"] = engine
             # NVIDIA's program measures the engine; the script passes its own arguments on
             command = f'exec tensorrt_rtx --loadEngine={shlex.quote(engine.name)} "$@"'
-            files["script of TensorRT for RTX"] = request.write_script(_SCRIPT_ENDING, command)
+            files[RTX_SCRIPT] = request.write_script(_SCRIPT_ENDING, command)
         except SdkMissingError as missing:
             notes.append(f"no engine was compiled: {missing}")
         except BackendError as failure:

@@ -23,7 +23,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from deploy.errors import BackendError, ConfigError, ExportError, ModelError, SdkMissingError
-from deploy.targets.base import BuildRequest, BuildResult, CacheText, Target
+from deploy.targets.base import (
+    TRTEXEC_SCRIPT,
+    TRTEXEC_SCRIPT_WITH,
+    BuildRequest,
+    BuildResult,
+    CacheText,
+    Target,
+)
 from deploy.targets.tensorrt.trt_options import (
     CACHE_FILE,
     CACHE_NOTE,
@@ -547,14 +554,14 @@ def _write_script(
     """
     from deploy.targets.tensorrt.trtexec import trtexec_script
 
-    role = "script of trtexec"
+    role = TRTEXEC_SCRIPT
     shipped_files = []
     if default is not None:
         # such as m.onnx of --onnx=m.onnx
         argument_values = {argument.rpartition("=")[2] for argument in default.arguments}
         shipped_files = [path for path in files.values() if path.name in argument_values]
         if default != commands[0]:
-            role += f", with {default.name} as argument"
+            role = TRTEXEC_SCRIPT_WITH.format(default.name)
     if unread_model is not None:
         role = unread_model.script_role
     files[role] = request.write_script("_trtexec.sh", trtexec_script(commands, default))

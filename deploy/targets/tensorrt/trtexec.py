@@ -20,7 +20,7 @@ import onnx
 
 from deploy.calibration.trt_cache import version_label
 from deploy.graph.index import ONNX_DOMAINS, Graph, all_nodes, opset_of
-from deploy.targets.base import BuildRequest
+from deploy.targets.base import NEWER_TRTEXEC_SCRIPT, TRTEXEC_SCRIPT, BuildRequest
 from deploy.targets.shape_ranges import Shape
 from deploy.targets.tensorrt.profiles import model_input_shapes, sample_profiles
 from deploy.targets.tensorrt.trt_options import (
@@ -34,8 +34,6 @@ from deploy.targets.tensorrt.trt_options import (
     TYPED_MODEL,
     TensorrtOptions,
 )
-
-NEWER_SCRIPT_ROLE = "script of trtexec, from TensorRT "  # the version follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +265,8 @@ class UnreadModel:
     def script_role(self) -> str:
         """Role of the script, whose commands are all for other versions, if there are any."""
         if self.first_version is None:
-            return "script of trtexec, without commands"
-        return f"{NEWER_SCRIPT_ROLE}{self.first_version}"
+            return f"{TRTEXEC_SCRIPT}, without commands"
+        return f"{NEWER_TRTEXEC_SCRIPT}{self.first_version}"
 
 
 def find_unread_model(
