@@ -10,6 +10,7 @@ python/src/infer/pyInt8.cpp and python/packaging/bindings_wheel/__init__.py at 8
 
 import ctypes
 import enum
+import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +18,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from math import prod
 from types import ModuleType
 from typing import Any
@@ -193,8 +193,8 @@ def _import_hook(name: str, on_import: Callable[[], None]) -> Iterator[None]:
         def find_spec(self, fullname: str, *arguments: Any) -> ModuleSpec | None:
             if fullname != name:
                 return None
-            sys.meta_path.remove(self)  # so that `find_spec` asks the usual finders alone
-            spec = find_spec(name)
+            sys.meta_path.remove(self)  # only the usual finders are asked in the next line
+            spec = importlib.util.find_spec(name)
             if spec is not None and spec.loader is not None:
                 exec_module = spec.loader.exec_module
 

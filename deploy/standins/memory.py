@@ -66,7 +66,7 @@ def address_of(value: object) -> int | None:
 
 
 def array_bytes(value: object, size: int | None) -> CopySource:
-    """Return the bytes of an array with its dtype; also its shape, if all are taken, in C order.
+    """Return the bytes of an array with its dtype, and with its shape if they are all in C order.
 
     Args:
         value: a numpy array, or another object with a buffer.
@@ -262,7 +262,7 @@ class Memory:
                 raise ValueError(f"a copy goes to an address, got {type(target).__name__}")
             self._copy_to_block(address, copy_source)
         except ValueError as error:
-            self.fault = self.fault or error
+            self.fault = self.fault or error  # the script may catch what is raised
             raise
 
     def find_window(self, address: int) -> AddressWindow | None:

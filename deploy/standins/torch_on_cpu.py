@@ -29,11 +29,15 @@ class CudaOnCpu(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run one function on the CPU, not on its devices; register the address from `data_ptr`."""
+        """Run `func`, any function of PyTorch, with the CPU for CUDA devices in its arguments.
+
+        The address that `data_ptr` returns is registered in the memory.
+        """
         if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
-            return args[0].clone()
-        cpu_args = [_on_cpu(value) for value in args]
-        result = func(*cpu_args, **{k: _on_cpu(v) for k, v in (kwargs or {}).items()})
+            return args[0].clone()  # as with CUDA, a copy in other memory
+        cpu_args = map(_on_cpu, args)
+        cpu_kwargs = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
+        result = func(*cpu_args, **cpu_kwargs)
         if func is torch.Tensor.data_ptr:
             self._register(result, args[0])
         return result
