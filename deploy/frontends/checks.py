@@ -233,7 +233,6 @@ def check_values(model: onnx.ModelProto) -> None:
     for tensor in model.graph.initializer:
         if tensor.name in layer_inputs:
             _refuse_bfloat16(f"weight '{tensor.name}'", tensor.data_type)
-    for tensor in model.graph.initializer:
         array = to_array(tensor)
         if array.dtype.kind != "f":
             continue

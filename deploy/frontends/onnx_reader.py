@@ -185,11 +185,11 @@ def _find_external_file(path: Path, name: str, location: str) -> Path:
         location: the path that the tensor has of its data, relative to the folder.
     """
     folder = Path(os.path.realpath(path.parent))
-    file = folder  # for a zero byte, which no path can hold: refused below
-    if "\0" not in location:
+    file = folder  # is refused below: it is not inside itself
+    if "\0" not in location:  # no path can hold a zero byte
         # links are resolved first: a link out of the folder would escape it like ".."
         file = Path(os.path.realpath(folder / location))
-    if not location or Path(location).is_absolute() or folder not in file.parents:
+    if Path(location).is_absolute() or folder not in file.parents:
         raise ModelError(
             f"external data of '{name}' must lie in the model's folder, got {location!a}; "
             "put the file itself, not a link to it, beside the model and save its relative location"

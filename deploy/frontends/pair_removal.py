@@ -242,17 +242,17 @@ def _move_behind(
 def _try_to_pad_floats(pad: onnx.NodeProto, grid: PairGrid, graph: Graph) -> bool:
     """Let a Pad of codes pad floats with 0, in place; return whether that is possible.
 
-    It is not if the Pad pads with another code than the zero point, which stands for 0. A Pad in a
-    mode that repeats values is unchanged.
+    It is not if the Pad pads with another code than the zero point, which stands for 0, or with a
+    code that is computed. A Pad in a mode that repeats values is unchanged.
     """
     if attributes(pad).get("mode", b"constant") != b"constant":
         return True
-    value = optional_input(pad, 2)
-    code = graph.scalar(value) if value else 0
+    code_name = optional_input(pad, 2)  # name of the tensor with the code to pad with
+    code = graph.scalar(code_name) if code_name else 0
     if code != grid.zero.item():
         return False
-    if value:
-        pad.input[2] = ""
+    if code_name:
+        pad.input[2] = ""  # without this input, a Pad pads with 0
     return True
 
 

@@ -76,9 +76,9 @@ def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def infer_outputs(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return `infer_shapes`, with inferred outputs too, whose shapes in the file may be wrong.
+    """Return `infer_shapes`, which keeps the file's shapes of outputs, with these inferred too.
 
-    The file's shape of an output stays if it contradicts no inferred size.
+    They may be wrong in the file. A shape in it stays if it contradicts no inferred size.
     """
     file_types = [copy_message(value.type.tensor_type) for value in model.graph.output]
     for value in model.graph.output:
