@@ -186,7 +186,7 @@ def export_quantized(
     coverage = measure_coverage(converted, model)
     refuse_unquantized(coverage)
     exported = to_onnx(converted, inputs, opset=opset, dynamic_batch=dynamic_batch)
-    # int8 kernels only run what is deployed in ONNX Runtime, on this machine
+    # weights for other runtimes may saturate the int8 kernels of this machine's CPU
     agreement = compare_with_torch(exported, converted, batches, int8_kernels=target.runs_here)
     if all_modes:
         modes = compare_modes(model, inputs, batches, target=target, search=search)

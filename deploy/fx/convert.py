@@ -262,8 +262,8 @@ def record_statistics(
 
     # The lead reads the samples of TensorRT's first batch. TensorRT reads whole batches only, so no
     # sample of a partial last batch is recorded, here or after the lead.
-    lead_size = lead.samples or 1
-    items, _surely_end = iterate_items(batches)
+    lead_size = lead.samples or 1  # number of samples in a batch of TensorRT
+    items, _has_end = iterate_items(batches)
     all_samples = chain.from_iterable(map(_split_into_samples, items))
     samples = _drop_partial_batch(all_samples, lead_size)
     lead_samples = list(islice(samples, lead_size))
@@ -298,7 +298,7 @@ def _record_pass(
     run_count = 0
     device = device_of(model)
     batch_count = len(batches) if isinstance(batches, Sized) else None
-    items, _surely_end = iterate_items(batches)
+    items, _has_end = iterate_items(batches)
     try:
         with phase("calibration", batch_count, "batches") as show_progress:
             for batch in items:

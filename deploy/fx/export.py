@@ -433,9 +433,10 @@ def check_float_export(
         sizes = " and ".join(str(_batch_size(batch)) for batch in batches)
         remedy = "rewrite what ONNX Runtime cannot run"
         if is_batch_dynamic:
-            with suppress(BackendError):  # a file that does not load is refused for any batch
+            with suppress(BackendError):  # not loaded: a fixed batch would not help
                 OrtSession.open(exported, threads=1)
-                remedy = FIXED_BATCH  # the file loads, so it is the other batch size that fails
+                # the file loads, so it is the other batch size that fails
+                remedy = FIXED_BATCH
         raise ExportError(
             f"an exported model must run in onnxruntime for batches of {sizes}, got:"
             f" {first_line(error)}; {remedy}"

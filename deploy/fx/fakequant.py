@@ -204,7 +204,7 @@ class FakeQuant(nn.Module):
             raise CalibrationError(
                 f"calibration needs finite values, got NaN or Inf in {self.name}"
             )
-        if self.reach is not None:  # no reader can tell the values beyond it apart
+        if self.reach is not None:  # beyond it all readers saturate: the range need not go there
             limits = (self.reach.floor, self.reach.ceiling)
             lo = lo.clamp(*limits)
             hi = hi.clamp(*limits)
@@ -214,7 +214,7 @@ class FakeQuant(nn.Module):
         self.batch_extremes = (lo, hi)
         self.calls_in_batch += 1
 
-        is_first_batch = not int(self.seen)
+        is_first_batch = int(self.seen) == 0
         is_batch_complete = self.calls_in_batch == self.calls_per_batch
         if is_first_batch:  # there is no average yet: take the extremes so far
             self.lo.copy_(lo)

@@ -82,10 +82,9 @@ class _Rewriter:
         """
         input_node = options.pop("input")
         mean = options["running_mean"]
-        # In train mode every norm uses these statistics, and so will the module. In eval mode the
-        # module would not: a norm that uses them there stays a function.
-        is_always_training = options.pop("training") and not self.graph_module.training
-        if is_always_training or mean is None:
+        # in eval mode, a module would not use the statistics of the batch: such a norm stays
+        uses_batch_in_eval = options.pop("training") and not self.graph_module.training
+        if uses_batch_in_eval or mean is None:
             return
         # a computed tensor can be no part of a module
         if not all(_is_parameter_or_none(options[key]) for key in _NORM_TENSORS):

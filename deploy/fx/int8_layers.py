@@ -158,7 +158,7 @@ class WeightQuant(nn.Module):
 
     def rounded(self, weight: torch.Tensor) -> torch.Tensor:
         """Round the weight to the grid of its scales."""
-        if self.scale is not None:  # trained; else it follows the weight's values
+        if self.scale is not None:  # it is trained
             scale = self._apply_limits(self.scale, weight)
             return lsq_round(
                 weight,
@@ -167,7 +167,7 @@ class WeightQuant(nn.Module):
                 (-self.limit, self.limit),
                 shared=weight.numel() // scale.numel(),
             )
-        scales = self.scales(weight)
+        scales = self.scales(weight)  # they follow the weight's values
         zeros = torch.zeros_like(scales, dtype=torch.int32)
         if self.axis is None:
             return torch.fake_quantize_per_tensor_affine(
@@ -194,7 +194,8 @@ def weight_quantizer(
         layer: Conv, ConvTranspose or Linear.
         axis: channel axis, or None for one scale.
         bits: 2 to 8.
-        fits_pairs: limit the scales so that no CPU saturates, see `minimum_scales`.
+        fits_pairs: limit the scales so that no x86 CPU saturates where it adds a pair of products
+            in 16 bits, see `minimum_scales`.
     """
     if not fits_pairs or bits < 8:  # fewer bits never saturate
         return WeightQuant(axis, bits)
@@ -304,9 +305,10 @@ class IntLayer(ExportedModule):
             raise CalibrationError(f"a weight must be finite, got NaN or Inf in {name}")
         quant = trained.weight_quant
         self.axis = quant.axis
-        self.layer_dims = weight.dim()
+        self.weight_dims = weight.dim()
         self.layer = copy.copy(trained.layer)
-        self.layer._parameters = dict.fromkeys(trained.layer._parameters)  # None for each
+        # no weight and bias in float: `forward` passes those of this module
+        self.layer._parameters = dict.fromkeys(trained.layer._parameters)
         self.register_buffer("weight_scale", quant.scales(weight))
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
         # the integers with which the fake-quantized layer computed
@@ -366,4 +368,4 @@ class IntLayer(ExportedModule):
         return apply_layer(self.layer, x, self.weight(), self.bias)
 
     def _along_axis(self, scale: torch.Tensor) -> torch.Tensor:
-        return _align(scale, self.axis, self.layer_dims)
+        return _align(scale, self.axis, self.weight_dims)

@@ -125,10 +125,9 @@ def _find_dict_argument(model: nn.Module, names: Sequence[str]) -> str | None:
     Raises:
         ConfigError: forward takes inputs of these names neither as keywords nor as a dict.
     """
-    # all but *args and **kwargs; `keyword_names` is without those that are positional only
-    arguments = _parameters(model, *_POSITIONAL, Parameter.KEYWORD_ONLY)
-    required_parameters = _without_default(arguments)
-    keyword_names = _keyword_names(model)
+    parameters = _parameters(model, *_POSITIONAL, Parameter.KEYWORD_ONLY)  # not *args, **kwargs
+    required_parameters = _without_default(parameters)
+    keyword_names = _keyword_names(model)  # without parameters that are positional only
     unknown_names = [name for name in names if name not in keyword_names]
 
     takes_any_keyword = bool(_parameters(model, Parameter.VAR_KEYWORD))
@@ -136,9 +135,9 @@ def _find_dict_argument(model: nn.Module, names: Sequence[str]) -> str | None:
     if has_all_required and (takes_any_keyword or not unknown_names):
         return None
 
-    # The dict is the only argument without a default, or the only one at all. The names are its
-    # keys, so none of them is an argument of forward.
-    dict_candidates = required_parameters or arguments
+    # The dict is the only argument without a default, or the only one at all. The names are keys of
+    # the dict, so forward must have no argument of these names.
+    dict_candidates = required_parameters or parameters
     if len(dict_candidates) == 1 and len(unknown_names) == len(names):
         (candidate,) = dict_candidates
         if candidate.annotation not in (torch.Tensor, "torch.Tensor", "Tensor"):
@@ -246,7 +245,7 @@ def first_item(source: Any) -> tuple[Any, Any]:
     """
     if isinstance(source, torch.Tensor):
         return source, source
-    items, _surely_end = iterate_items(source)
+    items, _has_end = iterate_items(source)
     iterator = iter(items)
     try:
         item = next(iterator)
@@ -419,7 +418,7 @@ def read_sample(path: Path, model: nn.Module) -> tuple[torch.Tensor, ...]:
         )
     array_by_name = _read_arrays(path)
     ordered_names = [f"arr_{number}" for number in range(len(array_by_name))]
-    if array_by_name.keys() != set(ordered_names):
+    if array_by_name.keys() != set(ordered_names):  # also for .npy, whose only array is named ""
         ordered_names = _accept_array_names(model, list(array_by_name), path)
     arrays = [array_by_name[name] for name in ordered_names]
     try:

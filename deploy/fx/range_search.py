@@ -124,13 +124,14 @@ def search_for(target: str | Target, method: Method | str | None = None) -> Acti
         ConfigError: there is no such target or method.
     """
     target = resolve_target(target)
-    if method is None:  # a target with its own search is ascend
+    if method is None:
+        # ascend is the only target with a method of its own
         return IfmrSearch() if target.own_method else DEFAULT_SEARCH
     if not isinstance(method, Method):
         method = Method.from_label(str(method))
     # A bounded search ends a range where all readers saturate, such as at 6 before a ReLU6.
-    # TensorRT's own calibrators look at the values alone, so methods that imitate them do too;
-    # UNFOLDED_METHODS are named after the model that these observe in `build`.
+    # TensorRT's own calibrators look at the values alone, and so do the methods that imitate them.
+    # These are called "unfolded" after the model that they observe in `build`.
     imitates_tensorrt = target.name == "tensorrt" and method.name in UNFOLDED_METHODS
     return MethodSearch(method, bounded=not imitates_tensorrt)
 

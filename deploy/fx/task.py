@@ -98,7 +98,7 @@ class Task:
         """
         # `iterate_items` calls it, which turns the user's errors into a FeedError
         batches = partial(self.batches, epoch) if callable(self.batches) else self.batches
-        items, _surely_end = iterate_items(batches)
+        items, _has_end = iterate_items(batches)
         for batch in items:
             is_sequence = isinstance(batch, tuple | list)
             if not is_sequence or len(batch) != 2:

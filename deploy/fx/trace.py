@@ -120,7 +120,11 @@ class LeafTracer(ClassKeepingTracer, fx.Tracer):
         return any(names_module(leaf, name, m) for leaf in self.leaves)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Record the call of a module; the hooks of a layer become separate nodes."""
+        """Record the call of a module; the hooks of a layer become separate nodes.
+
+        `forward` is not the forward of the module but torch's `nn.Module.__call__` of it, which
+        torch.fx has replaced: it runs the hooks, and `m.forward` between them.
+        """
         name = self.path_of_module(m)
         is_layer = self.is_leaf_module(m, name) and not self._is_chosen(m, name)
         if is_layer and has_hooks(m):
@@ -130,7 +134,7 @@ class LeafTracer(ClassKeepingTracer, fx.Tracer):
             def record_forward(*args: Any, **kwargs: Any) -> Any:
                 return record_call(m, forward, args, kwargs)
 
-            # this runs the hooks, which are traced, and the replaced forward between them
+            # the hooks run and are traced; in place of the layer's forward, its call is recorded
             m.forward = record_forward
             try:
                 return forward(*args, **kwargs)

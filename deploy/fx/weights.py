@@ -52,18 +52,20 @@ def find_state_dict(content: Any, path: Path, model: nn.Module) -> Mapping[str, 
         weights = _strip_prefix(state, model)
         if _has_names(weights, model):
             states.append((key, weights))
-    states = states or list(_find_states(content, STATE_DICT_KEYS))
+    if not states:
+        states = list(_find_states(content, usual_keys=STATE_DICT_KEYS))
     if len(states) == 1:
         return states[0][1]
     if states:
-        keys = " and ".join(repr(name) for name, _ in states[:8])
+        state_keys = " and ".join(repr(key) for key, _ in states[:8])
         raise ModelError(
-            f"{path} must hold one state dict, got several under {keys}; save only the one to load"
+            f"{path} must hold one state dict, got several under {state_keys}; save only the one to"
+            " load"
         )
-    keys = ", ".join(map(repr, list(content)[:8])) or "nothing"
+    content_keys = ", ".join(map(repr, list(content)[:8])) or "nothing"
     raise ModelError(
         f"{path} must hold a state dict, itself or under one of"
-        f" {', '.join(STATE_DICT_KEYS)}, got {keys}; save model.state_dict()"
+        f" {', '.join(STATE_DICT_KEYS)}, got {content_keys}; save model.state_dict()"
     )
 
 
