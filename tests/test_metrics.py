@@ -376,6 +376,7 @@ def test_interval_of_few_stands_in_the_verdict():
             GOOD,
             False,
         ),
+        (accuracy(top1_reference=0.1, classes=10, samples=200), ("odd",), UNUSABLE, False),
     ],
 )
 def test_assumed_preprocessing_stands_in_the_verdict(figures, doubts, level, is_said, wording):

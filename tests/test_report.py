@@ -35,7 +35,7 @@ from deploy.report import (
 from deploy.report.charts import latency_figure, range_bar
 from deploy.report.model import Findings, find_rivals, with_speed
 from deploy.report.page import POLICY, SCRIPT, STYLE
-from deploy.report.report_rows import float_groups, worst_first, worst_rows
+from deploy.report.report_rows import float_groups, tensor_row, worst_first, worst_rows
 from deploy.report.screen import next_steps
 from deploy.report.tables import engine_lines
 from deploy.report.verdict import Verdict
@@ -87,19 +87,6 @@ def tensor(name, sqnr_db=None, lo=-1, hi=1):
 
 def float_node(name, op, reason, precision="float32"):
     return parts.NodeRow(name=name, op=op, precision=precision, reason=reason)
-
-
-def tensor_row(name, scale, **figures):
-    return parts.TensorRow(
-        name=name,
-        observed_min=scale.observed_min,
-        observed_max=scale.observed_max,
-        lo=scale.lo,
-        hi=scale.hi,
-        amax=scale.amax,
-        method=scale.method,
-        **figures,
-    )
 
 
 def full_report(name="logits"):

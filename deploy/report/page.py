@@ -54,7 +54,7 @@ def verdicts(labelled_verdicts: Iterable[tuple[str, Verdict]]) -> str:
     for label, verdict in labelled_verdicts:
         lines += (
             f'<p class="verdict {_LEVEL_CLASSES[verdict.level]}"><b>{escape(verdict.level)}</b>'
-            f" {escape(label)}: {escape('; '.join(verdict.reasons))}</p>"
+            f" {escape(label)}: {escape(verdict.reasons_text)}</p>"
         )
     return f'<div class="verdicts">{lines}</div>' if lines else ""
 

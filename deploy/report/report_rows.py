@@ -59,18 +59,32 @@ def tensor_rows(
         clipped_by_tensor[tensor] = clipped_share(histogram, result.ranges[tensor], read_range)
     sqnr_by_tensor = {layer.name: layer.sqnr_db for layer in layers}
     return tuple(
-        TensorRow(
-            name=name,
-            observed_min=scale.observed_min,
-            observed_max=scale.observed_max,
-            lo=scale.lo,
-            hi=scale.hi,
-            amax=scale.amax,
-            method=scale.method,
-            clipped=clipped_by_tensor.get(name),
-            sqnr_db=sqnr_by_tensor.get(name),
-        )
+        tensor_row(name, scale, clipped_by_tensor.get(name), sqnr_by_tensor.get(name))
         for name, scale in result.ranges.items()
+    )
+
+
+def tensor_row(
+    name: str, scale: Scale, clipped: float | None = None, sqnr_db: float | None = None
+) -> TensorRow:
+    """Return the row of a tensor's range.
+
+    Args:
+        name: of the tensor.
+        scale: its range, and how that was found.
+        clipped: share of its values that the range clips, 0 to 1; None if unknown.
+        sqnr_db: SQNR of its values in the int8 model; None if not measured.
+    """
+    return TensorRow(
+        name=name,
+        observed_min=scale.observed_min,
+        observed_max=scale.observed_max,
+        lo=scale.lo,
+        hi=scale.hi,
+        amax=scale.amax,
+        method=scale.method,
+        clipped=clipped,
+        sqnr_db=sqnr_db,
     )
 
 

@@ -23,6 +23,7 @@ The next step, the first that applies and was not followed yet::
 import shlex
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import PurePath
 
 from deploy.errors import counted
@@ -229,8 +230,9 @@ def _decision_lines(report: Findings) -> Iterator[str]:
     if report.written:  # a check writes nothing: its files are those of a build
         yield from entries("Ship", dict.fromkeys(_shipped_files(report)))  # each file once
     # an alert that a verdict quotes is on the screen already
-    verdict_text = "\n".join(engine.verdict.text for engine in report.engines if engine.verdict)
-    alerts = [alert for alert in report.all_alerts if alert not in verdict_text]
+    verdicts = [engine.verdict for engine in report.engines if engine.verdict]
+    reasons_text = "\n".join(chain.from_iterable(verdict.reasons for verdict in verdicts))
+    alerts = [alert for alert in report.all_alerts if alert not in reasons_text]
     urgent_texts = (*earlier_texts(report), *_lost_layers(report), *alerts)
     yield from entries("Warning", urgent_texts[:_MAX_ALERTS])
     note_count = counted(len(report.warnings), "note")  # `warnings` has all alerts and notes

@@ -8,7 +8,7 @@ here. The user's limits (`Gates`) override both.
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from deploy.errors import ConfigError, too_few
@@ -95,9 +95,15 @@ class Verdict:
         return self.blames_float or self.has_few_samples
 
     @property
+    def reasons_text(self) -> str:
+        """The reasons as text; one on the float model begins a sentence."""
+        text = "; ".join(self.reasons)
+        return text.replace(f"; {FLOAT_MODEL}", f". {FLOAT_MODEL.capitalize()}")
+
+    @property
     def text(self) -> str:
         """Level and reasons as text."""
-        return ": ".join(filter(None, (self.level, "; ".join(self.reasons))))
+        return ": ".join(filter(None, (self.level, self.reasons_text)))
 
 
 MIN_SHRINK = 4 / 3  # size of the float file over the engine's from which the size is a gain
@@ -150,43 +156,53 @@ def verdict(
     """
     # a finding is (level, reason); `LEVELS` begins with the best level
     causes, losses = _find_causes_and_losses(accuracy, gates.max_loss, doubts, has_random_outputs)
-    findings = [*causes, *losses]
+    findings = [*losses]
     if gates.min_speedup is not None:
         findings.append(_judge_speed_limit(speed, gates.min_speedup, rival))
     elif int8 and speed is not None:  # two float engines differ only by noise
         findings.append(_judge_gain(speed, size_ratio, rival, device_kind))
     if not int8:
         findings.append((FLOAT, "no layer could be int8, the report says why"))
+    findings.sort(key=lambda finding: -LEVELS.index(finding[0]))
+    # what puts the float model in question comes before all other findings, even worse ones
+    findings = [*causes, *findings]
     if not findings:
         return Verdict(DOUBTFUL, ("nothing was measured of it",))
 
-    findings.sort(key=lambda finding: -LEVELS.index(finding[0]))
-    level, _ = findings[0]  # the worst
-    # first come the causes, which put the float model in question, then the worst other finding.
-    # The findings hold the causes too: `_order_reasons` leaves out what comes a second time
-    reasons, too_few_sentences = _order_reasons([*causes, *findings], level)
-    loss_index = _find_loss_reason(reasons, losses)
+    level = max((finding_level for finding_level, _ in findings), key=LEVELS.index)  # the worst
+    reasons, too_few_sentences = _order_reasons(findings, level)
+
+    # place of the first reason that is a figure on the loss of int8
+    loss_reasons = {reason for _, reason in losses if not reason.startswith(FLOAT_MODEL)}
+    loss_indices = (index for index, reason in enumerate(reasons) if reason in loss_reasons)
+    loss_index = next(loss_indices, None)
     if loss_index is not None and calibrated:
         reasons[loss_index] += f" ({calibrated})"
-    judged_accuracy = accuracy if too_few_sentences or loss_index is not None else None
-    too_few_sentence = _choose_too_few(too_few_sentences, judged_accuracy)
+
+    # the samples of the accuracy are counted only if a reason is about it or about its samples
+    has_accuracy_reason = bool(too_few_sentences) or loss_index is not None
+    too_few_sentence = _choose_too_few(too_few_sentences, accuracy if has_accuracy_reason else None)
     if too_few_sentence:
         # it follows the figure of the loss, which it puts in question
         place = 0 if loss_index is None else loss_index + 1
         reasons.insert(place, too_few_sentence)
         if level == GOOD:
             level = DOUBTFUL
+
     blames_float = any(reason.startswith(FLOAT_MODEL) for reason in reasons)
     blames_labels = any(reason.endswith(SHIFT_LABELS) for reason in reasons)
     assumes_inputs = has_assumed_inputs and not blames_float and not _is_mostly_right(accuracy)
     if assumes_inputs:
         reasons.append(_ASSUMED_INPUTS)
+
+    # how many samples the sentence asks for: to calibrate with, or to judge by
     missing_calibration = missing_samples = ""
-    if few_match := _TOO_FEW.fullmatch(too_few_sentence):
-        if "calibration" in few_match["things"]:
-            missing_calibration = few_match["missing"]
+    sentence_match = _TOO_FEW.fullmatch(too_few_sentence)
+    if sentence_match is not None:
+        if "calibration" in sentence_match["things"]:
+            missing_calibration = sentence_match["missing"]
         else:
-            missing_samples = few_match["missing"]
+            missing_samples = sentence_match["missing"]
     has_limits = gates.min_speedup is not None or gates.max_loss is not None
     return Verdict(
         level,
@@ -214,12 +230,6 @@ def _choose_too_few(sentences: Sequence[str], accuracy: Accuracy | None) -> str:
     if accuracy is not None and not has_few_calibration_samples:
         sentences = [*_describe_too_few(accuracy), *sentences]
     return next(iter(sentences), "")
-
-
-def _find_loss_reason(reasons: Sequence[str], losses: Iterable[_Finding]) -> int | None:
-    """Return the index of the first reason that is a figure on the loss of int8; None without."""
-    loss_reasons = {reason for _, reason in losses if not reason.startswith(FLOAT_MODEL)}
-    return next((index for index, reason in enumerate(reasons) if reason in loss_reasons), None)
 
 
 def _order_reasons(findings: Sequence[_Finding], verdict_level: str) -> tuple[list[str], list[str]]:
@@ -265,8 +275,8 @@ def _find_causes_and_losses(
         # what looks like a cause may come from the random numbers, so it counts as a loss
         losses = [*causes, *losses]
         causes = []
-        # figures that are all good stay, since random numbers only make them worse, and so do
-        # figures by labels. Else one finding stands in place of all
+        # good figures count, since random numbers can only make them worse, and so do figures by
+        # labels. All others prove nothing: one finding, that the model is random, replaces them
         is_good = bool(losses) and all(level == GOOD for level, _ in losses)
         has_labels = accuracy is not None and accuracy.top1_reference is not None
         if not is_good and not has_labels:
