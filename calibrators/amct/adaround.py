@@ -44,7 +44,8 @@ NONE, RELU, SIGMOID, TANH, LEAKY, RELU6 = "none", "relu", "sigmoid", "tanh", "le
 TILE = 64
 _MAX_POSITIONS = 256  # positions per iteration
 _GAMMA, _ZETA = np.float32(-0.1), np.float32(1.1)  # ends of the stretched sigmoid
-_ONE, _TWO = np.float32(1), np.float32(2)
+_STRETCH = _ZETA - _GAMMA
+_ONE = np.float32(1)
 _MIN_CODE, _MAX_CODE = (np.float32(end) for end in ascend_range(8))
 _CHECK_INTERVAL = 100  # iterations between checks for values that are not finite
 # defaults of torch's Adam
@@ -155,7 +156,7 @@ class Tiles:
 
     def draw_positions(self, source: np.random.Generator) -> Int64Array:
         """Draw the positions of one iteration without repetition; all if they are few."""
-        count = self.position_layout[0] * self.position_layout[1]
+        count = math.prod(self.position_layout)
         if count == len(self.inputs):
             return np.arange(count)
         return source.choice(len(self.inputs), count, replace=False, shuffle=False)
@@ -168,21 +169,20 @@ class Tiles:
     def targets_at(self, targets: Float32Array, positions: Int64Array) -> Float32Array:
         """Return the values of [G, M, P] at some positions, in the layout of `outputs`."""
         groups, rows, _ = targets.shape
-        return (
-            targets[:, :, positions]
-            .reshape(groups, rows, *self.position_layout)
-            .transpose(0, 2, 1, 3)
-        )
+        tiled = targets[:, :, positions].reshape(groups, rows, *self.position_layout)
+        return tiled.transpose(0, 2, 1, 3)
 
     def outputs(self, weight: Float32Array, inputs: Float32Array) -> Float32Array:
         """Return weight [G, A, M, T] times inputs from `inputs_at`, plus bias: [G, B, M, S]."""
         input_tiles = inputs.transpose(2, 0, 3, 4, 1)  # [G, B, A, T, S]
-        return np.asarray((weight[:, None] @ input_tiles).sum(axis=2) + self.bias)
+        products = weight[:, None] @ input_tiles  # [G, B, A, M, S], one for each tile of weights
+        return np.asarray(products.sum(axis=2) + self.bias)
 
     def weight_gradient(self, output_gradient: Float32Array, inputs: Float32Array) -> Float32Array:
         """Return the gradient by the weight [G, A, M, T] from that by the outputs [G, B, M, S]."""
         input_tiles = inputs.transpose(2, 0, 3, 1, 4)  # [G, B, A, S, T]
-        return np.asarray((output_gradient[:, :, None] @ input_tiles).sum(axis=1))
+        products = output_gradient[:, :, None] @ input_tiles  # [G, B, A, M, T]
+        return np.asarray(products.sum(axis=1))
 
     def untile(self, tiled: Float32Array) -> Float32Array:
         """Return values in tiles, [G, A, M, T], as rows of K values, [G, M, K]."""
@@ -197,8 +197,10 @@ def tile_layout(count: int, *, drop_remainder: bool = False) -> tuple[int, int]:
     The tiles cover the count, or with `drop_remainder` do not reach beyond it, so that a few
     elements may be left out.
     """
-    tiles = max(-(-count // TILE), 1)
-    size = count // tiles if drop_remainder else -(-count // tiles)
+    tiles = max(-(-count // TILE), 1)  # rounded up
+    size = -(-count // tiles)
+    if drop_remainder:
+        size = count // tiles
     return tiles, max(size, 1)
 
 
@@ -251,9 +253,10 @@ class AdaProblem:
         groups, rows, _ = self.weight.shape
         groups_per_block = max(TILE // rows, 1)
         blocks = []
-        for g in range(0, groups, groups_per_block):
-            for m in range(0, rows, TILE):
-                blocks.append(self._select(slice(g, g + groups_per_block), slice(m, m + TILE)))
+        for group in range(0, groups, groups_per_block):
+            block_groups = slice(group, group + groups_per_block)
+            for row in range(0, rows, TILE):
+                blocks.append(self._select(block_groups, slice(row, row + TILE)))
         return blocks
 
     def _select(self, groups: slice, rows: slice) -> AdaProblem:
@@ -271,7 +274,7 @@ class AdaProblem:
 
 def join_blocks(problem: AdaProblem, blocks: Sequence[Int8Array]) -> Int8Array:
     """Join the integers of `problem.blocks()` to [G, M, K]."""
-    blocks_per_group = -(-problem.weight.shape[1] // TILE)
+    blocks_per_group = -(-problem.weight.shape[1] // TILE)  # rounded up
     groups = []
     for start in range(0, len(blocks), blocks_per_group):
         groups.append(np.concatenate(blocks[start : start + blocks_per_group], axis=1))
@@ -329,17 +332,17 @@ def initial_alpha(weight: Float32Array, scale: Float32Array) -> tuple[Float32Arr
     steps = weight / scale
     floor_codes = np.floor(steps)
     fraction = steps - floor_codes
-    # solves fraction = (zeta - gamma) * sigmoid(alpha) + gamma for alpha
-    inverse_sigmoid = (_ZETA - _GAMMA) / (fraction - _GAMMA)
+    # solves fraction = stretch * sigmoid(alpha) + gamma for alpha
+    inverse_sigmoid = _STRETCH / (fraction - _GAMMA)
     return floor_codes, -np.log(inverse_sigmoid - _ONE)
 
 
 def heights_of(alpha: Float32Array) -> tuple[Float32Array, Float32Array]:
     """Return (h, its derivative by alpha, which is 0 where h is clipped)."""
     sigmoids = sigmoid(alpha)
-    unclipped_heights = sigmoids * (_ZETA - _GAMMA) + _GAMMA
+    unclipped_heights = sigmoids * _STRETCH + _GAMMA
     heights = np.clip(unclipped_heights, np.float32(0), _ONE)
-    derivative = sigmoids * ((_ONE - sigmoids) * (_ZETA - _GAMMA))
+    derivative = sigmoids * ((_ONE - sigmoids) * _STRETCH)
     derivative *= heights == unclipped_heights
     return heights, derivative
 
@@ -349,14 +352,16 @@ def regularizer_exponent(params: AdaParams, iteration: int) -> float:
     warm_start_end = params.warm_start * params.num_iteration
     progress = (iteration - warm_start_end) / (params.num_iteration - warm_start_end)
     first_beta, last_beta = params.beta_range
-    return last_beta + 0.5 * (first_beta - last_beta) * (1 + math.cos(progress * math.pi))
+    falling_cosine = 1 + math.cos(progress * math.pi)  # from 2 to 0
+    return last_beta + 0.5 * (first_beta - last_beta) * falling_cosine
 
 
 def regularizer_slope(heights: Float32Array, reg_param: float, beta: float) -> Float32Array:
     """Return the derivative of reg_param * sum(1 - |2 h - 1|^beta) by h."""
-    distance = heights * _TWO - _ONE
+    distance = heights * np.float32(2) - _ONE
     powers = np.power(np.abs(distance), np.float32(beta - 1))
-    return np.asarray(np.copysign(powers, distance) * np.float32(-2 * reg_param * beta))
+    signed_powers = np.copysign(powers, distance)
+    return np.asarray(signed_powers * np.float32(-2 * reg_param * beta))
 
 
 def error_slope(
@@ -415,7 +420,9 @@ class Adam:
         self.squares *= np.float32(_BETA2)
         with np.errstate(over="ignore"):
             self.squares += np.float32(1 - _BETA2) * gradient * gradient
+        # both means start at 0; these factors make up for it
         root = np.sqrt(self.squares)
         root /= np.float32(math.sqrt(1 - _BETA2**self.steps))
         root += _EPSILON
-        x -= np.float32(_LEARNING_RATE / (1 - _BETA1**self.steps)) * (self.mean / root)
+        step_size = np.float32(_LEARNING_RATE / (1 - _BETA1**self.steps))
+        x -= step_size * (self.mean / root)

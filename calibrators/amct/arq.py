@@ -69,7 +69,9 @@ def ascend_range(bits: int) -> tuple[int, int]:
 
 def ascend_denominator(hi: RealValues, lo: RealValues, bits: int) -> Int32Array:
     """Return the code of the symmetric grid's extreme: 128 if |lo| > |hi|, else 127 (8 bits)."""
-    return np.asarray(2 ** (bits - 1) - 1 + (np.abs(hi) < np.abs(lo)), np.int32)
+    _, qmax = ascend_range(bits)
+    is_extreme_negative = np.abs(hi) < np.abs(lo)
+    return np.asarray(qmax + is_extreme_negative, np.int32)
 
 
 def replace_tiny_scales(scale: RealArray) -> Float32Array:
@@ -139,7 +141,9 @@ def ascend_quantize(x: RealArray, scale: Float32Array, *, bits: int) -> Float32A
 def ascend_clip_range(scale: np.float32, offset: int, bits: int) -> tuple[float, float]:
     """Return the range (lo, hi) in real units of a signed grid, computed in float32."""
     qmin, qmax = ascend_range(bits)
-    return float(-np.float32(offset - qmin) * scale), float(np.float32(qmax - offset) * scale)
+    lo = -np.float32(offset - qmin) * scale
+    hi = np.float32(qmax - offset) * scale
+    return float(lo), float(hi)
 
 
 def ascend_half(scale: np.float32) -> np.float32:
@@ -168,8 +172,11 @@ def arq(weight: RealArray, *, bits: int = 8, channel_wise: bool = True) -> Float
     Raises:
         CalibrationError: wrong dtype, NaN or Inf, no elements, or a scale that is not finite.
     """
-    rows = check_values(weight, "weight").reshape(weight.shape[0] if channel_wise else 1, -1)
-    return ascend_scale_offset(rows.max(axis=1), rows.min(axis=1), with_offset=False, bits=bits)[0]
+    row_count = weight.shape[0] if channel_wise else 1
+    rows = check_values(weight, "weight").reshape(row_count, -1)
+    highs = rows.max(axis=1)
+    scale, _ = ascend_scale_offset(highs, rows.min(axis=1), with_offset=False, bits=bits)
+    return scale
 
 
 def arq_integers(weight: RealArray, scale: Float32Array, *, bits: int = 8) -> Int8Array:
@@ -186,7 +193,8 @@ def arq_integers(weight: RealArray, scale: Float32Array, *, bits: int = 8) -> In
 def arq_fake_quantize(weight: RealArray, scale: Float32Array, *, bits: int = 8) -> RealArray:
     """Quantize and dequantize a weight [C_out, ...], in the weight's dtype."""
     step = by_row(scale, weight.ndim)
-    return (ascend_quantize(weight, step, bits=bits) * step).astype(weight.dtype)
+    integers = ascend_quantize(weight, step, bits=bits)
+    return (integers * step).astype(weight.dtype)
 
 
 def by_row(scale: Float32Array, rank: int) -> Float32Array:
@@ -321,16 +329,20 @@ def kl_scale(weight: RealArray, *, channel_wise: bool = True) -> Float32Array:
 def _histograms(rows: Float32Array, amax: Float32Array) -> Float64Array:
     """Return the counts over [-amax, amax] of every row, [C, 512], as in torch.histc."""
     end = amax[:, None]
-    bins = ((rows + end) * np.float32(_HISTOGRAM_BINS) / (end + end)).astype(np.int64)
-    bins = np.minimum(bins, _HISTOGRAM_BINS - 1)
-    bins += _HISTOGRAM_BINS * np.arange(len(rows))[:, None]  # all rows are counted at once
-    counts = np.bincount(bins.reshape(-1), minlength=_HISTOGRAM_BINS * len(rows))
-    return counts.reshape(len(rows), _HISTOGRAM_BINS).astype(np.float64)
+    row_count = len(rows)
+    positions = (rows + end) * np.float32(_HISTOGRAM_BINS) / (end + end)
+    bins = np.minimum(positions.astype(np.int64), _HISTOGRAM_BINS - 1)
+    bins += _HISTOGRAM_BINS * np.arange(row_count)[:, None]  # all rows are counted at once
+    counts = np.bincount(bins.reshape(-1), minlength=_HISTOGRAM_BINS * row_count)
+    return counts.reshape(row_count, _HISTOGRAM_BINS).astype(np.float64)
 
 
 def _best_scales(counts: Float64Array, amax: Float32Array) -> Float32Array:
     """Return the scales of least divergence, with the smallest cut on ties."""
-    divergences = [_divergence(*_cut_and_level(counts, cut)) for cut in range(_MAX_CUTS)]
+    divergences = []
+    for cut in range(_MAX_CUTS):
+        p, q = _cut_and_level(counts, cut)
+        divergences.append(_divergence(p, q))
     best_cuts = np.argmin(divergences, axis=0).astype(np.float32)
     width = (amax + amax) / np.float32(_HISTOGRAM_BINS)
     return np.asarray((amax - best_cuts * width) / np.float32(-_MIN_CODE), np.float32)

@@ -183,14 +183,18 @@ def candidate_runs(counts: Int32Array) -> Int64Array:
     min_distance = math.ceil(bin_count / 4)  # from the first to the last bin of a run, as in AMCT
     runs = []
     while right - left > min_distance:
-        # the two possible cuts: at each end, the fewest bins that hold `values_per_cut` values. At
-        # the lower end these are `left` to the one before `next_left`
+        # the next cut takes the fewest bins that hold `values_per_cut` values, at either end
+
+        # at the lower end: the bins from `left` to the one before `next_left`
         min_count_below = counts_below[left] + values_per_cut
         next_left = min(bisect_left(counts_below, min_count_below), right)
-        # at the upper end these are `first_cut_bin` to `right`; a run keeps its bin `next_left`
+        # at the upper end: the bins from `first_cut_bin` to `right`, but not `next_left`, so that
+        # a bin remains
         max_count_below = counts_below[right + 1] - values_per_cut
         first_cut_bin = bisect_right(counts_below, max_count_below) - 1
         next_right = max(first_cut_bin - 1, next_left)
+
+        # the end where the cut takes more bins is cut
         if right - next_right >= next_left - left:
             right = next_right
         else:
@@ -256,8 +260,9 @@ def _run_losses(counts: Int32Array, runs: Int64Array, width: np.float32, bits: i
 
     losses_in_squared_bins = _float64_losses(counts, runs, bits)
     losses = losses_in_squared_bins * float(width) ** 2
-    steps = width * (runs[:, 1] - runs[:, 0] + 1).astype(np.float32) / np.float32(2**bits)
-    losses[steps < FLT_EPSILON] = 0.0  # AMCT's loss of a run whose scale is practically 0
+    run_widths = (runs[:, 1] - runs[:, 0] + 1).astype(np.float32)  # in bins
+    steps = width * run_widths / np.float32(2**bits)  # between the codes of each run
+    losses[steps < FLT_EPSILON] = 0.0  # as `_amct_loss` does
     for index in np.flatnonzero(losses <= losses.min() * (1 + _MARGIN)):
         left, right = runs[index]
         losses[index] = _amct_loss(counts, left, right, width, bits)
@@ -282,7 +287,7 @@ def _float64_losses(counts: Int32Array, runs: Int64Array, bits: int) -> Float64A
         runs: first and last bin of each run, [K, 2].
         bits: width of the grid.
     """
-    counts_below = prefix_sums(counts)
+    counts_below = prefix_sums(counts)  # number of values below each edge; 0 below the first
     half_counts = counts / 2.0
     # G of each edge: over a bin, G grows by the count below the bin's middle
     g_at_edges = prefix_sums(counts_below[:-1] + half_counts)
@@ -298,8 +303,10 @@ def _float64_losses(counts: Int32Array, runs: Int64Array, bits: int) -> Float64A
     spacing = (runs[:, 1] - runs[:, 0] + 1) / code_count
     last_centre = runs[:, 1] + 1 - spacing / 2  # c of each run
     g_sums = np.empty(len(runs))  # over the boundaries of each run
-    for block in np.array_split(np.arange(len(runs)), max(1, len(runs) // 64)):  # bounds memory
-        boundaries = run_starts[block, None] + spacing[block, None] * np.arange(1, code_count)
+    block_count = max(1, len(runs) // 64)  # blocks bound the memory
+    for block in np.array_split(np.arange(len(runs)), block_count):
+        distances = spacing[block, None] * np.arange(1, code_count)  # from the start of the run
+        boundaries = run_starts[block, None] + distances
         bins = boundaries.astype(np.int32)
         fractions = boundaries - bins  # of the bin that each boundary is in
         # the slope of G is the count below, which grows evenly in a bin; from the bin's lower edge
@@ -335,8 +342,10 @@ def _amct_loss(
     with np.errstate(over="ignore", invalid="ignore"):
         density = counts.astype(np.float32) / width
         # the edges of the bins, from the start of the run, and the code at each
-        edges = np.arange(-left, counts.size + 1 - left).astype(np.float32) * width
-        codes = np.clip(np.floor(edges / step), 0, 2**bits - 1).astype(np.float32)
+        edge_numbers = np.arange(-left, counts.size + 1 - left).astype(np.float32)
+        edges = edge_numbers * width
+        unclipped_codes = np.floor(edges / step)
+        codes = np.clip(unclipped_codes, 0, 2**bits - 1).astype(np.float32)
         bin_start = edges[:-1]
         bin_end = edges[1:]
         first_code = codes[:-1]  # of the codes that each bin overlaps
@@ -362,8 +371,8 @@ def _integrate_square(
     low: Float32Array | np.float32, high: Float32Array | np.float32, density: Float32Array
 ) -> Float32Array:
     """Return the integral of x^2 * density from low to high: (high^3 - low^3) / 3 * density."""
-    cubes = (high * high * high - low * low * low) / np.float32(3) * density
-    return np.asarray(cubes, np.float32)
+    difference_of_cubes = high * high * high - low * low * low
+    return np.asarray(difference_of_cubes / np.float32(3) * density, np.float32)
 
 
 def _is_close(a: np.float32, b: np.float32) -> bool:

@@ -80,6 +80,9 @@ class IfmrParams:
     with_offset: bool = False
 
 
+_AMCT_DEFAULTS = IfmrParams()
+
+
 def count_steps(search_range: tuple[float, float], search_step: float) -> float:
     """Return (end - start) / step of a search range.
 
@@ -123,19 +126,16 @@ class Candidates:
         return codes, (codes + 0.5) * float(scale)
 
 
-def ifmr(x: RealArray, params: IfmrParams | None = None) -> AscendScale:
+def ifmr(x: RealArray, params: IfmrParams = _AMCT_DEFAULTS) -> AscendScale:
     """Return scale and offset for all activations of a tensor, any shape, float32 or float16.
 
     Of some 60 candidate ranges, the one with the least squared error (loss) is taken. AMCT computes
     each loss in float32 from all the data. Here, with many values, the losses are computed faster
     from the sorted data, and only those near the least one are computed as AMCT does.
 
-    `params`: parameters of the search; None for AMCT's defaults.
-
     Raises:
         CalibrationError: wrong dtype, empty, NaN or Inf, or a scale that is not finite.
     """
-    params = params or IfmrParams()
     data = np.sort(check_values(x, "activation"), axis=None)
     lo = initial_end(data, params.min_percentile, smallest=True)
     hi = initial_end(data, params.max_percentile, smallest=False)
@@ -149,7 +149,8 @@ def ifmr(x: RealArray, params: IfmrParams | None = None) -> AscendScale:
         exact_losses = _sorted_losses(data, candidates)
         losses = _refine_losses(data, candidates, exact_losses)
     else:
-        losses = np.array([amct_loss(data, candidates, i) for i in range(len(candidates.hi))])
+        indices = range(len(candidates.hi))
+        losses = np.array([amct_loss(data, candidates, index) for index in indices])
     return best_scale(candidates, losses, lo, params)
 
 
@@ -222,11 +223,13 @@ def make_candidates(hi: np.float32, lo: np.float32, params: IfmrParams) -> Candi
     return Candidates(lows, highs, scales)
 
 
-def amct_loss(data: Float32Array, candidates: Candidates, i: int) -> np.float32:
+def amct_loss(data: Float32Array, candidates: Candidates, index: int) -> np.float32:
     """Return AMCT's loss of one candidate: MSE against unclipped data, all in float32."""
+    scale = candidates.scale[index]
     with np.errstate(over="ignore"):
-        clipped = np.clip(data, candidates.lo[i], candidates.hi[i])
-        error = np.rint(clipped / candidates.scale[i]) * candidates.scale[i] - data
+        clipped = np.clip(data, candidates.lo[index], candidates.hi[index])
+        codes = np.rint(clipped / scale)
+        error = codes * scale - data
         return np.float32(np.mean(error * error))
 
 
@@ -238,7 +241,8 @@ def _sorted_losses(data: Float32Array, candidates: Candidates) -> Float64Array:
     for index in range(candidates.scale.size):
         _, candidate_boundaries = candidates.codes_and_boundaries(index)
         all_boundaries.append(candidate_boundaries)
-    boundary_positions = np.searchsorted(data, np.concatenate(all_boundaries).astype(np.float32))
+    boundaries32 = np.concatenate(all_boundaries).astype(np.float32)
+    boundary_positions = np.searchsorted(data, boundaries32)
     cuts = np.unique(np.append(boundary_positions, [0, data.size]))
     sums_between_cuts = np.add.reduceat(data, cuts[:-1], dtype=np.float64)
     sums_below_cuts = prefix_sums(sums_between_cuts)
@@ -246,7 +250,8 @@ def _sorted_losses(data: Float32Array, candidates: Candidates) -> Float64Array:
     def count_and_sum_below(boundaries: Float64Array) -> tuple[Float64Array, Float64Array]:
         """Return the number and the sum of the values below each boundary."""
         positions = np.searchsorted(data, boundaries.astype(np.float32))
-        return positions.astype(np.float64), sums_below_cuts[np.searchsorted(cuts, positions)]
+        sums_below = sums_below_cuts[np.searchsorted(cuts, positions)]
+        return positions.astype(np.float64), sums_below
 
     total = sums_below_cuts[-1]
     sum_of_squares = np.einsum("i,i->", data, data, dtype=np.float64)  # dot would use BLAS threads
@@ -279,12 +284,15 @@ def staircase_losses(
     """
     losses = np.empty(candidates.scale.size)
     for index, scale in enumerate(candidates.scale.astype(np.float64)):
-        codes, boundaries = candidates.codes_and_boundaries(index)
+        # each boundary is between a lower code and the next one
+        lower_codes, boundaries = candidates.codes_and_boundaries(index)
         counts_below, sums_below = count_and_sum_below(boundaries)
-        highest_code = codes[-1] + 1
+        highest_code = lower_codes[-1] + 1
         sum_qx = highest_code * total - sums_below.sum()
-        sum_qq = highest_code**2 * count - ((2 * codes + 1) * counts_below).sum()
-        losses[index] = (sum_of_squares - 2 * scale * sum_qx + scale**2 * sum_qq) / count
+        rises_of_square = 2 * lower_codes + 1  # (c + 1)^2 - c^2
+        sum_qq = highest_code**2 * count - (rises_of_square * counts_below).sum()
+        squared_error = sum_of_squares - 2 * scale * sum_qx + scale**2 * sum_qq
+        losses[index] = squared_error / count
     return losses
 
 
@@ -292,7 +300,8 @@ def _refine_losses(
     data: Float32Array, candidates: Candidates, losses: Float64Array
 ) -> Float64Array:
     """Replace the losses within rounding of the best by AMCT's float32 values."""
-    candidate_indices = np.flatnonzero(losses <= losses.min() * (1 + _MARGIN) + 1e-30)
+    max_loss = losses.min() * (1 + _MARGIN) + 1e-30
+    candidate_indices = np.flatnonzero(losses <= max_loss)
     if candidate_indices.size < 2:
         return losses
     refined = losses.copy()
@@ -416,9 +425,13 @@ class IfmrHistogram:
         c_kernel = kernel()
         if c_kernel is not None:
             values = as_kernel_array(data)
-            bin_addresses = array_address(self.counts), array_address(self.sums)
             c_kernel.count_and_sum(
-                values.size, array_address(values), bins_per_unit, FINE_BINS, *bin_addresses
+                values.size,
+                array_address(values),
+                bins_per_unit,
+                FINE_BINS,
+                array_address(self.counts),
+                array_address(self.sums),
             )
             return
         for chunk in np.split(data, range(_COUNT_CHUNK, data.size, _COUNT_CHUNK)):
@@ -426,21 +439,18 @@ class IfmrHistogram:
             index += FINE_BINS
             self.counts += np.bincount(index, minlength=self.counts.size)
             self.sums += np.bincount(index, chunk, self.counts.size)
-        self.sums[FINE_BINS] = 0.0
+        self.sums[FINE_BINS] = 0.0  # no sum around 0 (see the class); the kernel does the same
 
 
-def ifmr_streaming(histogram: IfmrHistogram, params: IfmrParams | None = None) -> AscendScale:
+def ifmr_streaming(histogram: IfmrHistogram, params: IfmrParams = _AMCT_DEFAULTS) -> AscendScale:
     """Search scale and offset as `ifmr` does, but in a histogram, whose memory does not grow.
 
     With few data, which the histogram stores, the result is that of `ifmr`. Otherwise all values of
     a bin count as their mean, and the result may be a neighbour of the range that `ifmr` chooses.
 
-    `params`: parameters of the search; None for AMCT's defaults.
-
     Raises:
         CalibrationError: nothing was observed, or a scale is not finite.
     """
-    params = params or IfmrParams()
     if histogram.total == 0:
         raise CalibrationError("the activation to be quantized must not be empty, got no batch")
     stored_values = histogram.stored_values

@@ -57,30 +57,32 @@ class IfmrOf(_Ordered):
         Raises:
             CalibrationError: the arrays contradict each other.
         """
-        recorder = IfmrHistogram()
-        reals, integers = read_numbers(arrays, reals=3, wholes=1)
-        recorder.minimum, recorder.maximum, recorder.full_range = reals
-        recorder.total = integers[0]
+        histogram = IfmrHistogram()
+        reals, (histogram.total,) = read_numbers(arrays, reals=3, wholes=1)
+        minimum, maximum, full_range = reals
+        histogram.minimum = minimum
+        histogram.maximum = maximum
+        histogram.full_range = full_range
         stored_values = arrays["kept"]
         bins = arrays["bins"]
-        are_in_range = True  # the values, in the range whose bins count them; the kernel needs it
+        # the kernel writes beyond its arrays if a later value lies outside `full_range`
+        has_valid_range = bool(np.isfinite(reals).all()) and full_range >= 0
         if stored_values.size:
             values = np.array(stored_values, np.float32)
-            recorder.set_values(values)
-            are_in_range = recorder.minimum <= values.min() <= values.max() <= recorder.maximum
+            histogram.set_values(values)
+            has_valid_range &= minimum <= values.min() <= values.max() <= maximum
         elif bins.size:
-            recorder.start_counting()
+            histogram.start_counting()
             if bins.min() < 0 or bins.max() > 2 * FINE_BINS:  # the bin around 0 and both sides
                 raise CalibrationError("stored bins must lie within the histogram and do not")
-            recorder.counts[bins] = arrays["counts"]
-            recorder.sums[bins] = arrays["sums"]
-            full_range = recorder.full_range
-            are_in_range = -full_range <= recorder.minimum <= recorder.maximum <= full_range
-        if stored_values.size + int(recorder.counts.sum()) != recorder.total:
+            histogram.counts[bins] = arrays["counts"]
+            histogram.sums[bins] = arrays["sums"]
+            has_valid_range &= -full_range <= minimum <= maximum <= full_range
+        if stored_values.size + int(histogram.counts.sum()) != histogram.total:
             raise CalibrationError("stored counts must add up to their total and do not")
-        if recorder.total and not (are_in_range and np.isfinite(reals).all() and reals[2] >= 0):
+        if histogram.total and not has_valid_range:
             raise CalibrationError("stored values must lie within their stored range and do not")
-        return recorder
+        return histogram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
