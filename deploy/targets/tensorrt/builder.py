@@ -184,7 +184,8 @@ def calibrate(
         settings, fp16=False, bf16=False, tf32=False, float_layers={}, float32_layers={}
     )
     build_engine(model, float32_settings, calibrator=calibrator, cuda=cuda)
-    return calibrator.check()  # the cache; raises what went wrong in the calibrator
+    # `check` raises what went wrong in the calibrator; if nothing did, it returns the cache
+    return calibrator.check()
 
 
 def engine_key(

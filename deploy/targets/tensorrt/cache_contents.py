@@ -136,12 +136,12 @@ def cache_tensors(
         entries = _onnx_entries(model, parsed, version_label(version))
         pooling_operators = POOLING_OPS
     # a pool's output has the scale of its owner, the pool's input; any other tensor has its own
-    owners = _pool_owners(model, pooling_operators)
+    owners = pool_owners(model, pooling_operators)
     # an entry: its name in the cache, and the tensor of `model` that has its values
     return [CacheTensor(name, tensor, owners.get(tensor, tensor)) for name, tensor in entries]
 
 
-def _pool_owners(model: onnx.ModelProto, pooling_operators: Collection[str]) -> dict[str, str]:
+def pool_owners(model: onnx.ModelProto, pooling_operators: Collection[str]) -> dict[str, str]:
     """Map the output of each pool to the tensor whose scale it has: the pool's input.
 
     In a row of pools it is the input of the first one.

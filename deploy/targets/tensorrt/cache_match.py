@@ -204,7 +204,7 @@ def _plan_with_scales(
         scale in the cache it takes. It has each tensor that would be quantized if the cache had all
         scales; one that gets no scale is its own source.
     """
-    # the output of a pool -> the pool's input; any other tensor -> itself
+    # the output of a pool -> the pool's input (its `owner`); any other tensor -> itself
     pool_input_by_tensor = {entry.tensor: entry.owner for entry in expected_entries}
     plan_pairs = partial(analyse, model, placement, float_nodes=float_nodes, analysis=analysis)
     complete_plan = plan_pairs()
@@ -225,7 +225,8 @@ def _plan_with_scales(
         scale_source_by_tensor[tensor] = tensor
         reason = flaw_by_tensor.get(tensor, "has no entry in the cache")
         float_reasons[tensor] = reason
-        # a node that reads `tensor` is float too: `analyse` looks up `moved_tensor` for it
+        # its readers are float too: `analyse` looks for the reason of a reader of `tensor` under
+        # the tensor whose scale it would share, `moved_tensor`
         float_reasons[moved_tensor] = reason
 
     plan = complete_plan

@@ -45,7 +45,7 @@ from deploy.graph.edit import bypass, drop_unread
 from deploy.graph.index import Graph
 from deploy.graph.plan import Plan
 from deploy.targets.onnxruntime.qdq import Memoize, compute_each_time, write_qdq
-from deploy.targets.tensorrt.cache_contents import POOLING_OPS
+from deploy.targets.tensorrt.cache_contents import POOLING_OPS, pool_owners
 from deploy.targets.tensorrt.float_types import (
     FIRST_OPSET_BY_TYPE,
     FP8_OPSET,
@@ -205,8 +205,9 @@ def share_scales(model: onnx.ModelProto, plan: Plan) -> Plan:
         The plan with `scale_owners`, tensor -> the tensor whose scale it has, and `range_sources`,
         owner -> the tensors whose ranges its scale covers, if not only its own.
     """
-    graph = Graph(model)
     plan_without_owners = replace(plan, scale_owners={})  # the owners are determined below
+    # output of a pool -> the pool's input, whose scale it has in a cache
+    pool_inputs = pool_owners(model, POOLING_OPS)
     paired_tensors = dict.fromkeys(pair.tensor for pair in plan.pairs)
     # tensor that meets others in a Concat -> all of them, itself included
     group_by_tensor: dict[str, frozenset[str]] = {}
@@ -217,32 +218,23 @@ def share_scales(model: onnx.ModelProto, plan: Plan) -> Plan:
     range_sources = {}
     for tensor in paired_tensors:
         sharing_tensors = [tensor]  # tensors that have one scale
-        owner = _input_of_pools(graph, tensor)  # the tensor itself, if no pool makes it
+        pool_input = pool_inputs.get(tensor, tensor)  # the tensor itself, if no pool makes it
+        owner = pool_input
         if tensor in group_by_tensor:
             sharing_tensors = sorted(group_by_tensor[tensor])
             owner = sharing_tensors[0]  # any one, but the same in every run
-        elif owner in group_by_tensor:
-            # A pool makes the tensor, and the pool's input shares the scale of the tensors that it
-            # meets in a Concat, the largest of theirs. The tensor keeps a scale of its own, which
-            # may be smaller.
+        elif pool_input in group_by_tensor:
+            # The scale of the pool's input is the largest of those that meet in its Concat. The
+            # pool's output, which meets none there, may have a smaller one of its own.
             owner = tensor
 
         if owner != tensor:
             scale_owners[tensor] = owner
         # tensors whose ranges the scale covers; a pool's output has its input's, as in a cache
-        sources = tuple(dict.fromkeys(_input_of_pools(graph, name) for name in sharing_tensors))
+        sources = tuple(dict.fromkeys(pool_inputs.get(name, name) for name in sharing_tensors))
         if sources != (owner,):
             range_sources[owner] = sources
     return replace(plan, scale_owners=scale_owners, range_sources=range_sources)
-
-
-def _input_of_pools(graph: Graph, tensor: str) -> str:
-    """Return the tensor upstream of any pools: the one whose scale `tensor` has in a cache."""
-    node = graph.producer.get(tensor)
-    while node is not None and node.op_type in POOLING_OPS:
-        tensor = str(node.input[0])
-        node = graph.producer.get(tensor)
-    return tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +261,8 @@ def from_qdq(quantized: onnx.ModelProto) -> PlainModel:
     refuse_integer_operators(model)
     check_pairs(model)
     _unpair_float_weights(model)
-    unpaired = remove_pairs(model, (), keep_rounding=False)
+    # no layer rounds its input: the readers of a pair get the float tensor as it is
+    unpaired = remove_pairs(model, int8_layers=(), keep_rounding=False)
     drop_unread(unpaired.model.graph)  # integers, scales and zero points of the pairs
     graph = Graph(unpaired.model)
     scales = {}

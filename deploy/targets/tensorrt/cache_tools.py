@@ -225,10 +225,9 @@ def _header_findings(
     """
     header = cache.header
     remedy = _relabel_command(path, version or header.version or "X.Y.Z", algorithm)
-    # The label is the version as a number. The first line of a legacy calibrator's cache has none
-    # (None), and any version reads that cache.
-    expected_label = header.label if version is None else trt_cache.version_label(version)
-    if header.label not in (None, expected_label):
+    # The label is the version as a number. The cache of a legacy calibrator has none (None): every
+    # version reads it.
+    if version is not None and header.label not in (None, trt_cache.version_label(version)):
         text = (
             f"TensorRT {version} ignores a cache of {header.version} and calibrates again, with"
             f" nothing but a log line; run: {remedy}"

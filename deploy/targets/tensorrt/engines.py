@@ -35,7 +35,7 @@ from deploy.graph.lowering import lower_opset
 from deploy.graph.placement import TENSORRT as PLACEMENT
 from deploy.graph.plan import analyse
 from deploy.targets.base import BuildRequest
-from deploy.targets.shape_ranges import Shape
+from deploy.targets.shape_ranges import Shape, is_static
 from deploy.targets.tensorrt import builder, sdk
 from deploy.targets.tensorrt.builder import BuilderSettings
 from deploy.targets.tensorrt.cache_contents import largest_magnitudes
@@ -123,7 +123,7 @@ def builder_settings(options: TensorrtOptions, request: BuildRequest) -> Builder
         for name, array in sample.items():
             calibration_shapes[name] = array.shape
             has_batch = name in request.batch_inputs
-            if has_batch and not isinstance(input_shapes[name][0], int):  # it is dynamic
+            if has_batch and not is_static(input_shapes[name][0]):  # a dynamic batch
                 calibration_shapes[name] = (options.max_batch, *array.shape[1:])
 
     timing_cache = options.timing_cache  # the user's file, or None
@@ -222,7 +222,7 @@ def _tensorrt_fingerprint(
 
     Args:
         options: options of the target, among them the calibrator.
-        request: the build request.
+        request: the build request, with the model, its calibration method and the samples.
         source: ONNX file of the float model.
         version: the installed TensorRT.
         batch: number of samples in a calibration batch.
@@ -604,8 +604,9 @@ def _build_baseline(
     if reused_bytes is not None:
         return manifest.write_made_from(path, reused_bytes, key), ()
 
-    # A user's timing cache is read and written in place. One of the build's own is new, and the
-    # quantized engine has written its timings to it: read these, not those of the build before.
+    # A timing cache of the build's own is a new file, and starts with the timings of the build
+    # before (`earlier_timing_cache`; None for a user's file, which is read and written in place).
+    # If an engine of this build has written its timings by now, start with those.
     timing_cache = settings.timing_cache
     is_users_file = settings.earlier_timing_cache is None
     if timing_cache is not None and timing_cache.exists() and not is_users_file:

@@ -205,7 +205,6 @@ class _TypeConverter:
         """
         stays_float32 = self._stays_float32(node)
         compute_type = FLOAT if stays_float32 else self.narrow_type
-        # inputs and outputs that have, by the operator's schema, the type in which it computes
         for index in _typed_inputs(node):
             name = node.input[index]
             is_float = self.type_by_tensor.get(name) in (FLOAT, self.narrow_type)
@@ -214,6 +213,7 @@ class _TypeConverter:
         self.nodes.append(node)
         if stays_float32:
             return
+        # the outputs that have, by the operator's schema, the type in which it computes
         for index in _indices_of_compute_type(node, node.output, _schema(node).outputs):
             if self.type_by_tensor[node.output[index]] == FLOAT:
                 self._narrow_output(node, index)
@@ -244,7 +244,8 @@ class _TypeConverter:
             self.float32_reasons[node.name] = "a subgraph reads it"
             return True
         if node.op_type in _MOVE_OPS and data_input not in self.index.initializers:
-            # it copies values, and so has the type of its input
+            # It copies values, and so has the type of its input. A constant could have either type:
+            # it is narrow if its values allow it, as for other operators.
             return bool(self.type_by_tensor[data_input] == FLOAT)
         reason = self._overflow_reason(node)
         if reason:

@@ -139,8 +139,8 @@ def range_from_inputs(tensor_ranges: TensorRanges, name: str) -> Range | None:
     if operator in _SHRINKING_OPS:
         return min(amaxes[0], _clip_limit(tensor_ranges, node)), bound_level
     if operator == "Concat":
-        has_equal_inputs = len(set(amaxes)) == 1
-        return max(amaxes), (level if has_equal_inputs else bound_level)
+        have_one_range = len(set(amaxes)) == 1
+        return max(amaxes), (level if have_one_range else bound_level)
     if operator in _SUM_OPS:
         return sum(amaxes), bound_level
     if operator in ("Mul", "Div"):
@@ -298,6 +298,9 @@ def _product(
 ) -> Range | None:
     """Return the range of the output of a Mul, or of a Div by a constant; None for other Divs.
 
+    A constant changes the range by exactly its factor; the product of two tensors is only bounded
+    by that of their largest |x|, which need not meet in one place.
+
     Args:
         tensor_ranges: has the constants.
         node: the Mul or Div.
@@ -425,5 +428,5 @@ def _apply_rule(
         amax, level = new_range
         if level <= max_level and 0 < amax < math.inf:  # a scale must be positive and finite
             tensor_ranges.range_by_tensor[name] = new_range
-            if max_level == GUESS:
+            if max_level == GUESS:  # then all that is more certain was added before: it is a guess
                 return

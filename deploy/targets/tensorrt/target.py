@@ -232,7 +232,8 @@ class TensorRT(TensorrtOptions, Target):
         # the version of TensorRT that is to read the cache
         version = self.version or cache_contents.reading_version(request.subject)
         placement = self.placement
-        # the methods of single tensors, and that of all others: None is the calibration's
+        # the methods that a search chose for single tensors, and for all others; None, if it left
+        # these the method of the calibration
         choices = request.choices
         chosen_methods = (*choices.methods.values(), choices.method)
         self._check_methods(*filter(None, chosen_methods))
@@ -297,7 +298,8 @@ class TensorRT(TensorrtOptions, Target):
         if engine is not None:
             files["TensorRT engine"] = engine
         dla_notes = [_DLA_NOTE] if self.dla else []
-        # if the user names no version, an engine that was built here shows that a TensorRT reads it
+        # that `version` cannot read the model does not matter if it is a default, not the user's,
+        # and the TensorRT of this machine has built an engine
         is_alerted = engine is None or self.version is not None
         return BuildResult(
             target=self.name,
@@ -336,8 +338,8 @@ class TensorRT(TensorrtOptions, Target):
             request, calibrated.matched_cache, largest_values, models[QDQ_MODEL]
         )
         notes = (*notes, *type_notes)
-        # nodes whose values are too large for float16: the typed model states their type, but where
-        # TensorRT chooses types, it must be told their names
+        # nodes whose values are too large for float16 -> their output: the typed model states their
+        # type, but where TensorRT chooses types, it must be told their names
         float32_nodes, reason_by_float32_node = find_float32_layers(
             request.model,
             largest_values,

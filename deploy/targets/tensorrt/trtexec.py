@@ -22,7 +22,7 @@ from deploy.calibration.trt_cache import version_label
 from deploy.graph.index import ONNX_DOMAINS, Graph, all_nodes, opset_of
 from deploy.targets.base import NEWER_TRTEXEC_SCRIPT, TRTEXEC_SCRIPT, BuildRequest
 from deploy.targets.shape_ranges import Shape
-from deploy.targets.tensorrt.profiles import model_input_shapes, sample_profiles
+from deploy.targets.tensorrt.profiles import sample_profiles
 from deploy.targets.tensorrt.trt_options import (
     BF16,
     CACHE_FILE,
@@ -282,11 +282,11 @@ def find_unread_model(
         return None
 
     typed_role = TYPED_MODEL if TYPED_MODEL in models else QDQ_MODEL
-    readers = [requirements[typed_role].first_version(*options.features)]
+    # the first version that reads the typed model; None if none does
+    first_versions = [requirements[typed_role].first_version(*options.features)]
     if options.precision != FP8 and not options.dla:  # these have commands for the typed model only
-        readers.append(requirements[QDQ_MODEL].first_version())
-    known_readers = [reader for reader in readers if reader is not None]
-    first_version = min(known_readers, key=version_label, default=None)
+        first_versions.append(requirements[QDQ_MODEL].first_version())
+    first_version = min(filter(None, first_versions), key=version_label, default=None)
     return UnreadModel(version, reasons[0], first_version)
 
 
@@ -332,7 +332,7 @@ def trtexec_script(commands: Sequence[TrtexecCommand], default: TrtexecCommand |
     cases = ""  # lines of the shell's `case`, one for each command
     usage = ""  # lines that print the commands' names, for any other argument
     for command in commands:
-        if command.arguments:
+        if command.arguments:  # else it only says why no TensorRT can build the engine
             pattern = f"''|{command.name}" if command == default else command.name  # '': none given
             cases += f"  {pattern}) exec {shlex.join(command.arguments)} ;;\n"
             usage += f"echo '  {command.name}: {command.condition}' >&2\n    "
@@ -423,7 +423,7 @@ def _typed_commands(
         files: role (what a file is for) -> path.
         requirements: role -> what a parser must support to read that file.
         version: TensorRT that the files are for, "X.Y.Z"; its command is the first.
-        features: fields of `TensorrtFeatures` that the model needs.
+        features: fields of `TensorrtFeatures` that the model needs, such as "dla".
     """
     role = TYPED_MODEL if TYPED_MODEL in files else QDQ_MODEL
     model = files[role]
@@ -485,11 +485,11 @@ def float_layers(request: BuildRequest) -> dict[str, str]:
 
 
 def _precision_flags(type_by_layer: Mapping[str, str], float32_nodes: Collection[str]) -> list[str]:
-    """Return the flags that set the types of layers.
+    """Return the flags that set the types of layers, which have the names of their nodes.
 
     Args:
         type_by_layer: layer -> the type in which it computes.
-        float32_nodes: layers that compute and output float32.
+        float32_nodes: nodes whose layers compute and output float32.
     """
     float32_types = dict.fromkeys(float32_nodes, FP32)
     compute_types = {**type_by_layer, **float32_types}
@@ -511,15 +511,16 @@ def _shape_flags(request: BuildRequest, max_batch: int, *, dla: bool) -> list[st
 
     These are the smallest, the usual and the largest shapes, or `--shapes` if all are the same.
     """
-    input_shapes = model_input_shapes(request).values()
-    if all(isinstance(size, int) for shape in input_shapes for size in shape):
-        return []
     profiles = sample_profiles(request, max_batch=max_batch, fixed=dla, tuned_shapes={})
-    # each input has three shapes: for each of the three, a text with that shape of all inputs
-    shapes_of_inputs = zip(*profiles.values(), strict=True)
-    min_text, opt_text, max_text = (_join_shapes(profiles, shapes) for shapes in shapes_of_inputs)
-    if min_text == max_text:
+    if not profiles:
+        return []
+    # the smallest shapes of all dynamic inputs, their usual shapes, and their largest ones
+    min_shapes, opt_shapes, max_shapes = zip(*profiles.values(), strict=True)
+    opt_text = _join_shapes(profiles, opt_shapes)
+    if min_shapes == max_shapes:
         return [f"--shapes={opt_text}"]
+    min_text = _join_shapes(profiles, min_shapes)
+    max_text = _join_shapes(profiles, max_shapes)
     return [f"--minShapes={min_text}", f"--optShapes={opt_text}", f"--maxShapes={max_text}"]
 
 
